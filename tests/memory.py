@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def resident() -> int:
-    """Returns the MiB of this process that are in memory, without what the allocator can give back."""
+    """Returns the resident memory of this process in MiB, without memory that the allocator can return."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))

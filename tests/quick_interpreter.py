@@ -14,7 +14,7 @@ from typing import Any
 
 
 def quicken() -> None:
-    """Changes the interpreter of this process; call it before a kernel runs."""
+    """Changes the interpreter of this process. Call it before a kernel runs."""
     import triton
     from triton.runtime import interpreter
 
@@ -31,7 +31,10 @@ def quicken() -> None:
 
 
 def fuse() -> None:
-    """Lets tl.fma round once. By two roundings fma(a, b, -(a * b)) is 0; on a device it is the rounding of a * b."""
+    """Makes tl.fma round once.
+
+    With two roundings, fma(a, b, -(a * b)) is 0; on a device, it is the rounding error of a * b.
+    """
     import numpy as np
     from triton.runtime import interpreter
 
@@ -48,12 +51,12 @@ def fuse() -> None:
 
 
 def _patch_once(patch: Callable[[Any], Any], no_changes: Callable[[], Any]) -> Callable[[Any], Any]:
-    """A launch puts the interpreter's functions into triton.language, and each call of a jit function did so again."""
+    """Patches triton.language once per launch, and not again in each call of a jit function."""
     import triton.language as tl
 
     @functools.cache
     def changed_first(fn: Any) -> list[tuple[Any, str]]:
-        """A function in each place that is changed for `fn`."""
+        """Returns the functions that replace those of `fn`."""
         languages = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
         places = [(language, "load") for language in languages] + [(tl.math, "exp")] * (tl in languages)
         return [*places, (tl.tensor, "__add__"), (tl.core.tensor_descriptor_base, "load")] if languages else []
@@ -68,7 +71,7 @@ def _patch_once(patch: Callable[[Any], Any], no_changes: Callable[[], Any]) -> C
 
 
 def _by_name(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The interpreter makes a table of all types whenever it looks one up."""
+    """Stores the table of types, which the interpreter makes again at every lookup."""
     import triton.language as tl
 
     known: dict[str, Any] = {}
@@ -85,7 +88,7 @@ def _by_name(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _with_index(patch: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Triton 3.6 gives numpy an array of one element as an index, which numpy 2.4 and newer refuse."""
+    """Converts arrays of one element, which Triton 3.6 uses as indices, and which numpy 2.4 and newer refuse."""
 
     def patch_tensor(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)

@@ -70,7 +70,7 @@ class Tape(TorchDispatchMode):
 
 
 class TapeGraphs:
-    """`Graphs` with tapes, which never waits for a device, and which counts its calls."""
+    """`Graphs` with tapes. It never waits for a device, and counts its calls."""
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)

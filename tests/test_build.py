@@ -39,7 +39,7 @@ def sources(tmp_path: Path) -> Path:
 
 
 def build(sources: Path, compiler: str) -> tuple[dict[str, int], str]:
-    """Builds the library of the ops; the bytes of what was precompiled, and the output."""
+    """Builds the library of the ops; returns the bytes of the precompiled header, and the output."""
     done = subprocess.run(
         [sys.executable, "setup.py", "-v", "build_ext", "--inplace", "--build-temp", "temp"],
         cwd=sources,

@@ -37,7 +37,7 @@ def test_on_a_cpu_a_graph_is_a_call() -> None:
 
 
 class StubGraph:
-    """A graph that holds nothing."""
+    """An empty graph."""
 
 
 class StubGenerator:

@@ -57,7 +57,7 @@ LAYERS = {
 
 
 def words(nibbles: Tensor, order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)) -> Tensor:
-    """Packs numbers from 0 to 15, (rows, 8 n), into (rows, n) int32: the nibble at bit 4 i is number order[i] of eight."""
+    """Packs numbers from 0 to 15, (rows, 8 n), into (rows, n) int32: bits 4 i to 4 i + 3 are number order[i]."""
     parts = nibbles.long().view(len(nibbles), -1, 8)
     word = sum(parts[..., place] << 4 * i for i, place in enumerate(order))
     assert isinstance(word, Tensor)

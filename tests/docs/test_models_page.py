@@ -24,7 +24,7 @@ _SIZES = {
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, list[str]]:
-    """Returns the other columns of the table by family; names in brackets are relatives without classes of their own."""
+    """Returns the other columns of the table by family. Names in brackets are relatives without own classes."""
     found = {}
     for line in (DOCS / "models" / "index.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("| ") and not line.startswith(("| Family", "| ---", "| `")):

@@ -27,7 +27,7 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 class WordPiece:
-    """A tokenizer of words that, as that of BERT, takes spaces back when an apostrophe or a stop follows."""
+    """A tokenizer of words that, like BERT's, removes a space when an apostrophe or a full stop follows."""
 
     words = ("<pad>", "</s>", "<unk>", "don", "'", "t", "go", ".", "now", "!", "##ne")
     vocab_size = len(words)
@@ -99,7 +99,7 @@ KINDS = ("bytes", "bpe", "words", "byte level", "byte fallback", "sentencepiece"
 
 @functools.cache
 def detokenizer(kind: str, folder):
-    """A tokenizer; `folder` is for the file of a foreign one."""
+    """Makes a tokenizer. `folder` is for the file of another library's tokenizer."""
     plain = {"bytes": ByteTokenizer, "bpe": _bpe, "words": WordPiece, "sentencepiece": _t5, "marian": _marian}
     return plain[kind]() if kind in plain else _foreign(kind, folder)
 

@@ -31,7 +31,7 @@ ragged = st.lists(st.lists(tokens, min_size=1, max_size=7), min_size=1, max_size
 
 @st.composite
 def padded(draw: Callable[..., Any]) -> torch.Tensor:
-    """(rows, width), padded on either side, each row by its own."""
+    """Returns ids (rows, width), padded on either side, for each row separately."""
     rows, width = draw(ragged), 7
     side = draw(st.sampled_from(["right", "left"]))
     return torch.tensor([
@@ -90,12 +90,12 @@ wrong = st.dictionaries(st.sampled_from(NAMES), odd, min_size=1, max_size=2)
 
 @pytest.fixture(scope="module")
 def named(model: Any, gpt: Any) -> Callable[[str], Any]:
-    """The models by name: an example that fails shows no weights."""
+    """Returns the models by name, so that a failing example prints no weights."""
     return lambda which: model if which == "model" else gpt
 
 
 def outcome(call: Callable[..., Any], *args: Any, **given_: Any) -> tuple[str, Any]:
-    """("answer", ...), or ("error", its words); any other exception than a ValueError is a failure."""
+    """Returns ("answer", ...) or ("error", the message). Exceptions other than ValueError are failures."""
     try:
         return "answer", call(*args, **given_)
     except ValueError as error:

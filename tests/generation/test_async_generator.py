@@ -87,7 +87,7 @@ async def test_alternatives_are_the_likeliest_tokens(lm, engine, options) -> Non
 
 
 async def idle(front: AsyncGenerator) -> None:
-    """Waits until nothing has a place: what a task has left, the thread takes out before its next step."""
+    """Waits until no request has a place: the thread removes requests that tasks have left before its next step."""
     while front.stats().running or front.stats().waiting:
         await asyncio.sleep(0.01)
 

@@ -28,7 +28,7 @@ TEXTS = ["the dog reads a book", "two birds", "men walk 漢 the dog"]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> Callable[[str], Path]:
-    """A folder of a kind, made once: not to be changed."""
+    """Returns a folder of a kind, which is made once and must not be changed."""
     found: dict[str, Path] = {}
 
     def get(kind: str) -> Path:
@@ -197,7 +197,7 @@ def test_a_conversation_that_is_full(folders, caplog) -> None:
 
 
 def test_computed_tokens_are_not_computed_again(folders) -> None:
-    """Twenty turns behind a system prompt of 1,000 tokens: it is read once."""
+    """In twenty turns after a system prompt of 1,000 tokens, the prompt is computed once."""
     _, tokenizer = loaded(folders("llama3"))
     torch.manual_seed(0)
     sizes = {"d_model": 32, "num_layers": 2, "num_heads": 4, "d_ff": 48, "max_len": 4096}

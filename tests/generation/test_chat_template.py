@@ -184,7 +184,7 @@ def test_invalid_messages_are_named() -> None:
 
 
 class Tokenizer:
-    """Each special token is an id, and each other character its code."""
+    """Encodes each special token as an id, and each other character as its code."""
 
     chat = {"chat_template": CHATML, **NAMES}
     special_tokens = ["<|im_start|>", "<|im_end|>", "<s>"]

@@ -92,7 +92,7 @@ def kind_of(name: str) -> str:
 
 
 def values_of(name: str) -> tuple[list[tuple[Any, Any]], list[Any]]:
-    """Values that an option takes, with what they become, and values that it refuses."""
+    """Returns values that an option accepts, with their results, and values that it refuses."""
     if name in OTHERS:
         return OTHERS[name]
     kind = kind_of(name)

@@ -25,7 +25,7 @@ def transformer() -> Transformer:
 
 @pytest.fixture
 def often():
-    """Threads take turns so often that each step of one meets the others."""
+    """Makes threads switch so often that each step of one overlaps with the others."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield

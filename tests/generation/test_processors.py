@@ -35,7 +35,7 @@ NEVER = -math.inf
 
 
 def forbidden(scores: Tensor) -> list[list[int]]:
-    """The ids of each row that may not follow."""
+    """Returns the ids that may not follow, for each row."""
     return [row.isneginf().nonzero().flatten().tolist() for row in scores]
 
 

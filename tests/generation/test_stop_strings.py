@@ -46,7 +46,7 @@ def translator() -> Translator:
 
 
 def stops_of(text: str) -> list[str]:
-    """Some texts that come in it: of several tokens, of one, and of one whose beginning comes before."""
+    """Returns some texts that occur in it: of several tokens, of one, and of one that begins in the token before."""
     return [text[9:13], text[:6] + "a", text[20]]
 
 

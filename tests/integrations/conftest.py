@@ -11,7 +11,7 @@ from fastformer.encoding.engine import PackedEncoder
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How often the engine was called."""
+    """Counts the calls of the engine."""
     found, plain = [0], PackedEncoder.states
 
     def counting(self: Any, *args: Any) -> Any:

@@ -36,16 +36,16 @@ FLAN = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "is_unt
 
 
 def until_end(row: list[int], *ends: int) -> list[int]:
-    """The ids up to the first end, which is kept."""
+    """Returns the ids up to and including the first end."""
     return row[: next((i + 1 for i, token in enumerate(row) if token in ends), None)]
 
 
 def bart(family: str = "Bart", dtype: torch.dtype = torch.float64, *, seed: int = 3, **options: Any) -> Any:
-    """A BART, or a relative.
+    """Makes a BART, or a relative.
 
     Args:
-        family: as transformers begins the names of its classes.
-        options: of the config; or bias (on the logits), pad (whether its row is zero), scale (of the matrices).
+        family: the prefix of transformers' class names.
+        options: options of the config; or bias (on the logits), pad (whether its row is zero), scale (of the matrices).
     """
     scale, has_bias = options.pop("scale", 0.4), options.pop("bias", False)
     zero_pad = options.pop("zero_pad", family == "Marian")
@@ -68,7 +68,7 @@ def bart(family: str = "Bart", dtype: torch.dtype = torch.float64, *, seed: int 
 
 
 def t5(family: str = "T5", dtype: torch.dtype = torch.float64, *, seed: int = 3, **options: Any) -> Any:
-    """A T5 or an mT5; options as in `bart`, or is_untied."""
+    """Makes a T5 or an mT5. options: as in `bart`, or is_untied."""
     scale, is_untied, zero_pad = (options.pop(name, value) for name, value in (
         ("scale", 0.2), ("is_untied", False), ("zero_pad", False)))  # fmt: skip
     config = getattr(transformers, f"{family}Config")(**T5 | options)
@@ -86,7 +86,7 @@ def t5(family: str = "T5", dtype: torch.dtype = torch.float64, *, seed: int = 3,
 
 
 def opinionated(theirs: Any, *, embedding: float = 0.2, seed: int = 5) -> Any:
-    """A Marian whose weights make it say different things, and end sometimes."""
+    """Makes a Marian whose weights make it generate different tokens, and end sometimes."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
@@ -126,7 +126,7 @@ class Case(NamedTuple):
     options: dict[str, Any]
 
     def make(self, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
-        """The model of transformers."""
+        """Makes the model of transformers."""
         if IS_OLD and self == CASES.get("T5 tied, unscaled"):
             pytest.skip("before version 5 a T5 scales where it is tied")
         maker = t5 if self.is_t5 else bart
@@ -138,29 +138,29 @@ class Case(NamedTuple):
 
     @property
     def batch(self) -> tuple[Tensor, Tensor]:
-        """Sources and targets, right-padded."""
+        """Makes sources and targets, padded on the right."""
         return BATCHES.get(self.family, _BART_BATCH)
 
     @property
     def ids(self) -> tuple[int, int]:
-        """PAD and EOS."""
+        """Returns the ids of PAD and EOS."""
         sizes = T5 if self.is_t5 else MARIAN if self.family == "Marian" else BART
         return sizes["pad_token_id"], sizes["eos_token_id"]
 
     def logits(self, model: Any) -> Tensor:
-        """The logits of a model of transformers."""
+        """Returns the logits of a model of transformers."""
         source, target = self.batch
         return model(source, attention_mask=(source != self.ids[0]).long(), decoder_input_ids=target).logits
 
     def layouts(self) -> tuple[SequenceLayout, SequenceLayout]:
-        """Packed ones: of the sources as they are padded, and of targets of other lengths."""
+        """Returns packed layouts: of the sources in their padded form, and of targets of other lengths."""
         source, target = self.batch
         lengths = torch.tensor([target.shape[1], target.shape[1] - 1, 2])
         sources = SequenceLayout.packed((source != self.ids[0]).sum(1), source.shape[1])
         return sources, SequenceLayout.packed(lengths, target.shape[1])
 
     def exactly(self) -> contextlib.AbstractContextManager[Any]:
-        """transformers rounds a T5's norms to fp32, before version 5 the softmax, too: in the block it doesn't."""
+        """Keeps transformers from rounding a T5's norms to fp32 and, before version 5, the softmax as well."""
         return exactly("t5") if self.is_t5 else contextlib.nullcontext()
 
 
@@ -217,7 +217,7 @@ CASES = {
 
 
 def drawn(family: str, seed: int) -> Case:
-    """A config of a family whose options are drawn at random, with 96 positions."""
+    """Draws a config of a family with random options and 96 positions."""
     rng = random.Random(f"{family} {seed}")
     flip = lambda: rng.random() < 0.5  # noqa: E731
     heads, depths = rng.choice((1, 2, 3, 4)), [rng.choice((1, 2, 3)) for _ in range(2)]

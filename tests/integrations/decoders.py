@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = {
 
 
 class Wide(TorchFunctionMode):
-    """In the block everything that asks for fp32 gets fp64: transformers' statistics, angles and softmax."""
+    """Within the block, code that asks for fp32 gets fp64: transformers' statistics, angles and softmax."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def widened(value: Any) -> Any:
@@ -38,7 +38,7 @@ class Wide(TorchFunctionMode):
 
 @contextlib.contextmanager
 def made_wide() -> Iterator[None]:
-    """In the block a new tensor of plain numbers is of fp64, too."""
+    """Within the block, new tensors of Python numbers are fp64 as well."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -53,14 +53,17 @@ class Case(NamedTuple):
 
     Attributes:
         kind: the model_type of transformers.
-        options: of the config.
+        options: options of the config.
     """
 
     kind: str
     options: dict[str, Any]
 
     def make(self, *, is_exact: bool = False, scale: float = 0.3, seed: int = 3, **options: Any) -> Any:
-        """The model of transformers in fp32; exact: with the same weights in fp64, to be called in `Wide()`."""
+        """Makes the model of transformers in fp32.
+
+        exact: with the same weights in fp64, to be called within `Wide()`.
+        """
         family = FAMILIES[self.kind]
         with made_wide() if is_exact else contextlib.nullcontext():
             settings = _of_this_version(SIZES | self.options | options)
@@ -78,7 +81,7 @@ class Case(NamedTuple):
 
 
 def _of_this_version(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings with rotary positions as the version of transformers at hand reads them."""
+    """Returns settings with rotary positions in the form of the installed version of transformers."""
     if not IS_OLD or "rope_parameters" not in settings:
         return settings
     found = dict(settings)
@@ -97,7 +100,7 @@ def _of_this_version(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def ids_of(rows: int = 3, length: int = 21) -> tuple[Tensor, Tensor]:
-    """Ids without PAD, and what follows each; -100 behind rows that are shorter."""
+    """Returns ids without PAD, and the next token of each; -100 after the end of shorter rows."""
     ids = torch.randint(3, VOCAB, (rows, length + 1), generator=torch.Generator().manual_seed(1))
     labels = ids[:, 1:].clone()
     labels[1, length // 2 :] = -100
@@ -105,13 +108,13 @@ def ids_of(rows: int = 3, length: int = 21) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(model: Any, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The logits of a model of transformers, and the sum of the losses of what follows."""
+    """Returns the logits of a model of transformers, and the sum of the losses of the next tokens."""
     logits = model(ids).logits
     return logits, F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
 def gradients_of(ours: GPT, kind: str) -> dict[str, Tensor]:
-    """The gradients of a model of ours under the names of transformers: conversion is affine."""
+    """Returns the gradients of a fastformer model under transformers' names, because the conversion is affine."""
     weights = []
     for is_gradient in (True, False):
         twin = GPT(ours.config, dtype=ours.output_weight.dtype)
@@ -124,7 +127,7 @@ def gradients_of(ours: GPT, kind: str) -> dict[str, Tensor]:
 
 
 def in_both(name: str) -> str:
-    """A parameter's name in version 5 of transformers."""
+    """Returns the name of a parameter in version 5 of transformers."""
     return "lm_head.weight" if name == "embed_out.weight" else name
 
 
@@ -212,7 +215,7 @@ CASES = {
 
 
 def drawn(kind: str, seed: int) -> Case:
-    """A config of a family whose options are drawn at random, with 96 positions."""
+    """Draws a config of a family with random options and 96 positions."""
     rng = random.Random(f"{kind} {seed}")
     flip = lambda: rng.random() < 0.5  # noqa: E731
     kv = rng.choice((1, 2, 3))

@@ -33,8 +33,8 @@ class Case(NamedTuple):
 
     Attributes:
         kind: the model_type of transformers.
-        head: how its class ends.
-        options: of the config.
+        head: the ending of its class name.
+        options: options of the config.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class Case(NamedTuple):
     options: dict[str, Any]
 
     def make(self, dtype: torch.dtype = torch.float64, seed: int = 3, **options: Any) -> Any:
-        """The model of transformers, with the same weights in each dtype."""
+        """Makes the model of transformers, with the same weights in each dtype."""
         settings = SIZES | self.options | options
         if self.kind == "distilbert":
             settings = {_DISTIL.get(name, name): value for name, value in settings.items()}
@@ -58,13 +58,13 @@ class Case(NamedTuple):
 
 
 def texts_of(theirs: Any, lengths: tuple[int, ...] = (13, 7, 1)) -> list[list[int]]:
-    """Texts without PAD."""
+    """Returns texts without PAD."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(5, VOCAB, (length,), generator=generator).tolist() for length in lengths]
 
 
 def padded(theirs: Any, texts: list[list[int]], side: str = "right") -> dict[str, Tensor]:
-    """Ids, mask and, where the model knows them, token types of a batch, and positions that begin with each text."""
+    """Returns ids, mask and, if the model has them, token types of a batch, and positions that begin with each text."""
     pad, width = theirs.config.pad_token_id, max(map(len, texts))
     rows: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "token_type_ids": [], "position_ids": []}
     for text in texts:
@@ -83,14 +83,14 @@ def padded(theirs: Any, texts: list[list[int]], side: str = "right") -> dict[str
 
 
 def hidden_of(theirs: Any, batch: dict[str, Tensor]) -> Tensor:
-    """The hidden states of the texts of a batch, one after another."""
+    """Returns the hidden states of the texts of a batch, one after another."""
     with Wide() if theirs.dtype == torch.float64 else contextlib.nullcontext():
         hidden: Tensor = theirs.base_model(**batch).last_hidden_state
     return hidden[batch["attention_mask"].bool()]
 
 
 def packed(texts: list[list[int]], batch: dict[str, Tensor]) -> dict[str, Any]:
-    """The arguments of a `BERT` for the texts of a batch."""
+    """Returns the arguments of a `BERT` for the texts of a batch."""
     found: dict[str, Any] = {"tokens": torch.tensor(sum(texts, []))}
     found["layout"] = SequenceLayout.packed(torch.tensor([*map(len, texts)]), max(map(len, texts)))
     if "token_type_ids" in batch:
@@ -99,7 +99,7 @@ def packed(texts: list[list[int]], batch: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def gradients_of(ours: BERT, kind: str) -> dict[str, Tensor]:
-    """The gradients of a model of ours under the names of transformers: conversion is linear."""
+    """Returns the gradients of a fastformer model under transformers' names, because the conversion is linear."""
     twin = BERT(ours.config, dtype=ours.embedding.weight.dtype)
     with torch.no_grad():
         for parameter, own in zip(twin.parameters(), ours.parameters(), strict=True):
@@ -108,7 +108,7 @@ def gradients_of(ours: BERT, kind: str) -> dict[str, Tensor]:
 
 
 def drawn(kind: str, seed: int) -> Case:
-    """A family with unusual sizes and options."""
+    """Draws a config of a family with unusual sizes and options."""
     draw = random.Random(f"{kind} {seed}")
     heads = draw.choice([1, 2, 3, 5])
     options: dict[str, Any] = {

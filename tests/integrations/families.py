@@ -64,11 +64,11 @@ DROPOUTS = {
 
 
 def make(family: str, kind: Any = None, *, seed: int = 4, **options: Any) -> Any:
-    """A model whose every parameter matters.
+    """Makes a model in which every parameter matters.
 
     Args:
         kind: a class of transformers; by default the family's head that predicts tokens.
-        options: of the config.
+        options: options of the config.
     """
     torch.manual_seed(seed)
     kind = kind or getattr(transformers, HEADS[family])
@@ -86,7 +86,7 @@ def exact_norm(self: Any, x: Tensor) -> Tensor:
 
 
 def exact_attention(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """An attention that keeps scores in fp64 as they are where it asks for fp32."""
+    """Computes attention without rounding fp64 scores to fp32."""
 
     @functools.wraps(forward)
     def run(*args: Any, **options: Any) -> Any:
@@ -99,10 +99,10 @@ def exact_attention(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def exactly(family: str, *, accelerated: bool = False) -> Iterator[None]:
-    """In the block the code of transformers rounds nothing to fp32: no statistics and, before version 5, no softmax.
+    """Keeps the code of transformers from rounding to fp32: statistics and, before version 5, the softmax.
 
     Args:
-        accelerated: whether the model is. Then only T5's attention before version 5 is transformers' own.
+        accelerated: whether the model is accelerated. Then only T5's attention before version 5 is transformers' own.
     """
     with pytest.MonkeyPatch.context() as patch:
         if not accelerated and family in ("llama", "t5"):
@@ -115,7 +115,7 @@ def exactly(family: str, *, accelerated: bool = False) -> Iterator[None]:
 
 
 def labels_of(mask: Tensor | None) -> Tensor:
-    """The ids, but none at padding, and none that would be predicted there."""
+    """Returns the ids as labels, except at padding and at positions that padding would predict."""
     if mask is None:
         return IDS
     behind = torch.cat((mask[:, :1], mask[:, :-1]), 1)
@@ -123,13 +123,13 @@ def labels_of(mask: Tensor | None) -> Tensor:
 
 
 def run(model: Any, mask: Tensor | None, **options: Any) -> Any:
-    """The output with labels: of encoder-decoders TARGETS, of others the ids themselves."""
+    """Returns the output with labels: TARGETS for encoder-decoders, and the ids themselves for other models."""
     labels = TARGETS if model.config.is_encoder_decoder else labels_of(mask)
     return model(IDS, attention_mask=None if mask is None else mask.long(), **{"labels": labels} | options)
 
 
 def ran(call: Callable[[], Any]) -> set[str]:
-    """The ops of this library that a call runs."""
+    """Returns fastformer's ops that a call runs."""
     with record_backends() as backends:
         call()
     return {name for name, _ in backends}
@@ -150,7 +150,7 @@ def assert_all_same(ours: list[Tensor], theirs: list[Tensor], name: str, toleran
 
 
 def layers_of(model: Any) -> list[nn.ModuleList]:
-    """The layers of each stack."""
+    """Returns the layers of each stack."""
     base = model.base_model
     if model.config.is_encoder_decoder:
         return [getattr(stack, "layers", None) or stack.block for stack in (base.encoder, base.decoder)]
@@ -158,7 +158,7 @@ def layers_of(model: Any) -> list[nn.ModuleList]:
 
 
 class Wrapped(nn.Module):
-    """A module around another one, as people write them."""
+    """A module that wraps another one, as users write them."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

@@ -111,7 +111,7 @@ def test_the_model_itself_and_both_stacks():
 
 
 def test_training_goes_on():
-    """An optimizer that was made before goes on, and hooks stay."""
+    """An optimizer that was made before continues to work, and hooks stay."""
     models = [randomised(Classifier())]
     models.append(copy.deepcopy(models[0]))
     calls: list[str] = []
@@ -144,14 +144,14 @@ def test_copies_and_pickles_stay_swapped():
 
 
 class Half(nn.Module):
-    """A parametrization."""
+    """A parametrization that halves a weight."""
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight / 2
 
 
 def test_restore_after_further_surgery():
-    """A derived class has to go first; hooks and new parts stay."""
+    """A derived class has to be removed first; hooks and new parts stay."""
     model = randomised(Classifier())
     plain = copy.deepcopy(model)
     fastformer.accelerate(model)
@@ -175,7 +175,7 @@ def test_restore_after_further_surgery():
 
 @pytest.mark.parametrize("name", ["self_attn.forward", "forward", "_sa_block", "_ff_block"])
 def test_restore_leaves_no_method_that_calls_fastformer(name):
-    """Whoever put another in front of one of ours would call it on a module that is ours no more."""
+    """A wrapper around a fastformer method would call it on a module that is no longer fastformer's."""
     model = randomised(Classifier())
     x = model(IDS)
     report = fastformer.report(fastformer.accelerate(model))
@@ -205,7 +205,7 @@ def test_restore_leaves_a_method_that_was_there_before():
 
 
 def test_restore_leaves_a_method_of_the_originals():
-    """As those put it there who look for the forward beneath wrappers."""
+    """Tools that look for the forward beneath wrappers set such methods."""
     model = randomised(nn.TransformerEncoderLayer(E, H, FF, **ARGS))
     x = torch.randn(N, L, E, dtype=torch.float64)
     expected = model(x)
@@ -216,7 +216,7 @@ def test_restore_leaves_a_method_of_the_originals():
 
 
 def test_modules_of_many_kinds_are_compiled_each():
-    """torch.compile has a limit for each code: methods of ours under torch.nn's names have codes of their own."""
+    """torch.compile has a limit for each code object, so methods under torch.nn's names have separate ones."""
     model = randomised(nn.Transformer(E, H, 1, 1, FF, **ARGS))
     x = torch.randn(N, L, E, dtype=torch.float64)
     fastformer.accelerate(model)
@@ -274,7 +274,7 @@ def test_attributes_of_the_user_stay(name):
 
 
 class Mine(nn.TransformerEncoderLayer):
-    """A subclass of a user's."""
+    """A user's subclass."""
 
     def forward(self, src: Tensor, *args: Any, **options: Any) -> Tensor:
         return 2 * super().forward(src, *args, **options)
@@ -336,7 +336,7 @@ PATCHES: list[tuple[Any, str]] = [
 
 
 def results_of(model: nn.Module) -> list[Tensor]:
-    """What it gives for real tokens, and the gradients."""
+    """Returns the output for real tokens, and the gradients."""
     generator = torch.Generator().manual_seed(0)
     src, tgt = (torch.randn(N, L, E, dtype=torch.float64, generator=generator) for _ in range(2))
     masks = {f"{of}_key_padding_mask": PADDING for of in ("src", "tgt", "memory")}

@@ -84,7 +84,7 @@ def test_outputs_are_the_same_at_real_tokens(family, mask):
 
 
 def test_right_padding_becomes_lengths():
-    """And the triangle a bound, also where the mask is there: no mask reaches the op."""
+    """A causal triangle becomes a bound, also if a mask contains it: no mask reaches the op."""
     model = make("gpt2")
     patch_attention(model)
     calls: list[dict[str, Any]] = []
@@ -145,7 +145,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("seqlen", [8, 9])
 def test_every_write_into_a_mask_is_noticed(seqlen, write):
-    """Whatever way it takes: most of them count no version."""
+    """Most ways of writing don't change a tensor's version."""
     real = torch.arange(seqlen) < torch.tensor([[seqlen], [4], [2], [7]])
     mask = masked(real)
     attention = LED.model.layers[0].self_attn
@@ -201,7 +201,7 @@ SPARSE = SMALL | {
 
 @pytest.mark.parametrize("family, options", [("Falcon", SMALL), ("DeepseekV32", SPARSE), ("GlmMoeDsa", SPARSE)])
 def test_code_that_looks_up_the_name_sdpa_finds_it(family, options):
-    """By another name it would add a mask of trues to the scores, or see all keys."""
+    """Under another name, the code would add a mask of ones to the scores, or attend to all keys."""
     if not hasattr(transformers, f"{family}Config"):
         pytest.skip("of late versions of transformers 5")
     torch.manual_seed(5)

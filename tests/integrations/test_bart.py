@@ -20,7 +20,7 @@ families = pytest.mark.parametrize("family", ["bart", "marian"])
 
 
 def run_both(model: Any, mask: Tensor | None, own: Tensor, **options: Any) -> Any:
-    """With a mask for the decoder, too, and no labels at what it leaves out."""
+    """Runs both models with a mask for the decoder, and without labels where the mask is 0."""
     options = {"labels": TARGETS.masked_fill(~own, -100), "decoder_input_ids": TARGETS.flip(1)} | options
     encoder_mask = None if mask is None else mask.long()
     return model(IDS, attention_mask=encoder_mask, decoder_attention_mask=own.long(), **options)
@@ -78,7 +78,7 @@ def test_a_decoder_stays_padded_if_a_call_reads_padding(what, family):
 
 @families
 def test_a_row_without_memory_is_unchanged(family):
-    """Before transformers 5 it attends to all keys that are ignored, since then to none."""
+    """Before transformers 5, such a row attends to all ignored keys, and since then to none."""
     decoder = make(family).model.decoder.eval()
     memory, mask = torch.randn(4, 9, 24, dtype=torch.float64), RIGHT & (torch.arange(4) != 2)[:, None]
     given: dict[str, Any] = {"attention_mask": BEHIND.long(), "encoder_hidden_states": memory, "use_cache": False}
@@ -95,7 +95,7 @@ def test_a_row_without_memory_is_unchanged(family):
 
 @families
 def test_generation_continues_from_a_cache(family):
-    """transformers gives an encoder what its signature takes; before 5 that is no cache."""
+    """transformers passes an encoder the arguments in its signature; before version 5, a cache is not among them."""
     model = make(family).eval()
     options = {"attention_mask": RIGHT.long(), "max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
 

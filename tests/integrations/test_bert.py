@@ -57,7 +57,7 @@ class Running(torch.nn.Linear):
 
 @pytest.mark.parametrize("what", ["answers", "chunks", "other tokens", "no token"])
 def test_padding_is_computed_if_it_is_read(what):
-    """A softmax over the sequence, chunks of it, a module that looks at other tokens, a row without any."""
+    """A softmax over the sequence, chunks of it, a module that mixes tokens, and a row without tokens read padding."""
     model = (
         make(BertForQuestionAnswering) if what == "answers" else make(chunk_size_feed_forward=3 * (what == "chunks"))
     )
@@ -78,7 +78,7 @@ def test_padding_is_computed_if_it_is_read(what):
 
 
 class Mixing(torch.nn.Module):
-    """What transformers may have for families that aren't known."""
+    """A module like those of unknown families in transformers."""
 
     __module__ = "transformers.models.other.modeling_other"
 
@@ -106,7 +106,7 @@ def test_a_module_that_reads_other_positions_sees_the_batch(activation):
 
 
 def with_activation(activation: torch.nn.Module) -> set[str]:
-    """What ran of ours in a model whose activation is another, and which computes as it did."""
+    """Returns fastformer's ops that run in a model with another activation, which computes the same."""
     model = make()
     for layer in model.encoder.layer:
         layer.intermediate.intermediate_act_fn = activation.double()

@@ -35,7 +35,7 @@ families = pytest.mark.parametrize("family", CAUSAL)
 
 @families
 def test_a_cache_is_filled_and_goes_on(family):
-    """What a packed run leaves in the cache is what the tokens behind need of it."""
+    """A packed run fills the cache with everything that later tokens need."""
     model = make(family).eval()
     mask, more = LEFT.long(), torch.randint(5, 60, (4, 3))
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -57,7 +57,7 @@ def test_a_cache_is_filled_and_goes_on(family):
 
 @families
 def test_labels_at_padding_count_as_before(family):
-    """If you give the ids as labels, you get the loss that transformers gives, padding included."""
+    """If you pass the ids as labels, the loss is transformers', including padding."""
     model = make(family)
     results = []
     for accelerated in (False, True):
@@ -94,7 +94,7 @@ def test_a_loss_outside_of_the_call_reads_the_prediction_of_the_first_token(fami
 
 @families
 def test_a_loss_of_the_user_sees_padding(family):
-    """It may count whatever it likes there."""
+    """A user's loss may count padded positions."""
     model = make(family)
     model.loss_function = lambda logits, labels, **options: logits.square().mean()
     results = []
@@ -128,7 +128,7 @@ def test_layers_that_occur_several_times(order, family):
 
 
 def test_a_hooked_attention_drops_once():
-    """GPT-2's attention has a dropout of its own, which is called with it where something listens to it."""
+    """GPT-2's attention has its own dropout, which is called if it has a hook."""
     model = make("gpt2", resid_pdrop=0.5, embd_pdrop=0.0, attn_pdrop=0.0, n_layer=1).train()
     fastformer.accelerate(model)
     block, dropped = model.transformer.h[0], []
@@ -148,7 +148,7 @@ def test_a_hooked_attention_drops_once():
     [("gpt2", "resid_pdrop"), ("gpt2", "embd_pdrop"), ("gpt2", "attn_pdrop"), ("llama", "attention_dropout")],
 )
 def test_dropout_of_everything_gives_zeros(family, name, mask):
-    """With a probability of one nothing is left to chance: each dropout acts, and where transformers' acts."""
+    """A probability of one leaves nothing to chance: each dropout acts, and where transformers' acts."""
     model = make(family, **{name: 1.0})
     real = 1.0 if mask is None else mask[..., None]
     with exactly(family):

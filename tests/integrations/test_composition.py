@@ -73,7 +73,7 @@ def batch(padded: bool = True) -> dict[str, Tensor]:
 
 
 class Step:
-    """One step of training: the loss, all gradients by name, and which of our ops ran."""
+    """A training step: the loss, all gradients by name, and fastformer's ops that ran."""
 
     def __init__(self, model: Any, **options: Any) -> None:
         options = options or batch()
@@ -147,7 +147,7 @@ def test_layers_compiled_one_by_one(family, how, monkeypatch):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_a_checkpoint_around_the_whole(family, reentrant, dropout):
-    """What is computed again drops the same, and leaves out the same padding: the checkpoint calls the whole model."""
+    """The recomputation drops the same elements and omits the same padding, because it calls the whole model."""
 
     class Whole(nn.Module):
         def __init__(self, base: nn.Module) -> None:
@@ -211,7 +211,7 @@ def test_checkpoint_wrappers_inside(family, kinds):
 
 @families
 def test_autocast(family):
-    """The error of bf16 is no larger than that of the model as it was."""
+    """The error in bf16 is no larger than that of the original model."""
     exact = Step(make(family))
     steps = []
     for model in (make(family).float(), accelerated(family).float()):
@@ -291,7 +291,7 @@ def test_export(family):
 
 
 class Counted(nn.Module):
-    """A parametrization that counts how often a weight is made."""
+    """A parametrization that counts how often a weight is computed."""
 
     count = 0
 

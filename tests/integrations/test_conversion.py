@@ -119,7 +119,7 @@ def test_scores_are_transformers_log_probabilities(case) -> None:
 
 
 def losses(case: Case, labels: Tensor, **options: Any) -> tuple[Any, Any]:
-    """transformers' model and ours, after the backward pass of one loss, which is the same."""
+    """Returns transformers' model and fastformer's, after the backward pass of the same loss."""
     theirs = case.make()
     ours: Any = from_huggingface(theirs)
     loss = ours.loss(*case.batch, labels, reduction="mean", **options)

@@ -24,14 +24,14 @@ ROLES = {"encoder.embed_tokens.weight": "source", "decoder.embed_tokens.weight":
 
 
 def labels_of(case: Case) -> Tensor:
-    """What follows each target token; -100 behind rows that are shorter."""
+    """Returns the next token of each target token; -100 after the end of shorter rows."""
     _, target = case.batch
     labels = F.pad(target[:, 1:], (0, 1), value=case.ids[1])
     return labels.masked_fill(torch.arange(target.shape[1]) >= torch.tensor([[99], [3], [2]]), -100)
 
 
 def learned(theirs: Any, case: Case) -> tuple[Tensor, Tensor]:
-    """The logits of a model of transformers, and the loss of each token, whose gradients are in the parameters."""
+    """Returns the logits of a model of transformers, and the loss of each token. The parameters get its gradients."""
     with case.exactly():
         logits = case.logits(theirs)
         loss = F.cross_entropy(logits.flatten(0, 1), labels_of(case).flatten(), reduction="none")
@@ -40,7 +40,7 @@ def learned(theirs: Any, case: Case) -> tuple[Tensor, Tensor]:
 
 
 def gradients_of(ours: Transformer, theirs: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Name, gradient here and gradient there of each of transformers' parameters that learns."""
+    """Returns the name, fastformer's gradient and transformers' gradient of each trainable parameter."""
     twin = Transformer(ours.config, dtype=ours.output_weight.dtype)
     with torch.no_grad():
         for (name, parameter), own in zip(twin.named_parameters(), ours.parameters(), strict=True):
@@ -80,7 +80,7 @@ def _grad(parameter: Tensor) -> Tensor:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_configs_compute_and_learn_the_same(kind, seed) -> None:
-    """Proves in fp64 that only rounding differs, and in fp32 that it obeys the rule, over several draws of weights."""
+    """Proves that results differ only by rounding in fp64, and obey the rule in fp32, over several draws of weights."""
     if IS_OLD:
         pytest.skip("version 4 ties other matrices")
     case = drawn(kind, seed)

@@ -32,7 +32,7 @@ NEAR = 1e-4  # logits nearer than this are a tie
 
 
 def check(case: Case, ids: Tensor, labels: Tensor, seeds: Sequence[int]) -> None:
-    """Logits, loss and gradients, by the rule. One draw of a small model may be lucky: the worst of several counts."""
+    """Checks logits, loss and gradients by the rule, for the worst of several draws, because one draw may be lucky."""
     found: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
     for seed in seeds:
         plain, exact = case.make(seed=seed), case.make(seed=seed, is_exact=True)
@@ -61,7 +61,7 @@ def check(case: Case, ids: Tensor, labels: Tensor, seeds: Sequence[int]) -> None
 
 
 def check_exactly(case: Case, ids: Tensor, labels: Tensor) -> None:
-    """Logits, loss and gradients in fp64, where only another computation makes a difference."""
+    """Checks logits, loss and gradients in fp64, where only a different computation makes a difference."""
     theirs = case.make(is_exact=True)
     ours = from_huggingface(theirs)
     assert isinstance(ours, GPT)
@@ -128,7 +128,7 @@ def test_a_model_survives_the_conversion_and_back(case, tmp_path) -> None:
 
 
 def continued(theirs: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """What transformers generates behind prompts that are padded on the left."""
+    """Returns transformers' continuation of prompts that are padded on the left."""
     pad, width = theirs.config.pad_token_id, max(map(len, prompts))
     ids = torch.tensor([[pad] * (width - len(row)) + row for row in prompts])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
@@ -138,7 +138,7 @@ def continued(theirs: Any, prompts: list[list[int]], count: int) -> list[list[in
 
 
 def is_tie(theirs: Any, prompt: list[int], expected: list[int], found: list[int]) -> bool:
-    """Whether the first tokens that differ are as good as each other."""
+    """Returns whether the first tokens that differ have equal scores."""
     place = next(i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b)
     with torch.inference_mode():
         logits = theirs(torch.tensor([prompt + expected[:place]])).logits[0, -1]
@@ -146,10 +146,10 @@ def is_tie(theirs: Any, prompt: list[int], expected: list[int], found: list[int]
 
 
 def check_tokens(case: Case, engine: str, count: int = 64, *, is_lively: bool = True) -> None:
-    """Greedy tokens behind prompts of unlike lengths. Not all of them may part at a tie.
+    """Checks greedy tokens after prompts of different lengths. Not all rows may diverge at a tie.
 
     Args:
-        is_lively: whether the model has to say different things.
+        is_lively: whether the model has to generate different tokens.
     """
     theirs = case.make(seed=4)
     ids, _ = ids_of()

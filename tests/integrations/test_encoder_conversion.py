@@ -29,7 +29,7 @@ cases = pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, c
 
 
 def check(case: Case, side: str, lengths: tuple[int, ...] = (13, 7, 1)) -> None:
-    """Hidden states and logits in fp64, where only another computation makes a difference."""
+    """Checks hidden states and logits in fp64, where only a different computation makes a difference."""
     if IS_OLD and case.kind == "distilbert" and side == "left":
         pytest.skip("version 4 of transformers gives a DistilBERT no positions")
     theirs = case.make()

@@ -55,7 +55,7 @@ def rows_of(batch: dict[str, Tensor], rows: list[int]) -> dict[str, Tensor]:
 
 
 def check_bits(call: Any, batch: dict[str, Tensor]) -> int:
-    """Compares each row with itself alone, among others and, with padding on the right, without its padding."""
+    """Compares each row with the same row alone, among others and, if padding is on the right, without padding."""
     count, mask = len(batch["input_ids"]), batch["attention_mask"].bool()
     together = call(batch)
     assert together[mask].isfinite().all()
@@ -105,7 +105,7 @@ def test_bits_do_not_depend_on_the_threads(threads: int) -> None:
 
 
 def drawn(family: str, seed: int) -> Case:
-    """An encoder-decoder with unusual sizes and options of its encoder."""
+    """Draws an encoder-decoder whose encoder has unusual sizes and options."""
     draw = random.Random(f"{family} {seed}")
     heads, layers = draw.choice([1, 2, 3, 5]), draw.randint(1, 4)
     if family == "T5":

@@ -53,8 +53,10 @@ def test_tokens_are_those_of_transformers(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_tokens_of_every_variant_on_either_side_of_padding(name):
-    """Proves the conversion of each variant under generate, at more length than the test of families, and with padding
-    on both sides where the engine serves it."""
+    """Proves the conversion of each variant under generate.
+
+    Outputs are longer than in the test of families, and padding is on both sides if the engine supports it.
+    """
     for is_left in (False, True):
         is_served = is_left == (name in decoders.CASES) or name.startswith(("T5", "MT5", "M2M100"))
         pair = pair_of(name, left=is_left)
@@ -74,7 +76,7 @@ DRAWN: dict[str, Callable[[str, int], Any]] = {
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", DRAWN)
 def test_tokens_of_random_configs_on_either_side_of_padding(kind, seed):
-    """Proves that 64 greedy tokens and two beam searches are transformers' for options that were drawn at random."""
+    """Proves that 64 greedy tokens and two beam searches equal transformers' for randomly drawn options."""
     if conversions.IS_OLD:
         pytest.skip("version 4 reads fewer of the settings that are drawn")
     ties = rows = 0
@@ -201,7 +203,7 @@ def test_a_single_prompt_and_plain_ids():
 
 
 class Listener:
-    """A streamer that keeps what it is told."""
+    """A streamer that stores what it receives."""
 
     def __init__(self) -> None:
         self.told: list[list[int]] = []
@@ -278,7 +280,7 @@ def test_a_published_gemma_names_a_kind_of_cache():
 
 @pytest.mark.parametrize("name", ["phi3 longrope", "llama grouped heads"])
 def test_longrope_beyond_the_original_length(name):
-    """The longest prompt decides how all tokens turn. Where a search crosses the length, transformers' loop does it."""
+    """The longest prompt decides how all tokens rotate. If a search crosses the length, transformers' loop runs it."""
     rope, old = decoders.LONGROPE | {"original_max_position_embeddings": 8, "long_factor": [1.5, 4.0, 9.0]}, {}
     if name.startswith("phi3") or decoders.IS_OLD:
         old = {"original_max_position_embeddings": 8}
@@ -308,8 +310,11 @@ def test_longrope_beyond_the_original_length(name):
 
 @pytest.mark.slow
 def test_a_left_padded_source_errs_within_the_rounding_of_its_weights():
-    """Proves that the scores of a BART with padding on the left err no more than the same model with weights that were
-    rounded to fp32 in another way, computed in fp64: its scores are that sensitive, up to 1e-3."""
+    """Proves that the error of a BART with padding on the left is within the effect of rounding its weights.
+
+    It is compared with the same model whose weights were rounded to fp32 in another way, computed in fp64. Scores are
+    that sensitive: they change by up to 1e-3.
+    """
     pair = pair_of("Bart zero pad", left=True)
     exact = copy.deepcopy(pair.plain).double()
     options = {"max_new_tokens": 24, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
@@ -392,7 +397,7 @@ def test_a_sequence_handed_in_by_its_encoder():
 
 
 def _chi_square(draws: int) -> float:
-    """How far the third sampled token of a prompt is from its exact distribution, as a p-value."""
+    """Returns a p-value for the third sampled token of a prompt, given its exact distribution."""
     pair = pair_of("gpt2 plain", left=True)
     ids = pair.inputs["input_ids"][1:2, -5:]
     warp: dict[str, Any] = {"do_sample": True, "top_k": 6, "top_p": 0.9, "temperature": 1.3}
@@ -422,5 +427,5 @@ def test_samples_are_of_the_same_distribution():
 
 @pytest.mark.slow
 def test_many_samples_are_of_the_same_distribution():
-    """Proves with 20,000 draws that top-k, top-p and temperature shape the distribution as transformers' do."""
+    """Proves with 20,000 draws that top-k, top-p and temperature shape the distribution as in transformers."""
     assert _chi_square(20_000) > 1e-3

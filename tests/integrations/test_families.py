@@ -52,7 +52,7 @@ SWAPPED = {"bert": (14, 11), "gpt2": (1, None), "llama": (15, None), "bart": (33
 
 
 def is_packed(family: str, mask: str) -> bool:
-    """BERT's stack stays padded where a first token is: a pooler might read it."""
+    """Returns whether a stack is packed. BERT's stays padded if a first token is padding, which a pooler might read."""
     return mask != "no mask" and family in PACKING and (family, mask) != ("bert", "left")
 
 
@@ -88,7 +88,9 @@ def test_outputs_are_the_same(family, mask, mode, use_cache):
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SEQ2SEQ])
 def test_a_stack_returns_zeros_at_padding(family):
-    """Where you say so; called by itself, a stack of a model that was handed in whole may be read there."""
+    """It does so if you ask for it; the output of a stack inside a larger model may be read there if you call it
+    directly.
+    """
     model, given = make(family), {"input_ids": IDS, "attention_mask": RIGHT.long()}
     fastformer.accelerate(model)
     assert model.base_model(**given).last_hidden_state[~RIGHT].any()
@@ -116,7 +118,7 @@ def test_generated_tokens_are_the_same(family, num_beams, mask):
 
 @pytest.mark.parametrize(("family", "side", "use_cache"), covering(SEQ2SEQ, ["right", "left"], [True, False]))
 def test_generates_the_same_after_padded_prompts(family, side, use_cache):
-    """`generate` reads the logits of the last position, even where that is padding."""
+    """`generate` reads the logits of the last position, even if that is padding."""
     model = make(family).eval()
     real = torch.arange(4) < torch.tensor([[4], [2], [1], [3]])
     real = real if side == "right" else real.flip(1)
@@ -175,7 +177,10 @@ MORE = ["hidden states", "weights", "checkpointing", "a tuple", "the last logits
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("what", MORE)
 def test_a_request_for_more_is_answered(what, family):
-    """Where a call looks inside, the batch isn't packed, and it sees what it saw; hooks are in test_hooks.py."""
+    """If a call asks for internals, the batch isn't packed, and the results are as before.
+
+    For hooks, see test_hooks.py.
+    """
     if what in MORE[4:] and family not in CAUSAL:
         pytest.skip("of decoders alone")
     model = make(family, **({"attn_implementation": "eager"} if what == "weights" else {}))
@@ -249,7 +254,7 @@ def test_dropout_works_in_training(family):
 @pytest.mark.parametrize("order", ["wrapped first", "accelerated first"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_wrapped_layer_is_called(family, order):
-    """And its stack stays padded: what is around it may look at other tokens."""
+    """The stack stays padded, because the wrapper may mix tokens."""
     model = make(family).eval()
     with exactly(family):
         expected = run(model, RIGHT).logits
@@ -282,7 +287,7 @@ def test_copies_and_pickles_and_keeps_its_signature(family):
 
 
 class Adapter(nn.Module):
-    """What adapters put around a linear layer."""
+    """A wrapper around a linear layer, as adapters add it."""
 
     def __init__(self, base: nn.Module, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -309,7 +314,7 @@ def adapt(model: nn.Module, names: tuple[str, ...]) -> None:
 ], ids=["attention", "feed-forward"])  # fmt: skip
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_take_effect(family, layers, first):
-    """Nothing is known of what they read, so they get the whole batch."""
+    """It is unknown what they read, so they get the whole batch."""
     results = []
     for accelerated in (False, True):
         model = make(family)

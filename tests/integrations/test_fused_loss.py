@@ -42,7 +42,7 @@ def make(family: str) -> Any:
 
 
 def labels_of(family: str, mask: Tensor | None) -> Tensor:
-    """The ids where the mask has tokens; for an encoder and a decoder other targets, with some ignored."""
+    """Returns the ids where the mask has tokens; for an encoder-decoder, other targets, some of them ignored."""
     if family in DECODERS:
         return small.labels_of(mask)
     return small.TARGETS.masked_fill(torch.arange(6) > torch.tensor([[5], [2], [3], [0]]), -100)
@@ -54,7 +54,7 @@ def run(model: Any, family: str, mask: Tensor | None = None, **options: Any) -> 
 
 
 def assert_same_as_plain(family: str, mask: Tensor | None = None, **options: Any) -> None:
-    """Loss and gradients in fp64."""
+    """Checks loss and gradients in fp64."""
     model, plain = make(family), make(family)
     report = fastformer.report(fastformer.accelerate(model, fused_loss=True))
     assert report.swapped[""] == HEADS[family] and not report.left
@@ -83,7 +83,7 @@ def test_the_loss_of_the_plain_model(mask, family):
 
 @families
 def test_positions_after_the_last_label_are_skipped(family):
-    """Without a mask, too: nothing that the loss reads depends on it."""
+    """This needs no mask, because nothing that the loss reads depends on these positions."""
     model = make(family)
     fastformer.accelerate(model, fused_loss=True)
     labels = labels_of(family, RIGHT if family in DECODERS else None)
@@ -112,7 +112,7 @@ def test_a_loss_by_num_items_in_batch(family):
 
 @decoders
 def test_several_documents_in_one_row(family):
-    """Without a mask transformers reads them from the positions."""
+    """Without a mask, transformers finds the documents by their positions."""
     labels = IDS.masked_fill(torch.arange(9) > 6, -100)
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]]).expand(4, -1)
     assert_same_as_plain(family, labels=labels, position_ids=positions, use_cache=False)
@@ -163,7 +163,7 @@ def decoder_inputs(family: str) -> dict[str, Tensor]:
 @families
 @pytest.mark.parametrize("surgery", ["tuple", "hook", "class", "weight"])
 def test_code_that_the_fused_loss_would_skip(surgery, family):
-    """Whoever reads the logits, or made the head another, gets transformers' own way."""
+    """If code reads the logits or replaces the head, transformers' own loss runs."""
     results = []
     for fused in (False, True):
         model = make(family)
@@ -217,7 +217,7 @@ LOSSES = ("cross_entropy", "fixed_cross_entropy", "forward", "__call__", "CrossE
     [(family, name) for family in HEADS for name in LOSSES if name != "CrossEntropyLoss" or family not in DECODERS],
 )
 def test_a_users_loss_is_called(family, name, monkeypatch):
-    """It acts as without us, and is fast again when it has gone."""
+    """It acts as without fastformer, and the loss is fused again after its removal."""
     owner = {"cross_entropy": F, "fixed_cross_entropy": loss_utils, "CrossEntropyLoss": source(family)}
     place = owner.get(name, nn.CrossEntropyLoss)
     model, plain = make(family), make(family)
@@ -277,7 +277,7 @@ for model, loss in zip((marian, gpt2), expected):
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["function", "class", "nothing"])
 def test_a_users_loss_from_before_acceleration_is_called(what):
-    """In a process of its own, where the library is imported after it; above, what comes later is noticed."""
+    """Runs in a separate process, in which the library is imported after the loss was set."""
     subprocess.run([sys.executable, "-c", EARLY, what], check=True)
 
 
@@ -287,7 +287,7 @@ def test_a_users_loss_from_before_acceleration_is_called(what):
     + [("t5", place) for place in ("class", "instance") if "t5" in HEADS],
 )
 def test_another_shift_of_the_labels(family, place, monkeypatch):
-    """The decoder reads what it gives."""
+    """The decoder reads the result of the shift."""
     model, plain = make(family), make(family)
     fastformer.accelerate(model, fused_loss=True)
     before = run(model, family).loss
@@ -318,7 +318,7 @@ def test_another_shift_of_the_labels(family, place, monkeypatch):
     ids=["bf16", "fp16", "fp32, autocast", "bf16, autocast"],
 )
 def test_a_loss_has_the_dtype_of_the_plain_one(dtype, cast, family):
-    """Its gradients are by the rule: the cast of a loss comes behind them."""
+    """Its gradients obey the rule, because the cast of the loss comes after them."""
     exact = make(family)
     model, plain = make(family).to(dtype), make(family).to(dtype)
     fastformer.accelerate(model, fused_loss=True)
@@ -354,7 +354,7 @@ def test_accelerate_is_undone_by_restore(family):
 
 @families
 def test_memory(family):
-    """Nothing as large as the logits is made: no tensor has the vocabulary as a dimension beside all tokens."""
+    """No tensor is as large as the logits: none has both the vocabulary and all tokens as dimensions."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     sizes: list[torch.Size] = []
@@ -391,7 +391,7 @@ def test_requested_too_late(family):
 @pytest.mark.skipif(RETURNS_TUPLES, reason="before transformers 5 attention is written out in the model")
 @pytest.mark.parametrize("is_scaled", [True, False])
 def test_t5_keeps_a_cache_only_on_request(is_scaled):
-    """Its config asks for one in each call. What a head reads is scaled where it is tied to the embedding."""
+    """Its config requests one in each call. The input of a head is scaled if the head is tied to the embedding."""
     model, plain = (small.make("t5", use_cache=True, tie_word_embeddings=is_scaled).train() for _ in range(2))
     assert model.config.scale_decoder_outputs == is_scaled
     fastformer.accelerate(model, fused_loss=True)
@@ -409,7 +409,7 @@ def test_t5_keeps_a_cache_only_on_request(is_scaled):
 
 @families
 def test_labels_of_another_length_are_refused(family):
-    """As by the plain model, whose loss pairs them with tokens."""
+    """The plain model refuses them as well, because its loss pairs labels with tokens."""
     model = make(family)
     fastformer.accelerate(model, fused_loss=True)
     labels = labels_of(family, RIGHT if family in DECODERS else None)

@@ -46,7 +46,7 @@ OUTSIDE = (
 
 
 def doubling(seen: list, kind: type[nn.Module] = nn.Module) -> Callable[[nn.Module, Any, Any], Any]:
-    """A forward hook that keeps what it sees, and doubles what modules of a kind give."""
+    """A forward hook that stores its inputs, and doubles the outputs of modules of a kind."""
 
     def hook(module: nn.Module, inputs: Any, out: Any) -> Any:
         seen.append(out)
@@ -118,7 +118,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 class Step:
-    """What a model gives, what its hooks saw, the gradients, and which of our ops ran."""
+    """The output of a model, the inputs of its hooks, the gradients, and fastformer's ops that ran."""
 
     def __init__(self, family: str, model: Any, hook: Callable[[list], Any], *, is_plain: bool) -> None:
         saw: list[Any] = []

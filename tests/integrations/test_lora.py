@@ -33,14 +33,14 @@ def make(family: str) -> Any:
 
 
 def adapt(model: Any, **options: Any) -> Any:
-    """With random weights in both halves of each adapter: peft begins with zeros, which add nothing."""
+    """Gives both halves of each adapter random weights, because peft begins with zeros, which add nothing."""
     torch.manual_seed(8)
     settings = {"r": 2, "lora_alpha": 3, "target_modules": "all-linear", "init_lora_weights": False}
     return get_peft_model(model, LoraConfig(**settings | options))
 
 
 def prepared(family: str, first: str, **options: Any) -> Any:
-    """The adapted model: plain, or accelerated before or after it was adapted."""
+    """Returns the adapted model: plain, or accelerated before or after it was adapted."""
     model = make(family)
     if first == "accelerate":
         assert fastformer.report(fastformer.accelerate(model)).swapped
@@ -51,7 +51,7 @@ def prepared(family: str, first: str, **options: Any) -> Any:
 
 
 class Step:
-    """The logits at tokens, the gradients that a random dy gives the adapters, by name, and which of our ops ran."""
+    """The logits at tokens, the adapters' gradients for a random dy, by name, and fastformer's ops that ran."""
 
     def __init__(self, model: Any, mask: Tensor | None, **options: Any) -> None:
         torch.manual_seed(7)
@@ -85,7 +85,7 @@ def exact_step(family: str, model: Any, mask: Tensor | None, **options: Any) -> 
 @pytest.mark.parametrize("mask", [None, RIGHT, LEFT], ids=["no mask", "right", "left"])
 @pytest.mark.parametrize("where", ["attention", "everywhere"])
 def test_outputs_and_gradients_are_the_same(family, first, mask, where):
-    """Padded batches are packed as without adapters, which look at one token at a time."""
+    """Padded batches are packed as without adapters, which read one token at a time."""
     options = {"target_modules": ATTENTIONS[family]} if where == "attention" else {}
     expected = exact_step(family, prepared(family, "", **options), mask)
     model = prepared(family, first, **options)
@@ -102,11 +102,11 @@ def test_outputs_and_gradients_are_the_same(family, first, mask, where):
 # In which order they came is told in fp64, above; the roundings are those of the same kernels.
 @pytest.mark.parametrize("first, family", by_turns(["accelerate", "LoRA"], FAMILIES))
 def test_in_fp32_by_the_rule(family, first):
-    """At most twice the error of the adapted model as it was, for the logits and the gradient of each adapter.
+    """The logits and the gradients of adapters err at most twice as much as those of the original adapted model.
 
-    Each draw has tokens of its own, since draws over the same tokens share the forward pass's errors. It is the mean of
-    64 draws' largest errors that counts: now and then a draw errs by several times as much as the others in one of
-    the models alone (a gradient of queries or keys, where differences of large numbers are left), plain or ours.
+    The test compares the means, over 64 draws, of the largest error of a draw. Each draw has its own tokens, because
+    draws over the same tokens share the errors of the forward pass. Sometimes one of the models, plain or accelerated,
+    errs several times as much in one draw (a gradient of queries or keys, a small difference of large numbers).
     """
     results: dict[str, dict[str, list[Tensor]]] = {}
     for which in ("exact", "plain", first):
@@ -132,7 +132,7 @@ def test_in_fp32_by_the_rule(family, first):
 
 
 def mean_error(values: Tensor, exact: Tensor) -> float:
-    """The mean over draws of each draw's largest error."""
+    """Returns the mean, over draws, of each draw's largest error."""
     return sum(map(error, values, exact)) / len(values)
 
 
@@ -140,7 +140,7 @@ def mean_error(values: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize("first", ["accelerate", "LoRA"])
 @pytest.mark.parametrize("how", ["merge_and_unload", "merge_adapter", "unload"])
 def test_adapters_are_merged_and_removed(family, first, how):
-    """Merging writes into the weights, and what is unloaded is the model as it was: fused and packed, or restored."""
+    """Merging writes into the weights. An unloaded model is the original one: fused and packed, or restored."""
     expected, model = prepared(family, ""), prepared(family, first)
     with exactly(family):
         adapted = Step(expected, RIGHT).logits
@@ -191,7 +191,7 @@ def test_adapters_that_see_several_tokens_get_the_whole_batch(family, first, wha
 @families
 @pytest.mark.parametrize("first", ["accelerate", "LoRA"])
 def test_dora_is_packed(family, first):
-    """Its norm is that of a weight."""
+    """Its norm is the norm of a weight."""
     expected = exact_step(family, prepared(family, "", use_dora=True), RIGHT)
     step = Step(prepared(family, first, use_dora=True), RIGHT)
     step.assert_same(expected)
@@ -200,7 +200,7 @@ def test_dora_is_packed(family, first):
 
 @families
 def test_modules_that_are_trained_beside_the_adapters(family):
-    """A whole copy of the head, in a wrapper of peft's, outside of the stack; and adapters on it and the embedding."""
+    """A copy of the head, in a wrapper of peft, is outside of the stack; adapters are on the head and the embedding."""
     embedding = {"bert": "word_embeddings", "gpt2": "wte", "llama": "embed_tokens"}[family]
     for options in (
         {"modules_to_save": [HEADS[family]]},
@@ -215,7 +215,7 @@ def test_modules_that_are_trained_beside_the_adapters(family):
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("on_the_head", [False, True])
 def test_the_fused_loss(family, on_the_head):
-    """A head with an adapter gives its logits, for the loss would be that of the weight alone."""
+    """A head with an adapter returns its logits, because the loss would be that of the weight alone."""
     targets = [*ATTENTIONS[family], HEADS[family]] if on_the_head else ATTENTIONS[family]
     model, plain = (prepared(family, "", target_modules=targets) for _ in range(2))
     fastformer.accelerate(model, fused_loss=True)
@@ -235,7 +235,7 @@ def test_the_fused_loss(family, on_the_head):
 
 @families
 def test_dropout_works_in_the_adapters(family):
-    """With a probability of one the adapters say nothing in training, and all in evaluation."""
+    """With a probability of one, the adapters add nothing in training, and everything in evaluation."""
     model = prepared(family, "accelerate", lora_dropout=1.0)
     with torch.no_grad():
         with_all = Step(model.eval(), RIGHT).logits

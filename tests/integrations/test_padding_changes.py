@@ -39,7 +39,7 @@ def call(model: Any) -> list[Tensor]:
 
 
 def check(name: str, edit: Callable[[Any], None], order: str) -> Any:
-    """An edit before or after `accelerate` does what it does to the plain model."""
+    """Checks that an edit before or after `accelerate` has the same effect as on the plain model."""
     plain, ours = make(name), make(name)
     edit(plain)
     if order == "before":
@@ -81,7 +81,7 @@ def pool_where_there_was_no_pooler(model: Any) -> None:
 
 
 def hook_in_another_dictionary(model: Any) -> None:
-    """Some take all hooks away by a new dictionary."""
+    """Replaces the dictionary of hooks, as some tools do to remove all hooks."""
     model.classifier._forward_hooks = OrderedDict()
     model.classifier.register_forward_hook(lambda module, args, out: mixed(out))
 
@@ -117,7 +117,7 @@ def test_a_function_in_place_of_a_module_may_read_padding(name, edit, order):
 
 
 def test_a_function_of_libraries_reads_nothing():
-    """An activation that is one, as the config may say, or what peft and accelerate leave on a model."""
+    """Functions on a model may be an activation named by the config, or come from peft and accelerate."""
     model = make("BertModel")
     model.encoder.layer[0].intermediate.intermediate_act_fn = None
     del model.encoder.layer[0].intermediate.intermediate_act_fn
@@ -188,7 +188,7 @@ def test_a_report_says_why_padding_is_computed(change):
 
 
 class Squared(nn.CrossEntropyLoss):
-    """Reads all logits."""
+    """A model whose loss reads all logits."""
 
     def forward(self, scores: Tensor, target: Tensor) -> Tensor:
         return super().forward(scores, target) + scores.square().mean()
@@ -213,7 +213,7 @@ def test_a_replaced_loss_may_read_padding(name, where, what, instead, monkeypatc
 
 
 class Reading(LogitsProcessor):  # type: ignore[misc]
-    """Reads what the encoder gives at padding."""
+    """A model that reads the encoder's output at padding."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -277,7 +277,7 @@ def test_checkpointing_that_is_enabled_later(name, use_reentrant):
 
 
 def test_threads_have_calls_of_their_own():
-    """One reads padding, for its labels are there, and one doesn't."""
+    """One thread reads padding, because its labels are there, and another doesn't."""
     plain, model = make("LlamaForCausalLM"), make("LlamaForCausalLM")
     fastformer.accelerate(model)
 

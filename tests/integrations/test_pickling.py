@@ -63,7 +63,7 @@ sys.exit(f"failed: {failed}" if failed else 0)
 
 
 def make(family: str) -> tuple[Any, dict[str, Any]]:
-    """A small model in evaluation, and what to call it with."""
+    """Makes a small model in evaluation mode, and the arguments of a call."""
     torch.manual_seed(0)
     text = {"input_ids": IDS, "attention_mask": MASK}
     pair = text | {"decoder_input_ids": IDS}
@@ -86,7 +86,7 @@ def make(family: str) -> tuple[Any, dict[str, Any]]:
 
 
 def written(folder: Path, family: str, kind: str) -> Path:
-    """A file with an accelerated model or the config of one, a call, what it gives, and what tells that it is right."""
+    """Writes a file with an accelerated model or its config, a call, its result, and the expected result."""
     model, inputs = make(family)
     if kind == "led alone":
         patch_attention(model)

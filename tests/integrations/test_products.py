@@ -46,7 +46,7 @@ def make(family: str, dtype: torch.dtype = torch.float32) -> Any:
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the weights whose products went to our kernels, which the smallest do here."""
+    """Returns the shapes of the weights that fastformer's kernels multiplied; here, they multiply even the smallest."""
     shapes: list[tuple[int, ...]] = []
     notice_products(monkeypatch, lambda x, weight, is_gradient: shapes.append(tuple(weight.shape)))
     for bound in ("MIN_PRODUCT", "MIN_PRODUCT_TRAINING", "MIN_PRODUCT_BF16"):
@@ -55,7 +55,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 def steps(model: Any) -> dict[str, Tensor]:
-    """The loss, the logits and the gradients, over draws of tokens: the errors of one small gradient are luck."""
+    """Returns the loss, the logits and the gradients over draws of tokens, because the error of one small gradient is
+    luck.
+    """
     found: dict[str, list[Tensor]] = {}
     for draw in range(DRAWS):
         ids = torch.randint(5, 60, (4, 9), generator=torch.Generator().manual_seed(draw))
@@ -171,7 +173,7 @@ def test_a_patched_conv1d_is_honoured_in_the_fused_network(monkeypatch: pytest.M
 @pytest.mark.parametrize("rows", [4, 64], ids=["few rows", "many rows"])
 @pytest.mark.parametrize(("place", "name"), [(F, "linear"), (torch, "addmm")])
 def test_a_users_replacement_of_a_function_acts_as_without_acceleration(place, name, rows, monkeypatch):
-    """transformers multiplies Conv1D's by torch.addmm, and all else by F.linear."""
+    """transformers computes a Conv1D with torch.addmm, and all other products with F.linear."""
     model, plain = make("gpt2"), make("gpt2")
     fastformer.accelerate(model)
     ids = IDS[:1, :1].expand(rows, 9)

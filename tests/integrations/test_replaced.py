@@ -55,7 +55,7 @@ def find(family: str, name: str) -> Any:
 
 
 def run(model: Any, mask: Tensor | None = RIGHT) -> list[Tensor]:
-    """The logits of real tokens, and the gradients."""
+    """Returns the logits of real tokens, and the gradients."""
     options = {"decoder_input_ids": TARGETS} if model.config.is_encoder_decoder else {}
     torch.manual_seed(0)
     logits = model(input_ids=IDS, attention_mask=None if mask is None else mask.long(), **options).logits
@@ -66,7 +66,7 @@ def run(model: Any, mask: Tensor | None = RIGHT) -> list[Tensor]:
 
 
 def replace(monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module]) -> list[Any]:
-    """Puts a forward on a class that computes as before and keeps what it sees of tokens (by their shape) and masks."""
+    """Replaces the forward of a class by one that computes the same and records tokens (by their shape) and masks."""
     seen: list[Any] = []
     theirs = kind.forward
 
@@ -133,7 +133,7 @@ def ran(model: Any) -> set[str]:
 
 
 def attended_alike(model: Any, family: str, mask: Tensor | None, calls: list[Any]) -> bool:
-    """Accelerates a model, which gives the same by the same calls as before; whether there were any."""
+    """Accelerates a model, checks that the same calls give the same results, and returns whether there were any."""
     with exactly(family):
         expected, before = run(model, mask), [*calls]
     calls.clear()

@@ -71,19 +71,19 @@ ORDERS = list(itertools.permutations(range(4)))
 
 
 def lying(x: Tensor, order: tuple[int, ...]) -> Tensor:
-    """x, whose dimensions lie in memory in this order, from the outermost in."""
+    """Returns x with its dimensions in this order in memory, from the outermost to the innermost."""
     return x.detach().permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
 
 
 def of_every_fourth(x: Tensor, order: tuple[int, ...]) -> Tensor:
-    """The same as a part of a tensor that has more between the rows of the innermost dimension."""
+    """Returns the same tensor as a part of a larger one, with gaps between the rows of the innermost dimension."""
     rows = torch.stack((x.detach().permute(order),) * 4, 3).contiguous()[:, :, :, 1]
     return rows.permute([order.index(dim) for dim in range(4)])
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_output_has_pytorchs_strides(name):
-    """In query's order, whatever that of the others."""
+    """They are in query's order for any order of the other inputs."""
     q, *others = (each.detach() for each in inputs(grouped=name == "grouped"))
     options = dict(CASES[name])
     if "attn_mask" in options:
@@ -100,7 +100,7 @@ def test_an_output_has_pytorchs_strides(name):
 
 
 class Copies(TorchDispatchMode):
-    """Counts what copies."""
+    """Counts operations that copy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,9 @@ def _zero_where_nothing(out: Tensor, seen: Tensor) -> Tensor:
 
 
 def band(seqlens: tuple[int, int], left: int | None, right: int | None) -> Tensor:
-    """(seqlen_q, seqlen_k), True from `left` before to `right` behind the diagonal that begins at the top left."""
+    """Returns a mask (seqlen_q, seqlen_k), True from `left` before to `right` after the diagonal from the top left
+    corner.
+    """
     distance = torch.arange(seqlens[1]) - torch.arange(seqlens[0])[:, None]
     return (distance <= (seqlens[1] if right is None else right)) & (distance >= (-(10**6) if left is None else -left))
 
@@ -183,7 +185,7 @@ def additive(mask: Tensor, lowest: float = -torch.inf, dtype: torch.dtype = torc
 
 @pytest.fixture
 def masks_given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
-    """(attn_mask, window_size) of each call of our attention."""
+    """Records (attn_mask, window_size) of each call of fastformer's attention."""
     calls: list[tuple[Any, Any]] = []
 
     def attention(*args: Any, **options: Any) -> Tensor:
@@ -325,7 +327,7 @@ def test_nested_tensors_are_pytorchs():
 
 
 class Layer(nn.Module):
-    """A user's attention."""
+    """A user's attention module."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, **options)
@@ -386,7 +388,7 @@ def with_math(*data: Any) -> Tensor:
 
 
 def jvp(q: Tensor, k: Tensor, v: Tensor) -> Any:
-    """Forward mode, which PyTorch has for its plain formula."""
+    """Computes a forward-mode derivative, which PyTorch has for its plain formula."""
     return torch.func.jvp(lambda q: with_math(q, k, v), (q,), (torch.ones_like(q),))[1]
 
 
@@ -420,7 +422,7 @@ def test_activate_leaves_the_rest_to_pytorch():
 @pytest.mark.parametrize("values", [S - 1, S + 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_keys_and_values_of_two_lengths_are_refused(dtype, values):
-    """PyTorch's kernel for CPUs reads past the keys where there are more values, and else leaves keys out."""
+    """PyTorch's CPU kernel reads past the keys if there are more values, and ignores keys if there are fewer."""
     q, k, _ = (each.detach() for each in inputs(dtype=dtype))
     v = torch.randn(B, H, values, D, dtype=dtype)
     mask = torch.ones(L, S, dtype=torch.bool)

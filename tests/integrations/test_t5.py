@@ -59,9 +59,9 @@ def compare(mask: Tensor | None, model: Any, **options: Any) -> set[str]:
     ],
 )
 def test_half_precision_errs_no_more_than_before(dtype, kind):
-    """Also where the second weight of the FFN stays in fp32, as transformers loads it.
+    """The second weight of the FFN may stay in fp32, as transformers loads it.
 
-    Which of the two rounds luckily is a matter of the weights, so that the geometric mean over several counts.
+    Which of the two models rounds better depends on the weights, so the test compares geometric means over several.
     """
     ratios = []
     for seed in range(16):
@@ -82,7 +82,7 @@ def test_half_precision_errs_no_more_than_before(dtype, kind):
 
 
 def rows_computed(monkeypatch: pytest.MonkeyPatch, call: Any, of: slice = slice(2)) -> set[int]:
-    """How many tokens the FFNs of the encoder's layers were given, which come first."""
+    """Returns the number of tokens that the FFNs of the encoder's layers got."""
     seen: list[int] = []
 
     def spied(x: Tensor, *args: Any) -> Tensor | None:
@@ -114,7 +114,7 @@ def test_the_encoder_leaves_padding_out(mask, mode, monkeypatch):
 
 @pytest.mark.parametrize("mask", [None, RIGHT], ids=["no mask", "right"])
 def test_the_first_block_decides_on_the_bias(mask):
-    """Where it has none, there is none for the others, too."""
+    """If it has no bias, neither do the other blocks."""
     model = make("t5").eval()
     model.encoder.block = torch.nn.ModuleList(reversed(model.encoder.block))
     compare(mask, model)
@@ -122,7 +122,7 @@ def test_the_first_block_decides_on_the_bias(mask):
 
 @pytest.mark.skipif(RETURNS_TUPLES, reason="before transformers 5 attention is written out in the model")
 def test_a_row_without_tokens_is_kept(monkeypatch):
-    """A decoder takes the mean of what stands there."""
+    """A decoder takes the mean of the values in such a row."""
     model, mask = make("t5"), RIGHT & (torch.arange(4) != 2)[:, None]
     with exactly("t5"), sdpa_kernel(SDPBackend.MATH):  # whose gradients are right under a mask that hides all
         theirs = outputs(model, mask)
@@ -178,7 +178,7 @@ def test_an_encoder_alone(kind, monkeypatch):
     ],
 )
 def test_compiles_as_one_graph_with_a_mask(kind, mode):
-    """As the plain model does: no value of the mask is looked at."""
+    """The plain model does so, too: no code reads the values of the mask."""
     if kind is T5ForConditionalGeneration and torch.__version__.startswith("2.11."):
         pytest.skip("torch 2.11 compiles no plain T5 in one graph: transformers copies its config in forward")
     torch._dynamo.reset()
@@ -199,7 +199,7 @@ packs = pytest.mark.skipif(RETURNS_TUPLES, reason="before transformers 5 attenti
 
 
 def run_decoder(model: Any, real: Tensor | None, **options: Any) -> Any:
-    """Labels count where `real` says that there are tokens of the decoder."""
+    """Runs the model; labels count where `real` marks tokens of the decoder."""
     given = {"attention_mask": RIGHT.long(), "labels": TARGETS} | options
     if real is not None:
         given["decoder_attention_mask"] = real.long()
@@ -208,7 +208,7 @@ def run_decoder(model: Any, real: Tensor | None, **options: Any) -> Any:
 
 
 def decoded(model: Any, real: Tensor, **options: Any) -> list[Tensor]:
-    """The loss, the logits and keys and values at tokens, and gradients."""
+    """Returns the loss, the logits, keys and values at tokens, and gradients."""
     out = run_decoder(model, real, **options)
     found = [out.loss, out.logits[real]]
     if out.past_key_values is not None:
@@ -295,7 +295,7 @@ def test_the_decoder_stays_padded_if_a_call_reads_padding(what, monkeypatch):
 @packs
 @pytest.mark.parametrize("which", [0, 1], ids=["self", "memory"])
 def test_dropout_works_in_a_packed_decoder(which):
-    """That of an attention alone, whose rows are packed."""
+    """Only the attention, whose rows are packed, has dropout."""
     model = make("t5", dropout_rate=0.4).train()
     model.encoder.eval()
     for module in model.modules():
@@ -315,7 +315,7 @@ def test_dropout_works_in_a_packed_decoder(which):
     "what", ["no memory", "a wrapped block", "a bias for the memory", "two sides", "is_causal", "is_causal=None"]
 )
 def test_surgery_on_the_decoder(what):
-    """Blocks that aren't as they were keep the stack padded."""
+    """If blocks are changed, the stack stays padded."""
 
     def changed() -> Any:
         model = make("t5", use_cache=False)
@@ -362,7 +362,7 @@ def test_surgery_on_the_decoder(what):
 @packs
 @pytest.mark.parametrize("kind", [T5ForSequenceClassification, T5ForQuestionAnswering, T5Model])
 def test_other_heads_of_the_decoder(kind, monkeypatch):
-    """What reads a decoder's outputs at padding keeps it from packing."""
+    """If a module reads a decoder's outputs at padding, the decoder isn't packed."""
     torch.manual_seed(5)
     model = kind(make("t5", eos_token_id=1).config).double().eval()
     ids = IDS.clone()

@@ -27,7 +27,9 @@ EXAMPLES = [dict(zip(batch(), row, strict=True)) for row in zip(*batch().values(
 
 @pytest.mark.parametrize("family", ["bert", "marian"])
 def test_a_loss_by_num_items_in_batch(family):
-    """Trainer's way of saying how many tokens the whole step has: it reaches each layer, and packs all the same."""
+    """Trainer passes the number of tokens of the whole step in this argument, which reaches each layer; stacks still
+    pack.
+    """
     model = make(family)
     if "kwargs" not in inspect.signature(model.forward).parameters:
         pytest.skip("this version's forward takes no such argument")
@@ -39,7 +41,7 @@ def test_a_loss_by_num_items_in_batch(family):
 
 
 class Trained:
-    """A few updates by Trainer: what it logged, the weights behind them, what was evaluated, which of our ops ran."""
+    """A few updates by Trainer: its log, the resulting weights, the evaluation, and fastformer's ops that ran."""
 
     def __init__(self, model: Any, folder: Any, **options: Any) -> None:
         arguments = TrainingArguments(

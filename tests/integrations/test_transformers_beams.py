@@ -25,7 +25,7 @@ STOPPING: tuple[Any, ...] = (False, True, "never")
 
 @cache
 def family(name: str) -> tuple[Any, int, int]:
-    """A model whose hypotheses end at many lengths, its PAD and its EOS."""
+    """Returns a model whose hypotheses end at many lengths, its PAD and its EOS."""
     if name == "T5":
         model = CASES["T5 1.1"].make(torch.float32, seed=10, scale=0.6)
         with torch.no_grad():
@@ -51,7 +51,7 @@ def sources(pad: int, eos: int) -> Tensor:
 
 @cache
 def theirs(name: str, limit: int, **options: Any) -> tuple[list[list[int]], list[float]]:
-    """What transformers finds, the two best of each row, and their scores."""
+    """Returns transformers' two best results of each row, and their scores."""
     model, pad, eos = family(name)
     ids = sources(pad, eos)
     with torch.inference_mode():

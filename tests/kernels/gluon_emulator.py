@@ -48,7 +48,9 @@ Schedule = Callable[[list[str]], int]
 
 
 def eager(*first: str) -> Schedule:
-    """The schedule that runs what begins with the first of `first`, if it can go on; else with the next of them."""
+    """A schedule that runs the partition whose name begins with the first of `first`, if it can continue, else the next
+    one.
+    """
 
     def rank(name: str) -> int:
         return next(i for i, start in enumerate(first) if name.startswith(start))
@@ -57,13 +59,13 @@ def eager(*first: str) -> Schedule:
 
 
 def shuffled(seed: int) -> Schedule:
-    """A schedule at random."""
+    """A random schedule."""
     generator = np.random.default_rng(seed)
     return lambda names: int(generator.integers(len(names)))
 
 
 class Slot:
-    """One buffer of shared memory."""
+    """A buffer of shared memory."""
 
     def __init__(self, name: str, shape: list[int], dtype: Any) -> None:
         self.name = name
@@ -88,7 +90,7 @@ class View:
         return View(self.slot, lambda array: self.see(array).transpose(order))
 
     def slice(self, start: Any, length: Any, dim: int = 0) -> View:
-        """[start, start + length) of a dimension."""
+        """Returns [start, start + length) of a dimension."""
         start, length = int(value(start)), int(value(length))
 
         def see(array: np.ndarray) -> np.ndarray:
@@ -101,7 +103,7 @@ class View:
         return View(self.slot, see)
 
     def store(self, x: Value) -> None:
-        """What a partition writes itself; a product sees it only behind a fence."""
+        """Stores values from a partition; a product sees them only after a fence."""
         if self.slot.readers or self.slot.state == "in flight":
             raise GluonError(f"{self.slot.name} is overwritten while it is read or written")
         if x.dtype != self.slot.dtype or x.shape != list(self.slot.array.shape):
@@ -129,7 +131,7 @@ class Shared:
 
 
 class Barrier:
-    """An mbarrier: a phase ends when all its arrivals and all its bytes have come."""
+    """An mbarrier: a phase ends when all of its arrivals and all of its bytes have come."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -150,7 +152,7 @@ class Barrier:
 
 
 class Product:
-    """A warpgroup_mma in flight; `result` once a wait has seen it done."""
+    """A warpgroup_mma in flight; it has a `result` once a wait has completed it."""
 
     def __init__(self, a: Any, b: View, acc: Any) -> None:
         self.operands = (a, b)
@@ -180,11 +182,11 @@ class Product:
 
 
 class _Stopped(BaseException):
-    """Ends a partition's thread when another has failed."""
+    """Ends the thread of a partition after another one has failed."""
 
 
 class Run:
-    """One program: its partitions, copies in flight and the schedule that orders them."""
+    """One program: its partitions, copies in flight, and the schedule that orders them."""
 
     def __init__(self, program: int, programs: int, memories: dict[int, Memory], schedule: Schedule) -> None:
         self.program, self.programs = program, programs
@@ -255,7 +257,7 @@ class Run:
         self.back.release()
 
     def pause(self, can: Callable[[], bool] = lambda: True) -> None:
-        """Lets the schedule choose who goes on; returns once `can()` and chosen."""
+        """Lets the schedule choose the next partition; returns once `can()` is true and this one is chosen."""
         name = self.local.name
         self.ready[name] = can
         self.back.release()
@@ -272,7 +274,7 @@ class Run:
         return shared
 
     def fence(self) -> None:
-        """Behind it the asynchronous units see what this partition stored; what another stored, behind the other's."""
+        """Makes this partition's stores visible to the asynchronous units; stores of others need their own fences."""
         if hasattr(self.local, "name"):
             self.pause()
         for slot in self.slots:
@@ -319,7 +321,7 @@ class Run:
         self.copies.append(land)
 
     def _box(self, descriptor: Any, coordinates: list[int]) -> np.ndarray:
-        """What TMA reads: zeros out of bounds, addresses modulo 2**64."""
+        """Returns the values that TMA reads: zeros out of bounds, with addresses modulo 2**64."""
         real = descriptor.descriptor
         base = sum(c * s for c, s in zip(coordinates, real.strides, strict=True)) * 2 % 2**64
         base = (base - 2**64 if base >= 2**63 else base) // 2
@@ -367,7 +369,7 @@ def _where(condition: Value, x: Any, y: Any) -> Value:
 
 
 def _assembly(text: str, constraints: str, operands: list[Value], dtype: Any, is_pure: bool, pack: int) -> Value:
-    """The instructions that the kernels use, as PTX defines them."""
+    """Emulates the instructions that the kernels use, as defined by PTX."""
     match = re.fullmatch(r"(\S+) \$0, \$(\d), \$(\d)(?:, (\w+))?;", text)
     assert match is not None and pack == 1, text
     name, first, second, selector = match.groups()
@@ -424,7 +426,7 @@ def _range(*bounds: Any) -> Iterator[Value]:
 
 
 class _Language:
-    """The stand-in for gl and tl of one run; dtypes and layouts are the real ones."""
+    """The stand-in for gl and tl in one run; dtypes and layouts are the real ones."""
 
     def __init__(self, run: Run) -> None:
         self.program_id = lambda axis: value(run.program)
@@ -473,14 +475,14 @@ class _Descriptor:
 
 
 class Body:
-    """A function as `gluon.jit` would hold it, to be emulated alone: for one whose text is in no file."""
+    """A function in the form of `gluon.jit`, to be emulated on its own, if its source is in no file."""
 
     def __init__(self, fn: Callable) -> None:
         self.fn = fn
 
 
 def _emulated(function: Any, replaced: Callable[[Any], Any]) -> Callable:
-    """A jit function's body with what it refers to replaced."""
+    """Returns the body of a jit function with its references replaced."""
     body = function.fn
     names: dict[str, Any] = {"range": _range}
 
@@ -505,11 +507,11 @@ def emulate(
     kernel: Any, programs: int, arguments: tuple, constants: dict[str, Any], tensors: list[torch.Tensor],
     schedule: Schedule,
 ) -> None:  # fmt: skip
-    """Runs `kernel[(programs,)](*arguments, **constants)` one program after another; writes its outputs.
+    """Runs `kernel[(programs,)](*arguments, **constants)` one program after another, and writes its outputs.
 
     Args:
-        kernel: what `gluon.jit` gives, or a `Body`.
-        tensors: what descriptors point at.
+        kernel: the result of `gluon.jit`, or a `Body`.
+        tensors: the tensors of the descriptors.
     """
     memories = {x.data_ptr(): Memory(x) for x in tensors}
 

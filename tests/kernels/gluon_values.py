@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 
 class GluonError(Exception):
-    """What a GPU would do wrong, or would hang on."""
+    """An error or a hang of a GPU."""
 
 
 BITS = {gl.int1: 1, gl.int16: 16, gl.int32: 32, gl.uint32: 32, gl.int64: 64}
@@ -20,7 +20,7 @@ FLOATS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32:
 
 
 def rounded(array: np.ndarray, dtype: Any) -> np.ndarray:
-    """float32 rounded to a float dtype (bfloat16 stays in float32's container)."""
+    """Rounds float32 to a float dtype (bfloat16 stays in float32 storage)."""
     if dtype == gl.bfloat16:
         return torch.from_numpy(np.array(array, dtype=np.float32)).to(torch.bfloat16).float().numpy()
     if dtype == gl.float16:
@@ -29,7 +29,7 @@ def rounded(array: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def bits_of(array: np.ndarray, dtype: Any) -> np.ndarray:
-    """The 16 bits of half floats, as int64."""
+    """Returns the 16 bits of half floats, as int64."""
     if dtype == gl.bfloat16:
         return (rounded(array, dtype).view(np.uint32) >> 16).astype(np.int64)
     return array.astype(np.float16).view(np.uint16).astype(np.int64)
@@ -94,7 +94,7 @@ def wrapped(array: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def value(x: Any, like: Any = None) -> Value:
-    """Numbers as Triton types them: an int is an int32, or a uint32 where it does not fit."""
+    """Converts numbers as Triton types them: an int is an int32, or a uint32 if it doesn't fit."""
     if isinstance(x, Value):
         return x
     if isinstance(x, bool):
@@ -162,7 +162,7 @@ setattr(Value, "__lshift__", _shift_left)  # noqa: B010
 
 
 class Memory:
-    """A tensor in global memory; what is written is written once, and copied back by `finish`."""
+    """A tensor in global memory. An element may be written once; `finish` copies the results back."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -184,7 +184,7 @@ class Memory:
 
 
 class Pointer:
-    """Elements of a Memory."""
+    """Pointers to elements of a Memory."""
 
     def __init__(self, memory: Memory, offset: Any) -> None:
         self.memory = memory

@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def assert_repeats(call: Callable[[], Sequence[Tensor]], runs: int = 100) -> None:
-    """That all runs give the same bits, while every other one has work beside it that shifts its timing.
+    """Checks that all runs give the same bits; every other run has concurrent work that shifts its timing.
 
     Args:
-        call: gives new tensors each time.
+        call: returns new tensors each time.
     """
     first = call()
     on_device = first[0].is_cuda

@@ -26,7 +26,7 @@ PAIRS = [case for names in combinations(NAMES, 2) if (case := case_of(*names)) i
 
 @pytest.fixture(autouse=True)
 def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Sees to it that each test reached the kernels."""
+    """Checks that each test reaches the kernels."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no GPU of compute capability 9.0")
     launched: list[bool] = []
@@ -57,7 +57,7 @@ def name_of(case: Case) -> str:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("case", SINGLES, ids=name_of)
 def test_option(case: Case, head_dim: int) -> None:
-    """Out, lse and gradients; several tiles and several turns of the rings."""
+    """Checks out, lse and gradients, with several tiles and several rounds through the rings."""
     check(replace(case.times(11), head_dim=head_dim), torch.bfloat16, "cuda")
 
 
@@ -86,7 +86,7 @@ def test_lengths(lengths: tuple[int, int], dropout_p: float, head_dim: int) -> N
 @pytest.mark.parametrize("head_dim", [72, 128])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 def test_beside_the_plain_form(head_dim: int, dropout_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many tiles a program: the two forms round the same sums in another order, and drop the same elements."""
+    """With many tiles per program, both kernels round the same sums in different orders, and drop the same elements."""
     q, k, v = (torch.randn(8, 2048, 16, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     seed = torch.tensor(SEED, device="cuda")
     rest = (None, None, head_dim**-0.5, None, 0, dropout_p, seed)
@@ -101,7 +101,7 @@ def test_beside_the_plain_form(head_dim: int, dropout_p: float, monkeypatch: pyt
 
 @pytest.mark.parametrize("head_dim, dropout_p", [(128, 0.0), (128, 0.1)])
 def test_repeats_to_the_bit(head_dim: int, dropout_p: float) -> None:
-    """A race shows as a run that differs: 100 runs, with other work beside them to shift the timing."""
+    """A race would show as a different run among 100, with concurrent work that shifts the timing."""
     case = Case(batch=4, heads=8, kv_heads=4, head_dim=head_dim, seqlen_q=1500, seqlen_k=1500, window=(None, 0))
     q, k, v = (make_inputs(case, torch.bfloat16, "cuda")[name] for name in ("q", "k", "v"))
     rest = (None, None, case.scale, None, 0, dropout_p, torch.tensor(SEED, device="cuda"))
@@ -113,7 +113,7 @@ BACKWARD = [(64, 0.0), (64, 0.1), (128, 0.0)]
 
 @pytest.mark.parametrize("head_dim, dropout_p", BACKWARD)
 def test_backward_repeats_to_the_bit(head_dim: int, dropout_p: float) -> None:
-    """dk and dv, 100 runs; dq adds up by atomics in any order."""
+    """dk and dv repeat in 100 runs; atomics sum dq in any order."""
     q, k, v, dout = (torch.randn(4, 1500, 8, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     rest = (None, None, 0.125, None, 0, dropout_p, torch.tensor(SEED, device="cuda") if dropout_p else None)
     out, lse = kernels.attention_fwd(q, k, v, *rest)
@@ -122,7 +122,7 @@ def test_backward_repeats_to_the_bit(head_dim: int, dropout_p: float) -> None:
 
 @pytest.mark.parametrize("head_dim, dropout_p", BACKWARD)
 def test_backward_beside_the_plain_form(head_dim: int, dropout_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """dk and dv to the bit from run to run; dq adds up by atomics in any order."""
+    """dk and dv are bit-identical from run to run; atomics sum dq in any order."""
     q, k, v, dout = (torch.randn(4, 1500, 8, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     launched: list[bool] = []
     launch = hopper.launch_backward
@@ -146,7 +146,7 @@ def test_backward_beside_the_plain_form(head_dim: int, dropout_p: float, monkeyp
 
 
 def test_values_beyond_a_length_are_not_read() -> None:
-    """NaN in the padding, and in the next packed sequence's rows, must not pass through a weight of 0."""
+    """NaN in the padding, and in the next packed sequence, must not be multiplied by a weight of 0."""
     case = Case(batch=2, heads=2, kv_heads=2, head_dim=128, seqlen_q=300, seqlen_k=700, lengths=(333, 64))
     inputs = make_inputs(case, torch.bfloat16, "cuda")
     for name in ("k", "v"):
@@ -160,7 +160,7 @@ def test_values_beyond_a_length_are_not_read() -> None:
 
 
 def test_strides() -> None:
-    """Slices of one projection, and SDPA's layout: descriptors with strides in any order."""
+    """Slices of one projection, and SDPA's layout, need descriptors with strides in any order."""
     joint = torch.randn(3, 400, 3, 4, 128, device="cuda", dtype=torch.bfloat16)
     q, k, v = joint.unbind(2)
     rest = (None, None, 0.125, None, 0, 0.0, None)
@@ -172,7 +172,7 @@ def test_strides() -> None:
 
 
 def test_cuda_graph() -> None:
-    """A captured call replays on new data: descriptors hold addresses, lengths and the seed are on the device."""
+    """A captured call replays on new data: descriptors hold addresses; lengths and the seed are on the device."""
     q, k, v = (torch.randn(2, 500, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     lengths, seed = torch.tensor([500, 77], dtype=torch.int32, device="cuda"), torch.tensor([1, 2], device="cuda")
     rest = (None, lengths, 0.125, None, 0, 0.1, seed)
@@ -191,7 +191,7 @@ def test_cuda_graph() -> None:
 
 
 def test_gradients_through_the_op() -> None:
-    """The op, its autograd and torch.compile reach the kernels too."""
+    """The op, its autograd formula and torch.compile also reach the kernels."""
     from fastformer.ops import attention
 
     leaves = [torch.randn(2, 300, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]

@@ -28,7 +28,7 @@ PAIRS = [
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A multiplication and addition is rounded once, as on a GPU: the interpreter rounds the product, too."""
+    """Makes a multiplication and an addition round once, as on a GPU; the interpreter rounds the product, too."""
     if HAS_GPU:
         return
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -42,7 +42,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_on_zeros(mask: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse of the kernel where all scores are 0, in tiles of 32 x 32."""
+    """Returns the kernel's out and lse with all scores 0, in tiles of 32 x 32."""
     zeros = torch.zeros(1, mask.shape[2], 1, 16, dtype=torch.float16, device=mask.device)
     keys = torch.zeros_like(values)
     problem = kernels.describe_dense(zeros, keys, None, 0.25, None, None, 0.0, None)
@@ -51,7 +51,7 @@ def run_on_zeros(mask: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("seqlen_k", [128, 120])
 def test_weights_under_any_number(seqlen_k: int, fused: None, device: str) -> None:
-    """Four blocks of keys, so that sums fade from one to the next; the last one may be short."""
+    """With four blocks of keys, sums are rescaled between blocks; the last block may be short."""
     mask = torch.tensor(PAIRS, device=device).repeat_interleave(seqlen_k // 2, 1)[None, None]
     values = torch.randn(1, seqlen_k, 1, 16, device=device).half()
     out, lse = run_on_zeros(mask, values)
@@ -62,7 +62,7 @@ def test_weights_under_any_number(seqlen_k: int, fused: None, device: str) -> No
 
 
 def test_lse_is_rounded_only_once(fused: None, device: str) -> None:
-    """Weights in units of a rounded peak: what the rounding did to their sum is taken back."""
+    """Weights are in units of a rounded peak; lse compensates the effect of that rounding on their sum."""
     far = -1e6 * (1 + torch.rand(256, device=device))
     values = torch.zeros(1, 64, 1, 16, dtype=torch.float16, device=device)
     _, lse = run_on_zeros(far[None, None, :, None].expand(1, 1, 256, 64).contiguous(), values)
@@ -73,7 +73,7 @@ def test_lse_is_rounded_only_once(fused: None, device: str) -> None:
 
 @pytest.mark.parametrize("option", ["additive", "additive_keys"])
 def test_bfloat16_masks(option: str, device: str) -> None:
-    """Their bits are the upper half of a float32's."""
+    """Their bits are the upper half of a float32."""
     case = case_of(option)
     assert case is not None
     inputs = make_inputs(case, torch.float16, device)
@@ -87,7 +87,7 @@ def test_bfloat16_masks(option: str, device: str) -> None:
 
 @pytest.mark.parametrize("option", ["bool", "bool_keys", "additive", "additive_keys"])
 def test_strided_masks(option: str, device: str) -> None:
-    """Every second column of a wider mask, over several blocks of keys."""
+    """The mask is every second column of a wider one, over several blocks of keys."""
     case = case_of(option)
     assert case is not None
     case = replace(case, heads=1, kv_heads=1, head_dim=16, seqlen_k=120)
@@ -101,7 +101,7 @@ def test_strided_masks(option: str, device: str) -> None:
 
 @pytest.mark.parametrize("option", ["bool_keys", "additive_keys"])
 def test_lengths_that_a_mask_implies(option: str, device: str) -> None:
-    """Beside the mask they change no result, of a row without any key either; NaN behind them is not read."""
+    """In addition to the mask, they change no result, even for a row without keys; NaN after them is not read."""
     case = case_of(option)
     assert case is not None
     case = replace(case, batch=3, heads=1, kv_heads=1, head_dim=16, seqlen_k=100)

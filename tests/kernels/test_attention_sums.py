@@ -17,7 +17,7 @@ from tests.kernels.attention_cases import Case, case_of, check, cumulative  # no
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New memory holds NaN."""
+    """Fills new memory with NaN."""
 
     def full_of_nan(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def new(*args: object, **options: object) -> Tensor:

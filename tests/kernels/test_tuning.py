@@ -23,7 +23,7 @@ def _own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def forget() -> None:
-    """As a new process would."""
+    """Behaves as a new process would."""
     _tuning._table.cache_clear()
     _tuning.measured.cache_clear()
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def position_table(length: int, dim: int, layout: str, first: int = 0) -> Tensor:
-    """(length, dim) fp64."""
+    """Computes the table of positions, (length, dim) fp64."""
     table = torch.zeros(first + length, dim, dtype=torch.float64)
     for position in range(first, first + length):
         for i in range(dim // 2):
@@ -24,7 +24,7 @@ def position_table(length: int, dim: int, layout: str, first: int = 0) -> Tensor
 
 
 def bucket(distance: int, config, causal: bool) -> int:
-    """T5's (Mesh TensorFlow, _relative_position_bucket), of a key's position less its query's."""
+    """Returns T5's bucket (Mesh TensorFlow, _relative_position_bucket) for a key's position minus its query's."""
     first, count = 0, config.num_buckets
     if causal:
         away = max(0, -distance)
@@ -105,7 +105,7 @@ class Plain:
         return self.norm(vectors, f"{side}_embedding_norm") if self.config.embedding_norm else vectors
 
     def __call__(self, source: Tensor, target: Tensor) -> Tensor:
-        """source (seqlen,), target (seqlen,) ids -> (seqlen, vocab_size) logits."""
+        """Computes logits (seqlen, vocab_size) for source ids (seqlen,) and target ids (seqlen,)."""
         c, memory, x = self.config, self.embed(source, "source"), self.embed(target, "target")
         for i in range(c.num_encoder_layers):
             name = f"encoder.layers.{i}"

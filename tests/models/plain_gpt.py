@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def plain_logits(config, weights: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
-    """The logits (seqlen, vocab_size) of one sequence (seqlen,), in the weights' dtype."""
+    """Returns the logits (seqlen, vocab_size) of one sequence (seqlen,), in the dtype of the weights."""
     return _Plain(config, weights, len(tokens)).logits(tokens)
 
 
@@ -30,7 +30,7 @@ class _Plain:
         return x * self.w[f"{name}.weight"] + self.w.get(f"{name}.bias", 0.0)
 
     def turn(self, x: Tensor, local: bool) -> Tensor:
-        """Heads (seqlen, heads, size), of which the first features turn as complex numbers."""
+        """Rotates the first features of heads (seqlen, heads, size) as complex numbers."""
         c = self.c
         if c.positions != "rotary":
             return x

@@ -20,7 +20,7 @@ from tests.conftest import HAS_GPU, missing_backend
 
 
 def step(model: Transformer, backend: str, packed: bool, lengths: tuple[list[int], list[int]]) -> dict[str, Tensor]:
-    """The loss of each token and, for random weights of these losses, the gradient of each parameter."""
+    """Returns the loss of each token and, for random weights of these losses, the gradient of each parameter."""
     device = model.embedding.weight.device
     generator = torch.Generator().manual_seed(1)
     source, target = (torch.randint(3, 1000, (len(n), max(n)), generator=generator) for n in lengths)
@@ -45,7 +45,7 @@ def step(model: Transformer, backend: str, packed: bool, lengths: tuple[list[int
 
 
 def check(backend: str, device: str, dtype: torch.dtype, packed: bool, lengths: tuple[list[int], list[int]]) -> None:
-    """The rule, over some models: of one alone plain PyTorch is lucky with a gradient or another."""
+    """Checks the rule over several models, because plain PyTorch may be lucky with some gradient of a single one."""
     config = TransformerConfig(
         vocab_size=1000, d_model=128, num_heads=2, d_ff=256, num_encoder_layers=2, num_decoder_layers=2, max_len=700,
         dropout=0.1, attention_dropout=0.2, activation_dropout=0.1,
@@ -76,5 +76,5 @@ def test_training_step_in_cpp(packed: bool) -> None:
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_training_step_in_triton(dtype: torch.dtype, packed: bool) -> None:
-    """Sequences of several tiles and of one token."""
+    """Sequences have several tiles, or one token."""
     check("triton", "cuda", dtype, packed, ([600, 1, 333], [257, 500, 2]))

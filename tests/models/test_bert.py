@@ -40,7 +40,7 @@ def made(options: dict[str, Any], dtype: torch.dtype = torch.float64) -> BERT:
 
 
 def batch(model: BERT, lengths: tuple[int, ...] = (9, 4, 1)) -> tuple[Tensor, Tensor | None, SequenceLayout]:
-    """Padded ids, their types, and the layout of the packed ones."""
+    """Returns padded ids, their types, and the layout of the packed ids."""
     torch.manual_seed(5)
     ids = torch.randint(3, VOCAB, (len(lengths), max(lengths)))
     types = torch.randint(0, model.config.token_types, ids.shape) if model.config.token_types else None

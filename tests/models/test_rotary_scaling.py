@@ -21,7 +21,7 @@ LENGTH = "original_max_position_embeddings"
 
 
 def drawn(kind: str, draw: random.Random, rotary_dim: int) -> dict[str, Any]:
-    """Parameters of one kind."""
+    """Draws parameters of one kind."""
     factor, length = draw.choice([1.0, 1.5, 2.0, 8.0, 32.0]), draw.choice([64, 1000, 8192])
     if kind == "linear":
         return {"factor": factor}
@@ -53,7 +53,7 @@ def drawn(kind: str, draw: random.Random, rotary_dim: int) -> dict[str, Any]:
 def of_transformers(
     kind: str, values: dict[str, Any], head_dim: int, fraction: float, base: float
 ) -> tuple[torch.Tensor, float]:
-    """Its speeds, in fp32, and its factor of cosines and sines."""
+    """Returns transformers' frequencies, in fp32, and its factor for cosines and sines."""
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -157,7 +157,7 @@ def test_impossible_scalings(scaling, named):
 
 
 def test_yarn_refuses_indistinguishable_pairs():
-    """Which finds them by the logarithm of the base, and would divide by it."""
+    """yarn finds the pairs by the logarithm of the base, and would divide by it."""
     sizes: dict[str, Any] = {"d_model": 32, "num_heads": 4, "positions": "rotary", "rotary_base": 1.0}
     with pytest.raises(ValueError, match=r"\brotary_base\b"):
         GPTConfig(9, **sizes, rotary_scaling={"kind": "yarn", "factor": 4, LENGTH: 16})

@@ -37,7 +37,7 @@ def configure(folder: Path, **changes: object) -> None:
 
 
 def shard(folder: Path, count: int = 3) -> Path:
-    """The weights in several files, with the index that transformers writes."""
+    """Writes the weights to several files, with the index that transformers writes."""
     state = safetensors.torch.load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = sorted(state)
@@ -125,7 +125,7 @@ def test_files_that_contradict_their_index_are_named(folder, damage, said) -> No
 
 
 def rewritten(folder: Path, dtype: str, old: str = "F32") -> None:
-    """A header that calls the first tensor another thing, as no checksum notices."""
+    """Renames the first tensor in the header, which no checksum notices."""
     file = folder / "model.safetensors"
     safetensors.torch.save_file(safetensors.torch.load_file(file), file)
     file.write_bytes(file.read_bytes().replace(f'"dtype":"{old}"'.encode(), f'"dtype":"{dtype}"'.encode(), 1))
@@ -213,7 +213,7 @@ def test_pipes_and_devices_are_not_opened(name, folder) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="limits of memory are POSIX")
 def test_huge_settings_need_no_memory(folder) -> None:
-    """In a process that may not have more than 4 GiB, which torch's import alone needs half of."""
+    """Runs in a process that may use at most 4 GiB, of which importing torch takes half."""
     for sizes in SIZES:
         configure(folder, **json.loads((folder / "config.json").read_text()) | sizes)
         code = (

@@ -8,7 +8,7 @@ from fastformer.ops import record_backends
 
 
 def check_top_tokens(cls, model):
-    """model: a small one in fp64, of the class itself. Leaves it with other logits than it came with."""
+    """Checks a small fp64 model of exactly this class. Changes the model's logits."""
     hidden = torch.randn(2, 3, model.config.d_model, dtype=torch.float64)
 
     def check(logits, *, fused):

@@ -15,7 +15,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def assert_same(ours: Tensor, theirs: Tensor, name: str, tolerance: float = TOLERANCE) -> None:
-    """|ours - theirs| <= tolerance * max|theirs|, and theirs is not all zero (else nothing was compared)."""
+    """Checks |ours - theirs| <= tolerance * max|theirs|, and that theirs isn't zero, which would compare nothing."""
     assert ours.shape == theirs.shape, f"{name}: {tuple(ours.shape)} instead of {tuple(theirs.shape)}"
     largest = theirs.abs().max()
     assert largest > 0, f"{name}: the reference is all zero, so nothing was compared"
@@ -24,7 +24,7 @@ def assert_same(ours: Tensor, theirs: Tensor, name: str, tolerance: float = TOLE
 
 
 def randomised(module: Module) -> Module:
-    """Every parameter random: biases of 0 and norms of 1 would hide what is done with them."""
+    """Makes every parameter random, because biases of 0 and norms of 1 would hide their effects."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.3 + (0.5 if parameter.dim() == 1 else 0.0))
@@ -39,13 +39,13 @@ def compare(
     inputs: Sequence[Tensor],
     real: Tensor | None = None,
 ) -> None:
-    """Same weights, same inputs: outputs and all gradients are the same at real positions.
+    """With the same weights and inputs, checks that outputs and all gradients are the same at real positions.
 
     Args:
-        ours, theirs: modules; ours gets theirs' state_dict.
+        ours, theirs: modules; ours gets the state_dict of theirs.
         run_ours, run_theirs: (*inputs) -> output.
         inputs: tensors that get a gradient.
-        real: bool, broadcastable to the output: which positions count.
+        real: bool, broadcastable to the output: the positions that count.
     """
     ours.load_state_dict(theirs.state_dict())
     a = [x.detach().clone().requires_grad_() for x in inputs]
@@ -67,7 +67,7 @@ def compare(
 
 
 def assert_same_gradients(ours: Tensor, theirs: Tensor, model: nn.Module) -> None:
-    """The same loss, and the same gradient of each parameter; those of a bias of keys are rounding alone."""
+    """Checks the loss and the gradients of all parameters; those of key biases are pure rounding."""
     assert_same(ours, theirs, "loss")
     names, parameters = zip(*model.named_parameters(), strict=True)
     gradients = (torch.autograd.grad(loss, parameters) for loss in (ours, theirs))
@@ -78,17 +78,17 @@ def assert_same_gradients(ours: Tensor, theirs: Tensor, model: nn.Module) -> Non
 
 
 def taken(cache: KVCache) -> int:
-    """The blocks that rows have; block 0 belongs to none."""
+    """Returns the blocks that rows hold; block 0 belongs to no row."""
     return cache.num_blocks - 1 - cache.free_blocks
 
 
 def padding_mask(lengths: Sequence[int], width: int) -> Tensor:
-    """(batch, width) bool, True = padding, as torch.nn has it."""
+    """Returns a mask (batch, width), True = padding, as in torch.nn."""
     return torch.arange(width)[None] >= torch.tensor(lengths)[:, None]
 
 
 def banded(seqlen: int, left: int | None, right: int | None) -> Tensor:
-    """(seqlen, seqlen) bool, True = ignore: what a window leaves out."""
+    """Returns a mask (seqlen, seqlen), True = ignore, for the keys outside of a window."""
     distance = torch.arange(seqlen)[None] - torch.arange(seqlen)[:, None]
     ignored = torch.zeros(seqlen, seqlen, dtype=torch.bool)
     if left is not None:

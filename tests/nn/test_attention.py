@@ -17,7 +17,7 @@ DOUBLE = {"dtype": torch.float64}
 
 
 def pair(batch_first=True, **options):
-    """Ours and torch.nn's, with the same random weights."""
+    """Makes fastformer's and torch.nn's modules with the same random weights."""
     ours, theirs = (each.MultiheadAttention(E, H, batch_first=batch_first, **options, **DOUBLE) for each in (fnn, nn))
     ours.load_state_dict(randomised(theirs).state_dict())
     return ours, theirs
@@ -31,7 +31,7 @@ def inputs(batch_first=True, kdim=E, vdim=E):
 
 
 def masks():
-    """(attn_mask, key_padding_mask) of each kind; every query keeps at least one key."""
+    """Returns (attn_mask, key_padding_mask) of each kind; every query sees at least one key."""
     padding = padding_mask([6, 4, 2], S)
     added_padding = torch.zeros(N, S, **DOUBLE).masked_fill(padding, float("-inf"))
     pattern, per_head = torch.rand(L, S) < 0.4, torch.rand(N * H, L, S) < 0.4
@@ -294,7 +294,7 @@ def test_impossible_calls(inputs, options, named):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_dropout_applies_only_in_training(packed):
-    """Of weights that are all dropped nothing is left but the output projection's bias."""
+    """If all weights are dropped, only the bias of the output projection remains."""
     module, plain = (fnn.MultiheadAttention(8, 2, dropout=p, batch_first=True, **DOUBLE) for p in (1.0, 0.0))
     plain.load_state_dict(randomised(module).state_dict())
     x, layout = torch.randn(2, 3, 8, **DOUBLE), None

@@ -105,7 +105,7 @@ def test_beams_share_their_sources_keys():
 @torch.inference_mode()
 @pytest.mark.parametrize("change", ["fork", "free"])
 def test_rows_continue_from_their_parents(change):
-    """The cache after fork or free decodes as one that had seen the rows in that order."""
+    """After fork or free, the cache decodes like one that got the rows in the new order."""
     stack, beams = decoder(), 3
     memory, x = torch.randn(N, S, E, **DOUBLE), torch.randn(N * beams, T, E, **DOUBLE)
     layout = SequenceLayout.padded(torch.tensor([5, 2, 3]), S)
@@ -242,7 +242,7 @@ def test_no_gradient_flows_through_a_cache():
 
 
 class Fails(torch.nn.Module):
-    """A layer that fails once the layers before it have written."""
+    """A layer that fails after the layers before it have written."""
 
     def forward(self, *args, **options):
         raise ZeroDivisionError
@@ -264,7 +264,7 @@ def test_a_failed_step_keeps_the_lengths_and_can_be_repeated():
 
 
 def test_errors():
-    """Wrong calls are InputErrors, as forward promises, and leave the cache as it was."""
+    """Wrong calls are InputErrors, as forward documents, and leave the cache unchanged."""
     stack, x, memory = decoder(), torch.randn(N, T, E, **DOUBLE), torch.randn(N, S, E, **DOUBLE)
     layout = SequenceLayout.packed(torch.tensor([2, 2, 3]), 3)
     other = KVCache(LAYERS, N, T, 1, E, **DOUBLE)

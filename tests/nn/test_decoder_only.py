@@ -86,7 +86,7 @@ def test_surgery_has_the_same_effect_as_in_called_modules(name, place):
 
 @pytest.mark.parametrize("name", ["self_attn.q_norm", "self_attn.k_norm", "post_norm1"])
 def test_a_norm_that_is_called_sees_padding(name):
-    """Layers get packed tokens where nothing sees it; a hook does."""
+    """Layers get packed tokens if no code can tell the difference; a hook can."""
     stack, shapes = stack_of("both"), []
     x, padding = torch.randn(2, 5, E, dtype=torch.float64), torch.tensor([[False] * 5, [False] * 2 + [True] * 3])
     expected = stack(x, src_key_padding_mask=padding)
@@ -110,7 +110,7 @@ def test_changes_by_a_hook_of_a_head_norm_take_effect(place):
 
 
 def plain_attention(attention: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """(batch, seqlen, dim) each: the output and the distribution of each head, from the parameters."""
+    """Computes the output and the distribution of each head from the parameters, (batch, seqlen, dim) each."""
     heads, kv_heads, size = attention.num_heads, attention.num_kv_heads, attention.head_dim
     rows = [heads * size, kv_heads * size, kv_heads * size]
     if attention.in_proj_weight is None:

@@ -18,7 +18,7 @@ CAUSAL = torch.ones(3, 3, dtype=torch.bool).triu(1)
 
 
 class Attention(nn.Module):
-    """Causal, with the weights among its results."""
+    """Causal attention that also returns its weights."""
 
     def __init__(self, library: Any) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def loss(x: Tensor, module: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def double_backward(module: nn.Module) -> tuple[Tensor, ...]:
-    """Of a gradient's norm, by the input and by every parameter."""
+    """Differentiates the norm of a gradient by the input and by every parameter."""
     x = X.clone().requires_grad_()
     (first,) = torch.autograd.grad(loss(x, module), x, create_graph=True)
     wanted = [x, *module.parameters()]
@@ -101,7 +101,7 @@ def test_derivatives_equal_torchs(make: Callable[[Any], nn.Module], derivative: 
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_dropout_is_the_same_in_every_derivative(norm_first: bool) -> None:
-    """After one seed forward mode, functorch and backward see the same elements dropped."""
+    """With one seed, forward mode, functorch and backward drop the same elements."""
     module = fast.TransformerEncoderLayer(8, 2, 12, 0.4, batch_first=True, norm_first=norm_first).double()
     tangent = X.flip(0)
 
@@ -120,7 +120,7 @@ def test_dropout_is_the_same_in_every_derivative(norm_first: bool) -> None:
 
 
 def test_every_sample_may_have_its_own_dropout() -> None:
-    """vmap's `randomness`, as for torch.nn."""
+    """vmap's `randomness` works as in torch.nn."""
     module = fast.TransformerEncoderLayer(8, 2, 12, 0.4, batch_first=True).double()
     same = torch.stack((X, X))
     with pytest.raises(RuntimeError, match="randomness"):
@@ -147,7 +147,7 @@ def test_modules_on_meta(name: str, training: bool) -> None:
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("name", ["linear1.weight", "linear2.bias", "norm1.weight", "norm2.bias"])
 def test_one_parameter_on_meta_is_an_error(name: str, norm_first: bool) -> None:
-    """Not memory that was never written."""
+    """Otherwise, the result would be uninitialised memory."""
     module = fast.TransformerEncoderLayer(8, 2, 12, norm_first=norm_first)
     owner, _, last = name.rpartition(".")
     part = module.get_submodule(owner)
@@ -158,7 +158,7 @@ def test_one_parameter_on_meta_is_an_error(name: str, norm_first: bool) -> None:
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_weights_that_come_with_the_call(norm_first: bool) -> None:
-    """As offloading does it: a submodule's parameters are on "meta" except while its forward, a replaced one, runs."""
+    """Offloading does this: a submodule's parameters are on "meta" except during its replaced forward."""
     module = fast.TransformerEncoderLayer(8, 2, 12, norm_first=norm_first).eval()
     x = torch.randn(3, 2, 8)
     expected = module(x)

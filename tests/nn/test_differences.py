@@ -165,7 +165,7 @@ def test_a_replaced_function_is_called_as_before(owner: Any, name: str) -> None:
 
 
 class Counted(nn.Module):
-    """A parametrization."""
+    """A parametrization that counts its calls."""
 
     count = 0
 

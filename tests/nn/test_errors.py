@@ -39,7 +39,7 @@ def test_one_error_for_all(expected: type[Exception]) -> None:
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("dims", [2, 3])
 def test_dimensions_of_an_attention(library: Any, dims: int, need_weights: bool) -> None:
-    """In torch.nn's words: others wait for them."""
+    """The words are torch.nn's, because other code matches them."""
     other = 5 - dims
     right, wrong = (torch.randn(*(4, 4, 4)[: d - 1], 4) for d in (dims, other))
     attention = library.MultiheadAttention(4, 4).eval()

@@ -11,7 +11,7 @@ from tests.nn.test_surgery import both_orders, data, kinds, pair, run, with_
 
 
 class Gatherer:
-    """Hooks like those of FSDP, without parameters to bring."""
+    """Hooks like those of FSDP, which gather no parameters."""
 
     def __init__(self) -> None:
         self.views: list[bool] = []

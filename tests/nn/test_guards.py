@@ -22,7 +22,7 @@ from tests.nn.comparing import randomised
 
 
 class Mixin:
-    """Not a module, and without a __call__: every look at it on the class makes another object."""
+    """A class that is not a module and has no __call__: each lookup on the class returns another object."""
 
 
 class Model(Mixin, nn.Sequential):
@@ -104,7 +104,7 @@ def encoder(**options: Any) -> tuple[nn.Module, Tensor]:
 
 
 class Sharper(fnn.MultiheadAttention):
-    """Overrides a part of the attention, which forward calls."""
+    """Overrides a method of the attention that forward calls."""
 
     def _project(self, *args: Any) -> Any:
         q, k, v = super()._project(*args)

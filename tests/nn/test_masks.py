@@ -51,7 +51,7 @@ def test_a_mask_written_in_place_is_read_again(inference: bool) -> None:
 
 @pytest.mark.parametrize("way", ["data", "numpy", "in place"])
 def test_no_result_is_cached_after_a_write(way: str) -> None:
-    """Writes that leave no trace in a tensor's version are seen, too."""
+    """This includes writes that don't change a tensor's version."""
     causal, padding = square_subsequent_mask(7), right_padded()
     assert is_causal_mask(causal) and right_padding_lengths(padding) is not None
     for mask, value in ((causal, 0.0), (padding, True)):
@@ -86,7 +86,7 @@ def test_a_trace_reads_the_mask_of_each_call() -> None:
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("seqlen_k", [7, 9])
 def test_a_trace_of_causal_attention(seqlen_k: int) -> None:
-    """Where a trace has tensors for sizes; the queries may be traced at any length, as a triangle knows none."""
+    """In a trace, sizes are tensors; queries of any length may be traced, because a triangle has no fixed length."""
     module = MultiheadAttention(16, 2, batch_first=True).requires_grad_(False)
 
     def call(x: Tensor, y: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def test_lengths_first_read_in_inference_mode_serve_training() -> None:
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, Tensor | None]]:
-    """Of each call of the op: whether it has no mask, and its lengths."""
+    """Returns for each call of the op whether it has no mask, and its lengths."""
     found: list[tuple[bool, Tensor | None]] = []
 
     def recorded(*args: Tensor, **options: Any) -> object:
@@ -121,7 +121,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, Tensor | None]]:
 
 
 def results_of(module: MultiheadAttention, padding: Tensor, **options: Any) -> list[Tensor]:
-    """The output, the weights where they are asked for, and every gradient."""
+    """Returns the output, the weights if they are requested, and every gradient."""
     generator = torch.Generator().manual_seed(3)
     query, key = (torch.randn(n, 4, 16, dtype=torch.float64, generator=generator).requires_grad_() for n in (6, 7))
     out, weights = module(query, key, key, padding, **options)
@@ -134,7 +134,7 @@ def results_of(module: MultiheadAttention, padding: Tensor, **options: Any) -> l
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_lengths_equal_their_mask(need_weights: bool, is_causal: bool, used: Any, monkeypatch: Any) -> None:
-    """A row of nothing but padding too; and lengths is what is used."""
+    """A row may consist of padding only; the op gets lengths."""
     module, options = MultiheadAttention(16, 2, dtype=torch.float64), {"need_weights": need_weights}
     ours = results_of(module, right_padded(), is_causal=is_causal, **options)
     monkeypatch.setattr(module_of_attention, "right_padding_lengths", lambda mask: None)
@@ -144,7 +144,7 @@ def test_lengths_equal_their_mask(need_weights: bool, is_causal: bool, used: Any
 
 
 def padded_anyhow() -> dict[str, Tensor]:
-    """(4, 7): what a key_padding_mask may be, and a row that ignores every key in each."""
+    """Returns masks (4, 7) of every form that key_padding_mask allows, with a row that ignores all keys in each."""
     right, hole = right_padded(), right_padded()
     hole[1, 3] = hole[1, 6] = True
     left = torch.tensor([[1, 1, 1, 0, 0, 0, 0], [0] * 7, [1] * 7, [1, 0, 0, 0, 0, 1, 1]]).bool()
@@ -155,7 +155,7 @@ def padded_anyhow() -> dict[str, Tensor]:
 
 @pytest.fixture
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks and lengths that the host can't read, as a GPU's; and seven keys are enough to count."""
+    """Makes masks and lengths unreadable for the host, as on a GPU, and counts lengths from seven keys on."""
     monkeypatch.setattr(masks, "_can_be_read", lambda mask: False)
     monkeypatch.setattr("fastformer.ops._common.is_readable", lambda lengths: False)
     monkeypatch.setattr(masks, "LEAST_KEYS", 1)
@@ -173,7 +173,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lengths_beside_a_mask_change_nothing(
     kind: str, lengths: list[int], is_causal: bool, used: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both are used, and nothing waits for a device."""
+    """Both are used, and the host doesn't wait for the device."""
     module, padding = MultiheadAttention(16, 2, dtype=torch.float64), padded_anyhow()[kind]
 
     def results() -> list[list[Tensor]]:
@@ -190,7 +190,7 @@ def test_lengths_beside_a_mask_change_nothing(
 
 
 def test_layouts_without_lengths() -> None:
-    """On a CPU, which reads masks, and where there are few keys."""
+    """These are a CPU, which reads masks, and short keys."""
     long = torch.zeros(2, masks.LEAST_KEYS, dtype=torch.bool)
     assert attended_lengths(long) is None
     assert attended_lengths(long.to("meta")) is not None
@@ -199,7 +199,7 @@ def test_layouts_without_lengths() -> None:
 
 
 def test_lengths_are_counted_in_each_run_of_a_trace(on_a_device: None) -> None:
-    """A graph, a compiled module and vmap count those of the mask that they are given."""
+    """A graph, a compiled module and vmap count the lengths of the mask of each call."""
     module = MultiheadAttention(16, 2, batch_first=True, dtype=torch.float64).eval().requires_grad_(False)
     x = torch.randn(4, 7, 16, dtype=torch.float64)
     kinds = padded_anyhow()

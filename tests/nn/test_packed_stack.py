@@ -52,7 +52,7 @@ def inputs(batch: int = 3) -> Tensor:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each call that came to the engine whether it computed it."""
+    """Returns for each call that reached the engine whether it was computed there."""
     found: list[bool] = []
 
     def counted(*args: Any) -> Tensor | None:
@@ -66,7 +66,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 @torch.no_grad()
 def check(module: Any, call: Callable[[Any], Tensor], keep: Tensor | None = None) -> None:
-    """The engine errs no more than the layers of torch.nn's kind do, against fp64."""
+    """Checks that the engine errs no more than torch.nn's layers, against fp64."""
     found = call(module)
     plain = copy.deepcopy(module)
     plain.packs_weights = False
@@ -157,7 +157,7 @@ def test_a_sequence_has_the_same_bits_alone(runs: list[bool]) -> None:
 
 
 def check_torch_nn(mask: str, dim: int, heads: int, layers: int, seed: int, **options: Any) -> None:
-    """Compares torch.nn's encoder after `accelerate` with itself before, by the rule."""
+    """Compares torch.nn's encoder before and after `accelerate`, by the rule."""
     torch.manual_seed(seed)
     layer = nn.TransformerEncoderLayer(dim, heads, batch_first=True, **options)
     norm = nn.LayerNorm(dim, options.get("layer_norm_eps", 1e-5)) if seed % 2 else None

@@ -57,7 +57,7 @@ def test_atomics_are_passed_on(monkeypatch):
 
 
 def test_sinusoids_by_their_formulas():
-    """Sines and cosines stand where each source puts them."""
+    """Sines and cosines are in the order of each source."""
     dim, length = 8, 11
     interleaved = fnn.PositionalEncoding(dim, length, kind="interleaved", **DOUBLE).table
     concatenated = fnn.PositionalEncoding(dim, length, kind="concatenated", **DOUBLE).table

@@ -33,7 +33,7 @@ PADDING = padding_mask([5, 3, 2], L)
 
 
 def pair(kind: str, norm_first: bool, *, accelerated: bool = False) -> tuple[Any, Any]:
-    """Our stack (or torch.nn's, accelerated) and torch.nn's, with the same random weights."""
+    """Makes fastformer's stack (or torch.nn's, accelerated) and torch.nn's, with the same random weights."""
     made: list[Any] = []
     for module in (nn, fnn):
         layer = getattr(module, f"Transformer{kind.title()}Layer")(E, H, FF, norm_first=norm_first, **OPTIONS)
@@ -48,17 +48,17 @@ def pair(kind: str, norm_first: bool, *, accelerated: bool = False) -> tuple[Any
 
 
 def data() -> tuple[Tensor, Tensor]:
-    """A batch and a memory."""
+    """Makes a batch and a memory."""
     return torch.randn(N, L, E, dtype=torch.float64), torch.randn(N, S, E, dtype=torch.float64)
 
 
 def bent(out: Any) -> Any:
-    """Something that no norm takes back."""
+    """Changes values in a way that no norm undoes."""
     return (out[0].cumsum(-1), *out[1:]) if isinstance(out, tuple) else out.cumsum(-1)
 
 
 def patch_forward(module: Any, name: str = "forward") -> None:
-    """As adapters do it: a forward, or another method, of the instance."""
+    """Replaces the forward, or another method, of an instance, as adapters do."""
     before = getattr(module, name)
     setattr(module, name, lambda *args, **kwargs: bent(before(*args, **kwargs)))
 
@@ -68,7 +68,7 @@ def replace(name: str, make: Callable[[], nn.Module]) -> Callable[[Any], None]:
 
 
 class Halved(nn.Module):
-    """No dropout, though it has its attribute (DropPath is like this)."""
+    """A module without dropout that has dropout's attribute, like DropPath."""
 
     p = 0.9
 
@@ -77,7 +77,7 @@ class Halved(nn.Module):
 
 
 class Adapter(nn.Module):
-    """An adapter around a linear."""
+    """An adapter around a linear layer."""
 
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Adapter(nn.Module):
 
 
 class Mixer(nn.Module):
-    """Something else in the place of an attention; it knows torch.nn's arguments."""
+    """A replacement for an attention that accepts torch.nn's arguments."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, None]:
         assert set(options) == {"attn_mask", "key_padding_mask", "need_weights", "is_causal"}
@@ -96,7 +96,7 @@ class Mixer(nn.Module):
 
 
 class Tagged(nn.Parameter):
-    """A parameter that has a say in what is done with it."""
+    """A parameter subclass that changes operations on it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -114,7 +114,7 @@ def tag(name: str) -> Callable[[Any], None]:
 
 
 class Half(nn.Module):
-    """A parametrization."""
+    """A parametrization that halves a weight."""
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight / 2
@@ -187,7 +187,7 @@ SURGERIES: dict[str, Callable[[Any], Any]] = {
 
 
 def with_(attribute: str, stack: nn.Module) -> list[Any]:
-    """The modules of a stack that have an attribute."""
+    """Returns the modules of a stack that have an attribute."""
     return [module for module in stack.modules() if hasattr(module, attribute)]
 
 
@@ -210,7 +210,7 @@ def weights_of_others(layer: Any) -> None:
 
 
 def tensors_in_place_of_parameters(stack: nn.Module) -> None:
-    """As sharded training puts views of one flat tensor."""
+    """Replaces parameters by views of one flat tensor, as sharded training does."""
     for module in stack.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
@@ -272,7 +272,7 @@ def run(stack: nn.Module, kind: str, x: Tensor, memory: Tensor, **options: Any) 
 
 
 def assert_alike(ours: nn.Module, theirs: nn.Module, kind: str, **options: Any) -> Tensor:
-    """The same outputs and gradients, but for what is at padding."""
+    """Checks that outputs and gradients are the same, except at padding."""
     results: list[list[Tensor]] = []
     given, dy = data(), torch.randn(N, L, E, dtype=torch.float64)
     for stack in (ours, theirs):
@@ -344,7 +344,7 @@ def test_changes_by_a_hook_take_effect(name, kind, norm_first):
 @both_orders
 @kinds
 def test_hooks_see_the_same_as_on_torch_nn(kind, norm_first):
-    """Forward and backward hooks of every submodule are called as often, with the same tensors."""
+    """Forward and backward hooks of every submodule are called equally often, with the same tensors."""
     torch.manual_seed(7)
     ours, theirs = pair(kind, norm_first)
     x, memory = data()
@@ -398,7 +398,7 @@ def test_global_hooks_are_called(kind, norm_first):
 
 
 class DoublesRelu(TorchFunctionMode):
-    """A mode as tools have it that count, emulate or replace what is computed."""
+    """A mode like those of tools that count, emulate or replace operations."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -429,7 +429,7 @@ def test_global_changes_of_modules_take_effect(name, kind, norm_first):
 @both_orders
 @kinds
 def test_the_edges_of_blocks(kind, norm_first):
-    """Subclasses override them; instances get them patched."""
+    """Subclasses override these methods, and users patch them on instances."""
     blocks = ("_sa_block", "_ff_block", *(("_mha_block",) if kind == "decoder" else ()))
     ours, theirs = pair(kind, norm_first)
     for name in blocks:
@@ -465,7 +465,7 @@ def test_a_pruned_final_norm_is_up_to_date(norm_first):
 @both_orders
 @kinds
 def test_autocast_keeps_torch_nns_dtypes(kind, norm_first):
-    """The residual stream of a post-norm layer, and what a stack returns, stay fp32."""
+    """The residual stream of a post-norm layer, and the output of a stack, stay in fp32."""
     ours, theirs = pair(kind, norm_first)
     ours, theirs = ours.float(), theirs.float()
     x, memory = torch.randn(N, L, E), torch.randn(N, S, E)
@@ -477,7 +477,7 @@ def test_autocast_keeps_torch_nns_dtypes(kind, norm_first):
 
 
 class Attends(nn.Module):
-    """An attention of a user's on PyTorch's function, which reads the masks that torch.nn's encoder layer gives."""
+    """A user's attention on PyTorch's function, which reads the masks that torch.nn's encoder layer passes."""
 
     batch_first = True
 
@@ -488,7 +488,7 @@ class Attends(nn.Module):
 
 
 class AttendsAlone(nn.Module):
-    """A layer of a user's."""
+    """A user's layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -505,7 +505,7 @@ def attending_block(self: Any, x: Tensor, attn_mask: Any, key_padding_mask: Any,
 @both_orders
 @pytest.mark.parametrize("what", ["attention", "block", "layer", "hook"])
 def test_hooks_see_torch_nns_masks(what, norm_first):
-    """In an encoder it is added, whatever the caller gave: bool says the opposite to PyTorch's attention."""
+    """In an encoder, the mask is always additive, because a bool mask means the opposite to PyTorch's attention."""
     ours, theirs = pair("encoder", norm_first)
     seen: list[list[torch.dtype]] = []
     for stack in (ours, theirs):

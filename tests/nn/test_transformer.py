@@ -50,12 +50,12 @@ def real_positions(padding, batch_first):
 
 
 def pair(kind, depth=0, final=None, norm_options=None, **options):
-    """Our layer (or stack of as many layers as `depth` says) and torch.nn's, with the same random weights.
+    """Makes fastformer's layer (or a stack of `depth` layers) and torch.nn's, with the same random weights.
 
     Args:
-        final: the class of our stack's last norm; torch.nn's has a LayerNorm in place of an AddLayerNorm.
-        norm_options: of the last norm.
-        options: of the layers.
+        final: the class of the last norm of fastformer's stack; torch.nn's has a LayerNorm instead of an AddLayerNorm.
+        norm_options: options of the last norm.
+        options: options of the layers.
     """
     made = []
     for library in (fnn, nn):
@@ -149,7 +149,7 @@ def test_a_final_norm_keeps_its_settings(final, options, norm_first):
 @both_orders
 @pytest.mark.parametrize("which", ["tgt", "memory"])
 def test_causal_cross_attention_equals_torch(which, norm_first):
-    """memory_is_causal is about the memory alone, tgt_is_causal about the target."""
+    """memory_is_causal concerns only the memory, and tgt_is_causal only the target."""
     ours, theirs = pair("decoder", norm_first=norm_first)
     options = {f"{which}_mask": MASKS["causal float"][0], f"{which}_is_causal": True}
     run = lambda module: lambda x, y: module(x, y, **options)  # noqa: E731
@@ -176,7 +176,7 @@ def test_same_seed_gives_torchs_weights(name, args, options):
 
 
 def test_dropout_is_in_the_same_places_as_in_torch(monkeypatch):
-    """Each dropout gets a probability of its own; the expected value is computed by hand from the same seed."""
+    """Each dropout has a different probability; the expected value is computed by hand from the same seed."""
     monkeypatch.setattr("fastformer.ops._dropout.draw_seed", lambda device: torch.tensor([7, 9]))
     seed = torch.tensor([7, 9])
     layer = fnn.TransformerDecoderLayer(E, H, FF, norm_first=True, batch_first=True, **DOUBLE)
@@ -229,7 +229,7 @@ def test_dropout_is_in_the_same_places_as_in_torch(monkeypatch):
 )
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 def test_dropout_of_everything_adds_nothing(kind, depth, final, norm_first):
-    """Each dropout of p = 1, in a lone layer and in the last of a stack, is its sub-layer's output set to zero."""
+    """Each dropout of p = 1, in a single layer and in the last one of a stack, sets its sub-layer's output to zero."""
     (module, _), given = pair(kind, depth, final, norm_first=norm_first), inputs_of(kind)
     sub_layers = ["self_attn.out_proj", *(["multihead_attn.out_proj"] if kind == "decoder" else []), "linear2"]
     whole = module(*given)
@@ -255,7 +255,7 @@ def test_the_constructors_dropouts_arrive():
 
 
 def test_every_addition_joins_a_norm(monkeypatch):
-    """In a pre-norm stack with a final norm, no sum is written by anything but add_layer_norm."""
+    """In a pre-norm stack with a final norm, only add_layer_norm writes sums."""
     stack, _ = pair("encoder", 3, fnn.AddLayerNorm, norm_first=True)
 
     def never(self):

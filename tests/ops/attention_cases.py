@@ -12,7 +12,7 @@ from tests.checks import keep_mask, keep_scale
 
 @dataclass(frozen=True)
 class Case:
-    """One call of attention: shapes and options."""
+    """The shapes and options of a call of attention."""
 
     name: str
     seqlen_q: int = 33
@@ -92,7 +92,7 @@ CASES = [
 
 @dataclass
 class Inputs:
-    """Tensors of a case, in fp64; tests cast them."""
+    """The tensors of a case, in fp64; tests cast them."""
 
     q: Tensor
     k: Tensor
@@ -103,7 +103,9 @@ class Inputs:
     dout: Tensor
 
     def cast(self, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """q, k, v and a floating mask as leaves of this dtype; values are those that the smallest dtype can hold."""
+        """Returns q, k, v and a floating-point mask as leaves of this dtype, with values that the smallest dtype can
+        represent.
+        """
         leaves = [t.to(device, dtype).requires_grad_() for t in (self.q, self.k, self.v)]
         mask = self.attn_mask
         if mask is not None:
@@ -114,7 +116,7 @@ class Inputs:
 
 
 def make_inputs(case: Case, dtype: torch.dtype) -> Inputs:
-    """Random inputs that `dtype` holds exactly, so that fp64 sees the same numbers."""
+    """Makes random inputs that `dtype` represents exactly, so that fp64 gets the same numbers."""
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape).to(dtype).double()
@@ -145,7 +147,7 @@ def plain_attention(
     case: Case,
     dropout_seed: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Attention as one writes it in PyTorch, everything materialised, in the inputs' dtype."""
+    """Computes attention in plain PyTorch, with all intermediate results, in the dtype of the inputs."""
     batch, seqlen_q, num_heads, head_dim = q.shape
     seqlen_k = k.shape[1]
     k, v = (t.repeat_interleave(num_heads // t.shape[2], dim=2).transpose(1, 2) for t in (k, v))

@@ -16,7 +16,7 @@ UNDROPPED.append(Case("scale", softmax_scale=0.35))
 
 
 def plain_weights(q: Tensor, k: Tensor, attn_mask: Tensor | None, seqlens_k: Tensor | None, case: Case) -> Tensor:
-    """(batch, num_heads, seqlen_q, seqlen_k): attention to unit vectors gives its weights."""
+    """Returns the weights (batch, num_heads, seqlen_q, seqlen_k), as attention to unit vectors."""
     units = torch.eye(k.shape[1], dtype=q.dtype, device=q.device)[None, :, None]
     units = units.expand(k.shape[0], -1, k.shape[2], -1)
     seed = torch.zeros(2, dtype=torch.int64)

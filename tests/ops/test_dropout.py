@@ -36,7 +36,7 @@ def test_philox_gives_the_published_words(counter: tuple, key: tuple, words: tup
 
 
 def test_keep_mask_is_a_function_of_the_coordinates() -> None:
-    """Element by element by the written definition: every place in a group, a second group, and its cut end."""
+    """Tests each element by the written definition: all places of a group, a second group, and its cut end."""
     seed, offset = 0x1234567_89ABCDEF, 0x0FEDCBA9_F7654321
     mask = keep_mask(torch.tensor([seed, offset]), 0.3, rows=5, columns=101, planes=3)
     assert mask.shape == (3, 5, 101)
@@ -52,7 +52,7 @@ def test_keep_mask_is_a_function_of_the_coordinates() -> None:
 
 
 def test_each_coordinate_and_each_seed_draws_independently() -> None:
-    """No plane, row, call or seed repeats another's mask, and none is its neighbour's shifted by a byte."""
+    """No plane, row, call or seed repeats another's mask, and no mask is its neighbour's shifted by a byte."""
     seed = torch.tensor([5, 6])
     mask = keep_mask(seed, 0.5, rows=8, columns=128, planes=4)
     calls = mask.view(4, 8, 2, 8, 4, 2).transpose(3, 4).reshape(-1, 16)
@@ -148,7 +148,7 @@ def gradients(model: Transformer, seed: int = 1) -> Tensor:
 
 
 def test_a_forward_pass_draws_its_seeds_at_once_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here on the CPU, told to do as a GPU: one launch, the same seeds from the same state, and none that are left."""
+    """On a CPU that behaves like a GPU: one launch draws the same seeds from the same state, and all are used."""
     draws, model = CountedDraws(monkeypatch), small_model()
     apart = gradients(model)
     each = draws.taken()
@@ -172,7 +172,7 @@ def test_a_forward_pass_draws_its_seeds_at_once_on_a_gpu(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("how", ["own", "not reentrant", "reentrant"])
 def test_recomputed_layers_have_the_same_dropout(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer under activation checkpointing, among dropouts whose seeds were drawn together."""
+    """A layer under activation checkpointing is among dropouts whose seeds were drawn together."""
     monkeypatch.setattr(_dropout, "_DEVICES", {"cpu"})
     seeds: list[Tensor] = []
 

@@ -136,7 +136,7 @@ def test_model_sizes(vocab_size: int, dtype: torch.dtype, backend: str, device: 
 
 
 def test_large_logits(backend: str, device: str) -> None:
-    """Logits of some hundreds: exp of one alone would overflow."""
+    """For logits of several hundred, exp of a single one would overflow."""
     if device != "cpu" and backend == "reference":
         pytest.skip("in fp32 cuBLAS adds up products of other shapes in another order")
     inputs = make_inputs((8, 16), 40, device)
@@ -147,7 +147,7 @@ def test_large_logits(backend: str, device: str) -> None:
 
 @pytest.mark.parametrize("best", [0, 15, 16, 255, 256, 271, 287, 299])
 def test_one_class_far_above_the_others(best: int, backend: str, device: str) -> None:
-    """A logit of 1000 beside logits near 0, wherever the tiles of classes end."""
+    """A logit of 1000 is among logits near 0, at any place in the tiles of classes."""
     inputs = make_inputs((3, 8), 300, device)
     inputs["bias"][best] = 1000.0
     inputs["target"] = torch.tensor([best, (best + 1) % 300, -100], device=device)
@@ -156,7 +156,7 @@ def test_one_class_far_above_the_others(best: int, backend: str, device: str) ->
 
 
 def test_impossible_classes(backend: str, device: str) -> None:
-    """A bias of -inf, over more classes than a kernel takes at once: their probability is 0."""
+    """With a bias of -inf, over more classes than a kernel handles at once, their probability is 0."""
     inputs = make_inputs((8, 16), 1000, device)
     inputs["bias"][200:900] = float("-inf")
     inputs["target"] = torch.randint(200, (8,), device=device)
@@ -164,7 +164,7 @@ def test_impossible_classes(backend: str, device: str) -> None:
 
 
 def test_bf16_gradients_lose_nothing_between_chunks(backend: str) -> None:
-    """Added up in bf16 chunk by chunk, dweight would be rounded as often as there are chunks; it is rounded once."""
+    """If dweight were summed in bf16, it would be rounded once per chunk; it is rounded once."""
     if backend != "cpp":
         pytest.skip("of the C++ code, which keeps no fp32 copy of dweight")
     rows, vocab_size, dim = 6000, 256, 17
@@ -180,7 +180,7 @@ def test_bf16_gradients_lose_nothing_between_chunks(backend: str) -> None:
 
 
 def test_small_probabilities_are_not_denormal(backend: str) -> None:
-    """One stops an Intel CPU for longer than the vector it is in takes."""
+    """A denormal number costs an Intel CPU more time than the rest of its vector."""
     if backend != "cpp":
         pytest.skip("of the C++ exponentials")
     logits = torch.cat([torch.zeros(1), torch.arange(-110.0, -70.0, 0.25)])
@@ -196,7 +196,7 @@ def test_small_probabilities_are_not_denormal(backend: str) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_all_rows_ignored(dtype: torch.dtype, reduction: str, backend: str, device: str) -> None:
-    """0 and zero gradients, where torch's mean is NaN."""
+    """The loss and gradients are 0, whereas torch's mean is NaN."""
     inputs = make_inputs((2, 5, 8), 12, device, dtype)
     inputs["target"].fill_(-100)
     leaves = {name: inputs[name].requires_grad_() for name in ("x", "weight", "bias")}
@@ -213,7 +213,7 @@ def test_all_rows_ignored(dtype: torch.dtype, reduction: str, backend: str, devi
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_same_loss_without_gradients(options: dict, reduction: str, backend: str, device: str) -> None:
-    """Without a gradient another op runs, one that computes the loss alone."""
+    """Without gradients, another op runs, which computes only the loss."""
     ignored = options.get("ignore_index", -100)
     inputs = make_inputs((5, 8), 12, device, torch.float64 if backend != "triton" else torch.float32, ignored=ignored)
     without = linear_cross_entropy(**inputs, reduction=reduction, **options)
@@ -240,7 +240,7 @@ def test_each_input_may_be_the_only_trainable_one(reduction: str, learns: str, b
 
 
 def test_fp16_gradients_under_a_gradient_scaler(backend: str, device: str) -> None:
-    """A mean over thousands of rows has gradients below fp16's smallest number; the scaled loss must have them."""
+    """Gradients of a mean over thousands of rows underflow in fp16; those of the scaled loss must not."""
     # 512 rows of small weights give the gradients of thousands, and Triton's interpreter takes a program for each row.
     inputs = make_inputs((512, 6), 8, device, torch.float16)
     inputs["weight"].mul_(0.00125)
@@ -284,7 +284,7 @@ MASKS = list(itertools.product([True, False], repeat=3))
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_frozen_parameters_get_no_gradient(dtype: torch.dtype, reduction: str, backend: str, device: str) -> None:
-    """A frozen head, features that are detached: the other gradients are those of a call where all learn."""
+    """If the head is frozen or features are detached, the other gradients are those of a call with all gradients."""
     inputs = make_inputs((5, 16), 40, device, dtype)
     dloss = torch.randn(() if reduction == "mean" else 5, device=device)
 
@@ -305,7 +305,7 @@ def test_frozen_parameters_get_no_gradient(dtype: torch.dtype, reduction: str, b
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_output_mask(bias: bool, backend: str, device: str) -> None:
-    """What is not wanted is empty, and the fake says so; what is wanted does not depend on the rest."""
+    """Gradients that are not requested are empty, in the fake as well, and don't affect the others."""
     x, weight, target, bias_ = make_inputs((5, 16), 40, device, bias=bias).values()
     options = (-100, 0.1, False, 0.01)
     losses, lse = OP.linear_cross_entropy_fwd(x, weight, bias_, target, *options)
@@ -328,7 +328,7 @@ def test_output_mask(bias: bool, backend: str, device: str) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_graph_that_is_kept(reduction: str, backend: str, device: str) -> None:
-    """Each backward pass scales the gradients by its own dloss, not by those before it too."""
+    """Each backward pass scales the gradients by its own dloss, and not by earlier ones as well."""
     inputs = make_inputs((5, 16), 40, device)
     leaves = [inputs[name].requires_grad_() for name in NAMES]
     loss = linear_cross_entropy(**inputs, reduction=reduction)
@@ -341,7 +341,7 @@ def test_a_graph_that_is_kept(reduction: str, backend: str, device: str) -> None
 @pytest.mark.parametrize("factor", [1.0, 3.0])
 @pytest.mark.parametrize("keep", [False, True])
 def test_gradients_are_not_copied(factor: float, keep: bool, backend: str, device: str) -> None:
-    """A graph that ends hands out the gradients that it kept, scaled where they lie; one that is kept makes others."""
+    """A graph that ends returns its stored gradients, scaled in place; a retained graph makes new ones."""
     x, weight, target, bias = make_inputs((5, 16), 40, device).values()
     leaves = [each.requires_grad_() for each in (x, weight, bias)]
     options = -100, 0.0, False, 0.0, True, [True, True, True]
@@ -355,7 +355,7 @@ def test_gradients_are_not_copied(factor: float, keep: bool, backend: str, devic
 
 @pytest.mark.parametrize("through", ["the function", "the dispatcher"])
 def test_backward_makes_nothing_as_large_as_the_weight(through: str, backend: str, device: str) -> None:
-    """The gradients are there already, and zeros must not be made for them."""
+    """The gradients exist already, and no zeros are made for them."""
     inputs = make_inputs((4, 8), 4000, device)
     x, weight, target, bias = (each.requires_grad_(each.is_floating_point()) for each in inputs.values())
     if through == "the function":
@@ -367,7 +367,7 @@ def test_backward_makes_nothing_as_large_as_the_weight(through: str, backend: st
 
 
 def test_gradients_of_a_batch_of_losses(backend: str, device: str) -> None:
-    """Several dloss at once, which autograd asks for with is_grads_batched, leave the kept gradients as they are."""
+    """Several dloss at once, which autograd passes with is_grads_batched, leave the stored gradients unchanged."""
     inputs = make_inputs((5, 16), 40, device)
     leaves = [inputs[name].requires_grad_() for name in NAMES]
     loss = linear_cross_entropy(**inputs)

@@ -17,7 +17,7 @@ SHAPES = [(12, 64), (3, 4, 64)]
 
 
 class Watching(TorchDispatchMode):
-    """Has calls go through the dispatcher."""
+    """A mode that makes calls go through the dispatcher."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*args, **(kwargs or {}))
@@ -54,7 +54,7 @@ CALLS: dict[str, Callable[[tuple[int, ...]], Any]] = {
 
 @pytest.fixture(params=["past", "through"])
 def way(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Calls go past the dispatcher, as usually, or through it."""
+    """Makes calls bypass the dispatcher, as usual, or go through it."""
     with Watching() if request.param == "through" else contextlib.nullcontext():
         yield
 
@@ -74,7 +74,7 @@ def test_it_may_be_changed(name: str, shape: tuple[int, ...], backend: str | Non
 
 
 class Stop(torch.autograd.Function):
-    """Hands no gradient on, which isn't one of zeros."""
+    """Passes no gradient on, which differs from a gradient of zeros."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:

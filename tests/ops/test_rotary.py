@@ -17,7 +17,7 @@ OP = torch.ops.fastformer
 
 
 def plain(x: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None, interleaved: bool = False) -> Tensor:
-    """Su et al. 2021: each pair is a complex number, times exp(i * angle); in fp32 for half dtypes, as models do it."""
+    """Rotates pairs as complex numbers, times exp(i * angle) (Su et al. 2021); half dtypes use fp32, as models do."""
     if positions is None:
         positions = torch.arange(x.shape[-3], device=x.device)
     wide = x.double() if x.dtype == torch.float64 else x.float()
@@ -53,7 +53,7 @@ def test_accuracy(dtype: torch.dtype, rotary_dim: int, interleaved: bool, backen
 
 
 def test_expanded_tables_are_read_in_place(backend: str, device: str) -> None:
-    """Expanded ones, of 32 MiB each if they were copied."""
+    """If these expanded tables were copied, each would take 32 MiB."""
     x, row = torch.randn(1, 3, 2, 64, device=device), torch.rand(2, 1, 32, device=device)
     cos, sin = row.expand(2, 2**18, 32)
     positions = torch.tensor([[7, 2**17, 3]], device=device)
@@ -66,7 +66,7 @@ def test_expanded_tables_are_read_in_place(backend: str, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_dtypes_are_rounded_once(dtype: torch.dtype, backend: str, device: str) -> None:
-    """Angles in bf16 would move about half of all elements by an ulp; a fused multiply-add moves a few."""
+    """Angles in bf16 would change about half of all elements by an ulp; a fused multiply-add changes a few."""
     if backend == "triton" and device == "cpu" and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter truncates to bfloat16 where a GPU rounds to the nearest")
     x = torch.randn(2, 13, 3, 32, device=device).to(dtype)
@@ -83,7 +83,7 @@ def test_half_dtypes_are_rounded_once(dtype: torch.dtype, backend: str, device: 
 @pytest.mark.parametrize("integer", [torch.int64, torch.int32])
 @pytest.mark.parametrize("shape", [(2, 13, 3, 16), (29, 3, 16)])
 def test_positions(shape: tuple[int, ...], integer: torch.dtype, interleaved: bool, backend: str, device: str) -> None:
-    """Of a padded batch, and of packed tokens."""
+    """Positions of a padded batch, and of packed tokens."""
     positions = torch.randint(50, shape[:-2], device=device, dtype=integer)
     x = torch.randn(*shape, device=device)
     compare(x, rotary_tables(50, 16, device=device), positions=positions, interleaved=interleaved)
@@ -121,7 +121,7 @@ def test_not_contiguous(view: Callable[[Tensor], Tensor], interleaved: bool, bac
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_scores_depend_only_on_the_distance(interleaved: bool, backend: str, device: str) -> None:
-    """What rotary is for: <R_m q, R_n k> is a function of m - n."""
+    """This is the purpose of rotary: <R_m q, R_n k> is a function of m - n."""
     cos, sin = rotary_tables(40, 16, device=device)
     q, k = (torch.randn(1, 1, 16, device=device) for _ in range(2))
 

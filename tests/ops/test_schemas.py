@@ -23,7 +23,7 @@ def _schemas(namespace: str) -> dict[str, torch.FunctionSchema]:
 
 
 def _described(schema: torch.FunctionSchema) -> tuple[list[tuple[str, str, str, bool]], list[str]]:
-    """(name, type, what it aliases, whether it is written) of each argument, and the types of the results."""
+    """Returns (name, type, aliases, whether it is written) of each argument, and the types of the results."""
     arguments = []
     for argument in schema.arguments:
         alias = argument.alias_info

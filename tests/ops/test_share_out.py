@@ -26,13 +26,13 @@ SHARINGS = ("openmp", "team", "by_load")
 
 
 def tasks_check(tasks: int, rounds: int, breaks: int) -> tuple[list[int], int]:
-    """How often each task ran, and on how many threads; from task `breaks` on they throw."""
+    """Returns how often each task ran, and on how many threads. Tasks from `breaks` on throw."""
     counts, most = CHECKS.tasks_check(tasks, rounds, breaks)
     return counts.tolist(), most
 
 
 def waits_check(regions: list[tuple[int, int, int]]) -> list[int]:
-    """For how many milliseconds the team takes over after each region."""
+    """Returns for how many milliseconds the team takes over after each region."""
     found: list[int] = CHECKS.waits_check(torch.tensor(regions)).tolist()
     return found
 
@@ -46,7 +46,7 @@ def settings_as_before() -> Iterator[None]:
 
 
 def gradients(threads: int, sharing: str) -> list[Tensor]:
-    """Of a layer that is large enough for several threads: its output, and the gradients of all that learns."""
+    """Returns the output and all gradients of a layer that is large enough for several threads."""
     torch.set_num_threads(threads)
     CHECKS.set_sharing(sharing)
     torch.manual_seed(0)
@@ -91,7 +91,7 @@ def test_an_error_of_a_task_reaches_the_caller_and_the_next_call_works(sharing: 
 
 @pytest.mark.parametrize("sharing", SHARINGS)
 def test_callers_at_the_same_time_have_tasks_of_their_own(sharing: str) -> None:
-    """One of them has the team; the others have OpenMP's threads meanwhile."""
+    """One of them uses the team; the others use OpenMP's threads in the meantime."""
     CHECKS.set_sharing(sharing)
     torch.set_num_threads(2)
     with ThreadPoolExecutor(4) as callers:
@@ -110,7 +110,7 @@ def test_the_team_works_in_a_child_of_fork() -> None:
 
 
 def test_no_thread_is_bound_to_a_core_after_a_call() -> None:
-    """A helper moves away from the caller's core by binding itself to others, for that moment alone."""
+    """A helper leaves the caller's core by binding itself to others, but only for a moment."""
     CHECKS.set_sharing("team")
     torch.set_num_threads(3)  # more than many machines have cores: some share one
 
@@ -129,7 +129,10 @@ def test_an_unknown_sharing_is_an_error() -> None:
 
 
 def test_the_team_takes_over_after_two_long_waits_and_longer_if_they_recur() -> None:
-    """In microseconds: (when, worked, waited). A wait is long for itself, and beside what the caller worked."""
+    """Times are (when, worked, waited) in microseconds.
+
+    A wait is long in absolute terms and relative to the caller's work.
+    """
     assert waits_check([(0, 900, 499), (10, 900, 499), (20, 9000, 2000), (30, 9000, 2000)]) == [0] * 4
     assert waits_check([(0, 900, 600), (99_999, 900, 600)]) == [0, 250]
     assert waits_check([(0, 900, 600), (100_000, 900, 600), (150_000, 900, 600)]) == [0, 0, 250]

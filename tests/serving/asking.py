@@ -15,7 +15,7 @@ from fastformer.serving.service import Service
 
 @contextlib.asynccontextmanager
 async def serving(service: Service, **options: Any) -> AsyncIterator[Any]:
-    """A client of a service's application."""
+    """Returns a client of a service's application."""
     app = make_app(service, **options)
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -25,5 +25,5 @@ async def serving(service: Service, **options: Any) -> AsyncIterator[Any]:
 
 
 def events(text: str) -> list[Any]:
-    """The JSON of server-sent events."""
+    """Returns the JSON of server-sent events."""
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]

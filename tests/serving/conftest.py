@@ -29,7 +29,7 @@ def translator_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder) -> Iterator[Any]:
-    """A real server of the module's `folder`."""
+    """Starts a real server of the module's `folder`."""
     from tests.serving.servers import running  # where the extra `serve` is not installed, tests skip before this
 
     with running(folder) as found:
@@ -38,7 +38,7 @@ def server(folder) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def client(server) -> Iterator[Any]:
-    """OpenAI's own client of it."""
+    """Returns OpenAI's client for the server."""
     openai = pytest.importorskip("openai", reason="the openai library is not installed")
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
         yield found

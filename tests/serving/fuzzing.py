@@ -57,16 +57,16 @@ _STRANGE: list[Any] = [
 
 
 class Attack:
-    """Some clients at once, for some time.
+    """Several concurrent clients, for some time.
 
     Args:
-        place: of the server.
-        kind: of the service.
-        seed: of what is drawn.
+        place: the server's address.
+        kind: the kind of service.
+        seed: the seed of random choices.
 
     Attributes:
-        answers: how many of each status.
-        wrong: what the server should not have done.
+        answers: the number of answers with each status.
+        wrong: the server's mistakes.
     """
 
     def __init__(self, place: tuple[str, int], kind: str, seed: int) -> None:
@@ -75,7 +75,7 @@ class Attack:
         self.wrong: list[str] = []
 
     def run(self, seconds: float, clients: int = 12) -> None:
-        """Attacks."""
+        """Runs the clients."""
         asyncio.run(self._run(seconds, clients))
 
     async def _run(self, seconds: float, clients: int) -> None:
@@ -100,7 +100,7 @@ class Attack:
         return path, json.loads(json.dumps(self._right[path]))
 
     def _bent(self, value: Any, depth: int = 0) -> Any:
-        """A value of which a part is another."""
+        """Returns a value of which a part is replaced."""
         dice = self._dice
         if isinstance(value, dict) and value and dice.random() < 0.85:
             name = dice.choice(list(value))
@@ -188,7 +188,7 @@ class Attack:
         await self._part(message)
 
     async def _leave_stream(self) -> None:
-        """A stream, or an answer, whose client leaves somewhere in its middle."""
+        """Begins to read a stream, or an answer, and leaves in the middle."""
         dice, (path, body) = self._dice, self._body()
         if path in STREAMS:
             body["stream"] = dice.random() < 0.8
@@ -255,7 +255,7 @@ class Attack:
             writer.close()
 
     async def _whole(self, message: bytes, *, may_be_late: bool = False) -> None:
-        """Sends a request that came whole, to which an answer is due."""
+        """Sends a complete request, which must be answered."""
         reader, writer = await self._connected()
         for part in _cut(message, self._dice) if self._dice.random() < 0.2 else [message]:
             writer.write(part)
@@ -277,7 +277,7 @@ class Attack:
             self._close(writer)
 
     async def _part(self, message: bytes) -> None:
-        """Sends something to which no answer may be due, and reads for a moment."""
+        """Sends data that need not be answered, and reads for a moment."""
         reader, writer = await self._connected()
         try:
             writer.write(message)
@@ -298,12 +298,12 @@ class Attack:
 
 
 def _head(path: str, length: int) -> str:
-    """Of a request with a body of JSON."""
+    """Returns the head of a request with a JSON body."""
     fields = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {length}"
     return f"POST {path} HTTP/1.1\r\n{fields}\r\n\r\n"
 
 
 def _cut(data: bytes, dice: random.Random) -> list[bytes]:
-    """The data in some pieces."""
+    """Splits the data into pieces."""
     places = sorted({0, len(data), *(dice.randrange(len(data) + 1) for _ in range(5))})
     return [data[first:last] for first, last in zip(places, places[1:], strict=False)]

@@ -21,7 +21,7 @@ MAX_LEN = 512
 
 
 def tokenizer(template: str | None = TEMPLATE) -> PromptTokenizer:
-    """Bytes and a few merges, and a chat template that loops if an assistant has said "loop"."""
+    """Makes a tokenizer of bytes and a few merges, with a chat template that loops if an assistant has said "loop"."""
     import tokenizers
 
     trained = tokenizers.ByteLevelBPETokenizer()
@@ -34,7 +34,7 @@ def tokenizer(template: str | None = TEMPLATE) -> PromptTokenizer:
 
 @torch.inference_mode(False)  # whichever test comes first
 def generator(folder: Path, *, template: str | None = TEMPLATE, num_layers: int = 2, max_len: int = MAX_LEN) -> Path:
-    """A language model that says more than one thing."""
+    """Makes a language model that generates different tokens."""
     own = tokenizer(template)
     torch.manual_seed(3)
     sizes = {"d_model": 32, "num_heads": 4, "num_layers": num_layers, "max_len": max_len, "tie_embeddings": False}
@@ -47,7 +47,7 @@ def generator(folder: Path, *, template: str | None = TEMPLATE, num_layers: int 
 
 
 def encoder(folder: Path, **settings: Any) -> Path:
-    """A BERT with mean pooling and a norm behind it, and a prompt."""
+    """Makes a BERT with mean pooling, a norm after it, and a prompt."""
     folders.bert(folder)
     folders.modules(
         folder, ("Pooling", {"pooling_mode": "mean", "embedding_dimension": folders.D_MODEL}), ("Normalize", {})
@@ -57,7 +57,7 @@ def encoder(folder: Path, **settings: Any) -> Path:
 
 
 def classifier(folder: Path, num_labels: int = 3) -> Path:
-    """A BERT with a head."""
+    """Makes a BERT with a head."""
     names = ["good", "bad", "odd"][:num_labels]
     labels = {"id2label": dict(enumerate(names)), "label2id": {name: place for place, name in enumerate(names)}}
     folders.bert(folder, num_labels=num_labels, **(labels if num_labels > 1 else {}))

@@ -14,11 +14,11 @@ from fastformer.serving import Limits, Service, make_app, open_service
 
 
 class Running(NamedTuple):
-    """A server that runs.
+    """A running server.
 
     Attributes:
-        url: without a slash behind it.
-        service: what it serves.
+        url: its URL, without a trailing slash.
+        service: the service.
     """
 
     url: str
@@ -27,7 +27,7 @@ class Running(NamedTuple):
 
 @contextlib.contextmanager
 def running(served: Path | Service, limits: Limits | None = None, **options: Any) -> Iterator[Running]:
-    """Serves a folder or a service as long as the context is open; options are those of `make_app`."""
+    """Serves a folder or a service within the context. Options are those of `make_app`."""
     service = open_service(served, limits=limits) if isinstance(served, Path) else served
     app = make_app(service, service.limits, **options)
     with listening(app, service.limits, lifespan="on", timeout_graceful_shutdown=5) as (_, (host, port)):
@@ -36,7 +36,7 @@ def running(served: Path | Service, limits: Limits | None = None, **options: Any
 
 @contextlib.contextmanager
 def listening(app: Any, limits: Limits, **config: Any) -> Iterator[tuple[Any, tuple[str, int]]]:
-    """Runs uvicorn's server of an application in a thread; gives it and its address."""
+    """Runs an application on uvicorn in a thread; yields the server and its address."""
     import uvicorn
 
     from fastformer.serving.protocol import protocol_of
@@ -57,7 +57,7 @@ def listening(app: Any, limits: Limits, **config: Any) -> Iterator[tuple[Any, tu
 
 
 def until(condition: Callable[[], object], seconds: float = 20.0) -> float:
-    """Waits for a condition; the seconds that it took."""
+    """Waits for a condition, and returns the seconds that it took."""
     began = time.monotonic()
     while not condition():
         assert time.monotonic() < began + seconds, "it doesn't come"

@@ -20,7 +20,7 @@ KEYS = ("one-key", "another")
 
 
 def routes(app) -> list[tuple[str, str]]:
-    """Each route with a method, by what the application itself says."""
+    """Returns each route with a method, according to the application."""
     found = {(path, "GET") for path in ("/", "/health", "/ready", "/metrics", "/openapi.json")}
     for path, methods in app.openapi()["paths"].items():
         found |= {(path, method.upper()) for method in methods}

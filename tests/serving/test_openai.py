@@ -40,7 +40,7 @@ def library(folder) -> tuple[Any, Any]:
 
 
 def said(library, prompt, **options) -> list[tuple[str, int]]:
-    """What `generate` says behind a prompt, and how many tokens that took."""
+    """Returns the output of `generate` after a prompt, and its number of tokens."""
     model, tokenizer = library
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     out = generate(model, [ids], tokenizer=tokenizer, return_dict_in_generate=True, **options)
@@ -268,7 +268,7 @@ def test_a_model_without_a_template_has_no_chat(tmp_path) -> None:
 
 
 def open_request(url: str, path: str, body: dict[str, Any]) -> socket.socket:
-    """Sends a request and gives its connection, of which nothing has been read."""
+    """Sends a request and returns its connection, from which nothing has been read."""
     found = urllib.parse.urlsplit(url)
     content = json.dumps(body).encode()
     head = (

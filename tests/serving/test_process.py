@@ -34,7 +34,7 @@ LONG = {"text": "a long one", "split": False, "max_new_tokens": 1000}
 @pytest.fixture(scope="module")
 @torch.inference_mode(False)
 def folder(tmp_path_factory) -> Path:
-    """A translator that never ends by itself, a token each millisecond or so."""
+    """Makes a translator that never ends by itself, at about a token per millisecond."""
     found = tmp_path_factory.mktemp("models") / "talker"
     torch.manual_seed(0)
     sizes = {"d_model": 256, "d_ff": 1024, "num_heads": 4, "num_encoder_layers": 2, "num_decoder_layers": 4}
@@ -46,7 +46,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 class Process(subprocess.Popen[str]):
-    """A server's; `said` are the lines that it has written to standard error since it listens."""
+    """The process of a server; `said` are the lines on standard error since it started to listen."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -55,7 +55,7 @@ class Process(subprocess.Popen[str]):
 
 @contextlib.contextmanager
 def served(folder: Path, *flags: str) -> Iterator[tuple[Process, str]]:
-    """A server's process and its address."""
+    """Starts a server, and returns its process and its address."""
     words = [sys.executable, "-m", "fastformer.cli", "serve", str(folder), "--port", "0", "--access_log", "false"]
     process = Process([*words, *flags], stderr=subprocess.PIPE, text=True)
     try:
@@ -74,7 +74,7 @@ def served(folder: Path, *flags: str) -> Iterator[tuple[Process, str]]:
 
 
 def gauges(url: str) -> dict[str, float]:
-    """What the server's metrics without labels say."""
+    """Returns the server's metrics without labels."""
     text = httpx.get(f"{url}/metrics").text
     return {name: float(value) for name, value in re.findall(r"^fastformer_(\w+) (\S+)$", text, re.MULTILINE)}
 

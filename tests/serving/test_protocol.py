@@ -20,10 +20,10 @@ LARGE = 64 << 20  # bytes that no socket's buffers hold
 
 
 class App:
-    """Answers /PATH with the path; /large with a lot, /wait when the client has gone or `go` is set.
+    """Answers /PATH with the path, /large with much data, and /wait when the client has left or `go` is set.
 
     Attributes:
-        paths: that were begun.
+        paths: the paths of requests that were begun.
         gone: those whose client has left before the answer.
         ended: those that have ended.
     """
@@ -92,7 +92,7 @@ def served() -> Iterator[Served]:
 
 @pytest.fixture
 def patient() -> Iterator[Served]:
-    """A server whose time limits no test reaches: what it ends, it ends for another reason."""
+    """Starts a server whose time limits no test reaches, so that it ends connections for other reasons."""
     with serving(Limits(body_s=60, write_s=60)) as one:
         yield one
 
@@ -102,7 +102,7 @@ def get(path: str, *fields: str) -> bytes:
 
 
 def everything(client: socket.socket) -> bytes:
-    """What comes until the server closes the connection."""
+    """Returns all data until the server closes the connection."""
     parts = []
     with contextlib.suppress(ConnectionError):
         while part := client.recv(65536):

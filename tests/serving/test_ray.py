@@ -26,7 +26,7 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'fast
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """Two CPUs, on this machine alone."""
+    """Starts a cluster with two CPUs on this machine."""
     environment = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     os.environ.update(environment)
     ray.init(
@@ -48,7 +48,7 @@ def free_port() -> int:
 
 
 def replicas() -> list[psutil.Process]:
-    """The processes of the replicas, among those that this one began."""
+    """Returns the processes of the replicas among the descendants of this process."""
     found = []
     for each in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile

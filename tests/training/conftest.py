@@ -29,5 +29,5 @@ def config(tmp_path) -> TrainConfig:
 
 @pytest.fixture(autouse=True)
 def no_tensorboard(monkeypatch) -> None:
-    """Its import and its event files are most of a tiny run's time."""
+    """Turns TensorBoard off: its import and its event files take most of the time of a tiny run."""
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)

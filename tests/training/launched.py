@@ -88,7 +88,7 @@ def install(options: dict) -> None:
 
 
 def hang_up() -> None:
-    """Ends every connection of this process."""
+    """Closes every connection of this process."""
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):

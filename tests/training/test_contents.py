@@ -16,7 +16,7 @@ from fastformer.training.world import read_parts
 
 
 class _Touches:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

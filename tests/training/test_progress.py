@@ -79,7 +79,7 @@ def test_the_meter_counts_real_tokens_and_continues_after_a_checkpoint() -> None
 
 
 class Clock:
-    """Time that a test moves."""
+    """A clock that a test moves."""
 
     def __init__(self, monkeypatch) -> None:
         self.now = 100.0

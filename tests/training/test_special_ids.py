@@ -33,7 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class RenamedBytes(ByteTokenizer):
-    """Bytes under other ids."""
+    """A tokenizer of bytes with other ids."""
 
     def __init__(self, ids: SpecialIds, names: Sequence[int] = range(259)) -> None:
         self.special_ids, self.names = ids, names
@@ -43,7 +43,7 @@ class RenamedBytes(ByteTokenizer):
 
 
 def renaming(before: SpecialIds, after: SpecialIds) -> list[int]:
-    """What each id is called afterwards."""
+    """Returns the new name of each id."""
     names = list(range(259))
     for b, a in zip((before.pad, *before.eos, before.start), (after.pad, *after.eos, after.start), strict=True):
         place = names.index(a)

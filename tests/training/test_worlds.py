@@ -27,7 +27,7 @@ KILLS, SIGNALS = (int(os.environ.get(f"FASTFORMER_TEST_{name}", "2")) for name i
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """Twenty updates of one process, with dropout."""
+    """Trains twenty updates in one process, with dropout."""
     run = tmp_path_factory.mktemp("whole") / "run"
     (run.parent / "updates").mkdir()
     worlds.train(0, run, dropout_seeds="batch", options={"updates": str(run.parent / "updates")}, **CONSTANT)
@@ -36,9 +36,9 @@ def whole(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("changes", [{}, {"ema": 0.9}, {"batching": "bucketed"}, {"checkpointing": True}], ids=str)
 def test_fsdp_and_ddp_are_one_process(whole, tmp_path, changes) -> None:
-    """The weights after twenty updates, packed and padded, by DDP and by FSDP, which keeps the layers fused.
+    """Compares the weights after twenty updates, packed and padded, with DDP and FSDP; FSDP keeps the layers fused.
 
-    FSDP gathers the weights for an update, or a layer at a time where there is no room for them.
+    FSDP gathers all weights for an update, or a layer at a time if there is no room for all.
     """
     if changes:
         whole = tmp_path / "one"
@@ -50,7 +50,7 @@ def test_fsdp_and_ddp_are_one_process(whole, tmp_path, changes) -> None:
 
 
 def test_fp32_gradients_are_summed_too(tmp_path) -> None:
-    """PyTorch sums gradients of fp32 in another way than those of fp64, which is not there on every backend."""
+    """PyTorch sums fp32 gradients in another way than fp64 gradients, which not every backend supports."""
     runs = {name: tmp_path / name for name in ("plain", "ddp", "fsdp", "fsdp by layer")}
     for name, run in runs.items():
         settings = {"dropout_seeds": "batch"} if name == "plain" else {"sharding": name.partition(" ")[0]}
@@ -63,7 +63,7 @@ def test_fp32_gradients_are_summed_too(tmp_path) -> None:
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp", "fsdp by layer"])
 def test_another_number_of_processes_resumes(whole, tmp_path, sharding) -> None:
-    """Two save at update 10; one without torchrun and four go on: the same weights, and the same batches."""
+    """Two processes save at update 10; one without torchrun, and four, continue with the same weights and batches."""
     (tmp_path / "updates").mkdir()
     options = {"updates": str(tmp_path / "updates"), "by_layer": "layer" in sharding}
     sharding = sharding.partition(" ")[0]
@@ -81,7 +81,7 @@ def test_another_number_of_processes_resumes(whole, tmp_path, sharding) -> None:
 
 
 def test_every_start_has_another_number_of_processes(whole, tmp_path) -> None:
-    """Ten starts of two updates each, by one to four processes that keep weights in different ways."""
+    """There are ten starts of two updates each, by one to four processes that store weights in different ways."""
     chooser, seen = random.Random(0), tmp_path / "updates"
     seen.mkdir()
     before: int | None = None
@@ -96,7 +96,7 @@ def test_every_start_has_another_number_of_processes(whole, tmp_path) -> None:
 
 
 def test_a_file_of_ddp_is_read_by_fsdp_and_back(whole, tmp_path) -> None:
-    """One process begins, FSDP goes on from its file, DDP from the parts, and the average reads both."""
+    """One process begins, FSDP continues from its file, DDP from the parts, and `average` reads both."""
     run = tmp_path / "run"
     worlds.train(0, run, steps=6, dropout_seeds="batch", keep_last=9, save_every=3, **CONSTANT)
     worlds.train(2, run, steps=12, sharding="fsdp", resume="true", keep_last=9, save_every=3, **CONSTANT)
@@ -144,7 +144,7 @@ def test_a_full_disk_ends_all_and_loses_nothing(tmp_path, sharding) -> None:
 
 @pytest.mark.parametrize(("sharding", "rank"), [("ddp", 0), ("fsdp", 0), ("fsdp", 1)])
 def test_a_file_that_may_not_grow_ends_all_and_loses_nothing(tmp_path, sharding, rank) -> None:
-    """The system refuses to write more, as it does where a disk is full, or a quota is used up."""
+    """The system refuses to write more, as if a disk were full or a quota used up."""
     run = tmp_path / "run"
     options = {"small": [rank, 5, 3000], "pace": 0.3}  # when the parts that were begun at update 3 are written
     said = worlds.train(2, run, options=options, save_every=3, sharding=sharding, fails=True)
@@ -166,7 +166,7 @@ def test_a_process_without_network_is_named_by_all(tmp_path, rank) -> None:
 
 
 def test_parts_that_reach_the_disk_late_are_of_their_own_update(whole, tmp_path) -> None:
-    """A checkpoint that is complete some updates later holds nothing of these: training goes on from it exactly."""
+    """A checkpoint that is complete some updates later has nothing of these: training continues from it exactly."""
     run = tmp_path / "run"
     worlds.train(2, run, sharding="fsdp", options={"late": 1.5, "pace": 0.1}, save_every=7, keep_last=9, **CONSTANT)
     for path in checkpoints(run):
@@ -196,7 +196,7 @@ def test_a_silent_process_is_not_waited_for_forever(tmp_path) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that a launcher started."""
+    """Returns the processes that a launcher started."""
     found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(each) for each in found]
 
@@ -214,7 +214,7 @@ def wait_for(run: Path, what: str, launched: subprocess.Popen) -> None:
 
 @pytest.mark.parametrize("seed", range(KILLS))
 def test_a_killed_process_changes_nothing(whole, tmp_path, seed) -> None:
-    """kill -9 of any process at any time, under restarts: the numbers of a run without it, and its batches."""
+    """After kill -9 of any process at any time, a restarted run has the same numbers and batches as one without it."""
     random.seed(seed)
     run, seen, sharding = tmp_path / "run", tmp_path / "updates", ("ddp", "fsdp")[seed % 2]
     seen.mkdir()
@@ -232,7 +232,7 @@ def test_a_killed_process_changes_nothing(whole, tmp_path, seed) -> None:
 
 @pytest.mark.parametrize("seed", range(SIGNALS))
 def test_sigterm_ends_all_in_the_same_update(whole, tmp_path, seed) -> None:
-    """SIGTERM to torchrun, or to one process, at any time: one update is saved, and all end within 10 seconds."""
+    """After SIGTERM to torchrun or to a process at any time, all save the same update and end within 10 seconds."""
     random.seed(seed)
     run, sharding = tmp_path / "run", ("ddp", "fsdp")[seed % 2]
     launched = launch(run, options={"pace": 0.1}, sharding=sharding, save_every=7, **CONSTANT)

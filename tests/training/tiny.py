@@ -21,7 +21,7 @@ PAIRS = [(f"{'a' * (i % 7 + 1)} {i % 10}", f"{i % 10} {'b' * (i % 5 + 1)}") for 
 
 
 class Crash(Exception):
-    """What ends a process in the middle of something, as far as a test can do that."""
+    """Ends a process in the middle of its work, as far as a test can do that."""
 
 
 def write_pairs(file: Path, pairs: list[tuple[str, str]] = PAIRS) -> str:
@@ -34,7 +34,7 @@ def changed(config: TrainConfig, **changes: Any) -> TrainConfig:
 
 
 def lines(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, of one kind."""
+    """Returns the lines of metrics.jsonl of one kind."""
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line for line in found if kind in (None, line["kind"])]
 
@@ -44,7 +44,7 @@ def losses(run: Path) -> list[float]:
 
 
 def contents(run: Path) -> dict[str, tuple[bytes, int]]:
-    """What a run holds, and when it was written."""
+    """Returns the contents of a run, and when they were written."""
     return {
         str(path.relative_to(run)): (path.read_bytes(), path.stat().st_mtime_ns)
         for path in run.rglob("*")
@@ -57,7 +57,7 @@ def weights(trainer: Trainer) -> torch.Tensor:
 
 
 def crash_at(trainer: Trainer, step: int) -> None:
-    """Trains until the process ends in the update of a step."""
+    """Trains until the process crashes in the update of a step."""
     update = trainer.update
 
     def crash(batches: Any) -> Any:
@@ -71,18 +71,18 @@ def crash_at(trainer: Trainer, step: int) -> None:
 
 
 def assert_same_lines(run: Path, other: Path, *keys: str) -> None:
-    """The same numbers in each line of metrics.jsonl."""
+    """Checks that each line of metrics.jsonl has the same numbers."""
     for key in keys:
         assert [line.get(key) for line in lines(run)] == [line.get(key) for line in lines(other)], key
 
 
 def nll_of(model: nn.Module, examples: Sequence[Example], *, max_tokens: int = 999, packed: bool = False) -> float:
-    """The mean negative log-likelihood of a target token, as a validation computes it."""
+    """Returns the mean negative log-likelihood of a target token, as a validation computes it."""
     device = next(model.parameters()).device
     return mean_of(losses_of(model, examples, max_tokens=max_tokens, packed=packed, device=device), examples)
 
 
 def scripted(trainer: Trainer, nll: dict[int, float], **scores: float) -> Trainer:
-    """Validations say what a test wants them to say."""
+    """Makes validations return the results that a test sets."""
     trainer.validate = lambda model: Scores(nll[trainer.step], **scores)
     return trainer

@@ -34,7 +34,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": 
 def command(
     processes: int, run: Path, *, options: dict[str, Any] | None = None, restarts: int = 0, **flags: Any
 ) -> list[str]:
-    """`torchrun` with a training; for 0 processes one without torchrun."""
+    """Returns the command `torchrun` with a training; for 0 processes, the command without torchrun."""
     data = {"train_tsv": run.parent / "train.tsv", "val_tsv": run.parent / "val.tsv"}
     settings = {key.replace("__", "."): value for key, value in {**FLAGS, **data, **flags}.items()}
     words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
@@ -51,7 +51,7 @@ def command(
 
 @contextlib.contextmanager
 def two(run: Path, **flags: Any) -> Iterator[list[str]]:
-    """Another process as rank 1, and this one as rank 0, without torchrun, which takes longer to start than they take.
+    """Starts another process as rank 1, with this one as rank 0; torchrun would take longer to start than they take.
 
     Yields:
         The words of the command line for this process.
@@ -75,7 +75,7 @@ def two(run: Path, **flags: Any) -> Iterator[list[str]]:
 
 
 def train(processes: int, run: Path, *, fails: bool = False, **others: Any) -> str:
-    """Runs a training to its end. Returns what it said."""
+    """Runs a training to its end, and returns its output."""
     done = subprocess.run(
         command(processes, run, **others), env=ENVIRONMENT, capture_output=True, text=True, timeout=180
     )
@@ -85,13 +85,13 @@ def train(processes: int, run: Path, *, fails: bool = False, **others: Any) -> s
 
 
 def weights(run: Path) -> dict[str, Tensor]:
-    """Those of the last checkpoint."""
+    """Returns the weights of the last checkpoint."""
     found: dict[str, Tensor] = load_checkpoint(checkpoints(run)[-1], read_parts)["model"]
     return found
 
 
 def difference(run: Path, other: Path) -> float:
-    """The largest of any weight, and of any loss."""
+    """Returns the largest difference of any weight, and of any loss."""
     mine, others = weights(run), weights(other)
     ours, theirs = ([line["loss"] for line in lines(each, "train")] for each in (run, other))
     assert len(ours) == len(theirs) and mine.keys() == others.keys()
@@ -103,7 +103,7 @@ def difference(run: Path, other: Path) -> float:
 
 
 def batches(folder: Path) -> dict[tuple[int, int], set[str]]:
-    """What was computed: of each update and place the digests of its batches, of all processes and attempts."""
+    """Returns the digests of the batches of each update and place, for all processes and attempts."""
     found: dict[tuple[int, int], set[str]] = {}
     for file in sorted(folder.glob("*.jsonl")):
         for line in file.read_text().splitlines():

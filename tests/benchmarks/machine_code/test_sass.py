@@ -213,7 +213,7 @@ def test_bound_of_a_stream() -> None:
 
 
 def test_compare(tmp_path: Path) -> None:
-    """The largest change comes first, cases with the same change share a line, and new and missing launches are named."""
+    """The largest change comes first, cases with the same change share a line, and new and missing ones are listed."""
     line = {
         "op": "attention", "kernel": "_k", "arch": 90, "triton": "3.7.1", "cases": ["a"], "tile": "128x64 w8 s3",
         "registers": 128, "spilled": 0, "shared": 1000, "ctas": 2, "limit": "registers", "wide": 8, "narrow": 0,

@@ -53,7 +53,10 @@ def test_reads_of_shared_memory_delay_products() -> None:
 
 
 def test_copies_block_no_warp_and_delay_no_later_product() -> None:
-    """Copies take 64 clocks of shared memory, during 64 clocks of exp2; a read of as many bytes would stall the warp."""
+    """Copies take 64 clocks of shared memory, during 64 clocks of exp2.
+
+    A read of as many bytes would stall the warp.
+    """
     copies = "LDGSTS.E.BYPASS.128 [R1], desc[UR4][R2.64]\n" * 4
     reads = "LDS.128 R4, [R1]\n" * 4
     with_none, with_copies, with_reads = (

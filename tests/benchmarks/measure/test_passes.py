@@ -202,7 +202,7 @@ def test_passes_over_a_single_short_case_are_spaced(clock: Clock) -> None:
 
 
 def test_kernels_are_compiled_once() -> None:
-    """This holds for any number of cases of a function; by default, torch.compile gives up on a function after eight."""
+    """This holds for any number of cases of a function. By default, torch.compile gives up on it after eight."""
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:

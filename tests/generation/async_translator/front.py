@@ -35,7 +35,7 @@ def options_of(number: int) -> dict[str, object]:
 
 
 def rounded(answer):
-    """The answer, its numbers rounded: they depend a little on the rest of the batch."""
+    """Returns the answer with rounded numbers, because they depend slightly on the rest of the batch."""
     if isinstance(answer, float):
         return round(answer, 3)
     if isinstance(answer, list | tuple):
@@ -44,7 +44,7 @@ def rounded(answer):
 
 
 def play(task: Coroutine[Any, Any, T]) -> T:
-    """asyncio.run, and an error after 20 seconds."""
+    """Runs a coroutine; after 20 seconds, raises an error."""
     return asyncio.run(asyncio.wait_for(task, 20))
 
 
@@ -86,7 +86,7 @@ class Watched(KVCacheEngine):
 
 
 def watched(translator: Translator, *, held: bool = False, **options: Any) -> tuple[AsyncTranslator, Watched]:
-    """A front, and its engine, which can be watched; one that is held takes a step for each release of its gate."""
+    """Makes a front and its observable engine; if it is held, each release of its gate allows one step."""
     engine = Watched(translator.model)
     engine.gate = threading.Semaphore(0 if held else MANY)
     with mock.patch("fastformer.generation.async_translator.choose_engine", return_value=engine):

@@ -14,12 +14,12 @@ DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 
 @dataclass
 class Stage:
-    """What stands between two FROM.
+    """The part of a Dockerfile between two FROMs.
 
     Attributes:
-        image: what it begins with.
-        name: behind AS; "" without.
-        instructions: pairs of a word and what follows, in order.
+        image: the base image.
+        name: the name after AS, or "".
+        instructions: pairs of an instruction and its arguments, in order.
     """
 
     image: str
@@ -27,17 +27,17 @@ class Stage:
     instructions: list[tuple[str, str]] = field(default_factory=list)
 
     def of(self, word: str) -> list[str]:
-        """What follows this word, wherever it stands."""
+        """Returns the arguments of all instructions with this name."""
         return [rest for found, rest in self.instructions if found == word]
 
     def environment(self) -> dict[str, str]:
-        """All of ENV, unexpanded."""
+        """Returns all variables of ENV, unexpanded."""
         pairs = (pair.partition("=") for rest in self.of("ENV") for pair in shlex.split(rest))
         return {name: value for name, _, value in pairs}
 
 
 def stages(text: str) -> list[Stage]:
-    """Those of a Dockerfile."""
+    """Returns the stages of a Dockerfile."""
     without_comments = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
     found: list[Stage] = []
     for line in re.sub(r"\\\n\s*", " ", without_comments).splitlines():
@@ -51,14 +51,14 @@ def stages(text: str) -> list[Stage]:
 
 
 def health_command(stage: Stage) -> list[str]:
-    """What HEALTHCHECK runs."""
+    """Returns the command of HEALTHCHECK."""
     (check,) = stage.of("HEALTHCHECK")
     command: list[str] = json.loads(check.partition("CMD ")[2])
     return command
 
 
 def copied(ignore: str, root: Path) -> list[Path]:
-    """What `COPY . .` takes of the root's entries: those that a .dockerignore of "*" and exceptions lets in."""
+    """Returns the entries of the root that `COPY . .` copies, given a .dockerignore of "*" and exceptions."""
     lines = [line for line in ignore.splitlines() if line and not line.startswith("#")]
     assert lines[0] == "*"
     return [root / line[1:] for line in lines if line.startswith("!")]

@@ -76,7 +76,7 @@ def test_the_steps_of_the_build_make_a_server(tmp_path: Path, translator_folder:
 
 
 def copy(path: Path, to: Path) -> None:
-    """A file or a folder, without what was made of it."""
+    """Copies a file or a folder, without build products."""
     if path.is_dir():
         shutil.copytree(
             path,

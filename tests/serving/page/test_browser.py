@@ -47,7 +47,7 @@ def browser() -> Iterator[Any]:
 
 
 class Visit:
-    """A page with all that it said and asked for."""
+    """A page with its console messages and requests."""
 
     def __init__(self, browser: Any, url: str, **settings: Any) -> None:
         self.context = browser.new_context(**settings)
@@ -66,7 +66,7 @@ class Visit:
         return expect(self.page.locator(selector))
 
     def end(self) -> None:
-        """Holds what holds for every visit."""
+        """Checks the conditions that hold for every visit."""
         self.context.close()
         assert not self.errors
         assert self.hosts == {self.url.split("/")[2]}
@@ -79,7 +79,7 @@ class Visit:
 @pytest.fixture(scope="module")
 @torch.inference_mode(False)
 def patient_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A translator whose output never ends, so that there is something to stop."""
+    """Makes a translator whose output never ends, so that it can be stopped."""
     folder = tmp_path_factory.mktemp("models") / "patient-translator"
     torch.manual_seed(0)
     sizes = {"d_model": 64, "d_ff": 128, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 24}
@@ -101,7 +101,7 @@ def translating(patient_folder: Path) -> Iterator[Running]:
 @pytest.fixture(scope="module")
 @torch.inference_mode(False)
 def chatting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A language model whose answers never end by themselves."""
+    """Makes a language model whose answers never end by themselves."""
     folder = models.generator(tmp_path_factory.mktemp("models") / "small-chat", num_layers=32, max_len=4000)
     model, _ = load_model(folder, ("GPT",))
     with torch.no_grad():

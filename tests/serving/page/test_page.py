@@ -19,7 +19,7 @@ TEXT = Path(page.__file__).with_name("index.html").read_text(encoding="utf-8")
 
 
 class Elements(HTMLParser):
-    """All elements with their attributes, and the text of scripts and styles."""
+    """Collects all elements with their attributes, and the text of scripts and styles."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def colors(scheme: str) -> dict[str, str]:
 
 
 def contrast(one: str, other: str) -> float:
-    """The ratio of WCAG 2.1."""
+    """Returns the contrast ratio of WCAG 2.1."""
 
     def luminance(color: str) -> float:
         parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
