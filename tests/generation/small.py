@@ -27,7 +27,7 @@ CPP = pytest.param("cpp", marks=needs_cpp)
 
 @torch.no_grad()
 def next_logits(model: Any, source: Sequence[int], tokens: Sequence[int], start: int = 0) -> torch.Tensor:
-    """(len(tokens) + 1, vocab_size): the logits before each token and behind the last, without any cache."""
+    """Returns the logits before each token and after the last one, (len(tokens) + 1, vocab_size), without a cache."""
     if isinstance(model, GPT):
         return model(torch.tensor([[*source, *tokens]]))[0, len(source) - 1 :]
     logits = model(torch.tensor([source]), torch.tensor([[start, *tokens]]))
@@ -35,7 +35,10 @@ def next_logits(model: Any, source: Sequence[int], tokens: Sequence[int], start:
 
 
 def plain_greedy(which, source, limit: int, *, prefix=(), start: int = 0, ends=(EOS,), change=None) -> list[int]:
-    """The new tokens of a loop without any cache; change edits the logits, a list, knowing the new tokens so far."""
+    """Returns the new tokens of a loop without a cache.
+
+    `change` edits the logits, a list, given the new tokens so far.
+    """
     said: list[int] = []
     while len(said) < limit and not (said and said[-1] in ends):
         logits = next_logits(which, source, [*prefix, *said], start)[-1].tolist()
@@ -53,7 +56,7 @@ def mixed_sources(count: int, longest: int = 12) -> torch.Tensor:
 
 
 def new_tokens(model: Any, prompts: torch.Tensor, sequences: torch.Tensor) -> list[list[int]]:
-    """What was generated, EOS included, without PAD behind it."""
+    """Returns the generated tokens, including EOS, without PAD after it."""
     if isinstance(model, GPT):
         sequences = sequences[:, int((prompts != 0).sum(1).max()) :]
     return [row[: row.index(EOS) + 1] if EOS in row else row for row in sequences.tolist()]
@@ -64,35 +67,37 @@ def real(row: torch.Tensor) -> list[int]:
 
 
 def louder(model: Any, factor: float = 2.0) -> Any:
-    """The model with larger matrices, in evaluation: a fresh one says one token again and again."""
+    """Returns the model with larger matrices, in evaluation mode; a fresh model repeats one token."""
     for parameter in model.parameters():
         parameter.data *= factor if parameter.dim() == 2 else 1
     return model.eval()
 
 
 class Coarse(Transformer):
-    """Chooses among logits of its own, of which many are equal."""
+    """A model that replaces its logits by coarse ones, many of which are equal."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().logits(hidden).round()
 
 
 class CoarseGPT(GPT):
-    """The same without a source."""
+    """A coarse model without a source."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().logits(hidden).round()
 
 
 def coarse(model: Transformer | GPT) -> Any:
-    """A copy of a model, with coarse logits."""
+    """Returns a copy of a model with coarse logits."""
     other = copy.deepcopy(model)
     other.__class__ = CoarseGPT if isinstance(model, GPT) else Coarse
     return other
 
 
 class Call(NamedTuple):
-    """Of an engine: how many rows it began with, whether log-probabilities were asked for, and a row's most steps."""
+    """A call of an engine: its rows at the beginning, whether it returns log-probabilities, and the most steps of a
+    row.
+    """
 
     engine: str
     rows: int
@@ -101,7 +106,7 @@ class Call(NamedTuple):
 
 
 def watch_steps(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """The calls of every batch of the engines cpp and kv_cache that step, from now on, whichever way they do."""
+    """Records the calls that step any batch of the engines cpp and kv_cache from now on."""
     calls: list[Call] = []
     names: dict[Any, str] = {CppBatch: "cpp", KVCacheBatch: "kv_cache"}
     steps, run = {kind: kind.step for kind in names}, CppBatch.run_searches

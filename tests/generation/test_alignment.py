@@ -62,7 +62,7 @@ def test_text_without_tokens_does_not_shift_words() -> None:
 
 
 class Looking(Transformer):
-    """Looks, in the first head of its second layer, at source tokens whose ids are near to what it says."""
+    """A model whose first head of the second layer attends to source tokens with ids near those that it generates."""
 
     def attention_maps(self, source: Tensor, target: Tensor, **options: Any) -> dict[str, Tensor]:
         wanted = target.roll(-1, 1)  # what is said where these are read

@@ -19,7 +19,7 @@ BOTH = pytest.mark.parametrize("engine", [CPP, "kv_cache"])
 
 
 def outcome(model: Any, ids: Any, **options: Any) -> Any:
-    """The sequences, or the error."""
+    """Returns the sequences, or the error."""
     try:
         return generate(model, ids, **options).tolist()
     except ValueError as error:

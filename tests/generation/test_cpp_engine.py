@@ -47,7 +47,7 @@ def ids(dice: random.Random, count: int, size: int) -> list[int]:
 
 
 def prompt_of(model: Any, dice: random.Random, length: int, before: int = 0) -> Prompt:
-    """A source of this length and so many forced tokens; or for a GPT a prompt of as many as both."""
+    """Returns a source of this length and forced tokens, or, for a GPT, a prompt as long as both."""
     if isinstance(model, GPT):
         return Prompt(None, ids(dice, length + before, model.config.vocab_size))
     source_size = model.config.source_vocab_size or model.config.vocab_size
@@ -56,7 +56,7 @@ def prompt_of(model: Any, dice: random.Random, length: int, before: int = 0) -> 
 
 @torch.inference_mode()
 def exact(model: Any, prompt: Prompt, tokens: Sequence[int]) -> Tensor:
-    """(len(tokens), vocab_size): of the model in fp64, the log-probabilities behind each token."""
+    """Returns the fp64 model's log-probabilities after each token, (len(tokens), vocab_size)."""
     target = torch.tensor([[*prompt.tokens[:-1], *tokens]])
     wide = doubled(model)
     logits = wide(target) if prompt.source is None else wide(torch.tensor([prompt.source]), target)
@@ -69,7 +69,7 @@ def doubled(model: Any) -> Any:
 
 
 def said(engine: CppEngine, prompts: Sequence[Prompt], new: Sequence[Sequence[int]]) -> list[Tensor]:
-    """(steps, vocab_size) of each: the log-probabilities behind the prompt's last token, and behind the new ones."""
+    """Returns the log-probabilities after the prompt's last token, and after the new ones, (steps, vocab_size) each."""
     total = sum(len(p.source or ()) + len(p.tokens) + len(new[0]) + 64 for p in prompts)
     batch = engine.open(len(prompts), total)
     batch.prefill(prompts)
@@ -84,12 +84,12 @@ def said(engine: CppEngine, prompts: Sequence[Prompt], new: Sequence[Sequence[in
 
 
 def distance(found: Tensor, due: Tensor) -> float:
-    """The error of log-probabilities as a share of how far they lie apart."""
+    """Returns the error of log-probabilities relative to their spread."""
     return ((found - due).square().mean().sqrt() / due.std()).item()
 
 
 def assert_near(model: Any, lengths: Sequence[tuple[int, int]], bounds: dict[Any, float], steps: int = 4) -> None:
-    """In each precision, prompts of these lengths are followed by nearly the log-probabilities of the model in fp64."""
+    """Checks, in each precision, the log-probabilities after prompts of these lengths against the model in fp64."""
     dice = random.Random(0)
     prompts = [prompt_of(model, dice, *length) for length in lengths]
     new = [ids(dice, steps, model.config.vocab_size) for _ in prompts]
@@ -107,7 +107,7 @@ def test_each_option_of_a_model_is_honoured(name) -> None:
 
 
 def test_relative_distances_count_from_the_whole_prompt_if_it_is_split() -> None:
-    """Of 512 tokens that go through the decoder together, the last prompt gets what is left."""
+    """Of 512 tokens that go through the decoder together, the last prompt gets the rest."""
     kind, options = CONFIGS["t5"]
     model = drawn(kind, **options | {"max_len": 700, "max_distance": 650})
     assert_near(model, ((3, 250), (660, 420)), {"fp32": 2e-6}, steps=2)

@@ -48,7 +48,7 @@ COUNTED = {"cpp", "graph", "kv_cache", "recurrent", "ensemble"}
 
 
 class Driven(NamedTuple):
-    """An engine, and what it should say."""
+    """An engine, and its expected results."""
 
     engine: Engine
     model: Any  # None: the toy's own
@@ -71,7 +71,9 @@ class Driven(NamedTuple):
         return Prompt(ids(1, 20), [0, *(ids(1, 18) if dice.random() < 0.4 else [])])
 
     def expected(self, prompt: Prompt, tokens: list[int]) -> Tensor:
-        """The logits of what may follow; tokens are all that the decoder has, the prompt's included."""
+        """Returns the expected logits of the next token; `tokens` are all tokens of the decoder, including the
+        prompt's.
+        """
         if self.model is None:
             assert isinstance(self.engine, toy.ToyEngine) and prompt.source is not None
             before, last = (0, *tokens)[-2:]
@@ -95,12 +97,12 @@ def driven(request) -> Driven:
 
 
 def named(name: str) -> str | None:
-    """What is asked of `choose_engine`."""
+    """Returns the arguments of `choose_engine`."""
     return None if name == "ensemble" else name  # which has to be none's name
 
 
 class Group:
-    """A request as the engine's driver knows it: the tokens of each row."""
+    """A request as the driver of the engine sees it: the tokens of each row."""
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt, self.steps = prompt, 0
@@ -109,7 +111,7 @@ class Group:
 
 @torch.inference_mode()
 def step(driven: Driven, batch: Batch, groups: list[Group], dice: random.Random, selection: Selection):
-    """Steps all rows, at first with the prompts' last tokens; gives the candidates and the logits that were due."""
+    """Steps all rows, at first with the prompts' last tokens. Returns the candidates and the expected logits."""
     tokens, expected = [], []
     for group in groups:
         for row in group.rows:
@@ -509,7 +511,7 @@ def test_an_engine_that_calls_the_modules_only_has_their_precision(model, gpt, l
 
 
 def as_odd(gpt: GPT) -> Any:
-    """A model that decodes like a GPT and is none, so that only its own modules can decode it."""
+    """Returns a model that decodes like a GPT but isn't one, so that only its own modules can decode it."""
     odd = copy.copy(gpt)
     odd.__class__ = type("Odd", (type(gpt),), {})
     return odd

@@ -119,7 +119,7 @@ def test_a_mask_may_keep_an_id_of_pad(model) -> None:
 
 
 def count_ties(model, sources: torch.Tensor, **options) -> int:
-    """How many rows of the engines differ from those of recomputing, which they may where both are as likely."""
+    """Counts the rows for which an engine differs from recomputing, which is allowed at ties."""
     due = generate(model, sources, engine="recompute", return_dict_in_generate=True, **options)
     ties = 0
     for engine in ("kv_cache", *(["cpp"] if HAS_CPP else [])):

@@ -24,7 +24,7 @@ OTHER = SpecialIds(pad=3, eos=(7, 9), unk=4, start=5)
 
 @pytest.fixture(params=["model", "lstm"])
 def reader(request):
-    """A model that reads sources."""
+    """Returns a model that reads sources."""
     return request.getfixturevalue(request.param)
 
 
@@ -156,7 +156,7 @@ def test_inputs_without_time_left_give_empty_outputs(model, monkeypatch) -> None
 
 
 class Listener:
-    """What a streamer was told."""
+    """A streamer that records its input."""
 
     def __init__(self, patience: int = 10**6) -> None:
         self.told: list[list] = []
@@ -265,7 +265,7 @@ def test_min_new_tokens_and_the_forced_end(any_model, options) -> None:
 
 @pytest.fixture(scope="module")
 def others() -> dict[str, torch.nn.Module]:
-    """Models whose special ids are others."""
+    """Returns models with other special ids."""
     torch.manual_seed(3)
     sizes = {"vocab_size": VOCAB, "d_model": 32, "num_heads": 4, "max_len": 64, "tie_embeddings": False}
     models = {

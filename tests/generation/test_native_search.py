@@ -25,7 +25,7 @@ ENDS = frozenset({EOS})
 
 
 def single(value: float) -> float:
-    """As a float of 32 bits holds it."""
+    """Rounds a number to a 32-bit float."""
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 

@@ -243,7 +243,7 @@ def test_a_call_reads_a_mask_once(monkeypatch) -> None:
 
 @pytest.fixture
 def blind(monkeypatch) -> None:
-    """As on a system that doesn't say what was written."""
+    """Behaves like a system that can't tell which memory was written."""
     monkeypatch.setattr(page_watch, "system_of", lambda process: None)
 
 

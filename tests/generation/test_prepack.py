@@ -72,7 +72,7 @@ def test_models_of_a_config_can_be_packed_in_each_precision(kind, options, dtype
 
 
 def put(path: str, value: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Sets an attribute of a submodule to what the old one is made into."""
+    """Replaces an attribute of a submodule by a function of its old value."""
 
     def change(model: Any) -> None:
         *names, last = path.split(".")
@@ -198,7 +198,7 @@ def test_changed_models_that_still_decode_equal_their_modules() -> None:
 
 
 class OwnGPT(GPT):
-    """A subclass, whatever it does."""
+    """A subclass of GPT."""
 
 
 def test_other_models() -> None:
@@ -319,7 +319,7 @@ def test_each_change_of_weights_packs_again(name) -> None:
 
 
 def test_a_model_that_is_no_longer_supported_is_an_error() -> None:
-    """Its weights are asked for by an engine that was chosen before."""
+    """An engine that was chosen before reads the weights."""
     for change in (lambda model: setattr(model.config, "layer_norm_eps", 1e-3), hook("encoder", "forward"), extra):
         model = fresh()
         packed(model, "int8", lambda: 1)
@@ -343,7 +343,7 @@ def test_each_precision_has_its_own_copy_and_a_failure_leaves_none() -> None:
 
 
 class Kept:
-    """Something that can be watched going away."""
+    """An object whose deletion can be observed."""
 
 
 def test_a_packed_copy_is_freed_with_its_model_and_before_the_next_one() -> None:

@@ -27,13 +27,13 @@ ENDS = frozenset({EOS})
 
 @pytest.fixture
 def few_expected(monkeypatch) -> None:
-    """Requests are given memory for two new tokens when they begin, and need more."""
+    """Gives requests memory for two new tokens when they begin, although they need more."""
     monkeypatch.setattr(requests_module, "_EXPECTED", 2)
 
 
 @pytest.fixture
 def clock(monkeypatch) -> SimpleNamespace:
-    """A clock that stands still until it is moved."""
+    """A clock that only moves when a test moves it."""
     found = SimpleNamespace(now=100.0)
     for module in (requests_module, scheduler_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: found.now))
@@ -53,7 +53,9 @@ def beams(limit: int, width: int = 3, **options) -> Callable[[], Search]:
 
 
 def random_options(dice: random.Random) -> tuple[dict, Callable[[], Search]]:
-    """What a request asks for: a search, a source's length, a prefix, processors; and the search in C++, if any."""
+    """Draws the options of a request: a search, a source length, a prefix, processors, and the C++ search, if there is
+    one.
+    """
     limit, width, early = dice.randint(1, 12), dice.randint(2, 4), {"early_stopping": dice.random() < 0.5}
     drawn = samples(limit, dice.choice([1, 2, 4]), dice.random())
     diverse = beams(limit, 4, num_groups=2, diversity_penalty=0.5)
@@ -83,14 +85,14 @@ def assert_same(found: Request, alone: Request, scores: bool) -> None:
 
 
 def finish(scheduler: Scheduler, requests: list[Request]) -> None:
-    """Runs requests to their ends, of which an error is one."""
+    """Runs requests to their end, which may be an error."""
     scheduler.submit(requests)
     while not scheduler.is_idle:
         scheduler.step()
 
 
 def assert_empty(scheduler: Scheduler, engine: MeteredEngine, *, opens: bool = False) -> None:
-    """Nothing is left, and the next requests find all of the room: in the same batch, or in one that opens for them."""
+    """Checks that nothing is left, and that the next requests can use all memory, in the same batch or in a new one."""
     assert scheduler.is_idle and (opens or (engine.groups == [] and engine.used() == 0))
     rows = min(scheduler.max_rows, scheduler.max_tokens // 3)
     probes = [ask(0, greedy(1)) for _ in range(rows)]  # three tokens each

@@ -30,7 +30,7 @@ TARGETS = [[*ids(0, 20), EOS] for _ in range(8)] + [[]]
 
 
 def plain(model: Any, source: list[int], target: list[int]) -> list[float]:
-    """The log-probabilities of a target alone, of a GPT those behind the source."""
+    """Returns the log-probabilities of a target; for a GPT, those after the source."""
     logits = next_logits(model, source, target)[: len(target)].double()
     return logits.log_softmax(-1)[range(len(target)), target].tolist()
 

@@ -107,7 +107,7 @@ def test_a_long_beginning_is_not_decoded_for_each_token(kind, folder) -> None:
 
 def test_a_tokenizer_whose_text_depends_on_all_tokens_is_slow_but_right() -> None:
     class Numbering:
-        """Numbers its words, so that no window of them says what the whole does."""
+        """A tokenizer that numbers its words, so that no window has the text of the whole."""
 
         def encode(self, text: str) -> list[int]:
             return [0]

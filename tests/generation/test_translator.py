@@ -34,7 +34,9 @@ def model() -> Transformer:
 
 
 def talkative(model: Transformer, never: Sequence[int] = ()) -> Transformer:
-    """One of the same shape that says many things when nothing is drawn, but some tokens never."""
+    """Returns a model of the same shape that, without sampling, generates many different tokens, but never some of
+    them.
+    """
     torch.manual_seed(2)
     model = louder(Transformer(dataclasses.replace(model.config, tie_embeddings=False)), 3)
     # The first of a state's numbers is large, and takes their logits away.
@@ -379,7 +381,9 @@ def test_a_stream_holds_no_more_texts_than_requested(translator, read_ahead) -> 
 
 def test_running_requests_do_not_wait_for_new_ones(translator) -> None:
     class Chat:
-        """Says a text, and the next when the first was answered; whoever waits for it before would wait for ever."""
+        """Yields a text, and the next one after the first was answered; code that waits for it before would wait for
+        ever.
+        """
 
         def __init__(self) -> None:
             self.texts, self.answered, self.said = iter(TEXTS), 0, 0
@@ -489,7 +493,7 @@ QUICK = (("cpp", BEAMS), ("kv_cache", SAMPLES))
 
 
 def search_by(engine: str, options: dict[str, object]) -> object:
-    """Slow: every other way of searching; the memory is reckoned in one place for all of them."""
+    """Returns the options of all other searches, which are slow; the same code computes the memory for all of them."""
     marks = [needs_cpp] if engine == "cpp" else []
     return pytest.param(engine, options, marks=marks if (engine, options) in QUICK else [*marks, pytest.mark.slow])
 

@@ -25,7 +25,7 @@ Hypothesis = tuple[float, tuple[int, ...]]  # score, tokens
 
 
 class ToyEngine(Engine, SearchingBatch):
-    """An engine and its only batch: probabilities depend on the last two tokens, by the i-th table for source [i]."""
+    """An engine and its only batch. Probabilities depend on the last two tokens, by table i for source [i]."""
 
     name: ClassVar[str] = "toy"
     token_bytes, device = 0, torch.device("cpu")
@@ -66,21 +66,21 @@ class ToyEngine(Engine, SearchingBatch):
         self.groups = [rows for i, rows in enumerate(self.groups) if i not in groups]
 
     def continuations(self, source: int, sequence: Sequence[int]) -> list[float]:
-        """The log-probability of each next token."""
+        """Returns the log-probability of each next token."""
         before, last = (START, START, *sequence)[-2:]
         return self.table[source, before, last].log_softmax(-1).tolist()
 
     def log_probs(self, source: int, sequence: Sequence[int]) -> list[float]:
-        """The log-probability of each token of a sequence."""
+        """Returns the log-probability of each token of a sequence."""
         return [self.continuations(source, sequence[:i])[token] for i, token in enumerate(sequence)]
 
     def score(self, source: int, sequence: Sequence[int]) -> float:
-        """The log-probability of a sequence."""
+        """Returns the log-probability of a sequence."""
         return sum(self.log_probs(source, sequence))
 
 
 class MeteredEngine(ToyEngine):
-    """The same with memory that is counted: a group's source and prompt once, and a token for each row's step."""
+    """A ToyEngine that counts memory: a group's source and prompt once, and one token per row and step."""
 
     token_bytes = 1
 
@@ -136,7 +136,7 @@ class MeteredEngine(ToyEngine):
 
 
 class RunningEngine(MeteredEngine):
-    """The same for searches in C++: it takes steps until its time is over, which is a number of steps here."""
+    """A MeteredEngine for C++ searches: it takes steps until its time, here a number of steps, is over."""
 
     def __init__(self, sources: int, *, patience: int = 10**6, **options) -> None:
         super().__init__(sources, **options)
@@ -175,12 +175,12 @@ class RunningEngine(MeteredEngine):
 
 
 def ask(source: int, make_search: Callable[[], Search], *, length: int = 1, prefix: Sequence[int] = (), **options):
-    """A request of the toy's language: its table, and how long its source is."""
+    """Makes a request in the toy's language, given its table and the length of its source."""
     return Request(Prompt([source] * length, [START, *prefix]), make_search, **options)
 
 
 def decode(engine: ToyEngine, requests: list[Request], max_rows: int = 64, max_bytes: int = 10**6) -> list[list[Found]]:
-    """What the requests find, decoded together."""
+    """Returns the results of requests that are decoded together."""
     run(Scheduler(engine, max_rows=max_rows, max_bytes=max_bytes), requests)
     return [request.results for request in requests]
 
@@ -190,7 +190,7 @@ def penalty(length: int, alpha: float) -> float:
 
 
 def every_hypothesis(engine: ToyEngine, source: int, limit: int, alpha: float) -> list[Hypothesis]:
-    """All sequences of up to `limit` tokens that there are: the finished ones, best first, then the cut ones."""
+    """Returns all sequences of up to `limit` tokens: the finished ones, best first, then the unfinished ones."""
     finished, cut = [], []
     going_on = [token for token in range(VOCAB) if token != EOS]
     for size in range(1, limit + 1):
@@ -209,7 +209,7 @@ def every_hypothesis(engine: ToyEngine, source: int, limit: int, alpha: float) -
 def extended(
     engine: ToyEngine, source: int, alive: list[Hypothesis], lowered: Callable[[int], float] = lambda token: 0.0
 ) -> list[Hypothesis]:
-    """All that may follow, best first; some tokens may be lowered."""
+    """Returns all continuations, best first. Some tokens may be penalised."""
     longer = (
         (score + gained - lowered(token), (*sequence, token))
         for score, sequence in alive
@@ -232,7 +232,7 @@ def plain_beam_search(
     groups: int = 1,
     diversity: float = 0.0,
 ) -> list[Hypothesis]:
-    """Beam search with lists: those that end apart from those that go on, each group of beams after the other."""
+    """Implements beam search with lists: ended hypotheses are separate from live ones; groups of beams run in turn."""
     width = beams // groups
     alive: list[list[Hypothesis]] = [[(0.0, ())] for _ in range(groups)]
     finished: list[list[Hypothesis]] = [[] for _ in range(groups)]
@@ -271,7 +271,7 @@ def plain_transformers_search(
     ends: Collection[int] = (EOS,),
     begun: int = 0,
 ) -> list[Hypothesis]:
-    """Beam search by transformers' rules, with lists: a step ends hypotheses, then asks whether it was the last."""
+    """Implements beam search by transformers' rules, with lists: a step ends hypotheses, then checks for the end."""
     alive: list[Hypothesis] = [(0.0, ())]
     finished: list[Hypothesis] = []
     for length in range(1, limit + 1):
@@ -290,7 +290,7 @@ def plain_transformers_search(
 
 
 def plain_greedy(engine: ToyEngine, source: int, limit: int, ends: Collection[int] = (EOS,)) -> tuple[int, ...]:
-    """The best token again and again."""
+    """Chooses the best token repeatedly."""
     tokens: tuple[int, ...] = ()
     while len(tokens) < limit and not (tokens and tokens[-1] in ends):
         gained = engine.continuations(source, tokens)
@@ -308,7 +308,7 @@ VALUES = {
 
 
 def candidates(dice: random.Random, vocab: int, count: int, values: list[float]) -> tuple[list[int], list[float]]:
-    """A row's best, of few different values, so that many are equal: below it too, where rows meet."""
+    """Draws the best candidates of a row from few values, so that many are equal, also between rows."""
     row = [-math.inf] * vocab if dice.random() < 0.04 else [dice.choice(values) for _ in range(vocab)]
     row = torch.tensor(row).tolist()  # of 32 bits
     ranked = sorted(range(vocab), key=lambda token: (-row[token], token))[:count]

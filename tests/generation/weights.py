@@ -12,7 +12,7 @@ from fastformer.models import GPT, Transformer
 @torch.inference_mode(False)
 @torch.no_grad()
 def drawn(kind: type[Transformer] | type[GPT], seed: int = 0, **options: Any) -> Any:
-    """A small model in evaluation, of drawn weights that give it an opinion."""
+    """Makes a small model in evaluation mode, with random weights that give it clear preferences."""
     sizes: dict[str, Any] = {"vocab_size": 70, "d_model": 32, "num_heads": 4, "d_ff": 52, "max_len": 64}
     if kind is Transformer:
         sizes |= {"num_encoder_layers": 2, "num_decoder_layers": 2}

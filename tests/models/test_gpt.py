@@ -73,7 +73,7 @@ def test_initialisation_and_presets():
 
 @pytest.mark.parametrize("d_model, d_ff", [(384, 1024), (96, 256), (100, 320), (512, 1408), (24, 64)])
 def test_swiglus_width_is_rounded_up(d_model, d_ff):
-    """Two thirds of 4 * d_model, up to a multiple of 64."""
+    """The width is two thirds of 4 * d_model, rounded up to a multiple of 64."""
     assert GPTConfig(9, d_model=d_model, num_heads=2, activation="swiglu").d_ff == d_ff
     assert GPTConfig(9, d_model=d_model, num_heads=2).d_ff == 4 * d_model
     assert GPTConfig(9, d_model=d_model, num_heads=2, activation="swiglu", d_ff=7).d_ff == 7

@@ -57,7 +57,7 @@ AXES: list[list[dict[str, Any]]] = [
 
 
 def rows(axes: list[list[dict[str, Any]]], seed: int) -> list[dict[str, Any]]:
-    """Options in which each value of an option meets each value of every other one."""
+    """Returns rows of options in which each value of an option occurs with each value of every other option."""
     draw = random.Random(seed)
     missing = {
         ((i, a), (j, b))
@@ -108,7 +108,7 @@ families = pytest.mark.parametrize("options", FAMILIES.values(), ids=FAMILIES.ke
 
 
 def model_of(dtype: torch.dtype = torch.float64, gain: float = 10.0, **options: Any) -> GPT:
-    """A model whose weights are larger than initial ones, which make attention flat."""
+    """Makes a model with larger weights than initial ones, with which attention would be flat."""
     model = GPT(GPTConfig(**{**SMALL, **options}), dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -165,7 +165,7 @@ def test_packed_and_cached_equal_padded(options):
 
 @families
 def test_training_uses_the_same_paths(options):
-    """With gradient checkpointing, and with modules that are called because something looks at them."""
+    """This includes gradient checkpointing, and modules that are called because they have hooks."""
     model = model_of(**options)
     tokens, following = batch()
     expected = model.loss(tokens, following)
@@ -189,7 +189,7 @@ def test_training_uses_the_same_paths(options):
 
 @families
 def test_dropout_applies_to_the_added_branch(options):
-    """In fused and in called layers: with nearly everything dropped, little is added to the embeddings."""
+    """In fused and in called layers, with almost everything dropped, little is added to the embeddings."""
     model = model_of(**{**options, "dropout": 0.996})
     tokens = torch.randint(0, V, (8, 12))
     x = torch.randn(8, 12, 16, dtype=torch.float64)
@@ -213,7 +213,7 @@ few = pytest.mark.parametrize("options", FEW)
 
 @pytest.mark.parametrize("options", [*FEW, pytest.param({"num_heads": 4}, id="gpt")])
 def test_compiles_in_one_graph(options):
-    """The same dropout, too. Slow: every family."""
+    """The dropout is the same, too. The slow cases are all families."""
     model = model_of(**options, dropout=0.1, attention_dropout=0.1)
     tokens, following = batch()
     losses = []
@@ -225,7 +225,7 @@ def test_compiles_in_one_graph(options):
 
 @few
 def test_exports(options):
-    """Slow: every family."""
+    """The slow cases are all families."""
     model = model_of(**options).eval()
     tokens, _ = batch()
     exported = torch.export.export(model, (tokens,)).module()
@@ -247,7 +247,7 @@ def test_engines_give_the_same_tokens(options):
 
 
 def step_of(model: GPT, backend: str | None = None) -> dict[str, torch.Tensor]:
-    """The losses and gradients of the model on a backend, or of the plain one."""
+    """Returns the losses and gradients of the model on a backend, or of the plain model."""
     generator = torch.Generator().manual_seed(1)
     tokens, following = (torch.randint(0, V, (3, 7), generator=generator) for _ in range(2))
     with use_backend(backend or "reference"):
@@ -264,10 +264,11 @@ def step_of(model: GPT, backend: str | None = None) -> dict[str, torch.Tensor]:
 
 
 def check_step(options: dict[str, Any], backend: str, dtype: torch.dtype, our_draws: int = 8, draws: int = 8) -> None:
-    """The rule of tests/checks.py for our step against the plain one in the same dtype, by root mean squares.
+    """Checks fastformer's step against the plain one in the same dtype, by the rule of tests/checks.py on root mean
+    squares.
 
-    Of the dozen numbers that a norm of queries has, the largest error is a matter of luck. Where our steps take long,
-    there are fewer of them than plain ones.
+    A query norm has a dozen numbers, whose largest error is a matter of luck. If fastformer's steps take long, there
+    are fewer of them than plain ones.
     """
     if (reason := missing_backend(backend, "attention")) is not None:
         pytest.skip(reason)
@@ -297,13 +298,13 @@ def test_a_step_in_fp32(options):
 @pytest.mark.parametrize("backend", ["reference", "cpp"])
 @every
 def test_a_step_by_the_rule(options, backend, dtype):
-    """Every row of options in the dtypes of training, on the backends of a CPU."""
+    """Tests every row of options in the dtypes of training, on the backends of a CPU."""
     check_step(options, backend, dtype, 24, 24)  # of 8 draws, one in some hundred tests exceeds the rule by luck
 
 
 @few
 def test_a_step_by_kernels(options):
-    """Triton's, through its interpreter. Slow: every family."""
+    """The kernels are Triton's, in its interpreter. The slow cases are all families."""
     check_step({**options, "head_dim": 16, "num_heads": 2}, "triton", torch.float32, 1)
 
 
@@ -335,7 +336,7 @@ def test_invalid_configs(options, named):
 
 
 def test_the_embeddings_scale_is_rounded_to_their_dtype():
-    """As in Gemma, whatever the model became since it was made."""
+    """As in Gemma, this applies to the current dtype of the model."""
     model = model_of(num_heads=4, positions="rotary", embedding_scale=3.3)
     tokens = torch.arange(V)[None]
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):

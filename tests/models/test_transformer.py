@@ -53,7 +53,7 @@ def model_of(**options):
 
 
 def batch():
-    """(source, target_in, target_out) padded: target_in starts with 0, target_out is padded with -100."""
+    """Makes padded (source, target_in, target_out): target_in starts with 0, and target_out is padded with -100."""
     source, target = torch.randint(3, 19, (3, 7)), torch.randint(3, 19, (3, 6))
     source[torch.arange(7)[None] >= torch.tensor(SOURCE_LENGTHS)[:, None]] = 0
     padding = torch.arange(6)[None] >= torch.tensor(TARGET_LENGTHS)[:, None]
@@ -62,7 +62,7 @@ def batch():
 
 
 def layouts_of(kind):
-    """By the names of the loss's arguments; kind: of SequenceLayout."""
+    """Returns layouts by the names of the loss's arguments. kind: the kind of SequenceLayout."""
     lengths = {"source_layout": SOURCE_LENGTHS, "target_layout": TARGET_LENGTHS}
     return {name: kind(torch.tensor(own), max(own)) for name, own in lengths.items()}
 
