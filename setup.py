@@ -30,9 +30,9 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
-OLDEST_TORCH = (2, 11)
+OLDEST = {"setuptools": (77,), "torch": (2, 11), "numpy": (2,)}  # [build-system] in pyproject.toml
 WITHOUT = "or set FASTFORMER_BUILD_CPP=0 to install without them"
-# PyTorch's stable C functions and no others, of OLDEST_TORCH.
+# PyTorch's stable C functions and no others, of the oldest that is supported.
 STABLE = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 INSTRUCTION_SETS = {
     "avx2": [STABLE, *AVX2, "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"],
@@ -110,19 +110,22 @@ def _package(name: str) -> Path:
     found = importlib.util.find_spec(name)
     if found is None or found.origin is None:
         sys.exit(f"compiling the C++ libraries needs {name}: run `pip install {name}` first, {WITHOUT}")
+    _check_version(name)
     return Path(found.origin).parent
 
 
-def _torch_version() -> list[str]:
-    """The major and the minor number of the PyTorch to compile with; exits if it is too old."""
-    _package("torch")
-    version = importlib.metadata.version("torch")
-    found = version.split(".")[:2]
-    if tuple(map(int, found)) < OLDEST_TORCH:
-        oldest = ".".join(map(str, OLDEST_TORCH))
+def _check_version(name: str) -> list[str]:
+    """The numbers of an installed package's version, as texts; exits if it is too old.
+
+    `pip --no-build-isolation` doesn't check this, and without it the errors are others' and say nothing of versions.
+    """
+    version = importlib.metadata.version(name)
+    found = version.split(".")
+    if tuple(int(number) for number in found[: len(OLDEST[name])]) < OLDEST[name]:
+        oldest = ".".join(map(str, OLDEST[name]))
         sys.exit(
-            f"compiling the C++ libraries needs torch {oldest} or newer, and torch {version} is installed: "
-            f"run `pip install 'torch>={oldest}'` first"
+            f"building fastformer needs {name} {oldest} or newer, and {name} {version} is installed: "
+            f"run `pip install '{name}>={oldest}'` first"
         )
     return found
 
@@ -146,7 +149,7 @@ def libraries() -> list[Library]:
         sources = ("engine/*.cpp", "bindings/*.cpp")
         found.append(Library(f"_engine_{isa}", sources, once, (), products, isa, flags, python="limited"))
     # Bound to this PyTorch and this Python by its name; see `_extension.host_function`.
-    host = "_host_torch{}_{}".format(*_torch_version())
+    host = "_host_torch{}_{}".format(*_check_version("torch")[:2])
     flags = (python, f"-DFASTFORMER_MODULE={host}", "-DFASTFORMER_BOUND")
     sources = ("host/*.cpp", "bindings/python.cpp")
     found.append(Library(host, sources, flags=flags, links=tuple(torch_libs), python="this"))
@@ -282,6 +285,7 @@ def cpp_extensions() -> dict[str, Any]:
     }
 
 
+_check_version("setuptools")
 setup(
     packages=[*find_packages(include=["fastformer*"]), "fastformer.kernels"],
     package_dir={"fastformer.kernels": "kernels"},

@@ -97,13 +97,18 @@ def test_a_compiler_that_fails_leaves_the_choice_to_the_user(sources: Path) -> N
     assert subprocess.run(command, cwd=sources, env=environment, capture_output=True).returncode == 0
 
 
-def test_a_pytorch_that_is_too_old_is_not_compiled_with(sources: Path) -> None:
+@pytest.mark.parametrize(
+    ("package", "version"), [("torch", "2.10.0+cu128"), ("numpy", "1.26.4"), ("setuptools", "65.5")]
+)
+def test_a_package_that_is_too_old_is_named(sources: Path, package: str, version: str) -> None:
+    """pip's --no-build-isolation doesn't look at versions."""
     code = (
         "import importlib.metadata as found, runpy, sys\n"
         "version = found.version\n"
-        "found.version = lambda name: '2.10.0+cu128' if name == 'torch' else version(name)\n"
+        f"found.version = lambda name: '{version}' if name == '{package}' else version(name)\n"
         "sys.argv = ['setup.py', '-q', 'build_ext', '--inplace']\n"
         "runpy.run_path('setup.py')"
     )
     failed = subprocess.run([sys.executable, "-c", code], cwd=sources, capture_output=True, text=True)
-    assert failed.returncode == 1 and "2.10.0+cu128" in failed.stderr and "Traceback" not in failed.stderr
+    assert failed.returncode == 1 and "Traceback" not in failed.stderr
+    assert package in failed.stderr and version in failed.stderr
