@@ -305,6 +305,9 @@ def _decoding(call: Call, name: str, input_ids: Tensor, kwargs: dict[str, Any]) 
         raise _DeclinedError(f"the model is to read {', '.join(sorted(unknown))}")
     if kwargs.get("use_cache") is None:  # transformers then reads the ids as if there were a cache
         raise _DeclinedError(f"the call says use_cache={kwargs.get('use_cache')!r}")
+    for option in ("num_beams", "num_return_sequences"):
+        if type(value := getattr(config, option)) is not int or value < 1:
+            raise _DeclinedError(f"{option} is {value!r}")
     # If a mask is all ones, transformers passes on only its length.
     if getattr(config, "_mask_length", None) not in (None, input_ids.shape[1]):
         raise _DeclinedError("the attention_mask does not fit the ids")

@@ -9,6 +9,7 @@ construction: only the logits come from the engine.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,9 @@ from fastformer.generation.processors import (
 )
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import run
+
+_LAST_ID = 2**31 - 1  # of the engine, whose ids have 32 bits
+_MOST_DIGITS = 30  # of a power of a length
 
 # The calls of the processors and criteria whose rules the engine has itself, as they were before a patch.
 _CALLS = {
@@ -123,6 +127,8 @@ def whole_search(
     has_beams, begun, limit = config.num_beams > 1, beginning.shape[1], config.max_length
     if has_beams and config.return_dict_in_generate:
         return None  # the call wants beam_indices
+    if has_beams and not _has_usual_powers(config.length_penalty, limit):
+        return None
     least, suppressed, at_lengths, renormalizes = 0, set[int](), list[AtOneLength](), False
     for place, one in enumerate(processors):
         match type(one):
@@ -159,19 +165,27 @@ def whole_search(
     return found if does_search(rules, keeps_scores=has_beams and not renormalizes) else None
 
 
+def _has_usual_powers(length_penalty: Any, limit: int) -> bool:
+    """Returns whether fp32 holds the powers of lengths by which scores are divided. transformers raises for others."""
+    is_number = type(length_penalty) in (int, float) and math.isfinite(length_penalty)
+    return is_number and abs(length_penalty) * math.log10(max(limit, 10)) < _MOST_DIGITS
+
+
 def _ends(criteria: Sequence[Any], config: Any) -> tuple[int, ...] | None:
     """Returns the ids of the config that end rows, if only these and the maximum length do; else None."""
     ends: list[int] = []
     has_limit = False
     for one in criteria:
-        if type(one) is stopping_criteria.EosTokenCriteria:
+        if type(one) is stopping_criteria.EosTokenCriteria and one.eos_token_id.dim() == 1:
             ends += one.eos_token_id.tolist()
         elif type(one) is stopping_criteria.MaxLengthCriteria and one.max_length == config.max_length:
             has_limit = True
         else:
             return None
     known = config._eos_token_tensor
-    if not (ends and has_limit) or min(ends) < 0 or known is None or {*ends} != {*known.tolist()}:
+    if not (ends and has_limit) or min(ends) < 0 or max(ends) > _LAST_ID:
+        return None
+    if known is None or known.dim() != 1 or {*ends} != {*known.tolist()}:
         return None
     return tuple(dict.fromkeys(ends))
 

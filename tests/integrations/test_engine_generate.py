@@ -365,6 +365,34 @@ def test_unknown_options_are_transformers_errors():
     pair.check(max_new_tokens=5)  # nothing of it stays
 
 
+ODD: list[dict[str, Any]] = [
+    {"num_beams": 0},
+    {"num_beams": True},
+    {"num_beams": torch.tensor(2)},
+    {"length_penalty": 1e4},
+    {"length_penalty": float("nan")},
+    {"length_penalty": float("inf")},
+    {"length_penalty": -60.0},
+    {"length_penalty": "1"},
+    {"eos_token_id": [[2]]},
+    {"eos_token_id": 10**10},
+]
+
+
+def test_odd_values_are_transformers_matter():
+    """Tokens or errors are those of transformers."""
+    pair = pair_of("gpt2 plain", left=True)
+    for odd in ODD:
+        outcomes = []
+        for model in (pair.plain, pair.ours):
+            try:
+                options = {"num_beams": 2 if "length_penalty" in odd else 1, "max_new_tokens": 6, "do_sample": False}
+                outcomes.append(model.generate(**pair.inputs, **options | odd).tolist())
+            except Exception as error:
+                outcomes.append(type(error))
+        assert outcomes[0] == outcomes[1], odd
+
+
 def test_a_pad_beyond_the_vocabulary():
     """Some published configs have -1. transformers' model fails to read it in a batch, and never reads it otherwise."""
     pair = pair_of("gpt2 plain", left=True)
