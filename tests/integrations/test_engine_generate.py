@@ -393,6 +393,20 @@ def test_odd_values_are_transformers_matter():
         assert outcomes[0] == outcomes[1], odd
 
 
+def test_damaged_weights_are_an_error():
+    pair = pair_of("Bart real")
+    for value, is_allowed in ((-float("inf"), True), (float("nan"), False), (float("inf"), False)):
+        for model in (pair.plain, pair.ours):
+            model.final_logits_bias[0, 24] = value  # a token that it would say
+        for beams in (1, 3):
+            if is_allowed:
+                found, expected = pair.both(max_new_tokens=6, num_beams=beams)
+                assert torch.equal(found, expected) and not (found == 24).any()
+            else:
+                with pytest.raises(ValueError, match="NaN"):
+                    pair.ours.generate(**pair.inputs, max_new_tokens=6, num_beams=beams)
+
+
 def test_a_pad_beyond_the_vocabulary():
     """Some published configs have -1. transformers' model fails to read it in a batch, and never reads it otherwise."""
     pair = pair_of("gpt2 plain", left=True)
