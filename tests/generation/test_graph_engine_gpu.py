@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from fastformer.generation import GenerateOutput, GenerationConfig, generate
+from fastformer.generation import GenerateOutput, generate
+from fastformer.generation.engines import choose_engine
 from fastformer.generation.engines import graph as graph_module
 from fastformer.generation.engines.graph import GraphBatch, GraphEngine
-from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.models import GPT
 from fastformer.ops import _extension
+from tests.generation.test_graph_engine import asked, ids
 from tests.generation.weights import CONFIGS, drawn
 
 pytestmark = [
@@ -61,11 +61,6 @@ def watched(monkeypatch) -> Iterator[Watched]:
     monkeypatch.setattr(GraphBatch, "_run_step", counted_single)
     yield seen
     graph_module._kept.clear()
-
-
-def ids(*lengths: int) -> list[list[int]]:
-    dice = random.Random(sum(lengths))
-    return [[dice.randrange(3, 33) for _ in range(length)] for length in lengths]
 
 
 def decode(model: Any, inputs: list[list[int]], engine: str, **options: Any) -> GenerateOutput:
@@ -123,16 +118,13 @@ def test_a_step_never_waits_for_the_device(monkeypatch, watched) -> None:
 
 def test_groups_that_leave_and_join_switch_graphs(watched) -> None:
     model = drawn(*[CONFIGS["transformer"][0]]).cuda()
-    engine = GraphEngine(model)
+    engine, cached = GraphEngine(model), choose_engine(model, "kv_cache")
     results = []
-    for engine_of_turn in (engine, engine, None):
-        requests = []
-        for i, row in enumerate(ids(2, 3, 4, 5, 6)):
-            name = None if engine_of_turn else "kv_cache"
-            settings = GenerationConfig(max_new_tokens=6 + 5 * i, num_beams=2, eos_token_id=69, engine=name)
-            builder = RequestBuilder(model, settings, engine=engine_of_turn)
-            requests.append(builder.build(builder.check(row)))
-        run(Scheduler(engine_of_turn or builder.engine, max_rows=64, max_bytes=2**24), requests)
+    for own in (engine, engine, cached):
+        options: dict[str, Any] = {"num_beams": 2, "eos_token_id": 69}
+        rows = enumerate(ids(2, 3, 4, 5, 6))
+        requests = [asked(model, own, [row], max_new_tokens=6 + 5 * i, **options)[0] for i, row in rows]
+        run(Scheduler(own, max_rows=64, max_bytes=2**24), requests)
         results.append([[one.score for one in request.results] for request in requests])
     assert results[0] == results[1] and watched.captures >= 3
     for found, expected in zip(results[0], results[2], strict=True):
@@ -165,8 +157,7 @@ def test_dropped_graphs_leave_no_memory_behind(watched) -> None:
     engine.max_shapes = 3
 
     def once(count: int) -> None:
-        builder = RequestBuilder(model, GenerationConfig(max_new_tokens=12, eos_token_id=69), engine=engine)
-        requests = [builder.build(builder.check(row)) for row in ids(*range(3, 3 + count))]
+        requests = asked(model, engine, ids(*range(3, 3 + count)), max_new_tokens=12, eos_token_id=69)
         run(Scheduler(engine, max_rows=64, max_bytes=2**26), requests)
 
     for count in (1, 2, 3, 5, 9, 17):

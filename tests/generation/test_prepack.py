@@ -138,10 +138,7 @@ CHANGES: list[tuple[Callable[[Any], object], str]] = [
     (lambda model: model.train(), r"model\.eval\(\)"),
     (extra, r"encoder\.layers\.0\b.*'adapter'"),
     (put("decoder.norm", lambda old: None), r"decoder\b.*'norm'"),
-    (
-        put("encoder.layers.0.self_attn", lambda old: MultiheadAttention(16, 2, **BIAS_KV)),
-        r"\.self_attn\b.*\bbias_k\b",
-    ),
+    (put("encoder.layers.0.self_attn", lambda old: MultiheadAttention(16, 2, **BIAS_KV)), r"\.self_attn\b.*\bbias_k\b"),
     (put("encoder.layers", lambda old: old[:1]), r"encoder\.layers\b.*'1'"),
     (put("encoder.layers.1.self_attn.window_size", lambda old: (1, 0)), r"\bwindow_size \(1, 0\).*\(None"),
     (put("encoder.layers.1.self_attn.add_zero_attn", lambda old: True), r"\badd_zero_attn True"),

@@ -108,10 +108,7 @@ def test_options_are_checked_before_anything_is_read(translator) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"num_beams": 4, "num_return_sequences": 3},
-        {"do_sample": True, "num_return_sequences": 3, "top_k": 1},
-    ],
+    [{"num_beams": 4, "num_return_sequences": 3}, {"do_sample": True, "num_return_sequences": 3, "top_k": 1}],
     ids=["beams", "samples"],
 )
 def test_n_best_belongs_to_its_text(model, options) -> None:

@@ -14,7 +14,6 @@ from fastformer.nn import SequenceLayout
 from tests.models.test_gpt_options import SMALL as SIZES
 from tests.models.test_gpt_options import V, batch
 from tests.models.test_gpt_options import model_of as made
-from tests.models.top_tokens import check_top_tokens
 from tests.nn.comparing import assert_same
 
 SMALL = {**SIZES, "num_heads": 4}
@@ -38,12 +37,6 @@ def test_each_option_of_the_loss_takes_effect():
         mean = model.loss(tokens, following, reduction="mean", **options)
         assert_same(mean, expected.sum() / (following != -100).sum(), "mean")
         assert_same(model.loss(tokens, following, reduction="none", **options), expected, "none")
-
-
-@pytest.mark.parametrize("options", [{}, {"tie_embeddings": False}], ids=["tied", "untied"])
-@torch.inference_mode()
-def test_top_tokens(options):
-    check_top_tokens(GPT, model_of(**options))
 
 
 def test_initialisation_and_presets():

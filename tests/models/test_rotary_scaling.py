@@ -121,6 +121,7 @@ def test_a_scaled_config_is_saved_and_copied(tmp_path):
         config.rotary_scaling["factor"] = 2.0
 
 
+HUGE = 10**400  # JSON may hold it, and a float may not
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"kind": "lama3"}, "llama3"),
     ({"kind": None}, "kind"),
@@ -139,11 +140,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"kind": "longrope", "short_factor": [1], "long_factor": [1], LENGTH: 2000, "factor": 1}, "short_factor"),
     ({"kind": "longrope", "short_factor": 1, "long_factor": [1], LENGTH: 2000, "factor": 1}, "short_factor"),
     ({"kind": "longrope", "short_factor": [1] * 4, "long_factor": [1] * 4, LENGTH: 99, "factor": 1}, "max_len"),
-]
-
-
-HUGE = 10**400  # JSON may hold it, and a float may not
-WRONG += [
     ({"kind": "linear", "factor": HUGE}, "factor"),
     ({"kind": "yarn", "factor": 2, LENGTH: HUGE}, LENGTH),
     ({"kind": "longrope", "short_factor": [HUGE], "long_factor": [1], LENGTH: 2000, "factor": 1}, "short_factor"),

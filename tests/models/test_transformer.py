@@ -12,7 +12,6 @@ from torch import nn
 from fastformer.models import Transformer, TransformerConfig
 from fastformer.nn import AddLayerNorm, MultiheadAttention, SequenceLayout
 from tests.models.plain import Plain
-from tests.models.top_tokens import check_top_tokens
 from tests.nn.comparing import assert_same, assert_same_gradients, randomised
 
 V, SOURCE_LENGTHS, TARGET_LENGTHS = 23, [5, 2, 7], [4, 6, 1]
@@ -302,12 +301,6 @@ def test_compiles_in_one_graph(norm_first, packed):
         torch.manual_seed(3)
         losses.append(loss(source, shifted, target, **layouts))
     assert_same_gradients(losses[0], losses[1], model)
-
-
-@pytest.mark.parametrize("options", [{}, {"tie_embeddings": False}], ids=["tied", "untied"])
-@torch.inference_mode()
-def test_top_tokens(options):
-    check_top_tokens(Transformer, model_of(**options))
 
 
 @torch.inference_mode()

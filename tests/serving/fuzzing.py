@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from tests.serving.servers import post_head
+
 Body = dict[str, Any]
 
 _PATIENCE = 30.0  # seconds that a request may take which came whole
@@ -182,7 +184,7 @@ class Attack:
             path, body = self._body()
             if self._dice.random() < 0.5:
                 content = json.dumps(self._bent(body)).encode()
-                message += _head(path, len(content)).encode() + content
+                message += post_head(path, len(content)).encode() + content
             else:
                 message += f"GET {self._dice.choice(_PATHS)} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
         await self._part(message)
@@ -198,7 +200,7 @@ class Attack:
                 if name in body:
                     body[name] = 60
         content = json.dumps(body).encode()
-        head = _head(path, len(content))
+        head = post_head(path, len(content))
         reader, writer = await self._connected()
         writer.write(head.encode() + content)
         way = dice.randrange(4)
@@ -213,7 +215,7 @@ class Attack:
     async def _slowly(self) -> None:
         path, body = self._body()
         content = json.dumps(body).encode()
-        head = _head(path, len(content))
+        head = post_head(path, len(content))
         message, reader_writer = head.encode() + content, await self._connected()
         place = 0
         while place < len(message):
@@ -225,7 +227,7 @@ class Attack:
 
     async def _idle(self) -> None:
         _, writer = await self._connected()
-        writer.write(self._dice.choice([b"", b"G", b"GET / HTTP/1.1\r\n", _head("/detect", 5).encode()]))
+        writer.write(self._dice.choice([b"", b"G", b"GET / HTTP/1.1\r\n", post_head("/detect", 5).encode()]))
         await asyncio.sleep(3 * self._dice.random())
         self._close(writer, abruptly=self._dice.random() < 0.5)
 
@@ -295,12 +297,6 @@ class Attack:
         self.answers[status] += 1
         if status >= 500 and not (status == 504 and may_be_late):
             self.wrong.append(f"{line!r} to {message[:1500]!r}")
-
-
-def _head(path: str, length: int) -> str:
-    """Returns the head of a request with a JSON body."""
-    fields = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {length}"
-    return f"POST {path} HTTP/1.1\r\n{fields}\r\n\r\n"
 
 
 def _cut(data: bytes, dice: random.Random) -> list[bytes]:

@@ -63,3 +63,9 @@ def until(condition: Callable[[], object], seconds: float = 20.0) -> float:
         assert time.monotonic() < began + seconds, "it doesn't come"
         time.sleep(0.005)
     return time.monotonic() - began
+
+
+def post_head(path: str, length: int) -> str:
+    """Returns the head of a request with a JSON body."""
+    fields = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {length}"
+    return f"POST {path} HTTP/1.1\r\n{fields}\r\n\r\n"

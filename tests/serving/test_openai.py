@@ -18,7 +18,7 @@ from fastformer.checkpoints import load_model
 from fastformer.generation import generate
 from fastformer.serving import Limits
 from tests.serving import models
-from tests.serving.servers import running, until
+from tests.serving.servers import post_head, running, until
 
 httpx = pytest.importorskip("httpx", reason="the httpx library is not installed")
 openai = pytest.importorskip("openai", reason="the openai library is not installed")
@@ -271,11 +271,8 @@ def open_request(url: str, path: str, body: dict[str, Any]) -> socket.socket:
     """Sends a request and returns its connection, from which nothing has been read."""
     found = urllib.parse.urlsplit(url)
     content = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    )
     connection = socket.create_connection((found.hostname, found.port))
-    connection.sendall(head.encode() + content)
+    connection.sendall(post_head(path, len(content)).encode() + content)
     return connection
 
 

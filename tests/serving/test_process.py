@@ -183,7 +183,7 @@ def test_a_second_signal_ends_at_once_and_a_drain_is_limited(folder) -> None:
 def test_a_client_that_never_reads_leaves_the_batch(tmp_path) -> None:
     # More than the buffers of sockets hold: 4,000 tokens of some kilobytes each.
     from tests.serving import models
-    from tests.serving.servers import running, until
+    from tests.serving.servers import post_head, running, until
 
     pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
     limits = Limits(write_s=0.5, max_new_tokens=4000)
@@ -191,12 +191,10 @@ def test_a_client_that_never_reads_leaves_the_batch(tmp_path) -> None:
         fields: dict[str, Any] = {"max_tokens": 4000, "min_tokens": 4000, "stream": True, "temperature": 0}
         fields |= {"logprobs": True, "top_logprobs": 20, "messages": [{"role": "user", "content": "the dog"}]}
         body = json.dumps(fields).encode()
-        length = f"Content-Type: application/json\r\nContent-Length: {len(body)}"
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n"
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect((httpx.URL(server.url).host, httpx.URL(server.url).port))
-            client.sendall(head.encode() + body)
+            client.sendall(post_head("/v1/chat/completions", len(body)).encode() + body)
             until(lambda: server.service.stats().running == 1)
             seconds = until(lambda: server.service.stats().cancelled == 1)
             until(lambda: server.service.stats().running == 0)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -91,3 +92,11 @@ def watched(translator: Translator, *, held: bool = False, **options: Any) -> tu
     engine.gate = threading.Semaphore(0 if held else MANY)
     with mock.patch("fastformer.generation.async_translator.choose_engine", return_value=engine):
         return AsyncTranslator(translator, **options), engine
+
+
+@contextlib.asynccontextmanager
+async def opened(translator: Translator, **options: Any) -> AsyncIterator[tuple[AsyncTranslator, Watched]]:
+    """The same, while the front is open."""
+    front, engine = watched(translator, **options)
+    async with front:
+        yield front, engine

@@ -15,15 +15,14 @@ from fastformer.generation import AsyncTranslator
 from fastformer.generation.async_front import NotRunning, QueueFull, TooLate
 from fastformer.generation.async_jobs import QUEUE_BOUNDS
 from fastformer.generation.text_io import Item
-from tests.generation.async_translator.front import BIG, FEW, LONG, MANY, until, watched
+from tests.generation.async_translator.front import BIG, FEW, LONG, MANY, opened, until
 
 
 @pytest.mark.parametrize(
     ("limits", "least"), [({"max_waiting": 2}, 2), ({"max_waiting_tokens": 12, "max_waiting": 99}, 3)], ids=str
 )
 async def test_a_full_queue_refuses_at_once(translator, limits, least) -> None:
-    front, engine = watched(translator, held=True, when_full="refuse", **limits)
-    async with front:
+    async with opened(translator, held=True, when_full="refuse", **limits) as (front, engine):
         first = asyncio.create_task(front.translate("a", **BIG))
         await until(lambda: engine.entered == 1)
         tasks = [asyncio.create_task(front.translate(text, **BIG)) for text in "bcdefg"]
@@ -48,8 +47,7 @@ async def test_a_full_queue_refuses_at_once(translator, limits, least) -> None:
 
 
 async def test_places_are_kept_for_requests_that_are_still_being_made(translator) -> None:
-    front, engine = watched(translator, held=True, max_waiting=3, when_full="refuse")
-    async with front:
+    async with opened(translator, held=True, max_waiting=3, when_full="refuse") as (front, engine):
         running = asyncio.create_task(front.translate("a", **BIG))
         await until(lambda: engine.entered == 1)
         with contextlib.ExitStack() as held:
@@ -74,8 +72,7 @@ async def test_places_are_kept_for_requests_that_are_still_being_made(translator
 
 
 async def test_the_waiting_time_of_requests_is_counted(translator) -> None:
-    front, engine = watched(translator, held=True)
-    async with front:
+    async with opened(translator, held=True) as (front, engine):
         tasks = [asyncio.create_task(front.translate("a", **BIG))]
         await until(lambda: engine.entered == 1)
         tasks.append(asyncio.create_task(front.translate("b", **BIG)))
@@ -123,8 +120,7 @@ async def test_sentences_of_a_text_are_queued_together(translator) -> None:
 
 
 async def test_late_requests_end_with_an_error(translator) -> None:
-    front, engine = watched(translator, held=True, max_waiting=1)
-    async with front:
+    async with opened(translator, held=True, max_waiting=1) as (front, engine):
         soon = time.monotonic() + 0.05
         config, items = front.settings(LONG), [Item("a")]
         running = asyncio.create_task(front.answers(items, config, deadline=soon))
@@ -145,8 +141,7 @@ async def test_late_requests_end_with_an_error(translator) -> None:
 
 
 async def test_a_stream_that_is_never_read_leaves_the_batch_when_it_is_deleted(translator) -> None:
-    front, engine = watched(translator, held=True)
-    async with front:
+    async with opened(translator, held=True) as (front, engine):
         stream = await front.begin(Item("a"), front.settings(LONG))
         await until(lambda: engine.entered == 1)
         del stream

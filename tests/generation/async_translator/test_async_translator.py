@@ -15,6 +15,7 @@ from tests.generation.async_translator.front import (
     FEW,
     LONG,
     MANY,
+    opened,
     options_of,
     play,
     rounded,
@@ -26,8 +27,7 @@ from tests.generation.async_translator.front import (
 
 async def test_many_tasks_get_the_results_of_each_alone(translator) -> None:
     expected = [translator.translate(text_of(n), **options_of(n)) for n in range(50)]
-    front, engine = watched(translator)
-    async with front:
+    async with opened(translator) as (front, engine):
 
         async def one(number: int):
             await asyncio.sleep(random.Random(number).random() * 0.05)
@@ -104,8 +104,7 @@ async def test_cancelled_tasks_leave_nothing_behind(translator, seed) -> None:
 
 
 async def test_the_cancelled_leave_at_once(translator) -> None:
-    front, engine = watched(translator, held=True)
-    async with front:
+    async with opened(translator, held=True) as (front, engine):
         task = asyncio.create_task(front.translate("a", **LONG))
         await until(lambda: engine.entered == 1)
         task.cancel()
@@ -210,8 +209,7 @@ async def test_the_model_is_in_evaluation_mode_only_while_it_decodes(translator)
 
 
 async def test_max_time_counts_from_the_call(translator) -> None:
-    front, engine = watched(translator, held=True)
-    async with front:
+    async with opened(translator, held=True) as (front, engine):
         late = asyncio.create_task(front.translate("a", max_time=0.01, max_new_tokens=60))
         await until(lambda: engine.entered == 1)
         time.sleep(0.02)
@@ -220,8 +218,7 @@ async def test_max_time_counts_from_the_call(translator) -> None:
 
 
 async def test_max_time_counts_while_a_task_waits_for_a_place(translator) -> None:
-    front, engine = watched(translator, held=True, max_waiting=1)
-    async with front:
+    async with opened(translator, held=True, max_waiting=1) as (front, engine):
         first = asyncio.create_task(front.translate("a", **FEW))
         await until(lambda: engine.entered == 1)
         calls = [front.translate(text, max_time=0.01 * i, **FEW) for i, text in enumerate("bc", 1)]
@@ -236,8 +233,7 @@ async def test_max_time_counts_while_a_task_waits_for_a_place(translator) -> Non
 async def test_a_running_request_is_ended_by_the_scheduler(translator) -> None:
     errors: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-    front, engine = watched(translator, held=True, max_waiting=1)
-    async with front:
+    async with opened(translator, held=True, max_waiting=1) as (front, engine):
         first = asyncio.create_task(front.translate("a", **FEW))
         await until(lambda: engine.entered == 1)
         second = asyncio.create_task(front.translate("b", max_time=0.1, **FEW))

@@ -78,12 +78,7 @@ def test_the_steps_of_the_build_make_a_server(tmp_path: Path, translator_folder:
 def copy(path: Path, to: Path) -> None:
     """Copies a file or a folder, without build products."""
     if path.is_dir():
-        shutil.copytree(
-            path,
-            to,
-            symlinks=True,
-            ignore=shutil.ignore_patterns("__pycache__", "*.so", ".so_stamp"),
-            dirs_exist_ok=True,
-        )
+        made = shutil.ignore_patterns("__pycache__", "*.so", ".so_stamp")
+        shutil.copytree(path, to, symlinks=True, ignore=made, dirs_exist_ok=True)
     else:
         shutil.copy(path, to)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from fastformer.ops import record_backends
+from tests.models import test_gpt_options, test_transformer
 
 
-def check_top_tokens(cls, model):
-    """Checks a small fp64 model of exactly this class. Changes the model's logits."""
+@pytest.mark.parametrize("options", [{}, {"tie_embeddings": False}], ids=["tied", "untied"])
+@pytest.mark.parametrize("module", [test_gpt_options, test_transformer], ids=["gpt", "transformer"])
+@torch.inference_mode()
+def test_top_tokens(module, options):
+    model = module.model_of(num_heads=4, **options)
+    cls = type(model)
     hidden = torch.randn(2, 3, model.config.d_model, dtype=torch.float64)
 
     def check(logits, *, fused):
