@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases.models.bench_decoding import ENGINES
-from benchmarks.cases.models.recompute_engines import decode
 from benchmarks.measure import record
 from benchmarks.peers.cases import CASES, make_job, make_model
 from benchmarks.peers.job import PRECISIONS, Model
 from benchmarks.publish.charts import draw_token_times
+from fastformer.generation import generate
+from fastformer.generation.config import Precision
 from fastformer.generation.generate import Streamer
 
 _SOURCE = 32  # tokens of the source, for a run
@@ -34,7 +35,7 @@ class Line(NamedTuple):
     """One line of the plot."""
 
     engine: str
-    precision: str | None
+    precision: Precision | None
 
     def __str__(self) -> str:
         return self.engine if self.precision is None else f"{self.engine}, {self.precision}"
@@ -71,7 +72,7 @@ def token_times(model: Model, source: list[int], tokens: int, line: Line, *, may
     clock = Clock()
     least = tokens if may_end else 0
     began = time.perf_counter()
-    decode(
+    generate(
         model, [source], max_new_tokens=tokens, min_new_tokens=least, engine=line.engine, precision=line.precision,
         streamer=clock,
     )  # fmt: skip
@@ -84,7 +85,7 @@ def medians(rounds: list[list[float]]) -> list[float]:
     return found
 
 
-def lines(engines: list[str] | None, precisions: list[str]) -> list[Line]:
+def lines(engines: list[str] | None, precisions: list[Precision]) -> list[Line]:
     """Returns the lines to draw: the C++ engine in each precision, the other engines in the model's own."""
     drawn = []
     for engine in engines or [name for name in _ENGINES if name in ENGINES and name != "encode_once"]:

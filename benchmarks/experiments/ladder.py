@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks.cases.models.bench_decoding import ENGINES
-from benchmarks.cases.models.recompute_engines import decode
 from benchmarks.experiments.experiment import Experiment, Row, Verdict, positive
 from benchmarks.experiments.learning import learn, numbers
 from benchmarks.measure import record
 from benchmarks.measure.timing import time_interleaved
 from benchmarks.publish import style
 from fastformer.data.examples import encode_pair
+from fastformer.generation import generate
+from fastformer.generation.config import Precision
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-STAGES = {
+STAGES: dict[str, tuple[str, Precision | None]] = {
     "recompute": ("recompute", None),
     "encode_once": ("encode_once", None),
     "cross_cache": ("cross_cache", None),
@@ -100,7 +101,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     def translate(stage: str) -> None:
         engine, precision = STAGES[stage]
-        found[stage] = decode(model, sources, max_new_tokens=longest, engine=engine, precision=precision)
+        tokens = generate(model, sources, max_new_tokens=longest, engine=engine, precision=precision)
+        assert isinstance(tokens, torch.Tensor)
+        found[stage] = tokens
 
     stages = [stage for stage, (engine, _) in STAGES.items() if engine in ENGINES]
     if "cpp fp32" not in stages:

@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases.models.recompute_engines import RECOMPUTING, decode
+from benchmarks.cases.models.recompute_engines import RECOMPUTING
 from benchmarks.measure.case import Benchmark, Inputs, Provider, Shape
+from fastformer.generation import generate
+from fastformer.generation.config import Precision
 from fastformer.generation.engines import ENGINES as OURS
 from fastformer.models import Transformer
 
-ENGINES = tuple(dict.fromkeys((*OURS, *RECOMPUTING)))
+ENGINES = (*OURS, *(engine.name for engine in RECOMPUTING))
 
 
 @functools.cache
@@ -42,18 +44,16 @@ def make_inputs(shape: Shape, device: str) -> Inputs:
     return {"source": source}
 
 
-def engine(name: str, precision: str | None = None) -> Provider:
+def engine(name: str, precision: Precision | None = None) -> Provider:
     """Makes the provider of an engine."""
 
     def provider(x: Inputs, shape: Shape) -> torch.Tensor:
-        return decode(
-            model(shape["preset"], str(x["source"].device)),
-            x["source"],
-            max_new_tokens=shape["new_tokens"],
-            num_beams=shape["num_beams"],
-            engine=name,
-            precision=precision,
-        )
+        found = generate(
+            model(shape["preset"], str(x["source"].device)), x["source"], max_new_tokens=shape["new_tokens"],
+            num_beams=shape["num_beams"], engine=name, precision=precision,
+        )  # fmt: skip
+        assert isinstance(found, torch.Tensor)
+        return found
 
     return provider
 
@@ -76,7 +76,7 @@ def stages_of(engines: Sequence[str]) -> dict[str, Provider]:
     stages = {name: engine(name) for name in engines if name != "recurrent"}
     if "cpp" in stages:
         stages["cpp"] = engine("cpp", "fp32")
-        stages |= {name: engine("cpp", name.removeprefix("cpp_")) for name in ROUNDED}
+        stages |= {"cpp_bf16": engine("cpp", "bf16"), "cpp_int8": engine("cpp", "int8")}
     return {"kv_cache": stages.pop("kv_cache"), **stages}
 
 

@@ -10,29 +10,21 @@ Their tokens are those of `kv_cache`, which also caches the keys and values of s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fastformer.generation import GenerationConfig, generate
-from fastformer.generation.config import Precision
-from fastformer.generation.engines import Batch, Prompt
+from fastformer.generation.engines import Batch, Prompt, register
 from fastformer.generation.engines.kv_cache import new_cache, packed, packed_layout
 from fastformer.generation.engines.recompute import RecomputeBatch, RecomputeEngine
-from fastformer.generation.generate import Streamer, new_scheduler
-from fastformer.generation.inputs import TokenIds, input_rows, pad
 from fastformer.generation.model_protocols import (
     DecoderOnly,
     EncoderDecoder,
     Model,
-    as_model,
-    evaluating,
     is_encoder_decoder,
     why_not_by_modules,
 )
-from fastformer.generation.request_builder import RequestBuilder
-from fastformer.generation.scheduler import run
 from fastformer.nn import KVCache, SequenceLayout
 
 
@@ -135,47 +127,6 @@ class CrossCacheBatch(RecomputeBatch):
         return sum(cache.blocks_of(len(row) + 1) for rows in self.rows for row in rows) * cache.block_size
 
 
-RECOMPUTING: dict[str, type[RecomputeEngine]] = {engine.name: engine for engine in (EncodeOnce, CrossCache)}
-
-
-def decode(
-    model: Model | nn.Module,
-    source: TokenIds,
-    *,
-    engine: str,
-    precision: str | None = None,
-    max_new_tokens: int,
-    min_new_tokens: int = 0,
-    num_beams: int = 1,
-    streamer: Streamer | None = None,
-) -> Tensor:
-    """Decodes like `fastformer.generate`, with one of the library's engines or of these.
-
-    A streamer receives the tokens of the first input.
-
-    Returns:
-        The ids, (batch, length), padded with PAD.
-
-    Raises:
-        ValueError: the engine can't decode the model.
-    """
-    if engine not in RECOMPUTING:
-        tokens = generate(
-            model, source, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, num_beams=num_beams,
-            engine=engine, precision=cast("Precision | None", precision), streamer=streamer,
-        )  # fmt: skip
-        assert isinstance(tokens, Tensor)
-        return tokens
-    if (reason := RECOMPUTING[engine].why_unsupported(model, precision)) is not None:
-        raise ValueError(f"engine {engine!r} can't decode a {type(model).__name__}: {reason}")
-    decoder = as_model(model)
-    settings = GenerationConfig(max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, num_beams=num_beams)
-    with evaluating(decoder) as mode, torch.inference_mode():
-        builder = RequestBuilder(decoder, settings, log_probs=False, engine=RECOMPUTING[engine](decoder, precision))
-        rows = input_rows(source, None, builder.ids.pad, marks_padding=builder.ids.marks_padding)
-        requests = [builder.build(builder.check(row)) for row in rows]
-        if streamer is not None:
-            streamer.put(torch.tensor([[]]))
-            requests[0].on_token = lambda token: streamer.put(torch.tensor([token]))
-        run(new_scheduler(builder.engine), requests, mode.hold)
-        return pad([list(request.results[0].tokens) for request in requests], builder.ids.pad)
+RECOMPUTING = (EncodeOnce, CrossCache)
+for _engine in RECOMPUTING:
+    register(_engine)  # so that `generate(..., engine=)` knows their names

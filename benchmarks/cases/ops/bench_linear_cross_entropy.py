@@ -37,13 +37,6 @@ def eager(x: Inputs, shape: Shape) -> torch.Tensor:
 compiled = torch.compile(eager, dynamic=False)
 
 
-def liger(x: Inputs, shape: Shape) -> torch.Tensor:
-    """Calls Liger's fused linear cross-entropy, if the package is installed."""
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    return LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1)(x["weight"], x["x"], x["target"])
-
-
 def flops(shape: Shape, mode: str) -> float:
     """Counts the products for logits, dx and dweight, of the rows that count."""
     return 6.0 * (shape["rows"] - -(-shape["rows"] // 10)) * shape["dim"] * shape["vocab_size"]
@@ -68,10 +61,9 @@ BENCHMARKS = [
             ],
         },
         make_inputs=make_inputs,
-        providers={"fastformer": ours, "eager": eager, "torch.compile": compiled, "liger": liger},
+        providers={"fastformer": ours, "eager": eager, "torch.compile": compiled},
         baseline="eager",
         modes=("fwdbwd",),
-        only_on={"liger": "cuda"},
         compiled=("torch.compile",),
         flops=flops,
         moved=moved,

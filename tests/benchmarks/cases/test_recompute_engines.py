@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.cases.models.recompute_engines import RECOMPUTING, decode
+from benchmarks.cases.models.recompute_engines import RECOMPUTING
+from fastformer.generation import generate
 from fastformer.models import GPT, Transformer
 
+NAMES = [engine.name for engine in RECOMPUTING]
 SOURCES = [[5, 9, 7, 4, 8], [6, 3], [4, 4, 9, 10]]
 
 
@@ -28,13 +30,13 @@ def small() -> Transformer:
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_the_same_tokens_as_with_a_cache(num_beams: int) -> None:
     model = small()
-    want = decode(model, SOURCES, engine="kv_cache", max_new_tokens=9, num_beams=num_beams)
+    want = generate(model, SOURCES, engine="kv_cache", max_new_tokens=9, num_beams=num_beams)
     assert len(set(map(tuple, want.tolist()))) > 1
-    for engine in RECOMPUTING:
-        assert torch.equal(decode(model, SOURCES, engine=engine, max_new_tokens=9, num_beams=num_beams), want)
+    for engine in NAMES:
+        assert torch.equal(generate(model, SOURCES, engine=engine, max_new_tokens=9, num_beams=num_beams), want)
 
 
-@pytest.mark.parametrize("engine", [*RECOMPUTING, "recompute"])
+@pytest.mark.parametrize("engine", [*NAMES, "recompute"])
 def test_recomputed_layers(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The encoder for each token or once; what cross_cache keeps isn't asked of the memory again."""
     model = small()
@@ -52,7 +54,7 @@ def test_recomputed_layers(engine: str, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(model, "encode", note_encode)
     monkeypatch.setattr(model, "decode", note_decode)
-    tokens = decode(model, SOURCES[:1], engine=engine, max_new_tokens=6, min_new_tokens=6)
+    tokens = generate(model, SOURCES[:1], engine=engine, max_new_tokens=6, min_new_tokens=6)
     assert tokens.shape == (1, 6) and len(memories) == 6
     assert len(encoded) == (6 if engine == "recompute" else 1)
     assert (memories[0] is None) == (engine == "cross_cache")
@@ -60,6 +62,6 @@ def test_recomputed_layers(engine: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_model_without_an_encoder_is_refused() -> None:
     gpt = GPT.from_preset("tiny", vocab_size=40)
-    for engine in RECOMPUTING:
+    for engine in NAMES:
         with pytest.raises(ValueError, match=engine):
-            decode(gpt, [[5, 6]], engine=engine, max_new_tokens=2)
+            generate(gpt, [[5, 6]], engine=engine, max_new_tokens=2)
