@@ -81,16 +81,13 @@ def measure(pairs: int, processes: Sequence[int], rounds: int) -> Iterator[recor
         measured = take_turns(turns, rounds, pause=0.2)
     for (provider, count), seconds in measured.items():
         baseline = (TOKENIZERS, 0) if count == 0 else (WHOLE, processes[0])
-        timing = Timing.of(seconds)
         yield {
             "suite": "experiments",
             "op": "preparing",
             "mode": "fwd",
             "provider": provider,
             "shape": {"pairs": pairs, "processes": count, "clock": "wall" if count else "cpu"},
-            "ms_p50": 1e3 * timing.p50,
-            "ms_p20": 1e3 * timing.p20,
-            "ms_p80": 1e3 * timing.p80,
+            **Timing.of(seconds).fields(),
             "speedup": statistics.median(a / b for a, b in zip(measured[baseline], seconds, strict=True)),
             "baseline": baseline[0],
             "rounds": rounds,

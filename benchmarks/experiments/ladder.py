@@ -124,9 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
                 "shape": {"lines": len(pairs), "steps": steps, "exact_match": exact, "agreement": same},
                 "value": speed,
                 "unit": "tokens a second",
-                "ms_p50": 1e3 * timings[stage].p50,
-                "ms_p20": 1e3 * timings[stage].p20,
-                "ms_p80": 1e3 * timings[stage].p80,
+                **timings[stage].fields(),
             }
         )
     EXPERIMENT.conclude(rows, options, shared)

@@ -201,9 +201,7 @@ class _Running:
             yield {
                 **self._same,
                 "provider": name,
-                "ms_p50": 1e3 * timing.p50,
-                "ms_p20": 1e3 * timing.p20,
-                "ms_p80": 1e3 * timing.p80,
+                **timing.fields(),
                 **({"ms_device": 1e3 * on_device[name]} if name in on_device else {}),
                 "speedup": speedup.value,
                 "baseline": benchmark.baseline,

@@ -60,6 +60,10 @@ class Timing:
         p50, p20, p80 = torch.tensor(seconds, dtype=torch.float64).quantile(shares).tolist()
         return cls(p50, p20, p80)
 
+    def fields(self) -> dict[str, float]:
+        """Returns the fields of a row, in milliseconds."""
+        return {"ms_p50": 1e3 * self.p50, "ms_p20": 1e3 * self.p20, "ms_p80": 1e3 * self.p80}
+
 
 class Turn(NamedTuple):
     """One turn of a function.

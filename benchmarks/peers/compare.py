@@ -125,9 +125,7 @@ def beside(quiet: Timing, busy: Timing, threads: int, neighbours: int) -> dict[s
     """Returns the fields of a row that compare times beside busy processes with those alone."""
     return {
         "neighbours": neighbours,
-        "ms_p50": 1e3 * busy.p50,
-        "ms_p20": 1e3 * busy.p20,
-        "ms_p80": 1e3 * busy.p80,
+        **busy.fields(),
         "ms_quiet": 1e3 * quiet.p50,
         "speedup": quiet.p50 / busy.p50,
         "baseline": "quiet",

@@ -88,7 +88,18 @@ def convert(model: Model) -> Any:
     Raises:
         Missing: transformers lacks an option, or this function doesn't map it.
     """
-    return _from_gpt(model) if isinstance(model, GPT) else _from_transformer(model)
+    if not isinstance(model, GPT):
+        return _from_transformer(model)
+    if model.config.norm != "rms":
+        check_gpt2(model)
+    return _converted(model)
+
+
+def _converted(model: Model) -> Any:
+    try:
+        return to_huggingface(model).eval()
+    except ValueError as error:
+        raise Missing(f"its conversion can't have it: {error}") from error
 
 
 def _from_transformer(model: Transformer) -> Any:
@@ -98,10 +109,7 @@ def _from_transformer(model: Transformer) -> Any:
         raise Missing(f"its conversion has sines and cosines as positions alone, this model {config.positions}")
     like_theirs = Transformer(dataclasses.replace(config, positions="halves", layer_norm_eps=1e-5))
     like_theirs.load_state_dict(model.state_dict())
-    try:
-        theirs: Any = to_huggingface(like_theirs).eval()
-    except ValueError as error:
-        raise Missing(f"its conversion can't have it: {error}") from error
+    theirs = _converted(like_theirs)
     tied = config.tie_embeddings
     source, target = (model.embedding,) * 2 if tied else (model.source_embedding, model.target_embedding)
     for side, embedding in (("encoder", source), ("decoder", target)):
@@ -111,57 +119,6 @@ def _from_transformer(model: Transformer) -> Any:
         if isinstance(module, nn.LayerNorm):
             module.eps = config.layer_norm_eps
     theirs.generation_config.forced_eos_token_id = None
-    return theirs
-
-
-def _copy(weights: dict[str, Tensor], name: str, module: nn.Module) -> None:
-    for key, parameter in module.named_parameters():
-        weights[f"{name}.{key}"].copy_(parameter)
-
-
-def _from_gpt(model: GPT) -> Any:
-    import transformers
-
-    config = model.config
-    if config.positions == "rotary" and config.norm == "rms":
-        try:
-            return to_huggingface(model).eval()
-        except ValueError as error:
-            raise Missing(f"its conversion can't have it: {error}") from error
-    check_gpt2(model)
-    theirs = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=config.vocab_size,
-            n_positions=config.max_len,
-            n_embd=config.d_model,
-            n_layer=config.num_layers,
-            n_head=config.num_heads,
-            n_inner=config.d_ff,
-            layer_norm_epsilon=config.layer_norm_eps,
-            bos_token_id=None,
-            eos_token_id=config.special_ids.first_eos,
-            pad_token_id=config.special_ids.pad,
-        )
-    ).eval()
-    weights = theirs.state_dict()
-    assert model.embedding.position is not None
-    weights["transformer.wte.weight"].copy_(model.embedding.weight)
-    weights["transformer.wpe.weight"].copy_(model.embedding.position.table)
-    assert model.decoder.norm is not None
-    _copy(weights, "transformer.ln_f", model.decoder.norm)
-    for place, layer in enumerate(model.decoder.layers):
-        name = f"transformer.h.{place}."
-        _copy(weights, f"{name}ln_1", layer.norm1)
-        _copy(weights, f"{name}ln_2", layer.norm2)
-        products = {
-            "attn.c_attn": (layer.self_attn.in_proj_weight, layer.self_attn.in_proj_bias),
-            "attn.c_proj": (layer.self_attn.out_proj.weight, layer.self_attn.out_proj.bias),
-            "mlp.c_fc": (layer.linear1.weight, layer.linear1.bias),
-            "mlp.c_proj": (layer.linear2.weight, layer.linear2.bias),
-        }
-        for theirs_name, (weight, bias) in products.items():
-            weights[f"{name}{theirs_name}.weight"].copy_(weight.t())  # Conv1D multiplies from the right
-            weights[f"{name}{theirs_name}.bias"].copy_(bias)
     return theirs
 
 

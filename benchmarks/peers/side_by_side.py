@@ -132,9 +132,7 @@ def _timed(
 def _times(found: Best, thing: Thing, measured: Mapping[Any, list[float]], against: Best | None) -> Row:
     return {
         "threads": found.threads,
-        "ms_p50": 1e3 * found.timing.p50,
-        "ms_p20": 1e3 * found.timing.p20,
-        "ms_p80": 1e3 * found.timing.p80,
+        **found.timing.fields(),
         "ms_by_threads": {
             str(threads): 1e3 * Timing.of(seconds).p50
             for (other, threads), seconds in measured.items()

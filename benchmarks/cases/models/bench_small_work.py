@@ -6,13 +6,13 @@ the module and its list of parameters are looked up by size.
 
 from __future__ import annotations
 
-import copy
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-import fastformer.nn
+import fastformer
+from benchmarks.cases.models.modules import flops_of, make_rival
 from benchmarks.measure.case import Benchmark, Inputs, Provider, Shape
 
 THREADS = (1, 2)
@@ -38,29 +38,7 @@ class Stack(NamedTuple):
 
 def make(kind: str, shape: Shape, *, training: bool, dtype: torch.dtype) -> Stack:
     """Makes the stack of one provider; the weights depend only on the sizes."""
-    dropout_p = shape.get("dropout_p", 0.0)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        stacks = []
-        for library in (nn, fastformer.nn):
-            layer = library.TransformerEncoderLayer(
-                shape["dim"], shape["heads"], 4 * shape["dim"], dropout_p, batch_first=True
-            )
-            stacks.append(library.TransformerEncoder(layer, shape["layers"]))
-        original, ours = stacks
-        for parameter in original.parameters():
-            if parameter.dim() > 1:  # a stack begins with copies of one layer, which would hide swapped weights
-                nn.init.xavier_uniform_(parameter)
-    for each in original.modules():
-        if isinstance(each, nn.TransformerEncoderLayer):
-            # Units stay away from relu's kink, half of them on, half off: rounding can't switch one.
-            each.linear1.bias.data.fill_(4.0)[::2].neg_()
-    if kind == "fastformer":
-        ours.load_state_dict(original.state_dict())
-        module: nn.Module = ours
-    else:
-        module = copy.deepcopy(original)
-    module = module.to(dtype).train(training)
+    module = make_rival(kind, "encoder", shape).to(dtype).train(training)
     if kind == "accelerated":
         fastformer.accelerate(module)
     return Stack(module, list(module.parameters()))
@@ -90,18 +68,6 @@ class Call:
             out: Tensor = stack.module(x)
             return out
         return list(torch.autograd.grad(stack.module(x), [x, *stack.parameters], inputs["dout"]))
-
-
-def flops_of(shape: Shape, training: bool) -> float:
-    """Counts the FLOPs of matrix products.
-
-    The forward pass has 2 a weight and token, and 4 a score and column of q. A backward pass doubles both, and computes
-    the scores again.
-    """
-    tokens, scores = shape["batch"] * shape["seqlen"], shape["batch"] * shape["seqlen"] ** 2
-    linear, attention = 24.0 * tokens * shape["dim"] ** 2, 4.0 * scores * shape["dim"]
-    passes: float = shape["layers"]
-    return passes * (3 * linear + 3.5 * attention if training else linear + attention)
 
 
 def _shapes(**more: Any) -> list[dict[str, Any]]:
@@ -134,7 +100,7 @@ def _benchmark(name: str, *, training: bool) -> Benchmark:
         quick=len(THREADS),
         # Each provider draws its own dropout; `encoder_training` checks a stack's dropout against the reference.
         checked=lambda shape: {key: value for key, value in shape.items() if key != "dropout_p"},
-        flops=lambda shape, mode: flops_of(shape, training),
+        flops=lambda shape, mode: flops_of("encoder", shape, training),
         tokens=lambda shape: shape["batch"] * shape["seqlen"],
     )
 

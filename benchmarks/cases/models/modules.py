@@ -27,7 +27,7 @@ STACKED = {"encoder": "encoder_layer", "decoder": "decoder_layer"}
 def lengths_of(shape: Shape) -> list[int]:
     """Returns the lengths of the sequences: with half padding, in equal steps from one (2 * batch)-th up."""
     batch, seqlen = shape["batch"], shape["seqlen"]
-    if shape["padding"] == "none":
+    if shape.get("padding", "none") == "none":
         return [seqlen] * batch
     return [max(1, round(seqlen * (2 * row + 1) / (2 * batch))) for row in range(batch)]
 
@@ -49,7 +49,7 @@ def make(name: str, library: Any, shape: Shape) -> nn.Module:
         made = library.MultiheadAttention(dim, heads, dropout, batch_first=True)
     elif name in STACKED:
         stack = library.TransformerEncoder if name == "encoder" else library.TransformerDecoder
-        made = stack(make(STACKED[name], library, shape), LAYERS)
+        made = stack(make(STACKED[name], library, shape), shape.get("layers", LAYERS))
     else:
         layer = library.TransformerEncoderLayer if name == "encoder_layer" else library.TransformerDecoderLayer
         made = layer(dim, heads, 4 * dim, dropout, batch_first=True)
@@ -68,9 +68,8 @@ def make_baseline(name: str, shape: Shape) -> nn.Module:
     return baseline.Layer(dim, 4 * dim, heads, is_decoder, False, dropout, dropout, dropout, 1e-5)
 
 
-@functools.lru_cache(maxsize=64)  # enough for the cases that passes are taken over
-def _module(kind: str, name: str, key: tuple[tuple[str, Any], ...], training: bool, like: tuple[Any, ...]) -> nn.Module:
-    shape = dict(key)
+def make_rival(kind: str, name: str, shape: Shape) -> nn.Module:
+    """Makes the module of one rival, in fp32 on the CPU; all have the weights of torch.nn's module of these sizes."""
     generator = torch.get_rng_state()
     torch.manual_seed(0)
     original = make(name, nn, shape)
@@ -91,7 +90,12 @@ def _module(kind: str, name: str, key: tuple[tuple[str, Any], ...], training: bo
         module.load_state_dict({key: original.state_dict()[key] for key in module.state_dict()})
     else:
         module = copy.deepcopy(original)
-    return module.to(*like).train(training)
+    return module
+
+
+@functools.lru_cache(maxsize=64)  # enough for the cases that passes are taken over
+def _module(kind: str, name: str, key: tuple[tuple[str, Any], ...], training: bool, like: tuple[Any, ...]) -> nn.Module:
+    return make_rival(kind, name, dict(key)).to(*like).train(training)
 
 
 def module_of(kind: str, name: str, x: Inputs, shape: Shape, training: bool) -> nn.Module:
@@ -177,7 +181,7 @@ def flops_of(name: str, shape: Shape, training: bool) -> float:
         "decoder_layer": (2 * attention + feed_forward, 1.5 * scores),  # half of its self-attention's scores are hidden
     }[STACKED.get(name, name)]
     linear, products = 2.0 * tokens * weights, 4.0 * seen * dim
-    layers = LAYERS if name in STACKED else 1
+    layers = shape.get("layers", LAYERS) if name in STACKED else 1
     return layers * (3 * linear + 3.5 * products if training else linear + products)
 
 
