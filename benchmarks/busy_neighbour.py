@@ -10,18 +10,17 @@ process is one more neighbour.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.cases.models.bench_small_work import KINDS, Call, make_inputs
 from benchmarks.measure import record
+from benchmarks.measure.commands import parser_of, positive
 from benchmarks.measure.timing import Timing
 from benchmarks.peers.compare import PAUSE, beside, busy_neighbours, take_turns
 
@@ -92,22 +91,16 @@ def measure(
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints a line for each mode and provider, and appends it to a file."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.busy_neighbour", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = parser_of("busy_neighbour", __doc__, out=True)
     parser.add_argument("--provider", nargs="+", choices=KINDS, default=list(KINDS), help="which ones")
     parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES), help="step: training; fwd: evaluation")
-    parser.add_argument("--threads", type=int, default=2, help="of torch (default 2)")
-    parser.add_argument("--neighbours", type=int, default=1, help="busy processes (default 1)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each, alone and not (default 5)")
+    parser.add_argument("--threads", type=positive, default=2, help="of torch (default 2)")
+    parser.add_argument("--neighbours", type=positive, default=1, help="busy processes (default 1)")
+    parser.add_argument("--rounds", type=positive, default=5, help="turns of each, alone and not (default 5)")
     parser.add_argument("--seconds", type=float, help=f"of a turn (default {MODES['step']}, fwd {MODES['fwd']})")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     for name, size in SHAPE.items():
-        parser.add_argument(f"--{name}", type=int, default=size, help=f"of the encoder (default {size})")
+        parser.add_argument(f"--{name}", type=positive, default=size, help=f"of the encoder (default {size})")
     options = parser.parse_args(arguments)
-    for name in ("threads", "neighbours", "rounds", *SHAPE):
-        if getattr(options, name) < 1:
-            parser.error(f"expected --{name} of at least 1, got {getattr(options, name)}")
     torch.set_num_threads(options.threads)
     shared = record.environment("cpu")
     sizes = {name: getattr(options, name) for name in SHAPE}

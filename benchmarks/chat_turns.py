@@ -9,14 +9,13 @@ alternate, and a clock is read at the first token.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
 from benchmarks.measure import record
+from benchmarks.measure.commands import parser_of
 from fastformer.generation import Generator
 from fastformer.models import GPT
 
@@ -43,7 +42,7 @@ def first_token(generator: Generator, prompt: list[int], new_tokens: int) -> tup
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints a line for each turn."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.chat_turns", description=__doc__.splitlines()[0])
+    parser = parser_of("chat_turns", __doc__, out=True)
     parser.add_argument("--turns", type=int, default=20, help="questions, each with its answer")
     parser.add_argument("--system", type=int, default=1000, help="tokens that each prompt begins with")
     parser.add_argument("--question", type=int, default=24, help="tokens of each question")
@@ -52,7 +51,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=12, help="of the model")
     parser.add_argument("--dim", type=int, default=1024, help="of the model, a multiple of 64")
     parser.add_argument("--threads", type=int, help="of torch")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     options = parser.parse_args(arguments)
     if options.threads is not None:
         torch.set_num_threads(options.threads)

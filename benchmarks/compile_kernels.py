@@ -9,7 +9,6 @@ by byte, with those of Triton's own launcher.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import multiprocessing
@@ -25,6 +24,7 @@ import torch
 from benchmarks.machine_code import report
 from benchmarks.machine_code.stub_driver import logged, stub_driver
 from benchmarks.measure import record
+from benchmarks.measure.commands import parser_of
 
 FOLDER = record.ROOT / "kernels" / "binaries"
 
@@ -112,7 +112,7 @@ def differences(launch: report.Launch, arch: int, stub: Any) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.compile_kernels", description=__doc__.split("\n")[0])
+    parser = parser_of("compile_kernels", __doc__)
     parser.add_argument("--arch", type=int, nargs="+", default=[90], choices=report.ARCHITECTURES)
     parser.add_argument("--only", nargs="+", default=report.STEMS, choices=report.STEMS, help="some of the stems")
     parser.add_argument("--size", default="usual", choices=("once", "quick", "usual", "all"), help="which cases")

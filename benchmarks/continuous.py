@@ -8,7 +8,6 @@ windows of 1,000 lines are sorted by length and cut into batches, and a batch en
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.measure import record
+from benchmarks.measure.commands import parser_of
 from fastformer.generation import Translator
 from fastformer.generation.config import GenerationConfig
 from fastformer.generation.engines import choose_engine
@@ -51,14 +51,13 @@ WAYS = {"continuous": continuous, "batches": batches}
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints a line for each of the two."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.continuous", description=__doc__.splitlines()[0])
+    parser = parser_of("continuous", __doc__, out=True)
     parser.add_argument("run", help="the run folder of a translator")
     parser.add_argument("file", type=Path, help="a text file, one sentence a line")
     parser.add_argument("--lines", type=int, default=10_000, help="of the file, at most")
     parser.add_argument("--num_beams", type=int, default=1, help="1 is greedy")
     parser.add_argument("--max_batch_size", type=int, help="rows that are decoded together")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     options = parser.parse_args(arguments)
 
     translator = Translator.from_pretrained(options.run)

@@ -8,7 +8,6 @@ more. Lines of other devices stay; those of the rows' devices are replaced.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import defaultdict
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import record
+from benchmarks.measure.commands import parser_of
 from fastformer.ops._fastest import KERNELS, OURS, TABLE, Entry
 
 # The runner's names of PyTorch's kernels.
@@ -83,9 +83,7 @@ def entries(by_call: Mapping[tuple[int, str, int, bool, int], Mapping[str, float
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.fastest_attention", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = parser_of("fastest_attention", __doc__)
     parser.add_argument("rows", type=Path, nargs="+", help="files of rows")
     parser.add_argument("--out", type=Path, default=TABLE, help="the table (default: %(default)s)")
     args = parser.parse_args(arguments)

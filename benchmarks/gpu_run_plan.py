@@ -25,7 +25,6 @@ their rows go to DIR/cuda*.jsonl.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import json
@@ -43,6 +42,7 @@ from typing import Any
 from benchmarks.gpu.assembler import newer_assembler
 from benchmarks.gpu.warm import Step, has_device, import_ahead, listed, spawn
 from benchmarks.measure import record
+from benchmarks.measure.commands import parser_of
 
 
 def limit_of(step: Step) -> float:
@@ -209,7 +209,7 @@ def listing(todo: Sequence[Step], leases: Sequence[float]) -> Iterator[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_run_plan", description=__doc__.splitlines()[0])
+    parser = parser_of("gpu_run_plan", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("start", "status", "run", "rehearse", "compile", "list"):
         command = commands.add_parser(name)

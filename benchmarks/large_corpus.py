@@ -10,7 +10,6 @@ corpus. Five million pairs take 1.1 GB of disk space, which is freed afterwards,
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.measure import record
+from benchmarks.measure.commands import parser_of, positive
 from benchmarks.measure.synthetic_text import write_pairs
 
 _VOCABULARY, _MAX_TOKENS = 8000, 2048
@@ -60,16 +60,8 @@ def measure(folder: Path, pairs: int, steps: int, processes: int, shards: int) -
     yield {**_row("prepare", run(words)), "shape": {**shape, "processes": processes}}
     text.unlink()
     words = ["train", str(folder / "run"), "--train_data", str(prepared), "--steps", str(steps), "--device", "cpu"]
-    words += [
-        "--max_tokens",
-        str(_MAX_TOKENS),
-        "--val_every",
-        "0",
-        "--val_examples",
-        "20",
-        "--save_every",
-        str(max(1, steps // 2)),
-    ]
+    words += ["--max_tokens", str(_MAX_TOKENS), "--val_every", "0", "--val_examples", "20"]
+    words += ["--save_every", str(max(1, steps // 2))]
     kept = sum(file.stat().st_size for file in prepared.glob("shard-*")) / 2**20
     shape |= {"steps": steps, "shards_mib": round(kept), "max_tokens": _MAX_TOKENS}
     yield {**_row("train", run(words)), "shape": shape}
@@ -88,18 +80,13 @@ def _row(mode: str, used: Used) -> record.Row:
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints a line for each command, and appends it to a file."""
-    about = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.large_corpus", description=about)
-    parser.add_argument("--pairs", type=int, default=5_000_000, help="of sentences (default 5,000,000)")
-    parser.add_argument("--steps", type=int, default=100, help="updates (default 100)")
-    parser.add_argument("--processes", type=int, default=2, help="that prepare (default 2)")
+    parser = parser_of("large_corpus", __doc__, out=True)
+    parser.add_argument("--pairs", type=positive, default=5_000_000, help="of sentences (default 5,000,000)")
+    parser.add_argument("--steps", type=positive, default=100, help="updates (default 100)")
+    parser.add_argument("--processes", type=positive, default=2, help="that prepare (default 2)")
     parser.add_argument("--shards", type=int, default=0, help="how many; 0: as `fastformer prepare` chooses")
     parser.add_argument("--folder", type=Path, help="for the files, which are taken away again; by default a new one")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     options = parser.parse_args(arguments)
-    for name in ("pairs", "steps", "processes"):
-        if getattr(options, name) < 1:
-            parser.error(f"expected --{name} of at least 1, got {getattr(options, name)}")
     shared = {**record.environment("cpu"), "threads": 1}  # of each process
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:

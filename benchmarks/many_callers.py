@@ -9,7 +9,6 @@ status is 1 if one differs. Torch's number of threads is the limit of the engine
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import threading
 import time
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks.measure import record
+from benchmarks.measure.commands import parser_of
 from fastformer.encoding.engine import Array, EncoderEngine
 from fastformer.models import BERT, BERTConfig
 
@@ -60,8 +60,7 @@ def seconds_of(
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints a line for each precision, number of threads and size of a batch."""
-    about = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.many_callers", description=about)
+    parser = parser_of("many_callers", __doc__)
     parser.add_argument("--callers", type=int, default=8, help="Python threads (default 8)")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of torch (default 1 2)")
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16", "int8"), default=["fp32", "int8"])

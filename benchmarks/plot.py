@@ -5,9 +5,9 @@ python -m benchmarks.plot [NAME ...] [--results DIR] [--out DIR]
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
+from benchmarks.measure.commands import parser_of
 from benchmarks.publish.charts import charts
 from benchmarks.publish.latest import RESULTS, Results
 from benchmarks.publish.style import PICTURES, save
@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     Returns 1 if a NAME can't be drawn.
     """
     known = charts()
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=(__doc__ or "").splitlines()[0])
+    parser = parser_of("plot", __doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of pictures (all): {', '.join(known)}")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of JSON lines")
     parser.add_argument("--out", type=Path, default=PICTURES, help="the folder of pictures")

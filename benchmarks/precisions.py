@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import record
+from benchmarks.measure.commands import parser_of
 from fastformer.checkpoints import load_model
 from fastformer.data.text import read_pairs
 from fastformer.generation import Translator
@@ -34,15 +35,13 @@ _ROWS = 64  # windows that are read together
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints a line for each precision and, with a translator, for each number of beams."""
-    about = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.precisions", description=about)
+    parser = parser_of("precisions", __doc__, out=True)
     parser.add_argument("run", help="the run folder of a translator or of a language model")
     parser.add_argument("file", type=Path, help="a text file; of a translator, one sentence a line")
     parser.add_argument("reference", type=Path, nargs="?", help="the right translations, a line each")
     parser.add_argument("--num_beams", type=int, nargs="+", default=[1, 4], help="of a translator; 1 is greedy")
     parser.add_argument("--window", type=int, default=256, help="of a language model: tokens that are read together")
     parser.add_argument("--data", default="multi30k en-de", help="what the texts are of, for the results")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     options = parser.parse_args(arguments)
     shared = record.environment("cpu")
     for row in perplexities(options) if options.reference is None else translations(options):

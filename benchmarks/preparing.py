@@ -10,7 +10,6 @@ processes, and the elapsed time includes the start of the processes. The tokeniz
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import os
@@ -22,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.measure import record
+from benchmarks.measure.commands import parser_of, positive
 from benchmarks.measure.synthetic_text import write_pairs
 from benchmarks.measure.timing import Timing
 from benchmarks.peers.compare import take_turns
@@ -96,15 +96,11 @@ def measure(pairs: int, processes: Sequence[int], rounds: int) -> Iterator[recor
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints a line for each row, and appends it to a file."""
-    about = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.preparing", description=about)
-    parser.add_argument("--pairs", type=int, default=200_000, help="of sentences (default 200,000)")
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="that prepare (default 1 2)")
-    parser.add_argument("--rounds", type=int, default=3, help="of all (default 3)")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+    parser = parser_of("preparing", __doc__, out=True)
+    parser.add_argument("--pairs", type=positive, default=200_000, help="of sentences (default 200,000)")
+    parser.add_argument("--processes", type=positive, nargs="+", default=[1, 2], help="that prepare (default 1 2)")
+    parser.add_argument("--rounds", type=positive, default=3, help="of all (default 3)")
     options = parser.parse_args(arguments)
-    if min(options.pairs, options.rounds, *options.processes) < 1:
-        parser.error("expected --pairs, --rounds and --processes of at least 1")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread, like the processes of `prepare`
     shared = {**record.environment("cpu"), "threads": 1}
     for row in measure(options.pairs, options.processes, options.rounds):

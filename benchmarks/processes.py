@@ -10,7 +10,6 @@ with a core for each process.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import os
@@ -22,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from benchmarks.measure import record
+from benchmarks.measure.commands import parser_of, positive
 from benchmarks.measure.synthetic_text import write_pairs
 from benchmarks.measure.timing import Timing
 from benchmarks.peers.compare import take_turns
@@ -113,17 +113,12 @@ def measure(processes: int, rounds: int, sizes: Mapping[str, int]) -> Iterator[r
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints a line for each row, and appends it to a file."""
-    about = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.processes", description=about)
-    parser.add_argument("--processes", type=int, default=2, help="that share a training (default 2)")
-    parser.add_argument("--rounds", type=int, default=3, help="trainings of each kind (default 3)")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+    parser = parser_of("processes", __doc__, out=True)
+    parser.add_argument("--processes", type=positive, default=2, help="that share a training (default 2)")
+    parser.add_argument("--rounds", type=positive, default=3, help="trainings of each kind (default 3)")
     for name, size in SIZES.items():
-        parser.add_argument(f"--{name}", type=int, default=size, help=f"of the training (default {size})")
+        parser.add_argument(f"--{name}", type=positive, default=size, help=f"of the training (default {size})")
     options = parser.parse_args(arguments)
-    for name in ("processes", "rounds", *SIZES):
-        if getattr(options, name) < 1:
-            parser.error(f"expected --{name} of at least 1, got {getattr(options, name)}")
     if options.accumulate % options.processes:
         parser.error(f"expected --accumulate to be a multiple of {options.processes} processes")
     shared = {**record.environment("cpu"), "threads": 1}

@@ -11,12 +11,12 @@ without a line in the results reads "not measured".
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.measure.commands import parser_of
 from benchmarks.publish.latest import RESULTS, Results
 from benchmarks.publish.tables import TABLES, Numbers, tables_of
 
@@ -79,7 +79,7 @@ def read(paths: Sequence[Path]) -> dict[Path, str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command. Returns 1 if a page is stale."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=(__doc__ or "").splitlines()[0])
+    parser = parser_of("readme", __doc__)
     parser.add_argument("--write", action="store_true", help="write the tables")
     parser.add_argument("--list", action="store_true", help="print each figure with its line and its command")
     parser.add_argument("--tables", type=Path, help="a folder whose lines to print as tables, quick ones too")

@@ -43,6 +43,7 @@ from benchmarks.measure import (
     scaling_fits,  # noqa: E402
 )
 from benchmarks.measure.case import SUITES  # noqa: E402
+from benchmarks.measure.commands import parser_of
 from benchmarks.measure.comparing import compare  # noqa: E402
 from benchmarks.measure.console import summary, table, title  # noqa: E402
 from benchmarks.measure.execute import Outcome, run_cases  # noqa: E402
@@ -196,7 +197,7 @@ def _say(text: str) -> None:
 
 
 def _parser(ops: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=(__doc__ or "").splitlines()[0])
+    parser = parser_of("run", __doc__, out=True)
     parser.add_argument("--suite", nargs="+", choices=SUITES, help="which suites (all but the experiments)")
     parser.add_argument("--op", nargs="+", choices=ops, metavar="OP", help="which benchmarks (all); see --list")
     modes = ("fwd", "bwd", "fwdbwd", "step", "replay")
@@ -214,7 +215,6 @@ def _parser(ops: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="few shapes, one dtype, less time")
     parser.add_argument("--rounds", type=int, help="passes, with a turn of each provider or several (16)")
     parser.add_argument("--seconds", type=float, help="about how long one case may be timed (60; 9 with --quick)")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     parser.add_argument(
         "--publish",
         action="store_true",

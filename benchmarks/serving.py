@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure import record
+from benchmarks.measure.commands import parser_of, positive
 from benchmarks.peers import servers
 from benchmarks.peers.job import Missing
 from benchmarks.peers.load import Load, Refused, percentile, put_under_load
@@ -177,22 +178,17 @@ def line(row: Row) -> str:
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=(__doc__ or "").splitlines()[0])
+    parser = parser_of("serving", __doc__, out=True)
     parser.add_argument("--case", nargs="+", choices=_CASES, default=["base", "llama-small"], help="the models")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64], help="that ask at once (1 4 16 64)")
+    parser.add_argument("--clients", type=positive, nargs="+", default=[1, 4, 16, 64], help="that ask at once")
     parser.add_argument("--precision", nargs="+", choices=("int8", "fp32"), default=["int8", "fp32"], help="of ours")
     parser.add_argument("--server", nargs="+", help="what the names of those that are measured begin with (all)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="that a server computes with")
-    parser.add_argument("--rounds", type=int, default=2, help="turns of each server (2)")
+    parser.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="that a server computes with")
+    parser.add_argument("--rounds", type=positive, default=2, help="turns of each server (2)")
     parser.add_argument("--seconds", type=float, default=3.0, help="of a turn that count (3)")
     parser.add_argument("--warm_up", type=float, default=0.5, help="seconds of a turn before those (0.5)")
     parser.add_argument("--llama_server", default="", metavar="PATH", help="llama.cpp's server, if not on PATH")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     options = parser.parse_args(arguments)
-    for name in ("clients", "threads", "rounds"):
-        given = getattr(options, name)
-        if (least := min(given) if isinstance(given, list) else given) < 1:
-            parser.error(f"expected --{name} of at least 1, got {least}")
     if not (options.seconds > 0 and options.warm_up >= 0):
         parser.error(
             f"expected --seconds above 0 and --warm_up of at least 0, got {options.seconds}, {options.warm_up}"

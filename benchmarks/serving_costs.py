@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure import record
+from benchmarks.measure.commands import parser_of
 from benchmarks.peers import servers
 from benchmarks.peers.bursts import Clients
 from benchmarks.peers.load import Client, percentile
@@ -314,9 +315,7 @@ def line(row: Row) -> str:
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.serving_costs", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = parser_of("serving_costs", __doc__, out=True)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="what is measured (all)")
     parser.add_argument("--case", choices=servers.TRANSLATORS, default="base", help="the model (base)")
     parser.add_argument("--precision", nargs="+", default=["int8", "fp32"], help="of one request (int8 fp32)")
@@ -325,7 +324,6 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=10, help="turns of refusals, streams, and twenties of one (10)")
     parser.add_argument("--many_rounds", type=int, default=2, help="turns of many clients (2)")
     parser.add_argument("--seconds", type=float, default=2.0, help="of a turn of streams (2)")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     options = parser.parse_args(arguments)
     for name in ("threads", "rounds", "many_rounds", "seconds"):
         if getattr(options, name) <= 0:

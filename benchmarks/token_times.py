@@ -10,7 +10,6 @@ of the first token includes the encoder, or the prompt.
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from benchmarks.cases.models.bench_decoding import ENGINES
 from benchmarks.measure import record
+from benchmarks.measure.commands import parser_of
 from benchmarks.peers.cases import CASES, make_job, make_model
 from benchmarks.peers.job import PRECISIONS, Model
 from benchmarks.publish.charts import draw_token_times
@@ -98,9 +98,7 @@ def lines(engines: list[str] | None, precisions: list[Precision]) -> list[Line]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints a line for each engine, and draws the plot."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.token_times", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = parser_of("token_times", __doc__, out=True)
     parser.add_argument("model", help="a case of benchmarks.peers, or a run folder")
     parser.add_argument("--tokens", type=int, default=128, help="of the output")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, help="which ones")
@@ -109,7 +107,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--rounds", type=int, default=5, help="turns of each engine")
     parser.add_argument("--threads", type=int, help="of torch")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     parser.add_argument("--picture", type=Path, help="draw this run to this file: .png, .svg or .pdf")
     options = parser.parse_args(arguments)
     if options.tokens < 2 or options.rounds < 1:

@@ -7,12 +7,12 @@ Every shape of the benchmark "attention" with these values is tuned, forward and
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from benchmarks.measure.commands import parser_of
 from benchmarks.measure.suites import benchmarks, has_values, key_value
 from benchmarks.measure.timing import time_interleaved
 
@@ -70,7 +70,7 @@ def tune(shape: dict[str, Any], kernel: str) -> list[tuple[float, Any]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints the fastest tiles of each shape; returns 1 if a kernel has none."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tune_attention", description=__doc__.splitlines()[0])
+    parser = parser_of("tune_attention", __doc__)
     parser.add_argument("--shape", nargs="+", type=key_value, default=[], help="such as seqlen=2048 (all)")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():

@@ -5,16 +5,15 @@ python -m benchmarks.experiments
 
 from __future__ import annotations
 
-import argparse
-
 from benchmarks.experiments import EXPERIMENTS
 from benchmarks.experiments.experiment import RESULTS, last_run
 from benchmarks.measure import record
+from benchmarks.measure.commands import parser_of
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints a line for each experiment."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.experiments", description=__doc__.splitlines()[0])
+    parser = parser_of("experiments", __doc__)
     parser.parse_args(arguments)
     rows = record.read(RESULTS) if RESULTS.is_file() else []
     for name, about in EXPERIMENTS.items():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from benchmarks.experiments import EXPERIMENTS
 from benchmarks.measure import record
+from benchmarks.measure.commands import parser_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,11 +46,8 @@ class Experiment:
 
     def parser(self) -> argparse.ArgumentParser:
         """Makes a parser with the options that each experiment has."""
-        parser = argparse.ArgumentParser(
-            prog=f"python -m benchmarks.experiments.{self.name}", description=EXPERIMENTS[self.name]
-        )
+        parser = parser_of(f"experiments.{self.name}", EXPERIMENTS[self.name], out=True)
         parser.add_argument("--quick", action="store_true", help="small, in seconds: shows that it runs, and no more")
-        parser.add_argument("--out", type=Path, help="append JSON lines to this file")
         parser.add_argument("--picture", type=Path, help="draw this run to this file (.svg, .png, .pdf)")
         return parser
 
@@ -85,14 +83,6 @@ class Experiment:
         row = rows[0]
         threads = f"{row['threads']} thread{'s' if row['threads'] > 1 else ''}"
         return self.draw(rows, self.title, f"{row['device']}, {threads}, PyTorch {row['torch']}")
-
-
-def positive(text: str) -> int:
-    """Converts an argument for argparse to an integer above 0."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer above 0, got {text}")
-    return value
 
 
 def load(name: str) -> Experiment:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.experiments.drawing import draw_curves
-from benchmarks.experiments.experiment import Experiment, Row, Spread, Verdict, final, has_one_seed, positive, value
+from benchmarks.experiments.experiment import Experiment, Row, Spread, Verdict, final, has_one_seed, value
 from benchmarks.experiments.learning import SMALL, learn
 from benchmarks.measure import record
+from benchmarks.measure.commands import positive
 
 SMOOTHING = {"no smoothing": 0.0, "smoothing 0.1": 0.1}
 

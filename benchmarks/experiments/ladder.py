@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks.cases.models.bench_decoding import ENGINES
-from benchmarks.experiments.experiment import Experiment, Row, Verdict, positive
+from benchmarks.experiments.experiment import Experiment, Row, Verdict
 from benchmarks.experiments.learning import learn, numbers
 from benchmarks.measure import record
+from benchmarks.measure.commands import positive
 from benchmarks.measure.timing import time_interleaved
 from benchmarks.publish import style
 from fastformer.data.examples import encode_pair

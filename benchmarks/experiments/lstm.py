@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from benchmarks.experiments.drawing import draw_curves
-from benchmarks.experiments.experiment import Experiment, Row, Spread, Verdict, final, has_one_seed, positive, value
+from benchmarks.experiments.experiment import Experiment, Row, Spread, Verdict, final, has_one_seed, value
 from benchmarks.experiments.learning import SMALL, learn
 from benchmarks.measure import record
+from benchmarks.measure.commands import positive
 
 TRANSFORMER, LSTM = "Transformer", "LSTM with attention"
 # One layer each, with as many parameters as SMALL; each has the better learning rate of 5e-3 and 1e-2.

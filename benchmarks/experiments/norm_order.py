@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from benchmarks.experiments.drawing import draw_curves
-from benchmarks.experiments.experiment import Experiment, Row, Spread, Verdict, final, has_one_seed, positive
+from benchmarks.experiments.experiment import Experiment, Row, Spread, Verdict, final, has_one_seed
 from benchmarks.experiments.learning import SMALL, learn
 from benchmarks.measure import record
+from benchmarks.measure.commands import positive
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

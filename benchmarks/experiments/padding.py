@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks.cases.models.bench_training_step import MULTI30K
-from benchmarks.experiments.experiment import Experiment, Row, Verdict, positive
+from benchmarks.experiments.experiment import Experiment, Row, Verdict
 from benchmarks.measure import record
+from benchmarks.measure.commands import positive
 from benchmarks.publish import style
 from fastformer.data.batching import Batch, collate, padding_ratio, plan_epoch
 from fastformer.data.bpe import train_bpe

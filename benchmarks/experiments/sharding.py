@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.experiments.drawing import draw_curves
-from benchmarks.experiments.experiment import Experiment, Row, Spread, Verdict, has_one_seed, positive, value
+from benchmarks.experiments.experiment import Experiment, Row, Spread, Verdict, has_one_seed, value
 from benchmarks.experiments.learning import SMALL, learn
 from benchmarks.measure import record
+from benchmarks.measure.commands import positive
 from fastformer.data.order import Order
 from fastformer.data.shards.reading import ShardedExamples
 from fastformer.number_words import english, german

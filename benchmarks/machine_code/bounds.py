@@ -13,7 +13,6 @@ bound: on an H200, the generic kernel reached 453 TFLOP/s forward at head_dim 12
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -25,6 +24,7 @@ import torch
 
 from benchmarks.machine_code import report, sass, schedule
 from benchmarks.machine_code.cases.attention import attention_call, launched_call
+from benchmarks.measure.commands import parser_of
 
 # The sustained speed of a large bf16 product of cuBLAS on one H100 SXM, which has a peak of 989.
 SUSTAINED_TFLOPS = 798
@@ -91,9 +91,7 @@ def lines() -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.machine_code.bounds", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = parser_of("machine_code.bounds", __doc__)
     parser.add_argument("--label", default="", help='such as "before": what of this code a line stands for')
     parser.add_argument("--out", type=Path, help="JSON lines, in the place of those with the same label and compiler")
     options = parser.parse_args()

@@ -100,6 +100,16 @@ class Benchmark:
         }
 
 
+def beside_eager(ours: Provider, eager: Provider, **others: Provider) -> dict[str, Any]:
+    """Returns the fields of a benchmark of fastformer beside eager PyTorch, the same compiled, and others by name."""
+    compiled = torch.compile(eager, dynamic=False)
+    return {
+        "providers": {"fastformer": ours, "eager": eager, "torch.compile": compiled, **others},
+        "baseline": "eager",
+        "compiled": ("torch.compile",),
+    }
+
+
 def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     """Copies the inputs as leaves in a dtype; those that required a gradient require one again."""
     return {

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.measure import record
+from benchmarks.measure.commands import parser_of, positive
 from benchmarks.measure.console import table
 from benchmarks.measure.console import title as title_of
 from benchmarks.peers import models, neighbours, suite
@@ -85,24 +86,19 @@ def _plans(options: argparse.Namespace) -> list[Plan]:
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=(__doc__ or "").splitlines()[0])
+    parser = parser_of("peers", __doc__, out=True)
     parser.add_argument("--case", choices=(*CASES, *models.MODELS), default="base", help="the model")
     parser.add_argument("--run", type=Path, help="the run folder of --case run")
     parser.add_argument("--text", type=Path, help="a text in its source language")
-    parser.add_argument("--batch", type=int, nargs="+", help="outputs that are decoded together (1 16; GPT-2: 1)")
-    parser.add_argument("--beams", type=int, nargs="+", help="1 is greedy (1 4; a GPT: 1)")
+    parser.add_argument("--batch", type=positive, nargs="+", help="outputs that are decoded together (1 16; GPT-2: 1)")
+    parser.add_argument("--beams", type=positive, nargs="+", help="1 is greedy (1 4; a GPT: 1)")
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["int8", "fp32"], help="of the weights")
-    parser.add_argument("--threads", type=int, nargs="+", help="the better number counts (decoders: 1 and all)")
+    parser.add_argument("--threads", type=positive, nargs="+", help="the better number counts (decoders: 1 and all)")
     parser.add_argument("--peer", nargs="+", help="which ones (all)")
     parser.add_argument("--llama_bench", default="", metavar="PATH", help="llama.cpp's llama-bench, if not on PATH")
     parser.add_argument("--neighbours", type=int, default=0, help="time ours alone and beside so many busy processes")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each (5)")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+    parser.add_argument("--rounds", type=positive, default=5, help="turns of each (5)")
     options = parser.parse_args(arguments)
-    for name in ("batch", "beams", "threads", "rounds"):
-        given = getattr(options, name)
-        if given is not None and (least := min(given) if isinstance(given, list) else given) < 1:
-            parser.error(f"expected --{name} of at least 1, got {least}")
     if options.neighbours < 0:
         parser.error(f"expected --neighbours of at least 0, got {options.neighbours}")
     if (options.case == "run") != (options.run is not None and options.text is not None):

@@ -7,7 +7,6 @@ The page has the latest run of each case (`benchmarks.publish.latest`), and adap
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Iterable, Iterator
 from html import escape
@@ -18,6 +17,7 @@ from benchmarks.experiments import EXPERIMENTS
 from benchmarks.experiments.experiment import last_run, load
 from benchmarks.measure import record
 from benchmarks.measure.case import SUITES
+from benchmarks.measure.commands import parser_of
 from benchmarks.measure.console import doubt
 from benchmarks.publish.charts import charts, name_of
 from benchmarks.publish.latest import RESULTS, Results, Row, case_of, was_timed
@@ -224,7 +224,7 @@ def _commands(results: Results) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Writes the page."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=(__doc__ or "").splitlines()[0])
+    parser = parser_of("report", __doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of JSON lines")
     parser.add_argument("--out", type=Path, default=OUT, help="the page")
     options = parser.parse_args(arguments)

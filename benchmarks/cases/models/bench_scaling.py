@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from benchmarks.cases.ops.bench_attention import sdpa
 from benchmarks.measure.case import Benchmark, Inputs, Provider, Shape
 from fastformer.ops import attention
 
@@ -57,16 +57,6 @@ def materialised(visible: str) -> Provider:
             seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
             scores = scores.masked_fill(~(seen.triu(-WINDOW) if visible == "window" else seen), -1e9)
         return (scores.softmax(-1) @ v).transpose(1, 2)
-
-    return run
-
-
-def sdpa(is_causal: bool) -> Provider:
-    """Makes the provider of scaled_dot_product_attention."""
-
-    def run(x: Inputs, shape: Shape) -> Tensor:
-        q, k, v = (x[name].transpose(1, 2) for name in "qkv")
-        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2)
 
     return run
 
@@ -114,8 +104,8 @@ PROVIDERS: dict[str, Provider] = {
     "fastformer": ours(),
     "fastformer causal": ours(is_causal=True),
     "fastformer window": ours(window_size=(WINDOW, 0)),
-    "sdpa": sdpa(False),
-    "sdpa causal": sdpa(True),
+    "sdpa": sdpa(),
+    "sdpa causal": lambda x, shape: sdpa()(x, {**shape, "causal": True}),
     "baseline": materialised("all"),
 }
 

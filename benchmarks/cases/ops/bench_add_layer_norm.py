@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from benchmarks.measure.case import Benchmark, Inputs, Shape
+from benchmarks.measure.case import Benchmark, Inputs, Shape, beside_eager
 from fastformer.ops import add_layer_norm
 
 
@@ -30,9 +30,6 @@ def eager(x: Inputs, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
     return F.layer_norm(s, s.shape[-1:], x["weight"], x["bias"]), s
 
 
-compiled = torch.compile(eager, dynamic=False)
-
-
 def moved(shape: Shape, mode: str, itemsize: int) -> float:
     """Counts x, residual, y, s; backward dy, ds, s, dx and dresidual, of which the last two are one without dropout."""
     backward = 5 if shape["dropout_p"] else 4
@@ -52,11 +49,9 @@ BENCHMARKS = [
             ],
         },
         make_inputs=make_inputs,
-        providers={"fastformer": ours, "eager": eager, "torch.compile": compiled},
-        baseline="eager",
         modes=("fwd", "bwd", "fwdbwd"),
         quick=2,
         moved=moved,
-        compiled=("torch.compile",),
+        **beside_eager(ours, eager),
     )
 ]

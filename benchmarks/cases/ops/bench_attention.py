@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from benchmarks.measure.case import Benchmark, Inputs, Provider, Shape
+from benchmarks.measure.case import Benchmark, Inputs, Provider, Shape, beside_eager
 from fastformer.ops import attention, varlen_attention
 
 
@@ -48,9 +48,6 @@ def eager(x: Inputs, shape: Shape) -> torch.Tensor:
     return (F.dropout(scores.softmax(-1), shape.get("dropout_p", 0.0)) @ v).transpose(1, 2)
 
 
-compiled = torch.compile(eager, dynamic=False)
-
-
 def sdpa(backend: str | None = None) -> Provider:
     """Makes the provider of torch's scaled_dot_product_attention: one of its backends, or (None) its own choice."""
 
@@ -77,21 +74,6 @@ def flex(x: Inputs, shape: Shape) -> torch.Tensor:
         raise NotImplementedError("flex attention has no dropout")
     q, k, v = (x[name].transpose(1, 2) for name in "qkv")
     return _flex(shape["seqlen"], shape["causal"])(q, k, v).transpose(1, 2)
-
-
-def varlen(x: Inputs, shape: Shape) -> torch.Tensor:
-    """Calls torch.nn.attention.varlen, if this PyTorch has it, with the batch as packed sequences."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    if shape["dropout_p"]:
-        raise NotImplementedError("torch's varlen attention has no dropout")
-    batch, seqlen = shape["batch"], shape["seqlen"]
-    cu_seqlens = torch.arange(0, (batch + 1) * seqlen, seqlen, dtype=torch.int32, device=x["q"].device)
-    window: dict[str, Any] = {"window_size": (-1, 0)} if shape["causal"] else {}
-    q, k, v = (x[name].flatten(0, 1) for name in "qkv")
-    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, seqlen, seqlen, **window)
-    assert isinstance(out, torch.Tensor)
-    return out.unflatten(0, (batch, seqlen))
 
 
 def flops(shape: Shape, mode: str) -> float:
@@ -186,19 +168,25 @@ def padded(provider: Provider) -> Provider:
     return run
 
 
-eager_packed = padded(eager)
-compiled_packed = torch.compile(eager_packed, dynamic=False)
-
-
 def varlen_packed(x: Inputs, shape: Shape) -> torch.Tensor:
     """Calls torch.nn.attention.varlen, if this PyTorch has it."""
     from torch.nn.attention.varlen import varlen_attn
 
+    if shape.get("dropout_p"):
+        raise NotImplementedError("torch's varlen attention has no dropout")
     window: dict[str, Any] = {"window_size": (-1, 0)} if shape["causal"] else {}
     cu_seqlens, longest = x["cu_seqlens"], shape["seqlen"]
     out = varlen_attn(x["q"], x["k"], x["v"], cu_seqlens, cu_seqlens, longest, longest, **window)
     assert isinstance(out, torch.Tensor)
     return out
+
+
+def varlen(x: Inputs, shape: Shape) -> torch.Tensor:
+    """Makes the same call with a batch of sequences of one length, as packed sequences."""
+    batch, seqlen = shape["batch"], shape["seqlen"]
+    inputs = {name: x[name].flatten(0, 1) for name in ("q", "k", "v")}
+    inputs["cu_seqlens"] = torch.arange(0, (batch + 1) * seqlen, seqlen, dtype=torch.int32, device=x["q"].device)
+    return varlen_packed(inputs, shape).unflatten(0, (batch, seqlen))
 
 
 def packed_flops(shape: Shape, mode: str) -> float:
@@ -260,23 +248,14 @@ BENCHMARKS = [
             ],
         },
         make_inputs=make_inputs,
-        providers={
-            "fastformer": ours,
-            "sdpa": sdpa(),
-            "eager": eager,
-            "torch.compile": compiled,
-            **SDPA,
-            "flex": flex,
-            "torch varlen": varlen,
-        },
-        baseline="eager",
         modes=("fwd", "bwd", "fwdbwd"),
         quick=2,
         flops=flops,
         moved=moved,
         only_on=dict.fromkeys(CUDA_ONLY, "cuda"),
-        compiled=("torch.compile", "flex"),
         checked=checked,
+        **beside_eager(ours, eager, sdpa=sdpa(), **SDPA, flex=flex, **{"torch varlen": varlen})
+        | {"compiled": ("torch.compile", "flex")},
     ),
     Benchmark(
         name="masked_attention",
@@ -288,14 +267,12 @@ BENCHMARKS = [
             ]
         },
         make_inputs=make_masked_inputs,
-        providers={"fastformer": ours_masked, "sdpa": sdpa(), "eager": eager, "torch.compile": compiled, **SDPA},
-        baseline="eager",
         modes=("fwd", "bwd", "fwdbwd"),
         flops=masked_flops,
         moved=masked_moved,
         only_on=dict.fromkeys(SDPA, "cuda"),
-        compiled=("torch.compile",),
         checked=checked,
+        **beside_eager(ours_masked, eager, sdpa=sdpa(), **SDPA),
     ),
     Benchmark(
         name="packed_attention",
@@ -307,20 +284,17 @@ BENCHMARKS = [
             ]
         },
         make_inputs=make_packed_inputs,
-        providers={
-            "fastformer": ours_packed,
-            "sdpa": padded(sdpa()),
-            "eager": eager_packed,
-            "torch.compile": compiled_packed,
-            **{name: padded(provider) for name, provider in SDPA.items()},
-            "torch varlen": varlen_packed,
-        },
-        baseline="eager",
         modes=("fwd", "bwd", "fwdbwd"),
         flops=packed_flops,
         moved=packed_moved,
         only_on=dict.fromkeys((*SDPA, "torch varlen"), "cuda"),
-        compiled=("torch.compile",),
         checked=checked,
+        **beside_eager(
+            ours_packed,
+            padded(eager),
+            sdpa=padded(sdpa()),
+            **{name: padded(provider) for name, provider in SDPA.items()},
+            **{"torch varlen": varlen_packed},
+        ),
     ),
 ]

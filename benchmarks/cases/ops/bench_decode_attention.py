@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.measure.case import Benchmark, Inputs, Provider, Shape, on_reference
+from benchmarks.measure.case import Benchmark, Inputs, Provider, Shape, beside_eager, on_reference
 from fastformer.ops import decode_attention
 
 BLOCK_SIZE = 16
@@ -65,8 +66,6 @@ def eager(x: Inputs, shape: Shape) -> torch.Tensor:
     return ((q @ k.transpose(-2, -1) * shape["head_dim"] ** -0.5).softmax(-1) @ v).transpose(1, 2)
 
 
-compiled = torch.compile(eager, dynamic=False)
-
 # The cache that was last put in order, and its keys and values.
 _in_memory: list[torch.Tensor] = []
 
@@ -83,9 +82,7 @@ def sdpa(backend: str | None = None) -> Provider:
         _, k, v = _in_memory
         options: dict[str, Any] = {"enable_gqa": True} if shape["heads"] != shape["kv_heads"] else {}
         q = x["q"].transpose(1, 2)
-        if backend is None:
-            return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
-        with sdpa_kernel(getattr(SDPBackend, backend)):
+        with contextlib.nullcontext() if backend is None else sdpa_kernel(getattr(SDPBackend, backend)):
             return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
     return run
@@ -129,21 +126,20 @@ BENCHMARKS = [
             ),
         },
         make_inputs=make_inputs,
-        providers={
-            "fastformer": ours,
-            "fastformer reference": on_reference(ours),
-            "eager": eager,
-            "torch.compile": compiled,
-            "sdpa in order": sdpa(),
-            "sdpa flash in order": sdpa("FLASH_ATTENTION"),
-            "sdpa cudnn in order": sdpa("CUDNN_ATTENTION"),
-        },
-        baseline="eager",
         modes=("fwd", "replay"),
         quick=1,
         flops=flops,
         moved=moved,
         only_on=dict.fromkeys(("sdpa flash in order", "sdpa cudnn in order"), "cuda"),
-        compiled=("torch.compile",),
+        **beside_eager(
+            ours,
+            eager,
+            **{
+                "fastformer reference": on_reference(ours),
+                "sdpa in order": sdpa(),
+                "sdpa flash in order": sdpa("FLASH_ATTENTION"),
+                "sdpa cudnn in order": sdpa("CUDNN_ATTENTION"),
+            },
+        ),
     )
 ]

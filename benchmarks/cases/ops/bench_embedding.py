@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from benchmarks.measure.case import Benchmark, Inputs, Shape
+from benchmarks.measure.case import Benchmark, Inputs, Shape, beside_eager
 from fastformer.ops import embedding, sinusoidal_positions
 
 
@@ -33,9 +33,6 @@ def eager(x: Inputs, shape: Shape) -> torch.Tensor:
     return F.dropout(rows + x["table"], shape["dropout_p"])
 
 
-compiled = torch.compile(eager, dynamic=False)
-
-
 def moved(shape: Shape, mode: str, itemsize: int) -> float:
     """Counts a row of weight and of out for each token; backward, dout and the gradient of the whole weight."""
     tokens = shape["batch"] * shape["seqlen"]
@@ -51,9 +48,7 @@ BENCHMARKS = [
             "cuda": [{"batch": 64, "seqlen": 256, "dim": 512, "vocab_size": 32000, "dropout_p": p} for p in (0.1, 0.0)],
         },
         make_inputs=make_inputs,
-        providers={"fastformer": ours, "eager": eager, "torch.compile": compiled},
-        baseline="eager",
         moved=moved,
-        compiled=("torch.compile",),
+        **beside_eager(ours, eager),
     )
 ]

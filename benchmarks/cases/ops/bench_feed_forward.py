@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from benchmarks.measure.case import Benchmark, Inputs, Shape
+from benchmarks.measure.case import Benchmark, Inputs, Shape, beside_eager
 from fastformer.ops import feed_forward
 
 
@@ -39,9 +39,6 @@ def eager(x: Inputs, shape: Shape) -> torch.Tensor:
     return F.linear(hidden, x["weight2"], x["bias2"])
 
 
-compiled = torch.compile(eager, dynamic=False)
-
-
 def moved(shape: Shape, mode: str, itemsize: int) -> float:
     """Counts x, both weights, out; backward dout, x, both weights and their gradients. Hidden values don't count."""
     rows, weights = shape["rows"] * shape["dim"], 2 * shape["dim"] * shape["hidden_dim"]
@@ -65,11 +62,9 @@ BENCHMARKS = [
             "cuda": _shapes(8192, 512, 1024),
         },
         make_inputs=make_inputs,
-        providers={"fastformer": ours, "eager": eager, "torch.compile": compiled},
-        baseline="eager",
         quick=2,
         flops=lambda s, mode: (4 if mode == "fwd" else 12) * s["rows"] * s["dim"] * s["hidden_dim"],
         moved=moved,
-        compiled=("torch.compile",),
+        **beside_eager(ours, eager),
     )
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from benchmarks.measure.case import Benchmark, Inputs, Shape
+from benchmarks.measure.case import Benchmark, Inputs, Shape, beside_eager
 from fastformer.ops import linear_cross_entropy
 
 
@@ -34,9 +34,6 @@ def eager(x: Inputs, shape: Shape) -> torch.Tensor:
     )
 
 
-compiled = torch.compile(eager, dynamic=False)
-
-
 def flops(shape: Shape, mode: str) -> float:
     """Counts the products for logits, dx and dweight, of the rows that count."""
     return 6.0 * (shape["rows"] - -(-shape["rows"] // 10)) * shape["dim"] * shape["vocab_size"]
@@ -61,11 +58,9 @@ BENCHMARKS = [
             ],
         },
         make_inputs=make_inputs,
-        providers={"fastformer": ours, "eager": eager, "torch.compile": compiled},
-        baseline="eager",
         modes=("fwdbwd",),
-        compiled=("torch.compile",),
         flops=flops,
         moved=moved,
+        **beside_eager(ours, eager),
     )
 ]

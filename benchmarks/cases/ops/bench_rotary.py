@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.measure.case import Benchmark, Inputs, Shape
+from benchmarks.measure.case import Benchmark, Inputs, Shape, beside_eager
 from fastformer.ops import rotary, rotary_tables
 
 
@@ -27,9 +27,6 @@ def eager(x: Inputs, shape: Shape) -> torch.Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-compiled = torch.compile(eager, dynamic=False)
-
-
 def moved(shape: Shape, mode: str, itemsize: int) -> float:
     """Counts a read and a write of every element; the tables stay in a cache."""
     tensor = shape["batch"] * shape["seqlen"] * shape["heads"] * shape["head_dim"] * itemsize
@@ -48,10 +45,8 @@ BENCHMARKS = [
             ],
         },
         make_inputs=make_inputs,
-        providers={"fastformer": ours, "eager": eager, "torch.compile": compiled},
-        baseline="eager",
         modes=("fwd", "bwd", "fwdbwd"),
         moved=moved,
-        compiled=("torch.compile",),
+        **beside_eager(ours, eager),
     )
 ]
