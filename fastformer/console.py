@@ -116,6 +116,22 @@ def is_terminal(stream: TextIO | None) -> bool:
         return False
 
 
+def progress_bar(*, is_shown: bool = True, **options: Any) -> Any:
+    """Makes a progress bar of tqdm on standard error; returns None without a terminal, without tqdm, or if not shown.
+
+    Args:
+        is_shown: whether the caller wants a bar.
+        options: see `tqdm.tqdm`.
+    """
+    if not is_shown or not is_terminal(sys.stderr):
+        return None
+    try:
+        from tqdm import tqdm
+    except ImportError:  # a missing progress bar is no reason to stop
+        return None
+    return tqdm(file=sys.stderr, **options)
+
+
 @contextlib.contextmanager
 def standard_streams() -> Iterator[None]:
     """Makes standard output and error `Output`s in UTF-8, whatever the locale; first only standard error is outlived.

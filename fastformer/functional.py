@@ -347,7 +347,7 @@ def activate() -> contextlib.AbstractContextManager[None]:
         # Set before the name is routed to fastformer's, and until it no longer is: another thread may be calling it.
         library = _activation = torch.library.Library("aten", "IMPL")
         for key in ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA"):
-            library.impl("scaled_dot_product_attention", _override, key)
+            library.impl("scaled_dot_product_attention", scaled_dot_product_attention, key)
     return _Activated()
 
 
@@ -358,17 +358,3 @@ def deactivate() -> None:
         if _activation is not None:
             _activation._destroy()
         _activation = None
-
-
-def _override(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
-from fastformer.console import OutputLostError, is_terminal
+from fastformer.console import OutputLostError, is_terminal, progress_bar
 from fastformer.settings import Range
 
 if TYPE_CHECKING:
@@ -75,13 +75,9 @@ def embed(
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int], object]]:
     """Counts lines on standard error if it is a terminal."""
-    try:
-        from tqdm import tqdm
-    except ImportError:  # a missing progress bar is no reason to stop
-        yield lambda lines: None
-        return
-    with tqdm(unit="text", file=sys.stderr, disable=not is_terminal(sys.stderr)) as bar:
-        yield bar.update
+    bar = progress_bar(unit="text")
+    with contextlib.nullcontext() if bar is None else bar:
+        yield bar.update if bar is not None else lambda lines: None
 
 
 @contextlib.contextmanager

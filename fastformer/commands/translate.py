@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jsonargparse import ArgumentParser
 
 from fastformer.commands._options import OPTIONS, add_options, given_options
-from fastformer.console import OutputLostError, is_terminal, shown
+from fastformer.console import OutputLostError, is_terminal, progress_bar, shown
 from fastformer.generation.config import GenerationConfig, Precision
 from fastformer.settings import BleuTokenize
 
@@ -374,20 +374,17 @@ def _print_answers(
 @contextlib.contextmanager
 def _progress(file: str | None) -> Iterator[Callable[[int], object]]:
     """Counts lines with a progress bar on standard error, for a file whose answers aren't shown on a terminal."""
-    if file is None or not Path(file).is_file() or not is_terminal(sys.stderr) or is_terminal(sys.stdout):
-        yield lambda lines: None
-        return
-    try:
-        from tqdm import tqdm
-    except ImportError:  # a missing progress bar is no reason to stop
+    bar = None
+    if file is not None and Path(file).is_file() and not is_terminal(sys.stdout):
+        bar = progress_bar(unit="line")
+    if file is None or bar is None:
         yield lambda lines: None
         return
     from fastformer.data.files import open_bytes
 
-    total = None
-    with contextlib.suppress(ValueError), open_bytes(file) as lines:  # translating raises the error
-        total = sum(1 for _ in lines)
-    with tqdm(total=total, unit="line", file=sys.stderr) as bar:
+    with bar:
+        with contextlib.suppress(ValueError), open_bytes(file) as lines:  # translating raises the error
+            bar.reset(total=sum(1 for _ in lines))
         yield bar.update
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import random
-import sys
 import time
 from array import array
 from collections import Counter
@@ -162,7 +161,10 @@ def encode_all(tokenizer: Tokenizer, texts: Sequence[str], what: str) -> Iterato
     """
     began, tokens = time.perf_counter(), 0
     unknown: Counter[str] = Counter()
-    for start in _progress(range(0, len(texts), ENCODED_AT_ONCE), f"tokenizing {what} text"):
+    starts = range(0, len(texts), ENCODED_AT_ONCE)
+    title = f"tokenizing {what} text"
+    bar = console.progress_bar(is_shown=len(starts) > 1, iterable=starts, desc=title, dynamic_ncols=True, leave=False)
+    for start in starts if bar is None else bar:
         batch = texts[start : start + ENCODED_AT_ONCE]
         for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
             if isinstance(tokenizer, ForeignTokenizer):
@@ -181,18 +183,6 @@ def encode_all(tokenizer: Tokenizer, texts: Sequence[str], what: str) -> Iterato
             what,
             " ".join(repr(character) for character, _ in unknown.most_common(5)),
         )
-
-
-def _progress(starts: range, what: str) -> Iterable[int]:
-    """Yields the same numbers, with a progress bar if a terminal and tqdm are available and the work is long."""
-    if len(starts) > 1 and console.is_terminal(sys.stderr):
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            return starts
-        bar: Iterable[int] = tqdm(starts, what, dynamic_ncols=True, leave=False)
-        return bar
-    return starts
 
 
 def tokenizer_of(config: TrainConfig, pairs: Pairs) -> Tokenizer:

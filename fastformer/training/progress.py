@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,7 +118,7 @@ class Progress:
         self._metrics = run / METRICS
         if os.path.lexists(self._metrics) and (self._metrics.is_symlink() or not self._metrics.is_file()):
             raise ValueError(f"expected {self._metrics} to be a file, got a link, a folder or a pipe: remove it")
-        self._bar = _progress_bar(steps, done)
+        self._bar = console.progress_bar(total=steps, initial=done, unit="update", dynamic_ncols=True, leave=False)
         self._board = _tensorboard(run, done)
         self._steps, self._done = steps, done
         self._started = time.perf_counter()
@@ -254,17 +253,6 @@ def _comes_before(line: bytes, done: int, validated: int) -> bool:
     if not isinstance(step, int):
         return False
     return step <= (done if values.get("kind") == "train" else min(done, validated))
-
-
-def _progress_bar(steps: int, done: int) -> Any:
-    """Makes the progress bar; returns None without a terminal or without tqdm."""
-    if not console.is_terminal(sys.stderr):
-        return None
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    return tqdm(total=steps, initial=done, unit="update", dynamic_ncols=True, leave=False)
 
 
 def _tensorboard(run: Path, done: int) -> Any:

@@ -16,9 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.checkpoints.hf.common import (
+    THEIR_ACTIVATIONS,
+    activation_of,
     check_floating,
     check_options,
     depth_of,
+    embedding_weights,
+    eos_setting,
     first_equal,
     flag_of,
     joined,
@@ -75,16 +79,6 @@ FORMS = {
 }
 _OFFSET = 2  # unused rows of a learned table, before position 0
 
-_ACTIVATIONS = {
-    "relu": "relu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "silu": "silu",
-    "swish": "silu",
-}
-_THEIR_ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
-
 _SHARED, _SOURCE, _TARGET = (
     "model.shared.weight",
     "model.encoder.embed_tokens.weight",
@@ -134,7 +128,7 @@ def transformer_from_bart(
         num_decoder_layers=depth_of(settings, "decoder_layers", state),
         norm_first=form.norm_first,
         layer_norm_eps=_EPS if layer_norm_eps is None else layer_norm_eps,
-        activation=_activation(settings.get("activation_function", "relu" if form.behind_pad else "gelu")),
+        activation=activation_of(settings, "activation_function", "relu" if form.behind_pad else "gelu"),
         dropout=settings.get("dropout", 0.1),
         attention_dropout=settings.get("attention_dropout", 0.0),
         activation_dropout=settings.get("activation_dropout", 0.0),
@@ -158,11 +152,7 @@ def transformer_from_bart(
                 left.pop(name, None)
         elif (table := left.pop(theirs, None)) is not None:
             _check_positions(theirs, table, config, form)
-    if tied:
-        weights["embedding.weight"] = target_embedding
-    else:
-        weights |= {"source_embedding.weight": source_embedding, "target_embedding.weight": target_embedding}
-        weights["output.weight"] = output
+    weights |= embedding_weights(source_embedding, target_embedding, output)
     if config.output_bias:
         weights["output_bias"] = bias
     if left:
@@ -180,9 +170,9 @@ def bart_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str,
     kind, form = _form(config)
     wanted = {"norm": "layer", "layer_norm_eps": _EPS, "window_size": None, "head_dim": None}
     check_options(config, wanted, form.name, one_vocabulary=kind != "marian")
-    if config.activation not in _THEIR_ACTIVATIONS:
+    if config.activation not in THEIR_ACTIVATIONS:
         raise ValueError(
-            f"expected a {form.name}, with an activation in {(*_THEIR_ACTIVATIONS,)}, got {config.activation!r}"
+            f"expected a {form.name}, with an activation in {(*THEIR_ACTIVATIONS,)}, got {config.activation!r}"
         )
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     tied = config.tie_embeddings
@@ -225,7 +215,7 @@ def bart_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str,
         "decoder_ffn_dim": config.d_ff,
         "encoder_layers": config.num_encoder_layers,
         "decoder_layers": config.num_decoder_layers,
-        "activation_function": _THEIR_ACTIVATIONS[config.activation],
+        "activation_function": THEIR_ACTIVATIONS[config.activation],
         "dropout": config.dropout,
         "attention_dropout": config.attention_dropout,
         "activation_dropout": config.activation_dropout,
@@ -233,7 +223,7 @@ def bart_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str,
         "tie_word_embeddings": tied,
         "max_position_embeddings": config.max_len,
         "pad_token_id": ids.pad,
-        "eos_token_id": ids.first_eos if len(ids.eos) == 1 else [*ids.eos],
+        "eos_token_id": eos_setting(ids),
         "bos_token_id": None,
         "decoder_start_token_id": ids.start,
         "forced_eos_token_id": None,
@@ -314,12 +304,6 @@ def _check_positions(name: str, table: Tensor, config: TransformerConfig, form: 
         is_right = torch.allclose(table.float(), expected, rtol=0, atol=atol)
     if not is_right:
         raise ValueError(f"expected {name} to be {form.name}'s sines and cosines, got another table")
-
-
-def _activation(name: object) -> Any:
-    if name not in _ACTIVATIONS:
-        raise ValueError(f"expected an activation_function in {(*_ACTIVATIONS,)}, got {name!r}")
-    return _ACTIVATIONS[str(name)]
 
 
 def _id(settings: Mapping[str, Any], name: str, form: Form) -> Any:

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastformer.checkpoints.hf.common import flag_of, number_of
+from fastformer.checkpoints.hf.common import activation_of, flag_of, number_of
 from fastformer.checkpoints.hf.decoder import check_form
 from fastformer.checkpoints.hf.encoder import EMBEDDING, POSITIONS, EncoderForm, encoder_layer_names
-from fastformer.checkpoints.hf.gpt2 import ACTIVATIONS
 from fastformer.models import BERTConfig
 
 _THEIRS = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
@@ -31,18 +30,6 @@ _FREE = (
     *("pooler", "num_labels"),
 )
 BOTH = ("weight", "bias")
-
-
-def activation_of(settings: Mapping[str, Any], name: str) -> str:
-    """Returns the activation of `BERTConfig` that a setting names.
-
-    Raises:
-        ValueError: a `BERT` doesn't have the activation.
-    """
-    value = settings.get(name, "gelu")
-    if not isinstance(value, str) or value not in ACTIVATIONS:
-        raise ValueError(f"expected {name} to be one of {(*ACTIVATIONS,)}, got {value!r}")
-    return ACTIVATIONS[value]
 
 
 def check_only(settings: Mapping[str, Any]) -> None:
@@ -72,7 +59,7 @@ def bert_options(settings: Mapping[str, Any], unused: int = 0) -> dict[str, Any]
         "num_layers": number_of(settings, "num_hidden_layers"),
         "d_ff": number_of(settings, "intermediate_size"),
         "layer_norm_eps": settings.get("layer_norm_eps", 1e-12),
-        "activation": activation_of(settings, "hidden_act"),
+        "activation": activation_of(settings, "hidden_act", "gelu"),
         "dropout": dropout,
         "attention_dropout": settings.get("attention_probs_dropout_prob", 0.1),
         "head_dropout": dropout if own is None else own,

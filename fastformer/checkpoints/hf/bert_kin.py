@@ -12,7 +12,6 @@ from typing import Any
 from fastformer.checkpoints.hf.bert import (
     BERT_FORM,
     BOTH,
-    activation_of,
     bert_names,
     bert_options,
     bert_settings,
@@ -21,7 +20,7 @@ from fastformer.checkpoints.hf.bert import (
     dense_head,
     embedding_names,
 )
-from fastformer.checkpoints.hf.common import number_of
+from fastformer.checkpoints.hf.common import activation_of, number_of
 from fastformer.checkpoints.hf.encoder import EncoderForm, encoder_layer_names
 from fastformer.models import BERTConfig
 
@@ -63,7 +62,7 @@ def _distil_options(settings: Mapping[str, Any]) -> dict[str, Any]:
         "num_heads": number_of(settings, "n_heads"),
         "num_layers": number_of(settings, "n_layers"),
         "d_ff": number_of(settings, "hidden_dim"),
-        "activation": activation_of(settings, "activation"),
+        "activation": activation_of(settings, "activation", "gelu"),
         "dropout": settings.get("dropout", 0.1),
         "attention_dropout": settings.get("attention_dropout", 0.1),
         "head_dropout": settings.get("seq_classif_dropout", 0.2),

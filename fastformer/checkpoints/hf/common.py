@@ -38,6 +38,7 @@ from fastformer.models.weights import (
     index_of,
     read_index,
 )
+from fastformer.special_ids import SpecialIds
 
 logger = logging.getLogger("fastformer")
 
@@ -47,6 +48,18 @@ _OLD_WEIGHTS = "pytorch_model.bin"
 # Options that change the output of a search, each with the value that changes nothing.
 _FORCED = "forced_bos_token_id"
 _SEARCH_OPTIONS = {_FORCED: None, "no_repeat_ngram_size": 0, "min_length": 0, "repetition_penalty": 1.0}
+
+
+# The activations of `GPTConfig` and `TransformerConfig` by transformers' names, and transformers' names by these.
+ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+}
+THEIR_ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
 
 
 class ToModel(Protocol):
@@ -428,6 +441,30 @@ def flag_of(settings: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 Parts = Tensor | tuple[Tensor, ...]  # tensors to be concatenated (dimension 0)
+
+
+def activation_of(settings: Mapping[str, Any], name: str, default: str, known: Mapping[str, str] = ACTIVATIONS) -> Any:
+    """Returns the activation that a setting names, as the models here call it.
+
+    Raises:
+        ValueError: an activation that is not known.
+    """
+    found = settings.get(name, default)
+    if not isinstance(found, str) or found not in known:
+        raise ValueError(f"expected {name} to be one of {(*known,)}, got {found!r}")
+    return known[found]
+
+
+def eos_setting(ids: SpecialIds) -> int | list[int]:
+    """Returns the value of transformers' eos_token_id."""
+    return ids.first_eos if len(ids.eos) == 1 else [*ids.eos]
+
+
+def embedding_weights(source: Tensor, target: Tensor, output: Tensor) -> dict[str, Tensor]:
+    """Returns a `Transformer`'s embeddings and output matrix by their names; they are tied if all are one object."""
+    if source is target is output:
+        return {"embedding.weight": target}
+    return {"source_embedding.weight": source, "target_embedding.weight": target, "output.weight": output}
 
 
 def load_foreign(

@@ -12,19 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fastformer.checkpoints.hf.common import flag_of, number_of
+from fastformer.checkpoints.hf.common import THEIR_ACTIVATIONS, activation_of, flag_of, number_of
 from fastformer.checkpoints.hf.decoder import EMBEDDING, Form, check_form, layer_names, same_dropout
 from fastformer.models import GPTConfig
 
-ACTIVATIONS = {
-    "relu": "relu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "silu": "silu",
-    "swish": "silu",
-}
-_THEIRS = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
 # Settings for which a `GPT` supports one value.
 _ONLY = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 _MODULES = {
@@ -42,9 +33,6 @@ def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in _ONLY.items():
         if flag_of(settings, name, value) != value:
             raise ValueError(f"expected {name} to be {value}, got {settings[name]!r}")
-    activation = settings.get("activation_function", "gelu_new")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"expected an activation_function in {(*ACTIVATIONS,)}, got {activation!r}")
     d_model = number_of(settings, "n_embd")
     return {
         "d_model": d_model,
@@ -52,7 +40,7 @@ def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
         "num_layers": number_of(settings, "n_layer"),
         "d_ff": 4 * d_model if settings.get("n_inner") is None else number_of(settings, "n_inner"),
         "layer_norm_eps": settings.get("layer_norm_epsilon", 1e-5),
-        "activation": ACTIVATIONS[activation],
+        "activation": activation_of(settings, "activation_function", "gelu_new"),
         "dropout": same_dropout(settings, 0.1, "resid_pdrop", "embd_pdrop"),
         "attention_dropout": settings.get("attn_pdrop", 0.1),
         "max_len": number_of(settings, "n_positions"),
@@ -60,7 +48,7 @@ def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settings(config: GPTConfig) -> dict[str, Any]:
-    expected = {"positions": "learned", "norm": "layer", "bias": True, "activation": (*_THEIRS,)}
+    expected = {"positions": "learned", "norm": "layer", "bias": True, "activation": (*THEIR_ACTIVATIONS,)}
     expected |= {"num_kv_heads": (None, config.num_heads)}
     check_form(config, expected, ("d_ff", "layer_norm_eps", "dropout", "attention_dropout", "max_len"), "GPT-2")
     return {
@@ -71,7 +59,7 @@ def _settings(config: GPTConfig) -> dict[str, Any]:
         "n_inner": config.d_ff,
         "n_positions": config.max_len,
         "layer_norm_epsilon": config.layer_norm_eps,
-        "activation_function": _THEIRS[config.activation],
+        "activation_function": THEIR_ACTIVATIONS[config.activation],
         "resid_pdrop": config.dropout,
         "embd_pdrop": config.dropout,
         "attn_pdrop": config.attention_dropout,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastformer.checkpoints.hf.bert import check_only
-from fastformer.checkpoints.hf.common import flag_of, number_of
+from fastformer.checkpoints.hf.common import activation_of, flag_of, number_of
 from fastformer.checkpoints.hf.decoder import check_form
 from fastformer.checkpoints.hf.encoder import EMBEDDING, EncoderForm, encoder_layer_names
 from fastformer.models import BERTConfig
@@ -41,9 +41,6 @@ _FREE = (
 
 def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
     check_only(settings)
-    activation = settings.get("hidden_activation", "gelu")
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"expected hidden_activation to be one of {(*_ACTIVATIONS,)}, got {activation!r}")
     if settings.get("classifier_activation", "gelu") != "gelu":
         raise ValueError(f"expected a classifier_activation of 'gelu', got {settings['classifier_activation']!r}")
     for name in ("embedding_dropout", "attention_dropout"):  # these dropouts act in other places than a `BERT`'s
@@ -63,7 +60,7 @@ def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
         "num_layers": layers,
         "d_ff": number_of(settings, "intermediate_size"),
         "layer_norm_eps": settings.get("norm_eps", 1e-5),
-        "activation": _ACTIVATIONS[activation],
+        "activation": activation_of(settings, "hidden_activation", "gelu", _ACTIVATIONS),
         "norm_first": True,
         "first_norm": False,
         "bias": bias,

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fastformer.checkpoints.hf.common import flag_of
-from fastformer.checkpoints.hf.gpt2 import ACTIVATIONS
+from fastformer.checkpoints.hf.common import ACTIVATIONS, flag_of
 from fastformer.checkpoints.hf.llama import MODULES, Variant, everywhere
 from fastformer.models import GPTConfig
 

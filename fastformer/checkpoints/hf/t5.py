@@ -21,9 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.checkpoints.hf.common import (
+    ACTIVATIONS,
+    THEIR_ACTIVATIONS,
+    activation_of,
     check_floating,
     check_options,
     depth_of,
+    embedding_weights,
+    eos_setting,
     first_equal,
     flag_of,
     joined,
@@ -49,22 +54,12 @@ _LANGUAGE = re.compile(r"<2([a-z]{2,3}(?:_[A-Za-z_]+)?)>")
 _MAX_LEN = 512  # for a config without n_positions
 
 _ACTIVATIONS = {
-    "relu": "relu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "silu": "silu",
+    **{name: ACTIVATIONS[name] for name in ("relu", "gelu", "gelu_new", "silu")},
     "gated-gelu": "geglu_tanh",
     "gated-gelu_new": "geglu_tanh",
     "gated-silu": "swiglu",
 }
-_THEIR_ACTIVATIONS = {
-    "relu": "relu",
-    "gelu": "gelu",
-    "gelu_tanh": "gelu_new",
-    "silu": "silu",
-    "geglu_tanh": "gated-gelu",
-    "swiglu": "gated-silu",
-}
+_THEIR_ACTIVATIONS = {**THEIR_ACTIVATIONS, "geglu_tanh": "gated-gelu", "swiglu": "gated-silu"}
 _GATED = ("geglu_tanh", "swiglu")
 
 _SHARED, _OUTPUT = "shared.weight", "lm_head.weight"
@@ -115,9 +110,6 @@ def transformer_from_t5(
     if min(d_model, head_dim, heads) < 1:
         raise ValueError(f"expected d_model, d_kv and num_heads of at least 1, got {d_model}, {head_dim} and {heads}")
     is_wide = bool(d_model % head_dim) or heads * head_dim > d_model
-    activation = settings.get("feed_forward_proj", "relu")
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"expected a feed_forward_proj in {(*_ACTIVATIONS,)}, got {activation!r}")
     depth = depth_of(settings, "num_layers", state)
     dropout = settings.get("dropout_rate", 0.1)
     config = TransformerConfig(
@@ -133,7 +125,7 @@ def transformer_from_t5(
             depth if settings.get("num_decoder_layers") is None else depth_of(settings, "num_decoder_layers", state)
         ),
         layer_norm_eps=settings.get("layer_norm_epsilon", 1e-6),
-        activation=_ACTIVATIONS[activation],  # type: ignore[arg-type]
+        activation=activation_of(settings, "feed_forward_proj", "relu", _ACTIVATIONS),
         dropout=dropout,
         attention_dropout=dropout,
         activation_dropout=dropout,
@@ -157,10 +149,7 @@ def transformer_from_t5(
                 weights[ours] = F.pad(weights[ours], (0, missing))
             elif ours.endswith("position_bias.table"):
                 weights[ours] = F.pad(weights[ours], (0, config.num_heads - heads))
-    if tied:
-        weights["embedding.weight"] = target
-    else:
-        weights |= {"source_embedding.weight": source, "target_embedding.weight": target, "output.weight": output}
+    weights |= embedding_weights(source, target, output)
     if left:
         raise ValueError(f"expected the tensors of a {name}, got others as well: {some(left)}")
     return load_foreign(config, weights, device=device, dtype=dtype or target.dtype)
@@ -218,7 +207,7 @@ def t5_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str, T
         "tie_word_embeddings": config.scale_output,  # in T5, the setting means this
         "n_positions": config.max_len,
         "pad_token_id": ids.pad,
-        "eos_token_id": ids.first_eos if len(ids.eos) == 1 else [*ids.eos],
+        "eos_token_id": eos_setting(ids),
         "decoder_start_token_id": ids.start,
     }
     return settings, weights

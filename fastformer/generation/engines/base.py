@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fastformer.cache.block_table import blocks_of
+
 if TYPE_CHECKING:
     from fastformer.generation.native_search import NativeSearch
 
@@ -250,10 +252,12 @@ class Engine(ABC):
     Attributes:
         name: the engine's name in `generate(..., engine=)`.
         device: the model's device.
+        block_size: the number of tokens in a block of memory; None: the engine's memory isn't worth counting.
     """
 
     name: ClassVar[str]
     device: torch.device
+    block_size: int | None = None
 
     @classmethod
     @abstractmethod
@@ -271,9 +275,14 @@ class Engine(ABC):
     def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
         """Returns the most tokens of memory that a group takes when each of its rows has new_tokens new tokens.
 
-        A group that loses rows and later grows to as many rows again may take more.
+        A group that loses rows and later grows to as many rows again may take more. Memory is taken in whole blocks; a
+        row's own tokens begin at the end of the prompt, which may be in the middle of one.
         """
-        return 0
+        size = self.block_size
+        if size is None:
+            return 0
+        own = num_rows * (blocks_of(new_tokens, size) + 1)
+        return (blocks_of(len(prompt.source or ()), size) + blocks_of(len(prompt.tokens), size) + own) * size
 
     def runs_searches(self) -> bool:
         """Returns whether the engine's batches are `SearchingBatch`es, which advance native searches themselves."""

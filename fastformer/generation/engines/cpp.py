@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from fastformer.cache.block_table import blocks_of
 from fastformer.generation.engines.base import (
     Candidates,
     Engine,
@@ -99,6 +100,7 @@ class CppEngine(Engine):
     """
 
     name: ClassVar[str] = "cpp"
+    block_size = BLOCK_SIZE
     device = torch.device("cpu")
 
     def __init__(self, model: Model, precision: str | None = None) -> None:
@@ -130,14 +132,6 @@ class CppEngine(Engine):
         config = self._config
         layers = config.num_layers if isinstance(config, GPT.config_class) else config.num_decoder_layers
         return 2 * layers * self._attention.num_kv_heads
-
-    def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
-        """Returns the most tokens of memory of a group, in whole blocks; see `Engine.tokens_needed`.
-
-        A row's own tokens begin at the end of the prompt, which may be in the middle of a block.
-        """
-        own = num_rows * (_blocks_of(new_tokens) + 1)
-        return (_blocks_of(len(prompt.source or ())) + _blocks_of(len(prompt.tokens)) + own) * BLOCK_SIZE
 
     def runs_searches(self) -> bool:
         """Returns True: batches advance greedy and beam searches themselves."""
@@ -241,7 +235,7 @@ class CppBatch(SearchingBatch):
 
     def free_tokens(self) -> int:
         if self._session is None:
-            return max(1, _blocks_of(self._num_tokens)) * BLOCK_SIZE  # rounded up to whole blocks, as in the session
+            return max(1, blocks_of(self._num_tokens, BLOCK_SIZE)) * BLOCK_SIZE  # whole blocks, as in the session
         return self._session.free_tokens()
 
     def step_tokens(self) -> int:
@@ -249,10 +243,6 @@ class CppBatch(SearchingBatch):
 
     def shared_tokens(self) -> int:
         return 0 if self._session is None else self._session.shared_tokens()
-
-
-def _blocks_of(tokens: int) -> int:
-    return -(-tokens // BLOCK_SIZE)
 
 
 def _attention(model: Transformer | GPT) -> MultiheadAttention:

@@ -39,6 +39,7 @@ class KVCacheEngine(Engine):
         self.model: EncoderDecoder | DecoderOnly = model
         self.device = device_of(model)
         self._empty = new_cache(self.model, 1, 1)  # gives the bytes of a token
+        self.block_size = self._empty.block_size
 
     @classmethod
     def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
@@ -51,16 +52,6 @@ class KVCacheEngine(Engine):
     def token_bytes(self) -> int:
         """The bytes of a token's keys and values in all layers."""
         return self._empty.token_bytes
-
-    def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
-        """Returns the most tokens of memory of a group, in whole blocks; see `Engine.tokens_needed`.
-
-        A row's own tokens begin at the end of the prompt, which may be in the middle of a block.
-        """
-        cache = self._empty
-        own = num_rows * (cache.blocks_of(new_tokens) + 1)
-        source = cache.blocks_of(len(prompt.source or ()))
-        return (source + cache.blocks_of(len(prompt.tokens)) + own) * cache.block_size
 
     def open(self, max_rows: int, num_tokens: int) -> KVCacheBatch:
         return KVCacheBatch(self.model, self.device, new_cache(self.model, max_rows, num_tokens))
