@@ -56,7 +56,6 @@ class BeamSearch : public Search {
     num_rows = 1;  // all beams start identical
     peak_rows = num_beams;
     last_ = {-1};
-    scores_ = {0.0};
   }
 
   const std::vector<int32_t>& advance(const int32_t* ids, const float* values, int64_t stride) override {
@@ -150,8 +149,7 @@ class BeamSearch : public Search {
   const int64_t num_beams_, num_return_;
   const double alpha_;
   const EarlyStopping early_stopping_;
-  int64_t num_ending_;          // a hypothesis may only end if it is among this many of the best
-  std::vector<double> scores_;  // the score of each row
+  int64_t num_ending_;  // a hypothesis may only end if it is among this many of the best
   std::vector<Scored> finished_;
 
  private:

@@ -40,6 +40,9 @@ class Search {
 
   bool has_begun() const { return !nodes_.empty(); }
 
+  // For each row that continues: the sum of its log-probabilities in a beam search, else 0.
+  const std::vector<double>& scores() const { return scores_; }
+
   // The new tokens of a row that continues.
   std::vector<int32_t> tokens(int64_t row) const { return line_of(last_[row]).tokens; }
 
@@ -67,8 +70,9 @@ class Search {
 
   std::vector<int32_t> eos_;
   std::vector<Node> nodes_;
-  std::vector<int32_t> last_;     // the last node of each row
-  std::vector<int32_t> parents_;  // the result of advance
+  std::vector<int32_t> last_;        // the last node of each row
+  std::vector<double> scores_{0.0};  // see scores
+  std::vector<int32_t> parents_;     // the result of advance
 };
 
 // Always chooses the best token. The score of its result is 0; the caller sums the log-probabilities.

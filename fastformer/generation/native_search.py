@@ -18,6 +18,7 @@ class SearchHandle(Protocol):
     num_candidates: int
     num_rows: int
     peak_rows: int
+    scores: list[float]
     is_done: bool
     is_broken: bool
 

@@ -41,7 +41,7 @@ class Watched:
 @pytest.fixture(autouse=True)
 def watched(monkeypatch) -> Iterator[Watched]:
     seen = Watched()
-    replay, capture, single = GraphBatch._replay, GraphBatch._capture, GraphBatch._run_step
+    replay, capture, run_searches = GraphBatch._replay, GraphBatch._capture, GraphBatch.run_searches
 
     def counted_replay(self: GraphBatch, captured: Any) -> None:
         replay(self, captured)
@@ -52,13 +52,14 @@ def watched(monkeypatch) -> Iterator[Watched]:
         capture(self, captured)
         seen.captures += 1
 
-    def counted_single(self: GraphBatch, *args: Any) -> None:
-        seen.single += 1
-        single(self, *args)
+    def watched_run(self: GraphBatch, *args: Any) -> list[int]:
+        steps = run_searches(self, *args)
+        seen.single += not any(steps)
+        return steps
 
     monkeypatch.setattr(GraphBatch, "_replay", counted_replay)
     monkeypatch.setattr(GraphBatch, "_capture", counted_capture)
-    monkeypatch.setattr(GraphBatch, "_run_step", counted_single)
+    monkeypatch.setattr(GraphBatch, "run_searches", watched_run)
     yield seen
     graph_module._kept.clear()
 
@@ -150,11 +151,11 @@ def test_graphs_read_weights_in_place_and_are_remade_if_these_move(watched) -> N
     assert watched.captures > captures
 
 
-def test_dropped_graphs_leave_no_memory_behind(watched) -> None:
+def test_dropped_graphs_leave_no_memory_behind(watched, monkeypatch) -> None:
     model = drawn(GPT, d_model=128, num_layers=4).cuda()
     engine = GraphEngine(model)
     engine.open(64, 4000)
-    engine.max_shapes = 3
+    monkeypatch.setattr(graph_module, "MAX_SHAPES", 3)
 
     def once(count: int) -> None:
         requests = asked(model, engine, ids(*range(3, 3 + count)), max_new_tokens=12, eos_token_id=69)

@@ -395,6 +395,7 @@ def test_each_step_in_cpp_equals_that_in_python(values: list[float]) -> None:
 GROUPS, STEPS = 5, 4
 
 
+@needs_cpp
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
 @pytest.mark.parametrize("beams", [0, 1, 3, 4])
 def test_each_step_on_the_device_equals_that_in_python(beams: int, values: list[float]) -> None:
@@ -414,10 +415,10 @@ def test_each_step_on_the_device_equals_that_in_python(beams: int, values: list[
             continue
         for host in hosts:
             host.advance([[*words, *eos][:count]], [[start] * count], 0)
-        device.load(
-            [token for host in hosts for token in host.last_tokens()],
-            [start] * GROUPS * slots, [0] * GROUPS, [0] * GROUPS,
-        )  # fmt: skip
+        native = NativeSearch.beams(99, frozenset(eos), beams) if beams else NativeSearch.greedy(99, frozenset(eos))
+        native.advance([[*words, *eos][:count]], [[start] * count], 0)
+        tokens = [token for host in hosts for token in host.last_tokens()]
+        device.load(tokens, [native] * GROUPS, np.zeros(GROUPS, np.int32))
         scores = [[start] * host.num_rows for host in hosts]
         found: list[Any] = []
         for step in range(STEPS):
@@ -451,14 +452,16 @@ def test_each_step_on_the_device_equals_that_in_python(beams: int, values: list[
         for group, host in enumerate(hosts):
             first = group * slots
             if beams and host.num_rows:  # to the last bit
-                assert record.scores[-1, first : first + host.num_rows].tolist() == scores[group]
+                assert device.scores[first : first + host.num_rows].tolist() == scores[group]
     assert compared > 60
 
 
+@needs_cpp
 def test_the_device_forbids_ids_as_processors_would() -> None:
     rules = SearchRules(2, (1, 4), 0, (3,))
     device = DeviceSearch(rules, 2, 6, 6, 1, torch.device("cpu"))
-    device.load([0] * 4, [0.0] * 4, [2, 1], [2, 2])  # the second group has to say one more before it may end
+    native = NativeSearch.beams(9, frozenset(rules.eos), 2, min_tokens=2)
+    device.load([0, 0], [native] * 2, np.array([2, 1], np.int32))  # the second must say one more before an end
     logits = torch.arange(6.0).expand(4, 6).contiguous()
     with NoSync():
         values, ids = device.candidates(logits, True)

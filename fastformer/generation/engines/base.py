@@ -221,7 +221,8 @@ class SearchingBatch(Batch):
         """Repeats these operations: steps the rows, advances the searches, and forks the rows.
 
         It returns when all searches are done, at its limits, or when the next step would take more memory than is free
-        (`step_tokens`, `free_tokens`); it may return as soon as one search is done. Each row takes at least one step.
+        (`step_tokens`, `free_tokens`); it may return as soon as one search is done. Each row takes at least one step,
+        or none does if the batch can't run these searches.
         The group of a search that is done keeps rows, whose contents are undefined, until it is freed.
 
         Args:
@@ -235,11 +236,13 @@ class SearchingBatch(Batch):
         """
 
     def run(self, work: Work, limits: Limits) -> list[int]:
-        """Takes as many steps as the limits allow if all searches are native, else one step; see `Batch.run`."""
+        """Takes as many steps as the limits allow if it can run all searches, else one step; see `Batch.run`."""
         searches = work.native_searches()
         if searches is None:
             return super().run(work, limits)
         steps = self.run_searches(searches, work.native_tokens(searches), work.wants_log_probs(), limits)
+        if not any(steps):
+            return super().run(work, limits)
         leaving = work.take_steps(searches, steps)
         if leaving:
             self.free(leaving)

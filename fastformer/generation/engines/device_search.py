@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fastformer.generation.engines.sampling import best_candidates
-from fastformer.generation.native_search import SearchRules
+from fastformer.generation.native_search import NativeSearch, SearchRules
 from fastformer.generation.search import NEVER
 
 Ints = npt.NDArray[np.int32]
@@ -31,14 +31,12 @@ class Record(NamedTuple):
         ids, values: (steps, slots, candidates) the candidates of each step; values are fp32.
         parents: (steps, slots) the slot that each slot continues from after each step.
         tokens: (steps, slots) the next token of each slot.
-        scores: (steps, slots) fp64, the score of each slot.
     """
 
     ids: Ints
     values: npt.NDArray[np.float32]
     parents: Ints
     tokens: Ints
-    scores: npt.NDArray[np.float64]
 
 
 class DeviceSearch:
@@ -54,6 +52,7 @@ class DeviceSearch:
 
     Attributes:
         tokens: (slots,) int32, the next token of each slot.
+        scores: (slots,) fp64, the score of each slot.
     """
 
     def __init__(
@@ -73,9 +72,9 @@ class DeviceSearch:
         self._sent = torch.zeros(self._ends[-1], dtype=torch.int32, device=device)
         self._staged = torch.zeros(self._ends[-1], dtype=torch.int32, device="cpu", pin_memory=is_cuda)
         self.tokens, self._said, self._least = self._sent.tensor_split(self._ends[:-1])
-        self._scores = torch.zeros(slots, dtype=torch.float64, device=device)
+        self.scores = torch.zeros(slots, dtype=torch.float64, device=device)
         self._staged_scores = torch.zeros(slots, dtype=torch.float64, device="cpu", pin_memory=is_cuda)
-        widths = (slots * num_candidates, slots * num_candidates, slots, slots, 2 * slots)
+        widths = (slots * num_candidates, slots * num_candidates, slots, slots)
         self._columns = list(accumulate(widths))
         self._record = torch.zeros(num_steps, self._columns[-1], dtype=torch.int32, device=device)
         self._eos = torch.tensor(rules.eos, dtype=torch.int64, device=device)
@@ -87,23 +86,27 @@ class DeviceSearch:
         banned[list(rules.suppressed)] = True
         self._is_end, self._is_suppressed = ends.to(device), banned.to(device)
 
-    def load(self, tokens: Sequence[int], scores: Sequence[float], said: Sequence[int], least: Sequence[int]) -> None:
+    def load(self, tokens: Sequence[int], searches: Sequence[NativeSearch], said: Ints) -> None:
         """Sends the state of the searches to the device.
 
         Args:
-            tokens: the next tokens of the slots that hold rows.
-            scores: the scores of these slots; `NEVER` for a slot without a hypothesis.
+            tokens: the next token of each row of the searches; the slots of a group that have no row get its first one.
+            searches: the searches of the first groups.
             said: the number of new tokens in the rows of each group.
-            least: the min_tokens of each group.
         """
-        host, ends = self._staged.numpy(), self._ends
-        host[:] = 0
-        host[: len(tokens)] = tokens
+        host, scores, ends = self._staged.numpy(), self._staged_scores.numpy(), self._ends
+        host[:], scores[:] = 0, NEVER
+        begin = 0
+        for first, search in zip(range(0, self._slots, self.num_beams), searches, strict=False):
+            rows = len(search.handle.scores)
+            host[first : first + self.num_beams] = tokens[begin]
+            host[first : first + rows] = tokens[begin : begin + rows]
+            scores[first : first + rows] = search.handle.scores
+            begin += rows
         host[ends[0] : ends[0] + len(said)] = said
-        host[ends[1] : ends[1] + len(least)] = least
-        self._staged_scores.numpy()[:] = [*scores, *[NEVER] * (self._slots - len(scores))]
+        host[ends[1] : ends[1] + len(said)] = [search.rules.min_tokens for search in searches]
         self._sent.copy_(self._staged, non_blocking=True)
-        self._scores.copy_(self._staged_scores, non_blocking=True)
+        self.scores.copy_(self._staged_scores, non_blocking=True)
 
     def candidates(self, logits: Tensor, log_probs: bool) -> tuple[Tensor, Tensor]:
         """Returns the best allowed candidates from logits (slots, vocab_size): values and ids, (slots, candidates).
@@ -133,31 +136,26 @@ class DeviceSearch:
         self.tokens.copy_(tokens)
         self._said.add_(1)
         noted = self._itself if parents is None else parents.int()
-        line = (ids.int(), values.contiguous().view(torch.int32), noted, self.tokens, self._scores.view(torch.int32))
+        line = (ids.int(), values.contiguous().view(torch.int32), noted, self.tokens)
         self._record.index_copy_(0, step, torch.cat([part.flatten() for part in line])[None])
         return parents
 
     def _best_beams(self, values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         # Sorted by id, then stably by score over the beams of a group: equal scores are ordered by beam, then by id.
         ids, places = ids.sort(-1)
-        totals = self._scores[:, None] + values.gather(1, places).double()
+        totals = self.scores[:, None] + values.gather(1, places).double()
         # Hypotheses that end don't continue; there are enough candidates that do.
         totals = totals.masked_fill(self._is_end[ids], NEVER)
         ranked = torch.sort(totals.view(self._groups, -1), dim=-1, descending=True, stable=True)
         best = ranked.indices[:, : self.num_beams]
-        self._scores.copy_(ranked.values[:, : self.num_beams].reshape(-1))
+        self.scores.copy_(ranked.values[:, : self.num_beams].reshape(-1))
         parents = best // self._count + self._first_slots
         return ids.view(self._groups, -1).gather(1, best).flatten(), parents.flatten()
 
     def read(self, num_steps: int) -> Record:
         """Returns the record of the first num_steps steps of the run. The host waits for the device."""
         lines = self._record[:num_steps].cpu().numpy()
-        ids, values, parents, tokens, scores = np.split(lines, self._columns[:-1], axis=1)
+        ids, values, parents, tokens = np.split(lines, self._columns[:-1], axis=1)
         shape = (num_steps, self._slots, self._count)
-        return Record(
-            ids.reshape(shape),
-            np.ascontiguousarray(values).view(np.float32).reshape(shape),
-            parents,
-            tokens,
-            np.ascontiguousarray(scores).view(np.float64),
-        )
+        values = np.ascontiguousarray(values).view(np.float32)
+        return Record(ids.reshape(shape), values.reshape(shape), parents, tokens)

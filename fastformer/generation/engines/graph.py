@@ -15,12 +15,11 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fastformer.cache.block_pool import CacheFullError, Ints
 from fastformer.generation.engines.base import Candidates, Limits, Prompt, SearchingBatch, Selection
@@ -32,7 +31,7 @@ from fastformer.generation.engines.captured_step import (
     rounded,
     why_not_captured,
 )
-from fastformer.generation.engines.device_search import DeviceSearch, Record
+from fastformer.generation.engines.device_search import Record
 from fastformer.generation.engines.kv_cache import (
     KVCacheBatch,
     KVCacheEngine,
@@ -42,7 +41,6 @@ from fastformer.generation.engines.kv_cache import (
 )
 from fastformer.generation.model_protocols import DecoderOnly, EncoderDecoder, Model
 from fastformer.generation.native_search import NativeSearch, last_tokens
-from fastformer.generation.search import NEVER
 from fastformer.graphs import CaptureError, Graphs
 from fastformer.nn import KVCache
 from fastformer.nn.model_guards import ModelGuards
@@ -57,18 +55,17 @@ _KEPT_ON = ("cuda",)  # the device types on which caches and graphs stay between
 _LEAST_WIDTH = 64  # the least width of a table of tokens
 
 
+@dataclass
 class _Group:
     """The engine's state of one request.
 
     Attributes:
         prompt_length: the number of tokens before the first new one.
         num_rows: the number of rows that are decoded; the cache may have more.
-        scores: the scores of the rows; None: not known.
     """
 
-    def __init__(self, prompt: Prompt) -> None:
-        self.prompt_length, self.num_rows = len(prompt.tokens), 1
-        self.scores: list[float] | None = [0.0]
+    prompt_length: int
+    num_rows: int = 1
 
 
 @dataclass
@@ -124,17 +121,12 @@ class GraphEngine(KVCacheEngine):
     Args:
         model: the model to decode.
         precision: the model's own precision, or None.
-
-    Attributes:
-        steps_per_look: the number of steps before the host looks for searches that have ended.
-        max_shapes: the most shapes with a graph; beyond that, the least recently used ones are dropped.
     """
 
     name: ClassVar[str] = "graph"
 
     def __init__(self, model: Model, precision: str | None = None) -> None:
         super().__init__(model, precision)
-        self.steps_per_look, self.max_shapes = STEPS_PER_LOOK, MAX_SHAPES
         self._state = _Kept(self._empty, (0, 0), np.zeros(0, np.int32), OrderedDict(), None, Graphs(self.device))
         self._keeper: weakref.finalize[..., GraphEngine] | None = None
 
@@ -164,7 +156,7 @@ class GraphEngine(KVCacheEngine):
             self._keeper = weakref.finalize(self, _keep, weakref.ref(self.model), self._state)
             self._keeper.atexit = False
         self._make_room(max_rows, num_tokens)
-        return GraphBatch(self.model, self.device, self._state, self.steps_per_look, self.max_shapes)
+        return GraphBatch(self.model, self.device, self._state)
 
     def _make_room(self, max_rows: int, num_tokens: int) -> None:
         """Empties the cache, or makes a new one, with new graphs, if it is too small or the weights have moved."""
@@ -185,16 +177,9 @@ class GraphEngine(KVCacheEngine):
 class GraphBatch(KVCacheBatch, SearchingBatch):
     """Rows of a `KVCache` that are stepped by graphs; see `GraphEngine`."""
 
-    def __init__(
-        self,
-        model: EncoderDecoder | DecoderOnly,
-        device: torch.device,
-        state: _Kept,
-        steps_per_look: int,
-        max_shapes: int,
-    ) -> None:
+    def __init__(self, model: EncoderDecoder | DecoderOnly, device: torch.device, state: _Kept) -> None:
         super().__init__(model, device, state.cache)
-        self._state, self._steps_per_look, self._max_shapes = state, steps_per_look, max_shapes
+        self._state = state
         state.num_batches += 1
         self._number = state.num_batches
         self._groups: list[_Group] = []
@@ -208,7 +193,7 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
             state.forget()
         self._loaded = None
         super().prefill(prompts)
-        self._groups += [_Group(prompt) for prompt in prompts]
+        self._groups += [_Group(len(prompt.tokens)) for prompt in prompts]
 
     def free(self, groups: Sequence[int]) -> None:
         self._loaded = None
@@ -221,29 +206,21 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         self._loaded = None
         super().fork(parents)
         for group, rows in zip(self._groups, parents, strict=True):
-            if list(rows) != list(range(group.num_rows)):
-                group.scores = None
             group.num_rows = len(rows)
 
-    def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
-        for group in self._groups:
-            group.scores = None
-        with self._on_device():
-            return self._step_rows(tokens, selection)
-
     @torch.inference_mode()
-    def _step_rows(self, tokens: Sequence[int], selection: Selection) -> Candidates:
-        self._trim()
-        captured = self._captured_of(Shape(*self._sizes(len(tokens), self._cache.length_bound + 1)))
-        last = np.full(len(tokens), captured.cache.width - 1, np.int32)
-        captured.cache.reserve_run(1, last)
-        self._loaded = None  # until nothing can fail any more
-        captured.give(tokens)
-        self._replay(captured)
-        captured.cache.sync(np.arange(captured.cache.num_rows, dtype=np.int32)[None])
-        self._loaded = captured
-        assert captured.hidden is not None
-        return choose_from_hidden(self.model, captured.hidden[: len(tokens)], selection)
+    def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
+        self._loaded = None
+        with self._on_device():
+            self._trim()
+            captured = self._captured_of(Shape(*self._sizes(len(tokens), self._cache.length_bound + 1)))
+            last = np.full(len(tokens), captured.cache.width - 1, np.int32)
+            captured.cache.reserve_run(1, last)
+            captured.give(tokens)
+            self._replay(captured)
+            captured.cache.sync(np.arange(captured.cache.num_rows, dtype=np.int32)[None])
+            assert captured.hidden is not None
+            return choose_from_hidden(self.model, captured.hidden[: len(tokens)], selection)
 
     def _trim(self) -> None:
         """Removes rows whose search has ended."""
@@ -260,36 +237,22 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
     def run_searches(
         self, searches: Sequence[NativeSearch], tokens: Sequence[int], log_probs: bool, limits: Limits
     ) -> list[int]:
-        """Checks every `steps_per_look` steps for searches that have ended, and returns when one has.
+        """Checks every `STEPS_PER_LOOK` steps for searches that have ended, and returns when one has.
 
-        See `SearchingBatch.run_searches`.
+        It takes no steps if the searches aren't of one kind. See `SearchingBatch.run_searches`.
         """
-        end = time.monotonic() + limits.seconds
-        with self._on_device():
-            steps = self._run(searches, tokens, log_probs, limits.max_steps, end)
-        return [steps] * len(searches)
-
-    def _run(
-        self, searches: Sequence[NativeSearch], tokens: Sequence[int], log_probs: bool, max_steps: int, end: float
-    ) -> int:
-        steps = 0
-        while True:
-            count = min(self._steps_per_look, max_steps - steps)
-            taken = self._run_captured(searches, tokens, log_probs, count) if self._is_one_kind(searches) else 0
-            if taken == 0:
-                self._run_step(searches, tokens, log_probs)
-                taken = 1
+        end, steps = time.monotonic() + limits.seconds, 0
+        is_one_kind = len({search.rules._replace(min_tokens=0) for search in searches}) == 1
+        while is_one_kind:
+            with self._on_device():
+                count = min(STEPS_PER_LOOK, limits.max_steps - steps)
+                taken = self._run_captured(searches, tokens, log_probs, count)
             steps += taken
-            is_done = any(search.handle.is_done for search in searches)
-            if is_done or steps >= max_steps or time.monotonic() >= end or self.step_tokens() > self.free_tokens():
-                return steps
+            is_done = taken == 0 or steps >= limits.max_steps or any(search.handle.is_done for search in searches)
+            if is_done or time.monotonic() >= end or self.step_tokens() > self.free_tokens():
+                break
             tokens = last_tokens(searches)
-
-    def _is_one_kind(self, searches: Sequence[NativeSearch]) -> bool:
-        first = searches[0].rules
-        if any(search.rules._replace(min_tokens=first.min_tokens) != first for search in searches):
-            return False
-        return first.num_beams == 0 or all(group.scores is not None for group in self._groups)
+        return [steps] * len(searches)
 
     def _run_captured(
         self, searches: Sequence[NativeSearch], tokens: Sequence[int], log_probs: bool, num_steps: int
@@ -320,7 +283,7 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
                     return 0
                 num_steps //= 2
         if self._loaded is not captured:
-            self._load_searches(search, searches, tokens, said)
+            search.load(tokens, searches, said)
         self._loaded = None  # until nothing can fail any more
         for _ in range(num_steps):
             self._replay(captured)
@@ -329,19 +292,6 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         self._loaded = captured
         self._catch_up(searches, record, beams)
         return num_steps
-
-    def _load_searches(
-        self, search: DeviceSearch, searches: Sequence[NativeSearch], tokens: Sequence[int], said: Ints
-    ) -> None:
-        given: list[int] = []
-        scores: list[float] = []
-        rest = list(tokens)
-        for group in self._groups:
-            own, rest = rest[: group.num_rows], rest[group.num_rows :]
-            missing = search.num_beams - len(own)
-            given += own + own[:1] * missing
-            scores += (group.scores or [0.0]) + [NEVER] * missing
-        search.load(given, scores, said.tolist(), [one.rules.min_tokens for one in searches])
 
     def _catch_up(self, searches: Sequence[NativeSearch], record: Record, beams: int) -> None:
         """Advances the searches on the host by the steps that the device has recorded.
@@ -364,35 +314,8 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
             said = last_tokens([searches[place] for place in going if not searches[place].handle.is_done])
             if said != record.tokens[step, slots].tolist():
                 raise RuntimeError(f"expected the tokens {said} on the device too")
-        for place, (group, search) in enumerate(zip(self._groups, searches, strict=True)):
+        for group, search in zip(self._groups, searches, strict=True):
             group.num_rows = max(1, search.num_rows)
-            group.scores = record.scores[-1, place * beams : place * beams + group.num_rows].tolist()
-
-    def _run_step(self, searches: Sequence[NativeSearch], tokens: Sequence[int], log_probs: bool) -> None:
-        """Takes one step as the scheduler would."""
-        self._trim()  # the lengths are then those of the remaining rows
-        counts = [search.num_rows for search in searches]
-        firsts = np.cumsum([0, *counts[:-1]]).tolist()
-        lengths = self._cache.lengths
-        banned: list[tuple[int, list[int]]] = []  # rows, and the ids that are forbidden in each
-        for search, group, length, first, count in zip(searches, self._groups, lengths, firsts, counts, strict=True):
-            said, rules = length + 1 - group.prompt_length, search.rules
-            if forbidden := sorted({*rules.suppressed, *(rules.eos if said < rules.min_tokens else ())}):
-                banned += [(row, forbidden) for row in range(first, first + count)]
-        wanted = max(search.num_candidates for search in searches)
-        process = partial(_forbid, [ids for _, ids in banned]) if banned else None
-        selection = Selection(wanted, log_probs, [row for row, _ in banned], process)
-        found = self._step_rows(tokens, selection)
-        parents: list[list[int]] = []
-        for search, group, first in zip(searches, self._groups, firsts, strict=True):
-            kept = search.handle.advance(*found, first)
-            if group.scores is not None and kept and search.rules.num_beams:
-                group.scores = _next_scores(group.scores, found, first, kept, last_tokens([search]))
-            parents.append(kept or [0])
-            group.num_rows = len(parents[-1])
-        if any(kept != list(range(count)) for kept, count in zip(parents, counts, strict=True)):
-            self._loaded = None
-            super().fork(parents)
 
     # Captured steps.
 
@@ -417,9 +340,9 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         kept = self._state.captured
         captured = kept.get(shape)
         if captured is None:
-            num_steps, vocab_size = max(STEPS_PER_LOOK, self._steps_per_look), self.model.config.vocab_size
+            num_steps, vocab_size = STEPS_PER_LOOK, self.model.config.vocab_size
             captured = kept[shape] = CapturedStep(shape, self._cache, self._state.spare, vocab_size, num_steps)
-            if len(kept) > self._max_shapes:
+            if len(kept) > MAX_SHAPES:
                 kept.popitem(last=False)
         kept.move_to_end(shape)
         return captured
@@ -463,22 +386,6 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         else:
             values, found = model.top_tokens(hidden, shape.num_candidates, log_probs=shape.log_probs)
         cache.end_step(search.advance(values, found, cache.step))
-
-
-def _forbid(ids_of_rows: Sequence[list[int]], logits: Tensor) -> Tensor:
-    """A `Selection.process` that forbids some ids in each row."""
-    for row, ids in enumerate(ids_of_rows):
-        logits[row, ids] = NEVER
-    return logits
-
-
-def _next_scores(
-    scores: list[float], found: Candidates, first: int, parents: list[int], tokens: list[int]
-) -> list[float]:
-    """Returns the scores of beams that continue, in the arithmetic of the C++ search: fp32 values and fp64 sums."""
-    places = [found.ids[first + parent].index(token) for parent, token in zip(parents, tokens, strict=True)]
-    pairs = zip(parents, places, strict=True)
-    return [scores[parent] + float(np.float32(found.values[first + parent][place])) for parent, place in pairs]
 
 
 def _keep(reference: weakref.ref[nn.Module], state: _Kept) -> None:
