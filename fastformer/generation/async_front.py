@@ -20,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any, Generic, Literal, TypeVar
 
+from typing_extensions import Self
+
 from fastformer.generation.async_jobs import QUEUE_BOUNDS, Batching, Box, Call, Event, R, deliver
 from fastformer.generation.async_jobs import Answers as Answers
 from fastformer.generation.async_jobs import Asked as Asked
@@ -514,6 +516,48 @@ class AsyncFront(Generic[R]):
         found = NotRunning(f"the {self.name} can't go on, close it and open it again: {type(error).__name__}: {error}")
         found.__cause__ = error
         return found
+
+
+class HasFront:
+    """An object whose requests an `AsyncFront` runs. `async with` opens it.
+
+    Attributes:
+        front: the `AsyncFront`.
+    """
+
+    front: AsyncFront[Any]
+
+    async def __aenter__(self) -> Self:
+        await self.front.__aenter__()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        await self.close(cancel=error is not None)
+
+    async def close(self, *, cancel: bool = False) -> None:
+        """Refuses further requests, and returns when the thread has ended.
+
+        `async with` calls this at its end, with cancel if it ends with an error.
+
+        Args:
+            cancel: cancel running and waiting requests, whose tasks get a RuntimeError; if not, they are answered
+                first.
+        """
+        await self.front.close(cancel=cancel)
+
+    @property
+    def num_queued(self) -> int:
+        """The number of requests that have a place in the queue and haven't begun."""
+        return self.front.num_queued
+
+    @property
+    def num_blocked(self) -> int:
+        """The number of requests that wait for a place in the queue."""
+        return self.front.num_blocked
+
+    def stats(self) -> Stats:
+        """Returns the current counters. Any thread may call this."""
+        return self.front.stats()
 
 
 @atexit.register

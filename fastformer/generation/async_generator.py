@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
-from fastformer.generation.async_front import AsyncFront
-from fastformer.generation.async_jobs import Answers, Stats
+from fastformer.generation.async_front import AsyncFront, HasFront
+from fastformer.generation.async_jobs import Answers
 from fastformer.generation.chat import MAX_NEW_TOKENS
 from fastformer.generation.chat_template import ChatTemplate, Message, TemplateTokenizer
 from fastformer.generation.completions import Ask, ChatIds, Completion, Piece, pieces_of
@@ -44,7 +43,7 @@ _SHOWN = 40  # the maximum number of characters of a prompt in an error message
 _ONE_ANSWER = ("num_beams", "num_return_sequences", "max_length")  # not taken from a folder
 
 
-class AsyncGenerator:
+class AsyncGenerator(HasFront):
     """Continues prompts and chats, for many tasks at once.
 
         async with AsyncGenerator.from_pretrained("folder-of-a-llama") as front:
@@ -144,23 +143,6 @@ class AsyncGenerator:
         model, tokenizer = load_model(folder, ("GPT",), device=device, dtype=DTYPES.get(precision or ""))
         config = with_folder_options(theirs, options or {}, model.config.max_len)
         return cls(model, tokenizer, config=config, precision=asked_precision(model, precision), **limits)
-
-    async def __aenter__(self) -> AsyncGenerator:
-        await self.front.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.front.__aexit__(kind, error, traceback)
-
-    async def close(self, *, cancel: bool = False) -> None:
-        """Refuses further requests, and returns when the thread has ended; see `AsyncFront.close`."""
-        await self.front.close(cancel=cancel)
-
-    def stats(self) -> Stats:
-        """Returns the current counters. Any thread may call this."""
-        return self.front.stats()
 
     async def aside(self, work: Callable[[], T], size: int) -> T:
         """Runs a function of text without blocking the event loop for long; see `AsyncFront.aside`."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
-from fastformer.generation.async_front import Answers, AsyncFront, Stats
+from fastformer.generation.async_front import Answers, AsyncFront, HasFront
 from fastformer.generation.config import GenerationConfig
 from fastformer.generation.engines import choose_engine
 from fastformer.generation.model_protocols import evaluating
@@ -62,7 +62,7 @@ class TextStream:
         await self._pieces.aclose()
 
 
-class AsyncTranslator:
+class AsyncTranslator(HasFront):
     """Translates texts for many tasks at once.
 
         async with AsyncTranslator(translator) as front:
@@ -81,9 +81,6 @@ class AsyncTranslator:
         engine: one of `engines.ENGINES`; None: the fastest that can decode the model.
         max_waiting_tokens: how many source tokens the waiting requests may have; None: any number.
         when_full: "wait" has a task wait for a place; "refuse" raises QueueFull.
-
-    Attributes:
-        front: the `AsyncFront` that runs the requests.
 
     Raises:
         ValueError: a max_waiting below 1, another when_full, or an engine that can't decode the model.
@@ -111,40 +108,6 @@ class AsyncTranslator:
         )
         with evaluating(translator.model):
             self._engine = choose_engine(translator.model, engine, translator.precision)
-
-    async def __aenter__(self) -> AsyncTranslator:
-        await self.front.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close(cancel=error is not None)
-
-    async def close(self, *, cancel: bool = False) -> None:
-        """Refuses further requests, and returns when the thread has ended.
-
-        `async with` calls this at its end, with cancel if it ends with an error.
-
-        Args:
-            cancel: cancel running and waiting requests, whose tasks get a RuntimeError; if not, they are translated
-                first.
-        """
-        await self.front.close(cancel=cancel)
-
-    @property
-    def num_queued(self) -> int:
-        """The number of requests that have a place in the queue and haven't begun."""
-        return self.front.num_queued
-
-    @property
-    def num_blocked(self) -> int:
-        """The number of requests that wait for a place in the queue."""
-        return self.front.num_blocked
-
-    def stats(self) -> Stats:
-        """Returns the current counters."""
-        return self.front.stats()
 
     async def translate(
         self,
@@ -218,14 +181,11 @@ class AsyncTranslator:
         asked = self.front.submit(prepared.requests, deadline=deadline, names=prepared.names)
         try:
             found: list[list[PartAnswer]] = []
-            place = 0
+            tokenizer, places = self.translator.tokenizer, itertools.count()
             for parts in texts:
                 found.append([])
                 for part in parts:
-                    answer = None
-                    if part.checked is not None:
-                        answer = Answer(self.translator.tokenizer, await asked.ended(place))
-                        place += 1
+                    answer = None if part.checked is None else Answer(tokenizer, await asked.ended(next(places)))
                     found[-1].append(PartAnswer(answer, part.space))
             return found
         finally:
@@ -375,46 +335,26 @@ class AsyncTranslator:
         Raises:
             ValueError: a text can't be translated, or there are more than `most_parts` parts.
         """
-        made = _Prepared([], [], [])
-        count = 0
+        translator, made, count = self.translator, _Prepared([], [], []), 0
+        # All parts are encoded before the first is translated, so that an invalid one is reported before any work.
         for number, item in enumerate(items, 1):
-            parts = self._parts(item, number, builder, split)
+            if split:
+                parts = parts_of(translator, item, number, builder)
+            else:
+                parts = [Part(str(number), translator.encode_item(item, number, builder), "", True)]
+            made.texts.append(parts)
+            places = range(count, count + len(parts))  # they decide which random numbers the parts draw
             count += len(parts)
             if most_parts is not None and count > most_parts:  # raised before the remaining texts are read
                 raise ValueError(
                     f"expected at most {most_parts:,} sentences in a request, got {count:,} up to text {number}"
                 )
-            requests = self._requests(builder, parts, most_new_tokens, count - len(parts))
-            made.texts.append(parts)
-            made.requests.extend(requests)
-            made.names.extend([f"text {item.text[:_SHOWN]!r:.{_SHOWN}}"] * len(requests))
+            for place, part in zip(places, parts, strict=True):
+                if (checked := part.checked) is not None:
+                    limit = checked.limit if most_new_tokens is None else min(checked.limit, most_new_tokens)
+                    made.requests.append(builder.build(checked._replace(limit=limit), place=place))
+                    made.names.append(f"text {item.text[:_SHOWN]!r:.{_SHOWN}}")
         return made
-
-    def _parts(self, item: Item, number: int, builder: RequestBuilder, split: bool) -> list[Part]:
-        """Encodes a text's sentences, or all of it as one part.
-
-        Raises:
-            ValueError: the text can't be translated.
-        """
-        # All parts are encoded before the first is translated, so that an invalid one is reported before any work.
-        if split:
-            return parts_of(self.translator, item, number, builder)
-        return [Part(str(number), self.translator.encode_item(item, number, builder), "", True)]
-
-    def _requests(
-        self, builder: RequestBuilder, parts: Sequence[Part], most_new_tokens: int | None, before: int
-    ) -> list[Request]:
-        """Builds the requests of a text's parts.
-
-        `before` is the number of parts of earlier texts: a part's place decides which random numbers it draws.
-        """
-        found = []
-        for place, part in enumerate(parts, before):
-            checked = part.checked
-            if checked is not None:
-                limit = checked.limit if most_new_tokens is None else min(checked.limit, most_new_tokens)
-                found.append(builder.build(checked._replace(limit=limit), place=place))
-        return found
 
     def _builder(self, config: GenerationConfig, *, log_probs: bool) -> RequestBuilder:
         translator = self.translator
