@@ -109,7 +109,7 @@ def read_json(path: Path, *, unique_names: bool = False) -> dict[str, Any]:
         text = data.decode("utf-8")
         values = json.loads(text, object_pairs_hook=_unique if unique_names else None)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON or truncated ({error}): save or copy the model again") from error
+        raise ValueError(f"{path} is not valid JSON or truncated ({error}): save or copy it again") from error
     if not isinstance(values, dict):
         raise ValueError(f"expected {path} to hold a JSON object, got a {type(values).__name__}")
     return values

@@ -31,7 +31,7 @@ from fastformer.data.tokenizer import (
     saved_bytes,
     visible,
 )
-from fastformer.files import read_small, write_atomically
+from fastformer.files import read_json, read_small, write_atomically
 from fastformer.special_ids import SpecialIds
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         file = _in_folder(file)
     if not file.is_file():  # reading a named pipe could block forever
         raise ValueError(f"expected a {TOKENIZER} or a SentencePiece model, got {file}, which is not a file")
-    return _sentencepiece(file) if file.suffix == ".model" else _tokenizer_json(file, _read_json(file))
+    return _sentencepiece(file) if file.suffix == ".model" else _tokenizer_json(file, read_json(file))
 
 
 def _in_folder(folder: Path) -> Path:
@@ -271,8 +271,18 @@ def _in_folder(folder: Path) -> Path:
     raise ValueError(f"expected the file {folder / TOKENIZER}, which isn't there: {advice}")
 
 
-# The functions that load the tokenizers of models, by the type in tokenizer.json.
-_OF_MODELS: dict[str, Callable[[Path, dict[str, Any]], Tokenizer]] = {
+def _saved(file: Path, values: dict[str, Any]) -> Tokenizer:
+    """Loads a tokenizer that `ForeignTokenizer.save` wrote."""
+    ids = ForeignIds(**values["special_ids"])
+    if values["library"] == "sentencepiece":
+        data = base64.b64decode(values["model"], validate=True)
+        return ForeignTokenizer(SentencePieceModel(read_sentencepiece(file, data)), ids)
+    return ForeignTokenizer(HuggingFaceModel(read_backend(file, values["model"]), str(file)), ids)
+
+
+# The functions that load tokenizers that were saved here, by the type in tokenizer.json.
+_SAVED: dict[str, Callable[[Path, dict[str, Any]], Tokenizer]] = {
+    "foreign": _saved,
     **dict.fromkeys(MODEL_TOKENIZERS, saved_model_tokenizer),
     **dict.fromkeys(PROMPT_TOKENIZERS, saved_prompt_tokenizer),
     **dict.fromkeys(ENCODER_TOKENIZERS, saved_encoder_tokenizer),
@@ -283,13 +293,11 @@ def _tokenizer_json(file: Path, values: dict[str, Any]) -> Tokenizer:
     kind = values.get("type")
     if kind == BYTES:
         return saved_bytes(file, values)
-    if isinstance(kind, str) and (read := _OF_MODELS.get(kind)) is not None:
+    if isinstance(kind, str) and (read := _SAVED.get(kind)) is not None:
         try:
             return read(file, values)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{file} is damaged or not a tokenizer ({error}): copy or convert it again") from error
-    if kind == "foreign":
-        return _saved(file, values)
     if kind == pair.TYPE:
         return _saved_pair(file, values)
     if not isinstance(values.get("model"), dict):
@@ -313,25 +321,12 @@ def _saved_pair(file: Path, values: dict[str, Any]) -> pair.PairTokenizer:
     return pair.PairTokenizer(source, target)
 
 
-def _saved(file: Path, values: dict[str, Any]) -> Tokenizer:
-    """Loads a tokenizer that `ForeignTokenizer.save` wrote."""
-    try:
-        ids = ForeignIds(**values["special_ids"])
-        if values["library"] == "sentencepiece":
-            model: ForeignModel = _processor(file, base64.b64decode(values["model"], validate=True))
-        else:
-            model = HuggingFaceModel(read_backend(file, values["model"]), str(file))
-        return ForeignTokenizer(model, ids)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} is damaged or not a tokenizer ({error}): copy it again or train a new one") from error
-
-
 def _huggingface_ids(folder: Path, backend: tokenizers.Tokenizer, model: dict[str, Any]) -> ForeignIds:
     """Finds the special ids by the files beside tokenizer.json, else by the model, else by the usual names."""
     named: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / name).is_file():
-            named |= _read_json(folder / name)
+            named |= read_json(folder / name)
 
     def find(kind: str, *others: str) -> int | None:
         for key in (f"{kind}_token", *others):
@@ -350,22 +345,6 @@ def _huggingface_ids(folder: Path, backend: tokenizers.Tokenizer, model: dict[st
 
 
 def _sentencepiece(file: Path) -> Tokenizer:
-    model = _processor(file, read_small(file))
-    processor = model._processor
+    processor = read_sentencepiece(file, read_small(file))
     pad, eos, unk = (i if i >= 0 else None for i in (processor.pad_id(), processor.eos_id(), processor.unk_id()))
-    return ForeignTokenizer(model, ForeignIds.distinct(pad=pad, eos=eos, unk=unk))
-
-
-def _processor(file: Path, model: bytes) -> SentencePieceModel:
-    return SentencePieceModel(read_sentencepiece(file, model))
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    data = read_small(file)
-    try:
-        values = json.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is damaged or not a tokenizer ({error}): copy it again or train a new one") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{file} is damaged or no tokenizer (a JSON {type(values).__name__}): copy it again")
-    return values
+    return ForeignTokenizer(SentencePieceModel(processor), ForeignIds.distinct(pad=pad, eos=eos, unk=unk))

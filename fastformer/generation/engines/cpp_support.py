@@ -7,7 +7,7 @@ patches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias, cast
@@ -16,12 +16,13 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from fastformer.generation.model_protocols import check_precision, own_precision
 from fastformer.models import BERT, GPT, Transformer
 from fastformer.models.bert import ClassificationHead, Dense
+from fastformer.models.pretrained import Undrawn
 from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.decoder_only import DecoderOnlyLayer
 from fastformer.nn.embedding import Embedding, PositionalEncoding, RelativePositionBias, RotaryEmbedding
@@ -252,25 +253,8 @@ def _full_name(kind: type) -> str:
 @cache
 def _made(kind: Kind, config: tuple[tuple[str, Any], ...]) -> _Part:
     """Returns the part that a config makes, on "meta": its tensors use no memory and draw no random numbers."""
-    with torch.inference_mode(False), _Unfilled():
+    with torch.inference_mode(False), Undrawn():  # to draw on "meta" would import a compiler, which takes a second
         return _part(kind(kind.config_class(**dict(config)), device="meta"))
-
-
-class _Unfilled(TorchFunctionMode):
-    """Skips functions that fill tensors in place: on "meta" they would import a compiler, which takes a second."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        """See `TorchFunctionMode`."""
-        options, name = kwargs or {}, func.__name__
-        if name.endswith("_") and not name.endswith("__"):
-            return args[0] if args else options["tensor"]
-        return func(*args, **options)
 
 
 def _part(module: nn.Module) -> _Part:
