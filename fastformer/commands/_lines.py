@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
+from fastformer.console import is_terminal
 from fastformer.data import files
 from fastformer.data.tables import column_of
 from fastformer.data.text import BadLine, check_plain, read_rows
@@ -112,6 +113,13 @@ class Texts:
         with contextlib.suppress(EOFError):
             while (item := self.get(wait=True)) is not None:
                 yield item
+
+
+def typed(what: str, name: str, errors: ErrorPolicy, prefix: str | None = None) -> Texts:
+    """Returns the lines of standard input as texts; a terminal is told what the command does to each."""
+    if is_terminal(sys.stdin):
+        print(f"{what} each line that you type; Ctrl-D ends", file=sys.stderr)
+    return Texts(arriving(), name, errors, prefix)
 
 
 def _as_text(line: bytes | BadLine, name: str, number: int) -> str | TextError:

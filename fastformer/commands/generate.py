@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from jsonargparse import ArgumentParser
 
 from fastformer.commands._options import OPTIONS, add_options, given_options
-from fastformer.console import is_terminal, shown
+from fastformer.console import shown
 from fastformer.generation.config import GenerationConfig, Precision
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ def _continue_lines(model: GPT, config: GenerationConfig, say: _Sayings, file: s
     """Prints a line for each prompt of a file, or of standard input."""
     import torch
 
-    from fastformer.commands._lines import Texts, arriving, file_lines
+    from fastformer.commands._lines import Texts, file_lines, typed
     from fastformer.generation.generate import new_scheduler
     from fastformer.generation.ordered_stream import IterableSource, ordered_stream
     from fastformer.generation.request_builder import RequestBuilder
@@ -250,9 +250,7 @@ def _continue_lines(model: GPT, config: GenerationConfig, say: _Sayings, file: s
     if file != "-":
         texts = Texts(IterableSource(file_lines(file)), name, errors, None)
     else:
-        if is_terminal(sys.stdin):
-            print("continues each line that you type; Ctrl-D ends", file=sys.stderr)
-        texts = Texts(arriving(), name, errors, None)
+        texts = typed("continues", name, errors)
     # With a sliding window the samples of a prompt move apart, so that each is a request.
     slides = config.window == "slide" and config.samples > 1
     prompts = _Prompts(texts, list(range(config.samples)) if slides else [None])

@@ -100,14 +100,14 @@ def translate(
             translation
         options: the flags of decoding
     """
+    from fastformer.generation.alignment import Aligner
     from fastformer.generation.text_io import ErrorPolicy
 
     asked = GenerationConfig.from_options(given_options(config, options))
     # It says, as the flag does, what the weights are loaded as; the translator then says what it computes in.
     precision, asked = precision or asked.precision, replace(asked, precision=None)
     n_best = asked.num_return_sequences if n_best is None else n_best
-    _check_inputs(text, file, reference, attention, n_best, asked)
-    _check_prefixes(file, attention, prefix, prefix_file)
+    _check_inputs(text, file, reference, attention, prefix, prefix_file, n_best, asked)
     others = {"prefix": prefix, "prefix_file": prefix_file, "attention": attention, "align": align or None}
     _check_split(split, n_best, [name for name, value in others.items() if value is not None])
     _check_scores(reference, bleu_tokenize)
@@ -119,7 +119,8 @@ def translate(
         target_lang=target_lang,
     )  # fmt: skip
     asked = translator.settings({"num_return_sequences": n_best}, asked)
-    aligner = None if align is False else _aligner(translator, align, align_layer, align_head)
+    unit: Literal["words", "tokens"] = "words" if align is True else align or "words"
+    aligner = Aligner(translator, unit, align_layer, align_head) if align else None
     if text is not None and attention is not None:
         _draw(translator, text, attention)
     errors = ErrorPolicy(on_error, skip_long)
@@ -158,12 +159,6 @@ def _translator(
     )
 
 
-def _aligner(translator: Translator, align: object, layer: int | None, head: int | None) -> Aligner:
-    from fastformer.generation.alignment import Aligner
-
-    return Aligner(translator, "tokens" if align == "tokens" else "words", layer, head)
-
-
 def _draw(translator: Translator, text: str, picture: str) -> None:
     from fastformer.generation import draw_attention
 
@@ -181,7 +176,7 @@ def _inputs(
     errors: ErrorPolicy,
 ) -> tuple[Source[Item], list[str | TextError] | None]:
     """Returns a source of the texts to translate, and the references of a file."""
-    from fastformer.commands._lines import Texts, all_lines, arriving, file_lines, good_lines
+    from fastformer.commands._lines import Texts, all_lines, file_lines, good_lines, typed
     from fastformer.generation.ordered_stream import IterableSource
     from fastformer.generation.text_io import as_items
 
@@ -190,9 +185,7 @@ def _inputs(
             raise ValueError("expected something to translate, got an empty text")
         return IterableSource(as_items(text, prefix)), None
     if file is None or (file == "-" and reference is None and prefix_file is None):
-        if is_terminal(sys.stdin):
-            print("translates each line that you type; Ctrl-D ends", file=sys.stderr)
-        return Texts(arriving(), "-", errors, prefix), None
+        return typed("translates", "-", errors, prefix), None
     lines, references = file_lines(file), None
     if reference is not None:
         there = list(lines)
@@ -266,6 +259,8 @@ def _check_inputs(
     file: str | None,
     reference: str | None,
     attention: str | None,
+    prefix: str | None,
+    prefix_file: str | None,
     n_best: int,
     config: GenerationConfig,
 ) -> None:
@@ -279,6 +274,12 @@ def _check_inputs(
         raise ValueError("expected a text to draw the attention of: fastformer translate RUN 'text' --attention F")
     if reference is not None and file is None:
         raise ValueError("expected --file with --reference: its translations are compared with the reference")
+    if prefix is not None and prefix_file is not None:
+        raise ValueError(f"expected --prefix or --prefix_file, got both: {prefix!r:.60} and {prefix_file}")
+    if prefix_file is not None and file is None:
+        raise ValueError("expected --file with --prefix_file: it has a line for each of its lines")
+    if prefix is not None and attention is not None:
+        raise ValueError("expected --prefix or --attention, got both: the picture shows a translation without one")
     if n_best < 1:
         raise ValueError(f"expected --n_best of at least 1, got {n_best}")
     if n_best > 1 and reference is not None:
@@ -310,15 +311,6 @@ def _check_references(references: list[str | TextError], reference: str, count: 
         raise ValueError(f"{bad[0]}; --on_error skip omits such lines from the scores")
     if bad:
         logger.warning("omitted %d of %d lines from the scores, the first of them for %s", len(bad), count, bad[0])
-
-
-def _check_prefixes(file: str | None, attention: str | None, prefix: str | None, prefix_file: str | None) -> None:
-    if prefix is not None and prefix_file is not None:
-        raise ValueError(f"expected --prefix or --prefix_file, got both: {prefix!r:.60} and {prefix_file}")
-    if prefix_file is not None and file is None:
-        raise ValueError("expected --file with --prefix_file: it has a line for each of its lines")
-    if prefix is not None and attention is not None:
-        raise ValueError("expected --prefix or --attention, got both: the picture shows a translation without one")
 
 
 def _check_split(split: bool, n_best: int, others: list[str]) -> None:
