@@ -24,6 +24,7 @@ RESULTS = Path(__file__).parents[1] / "results" / "experiments.jsonl"
 
 # The verdict on the claim; "undecided" if the spread of the seeds is larger than the difference.
 Verdict = Literal["supports", "contradicts", "undecided"]
+Judge = Callable[[Sequence[Row]], Verdict]
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Experiment:
     name: str
     title: str
     claim: str
-    judge: Callable[[Sequence[Row]], Verdict]
+    judge: Judge
     draw: Callable[[Sequence[Row], str, str], Figure]
 
     def parser(self) -> argparse.ArgumentParser:
@@ -133,6 +134,6 @@ def value(row: Row) -> float:
     return float(row["value"])
 
 
-def has_one_seed(rows: Sequence[Row]) -> bool:
-    """Returns whether the rows have a single seed, and so no spread."""
-    return len({row["shape"]["seed"] for row in rows}) == 1
+def undecided_by_one_seed(judge: Judge) -> Judge:
+    """Decorates a judge: a single seed shows no spread."""
+    return lambda rows: "undecided" if len({row["shape"]["seed"] for row in rows}) == 1 else judge(rows)

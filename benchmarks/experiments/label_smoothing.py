@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.experiments.drawing import draw_curves
-from benchmarks.experiments.experiment import Experiment, Row, Spread, Verdict, final, has_one_seed, value
+from benchmarks.experiments.experiment import Experiment, Row, Spread, Verdict, final, undecided_by_one_seed, value
 from benchmarks.experiments.learning import SMALL, learn
 from benchmarks.measure import record
 from benchmarks.measure.commands import positive
@@ -16,10 +16,9 @@ from benchmarks.measure.commands import positive
 SMOOTHING = {"no smoothing": 0.0, "smoothing 0.1": 0.1}
 
 
+@undecided_by_one_seed
 def judge(rows: Sequence[Row]) -> Verdict:
     """Judges both halves of the claim: the likelihood gets worse, the accuracy better."""
-    if has_one_seed(rows):
-        return "undecided"
     plain, smooth = (Spread.of(rows, name, final) for name in SMOOTHING)
     exact, exact_smooth = (Spread.of(rows, name, value) for name in SMOOTHING)
     if plain.below(smooth) and exact.below(exact_smooth):
@@ -52,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
                 seed, steps=steps, num_train=options.pairs, lr=5e-3, label_smoothing=smoothing,
                 model=SMALL | dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.1),
             )  # fmt: skip
-            print(f"{name}, seed {seed}: {curve.nll[-1]:.4f} nats a token, exact match {curve.exact_match:.3f}")
+            print(f"{name}, seed {seed}: {curve}")
             shape = {"seed": seed, "label_smoothing": smoothing, "steps": steps, "pairs": options.pairs}
             rows.append(curve.row(name, shape))
     EXPERIMENT.conclude(rows, options, shared)

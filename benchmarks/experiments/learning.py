@@ -50,6 +50,9 @@ class Curve:
     num_parameters: int = 0
     diverged: bool = False
 
+    def __str__(self) -> str:
+        return f"{self.nll[-1]:.4f} nats a token, exact match {self.exact_match:.3f}"
+
     def row(self, provider: str, shape: Row, *, of: str = "nll", over: str = "updates") -> Row:
         """Makes a row of results: a curve of the model, and its exact match.
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.experiments.drawing import draw_curves
-from benchmarks.experiments.experiment import Experiment, Row, Spread, Verdict, final, has_one_seed, value
+from benchmarks.experiments.experiment import Experiment, Row, Spread, Verdict, final, undecided_by_one_seed, value
 from benchmarks.experiments.learning import SMALL, learn
 from benchmarks.measure import record
 from benchmarks.measure.commands import positive
@@ -28,10 +28,9 @@ MODELS: dict[str, dict[str, Any]] = {
 _TRIED = 20  # the updates that show how long one takes
 
 
+@undecided_by_one_seed
 def judge(rows: Sequence[Row]) -> Verdict:
     """Judges "supports" if the Transformer is better in likelihood and exact match when the time is over."""
-    if has_one_seed(rows):
-        return "undecided"
     loss, other_loss = (Spread.of(rows, name, final) for name in (TRANSFORMER, LSTM))
     exact, other_exact = (Spread.of(rows, name, value) for name in (TRANSFORMER, LSTM))
     if loss.below(other_loss) and other_exact.below(exact):
@@ -76,10 +75,7 @@ def _rows(seeds: int, seconds: float) -> list[Row]:
         for name, settings in MODELS.items():
             steps = max(10, round(seconds / tried[name].seconds[-1] * _TRIED))
             curve, _ = learn(seed, steps=steps, batching="bucketed", **settings)
-            print(
-                f"{name}, seed {seed}: {steps} updates in {curve.seconds[-1]:.1f} s of CPU time, {curve.nll[-1]:.4f} "
-                f"nats a token, exact match {curve.exact_match:.3f}"
-            )
+            print(f"{name}, seed {seed}: {steps} updates in {curve.seconds[-1]:.1f} s of CPU time, {curve}")
             rows.append(curve.row(name, {"seed": seed, "steps": steps, "lr": settings["lr"]}, over="seconds"))
     return rows
 

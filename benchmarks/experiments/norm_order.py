@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from benchmarks.experiments.drawing import draw_curves
-from benchmarks.experiments.experiment import Experiment, Row, Spread, Verdict, final, has_one_seed
+from benchmarks.experiments.experiment import Experiment, Row, Spread, Verdict, final, undecided_by_one_seed
 from benchmarks.experiments.learning import SMALL, learn
 from benchmarks.measure import record
 from benchmarks.measure.commands import positive
@@ -36,10 +36,9 @@ def best_rates(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
+@undecided_by_one_seed
 def judge(rows: Sequence[Row]) -> Verdict:
     """Judges "supports" if pre-norm ends lower in all seeds, with and without warm-up."""
-    if has_one_seed(rows):
-        return "undecided"
     best = best_rates(rows)
     verdicts = set()
     for warm_up in WARM_UPS:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.experiments.drawing import draw_curves
-from benchmarks.experiments.experiment import Experiment, Row, Spread, Verdict, final, has_one_seed, value
+from benchmarks.experiments.experiment import Experiment, Row, Spread, Verdict, final, undecided_by_one_seed, value
 from benchmarks.experiments.learning import SMALL, learn
 from benchmarks.measure import record
 from benchmarks.measure.commands import positive
@@ -16,10 +16,9 @@ from benchmarks.measure.commands import positive
 LAYOUTS = {"interleaved (the paper)": "interleaved", "concatenated (tensor2tensor)": "concatenated"}
 
 
+@undecided_by_one_seed
 def judge(rows: Sequence[Row]) -> Verdict:
     """Judges whether the ranges over the seeds overlap, in the likelihood and in the exact match."""
-    if has_one_seed(rows):
-        return "undecided"
     for measure in (final, value):
         paper, other = (Spread.of(rows, layout, measure) for layout in LAYOUTS)
         if paper.below(other) or other.below(paper):
@@ -48,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     for seed in range(seeds):
         for name, layout in LAYOUTS.items():
             curve, _ = learn(seed, steps=steps, lr=5e-3, model=SMALL | {"positions": layout})
-            print(f"{name}, seed {seed}: {curve.nll[-1]:.4f} nats a token, exact match {curve.exact_match:.3f}")
+            print(f"{name}, seed {seed}: {curve}")
             rows.append(curve.row(name, {"seed": seed, "positions": layout, "steps": steps}))
     EXPERIMENT.conclude(rows, options, shared)
     return 0

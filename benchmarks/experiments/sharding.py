@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.experiments.drawing import draw_curves
-from benchmarks.experiments.experiment import Experiment, Row, Spread, Verdict, has_one_seed, value
+from benchmarks.experiments.experiment import Experiment, Row, Spread, Verdict, undecided_by_one_seed, value
 from benchmarks.experiments.learning import SMALL, learn
 from benchmarks.measure import record
 from benchmarks.measure.commands import positive
@@ -74,10 +74,9 @@ def swing(losses: Sequence[tuple[int, float]]) -> float:
     return statistics.fmean(abs(after - before) for before, after in zip(late, late[1:], strict=False))
 
 
+@undecided_by_one_seed
 def judge(rows: Sequence[Row]) -> Verdict:
     """Judges "supports" if the loss varies less with fair shards, in all seeds."""
-    if has_one_seed(rows):
-        return "undecided"
     fair, in_turn = Spread.of(rows, FAIR, value), Spread.of(rows, IN_TURN, value)
     return "supports" if fair.below(in_turn) else "contradicts" if in_turn.below(fair) else "undecided"
 
