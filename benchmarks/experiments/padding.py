@@ -23,7 +23,7 @@ from benchmarks.experiments.experiment import Experiment, Row, Verdict
 from benchmarks.measure import record
 from benchmarks.measure.commands import positive
 from benchmarks.publish import style
-from fastformer.data.batching import Batch, collate, padding_ratio, plan_epoch
+from fastformer.data.batching import Batch, collate, plan_epoch
 from fastformer.data.bpe import train_bpe
 from fastformer.data.examples import Example, encode_pair
 from fastformer.data.text import read_pairs
@@ -102,6 +102,14 @@ def plan(lengths: torch.Tensor, line: str, max_tokens: int) -> list[list[int]]:
         planned = plan_epoch(lengths[part], max_tokens=max_tokens, batching=batching, seed=0, epoch=0)
         batches += [part[batch].tolist() for batch in planned]
     return batches
+
+
+def padding_ratio(lengths: torch.Tensor, batches: Sequence[Sequence[int]], *, packed: bool) -> float:
+    """Returns the share of padding among all computed tokens of an epoch, over both sides: 1 - real / computed."""
+    if packed:
+        return 0.0
+    computed = sum(len(batch) * int(lengths[batch].max(dim=0).values.sum()) for batch in batches)
+    return 1.0 - int(lengths.sum()) / computed if computed else 0.0
 
 
 def is_packed(line: str) -> bool:

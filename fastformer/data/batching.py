@@ -223,11 +223,3 @@ def _join(sequences: Sequence[Sequence[int]], fill: int, packed: bool) -> Tensor
         return torch.frombuffer(ids, dtype=torch.int64)
     width = max(len(sequence) for sequence in sequences)
     return torch.tensor([[*sequence, *[fill] * (width - len(sequence))] for sequence in sequences], device="cpu")
-
-
-def padding_ratio(lengths: Tensor, batches: Sequence[Sequence[int]], *, packed: bool) -> float:
-    """Returns the share of padding among all computed tokens of an epoch, over both sides: 1 - real / computed."""
-    if packed:
-        return 0.0
-    computed = sum(len(batch) * int(lengths[batch].max(dim=0).values.sum()) for batch in batches)
-    return 1.0 - int(lengths.sum()) / computed if computed else 0.0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastformer.data.batching import BATCHINGS, collate, padding_ratio, plan_epoch
+from benchmarks.experiments.padding import padding_ratio
+from fastformer.data.batching import BATCHINGS, collate, plan_epoch
 from fastformer.data.examples import Example, encode_pair, windows
 from fastformer.special_ids import SpecialIds
 
