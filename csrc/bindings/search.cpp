@@ -105,6 +105,7 @@ Object results(Search& search) {
 
 int64_t limit(const Search& search) { return search.limit; }
 int64_t num_candidates(const Search& search) { return search.num_candidates; }
+int64_t num_tokens(const Search& search) { return search.num_tokens; }
 int64_t num_rows(const Search& search) { return search.num_rows; }
 int64_t peak_rows(const Search& search) { return search.peak_rows; }
 std::vector<double> scores(const Search& search) { return search.scores(); }
@@ -121,10 +122,10 @@ void bind_search(PyObject* module) {
                                   method<"tokens", "row", &tokens>(),
                                   method<"results", "", &results>(),
                                   {}};
-  static PyGetSetDef properties[] = {property<&limit>("limit"),         property<&num_candidates>("num_candidates"),
-                                     property<&num_rows>("num_rows"),   property<&peak_rows>("peak_rows"),
-                                     property<&scores>("scores"),       property<&is_done>("is_done"),
-                                     property<&is_broken>("is_broken"), {}};
+  static PyGetSetDef properties[] = {
+      property<&limit>("limit"),       property<&num_candidates>("num_candidates"), property<&num_tokens>("num_tokens"),
+      property<&num_rows>("num_rows"), property<&peak_rows>("peak_rows"),           property<&scores>("scores"),
+      property<&is_done>("is_done"),   property<&is_broken>("is_broken"),           {}};
   python::add_class<Search>(module, "Search", nullptr, methods, properties);
   static PyMethodDef functions[] = {
       function<"greedy_search", "limit eos min_tokens? suppressed?", &greedy_search>(),

@@ -16,6 +16,7 @@ class SearchHandle(Protocol):
 
     limit: int
     num_candidates: int
+    num_tokens: int
     num_rows: int
     peak_rows: int
     scores: list[float]

@@ -56,19 +56,6 @@ _LEAST_WIDTH = 64  # the least width of a table of tokens
 
 
 @dataclass
-class _Group:
-    """The engine's state of one request.
-
-    Attributes:
-        prompt_length: the number of tokens before the first new one.
-        num_rows: the number of rows that are decoded; the cache may have more.
-    """
-
-    prompt_length: int
-    num_rows: int = 1
-
-
-@dataclass
 class _Kept:
     """The state that outlives an engine, for the next engine of the same model.
 
@@ -182,31 +169,29 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         self._state = state
         state.num_batches += 1
         self._number = state.num_batches
-        self._groups: list[_Group] = []
+        self._rows: list[int] = []  # of each group, the rows that are decoded; the cache may have more
         self._loaded: CapturedStep | None = None  # the step whose tensors hold the state of the searches
 
     # Groups come and go.
 
     def prefill(self, prompts: Sequence[Prompt]) -> None:
         state = self._state
-        if not self._groups and state.guards is not None and not state.is_current(self.model):
+        if not self._rows and state.guards is not None and not state.is_current(self.model):
             state.forget()
         self._loaded = None
         super().prefill(prompts)
-        self._groups += [_Group(len(prompt.tokens)) for prompt in prompts]
+        self._rows += [1] * len(prompts)
 
     def free(self, groups: Sequence[int]) -> None:
         self._loaded = None
         super().free(groups)
-        leaving = set(groups)
-        self._groups = [group for place, group in enumerate(self._groups) if place not in leaving]
+        self._rows = np.delete(self._rows, groups).tolist()
 
     def fork(self, parents: Sequence[Sequence[int]]) -> None:
         self._trim()
         self._loaded = None
         super().fork(parents)
-        for group, rows in zip(self._groups, parents, strict=True):
-            group.num_rows = len(rows)
+        self._rows = list(map(len, parents))
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
@@ -224,9 +209,8 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
 
     def _trim(self) -> None:
         """Removes rows whose search has ended."""
-        sizes = [group.num_rows for group in self._groups]
-        if self._cache.group_sizes != sizes:
-            self._cache.fork([range(rows) for rows in sizes])
+        if self._cache.group_sizes != self._rows:
+            self._cache.fork([range(rows) for rows in self._rows])
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
@@ -258,17 +242,17 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         self, searches: Sequence[NativeSearch], tokens: Sequence[int], log_probs: bool, num_steps: int
     ) -> int:
         """Takes up to num_steps steps on the device. Returns their number; 0 without memory for the batch slots."""
-        cache, groups = self._cache, self._groups
+        cache = self._cache
         beams = max(1, searches[0].rules.num_beams)
         before = cache.group_sizes
-        if before != [beams] * len(groups):
+        if before != [beams] * len(searches):
             try:
                 cache.fork([[*range(size), *[0] * (beams - size)] for size in before])
             except ValueError:  # other rows of the batch use them
                 return 0
         lengths = np.array(cache.lengths, np.int32)
         limits = np.array([search.limit for search in searches], np.int32)
-        said = lengths + 1 - np.array([group.prompt_length for group in groups], np.int32)
+        said = np.array([search.handle.num_tokens for search in searches], np.int32)
         last = lengths + limits - said - 1  # the position of the last token that may be given
         num_steps = min(num_steps, int((limits - said).max()))
         captured = self._captured_for(searches, log_probs, int(lengths.max()) + num_steps)
@@ -314,8 +298,7 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
             said = last_tokens([searches[place] for place in going if not searches[place].handle.is_done])
             if said != record.tokens[step, slots].tolist():
                 raise RuntimeError(f"expected the tokens {said} on the device too")
-        for group, search in zip(self._groups, searches, strict=True):
-            group.num_rows = max(1, search.num_rows)
+        self._rows = [max(1, search.num_rows) for search in searches]
 
     # Captured steps.
 
