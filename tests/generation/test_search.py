@@ -415,8 +415,11 @@ def test_each_step_on_the_device_equals_that_in_python(beams: int, values: list[
             continue
         for host in hosts:
             host.advance([[*words, *eos][:count]], [[start] * count], 0)
-        native = NativeSearch.beams(99, frozenset(eos), beams) if beams else NativeSearch.greedy(99, frozenset(eos))
+        ends = frozenset(eos)
+        native = NativeSearch.beams(99, ends, beams, alpha=1.0) if beams else NativeSearch.greedy(99, ends)
         native.advance([[*words, *eos][:count]], [[start] * count], 0)
+        if native.handle.is_done:
+            continue
         tokens = [token for host in hosts for token in host.last_tokens()]
         device.load(tokens, [native] * GROUPS, np.zeros(GROUPS, np.int32))
         scores = [[start] * host.num_rows for host in hosts]
