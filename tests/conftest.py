@@ -9,7 +9,8 @@ import inspect
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +26,6 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fastformer-test
 atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 import importlib.util  # noqa: E402
-from typing import Any  # noqa: E402
 
 import pytest  # noqa: E402
 import torch.utils.deterministic  # noqa: E402
@@ -132,6 +132,32 @@ def device() -> str:
     return DEVICE
 
 
+class Printed(NamedTuple):
+    """What a command has printed."""
+
+    out: str
+    err: str
+
+
+Ran = Callable[..., Printed]
+
+
+@pytest.fixture
+def ran(capsys: pytest.CaptureFixture[str]) -> Ran:
+    """Runs a command line in this process, expects its exit code, and returns what was printed since the last look."""
+    from fastformer.cli import main
+
+    def run(*words: str, code: int = 0) -> Printed:
+        try:
+            found = main([*words])
+        except SystemExit as end:  # of the help
+            found = int(end.code or 0)
+        assert found == code, words
+        return Printed(*capsys.readouterr())
+
+    return run
+
+
 @pytest.fixture(params=["reference", "cpp", "triton"])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs the test once for each available backend, with every op forced onto it."""
@@ -149,8 +175,7 @@ def on_backend(request: pytest.FixtureRequest, stem: str) -> Iterator[str]:
         request.getfixturevalue("no_extension")
         yield name
         return
-    if (reason := missing_backend(name, stem)) is not None:
-        pytest.skip(reason)
+    skip_without(name, stem)
     with use_backend(name):
         yield name
 
@@ -173,6 +198,12 @@ def leave_out_extension(monkeypatch: pytest.MonkeyPatch) -> None:
         if hasattr(value, "cache_info"):
             monkeypatch.setattr(_eager, name, functools.cache(value.__wrapped__))
     monkeypatch.setenv("FASTFORMER_STRICT", "0")
+
+
+def skip_without(name: str, stem: str) -> None:
+    """Skips a test of the op `stem` on a backend that is missing here."""
+    if (reason := missing_backend(name, stem)) is not None:
+        pytest.skip(reason)
 
 
 def missing_backend(name: str, stem: str) -> str | None:

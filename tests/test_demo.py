@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from fastformer import demo
-from fastformer.cli import main
 from fastformer.training.config import TrainConfig
 
 
@@ -40,18 +39,16 @@ def project(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("out", [".", "", "../project", "absolute"])
-def test_a_users_folder_is_not_changed(project, out, monkeypatch, capsys) -> None:
+def test_a_users_folder_is_not_changed(project, out, monkeypatch, ran) -> None:
     before = contents(project)
     monkeypatch.chdir(project)
-    assert main(["demo", "--out", str(project) if out == "absolute" else out]) == 1
-    assert "--out" in capsys.readouterr().err
+    assert "--out" in ran("demo", "--out", str(project) if out == "absolute" else out, code=1).err
     assert contents(project) == before
 
 
-def test_a_file_is_not_a_folder(tmp_path, capsys) -> None:
+def test_a_file_is_not_a_folder(tmp_path, ran) -> None:
     (tmp_path / "file").write_text("mine")
-    assert main(["demo", "--out", str(tmp_path / "file")]) == 1
-    assert "got the file" in capsys.readouterr().err
+    assert "got the file" in ran("demo", "--out", str(tmp_path / "file"), code=1).err
     assert (tmp_path / "file").read_text() == "mine"
 
 

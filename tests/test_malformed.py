@@ -66,11 +66,9 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
 
 
-def refused(words: list[str], code: int, said: tuple[str, ...], folder: Path, capsys) -> None:
+def refused(words: list[str], code: int, said: tuple[str, ...], folder: Path, ran) -> None:
     before = files(folder)
-    capsys.readouterr()
-    assert main(words) == code
-    error = capsys.readouterr().err
+    error = ran(*words, code=code).err
     last = error.splitlines()[-1]
     assert last.startswith("fastformer: "), error
     assert error.count("fastformer: ") == 1 and "Traceback" not in error and "a bug" not in error, error
@@ -109,13 +107,7 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     # Out of bounds, or contradicting each other.
     ("train new --task numbers --steps 0", ("steps", "got 0")),
     ("train new --task numbers --seed 9223372036854775808", ("seed",)),
-    (
-        "train new --task numbers --epochs 2 --steps 5",
-        (
-            "steps",
-            "epochs",
-        ),
-    ),
+    ("train new --task numbers --epochs 2 --steps 5", ("steps", "epochs")),
     ("train new --task numbers --average_last 5 --save_every 0", ("save_every",)),
     ("train new --task numbers --model.dropout 2", ("dropout", "2.0")),
     ("train new --task numbers --model.num_heads 3", ("d_model", "num_heads", "128", "3")),
@@ -189,14 +181,14 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("command", "said"), FLAGS, ids=[command for command, _ in FLAGS])
-def test_flags_that_do_not_fit(command, said, tmp_path, monkeypatch, capsys) -> None:
+def test_flags_that_do_not_fit(command, said, tmp_path, monkeypatch, ran) -> None:
     monkeypatch.chdir(tmp_path)
-    refused(shlex.split(command), 2, said, tmp_path, capsys)
+    refused(shlex.split(command), 2, said, tmp_path, ran)
 
 
 @pytest.mark.parametrize(("command", "said"), VALUES, ids=[command for command, _ in VALUES])
-def test_impossible_values(command, said, folder, capsys) -> None:
-    refused(shlex.split(command), 1, said, folder, capsys)
+def test_impossible_values(command, said, folder, ran) -> None:
+    refused(shlex.split(command), 1, said, folder, ran)
 
 
 def cut(file: Path) -> None:
@@ -243,9 +235,9 @@ DAMAGE: list[tuple[str, Callable[[Path], object], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("name", "damage", "said"), DAMAGE)
-def test_damaged_models(name, damage, said, folder, capsys) -> None:
+def test_damaged_models(name, damage, said, folder, ran) -> None:
     damage(folder / "run" / name)
-    refused(["translate", "run", "x"], 1, said, folder, capsys)
+    refused(["translate", "run", "x"], 1, said, folder, ran)
 
 
 @pytest.mark.parametrize(
@@ -262,12 +254,12 @@ def test_damaged_models(name, damage, said, folder, capsys) -> None:
         ("config.yaml", lambda file: file.write_text("- 1\n...\n") and None, ("config.yaml", "list")),
     ],
 )
-def test_damaged_runs_do_not_resume(name, damage, said, folder, capsys) -> None:
+def test_damaged_runs_do_not_resume(name, damage, said, folder, ran) -> None:
     damage(folder / "run" / name)
-    refused(["train", "run", "--resume"], 1, said, folder, capsys)
+    refused(["train", "run", "--resume"], 1, said, folder, ran)
 
 
-def test_a_typo_is_recognised(tmp_path, monkeypatch, capsys) -> None:
+def test_a_typo_is_recognised(tmp_path, monkeypatch, ran) -> None:
     """A flag with one letter doubled, dropped or swapped is refused, and the message names the correct flag."""
     monkeypatch.chdir(tmp_path)
     slips, names = random.Random(0), [name for name in TrainConfig().to_dict() if len(name) > 5]
@@ -277,19 +269,18 @@ def test_a_typo_is_recognised(tmp_path, monkeypatch, capsys) -> None:
         slip = name[:place] + letters + name[place + (2 if kind == "x" else 1) :]
         if slip in TrainConfig().to_dict():
             continue
-        assert main(["train", "new", f"--{slip}", "1"]) == 2
-        assert f"did you mean '--{name}'?" in capsys.readouterr().err, (slip, name)
+        assert f"did you mean '--{name}'?" in ran("train", "new", f"--{slip}", "1", code=2).err, (slip, name)
 
 
 @pytest.mark.parametrize("name", ["config.json", "config.yaml", "tokenizer.json", "metrics.jsonl"])
-def test_a_new_run_overwrites_no_file_of_the_user(name, folder, capsys) -> None:
+def test_a_new_run_overwrites_no_file_of_the_user(name, folder, ran) -> None:
     (folder / "new").mkdir()
     (folder / "new" / name).write_text("mine")
     command = "train new --train_tsv pairs.tsv --tokenizer bytes"
-    refused(command.split(), 1, (name,), folder, capsys)
+    refused(command.split(), 1, (name,), folder, ran)
 
 
-def test_metrics_are_written_only_to_their_file(folder, capsys) -> None:
+def test_metrics_are_written_only_to_their_file(folder, ran) -> None:
     (folder / "run" / "metrics.jsonl").rename(folder / "elsewhere.jsonl")
     for put in (
         lambda path: path.symlink_to("../elsewhere.jsonl"),
@@ -299,8 +290,7 @@ def test_metrics_are_written_only_to_their_file(folder, capsys) -> None:
     ):
         put(folder / "run" / "metrics.jsonl")
         before = (folder / "elsewhere.jsonl").read_bytes()
-        assert main(["train", "run", "--resume", "--steps", "3"]) == 1
-        assert "metrics.jsonl" in capsys.readouterr().err
+        assert "metrics.jsonl" in ran("train", "run", "--resume", "--steps", "3", code=1).err
         assert (folder / "elsewhere.jsonl").read_bytes() == before
         path = folder / "run" / "metrics.jsonl"
         path.rmdir() if path.is_dir() else path.unlink()

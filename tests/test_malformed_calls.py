@@ -161,11 +161,7 @@ CALLS: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
     ("a seed as text", lambda: plan(seed="0"), ("seed", "'0'")),
     ("no examples", lambda: collate([], packed=True), ("example",)),
     ("pairs for examples", lambda: collate([([3], [4])], packed=True), ("Example", "tuple")),
-    (
-        "both kinds",
-        lambda: collate([Example([3], [4]), Example([], [4, 5])], packed=True),
-        ("in none",),
-    ),
+    ("both kinds", lambda: collate([Example([3], [4]), Example([], [4, 5])], packed=True), ("in none",)),
     ("nothing to predict", lambda: collate([Example([3], [])], packed=False), ("predict",)),
     ("ids beyond 32 bits", lambda: Examples([Example([2**40], [4])]), ("32 bits", "1099511627776")),
     ("fewer numbers than none", lambda: number_pairs(-1, seed=0), ("count", "-1")),

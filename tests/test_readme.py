@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.encoding.folders import bert
@@ -25,9 +24,7 @@ def test_the_python_of_the_first_minute_runs() -> None:
     assert {"layer", "model", "tokens"} <= names.keys()
 
 
-def test_a_model_that_exists_is_accelerated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_exists_is_accelerated(tmp_path, monkeypatch, capsys) -> None:
     """Nothing is downloaded: a small BERT with random weights is in a folder of the name."""
     (tmp_path / "bert-base-uncased").mkdir()
     bert(tmp_path / "bert-base-uncased")
@@ -36,9 +33,7 @@ def test_a_model_that_exists_is_accelerated(
     assert "2 BertLayer" in capsys.readouterr().out
 
 
-def test_a_marian_translates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_marian_translates(tmp_path, monkeypatch, capsys) -> None:
     from tests.checkpoints.families import marian
 
     marian(tmp_path / "opus-mt-en-de")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -10,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks.busy_neighbour import main
-from benchmarks.measure import record
 from benchmarks.peers.compare import fair_share
+from tests.benchmarks.running import checked_rows
 
 
 def test_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,18 +18,10 @@ def test_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--dim", "32", "--layers", "1", "--batch", "2", "--seqlen", "8"]
     given = ["--provider", "fastformer", "--threads", str(threads), "--rounds", "1", "--seconds", "0.01"]
     assert main([*given, *sizes, "--out", str(out)]) == 0
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = checked_rows(out)
     assert [row["mode"] for row in rows] == ["step", "fwd"]
     for row in rows:
-        record.check(row)
         assert row["neighbours"] == 1 and row["fair_share"] == fair_share(threads, 1, os.cpu_count() or 1)
         assert row["speedup"] == pytest.approx(row["ms_quiet"] / row["ms_p50"])
         assert row["shape"]["dim"] == 32 and row["provider"] == "fastformer"
     assert len(capsys.readouterr().out.splitlines()) == 2
-
-
-def test_bad_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("threads", "rounds", "layers"):
-        with pytest.raises(SystemExit):
-            main([f"--{name}", "0"])
-        assert f"--{name}" in capsys.readouterr().err

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.chat_turns import main
-from benchmarks.measure import record
+from tests.benchmarks.running import checked_rows
 from tests.generation.small import needs_cpp
 
 
@@ -21,8 +20,7 @@ def test_each_turn_reads_only_new_tokens(tmp_path: Path, capsys: pytest.CaptureF
     said = capsys.readouterr().out.splitlines()
     # Of prompts of 48, 61 and 74 tokens; whole blocks of what came before their last token are there.
     assert [line.partition(", ")[2].partition(" of")[0] for line in said] == ["48", "29", "26"]
-    rows = list(map(json.loads, out.read_text().splitlines()))
+    rows = checked_rows(out)
     assert [row["provider"] for row in rows] == ["Generator", "generate"]
     for row in rows:
-        record.check(row)
         assert len(row["curve"]["y"]) == 3 and min(row["curve"]["y"]) > 0

@@ -50,13 +50,8 @@ def few_numbers(monkeypatch):
 def line(provider, end, value=0.5, seed=0, **shape):
     """A row with a curve that ends at `end`."""
     curve = {"x": [1.0, 2.0], "y": [4.0, end], "x_label": "update", "y_label": "loss"}
-    return {
-        "provider": provider,
-        "shape": {"seed": seed, **shape},
-        "curve": curve,
-        "value": value,
-        "unit": "exact match",
-    }
+    shape = {"seed": seed, **shape}
+    return {"provider": provider, "shape": shape, "curve": curve, "value": value, "unit": "exact match"}
 
 
 def lines(ends, values=None, **shape):
@@ -346,22 +341,6 @@ def test_the_ladder_runs(monkeypatch, few_numbers, tmp_path):
     for row in rows:
         record.check(row)
         assert row["provider"] in ladder.ROUNDED or row["shape"]["agreement"] == 1
-
-
-@pytest.mark.parametrize(
-    ("module", "arguments", "message"),
-    [
-        (positions, ["--seeds", "0"], "--seeds: expected an integer above 0, got 0"),
-        (lstm, ["--seconds", "-3"], "--seconds: expected an integer above 0"),
-        (padding, ["--d-model", "100"], "--d-model: expected a multiple of 64, got 100"),
-        (padding, ["--text", "nowhere.en", "nowhere.de"], "nowhere.en"),
-        (norm_order, ["--lr", "fast"], "--lr: invalid float value: 'fast'"),
-    ],
-)  # fmt: skip
-def test_bad_arguments_are_named(module, arguments, message, capsys):
-    with pytest.raises(SystemExit) as error:
-        module.main(arguments)
-    assert error.value.code == 2 and message in capsys.readouterr().err
 
 
 # What is recorded

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,10 +11,10 @@ pytest.importorskip("sacrebleu", reason="not installed: pip install 'fastformer[
 import torch
 
 from benchmarks import precisions
-from benchmarks.measure import record
 from fastformer.data.tokenizer import ByteTokenizer
 from fastformer.models import GPT
 from fastformer.ops import _extension
+from tests.benchmarks.running import checked_rows
 
 RIGHT = ["ein Hund läuft durch das Gras", "zwei Männer sitzen auf einer Bank"]
 
@@ -42,10 +40,7 @@ def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     (tmp_path / "de").write_text("\n".join(RIGHT) + "\n", encoding="utf-8")
     out = tmp_path / "rows.jsonl"
     assert precisions.main(["RUN", str(tmp_path / "en"), str(tmp_path / "de"), "--out", str(out)]) == 0
-    rows: list[dict[str, Any]] = [json.loads(line) for line in out.read_text().splitlines()]
-    for row in rows:
-        record.check(row)
-    found = {(row["precision"], row["shape"]["num_beams"]): row for row in rows}
+    found = {(row["precision"], row["shape"]["num_beams"]): row for row in checked_rows(out)}
     assert found.keys() == {(precision, beams) for precision in ("fp32", "bf16", "int8", "int4") for beams in (1, 4)}
     for case, row in found.items():
         assert row["same_tokens"] == (1 if case == ("int8", 4) else 2)
@@ -67,8 +62,7 @@ def test_a_perplexity_equals_the_models(tmp_path: Path) -> None:
     with torch.inference_mode():
         log_probs = model(windows[:, :-1]).log_softmax(-1)
     expected = float((-log_probs.gather(2, windows[:, 1:, None])).mean().exp())
-    rows: list[dict[str, Any]] = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = checked_rows(out)
     for row, most in zip(rows, (1e-5, 1e-2, 2e-2, 0.2), strict=True):
-        record.check(row)
         assert row["perplexity"] == pytest.approx(expected, rel=most), row["precision"]
     assert len({row["perplexity"] for row in rows}) == 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -11,8 +10,8 @@ import pytest
 pytest.importorskip("pyarrow", reason="shards are files of Arrow")
 
 from benchmarks import large_corpus, preparing
-from benchmarks.measure import record
 from benchmarks.measure.synthetic_text import write_pairs
+from tests.benchmarks.running import checked_rows
 
 
 def test_made_up_pairs(tmp_path: Path) -> None:
@@ -29,19 +28,10 @@ def test_made_up_pairs(tmp_path: Path) -> None:
 def test_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.jsonl"
     assert preparing.main(["--pairs", "300", "--processes", "1", "--rounds", "1", "--out", str(out)]) == 0
-    alone, whole, clock = (json.loads(line) for line in out.read_text().splitlines())
-    for row in (alone, whole, clock):
-        record.check(row)
+    alone, whole, clock = checked_rows(out)
     assert 0 < alone["ms_p50"] < whole["ms_p50"] and 0 < whole["speedup"] < 1
     assert clock["shape"]["processes"] == 1 and clock["speedup"] == 1.0
     assert "of which tokenizers are" in capsys.readouterr().out
-
-
-def test_bad_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, main in (("rounds", preparing.main), ("pairs", preparing.main), ("steps", large_corpus.main)):
-        with pytest.raises(SystemExit):
-            main([f"--{name}", "0"])
-        assert f"--{name}" in capsys.readouterr().err
 
 
 @pytest.mark.slow  # 20 s: both commands of the benchmark run, and the system says what they took
@@ -49,7 +39,5 @@ def test_the_memory_of_a_small_corpus(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     words = ["--pairs", "20000", "--steps", "2", "--shards", "6", "--folder", str(tmp_path), "--out", str(out)]
     assert large_corpus.main(words) == 0
-    for row in map(json.loads, out.read_text().splitlines()):
-        record.check(row)
-        assert 100 < row["peak_mib"] < 1000
+    assert all(100 < row["peak_mib"] < 1000 for row in checked_rows(out))
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]

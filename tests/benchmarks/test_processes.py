@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import processes
-from benchmarks.measure import record
 from fastformer.commands import _parsing
 from fastformer.commands import train as command
 from fastformer.training import TrainConfig
+from tests.benchmarks.running import checked_rows
 
 
 def test_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,9 +38,7 @@ def test_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     out = tmp_path / "rows.jsonl"
     assert processes.main(["--rounds", "2", "--steps", "16", "--out", str(out)]) == 0
     assert started == [None, "ddp", "fsdp"] * 2
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    for row in rows:
-        record.check(row)
+    rows = checked_rows(out)
     assert [row["shape"]["processes"] for row in rows] == [1, 2, 2]
     assert [row["speedup"] for row in rows] == pytest.approx([1.0, 1.8, 1.5])
     assert len(capsys.readouterr().out.splitlines()) >= 3
@@ -54,16 +52,9 @@ def take(turns, rounds):
     return found
 
 
-def test_bad_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["--rounds", "0"], ["--processes", "3"]):
-        with pytest.raises(SystemExit):
-            processes.main(words)
-    assert "--accumulate" in capsys.readouterr().err
-
-
 @pytest.mark.slow  # 40 s: the trainings of the benchmark run, and say a speed
 def test_a_training_of_each_kind_runs(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     sizes = ["--d_model", "32", "--layers", "1", "--max_tokens", "256", "--steps", "8", "--rounds", "1"]
     assert processes.main([*sizes, "--out", str(out)]) == 0
-    assert all(json.loads(line)["tokens_s"] > 0 for line in out.read_text().splitlines())
+    assert all(row["tokens_s"] > 0 for row in checked_rows(out))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.measure import record
 from benchmarks.peers.servers import OURS, requests
 from benchmarks.serving import main
+from tests.benchmarks.running import checked_rows
 from tests.generation.small import needs_cpp
 
 
@@ -28,9 +27,7 @@ def test_every_server_writes_its_rows(case: str, tmp_path: Path) -> None:
     out = tmp_path / "serving.jsonl"
     sizes = ["--clients", "1", "3", "--rounds", "2", "--seconds", "1", "--warm_up", "0.3", "--threads", "1"]
     assert main(["--case", case, *sizes, "--out", str(out)]) == 0
-    rows = list(map(json.loads, out.read_text().splitlines()))
-    for row in rows:
-        record.check(row)
+    rows = checked_rows(out)
     ours = {(row["precision"], row["shape"]["clients"]): row for row in rows if row["provider"] == OURS}
     assert ours.keys() == {(precision, clients) for precision in ("int8", "fp32") for clients in (1, 3)}
     assert all(row["requests_s"] > 0 and row["ms_p50"] <= row["ms_p99"] for row in ours.values())

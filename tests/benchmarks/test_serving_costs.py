@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.measure import record
 from benchmarks.serving_costs import PARTS, main
+from tests.benchmarks.running import checked_rows
 from tests.generation.small import needs_cpp
 
 
@@ -18,9 +17,7 @@ def test_every_part_writes_its_rows(tmp_path: Path) -> None:
     out = tmp_path / "costs.jsonl"
     turns = ["--rounds", "2", "--many_rounds", "2", "--seconds", "0.5", "--threads", "1", "--out", str(out)]
     assert main(["--case", "tiny", *turns]) == 0
-    rows = list(map(json.loads, out.read_text().splitlines()))
-    for row in rows:
-        record.check(row)
+    rows = checked_rows(out)
     parts = [row["shape"]["part"] for row in rows]
     assert list(dict.fromkeys(parts)) == list(PARTS)
     assert [parts.count(part) for part in PARTS] == [2, 6, 2, 2]

@@ -102,17 +102,10 @@ def try_words(echo: Echo, text: str, prefix: str, capsys) -> None:
             assert (code, echo.given) == (0, [given]), words
 
 
-def test_arguments_and_prefixes(echo, capsys) -> None:
-    texts = odd_texts(40, seed=0)
-    for text, prefix in zip(texts[:20], texts[20:], strict=True):
-        try_words(echo, text, prefix, capsys)
-
-
-@pytest.mark.slow
-def test_a_thousand_arguments_and_prefixes(echo, capsys) -> None:
-    """The same for every piece and a thousand mixtures."""
-    texts = odd_texts(1000, seed=1)
-    for text, prefix in zip(texts, texts[::-1], strict=True):
+@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.slow)])  # slow: with every piece
+def test_arguments_and_prefixes(echo, capsys, count) -> None:
+    texts = odd_texts(2 * count, seed=0)
+    for text, prefix in zip(texts[:count], texts[count:], strict=True):
         try_words(echo, text, prefix, capsys)
 
 
@@ -139,15 +132,14 @@ def test_a_thousand_lines_of_a_file_and_of_standard_input(echo, tmp_path, monkey
     assert echo.given == [(text, "~") for text in texts]
 
 
-def test_a_command_that_waits_for_a_terminal_says_so(echo, monkeypatch, capsys) -> None:
+def test_a_command_that_waits_for_a_terminal_says_so(echo, monkeypatch, ran) -> None:
     class Keyboard(io.TextIOWrapper):
         def isatty(self) -> bool:
             return True
 
     for words in ([], ["--file", "-"]):
         monkeypatch.setattr(sys, "stdin", Keyboard(io.BytesIO(b"one\n")))
-        assert main(["translate", "run", *words]) == 0
-        out, err = capsys.readouterr()
+        out, err = ran("translate", "run", *words)
         assert out == "one\n" and "Ctrl-D" in err
 
 

@@ -49,12 +49,11 @@ def test_the_number_of_averaged_checkpoints(run, capsys, caplog) -> None:
         assert ("--keep_last 10" in caplog.text) == (words == ["--last", "10"])
 
 
-def test_a_run_without_checkpoints_is_named(run, tmp_path, capsys) -> None:
+def test_a_run_without_checkpoints_is_named(run, tmp_path, ran) -> None:
     for path in checkpoints(run):
         path.unlink()
     before = contents(run)
-    assert main(["average", str(run)]) == 1
-    assert str(run) in capsys.readouterr().err and contents(run) == before
+    assert str(run) in ran("average", str(run), code=1).err and contents(run) == before
 
 
 def sparse(weight: torch.Tensor) -> object:
@@ -74,26 +73,24 @@ def sparse(weight: torch.Tensor) -> object:
     ],
     ids=["sparse", "plain", "integers", "fp64", "misshapen", "expanded", "nan"],
 )
-def test_a_checkpoint_without_proper_weights_is_named(change, run, capsys) -> None:
+def test_a_checkpoint_without_proper_weights_is_named(change, run, ran) -> None:
     last = checkpoints(run)[-1]
     state = load_checkpoint(last)
     state["model"]["embedding.weight"] = change(state["model"]["embedding.weight"])
     save_checkpoint(run, 4, state, keep_last=3)
     before = contents(run)
-    assert main(["average", str(run)]) == 1
-    error = capsys.readouterr().err
+    error = ran("average", str(run), code=1).err
     assert last.name in error and "embedding.weight" in error and "a bug" not in error
     assert contents(run) == before
 
 
 @pytest.mark.skipif(os.name != "posix", reason="links need no rights on POSIX alone")
-def test_links_are_not_followed_out_of_the_run(run, tmp_path, capsys) -> None:
+def test_links_are_not_followed_out_of_the_run(run, tmp_path, ran) -> None:
     other = tmp_path / "other"
     (run / "checkpoints").rename(other)
     (run / "checkpoints").symlink_to(other)
     before = contents(other), contents(run)
-    assert main(["average", str(run)]) == 1
-    assert "checkpoints to be a folder, got a link" in capsys.readouterr().err
+    assert "checkpoints to be a folder, got a link" in ran("average", str(run), code=1).err
     assert (contents(other), contents(run)) == before
     # The run itself may be a link, and its files may be: they are replaced, and what they point to stays.
     (run / "checkpoints").unlink()

@@ -50,20 +50,18 @@ def typed(monkeypatch) -> Callable[..., None]:
     return lambda *lines: monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
 
 
-def test_lines_are_the_turns_of_one_conversation(folder, answers, typed, capsys) -> None:
+def test_lines_are_the_turns_of_one_conversation(folder, answers, typed, capsys, ran) -> None:
     typed(*TEXTS, "", "/reset", "/help", TEXTS[0], "/quit", "never")
     flags = ["--greedy", "--system", "be brief", *FEW]
-    assert main(["chat", str(folder), *flags]) == 0
-    found = capsys.readouterr()
+    found = ran("chat", str(folder), *flags)
     assert found.out == f"{answers[0]}\n{answers[1]}\n{answers[0]}\n" and "/reset" in found.err
     typed(TEXTS[0])
     assert main(["chat", str(folder), *flags, "--stop", answers[0][2:4]]) == 0
     assert capsys.readouterr().out == answers[0][: answers[0].index(answers[0][2:4])] + "\n"
 
 
-def test_a_quantised_copy_chats_too(folder, typed, tmp_path, capsys) -> None:
-    assert main(["quantize", str(folder), str(tmp_path / "int8")]) == 0
-    capsys.readouterr()
+def test_a_quantised_copy_chats_too(folder, typed, tmp_path, capsys, ran) -> None:
+    ran("quantize", str(folder), str(tmp_path / "int8"))
     typed(*TEXTS)
     assert main(["chat", str(tmp_path / "int8"), "--seed", "1", *FEW]) == 0
     chat = Chat.from_pretrained(tmp_path / "int8", max_new_tokens=8, seed=1)
@@ -154,22 +152,20 @@ def by_transformers(folder: Path, text: str, count: int) -> str:
     return found
 
 
-def test_it_continues_as_transformers_does(folder, capsys, tmp_path) -> None:
+def test_it_continues_as_transformers_does(folder, capsys, ran, tmp_path) -> None:
     expected = [by_transformers(folder, text, 8) for text in TEXTS]
     for text, line in zip(TEXTS, expected, strict=True):
-        assert main(["generate", str(folder), text, "--greedy", *FEW]) == 0
-        assert capsys.readouterr().out == line + "\n"
+        assert ran("generate", str(folder), text, "--greedy", *FEW).out == line + "\n"
     (tmp_path / "in").write_text("\n".join(TEXTS) + "\n")
     assert main(["generate", str(folder), "--file", str(tmp_path / "in"), "--greedy", *FEW]) == 0
     assert capsys.readouterr().out.split("\n")[:-1] == [re.sub("\n", r"\\n", line) for line in expected]
 
 
-def test_sampling_follows_the_folders_settings(folder, tmp_path, capsys) -> None:
+def test_sampling_follows_the_folders_settings(folder, tmp_path, ran) -> None:
     def said(where: Path, *flags: str) -> set[str]:
         found = set()
         for seed in range(3):
-            assert main(["generate", str(where), "two birds", "--seed", str(seed), *flags]) == 0
-            found.add(capsys.readouterr().out)
+            found.add(ran("generate", str(where), "two birds", "--seed", str(seed), *flags).out)
         return found
 
     assert len(said(folder, *FEW)) > 1  # its do_sample is true
@@ -182,7 +178,7 @@ def test_sampling_follows_the_folders_settings(folder, tmp_path, capsys) -> None
     assert len(said(greedy, "--num_beams", "2", *FEW)) == 1
 
 
-def test_without_a_limit_a_chat_ends(folder, tmp_path, capsys, monkeypatch, caplog) -> None:
+def test_without_a_limit_a_chat_ends(folder, tmp_path, capsys, ran, monkeypatch, caplog) -> None:
     monkeypatch.setattr("fastformer.commands.generate._MANY", 5)
     endless = shutil.copytree(folder, tmp_path / "endless")
     (endless / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))
@@ -192,16 +188,13 @@ def test_without_a_limit_a_chat_ends(folder, tmp_path, capsys, monkeypatch, capl
     assert main(["generate", str(endless), "two birds", "--device", "cpu"]) == 0
     assert capsys.readouterr().out == expected + "\n" and "max_new_tokens" in caplog.text
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"two birds\n")))
-    assert main(["generate", str(endless), "--device", "cpu"]) == 0
-    assert capsys.readouterr().out == expected.replace("\n", "\\n") + "\n"
+    assert ran("generate", str(endless), "--device", "cpu").out == expected.replace("\n", "\\n") + "\n"
 
 
-def test_a_prompt_beyond_the_context(folder, tmp_path, capsys, caplog) -> None:
+def test_a_prompt_beyond_the_context(folder, tmp_path, ran, caplog) -> None:
     long, flags = "the dog reads a book in the park " * 200, ["--greedy", *FEW]
-    assert main(["generate", str(folder), long, *flags]) == 1
-    assert re.search(r"\b512\b", capsys.readouterr().err)
-    assert main(["generate", str(folder), long, "--cut", *flags]) == 0
-    out = capsys.readouterr().out
+    assert re.search(r"\b512\b", ran("generate", str(folder), long, *flags, code=1).err)
+    out = ran("generate", str(folder), long, "--cut", *flags).out
     assert out.startswith(long) and len(out) > len(long) + 1 and "512" in caplog.text
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -211,6 +204,5 @@ def test_a_prompt_beyond_the_context(folder, tmp_path, capsys, caplog) -> None:
         expected = model.generate(kept, do_sample=False, max_new_tokens=8, max_length=None)[0, kept.shape[1] :]
     assert out.removeprefix(long).removesuffix("\n") == tokenizer.decode(expected, skip_special_tokens=True)
     (tmp_path / "in").write_text(f"two birds\n{long}\n")
-    assert main(["generate", str(folder), "--file", str(tmp_path / "in"), "--cut", *flags]) == 0
-    lines = capsys.readouterr().out.split("\n")
+    lines = ran("generate", str(folder), "--file", str(tmp_path / "in"), "--cut", *flags).out.split("\n")
     assert lines[1] == out.removesuffix("\n").replace("\n", "\\n") and lines[0].startswith("two birds")

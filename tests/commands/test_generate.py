@@ -53,23 +53,16 @@ def expected(model: GPT, prompt: str, **options) -> list[str]:
     ],
     ids=str,
 )
-def test_generate_prints_the_librarys_output(run, model, flags, options, capsys) -> None:
+def test_generate_prints_the_librarys_output(run, model, flags, options, ran) -> None:
     prompt = "two lines\nof a prompt "
-    assert main(["generate", run, prompt, *flags, *FEW]) == 0
-    out = capsys.readouterr().out
+    out = ran("generate", run, prompt, *flags, *FEW).out
     assert out == "\n---\n".join(expected(model, prompt, **options)) + "\n"
     assert out.startswith(prompt)
 
 
-def test_sampling_is_the_default_and_the_help_says_so(run, capsys) -> None:
-    found = set()
-    for seed in range(3):
-        assert main(["generate", run, "a", "--seed", str(seed), *FEW]) == 0
-        found.add(capsys.readouterr().out)
-    assert len(found) > 1
-    with pytest.raises(SystemExit):
-        main(["generate", "--help"])
-    text = " ".join(capsys.readouterr().out.split())
+def test_sampling_is_the_default_and_the_help_says_so(run, ran) -> None:
+    assert len({ran("generate", run, "a", "--seed", str(seed), *FEW).out for seed in range(3)}) > 1
+    text = " ".join(ran("generate", "--help").out.split())
     assert "--stop STOP a text" in text and "--stop+" not in text and "(list)" not in text
     assert re.search(r"--greedy [^-]*\bwithout sampling\b.*?default: false", text)
 
@@ -94,7 +87,7 @@ def test_samples_are_printed_at_once(run, monkeypatch) -> None:
     monkeypatch.undo()
 
 
-def test_a_prompt_that_the_tokenizer_changes_is_kept_and_reported(tmp_path, capsys, caplog) -> None:
+def test_a_prompt_that_the_tokenizer_changes_is_kept_and_reported(tmp_path, ran, caplog) -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="a BPE needs the tokenizers library")
     vocabulary = {token: i for i, token in enumerate(("<pad>", "</s>", "<unk>", *"abc"))}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>"))
@@ -102,12 +95,11 @@ def test_a_prompt_that_the_tokenizer_changes_is_kept_and_reported(tmp_path, caps
     model = GPT.from_preset("tiny", vocab_size=6, d_model=32, num_layers=1, num_heads=4)
     model.save_pretrained(tmp_path / "run")
     backend.save(str(tmp_path / "run" / "tokenizer.json"))
-    assert main(["generate", str(tmp_path / "run"), "a\nb", *FEW]) == 0
-    assert capsys.readouterr().out.startswith("a\nb")
+    assert ran("generate", str(tmp_path / "run"), "a\nb", *FEW).out.startswith("a\nb")
     assert "the tokenizer doesn't know 1 of the prompt's 3 tokens" in caplog.text
 
 
-def test_contradictions(run, capsys) -> None:
+def test_contradictions(run, capsys, ran) -> None:
     for flags, words in (
         (["--greedy", "--temperature", "3"], ("--greedy", "--temperature")),
         (["--greedy", "--top_k", "3"], ("--greedy", "--top_k")),
@@ -127,8 +119,7 @@ def test_contradictions(run, capsys) -> None:
         error = capsys.readouterr().err
         assert error.startswith("fastformer: ") and all(word in error for word in words), error
     for prompt, word in (("x" * 5000, "max_len 40"), ("", "prompt")):
-        assert main(["generate", run, prompt]) == 1
-        assert word in capsys.readouterr().err
+        assert word in ran("generate", run, prompt, code=1).err
 
 
 PROMPTS = ["two words", "", "a", "the third one, the longest by far", "ä"]
@@ -145,23 +136,20 @@ def one_line(text: str) -> str:
     return text.replace("\r", "\\r").replace("\n", "\\n")
 
 
-def test_prompts_of_a_file_are_answered_line_by_line(run, model, file, capsys, monkeypatch) -> None:
+def test_prompts_of_a_file_are_answered_line_by_line(run, model, file, ran, monkeypatch) -> None:
     short = [*FEW, "--greedy"]
     answers = [one_line(expected(model, prompt)[0]) if prompt else "" for prompt in PROMPTS]
-    assert main(["generate", run, "--file", file, *short]) == 0
-    assert capsys.readouterr().out.split("\n") == [*answers, ""]
+    assert ran("generate", run, "--file", file, *short).out.split("\n") == [*answers, ""]
     with open(file, "rb") as lines:
         content = lines.read()
     for words in ([], ["-"]):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
-        assert main(["generate", run, *words, *short]) == 0
-        assert capsys.readouterr().out.split("\n") == [*answers, ""]
+        assert ran("generate", run, *words, *short).out.split("\n") == [*answers, ""]
     # Each prompt draws as in a batch of them; several samples stand behind the number of their prompt.
     full = [prompt for prompt in PROMPTS if prompt]
     for more in ([], ["--window", "slide"]):
         flags = [*FEW, "--seed", "4", "--num_return_sequences", "3", *more]
-        assert main(["generate", run, "--file", file, *flags]) == 0
-        lines = capsys.readouterr().out.split("\n")[:-1]
+        lines = ran("generate", run, "--file", file, *flags).out.split("\n")[:-1]
         assert [line.partition("\t")[0] for line in lines] == [*"111", "2", *"333", *"444", *"555"]
         first = expected(model, PROMPTS[0], do_sample=True, seed=4, num_return_sequences=3)
         assert [line.partition("\t")[2] for line in lines[:3]] == [one_line(text) for text in first]
@@ -170,11 +158,10 @@ def test_prompts_of_a_file_are_answered_line_by_line(run, model, file, capsys, m
         )
 
 
-def test_an_error_about_a_line_names_its_number(run, tmp_path, capsys, caplog) -> None:
+def test_an_error_about_a_line_names_its_number(run, tmp_path, capsys, ran, caplog) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("good\n" + "x" * 50 + "\nlast\n")
-    assert main(["generate", run, "--file", str(path), "--greedy"]) == 1
-    out, err = capsys.readouterr()
+    out, err = ran("generate", run, "--file", str(path), "--greedy", code=1)
     assert out.startswith("good") and out.count("\n") == 1
     assert "prompts.txt, line 2: expected prompts of fewer tokens than the model's max_len 40, got 50" in err
     assert main(["generate", run, "--file", str(path), "--greedy", "--window", "slide", *FEW]) == 0
@@ -182,8 +169,7 @@ def test_an_error_about_a_line_names_its_number(run, tmp_path, capsys, caplog) -
     for more in ([], ["--window", "slide", "--num_return_sequences", "2"]):
         path.write_bytes(b"good\n\xff\n" + b"x" * 50 + b"\nlast\n")
         flags = ["--on_error", "skip", "--seed", "1", *FEW, *more]
-        assert main(["generate", run, "--file", str(path), *flags]) == 0
-        lines = capsys.readouterr().out.split("\n")
+        lines = ran("generate", run, "--file", str(path), *flags).out.split("\n")
         expected_lines = (
             ["1\tg", "1\tg", "2\t", "3\tx", "3\tx", "4\tl", "4\tl", ""] if more else ["goo", "", "", "las", ""]
         )
@@ -191,43 +177,39 @@ def test_an_error_about_a_line_names_its_number(run, tmp_path, capsys, caplog) -
         assert f"skipped {1 if more else 2} of 4 texts; their lines are empty" in caplog.text
     assert main(["generate", run, "--file", str(tmp_path / "none")]) == 1
     path.write_bytes(b"good\n\xff\n")
-    assert main(["generate", run, "--file", str(path), *FEW]) == 1
-    assert "line 2: expected UTF-8" in capsys.readouterr().err
+    assert "line 2: expected UTF-8" in ran("generate", run, "--file", str(path), *FEW, code=1).err
 
 
-def test_a_stop_text_ends_it_and_is_not_printed(run, model, tmp_path, capsys) -> None:
+def test_a_stop_text_ends_it_and_is_not_printed(run, model, tmp_path, capsys, ran) -> None:
     usual = ["--greedy", "--max_new_tokens", "20", "--min_new_tokens", "20"]
     whole = TOKENIZER.decode(generate(model, [TOKENIZER.encode("a")], max_new_tokens=20, min_new_tokens=20)[0].tolist())
     stop = whole[9:12]
     place = whole.index(stop, 1)
     for more in ([], ["--stop", "-never"]):
-        assert main(["generate", run, "a", *usual, "--stop", stop, *more]) == 0
-        assert capsys.readouterr().out == whole[:place] + "\n"
+        assert ran("generate", run, "a", *usual, "--stop", stop, *more).out == whole[:place] + "\n"
     (tmp_path / "prompts").write_text("b\na\n")
     assert main(["generate", run, "--file", str(tmp_path / "prompts"), *usual, "--stop", stop]) == 0
     assert capsys.readouterr().out.split("\n")[1] == one_line(whole[:place])
     for flags in (["--seed", "1"], ["--seed", "1", "--num_return_sequences", "2"]):
         flags = [*flags, "--max_new_tokens", "20"]
-        assert main(["generate", run, "a", *flags]) == 0
-        texts = capsys.readouterr().out[:-1].split("\n---\n")
+        texts = ran("generate", run, "a", *flags).out[:-1].split("\n---\n")
         stop = texts[0][4:6]
         assert main(["generate", run, "a", "--stop", stop, *flags]) == 0
         cut = [text if (end := text.find(stop, 1)) < 0 else text[:end] for text in texts]
         assert capsys.readouterr().out == "\n---\n".join(cut) + "\n"
 
 
-def test_a_text_continues_past_the_window_on_request(run, model, capsys, caplog) -> None:
+def test_a_text_continues_past_the_window_on_request(run, model, ran, caplog) -> None:
     options = {"max_new_tokens": 90, "window": "slide", "min_new_tokens": 90}
     out = generate(model, [TOKENIZER.encode("a")], **options)[0].tolist()
     flags = ["--greedy", "--window", "slide", "--max_new_tokens", "90", "--min_new_tokens", "90"]
-    assert main(["generate", run, "a", *flags]) == 0
-    assert capsys.readouterr().out == TOKENIZER.decode(out) + "\n" and "window" not in caplog.text
+    assert ran("generate", run, "a", *flags).out == TOKENIZER.decode(out) + "\n" and "window" not in caplog.text
     # Where it isn't, the end says how.
     assert main(["generate", run, "a", "--greedy", "--min_new_tokens", "39"]) == 0
     assert "the model's 40 positions" in caplog.text and "--window slide --max_new_tokens" in caplog.text
 
 
-def test_a_terminal_gets_no_control_characters(tmp_path, monkeypatch, capsys) -> None:
+def test_a_terminal_gets_no_control_characters(tmp_path, monkeypatch) -> None:
     model = GPT.from_preset("tiny", vocab_size=259, d_model=32, num_layers=1, num_heads=4, max_len=40)
     folder = str(tmp_path / "run")
     model.save_pretrained(folder, TOKENIZER)

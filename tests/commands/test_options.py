@@ -70,7 +70,7 @@ def test_each_flag_reaches_the_search(command, options, folders, searched) -> No
 
 
 @pytest.mark.parametrize("command", ["translate", "generate"])
-def test_a_file_of_options_is_read_and_flags_override_it(command, folders, searched, tmp_path, capsys) -> None:
+def test_a_file_of_options_is_read_and_flags_override_it(command, folders, searched, tmp_path, ran) -> None:
     file = tmp_path / "decoding.yaml"
     file.write_text("num_beams: 4\nmax_new_tokens: 5\nsuppress_tokens: [7, 8]\nnum_return_sequences: 2\n")
     run = [command, folders[command], "one", "--config", str(file)]
@@ -78,8 +78,7 @@ def test_a_file_of_options_is_read_and_flags_override_it(command, folders, searc
     assert searched == [GenerationConfig(num_beams=4, max_new_tokens=3, suppress_tokens=[7, 8], num_return_sequences=2)]
     for text, words in (("num_beam: 3", ("decoding.yaml", "num_beams")), ("num_beams: many", ("num_beams", "many"))):
         file.write_text(text)
-        assert main(run) == 1
-        error = capsys.readouterr().err
+        error = ran(*run, code=1).err
         assert all(word in error for word in words), error
     assert main([*run[:-1], str(tmp_path / "none.yaml")]) == 1
 

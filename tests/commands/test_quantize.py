@@ -24,10 +24,9 @@ def run(tmp_path_factory) -> str:
     return str(folder)
 
 
-def test_the_folder_translates_with_the_rounded_weights(run, tmp_path, capsys) -> None:
+def test_the_folder_translates_with_the_rounded_weights(run, tmp_path, capsys, ran) -> None:
     out = str(tmp_path / "small")
-    assert main(["quantize", run, out]) == 0
-    said = capsys.readouterr().out
+    said = ran("quantize", run, out).out
     assert said.startswith(f"wrote {out}: 0.") and "MiB of weights instead of 0." in said
     model, tokenizer = load_model(out)
     expected = Transformer.from_pretrained(run).quantize()
@@ -43,13 +42,12 @@ def test_the_folder_translates_with_the_rounded_weights(run, tmp_path, capsys) -
     assert capsys.readouterr().out == plain + "\n"
 
 
-def test_a_language_model_too(tmp_path, capsys) -> None:
+def test_a_language_model_too(tmp_path, ran) -> None:
     GPT.from_preset("tiny", vocab_size=259, d_model=32, num_heads=4, max_len=40).save_pretrained(
         tmp_path / "run", ByteTokenizer()
     )
     assert main(["quantize", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
-    assert main(["generate", str(tmp_path / "out"), "a", "--greedy", *FEW]) == 0
-    assert capsys.readouterr().out.splitlines()[1].startswith("a")
+    assert ran("generate", str(tmp_path / "out"), "a", "--greedy", *FEW).out.splitlines()[1].startswith("a")
 
 
 def test_int4_works_too(run, tmp_path, capsys) -> None:
@@ -80,11 +78,10 @@ def test_int8_is_a_flag_of_the_command(run, capsys) -> None:
         assert missing in said.err
 
 
-def test_existing_files_stay(run, tmp_path, capsys) -> None:
+def test_existing_files_stay(run, tmp_path, ran) -> None:
     (tmp_path / "mine").write_text("x")
     for out in (run, str(tmp_path), str(tmp_path / "mine")):
-        assert main(["quantize", run, out]) == 1
-        assert "expected a new or an empty folder" in capsys.readouterr().err
+        assert "expected a new or an empty folder" in ran("quantize", run, out, code=1).err
     assert Transformer.from_pretrained(run).precision is None
     assert main(["quantize", str(tmp_path), str(tmp_path / "new")]) == 1
     assert not (tmp_path / "new").exists()

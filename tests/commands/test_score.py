@@ -33,10 +33,9 @@ def files(tmp_path) -> dict[str, str]:
     return {name: write(tmp_path / name, lines) for name, lines in texts.items()}
 
 
-def test_hypotheses_against_references(files, capsys) -> None:
+def test_hypotheses_against_references(files, capsys, ran) -> None:
     given = ["score", "--hypotheses", files["better"], "--reference"]
-    assert main([*given, files["reference"]]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = [line.split() for line in ran(*given, files["reference"]).out.splitlines()]
     due = corpus_scores(BETTER, REFERENCE)
     assert rows == [[name, f"{score:.2f}", signature] for name, (score, signature) in due.items()]
     assert main([*given, f"{files['reference']},{files['worse']}", "--ter", "--bleu_tokenize", "char"]) == 0
@@ -47,20 +46,18 @@ def test_hypotheses_against_references(files, capsys) -> None:
     assert capsys.readouterr().out.split()[1] == f"{corpus_scores(BETTER, REFERENCE[::-1])['BLEU'][0]:.2f}"
 
 
-def test_a_second_flag_of_references_does_not_replace_the_first(files, capsys) -> None:
+def test_a_second_flag_of_references_does_not_replace_the_first(files, ran) -> None:
     given = ["score", "--hypotheses", files["better"], "--reference", files["reference"]]
-    assert main([*given, "--reference", files["worse"]]) == 2
-    told = capsys.readouterr().err
+    told = ran(*given, "--reference", files["worse"], code=2).err
     assert files["reference"] in told and files["worse"] in told and "comma" in told
     assert main([*given, "--reference", files["reference"]]) == 0  # of a script that says the same again
 
 
-def test_two_systems_are_compared(files, capsys) -> None:
+def test_two_systems_are_compared(files, ran) -> None:
     given = ["score", "--hypotheses", files["better"], "--reference", files["reference"], "--baseline"]
     found = []
     for other in ("worse", "better"):
-        assert main([*given, files[other]]) == 0
-        found.append([line.split() for line in capsys.readouterr().out.splitlines()])
+        found.append([line.split() for line in ran(*given, files[other]).out.splitlines()])
     (bleu, chrf), (same, _) = found
     assert [bleu[0], chrf[0]] == ["BLEU", "chrF"] and float(bleu[1]) > float(bleu[3])
     assert bleu[1] == f"{corpus_scores(BETTER, REFERENCE)['BLEU'][0]:.2f}"
@@ -68,7 +65,7 @@ def test_two_systems_are_compared(files, capsys) -> None:
     assert 0 < float(chrf[6]) < 0.2 and float(same[6]) == 1 and same[1] == same[3]
 
 
-def test_tensors_of_wrong_sizes_are_named(files, tmp_path, capsys) -> None:
+def test_tensors_of_wrong_sizes_are_named(files, tmp_path, ran) -> None:
     short, odd = write(tmp_path / "short", BETTER[:2]), tmp_path / "odd"
     odd.write_bytes(b"good\n\xffbad\n")
     empty = tmp_path / "empty"
@@ -83,8 +80,7 @@ def test_tensors_of_wrong_sizes_are_named(files, tmp_path, capsys) -> None:
         (["--hypotheses", files["better"], "--reference", str(tmp_path / "nowhere")], "there is no file"),
         (["--hypotheses", files["better"], "--reference", f"{files['better']},"], "commas"),
     ):
-        assert main(["score", *arguments]) == 1
-        out, err = capsys.readouterr()
+        out, err = ran("score", *arguments, code=1)
         assert expected in err and not out
 
 
@@ -110,11 +106,10 @@ def rows_of(out: str) -> list[list[float]]:
     return [[float(value) for value in line.split("\t")] for line in out.removesuffix("\n").split("\n")]
 
 
-def test_the_log_probabilities_of_translations(translator, tmp_path, capsys) -> None:
+def test_the_log_probabilities_of_translations(translator, tmp_path, ran) -> None:
     sources, targets = ["one", "", "two words", "three"], ["eins", "", "", "drei" * 3]
     given = ["score", translator, "--file", write(tmp_path / "s", sources), "--target", write(tmp_path / "t", targets)]
-    assert main(given) == 0
-    out, err = capsys.readouterr()
+    out, err = ran(*given)
     due = Translator.from_pretrained(translator).score(sources, targets)
     for row, one in zip(rows_of(out), due, strict=True):
         assert row == pytest.approx([one.score, one.per_token, one.perplexity], abs=1e-5, nan_ok=True)
@@ -123,8 +118,7 @@ def test_the_log_probabilities_of_translations(translator, tmp_path, capsys) -> 
     assert count == 5 + 1 + 13
     assert f"3 texts of {count} tokens: log-probability {total:.2f}, {total / count:.4f} a token" in err
     assert f"perplexity {math.exp(-total / count):.4f}" in err
-    assert main([*given, "--token_scores", "--precision", "bf16"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = ran(*given, "--token_scores", "--precision", "bf16").out.splitlines()
     pairs = json.loads(lines[0].split("\t")[3])
     assert [token for token, _ in pairs] == ["e", "i", "n", "s", "</s>"]
     assert sum(value for _, value in pairs) == pytest.approx(float(lines[0].split("\t")[0]), abs=1e-4)
@@ -132,50 +126,43 @@ def test_the_log_probabilities_of_translations(translator, tmp_path, capsys) -> 
     assert sum(value for _, value in pairs) != pytest.approx(due[0].score, abs=1e-5)
 
 
-def test_bad_pairs_stop_or_are_skipped_in_place(translator, tmp_path, capsys, caplog) -> None:
+def test_bad_pairs_stop_or_are_skipped_in_place(translator, tmp_path, ran, caplog) -> None:
     source, target = tmp_path / "s", tmp_path / "t"
     source.write_bytes(b"one\n\xff\nthree\n" + b"x" * 50 + b"\nfive\n\n")
     target.write_bytes(b"1\n2\n\xff\n4\n5\n6\n")
     given = ["score", translator, "--file", str(source), "--target", str(target)]
-    assert main(given) == 1
-    assert f"{source}, line 2: expected UTF-8" in capsys.readouterr().err
-    assert main([*given, "--on_error", "skip"]) == 0
-    found = rows_of(capsys.readouterr().out)
+    assert f"{source}, line 2: expected UTF-8" in ran(*given, code=1).err
+    found = rows_of(ran(*given, "--on_error", "skip").out)
     assert [row[0] == -math.inf for row in found] == [False, True, True, True, False, True]
     assert [record.message for record in caplog.records][-1].startswith("skipped 4 of 6 texts")
     write(target, ["1"])
-    assert main(given) == 1
-    assert f"as many lines in {target} as in {source}, 6, got 1" in capsys.readouterr().err
+    assert f"as many lines in {target} as in {source}, 6, got 1" in ran(*given, code=1).err
 
 
-def test_the_perplexity_of_a_text_is_that_of_a_validation(language_model, tmp_path, capsys) -> None:
+def test_the_perplexity_of_a_text_is_that_of_a_validation(language_model, tmp_path, capsys, ran) -> None:
     text = "a text of several windows,\nand a second line\n"
     file = tmp_path / "text"
     file.write_bytes(text.replace("\n", "\r\n").encode())
     model, tokenizer = load_model(language_model, ("GPT",))
     examples = windows([*tokenizer.encode(text), 1], 16)
     nll = nll_of(model, examples, packed=True)
-    assert main(["score", language_model, "--file", str(file), "--context", "1"]) == 0
-    out, err = capsys.readouterr()
+    out, err = ran("score", language_model, "--file", str(file), "--context", "1")
     ((total, mean, perplexity),) = rows_of(out)
     assert total == pytest.approx(-nll * len(text), rel=1e-5)  # a token a byte, EOS, and nothing for the first
     assert (mean, perplexity) == pytest.approx((-nll, math.exp(nll)), rel=1e-5)
     assert f"{total / len(text):.4f} a character" in err
-    assert main(["score", language_model, "--file", str(file)]) == 0
-    other = rows_of(capsys.readouterr().out)[0]
+    other = rows_of(ran("score", language_model, "--file", str(file)).out)[0]
     assert other != pytest.approx([total, mean, perplexity], rel=1e-6)
     assert main(["score", f"{language_model},{language_model}", "--file", str(file)]) == 0
     assert rows_of(capsys.readouterr().out)[0] == pytest.approx(other, rel=1e-5)
 
 
-def test_each_line_of_a_text_is_read_by_itself(language_model, tmp_path, capsys, caplog) -> None:
+def test_each_line_of_a_text_is_read_by_itself(language_model, tmp_path, ran, caplog) -> None:
     file = tmp_path / "text"
     file.write_bytes(b"one\n\nx\nmore than sixteen bytes\n\xff\none\n")
     given = ["score", language_model, "--file", str(file), "--by_line"]
-    assert main(given) == 1
-    assert "line 5: expected UTF-8" in capsys.readouterr().err
-    assert main([*given, "--on_error", "skip"]) == 0
-    found = rows_of(capsys.readouterr().out)
+    assert "line 5: expected UTF-8" in ran(*given, code=1).err
+    found = rows_of(ran(*given, "--on_error", "skip").out)
     model, tokenizer = load_model(language_model, ("GPT",))
     due = score(model, [tokenizer.encode("one"), tokenizer.encode("more than sixteen bytes")])
     assert [found[0][0], found[3][0]] == pytest.approx([sum(row) for row in due], abs=1e-5)
@@ -183,7 +170,7 @@ def test_each_line_of_a_text_is_read_by_itself(language_model, tmp_path, capsys,
     assert found[4] == [-math.inf, -math.inf, math.inf] and "skipped 1 of 6" in caplog.text
 
 
-def test_flags_that_belong_to_another_purpose_are_named(translator, language_model, tmp_path, capsys) -> None:
+def test_flags_that_belong_to_another_purpose_are_named(translator, language_model, tmp_path, ran) -> None:
     file = write(tmp_path / "f", ["a"])
     for arguments, expected in (
         ([translator, "--file", file], "expected --target"),
@@ -197,5 +184,4 @@ def test_flags_that_belong_to_another_purpose_are_named(translator, language_mod
         ([language_model, "--file", file, "--context", "17"], "context from 1 to the model's max_len 16"),
         ([translator, "--file", file, "--target", file, "--max_tokens", "0"], "max_tokens"),
     ):
-        assert main(["score", *arguments]) == 1
-        assert expected in capsys.readouterr().err
+        assert expected in ran("score", *arguments, code=1).err

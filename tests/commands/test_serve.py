@@ -55,10 +55,9 @@ def test_flags_override_the_file_and_the_file_overrides_defaults(translator_fold
         ("- port", "settings"),
     ],
 )
-def test_a_mistake_in_a_file_is_an_error(started, tmp_path, capsys, text, named) -> None:
+def test_a_mistake_in_a_file_is_an_error(started, tmp_path, ran, text, named) -> None:
     (config := tmp_path / "serve.yaml").write_text(text)
-    assert main(["serve", str(tmp_path), "--config", str(config)]) == 1
-    said = capsys.readouterr().err
+    said = ran("serve", str(tmp_path), "--config", str(config), code=1).err
     assert named in said and str(config) in said and not started
 
 
@@ -72,9 +71,7 @@ LOCAL = ["127.0.0.1", "127.0.0.9", "localhost", "::1", "[::1]"]
 OPEN = ["0.0.0.0", "::", "192.168.1.2", "server.example", ""]
 
 
-def test_other_machines_need_a_key(
-    translator_folder, started, tmp_path, capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_machines_need_a_key(translator_folder, started, tmp_path, ran, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, keys, config = str(translator_folder), tmp_path / "keys", tmp_path / "serve.yaml"
     keys.write_text("a-key\n")
     for host in LOCAL:
@@ -82,11 +79,9 @@ def test_other_machines_need_a_key(
     assert len(started) == len(LOCAL) and not any(one.config.app.state.has_keys for one in started)
     started.clear()
     for host in OPEN:
-        assert main(["serve", folder, f"--host={host}"]) == 1
-        assert "--keys_file" in capsys.readouterr().err
+        assert "--keys_file" in ran("serve", folder, f"--host={host}", code=1).err
         config.write_text(f"host: '{host}'")  # a file doesn't open it either
-        assert main(["serve", folder, "--config", str(config)]) == 1
-        assert "--keys_file" in capsys.readouterr().err
+        assert "--keys_file" in ran("serve", folder, "--config", str(config), code=1).err
     assert not started
     for flags, has_keys in ((["--keys_file", str(keys)], True), (["--no_auth"], False)):
         assert main(["serve", folder, "--host=0.0.0.0", *flags]) == 0
@@ -94,8 +89,7 @@ def test_other_machines_need_a_key(
     assert main(["serve", folder, "--no_auth", "--keys_file", str(keys)]) == 1  # which of them is meant?
     monkeypatch.setenv("FASTFORMER_API_KEYS", "another")
     assert main(["serve", folder, "--host=0.0.0.0"]) == 0 and started.pop().config.app.state.has_keys
-    assert main(["serve", folder, "--no_auth"]) == 1
-    assert "FASTFORMER_API_KEYS" in capsys.readouterr().err and not started
+    assert "FASTFORMER_API_KEYS" in ran("serve", folder, "--no_auth", code=1).err and not started
 
 
 def test_a_missing_file_of_keys_is_an_error(started, tmp_path: Path, capsys) -> None:

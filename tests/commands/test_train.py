@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import signal
 from pathlib import Path
 
@@ -19,28 +20,10 @@ from fastformer.training import TrainConfig, Trainer
 from fastformer.training.settings import load_config
 from tests.training.tiny import contents
 
-FLAGS = [
-    "--tokenizer",
-    "bytes",
-    "--max_tokens",
-    "64",
-    "--val_examples",
-    "0",
-    "--max_len",
-    "40",
-    "--log_every",
-    "1",
-    "--model.d_model",
-    "16",
-    "--model.num_heads",
-    "2",
-    "--model.d_ff",
-    "32",
-    "--model.num_encoder_layers",
-    "1",
-    "--model.num_decoder_layers",
-    "1",
-]
+FLAGS = shlex.split(
+    "--tokenizer bytes --max_tokens 64 --val_examples 0 --max_len 40 --log_every 1 --model.d_model 16 "
+    "--model.num_heads 2 --model.d_ff 32 --model.num_encoder_layers 1 --model.num_decoder_layers 1"
+)
 
 
 @pytest.fixture
@@ -55,17 +38,14 @@ def step(run: str) -> int:
     return int(found[1]["counters"]["step"])
 
 
-def help_of(words: list[str], capsys) -> str:
-    with pytest.raises(SystemExit):
-        main(["train", *words])
-    return " ".join(capsys.readouterr().out.split())
-
-
 @pytest.mark.parametrize("kind", ["transformer", "gpt", "lstm"])
-def test_the_help_names_the_default_model(kind, capsys) -> None:
+def test_the_help_names_the_default_model(kind, ran) -> None:
     settings = TrainConfig(model=kind, batching="bucketed").model_config(99)
-    shown, presets = help_of(["--model.help", kind], capsys).split("presets (--preset):")
-    everything = help_of(["--help"], capsys)
+    of_model, everything = (
+        " ".join(ran("train", *words).out.split()) for words in (("--model.help", kind), ["--help"])
+    )
+    assert "--model.vocab_size" not in of_model and ("encoder_layers" in of_model) == (kind == "transformer")
+    shown, presets = of_model.split("presets (--preset):")
     for name, hint in (("d_model", "an integer"), ("dropout", "a number")):
         value = getattr(settings, name)
         flag = shown.partition(f"--model.{name} ")[2].partition("--model.")[0]
@@ -82,9 +62,8 @@ def test_epochs_are_counted_from_one(command, caplog) -> None:
     caplog.set_level(logging.INFO)
     for epochs, said in (("1", "1 epoch is "), ("0.01", "0.01 epochs are 1 update")):
         caplog.clear()
-        assert (
-            main([command[0], f"{command[1]}{epochs}", *command[2:], "--epochs", epochs, "--max_minutes", "1e-9"]) == 0
-        )
+        run = [command[0], f"{command[1]}{epochs}", *command[2:]]
+        assert main([*run, "--epochs", epochs, "--max_minutes", "1e-9"]) == 0
         assert said in caplog.text and "1 updates" not in caplog.text
 
 
@@ -110,7 +89,7 @@ def test_a_corpus_is_not_dropped_by_a_second_flag_of_its_kind(command, tmp_path,
     assert step(command[1]) == 1
 
 
-def test_nothing_is_written_or_deleted_through_a_link(command, tmp_path, capsys) -> None:
+def test_nothing_is_written_or_deleted_through_a_link(command, tmp_path, ran) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
     line = [*command, "--steps", "3", "--save_every", "1", "--keep_last", "1"]
     assert main(line) == 0
@@ -121,8 +100,7 @@ def test_nothing_is_written_or_deleted_through_a_link(command, tmp_path, capsys)
     (run / "checkpoints").symlink_to(other)
     before = contents(tmp_path)
     for words in (again, [*again[:2], "--resume", "auto", *line[2:]], line):
-        assert main(words) == 1
-        assert "checkpoints to be a folder, got a link" in capsys.readouterr().err
+        assert "checkpoints to be a folder, got a link" in ran(*words, code=1).err
     assert contents(tmp_path) == before
     # Files of the run that are links are replaced, and what they point to stays; the run itself may be a link.
     (run / "checkpoints").unlink()
@@ -140,7 +118,7 @@ def test_nothing_is_written_or_deleted_through_a_link(command, tmp_path, capsys)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pipes are POSIX")
-def test_a_folder_under_a_files_name_is_refused_at_once(command, tmp_path, capsys) -> None:
+def test_a_folder_under_a_files_name_is_refused_at_once(command, tmp_path, ran) -> None:
     run = tmp_path / "run"
     assert main([*command, "--steps", "1"]) == 0
     for name in ("config.yaml", "model.safetensors", "config.json", "tokenizer.json", ".lock"):
@@ -149,8 +127,7 @@ def test_a_folder_under_a_files_name_is_refused_at_once(command, tmp_path, capsy
         put = os.mkfifo if name == "config.yaml" else Path.mkdir
         put(run / name)
         before = contents(run)
-        assert main(["train", str(run), "--resume", "--steps", "2"]) == 1
-        assert name in capsys.readouterr().err
+        assert name in ran("train", str(run), "--resume", "--steps", "2", code=1).err
         assert contents(run) == before
         (run / name).rmdir() if (run / name).is_dir() else (run / name).unlink()
         (run / name).write_bytes(whole)
@@ -179,14 +156,13 @@ def test_a_preempted_job_resumes_with_the_same_command(command, monkeypatch, cap
 
 
 @pytest.mark.skipif(os.name != "posix", reason="these signals are POSIX")
-def test_a_signal_while_data_is_read(command, monkeypatch, capsys) -> None:
+def test_a_signal_while_data_is_read(command, monkeypatch, ran) -> None:
     def terminated(*args: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr("fastformer.training.build.load_data", terminated)
     before = signal.getsignal(signal.SIGTERM)
-    assert main(command) == 128 + signal.SIGTERM
-    assert "interrupted" in capsys.readouterr().err
+    assert "interrupted" in ran(*command, code=128 + signal.SIGTERM).err
     assert signal.getsignal(signal.SIGTERM) is before and not Path(command[1]).exists()
 
 
@@ -197,9 +173,8 @@ def test_resume_alone_before_another_flag(command) -> None:
     assert step(command[1]) == 3
 
 
-def test_epochs_instead_of_steps(command, capsys) -> None:
-    assert main([*command, "--epochs", "1", "--steps", "3"]) == 1
-    assert "expected steps or epochs, got both" in capsys.readouterr().err
+def test_epochs_instead_of_steps(command, ran) -> None:
+    assert "expected steps or epochs, got both" in ran(*command, "--epochs", "1", "--steps", "3", code=1).err
     assert main([*command, "--epochs", "1"]) == 0
     steps = load_config(command[1]).steps
     assert 1 < steps == step(command[1])
@@ -207,17 +182,15 @@ def test_epochs_instead_of_steps(command, capsys) -> None:
     assert load_config(command[1]).steps > steps
 
 
-def test_fine_tuning(command, tmp_path, capsys) -> None:
+def test_fine_tuning(command, tmp_path, ran) -> None:
     assert main([*command, "--steps", "1"]) == 0
     other = ["train", str(tmp_path / "other"), "--train_tsv", str(tmp_path / "train.tsv"), "--steps", "1"]
-    assert main([*other, "--val_examples", "0", "--init_from", command[1]]) == 0
+    ran(*other, "--val_examples", "0", "--init_from", command[1])
     assert load_config(other[1]).settings["d_model"] == 16
-    capsys.readouterr()
     bad = ["train", str(tmp_path / "bad"), *other[2:]]
-    assert main([*bad, "--init_from", str(tmp_path / "nowhere")]) == 1
-    assert "nowhere" in capsys.readouterr().err
-    assert main([*bad, "--init_from", command[1], "--model.d_model", "32"]) == 1
-    assert "has d_model 16, got 32: leave d_model out" in capsys.readouterr().err
+    assert "nowhere" in ran(*bad, "--init_from", str(tmp_path / "nowhere"), code=1).err
+    error = ran(*bad, "--init_from", command[1], "--model.d_model", "32", code=1).err
+    assert "has d_model 16, got 32: leave d_model out" in error
 
 
 def test_average_describes_the_model_and_does_not_affect_a_training(command, capsys) -> None:

@@ -53,23 +53,18 @@ def shown(text: str) -> str:
     return text.replace("\n", " ").replace("\r", " ")
 
 
-def test_a_line_for_each_line(run, expected, tmp_path, capsys, monkeypatch) -> None:
+def test_a_line_for_each_line(run, expected, tmp_path, ran, monkeypatch) -> None:
     texts = ["one", "", "two", "a longer line", "three"]
     file = tmp_path / "in.txt"
     file.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(texts).encode())
-    assert main(["translate", run, "--file", str(file), *FEW]) == 0
     answers = [shown(expected(text)) if text else "" for text in texts]
     assert len(set(answers)) > 2
-    assert lines_of(capsys.readouterr().out) == answers
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(file.read_bytes())))
-    assert main(["translate", run, *FEW]) == 0
-    assert lines_of(capsys.readouterr().out) == answers
+    assert lines_of(ran("translate", run, "--file", str(file), *FEW).out) == answers
     with open(file, "rb") as stream:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(stream))
-        assert main(["translate", run, *FEW]) == 0
-    assert lines_of(capsys.readouterr().out) == answers
-    assert main(["translate", run, "two", *FEW]) == 0
-    assert lines_of(capsys.readouterr().out) == [answers[2]]
+        for source in (io.BytesIO(file.read_bytes()), stream):
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(source))
+            assert lines_of(ran("translate", run, *FEW).out) == answers
+    assert lines_of(ran("translate", run, "two", *FEW).out) == [answers[2]]
 
 
 def test_each_line_of_an_interactive_user_is_answered_at_once(run, expected) -> None:
@@ -92,7 +87,7 @@ def test_each_line_of_an_interactive_user_is_answered_at_once(run, expected) -> 
         killer.cancel()
 
 
-def test_ctrl_c_prints_one_word_after_the_answers(run, expected, capsys, monkeypatch) -> None:
+def test_ctrl_c_prints_one_word_after_the_answers(run, expected, ran, monkeypatch) -> None:
     wait_for, waits = select.select, []
 
     def interrupted(readers, writers, others, timeout):
@@ -106,8 +101,7 @@ def test_ctrl_c_prints_one_word_after_the_answers(run, expected, capsys, monkeyp
         sink.write(b"one\n")
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(stream))
         monkeypatch.setattr(select, "select", interrupted)
-        assert main(["translate", run, *FEW]) == 130
-        out, err = capsys.readouterr()
+        out, err = ran("translate", run, *FEW, code=130)
         assert out == shown(expected("one")) + "\n" and err == "interrupted\n"
 
 
@@ -137,10 +131,10 @@ def test_lines_are_answered_as_they_come() -> None:
                 lines.get(wait)
 
 
-def test_n_best_with_scores(run, expected, tmp_path, capsys) -> None:
+def test_n_best_with_scores(run, expected, tmp_path, ran) -> None:
     (tmp_path / "in.txt").write_text("one\n\ntwo\n")
-    assert main(["translate", run, "--file", str(tmp_path / "in.txt"), "--n_best", "2", "--num_beams", "3", *FEW]) == 0
-    rows = [line.split("\t") for line in lines_of(capsys.readouterr().out)]
+    best = ran("translate", run, "--file", str(tmp_path / "in.txt"), "--n_best", "2", "--num_beams", "3", *FEW).out
+    rows = [line.split("\t") for line in lines_of(best)]
     assert [row[0] for row in rows] == ["1", "1", "2", "3", "3"] and rows[2] == ["2", "-inf", ""]
     for text, found in (("one", rows[:2]), ("two", rows[3:])):
         best = expected(text, num_beams=3, num_return_sequences=2, return_scores=True)
@@ -148,15 +142,14 @@ def test_n_best_with_scores(run, expected, tmp_path, capsys) -> None:
         assert [float(row[1]) for row in found] == pytest.approx([answer.score for answer in best], abs=1e-4)
 
 
-def test_sampling(run, expected, capsys) -> None:
+def test_sampling(run, expected, ran) -> None:
     flags = ["--do_sample", "--temperature", "2", "--top_k", "50", "--top_p", "0.9", "--seed", "4"]
-    assert main(["translate", run, "one", *flags, *FEW]) == 0
     options = {"do_sample": True, "temperature": 2.0, "top_k": 50, "top_p": 0.9, "seed": 4}
-    assert capsys.readouterr().out == shown(expected("one", **options)) + "\n"
+    assert ran("translate", run, "one", *flags, *FEW).out == shown(expected("one", **options)) + "\n"
     assert expected("one", **options) != expected("one")
 
 
-def test_device_precision_and_memory(run, capsys, monkeypatch) -> None:
+def test_device_precision_and_memory(run, ran, monkeypatch) -> None:
     loaded = []
     load = Translator.from_pretrained
 
@@ -166,104 +159,89 @@ def test_device_precision_and_memory(run, capsys, monkeypatch) -> None:
 
     monkeypatch.setattr(Translator, "from_pretrained", kept)
     for flags in (["--device", "cpu", "--precision", "bf16"], ["--device", "auto", "--precision", "fp32"]):
-        assert (
-            main(["translate", run, "one", *flags, *FEW, "--max_batch_size", "77", "--max_batch_bytes", "1234567"]) == 0
-        )
+        ran("translate", run, "one", *flags, *FEW, "--max_batch_size", "77", "--max_batch_bytes", "1234567")
     assert [(t.max_batch_size, t.max_batch_bytes) for t in loaded] == 2 * [(77, 1234567)]
     assert [next(t.model.parameters()).dtype for t in loaded] == [torch.bfloat16, torch.float32]
-    capsys.readouterr()
     for device in ("cuda:77", "meta", "toaster"):
-        assert main(["translate", run, "one", "--device", device]) == 1
-        assert f"expected a device that this PyTorch can use, got '{device}'" in capsys.readouterr().err
+        error = ran("translate", run, "one", "--device", device, code=1).err
+        assert f"expected a device that this PyTorch can use, got '{device}'" in error
 
 
-def test_scores_of_a_file_with_empty_and_bad_lines(run, expected, tmp_path, capsys, caplog) -> None:
+def test_scores_of_a_file_with_empty_and_bad_lines(run, expected, tmp_path, ran, caplog) -> None:
     file, reference = tmp_path / "in.txt", tmp_path / "ref.txt"
     file.write_bytes(b"one\n\n" + b"x" * 60 + b"\ntwo\n")
     reference.write_bytes(f"{shown(expected('one'))}\n\n{'y' * 30_000}\n{shown(expected('two'))}\n".encode())
     arguments = ["translate", run, "--file", str(file), "--reference", str(reference), *FEW]
-    assert main(arguments) == 1  # the third line is too long for the model
-    assert "--skip_bad_lines" not in capsys.readouterr().err
-    assert main([*arguments, "--on_error", "skip"]) == 0
-    out, err = capsys.readouterr()
+    error = ran(*arguments, code=1).err  # the third line is too long for the model
+    assert "text 3" in error and "--skip_bad_lines" not in error
+    out, err = ran(*arguments, "--on_error", "skip")
     assert lines_of(out) == [shown(expected("one")), "", "", shown(expected("two"))] and "BLEU" in err
     reference.write_bytes(reference.read_bytes().replace(b"y" * 30_000, b"no\xff"))
-    assert main([*arguments, "--skip_long"]) == 1
-    err = capsys.readouterr().err
+    err = ran(*arguments, "--skip_long", code=1).err
     assert "ref.txt, line 3: expected UTF-8" in err and "--on_error skip" in err
-    assert main([*arguments, "--on_error", "skip"]) == 0
-    assert "chrF 100.00" in capsys.readouterr().err and "omitted 1 of 4 lines from the scores" in caplog.text
+    assert "chrF 100.00" in ran(*arguments, "--on_error", "skip").err
+    assert "omitted 1 of 4 lines from the scores" in caplog.text
     reference.write_text("one line\n")
-    assert main(arguments) == 1
-    assert "expected as many lines in" in capsys.readouterr().err
+    assert "expected as many lines in" in ran(*arguments, code=1).err
 
 
-def test_a_column_of_a_table_and_a_compressed_file(run, expected, tmp_path, capsys, monkeypatch) -> None:
+def test_a_column_of_a_table_and_a_compressed_file(run, expected, tmp_path, ran, monkeypatch) -> None:
     rows, file = [{"en": "one", "de": "x"}, {"en": "two\nlines", "de": "y"}, {"de": "z"}], tmp_path / "in.jsonl.gz"
     file.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
     arguments = ["translate", run, "--file", f"{file}:en", *FEW]
-    assert main(arguments) == 1
-    assert "line 3: expected a column en" in capsys.readouterr().err
-    assert main([*arguments, "--on_error", "skip", "--reference", f"{file}:de"]) == 0
-    out, err = capsys.readouterr()
+    assert "line 3: expected a column en" in ran(*arguments, code=1).err
+    out, err = ran(*arguments, "--on_error", "skip", "--reference", f"{file}:de")
     assert lines_of(out) == [shown(expected("one")), shown(expected("two\nlines")), ""] and "chrF" in err
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(gzip.compress(b"one\n"))))
-    assert main(["translate", run, "--file", "-", *FEW]) == 0
-    assert lines_of(capsys.readouterr().out) == [shown(expected("one"))]
+    assert lines_of(ran("translate", run, "--file", "-", *FEW).out) == [shown(expected("one"))]
 
 
-def test_a_bad_line_is_named_or_skipped(run, expected, tmp_path, capsys, caplog) -> None:
+def test_a_bad_line_is_named_or_skipped(run, expected, tmp_path, ran, caplog) -> None:
     file = tmp_path / "in.txt"
     file.write_bytes(b"one\n" + b"x" * 60 + b"\nno\xff\n\ntwo\n")
     arguments = ["translate", run, "--file", str(file), *FEW]
-    assert main(arguments) == 1
-    out, err = capsys.readouterr()  # what came before the first bad line is answered
+    out, err = ran(*arguments, code=1)  # what came before the first bad line is answered
     assert lines_of(out) == [shown(expected("one"))] and "text 2: expected at most 40 tokens, got 61" in err
-    assert main([*arguments, "--skip_long"]) == 1
-    out, err = capsys.readouterr()
+    out, err = ran(*arguments, "--skip_long", code=1)
     assert lines_of(out) == [shown(expected("one")), ""]
     assert "in.txt, line 3: expected UTF-8, got byte 0xff at position 2" in err
     caplog.clear()
-    assert main([*arguments, "--on_error", "skip"]) == 0
-    assert lines_of(capsys.readouterr().out) == [shown(expected("one")), "", "", "", shown(expected("two"))]
+    out = ran(*arguments, "--on_error", "skip").out
+    assert lines_of(out) == [shown(expected("one")), "", "", "", shown(expected("two"))]
     said = [record.getMessage() for record in caplog.records]
     assert any("line 3: expected UTF-8" in line for line in said)
     assert any("skipped text 2: expected at most 40 tokens, got 61" in line for line in said)
     assert said[-1] == "skipped 2 of 5 texts; their translations are empty"
     file.write_bytes(b"one\n" + b"x" * 60 + b"\n")
-    assert main(arguments) == 1
-    assert "text 2: expected at most 40 tokens, got 61: split it into sentences; skip_long" in capsys.readouterr().err
-    assert main([*arguments, "--skip_long"]) == 0
-    assert lines_of(capsys.readouterr().out) == [shown(expected("one")), ""]
+    assert "text 2: expected at most 40 tokens, got 61: split it into sentences" in ran(*arguments, code=1).err
+    assert lines_of(ran(*arguments, "--skip_long").out) == [shown(expected("one")), ""]
 
 
-def test_prefixes_of_translations(run, expected, tmp_path, capsys) -> None:
-    assert main(["translate", run, "one", "--prefix", "Ein", *FEW]) == 0
-    assert capsys.readouterr().out == shown(expected("one", target_prefix="Ein")) + "\n"
+def test_prefixes_of_translations(run, expected, tmp_path, ran) -> None:
+    out = ran("translate", run, "one", "--prefix", "Ein", *FEW).out
+    assert out == shown(expected("one", target_prefix="Ein")) + "\n"
     texts, prefixes = tmp_path / "in.txt", tmp_path / "prefixes.txt"
     texts.write_text("one\n\ntwo\n")
     prefixes.write_bytes(b"\xef\xbb\xbfE\r\nnone\n\n")
     flags = ["--file", str(texts), *FEW]
-    assert main(["translate", run, *flags, "--prefix_file", str(prefixes)]) == 0
     answers = [shown(expected("one", target_prefix="E")), "", shown(expected("two"))]
-    assert lines_of(capsys.readouterr().out) == answers
-    assert main(["translate", run, *flags, "--prefix", "E"]) == 0
-    assert lines_of(capsys.readouterr().out) == [answers[0], "", shown(expected("two", target_prefix="E"))]
+    assert lines_of(ran("translate", run, *flags, "--prefix_file", str(prefixes)).out) == answers
+    out = ran("translate", run, *flags, "--prefix", "E").out
+    assert lines_of(out) == [answers[0], "", shown(expected("two", target_prefix="E"))]
     prefixes.write_text("E\n\n")
-    assert main(["translate", run, *flags, "--prefix_file", str(prefixes)]) == 1
-    assert "expected a target_prefix for each text, got 2 of target_prefix and more of texts" in capsys.readouterr().err
+    error = ran("translate", run, *flags, "--prefix_file", str(prefixes), code=1).err
+    assert "expected a target_prefix for each text, got 2 of target_prefix and more of texts" in error
 
 
-def test_memory_of_a_batch(run, expected, tmp_path, capsys) -> None:
+def test_memory_of_a_batch(run, expected, tmp_path, ran) -> None:
     (tmp_path / "in.txt").write_text("one\ntwo\n")
     flags = ["--max_batch_bytes", "1", "--max_batch_size", "1"]
-    assert main(["translate", run, "--file", str(tmp_path / "in.txt"), *flags, *FEW]) == 0
-    assert lines_of(capsys.readouterr().out) == [shown(expected("one")), shown(expected("two"))]
-    assert main(["translate", run, "x", "--max_batch_bytes", "0"]) == 1
-    assert "max_batch_bytes" in capsys.readouterr().err
+    out = ran("translate", run, "--file", str(tmp_path / "in.txt"), *flags, *FEW).out
+    assert lines_of(out) == [shown(expected("one")), shown(expected("two"))]
+    assert "max_batch_bytes" in ran("translate", run, "x", "--max_batch_bytes", "0", code=1).err
 
 
-def test_a_progress_bar_on_a_terminal(run, tmp_path, capsys, monkeypatch) -> None:
+def test_a_progress_bar_on_a_terminal(run, tmp_path, ran, monkeypatch) -> None:
     pytest.importorskip("tqdm", reason="the bar is tqdm's")
 
     class Terminal(io.StringIO):
@@ -274,31 +252,34 @@ def test_a_progress_bar_on_a_terminal(run, tmp_path, capsys, monkeypatch) -> Non
     arguments = ["translate", run, "--file", str(tmp_path / "in.txt"), *FEW]
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
-    assert main(arguments) == 0
-    assert "3/3" in screen.getvalue() and len(lines_of(capsys.readouterr().out)) == 3
+    assert len(lines_of(ran(*arguments).out)) == 3 and "3/3" in screen.getvalue()
     monkeypatch.setattr(sys, "stderr", quiet := io.StringIO())
     assert main(arguments) == 0
     assert quiet.getvalue() == ""
 
 
-def test_paragraphs_are_translated_sentence_by_sentence(run, expected, tmp_path, capsys) -> None:
+def test_paragraphs_are_translated_sentence_by_sentence(run, expected, tmp_path, ran) -> None:
     lines = ["One is. Two are!\tThree", "", "alone", "A much longer one that is no sentence. " * 2]
     (tmp_path / "in.txt").write_text("\n".join(lines) + "\n")
     answers = [shown(expected(line.rstrip(), split=True)) for line in lines]
     assert answers[0].count("\t") == 1 and answers[0].startswith(shown(expected("One is.")) + " ")
-    assert main(["translate", run, "--file", str(tmp_path / "in.txt"), "--split", *FEW]) == 0
-    assert [line.rstrip(" ") for line in lines_of(capsys.readouterr().out)] == [text.rstrip(" ") for text in answers]
+    found = lines_of(ran("translate", run, "--file", str(tmp_path / "in.txt"), "--split", *FEW).out)
+    assert [line.rstrip(" ") for line in found] == [text.rstrip(" ") for text in answers]
     text = "One is. Two are!\n\n\tThree"
-    assert main(["translate", run, text, "--split", *FEW]) == 0
-    assert capsys.readouterr().out == expected(text, split=True) + "\n"
+    assert ran("translate", run, text, "--split", *FEW).out == expected(text, split=True) + "\n"
     for flags, other in (
         (["--n_best", "2", "--num_beams", "2"], "--n_best 2"),
         (["--prefix", "a"], "--prefix"),
         (["--attention", "a.png"], "--attention"),
         (["--align"], "--align"),
     ):
-        assert main(["translate", run, "a", *flags, "--split"]) == 1
-        assert f"expected --split or {other}, got both" in capsys.readouterr().err
+        assert f"expected --split or {other}, got both" in ran("translate", run, "a", *flags, "--split", code=1).err
+
+
+def test_attention_is_drawn(run, tmp_path) -> None:
+    pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
+    assert main(["translate", run, "one", "--attention", str(tmp_path / "a.png"), *FEW]) == 0
+    assert (tmp_path / "a.png").stat().st_size > 1000
 
 
 def test_a_terminal_gets_no_control_characters(run, monkeypatch) -> None:
@@ -346,31 +327,27 @@ def test_contradictions(run, tmp_path, capsys) -> None:
         assert error.startswith("fastformer: ") and all(word in error for word in words), error
 
 
-def test_bleu_of_words_that_are_chosen(run, tmp_path, capsys, caplog) -> None:
+def test_bleu_of_words_that_are_chosen(run, tmp_path, ran, caplog) -> None:
     (tmp_path / "in").write_text("one\ntwo\nthree\n")
     (tmp_path / "right").write_text("我喜欢吃苹果\n他去北京了\n谢谢\n")
     line = ["translate", run, "--file", str(tmp_path / "in"), "--reference", str(tmp_path / "right"), *FEW]
     for flags, signature, hint in (([], "tok:13a", True), (["--bleu_tokenize", "zh"], "tok:zh", False)):
         caplog.clear()
-        assert main([*line, *flags]) == 0
-        error = capsys.readouterr().err
+        error = ran(*line, *flags).err
         assert signature in error and error.count("3 lines") == 2
         assert ("--bleu_tokenize zh" in caplog.text) == hint
     for flags in (["--bleu_tokenize", "ja-mecab"], ["--bleu_tokenize", "flores200"]):
-        assert main([*line, *flags]) == 1
-        captured = capsys.readouterr()
+        captured = ran(*line, *flags, code=1)
         assert captured.out == "" and flags[1] in captured.err  # before anything is translated
-    assert main(["translate", run, "one", "--bleu_tokenize", "zh"]) == 1
-    assert "--reference" in capsys.readouterr().err
+    assert "--reference" in ran("translate", run, "one", "--bleu_tokenize", "zh", code=1).err
 
 
-def test_several_runs_translate_and_score_together(run, tmp_path, capsys) -> None:
+def test_several_runs_translate_and_score_together(run, tmp_path, capsys, ran) -> None:
     torch.manual_seed(5)
     settings = {"d_model": 16, "d_ff": 32, "num_heads": 2, "max_len": 40}
     other = str(tmp_path / "a,b")  # a comma in a name
     Transformer.from_preset("tiny", vocab_size=259, **settings).save_pretrained(other, ByteTokenizer())
-    assert main(["translate", other, "one", *FEW]) == 0
-    assert lines_of(capsys.readouterr().out) == [
+    assert lines_of(ran("translate", other, "one", *FEW).out) == [
         shown(Translator.from_pretrained(other).translate("one", max_new_tokens=6))
     ]
     plain = str(tmp_path / "other")
@@ -382,8 +359,7 @@ def test_several_runs_translate_and_score_together(run, tmp_path, capsys) -> Non
     assert lines_of(capsys.readouterr().out) == [shown(due)]
     file = tmp_path / "t"
     file.write_text("one\n")
-    assert main(["score", f"{run},{plain}", "--file", str(file), "--target", str(file)]) == 0
-    found = float(capsys.readouterr().out.split("\t")[0])
+    found = float(ran("score", f"{run},{plain}", "--file", str(file), "--target", str(file)).out.split("\t")[0])
     assert found == pytest.approx(Translator.from_pretrained([run, plain]).score("one", "one").score, abs=1e-5)
     for arguments, expected in (
         ([run, "one", "--ensemble_weights", "1"], "with several runs"),
@@ -392,18 +368,16 @@ def test_several_runs_translate_and_score_together(run, tmp_path, capsys) -> Non
         ([f"{run},", "one"], "separated by commas"),
         ([f"{run},{plain}", "one", "--align"], "expected one run with --align"),
     ):
-        assert main(["translate", *arguments]) == 1
-        assert expected in capsys.readouterr().err
+        assert expected in ran("translate", *arguments, code=1).err
 
 
-def test_alignments_follow_the_translations(run, tmp_path, capsys) -> None:
+def test_alignments_follow_the_translations(run, tmp_path, capsys, ran) -> None:
     texts = ["one two", "", "a longer  line", "three"]
     file = tmp_path / "in.txt"
     file.write_text("\n".join(texts) + "\n")
 
     def rows(*flags: str) -> list[list[str]]:
-        assert main(["translate", run, "--file", str(file), *FEW, *flags]) == 0
-        return [line.split("\t") for line in lines_of(capsys.readouterr().out)]
+        return [line.split("\t") for line in lines_of(ran("translate", run, "--file", str(file), *FEW, *flags).out)]
 
     plain = [row[0] for row in rows()]
     aligned = rows("--align")

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from fastformer.cli import main
 from fastformer.commands.warmup import calls, run_all, told, written
 from fastformer.models import BERT, GPT, BERTConfig, GPTConfig, Transformer, TransformerConfig
+from tests.conftest import Ran
 
 SIZES: dict[str, Any] = {"vocab_size": 20, "d_model": 16, "num_heads": 2, "max_len": 32}
 
@@ -57,8 +57,6 @@ def test_warmup_reports_and_writes_the_prepared_kernels(tmp_path: Path) -> None:
     assert set(BinaryFile(tmp_path / "sm_90.kernels").keys()) == {"a", "b", "d"}  # beside what was there
 
 
-def test_without_a_gpu_warmup_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["warmup", str(tmp_path), "--device", "cpu"]) == 1
-    assert "GPU" in capsys.readouterr().err
-    assert main(["warmup", str(tmp_path), "--batch_size", "0"]) == 1
-    assert "batch size" in capsys.readouterr().err
+def test_without_a_gpu_warmup_is_an_error(ran: Ran, tmp_path: Path) -> None:
+    assert "GPU" in ran("warmup", str(tmp_path), "--device", "cpu", code=1).err
+    assert "batch size" in ran("warmup", str(tmp_path), "--batch_size", "0", code=1).err

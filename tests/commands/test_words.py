@@ -23,15 +23,12 @@ from fastformer.cli import main
         ("train r --d_model 4", "--model.d_model"),
     ],
 )
-def test_flags_of_other_toolkits(words, said, capsys) -> None:
-    assert main(words.split()) == 2
-    assert said in capsys.readouterr().err
+def test_flags_of_other_toolkits(words, said, ran) -> None:
+    assert said in ran(*words.split(), code=2).err
 
 
-def test_the_help_says_how_a_text_is_given(capsys) -> None:
-    with pytest.raises(SystemExit):
-        main(["translate", "--help"])
-    text = " ".join(capsys.readouterr().out.split())
+def test_the_help_says_how_a_text_is_given(ran) -> None:
+    text = " ".join(ran("translate", "--help").out.split())
     assert "after --" in text and "--FLAG=TEXT" in text and "--FLAG=false" in text
 
 

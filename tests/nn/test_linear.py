@@ -20,7 +20,7 @@ import fastformer
 from fastformer.nn.linear import LINEARS, linear
 from fastformer.ops import _extension
 from tests.checks import assert_accurate
-from tests.conftest import missing_backend
+from tests.conftest import skip_without
 from tests.ops.test_outputs import Stop
 from tests.products import notice_products
 
@@ -37,8 +37,7 @@ class Products(list[int]):
 @pytest.fixture(autouse=True)
 def products(monkeypatch: pytest.MonkeyPatch) -> Products:
     """See there: on any CPU that has the kernel, in bf16, too."""
-    if reason := missing_backend("cpp", "linear"):
-        pytest.skip(reason)
+    skip_without("cpp", "linear")
     rows = Products()
 
     def note(x: Tensor, weight: Tensor, is_gradient: bool) -> None:

@@ -17,39 +17,25 @@ from benchmarks.measure.checking import verdicts_of
 from benchmarks.measure.execute import Outcome
 from benchmarks.measure.suites import benchmarks
 from tests.benchmarks.running import run_case
-
-SHAPE = {"rows": 8}
-
-
-def square(x: Inputs, shape: Shape) -> torch.Tensor:
-    return x["x"] ** 2
+from tests.benchmarks.test_run import SHAPE, TOY, square
 
 
 def cube(x: Inputs, shape: Shape) -> torch.Tensor:
     return x["x"] ** 3
 
 
-TOY = Benchmark(
-    name="toy",
-    shapes={"cpu": [SHAPE]},
-    make_inputs=lambda shape, device: {"x": torch.randn(shape["rows"], 4, requires_grad=True)},
-    providers={"fastformer": square, "baseline": lambda x, shape: x["x"] * x["x"]},
-    baseline="baseline",
-)
-
-
-def run(benchmark: Benchmark, mode: str = "fwdbwd") -> Outcome:
-    return run_case(benchmark, SHAPE, mode)
+def run(benchmark: Benchmark) -> Outcome:
+    return run_case(benchmark, SHAPE, "fwdbwd")
 
 
 def test_a_case_may_ask_several_questions() -> None:
     both = dataclasses.replace(TOY, providers={**TOY.providers, "cube": cube})
     assert list(run(both).wrong) == ["cube"]
     outcome = run(dataclasses.replace(both, oracles={"cube": lambda x, shape: x["x"] * x["x"] * x["x"]}))
-    assert not outcome.wrong and [row["provider"] for row in outcome.rows] == ["fastformer", "baseline", "cube"]
+    assert not outcome.wrong and [row["provider"] for row in outcome.rows] == ["fastformer", "power", "cube"]
     assert list(run(dataclasses.replace(both, oracles={"cube": square, "fastformer": square})).wrong) == ["cube"]
     # The one that ratios are against may have an answer to be held to, too.
-    assert list(run(dataclasses.replace(both, oracles={"cube": cube, "baseline": cube})).wrong) == ["baseline"]
+    assert list(run(dataclasses.replace(both, oracles={"cube": cube, "power": cube})).wrong) == ["power"]
 
 
 def test_an_omitted_provider_is_named_with_its_reason() -> None:
@@ -58,7 +44,7 @@ def test_an_omitted_provider_is_named_with_its_reason() -> None:
 
     case = dataclasses.replace(TOY, providers={**TOY.providers, "plain": cube}, left_out=left_out)
     outcome = run(case)
-    assert [row["provider"] for row in outcome.rows] == ["fastformer", "baseline"]
+    assert [row["provider"] for row in outcome.rows] == ["fastformer", "power"]
     assert outcome.refused == {"plain": "4 GiB of scores"} and not outcome.wrong  # it is neither run nor checked
     shorter = run_case(case, {"rows": 4})
     assert list(shorter.wrong) == ["plain"] and not shorter.refused

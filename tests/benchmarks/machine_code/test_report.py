@@ -171,12 +171,13 @@ def test_forbidden_responses_are_problems(fields: dict[str, Any], products: list
     assert not list(report.problems_of(row._replace(wide=len(products)), products))
 
 
-def test_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "named"), [([], "TRITON_INTERPRET"), (["--compare", "a.jsonl", "b.jsonl"], "a.jsonl")]
+)
+def test_the_interpreter_and_missing_files_are_refused(words, named, monkeypatch, refused) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(sys, "argv", ["compile_report"])
-    with pytest.raises(SystemExit, match="2"):
-        report.main()
-    assert "TRITON_INTERPRET" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["compile_report", *words])
+    assert named in refused(lambda _: report.main())
 
 
 def test_a_file_keeps_kernels_that_were_not_compiled_again(tmp_path: Path) -> None:
@@ -196,10 +197,3 @@ def test_a_file_keeps_kernels_that_were_not_compiled_again(tmp_path: Path) -> No
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert all(line in lines for line in others) and stale not in lines
     assert [line["cases"] for line in lines if line not in others] == [["half"], ["full"]]
-
-
-def test_compare_needs_two_files(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["compile_report", "--compare", "a.jsonl", "b.jsonl"])
-    with pytest.raises(SystemExit, match="2"):
-        report.main()
-    assert "a.jsonl" in capsys.readouterr().err

@@ -63,9 +63,7 @@ def machine(tmp_path: Path) -> Machine:
         (2, {"own": 1.0}, False),  # we waited for something, and no process had it
     ],
 )
-def test_the_load_of_other_processes_on_needed_cores(
-    machine: Machine, threads: int, took: dict[str, float], disturbed: bool
-) -> None:
+def test_the_load_of_other_processes_on_needed_cores(machine, threads, took, disturbed) -> None:
     watcher = machine.watcher(threads)
     watcher.begin()
     machine.run(1.0, **took)

@@ -48,9 +48,7 @@ def work(x: Inputs, shape: Shape) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_difference_of_a_fifth_is_noticed_beside_a_neighbour(
-    threads: int, neighbour: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_difference_of_a_fifth_is_noticed_beside_a_neighbour(threads, neighbour, capsys) -> None:
     """With the rounds and seconds that --quick gives a case."""
     shape = {"threads": threads}
     inputs = make_inputs(shape, "cpu")

@@ -37,9 +37,7 @@ def test_turns_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("device, seconds, moves", [("cpu", 0.0, True), ("cpu", 1.0, False), ("cuda", 0.0, False)])
-def test_each_round_of_short_calls_has_inputs_elsewhere(
-    device: str, seconds: float, moves: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_round_of_short_calls_has_inputs_elsewhere(device, seconds, moves, monkeypatch) -> None:
     """Timed are the calls on the copies of this round, all on the same ones, and after two calls that aren't timed."""
     made: list[torch.Tensor] = []
     calls: list[tuple[str, int, int]] = []

@@ -171,25 +171,6 @@ def test_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert "tiny batch=2" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--case", "run"], "--text"),
-        (["--case", "base", "--run", "x", "--text", "y"], "--text"),
-        (["--batch", "1", "0"], "--batch"),
-        (["--neighbours", "-1"], "--neighbours"),
-        (["--peer", "openvino"], "transformers"),
-        (["--case", "bert_base", "--peer", "ctranslate2"], "onnxruntime"),
-        (["--case", "bert_base", "--beams", "4"], "--beams"),
-        (["--case", "gpt2", "--rounds", "0"], "--rounds"),
-    ],
-)
-def test_bad_commands(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as error:
-        main(arguments)
-    assert error.value.code == 2 and message in capsys.readouterr().err
-
-
 def test_commands_name_no_machine() -> None:
     arguments = ["/somewhere/benchmarks/peers/__main__.py", "--run", "/home/me/run", "--batch", "1"]
     assert command(arguments) == "python -m benchmarks.peers --run run --batch 1"

@@ -32,9 +32,7 @@ def _threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", [BERT, ENCODER], ids=["bert", "encoder"])
-def test_an_accelerated_model_is_right_and_a_wrong_one_is_noticed(
-    case: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_accelerated_model_is_right_and_a_wrong_one_is_noticed(case, tmp_path, monkeypatch) -> None:
     if case is BERT:
         pytest.importorskip("transformers", reason="not installed: pip install transformers")
     file = tmp_path / "results.pt"

@@ -18,6 +18,7 @@ from benchmarks.plot import main
 from benchmarks.publish import report, style
 from benchmarks.publish.charts import CHARTS, charts
 from benchmarks.publish.latest import Results
+from tests.benchmarks.conftest import Refused
 
 SHARED = {"device": "EPYC", "capability": "AVX512", "cores": 2, "threads": 2, "torch": "2.13", "triton": None,
           "python": "3.11", "commit": "abc1234", "dirty": False, "command": "python -m x",
@@ -113,18 +114,12 @@ def test_threads_and_batches_are_distinguished(tmp_path: Path) -> None:
     assert set(points) == {"recompute", "kv_cache", "cpp", "cpp, 1 thread"}
 
 
-def test_no_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_results(tmp_path: Path, refused: Refused) -> None:
     assert run(write(tmp_path, [])) == 0 and not (tmp_path / "pictures").exists()
-    with pytest.raises(SystemExit):
-        run(tmp_path / "none")
-    assert "no folder" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        run(tmp_path, "nothing")
-    assert "nothing" in capsys.readouterr().err
+    assert "no folder" in refused(main, "--results", str(tmp_path / "none"))
+    assert "nothing" in refused(main, "nothing", "--results", str(tmp_path))
     (tmp_path / "cpu.jsonl").write_text('{"op": "a"}\n[1]\n')
-    with pytest.raises(SystemExit):
-        run(tmp_path)
-    assert "cpu.jsonl, line 2" in capsys.readouterr().err
+    assert "cpu.jsonl, line 2" in refused(main, "--results", str(tmp_path))
 
 
 # The report.

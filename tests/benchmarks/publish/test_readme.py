@@ -211,9 +211,7 @@ def test_a_missing_line_is_reported(folder: Path, capsys: pytest.CaptureFixture[
         ("<!-- numbers: toy -->\n2.5 times\n<!-- end -->", "", "toy"),
     ],
 )
-def test_blocks_that_are_not_whole(
-    folder: Path, old: str, new: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_blocks_that_are_not_whole(folder, old, new, message, capsys) -> None:
     edit(folder, old, new)
     before = (folder / "README.md").read_text()
     with pytest.raises(SystemExit):
@@ -248,9 +246,7 @@ def test_all_blocks_can_be_written_without_any_result(tmp_path: Path) -> None:
     assert {name for name, block in TABLES.items() if NOT_MEASURED in block(numbers)} >= {"models", "ops", "decoding"}
 
 
-def test_a_quick_run_has_its_own_tables_and_no_published_figures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_quick_run_has_its_own_tables_and_no_published_figures(tmp_path, capsys) -> None:
     norm = {"op": "add_layer_norm", "mode": "fwdbwd", "shape": {"rows": 4096, "dim": 512, "dropout_p": 0.1}}
     write(tmp_path, [each | norm | {"quick": True} for each in LINES])
     assert main(["--tables", str(tmp_path)]) == 0
