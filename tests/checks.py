@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +117,40 @@ def assert_op_accurate(
     for name, gradients in drawn.items():
         of_ours, of_plain, exact = (torch.stack(each) for each in gradients)
         assert_accurate(of_ours, of_plain, exact, f"d{name}")
+
+
+def assert_equals_plain(
+    op: Callable[..., Tensor | tuple[Tensor, ...]],
+    plain: Callable[..., Tensor | tuple[Tensor, ...]],
+    inputs: dict[str, Tensor | None],
+    dropped: tuple[int, ...],
+    *,
+    dropout_p: float = 0.0,
+    strided_dy: bool = False,
+    **options: Any,
+) -> None:
+    """Does the same with options for both. Under dropout, of a tensor of the shape `dropped`, `plain` gets `keep`."""
+    ours, theirs = dict(options), dict(options)
+    if dropout_p:
+        device = next(tensor.device for tensor in inputs.values() if tensor is not None)
+        seed = torch.tensor([2**61 + 12345, 2**33 + 77], device=device)
+        keep = keep_mask(seed, dropout_p, math.prod(dropped[:-1]), dropped[-1])[0].view(dropped)
+        ours |= {"dropout_p": dropout_p, "dropout_seed": seed}
+        theirs |= {"dropout_p": dropout_p, "keep": keep}
+    assert_op_accurate(partial(op, **ours), partial(plain, **theirs), inputs, strided_dy=strided_dy)
+
+
+@contextlib.contextmanager
+def saved_for_backward() -> Iterator[list[Tensor]]:
+    """Yields the tensors that the calls of the block save for their backward passes."""
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
 
 
 def _map_floating(value: Tensor | None, function: Callable[[Tensor], Tensor]) -> Tensor | None:

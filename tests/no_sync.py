@@ -42,13 +42,7 @@ READS = {
 }
 INDEXING = (_ATEN.index, _ATEN.index_put, _ATEN.index_put_, _ATEN._index_put_impl_)
 # Functions that read values only if these are on a CPU: each checks the device first.
-CHECKS_OF_CPU_VALUES = {
-    "check_range",
-    "check_ids",
-    "trailing_padding",
-    "_check_lengths",
-    "_check_sequences",
-}
+CHECKS_OF_CPU_VALUES = {"check_range", "check_ids", "trailing_padding", "_check_lengths", "_check_sequences"}
 
 
 class HostSync(AssertionError):

@@ -122,10 +122,7 @@ def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu", number: int
 
 def lengths_of(case: Case) -> tuple[list[int], list[int]]:
     """Each sequence's number of queries and keys."""
-    return (
-        list(case.lengths_q or [case.seqlen_q] * case.batch),
-        list(case.lengths or [case.seqlen_k] * case.batch),
-    )
+    return (list(case.lengths_q or [case.seqlen_q] * case.batch), list(case.lengths or [case.seqlen_k] * case.batch))
 
 
 def visible(case: Case, device: str = "cpu") -> Tensor:

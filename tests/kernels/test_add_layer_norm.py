@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,48 +9,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fastformer.kernels import add_layer_norm as kernels  # noqa: E402
-from fastformer.ops import (  # noqa: E402
-    add_layer_norm,
-    draw_seed,  # noqa: E402
-    use_backend,
-)
-from tests.checks import (
-    assert_op_accurate,  # noqa: E402
-    keep_mask,  # noqa: E402
-)
-from tests.ops.test_add_layer_norm import make_inputs, plain  # noqa: E402
+from fastformer.ops import add_layer_norm, draw_seed  # noqa: E402
+from tests.checks import saved_for_backward  # noqa: E402
+from tests.ops.test_add_layer_norm import compare, make_inputs  # noqa: E402
 
-GUARD = 64  # elements on both sides of an output
-
-
-@pytest.fixture(autouse=True)
-def _triton():
-    with use_backend("triton"):
-        yield
-
-
-@pytest.fixture
-def guarded(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Whatever `new_empty` gives lies between guards; `assert_untouched(guarded)` says that no kernel wrote there."""
-    buffers: list[Tensor] = []
-    usual = torch.Tensor.new_empty
-
-    def new_empty(self: Tensor, *size, dtype: torch.dtype | None = None, **options) -> Tensor:
-        if options:
-            return usual(self, *size, dtype=dtype, **options)  # the interpreter's own
-        size = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
-        buffer = torch.full((size.numel() + 2 * GUARD,), 7.0, dtype=dtype or self.dtype, device=self.device)
-        buffers.append(buffer)
-        return buffer[GUARD : GUARD + size.numel()].view(size)
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
-    return buffers
-
-
-def assert_untouched(buffers: list[Tensor]) -> None:
-    assert buffers
-    for buffer in buffers:
-        assert (buffer[:GUARD] == 7).all() and (buffer[-GUARD:] == 7).all()
+pytestmark = pytest.mark.usefixtures("on_triton")
 
 
 def among_nans(x: Tensor) -> Tensor:
@@ -67,46 +28,32 @@ def among_nans(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dim", [1, 17, 512, 1000, pytest.param(5000, marks=pytest.mark.slow)])
 def test_dims(dim: int, dtype: torch.dtype, device: str) -> None:
     """Several rows a program and one, columns that fill no tile."""
-    seed = draw_seed(device)
-    inputs = make_inputs((3, dim), device, dtype)
-    keep = keep_mask(seed, 0.2, 3, dim)[0]
-    assert_op_accurate(
-        partial(add_layer_norm, dropout_p=0.2, dropout_seed=seed), partial(plain, keep=keep, dropout_p=0.2), inputs
-    )
+    compare(make_inputs((3, dim), device, dtype), dropout_p=0.2)
 
 
 @pytest.mark.parametrize("parts", [("residual", "weight", "bias"), ("weight",), ("residual", "bias"), ()])
 @pytest.mark.parametrize("rms_norm", [False, True])
-def test_wide_rows_are_split_by_columns(
-    rms_norm: bool, parts: tuple[str, ...], device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wide_rows_are_split_by_columns(rms_norm, parts, device, monkeypatch) -> None:
     monkeypatch.setattr(kernels, "WIDEST_SUMMED", 64)
-    inputs = make_inputs((37, 300), device, **{part: part in parts for part in ("residual", "weight", "bias")})
-    assert_op_accurate(partial(add_layer_norm, rms_norm=rms_norm), partial(plain, rms_norm=rms_norm), inputs)
+    chosen = {part: part in parts for part in ("residual", "weight", "bias")}
+    compare(make_inputs((37, 300), device, **chosen), rms_norm=rms_norm)
 
 
 @pytest.mark.slow
 def test_rows_wider_than_the_sums(device: str) -> None:
     """The real bound, which test_wide_rows_are_split_by_columns lowers."""
-    seed = draw_seed(device)
-    dim = kernels.WIDEST_SUMMED + 9
-    inputs = make_inputs((2, dim), device)
-    keep = keep_mask(seed, 0.2, 2, dim)[0]
-    assert_op_accurate(
-        partial(add_layer_norm, dropout_p=0.2, dropout_seed=seed), partial(plain, keep=keep, dropout_p=0.2), inputs
-    )
+    compare(make_inputs((2, kernels.WIDEST_SUMMED + 9), device), dropout_p=0.2)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 33, 70])
 def test_programs_share_the_rows(rows: int, device: str) -> None:
     """Fewer tiles than programs, a last tile with one row, several rounds of tiles."""
-    inputs = make_inputs((rows, 384), device)
-    assert_op_accurate(add_layer_norm, plain, inputs)
+    compare(make_inputs((rows, 384), device))
 
 
 def test_more_programs_than_sums_are_added_at_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "num_sms", lambda device: 132)  # an H200's; the interpreter's is 2
-    assert_op_accurate(add_layer_norm, plain, make_inputs((67, 2048), device))
+    compare(make_inputs((67, 2048), device))
 
 
 def gradients(inputs: dict[str, Tensor], dy: Tensor, ds: Tensor) -> tuple[Tensor, ...]:
@@ -127,9 +74,7 @@ def test_sums_repeat(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("widest_summed", [16, 8192])
 @pytest.mark.parametrize("dim", [40, 17])
-def test_nothing_beyond_the_rows(
-    dim: int, widest_summed: int, device: str, guarded: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_beyond_the_rows(dim, widest_summed, device, guarded, monkeypatch) -> None:
     """NaN between the rows is not read, and what lies around the outputs is not written."""
     monkeypatch.setattr(kernels, "WIDEST_SUMMED", widest_summed)
     x, residual, dy, ds = (torch.randn(11, dim, device=device) for _ in range(4))
@@ -143,20 +88,13 @@ def test_nothing_beyond_the_rows(
     expected = kernels.add_layer_norm_bwd(dy, ds, s, *rest)
     got = kernels.add_layer_norm_bwd(among_nans(dy), among_nans(ds), among_nans(s), *rest)
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(expected, got, strict=True))
-    assert_untouched(guarded)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 def test_saved_for_backward(dropout_p: float, device: str) -> None:
     """The stream, which the caller holds anyway, the weight, and two numbers a row."""
     leaves = {name: t.requires_grad_() for name, t in make_inputs((6, 40), device, torch.bfloat16).items()}
-    saved: list[Tensor] = []
-
-    def keep(t: Tensor) -> Tensor:
-        saved.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    with saved_for_backward() as saved:
         _, residual_out = add_layer_norm(**leaves, dropout_p=dropout_p)
     wide = [t for t in saved if t.numel() == 240]
     assert [t.data_ptr() for t in wide] == [residual_out.data_ptr()]

@@ -152,9 +152,7 @@ def test_a_file_returns_its_contents(folder: Path) -> None:
     assert _binaries.find(90, "three") is None is _binaries.find(80, "one")
 
 
-def test_a_file_for_other_sources_is_ignored(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_for_other_sources_is_ignored(folder, monkeypatch, caplog) -> None:
     path = folder / _binaries.file_name(90)
     _binaries.write(path, 90, {"one": BINARY})
     with monkeypatch.context() as patched:

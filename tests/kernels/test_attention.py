@@ -72,21 +72,6 @@ def _order_kernel(out_ptr, num_blocks, num_planes, together, LAST_FIRST: tl.cons
 
 
 @pytest.fixture
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def repeatable(device: str):
-    """Sums in one order, where a test compares bits: on a GPU atomics add in any."""
-    torch.use_deterministic_algorithms(device == "cuda")
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """32 x 32 everywhere, on a GPU too."""
     monkeypatch.setattr(kernels, "forward_config", lambda *_: Config(32, 32, 4, 1))
@@ -129,8 +114,9 @@ def test_cross_product(case: Case, dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize(
     "options", [(), ("causal",), ("window", "dropout"), ("packed", "causal"), ("bias", "gqa", "softcap")], ids=str
 )
-def test_deterministic(options: tuple[str, ...], deterministic: None, device: str) -> None:
+def test_deterministic(options: tuple[str, ...], device: str) -> None:
     """The seven-product form: the same rule, dq from its own kernel, and a bias shared by batches summed in order."""
+    torch.use_deterministic_algorithms(True)
     check(case_of(*options), torch.float32, device)
 
 
@@ -141,13 +127,7 @@ TILES = [((32, 16), (16, 32)), ((16, 32), (32, 16)), ((64, 16), (64, 16))]
     "options, forward, backward",
     by_turns([["window", "bool", "softcap"], ["causal", "bias", "softcap"], ["before", "dropout"]], TILES),
 )
-def test_tiles(
-    options: list[str],
-    forward: tuple[int, int],
-    backward: tuple[int, int],
-    monkeypatch: pytest.MonkeyPatch,
-    device: str,
-):
+def test_tiles(options, forward, backward, monkeypatch, device) -> None:
     """Rows and keys are never taken for each other, whatever the tile."""
     monkeypatch.setattr(kernels, "forward_config", lambda *_: Config(*forward, 4, 1))
     monkeypatch.setattr(backward_kernels, "backward_config", lambda *_: Config(*backward, 4, 1))
@@ -160,8 +140,7 @@ def test_head_dims(head_dim: int, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "window, seqlen_q, seqlen_k",
-    by_turns([(None, None), (None, 0), (3, 2)], [(1, 70), (70, 2), (64, 32), (33, 65)]),
+    "window, seqlen_q, seqlen_k", by_turns([(None, None), (None, 0), (3, 2)], [(1, 70), (70, 2), (64, 32), (33, 65)])
 )
 def test_lengths(window: tuple[int | None, int | None], seqlen_q: int, seqlen_k: int, device: str) -> None:
     check(Case(batch=3, seqlen_q=seqlen_q, seqlen_k=seqlen_k, window=window), torch.float32, device)
@@ -218,8 +197,9 @@ def test_packed_rows_beyond_the_last_sequence(device: str) -> None:
     assert torch.equal(alone[0], out[:20])
 
 
-def test_poison_beyond_each_length(repeatable: None, device: str) -> None:
+def test_poison_beyond_each_length(device: str) -> None:
     """NaN in K and V beyond each length, and beyond the packed total in q and dout too, changes nothing."""
+    torch.use_deterministic_algorithms(device == "cuda")  # where atomics add in any order
     nan = float("nan")
     for options in (("seqlens_k",), ("seqlens_k", "causal"), ("seqlens_k", "window", "dropout")):
         case = case_of(*options)
@@ -252,24 +232,21 @@ def test_poison_beyond_the_bound(deterministic_form: bool, small_tiles: None, de
     case = Case(batch=1, heads=1, kv_heads=1, head_dim=16, seqlen_q=96, seqlen_k=96, window=(None, 0))
     inputs = make_inputs(case, torch.float32, device)
     torch.use_deterministic_algorithms(deterministic_form)
-    try:
-        clean = run_triton(case, inputs)
-        for edge in (32, 64):
-            poisoned = dict(inputs) | {key: inputs[key].clone() for key in ("k", "v")}
-            poisoned["k"][:, edge:] = poisoned["v"][:, edge:] = float("nan")
-            results = run_triton(case, poisoned)
-            assert torch.equal(results["out"][:, :edge], clean["out"][:, :edge])
-            assert torch.equal(results["lse"][..., :edge], clean["lse"][..., :edge])
-            assert results["out"][:, edge:].isnan().all()
-            torch.testing.assert_close(results["dq"][:, :edge], clean["dq"][:, :edge], rtol=1e-5, atol=1e-6)
-            poisoned = dict(inputs) | {key: inputs[key].clone() for key in ("q", "dout")}
-            poisoned["q"][:, :edge] = poisoned["dout"][:, :edge] = float("nan")
-            results = run_triton(case, poisoned)
-            for key in ("dk", "dv"):
-                assert torch.equal(results[key][:, edge:], clean[key][:, edge:])
-                assert results[key][:, :edge].isnan().all()
-    finally:
-        torch.use_deterministic_algorithms(False)
+    clean = run_triton(case, inputs)
+    for edge in (32, 64):
+        poisoned = dict(inputs) | {key: inputs[key].clone() for key in ("k", "v")}
+        poisoned["k"][:, edge:] = poisoned["v"][:, edge:] = float("nan")
+        results = run_triton(case, poisoned)
+        assert torch.equal(results["out"][:, :edge], clean["out"][:, :edge])
+        assert torch.equal(results["lse"][..., :edge], clean["lse"][..., :edge])
+        assert results["out"][:, edge:].isnan().all()
+        torch.testing.assert_close(results["dq"][:, :edge], clean["dq"][:, :edge], rtol=1e-5, atol=1e-6)
+        poisoned = dict(inputs) | {key: inputs[key].clone() for key in ("q", "dout")}
+        poisoned["q"][:, :edge] = poisoned["dout"][:, :edge] = float("nan")
+        results = run_triton(case, poisoned)
+        for key in ("dk", "dv"):
+            assert torch.equal(results[key][:, edge:], clean[key][:, edge:])
+            assert results[key][:, :edge].isnan().all()
 
 
 def count_work(window: tuple[int | None, int | None], n: int, tile: tuple[int, int], device: str) -> tuple[int, int]:
@@ -313,9 +290,7 @@ WINDOWS = [(None, 0), (40, 0), (61, 0), (64, -10), (33, 31), (31, 34), (32, None
     [*((window, (32, 32)) for window in [(None, None), *WINDOWS]), ((70, 0), (64, 16)), ((31, 1), (16, 64))],
     ids=str,
 )
-def test_visibility_of_keys(
-    window: tuple[int | None, int | None], tile: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_visibility_of_keys(window, tile, device, monkeypatch) -> None:
     """Equal scores, K = V = identity: out is P itself and dq is dS, element by element, in all three kernels."""
     config = Config(*tile, 4, 1)
     monkeypatch.setattr(kernels, "forward_config", lambda *_: config)
@@ -337,10 +312,7 @@ def test_visibility_of_keys(
     dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(device)
     for deterministic_form in (False, True):
         torch.use_deterministic_algorithms(deterministic_form)
-        try:
-            dq, _, dv, _ = kernels.attention_bwd(dout, q, eye, eye, out, lse, *rest, False)
-        finally:
-            torch.use_deterministic_algorithms(False)
+        dq, _, dv, _ = kernels.attention_bwd(dout, q, eye, eye, out, lse, *rest, False)
         assert torch.equal(dq[:, :, 0] != 0, seen & (counts > 1)), deterministic_form
         torch.testing.assert_close(dv[:, :, 0], out[:, :, 0].mT @ dout[:, :, 0], rtol=1e-4, atol=1e-5)
 
@@ -362,16 +334,11 @@ def test_the_deterministic_form_has_no_atomics(device: str, monkeypatch: pytest.
         assert case is not None
         case = replace(case, heads=1, kv_heads=1, head_dim=16)
         inputs = make_inputs(case, torch.float16, device)
-        added.clear()
-        run_triton(case, inputs)
-        assert added, options
-        added.clear()
-        torch.use_deterministic_algorithms(True)
-        try:
+        for deterministic_form in (False, True):
+            added.clear()
+            torch.use_deterministic_algorithms(deterministic_form)
             run_triton(case, inputs)
-        finally:
-            torch.use_deterministic_algorithms(False)
-        assert not added, options
+            assert bool(added) != deterministic_form, options
 
 
 def test_the_form_of_a_masks_gradient(device: str) -> None:

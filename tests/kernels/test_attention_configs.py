@@ -44,9 +44,7 @@ def _remembers_nothing() -> Iterator[None]:
         (Row(PLAIN, MASKED, DROPOUT, BOTH), (PLAIN, MASKED, DROPOUT, BOTH)),
     ],
 )
-def test_a_mask_and_dropout_choose_separately(
-    row: Row, chosen: tuple[Config, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mask_and_dropout_choose_separately(row, chosen, monkeypatch) -> None:
     monkeypatch.setattr(configs, "FORWARD", {(90, 64): row})
     for (dropout, masked), config in zip(product((False, True), repeat=2), chosen, strict=True):
         call = call_of(90, problem_of(0.1 if dropout else 0.0), torch.bfloat16, "bool" if masked else "bool_keys")

@@ -14,17 +14,11 @@ pytest.importorskip("triton")
 from tests.kernels.attention_cases import OPTIONS, Case, case_of, check, make_inputs, run_triton  # noqa: E402
 from tests.kernels.repeats import assert_repeats  # noqa: E402
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 SINGLES = [case_of(), *(case for name in OPTIONS if (case := case_of(name)) is not None)]
 PAIRS = [case for names in combinations(OPTIONS, 2) if (case := case_of(*names)) is not None]
 CASES = [*SINGLES, *PAIRS]
-
-
-@pytest.fixture(autouse=True)
-def _needs_gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
 
 
 def name_of(case: Case) -> str:
@@ -65,10 +59,7 @@ def test_gradients_of_a_mask_repeat(options: tuple[str, ...]) -> None:
     case = case_of(*options).times(11)
     inputs = make_inputs(case, torch.bfloat16, "cuda")
     torch.use_deterministic_algorithms(True)
-    try:
-        first, second = run_triton(case, inputs), run_triton(case, inputs)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    first, second = run_triton(case, inputs), run_triton(case, inputs)
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
@@ -78,15 +69,12 @@ def test_gradients_of_a_mask_repeat(options: tuple[str, ...]) -> None:
 def test_shipped_tiles(head_dim: int, dropout_p: float, deterministic: bool) -> None:
     """Lengths beyond every tile, with tails: each config of the tables runs, both forms of the backward."""
     torch.use_deterministic_algorithms(deterministic)
-    try:
-        for seqlen_q, seqlen_k, window in ((513, 777, (None, 0)), (777, 513, (None, None)), (300, 300, (70, 11))):
-            case = Case(
-                batch=1, heads=4, kv_heads=2, head_dim=head_dim, seqlen_q=seqlen_q, seqlen_k=seqlen_k, window=window,
-                dropout_p=dropout_p,
-            )  # fmt: skip
-            check(case, torch.bfloat16, "cuda")
-    finally:
-        torch.use_deterministic_algorithms(False)
+    for seqlen_q, seqlen_k, window in ((513, 777, (None, 0)), (777, 513, (None, None)), (300, 300, (70, 11))):
+        case = Case(
+            batch=1, heads=4, kv_heads=2, head_dim=head_dim, seqlen_q=seqlen_q, seqlen_k=seqlen_k, window=window,
+            dropout_p=dropout_p,
+        )  # fmt: skip
+        check(case, torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -136,10 +124,7 @@ def test_repeats_to_the_bit(options: tuple[str, ...], head_dim: int) -> None:
     case = replace(base, head_dim=head_dim, batch=4, heads=8, kv_heads=4, seqlen_q=1500, seqlen_k=1500)
     inputs = make_inputs(case, torch.bfloat16, "cuda")
     torch.use_deterministic_algorithms(True)  # nothing is added in an order of chance
-    try:
-        assert_repeats(lambda: [x for _, x in sorted(run_triton(case, inputs).items())])
-    finally:
-        torch.use_deterministic_algorithms(False)
+    assert_repeats(lambda: [x for _, x in sorted(run_triton(case, inputs).items())])
 
 
 def test_compile_and_cuda_graph() -> None:

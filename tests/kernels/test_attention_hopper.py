@@ -59,11 +59,7 @@ def problem_of(case: Case, q: Tensor, k: Tensor) -> Problem:
 
 
 def run(
-    case: Case,
-    inputs: dict[str, Any],
-    schedule: Schedule,
-    programs: int = 2,
-    kernel: Any = _attention_hopper_fwd_kernel,
+    case: Case, inputs: dict, schedule: Schedule, programs: int = 2, kernel: Any = _attention_hopper_fwd_kernel
 ) -> dict[str, Tensor]:
     """out and lse of a case by the emulated kernel."""
     q, k, v = (inputs[name] for name in ("q", "k", "v"))
@@ -80,20 +76,38 @@ def run(
     return {"out": out, "lse": lse}
 
 
-def check(
-    case: Case,
-    dtype: torch.dtype,
-    schedule: Schedule,
-    programs: int = 2,
-    kernel: Any = _attention_hopper_fwd_kernel,
-) -> None:
-    inputs = make_inputs(case, dtype)
-    ours = run(case, inputs, schedule, programs, kernel)
-    exact, eager_results = plain(case, inputs, torch.float64), plain(case, inputs, dtype)
+def run_backward(
+    case: Case, inputs: dict, schedule: Schedule, programs: int = 2, kernel: Any = _attention_hopper_bwd_kernel
+) -> dict[str, Tensor]:
+    """dq, dk and dv of a case by the emulated kernel, from out and lse in fp64."""
+    exact = plain(case, inputs, torch.float64)
+    q, k, v, dout, out, lse = *(inputs[name] for name in ("q", "k", "v", "dout")), exact["out"], exact["lse"]
     if case.packed:
-        exact, eager_results = packed_results(case, exact), packed_results(case, eager_results)
-    assert_accurate(ours["out"], eager_results["out"], exact["out"], "out")
-    assert_accurate(ours["lse"], eager_results["lse"].float(), exact["lse"], "lse")
+        lengths_q, lengths_k = lengths_of(case)
+        q, dout, out, k, v = *(pack(x, lengths_q) for x in (q, dout, out)), pack(k, lengths_k), pack(v, lengths_k)
+        lse = pack(lse.transpose(1, 2), lengths_q).T
+    delta = (out * dout.double()).sum(-1).transpose(-1, -2).float().contiguous()
+    row_lse = lse.masked_fill(lse == float("-inf"), float("inf")).float().contiguous()
+    problem = problem_of(case, q, k)
+    dq = torch.zeros(q.shape)
+    per_head = (*k.shape[:-2], case.heads, case.head_dim)
+    dk, dv = (torch.full(per_head, float("nan"), dtype=torch.float32 if problem.group > 1 else k.dtype) for _ in "kv")
+    arguments, constants, _ = hopper.backward_arguments(dout, q, k, v, row_lse, delta, dq, dk, dv, problem)
+    emulate(kernel, programs, arguments, constants, [q, k, v, dout], schedule)
+    if problem.group > 1:
+        dk, dv = (x.unflatten(-2, (case.kv_heads, problem.group)).sum(-2).to(k.dtype) for x in (dk, dv))
+    return {"dq": dq.to(q.dtype), "dk": dk, "dv": dv}
+
+
+def check(case: Case, dtype: torch.dtype, schedule: Schedule, results: Any = run, **options: Any) -> None:
+    """Holds what `run` or `run_backward` gives to the rule."""
+    inputs = make_inputs(case, dtype)
+    ours = results(case, inputs, schedule, **options)
+    exact, rival = plain(case, inputs, torch.float64), plain(case, inputs, dtype)
+    if case.packed:
+        exact, rival = packed_results(case, exact), packed_results(case, rival)
+    for name, x in ours.items():
+        assert_accurate(x, rival[name].float() if name == "lse" else rival[name], exact[name], name)
 
 
 BASE = Case(batch=1, heads=2, kv_heads=1, seqlen_q=200, seqlen_k=300)
@@ -113,13 +127,6 @@ CASES = {
     "head_dim 128": replace(BASE, head_dim=128, window=(None, 0), dropout_p=0.1),
     "head_dim 72": replace(BASE, head_dim=72, seqlen_q=100),
 }
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_agrees_with_fp64(name: str) -> None:
-    """Several tiles a program, rings that turn over, tails in rows and keys."""
-    dtype = torch.float16 if name in ("window", "dropout") else torch.bfloat16
-    check(CASES[name], dtype, shuffled(1))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -159,59 +166,18 @@ def test_strides() -> None:
         assert all(torch.equal(ours[name], expected[name]) for name in ours)
 
 
-def run_backward(
-    case: Case,
-    inputs: dict[str, Any],
-    schedule: Schedule,
-    programs: int = 2,
-    kernel: Any = _attention_hopper_bwd_kernel,
-) -> dict[str, Tensor]:
-    """dq, dk and dv of a case by the emulated kernel, from out and lse in fp64."""
-    exact = plain(case, inputs, torch.float64)
-    q, k, v, dout, out, lse = *(inputs[name] for name in ("q", "k", "v", "dout")), exact["out"], exact["lse"]
-    if case.packed:
-        lengths_q, lengths_k = lengths_of(case)
-        q, dout, out, k, v = *(pack(x, lengths_q) for x in (q, dout, out)), pack(k, lengths_k), pack(v, lengths_k)
-        lse = pack(lse.transpose(1, 2), lengths_q).T
-    delta = (out * dout.double()).sum(-1).transpose(-1, -2).float().contiguous()
-    row_lse = lse.masked_fill(lse == float("-inf"), float("inf")).float().contiguous()
-    problem = problem_of(case, q, k)
-    dq = torch.zeros(q.shape)
-    per_head = (*k.shape[:-2], case.heads, case.head_dim)
-    dk, dv = (torch.full(per_head, float("nan"), dtype=torch.float32 if problem.group > 1 else k.dtype) for _ in "kv")
-    arguments, constants, _ = hopper.backward_arguments(dout, q, k, v, row_lse, delta, dq, dk, dv, problem)
-    emulate(kernel, programs, arguments, constants, [q, k, v, dout], schedule)
-    if problem.group > 1:
-        dk, dv = (x.unflatten(-2, (case.kv_heads, problem.group)).sum(-2).to(k.dtype) for x in (dk, dv))
-    return {"dq": dq.to(q.dtype), "dk": dk, "dv": dv}
-
-
-def check_backward(
-    case: Case,
-    dtype: torch.dtype,
-    schedule: Schedule,
-    programs: int = 2,
-    kernel: Any = _attention_hopper_bwd_kernel,
-) -> None:
-    inputs = make_inputs(case, dtype)
-    ours = run_backward(case, inputs, schedule, programs, kernel)
-    exact, rival = plain(case, inputs, torch.float64), plain(case, inputs, dtype)
-    if case.packed:
-        exact, rival = packed_results(case, exact), packed_results(case, rival)
-    for name, x in ours.items():
-        assert_accurate(x, rival[name], exact[name], name)
-
-
+@pytest.mark.parametrize("results", [run, run_backward])
 @pytest.mark.parametrize("name", CASES)
-def test_backward_agrees_with_fp64(name: str) -> None:
+def test_agrees_with_fp64(name: str, results: Any) -> None:
+    """Several tiles a program, rings that turn over, tails in rows and keys."""
     dtype = torch.float16 if name in ("window", "dropout") else torch.bfloat16
-    check_backward(CASES[name], dtype, shuffled(6))
+    check(CASES[name], dtype, shuffled(1), results)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_backward_in_any_order_of_events(schedule: str) -> None:
     case = replace(BASE, kv_heads=2, head_dim=40, seqlen_q=300, seqlen_k=300, window=(None, 0), dropout_p=0.2)
-    check_backward(case, torch.bfloat16, SCHEDULES[schedule])
+    check(case, torch.bfloat16, SCHEDULES[schedule], run_backward)
 
 
 # What a slip of the pen would do to the kernel, as (text, what it becomes). Each must be noticed: as an error of the
@@ -341,7 +307,7 @@ def test_a_mistake_in_the_backward_is_noticed(mistake: str) -> None:
     case = replace(case, lengths=(330, 200))
     with pytest.raises((GluonError, AssertionError)):
         for schedule in MISTAKE_SCHEDULES:
-            check_backward(case, torch.bfloat16, schedule, kernel=kernel)
+            check(case, torch.bfloat16, schedule, run_backward, kernel=kernel)
 
 
 MISTAKE_CASE = replace(BASE, heads=2, seqlen_q=300, seqlen_k=700, window=(None, 0))

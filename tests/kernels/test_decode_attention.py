@@ -8,25 +8,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
 from fastformer.kernels import _decode_attention_configs as configs  # noqa: E402
 from fastformer.kernels import decode_attention as kernels  # noqa: E402
-from fastformer.ops import decode_attention, rotary, use_backend  # noqa: E402
+from fastformer.ops import decode_attention, rotary  # noqa: E402
 from tests.checks import assert_accurate  # noqa: E402
 from tests.covering import by_turns, covering  # noqa: E402
-from tests.kernels.test_add_layer_norm import assert_untouched, guarded  # noqa: E402, F401
 from tests.ops.test_decode_attention import Step, assert_entered, make_inputs, plain_step, run, through_table  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("on_triton")
 BLOCK_N = configs.INTERPRETED_TILE.block_n
-
-
-@pytest.fixture(autouse=True)
-def _triton():
-    with use_backend("triton"):
-        yield
 
 
 def force(monkeypatch: pytest.MonkeyPatch, splits: int | None = None, rows: int | None = None) -> None:
@@ -60,9 +53,7 @@ SPLIT_STEPS = [
 
 @pytest.mark.parametrize("splits, table", [(1, True), (2, False), (3, True), (20, False)])
 @pytest.mark.parametrize("step", SPLIT_STEPS, ids=str)
-def test_any_number_of_shares(
-    step: Step, splits: int, table: bool, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_number_of_shares(step, splits, table, device, monkeypatch) -> None:
     force(monkeypatch, splits)
     check(step, torch.float32, device, table)
 
@@ -79,21 +70,11 @@ ROTARY_STEPS = [
 @pytest.mark.parametrize(
     "step, rotary_dim, interleaved, splits, table",
     covering(
-        ROTARY_STEPS,
-        [(16, False), (16, True), (12, False), (4, True)],
-        [(1, True), (2, False), (3, True), (20, False)],
+        ROTARY_STEPS, [(16, False), (16, True), (12, False), (4, True)], [(1, True), (2, False), (3, True), (20, False)]
     ),
     ids=str,
 )
-def test_rotary_in_any_number_of_shares(
-    step: Step,
-    rotary_dim: int,
-    interleaved: bool,
-    splits: int,
-    table: bool,
-    device: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rotary_in_any_number_of_shares(step, rotary_dim, interleaved, splits, table, device, monkeypatch) -> None:
     force(monkeypatch, splits)
     check(replace(step, rotary_dim=rotary_dim, interleaved=interleaved), torch.float32, device, table)
 
@@ -102,9 +83,7 @@ def test_rotary_in_any_number_of_shares(
     "dtype, head_dim, group, interleaved",
     by_turns([torch.float32, torch.float16], [(64, 1, True), (64, 8, False), (128, 4, True), (128, 2, False)]),
 )
-def test_rotary_of_large_heads(
-    head_dim: int, group: int, interleaved: bool, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rotary_of_large_heads(head_dim, group, interleaved, dtype, device, monkeypatch) -> None:
     force(monkeypatch, 3)
     sizes = {"num_heads": 2 * group, "num_kv_heads": 2, "head_dim": head_dim, "max_seqlen": 90}
     step = Step("", (0, 80, 33), rotary_dim=head_dim, interleaved=interleaved, **sizes)
@@ -156,9 +135,7 @@ BEAM_STEPS = [
 
 
 @pytest.mark.parametrize("step, rows, splits", by_turns(BEAM_STEPS, [(2, 3), (4, 1), (8, 1), (8, 3)]), ids=str)
-def test_rows_that_read_one_source(
-    step: Step, rows: int, splits: int, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_read_one_source(step, rows, splits, device, monkeypatch) -> None:
     force(monkeypatch, splits, rows)
     check(step, torch.float32, device, table=rows != 8)
 
@@ -198,9 +175,7 @@ def test_each_source_is_loaded_once(device: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("shares", [1, 3])
-def test_no_write_outside_the_rows(
-    shares: int, device: str, guarded: list[Tensor], monkeypatch: pytest.MonkeyPatch  # noqa: F811
-) -> None:  # fmt: skip
+def test_no_write_outside_the_rows(shares, device, guarded, monkeypatch) -> None:
     """The caches, out and the partial results lie amid other memory, which stays as it was."""
     force(monkeypatch, shares)
     step = Step("step", (39, 0, 17), num_kv_heads=2, head_dim=20)
@@ -215,7 +190,6 @@ def test_no_write_outside_the_rows(
     for name, cache in wide.items():
         before[name][1:4, :, :, :20].copy_(inputs[name])
         torch.testing.assert_close(cache, before[name], rtol=0, atol=0, equal_nan=True)
-    assert_untouched(guarded)
 
 
 def test_many_tiles_of_one_row(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,9 +261,7 @@ def test_chosen_shares() -> None:
         ({"cache_batch_idx": [2**31 - 1, 1, 1, 1]}, [0]),
     ],
 )
-def test_tokens_outside_the_cache_give_nan(
-    change: dict[str, list], rows: list[int], splits: int, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_outside_the_cache_give_nan(change, rows, splits, device, monkeypatch) -> None:
     """A kernel can't raise: such rows, and no others, are NaN, and nothing is read or written outside the caches."""
     force(monkeypatch, splits, 4)
     inputs = make_inputs(Step("", (7, 20), num_heads=2, num_kv_heads=1), torch.float32, device)

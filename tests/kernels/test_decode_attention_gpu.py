@@ -9,30 +9,19 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fastformer.kernels._decode_attention_configs import LARGEST_FP32_HEAD_DIM  # noqa: E402
-from fastformer.ops import decode_attention, use_backend  # noqa: E402
+from fastformer.ops import decode_attention  # noqa: E402
 from tests.kernels.repeats import assert_repeats  # noqa: E402
 from tests.kernels.test_decode_attention import check, force  # noqa: E402
 from tests.ops.test_decode_attention import Step, make_inputs, run, through_table  # noqa: E402
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _triton():
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    with use_backend("triton"):
-        yield
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_triton")]
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("head_dim, rotary_dim", [(64, 64), (128, 128), (80, 80), (128, 32), (256, 256)])
 @pytest.mark.parametrize("splits", [None, 1, 7])
-def test_rotary(
-    splits: int | None, head_dim: int, rotary_dim: int, dtype: torch.dtype, interleaved: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_rotary(splits, head_dim, rotary_dim, dtype, interleaved, monkeypatch) -> None:
     if dtype == torch.float32 and head_dim > LARGEST_FP32_HEAD_DIM:
         pytest.skip("the kernel refuses it")
     force(monkeypatch, splits)

@@ -43,9 +43,7 @@ TILES += [(m, n, not transposed) for m, n, transposed in TILES]
         for j, dropout_p in enumerate(PROBABILITIES)
     ],
 )
-def test_a_tile_equals_the_reference(
-    block_m: int, block_n: int, dropout_p: float, transposed: bool, device: str
-) -> None:
+def test_a_tile_equals_the_reference(block_m, block_n, dropout_p, transposed, device) -> None:
     rows, columns, planes = block_m + 3, 149, 2  # two groups of 64 and a part of one
     # Both halves of the seed and an offset beyond 32 bits: each word of key and counter matters.
     seed = torch.tensor([0x1234567_89ABCDEF, 0x0FEDCBA9_F7654321], device=device)

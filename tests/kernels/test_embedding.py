@@ -2,45 +2,28 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
 from fastformer.kernels import embedding as kernels  # noqa: E402
-from fastformer.ops import (  # noqa: E402
-    draw_seed,  # noqa: E402
-    embedding,
-    use_backend,
-)
-from tests.checks import (
-    assert_op_accurate,  # noqa: E402
-    keep_mask,  # noqa: E402
-)
-from tests.kernels.test_add_layer_norm import among_nans, assert_untouched, guarded  # noqa: E402, F401
-from tests.ops.test_embedding import make_inputs, plain  # noqa: E402
+from fastformer.ops import draw_seed, embedding  # noqa: E402
+from tests.checks import assert_op_accurate, keep_mask, saved_for_backward  # noqa: E402
+from tests.kernels.test_add_layer_norm import among_nans  # noqa: E402
+from tests.ops.test_embedding import compare, make_inputs, plain  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def _triton():
-    with use_backend("triton"):
-        yield
+pytestmark = pytest.mark.usefixtures("on_triton")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [1, 17, 512, 1000, 2500])
 def test_dims(dim: int, dtype: torch.dtype, device: str) -> None:
     """Several tokens a program, columns that fill no tile, several tiles a row, each with its own dropout."""
-    seed = draw_seed(device)
     inputs = make_inputs((2, 2), 5, dim, device, dtype, table=dtype)
-    options = {"scale": dim**0.5, "padding_idx": 0, "dropout_p": 0.2}
-    keep = keep_mask(seed, 0.2, 4, dim)[0].view(2, 2, dim)
-    assert_op_accurate(partial(embedding, **options, dropout_seed=seed), partial(plain, **options, keep=keep), inputs)
+    compare(inputs, scale=dim**0.5, padding_idx=0, dropout_p=0.2)
 
 
 # Runs of equal ids, in chunks of 4: alone, up to a chunk's end, from its start, over one and over many, to the end.
@@ -63,14 +46,8 @@ def test_runs(runs: list[int], dropout_p: float, device: str, monkeypatch: pytes
     ids = torch.arange(len(runs)).repeat_interleave(torch.tensor(runs))
     ids = ids[torch.randperm(len(ids))].to(device)
     weight = torch.randn(len(runs) + 1, 16, device=device)
-    seed = draw_seed(device)
-    keep = keep_mask(seed, dropout_p, len(ids), 16)[0]
     inputs = {"ids": ids, "weight": weight, "position_table": None, "positions": None}
-    assert_op_accurate(
-        partial(embedding, scale=3.0, dropout_p=dropout_p, dropout_seed=seed),
-        partial(plain, scale=3.0, keep=keep, dropout_p=dropout_p),
-        inputs,
-    )
+    compare(inputs, scale=3.0, dropout_p=dropout_p)
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -78,7 +55,7 @@ def test_positions_across_chunks(given: bool, device: str, monkeypatch: pytest.M
     """Each position comes once a sequence: runs as long as the batch is large."""
     monkeypatch.setattr(kernels, "CHUNK", 4)
     inputs = make_inputs((11, 3), 5, 8, device, table=torch.float32, positions=given)
-    assert_op_accurate(partial(embedding, padding_idx=1), partial(plain, padding_idx=1), inputs)
+    compare(inputs, padding_idx=1)
 
 
 def test_gradients_repeat(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +84,7 @@ def test_atomics(dtype: torch.dtype, given: bool, device: str, monkeypatch: pyte
     assert_op_accurate(run, partial(plain, **options, keep=keep), inputs)
 
 
-def test_nothing_beyond_the_rows(device: str, guarded: list[Tensor]) -> None:  # noqa: F811
+def test_nothing_beyond_the_rows(device: str, guarded: None) -> None:
     """NaN between the rows is not read, nor is the padding id's row; around the outputs nothing is written."""
     weight, table, dout = (torch.randn(rows, 17, device=device) for rows in (5, 6, 12))
     weight[2] = float("nan")
@@ -119,36 +96,12 @@ def test_nothing_beyond_the_rows(device: str, guarded: list[Tensor]) -> None:  #
     gradients = kernels.embedding_bwd(dout, ids, None, 5, 6, 2.0, 2, *dropout, torch.float32, False)
     poisoned = kernels.embedding_bwd(among_nans(dout), ids, None, 5, 6, 2.0, 2, *dropout, torch.float32, False)
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(poisoned, gradients, strict=True))
-    assert_untouched(guarded)
 
 
 def test_saved_for_backward(device: str) -> None:
     """Nothing as large as the output."""
     inputs = make_inputs((3, 7), 5, 16, device, table=torch.float32)
     inputs["weight"].requires_grad_()
-    saved: list[Tensor] = []
-
-    def keep(t: Tensor) -> Tensor:
-        saved.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    with saved_for_backward() as saved:
         embedding(**inputs, dropout_p=0.1)
     assert sorted(t.numel() for t in saved) == [2, 21]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("bad", ["ids[1] = 12", "ids[1] = -1", "positions[0] = 3", "positions[0] = -1"])
-def test_outside_the_tables(bad: str) -> None:
-    """The device asserts, which ends the CUDA context: in a process of its own."""
-    script = f"""
-import torch
-from fastformer.ops import embedding
-ids, positions = (torch.zeros(4, dtype=torch.int64, device="cuda") for _ in range(2))
-{bad}
-weight, table = torch.randn(12, 8, device="cuda"), torch.randn(3, 8, device="cuda")
-print(embedding(ids, weight, position_table=table, positions=positions))
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "is outside the" in done.stdout + done.stderr

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,24 +12,16 @@ from benchmarks.measure.timing import peak_bytes  # noqa: E402
 from fastformer.kernels import _feed_forward_configs as configs  # noqa: E402
 from fastformer.kernels import feed_forward as kernels  # noqa: E402
 from fastformer.kernels._launch import launch  # noqa: E402
-from fastformer.ops import feed_forward, use_backend  # noqa: E402
+from fastformer.ops import feed_forward  # noqa: E402
 from fastformer.ops.feed_forward import GATED  # noqa: E402
-from tests.checks import (
-    assert_op_accurate,  # noqa: E402
-    keep_mask,  # noqa: E402
-)
 from tests.conftest import HAS_GPU  # noqa: E402
 from tests.covering import covering  # noqa: E402
-from tests.ops.test_feed_forward import ACTIVATIONS, make_inputs, plain  # noqa: E402
+from tests.ops.test_feed_forward import ACTIVATIONS, compare, make_inputs, plain  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("on_triton")
 
 SEED = (2**61 + 12345, 2**33 + 77)
 PATHS = ["fused", "cublas"]
-
-
-@pytest.fixture(autouse=True)
-def _triton():
-    with use_backend("triton"):
-        yield
 
 
 @pytest.fixture(params=PATHS)
@@ -39,20 +29,6 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """Both ways, whatever the table says."""
     monkeypatch.setattr(kernels, "fuses", lambda *_: request.param == "fused")
     return request.param
-
-
-def compare(inputs: dict[str, Tensor | None], activation: str, dropout_p: float = 0.0, **options) -> None:
-    x, weight2 = inputs["x"], inputs["weight2"]
-    keep = seed = None
-    if dropout_p:
-        seed = torch.tensor(SEED, device=x.device)
-        keep = keep_mask(seed, dropout_p, x.numel() // x.shape[-1], weight2.shape[1])[0].view(*x.shape[:-1], -1)
-    assert_op_accurate(
-        partial(feed_forward, activation=activation, dropout_p=dropout_p, dropout_seed=seed),
-        partial(plain, activation=activation, keep=keep, dropout_p=dropout_p),
-        inputs,
-        **options,
-    )
 
 
 @pytest.mark.parametrize(
@@ -68,7 +44,7 @@ def test_wide_tiles(activation: str, programs: int, device: str, monkeypatch: py
     """Tiles wide enough for epilogues in as many parts as on a GPU; the last part that has columns ends inside."""
     monkeypatch.setattr(kernels, "fuses", lambda *_: True)
     monkeypatch.setattr(kernels, "config_of", lambda *_: configs.Config(32, 128, 32, 4, 1, None, programs))
-    compare(make_inputs((40, 24), 203, activation, device), activation, 0.2)
+    compare(make_inputs((40, 24), 203, activation, device), activation=activation, dropout_p=0.2)
 
 
 @pytest.mark.parametrize(
@@ -80,10 +56,7 @@ def test_wide_tiles(activation: str, programs: int, device: str, monkeypatch: py
         for k, dtype in enumerate([torch.float32, torch.float16])
     ],
 )
-def test_a_fixed_grid_gives_the_same_results(
-    rows: int, dim: int, hidden_dim: int, activation: str, dtype: torch.dtype, device: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_a_fixed_grid_gives_the_same_results(rows, dim, hidden_dim, activation, dtype, device, monkeypatch) -> None:
     """To the bit: many tiles a program, more than eight blocks of rows, fewer tiles than programs."""
     monkeypatch.setattr(kernels, "fuses", lambda *_: True)
     monkeypatch.setattr(kernels, "num_sms", lambda _: 3)
@@ -134,20 +107,20 @@ def test_paths(dtype: torch.dtype, activation: str, dropout_p: float, path: str,
     """Rows and columns that end inside a tile."""
     if dtype == torch.bfloat16 and path == "fused" and not HAS_GPU:
         pytest.skip("tl.dot of bf16 is wrong in Triton's interpreter")
-    compare(make_inputs((5, 9, 48), 72, activation, device, dtype), activation, dropout_p)
+    compare(make_inputs((5, 9, 48), 72, activation, device, dtype), activation=activation, dropout_p=dropout_p)
 
 
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
 @pytest.mark.parametrize("dim, hidden_dim", [(1, 3), (17, 5), (512, 40), (1000, 33)])
 def test_dims(dim: int, hidden_dim: int, activation: str, path: str, device: str) -> None:
-    compare(make_inputs((7, dim), hidden_dim, activation, device), activation, 0.1)
+    compare(make_inputs((7, dim), hidden_dim, activation, device), activation=activation, dropout_p=0.1)
 
 
 def test_many_blocks_of_rows(path: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More row blocks than run side by side, and programs of the elementwise kernel that take several."""
     monkeypatch.setattr(kernels, "ELEMENTWISE_PROGRAMS", 4)
-    compare(make_inputs((290, 32), 32, "relu", device), "relu", 0.1)
-    compare(make_inputs((40, 32), 136, "swiglu", device), "swiglu")
+    compare(make_inputs((290, 32), 32, "relu", device), activation="relu", dropout_p=0.1)
+    compare(make_inputs((40, 32), 136, "swiglu", device), activation="swiglu")
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

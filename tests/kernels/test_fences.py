@@ -43,9 +43,7 @@ def compiled_ptx() -> str:
 
 @pytest.mark.parametrize("is_watched", [True, False])
 @pytest.mark.parametrize("is_old", [True, False])
-def test_a_launch_compiles_with_fences_if_triton_omits_them(
-    is_old: bool, is_watched: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_compiles_with_fences_if_triton_omits_them(is_old, is_watched, monkeypatch) -> None:
     """Also where Triton itself launches, for a hook has to see it."""
     seen: list[tuple[str, str]] = []
 
@@ -93,9 +91,7 @@ def test_a_hook_of_the_users_is_called_too(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("arch, is_old, is_wrong", [(100, True, True), (100, False, False), (90, True, False)])
-def test_sm_100_is_refused_with_a_triton_that_miscompiles(
-    arch: int, is_old: bool, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sm_100_is_refused_with_a_triton_that_miscompiles(arch, is_old, is_wrong, monkeypatch) -> None:
     monkeypatch.setattr(_launch, "IS_OLD", is_old)
     with FakeTensorMode(), recorded(arch):
         x = torch.empty(2, 64, 4, 64, dtype=torch.bfloat16, device="cuda")

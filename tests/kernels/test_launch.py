@@ -171,9 +171,7 @@ def test_unspecialised_arguments_make_no_new_binary(ran: list[Ran]) -> None:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["launch", "Launch"])
-def test_each_device_has_a_binary_of_its_own(
-    again: bool, kernel: Any, ran: list[Ran], device_driver: TwoDevices
-) -> None:
+def test_each_device_has_a_binary_of_its_own(again, kernel, ran, device_driver) -> None:
     """A launch that is kept hands over each call's own arguments."""
     (args, options), *_ = variants()
     run = Launch(kernel, (3, 5), **options) if again else partial(launch, kernel, (3, 5), **options)
@@ -217,9 +215,7 @@ def test_hooks_see_every_launch(name: str, again: bool, kernel: Any, ran: list[R
         (knobs.runtime, "add_stages_inspection_hook", lambda *_: ("key", "hash")),
     ],
 )
-def test_settings_make_other_binaries(
-    owner: Any, name: str, value: Any, kernel: Any, ran: list[Ran], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_make_other_binaries(owner, name, value, kernel, ran, monkeypatch) -> None:
     if name == "add_stages_inspection_hook" and triton.__version__.startswith("3.6."):
         pytest.skip("Triton 3.6 asks for it while it compiles alone")
     (args, options), *_ = variants()

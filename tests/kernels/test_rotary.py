@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,15 +9,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fastformer.kernels import rotary as kernels  # noqa: E402
-from fastformer.ops import rotary, rotary_tables, use_backend  # noqa: E402
-from tests.kernels.test_add_layer_norm import assert_untouched, guarded  # noqa: E402, F401
+from fastformer.ops import rotary, rotary_tables  # noqa: E402
+from tests.checks import saved_for_backward  # noqa: E402
 from tests.ops.test_rotary import compare  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def _triton():
-    with use_backend("triton"):
-        yield
+pytestmark = pytest.mark.usefixtures("on_triton")
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -32,7 +25,7 @@ def test_head_dims(head_dim: int, rotary_dim: int, dtype: torch.dtype, interleav
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_nothing_beyond_the_heads(interleaved: bool, device: str, guarded: list[Tensor]) -> None:  # noqa: F811
+def test_nothing_beyond_the_heads(interleaved: bool, device: str, guarded: None) -> None:
     """q out of a fused projection whose other parts are NaN; the output's surroundings stay as they were."""
     cos, sin = rotary_tables(9, 16, device=device)
     fused = torch.full((2, 9, 3, 4, 20), float("nan"), device=device)
@@ -44,7 +37,6 @@ def test_nothing_beyond_the_heads(interleaved: bool, device: str, guarded: list[
         expected = kernels.rotary_fwd(x.contiguous(), cos, sin, None, interleaved, inverse)
         assert torch.equal(kernels.rotary_fwd(x, narrow_cos, sin, None, interleaved, inverse), expected)
         assert expected.isfinite().all()
-    assert_untouched(guarded)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -69,27 +61,6 @@ def test_head_major_memory(interleaved: bool, device: str) -> None:
 def test_x_is_not_saved(device: str) -> None:
     x = torch.randn(2, 5, 3, 16, device=device, requires_grad=True)
     cos, sin = rotary_tables(9, 16, device=device)
-    saved: list[Tensor] = []
-
-    def keep(t: Tensor) -> Tensor:
-        saved.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    with saved_for_backward() as saved:
         rotary(x, cos, sin)
     assert {t.data_ptr() for t in saved} == {cos.data_ptr(), sin.data_ptr()}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("bad", [9, -1])
-def test_position_outside_the_tables(bad: int) -> None:
-    """The device asserts, which ends the CUDA context: in a process of its own."""
-    script = f"""
-import torch
-from fastformer.ops import rotary, rotary_tables
-cos, sin = rotary_tables(9, 8, device="cuda")
-print(rotary(torch.randn(2, 3, 8, device="cuda"), cos, sin, positions=torch.tensor([0, {bad}], device="cuda")))
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "a position is outside the tables" in done.stdout + done.stderr

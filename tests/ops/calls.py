@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from fastformer import ops
 from fastformer.ops import use_backend
-from tests.conftest import missing_backend
+from tests.conftest import skip_without
 
 BACKENDS = ("reference", "cpp", "triton")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -168,7 +169,9 @@ def cast(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-def results(call: Call, n: int, tensors: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
+def results(
+    call: Call, n: int, tensors: dict[str, Tensor], around_backward: Any = contextlib.nullcontext, **options: Any
+) -> dict[str, Tensor]:
     """The outputs and the gradients of the floating tensors, by name."""
     leaves = {
         name: tensor.detach().requires_grad_()
@@ -182,15 +185,15 @@ def results(call: Call, n: int, tensors: dict[str, Tensor], **options: Any) -> d
         return found
     learned = [output for output in outputs if output.requires_grad]
     douts = [draw(*output.shape).to(output) for output in learned]
-    gradients = torch.autograd.grad(learned, list(leaves.values()), douts, allow_unused=True)
+    with around_backward():
+        gradients = torch.autograd.grad(learned, list(leaves.values()), douts, allow_unused=True)
     return found | {f"d{name}": g for name, g in zip(leaves, gradients, strict=True) if g is not None}
 
 
 @pytest.fixture(params=BACKENDS)
 def forced(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each backend that a test's `call` has, with every op forced onto it."""
-    if reason := missing_backend(request.param, request.getfixturevalue("call").stem):
-        pytest.skip(reason)
+    skip_without(request.param, request.getfixturevalue("call").stem)
     with use_backend(request.param):
         yield request.param
 

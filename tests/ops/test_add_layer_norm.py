@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastformer.ops import add_layer_norm, draw_seed
-from tests.checks import assert_op_accurate, keep_mask, keep_scale
+from tests.checks import assert_equals_plain, assert_op_accurate, keep_mask, keep_scale
 from tests.covering import by_turns
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -61,6 +62,12 @@ def make_inputs(
     }
 
 
+def compare(inputs: dict[str, Tensor | None], **options: Any) -> None:
+    x = inputs["x"]
+    assert x is not None
+    assert_equals_plain(add_layer_norm, plain, inputs, tuple(x.shape), **options)
+
+
 @pytest.mark.parametrize("rms_norm", [False, True])
 @pytest.mark.parametrize(
     "parts", [("residual", "weight", "bias"), ("residual", "weight"), ("weight", "bias"), ("residual", "bias"), ()]
@@ -68,18 +75,13 @@ def make_inputs(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_accuracy(dtype: torch.dtype, parts: tuple[str, ...], rms_norm: bool, backend: str, device: str) -> None:
     chosen = {part: part in parts for part in ("residual", "weight", "bias")}
-    inputs = make_inputs((3, 7, 96), device, dtype, **chosen)
-    options = {"rms_norm": rms_norm, "eps": 1e-6}
-    assert_op_accurate(partial(add_layer_norm, **options), partial(plain, **options), inputs)
+    compare(make_inputs((3, 7, 96), device, dtype, **chosen), rms_norm=rms_norm, eps=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (40, 1), (5, 17), (3, 1000), (17,), (2, 3, 2, 33), (131, 24)])
 @pytest.mark.parametrize("rms_norm", [False, True])
 def test_shapes(shape: tuple[int, ...], rms_norm: bool, backend: str, device: str) -> None:
-    inputs = make_inputs(shape, device)
-    assert_op_accurate(
-        partial(add_layer_norm, rms_norm=rms_norm), partial(plain, rms_norm=rms_norm), inputs, strided_dy=True
-    )
+    compare(make_inputs(shape, device), rms_norm=rms_norm, strided_dy=True)
 
 
 # Heads of queries or keys inside what a projection gave, and other places that rows may have.
@@ -118,19 +120,16 @@ def test_rows_with_any_strides(places: str, rms_norm: bool, backend: str, device
 @pytest.mark.parametrize("dim", [512, 1024, 4096, 5000, 16384])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_wide_rows(dim: int, dtype: torch.dtype, backend: str, device: str) -> None:
-    assert_op_accurate(add_layer_norm, plain, make_inputs((19, dim), device, dtype))
+    compare(make_inputs((19, dim), device, dtype))
 
 
 @pytest.mark.parametrize("rms_norm", [False, True])
 @pytest.mark.parametrize(
     "stream, parameters", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float32, None)]
 )
-def test_mixed_dtypes(
-    stream: torch.dtype, parameters: torch.dtype | None, rms_norm: bool, backend: str, device: str
-) -> None:
+def test_mixed_dtypes(stream, parameters, rms_norm, backend, device) -> None:
     """bf16 sub-layers beside an fp32 residual stream or fp32 parameters: y in x's dtype, the stream in its own."""
-    inputs = make_inputs((4, 5, 40), device, torch.bfloat16, stream=stream, parameters=parameters)
-    assert_op_accurate(partial(add_layer_norm, rms_norm=rms_norm), partial(plain, rms_norm=rms_norm), inputs)
+    compare(make_inputs((4, 5, 40), device, torch.bfloat16, stream=stream, parameters=parameters), rms_norm=rms_norm)
 
 
 @pytest.mark.parametrize("rms_norm", [False, True])
@@ -138,7 +137,7 @@ def test_far_from_zero(rms_norm: bool, backend: str, device: str) -> None:
     """E[s^2] - E[s]^2 in fp32 would lose everything here; the variance takes two steps."""
     inputs = make_inputs((4, 256), device)
     inputs["x"] = torch.randn(4, 256, device=device) + 3000
-    assert_op_accurate(partial(add_layer_norm, rms_norm=rms_norm), partial(plain, rms_norm=rms_norm), inputs)
+    compare(inputs, rms_norm=rms_norm)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.25])
@@ -175,18 +174,13 @@ def test_one_output_used(used: int, dropout_p: float, backend: str, device: str)
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dropout_equals_the_formula(dtype: torch.dtype, dropout_p: float, backend: str, device: str) -> None:
-    seed = torch.tensor([2**61 + 12345, 2**33 + 77], device=device)
     inputs = make_inputs((5, 9, 27), device, dtype)
-    keep = keep_mask(seed, dropout_p, 45, 27)[0].view(5, 9, 27)
-    assert_op_accurate(
-        partial(add_layer_norm, dropout_p=dropout_p, dropout_seed=seed),
-        partial(plain, keep=keep, dropout_p=dropout_p),
-        inputs,
-    )
+    compare(inputs, dropout_p=dropout_p)
     if backend == "triton" and device == "cpu" and dtype == torch.bfloat16:
         return  # Triton's interpreter truncates to bfloat16 where a GPU rounds to the nearest
     # Without a residual the sum is the dropped x itself, to the last bit.
-    x = inputs["x"]
+    x, seed = inputs["x"], draw_seed(device)
+    keep = keep_mask(seed, dropout_p, 45, 27)[0].view(5, 9, 27)
     _, dropped = add_layer_norm(x, dropout_p=dropout_p, dropout_seed=seed)
     accumulated = x.double() if dtype == torch.float64 else x.float()
     assert torch.equal(dropped, torch.where(keep, accumulated * keep_scale(dropout_p), 0.0).to(dtype))

@@ -10,7 +10,7 @@ import torch
 
 from fastformer.ops import attention, record_backends, use_backend
 from tests.checks import assert_accurate, keep_mask, small_draws
-from tests.conftest import missing_backend, on_backend
+from tests.conftest import on_backend, skip_without
 from tests.ops.attention_cases import CASES, Case, make_inputs, plain_attention
 
 BY_NAME = {case.name: case for case in CASES}
@@ -269,8 +269,7 @@ def test_windows_beyond_all_numbers(far: int, backend: str, device: str) -> None
 
 
 def test_the_ops_themselves_take_windows_of_all_sizes() -> None:
-    if reason := missing_backend("cpp", "attention"):
-        pytest.skip(reason)
+    skip_without("cpp", "attention")
     q, k = torch.randn(1, 5, 1, 16), torch.randn(1, 7, 1, 16)
     far, options = 2**63 - 1, (0.0, None)
     expected = torch.ops.fastformer_cpp.attention_fwd(q, k, k, None, None, 0.25, None, None, *options)
@@ -318,8 +317,7 @@ def test_a_mask_may_have_any_strides(dtype, kind, layout, backend, device) -> No
 
 
 def test_cpp_names_what_it_does_not_support() -> None:
-    if reason := missing_backend("cpp", "attention"):
-        pytest.skip(reason)
+    skip_without("cpp", "attention")
     q = torch.randn(1, 4, 1, 8)
     with use_backend("cpp"):
         with pytest.raises(NotImplementedError, match="float16"):
@@ -364,15 +362,5 @@ def test_a_mask_is_not_rounded_for_pytorch(no_extension: None) -> None:
 @pytest.mark.parametrize("window_size", [(None, 3), (None, 4), (5, None), (6, None), (5, 3)], ids=str)
 def test_a_window_that_hides_only_one_corner(window_size: Any, backend: str, device: str) -> None:
     """With 5 queries and 7 keys the widest windows that still hide a key: the last of the first row, or the reverse."""
-    q, k, v = (torch.randn(1, seqlen, 1, 16, device=device) for seqlen in (5, 7, 7))
-    left, right = window_size
-    distance = torch.arange(7, device=device) - torch.arange(5, device=device)[:, None] - 2
-    seen = torch.ones(5, 7, dtype=torch.bool, device=device)
-    if right is not None:
-        seen &= distance <= right
-    if left is not None:
-        seen &= -distance <= left
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 4
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-    expected = torch.einsum("bhqk,bkhd->bqhd", weights, v)
-    torch.testing.assert_close(attention(q, k, v, window_size=window_size), expected)
+    shapes = {"seqlen_q": 5, "seqlen_k": 7, "num_heads": 1, "num_kv_heads": 1, "batch": 1}
+    assert_case_accurate(Case("", **shapes, window_size=window_size), torch.float32, device, small_draws())

@@ -341,21 +341,11 @@ def test_positions_that_the_tables_do_not_have(backend: str, device: str) -> Non
         (BY_NAME["one-token"], {"cache_seqlens": [-1, 3]}, "cache_seqlens"),
         (BY_NAME["cross"], {"cache_seqlens": [7, 41]}, "cache_seqlens"),
         (BY_NAME["prefill"], {"cache_seqlens": [0, 32]}, "cache_seqlens"),
-        (
-            BY_NAME["cross-beams"],
-            {"cache_batch_idx": [0, 0, 2, 1, 1, 1]},
-            "cache_batch_idx",
-        ),
-        (
-            BY_NAME["cross-beams"],
-            {"cache_batch_idx": [0, 0, 1, 1, 1, -1]},
-            "cache_batch_idx",
-        ),
+        (BY_NAME["cross-beams"], {"cache_batch_idx": [0, 0, 2, 1, 1, 1]}, "cache_batch_idx"),
+        (BY_NAME["cross-beams"], {"cache_batch_idx": [0, 0, 1, 1, 1, -1]}, "cache_batch_idx"),
     ],
 )
-def test_numbers_that_the_cache_does_not_have(
-    step: Step, change: dict[str, list[int]], message: str, with_table: bool, backend: str
-) -> None:
+def test_numbers_that_the_cache_does_not_have(step, change, message, with_table, backend) -> None:
     if backend == "triton":
         pytest.skip("a kernel raises nothing: it asserts, on a device")
     inputs = make_inputs(step, torch.float32, "cpu")
@@ -408,20 +398,10 @@ def test_a_cache_that_is_not_contiguous_in_head_dim(monkeypatch: pytest.MonkeyPa
     inputs = make_inputs(step, torch.float32, "cpu")
     expected = run(step, inputs)
     turned = inputs | {"k_cache": inputs["k_cache"].transpose(2, 3).contiguous().transpose(2, 3)}
-    with (
-        use_backend("cpp"),
-        pytest.raises(NotImplementedError, match=r"\bhead_dim\b"),
-    ):
+    with use_backend("cpp"), pytest.raises(NotImplementedError, match=r"\bhead_dim\b"):
         run(step, turned)
     monkeypatch.setenv("FASTFORMER_STRICT", "0")
     torch.testing.assert_close(run(step, turned), expected)
-
-
-def test_without_gradients(backend: str, device: str) -> None:
-    step = BY_NAME["gqa"]
-    inputs, _ = through_table(step, make_inputs(step, torch.float32, device))
-    inputs["q"].requires_grad_()
-    assert not run(step, inputs).requires_grad
 
 
 @pytest.mark.parametrize("far", [2**62, 2**63 - 1, 2**70])
@@ -433,9 +413,7 @@ def test_a_window_beyond_all_numbers_hides_nothing(far: int, backend: str, devic
 
 @pytest.mark.parametrize("max_seqlen", [16, 37])
 @pytest.mark.parametrize("hidden", [0, 1, 2])
-def test_a_window_that_hides_the_first_keys_of_a_full_row(
-    hidden: int, max_seqlen: int, backend: str, device: str
-) -> None:
+def test_a_window_that_hides_the_first_keys_of_a_full_row(hidden, max_seqlen, backend, device) -> None:
     """The last query of a row as long as its cache sees all keys but `hidden`: a window is left out for none alone."""
     q, new = (torch.ones(1, 1, 1, 8, device=device) for _ in range(2))
     k, v = torch.rand(1, max_seqlen, 1, 8, device=device), torch.randn(1, max_seqlen, 1, 8, device=device)
@@ -447,9 +425,6 @@ def test_a_window_that_hides_the_first_keys_of_a_full_row(
     weights = (k[0, hidden:, 0].double() @ q[0, 0, 0].double() * 8**-0.5).softmax(0)
     expected = (weights @ v[0, hidden:, 0].double()).float()
     torch.testing.assert_close(out[0, 0, 0], expected, rtol=1e-5, atol=1e-5)
-
-
-TABLES = {"cos": torch.zeros(40, 8), "sin": torch.zeros(40, 8)}
 
 
 def test_scattered_blocks(backend: str, device: str) -> None:

@@ -19,7 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastformer import ops
 from fastformer.ops import record_backends, use_backend
-from tests.conftest import leave_out_extension, missing_backend
+from tests.checks import saved_for_backward
+from tests.conftest import leave_out_extension, missing_backend, skip_without
 
 NAME = "add_layer_norm_fwd"
 
@@ -81,13 +82,7 @@ def test_gradients_hooks_of_what_is_saved_and_checkpointing() -> None:
     x = torch.randn(3, 4, requires_grad=True)
     dout = torch.randn(3, 4)
     (theirs,) = torch.autograd.grad(expected(x), x, dout)
-    packed: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        packed.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with saved_for_backward() as packed:
         out = norm(x)
     assert any(tensor is x for tensor in packed)
     again = checkpoint(norm, x, use_reentrant=False)
@@ -250,16 +245,10 @@ def observe(backend: str, wanted: tuple[str, ...], context: Any, mode: Any) -> d
     torch.manual_seed(1)
     tensors = {name: torch.randn(3, 8) for name in ("x", "residual")} | {n: torch.randn(8) for n in ("weight", "bias")}
     inputs = [tensors[name].requires_grad_() for name in wanted]
-    packed: list[tuple[Any, ...]] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        packed.append((tensor.shape, tensor.dtype, tensor.requires_grad))
-        return tensor
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-    with record_backends() as ran, use_backend(backend), context(), hooks, mode():
+    with record_backends() as ran, use_backend(backend), context(), saved_for_backward() as packed, mode():
         outputs = ops.add_layer_norm(**tensors)
-    seen: dict[str, Any] = {"values": [out.detach() for out in outputs], "saved": packed, "ran": ran}
+    saved = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in packed]
+    seen: dict[str, Any] = {"values": [out.detach() for out in outputs], "saved": saved, "ran": ran}
     seen["kinds"] = [(out.requires_grad, out.stride(), out.is_inference(), out.is_leaf) for out in outputs]
     if outputs[0].requires_grad:
         grad = torch.randn(8, 3).mT  # not contiguous
@@ -274,8 +263,7 @@ def observe(backend: str, wanted: tuple[str, ...], context: Any, mode: Any) -> d
 @pytest.mark.parametrize("context", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
 def test_both_ways_are_one_op(wanted: tuple[str, ...], context: Any, backend: str) -> None:
     """Beside a mode that does nothing, for which the call goes through the dispatcher."""
-    if reason := missing_backend(backend, "add_layer_norm"):
-        pytest.skip(reason)
+    skip_without(backend, "add_layer_norm")
     past, through = (observe(backend, wanted, context, mode) for mode in (contextlib.nullcontext, Seen))
     assert all(torch.equal(a, b) for a, b in zip(past.pop("values"), through.pop("values"), strict=True))
     assert past == through and {name for _, name in past["ran"]} == {backend}

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastformer import ops
 from fastformer.ops import use_backend
-from tests.conftest import HAS_GPU, missing_backend
+from tests.conftest import HAS_GPU, skip_without
 from tests.ops.calls import BY_NAME, CALLS, DTYPES, Call, cast, draw, every_call, forced, ints, results
 
 __all__ = ["forced"]
@@ -181,8 +181,7 @@ def test_impossible_tables(wrong: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("backend", ["reference", "cpp"])  # a GPU asserts on the device
 def test_an_index_outside_its_table(name: str, tensor: str, size: int, bad: int, backend: str) -> None:
     call = BY_NAME[name]
-    if reason := missing_backend(backend, call.stem):
-        pytest.skip(reason)
+    skip_without(backend, call.stem)
     values = call.tensors(N)[tensor].clone()
     values.view(-1)[3] = bad
     with use_backend(backend), pytest.raises(IndexError, match=rf"\b{size}\b.*{bad}"):
@@ -192,8 +191,7 @@ def test_an_index_outside_its_table(name: str, tensor: str, size: int, bad: int,
 @every_call
 def test_calls_that_cpp_supports(call: Call) -> None:
     """Other tests skip what a backend refuses; this one says what it may refuse."""
-    if reason := missing_backend("cpp", call.stem):
-        pytest.skip(reason)
+    skip_without("cpp", call.stem)
     with use_backend("cpp"):
         for dtype in DTYPES.values():
             results(call, N, cast(call.tensors(N), dtype))
@@ -204,8 +202,7 @@ def test_calls_that_cpp_supports(call: Call) -> None:
 @every_call
 def test_calls_that_triton_refuses(call: Call) -> None:
     """fp64, heads wider than a tile can be, and rows wider than one program can hold."""
-    if reason := missing_backend("triton", call.stem):
-        pytest.skip(reason)
+    skip_without("triton", call.stem)
     changes: list[dict[str, Any]] = [cast(call.tensors(N), torch.float64)]
     if call.op == "add_layer_norm":
         changes = [changes[0] | {"weight": None, "bias": None}, {"x": draw(1, 16385), "residual": None}]
@@ -263,13 +260,28 @@ def test_inputs_may_have_any_strides(call: Call, dtype: torch.dtype, forced: str
 @every_call
 def test_backends_agree_in_fp64(call: Call) -> None:
     """To its last digits; `test_formulas.py` holds one of them to the formula, and its derivatives."""
-    if reason := missing_backend("cpp", call.stem):
-        pytest.skip(reason)
+    skip_without("cpp", call.stem)
     tensors = cast(call.tensors(N), torch.float64)
     with use_backend("cpp"):
         ours = results(call, N, tensors)
     with use_backend("reference"):
         same(ours, results(call, N, tensors), 1e-10)
+
+
+@every_call
+@pytest.mark.parametrize("backend", ["reference", None])
+def test_a_backward_pass_under_autocast_equals_one_without(call: Call, backend: str | None) -> None:
+    """The tensors that forward kept are fp32, and products of them stay fp32, wherever backward() is called."""
+    with use_backend(backend):
+        under = results(call, N, call.tensors(N), around_backward=partial(torch.autocast, "cpu", torch.bfloat16))
+        same(under, results(call, N, call.tensors(N)))
+
+
+@every_call
+def test_only_what_learns_has_a_gradient(call: Call, forced: str) -> None:
+    tensors = {n: x.requires_grad_() if x.is_floating_point() else x for n, x in call.tensors(N).items()}
+    leaves = {n: x.clone() if n.endswith("_cache") else x for n, x in tensors.items()}
+    assert any(output.requires_grad for output in call(N, **leaves)) == call.learns
 
 
 @every_call

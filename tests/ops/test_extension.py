@@ -97,9 +97,7 @@ def test_the_next_best_is_chosen(folder: Path, loaded: list[str], caplog: pytest
     assert set(_extension.failures) == {"_ops_avx512"}
 
 
-def test_a_case_that_is_too_much_for_the_cpu_is_skipped(
-    folder: Path, loaded: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_case_that_is_too_much_for_the_cpu_is_skipped(folder, loaded, monkeypatch) -> None:
     for isa in ("avx512", "avx2"):
         (folder / f"_ops_{isa}.so").write_bytes(b"a library")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
@@ -114,9 +112,7 @@ def test_the_engine_loads_without_the_ops(folder: Path) -> None:
     assert _extension.why_missing("Encoder") is not None
 
 
-def test_the_library_that_reads_pytorchs_objects_is_for_one_pytorch(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_library_that_reads_pytorchs_objects_is_for_one_pytorch(folder, monkeypatch) -> None:
     (folder / "_host_torch2_99.py").write_text("geometry = print\n")
     assert _extension.host_function("geometry") is None
     _extension._host.cache_clear()

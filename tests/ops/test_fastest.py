@@ -122,9 +122,7 @@ def is_built() -> bool:
     return _extension.module() is not None
 
 
-def test_the_table_decides_by_device_head_dim_direction_and_length(
-    stand_in: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_decides_by_device_head_dim_direction_and_length(stand_in, monkeypatch) -> None:
     lines = (
         Entry(0, "fwd", 64, False, 32, stand_in), Entry(0, "fwd", 64, False, 512, "ours"),
         Entry(0, "bwd", 64, False, 64, stand_in), Entry(0, "fwd", 128, True, 0, stand_in),
@@ -180,9 +178,7 @@ def _on_a_gpu(any_order: None) -> Iterator[None]:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", list(_fastest.KERNELS))
-def test_a_device_runs_fastformers_kernel(
-    name: str, head_dim: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_runs_fastformers_kernel(name, head_dim, is_causal, monkeypatch) -> None:
     """out, the units of lse, and each backward pass behind each forward pass."""
     if (missing := _fastest.KERNELS[name].why_missing()) is not None:
         pytest.skip(missing)

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastformer.ops import draw_seed, feed_forward, use_backend
-from tests.checks import assert_op_accurate, keep_mask, keep_scale
-from tests.conftest import missing_backend
+from tests.checks import assert_equals_plain, keep_mask, keep_scale, saved_for_backward
+from tests.conftest import skip_without
 from tests.covering import covering
 
 ACTIVATIONS = ["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu_tanh"]
@@ -74,18 +74,22 @@ def make_inputs(
     }
 
 
+def compare(inputs: dict[str, Tensor | None], **options: Any) -> None:
+    x, weight2 = inputs["x"], inputs["weight2"]
+    assert x is not None and weight2 is not None
+    assert_equals_plain(feed_forward, plain, inputs, (*x.shape[:-1], weight2.shape[1]), **options)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_accuracy(dtype: torch.dtype, activation: str, backend: str, device: str) -> None:
-    inputs = make_inputs((3, 11, 48), 80, activation, device, dtype)
-    assert_op_accurate(partial(feed_forward, activation=activation), partial(plain, activation=activation), inputs)
+    compare(make_inputs((3, 11, 48), 80, activation, device, dtype), activation=activation)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bias1, bias2", [(False, False), (True, False), (False, True)])
 def test_biases_are_optional(bias1: bool, bias2: bool, activation: str, backend: str, device: str) -> None:
-    inputs = make_inputs((9, 24), 40, activation, device, bias1=bias1, bias2=bias2)
-    assert_op_accurate(partial(feed_forward, activation=activation), partial(plain, activation=activation), inputs)
+    compare(make_inputs((9, 24), 40, activation, device, bias1=bias1, bias2=bias2), activation=activation)
 
 
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
@@ -100,24 +104,17 @@ def test_biases_are_optional(bias1: bool, bias2: bool, activation: str, backend:
         ((70, 100), 130, 3),
     ],
 )
-def test_shapes(
-    shape: tuple[int, ...], hidden_dim: int, out_dim: int, activation: str, backend: str, device: str
-) -> None:
-    inputs = make_inputs(shape, hidden_dim, activation, device, out_dim=out_dim)
-    assert_op_accurate(
-        partial(feed_forward, activation=activation), partial(plain, activation=activation), inputs, strided_dy=True
-    )
+def test_shapes(shape, hidden_dim, out_dim, activation, backend, device) -> None:
+    compare(make_inputs(shape, hidden_dim, activation, device, out_dim=out_dim), activation=activation, strided_dy=True)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_whole_kilobytes(dtype: torch.dtype, activation: str, device: str) -> None:
     """On a CPU the hidden's rows then lie further apart than they are long."""
-    if reason := missing_backend("cpp", "feed_forward"):
-        pytest.skip(reason)
-    inputs = make_inputs((90, 20), 2048, activation, device, dtype)
+    skip_without("cpp", "feed_forward")
     with use_backend("cpp"):
-        assert_op_accurate(partial(feed_forward, activation=activation), partial(plain, activation=activation), inputs)
+        compare(make_inputs((90, 20), 2048, activation, device, dtype), activation=activation)
 
 
 @pytest.mark.slow
@@ -125,36 +122,23 @@ def test_rows_of_whole_kilobytes(dtype: torch.dtype, activation: str, device: st
 @pytest.mark.parametrize("dim", [512, 1024])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_model_sizes(dim: int, dtype: torch.dtype, activation: str, backend: str, device: str) -> None:
-    inputs = make_inputs((150, dim), 4 * dim, activation, device, dtype)
-    assert_op_accurate(partial(feed_forward, activation=activation), partial(plain, activation=activation), inputs)
+    compare(make_inputs((150, dim), 4 * dim, activation, device, dtype), activation=activation)
 
 
 @pytest.mark.parametrize("dtype, rows, activation", covering(DTYPES, [3, 70], ACTIVATIONS))
-def test_weights_that_are_views_of_their_transpose(
-    dtype: torch.dtype, rows: int, activation: str, backend: str, device: str
-) -> None:
+def test_weights_that_are_views_of_their_transpose(dtype, rows, activation, backend, device) -> None:
     inputs = make_inputs((rows, 16), 40, activation, device, dtype, out_dim=24)
     for name in ("weight1", "weight2"):
         inputs[name] = inputs[name].T.contiguous().T
-    assert_op_accurate(partial(feed_forward, activation=activation), partial(plain, activation=activation), inputs)
+    compare(inputs, activation=activation)
     leaves = [inputs["weight1"].requires_grad_(), inputs["weight2"].requires_grad_()]
     gradients = torch.autograd.grad(feed_forward(**inputs, activation=activation).float().sum(), leaves)
     assert [each.stride() for each in gradients] == [each.stride() for each in leaves], "they lie as the weights do"
 
 
 @pytest.mark.parametrize("dtype, activation, dropout_p", covering(DTYPES, ACTIVATIONS, [0.1, 1.0]))
-def test_dropout_equals_the_formula(
-    dtype: torch.dtype, activation: str, dropout_p: float, backend: str, device: str
-) -> None:
-    seed = torch.tensor([2**61 + 12345, 2**33 + 77], device=device)
-    hidden_dim = 43
-    inputs = make_inputs((3, 5, 20), hidden_dim, activation, device, dtype)
-    keep = keep_mask(seed, dropout_p, 15, hidden_dim)[0].view(3, 5, hidden_dim)
-    assert_op_accurate(
-        partial(feed_forward, activation=activation, dropout_p=dropout_p, dropout_seed=seed),
-        partial(plain, activation=activation, keep=keep, dropout_p=dropout_p),
-        inputs,
-    )
+def test_dropout_equals_the_formula(dtype, activation, dropout_p, backend, device) -> None:
+    compare(make_inputs((3, 5, 20), 43, activation, device, dtype), activation=activation, dropout_p=dropout_p)
 
 
 def test_dropout_drops_exactly_those_elements(backend: str, device: str) -> None:
@@ -174,13 +158,7 @@ def test_relu_keeps_only_the_hidden_layer(device: str) -> None:
         inputs = make_inputs((6, 24), 40, activation, device)
         weights = {name: value for name, value in inputs.items() if name != "x"}
         x = inputs["x"].requires_grad_()
-        kept: list[Tensor] = []
-
-        def keep(t: Tensor, kept: list[Tensor] = kept) -> Tensor:
-            kept.append(t)
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        with saved_for_backward() as kept:
             feed_forward(x, **weights, activation=activation)
         own = [t for t in kept if t.numel() and all(t.data_ptr() != given.data_ptr() for given in inputs.values())]
         assert [tuple(t.shape) for t in own] == [(6, columns)]
@@ -189,9 +167,7 @@ def test_relu_keeps_only_the_hidden_layer(device: str) -> None:
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_backwards_inputs_are_written_only_on_request(
-    dtype: torch.dtype, activation: str, dropout_p: float, backend: str, device: str
-) -> None:
+def test_backwards_inputs_are_written_only_on_request(dtype, activation, dropout_p, backend, device) -> None:
     inputs = make_inputs((37, 48), 40, activation, device, dtype)
     options = (activation, dropout_p, draw_seed(device) if dropout_p else None)
     out, saved = OP.feed_forward_fwd(*inputs.values(), *options, True)
@@ -201,9 +177,7 @@ def test_backwards_inputs_are_written_only_on_request(
 
 
 @pytest.mark.parametrize("learns", [None, "x", "weight1", "bias1", "weight2", "bias2"])
-def test_backward_is_requested_if_an_input_is_trainable(
-    learns: str | None, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_backward_is_requested_if_an_input_is_trainable(learns, device, monkeypatch) -> None:
     module = sys.modules["fastformer.ops.feed_forward"]
     asked, op, repeat = [], module._fwd, module._OP.repeat
 
@@ -250,25 +224,13 @@ def test_a_trace_checks_out() -> None:
     torch.testing.assert_close(gradients, torch.autograd.grad(expected.sum(), weights))
 
 
-def test_backward_inside_autocast_keeps_the_dtype(device: str) -> None:
-    """The products of an fp32 forward pass are differentiated in fp32, wherever backward() is called."""
-    inputs = make_inputs((5, 16), 24, "relu", device)
-    x, dout = inputs["x"].requires_grad_(), torch.randn(5, 16, device=device)
-    (expected,) = torch.autograd.grad(feed_forward(**inputs), x, dout)
-    out = feed_forward(**inputs)
-    with torch.autocast(device, torch.bfloat16):
-        (dx,) = torch.autograd.grad(out, x, dout)
-    assert torch.equal(dx, expected)
-
-
 # Rows that lie a multiple of 4 KB apart are copied before they are read again and again; others aren't.
 @pytest.mark.parametrize(("dim", "hidden_dim"), [(601, 530), (1024, 2048)], ids=["odd", "powers of two"])
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
 def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype, activation: str, dim: int, hidden_dim: int) -> None:
     """The same bits whatever the number of rows: how the weights are read differs, the sums do not."""
-    if reason := missing_backend("cpp", "feed_forward"):
-        pytest.skip(reason)
+    skip_without("cpp", "feed_forward")
     if dtype == torch.float64 and dim > 1000:
         pytest.skip("plain loops: too slow at this size")
     inputs = make_inputs((300, dim), hidden_dim, activation, "cpu", dtype, out_dim=70)

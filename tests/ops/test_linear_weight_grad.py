@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from tests.checks import assert_accurate
-from tests.conftest import missing_backend
+from tests.conftest import skip_without
 
 
 @pytest.fixture(autouse=True)
 def _needs_the_extension() -> None:
-    if reason := missing_backend("cpp", "linear_weight_grad"):
-        pytest.skip(reason)
+    skip_without("cpp", "linear_weight_grad")
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

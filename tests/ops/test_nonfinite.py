@@ -26,14 +26,8 @@ from fastformer.ops import (
     use_backend,
     varlen_attention,
 )
-from tests.conftest import leave_out_extension, missing_backend
-from tests.ops import (
-    test_add_layer_norm,
-    test_embedding,
-    test_feed_forward,
-    test_linear_cross_entropy,
-    test_rotary,
-)
+from tests.conftest import leave_out_extension, skip_without
+from tests.ops import test_add_layer_norm, test_embedding, test_feed_forward, test_linear_cross_entropy, test_rotary
 from tests.ops.attention_cases import Case, plain_attention
 
 Tensors = dict[str, Tensor | None]
@@ -212,8 +206,7 @@ def _poisoned(tensors: Tensors, name: str, position: int, value: float) -> Tenso
 def test_as_in_plain_pytorch(op: Op, backend: str, dtype: torch.dtype, device: str) -> None:
     if backend == "fallback" and op.name not in FUSED:
         pytest.skip("the fallback is the reference")
-    if reason := missing_backend(backend, op.stem):
-        pytest.skip(reason)
+    skip_without(backend, op.stem)
     if backend == "triton" and (device != "cpu" or dtype != torch.float32):
         pytest.skip("Triton's kernels are checked in fp32, through the interpreter")
     if backend == "triton" and op.name not in INTERPRETED:
@@ -257,8 +250,7 @@ def test_as_in_plain_pytorch(op: Op, backend: str, dtype: torch.dtype, device: s
 @pytest.mark.parametrize("backend", ["reference", "fallback", "cpp", "triton"])
 def test_keys_that_no_query_sees_may_contain_anything(backend: str, dtype: torch.dtype, device: str) -> None:
     """NaN keys that a mask or a length hides change nothing in the output."""
-    if reason := missing_backend(backend, "attention"):
-        pytest.skip(reason)
+    skip_without(backend, "attention")
     if backend == "triton" and (device != "cpu" or dtype != torch.float32):
         pytest.skip("Triton's kernels are checked in fp32, through the interpreter")
     q, k, v = (value.to(dtype) for value in _attention_inputs().values())
@@ -276,8 +268,7 @@ def test_keys_that_no_query_sees_may_contain_anything(backend: str, dtype: torch
 @pytest.mark.parametrize("backend", ["reference", "cpp", "triton"])
 def test_an_ignored_row_may_contain_anything(backend: str, reduction: str, device: str) -> None:
     """A NaN in a row of padding leaves the loss and the other rows' gradients alone."""
-    if reason := missing_backend(backend, "linear_cross_entropy"):
-        pytest.skip(reason)
+    skip_without(backend, "linear_cross_entropy")
     inputs = {name: value.to(device) for name, value in _loss_inputs().items()}
     target = TARGET.to(device).index_fill(0, torch.tensor([2], device=device), -100)
     results = []

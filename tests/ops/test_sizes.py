@@ -24,7 +24,7 @@ from fastformer.ops import (
     rotary_tables,
     use_backend,
 )
-from tests.conftest import missing_backend
+from tests.conftest import skip_without
 
 SIZES = [*range(1, 36), 47, 48, 49, *range(62, 67), *range(127, 130), *range(255, 258)]
 Op = Callable[..., Tensor]
@@ -36,10 +36,7 @@ def _random(**shapes: tuple[int, ...]) -> Inputs:
 
 
 def _head_dim(n: int) -> tuple[Op, Inputs]:
-    return (
-        lambda q, k, v: attention(q, k, v, is_causal=True),
-        _random(q=(1, 5, 2, n), k=(1, 7, 1, n), v=(1, 7, 1, n)),
-    )
+    return (lambda q, k, v: attention(q, k, v, is_causal=True), _random(q=(1, 5, 2, n), k=(1, 7, 1, n), v=(1, 7, 1, n)))
 
 
 def _keys(n: int) -> tuple[Op, Inputs]:
@@ -163,8 +160,7 @@ def _results(op: Op, inputs: Inputs, backend: str, learns: bool) -> Inputs:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("case", CASES)
 def test_every_size(case: str, dtype: torch.dtype) -> None:
-    if reason := missing_backend("cpp", "attention"):
-        pytest.skip(reason)
+    skip_without("cpp", "attention")
     tolerance = 2e-5 if dtype == torch.float32 else 0.04
     for n in SIZES:
         op, inputs = CASES[case](n)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conftest import missing_backend
+from tests.conftest import skip_without
 
 CPP = torch.ops.fastformer_cpp
 SEED = torch.tensor([2**40 + 5, 99])
@@ -151,8 +151,7 @@ ADDS_UP = ("attention-mask-of-sequences", "attention-mask-of-heads", "attention-
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_same_bits(case: str, dtype: torch.dtype) -> None:
-    if reason := missing_backend("cpp", "attention"):
-        pytest.skip(reason)
+    skip_without("cpp", "attention")
     results = []
     # A race shows by chance: where tasks would add to the same numbers, it gets several.
     for threads in (1, 2, 3, *(8 * (2, 3) if case in ADDS_UP else ())):
