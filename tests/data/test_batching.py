@@ -106,30 +106,25 @@ def test_padding_is_weighted_by_tokens() -> None:
     assert padding_ratio(lengths, [[0, 1], [2]], packed=False) == pytest.approx(1 - 26 / 42)
 
 
-def test_collate_shifts_the_target_and_marks_padding() -> None:
-    examples = [encode_pair([5, 6, 7], [8]), encode_pair([9], [10, 11])]
-    batch = collate(examples, packed=False)
-    assert batch.source.tolist() == [[5, 6, 7, 1], [9, 1, 0, 0]]
-    assert batch.target_in.tolist() == [[0, 8, 0], [0, 10, 11]]
-    assert batch.target_out.tolist() == [[8, 1, -100], [10, 11, 1]]
+@pytest.mark.parametrize(
+    "ids", [SpecialIds(), SpecialIds(pad=3, eos=(7, 9), unk=None, start=5)], ids=["default", "other"]
+)
+def test_collate_shifts_the_target_and_marks_padding(ids) -> None:
+    pad, eos, start = ids.pad, ids.first_eos, ids.start
+    options = {} if ids == SpecialIds() else {"special_ids": ids}
+    examples = [encode_pair([11, 2, 6], [12], **options), encode_pair([13], [14, 15], **options)]
+    batch = collate(examples, packed=False, **options)
+    assert batch.source.tolist() == [[11, 2, 6, eos], [13, eos, pad, pad]]
+    assert batch.target_in.tolist() == [[start, 12, pad], [start, 14, 15]]
+    assert batch.target_out.tolist() == [[12, eos, -100], [14, 15, eos]]
     assert batch.source_layout.seqlens.tolist() == [4, 2] and batch.num_tokens == 11 and batch.num_slots == 14
-    packed = collate(examples, packed=True)
-    assert packed.source.tolist() == [5, 6, 7, 1, 9, 1]
-    assert packed.target_in.tolist() == [0, 8, 0, 10, 11] and packed.target_out.tolist() == [8, 1, 10, 11, 1]
+    packed = collate(examples, packed=True, **options)
+    assert packed.source.tolist() == [11, 2, 6, eos, 13, eos]
+    assert packed.target_in.tolist() == [start, 12, start, 14, 15]
+    assert packed.target_out.tolist() == [12, eos, 14, 15, eos]
     assert packed.target_layout.cu_seqlens.tolist() == [0, 2, 5] and packed.num_slots == packed.num_tokens == 11
-
-
-def test_collate_with_other_special_ids() -> None:
-    ids = SpecialIds(pad=3, eos=(7, 9), unk=None, start=5)
-    examples = [encode_pair([11, 0, 1], [12], special_ids=ids), encode_pair([13], [14, 15], special_ids=ids)]
-    batch = collate(examples, packed=False, special_ids=ids)
-    assert batch.source.tolist() == [[11, 0, 1, 7], [13, 7, 3, 3]]
-    assert batch.target_in.tolist() == [[5, 12, 3], [5, 14, 15]]
-    assert batch.target_out.tolist() == [[12, 7, -100], [14, 15, 7]]
-    packed = collate(examples, packed=True, special_ids=ids)
-    assert packed.source.tolist() == [11, 0, 1, 7, 13, 7] and packed.target_in.tolist() == [5, 12, 5, 14, 15]
-    windows = collate([Example([], [11, 12, 13]), Example([], [14, 15])], packed=False, special_ids=ids)
-    assert windows.target_in.tolist() == [[11, 12], [14, 3]]
+    windows = collate([Example([], [11, 12, 13]), Example([], [14, 15])], packed=False, **options)
+    assert windows.target_in.tolist() == [[11, 12], [14, pad]]
 
 
 def test_language_model_windows() -> None:
@@ -152,6 +147,7 @@ def test_windows_lose_and_repeat_nothing() -> None:
             predicted = [i for example in examples for i in example.target[1:]]
             assert inputs == list(range(length - 1)) and predicted == list(range(1, length))
             assert [len(example.target) for example in examples[:-1]] == [seqlen + 1] * (len(examples) - 1)
+            assert len(examples[-1].target) >= 2  # no window predicts nothing
     assert len(windows([7], 4)) == len(windows([], 4)) == 0
 
 

@@ -75,15 +75,18 @@ def test_every_text_is_decoded_in_its_normal_form(normalization, spaces, tmp_pat
             assert bpe.encode(text) == ids == loaded.encode(text)
 
 
-def test_a_text_that_spells_bytes_is_text() -> None:
-    bpe = train_bpe(SPELL_BYTES, 60)
-
-    @settings(deadline=None, max_examples=300)
+def assert_texts_come_back(bpe: BPETokenizer, count: int) -> None:
+    @settings(deadline=None, max_examples=count)
     @given(BYTES)
     def comes_back(text: str) -> None:
         assert bpe.decode(bpe.encode(text)) == text
 
     comes_back()
+
+
+def test_a_text_that_spells_bytes_is_text() -> None:
+    bpe = train_bpe(SPELL_BYTES, 60)
+    assert_texts_come_back(bpe, 300)
     assert all(bpe.decode(bpe.encode(text)) == text for text in SPELL_BYTES)
 
 
@@ -97,13 +100,7 @@ def test_a_tokenizer_of_an_earlier_version(tmp_path) -> None:
     assert bpe.encode("x" * 300) == [326, *[301] * 16, 327, 291]  # a word of any length
     for text in ("c<0x4a>o", "a<0x4a>b", "<0x4a>", "twenty-one", "  a  b ", "c\n d\n", "é 漢", "x" * 300):
         assert bpe.decode(bpe.encode(text)) == text
-
-    @settings(deadline=None, max_examples=100)
-    @given(BYTES)
-    def comes_back(text: str) -> None:
-        assert bpe.decode(bpe.encode(text)) == text
-
-    comes_back()
+    assert_texts_come_back(bpe, 100)
     bpe.save(tmp_path)
     assert json.loads((tmp_path / "tokenizer.json").read_text()) == json.loads(EARLIER.read_text())
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fastformer.data import Example, Examples
-from fastformer.data.examples import windows
 
 CHOOSER = random.Random(0)
 LIST = [
@@ -45,13 +44,6 @@ def test_the_fingerprint_covers_every_id_and_its_place() -> None:
     assert len({fingerprint, *others}) == 5
     # The same ids, cut elsewhere.
     assert Examples([Example([3], [1, 1])]).fingerprint() != Examples([Example([3, 1], [1])]).fingerprint()
-
-
-def test_no_window_predicts_nothing() -> None:
-    for count in range(12):
-        found = [example.target for example in windows(list(range(count)), 4)]
-        assert all(len(target) >= 2 for target in found)
-        assert [token for target in found for token in target[1:]] == list(range(1, count))
 
 
 def test_examples_are_collated() -> None:

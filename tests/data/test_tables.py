@@ -108,11 +108,8 @@ def test_parquet(tmp_path) -> None:
     file = tmp_path / "p.parquet"
     parquet.write_table(pyarrow.Table.from_pylist([*ROWS, ROWS[0] | {"en": None}]), file)
     assert read_lines(f"{file}:de") == [*DE, DE[0]]
-    assert read_lines(f"{file}:translation.en") == ["one!", "2", "one!"] and read_lines(f"{file}:a.b") == [
-        "x",
-        "y",
-        "x",
-    ]
+    assert read_lines(f"{file}:translation.en") == ["one!", "2", "one!"]
+    assert read_lines(f"{file}:a.b") == ["x", "y", "x"]
     with pytest.raises(ValueError, match=r"\bline 3\b.*\bcolumn en\b"):
         read_lines(f"{file}:en")
     with pytest.raises(ValueError, match=r"\bid, en, de, translation\b"):

@@ -41,15 +41,10 @@ def test_round_trip(tokenizer, tmp_path) -> None:
         assert all(2 < i < tokenizer.vocab_size for i in ids) and len(tokenizer.tokens(ids)) == len(ids)
 
 
-def test_eos_ends_and_pad_is_skipped(tokenizer) -> None:
-    ids = tokenizer.encode("fünf")
-    assert tokenizer.decode([0, *ids, 0, 1, *ids]) == "fünf"
-    assert tokenizer.decode([2, *ids, 2]) == "fünf"
-
-
 def test_any_eos_ends_and_the_tokenizers_pad_is_skipped(tokenizer) -> None:
     assert tokenizer.special_ids == SpecialIds()
     ids = tokenizer.encode("fünf")
+    assert tokenizer.decode([0, *ids, 0, 1, *ids]) == tokenizer.decode([2, *ids, 2]) == "fünf"
     tokenizer.special_ids = SpecialIds(pad=5, eos=(6, 7))  # in both they are bytes, which would be text
     for end in (6, 7):
         assert tokenizer.decode([5, *ids, 5, end, *ids]) == "fünf"

@@ -9,12 +9,7 @@ from torch.nn import functional as F
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.data import ByteTokenizer, Example
 from fastformer.models import GPT, Transformer
-from fastformer.training.evaluate import (
-    corpus_scores,
-    lengths_of,
-    translate_and_score,
-    words_hint,
-)
+from fastformer.training.evaluate import corpus_scores, lengths_of, translate_and_score, words_hint
 from tests.training.tiny import nll_of
 
 EXAMPLES = [Example([5, 6, 7, 1], [8, 9, 1]), Example([5, 1], [6, 1]), Example([7, 8, 1], [9, 9, 9, 5, 1])]

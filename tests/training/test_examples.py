@@ -22,6 +22,7 @@ from fastformer.models import GPT
 from fastformer.number_words import english, german
 from fastformer.training import TrainConfig, examples, start
 from fastformer.training.examples import Data, encode_all, load_data
+from tests.training.tiny import SIZES
 
 POEM = "Roses are red,\n\n  violets\x0bare blue\u2028;\nsugar is sweet\n"
 
@@ -84,9 +85,8 @@ def test_corpora_have_weights(tmp_path, monkeypatch) -> None:
     assert [source for source, _ in texts_of(data, "train")] == ["a0", "a1", "a2", "b0", "b1"]
     assert data.weights is not None and data.weights.tolist() == [3, 3, 3, 0.5, 0.5]  # long ones are left out
     assert data.val_texts == [("v", "t")] * 2
-    model = {"d_model": 16, "d_ff": 16, "num_heads": 1, "num_encoder_layers": 1, "num_decoder_layers": 1}
     config = TrainConfig(
-        train_tsv=",".join(files), **options, settings=model, epochs=4, max_tokens=9, device="cpu", val_examples=0
+        train_tsv=",".join(files), **options, settings=SIZES, epochs=4, max_tokens=9, device="cpu", val_examples=0
     )
     trained: list[str] = []
 
@@ -130,10 +130,9 @@ def test_filters_count_by_reason(tmp_path, caplog) -> None:
 @pytest.mark.parametrize("tokenizer", ["bpe", "bytes"])
 def test_settings_of_the_tokenizer_stay_with_the_run(tmp_path, tokenizer) -> None:
     file = lines(tmp_path / "a", ["<2de> One 10²\tEins 10²", "<2fr>  One\tUn"] * 9)
-    model = {"d_model": 16, "d_ff": 16, "num_heads": 1, "num_encoder_layers": 1, "num_decoder_layers": 1}
     config = TrainConfig(
         train_tsv=file, tokenizer=tokenizer, vocab_size=60, normalization="lower", max_token_length=2, device="cpu",
-        user_tokens="<2de>, <2fr>", drop_user_tokens=True, settings=model,
+        user_tokens="<2de>, <2fr>", drop_user_tokens=True, settings=SIZES,
     )  # fmt: skip
     start(config, tmp_path / "run")
     loaded = load_tokenizer(tmp_path / "run")
@@ -285,8 +284,7 @@ def test_characters_that_a_foreign_tokenizer_lacks_are_counted(tmp_path, caplog,
 def test_a_run_keeps_a_foreign_tokenizer(tmp_path) -> None:
     original = foreign(tmp_path / "foreign", ["one two three"])
     file = lines(tmp_path / "a", ["one two\tthree"] * 3)
-    small = {"d_model": 16, "d_ff": 16, "num_heads": 1, "num_encoder_layers": 1, "num_decoder_layers": 1}
-    config = TrainConfig(train_tsv=file, val_tsv=file, tokenizer=original, settings=small, device="cpu")
+    config = TrainConfig(train_tsv=file, val_tsv=file, tokenizer=original, settings=SIZES, device="cpu")
     trainer = start(config, tmp_path / "run")
     shutil.rmtree(original)
     loaded = load_tokenizer(tmp_path / "run")

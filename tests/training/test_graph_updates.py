@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastformer.checkpoints.training_state import checkpoints, latest_checkpoint, load_checkpoint
-from fastformer.cli import main
 from fastformer.data import Batch, Example, collate
 from fastformer.graphs import CaptureError, Graph, Graphs
 from fastformer.models import GPT, Transformer
@@ -421,14 +420,13 @@ def test_settings_that_exclude_graphs(graphs, name, value) -> None:
         changed(graphs, **{name: value})
 
 
-def test_on_a_cpu_graphs_are_refused_before_anything_is_read(config, tmp_path, monkeypatch, capsys) -> None:
+def test_on_a_cpu_graphs_are_refused_before_anything_is_read(config, tmp_path, monkeypatch, ran) -> None:
     monkeypatch.delenv("FASTFORMER_CPU_GRAPHS")
     with pytest.raises(ValueError, match=r"\bcuda_graphs\b.*\bcpu\b"):
         start(changed(config, cuda_graphs=True, train_tsv="nowhere"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
     flags = ["--task", "numbers", "--batching", "packed", "--device", "cpu", "--cuda_graphs"]
-    assert main(["train", str(tmp_path / "run"), *flags]) == 1
-    assert "cuda_graphs" in capsys.readouterr().err
+    assert "cuda_graphs" in ran("train", str(tmp_path / "run"), *flags, code=1).err
     trainer = start(config, tmp_path / "plain")
     with pytest.raises(ValueError, match=r"\bcuda_graphs\b"):
         Trainer(changed(config, cuda_graphs=True), tmp_path / "x", trainer.model, trainer.data, torch.device("cpu"))

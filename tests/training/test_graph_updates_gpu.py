@@ -18,32 +18,18 @@ from fastformer.training.graph_updates import pad_batch, size_of
 from fastformer.training.schedule import rate_of
 from tests.training.tiny import PAIRS, changed, crash_at, lines, losses, weights, write_pairs
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 SIZES = {"d_model": 64, "d_ff": 128, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 2}
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
+def config(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
     # A graph takes its rate as fp32.
     monkeypatch.setattr(trainer_module, "rate_of", lambda *given: float(torch.tensor(rate_of(*given))))
-    return TrainConfig(
-        train_tsv=write_pairs(tmp_path / "train.tsv", PAIRS * 5),
-        val_tsv=write_pairs(tmp_path / "val.tsv", PAIRS[:8]),
-        settings=dict(SIZES),
-        tokenizer="bytes",
-        max_tokens=192,
-        steps=30,
-        warmup=4,
-        log_every=1,
-        val_examples=0,
-        max_len=64,
-        device="cuda",
-        cuda_graphs=True,
-    )
+    train_tsv = write_pairs(tmp_path / "train.tsv", PAIRS * 5)
+    options = {"settings": SIZES, "max_tokens": 192, "steps": 30, "device": "cuda", "cuda_graphs": True}
+    return changed(config, train_tsv=train_tsv, **options)
 
 
 def plain(config: TrainConfig, run: Path) -> Trainer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -152,19 +153,8 @@ def test_another_thread_trains_without(config, tmp_path) -> None:
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGINT, 130)])
 def test_the_command_ends_with_the_signals_code(config, tmp_path, signum, code) -> None:
     run = tmp_path / "run"
-    flags = ["--train_tsv", config.train_tsv, "--tokenizer", "bytes", "--max_tokens", "64", "--steps", "1000000"]
-    command = [
-        sys.executable,
-        "-m",
-        "fastformer.cli",
-        "train",
-        str(run),
-        *flags,
-        "--val_every",
-        "0",
-        "--resume",
-        "auto",
-    ]
+    flags = shlex.split("--tokenizer bytes --max_tokens 64 --steps 1000000 --val_every 0 --resume auto")
+    command = [sys.executable, "-m", "fastformer.cli", "train", str(run), "--train_tsv", config.train_tsv, *flags]
     for _ in range(2):  # begins, and goes on
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         before = len(losses(run)) if (run / "metrics.jsonl").exists() else 0

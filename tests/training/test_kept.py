@@ -51,12 +51,6 @@ def test_numbers_are_kept_by_exact_match(tmp_path, monkeypatch) -> None:
     assert kept(tmp_path / "run") == [1, 2] and trainer.best.record.step == 2
 
 
-def test_a_bleu_of_zero_is_decided_by_the_likelihood(config, tmp_path) -> None:
-    trainer = start(changed(config, steps=3, val_every=1, val_examples=2), tmp_path / "run")
-    scripted(trainer, {1: 3.0, 2: 2.0, 3: 2.5}, bleu=0.0, chrf=0.0, exact_match=0.0).train()
-    assert trainer.best.measure == "bleu" and kept(tmp_path / "run") == [1, 2]
-
-
 @pytest.mark.parametrize("patience", [1, 2])
 def test_patience_counts_validations_without_a_better_one(config, tmp_path, patience) -> None:
     config = changed(config, val_every=1, patience=patience, steps=9)
@@ -80,13 +74,6 @@ def test_a_worse_model_does_not_overwrite_the_best_after_resuming(config, tmp_pa
         trainer.train()
         assert trainer.best.bad_validations == bad + 1 and trainer.best.record.step == 12
     assert (run / "model.safetensors").read_bytes() == before
-
-
-def test_a_better_likelihood_is_kept_after_a_run_with_bleu(config, tmp_path) -> None:
-    run = tmp_path / "run"
-    scripted(start(changed(config, steps=1, val_examples=2), run), {1: 3.0}, bleu=30.0).train()
-    scripted(start(changed(config, steps=2), run, resume=True), {2: 2.0}).train()
-    assert kept(run) == [1, 2]
 
 
 @pytest.mark.parametrize("keep_last", [1, 5])

@@ -89,13 +89,12 @@ def test_the_same_data_as_files_of_another_kind(data) -> None:
     assert main(["train", "run", "--resume", "--steps", "3"]) == 0
 
 
-def test_missing_data_are_an_error(data, tmp_path, capsys) -> None:
+def test_missing_data_are_an_error(data, tmp_path, ran) -> None:
     for form, flag in (("parallel", "train_source"), ("text", "train_text")):
         assert run(form, FORMS[form], data, 1) == 0
         data.rename(tmp_path / "mount")
         before = contents(tmp_path / form)
-        assert main(["train", form, "--resume", "--steps", "2"]) == 1
-        assert f"--{flag}" in capsys.readouterr().err
+        assert f"--{flag}" in ran("train", form, "--resume", "--steps", "2", code=1).err
         assert contents(tmp_path / form) == before
         (tmp_path / "mount").rename(data)
 
@@ -156,7 +155,7 @@ def test_a_tokenizer_in_place_of_another_kind(data) -> None:
         assert main(["train", "bpe", "--resume", "--tokenizer", tokenizer, "--steps", "2"]) == code, tokenizer
 
 
-def test_the_run_of_init_from_was_moved(data, tmp_path, capsys) -> None:
+def test_the_run_of_init_from_was_moved(data, tmp_path, ran) -> None:
     assert run("begin", FORMS["tsv"], data, 1) == 0
     assert run("other", FORMS["tsv"], data, 2) == 0
     tuned = ["train", "run", *TSV.format(data, data).split(), *FLAGS, "--resume", "auto"]
@@ -166,8 +165,7 @@ def test_the_run_of_init_from_was_moved(data, tmp_path, capsys) -> None:
     assert main([*tuned, "--steps", "3", "--init_from", "gone"]) == 0
     before = contents(tmp_path / "run")
     for flags in (["run", "other"], ["moved", "other"]):
-        assert main(["train", flags[0], "--resume", "--steps", "4", "--init_from", flags[1]]) == 1
-        assert "--init_from" in capsys.readouterr().err
+        assert "--init_from" in ran("train", flags[0], "--resume", "--steps", "4", "--init_from", flags[1], code=1).err
     assert contents(tmp_path / "run") == before
     # A checkpoint of an earlier version doesn't say what the run began with.
     last = checkpoints(tmp_path / "run")[-1]

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from fastformer.cli import main
 from fastformer.training import start
 from fastformer.training.report import read_metrics, write_report
 from fastformer.training.report_charts import Line, chart, heatmap
@@ -17,11 +16,10 @@ from tests.training.tiny import changed, lines
 pytest.importorskip("jinja2", reason="the page is a template of jinja2's")
 
 
-def test_the_page_of_a_run(config, tmp_path, capsys) -> None:
+def test_the_page_of_a_run(config, tmp_path, ran) -> None:
     start(changed(config, val_examples=4, val_every=6, steps=12, report=True), tmp_path / "run").train()
     page = (tmp_path / "run" / "report.html").read_text()
-    assert main(["report", str(tmp_path / "run")]) == 0
-    assert str(tmp_path / "run" / "report.html") in capsys.readouterr().out
+    assert str(tmp_path / "run" / "report.html") in ran("report", str(tmp_path / "run")).out
     # Nothing is loaded from anywhere.
     assert not re.findall(r"(?:src|href)=|url\(|@import|<script|<link", page)
     last, (*_, validation) = lines(tmp_path / "run", "train")[-1], lines(tmp_path / "run", "validation")

@@ -189,16 +189,7 @@ def test_a_training_survives_the_loss_of_real_streams(config, tmp_path, how, sta
     config = changed(config, steps=30, save_every=10, val_examples=4, tokenizer="bytes")
     start(config, tmp_path / "whole").train()
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(config.to_dict()))
-    words = [
-        sys.executable,
-        "-m",
-        "fastformer.cli",
-        "train",
-        str(tmp_path / "run"),
-        "--config",
-        str(tmp_path / "c.yaml"),
-    ]
-    line = how.format(" ".join(words))
+    line = how.format(f"{sys.executable} -m fastformer.cli train {tmp_path}/run --config {tmp_path}/c.yaml")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, timeout=300)
     assert done.returncode == status, done.stderr

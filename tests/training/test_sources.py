@@ -62,7 +62,7 @@ def test_a_run_resumes_with_a_column(config, files, tmp_path) -> None:
     assert len(losses(tmp_path / "run")) == 2
 
 
-def test_settings_and_a_tsv_from_pipes(config, tmp_path, monkeypatch, capsys) -> None:
+def test_settings_and_a_tsv_from_pipes(config, tmp_path, monkeypatch) -> None:
     import io
 
     import yaml

@@ -289,17 +289,9 @@ def test_the_result_translates(config, tmp_path) -> None:
 def test_a_gpt_memorises_a_text(config, tmp_path) -> None:
     (tmp_path / "text").write_text("abcdefgh" * 60)  # each letter follows from the one before, if from the right one
     gpt = TrainConfig(
-        model="gpt",
-        train_text=str(tmp_path / "text"),
-        tokenizer="bytes",
-        seqlen=16,
-        max_tokens=128,
-        steps=40,
-        warmup=5,
-        lr=2e-2,
-        settings={"d_model": 16, "num_layers": 1, "num_heads": 2},
-        device="cpu",
-    )
+        model="gpt", train_text=str(tmp_path / "text"), tokenizer="bytes", seqlen=16, max_tokens=128, steps=40,
+        warmup=5, lr=2e-2, settings={"d_model": 16, "num_layers": 1, "num_heads": 2}, device="cpu",
+    )  # fmt: skip
     scores = start(gpt, tmp_path / "gpt").train()
     assert scores.nll < 0.5 < math.log(8)
     assert scores.nll_per_character == pytest.approx(scores.nll, rel=0.03)  # a byte is a character here

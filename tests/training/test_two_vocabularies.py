@@ -52,9 +52,12 @@ def test_a_run_has_both(run, config) -> None:
     assert max(map(len, (tokenizer.encode("ab"), tokenizer.encode_target("ab")))) <= 3
 
 
-def test_everything_that_reads_a_run_accepts_it(run, tmp_path, capsys) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(run, copy)
+@pytest.fixture
+def copy(run, tmp_path) -> Path:
+    return shutil.copytree(run, tmp_path / "copy")
+
+
+def test_everything_that_reads_a_run_accepts_it(copy, tmp_path) -> None:
     options = {"max_new_tokens": 6}
     translator = Translator.from_pretrained(copy)
     texts = [source for source, _ in PAIRS[:5]]
@@ -73,9 +76,7 @@ def test_everything_that_reads_a_run_accepts_it(run, tmp_path, capsys) -> None:
     assert len(Translator.from_pretrained(copy).translate(texts, **options)) == 5
 
 
-def test_a_run_with_two_vocabularies_resumes_and_is_fine_tuned(run, config, tmp_path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(run, copy)
+def test_a_run_with_two_vocabularies_resumes_and_is_fine_tuned(run, copy, config, tmp_path) -> None:
     again = start(run_config(copy, {"steps": 5}, True), copy, resume=True)
     assert isinstance(again.data.tokenizer, PairTokenizer) and again.step == 4
     again.train()
@@ -114,7 +115,7 @@ def test_two_tokenizers_by_their_paths(run, config, tmp_path) -> None:
         start(run_config(tmp_path / "run", {"tokenizer": other}, True), tmp_path / "run", resume=True)
 
 
-def test_impossible_arguments(run, config, tmp_path) -> None:
+def test_impossible_arguments(run, copy, config, tmp_path) -> None:
     plain = {"train_tsv": config.train_tsv, "val_tsv": config.val_tsv, "device": "cpu"}
     for changes, named in (
         ({"settings": {"tie_embeddings": True}}, r"\btie_embeddings\b"),
@@ -127,8 +128,6 @@ def test_impossible_arguments(run, config, tmp_path) -> None:
         start(TrainConfig(**plain, tokenizer=str(run)), tmp_path / "run")
     with pytest.raises(ValueError, match=r"\btokenizers\b"):
         start(TrainConfig(**plain, tokenizer=f"{run},{run},{run}", shared_vocab=False), tmp_path / "run")
-    copy = tmp_path / "copy"
-    shutil.copytree(run, copy)
     pair = load_tokenizer(run)
     assert isinstance(pair, PairTokenizer)
     PairTokenizer(pair.target, pair.target).save(copy)

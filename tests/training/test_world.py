@@ -110,7 +110,7 @@ def test_no_other_module_uses_torch_distributed() -> None:
                 assert not any(name.startswith("torch.distributed") for name in names), path
 
 
-def test_two_processes_make_one_run(tmp_path, capsys) -> None:
+def test_two_processes_make_one_run(tmp_path) -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

@@ -91,11 +91,18 @@ def test_settings(text, expected, tmp_path) -> None:
         ("steps: 0x4\n", "steps"),
         ("max_minutes: 1:30\n", "max_minutes"),
         ("steps: 2020-01-01\n", "steps"),
+        ("modle: gpt\n", "'model'"),
+        ("schedule: linar\n", "'linear'"),
+        ("lr: .nan\n", "lr.*nan"),
+        ("clip: -1\n", "clip"),
+        ("train_tsv: 3\n", "train_tsv.*3"),
+        ("label_smoothing: 1.0\n", "label_smoothing"),
+        ("epochs: -1\n", "epochs.*-1"),
     ],
 )
-def test_values_of_another_type_are_refused(text, said, tmp_path) -> None:
+def test_values_of_another_type_or_out_of_bounds_are_refused(text, said, tmp_path) -> None:
     (tmp_path / "a.yaml").write_text(text)
-    with pytest.raises(ValueError, match=rf"\b{said}\b"):
+    with pytest.raises(ValueError, match=rf"(?<!\w){said}(?!\w)"):
         TrainConfig.from_dict(read_settings(str(tmp_path / "a.yaml")))
 
 
