@@ -272,6 +272,8 @@ def test_backends_agree_in_fp64(call: Call) -> None:
 @pytest.mark.parametrize("backend", ["reference", None])
 def test_a_backward_pass_under_autocast_equals_one_without(call: Call, backend: str | None) -> None:
     """The tensors that forward kept are fp32, and products of them stay fp32, wherever backward() is called."""
+    if call.op == "linear" and backend is None:
+        pytest.skip("this may be F.linear, with a backward pass of its own")
     with use_backend(backend):
         under = results(call, N, call.tensors(N), around_backward=partial(torch.autocast, "cpu", torch.bfloat16))
         same(under, results(call, N, call.tensors(N)))
