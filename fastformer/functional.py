@@ -281,7 +281,7 @@ def _why_no_call(tensors: Sequence[Tensor]) -> str | None:
 def _why_no_shape(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool) -> str | None:
     """Returns why fastformer's kernels don't support tensors of these shapes and dtypes; None if they do."""
     if query.dim() != 4 or key.shape != value.shape:
-        return "query, key and value have other ranks or shapes"
+        return "query, key and value have unsupported ranks or shapes"
     if query.shape[0] != key.shape[0] or query.shape[-1] != key.shape[-1]:
         return "query, key and value aren't of one batch and one head_dim"
     if key.shape[1] != query.shape[1] and not (enable_gqa and key.shape[1] and query.shape[1] % key.shape[1] == 0):

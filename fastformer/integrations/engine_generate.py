@@ -244,7 +244,7 @@ def _why_not_options(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if given.get("return_dict_in_generate") or _asks_for_dict(given, model):
         for name in ("use_cache", "cache_implementation"):
             if given.get(name):
-                return f"the call asks for the cache ({name}={given[name]!r} along with return_dict_in_generate)"
+                return f"the call requests the cache ({name}={given[name]!r} along with return_dict_in_generate)"
     return None
 
 
@@ -302,7 +302,7 @@ def _decoding(call: Call, name: str, input_ids: Tensor, kwargs: dict[str, Any]) 
         *("generation_config", "logits_processor", "stopping_criteria", "streamer", "tokenizer")
     }  # fmt: skip
     if unknown:
-        raise _DeclinedError(f"the model is to read {', '.join(sorted(unknown))}")
+        raise _DeclinedError(f"the model would have to read {', '.join(sorted(unknown))}")
     if kwargs.get("use_cache") is None:  # transformers then reads the ids as if there were a cache
         raise _DeclinedError(f"the call says use_cache={kwargs.get('use_cache')!r}")
     for option in ("num_beams", "num_return_sequences"):
@@ -374,7 +374,7 @@ def _inputs(call: Call, engine: ForeignEngine, input_ids: Tensor, kwargs: dict[s
     else:
         deferred = kwargs.get("encoder_outputs")
         if not isinstance(deferred, Deferred):
-            raise _DeclinedError("the encoder's output was handed in")
+            raise _DeclinedError("the encoder's output was passed in")
         sources = _ids(deferred.inputs, sizes.source_vocab_size or sizes.vocab_size)
         # Absolute positions also count the padding in front of a source.
         has_words = counts_words(call.model)
@@ -403,7 +403,7 @@ def _check_words(model: Any, ids: Tensor, mask: Tensor | None, rows: list[list[i
     pad = model.config.pad_token_id
     is_word = ids != pad
     if not bool((is_word if mask is None else is_word == (mask == 1)).all()) or any(pad in row for row in rows):
-        raise _DeclinedError("its positions count ids that are not PAD, which are others than the attention_mask names")
+        raise _DeclinedError("its positions count ids that are not PAD, which differ from those in the attention_mask")
 
 
 def _ids(ids: Tensor, vocab_size: int) -> list[list[int]]:

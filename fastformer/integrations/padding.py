@@ -151,7 +151,7 @@ def _why_not(owner: nn.Module, plan: _Plan) -> str | None:
     if not _is_called_plainly(owner):
         return f"{type(owner).__name__} has a hook or its own forward"
     if (plan.is_checkpointed and owner.training) or any(module.training for module in plan.checkpointed):
-        return "its layers are computed again in the backward pass"
+        return "its layers are recomputed in the backward pass"
     return None
 
 
@@ -209,7 +209,7 @@ def _first_reason(owner: nn.Module, reading: dict[nn.Module, bool]) -> str | Non
         if not is_written_as_known(type(module)):
             return f"the forward of {kind} was replaced"
         if (own := own_function(module)) is not None:
-            return f"{names[module] or kind}.{own} is a function of yours, which may read several positions"
+            return f"{names[module] or kind}.{own} is your own function, which may read several positions"
         if module is owner:
             continue
         if not may_hold:

@@ -122,14 +122,14 @@ class BERTConfig:
             check_buckets(self.num_buckets, self.max_distance)
         if self.positions == "rotary" and self.size_of_head % 2:
             raise ValueError(
-                f"expected heads of an even size (rotary turns pairs), got {self.size_of_head} (d_model "
+                f"expected heads of an even size (rotary rotates pairs), got {self.size_of_head} (d_model "
                 f"{self.d_model}, num_heads {self.num_heads})"
             )
         if self.local_rotary_base is not None:
             if self.positions != "rotary":
                 raise ValueError(f"expected positions 'rotary' for local_rotary_base, got {self.positions!r}")
             if not any(self.windows):
-                raise ValueError("expected a window_size, and layers that have it, for local_rotary_base")
+                raise ValueError("expected a window_size, and layers with this window, for local_rotary_base")
 
     @property
     def size_of_head(self) -> int:

@@ -130,13 +130,13 @@ class GPTConfig:
             return
         if self.rotary_dim % 2 or not self.rotary_dim:
             raise ValueError(
-                f"expected heads with an even number of rotated features (rotary turns pairs), got {self.rotary_dim} "
+                f"expected heads with an even number of rotated features (rotary rotates pairs), got {self.rotary_dim} "
                 f"of {self.size_of_head} (d_model {self.d_model}, num_heads {self.num_heads})"
             )
         if (scaling := self.scaling) is not None:
             scaling.check(self.rotary_dim, self.rotary_base, self.max_len)
         if self.local_rotary_base is not None and not any(self.windows):
-            raise ValueError("expected a window_size, and layers that have it, for local_rotary_base")
+            raise ValueError("expected a window_size, and layers with this window, for local_rotary_base")
 
     @property
     def size_of_head(self) -> int:

@@ -108,8 +108,8 @@ class RotaryScaling(dict[str, Any]):
         if kind in ("dynamic", "longrope") and max_len > self[_LENGTH]:
             raise ValueError(
                 f"expected max_len of at most {_LENGTH} = {self[_LENGTH]} for rotary_scaling of kind {kind!r}, got "
-                f"{max_len}: beyond that length the speeds change when the longest sequence of a batch grows, and keys "
-                "in a cache were turned by the old ones"
+                f"{max_len}: beyond that length the frequencies change when the longest sequence of a batch grows, and "
+                "keys in a cache were turned by the old ones"
             )
 
     def speeds(self, rotary_dim: int, base: float) -> RotarySpeeds:

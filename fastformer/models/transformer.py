@@ -120,7 +120,7 @@ class TransformerConfig:
         if self.first_position and self.positions in ("learned", "relative"):
             raise ValueError(f"expected no first_position with {self.positions} positions, got {self.first_position}")
         if self.tie_embeddings and self.source_vocab_size not in (None, self.vocab_size):
-            raise ValueError("tie_embeddings needs one vocabulary for source and target: leave out source_vocab_size")
+            raise ValueError("tie_embeddings needs one vocabulary for source and target: omit source_vocab_size")
         for size in (self.vocab_size, self.source_vocab_size or self.vocab_size):
             self.special_ids.check(size, reads_sources=True)
 

@@ -230,7 +230,9 @@ def read_index(index: Path) -> dict[Path, list[str]]:
         files.setdefault(index.parent / file, []).append(name)
     for path in index.parent.glob(f"{stem}-*-of-*.{suffix}"):
         if path not in files:
-            raise ValueError(f"{index.name} doesn't name {path}: it is of another model; remove it, or copy again")
+            raise ValueError(
+                f"{index.name} doesn't name {path}: it is from another model; remove it, or copy the model again"
+            )
     for path, names in files.items():
         if not path.is_file():
             raise ValueError(

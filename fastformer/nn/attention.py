@@ -285,7 +285,9 @@ class MultiheadAttention(Projections):
             attn_mask = None
         if self.bias_k is not None or self.add_zero_attn:
             if memory_layout is not None or self.window_size != (None, None) or position_bias is not None:
-                raise InputError("add_bias_kv and add_zero_attn go with no layout, no window and no position_bias")
+                raise InputError(
+                    "add_bias_kv and add_zero_attn are not supported with a layout, a window or a position_bias"
+                )
             k, v, attn_mask, key_padding_mask = self._extra_keys(
                 k, v, attn_mask, key_padding_mask, is_causal, q.shape[1]
             )
@@ -385,7 +387,7 @@ class MultiheadAttention(Projections):
         if memory_layout is None or cu_seqlens_q is None or cu_seqlens_k is None:
             raise InputError("expected a packed memory_layout along with a packed layout")
         if self.bias_k is not None or self.add_zero_attn:
-            raise InputError("add_bias_kv and add_zero_attn don't go with a packed layout")
+            raise InputError("add_bias_kv and add_zero_attn are not supported with a packed layout")
         if is_causal and memory_layout is not layout:
             raise InputError("expected is_causal with a packed layout in self-attention only")
         q, k, v = self._project_heads(plan, query, key, value)
@@ -431,7 +433,7 @@ class MultiheadAttention(Projections):
             expected = "packed tokens (the layout is packed)" if packed else "a padded batch, or a packed layout,"
             raise InputError(f"expected {expected} along with a cache, got query of shape {tuple(query.shape)}")
         if self.bias_k is not None or self.add_zero_attn:
-            raise InputError("add_bias_kv and add_zero_attn don't go with a cache")
+            raise InputError("add_bias_kv and add_zero_attn are not supported with a cache")
         transposed = not packed and not self.batch_first
         if position_bias is not None and (cache.is_static or transposed):
             raise InputError("expected a position_bias along with a cache in self-attention, and batch_first")
@@ -538,5 +540,5 @@ def plan_inside(attention: object) -> AttentionPlan | None:
 
 def _both(key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
     if key is None or value is None:
-        raise InputError("expected key and value; only a static cache takes their place")
+        raise InputError("expected key and value; only a static cache replaces them")
     return key, value
