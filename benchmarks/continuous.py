@@ -20,10 +20,9 @@ from benchmarks.measure.commands import parser_of
 from fastformer.generation import Translator
 from fastformer.generation.config import GenerationConfig
 from fastformer.generation.engines import choose_engine
-from fastformer.generation.generate import new_scheduler
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.requests import Request
-from fastformer.generation.scheduler import Scheduler, run
+from fastformer.generation.scheduler import Scheduler, new_scheduler, run
 
 _WINDOW = 1000
 

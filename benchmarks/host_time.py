@@ -42,7 +42,7 @@ from fastformer.kernels import (
     attention,
     attention_backward,
 )
-from fastformer.ops import _extension, _library
+from fastformer.ops import _dispatch, _extension
 from fastformer.ops import add_layer_norm as add_layer_norm_op
 from fastformer.ops import attention as attention_op
 
@@ -120,7 +120,7 @@ def stubbed() -> Iterator[None]:
             (JITFunction, "_do_compile", stub_compile),
         ):
             stack.enter_context(mock.patch.object(where, name, value))
-        stack.enter_context(mock.patch.dict(_library.PREFERRED, cpu="triton"))
+        stack.enter_context(mock.patch.dict(_dispatch.PREFERRED, cpu="triton"))
         _plans.forget()
         yield
     _plans.forget()

@@ -73,7 +73,8 @@ def __getattr__(name: str) -> object:
         return importlib.import_module(f"fastformer.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'fastformer' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return value
 
 
 def __dir__() -> list[str]:

@@ -11,7 +11,7 @@ import torch
 
 import fastformer.ops  # noqa: F401  (defines them)
 from fastformer.kernels import _host
-from fastformer.ops import _extension, _fastest, _library
+from fastformer.ops import _backends, _dispatch, _extension, _fastest
 
 PACKAGES = (
     "torch",
@@ -62,12 +62,12 @@ def machine() -> Iterator[str]:
         yield "GPU: none that this PyTorch can use"
 
 
-def forward_ops() -> list[_library.Op]:
+def forward_ops() -> list[_dispatch.Op[..., Any]]:
     """Returns the ops that a user calls; their backward passes have kernels in the same files."""
-    return [op for name, op in _library.OPS.items() if "_bwd" not in name and name != "linear_weight_grad"]
+    return [op for name, op in _dispatch.OPS.items() if "_bwd" not in name and name != "linear_weight_grad"]
 
 
-def choice(op: _library.Op, device_type: str) -> tuple[str, str]:
+def choice(op: _dispatch.Op[..., Any], device_type: str) -> tuple[str, str]:
     """Returns the backend of an op, as far as it is known without the arguments of a call.
 
     Args:
@@ -82,7 +82,7 @@ def choice(op: _library.Op, device_type: str) -> tuple[str, str]:
         return "torch", why
     if backend in op.reference_only:
         return "reference", op.reference_only[backend]
-    missing = _library.missing_kernel(op, backend)
+    missing = op.missing_kernel(backend)
     if missing is None:
         return backend, file
     return "torch" if device_type == "cpu" and op.torch_function is not None else "reference", missing
@@ -133,7 +133,7 @@ def kernels() -> Iterator[str]:
     """Yields lines about the origin of kernels for the current GPU, and about those that compute attention."""
     capability = _host.capability_of(torch.cuda.current_device())
     yield from _fastest.report(capability)
-    binaries: Any = _library.triton_kernel("_binaries")
+    binaries: Any = _backends.triton_kernel("_binaries")
     if binaries is not None:
         yield binaries.describe(capability)
 

@@ -309,8 +309,13 @@ def plan_attention_fwd(
     forward = plan_forward(q, k, v, attn_mask, problem)
     drops = problem.dropout[0] is not None
 
-    def run(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, seqlens_k: Tensor | None, *rest: Any) -> Any:
-        return forward(q, k, v, attn_mask, None, contiguous(seqlens_k), contiguous(rest[4]) if drops else None)
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, seqlens_k: Tensor | None, softmax_scale: float,
+        window_left: int | None, window_right: int | None, dropout_p: float, dropout_seed: Tensor | None,
+        softcap: float = 0.0,
+    ) -> Any:  # fmt: skip
+        seed = contiguous(dropout_seed) if drops else None
+        return forward(q, k, v, attn_mask, None, contiguous(seqlens_k), seed)
 
     return run
 
@@ -344,9 +349,13 @@ def plan_attention_bwd(
     backward = plan_backward(dout, q, k, v, out, lse, attn_mask, problem, needs_mask_grad)
     drops = problem.dropout[0] is not None
 
-    def run(*args: Any) -> Any:
-        seed = contiguous(args[12]) if drops else None
-        return backward(*args[:7], None, contiguous(args[7]), seed)
+    def run(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, attn_mask: Tensor | None,
+        seqlens_k: Tensor | None, softmax_scale: float, window_left: int | None, window_right: int | None,
+        dropout_p: float, dropout_seed: Tensor | None, needs_mask_grad: bool, softcap: float = 0.0,
+    ) -> Any:  # fmt: skip
+        seed = contiguous(dropout_seed) if drops else None
+        return backward(dout, q, k, v, out, lse, attn_mask, None, contiguous(seqlens_k), seed)
 
     return run
 
@@ -380,8 +389,12 @@ def plan_varlen_attention_fwd(
     forward = plan_forward(q, k, v, None, problem)
     drops = problem.dropout[0] is not None
 
-    def run(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *rest: Any) -> Any:
-        seed = contiguous(rest[6]) if drops else None
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+        max_seqlen_k: int, softmax_scale: float, window_left: int | None, window_right: int | None, dropout_p: float,
+        dropout_seed: Tensor | None, softcap: float = 0.0,
+    ) -> Any:  # fmt: skip
+        seed = contiguous(dropout_seed) if drops else None
         return forward(q, k, v, None, contiguous(cu_seqlens_q), contiguous(cu_seqlens_k), seed)
 
     return run
@@ -419,9 +432,13 @@ def plan_varlen_attention_bwd(
     backward = plan_backward(dout, q, k, v, out, lse, None, problem, False)
     drops = problem.dropout[0] is not None
 
-    def run(*args: Any) -> Any:
-        seed = contiguous(args[14]) if drops else None
-        return backward(*args[:6], None, contiguous(args[6]), contiguous(args[7]), seed)[:3]
+    def run(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, window_left: int | None,
+        window_right: int | None, dropout_p: float, dropout_seed: Tensor | None, softcap: float = 0.0,
+    ) -> Any:  # fmt: skip
+        seed = contiguous(dropout_seed) if drops else None
+        return backward(dout, q, k, v, out, lse, None, contiguous(cu_seqlens_q), contiguous(cu_seqlens_k), seed)[:3]
 
     return run
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastformer.ops import _library
+from fastformer.ops import _dispatch
 from fastformer.ops._dropout import keep_mask as keep_mask  # the definition of which elements dropout keeps
 from fastformer.ops._dropout import keep_scale as keep_scale
 
@@ -71,7 +71,7 @@ def small_draws() -> int:
 
 def is_interpreted() -> bool:
     """Returns whether the ops are forced onto Triton without a GPU, and so run in its interpreter."""
-    return _library.forced_backend() == "triton" and not torch.cuda.is_available()
+    return _dispatch.forced_backend() == "triton" and not torch.cuda.is_available()
 
 
 def assert_op_accurate(

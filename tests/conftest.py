@@ -188,15 +188,15 @@ def no_extension(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def leave_out_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     """Does the same as `no_extension`, for a part of a test."""
-    from fastformer.ops import _eager, _extension
+    from fastformer.ops import _dispatch, _extension
 
     monkeypatch.setattr(_extension, "load", lambda: None)
     monkeypatch.setattr(_extension, "module", lambda: None)
     monkeypatch.setattr(_extension, "function", lambda op_name: None)
     monkeypatch.setattr(_extension, "host_function", lambda name: None)
-    for name, value in [*vars(_eager).items()]:  # clears cached answers about the extension
+    for name, value in [*vars(_dispatch).items()]:  # clears cached answers about the extension
         if hasattr(value, "cache_info"):
-            monkeypatch.setattr(_eager, name, functools.cache(value.__wrapped__))
+            monkeypatch.setattr(_dispatch, name, functools.cache(value.__wrapped__))
     monkeypatch.setenv("FASTFORMER_STRICT", "0")
 
 
@@ -208,10 +208,10 @@ def skip_without(name: str, stem: str) -> None:
 
 def missing_backend(name: str, stem: str) -> str | None:
     """Returns why a backend can't be tested for the op `stem` on this machine, or None."""
-    from fastformer.ops import _extension, _library
+    from fastformer.ops import _backends, _extension
 
     # Packed attention uses the kernels of `attention`.
-    if name == "triton" and _library.triton_kernel(stem.removeprefix("varlen_")) is None:
+    if name == "triton" and _backends.triton_kernel(stem.removeprefix("varlen_")) is None:
         return f"no Triton kernel for {stem} (or no triton)"
     if name == "cpp" and (HAS_GPU or _extension.load() is None):
         return "the C++ extension is not built" if not HAS_GPU else "the C++ ops are tested on a CPU"

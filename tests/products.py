@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastformer.ops import _library
+from fastformer.ops import _extension
 
 
 def notice_products(monkeypatch: pytest.MonkeyPatch, note: Callable[[Tensor, Tensor, bool], None]) -> None:
@@ -18,7 +18,7 @@ def notice_products(monkeypatch: pytest.MonkeyPatch, note: Callable[[Tensor, Ten
     `is_gradient` is whether the kernel of weight gradients computed it. From this call on, the kernels also compute
     products on Intel's CPUs, and bf16 products on CPUs for which oneDNN has them.
     """
-    kernel = _library.cpp_kernel
+    kernel = _extension.function
 
     def noted_kernel(name: str) -> Callable[..., Any] | None:
         function = kernel(name)
@@ -32,6 +32,6 @@ def notice_products(monkeypatch: pytest.MonkeyPatch, note: Callable[[Tensor, Ten
 
         return noted
 
-    monkeypatch.setattr(_library, "cpp_kernel", noted_kernel)
+    monkeypatch.setattr(_extension, "function", noted_kernel)
     for library in (torch.backends.mkl, torch.backends.mkldnn):
         monkeypatch.setattr(library, "is_available", lambda: False)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fastformer import doctor, ops
-from fastformer.ops import _extension, _library
+from fastformer.ops import _dispatch, _extension
 
 # The packages of the extras; a bare `pip install` has none of them.
 ADDED = ("jsonargparse", "docstring_parser", "yaml", "numpy", "tokenizers", "safetensors", "sacrebleu", "tqdm")
@@ -52,7 +52,7 @@ def test_every_op_runs_where_the_report_says() -> None:
     shown = table("cpu")
     assert set(shown) == set(calls())
     for name, call in calls().items():
-        with _library.record_backends() as ran:
+        with _dispatch.record_backends() as ran:
             call()
         backends = {backend for op, backend in ran if op.removesuffix("_fwd") == name}
         assert backends == {shown[name]}, name
@@ -64,7 +64,7 @@ def test_without_the_extension_the_fallback_is_reported_with_its_reason(no_exten
         name: "torch" if name in ("attention", "linear", "varlen_attention") else "reference" for name in calls()
     }
     for name, call in calls().items():
-        with _library.record_backends() as ran:
+        with _dispatch.record_backends() as ran:
             call()
         assert {backend for _, backend in ran} == {shown[name]}, name
     assert "the C++ extension is not built" in doctor.report()

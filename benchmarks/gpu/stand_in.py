@@ -231,10 +231,10 @@ def stand_in() -> None:
     _take_the_cpu()
 
     from fastformer.kernels import _launch
-    from fastformer.ops import _library
+    from fastformer.ops import _dispatch
 
     _launch.interceptor = _bound
-    _library.PREFERRED["cpu"] = "triton"
+    _dispatch.PREFERRED["cpu"] = "triton"
 
 
 class Rehearsal:

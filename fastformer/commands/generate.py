@@ -239,9 +239,9 @@ def _continue_lines(model: GPT, config: GenerationConfig, say: _Sayings, file: s
     import torch
 
     from fastformer.commands._lines import Texts, file_lines, typed
-    from fastformer.generation.generate import new_scheduler
     from fastformer.generation.ordered_stream import IterableSource, ordered_stream
     from fastformer.generation.request_builder import RequestBuilder
+    from fastformer.generation.scheduler import new_scheduler
     from fastformer.generation.text_io import ErrorPolicy, TextError, failure
 
     builder = RequestBuilder(model, config, log_probs=False, tokenizer=say.tokenizer)

@@ -18,8 +18,8 @@ from fastformer.settings import choices, suggestion, why_not
 from fastformer.training.build import start
 from fastformer.training.config import check_names, merged, unused, whole_numbers
 from fastformer.training.interrupts import Interrupts
+from fastformer.training.run_config import run_config
 from fastformer.training.sections import ARCHITECTURES, OF_TOKENIZER, SECTIONS, SEVERAL, Architecture, Model
-from fastformer.training.settings import run_config
 from fastformer.training.world import World, restarts
 from fastformer.training.yaml_file import read_yaml
 

@@ -18,7 +18,6 @@ from fastformer.generation.completions import Ask, ChatIds, Completion, Piece, p
 from fastformer.generation.config import GenerationConfig, Precision
 from fastformer.generation.engines import choose_engine
 from fastformer.generation.folder_options import folder_options, with_folder_options
-from fastformer.generation.generate import new_scheduler
 from fastformer.generation.inputs import check_vocabulary
 from fastformer.generation.model_protocols import (
     DTYPES,
@@ -31,6 +30,7 @@ from fastformer.generation.model_protocols import (
 )
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.requests import Request
+from fastformer.generation.scheduler import new_scheduler
 from fastformer.generation.streaming import behind_ends
 from fastformer.settings import Count, check_value
 from fastformer.special_ids import SpecialIds

@@ -12,20 +12,17 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from fastformer.generation.config import OPTIONS, GenerationConfig, GenerationOptions
-from fastformer.generation.engines import Engine
 from fastformer.generation.foreign_options import check_names
 from fastformer.generation.inputs import TokenIds, as_rows, input_rows, pad
 from fastformer.generation.model_protocols import Model, as_model, evaluating, is_decoder_only
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.requests import Request
-from fastformer.generation.scheduler import Scheduler, run
+from fastformer.generation.scheduler import Scheduler, new_scheduler, run
 from fastformer.generation.search import NEVER, Hypothesis
 from fastformer.generation.streaming import Detokenizer
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-_CPU_BYTES, _CPU_ROWS, _GPU_ROWS = 512 * 2**20, 512, 1024
 
 
 @dataclass
@@ -175,24 +172,6 @@ def config_of(options: GenerationOptions, config: GenerationConfig | None, forei
     if foreign is None:
         return GenerationConfig.from_options(options, config)
     return GenerationConfig.from_options({**options, "generation_config": foreign}, config)
-
-
-def new_scheduler(
-    engine: Engine, max_rows: int | None = None, max_bytes: int | None = None, *, is_endless: bool = False
-) -> Scheduler:
-    """Makes a scheduler with the default memory limits of the engine's device.
-
-    Args:
-        engine: the engine that decodes.
-        max_rows: the most rows that are decoded together; None: 512 on a CPU, 1,024 on a GPU.
-        max_bytes: the memory for caches; None: 512 MiB on a CPU, a quarter of the free memory on a GPU.
-        is_endless: see `Scheduler`.
-    """
-    is_gpu = engine.device.type == "cuda"
-    if max_bytes is None:
-        max_bytes = torch.cuda.mem_get_info(engine.device)[0] // 4 if is_gpu else _CPU_BYTES
-    max_rows = max_rows or (_GPU_ROWS if is_gpu else _CPU_ROWS)
-    return Scheduler(engine, max_rows=max_rows, max_bytes=max_bytes, is_endless=is_endless)
 
 
 def _prefixes(decoder_input_ids: TokenIds | None, count: int, model: Model, builder: RequestBuilder) -> list[list[int]]:

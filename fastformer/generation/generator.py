@@ -19,13 +19,12 @@ from fastformer.generation.generate import (
     Streamer,
     config_of,
     decode,
-    new_scheduler,
     shows_options,
 )
 from fastformer.generation.inputs import TokenIds, input_rows
 from fastformer.generation.model_protocols import Model, as_model, check_precision, evaluating
 from fastformer.generation.request_builder import RequestBuilder
-from fastformer.generation.scheduler import Stats
+from fastformer.generation.scheduler import Stats, new_scheduler
 from fastformer.generation.streaming import Detokenizer
 from fastformer.settings import Positive, check_value
 

@@ -13,6 +13,9 @@ import torch
 from fastformer.generation.engines.base import Batch, Engine, Limits
 from fastformer.generation.requests import Request, Running
 
+# The default limits of a scheduler's memory.
+_CPU_BYTES, _CPU_ROWS, _GPU_ROWS = 512 * 2**20, 512, 1024
+
 _PREFILL_TOKENS = 8192  # the most tokens in one prefill, because all of its activations are in memory together
 
 # A batch that takes many steps in one call returns after this time, so that requests can arrive and be cancelled, and
@@ -356,6 +359,24 @@ class Scheduler:
         self.waiting.appendleft(request)
         self._waiting_rows += request.search.peak_rows
         self.waiting_tokens += request.num_tokens
+
+
+def new_scheduler(
+    engine: Engine, max_rows: int | None = None, max_bytes: int | None = None, *, is_endless: bool = False
+) -> Scheduler:
+    """Makes a scheduler with the default memory limits of the engine's device.
+
+    Args:
+        engine: the engine that decodes.
+        max_rows: the most rows that are decoded together; None: 512 on a CPU, 1,024 on a GPU.
+        max_bytes: the memory for caches; None: 512 MiB on a CPU, a quarter of the free memory on a GPU.
+        is_endless: see `Scheduler`.
+    """
+    is_gpu = engine.device.type == "cuda"
+    if max_bytes is None:
+        max_bytes = torch.cuda.mem_get_info(engine.device)[0] // 4 if is_gpu else _CPU_BYTES
+    max_rows = max_rows or (_GPU_ROWS if is_gpu else _CPU_ROWS)
+    return Scheduler(engine, max_rows=max_rows, max_bytes=max_bytes, is_endless=is_endless)
 
 
 def run(scheduler: Scheduler, requests: list[Request], before_step: Callable[[], object] | None = None) -> None:

@@ -17,7 +17,6 @@ from fastformer.generation.alignment import check_attention, cross_attention
 from fastformer.generation.config import GenerationConfig, Precision
 from fastformer.generation.engines import Engine
 from fastformer.generation.ensemble import Ensemble, Mean
-from fastformer.generation.generate import new_scheduler
 from fastformer.generation.judge import Judge
 from fastformer.generation.model_protocols import (
     DTYPES,
@@ -32,7 +31,7 @@ from fastformer.generation.ordered_stream import IterableSource, Source, ordered
 from fastformer.generation.paragraphs import check_split, joined, translated_parts
 from fastformer.generation.request_builder import CheckedInput, RequestBuilder, most_new_tokens
 from fastformer.generation.requests import Request
-from fastformer.generation.scheduler import Scheduler, run
+from fastformer.generation.scheduler import Scheduler, new_scheduler, run
 from fastformer.generation.streaming import TextPieces
 from fastformer.generation.text_io import (
     Answer,

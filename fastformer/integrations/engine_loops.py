@@ -23,7 +23,6 @@ from transformers.modeling_outputs import ModelOutput
 from fastformer.generation.config import Processor
 from fastformer.generation.engines.base import Prompt
 from fastformer.generation.engines.cpp import CppBatch, CppEngine
-from fastformer.generation.generate import new_scheduler
 from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.processors import (
     AtOneLength,
@@ -36,7 +35,7 @@ from fastformer.generation.processors import (
     does_search,
 )
 from fastformer.generation.requests import Request
-from fastformer.generation.scheduler import run
+from fastformer.generation.scheduler import new_scheduler, run
 
 _LAST_ID = 2**31 - 1  # of the engine, whose ids have 32 bits
 _MOST_DIGITS = 30  # of a power of a length

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from transformers import activations
 
 from fastformer.integrations.known import is_known
-from fastformer.nn.dropout import active_dropout
-from fastformer.nn.guards import DROPOUTS, is_plain, is_watched, is_written_as_known
+from fastformer.nn.guards import DROPOUTS, active_dropout, is_plain, is_watched, is_written_as_known
 from fastformer.nn.linear import LINEARS
 from fastformer.nn.norm import find_norm_plan
 from fastformer.ops import add_layer_norm
@@ -35,7 +34,10 @@ def join_residual(x: Tensor, residual: Tensor, dropout_p: float, norm: nn.Module
         total = F.dropout(x, dropout_p) + residual
         return norm(total), total
     dtype = torch.promote_types(x.dtype, residual.dtype)
-    return plan.join(x.to(dtype), residual, dropout_p)
+    weight, bias = plan.parameters["weight"], plan.parameters.get("bias")
+    return add_layer_norm(
+        x.to(dtype), residual, weight, bias, eps=plan.eps, dropout_p=dropout_p, rms_norm=plan.rms_norm,
+    )  # fmt: skip
 
 
 # Classes of activations and their names in `ops.feed_forward`. Versions of transformers have some of its classes.

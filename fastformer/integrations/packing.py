@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from fastformer.nn.guards import is_traced
-from fastformer.nn.layout import SequenceLayout
-from fastformer.nn.padding import Padding, read_padding
+from fastformer.nn.layout import Padding, SequenceLayout, read_padding
 from fastformer.ops import attention, varlen_attention
 
 

@@ -14,7 +14,7 @@ from fastformer.integrations.known import gives_tuple, nothing_else
 from fastformer.integrations.packing import packing, unread, worth_packing
 from fastformer.integrations.padding import PackingStack
 from fastformer.nn.guards import is_traced
-from fastformer.nn.padding import Padding, read_padding
+from fastformer.nn.layout import Padding, read_padding
 
 
 class Stack(PackingStack):

@@ -33,7 +33,7 @@ from fastformer.integrations.positionwise import register_parts
 from fastformer.integrations.replace import Replacement
 from fastformer.integrations.stacks import Decoder, Encoder, Stack
 from fastformer.nn.guards import is_traced, is_written_as_known
-from fastformer.nn.padding import Padding
+from fastformer.nn.layout import Padding
 
 register(t5)
 register_parts(t5.T5ClassificationHead)

@@ -11,7 +11,7 @@ from fastformer.integrations.replace import Replacement
 from fastformer.nn import packed_stack
 from fastformer.nn.guards import BLOCKS, is_its_own
 from fastformer.nn.packed_stack import copy_bytes, megabytes, precision_of, why_no_engine
-from fastformer.nn.stack import Stack, stack_plan
+from fastformer.nn.stack import STACK_PLANS, Stack
 
 
 class MultiheadAttention(fnn.MultiheadAttention, nn.MultiheadAttention):  # type: ignore[misc]
@@ -95,7 +95,7 @@ def described(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         if not isinstance(module, fnn.TransformerEncoder):
             continue
-        plan, precision = stack_plan(module).evaluation, precision_of(module)
+        plan, precision = STACK_PLANS.of(module).evaluation, precision_of(module)
         reason = why_no_engine()
         if plan is None or plan.packed is None or precision is None:
             reason = "its layers are not all alike, or one of them has something that the engine doesn't know"

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.cache.layer_view import AttentionCache
+from fastformer.nn.attention_parameters import AttentionParameters, WindowSize
 from fastformer.nn.cached_attention import append_cached, attend_cached, attention_unpacked
-from fastformer.nn.dropout import check_dropout
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError
-from fastformer.nn.guards import Plans, Replacement, given, is_unhooked, is_watched, plain_parameters, replacement
-from fastformer.nn.layout import SequenceLayout
+from fastformer.nn.guards import Plans, Replacement, given, is_unhooked, plain_parameters, replacement
+from fastformer.nn.layout import Jagged, SequenceLayout, open_nested
 from fastformer.nn.linear import LINEARS, linear
 from fastformer.nn.masks import (
     add_bias,
@@ -25,14 +25,9 @@ from fastformer.nn.masks import (
     right_padding_lengths,
 )
 from fastformer.nn.norm import NormPlan, find_norm_plan
-from fastformer.nn.padding import Jagged, open_nested
-from fastformer.nn.projections import Projections
-from fastformer.ops._common import resolve_window
 from fastformer.ops.attention import attention
 from fastformer.ops.attention_weights import attention_weights
 from fastformer.ops.varlen_attention import varlen_attention
-
-WindowSize = tuple[int | None, int | None]
 
 
 class _DenseCall(NamedTuple):
@@ -61,7 +56,7 @@ class AttentionPlan(NamedTuple):
     calls_modules: bool
 
 
-class MultiheadAttention(Projections):
+class MultiheadAttention(AttentionParameters):
     """`torch.nn.MultiheadAttention` on the fused attention ops ("Attention Is All You Need", section 3.2).
 
     Same constructor, forward signature and state_dict keys; boolean masks are True = ignore, as in torch.nn. It differs
@@ -86,52 +81,6 @@ class MultiheadAttention(Projections):
     Raises:
         InputError: sizes that don't divide, an unknown qk_norm.
     """
-
-    softmax_scale: float | None = None
-    softcap: float = 0.0
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        batch_first: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        num_kv_heads: int | None = None,
-        window_size: WindowSize = (None, None),
-        head_dim: int | None = None,
-        out_bias: bool | None = None,
-        qk_norm: str | None = None,
-        qk_norm_eps: float = 1e-5,
-        softmax_scale: float | None = None,
-        softcap: float = 0.0,
-    ) -> None:
-        super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if embed_dim < 1 or num_heads < 1 or (head_dim is None and embed_dim % num_heads != 0):
-            raise InputError(f"expected embed_dim to be a multiple of num_heads, got {embed_dim} and {num_heads}")
-        if head_dim is not None and head_dim < 1:
-            raise InputError(f"expected head_dim of at least 1, got {head_dim}")
-        if num_kv_heads < 1 or num_heads % num_kv_heads != 0:
-            raise InputError(f"expected num_heads to be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
-        self.dropout, self.batch_first = check_dropout(dropout), batch_first
-        self.add_zero_attn = add_zero_attn
-        self.window_size: WindowSize = resolve_window(False, window_size)
-        head_dim = embed_dim // num_heads if head_dim is None else head_dim
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self._make_parameters(
-            embed_dim, num_heads, num_kv_heads, head_dim, kdim, vdim, bias, bias if out_bias is None else out_bias,
-            add_bias_kv, factory,
-        )  # fmt: skip
-        self._make_norms(qk_norm, qk_norm_eps, factory)
-        self.softmax_scale, self.softcap = softmax_scale, softcap
 
     def forward(
         self,
@@ -180,7 +129,7 @@ class MultiheadAttention(Projections):
             InputError: shapes that don't fit; options that exclude each other; gradients through a strided nested
                 query, which torch.nn refuses too (jagged ones have them).
         """
-        plan = attention_plan(self)
+        plan = _PLANS.of(self)
         others = (layout, memory_layout, cache, rotary, position_bias)
         if plan.replaced is not None and all(each is None for each in others):
             # In the order in which torch.nn's layers pass them.
@@ -205,14 +154,32 @@ class MultiheadAttention(Projections):
             return self.attend(plan, query, key, value, attn_mask, key_padding_mask, is_causal, **options), None
         if cache is not None or (layout is not None and layout.is_packed):
             raise InputError("expected need_weights=False and no mask along with a cache or a packed layout")
-        call = self._dense_call(plan, query, key, value, attn_mask, key_padding_mask, is_causal, True, layout,
-                                memory_layout, rotary, position_bias)  # fmt: skip
+        call = self._dense_call(
+            plan, query, key, value, attn_mask, key_padding_mask, is_causal=is_causal, need_weights=True, layout=layout,
+            memory_layout=memory_layout, rotary=rotary, position_bias=position_bias,
+        )  # fmt: skip
         attended, lse = attention(
             call.q, call.k, call.v, return_lse=True, dropout_p=self._acting_dropout(), **call.options
         )
         weights = attention_weights(call.q, call.k, lse, **call.options)
         weights = weights.mean(1) if average_attn_weights else weights
         return self._output(plan, attended, query), weights if query.dim() == 3 else weights[0]
+
+    def project_memory(self, key: Tensor, value: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Projects only keys and values, for a cache.
+
+        Args:
+            key: (seqlen_k, batch, kdim), or (batch, seqlen_k, kdim) with batch_first, or packed (total_k, kdim).
+            value: of the same form, with vdim; None: the same tensor.
+
+        Returns:
+            k and v: (batch, seqlen_k, num_kv_heads, head_dim), or (total_k, num_kv_heads, head_dim).
+        """
+        k, v = self._project_kv(key, key if value is None else value, *self._in_proj())
+        k, v = self._normalise(None, "k_norm", self._heads(k)), self._heads(v)
+        if key.dim() == 3 and not self.batch_first:
+            k, v = k.transpose(0, 1), v.transpose(0, 1)
+        return k, v
 
     def attend(
         self,
@@ -245,16 +212,18 @@ class MultiheadAttention(Projections):
             key, value = _both(key, value)
             memory_layout = layout if key is query and memory_layout is None else memory_layout
             return self._packed(plan, query, key, value, is_causal, layout, memory_layout, rotary, position_bias)
-        call = self._dense_call(plan, query, key, value, attn_mask, key_padding_mask, is_causal, False, layout,
-                                memory_layout, rotary, position_bias, shape)  # fmt: skip
+        call = self._dense_call(
+            plan, query, key, value, attn_mask, key_padding_mask, is_causal=is_causal, layout=layout,
+            memory_layout=memory_layout, rotary=rotary, position_bias=position_bias, shape=shape,
+        )  # fmt: skip
         attended = attention(call.q, call.k, call.v, dropout_p=self._acting_dropout(), **call.options)
         return self._output(plan, attended, query, shape)
 
     def _dense_call(
         self, plan: AttentionPlan, query: Tensor, key: Tensor | None, value: Tensor | None, attn_mask: Tensor | None,
-        key_padding_mask: Tensor | None, is_causal: bool, need_weights: bool, layout: SequenceLayout | None,
-        memory_layout: SequenceLayout | None, rotary: RotaryPositions | None, position_bias: Tensor | None,
-        shape: tuple[int, int] | None = None,
+        key_padding_mask: Tensor | None, *, is_causal: bool, need_weights: bool = False,
+        layout: SequenceLayout | None, memory_layout: SequenceLayout | None, rotary: RotaryPositions | None,
+        position_bias: Tensor | None, shape: tuple[int, int] | None = None,
     ) -> _DenseCall:  # fmt: skip
         """Prepares the op's arguments for a padded batch, or for one sequence, which becomes a batch of one."""
         key, value = _both(key, value)
@@ -451,6 +420,77 @@ class MultiheadAttention(Projections):
         out = out.flatten(-2)
         return self._project_out(plan, out.transpose(0, 1) if transposed else out)
 
+    def _project(
+        self, query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, int] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # One product for self-attention, one for the query and one for the memory in cross-attention.
+        if query.shape[-1] != self.embed_dim or key.shape[-1] != self.kdim or value.shape[-1] != self.vdim:
+            raise InputError(
+                f"expected query, key and value of size {self.embed_dim}, {self.kdim} and {self.vdim} in the last "
+                f"dimension, got {query.shape[-1]}, {key.shape[-1]} and {value.shape[-1]}"
+            )
+        weight, bias = self._in_proj()
+        if weight is not None and key is query and value is query:
+            qkv = linear(query, weight, _of_dtype(bias, weight))
+            head_dim = self._head_dim()
+            num_kv_heads = self.kv_dim // head_dim
+            num_all = self.num_heads + 2 * num_kv_heads
+            qkv = qkv.view(*(qkv.shape[:-1] if shape is None else shape), num_all, head_dim)
+            q, k, v = qkv.split([self.num_heads, num_kv_heads, num_kv_heads], dim=-2)
+            return q, k, v
+        q = linear(query, *self._q_weights(weight, bias))
+        k, v = self._project_kv(key, value, weight, bias)
+        return self._heads(q), self._heads(k), self._heads(v)
+
+    def _in_proj(self) -> tuple[Tensor | None, Tensor | None]:
+        # Read once a call: a parametrised weight is computed at each access. It is None if there are three weights.
+        return self.in_proj_weight if self._qkv_same_embed_dim else None, self.in_proj_bias
+
+    def _q_weights(self, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        weight = self.q_proj_weight if weight is None else weight[: self.q_dim]
+        return weight, None if bias is None else _of_dtype(bias[: self.q_dim], weight)
+
+    def _project_kv(
+        self, key: Tensor, value: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        sizes = [self.kv_dim, self.kv_dim]
+        bias = None if bias is None else bias[self.q_dim :]
+        if weight is None:
+            k_weight, v_weight = self.k_proj_weight, self.v_proj_weight
+        else:
+            weight = weight[self.q_dim :]
+            if key is value:
+                k, v = linear(key, weight, _of_dtype(bias, weight)).split(sizes, dim=-1)
+                return k, v
+            k_weight, v_weight = weight.split(sizes)
+        k_bias, v_bias = (None, None) if bias is None else bias.split(sizes)
+        return linear(key, k_weight, _of_dtype(k_bias, k_weight)), linear(value, v_weight, _of_dtype(v_bias, v_weight))
+
+    def _head_dim(self) -> int:
+        if self.q_dim != self.embed_dim:
+            return self.head_dim
+        # By the current num_heads, which may have been set after construction; torch.nn reads it, too.
+        head_dim, rest = divmod(self.embed_dim, self.num_heads)
+        if rest:
+            raise InputError(f"expected num_heads to divide embed_dim, got {self.num_heads} and {self.embed_dim}")
+        return head_dim
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self._head_dim()))
+
+    def _normalise(self, plan: NormPlan | None, name: str, x: Tensor) -> Tensor:
+        """Normalises queries or keys (..., heads, head_dim), if they have a norm.
+
+        Args:
+            plan: the plan of the norm; None if the norm is called.
+            name: the name of the norm.
+            x: the queries or keys.
+        """
+        if self.qk_norm is None:
+            return x
+        rows = x if self.qk_norm == "head" else x.flatten(-2)
+        return (getattr(self, name)(rows) if plan is None else plan.apply(rows)).view(x.shape)
+
     def _project_heads(
         self, plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, int] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -521,13 +561,11 @@ def find_attention_plan(attention: nn.Module) -> AttentionPlan:
     return AttentionPlan(replacement(type(attention)), out_proj, q_norm, k_norm, out_proj is None or calls_norms)
 
 
-_PLANS: Plans[AttentionPlan] = Plans("_fastformer_attention_plan", find_attention_plan)
-
-
-def attention_plan(attention: nn.Module) -> AttentionPlan:
-    """Returns the plan of an attention for the current call."""
-    plan = _PLANS.of(attention)
-    return AttentionPlan(plan.replaced, None, None, None, True) if is_watched() else plan
+_PLANS: Plans[AttentionPlan] = Plans(
+    "_fastformer_attention_plan",
+    find_attention_plan,
+    watched=lambda attention, plan: AttentionPlan(plan.replaced, None, None, None, True),
+)
 
 
 def plan_inside(attention: object) -> AttentionPlan | None:
@@ -542,3 +580,8 @@ def _both(key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
     if key is None or value is None:
         raise InputError("expected key and value; only a static cache replaces them")
     return key, value
+
+
+def _of_dtype(bias: Tensor | None, weight: Tensor) -> Tensor | None:
+    # If the bias's dtype isn't the weight's, PyTorch's linear accepts or refuses it by the input's memory layout.
+    return bias if bias is None or bias.dtype == weight.dtype else bias.to(weight.dtype)

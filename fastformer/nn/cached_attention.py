@@ -71,22 +71,10 @@ def append_cached(
     batch, seqlen = q.shape[:2] if packed is None else (packed.batch_size, packed.max_seqlen)
     if seqlen > cache.num_tokens:
         raise InputError(f"expected at most the num_tokens = {cache.num_tokens} of KVCache.begin, got {seqlen} tokens")
-    is_step = packed is None and not (cache.is_empty and seqlen > 1)
-    tables: dict[str, Any] = {}
+    if packed is None and not (cache.is_empty and seqlen > 1):
+        return _append_step(cache, q, k, v, window_left, position_bias, rotary, scores)
     if rotary is not None:
-        if is_step and rotary.positions is None and position_bias is None:
-            tables = {"cos": rotary.cos, "sin": rotary.sin, "interleaved": rotary.interleaved}
-        else:
-            if is_step and rotary.positions is None:
-                rotary = rotary._replace(positions=cache.seqlens[:, None] + torch.arange(seqlen, device=q.device))
-            q, k = rotary.rotate(q, k)
-    if is_step:
-        if position_bias is not None:
-            return _append_and_gather(cache, q, k, v, window_left, position_bias, scores)
-        return decode_attention(
-            q, cache.k, cache.v, cache.seqlens, k=k, v=v, slot_table=cache.slot_table, window_left=window_left,
-            **tables, **scores,
-        )  # fmt: skip
+        q, k = rotary.rotate(q, k)
     if batch != len(cache.seqlens):
         raise InputError(f"expected the {len(cache.seqlens)} rows of the cache, got a batch of {batch}")
     if k.shape[-2:] != cache.k.shape[-2:]:
@@ -109,6 +97,27 @@ def append_cached(
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     _write(cache, slots, k, v)
     return out
+
+
+def _append_step(
+    cache: AttentionCache, q: Tensor, k: Tensor, v: Tensor, window_left: int | None, position_bias: Tensor | None,
+    rotary: RotaryPositions | None, scores: ScoreOptions,
+) -> Tensor:  # fmt: skip
+    """Computes `append_cached` for tokens that follow earlier ones, or for one token in each row."""
+    tables: dict[str, Any] = {}
+    if rotary is not None and rotary.positions is None and position_bias is None:
+        # The kernel rotates by the positions in the cache.
+        tables = {"cos": rotary.cos, "sin": rotary.sin, "interleaved": rotary.interleaved}
+    elif rotary is not None:
+        if rotary.positions is None:
+            rotary = rotary._replace(positions=cache.seqlens[:, None] + torch.arange(q.shape[1], device=q.device))
+        q, k = rotary.rotate(q, k)
+    if position_bias is not None:
+        return _append_and_gather(cache, q, k, v, window_left, position_bias, scores)
+    return decode_attention(
+        q, cache.k, cache.v, cache.seqlens, k=k, v=v, slot_table=cache.slot_table, window_left=window_left,
+        **tables, **scores,
+    )  # fmt: skip
 
 
 def _write(cache: AttentionCache, slots: Tensor, k: Tensor, v: Tensor) -> None:

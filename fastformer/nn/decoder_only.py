@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.nn.dropout import active_dropout
 from fastformer.nn.errors import InputError
-from fastformer.nn.layers import LayerPlan, ResidualStream, TransformerEncoderLayer, layer_plan, masks_of
+from fastformer.nn.guards import active_dropout
+from fastformer.nn.layers import (
+    LAYER_PLANS,
+    AttentionCall,
+    LayerPlan,
+    ResidualStream,
+    TransformerEncoderLayer,
+    masks_of,
+)
 from fastformer.nn.norm import AddLayerNorm
 
-_Masks = tuple[Tensor | None, Tensor | None]
 _PLACEMENTS = ("pre", "post", "both")
 
 
@@ -88,61 +95,50 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
         if self.is_standard:
             return super().compute(plan, src, attn_mask, key_padding_mask, is_causal, **options)
         masks = masks_of(plan, src, attn_mask, key_padding_mask)
+        call = AttentionCall("self_attn", None, *masks, is_causal, options)
         stream = src if isinstance(src, ResidualStream) else ResidualStream(None, src)
         if not plan.norms:
-            stream = self._call_blocks(stream.value(), masks, is_causal, options)
+            stream = ResidualStream(None, self._call_blocks(stream.value(), (call,)))
         elif self.parallel_residual:
-            stream = self._join_parallel(plan, stream, masks, is_causal, options)
+            stream = self._join_parallel(plan, stream, call)
         else:
-            stream = self._join(plan, stream, masks, is_causal, options)
+            stream = self._join(plan, stream, call)
         return stream if isinstance(src, ResidualStream) else stream.value()
 
-    def _call_blocks(self, x: Tensor, masks: _Masks, is_causal: bool, options: dict[str, Any]) -> ResidualStream:
+    def _call_blocks(self, x: Tensor, calls: Sequence[AttentionCall]) -> Tensor:
+        if self.is_standard:
+            return super()._call_blocks(x, calls)
+        (call,) = calls
         if self.parallel_residual:
-            attended = self._sa_block(self.norm1(x), *masks, is_causal=is_causal, **options)
-            return ResidualStream(None, x + attended + self._ff_block(self.norm2(x)))
+            return x + self._call_attention(call, self.norm1(x)) + self._ff_block(self.norm2(x))
         is_both = self.norm_placement == "both"
-        x = x + self._sa_block(self.norm1(x) if is_both else x, *masks, is_causal=is_causal, **options)
-        return ResidualStream(None, x + self._ff_block(self.norm2(x) if is_both else x))
+        x = x + self._call_attention(call, self.norm1(x) if is_both else x)
+        return x + self._ff_block(self.norm2(x) if is_both else x)
 
-    def _join_parallel(
-        self,
-        plan: LayerPlan,
-        stream: ResidualStream,
-        masks: _Masks,
-        is_causal: bool,
-        options: dict[str, Any],
-    ) -> ResidualStream:
+    def _join_parallel(self, plan: LayerPlan, stream: ResidualStream, call: AttentionCall) -> ResidualStream:
         norm1, norm2 = plan.norms
         dropout1, dropout2 = map(active_dropout, plan.dropouts)
         y, x = stream.normalise(norm1)
-        attended = self._attend("self_attn", plan.self_attention, y, y, *masks, is_causal, options)
-        plan = self._plan_after(plan, plan.self_attention)
+        attended = self._attend(plan, call, y)
+        plan = self._plan_after(plan, call)
         fed = self._feed_forward(norm2.apply(x), plan.feed_forward)
         # One addition to the stream, which is fused with the next norm.
         return ResidualStream(F.dropout(attended, dropout1) + F.dropout(fed, dropout2), x)
 
-    def _join(
-        self,
-        plan: LayerPlan,
-        stream: ResidualStream,
-        masks: _Masks,
-        is_causal: bool,
-        options: dict[str, Any],
-    ) -> ResidualStream:
+    def _join(self, plan: LayerPlan, stream: ResidualStream, call: AttentionCall) -> ResidualStream:
         before, (post_norm1, post_norm2) = plan.norms[:-2], plan.norms[-2:]
         dropout1, dropout2 = map(active_dropout, plan.dropouts)
         if before:
             y, x = stream.normalise(before[0])
         else:
             y = x = stream.value()
-        attended = self._attend("self_attn", plan.self_attention, y, y, *masks, is_causal, options)
-        attended = post_norm1.apply(attended)
-        plan = self._plan_after(plan, plan.self_attention)
+        attended = post_norm1.apply(self._attend(plan, call, y))
+        plan = self._plan_after(plan, call)
+        stream = ResidualStream(attended, x, dropout1)
         if before:
-            y, x = before[1].join(attended, x, dropout1)
+            y, x = stream.normalise(before[1])
         else:
-            y = x = ResidualStream(attended, x, dropout1).value()
+            y = x = stream.value()
         return ResidualStream(post_norm2.apply(self._feed_forward(y, plan.feed_forward)), x, dropout2)
 
     def _sa_block(
@@ -153,12 +149,12 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        plan = layer_plan(self).self_attention
-        attended = self._attend("self_attn", plan, x, x, attn_mask, key_padding_mask, is_causal, options)
+        call = AttentionCall("self_attn", None, attn_mask, key_padding_mask, is_causal, options)
+        attended = self._attend(LAYER_PLANS.of(self), call, x)
         return self.dropout1(attended if self.norm_placement == "pre" else self.post_norm1(attended))
 
     def _ff_block(self, x: Tensor) -> Tensor:
-        fed = self._feed_forward(x, layer_plan(self).feed_forward)
+        fed = self._feed_forward(x, LAYER_PLANS.of(self).feed_forward)
         return self.dropout2(fed if self.norm_placement == "pre" else self.post_norm2(fed))
 
     _blocks = {"_sa_block": _sa_block, "_ff_block": _ff_block}

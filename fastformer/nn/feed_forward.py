@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer.nn.dropout import active_dropout
 from fastformer.nn.errors import InputError
-from fastformer.nn.guards import DROPOUTS, Plans, is_plain, is_untouched, is_watched, plain_parameters
+from fastformer.nn.guards import DROPOUTS, Plans, active_dropout, is_plain, is_untouched, plain_parameters
 from fastformer.nn.linear import LINEARS
 from fastformer.ops.feed_forward import ACTIVATIONS, GATED, feed_forward
 
@@ -156,10 +155,12 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Applies the network to x (..., dim), with a result of the same shape."""
-        plan = None if is_watched() else _PLANS.of(self)
+        plan = _PLANS.of(self)
         if plan is None:
             return call_feed_forward(x, self.linear1, self.linear2, self.activation, self.dropout)
         return plan.compute(x)
 
 
-_PLANS: Plans[FeedForwardPlan | None] = Plans("_fastformer_feed_forward_plan", find_feed_forward_plan)
+_PLANS: Plans[FeedForwardPlan | None] = Plans(
+    "_fastformer_feed_forward_plan", find_feed_forward_plan, watched=lambda module, plan: None
+)

@@ -28,7 +28,7 @@ import fastformer
 from fastformer.ops import _extension
 
 LINEARS = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
-# The modules that `active_dropout` fully describes.
+# The modules that `active_dropout` describes.
 DROPOUTS = (nn.Dropout, nn.Identity)
 _KINDS: tuple[type[nn.Module], ...] = (
     *(*LINEARS, nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm, nn.ReLU, nn.GELU, nn.SiLU),
@@ -65,8 +65,8 @@ def is_written_in(function: object, *packages: ModuleType) -> bool:
     if isinstance(function, BuiltinFunctionType):
         return True
     code = getattr(function, "__code__", None)
-    places = tuple(os.path.join(each.__path__[0], "") for each in packages)
-    return code is not None and code.co_filename.startswith(places)
+    folders = tuple(os.path.join(each.__path__[0], "") for each in packages)
+    return code is not None and code.co_filename.startswith(folders)
 
 
 def if_written_in(functions: Iterable[object], *packages: ModuleType) -> tuple[object, ...]:
@@ -222,6 +222,11 @@ def plain_parameters(module: object, *kinds: type[nn.Module]) -> dict[str, Any] 
     return module._parameters if "weight" in module._parameters and "bias" in module._parameters else None
 
 
+def active_dropout(dropout: nn.Module) -> float:
+    """Returns the current probability of a plain `nn.Dropout`: 0 in evaluation, and 0 for an `nn.Identity`."""
+    return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
+
+
 def given(**options: Any) -> dict[str, Any]:
     """Returns the options that aren't None: modules with torch.nn's signature get only options that the caller set."""
     return {name: value for name, value in options.items() if value is not None}
@@ -263,7 +268,7 @@ class Guards:
         owner: the module whose class, children and settings are watched. It may have hooks and a forward of its own.
         modules: the modules inside of the owner whose class, children, hooks, functions, and call settings are watched.
             Each is watched by itself, so pass the modules inside of them, too.
-        functions: other watched functions, each by its place (the `vars` of a Python module, or a class) and its name.
+        functions: other watched functions, each by its holder (the `vars` of a Python module, or a class) and its name.
         wholly: further modules, of which all attributes are watched, with numbers and flags such as `training`, and the
             classes of their parameters. The parameters may be replaced by others of the same class.
         strangers: further modules of which only the class is watched.
@@ -286,23 +291,23 @@ class Guards:
         own, partly, whole = vars(owner), [*map(vars, modules)], [*map(vars, wholly)]
         # Nothing here may refer to the owner's own dictionary, which refers to this object.
         names = ["_modules", *(name for name in watched_names(own) if name not in _OF_THE_OWNER_ALONE)]
-        # Dictionaries of which every value is watched, and places of which only one value is.
+        # Dictionaries of which every value is watched, and attributes (holder, name), each watched alone.
         watched = [
             own["_modules"],
             *others,
             *whole,
             *(each[name] for each in (*partly, *whole) for name in ("_modules", *_HOOKS)),
         ]
-        places: list[tuple[object, str]] = []
+        attributes: list[tuple[object, str]] = []
         for each in partly:
             # The dictionaries of hooks themselves are watched, too, since users may replace them.
-            places += [(each, name) for name in ("_modules", *_HOOKS, *watched_names(each))]
-            places += [(each, name) for name in ("forward", "_compiled_call_impl")]
+            attributes += [(each, name) for name in ("_modules", *_HOOKS, *watched_names(each))]
+            attributes += [(each, name) for name in ("forward", "_compiled_call_impl")]
         for kind in {kind for line in set(kinds) for kind in line.__mro__} - {object}:
             # For a class that is not a module and has no __call__, getattr returns a new object each time.
             methods = ("forward", "__call__") if issubclass(kind, nn.Module) else ("forward",)
-            places += [(kind, name) for name in (*methods, *BLOCKS.get(kind, ()))]
-        places += functions
+            attributes += [(kind, name) for name in (*methods, *BLOCKS.get(kind, ()))]
+        attributes += functions
         tensors = [each._parameters for each in wholly if each not in BORROWERS]
         sized = [*watched, *partly, *tensors]
         watched = [space for space in watched if space]  # an empty one of the same size has no values
@@ -310,7 +315,7 @@ class Guards:
             *(kinds, every, tuple(names), tuple(map(own.get, names))),
             *(tuple(sized), (len(own), *map(len, sized))),
             *(tuple(watched), tuple(chain.from_iterable(map(dict.values, watched)))),
-            *(tuple(places), tuple(starmap(_look_up, places))),
+            *(tuple(attributes), tuple(starmap(_look_up, attributes))),
             *(tuple(tensors), tuple(map(type, chain.from_iterable(map(dict.values, tensors))))),
         )
 
@@ -325,7 +330,7 @@ class Guards:
         return None if made is None else made(self._record)
 
     def _hold(self, owner: nn.Module) -> bool:
-        """Computes `hold` without the C++ extension: built-in functions over flat columns, no Python code per place."""
+        """Computes `hold` without the C++ extension: built-in functions over flat columns."""
         kinds, modules, names, own_values, sized, sizes, *_, tensors, types = self._record
         own, columns = vars(owner), self._columns
         return (
@@ -339,23 +344,23 @@ class Guards:
 
     @functools.cached_property
     def _columns(self) -> _Columns:
-        *_, spaces, values, places, expected, _, _ = self._record
-        return _Columns(spaces, values, [*zip(places, expected, strict=True)])
+        *_, spaces, values, attributes, expected, _, _ = self._record
+        return _Columns(spaces, values, [*zip(attributes, expected, strict=True)])
 
 
 class _Columns:
-    """The watched places by the built-in function that reads them, with holders and names in two columns."""
+    """The watched attributes by the built-in function that reads them, with holders and names in two columns."""
 
     def __init__(
         self,
         spaces: tuple[dict[str, Any], ...],
         values: tuple[object, ...],
-        places: list[tuple[tuple[object, str], object]],
+        attributes: list[tuple[tuple[object, str], object]],
     ) -> None:
         self.spaces, self.values = spaces, values
-        dicts = [each for each in places if isinstance(each[0][0], dict)]
-        proxies = [each for each in places if isinstance(each[0][0], MappingProxyType)]
-        others = [each for each in places if not isinstance(each[0][0], dict | MappingProxyType)]
+        dicts = [each for each in attributes if isinstance(each[0][0], dict)]
+        proxies = [each for each in attributes if isinstance(each[0][0], MappingProxyType)]
+        others = [each for each in attributes if not isinstance(each[0][0], dict | MappingProxyType)]
         self.expected = [expected for _, expected in (*dicts, *proxies, *others)]
         self._parts = [
             (look_up, [holder for (holder, _), _ in part], [name for (_, name), _ in part], repeat(None))
@@ -363,7 +368,7 @@ class _Columns:
         ]
 
     def found(self) -> Iterator[object]:
-        """Returns the current values of the places."""
+        """Returns the current values of the attributes."""
         return chain.from_iterable(starmap(map, self._parts))
 
 
@@ -385,15 +390,28 @@ class Plans(Generic[T]):
         attribute: the name of the module's attribute that holds its plans.
         find: (module) -> the findings. They must not refer to the module, or it would be freed late.
         guard: (module) -> the guards of the findings.
+        watched: (module, the findings) -> the findings that replace them for a call that `is_watched`; None: the same.
     """
 
-    def __init__(self, attribute: str, find: Callable[[Any], T], guard: Callable[[Any], Guards] | None = None) -> None:
+    def __init__(
+        self,
+        attribute: str,
+        find: Callable[[Any], T],
+        guard: Callable[[Any], Guards] | None = None,
+        *,
+        watched: Callable[[Any, T], T] | None = None,
+    ) -> None:
         self._attribute = attribute
         self._find = find
         self._guard = guards_of if guard is None else guard
+        self._watched = watched
 
     def of(self, module: nn.Module) -> T:
-        """Returns the findings about a module in its current state."""
+        """Returns the findings about a module for the current call."""
+        found = self._of(module)
+        return found if self._watched is None or not is_watched() else self._watched(module, found)
+
+    def _of(self, module: nn.Module) -> T:
         if torch.compiler.is_compiling():
             return self._find(module)  # the compiler guards the values that are read here
         own = vars(module)
@@ -446,7 +464,7 @@ def guards_of(owner: nn.Module) -> Guards:
 
 
 def watched_names(own: dict[str, Any]) -> Iterator[str]:
-    """Yields the names of a module's attributes that may change the work of a call: functions and empty places.
+    """Yields the names of a module's attributes that may change the work of a call: functions and None.
 
     An absent child module is None, and users may replace the None by a function.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.cache.layer_view import LayerCache
-from fastformer.nn.attention import AttentionPlan, MultiheadAttention, WindowSize, plan_inside
-from fastformer.nn.dropout import active_dropout
+from fastformer.nn.attention import AttentionPlan, MultiheadAttention, plan_inside
+from fastformer.nn.attention_parameters import WindowSize
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError
 from fastformer.nn.feed_forward import (
@@ -26,18 +26,18 @@ from fastformer.nn.guards import (
     DROPOUTS,
     Plans,
     Replacement,
+    active_dropout,
     gathers,
     given,
     is_unhooked,
     is_untouched,
-    is_watched,
     replacement,
 )
-from fastformer.nn.layout import SequenceLayout
+from fastformer.nn.layout import SequenceLayout, open_nested
 from fastformer.nn.masks import as_additive
 from fastformer.nn.norm import AddLayerNorm, NormPlan, find_norm_plan
-from fastformer.nn.padding import open_nested
-from fastformer.ops._autograd import unviewed
+from fastformer.ops._dispatch import unviewed
+from fastformer.ops.add_layer_norm import add_layer_norm
 
 
 class ResidualStream(NamedTuple):
@@ -58,14 +58,17 @@ class ResidualStream(NamedTuple):
         """Computes (norm(value), value)."""
         if self.delta is None:
             return norm.module(self.residual), self.residual
-        return norm.join(self.delta, self.residual, self.dropout_p)
+        weight, bias = norm.parameters["weight"], norm.parameters.get("bias")
+        return add_layer_norm(
+            self.delta, self.residual, weight, bias, eps=norm.eps, dropout_p=self.dropout_p, rms_norm=norm.rms_norm,
+        )  # fmt: skip
 
 
 def _post_norm(x: Tensor, residual: Tensor, dropout: nn.Module, norm: NormPlan) -> Tensor:
     """Computes norm(dropout(x) + residual) in the sum's dtype: under autocast a post-norm layer's stream stays fp32."""
     if x.dtype != residual.dtype:
         x = x.to(torch.promote_types(x.dtype, residual.dtype))
-    return norm.join(x, residual, active_dropout(dropout))[0]
+    return ResidualStream(x, residual, active_dropout(dropout)).normalise(norm)[0]
 
 
 def _handed_over(plan: LayerPlan, out: Tensor | ResidualStream) -> Tensor | ResidualStream:
@@ -105,6 +108,10 @@ class LayerPlan(NamedTuple):
     why_called: str | None
     gathers: bool = False
 
+    def attention(self, name: str) -> AttentionPlan | None:
+        """Returns the plan of the attention of this name."""
+        return self.self_attention if name == "self_attn" else self.cross_attention
+
 
 def find_layer_plan(layer: _Layer) -> LayerPlan:
     """Finds the plan of a layer of fastformer's class, or of a class derived from it."""
@@ -133,16 +140,30 @@ def find_layer_plan(layer: _Layer) -> LayerPlan:
     )
 
 
-_PLANS: Plans[LayerPlan] = Plans("_fastformer_layer_plan", find_layer_plan)
-
-
-def layer_plan(layer: _Layer) -> LayerPlan:
-    """Returns the plan of a layer for the current call."""
-    plan = _PLANS.of(layer)
-    if not is_watched():
-        return plan
+def _watched_plan(layer: _Layer, plan: LayerPlan) -> LayerPlan:
     why_called = "a hook on all modules, a mode, or a function in place of one of PyTorch's sees what modules do"
     return LayerPlan(plan.replaced, (), (), True, None, None, None, why_called)
+
+
+LAYER_PLANS: Plans[LayerPlan] = Plans("_fastformer_layer_plan", find_layer_plan, watched=_watched_plan)
+
+
+class AttentionCall(NamedTuple):
+    """The arguments of a call of one of a layer's attentions, other than the queries.
+
+    Attributes:
+        name: the name of the module: "self_attn" or "multihead_attn".
+        memory: the sequence that the keys and values are made of; None in self-attention, and if a cache holds them.
+        attn_mask, key_padding_mask, is_causal: as in `MultiheadAttention`.
+        options: its further arguments; those that aren't given are absent.
+    """
+
+    name: str
+    memory: Tensor | None
+    attn_mask: Tensor | None
+    key_padding_mask: Tensor | None
+    is_causal: bool
+    options: dict[str, Any]
 
 
 class _Layer(nn.Module):
@@ -210,32 +231,18 @@ class _Layer(nn.Module):
         for i in self._sub_layers:
             setattr(self, f"dropout{i}", nn.Dropout(dropout))
 
-    def _attend(
-        self,
-        name: str,
-        plan: AttentionPlan | None,
-        x: Tensor,
-        memory: Tensor | None,
-        attn_mask: Tensor | None,
-        key_padding_mask: Tensor | None,
-        is_causal: bool,
-        options: dict[str, Any],
-    ) -> Tensor:
+    def _attend(self, plan: LayerPlan, call: AttentionCall, x: Tensor) -> Tensor:
         """Computes an attention of the layer by its plan, or by calling its module if there is no plan."""
-        if plan is not None:
-            known: Any = self._modules[name]
-            out: Tensor = known.attend(plan, x, memory, memory, attn_mask, key_padding_mask, is_causal, **options)
+        name, memory, attn_mask, key_padding_mask, is_causal, options = call
+        memory = x if name == "self_attn" else memory
+        known = plan.attention(name)
+        if known is not None:
+            module: Any = self._modules[name]
+            out: Tensor = module.attend(known, x, memory, memory, attn_mask, key_padding_mask, is_causal, **options)
             return out
-        attention: Any = getattr(self, name)
-        called: Tensor = attention(
-            x,
-            memory,
-            memory,
-            attn_mask=attn_mask,
-            key_padding_mask=key_padding_mask,
-            is_causal=is_causal,
-            need_weights=False,
-            **options,
+        masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask}
+        called: Tensor = getattr(self, name)(
+            x, memory, memory, **masks, is_causal=is_causal, need_weights=False, **options
         )[0]
         return called
 
@@ -252,15 +259,15 @@ class _Layer(nn.Module):
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        plan = layer_plan(self)
+        plan = LAYER_PLANS.of(self)
         if plan.replaced is not None and not options:
             out: Tensor = plan.replaced.original._sa_block(self, x, attn_mask, key_padding_mask, is_causal)
             return out
-        masks = attn_mask, key_padding_mask
-        return self.dropout1(self._attend("self_attn", plan.self_attention, x, x, *masks, is_causal, options))
+        call = AttentionCall("self_attn", None, attn_mask, key_padding_mask, is_causal, options)
+        return self.dropout1(self._attend(plan, call, x))
 
     def _ff_block(self, x: Tensor) -> Tensor:
-        plan = layer_plan(self)
+        plan = LAYER_PLANS.of(self)
         if plan.replaced is not None:
             out: Tensor = plan.replaced.original._ff_block(self, x)
             return out
@@ -268,11 +275,73 @@ class _Layer(nn.Module):
         fed: Tensor = dropout(self._feed_forward(x, plan.feed_forward))
         return fed
 
-    def _plan_after(self, plan: LayerPlan, attention: AttentionPlan | None) -> LayerPlan:
+    def _plan_after(self, plan: LayerPlan, call: AttentionCall) -> LayerPlan:
         """Returns the plan for the part after an attention, which may have run code that changed the plan."""
+        attention = plan.attention(call.name)
         if torch.compiler.is_compiling() or (attention is not None and not attention.calls_modules):
             return plan
-        return layer_plan(self)
+        return LAYER_PLANS.of(self)
+
+    def _join_post_norm(self, plan: LayerPlan, x: Tensor, calls: Sequence[AttentionCall]) -> Tensor:
+        """Computes the layer with a norm behind each sub-layer: x = norm(x + dropout(sub_layer(x)))."""
+        norms, dropouts = plan.norms, plan.dropouts
+        for call, norm, dropout in zip(calls, norms, dropouts, strict=False):
+            attended = self._attend(plan, call, x)
+            plan = self._plan_after(plan, call)
+            x = _post_norm(attended, x, dropout, norm)
+        return _post_norm(self._feed_forward(x, plan.feed_forward), x, dropouts[-1], norms[-1])
+
+    def _join_pre_norm(self, plan: LayerPlan, stream: ResidualStream, calls: Sequence[AttentionCall]) -> ResidualStream:
+        """Computes the layer with a norm before each sub-layer: x = x + dropout(sub_layer(norm(x)))."""
+        norms, dropouts = plan.norms, plan.dropouts
+        for call, norm, dropout in zip(calls, norms, dropouts, strict=False):
+            y, residual = stream.normalise(norm)
+            attended = self._attend(plan, call, y)
+            plan = self._plan_after(plan, call)
+            stream = ResidualStream(attended, residual, active_dropout(dropout))
+        y, residual = stream.normalise(norms[-1])
+        return ResidualStream(self._feed_forward(y, plan.feed_forward), residual, active_dropout(dropouts[-1]))
+
+    def _compute(
+        self, plan: LayerPlan, x: Tensor | ResidualStream, calls: Sequence[AttentionCall]
+    ) -> Tensor | ResidualStream:
+        """Computes the layer by its plan; the last sub-layer is the feed-forward network.
+
+        Args:
+            plan: the plan of the layer.
+            x: the input; a `ResidualStream` in a stack with norm_first.
+            calls: the attentions, in order.
+        """
+        if plan.norms and not self.norm_first:
+            assert isinstance(x, Tensor)
+            return self._join_post_norm(plan, x, calls)
+        stream = x if isinstance(x, ResidualStream) else ResidualStream(None, x)
+        if plan.norms:
+            stream = self._join_pre_norm(plan, stream, calls)
+        else:
+            stream = ResidualStream(None, self._call_blocks(stream.value(), calls))
+        return stream if isinstance(x, ResidualStream) else stream.value()
+
+    def _call_blocks(self, x: Tensor, calls: Sequence[AttentionCall]) -> Tensor:
+        """Computes the layer by calling each norm, and each block that a subclass may override."""
+        norms = [getattr(self, f"norm{i}") for i in self._sub_layers]
+        if self.norm_first:
+            for call, norm in zip(calls, norms, strict=False):
+                x = x + self._call_attention(call, norm(x))
+            return x + self._ff_block(norms[-1](x))
+        for call, norm in zip(calls, norms, strict=False):
+            x = norm(x + self._call_attention(call, x))
+        last: Tensor = norms[-1](x + self._ff_block(x))
+        return last
+
+    def _call_attention(self, call: AttentionCall, x: Tensor) -> Tensor:
+        # Blocks that replace these have torch.nn's arguments.
+        name, memory, attn_mask, key_padding_mask, is_causal, options = call
+        if name == "self_attn":
+            return self._sa_block(x, attn_mask, key_padding_mask, is_causal=is_causal, **options)
+        block: Any = self._mha_block
+        attended: Tensor = block(x, memory, attn_mask, key_padding_mask, is_causal, **options)
+        return attended
 
     def _norm_names(self) -> list[str]:
         return [f"norm{i}" for i in self._sub_layers]
@@ -334,7 +403,7 @@ class TransformerEncoderLayer(_Layer):
         Returns:
             src's shape; a `ResidualStream` for a `ResidualStream`.
         """
-        plan = layer_plan(self)
+        plan = LAYER_PLANS.of(self)
         others = (layout, cache, rotary, position_bias)
         if plan.replaced is not None and all(each is None for each in others) and isinstance(src, Tensor):
             options = given(src_mask=src_mask, src_key_padding_mask=src_key_padding_mask, is_causal=is_causal or None)
@@ -360,30 +429,7 @@ class TransformerEncoderLayer(_Layer):
     ) -> Tensor | ResidualStream:
         """Computes `forward` for a stack that knows the layer's plan; the options are those of the self-attention."""
         masks = masks_of(plan, src, attn_mask, key_padding_mask)
-        if not plan.norms:
-            x = src.value() if isinstance(src, ResidualStream) else src
-            if self.norm_first:
-                x = x + self._sa_block(self.norm1(x), *masks, is_causal=is_causal, **options)
-                x = x + self._ff_block(self.norm2(x))
-            else:
-                x = self.norm1(x + self._sa_block(x, *masks, is_causal=is_causal, **options))
-                x = self.norm2(x + self._ff_block(x))
-            return ResidualStream(None, x) if isinstance(src, ResidualStream) else x
-        norm1, norm2 = plan.norms
-        dropout1, dropout2 = plan.dropouts
-        if not self.norm_first:
-            assert isinstance(src, Tensor)
-            attended = self._attend("self_attn", plan.self_attention, src, src, *masks, is_causal, options)
-            plan = self._plan_after(plan, plan.self_attention)
-            x = _post_norm(attended, src, dropout1, norm1)
-            return _post_norm(self._feed_forward(x, plan.feed_forward), x, dropout2, norm2)
-        stream = src if isinstance(src, ResidualStream) else ResidualStream(None, src)
-        y, residual = stream.normalise(norm1)
-        attended = self._attend("self_attn", plan.self_attention, y, y, *masks, is_causal, options)
-        plan = self._plan_after(plan, plan.self_attention)
-        y, residual = norm2.join(attended, residual, active_dropout(dropout1))
-        stream = ResidualStream(self._feed_forward(y, plan.feed_forward), residual, active_dropout(dropout2))
-        return stream if isinstance(src, ResidualStream) else stream.value()
+        return self._compute(plan, src, (AttentionCall("self_attn", None, *masks, is_causal, options),))
 
     _blocks = {"_sa_block": _Layer._sa_block, "_ff_block": _Layer._ff_block}
 
@@ -448,7 +494,7 @@ class TransformerDecoderLayer(_Layer):
         Returns:
             tgt's shape; a `ResidualStream` for a `ResidualStream`.
         """
-        plan = layer_plan(self)
+        plan = LAYER_PLANS.of(self)
         others = (layout, memory_layout, cache, rotary, position_bias)
         if plan.replaced is not None and all(each is None for each in others) and isinstance(tgt, Tensor):
             options = given(
@@ -489,42 +535,11 @@ class TransformerDecoderLayer(_Layer):
         own_cache, other_cache = (None, None) if cache is None else (cache.self_attention, cache.cross_attention)
         own = given(layout=layout, cache=own_cache, rotary=rotary, position_bias=position_bias)
         other = given(layout=layout, memory_layout=memory_layout, cache=other_cache)
-        if not plan.norms:
-            x = tgt.value() if isinstance(tgt, ResidualStream) else tgt
-            if self.norm_first:
-                x = x + self._sa_block(self.norm1(x), *masks, is_causal, **own)
-                x = x + self._mha_block(self.norm2(x), memory, *memory_masks, memory_is_causal, **other)
-                x = x + self._ff_block(self.norm3(x))
-            else:
-                x = self.norm1(x + self._sa_block(x, *masks, is_causal, **own))
-                x = self.norm2(x + self._mha_block(x, memory, *memory_masks, memory_is_causal, **other))
-                x = self.norm3(x + self._ff_block(x))
-            return ResidualStream(None, x) if isinstance(tgt, ResidualStream) else x
-        norm1, norm2, norm3 = plan.norms
-        dropout1, dropout2, dropout3 = plan.dropouts
-        if not self.norm_first:
-            assert isinstance(tgt, Tensor)
-            attended = self._attend("self_attn", plan.self_attention, tgt, tgt, *masks, is_causal, own)
-            plan = self._plan_after(plan, plan.self_attention)
-            x = _post_norm(attended, tgt, dropout1, norm1)
-            attended = self._attend(
-                "multihead_attn", plan.cross_attention, x, memory, *memory_masks, memory_is_causal, other
-            )
-            plan = self._plan_after(plan, plan.cross_attention)
-            x = _post_norm(attended, x, dropout2, norm2)
-            return _post_norm(self._feed_forward(x, plan.feed_forward), x, dropout3, norm3)
-        stream = tgt if isinstance(tgt, ResidualStream) else ResidualStream(None, tgt)
-        y, residual = stream.normalise(norm1)
-        attended = self._attend("self_attn", plan.self_attention, y, y, *masks, is_causal, own)
-        plan = self._plan_after(plan, plan.self_attention)
-        y, residual = norm2.join(attended, residual, active_dropout(dropout1))
-        attended = self._attend(
-            "multihead_attn", plan.cross_attention, y, memory, *memory_masks, memory_is_causal, other
+        calls = (
+            AttentionCall("self_attn", None, *masks, is_causal, own),
+            AttentionCall("multihead_attn", memory, *memory_masks, memory_is_causal, other),
         )
-        plan = self._plan_after(plan, plan.cross_attention)
-        y, residual = norm3.join(attended, residual, active_dropout(dropout2))
-        stream = ResidualStream(self._feed_forward(y, plan.feed_forward), residual, active_dropout(dropout3))
-        return stream if isinstance(tgt, ResidualStream) else stream.value()
+        return self._compute(plan, tgt, calls)
 
     def _mha_block(
         self,
@@ -535,12 +550,12 @@ class TransformerDecoderLayer(_Layer):
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        plan = layer_plan(self)
+        plan = LAYER_PLANS.of(self)
         if plan.replaced is not None and not options:
             out: Tensor = plan.replaced.original._mha_block(self, x, mem, attn_mask, key_padding_mask, is_causal)
             return out
-        masks = attn_mask, key_padding_mask
-        return self.dropout2(self._attend("multihead_attn", plan.cross_attention, x, mem, *masks, is_causal, options))
+        call = AttentionCall("multihead_attn", mem, attn_mask, key_padding_mask, is_causal, options)
+        return self.dropout2(self._attend(plan, call, x))
 
     _blocks = {"_sa_block": _Layer._sa_block, "_mha_block": _mha_block, "_ff_block": _Layer._ff_block}
 

@@ -1,4 +1,4 @@
-"""Checks whether a whole model is unchanged since a decision about it, and whether its tensors are at the same places.
+"""Checks whether a whole model is unchanged since a decision about it, its tensors at the same addresses.
 
 This is for code that computes a whole model without calling its modules: the C++ engine, which reads its weights, and
 CUDA graphs, which replay the work of one call.
@@ -18,7 +18,7 @@ _SCALARS = (bool, int, float, str, tuple)
 
 
 class ModelGuards:
-    """A snapshot of a model: its modules with their settings and hooks, and the places of its tensors.
+    """A snapshot of a model: its modules with their settings and hooks, and the addresses of its tensors.
 
     The values of tensors may change. The guards keep the tensors and the modules inside of the model alive, but not the
     model, so that a weak dictionary of models can hold them.
@@ -28,7 +28,7 @@ class ModelGuards:
         functions: other watched functions; see `Guards`.
 
     Attributes:
-        tensors: the parameters and buffers; a shared one is listed once for each of its places.
+        tensors: the parameters and buffers; a shared one is listed once for each of its names.
         layout: the addresses and strides of the tensors; see `layout_of`.
     """
 

@@ -8,10 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer.nn.dropout import check_dropout
 from fastformer.nn.errors import InputError
 from fastformer.nn.guards import FORWARDS, is_untouched
 from fastformer.ops.add_layer_norm import add_layer_norm
+
+
+def check_dropout(dropout: float) -> float:
+    """Checks a probability and returns it unchanged, in the form in which `nn.Dropout` holds it.
+
+    Raises:
+        InputError: the probability is not a number in [0, 1].
+    """
+    if not isinstance(dropout, int | float) or not 0.0 <= dropout <= 1.0:
+        raise InputError(f"expected dropout in [0, 1], got {dropout!r}")
+    return dropout
 
 
 def _is_plain(tensor: Tensor | None) -> bool:
@@ -102,7 +112,7 @@ FORWARDS[AddLayerNorm] = AddLayerNorm.forward
 
 
 class NormPlan(NamedTuple):
-    """The places of an untouched norm's parameters, and its settings for `ops.add_layer_norm`."""
+    """The dictionary of an untouched norm's parameters, and its settings for `ops.add_layer_norm`."""
 
     module: nn.Module
     parameters: dict[str, Any]
@@ -113,18 +123,6 @@ class NormPlan(NamedTuple):
         """Computes norm(x) in the same way as `AddLayerNorm`."""
         weight, bias = self.parameters["weight"], self.parameters.get("bias")
         return add_layer_norm(x, None, weight, bias, eps=self.eps, rms_norm=self.rms_norm)[0]
-
-    def join(self, x: Tensor, residual: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
-        """Computes (norm(dropout(x) + residual), the sum)."""
-        return add_layer_norm(
-            x,
-            residual,
-            self.parameters["weight"],
-            self.parameters.get("bias"),
-            eps=self.eps,
-            rms_norm=self.rms_norm,
-            dropout_p=dropout_p,
-        )
 
 
 def find_norm_plan(norm: object) -> NormPlan | None:

@@ -88,7 +88,7 @@ class StackSettings(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """The tensors of a stack and their places in memory."""
+    """The tensors of a stack and their addresses."""
 
     tensors: list[Tensor]
     layout: object
@@ -101,8 +101,8 @@ class _Copies:
         calls: the number of calls that the current copy has served.
         wasted: the number of copies in a row that served only one call.
         quiet: the number of calls in a row that found the weights unchanged, since packing was given up.
-        seen: the places and versions of the weights at the last of these calls.
-        reason: why the engine can't use the weights at their current places.
+        seen: the addresses and versions of the weights at the last of these calls.
+        reason: why the engine can't use the weights at their current addresses.
     """
 
     def __init__(self) -> None:
@@ -240,9 +240,9 @@ def _versions(tensors: list[Tensor]) -> object:
 def _arrays(tensors: list[Tensor | None], settings: StackSettings) -> dict[str, Any]:
     """Returns the tensors by their names in csrc/engine/packed_model.h."""
     named = {
-        f"encoder.layers.{i}.{name}": tensors[i * len(_NAMES) + place]
+        f"encoder.layers.{i}.{name}": tensors[i * len(_NAMES) + index]
         for i in range(settings.num_layers)
-        for place, name in enumerate(_NAMES)
+        for index, name in enumerate(_NAMES)
     }
     if settings.has_final_norm:
         weight, bias = tensors[-2:]

@@ -288,14 +288,14 @@ def _spans(ranges: Sequence[Range]) -> tuple[bool, list[Range]]:
                 mapped.append([begin, end])
     is_private, found, last = True, list[Range](), -1
     for begin, end in ranges:
-        place = bisect.bisect_right(mapped, begin, key=lambda one: one[0]) - 1
-        if place < 0 or mapped[place][1] < end:
-            is_private, place = False, -1
-        if found and begin <= found[-1][1] + (_NEAR if place == last >= 0 else 0):
+        index = bisect.bisect_right(mapped, begin, key=lambda one: one[0]) - 1
+        if index < 0 or mapped[index][1] < end:
+            is_private, index = False, -1
+        if found and begin <= found[-1][1] + (_NEAR if index == last >= 0 else 0):
             found[-1] = found[-1][0], max(end, found[-1][1])
         else:
             found.append((begin, end))
-        last = place
+        last = index
     return is_private, found
 
 

@@ -29,7 +29,7 @@ class Held(Protocol):
 
     @property
     def layout(self) -> object:
-        """The places of the tensors in memory; see `layout_of`."""
+        """The addresses of the tensors; see `layout_of`."""
 
 
 # (model) -> the guards of a model that may be packed, or None and the reason why it may not.

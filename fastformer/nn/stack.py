@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from fastformer.errors import InputError
 from fastformer.nn.attention import AttentionPlan, MultiheadAttention
-from fastformer.nn.dropout import active_dropout
-from fastformer.nn.guards import Plans, Replacement, is_traced, is_watched, replacement
+from fastformer.nn.guards import Plans, Replacement, active_dropout, replacement
 from fastformer.nn.layers import (
     LayerPlan,
     TransformerDecoderLayer,
@@ -24,7 +23,7 @@ from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.masks import merge_masks
 from fastformer.nn.norm import NormPlan, find_norm_plan
 from fastformer.nn.packed_stack import PRECISIONS, StackSettings, run_packed, why_no_engine
-from fastformer.ops import _eager, _extension, _library
+from fastformer.ops import _dispatch, _extension
 from fastformer.ops.linear import runs_as_op
 
 _MOST_ROUTES = 256
@@ -38,7 +37,7 @@ class Evaluation(NamedTuple):
     `encoder_stack`.
 
     Attributes:
-        parameters: the places of the tensors, in the op's order.
+        parameters: the dictionaries and names of the tensors, in the op's order.
         attention: the attention of the first layer.
         settings: eps, num_heads, num_kv_heads, activation, norm_first, rms_norm and the final norm's rms_norm.
         routes: by the number of rows, the dtype and a forced backend: whether each projection is the extension's.
@@ -74,23 +73,24 @@ class Evaluation(NamedTuple):
         if torch.compiler.is_compiling():
             return None
         function = _extension.function("encoder_stack")
-        forced = _library.forced_backend()
-        if function is None or forced not in (None, "cpp") or not _eager.nothing_sees_ops():
+        forced = _dispatch.forced_backend()
+        if function is None or forced not in (None, "cpp") or not _dispatch.nothing_sees_ops():
             return None
         if type(x) is not Tensor or x.device.type != "cpu":
             return None
         attention = self.attention
-        if mask is not None and not is_causal:
-            if layout is not None or mask.dtype not in (torch.bool, x.dtype) or mask.device != x.device:
-                return None
-            if not (attention.batch_first and x.dim() == 3):
+        is_batch = attention.batch_first and x.dim() == 3
+        if is_causal:
+            mask = None
+        if not is_batch and (layout is None or not layout.is_packed):
+            return None
+        if mask is not None:
+            if not is_batch or layout is not None or mask.dtype not in (torch.bool, x.dtype) or mask.device != x.device:
                 return None
             mask = merge_masks(mask, None, x.shape[0], attention.num_heads, x.shape[1], x.shape[1])
-        elif (layout is None or not layout.is_packed) and not (attention.batch_first and x.dim() == 3):
-            return None
         left, right = attention.window_size
         if is_causal:
-            mask, right = None, 0 if right is None else min(right, 0)
+            right = 0 if right is None else min(right, 0)
         tensors: list[Any] = [*starmap(dict.get, self.parameters)]
         if mask is None and not is_causal and self.packed is not None and stack.packs_weights and x.numel():
             out = self._run_packed(stack, self.packed, tensors, x, layout)
@@ -136,9 +136,9 @@ class Evaluation(NamedTuple):
     @staticmethod
     def _note(routes: list[bool], layout: SequenceLayout | None) -> None:
         for is_ours in routes:
-            _library.note_backend("linear", "cpp" if is_ours else "torch")
+            _dispatch.note_backend("linear", "cpp" if is_ours else "torch")
         for name in ("attention_fwd" if layout is None else "varlen_attention_fwd", *_NORM_AND_FEED_FORWARD):
-            _library.note_backend(name, "cpp")
+            _dispatch.note_backend(name, "cpp")
 
 
 class StackPlan(NamedTuple):
@@ -284,16 +284,13 @@ def _find_method_names(kind: type[nn.Module]) -> tuple[str, ...]:
 # torch 2.11's compiler can look a name up in a __dict__, but not walk over it.
 _method_names: Callable[[type[nn.Module]], tuple[str, ...]] = torch.compiler.assume_constant_result(_find_method_names)
 
-_PLANS: Plans[StackPlan] = Plans("_fastformer_stack_plan", find_stack_plan)
 
-
-def stack_plan(stack: Stack) -> StackPlan:
-    """Returns the plan of a stack for the current call."""
-    plan = _PLANS.of(stack)
-    if not is_watched():
-        return plan
+def _watched_plan(stack: Stack, plan: StackPlan) -> StackPlan:
     why = "a hook on all modules, a mode, or a function in the place of one of PyTorch's sees what modules do"
     return StackPlan(plan.replaced, (None,) * len(stack.layers), None, False, why, False, None)
+
+
+STACK_PLANS: Plans[StackPlan] = Plans("_fastformer_stack_plan", find_stack_plan, watched=_watched_plan)
 
 
 class Stack(nn.Module):
@@ -324,22 +321,3 @@ class Stack(nn.Module):
         if (layout is not None and layout.is_packed) or attention is None:
             return None
         return x.shape[1 if x.dim() == 3 and getattr(attention, "batch_first", False) else 0]
-
-
-def as_rows(plan: StackPlan, x: Tensor) -> Tensor | None:
-    """Returns a batch (.., .., dim) as (rows, dim), so that layers need no views around products; None if they do.
-
-    The layers get the first two dimensions separately.
-    """
-    if torch.compiler.is_compiling() or plan.gathers or not may_pack(plan, x) or not x.is_contiguous():
-        return None
-    return x.view(-1, x.shape[-1])
-
-
-def may_pack(plan: StackPlan, *inputs: Tensor) -> bool:
-    """Returns whether the layers compute the same for packed tokens, and no other code sees the packing."""
-    return (
-        plan.why_padded is None
-        and all(type(each) in (Tensor, nn.Parameter) and each.dim() == 3 for each in inputs)
-        and not is_traced()
-    )

@@ -15,13 +15,12 @@ from fastformer.nn.cached_step import check_layers, check_masks, next_tokens
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError
 from fastformer.nn.feed_forward import Activation
-from fastformer.nn.guards import given, replacement
+from fastformer.nn.guards import given, is_traced, replacement
 from fastformer.nn.layers import LayerPlan, ResidualStream, TransformerDecoderLayer, TransformerEncoderLayer
-from fastformer.nn.layout import SequenceLayout
+from fastformer.nn.layout import Padding, SequenceLayout, open_nested, read_padding
 from fastformer.nn.masks import as_additive, is_causal_mask, square_subsequent_mask
 from fastformer.nn.norm import AddLayerNorm
-from fastformer.nn.padding import Padding, open_nested, read_padding
-from fastformer.nn.stack import Stack, StackPlan, as_rows, may_pack, stack_plan
+from fastformer.nn.stack import STACK_PLANS, Stack, StackPlan
 
 # The type of the values between layers.
 State = Tensor | ResidualStream
@@ -49,7 +48,7 @@ def _run(
         else:
             state = call(layer, own, i, state)
         if plan.why_padded is not None and not torch.compiler.is_compiling():
-            plan = stack_plan(stack)  # a called module or hook may have changed the next layers
+            plan = STACK_PLANS.of(stack)  # a called module or hook may have changed the next layers
     if not isinstance(state, ResidualStream):
         return state if stack.norm is None else stack.norm(state)
     if stack.norm is None:
@@ -58,7 +57,26 @@ def _run(
         return stack.norm(state.value())
     # In the stream's dtype, as in torch.nn under autocast.
     delta = state.delta.to(torch.promote_types(state.delta.dtype, state.residual.dtype))
-    return plan.norm.join(delta, state.residual, state.dropout_p)[0]
+    return ResidualStream(delta, state.residual, state.dropout_p).normalise(plan.norm)[0]
+
+
+def _as_rows(plan: StackPlan, x: Tensor) -> Tensor | None:
+    """Returns a batch (.., .., dim) as (rows, dim), so that layers need no views around products; None if they do.
+
+    The layers get the first two dimensions separately.
+    """
+    if torch.compiler.is_compiling() or plan.gathers or not _may_pack(plan, x) or not x.is_contiguous():
+        return None
+    return x.view(-1, x.shape[-1])
+
+
+def _may_pack(plan: StackPlan, *inputs: Tensor) -> bool:
+    """Returns whether the layers compute the same for packed tokens, and no other code sees the packing."""
+    return (
+        plan.why_padded is None
+        and all(type(each) in (Tensor, nn.Parameter) and each.dim() == 3 for each in inputs)
+        and not is_traced()
+    )
 
 
 class TransformerEncoder(Stack):
@@ -120,7 +138,7 @@ class TransformerEncoder(Stack):
         Raises:
             InputError: masks along with a cache; a full cache.
         """
-        plan = stack_plan(self)
+        plan = STACK_PLANS.of(self)
         others = (layout, cache, rotary, position_bias)
         is_bare = all(option is None for option in others)
         if plan.replaced is not None and is_bare:
@@ -152,7 +170,7 @@ class TransformerEncoder(Stack):
         """Returns the padding that the layers need not compute; None if they compute everything."""
         # torch.nn reads a mask that it is also told to be causal, where there is padding.
         says_all = mask is None or (is_causal and is_causal_mask(mask))
-        if not says_all or not may_pack(plan, src):
+        if not says_all or not _may_pack(plan, src):
             return None
         padding = read_padding(src, key_padding_mask, self.layers[0].self_attn.batch_first)
         if padding is None or not (padding.is_none or padding.is_contiguous or not plan.is_windowed):
@@ -191,7 +209,7 @@ class TransformerEncoder(Stack):
             step = cache.begin(*next_tokens(cache, src, self.layers, layout))
         rows = None
         if all(each is None for each in (cache, layout, rotary, position_bias)):
-            rows = as_rows(plan, src)
+            rows = _as_rows(plan, src)
         shape = None if rows is None else src.shape[:2]
 
         def call(layer: nn.Module, own: LayerPlan | None, i: int, state: State) -> State:
@@ -276,7 +294,7 @@ class TransformerDecoder(Stack):
         Raises:
             InputError: other masks along with a cache; a full cache; neither memory nor its keys and values.
         """
-        plan = stack_plan(self)
+        plan = STACK_PLANS.of(self)
         is_bare = all(option is None for option in (layout, memory_layout, cache, rotary, position_bias))
         if plan.replaced is not None and is_bare:
             options = given(
@@ -338,7 +356,7 @@ class TransformerDecoder(Stack):
             return None
         # torch.nn reads a mask that it is also told to be causal, where there is padding.
         says_all = mask is None or (is_causal and is_causal_mask(mask))
-        if not says_all or not may_pack(plan, tgt, memory):
+        if not says_all or not _may_pack(plan, tgt, memory):
             return None
         batch_first = self.layers[0].self_attn.batch_first
         own, other = read_padding(tgt, key_padding_mask, batch_first), None

@@ -4,9 +4,9 @@ This is the only layer that knows backends.
 """
 
 from fastformer.ops import _oldest_torch as _oldest_torch  # first
+from fastformer.ops._dispatch import record_backends as record_backends
+from fastformer.ops._dispatch import use_backend as use_backend
 from fastformer.ops._dropout import draw_seed as draw_seed
-from fastformer.ops._library import record_backends as record_backends
-from fastformer.ops._library import use_backend as use_backend
 from fastformer.ops.add_layer_norm import add_layer_norm as add_layer_norm
 from fastformer.ops.attention import attention as attention
 from fastformer.ops.attention_weights import attention_weights as attention_weights

@@ -16,7 +16,7 @@ from fastformer.ops._dropout import keep_mask, keep_scale
 
 
 @dataclass
-class Scores:
+class AttentionOptions:
     """The options of attention: everything that decides the visible scores and their values, except q, k and v.
 
     Attributes:
@@ -120,7 +120,7 @@ def group_sum(weights: Tensor, rows: Tensor, num_kv_heads: int) -> Tensor:
     return (grouped.transpose(-2, -1) @ right).transpose(1, 2)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, scores: AttentionOptions) -> tuple[Tensor, Tensor]:
     """Computes (out, lse) of q (batch, seqlen_q, num_heads, head_dim), and k and v (batch, seqlen_k, num_kv_heads,
     head_dim).
 
@@ -156,7 +156,7 @@ def exponentials(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return weights, total, lse.squeeze(-1)
 
 
-def probabilities(q: Tensor, k: Tensor, lse: Tensor, scores: Scores) -> Tensor:
+def probabilities(q: Tensor, k: Tensor, lse: Tensor, scores: AttentionOptions) -> Tensor:
     """Computes exp(scores - lse), before dropout, in the accumulation type; rows that see no key are 0."""
     lse = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)
     weights = (scores(q, k) - lse).exp()
@@ -165,7 +165,7 @@ def probabilities(q: Tensor, k: Tensor, lse: Tensor, scores: Scores) -> Tensor:
 
 
 def attend_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: AttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes (dq, dk, dv, dscores).
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastformer.ops._attention_reference import Scores, attend, attend_backward
+from fastformer.ops._attention_reference import AttentionOptions, attend, attend_backward
 
 _ATEN = torch.ops.aten
 _FORWARD, _BACKWARD = (
@@ -48,7 +48,7 @@ def _as_read(t: Tensor) -> Tensor:
     return (t if t.stride(-1) == 1 else t.contiguous()).transpose(1, 2)
 
 
-def _causal_and_mask(q: Tensor, k: Tensor, scores: Scores) -> tuple[bool, Tensor | None]:
+def _causal_and_mask(q: Tensor, k: Tensor, scores: AttentionOptions) -> tuple[bool, Tensor | None]:
     """Returns whether the kernel's own causal mask is enough, and else an additive mask in q's dtype, or None."""
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     square = isinstance(scores.diagonal, int) and scores.diagonal == 0  # as many queries as keys
@@ -67,7 +67,7 @@ def _causal_and_mask(q: Tensor, k: Tensor, scores: Scores) -> tuple[bool, Tensor
     return False, mask.expand(*mask.shape[:2], seqlen_q, seqlen_k)
 
 
-def attend_torch(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+def attend_torch(q: Tensor, k: Tensor, v: Tensor, scores: AttentionOptions) -> tuple[Tensor, Tensor]:
     """Computes `attend` for calls that `unsupported` accepts."""
     if k.shape[1] == 0:
         return attend(q, k, v, scores)
@@ -82,7 +82,7 @@ def attend_torch(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tenso
 
 
 def attend_torch_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: AttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes (dq, dk, dv) of `attend_backward` for calls that `unsupported` accepts."""
     if k.shape[1] == 0:

@@ -9,13 +9,9 @@ import torch
 import torch._library.autograd
 from torch import Tensor
 
-from fastformer.ops import _eager
-from fastformer.ops._library import LIBRARY, OPS, PREFERRED, Op, forced_backend, use_backend
-
-
-def unviewed(value: Tensor) -> Tensor:
-    """Returns a new tensor that isn't marked as a view: autograd forbids changing a view that a function returns."""
-    return torch.ops.aten._unsafe_view.default(value, value.shape) if value._is_view() else value
+from fastformer.ops import _transforms
+from fastformer.ops._dispatch import OPS, Op, use_backend
+from fastformer.ops._library import LIBRARY
 
 
 def register_autograd(
@@ -38,36 +34,23 @@ def register_autograd(
             and forward mode; None if `backward` itself consists of differentiable operations.
     """
 
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        # A context variable does not reach the thread in which autograd runs a GPU's backward pass.
-        ctx.forced_backend = forced_backend()
-        # Zeros instead of None would give unused parameters a gradient, and an optimizer would then change them.
-        ctx.set_materialize_grads(False)
-        setup_context(ctx, inputs, output)
-
     def run(ctx: Any, *grads: Tensor | None) -> Any:
         if grads[0] is None and all(grad is None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
-        if differentiable_backward is not None and (torch.is_grad_enabled() or _eager.is_transformed()):
+        if differentiable_backward is not None and (torch.is_grad_enabled() or _transforms.is_transformed()):
             return differentiable_backward(ctx, *grads)
         if ctx.forced_backend is None:
             return backward(ctx, *grads)
         with use_backend(ctx.forced_backend):
             return backward(ctx, *grads)
 
-    def forward(ctx: Any, *args: Any) -> Any:
-        output = op.run(PREFERRED[args[0].device.type], args)
-        output = tuple([unviewed(each) for each in output]) if isinstance(output, tuple) else unviewed(output)
-        setup(ctx, args, output)
-        return output
-
     op = OPS[name]
-    op.has_autograd = True
-    members = {"forward": staticmethod(forward), "backward": staticmethod(run)}
+    op.has_autograd, op.setup_context = True, setup_context
+    members = {"forward": staticmethod(op.forward), "backward": staticmethod(run)}
     function = type(f"fastformer_{name}", (torch.autograd.Function,), members)
-    # The equivalent of `function.apply` if no transform is active, which `call` has checked.
+    # The equivalent of `function.apply` if no transform is active, which the call has checked.
     op.apply = cast(Any, super(torch.autograd.Function, function)).apply
-    _register_kernel(op, torch._library.autograd.Info(run, setup))
+    _register_kernel(op, torch._library.autograd.Info(run, op.save))
 
 
 def forbid_double_backward(name: str) -> None:
@@ -81,15 +64,15 @@ def forbid_double_backward(name: str) -> None:
     _register_kernel(op, torch._library.autograd.Info(backward, None))
 
 
-def _register_kernel(op: Op, info: torch._library.autograd.Info) -> None:
+def _register_kernel(op: Op[..., Any], info: torch._library.autograd.Info) -> None:
     """Registers the dispatcher's autograd kernel: torch.library's, or the formula if that kernel would be wrong.
 
     Inside a functorch transform torch.library's kernel raises an error, and it silently drops tangents.
     """
-    kernel = torch._library.autograd.make_autograd_impl(getattr(torch.ops.fastformer, op.name).default, info)
+    kernel = torch._library.autograd.make_autograd_impl(cast(Any, op.default), info)
 
     def formula_or_kernel(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
-        if op.formula is not None and _eager.is_transformed():
+        if op.formula is not None and _transforms.is_transformed():
             return op.formula(*args)
         return kernel(keyset, *args)
 
@@ -102,7 +85,7 @@ def refuse_derivatives(name: str, *tensors: Tensor | None) -> None:
     Raises:
         NotImplementedError: a derivative by one of the tensors is requested.
     """
-    if _eager.is_transformed() and any(t is not None and _eager.is_differentiated(t) for t in tensors):
+    if _transforms.is_transformed() and any(t is not None and _transforms.is_differentiated(t) for t in tensors):
         raise NotImplementedError(f"{name} is for inference: it has no gradients, and no forward-mode derivatives")
 
 

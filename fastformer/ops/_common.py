@@ -7,6 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from fastformer.ops._backends import SharedReason
+from fastformer.ops._dispatch import is_readable
+
 INTEGERS = (torch.int64, torch.int32)
 
 
@@ -85,21 +88,6 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: str, at_l
     check_dtype("bias", bias, x.dtype)
 
 
-def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Returns whether autograd will record operations on these tensors."""
-    if torch.is_grad_enabled():
-        for tensor in tensors:  # runs in each call: a generator takes three times as long
-            if getattr(tensor, "requires_grad", False):
-                return True
-    return False
-
-
-class SharedReason(str):
-    """A reason that is the same for all ops why a backend's kernels can't compute a call; it is logged only once."""
-
-    __slots__ = ()
-
-
 def cpp_unsupported_dtype(op_name: str, *, x: Tensor, **_: object) -> str | None:
     """Implements `cpp_unsupported` for an op that C++ computes for every x with a supported dtype."""
     return no_cpp_code(x.dtype)
@@ -110,22 +98,6 @@ def no_cpp_code(dtype: torch.dtype) -> SharedReason | None:
     if dtype in (torch.float32, torch.bfloat16, torch.float64):
         return None
     return SharedReason(f"it computes in fp32, bf16 and fp64, not {dtype}")
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Returns whether a tensor holds numbers, is of no subclass, and is neither traced nor batched."""
-    return (
-        not torch.compiler.is_compiling()
-        and type(tensor) is Tensor
-        and torch._C._functorch.maybe_current_level() is None
-        and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None  # the mode of make_fx
-        and not torch._C._functorch.is_legacy_batchedtensor(tensor)  # the tensors of autograd's is_grads_batched
-    )
-
-
-def is_readable(tensor: Tensor) -> bool:
-    """Returns whether reading a tensor's values is free: it is in CPU memory, and neither traced nor batched."""
-    return tensor.device.type == "cpu" and is_plain(tensor)
 
 
 def check_range(indices: Tensor, size: int, expected: str) -> None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fastformer.ops._common import described
-from fastformer.ops._eager import is_traced_for_onnx
+from fastformer.ops._transforms import is_traced_for_onnx
 
 _MASK32 = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -40,7 +40,7 @@ T = TypeVar("T")
 # The number of seeds that are drawn at once, and the devices where this happens: on a GPU each draw is a launch.
 _TOGETHER = 64
 _DEVICES = {"cuda"}
-# During a forward pass: the seeds that are left, and the place (see `_place`) where they were drawn.
+# During a forward pass: the seeds that are left, and for what they were drawn (see `_purpose`).
 _drawn: ContextVar[tuple[list[Tensor], list[object]] | None] = ContextVar("fastformer_seeds", default=None)
 
 
@@ -53,7 +53,7 @@ def draw_seed(device: torch.device | str) -> Tensor:
     drawn = None if torch.compiler.is_compiling() else _drawn.get()  # context variables can't be traced
     if drawn is not None and _may_share(torch.device(device)):
         seeds, where = drawn
-        here = _place(torch.device(device))
+        here = _purpose(torch.device(device))
         if not seeds or where != [here]:
             seeds[:] = torch.randint(0, 2**62, (_TOGETHER, 2), dtype=torch.int64, device=device).unbind(0)
             where[:] = [here]
@@ -77,7 +77,7 @@ def _may_share(device: torch.device) -> bool:
     )
 
 
-def _place(device: torch.device) -> tuple[int | None, bool]:
+def _purpose(device: torch.device) -> tuple[int | None, bool]:
     """Returns the device's index, and whether a graph is being captured: a captured graph may use no earlier seed."""
     return device.index, device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 

@@ -220,20 +220,27 @@ def choose(op_name: str, arguments: dict[str, Any]) -> Choice | None:
         name = fastest(capability, direction, q.shape[-1], is_causal, q.shape[1])
     if name == OURS or KERNELS[name].why_missing() is not None:
         return None
-    return Choice(name, functools.partial(_forward if direction == "fwd" else _backward, KERNELS[name], is_causal))
+    run = _forward if direction == "fwd" else _backward
+    return Choice(name, functools.partial(run, KERNELS[name], is_causal, arguments["softmax_scale"]))
 
 
-def _forward(kernel: Kernel, is_causal: bool, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    out, lse = kernel.forward(*(x.transpose(1, 2) for x in (q, k, v)), is_causal, rest[2])
+# Both get the op's arguments after those that a choice fixes. The others are those for which `why_not` finds no kernel.
+
+
+def _forward(
+    kernel: Kernel, is_causal: bool, softmax_scale: float, q: Tensor, k: Tensor, v: Tensor, *others: object
+) -> tuple[Tensor, Tensor]:
+    out, lse = kernel.forward(*(x.transpose(1, 2) for x in (q, k, v)), is_causal, softmax_scale)
     batch, seqlen, heads = q.shape[:3]
     return out.transpose(1, 2).contiguous(), lse.reshape(batch, heads, seqlen).contiguous()
 
 
 def _backward(
-    kernel: Kernel, is_causal: bool, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    kernel: Kernel, is_causal: bool, softmax_scale: float, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    lse: Tensor, *others: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     tensors = (x.transpose(1, 2) for x in (dout if dout.stride(-1) == 1 else dout.contiguous(), q, k, v, out))
-    gradients = kernel.backward(*tensors, lse, is_causal, rest[2])
+    gradients = kernel.backward(*tensors, lse, is_causal, softmax_scale)
     dq, dk, dv = (x.transpose(1, 2).contiguous() for x in gradients)
     return dq, dk, dv, q.new_empty(0)
 

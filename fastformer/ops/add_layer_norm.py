@@ -23,7 +23,7 @@ from fastformer.ops._common import (
     no_cpp_code,
 )
 from fastformer.ops._dropout import drop, resolve_dropout
-from fastformer.ops._library import OPS, define_op
+from fastformer.ops._library import define_op
 
 
 def add_layer_norm_reference(
@@ -249,7 +249,6 @@ register_autograd(
     "add_layer_norm_fwd", _backward, setup_context=_setup_context, differentiable_backward=_differentiable_backward
 )
 forbid_double_backward("add_layer_norm_bwd")
-_OP = OPS["add_layer_norm_fwd"]
 
 
 def add_layer_norm(
@@ -284,11 +283,12 @@ def add_layer_norm(
     Raises:
         ValueError: the shapes don't agree, x is an integer tensor, or dropout_p is outside [0, 1].
     """
-    args = (x, residual, weight, bias, eps, dropout_p, dropout_seed, rms_norm)
-    found = None if torch.compiler.is_compiling() else _OP.repeat(args)
+    found = None
+    if not torch.compiler.is_compiling() and type(x) is Tensor:
+        dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, x.device)
+        found = _fwd.repeat(x, residual, weight, bias, eps, dropout_p, dropout_seed, rms_norm)
     if found is None:
-        args = _checked(*args)
-        found = _fwd(*args)
+        found = _fwd(*_checked(x, residual, weight, bias, eps, dropout_p, dropout_seed, rms_norm))
     return found[0], x if residual is None and dropout_p == 0.0 else found[1]
 
 
@@ -314,5 +314,5 @@ def _checked(
     dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, x.device)
     args = (x, residual, weight, bias, eps, dropout_p, dropout_seed, rms_norm)
     if not torch.compiler.is_compiling():
-        _OP.settle(args)
+        _fwd.settle(args)
     return args

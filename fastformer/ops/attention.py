@@ -7,12 +7,12 @@ recompute the weights from lse in the backward pass.
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from fastformer.ops._attention_reference import Scores, attend, attend_backward
+from fastformer.ops._attention_reference import AttentionOptions, attend, attend_backward
 from fastformer.ops._attention_torch import attend_torch, attend_torch_backward, unsupported
 from fastformer.ops._autograd import differentiate, forbid_double_backward, register_autograd
 from fastformer.ops._common import (
@@ -25,8 +25,9 @@ from fastformer.ops._common import (
     resolve_softcap,
     resolve_window,
 )
+from fastformer.ops._dispatch import autocast, forced_backend
 from fastformer.ops._dropout import resolve_dropout
-from fastformer.ops._library import OPS, autocast, define_op, forced_backend, why_not
+from fastformer.ops._library import define_op
 
 
 def _scores(
@@ -40,8 +41,8 @@ def _scores(
     dropout_p: float,
     dropout_seed: Tensor | None,
     softcap: float = 0.0,
-) -> Scores:
-    return Scores(
+) -> AttentionOptions:
+    return AttentionOptions(
         softmax_scale=softmax_scale,
         diagonal=k.shape[1] - q.shape[1],
         window_left=window_left,
@@ -160,7 +161,6 @@ register_autograd(
     "attention_fwd", _backward, setup_context=_setup_context, differentiable_backward=_differentiable_backward
 )
 forbid_double_backward("attention_bwd")
-_OP = OPS["attention_fwd"]
 
 
 def why_no_kernel(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, softmax_scale: float) -> str | None:
@@ -174,7 +174,7 @@ def why_no_kernel(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, sof
     if backend is None:
         return f"there are no kernels for {q.device.type}"
     options = (None, softmax_scale, None, None, 0.0, None, 0.0)
-    return why_not(OPS["attention_fwd"], backend, (q, k, v, attn_mask, *options))
+    return _fwd.why_not(backend, (q, k, v, attn_mask, *options))
 
 
 @overload
@@ -277,9 +277,11 @@ def attention(
     is_bare = attn_mask is None and seqlens_k is None and not torch.compiler.is_compiling()
     if is_bare and softmax_scale is None and type(q) is Tensor and q.dim() == 4 and q.shape[3] > 0:
         left, right = resolve_window(is_causal, window_size)
-        found = _OP.repeat((q, k, v, None, None, q.shape[3] ** -0.5, left, right, dropout_p, dropout_seed, softcap))
+        dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, q.device)
+        scale = q.shape[3] ** -0.5
+        found = _fwd.repeat(q, k, v, None, None, scale, left, right, dropout_p, dropout_seed, softcap)
         if found is not None:
-            return found if return_lse else cast(Tensor, found[0])
+            return found if return_lse else found[0]
     q, k, v = autocast("attention", q, k, v)
     check_heads(q, k, v, 4, "(batch, seqlen, num_heads, head_dim)")
     if q.shape[0] != k.shape[0]:
@@ -291,6 +293,6 @@ def attention(
     cap = resolve_softcap(softcap)
     args = (q, k, v, expand_mask(attn_mask, q, k), seqlens_k, scale, left, right, dropout_p, dropout_seed, cap)
     if is_bare:
-        _OP.settle(args)
+        _fwd.settle(args)
     out, lse = _fwd(*args)
     return (out, lse) if return_lse else out

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fastformer.ops._attention_reference import Scores, exponentials, group_sum, grouped_matmul, probabilities
+from fastformer.ops._attention_reference import AttentionOptions, exponentials, group_sum, grouped_matmul, probabilities
 from fastformer.ops._autograd import differentiate, forbid_double_backward, register_autograd
 from fastformer.ops._common import (
     accumulation_dtype,
@@ -22,7 +22,8 @@ from fastformer.ops._common import (
     resolve_softcap,
     resolve_window,
 )
-from fastformer.ops._library import autocast, define_op
+from fastformer.ops._dispatch import autocast
+from fastformer.ops._library import define_op
 
 
 def _scores(
@@ -34,9 +35,11 @@ def _scores(
     window_left: int | None,
     window_right: int | None,
     softcap: float = 0.0,
-) -> Scores:
+) -> AttentionOptions:
     diagonal = k.shape[1] - q.shape[1]
-    return Scores(softmax_scale, diagonal, window_left, window_right, seqlens_k, attn_mask=attn_mask, softcap=softcap)
+    return AttentionOptions(
+        softmax_scale, diagonal, window_left, window_right, seqlens_k, attn_mask=attn_mask, softcap=softcap
+    )
 
 
 def attention_weights_reference(q: Tensor, k: Tensor, lse: Tensor, *options: Any) -> Tensor:
@@ -72,7 +75,7 @@ def attention_weights_backward_reference(
     dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True))
     dmask = q.new_empty(0) if attn_mask is None else dscores.sum_to_size(attn_mask.shape).to(attn_mask.dtype)
     q, k = q.to(acc), k.to(acc)
-    dscores = Scores(softmax_scale, softcap=softcap).through_cap(q, k, dscores) * softmax_scale
+    dscores = AttentionOptions(softmax_scale, softcap=softcap).through_cap(q, k, dscores) * softmax_scale
     dq = grouped_matmul(dscores.transpose(1, 2), k.transpose(1, 2), k.shape[2]).transpose(1, 2)
     return dq.to(dtype).contiguous(), group_sum(dscores, q, k.shape[2]).to(dtype).contiguous(), dmask
 

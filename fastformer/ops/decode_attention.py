@@ -14,10 +14,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fastformer.ops._attention_reference import Scores, attend
+from fastformer.ops import _extension
+from fastformer.ops._attention_reference import AttentionOptions, attend
 from fastformer.ops._autograd import refuse_derivatives
 from fastformer.ops._common import check_heads, described, resolve_bound, resolve_scale, resolve_softcap
-from fastformer.ops._library import autocast, cpp_kernel, define_op
+from fastformer.ops._dispatch import autocast
+from fastformer.ops._library import define_op
 from fastformer.ops.attention import cpp_unsupported
 from fastformer.ops.rotary import check_tables, rotary_reference
 
@@ -78,7 +80,7 @@ def decode_attention_reference(
         if cache_batch_idx is not None:
             keys, values = keys[cache_batch_idx], values[cache_batch_idx]
     right = 0 if is_causal else None
-    scores = Scores(softmax_scale, total - q.shape[1], window_left, right, keys=total, softcap=softcap)
+    scores = AttentionOptions(softmax_scale, total - q.shape[1], window_left, right, keys=total, softcap=softcap)
     return attend(q, keys, values, scores)[0]
 
 
@@ -110,7 +112,7 @@ def _cpp_call(function: Callable[..., Tensor], *args: Any) -> Tensor:
     *args_of_cpp, cos, sin, interleaved, softcap = args
     if cos is not None:
         # The C++ function has no rotary embedding of its own, which would save next to nothing there.
-        rotate = cast("Callable[..., Tensor]", cpp_kernel("rotary_fwd"))
+        rotate = cast("Callable[..., Tensor]", _extension.function("rotary_fwd"))
         q, k_cache, v_cache, cache_seqlens, k, *rest = args_of_cpp
         q, k = _rotate_to_positions(rotate, q, k, cache_seqlens, cos, sin, interleaved)
         return function(q, k_cache, v_cache, cache_seqlens, k, *rest, softcap)

@@ -24,10 +24,10 @@ from fastformer.ops._common import (
     cpp_unsupported_dtype,
     described,
     is_matrix,
-    needs_gradient,
 )
+from fastformer.ops._dispatch import autocast, needs_gradient
 from fastformer.ops._dropout import drop, keep_scale, resolve_dropout
-from fastformer.ops._library import OPS, autocast, define_op
+from fastformer.ops._library import define_op
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu_tanh")
 GATED = ("swiglu", "geglu_tanh")
@@ -215,7 +215,6 @@ register_autograd(
     "feed_forward_fwd", _backward, setup_context=_setup_context, differentiable_backward=_differentiable_backward
 )
 forbid_double_backward("feed_forward_bwd")
-_OP = OPS["feed_forward_fwd"]
 
 
 def feed_forward(
@@ -250,11 +249,11 @@ def feed_forward(
         ValueError: shapes or dtypes don't agree, the activation is unknown, or dropout_p is outside [0, 1].
     """
     if not torch.compiler.is_compiling() and type(x) is Tensor and x.dim() == 2:
+        dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, x.device)
         needs_saved = needs_gradient(x, weight1, bias1, weight2, bias2)
-        found = _OP.repeat((x, weight1, bias1, weight2, bias2, activation, dropout_p, dropout_seed, needs_saved))
+        found = _fwd.repeat(x, weight1, bias1, weight2, bias2, activation, dropout_p, dropout_seed, needs_saved)
         if found is not None:
-            out: Tensor = found[0]
-            return out
+            return found[0]
     if activation not in ACTIVATIONS:
         raise ValueError(f"expected an activation in {ACTIVATIONS}, got {activation!r}")
     x, weight1, weight2 = autocast("feed_forward", x, weight1, weight2)
@@ -280,6 +279,6 @@ def feed_forward(
     needs_saved = torch._C._get_tracing_state() is not None or needs_gradient(x, weight1, bias1, weight2, bias2)
     args = (rows, weight1, bias1, weight2, bias2, activation, dropout_p, dropout_seed, needs_saved)
     if not torch.compiler.is_compiling() and x.dim() == 2:
-        _OP.settle(args)
+        _fwd.settle(args)
     out = _fwd(*args)[0]
     return out if x.dim() == 2 else out.reshape(*x.shape[:-1], weight2.shape[0])

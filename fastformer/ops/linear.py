@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer.ops import _eager, _extension
+from fastformer.ops import _extension, _transforms
 from fastformer.ops._autograd import forbid_double_backward, register_autograd
-from fastformer.ops._common import check_linear, cpp_unsupported_dtype, needs_gradient
-from fastformer.ops._library import autocast, define_op, forced_backend, note_backend
+from fastformer.ops._common import check_linear, cpp_unsupported_dtype
+from fastformer.ops._dispatch import autocast, forced_backend, needs_gradient, note_backend
+from fastformer.ops._library import define_op
 
 # The number of multiplications in the smallest product that C++ computes: below, a call costs more than the kernel
 # saves. A training step adds the time of Python's autograd functions. In bf16 PyTorch's loops are slow at any size.
@@ -208,7 +209,7 @@ def _only_autograd_watches(tensors: tuple[Tensor, ...]) -> bool:
         all(type(t) in _PLAIN_TENSORS and t.device.type == "cpu" and t.layout == torch.strided for t in tensors)
         and F.linear is _F_LINEAR
         and not (torch._C._is_torch_function_mode_enabled() or torch._C._len_torch_dispatch_stack())
-        and not _eager.is_transformed()
+        and not _transforms.is_transformed()
         and torch._C._get_tracing_state() is None
         and not torch._C._functorch.is_legacy_batchedtensor(tensors[0])
     )

@@ -28,13 +28,11 @@ from fastformer.ops._common import (
     check_range,
     cpp_unsupported_dtype,
     described,
-    is_plain,
-    is_readable,
-    needs_gradient,
     resolve_softcap,
     soft_capped,
 )
-from fastformer.ops._library import autocast, define_op
+from fastformer.ops._dispatch import autocast, is_plain, is_readable, needs_gradient
+from fastformer.ops._library import define_op
 
 # Enough rows for the matrix products to run at full rate, and few enough for a chunk of logits to stay in a CPU's
 # caches, or at least in memory that is used again. With 2,048 rows the pages of each chunk were new, and the loss took
@@ -230,9 +228,10 @@ def _gradients_fake(
 
 
 def _bwd_fake(
-    dlosses: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _gradients_fake(x, weight, bias, options[-2])
+    dlosses: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, lse: Tensor, ignore_index: int,
+    label_smoothing: float, smooth_others: bool, z_loss: float, output_mask: Sequence[bool], softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return _gradients_fake(x, weight, bias, output_mask)
 
 
 def linear_cross_entropy_with_gradients_reference(
@@ -272,20 +271,22 @@ def linear_cross_entropy_with_gradients_reference(
 
 
 def _formula_with_gradients(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *options: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int, label_smoothing: float,
+    smooth_others: bool, z_loss: float, mean: bool, output_mask: Sequence[bool], softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Computes the loss with operations that PyTorch differentiates; the op's own gradients are empty."""
-    *options_of_losses, mean, _output_mask, softcap = options
-    loss = linear_cross_entropy_formula(x, weight, bias, target, *(*options_of_losses, softcap))[0].sum()
+    options = (ignore_index, label_smoothing, smooth_others, z_loss, softcap)
+    loss = linear_cross_entropy_formula(x, weight, bias, target, *options)[0].sum()
     if mean:
-        loss = loss / (target != options[0]).sum().clamp(min=1)
+        loss = loss / (target != ignore_index).sum().clamp(min=1)
     return loss, x.new_empty(0), x.new_empty(0), x.new_empty(0)
 
 
 def _fwd_bwd_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return x.new_empty((), dtype=accumulation_dtype(x.dtype)), *_gradients_fake(x, weight, bias, options[-2])
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int, label_smoothing: float,
+    smooth_others: bool, z_loss: float, mean: bool, output_mask: Sequence[bool], softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return x.new_empty((), dtype=accumulation_dtype(x.dtype)), *_gradients_fake(x, weight, bias, output_mask)
 
 
 def _cpp_masked(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:
@@ -341,7 +342,8 @@ def _backward(ctx: Any, dlosses: Tensor, _: None) -> tuple[Tensor | None, ...]:
 
 
 def _setup_context_with_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.output_mask = [wanted and x is not None for x, wanted in zip(inputs[:3], inputs[-2], strict=True)]
+    x, weight, bias, *_, output_mask, _softcap = inputs
+    ctx.output_mask = [wanted and t is not None for t, wanted in zip((x, weight, bias), output_mask, strict=True)]
     ctx.save_for_backward(*output[1:])
     ctx.mark_non_differentiable(*output[1:])
 

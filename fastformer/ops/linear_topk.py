@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fastformer.ops._autograd import refuse_derivatives
 from fastformer.ops._common import accumulation_dtype, check_linear, cpp_unsupported_dtype, resolve_softcap, soft_capped
-from fastformer.ops._library import autocast, define_op
+from fastformer.ops._dispatch import autocast
+from fastformer.ops._library import define_op
 
 # The rows whose logits the reference computes at a time, and the classes whose weights it widens at a time: both fit
 # in a cache.
@@ -117,8 +118,8 @@ def best_of_logits(logits: Tensor, k: int, *, log_probs: bool = True, may_read: 
     if log_probs:
         # Not logits - lse: a large lse has few digits after the point.
         values = logits.log_softmax(-1).gather(-1, indices)
-    places = torch.arange(k, device=logits.device).expand_as(indices)
-    return TopK(values.masked_fill(broken, torch.nan), torch.where(broken, places, indices))
+    first = torch.arange(k, device=logits.device).expand_as(indices)
+    return TopK(values.masked_fill(broken, torch.nan), torch.where(broken, first, indices))
 
 
 def linear_topk_reference(

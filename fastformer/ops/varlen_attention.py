@@ -13,20 +13,20 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from fastformer.ops._attention_reference import Scores, attend, attend_backward
+from fastformer.ops._attention_reference import AttentionOptions, attend, attend_backward
 from fastformer.ops._attention_torch import attend_torch, attend_torch_backward, unsupported
 from fastformer.ops._autograd import differentiate, forbid_double_backward, register_autograd
 from fastformer.ops._common import (
     accumulation_dtype,
     check_heads,
     described,
-    is_readable,
     resolve_scale,
     resolve_softcap,
     resolve_window,
 )
+from fastformer.ops._dispatch import autocast, is_readable
 from fastformer.ops._dropout import resolve_dropout
-from fastformer.ops._library import autocast, define_op
+from fastformer.ops._library import define_op
 from fastformer.ops.attention import cpp_unsupported
 
 
@@ -68,10 +68,10 @@ def _prepare(
     dropout_p: float,
     dropout_seed: Tensor | None,
     softcap: float = 0.0,
-) -> tuple[_Packing, _Packing, Scores]:
+) -> tuple[_Packing, _Packing, AttentionOptions]:
     queries = _Packing(cu_seqlens_q, max_seqlen_q, q.shape[0])
     keys = _Packing(cu_seqlens_k, max_seqlen_k, k.shape[0])
-    scores = Scores(
+    scores = AttentionOptions(
         softmax_scale=softmax_scale,
         diagonal=keys.seqlens - queries.seqlens,
         window_left=window_left,
@@ -100,17 +100,21 @@ def _varlen_attention_torch(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> t
 
 
 def _padded(
-    attend: Callable[[Tensor, Tensor, Tensor, Scores], tuple[Tensor, Tensor]],
+    attend: Callable[[Tensor, Tensor, Tensor, AttentionOptions], tuple[Tensor, Tensor]],
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Computes (out, lse) with a function for padded sequences."""
-    if _is_empty(q, k, options[0], options[2], options[3]):
+    if _is_empty(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k):
         lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
         return q.new_zeros(q.shape), lse
-    queries, keys, scores = _prepare(q, k, *options)
+    queries, keys, scores = _prepare(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options)
     out, lse = attend(queries.pad(q), keys.pad(k), keys.pad(v), scores)
     return queries.pack(out), queries.pack(lse.transpose(1, 2), -torch.inf).T.contiguous()
 
@@ -136,12 +140,16 @@ def _padded_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes (dq, dk, dv) with a function for padded sequences."""
-    if _is_empty(q, k, options[0], options[2], options[3]):
+    if _is_empty(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k):
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    queries, keys, scores = _prepare(q, k, *options)
+    queries, keys, scores = _prepare(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options)
     padded_lse = queries.pad(lse.T).transpose(1, 2)
     dq, dk, dv = attend_backward(
         queries.pad(dout), queries.pad(q), keys.pad(k), keys.pad(v), queries.pad(out), padded_lse, scores
@@ -303,6 +311,25 @@ def varlen_attention(
         ValueError: shapes or dtypes don't agree, dropout_p is outside [0, 1], or cu_seqlens decreases, doesn't begin
             with 0, exceeds the rows or has a sequence longer than the maximum (checked if cu_seqlens is on a CPU).
     """
+
+    def check_sequences() -> None:
+        _check_sequences("q", cu_seqlens_q, max_seqlen_q, q.shape[0])
+        # In self-attention the sequences of k are those of q.
+        if not (cu_seqlens_k is cu_seqlens_q and max_seqlen_k == max_seqlen_q and k.shape[0] == q.shape[0]):
+            _check_sequences("k", cu_seqlens_k, max_seqlen_k, k.shape[0])
+
+    # With the usual options nothing has to be resolved but the scale.
+    is_bare = window_size == (None, None) and softmax_scale is None and isinstance(is_causal, bool)
+    is_bare = is_bare and not torch.compiler.is_compiling()
+    if is_bare and type(q) is Tensor and q.dim() == 3 and q.shape[2] > 0:
+        dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, q.device)
+        scale, right = q.shape[2] ** -0.5, 0 if is_causal else None
+        found = _fwd.repeat(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, None, right, dropout_p,
+            dropout_seed, softcap, check_values=check_sequences,
+        )  # fmt: skip
+        if found is not None:
+            return found if return_lse else found[0]
     q, k, v = autocast("varlen_attention", q, k, v)
     check_heads(q, k, v, 3, "(total, num_heads, head_dim)")
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
@@ -317,17 +344,16 @@ def varlen_attention(
         raise ValueError(
             f"expected as many sequences in q as in k, got {cu_seqlens_q.numel() - 1} and {cu_seqlens_k.numel() - 1}"
         )
-    _check_sequences("q", cu_seqlens_q, max_seqlen_q, q.shape[0])
-    # In self-attention the sequences of k are those of q.
-    if not (cu_seqlens_k is cu_seqlens_q and max_seqlen_k == max_seqlen_q and k.shape[0] == q.shape[0]):
-        _check_sequences("k", cu_seqlens_k, max_seqlen_k, k.shape[0])
+    check_sequences()
     left, right = resolve_window(is_causal, window_size)
     dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, q.device)
     scale = resolve_scale(softmax_scale, q.shape[-1])
-    out, lse = _fwd(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, left, right, dropout_p, dropout_seed,
-        resolve_softcap(softcap),
-    )  # fmt: skip
+    cap = resolve_softcap(softcap)
+    sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    args = (q, k, v, *sequences, scale, left, right, dropout_p, dropout_seed, cap)
+    if is_bare:
+        _fwd.settle(args)
+    out, lse = _fwd(*args)
     return (out, lse) if return_lse else out
 
 

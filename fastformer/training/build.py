@@ -9,7 +9,7 @@ import math
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -37,16 +37,16 @@ from fastformer.models.weights import WEIGHTS
 from fastformer.settings import suggestion
 from fastformer.special_ids import SpecialIds
 from fastformer.training.config import TrainConfig
-from fastformer.training.examples import load_data
+from fastformer.training.examples import Data, load_data
 from fastformer.training.graph_updates import check_device
 from fastformer.training.interrupts import Interrupts
 from fastformer.training.moved import check_origin, check_there, check_tokenizer, digest_of
 from fastformer.training.progress import METRICS
 from fastformer.training.report import template
+from fastformer.training.run_config import CONFIG, absolute_paths, check_unchanged, save_config
 from fastformer.training.run_log import RunLog
 from fastformer.training.schedule import surprises
 from fastformer.training.sections import OF_TOKENIZER, Architecture
-from fastformer.training.settings import CONFIG, absolute_paths, check_unchanged, save_config
 from fastformer.training.state import fingerprint
 from fastformer.training.trainer import Trainer
 from fastformer.training.world import World, read_parts
@@ -196,21 +196,74 @@ def _start(
     world: World,
 ) -> Trainer:
     world.first(lambda: _tidy(folder))
-    found, tokenizer, weights = None, None, None
-    if resume:
-        found = _latest(folder, world)
-        if found is None:
-            raise ValueError(f"every checkpoint in {folder} is damaged: train anew in another folder")
-        before = check_unchanged(config, found[1]["config"], found[0])
-        check_there(config)
-        if (folder / TOKENIZER).is_file():
-            tokenizer = load_tokenizer(folder)
-            check_tokenizer(config, before, tokenizer)
-        check_origin(config, before, found[1].get("init_weights"))
-    elif config.init_from:
-        config, source, tokenizer = take_over(config)
-        weights = source.state_dict()
-    config = replace(config, dropout_seeds=_dropout_seeds(config, world))
+    beginning = _read_checkpoint(config, folder, world) if resume else _read_origin(config)
+    config = replace(beginning.config, dropout_seeds=_dropout_seeds(beginning.config, world))
+    data = _load_same_data(config, beginning.tokenizer, world)
+    source_vocab_size = getattr(data.tokenizer, "source_vocab_size", None)
+    model = build_model(config, data.tokenizer.vocab_size, data.tokenizer.special_ids, source_vocab_size)
+    if beginning.weights is not None:
+        model.load_state_dict(beginning.weights)
+    trainer = Trainer(config, folder, model, data, device, lock=lock, interrupts=interrupts, log=log, world=world)
+    trainer.init_weights = None if beginning.weights is None else digest_of(beginning.weights)
+    if config.epochs:
+        _count_epochs(trainer)
+    done, rate = 0, 0.0
+    if beginning.checkpoint is not None:
+        path, state = beginning.checkpoint
+        world.each(lambda: trainer.load_state_dict(state, path))
+        logger.info("going on from %s", path)
+        done, rate = trainer.step, trainer.rate
+    else:
+        world.first(lambda: data.tokenizer.save(folder))
+    world.first(lambda: save_config(folder, trainer.config))
+    for sentence in surprises(trainer.config, model.config.d_model, done, rate):  # type: ignore[union-attr, arg-type]
+        logger.warning(sentence)
+    _log_sizes(trainer, model, data)
+    return trainer
+
+
+class _Beginning(NamedTuple):
+    """The state that a run begins with; the parts that don't exist yet are None.
+
+    Attributes:
+        config: the settings, with those that the state decides.
+        tokenizer: the tokenizer of the run, or of the run that it starts from.
+        weights: the weights of the run that it starts from.
+        checkpoint: the path and the contents of the checkpoint that it goes on from.
+    """
+
+    config: TrainConfig
+    tokenizer: Tokenizer | None = None
+    weights: dict[str, Any] | None = None
+    checkpoint: tuple[Path, dict[str, Any]] | None = None
+
+
+def _read_checkpoint(config: TrainConfig, folder: Path, world: World) -> _Beginning:
+    """Reads the state of a run that goes on, and checks the settings against it."""
+    checkpoint = _latest(folder, world)
+    if checkpoint is None:
+        raise ValueError(f"every checkpoint in {folder} is damaged: train anew in another folder")
+    path, state = checkpoint
+    before = check_unchanged(config, state["config"], path)
+    check_there(config)
+    tokenizer = None
+    if (folder / TOKENIZER).is_file():
+        tokenizer = load_tokenizer(folder)
+        check_tokenizer(config, before, tokenizer)
+    check_origin(config, before, state.get("init_weights"))
+    return _Beginning(config, tokenizer, checkpoint=checkpoint)
+
+
+def _read_origin(config: TrainConfig) -> _Beginning:
+    """Reads the model that a new run starts from, if the settings name one."""
+    if not config.init_from:
+        return _Beginning(config)
+    config, source, tokenizer = take_over(config)
+    return _Beginning(config, tokenizer, source.state_dict())
+
+
+def _load_same_data(config: TrainConfig, tokenizer: Tokenizer | None, world: World) -> Data:
+    """Loads the data, and compares them among all processes."""
     data = world.each(lambda: load_data(config, tokenizer))
     if world.size > 1:
         found_here: dict[str, object] = {
@@ -219,32 +272,25 @@ def _start(
             "tokenizer": hashlib.sha256(repr(contents(data.tokenizer)).encode()).hexdigest(),
         }
         world.check_same(found_here, "give all machines the same files")
-    source_vocab_size = getattr(data.tokenizer, "source_vocab_size", None)
-    model = build_model(config, data.tokenizer.vocab_size, data.tokenizer.special_ids, source_vocab_size)
-    if weights is not None:
-        model.load_state_dict(weights)
-    trainer = Trainer(config, folder, model, data, device, lock=lock, interrupts=interrupts, log=log, world=world)
-    trainer.init_weights = None if weights is None else digest_of(weights)
-    if config.epochs:
-        steps = count_updates(config, trainer.order)
-        logger.info(
-            "%g epoch%s %s %d update%s",
-            config.epochs, "" if config.epochs == 1 else "s", "is" if config.epochs == 1 else "are", steps,
-            "" if steps == 1 else "s",
-        )  # fmt: skip
-        config = trainer.config = replace(config, steps=steps, epochs=0.0)
-    done, rate = 0, 0.0
-    if found is not None:
-        path, state = found
-        world.each(lambda: trainer.load_state_dict(state, path))
-        logger.info("going on from %s", path)
-        done, rate = trainer.step, trainer.rate
-    else:
-        world.first(lambda: data.tokenizer.save(folder))
-    world.first(lambda: save_config(folder, config))
-    for sentence in surprises(config, model.config.d_model, done, rate):  # type: ignore[union-attr, arg-type]
-        logger.warning(sentence)
+    return data
+
+
+def _count_epochs(trainer: Trainer) -> None:
+    """Sets the number of updates of a run whose settings give epochs."""
+    config = trainer.config
+    steps = count_updates(config, trainer.order)
+    logger.info(
+        "%g epoch%s %s %d update%s",
+        config.epochs, "" if config.epochs == 1 else "s", "is" if config.epochs == 1 else "are", steps,
+        "" if steps == 1 else "s",
+    )  # fmt: skip
+    trainer.config = replace(config, steps=steps, epochs=0.0)
+
+
+def _log_sizes(trainer: Trainer, model: nn.Module, data: Data) -> None:
+    config, size = trainer.config, trainer.world.size
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    source_vocab_size = getattr(data.tokenizer, "source_vocab_size", None)
     logger.info(
         "%s: %s parameters, %s training examples, vocabulary %s, %s",
         config.model,
@@ -257,11 +303,10 @@ def _start(
                 "batching": config.batching,
                 "precision": config.precision,
                 "best_by": trainer.best.measure,
-                **({"processes": world.size} if world.size > 1 else {}),
+                **({"processes": size} if size > 1 else {}),
             }
         ),
     )
-    return trainer
 
 
 def _tidy(folder: Path) -> None:

@@ -19,7 +19,7 @@ from fastformer.generation import Translator
 from fastformer.models.weights import WEIGHTS
 from fastformer.training.progress import METRICS, duration
 from fastformer.training.report_charts import Line, chart, heatmap
-from fastformer.training.settings import CONFIG
+from fastformer.training.run_config import CONFIG
 
 logger = logging.getLogger("fastformer")
 

@@ -21,7 +21,7 @@ from benchmarks.measure.execute import Outcome
 from benchmarks.measure.suites import ROOT, Case, benchmarks, chosen_cases, listing, nothing_fits
 from benchmarks.run import main
 from fastformer.ops import add_layer_norm, use_backend
-from fastformer.ops._library import forced_backend
+from fastformer.ops._dispatch import forced_backend
 from tests.benchmarks.conftest import Refused
 from tests.benchmarks.running import run_case
 

@@ -17,7 +17,7 @@ from fastformer.cli import main
 from fastformer.data import load_tokenizer
 from fastformer.models.pretrained import read_notes
 from fastformer.training import TrainConfig, Trainer
-from fastformer.training.settings import load_config
+from fastformer.training.run_config import load_config
 from tests.training.tiny import contents
 
 FLAGS = shlex.split(

@@ -14,9 +14,8 @@ from fastformer.data import ByteTokenizer
 from fastformer.generation import Ensemble, Translator, generate, score
 from fastformer.generation.config import GenerationConfig
 from fastformer.generation.engines.ensemble import EnsembleEngine
-from fastformer.generation.generate import new_scheduler
 from fastformer.generation.request_builder import RequestBuilder
-from fastformer.generation.scheduler import run
+from fastformer.generation.scheduler import new_scheduler, run
 from fastformer.models import GPT, Transformer
 from fastformer.models.pretrained import save_model
 from fastformer.special_ids import SpecialIds

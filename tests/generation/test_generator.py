@@ -13,10 +13,9 @@ import torch
 
 from fastformer.generation import Generator, generate
 from fastformer.generation.engines import Prompt, choose_engine
-from fastformer.generation.generate import new_scheduler
 from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.requests import Request
-from fastformer.generation.scheduler import Scheduler, run
+from fastformer.generation.scheduler import Scheduler, new_scheduler, run
 from fastformer.models import GPT, Transformer
 from tests.generation.small import CPP, EOS, needs_cpp
 from tests.generation.weights import drawn

@@ -11,9 +11,8 @@ from fastformer.baseline import LSTMSeq2Seq
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator, generate
 from fastformer.generation.config import GenerationConfig
-from fastformer.generation.generate import new_scheduler
 from fastformer.generation.request_builder import RequestBuilder
-from fastformer.generation.scheduler import run
+from fastformer.generation.scheduler import new_scheduler, run
 from fastformer.models import GPT, Transformer
 from tests.generation.small import needs_cpp
 

@@ -19,7 +19,7 @@ from transformers.models.bert.modeling_bert import BertForMaskedLM, BertModel, B
 
 import fastformer
 from fastformer.integrations.known import RETURNS_TUPLES
-from fastformer.nn.padding import Padding
+from fastformer.nn.layout import Padding
 
 VOCAB = 64
 IDS = torch.randint(5, VOCAB - 1, (2, 9), generator=torch.Generator().manual_seed(0))

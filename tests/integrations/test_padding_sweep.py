@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fastformer
 from fastformer.integrations.known import RETURNS_TUPLES
-from fastformer.nn.padding import Padding
+from fastformer.nn.layout import Padding
 from tests.integrations.test_padding import IDS, LABELS, MASK, make
 
 REAL = MASK.bool()

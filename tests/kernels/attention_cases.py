@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fastformer.ops._library import OPS
+from fastformer.ops._dispatch import OPS
 from tests.checks import assert_accurate, error, keep_mask, keep_scale
 
 SEED = (0x1234567_89ABCDEF, 0x0FEDCBA9_87654321)
@@ -224,7 +224,7 @@ def why_unsupported(op_name: str, *args: object) -> str | None:
     """What the kernels say to a call of an op, by the schema's order of arguments."""
     from fastformer.kernels import attention as kernels
 
-    return kernels.why_unsupported(op_name, **OPS[op_name].bind(*args))
+    return kernels.why_unsupported(op_name, **OPS[op_name].bind(args))
 
 
 def check(case: Case, dtype: torch.dtype, device: str = "cpu", inputs: dict[str, Tensor | None] | None = None) -> None:

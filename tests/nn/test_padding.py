@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fastformer.nn as fnn
-from fastformer.nn.padding import read_padding
+from fastformer.nn.layout import read_padding
 from fastformer.ops import record_backends
 from tests.nn.comparing import assert_same, banded, padding_mask, randomised
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from benchmarks import fastest_attention
 from fastformer.ops import _fastest, attention
+from fastformer.ops._dispatch import record_backends, use_backend
 from fastformer.ops._fastest import Entry, Kernel
-from fastformer.ops._library import record_backends, use_backend
 from tests.checks import assert_accurate
 
 ATEN = torch.ops.aten

@@ -179,20 +179,13 @@ def test_backwards_inputs_are_written_only_on_request(dtype, activation, dropout
 @pytest.mark.parametrize("learns", [None, "x", "weight1", "bias1", "weight2", "bias2"])
 def test_backward_is_requested_if_an_input_is_trainable(learns, device, monkeypatch) -> None:
     module = sys.modules["fastformer.ops.feed_forward"]
-    asked, op, repeat = [], module._fwd, module._OP.repeat
+    asked, run = [], module._fwd.run
 
-    def watched(*args: Any) -> tuple[Tensor, Tensor]:
+    def watched(preferred: str, args: tuple[Any, ...], *key: Any) -> Any:
         asked.append(args[-1])
-        out: tuple[Tensor, Tensor] = op(*args)
-        return out
+        return run(preferred, args, *key)
 
-    def repeated(args: tuple[Any, ...]) -> Any:
-        if (found := repeat(args)) is not None:
-            asked.append(args[-1])
-        return found
-
-    monkeypatch.setattr(module, "_fwd", watched)
-    monkeypatch.setattr(module._OP, "repeat", repeated)
+    monkeypatch.setattr(module._fwd, "run", watched)
     inputs = make_inputs((4, 16), 24, "gelu", device)
     if learns is not None:
         inputs[learns].requires_grad_()

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastformer.nn as fast
 from fastformer import ops
-from fastformer.ops import _flops, _library, use_backend
+from fastformer.ops import _dispatch, _flops, use_backend
 
 BATCH, SEQLEN, DIM, HEADS, HIDDEN = 2, 5, 16, 4, 24
 PRODUCT = 2 * BATCH * SEQLEN * SEQLEN * DIM  # of queries and keys
@@ -118,8 +118,8 @@ def test_decoding() -> None:
 
 
 def test_every_op_with_products_has_a_formula() -> None:
-    without = {name for name in _library.OPS if name.startswith(("add_layer_norm", "embedding", "rotary"))}
-    assert _flops.FORMULAS.keys() == _library.OPS.keys() - without
+    without = {name for name in _dispatch.OPS if name.startswith(("add_layer_norm", "embedding", "rotary"))}
+    assert _flops.FORMULAS.keys() == _dispatch.OPS.keys() - without
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fastformer import ops
-from fastformer.ops import _library, record_backends, use_backend
+from fastformer.ops import _dispatch, record_backends, use_backend
 
 SEED = torch.tensor([3, 5])
 CU_Q, CU_K = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 2, 2, 5], [0, 3, 5, 7]))
@@ -328,7 +328,7 @@ def test_a_subclass_sees_only_pytorchs_operations(kind: type[Tensor]) -> None:
 
 
 def decompositions() -> dict[Any, Any]:
-    found = torch._decomp.get_decompositions([getattr(torch.ops.fastformer, name).default for name in _library.OPS])
+    found = torch._decomp.get_decompositions([getattr(torch.ops.fastformer, name).default for name in _dispatch.OPS])
     assert found
     return found
 

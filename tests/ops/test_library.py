@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastformer import ops
-from fastformer.ops import _autograd, _extension, _library, record_backends, use_backend
+from fastformer.ops import _autograd, _backends, _dispatch, _extension, record_backends, use_backend
 from fastformer.ops._library import define_op
 
 
@@ -50,7 +50,7 @@ named = define_op(
     cpp_unsupported=lambda name, *, softmax_scale, left, **_: f"{name} {softmax_scale} {left}",
 )
 # They work on without their entries, which other tests take for the package's own.
-TOYS = {name: _library.OPS.pop(name) for name, op in list(_library.OPS.items()) if op.stem == "toy"}
+TOYS = {name: _dispatch.OPS.pop(name) for name, op in list(_dispatch.OPS.items()) if op.stem == "toy"}
 
 
 @pytest.fixture(autouse=True)
@@ -63,13 +63,13 @@ def strict(monkeypatch: pytest.MonkeyPatch) -> None:
 def cpp_toy(monkeypatch: pytest.MonkeyPatch) -> None:
     """C++ functions that can be told from the reference: they give zeros."""
     names = ("toy", "named", "doubled_fwd", "doubled_bwd")
-    monkeypatch.setattr(_library, "cpp_kernel", lambda name: torch.zeros_like if name in names else None)
-    monkeypatch.setattr(_library, "_told", set())
+    monkeypatch.setattr(_extension, "function", lambda name: torch.zeros_like if name in names else None)
+    monkeypatch.setattr(_backends, "_told", set())
 
 
 def test_a_missing_kernel_is_logged_once_and_strict_forbids_it(monkeypatch, caplog) -> None:
     x = torch.randn(2, 2)
-    monkeypatch.setattr(_library, "_told", set())
+    monkeypatch.setattr(_backends, "_told", set())
     monkeypatch.setattr(_extension, "load", lambda: "avx2")
     with pytest.raises(NotImplementedError, match=r"fastformer::toy can't run on cpp: .*lacks this op"):
         toy(x)
@@ -96,7 +96,7 @@ def test_an_op_without_kernel_by_design_is_not_a_fallback(caplog: pytest.LogCapt
 
 def test_ops_without_kernels_by_design() -> None:
     """Whoever adds an op without a kernel has to say so here; every other op has one on each backend."""
-    ops = _library.OPS
+    ops = _dispatch.OPS
     assert {name: tuple(op.reference_only) for name, op in ops.items() if op.reference_only} == {
         "attention_weights_fwd": ("triton", "cpp"),
         "attention_weights_bwd": ("triton", "cpp"),
@@ -106,7 +106,7 @@ def test_ops_without_kernels_by_design() -> None:
     }
     for backend in ("cpp", "triton"):
         for name, op in ops.items():
-            missing = _library.missing_kernel(op, backend)
+            missing = op.missing_kernel(backend)
             if missing is None or "not built" in missing or "not installed" in missing:
                 continue
             assert backend in op.reference_only, f"{name} on {backend}: {missing}"
@@ -181,7 +181,7 @@ def test_a_shared_reason_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog:
     if _extension.load() is None:
         pytest.skip("the C++ extension is not built: the loader speaks for all ops")
     monkeypatch.setenv("FASTFORMER_STRICT", "0")
-    monkeypatch.setattr(_library, "_told", set())
+    monkeypatch.setattr(_backends, "_told", set())
     x = torch.randn(2, 4, 2, 8, dtype=torch.float16)
     rows = x.flatten(0, 2)
     with caplog.at_level(logging.DEBUG, "fastformer"):
@@ -212,7 +212,7 @@ def test_unknown_backend() -> None:
 def test_autocast_stays_out_of_an_op(cpp_toy: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever runs it. A backward pass under autocast meets fp32 tensors that were not cast."""
     x = torch.randn(2, 2)
-    monkeypatch.setattr(_library, "cpp_kernel", lambda name: lambda x: x @ x)
+    monkeypatch.setattr(_extension, "function", lambda name: lambda x: x @ x)
     for backend in ("reference", "cpp"):
         with torch.autocast("cpu", torch.bfloat16), use_backend(backend):
             assert toy(x).dtype == torch.float32, backend

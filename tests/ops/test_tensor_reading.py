@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from fastformer.nn.model_guards import layout_of
-from fastformer.ops import _eager, _extension
+from fastformer.ops import _dispatch, _extension
 from tests.conftest import leave_out_extension
 
 pytestmark = pytest.mark.skipif(_extension.module() is None, reason="no C++ extension for this CPU")
 
-PLACES = _eager.Places(torch.ops.fastformer.linear.default._schema)
+PLACES = _dispatch.TensorIndices(torch.ops.fastformer.linear.default._schema)
 
 
 def functions(name: str) -> list[Callable[..., Any]]:
@@ -66,7 +66,7 @@ TENSORS: dict[str, Callable[[], Any]] = {
 def test_places_of_the_tensors_of_a_call(name: str, place: int) -> None:
     args: list[Any] = [torch.ones(2, 2), torch.ones(2, 2), None]
     args[place] = TENSORS[name]()
-    due = _eager.device_of(tuple(args), PLACES)
+    due = _dispatch.device_of(tuple(args), PLACES)
     for function in functions("device_of"):
         assert function(tuple(args), PLACES) == due
 

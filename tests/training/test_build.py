@@ -15,7 +15,7 @@ from fastformer.data import Example, Examples, plan_epoch, train_bpe
 from fastformer.data.order import Order
 from fastformer.training import TrainConfig, start
 from fastformer.training.build import build_model, count_updates
-from fastformer.training.settings import load_config
+from fastformer.training.run_config import load_config
 from tests.training.tiny import PAIRS, changed, contents, write_pairs
 
 

@@ -21,7 +21,7 @@ from fastformer.checkpoints.training_state import (
 )
 from fastformer.training import Trainer, start
 from fastformer.training import trainer as module
-from fastformer.training.settings import load_config
+from fastformer.training.run_config import load_config
 from fastformer.training.trainer import DivergedError
 from tests.training.tiny import (
     SIZES,

@@ -24,8 +24,8 @@ from fastformer.training import graph_updates as module
 from fastformer.training import trainer as trainer_module
 from fastformer.training.evaluate import model_loss
 from fastformer.training.graph_updates import Size, pad_batch, round_up, size_of
+from fastformer.training.run_config import load_config
 from fastformer.training.schedule import rate_of
-from fastformer.training.settings import load_config
 from fastformer.training.trainer import DivergedError
 from tests.no_sync import HostSync
 from tests.tape import TapeGraphs

@@ -13,7 +13,7 @@ import torch
 from fastformer.checkpoints.training_state import checkpoints, load_checkpoint, save_checkpoint
 from fastformer.cli import main
 from fastformer.data import train_bpe
-from fastformer.training.settings import load_config
+from fastformer.training.run_config import load_config
 from tests.training.tiny import PAIRS, contents, losses, write_pairs
 
 FLAGS = shlex.split("--max_tokens 64 --max_len 40 --val_examples 0 --log_every 1 --schedule constant --device cpu")

@@ -16,7 +16,7 @@ from fastformer.commands.quantize import quantize
 from fastformer.data import PairTokenizer, load_tokenizer
 from fastformer.generation import Translator
 from fastformer.training import TrainConfig, start
-from fastformer.training.settings import run_config
+from fastformer.training.run_config import run_config
 from tests.training.tiny import SIZES
 
 PAIRS = [(f"{'a' * (i % 5 + 1)} {i % 10}", f"{i % 10} {'bcdefgh'[i % 7] * (i % 5 + 1)} äöü") for i in range(60)]

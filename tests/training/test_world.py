@@ -14,7 +14,7 @@ import fastformer
 from fastformer.cli import main
 from fastformer.data import Example, collate
 from fastformer.training import start
-from fastformer.training.settings import load_config
+from fastformer.training.run_config import load_config
 from fastformer.training.updates import Update, dropout_seed, places_of
 from fastformer.training.world import World
 from tests.training import worlds

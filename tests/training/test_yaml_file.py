@@ -9,7 +9,7 @@ import pytest
 from fastformer.commands.train import read_settings
 from fastformer.training import TrainConfig, start
 from fastformer.training.config import merged
-from fastformer.training.settings import absolute_paths, load_config, run_config
+from fastformer.training.run_config import absolute_paths, load_config, run_config
 from fastformer.training.yaml_file import read_yaml
 from tests.training.tiny import changed
 

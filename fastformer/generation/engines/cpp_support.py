@@ -24,15 +24,15 @@ from fastformer.models import BERT, GPT, Transformer
 from fastformer.models.bert import ClassificationHead, Dense
 from fastformer.models.pretrained import Undrawn
 from fastformer.nn.attention import MultiheadAttention
+from fastformer.nn.attention_parameters import AttentionParameters
 from fastformer.nn.decoder_only import DecoderOnlyLayer
 from fastformer.nn.embedding import Embedding, PositionalEncoding, RelativePositionBias, RotaryEmbedding
 from fastformer.nn.feed_forward import fused_name
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.model_guards import ModelGuards
 from fastformer.nn.norm import AddLayerNorm
-from fastformer.nn.projections import Projections
 from fastformer.nn.transformer import TransformerDecoder, TransformerEncoder
-from fastformer.ops import _extension, _library
+from fastformer.ops import _dispatch, _extension
 
 PACKED_PRECISIONS = ("fp32", "bf16", "int8", "int4")
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -111,7 +111,7 @@ def why_not_in(precision: str | None, model: object) -> str | None:
 
 def why_not_now() -> str | None:
     """Returns the reason why the C++ engine may decode no model now (an active mode would miss its work), or None."""
-    if (backend := _library.forced_backend()) in ("reference", "triton"):
+    if (backend := _dispatch.forced_backend()) in ("reference", "triton"):
         return f"use_backend({backend!r}) asks for other code"
     if torch._C._len_torch_dispatch_stack():
         return "a TorchDispatchMode is on, which would see none of its operations"
@@ -287,7 +287,7 @@ def _functions() -> dict[tuple[type, str], object]:
     """Returns the original methods of the classes that a model consists of."""
     ours: tuple[type, ...] = (
         *(Transformer, GPT, TransformerEncoder, TransformerDecoder, TransformerEncoderLayer, TransformerDecoderLayer),
-        *(DecoderOnlyLayer, MultiheadAttention, Projections, Embedding, PositionalEncoding, RotaryEmbedding),
+        *(DecoderOnlyLayer, MultiheadAttention, AttentionParameters, Embedding, PositionalEncoding, RotaryEmbedding),
         *(RelativePositionBias, AddLayerNorm, BERT, Dense, ClassificationHead),
     )
     found: dict[tuple[type, str], object] = {

@@ -11,7 +11,7 @@ import re
 import pytest
 
 from fastformer.training import TrainConfig, start
-from fastformer.training.settings import FIXED, absolute_paths, check_unchanged, load_config, run_config, save_config
+from fastformer.training.run_config import FIXED, absolute_paths, check_unchanged, load_config, run_config, save_config
 from fastformer.training.yaml_file import read_yaml
 from tests.training.tiny import PAIRS, changed, contents, write_pairs
 

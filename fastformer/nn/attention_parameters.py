@@ -1,0 +1,117 @@
+"""The parameters of an attention: their sizes, their construction and their initial values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastformer.nn.errors import InputError
+from fastformer.nn.norm import AddLayerNorm, check_dropout
+from fastformer.ops._common import resolve_window
+
+QK_NORMS = ("head", "all")
+WindowSize = tuple[int | None, int | None]
+
+
+class AttentionParameters(nn.Module):
+    """The base of `MultiheadAttention`, which documents the arguments: it constructs the module."""
+
+    in_proj_weight: Tensor
+    q_proj_weight: Tensor
+    k_proj_weight: Tensor
+    v_proj_weight: Tensor
+    in_proj_bias: Tensor | None
+    bias_k: Tensor | None
+    bias_v: Tensor | None
+    q_norm: nn.Module
+    k_norm: nn.Module
+    qk_norm: str | None = None
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        num_kv_heads: int | None = None,
+        window_size: WindowSize = (None, None),
+        head_dim: int | None = None,
+        out_bias: bool | None = None,
+        qk_norm: str | None = None,
+        qk_norm_eps: float = 1e-5,
+        softmax_scale: float | None = None,
+        softcap: float = 0.0,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if embed_dim < 1 or num_heads < 1 or (head_dim is None and embed_dim % num_heads != 0):
+            raise InputError(f"expected embed_dim to be a multiple of num_heads, got {embed_dim} and {num_heads}")
+        if head_dim is not None and head_dim < 1:
+            raise InputError(f"expected head_dim of at least 1, got {head_dim}")
+        if num_kv_heads < 1 or num_heads % num_kv_heads != 0:
+            raise InputError(f"expected num_heads to be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
+        self.dropout, self.batch_first = check_dropout(dropout), batch_first
+        self.add_zero_attn = add_zero_attn
+        self.window_size: WindowSize = resolve_window(False, window_size)
+        head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
+        self.head_dim = head_dim
+        self.q_dim, self.kv_dim = num_heads * head_dim, num_kv_heads * head_dim
+        self.kdim = embed_dim if kdim is None else kdim
+        self.vdim = embed_dim if vdim is None else vdim
+        self.softmax_scale, self.softcap = softmax_scale, softcap
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self._make_parameters(bias, bias if out_bias is None else out_bias, add_bias_kv, factory)
+        self._make_norms(qk_norm, qk_norm_eps, factory)
+
+    def _make_parameters(self, bias: bool, out_bias: bool, add_bias_kv: bool, factory: dict[str, Any]) -> None:
+        embed_dim = self.embed_dim
+        self._qkv_same_embed_dim = self.kdim == embed_dim and self.vdim == embed_dim
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, **factory))
+
+        separate = not self._qkv_same_embed_dim
+        self.register_parameter("q_proj_weight", parameter(self.q_dim, embed_dim) if separate else None)
+        self.register_parameter("k_proj_weight", parameter(self.kv_dim, self.kdim) if separate else None)
+        self.register_parameter("v_proj_weight", parameter(self.kv_dim, self.vdim) if separate else None)
+        fused_rows = self.q_dim + 2 * self.kv_dim
+        self.register_parameter("in_proj_weight", None if separate else parameter(fused_rows, embed_dim))
+        self.register_parameter("in_proj_bias", parameter(fused_rows) if bias else None)
+        self.out_proj = nn.Linear(self.q_dim, embed_dim, bias=out_bias, **factory)
+        self.register_parameter("bias_k", parameter(1, 1, self.kv_dim) if add_bias_kv else None)
+        self.register_parameter("bias_v", parameter(1, 1, self.kv_dim) if add_bias_kv else None)
+        self._reset_parameters()
+
+    def _make_norms(self, qk_norm: str | None, eps: float, factory: dict[str, Any]) -> None:
+        if qk_norm is None:
+            return
+        if qk_norm not in QK_NORMS:
+            raise InputError(f"expected qk_norm in {QK_NORMS} or None, got {qk_norm!r}")
+        self.qk_norm = qk_norm
+        sizes = (self.head_dim, self.head_dim) if qk_norm == "head" else (self.q_dim, self.kv_dim)
+        self.q_norm, self.k_norm = (AddLayerNorm(size, eps, bias=False, rms_norm=True, **factory) for size in sizes)
+
+    def _reset_parameters(self) -> None:
+        # torch.nn's initialisation, in its order, so that the same seed gives the same weights.
+        for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
+            if weight is not None:
+                nn.init.xavier_uniform_(weight)
+        for bias in (self.in_proj_bias, self.out_proj.bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+        for bias in (self.bias_k, self.bias_v):
+            if bias is not None:
+                nn.init.xavier_normal_(bias)
