@@ -1,5 +1,5 @@
-// Inspects the arguments of every call for fastformer/ops/_eager.py and kernels/_plans.py, and the tensors of a model
-// for nn/model_guards.py and prepack.py. Each function also has a version in Python, which takes as long for six
+// Inspects the arguments of every call for fastformer/ops/_dispatch.py and kernels/_plans.py, and the tensors of a
+// model for nn/model_guards.py and prepack.py. Each function also has a version in Python, which takes as long for six
 // tensors as a kernel launch. Tensors are read through DLPack's function table and their attributes, without PyTorch's
 // C++.
 
@@ -161,8 +161,8 @@ Object geometry(PyObject* args) {
   return bytes_of(key);
 }
 
-// Implements `_eager.device_of`.
-Object device_of(PyObject* args, PyObject* places) {
+// Implements `_dispatch.device_of`.
+Object device_of(PyObject* args, PyObject* tensor_indices) {
   if (!PyTuple_Check(args)) throw python::Unexpected{"a tuple"};
   const Py_ssize_t count = PyTuple_Size(args);
   const Object kinds(python::sure(PyTuple_New(count)));
@@ -170,8 +170,8 @@ Object device_of(PyObject* args, PyObject* places) {
     auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(PyTuple_GetItem(args, i)));
     PyTuple_SetItem(kinds.get(), i, Object::borrowed(type).release());
   }
-  // PyDict_GetItem would skip `Places.__missing__`, which handles new kinds.
-  const Object where(python::sure(PyObject_GetItem(places, kinds.get())));
+  // PyDict_GetItem would skip `TensorIndices.__missing__`, which handles new types.
+  const Object where(python::sure(PyObject_GetItem(tensor_indices, kinds.get())));
   const auto found = [](PyObject* device, bool requires_grad) {
     return python::make_tuple(Object::borrowed(device), requires_grad);
   };
@@ -237,7 +237,7 @@ void bind_tensors(PyObject* module) {
   if (!find_torch()) return;  // the versions in Python are used
   static PyMethodDef functions[] = {
       function<"geometry", "args", &geometry>("Bytes that are equal for calls that can share a plan, or None."),
-      function<"device_of", "args places", &device_of>(
+      function<"device_of", "args tensor_indices", &device_of>(
           "(the type of device on which all tensors of a call are plain ones or None, whether one requires a "
           "gradient)."),
       function<"tensor_layout", "tensors", &tensor_layout>(

@@ -115,18 +115,18 @@ void Forward::normalise(const float* x, const Norm& norm, float* out) const {
                                                    o.rms_norm, o.d_model, nullptr, out);
 }
 
-// Processes row `place` of narrow_ and row `first + place` of the residual stream. given: null if there is no sub-layer
+// Processes row `index` of narrow_ and row `first + index` of the residual stream. given: null if there is no sub-layer
 // before.
-void Forward::join(int64_t first, int64_t place, const float* given, const Join& how) {
+void Forward::join(int64_t first, int64_t index, const float* given, const Join& how) {
   const ModelOptions& o = model_.options;
-  const int64_t dim = o.d_model, row = first + place;
+  const int64_t dim = o.d_model, row = first + index;
   float* x = x_.data() + row * dim;
   static thread_local std::vector<float> scratch;
   scratch.resize(2 * dim);
   float *normed = scratch.data(), *other = normed + dim;
   const auto store = [&](const float* states) {
     if (how.states) std::copy_n(states, dim, how.states + row * dim);
-    else narrow_.store(place, states);
+    else narrow_.store(index, states);
   };
   const auto take_in = [&](const Norm& norm, float* sum, float* out) {
     normalise_row<false, true, float, float, float>(given, x, nullptr, norm.weight.data(), norm.bias.data(), o.eps,
@@ -151,102 +151,149 @@ void Forward::join(int64_t first, int64_t place, const float* given, const Join&
 }
 
 void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_encoder, int threads, float* states) {
-  const ModelOptions& o = model_.options;
-  const int64_t rows = batch.count(), dim = o.d_model, wide = padded(dim), q_dim = o.q_dim();
-  const int64_t inner = stack.layers.empty() ? 0 : stack.layers[0].ff1.num_panels * kPanelColumns;
-  const int64_t d_ff = stack.layers.empty() ? 1 : stack.layers[0].ff2.k;
-  // All sub-layers but attention process the rows in chunks, whose activations stay in the cache. If narrow_ is read
-  // afterwards, they process all rows at once.
-  const int64_t most = states ? std::min(kChunk, rows) : rows;
-  x_.reserve(rows * dim), context_.reserve(rows * q_dim);
-  y_.reserve((model_.source_projection.empty() ? most : rows) * wide), hidden_.reserve(most * inner);
-  // Storing the keys and values of sources uses this buffer as well.
-  qkv_.reserve(rows * padded(o.qkv_dim()));
-  narrow_.resize(most, dim, o.precision), heads_.resize(most, q_dim, o.precision);
-  wide_.resize(most, d_ff, o.precision);
+  const int64_t rows = batch.count(), spans = static_cast<int64_t>(batch.spans.size());
+  const Pass pass{.stack = stack,
+                  .batch = batch,
+                  .is_encoder = is_encoder,
+                  .threads = threads,
+                  .states = states,
+                  .rows = rows,
+                  .most = states ? std::min(kChunk, rows) : rows,
+                  .spans = spans,
+                  .steps = is_encoder ? spans : batch.steps()};
+  reserve(pass);
   stages_.clear();
 
-  const auto spans = static_cast<int64_t>(batch.spans.size());
-  const int64_t steps = is_encoder ? spans : batch.steps();
-  const bool sums = o.norm_placement == NormPlacement::sum, in_front = o.has_norms_in_front();
-  const auto first_norm_of = [&](size_t layer) -> const Norm* {
-    if (layer == 0 && is_encoder && o.skips_first_norm) return nullptr;
-    if (layer < stack.layers.size()) return in_front ? &stack.layers[layer].norm1 : nullptr;
-    return sums || stack.final_norm.empty() ? nullptr : &stack.final_norm[0];
-  };
-  // Projects the rows of narrow_ from `first` on to the layer's queries, keys and values.
-  const auto project_states = [&](size_t layer, int64_t first, int64_t count) {
-    if (layer < stack.layers.size())
-      add_product(narrow_, stack.layers[layer].qkv, qkv_.data() + first * padded(o.qkv_dim()), count, threads);
-  };
-  const auto project_context = [&](const PackedWeight& out, int64_t first, int64_t count) {
-    add_rows(count, threads, [=, this](int64_t r) { heads_.store(r, context_.data() + (first + r) * q_dim); });
-    add_product(heads_, out, y_.data(), count, threads);
-  };
-  const bool is_projected = is_encoder && !model_.source_projection.empty();
-  if (is_projected) add_projection(batch, model_.source_projection[0], threads);
-  for (int64_t first = 0; first < rows; first += most) {
-    const int64_t count = std::min(most, rows - first);
-    const Join how{.next = first_norm_of(0), .states = stack.layers.empty() ? states : nullptr};
-    add_rows(count, threads, [=, this, &batch](int64_t r) {
-      if (!is_projected) embed(batch, is_encoder, first + r, x_.data() + (first + r) * dim);
-      join(first, r, nullptr, how);
+  if (pass.is_projected(model_)) add_projection(batch, model_.source_projection[0], threads);
+  pass.for_chunks(rows, [&](Chunk chunk) {
+    add_input(pass, chunk);
+    add_qkv(pass, 0, chunk);
+  });
+  for (size_t layer = 0; layer < stack.layers.size(); ++layer) {
+    if (stack.layers[layer].norms_all_heads(model_.options)) add_head_norms(stack.layers[layer], rows, threads);
+    add_self_attention(pass, layer);
+    // The last layer of a decoder computes only the steps, of one row each.
+    pass.for_chunks(pass.is_last(layer) && !is_encoder ? pass.steps : rows, [&](Chunk chunk) {
+      add_attention_output(pass, layer, chunk);
+      if (pass.attends_to_source(model_)) add_cross_attention(pass, layer, chunk);
+      add_feed_forward(pass, layer, chunk);
+      add_qkv(pass, layer + 1, chunk);
     });
-    project_states(0, first, count);
   }
-  for (size_t i = 0; i < stack.layers.size(); ++i) {
-    const PackedLayer& layer = stack.layers[i];
-    const auto place = static_cast<int64_t>(i);
-    const bool is_last = i + 1 == stack.layers.size();
-    if (layer.norms_all_heads(o)) add_head_norms(layer, rows, threads);
-    with_cache_type(o.precision, [&]<typename T>() {
-      if (is_encoder)
-        return add_heads(batch, 0, spans, threads, [=, this](const Span& span, int64_t begin, int64_t end) {
-          for (int64_t head = begin; head < end; ++head) attend_own_span<T>(place, span, head);
-        });
-      // Prompts come first, because steps may attend to their keys.
-      for (const auto& [from, to] : {std::pair(steps, spans), std::pair<int64_t, int64_t>(0, steps)})
-        if (from < to)
-          add_heads(batch, from, to, threads, [=, this](const Span& span, int64_t begin, int64_t end) {
-            attend_self<T>(place, span, begin, end, is_last && span.is_prompt);
-          });
+  if (model_.options.norm_placement == NormPlacement::sum && states && !stack.final_norm.empty())
+    add_rows(rows, threads, [=, this, &stack, dim = model_.options.d_model](int64_t r) {
+      normalise(states + r * dim, stack.final_norm[0], states + r * dim);
     });
-    const int64_t going = is_last && !is_encoder ? steps : rows;  // each step has one row
-    for (int64_t first = 0; first < going; first += most) {
-      const int64_t count = std::min(most, going - first);
-      const auto finish = [&](const Norm& own, const Norm& post, const Norm* next, bool reads_x_before = false,
-                              float* last = nullptr) {
-        const Join how = sums ? Join{.of_sum = &own, .states = last}
-                              : Join{nullptr, o.has_norms_behind() ? &post : nullptr, next, reads_x_before, last};
-        add_rows(count, threads, [=, this](int64_t r) { join(first, r, y_.data() + r * wide, how); });
-      };
-      project_context(layer.out, first, count);
-      finish(layer.norm1, layer.post_norm1, in_front ? &layer.norm2 : nullptr, o.parallel_residual);
-      if (!is_encoder && o.has_encoder()) {
-        add_product(narrow_, layer.cross_q, qkv_.data(), count, threads);
-        with_cache_type(o.precision, [&]<typename T>() {
-          add_heads(
-              batch, 0, is_last ? steps : spans, threads,
-              [=, this](const Span& span, int64_t begin, int64_t end) { attend_source<T>(place, span, begin, end); });
-        });
-        project_context(layer.cross_out, first, count);
-        finish(layer.norm2, layer.post_norm2, in_front ? &layer.norm3 : nullptr);
-      }
-      add_product(narrow_, layer.ff1, hidden_.data(), count, threads);
-      add_rows(count, threads, [=, this](int64_t r) {
-        activate_row(o.activation, hidden_.data() + r * inner, d_ff);
-        wide_.store(r, hidden_.data() + r * inner);
-      });
-      add_product(wide_, layer.ff2, y_.data(), count, threads);
-      const bool has_third = !is_encoder && o.has_encoder();
-      finish(has_third ? layer.norm3 : layer.norm2, layer.post_norm2, first_norm_of(i + 1), false,
-             is_last ? states : nullptr);
-      project_states(i + 1, first, count);
-    }
-  }
-  if (sums && states && !stack.final_norm.empty())
-    add_rows(rows, threads,
-             [=, this, &stack](int64_t r) { normalise(states + r * dim, stack.final_norm[0], states + r * dim); });
+}
+
+void Forward::reserve(const Pass& pass) {
+  const ModelOptions& o = model_.options;
+  const int64_t inner = pass.stack.layers.empty() ? 0 : pass.stack.layers[0].inner_columns();
+  const int64_t d_ff = pass.stack.layers.empty() ? 1 : pass.stack.layers[0].ff2.k;
+  x_.reserve(pass.rows * o.d_model), context_.reserve(pass.rows * o.q_dim());
+  y_.reserve((model_.source_projection.empty() ? pass.most : pass.rows) * padded(o.d_model));
+  hidden_.reserve(pass.most * inner);
+  // Storing the keys and values of sources uses this buffer as well.
+  qkv_.reserve(pass.rows * padded(o.qkv_dim()));
+  narrow_.resize(pass.most, o.d_model, o.precision), heads_.resize(pass.most, o.q_dim(), o.precision);
+  wide_.resize(pass.most, d_ff, o.precision);
+}
+
+// Returns the norm before a layer or, after the last layer, the final norm; null: there is none.
+const Norm* Forward::first_norm(const Pass& pass, size_t layer) const {
+  const ModelOptions& o = model_.options;
+  if (layer == 0 && pass.is_encoder && o.skips_first_norm) return nullptr;
+  if (layer < pass.stack.layers.size()) return o.has_norms_in_front() ? &pass.stack.layers[layer].norm1 : nullptr;
+  return o.norm_placement == NormPlacement::sum || pass.stack.final_norm.empty() ? nullptr : &pass.stack.final_norm[0];
+}
+
+// Embeds the tokens, if no projection has, and normalises them for the first layer.
+void Forward::add_input(const Pass& pass, Chunk chunk) {
+  const Join how{.next = first_norm(pass, 0), .states = pass.stack.layers.empty() ? pass.states : nullptr};
+  const bool embeds = !pass.is_projected(model_), is_encoder = pass.is_encoder;
+  add_rows(chunk.count, pass.threads, [=, this, &batch = pass.batch](int64_t r) {
+    if (embeds) embed(batch, is_encoder, chunk.first + r, x_.data() + (chunk.first + r) * model_.options.d_model);
+    join(chunk.first, r, nullptr, how);
+  });
+}
+
+// Projects the rows of narrow_ to a layer's queries, keys and values; after the last layer there is nothing to do.
+void Forward::add_qkv(const Pass& pass, size_t layer, Chunk chunk) {
+  if (layer == pass.stack.layers.size()) return;
+  float* out = qkv_.data() + chunk.first * padded(model_.options.qkv_dim());
+  add_product(narrow_, pass.stack.layers[layer].qkv, out, chunk.count, pass.threads);
+}
+
+void Forward::add_self_attention(const Pass& pass, size_t layer) {
+  const auto index = static_cast<int64_t>(layer);
+  const bool is_last = pass.is_last(layer);
+  with_cache_type(model_.options.precision, [&]<typename T>() {
+    if (pass.is_encoder)
+      return add_heads(pass.batch, 0, pass.spans, pass.threads,
+                       [=, this](const Span& span, int64_t begin, int64_t end) {
+                         for (int64_t head = begin; head < end; ++head) attend_own_span<T>(index, span, head);
+                       });
+    const auto attend = [=, this](const Span& span, int64_t begin, int64_t end) {
+      attend_self<T>(index, span, begin, end, is_last && span.is_prompt);
+    };
+    // Prompts come first, because steps may attend to their keys.
+    if (pass.steps < pass.spans) add_heads(pass.batch, pass.steps, pass.spans, pass.threads, attend);
+    if (pass.steps > 0) add_heads(pass.batch, 0, pass.steps, pass.threads, attend);
+  });
+}
+
+// Projects the outputs of all heads; the result is in y_.
+void Forward::add_context_product(const Pass& pass, const PackedWeight& out, Chunk chunk) {
+  add_rows(chunk.count, pass.threads, [=, this, q_dim = model_.options.q_dim()](int64_t r) {
+    heads_.store(r, context_.data() + (chunk.first + r) * q_dim);
+  });
+  add_product(heads_, out, y_.data(), chunk.count, pass.threads);
+}
+
+// Adds the output of a sub-layer, in y_, to the residual stream. `own` is the sub-layer's norm, `post` its second norm
+// in models that have one on both sides, `next` the norm before the next sub-layer.
+void Forward::add_join(const Pass& pass, Chunk chunk, const Norm& own, const Norm& post, Join how) {
+  const ModelOptions& o = model_.options;
+  if (o.norm_placement == NormPlacement::sum) how = {.of_sum = &own, .states = how.states};
+  else if (o.has_norms_behind()) how.of_given = &post;
+  add_rows(chunk.count, pass.threads,
+           [=, this, wide = padded(o.d_model)](int64_t r) { join(chunk.first, r, y_.data() + r * wide, how); });
+}
+
+void Forward::add_attention_output(const Pass& pass, size_t layer, Chunk chunk) {
+  const ModelOptions& o = model_.options;
+  const PackedLayer& weights = pass.stack.layers[layer];
+  add_context_product(pass, weights.out, chunk);
+  const Norm* next = o.has_norms_in_front() ? &weights.norm2 : nullptr;
+  add_join(pass, chunk, weights.norm1, weights.post_norm1, {.next = next, .reads_x_before = o.parallel_residual});
+}
+
+void Forward::add_cross_attention(const Pass& pass, size_t layer, Chunk chunk) {
+  const ModelOptions& o = model_.options;
+  const PackedLayer& weights = pass.stack.layers[layer];
+  const auto index = static_cast<int64_t>(layer);
+  add_product(narrow_, weights.cross_q, qkv_.data(), chunk.count, pass.threads);
+  with_cache_type(o.precision, [&]<typename T>() {
+    add_heads(pass.batch, 0, pass.is_last(layer) ? pass.steps : pass.spans, pass.threads,
+              [=, this](const Span& span, int64_t begin, int64_t end) { attend_source<T>(index, span, begin, end); });
+  });
+  add_context_product(pass, weights.cross_out, chunk);
+  add_join(pass, chunk, weights.norm2, weights.post_norm2, {.next = o.has_norms_in_front() ? &weights.norm3 : nullptr});
+}
+
+void Forward::add_feed_forward(const Pass& pass, size_t layer, Chunk chunk) {
+  const ModelOptions& o = model_.options;
+  const PackedLayer& weights = pass.stack.layers[layer];
+  const int64_t inner = weights.inner_columns(), d_ff = weights.ff2.k;
+  add_product(narrow_, weights.ff1, hidden_.data(), chunk.count, pass.threads);
+  add_rows(chunk.count, pass.threads, [=, this, activation = o.activation](int64_t r) {
+    activate_row(activation, hidden_.data() + r * inner, d_ff);
+    wide_.store(r, hidden_.data() + r * inner);
+  });
+  add_product(wide_, weights.ff2, y_.data(), chunk.count, pass.threads);
+  const Norm& own = pass.attends_to_source(model_) ? weights.norm3 : weights.norm2;
+  float* states = pass.is_last(layer) ? pass.states : nullptr;
+  add_join(pass, chunk, own, weights.post_norm2, {.next = first_norm(pass, layer + 1), .states = states});
 }
 
 // Writes the initial residual stream of a token.

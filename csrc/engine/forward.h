@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -65,6 +66,39 @@ class Forward {
   // Adds the stages that run a batch through a stack. Afterwards narrow_, or `states` if it is not null, holds the
   // normalised states. In the decoder these are the states of steps only: prompts only need keys and values.
   void add_stack(const PackedStack& stack, const Batch& batch, bool is_encoder, int threads, float* states = nullptr);
+  struct Chunk {
+    int64_t first, count;  // rows of the batch, which are the first rows of narrow_
+  };
+  // The data that all parts of add_stack share.
+  struct Pass {
+    const PackedStack& stack;
+    const Batch& batch;
+    bool is_encoder;
+    int threads;
+    float* states;  // see add_stack
+    int64_t rows;
+    // The largest chunk. All sub-layers but attention process the rows in chunks, whose activations stay in the cache.
+    // If narrow_ is read afterwards, they process all rows at once.
+    int64_t most;
+    int64_t spans, steps;  // steps: of an encoder, all spans
+
+    bool is_last(size_t layer) const { return layer + 1 == stack.layers.size(); }
+    bool is_projected(const PackedModel& model) const { return is_encoder && !model.source_projection.empty(); }
+    bool attends_to_source(const PackedModel& model) const { return !is_encoder && model.options.has_encoder(); }
+    template <typename F>
+    void for_chunks(int64_t count, F&& add) const {
+      for (int64_t first = 0; first < count; first += most) add(Chunk{first, std::min(most, count - first)});
+    }
+  };
+  void reserve(const Pass& pass);
+  const Norm* first_norm(const Pass& pass, size_t layer) const;
+  void add_input(const Pass& pass, Chunk chunk);
+  void add_qkv(const Pass& pass, size_t layer, Chunk chunk);
+  void add_self_attention(const Pass& pass, size_t layer);
+  void add_attention_output(const Pass& pass, size_t layer, Chunk chunk);
+  void add_cross_attention(const Pass& pass, size_t layer, Chunk chunk);
+  void add_feed_forward(const Pass& pass, size_t layer, Chunk chunk);
+  void add_context_product(const Pass& pass, const PackedWeight& out, Chunk chunk);
   void add_projection(const Batch& batch, const PackedWeight& projection, int threads);
   void embed(const Batch& batch, bool is_encoder, int64_t row, float* to) const;
   void add_stores(const Batch& batch, int threads);
@@ -83,7 +117,8 @@ class Forward {
     bool reads_x_before = false;  // the next sub-layer reads x before `given` is added: a parallel residual
     float* states = nullptr;      // fp32 rows to write instead of narrow_
   };
-  void join(int64_t first, int64_t place, const float* given, const Join& how);
+  void add_join(const Pass& pass, Chunk chunk, const Norm& own, const Norm& post, Join how);
+  void join(int64_t first, int64_t index, const float* given, const Join& how);
   void normalise(const float* x, const Norm& norm, float* out) const;
 
   template <typename T>

@@ -82,6 +82,7 @@ struct PackedLayer {
   std::vector<Norm> q_norm, k_norm;  // one or none: over each head, or over all heads together
   int64_t window;
 
+  int64_t inner_columns() const { return ff1.num_panels * kPanelColumns; }  // of the product with ff1
   bool norms_all_heads(const ModelOptions& o) const {
     return !q_norm.empty() && static_cast<int64_t>(q_norm[0].weight.size()) != o.head_dim;
   }
