@@ -66,7 +66,7 @@ def test_rows_that_do_not_exist_are_refused() -> None:
 
 
 def test_arguments_that_would_read_out_of_bounds_are_refused() -> None:
-    with pytest.raises(ValueError, match="begun"):
+    with pytest.raises(ValueError, match="made a step"):
         NativeSearch.greedy(5, ENDS).last_tokens()
     for returned in (0, 3):
         with pytest.raises(ValueError, match=rf"\bnum_return\b.*\bnum_beams = 2\b.*{returned}"):
