@@ -96,6 +96,19 @@ class Pair:
             self.near_ties += 1
 
 
+def outcome_of(pair: Pair, *args: Any, **options: Any) -> int:
+    """Returns how many batches the engine opens for a call, whose result, or error, is the same without the engine."""
+    outcomes: list[Any] = []
+    with counted() as opened:
+        for model in (pair.plain, pair.ours):
+            try:
+                outcomes.append(model.generate(*args, **options).tolist())
+            except RuntimeError as error:
+                outcomes.append(type(error))
+    assert outcomes[0] == outcomes[1]
+    return opened[0]
+
+
 def _enliven(model: Any, eos: int) -> None:
     """Gives a relative of BART weights with which it says different things, and ends sometimes."""
     torch.manual_seed(8)

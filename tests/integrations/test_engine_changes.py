@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import logging
 import threading
 import types
 from collections.abc import Callable
@@ -14,8 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastformer.integrations import accelerate, restore
+from fastformer.integrations import accelerate, report, restore
 from tests.integrations import conversions
+from tests.integrations import test_engine_encode as encode
+from tests.integrations import test_engine_sources as sources
 from tests.integrations.encoders import BASE, Case
 from tests.integrations.test_engine_encode import inputs
 from tests.integrations.test_engine_sources import whole
@@ -136,6 +139,16 @@ def test_memory_at_the_address_of_a_freed_parameter(calls: list[int]) -> None:
     assert calls == [5]
 
 
+def doubled(module: Any, args: Any, out: Any) -> Any:
+    """A forward hook."""
+    return (out[0] * 2, *out[1:]) if isinstance(out, tuple) else out * 2
+
+
+def of_layer(name: str, attribute: str, value: Any) -> Callable[[Any], None]:
+    """Sets an attribute of a module of the first layer."""
+    return lambda model: setattr(model.encoder.layer[0].get_submodule(name), attribute, value)
+
+
 def patched_bound(model: Any) -> None:
     layer = model.encoder.layer[0]
     layer.forward = types.MethodType(lambda self, x, *args, **kwargs: x * 2, layer)
@@ -146,53 +159,87 @@ def swapped_layers(model: Any) -> None:
     layers["0"], layers["1"] = layers["1"], layers["0"]
 
 
-def repeated_layer(model: Any) -> None:
-    model.encoder.layer._modules["0"] = model.encoder.layer._modules["1"]
+@torch.no_grad()
+def halved(model: Any) -> None:
+    model.encoder.layer[0].intermediate.dense.weight.mul_(0.5)
 
 
-def other_class(model: Any) -> None:
-    norm = model.encoder.layer[0].output.LayerNorm
-    norm.__class__ = type("Twice", (nn.LayerNorm,), {"forward": lambda self, x: x * 2})
+def raised_unseen(model: Any) -> None:
+    model.embeddings.LayerNorm.weight.data.numpy()[:] += 0.5
 
 
-def tensor_for_a_number(model: Any) -> None:
-    model.encoder.layer[0].output.LayerNorm.eps = torch.tensor(0.5).item()
-
-
-def as_a_decoder(model: Any) -> None:
-    model.config.is_decoder = True
-
-
-CHANGES: dict[str, Any] = {
-    "a pre-hook": lambda model: model.encoder.layer[0].register_forward_pre_hook(lambda _, a: (a[0] * 2, *a[1:])),
-    "a hook of the embedding": lambda m: m.embeddings.word_embeddings.register_forward_hook(lambda _, a, out: out * 2),
-    "a hook of the model": lambda model: model.register_forward_hook(lambda _, a, out: (out[0] * 2,)),
-    "a forward of the model": lambda model: setattr(
-        model, "forward", lambda *args, own=model.forward, **kwargs: (own(*args, **kwargs)[0] * 2,)
+# What is done to a model -> whether the engine serves the call after it.
+TWICE = type("Twice", (nn.LayerNorm,), {"forward": lambda self, x: x * 2})
+CHANGES: dict[str, tuple[Callable[[Any], Any], int]] = {
+    "a hook": (lambda model: model.encoder.layer[1].output.register_forward_hook(doubled), 0),
+    "a pre-hook": (lambda model: model.encoder.layer[0].register_forward_pre_hook(lambda _, a: (a[0] * 2, *a[1:])), 0),
+    "a hook of the embedding": (lambda model: model.embeddings.word_embeddings.register_forward_hook(doubled), 0),
+    "a hook of the model": (lambda model: model.register_forward_hook(lambda _, a, out: (out[0] * 2,)), 0),
+    "a forward of the model": (
+        lambda m: setattr(m, "forward", lambda *args, own=m.forward, **kwargs: (own(*args, **kwargs)[0] * 2,)), 0,
     ),
-    "a forward": patched_bound,
-    "layers in another order": swapped_layers,
-    "a layer twice": repeated_layer,
-    "another class": other_class,
-    "another number": tensor_for_a_number,
-    "a norm of rows": lambda model: setattr(model.embeddings.word_embeddings, "max_norm", 0.1),
-    "more words": lambda model: model.resize_token_embeddings(80),
-    "tied weights": lambda model: setattr(
-        model.encoder.layer[0].output.dense, "weight", model.encoder.layer[1].output.dense.weight
+    "a forward of a layer": (patched_bound, 0),
+    "another activation": (of_layer("intermediate", "intermediate_act_fn", nn.Tanh()), 0),
+    "fewer layers": (lambda model: setattr(model.encoder, "layer", model.encoder.layer[:1]), 0),
+    "layers in another order": (swapped_layers, 0),
+    "a layer twice": (lambda model: model.encoder.layer._modules.update({"0": model.encoder.layer[1]}), 0),
+    "another class": (of_layer("output.LayerNorm", "__class__", TWICE), 0),
+    "another eps": (of_layer("output.LayerNorm", "eps", 0.5), 0),
+    "a parametrization": (
+        lambda model: nn.utils.parametrizations.weight_norm(model.encoder.layer[0].intermediate.dense), 0,
     ),
-    "no pooler": lambda model: setattr(model, "pooler", None),
-    "a decoder's config": as_a_decoder,
-    "another dtype": lambda model: model.double(),
-}
+    "another weight": (lambda m: of_layer("intermediate.dense", "weight", nn.Parameter(torch.zeros(40, 24)))(m), 1),
+    "a weight written in place": (halved, 1),
+    "a weight written unseen": (raised_unseen, 1),
+    "token types": (lambda model: model.embeddings.token_type_ids.fill_(1), 0),
+    "a norm of rows": (lambda model: setattr(model.embeddings.word_embeddings, "max_norm", 0.1), 0),
+    "more words": (lambda model: model.resize_token_embeddings(80), 1),
+    "tied weights": (lambda m: of_layer("output.dense", "weight", m.encoder.layer[1].output.dense.weight)(m), 1),
+    "no pooler": (lambda model: setattr(model, "pooler", None), 1),
+    "a decoder's config": (lambda model: setattr(model.config, "is_decoder", True), 0),
+    "another dtype": (lambda model: model.double(), 0),
+}  # fmt: skip
+CHANGES_NO_STATES = ("a parametrization", "more words", "no pooler", "a decoder's config")
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_after_accelerate_takes_effect(name: str) -> None:
-    plain, ours = pair()
+@torch.no_grad()
+def test_a_change_after_accelerate_takes_effect(name: str, calls: list[int]) -> None:
+    (plain, ours), (change, served) = pair(), CHANGES[name]
+    before = plain(**inputs())[0]
     for model in (plain, ours):
         torch.manual_seed(0)
-        CHANGES[name](model)
+        change(model)
     alike(plain, ours)
+    assert calls == [1 + served]
+    assert name in CHANGES_NO_STATES or not torch.allclose(plain(**inputs())[0].float(), before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"), [("bert", ""), ("xlm-roberta labels", "roberta"), ("Bart real", "model.encoder")]
+)
+def test_an_option_turns_it_off(kind: str, place: str, calls: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    plain: Any
+    plain, ours = (sources.pair if kind in conversions.CASES else encode.pair)(kind, encode=False)
+    own = [model.get_submodule(place) for model in (plain, ours)]
+
+    def check(count: int) -> None:
+        alike(*own)
+        assert calls == [count]
+
+    assert "asked" in report(ours).encode[place]
+    check(0)
+    accelerate(ours)
+    assert "C++" in report(ours).encode[place] and [*report(ours).encode] == [place]
+    check(1)
+    for model in own:
+        next(module for module in model.modules() if "Layer" in type(module).__name__).register_forward_hook(doubled)
+    with caplog.at_level(logging.DEBUG, "fastformer"):
+        check(1)
+    assert "hook" in caplog.text and "hook" in report(ours).encode[place] and "hook" in str(report(ours))
+    restore(ours)
+    assert type(own[1]) is type(own[0]) and vars(own[1]).keys() == vars(own[0]).keys()
+    check(1)
 
 
 MASKS: dict[str, Any] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import logging
 import pickle
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fastformer.checkpoints.hf import ENCODER_FORMS
-from fastformer.integrations import accelerate, report, restore
+from fastformer.integrations import accelerate, report
 from tests.checks import assert_accurate
 from tests.encoding.folders import MANY, TEXTS, bert
 from tests.integrations.decoders import IS_OLD, Wide
@@ -199,68 +198,6 @@ def agree(plain: Any, ours: Any, batch: dict[str, Tensor] | None = None) -> None
     batch = inputs() if batch is None else batch
     found, expected = ours(**batch)[0], plain(**batch)[0]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-def hooked(model: Any) -> None:
-    model.encoder.layer[1].output.register_forward_hook(lambda module, args, out: out * 0.5)
-
-
-def other_activation(model: Any) -> None:
-    model.encoder.layer[0].intermediate.intermediate_act_fn = nn.Tanh()
-
-
-def fewer_layers(model: Any) -> None:
-    model.encoder.layer = model.encoder.layer[:1]
-
-
-def own_forward(model: Any) -> None:
-    forward = model.encoder.layer[0].forward
-    model.encoder.layer[0].forward = lambda *args, **kwargs: forward(*args, **kwargs) * 2
-
-
-def own_eps(model: Any) -> None:
-    model.encoder.layer[0].output.LayerNorm.eps = 0.5
-
-
-def parametrised(model: Any) -> None:
-    nn.utils.parametrizations.weight_norm(model.encoder.layer[0].intermediate.dense)
-
-
-def other_weight(model: Any) -> None:
-    model.encoder.layer[0].intermediate.dense.weight = nn.Parameter(torch.zeros(40, 24))
-
-
-def written(model: Any) -> None:
-    with torch.no_grad():
-        model.encoder.layer[0].intermediate.dense.weight.mul_(0.5)
-
-
-def written_unseen(model: Any) -> None:
-    model.embeddings.LayerNorm.weight.data.numpy()[:] += 0.5
-
-
-def written_types(model: Any) -> None:
-    model.embeddings.token_type_ids.fill_(1)
-
-
-CHANGES = [
-    (hooked, 0), (other_activation, 0), (fewer_layers, 0), (own_forward, 0), (own_eps, 0), (parametrised, 0),
-    (other_weight, 1), (written, 1), (written_unseen, 1), (written_types, 0),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("change", "served"), CHANGES)
-def test_a_changed_model_computes_its_changes(change: Any, served: int, calls: list[int]) -> None:
-    plain, ours = pair("bert types")
-    before = ours(**inputs())[0].detach()
-    agree(plain, ours)
-    assert calls == [1]
-    change(plain)
-    change(ours)
-    agree(plain, ours)
-    assert calls == [1 + served]
-    with torch.no_grad():
-        assert not torch.allclose(ours(**inputs())[0], before)
 
 
 @pytest.mark.parametrize(("owner", "name"), [(nn.Embedding, "forward"), (F, "embedding"), (F, "softmax")])
@@ -453,22 +390,6 @@ def test_autocast_gives_electra_the_dtype_of_its_modules(name: str, calls: list[
     assert calls == [1]
 
 
-def test_an_option_turns_it_off(calls: list[int], caplog: pytest.LogCaptureFixture) -> None:
-    plain, ours = pair("bert types", encode=False)
-    assert "asked" in report(ours).encode[""]
-    agree(plain, ours)
-    assert calls == [0]
-    accelerate(ours)
-    assert "C++" in report(ours).encode[""]
-    agree(plain, ours)
-    assert calls == [1]
-    for model in (plain, ours):
-        hooked(model)
-    with caplog.at_level(logging.DEBUG, "fastformer"):
-        agree(plain, ours)
-    assert "hook" in caplog.text and "hook" in report(ours).encode[""] and "hook" in str(report(ours))
-
-
 @pytest.mark.slow  # sentence-transformers takes seconds to import; all the ways by which it calls a model
 def test_a_sentence_transformer_gives_the_same_embeddings(tmp_path: Path, calls: list[int]) -> None:
     library = pytest.importorskip("sentence_transformers", reason="not installed: pip install sentence-transformers")
@@ -492,15 +413,6 @@ def test_a_sentence_transformer_gives_the_same_embeddings(tmp_path: Path, calls:
     ours = accelerate(copy.deepcopy(plain))
     torch.testing.assert_close(torch.from_numpy(ours.predict(pairs)), torch.from_numpy(plain.predict(pairs)))
     assert calls[0] >= 1
-
-
-def test_restore_gives_the_model_back(calls: list[int]) -> None:
-    plain, ours = pair("roberta labels")
-    agree(plain, ours)
-    restore(ours)
-    assert type(ours) is type(plain) and vars(ours.roberta).keys() == vars(plain.roberta).keys()
-    agree(plain, ours)
-    assert calls == [1]
 
 
 def test_a_copy_and_a_pickle_pack_their_own(calls: list[int]) -> None:

@@ -17,7 +17,7 @@ from fastformer.integrations import report
 from tests.checks import assert_accurate
 from tests.covering import by_turns
 from tests.integrations import conversions, decoders
-from tests.integrations.engine_calls import counted, pair_of
+from tests.integrations.engine_calls import counted, outcome_of, pair_of
 
 EVERY = (*conversions.CASES, *decoders.CASES)
 # A variant of each family.
@@ -340,14 +340,7 @@ def test_a_left_padded_source_errs_within_the_rounding_of_its_weights():
 def test_a_mask_of_ones_for_other_ids_uses_transformers_code(length):
     pair = pair_of("llama grouped heads", left=True)
     ids, mask = pair.inputs["input_ids"][:1], torch.ones(1, length, dtype=torch.long)
-    outcomes = []
-    with counted() as opened:
-        for model in (pair.plain, pair.ours):
-            try:
-                outcomes.append(model.generate(ids, attention_mask=mask, max_new_tokens=6).tolist())
-            except RuntimeError as error:
-                outcomes.append(type(error))
-    assert outcomes[0] == outcomes[1] and opened == [0]
+    assert outcome_of(pair, ids, attention_mask=mask, max_new_tokens=6) == 0
 
 
 def test_unknown_options_are_transformers_errors():
@@ -438,36 +431,24 @@ def test_a_sequence_handed_in_by_its_encoder():
         assert torch.equal(found, expected)
 
 
-def _chi_square(draws: int) -> float:
-    """Returns a p-value for the third sampled token of a prompt, given its exact distribution."""
+@pytest.mark.parametrize("draws", [2_000, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_samples_are_of_the_same_distribution(draws):
+    """A chi-square test of the next token: top-k, top-p and temperature shape its distribution as in transformers."""
     pair = pair_of("gpt2 plain", left=True)
     ids = pair.inputs["input_ids"][1:2, -5:]
-    warp: dict[str, Any] = {"do_sample": True, "top_k": 6, "top_p": 0.9, "temperature": 1.3}
-    out = pair.plain.generate(
-        ids, attention_mask=ids * 0 + 1, max_new_tokens=1, return_dict_in_generate=True, output_scores=True, **warp
-    )
+    call: dict[str, Any] = {"do_sample": True, "top_k": 6, "top_p": 0.9, "temperature": 1.3, "max_new_tokens": 1}
+    call["attention_mask"] = ids * 0 + 1
+    out = pair.plain.generate(ids, return_dict_in_generate=True, output_scores=True, **call)
     expected = out.scores[0][0].softmax(-1) * draws
     torch.manual_seed(7)
     counts = torch.zeros_like(expected)
     with counted() as opened:
         for _ in range(draws // 500):
-            found = pair.ours.generate(
-                ids, attention_mask=ids * 0 + 1, max_new_tokens=1, num_return_sequences=500, **warp
-            )
+            found = pair.ours.generate(ids, num_return_sequences=500, **call)
             counts += torch.bincount(found[:, -1], minlength=len(counts))
     assert opened[0] == draws // 500
     possible = expected > 0
     assert possible.sum() >= 3 and not counts[~possible].any()
     statistic = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
     freedom = possible.sum() - 1
-    return float(1 - torch.special.gammainc(freedom / 2, statistic / 2))
-
-
-def test_samples_are_of_the_same_distribution():
-    assert _chi_square(2_000) > 1e-3
-
-
-@pytest.mark.slow
-def test_many_samples_are_of_the_same_distribution():
-    """Proves with 20,000 draws that top-k, top-p and temperature shape the distribution as in transformers."""
-    assert _chi_square(20_000) > 1e-3
+    assert 1 - torch.special.gammainc(freedom / 2, statistic / 2) > 1e-3
