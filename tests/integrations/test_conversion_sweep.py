@@ -1,4 +1,4 @@
-"""Random small configs of the families that read a source, as models.Transformer: logits, losses and gradients."""
+"""Families that read a source have the logits, losses and gradients of transformers, random small configs too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastformer.checkpoints.hf import from_model
 from fastformer.integrations import from_huggingface
 from fastformer.models import Transformer
 from tests.checks import assert_accurate
-from tests.integrations.conversions import IS_OLD, Case, drawn
+from tests.integrations.conversions import CASES, IS_OLD, Case, drawn
 from tests.nn.comparing import assert_same
 
 KINDS = ("Marian", "Bart", "MBart", "Pegasus", "M2M100", "T5", "MT5")
@@ -30,11 +30,13 @@ def labels_of(case: Case) -> Tensor:
     return labels.masked_fill(torch.arange(target.shape[1]) >= torch.tensor([[99], [3], [2]]), -100)
 
 
-def learned(theirs: Any, case: Case) -> tuple[Tensor, Tensor]:
-    """Returns the logits of a model of transformers, and the loss of each token. The parameters get its gradients."""
+def learned(theirs: Any, case: Case, **options: Any) -> tuple[Tensor, Tensor]:
+    """The logits of a model of transformers, and the loss of each token, whose gradients are in the parameters."""
+    if case.options.get("bias"):
+        theirs.final_logits_bias.requires_grad_()  # which is no parameter there
     with case.exactly():
         logits = case.logits(theirs)
-        loss = F.cross_entropy(logits.flatten(0, 1), labels_of(case).flatten(), reduction="none")
+        loss = F.cross_entropy(logits.flatten(0, 1), labels_of(case).flatten(), reduction="none", **options)
         loss.sum().backward()
     return logits, loss
 
@@ -55,7 +57,7 @@ def gradients_of(ours: Transformer, theirs: Any) -> Iterator[tuple[str, Tensor, 
         places.setdefault(id(parameter), []).append(name)
     for name, parameter in theirs.named_parameters():
         roles = {role for place, role in ROLES.items() if any(each.endswith(place) for each in places[id(parameter)])}
-        if parameter.grad is None:
+        if parameter.grad is None or (IS_OLD and roles):  # version 4 ties other matrices
             continue
         if not roles:
             scale = theirs.config.d_kv if name.endswith("ttention.q.weight") else 1  # the weights there are smaller
@@ -76,6 +78,68 @@ def _grad(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
+def check_exactly(
+    case: Case, theirs: Any, *, is_packed: bool = False, **options: Any
+) -> tuple[Transformer, Tensor, Tensor]:
+    """Compares logits, losses and gradients in fp64, where only another computation makes a difference.
+
+    Args:
+        theirs: a model of transformers in fp64.
+        is_packed: whether our model gets packed sequences.
+        options: of the loss.
+
+    Returns:
+        Our model with its gradients, the logits, and the loss of each token.
+    """
+    expected, due = learned(theirs, case, **options)
+    ours = from_huggingface(theirs)
+    assert isinstance(ours, Transformer)
+    assert_same(ours(*case.batch), expected, "logits", 1e-9)
+    (source, target), labels, wanted = case.batch, labels_of(case), due
+    layouts: dict[str, Any] = {}
+    if is_packed:
+        sources, targets = case.layouts()
+        wanted = targets.pack(due.view_as(labels))
+        source, target, labels = sources.pack(source), targets.pack(target), targets.pack(labels)
+        layouts = {"source_layout": sources, "target_layout": targets}
+    loss = ours.loss(source, target, labels, **layouts, reduction="none", **options).flatten()
+    assert_same(loss, wanted, "loss", 1e-6)
+    loss.sum().backward()
+    for name, one, other in gradients_of(ours, theirs):
+        if other.abs().max() < 1e-12:  # a bias of keys has no gradient, but for rounding
+            assert one.abs().max() < 1e-12, name
+        else:
+            assert_same(one, other, name, 1e-8)
+    if case.options.get("bias"):
+        assert_same(_grad(ours.get_parameter("output_bias")), theirs.final_logits_bias.grad[0], "output_bias", 1e-8)
+    return ours, expected, due
+
+
+LEARNING = [
+    *(f"Marian {variant}" for variant in ("real", "untied")),
+    *(f"{family} {variant}" for family in ("Bart", "MBart") for variant in ("scaled, bias", "untied")),
+    *(f"T5 {variant}" for variant in ("1.0", "1.1", "few heads")),
+]
+
+
+@pytest.mark.parametrize("options", [{}, {"is_packed": True}, {"label_smoothing": 0.2}], ids=str)
+@pytest.mark.parametrize("name", LEARNING)
+def test_losses_and_gradients_are_the_same(name, options) -> None:
+    check_exactly(CASES[name], CASES[name].make(), **options)
+
+
+def test_heads_of_zeros_stay() -> None:
+    """Heads that a T5 lacks, by which ours has the width of its model, learn nothing."""
+    case = CASES["T5 few heads"]
+    theirs = case.make()
+    ours, heads = check_exactly(case, theirs)[0], theirs.config.num_heads
+    for side in ("encoder", "decoder"):
+        table = _grad(ours.get_parameter(f"{side}_position_bias.table"))
+        weight = _grad(ours.get_parameter(f"{side}.layers.0.self_attn.in_proj_weight")).view(3, 24, 24)
+        assert not table[:, heads:].any() and not weight[:, 4 * heads :].any()
+        assert table.any() and weight.any()
+
+
 @pytest.mark.slow  # every option with every other, at unusual sizes
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,27 +152,16 @@ def test_random_configs_compute_and_learn_the_same(kind, seed) -> None:
     for draw in range(3, 15):
         plain = case.make(torch.float32, seed=draw)
         exact = copy.deepcopy(plain).double()
-        expected, due = learned(exact, case)
+        wide, expected, due = check_exactly(case, exact)
         theirs, their_loss = learned(plain, case)
-        gradients: list[list[tuple[str, Tensor, Tensor]]] = []
-        for model, mine in ((exact, from_huggingface(exact)), (plain, from_huggingface(plain))):
-            assert isinstance(mine, Transformer)
-            logits, loss = mine(*case.batch), mine.loss(*case.batch, labels_of(case), reduction="none").flatten()
-            loss.sum().backward()
-            gradients.append([*gradients_of(mine, model)])
-            if model is exact:
-                assert_same(logits, expected, "logits", 1e-9)
-                assert_same(loss, due, "loss", 1e-6)
-                for name, one, other in gradients[0]:
-                    if other.abs().max() < 1e-12:  # a bias of keys has no gradient, but for rounding
-                        assert one.abs().max() < 1e-12, name
-                    else:
-                        assert_same(one, other, name, 1e-8)
-            else:
-                found.setdefault("logits", []).append((logits, theirs, expected))
-                found.setdefault("loss", []).append((loss, their_loss, due))
+        ours = from_huggingface(plain)
+        assert isinstance(ours, Transformer)
+        logits, loss = ours(*case.batch), ours.loss(*case.batch, labels_of(case), reduction="none").flatten()
+        loss.sum().backward()
+        found.setdefault("logits", []).append((logits, theirs, expected))
+        found.setdefault("loss", []).append((loss, their_loss, due))
         # As one: a bias of keys, say, has no gradient but rounding, and that of one tensor may be small by luck.
-        each = zip(gradients[1], gradients[0], strict=True)
+        each = zip(gradients_of(ours, plain), gradients_of(wide, exact), strict=True)
         vectors = zip(
             *((one.flatten(), other.flatten(), wide.flatten()) for (_, one, other), (_, _, wide) in each), strict=True
         )
