@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from tests.checkpoints.families import ENGLISH, sentencepiece_model
+from tests.checkpoints.families import ENGLISH, byte_level, write_pieces
 
 tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
 
@@ -37,10 +37,8 @@ def save(folder: Path, model: Any, tokenizer: Any, **search: Any) -> None:
 
 def gpt2(folder: Path) -> None:
     """Makes a folder with a byte-level BPE without BOS and PAD."""
-    trained = tokenizers.ByteLevelBPETokenizer()
-    trained.train_from_iterator(ENGLISH, vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
     folder.mkdir()
-    trained.save_model(str(folder))
+    byte_level(["<|endoftext|>"]).save_model(str(folder))
     tokenizer = transformers.GPT2TokenizerFast.from_pretrained(folder)
     end = tokenizer.eos_token_id
     config = transformers.GPT2Config(**SIZES, vocab_size=len(tokenizer) + 3, eos_token_id=end, bos_token_id=end)
@@ -55,10 +53,7 @@ def merges(folder: Path) -> None:
 
 def llama3(folder: Path) -> None:
     """Makes a folder with a byte-level BPE whose post-processor adds BOS, several end ids, and a chat template."""
-    trained = tokenizers.ByteLevelBPETokenizer()
-    special = ["<|begin|>", "<|end|>", "<|im_start|>", "<|im_end|>"]
-    trained.train_from_iterator(ENGLISH, vocab_size=300, special_tokens=special, show_progress=False)
-    backend = trained._tokenizer
+    backend = byte_level(["<|begin|>", "<|end|>", "<|im_start|>", "<|im_end|>"])._tokenizer
     backend.post_processor = tokenizers.processors.TemplateProcessing(
         single="<|begin|> $A", pair="<|begin|> $A <|begin|> $B", special_tokens=[("<|begin|>", 0)]
     )
@@ -76,8 +71,7 @@ def llama3(folder: Path) -> None:
 
 def llama2(folder: Path) -> None:
     """Makes a folder with a SentencePiece BPE in a tokenizer.json, in which PAD is a token."""
-    pieces = _llama_pieces(folder)
-    processor = sentencepiece_of(pieces)
+    processor = _llama_pieces(folder)
     vocab = {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}
     ranked = {piece: i for piece, i in vocab.items() if len(piece) > 1 and not processor.is_byte(i) and i > 2}
     pairs = [
@@ -93,8 +87,7 @@ def llama2(folder: Path) -> None:
 
 def pieces(folder: Path) -> None:
     """Makes a folder with only a SentencePiece model, and additional tokens."""
-    _llama_pieces(folder)
-    size = sentencepiece_of((folder / "tokenizer.model").read_bytes()).get_piece_size()
+    size = _llama_pieces(folder).get_piece_size()
     each = (("<|im_end|>", True), ("<note>", False))
     added = {str(size + i): {"content": token, "special": is_special} for i, (token, is_special) in enumerate(each)}
     config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "added_tokens_decoder": added}
@@ -116,14 +109,11 @@ def _llama(folder: Path, tokenizer: Any, size: int, **ids: Any) -> None:
     save(folder, model, tokenizer)
 
 
-def _llama_pieces(folder: Path) -> bytes:
-    folder.mkdir()
-    written = sentencepiece_model(
-        ENGLISH, vocab_size=340, model_type="bpe", byte_fallback=True, unk_id=0, bos_id=1, eos_id=2, pad_id=-1,
-        normalization_rule_name="identity", remove_extra_whitespaces=False,
+def _llama_pieces(folder: Path) -> Any:
+    return write_pieces(
+        folder / "tokenizer.model", ENGLISH, vocab_size=340, model_type="bpe", byte_fallback=True, unk_id=0, bos_id=1,
+        eos_id=2, pad_id=-1, normalization_rule_name="identity", remove_extra_whitespaces=False,
     )  # fmt: skip
-    (folder / "tokenizer.model").write_bytes(written)
-    return written
 
 
 def sentencepiece_of(model: bytes) -> Any:

@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 from tests.checkpoints.decoders import save
-from tests.checkpoints.families import ENGLISH, sentencepiece_model
+from tests.checkpoints.families import ENGLISH, byte_level, sentencepiece_model, write_pieces
 
 tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
 
@@ -58,11 +58,8 @@ def bert_head(folder: Path) -> None:
 
 def roberta(folder: Path) -> None:
     """Makes a folder with a byte-level BPE as vocab.json and merges.txt only, and a head."""
-    trained = tokenizers.ByteLevelBPETokenizer()
-    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    trained.train_from_iterator(ENGLISH, vocab_size=300, special_tokens=special, show_progress=False)
     folder.mkdir()
-    trained.save_model(str(folder))
+    byte_level(["<s>", "<pad>", "</s>", "<unk>", "<mask>"]).save_model(str(folder))
     vocab, merges = ((folder / name).read_bytes() for name in ("vocab.json", "merges.txt"))
     tokenizer = transformers.RobertaTokenizerFast.from_pretrained(folder)
     config = transformers.RobertaConfig(**SIZES, vocab_size=len(tokenizer), type_vocab_size=1)
@@ -74,8 +71,7 @@ def roberta(folder: Path) -> None:
 
 def xlm_roberta(folder: Path) -> None:
     """Makes a folder with Unigram in a tokenizer.json."""
-    folder.mkdir()
-    (folder / "sentencepiece.bpe.model").write_bytes(sentencepiece_model(ENGLISH))
+    write_pieces(folder / "sentencepiece.bpe.model", ENGLISH)
     tokenizer = transformers.XLMRobertaTokenizer.from_pretrained(folder)
     config = transformers.XLMRobertaConfig(**SIZES, vocab_size=len(tokenizer), type_vocab_size=1)
     save(folder, transformers.XLMRobertaModel(config), tokenizer)
@@ -117,10 +113,7 @@ def mpnet(folder: Path) -> None:
 
 def modernbert(folder: Path) -> None:
     """Makes a folder with a byte-level BPE that has BERT's special tokens, and a head."""
-    trained = tokenizers.ByteLevelBPETokenizer()
-    special = ["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"]
-    trained.train_from_iterator(ENGLISH, vocab_size=300, special_tokens=special, show_progress=False)
-    backend = trained._tokenizer
+    backend = byte_level(["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"])._tokenizer
     backend.post_processor = tokenizers.processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
     )

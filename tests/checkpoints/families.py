@@ -36,6 +36,8 @@ SIZES = {
     "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
     "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64, "forced_eos_token_id": None,
 }  # fmt: skip
+# As SentencePiece is told of a T5's or a Pegasus's.
+T5_IDS: dict[str, Any] = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, "pad_piece": "<pad>"}
 
 
 class Saved(NamedTuple):
@@ -57,11 +59,8 @@ class Saved(NamedTuple):
 
 
 def bart(folder: Path, **search: Any) -> Saved:
-    trained = tokenizers.ByteLevelBPETokenizer()
-    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    trained.train_from_iterator(ENGLISH[:3], vocab_size=300, special_tokens=special, show_progress=False)
     folder.mkdir()
-    trained.save_model(str(folder))
+    byte_level(["<s>", "<pad>", "</s>", "<unk>", "<mask>"], ENGLISH[:3]).save_model(str(folder))
     tokenizer = BartTokenizerFast.from_pretrained(folder)
     torch.manual_seed(4)
     model = BartForConditionalGeneration(BartConfig(vocab_size=len(tokenizer) + 3, **SIZES)).eval()
@@ -118,10 +117,7 @@ def marian(folder: Path, *, separate: bool = False, bad_words: bool = True) -> S
 
 def pegasus(folder: Path) -> Saved:
     """Makes a folder with both kinds of tokenizer."""
-    folder.mkdir()
-    ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, "pad_piece": "<pad>"}
-    written = sentencepiece_model(ENGLISH, vocab_size=48, **ids)
-    (folder / "spiece.model").write_bytes(written)
+    write_pieces(folder / "spiece.model", ENGLISH, vocab_size=48, **T5_IDS)
     tokenizer = of_files("PegasusTokenizer", folder)
     torch.manual_seed(6)
     model = PegasusForConditionalGeneration(
@@ -145,11 +141,7 @@ def of_files(name: str, folder: Path, **options: Any) -> Any:
 
 def t5(folder: Path) -> Saved:
     """Makes a folder with both kinds of tokenizer."""
-    folder.mkdir()
-    ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, "pad_piece": "<pad>"}
-    written = sentencepiece_model(ENGLISH, vocab_size=48, **ids)
-    (folder / "spiece.model").write_bytes(written)
-    processor = sentencepiece.SentencePieceProcessor(model_proto=written)
+    processor = write_pieces(folder / "spiece.model", ENGLISH, vocab_size=48, **T5_IDS)
     pieces = [(processor.id_to_piece(i), processor.get_score(i)) for i in range(processor.get_piece_size())]
     pieces += [(f"<extra_id_{i}>", 0.0) for i in range(3, -1, -1)]
     tokenizer = T5Tokenizer(vocab=pieces, extra_ids=4)
@@ -167,6 +159,20 @@ def t5(folder: Path) -> Saved:
         model.shared.weight[-9:] = 0
         model.shared.weight[0] = 0
     return saved(folder, model, tokenizer, TEXTS)
+
+
+def byte_level(special: list[str], lines: list[str] = ENGLISH) -> Any:
+    """Trains a byte-level BPE of the tokenizers library, whose first ids are the special tokens."""
+    trained = tokenizers.ByteLevelBPETokenizer()
+    trained.train_from_iterator(lines, vocab_size=300, special_tokens=special, show_progress=False)
+    return trained
+
+
+def write_pieces(file: Path, lines: list[str], **options: Any) -> Any:
+    """Makes a folder with the file of a SentencePiece model, and returns its processor."""
+    file.parent.mkdir()
+    file.write_bytes(sentencepiece_model(lines, **options))
+    return sentencepiece.SentencePieceProcessor(model_file=str(file))
 
 
 def sentencepiece_model(lines: list[str], **options: Any) -> bytes:

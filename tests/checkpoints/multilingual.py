@@ -19,21 +19,10 @@ from transformers import (
     T5Tokenizer,
 )
 
-from tests.checkpoints.families import (
-    ENGLISH,
-    GERMAN,
-    IS_OLD,
-    SIZES,
-    TEXTS,
-    Saved,
-    draw,
-    of_files,
-    saved,
-    sentencepiece,
-    sentencepiece_model,
-    without,
-)
+from tests.checkpoints import families
+from tests.checkpoints.families import SIZES, T5_IDS, TEXTS, Saved, draw, of_files, saved, without, write_pieces
 
+BOTH = [*families.ENGLISH, *families.GERMAN]
 NLLB = ["eng_Latn", "deu_Latn", "zho_Hans", "zho_Hant", "fra_Latn"]
 _FILE = "sentencepiece.bpe.model"
 
@@ -102,9 +91,8 @@ def _model(kind: str, vocab_size: int, seed: int, **options: Any) -> Any:
 
 
 def nllb(folder: Path, **options: Any) -> Spoken:
-    folder.mkdir()
-    (folder / _FILE).write_bytes(sentencepiece_model([*ENGLISH, *GERMAN], vocab_size=80, model_type="bpe"))
-    languages = {"additional_special_tokens" if IS_OLD else "extra_special_tokens": NLLB}
+    write_pieces(folder / _FILE, BOTH, vocab_size=80, model_type="bpe")
+    languages = {"additional_special_tokens" if families.IS_OLD else "extra_special_tokens": NLLB}
     tokenizer = of_files("NllbTokenizer", folder, **languages, **options)
     (folder / _FILE).unlink()
     model = _model("m2m_100", len(tokenizer) + 2, 7)
@@ -112,12 +100,9 @@ def nllb(folder: Path, **options: Any) -> Spoken:
 
 
 def m2m100(folder: Path) -> Spoken:
-    folder.mkdir()
-    written = sentencepiece_model([*ENGLISH, *GERMAN], vocab_size=80, model_type="bpe")
-    processor = sentencepiece.SentencePieceProcessor(model_proto=written)
+    processor = write_pieces(folder / _FILE, BOTH, vocab_size=80, model_type="bpe")
     pieces = [processor.id_to_piece(i) for i in range(3, processor.get_piece_size())]
     vocab = {piece: i for i, piece in enumerate(["<s>", "<pad>", "</s>", "<unk>", *reversed(pieces)])}
-    (folder / _FILE).write_bytes(written)
     (folder / "vocab.json").write_text(json.dumps(vocab))
     tokenizer = M2M100Tokenizer(str(folder / "vocab.json"), str(folder / _FILE))
     model = _model("m2m_100", len(vocab) + 108, 2)
@@ -127,16 +112,14 @@ def m2m100(folder: Path) -> Spoken:
 
 
 def mbart50(folder: Path) -> Spoken:
-    folder.mkdir()
-    (folder / _FILE).write_bytes(sentencepiece_model([*ENGLISH, *GERMAN], vocab_size=80))
+    write_pieces(folder / _FILE, BOTH, vocab_size=80)
     tokenizer = of_files("MBart50Tokenizer", folder)
     model = _model("mbart", len(tokenizer), 3)
     return Spoken(saved(folder, model, tokenizer, TEXTS), "en_XX", "de_DE", ("en", "de"))
 
 
 def mbart(folder: Path) -> Spoken:
-    folder.mkdir()
-    (folder / _FILE).write_bytes(sentencepiece_model([*ENGLISH, *GERMAN], vocab_size=80))
+    write_pieces(folder / _FILE, BOTH, vocab_size=80)
     tokenizer = of_files("MBartTokenizer", folder)
     start = tokenizer.convert_tokens_to_ids("ro_RO")
     model = _model("mbart", len(tokenizer), 4, decoder_start_token_id=start)
@@ -145,12 +128,8 @@ def mbart(folder: Path) -> Spoken:
 
 def madlad(folder: Path) -> Spoken:
     """Makes a folder with both kinds of tokenizer."""
-    folder.mkdir()
-    ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, "pad_piece": "<pad>"}
     symbols = [f"<2{name}>" for name in ("de", "fr", "zh", "zh_Hant")]
-    written = sentencepiece_model([*ENGLISH, *GERMAN], vocab_size=70, user_defined_symbols=symbols, **ids)
-    (folder / "spiece.model").write_bytes(written)
-    processor = sentencepiece.SentencePieceProcessor(model_proto=written)
+    processor = write_pieces(folder / "spiece.model", BOTH, vocab_size=70, user_defined_symbols=symbols, **T5_IDS)
     pieces = [(processor.id_to_piece(i), processor.get_score(i)) for i in range(processor.get_piece_size())]
     tokenizer = T5Tokenizer(vocab=pieces, extra_ids=0)
     torch.manual_seed(4)

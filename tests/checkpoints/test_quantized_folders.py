@@ -30,28 +30,14 @@ from tests.generation.small import needs_cpp
 
 INPUTS, HIDDEN, VOCAB = 128, 256, 40
 SETTINGS: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": VOCAB,
-    "hidden_size": INPUTS,
-    "intermediate_size": HIDDEN,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
+    "model_type": "llama", "vocab_size": VOCAB, "hidden_size": INPUTS, "intermediate_size": HIDDEN,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
-}
+}  # fmt: skip
 LAYERS = {
-    "self_attn.q_proj": (128, 128),
-    "self_attn.k_proj": (64, 128),
-    "self_attn.v_proj": (64, 128),
-    "self_attn.o_proj": (128, 128),
-    "mlp.gate_proj": (256, 128),
-    "mlp.up_proj": (256, 128),
+    **{f"self_attn.{name}_proj": (size, 128) for name, size in (("q", 128), ("k", 64), ("v", 64), ("o", 128))},
+    **{f"mlp.{name}_proj": (256, 128) for name in ("gate", "up")},
     "mlp.down_proj": (128, 256),
 }
 
