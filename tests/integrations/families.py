@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mt5.modeling_mt5 import MT5Attention, MT5LayerNorm
 from transformers.models.t5.modeling_t5 import T5Attention, T5LayerNorm
 
+import fastformer
 from fastformer.integrations.known import RETURNS_TUPLES
 from fastformer.ops import record_backends
 from tests.nn.comparing import assert_same
@@ -147,6 +148,16 @@ def assert_all_same(ours: list[Tensor], theirs: list[Tensor], name: str, toleran
             assert mine.abs().max() < 1e-12
         else:
             assert_same(mine, other, f"{name} {i}", tolerance)
+
+
+def before_and_after(model: Any, call: Callable[[], Any], **options: Any) -> tuple[Any, Any]:
+    """Returns the results of a call of a model before `accelerate` with these options, and after it."""
+    family = model.config.model_type
+    with exactly(family):
+        before = call()
+    fastformer.accelerate(model, **options)
+    with exactly(family, accelerated=True):
+        return before, call()
 
 
 def layers_of(model: Any) -> list[nn.ModuleList]:

@@ -20,6 +20,7 @@ import fastformer
 from fastformer.functional import scaled_dot_product_attention
 from fastformer.ops import record_backends
 from tests.nn.comparing import assert_same, padding_mask, randomised
+from tests.nn.test_surgery import Half
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:.*nested tensors is in prototype")
 
@@ -141,13 +142,6 @@ def test_copies_and_pickles_stay_swapped():
             assert_same(made(IDS), expected, "output")
         assert ran and len(fastformer.restore(made)) == 6
         assert torch.equal(made(IDS), expected)
-
-
-class Half(nn.Module):
-    """A parametrization that halves a weight."""
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight / 2
 
 
 def test_restore_after_further_surgery():
@@ -299,33 +293,6 @@ def test_unswapped_modules_and_reasons():
     assert str(fastformer.report(fastformer.accelerate(nn.Linear(2, 2)))) == "swapped: nothing"
 
 
-@pytest.mark.parametrize("name", ["MultiheadAttention", "TransformerEncoderLayer", "TransformerEncoder", "Transformer"])
-def test_a_class_with_a_replaced_forward_is_not_swapped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, calls = getattr(nn, name), []
-    theirs = kind.forward
-
-    @functools.wraps(theirs)
-    def own(self: nn.Module, *args: Any, **options: Any) -> Any:
-        calls.append(args[0].shape)
-        return theirs(self, *args, **options)
-
-    monkeypatch.setattr(kind, "forward", own)
-    model = nn.Transformer(E, H, 1, 1, FF, **ARGS).double()
-    x = torch.randn(N, L, E, dtype=torch.float64)
-    mask = torch.zeros(N, L, dtype=torch.bool)
-    mask[0, 2:] = True
-    results = []
-    for accelerated in (False, True):
-        if accelerated:
-            report = fastformer.report(fastformer.accelerate(model))
-            assert set(report.left.values()) == {f"{name}.forward was replaced"} and report.swapped
-        results.append((model(x, x, src_key_padding_mask=mask, memory_key_padding_mask=mask), [*calls]))
-        calls.clear()
-    (expected, theirs_seen), (found, seen) = results
-    assert_same(found, expected, "output")
-    assert seen == theirs_seen and seen
-
-
 STACKS = (nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer)
 LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 PATCHES: list[tuple[Any, str]] = [
@@ -344,24 +311,30 @@ def results_of(model: nn.Module) -> list[Tensor]:
     return [out, *grads(model, out)]
 
 
+def doubled(function: Any, calls: list[Any]) -> Any:
+    """Doubles what a function gives, and notes the shapes and dtypes that it gets."""
+
+    @functools.wraps(function)
+    def own(*args: Any, **options: Any) -> Any:
+        given = [each for each in (*args, *options.values()) if type(each) is Tensor and not each.is_nested]
+        calls.append([(each.shape, each.dtype) for each in given])
+        out = function(*args, **options)
+        return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
+
+    return own
+
+
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])
 @pytest.mark.parametrize("comes", ["before", "later"])
 @pytest.mark.parametrize(("owner", "name"), PATCHES, ids=lambda each: getattr(each, "__name__", each))
 def test_replaced_functions_of_torch_are_called_as_without_acceleration(owner, name, comes, norm_first, monkeypatch):
     plain = randomised(nn.Transformer(E, H, 2, 2, FF, norm_first=norm_first, **ARGS))
     model, fresh = copy.deepcopy(plain), copy.deepcopy(plain)
-    theirs, calls = getattr(owner, name), []
-
-    def own(*args: Any, **options: Any) -> Any:
-        given = (*args, *options.values())
-        calls.append([(each.shape, each.dtype) for each in given if type(each) is Tensor])
-        out = theirs(*args, **options)
-        return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
-
+    calls: list[Any] = []
     if comes == "later":
         assert not fastformer.report(fastformer.accelerate(model)).left
     with monkeypatch.context() as patched:
-        patched.setattr(owner, name, own)
+        patched.setattr(owner, name, doubled(getattr(owner, name), calls))
         left = fastformer.report(fastformer.accelerate(model)).left
         assert set(left.values()) == {f"{owner.__name__}.{name} was replaced"}
         expected, before = results_of(plain), [*calls]
@@ -382,13 +355,7 @@ def test_nested_tensors_reach_a_replaced_forward(owner, name, monkeypatch):
     plain = randomised(nn.TransformerEncoder(layer, 2)).eval()
     model = copy.deepcopy(plain)
     fastformer.accelerate(model)
-    theirs = getattr(owner, name)
-
-    def own(*args: Any, **options: Any) -> Any:
-        out = theirs(*args, **options)
-        return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
-
-    monkeypatch.setattr(owner, name, own)
+    monkeypatch.setattr(owner, name, doubled(getattr(owner, name), []))
     nested = torch.nested.nested_tensor([torch.randn(n, 12, dtype=torch.float64) for n in (5, 3)])
     with torch.no_grad():
         ours, expected = (each(nested).to_padded_tensor(0.0) for each in (model, plain))

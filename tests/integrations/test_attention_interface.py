@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import LlamaForCausalLM, MistralForCausalLM
 from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
 import fastformer
@@ -27,27 +27,19 @@ from fastformer.integrations.known import RETURNS_TUPLES
 from fastformer.ops import attention as fastformer_attention
 from fastformer.ops import record_backends
 from tests.integrations import conversions
+from tests.integrations import families as small
+from tests.integrations.families import IDS
 from tests.nn.comparing import assert_same
 
-IDS = torch.randint(5, 60, (4, 9), generator=torch.Generator().manual_seed(0))
 RIGHT = torch.arange(9) < torch.tensor([[9], [4], [2], [7]])
 
 
 def make(family: str) -> Any:
-    torch.manual_seed(5)
     if family == "gpt2":
-        model: Any = GPT2LMHeadModel(
-            GPT2Config(vocab_size=60, n_embd=24, n_layer=2, n_head=3, n_positions=64, resid_pdrop=0, embd_pdrop=0,
-                       attn_pdrop=0, bos_token_id=1, eos_token_id=2)
-        )  # fmt: skip
-    else:
-        sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
-                 "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
-        if family == "llama":
-            model = LlamaForCausalLM(LlamaConfig(**sizes))
-        else:
-            model = MistralForCausalLM(MistralConfig(**sizes, sliding_window=3))
-    return model.double()
+        return small.make(family)
+    kind = LlamaForCausalLM if family == "llama" else MistralForCausalLM
+    window = {"sliding_window": 3} if family == "mistral" else {}
+    return small.make("llama", kind, hidden_size=32, num_attention_heads=4, **window)
 
 
 def ran(call: Any) -> bool:

@@ -11,7 +11,17 @@ from torch import Tensor
 import fastformer
 from fastformer.integrations.known import RETURNS_TUPLES
 from tests.covering import covering
-from tests.integrations.families import IDS, PACKED, RIGHT, TARGETS, assert_all_same, gradients, make, ran
+from tests.integrations.families import (
+    IDS,
+    PACKED,
+    RIGHT,
+    TARGETS,
+    assert_all_same,
+    before_and_after,
+    gradients,
+    make,
+    ran,
+)
 from tests.nn.comparing import assert_same
 
 # Of the decoder, whole where the encoder's row isn't.
@@ -105,9 +115,7 @@ def test_generation_continues_from_a_cache(family):
         found: Tensor = model.generate(IDS, **given, **options).sequences
         return found
 
-    expected = tokens()
-    fastformer.accelerate(model)
-    assert torch.equal(tokens(), expected)
+    assert torch.equal(*before_and_after(model, tokens))
 
 
 @families

@@ -7,12 +7,23 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import BertForMaskedLM, BertForQuestionAnswering, BertForSequenceClassification, BertModel
+from transformers import BertForQuestionAnswering, BertModel
 
 import fastformer
 from tests.integrations import families
-from tests.integrations.families import FUSED, IDS, PACKED, RIGHT, Wrapped, assert_all_same, gradients, ran
+from tests.integrations.families import (
+    FUSED,
+    IDS,
+    PACKED,
+    RIGHT,
+    Wrapped,
+    assert_all_same,
+    before_and_after,
+    gradients,
+    ran,
+)
 from tests.nn.comparing import assert_same
+from tests.nn.test_padding import Running
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -36,25 +47,6 @@ def test_activations(act):
     assert_all_same(results[1], results[0], "output or gradient")
 
 
-@pytest.mark.parametrize("kind", [BertForMaskedLM, BertForSequenceClassification])
-def test_heads_and_losses(kind):
-    model = make(kind).eval()
-    labels = IDS.masked_fill(~RIGHT, -100) if kind is BertForMaskedLM else torch.tensor([0, 1, 1, 0])
-    before = model(IDS, attention_mask=RIGHT.long(), labels=labels)
-    fastformer.accelerate(model)
-    after = model(IDS, attention_mask=RIGHT.long(), labels=labels)
-    torch.testing.assert_close(after.loss, before.loss, rtol=1e-9, atol=0)
-    real = RIGHT[..., None] if kind is BertForMaskedLM else torch.ones(4, 1)
-    assert_same(after.logits * real, before.logits * real, "logits", 1e-9)
-
-
-class Running(torch.nn.Linear):
-    """A projection that sums over the sequence."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).cumsum(1)
-
-
 @pytest.mark.parametrize("what", ["answers", "chunks", "other tokens", "no token"])
 def test_padding_is_computed_if_it_is_read(what):
     """A softmax over the sequence, chunks of it, a module that mixes tokens, and a row without tokens read padding."""
@@ -70,9 +62,7 @@ def test_padding_is_computed_if_it_is_read(what):
     options: dict[str, Any] = {"attention_mask": (RIGHT & (what != "no token")).long()}
     if what == "answers":
         options |= {"start_positions": torch.tensor([0, 1, 2, 0]), "end_positions": torch.tensor([1, 2, 2, 0])}
-    before = model(IDS, **options)
-    fastformer.accelerate(model)
-    after = model(IDS, **options)
+    before, after = before_and_after(model, lambda: model(IDS, **options))
     assert_same(after[0], before[0], "loss or hidden states", 1e-9)
     assert_same(after[1], before[1], "logits or pooled", 1e-9)
 
@@ -115,9 +105,8 @@ def with_activation(activation: torch.nn.Module) -> set[str]:
         torch.manual_seed(0)
         return model(IDS, attention_mask=RIGHT.long()).last_hidden_state * RIGHT[..., None]
 
-    before = run()
-    fastformer.accelerate(model)
-    assert_same(run(), before, "hidden states", 1e-9)
+    before, after = before_and_after(model, run)
+    assert_same(after, before, "hidden states", 1e-9)
     return ran(run)
 
 
@@ -129,10 +118,9 @@ def test_a_custom_scale(mask):
             pytest.skip("before transformers 5 there is none")
         layer.attention.self.scaling *= 0.25
     options = {} if mask is None else {"attention_mask": mask.long()}
+    before, after = before_and_after(model, lambda: model(IDS, **options).last_hidden_state)
     real = 1 if mask is None else mask[..., None]
-    before = model(IDS, **options).last_hidden_state * real
-    fastformer.accelerate(model)
-    assert_same(model(IDS, **options).last_hidden_state * real, before, "hidden states", 1e-9)
+    assert_same(after * real, before * real, "hidden states", 1e-9)
 
 
 def test_a_decoder_with_a_cache():

@@ -23,6 +23,7 @@ import fastformer
 from fastformer.ops import record_backends
 from tests.integrations import families as small
 from tests.integrations.families import PACKED
+from tests.nn.test_differences import Counted
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -167,21 +168,19 @@ def test_a_checkpoint_around_the_whole(family, reentrant, dropout):
 @pytest.mark.parametrize("family", ["bert", "marian"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_of_transformers(family, reentrant):
-    expected = Step(make(family))
-    model = accelerated(family)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if reentrant:
-        model.enable_input_require_grads()
-    step = Step(model)
-    step.assert_same(expected)
+    def checkpointed(**options: Any) -> Any:
+        model = accelerated(family, **options)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        if reentrant:
+            model.enable_input_require_grads()
+        return model
+
+    step = Step(checkpointed())
+    step.assert_same(Step(make(family)))
     assert PACKED not in step.ran, "its layers are called again after the run has ended"
     # Dropout: without padding nothing is packed either way.
     expected = Step(accelerated(family, dropout=0.5), **batch(False))
-    model = accelerated(family, dropout=0.5)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if reentrant:
-        model.enable_input_require_grads()
-    Step(model, **batch(False)).assert_same(expected)
+    Step(checkpointed(dropout=0.5), **batch(False)).assert_same(expected)
 
 
 CHECKPOINTED = {
@@ -288,16 +287,6 @@ def test_export(family):
         expected = model(**batch())[0]
         exported = torch.export.export(model, (), batch())
         torch.testing.assert_close(exported.module()(**batch())[0], expected)
-
-
-class Counted(nn.Module):
-    """A parametrization that counts how often a weight is computed."""
-
-    count = 0
-
-    def forward(self, weight: Tensor) -> Tensor:
-        self.count += 1
-        return weight
 
 
 @pytest.mark.parametrize("comes", ["before", "later"])

@@ -34,6 +34,7 @@ from tests.integrations.families import (
     TARGETS,
     Wrapped,
     assert_all_same,
+    before_and_after,
     exactly,
     gradients,
     layers_of,
@@ -124,20 +125,14 @@ def test_generates_the_same_after_padded_prompts(family, side, use_cache):
     real = real if side == "right" else real.flip(1)
     given = {"attention_mask": RIGHT.long(), "decoder_attention_mask": real.long(), "use_cache": use_cache}
     given |= {"decoder_input_ids": TARGETS[:, :4], "max_new_tokens": 6, "do_sample": False}
-    with exactly(family):
-        expected = model.generate(IDS, **given)
-    fastformer.accelerate(model)
-    assert torch.equal(model.generate(IDS, **given), expected)
+    assert torch.equal(*before_and_after(model, lambda: model.generate(IDS, **given)))
 
 
 @pytest.mark.parametrize("family", CAUSAL)
 def test_generates_the_same_from_the_logits_at_padding(family):
     model = make(family).eval()
     options = {"attention_mask": RIGHT.long(), "max_new_tokens": 5, "do_sample": False, "logits_to_keep": 0}
-    with exactly(family):
-        expected = model.generate(IDS, **options)
-    fastformer.accelerate(model)
-    assert torch.equal(model.generate(IDS, **options), expected)
+    assert torch.equal(*before_and_after(model, lambda: model.generate(IDS, **options)))
 
 
 READERS = {
@@ -159,10 +154,8 @@ def test_heads_that_read_padding_see_it(family, name):
         given |= {"attention_mask": torch.ones(4, 9).long(), "decoder_attention_mask": RIGHT.long()}
     given |= {} if family == "bert" else {"use_cache": False}
     with torch.no_grad():
-        with exactly(family):
-            expected = model(**given)[0]
-        fastformer.accelerate(model)
-        assert_same(model(**given)[0], expected, name, 1e-9)
+        expected, found = before_and_after(model, lambda: model(**given)[0])
+    assert_same(found, expected, name, 1e-9)
 
 
 ASKED: dict[str, dict[str, Any]] = {

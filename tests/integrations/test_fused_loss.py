@@ -6,6 +6,7 @@ import functools
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -23,13 +24,9 @@ from tests.integrations.families import IDS, LEFT, RIGHT, exactly, gradients, ra
 from tests.integrations.test_replaced import source
 from tests.nn.comparing import assert_same
 
-HEADS = {
-    "gpt2": "GPT2LMHeadModel",
-    "llama": "LlamaForCausalLM",
-    "bart": "BartForConditionalGeneration",
-    "marian": "MarianMTModel",
-} | ({} if RETURNS_TUPLES else {"t5": "T5ForConditionalGeneration"})  # before 5 attention is written out in the model
-DECODERS = ("gpt2", "llama")
+DECODERS = small.CAUSAL
+# Before version 5 a T5's attention is written out in the model.
+HEADS = {family: small.HEADS[family] for family in (*DECODERS, *small.SEQ2SEQ) if family != "t5" or not RETURNS_TUPLES}
 families = pytest.mark.parametrize("family", HEADS)
 decoders = pytest.mark.parametrize("family", DECODERS)
 
@@ -104,39 +101,26 @@ def test_positions_after_the_last_label_are_skipped(family):
     assert seen[0].any(-1).all() and not packs(labels=labels, use_cache=False)
 
 
-@decoders
-def test_a_loss_by_num_items_in_batch(family):
-    assert_same_as_plain(family, RIGHT, num_items_in_batch=torch.tensor(50))
-    assert_same_as_plain(family, RIGHT, num_items_in_batch=50)
+SHIFTED = torch.randint(5, 60, (4, 9)).masked_fill(torch.rand(4, 9) < 0.3, -100)
+DOCUMENTS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]]).expand(4, -1)
+# What a call may be given -> the families, the mask, the options.
+GIVEN: dict[str, tuple[Iterable[str], Tensor | None, dict[str, Any]]] = {
+    "num_items_in_batch": (DECODERS, RIGHT, {"num_items_in_batch": 50}),
+    "num_items_in_batch as a tensor": (DECODERS, RIGHT, {"num_items_in_batch": torch.tensor(50)}),
+    # Without a mask transformers reads from the positions that a row has several documents.
+    "positions": (DECODERS, None, {
+        "labels": IDS.masked_fill(torch.arange(9) > 6, -100), "position_ids": DOCUMENTS, "use_cache": False}),
+    "labels that are shifted already": (DECODERS, None, {"shift_labels": SHIFTED}),
+    "an index that is ignored": (DECODERS, None, {"labels": IDS.masked_fill(IDS % 3 == 0, 7), "ignore_index": 7}),
+    "hidden states": (HEADS, None, {"output_hidden_states": True}),
+    "inputs of the decoder": (HEADS.keys() - {*DECODERS}, None, {"decoder_input_ids": small.TARGETS.flip(0)}),
+}  # fmt: skip
 
 
-@decoders
-def test_several_documents_in_one_row(family):
-    """Without a mask, transformers finds the documents by their positions."""
-    labels = IDS.masked_fill(torch.arange(9) > 6, -100)
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]]).expand(4, -1)
-    assert_same_as_plain(family, labels=labels, position_ids=positions, use_cache=False)
-
-
-@decoders
-def test_labels_that_are_shifted_already(family):
-    shifted = torch.randint(5, 60, (4, 9)).masked_fill(torch.rand(4, 9) < 0.3, -100)
-    assert_same_as_plain(family, shift_labels=shifted)
-
-
-@decoders
-def test_another_index_that_is_ignored(family):
-    assert_same_as_plain(family, labels=IDS.masked_fill(IDS % 3 == 0, 7), ignore_index=7)
-
-
-@families
-def test_requested_hidden_states(family):
-    assert_same_as_plain(family, output_hidden_states=True)
-
-
-@pytest.mark.parametrize("family", [name for name in HEADS if name not in DECODERS])
-def test_given_inputs_of_the_decoder(family):
-    assert_same_as_plain(family, decoder_input_ids=torch.randint(5, 60, (4, 6)))
+@pytest.mark.parametrize(("name", "family"), [(name, each) for name, row in GIVEN.items() for each in sorted(row[0])])
+def test_the_loss_of_a_call_with_options(name, family):
+    _, mask, options = GIVEN[name]
+    assert_same_as_plain(family, mask, **options)
 
 
 @families

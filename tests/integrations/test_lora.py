@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -188,28 +190,23 @@ def test_adapters_that_see_several_tokens_get_the_whole_batch(family, first, wha
     assert PACKED not in step.ran and len(step.gradients) > 4
 
 
-@families
+EMBEDDINGS = {"bert": "word_embeddings", "gpt2": "wte", "llama": "embed_tokens"}
+# A norm of a weight; a whole copy of the head, in a wrapper of peft's, outside of the stack; adapters on the head and
+# the embedding.
+MORE: dict[str, Callable[[str], dict[str, Any]]] = {
+    "DoRA": lambda family: {"use_dora": True},
+    "a copy of the head": lambda family: {"modules_to_save": [HEADS[family]]},
+    "the head": lambda family: {"target_modules": [*ATTENTIONS[family], EMBEDDINGS[family], HEADS[family]]},
+}
+
+
 @pytest.mark.parametrize("first", ["accelerate", "LoRA"])
-def test_dora_is_packed(family, first):
-    """Its norm is the norm of a weight."""
-    expected = exact_step(family, prepared(family, "", use_dora=True), RIGHT)
-    step = Step(prepared(family, first, use_dora=True), RIGHT)
+@pytest.mark.parametrize(("family", "what"), itertools.product(FAMILIES, MORE))
+def test_other_adapters_are_packed(family, what, first):
+    expected = exact_step(family, prepared(family, "", **MORE[what](family)), RIGHT)
+    step = Step(prepared(family, first, **MORE[what](family)), RIGHT)
     step.assert_same(expected)
-    assert PACKED in step.ran
-
-
-@families
-def test_modules_that_are_trained_beside_the_adapters(family):
-    """A copy of the head, in a wrapper of peft, is outside of the stack; adapters are on the head and the embedding."""
-    embedding = {"bert": "word_embeddings", "gpt2": "wte", "llama": "embed_tokens"}[family]
-    for options in (
-        {"modules_to_save": [HEADS[family]]},
-        {"target_modules": [*ATTENTIONS[family], embedding, HEADS[family]]},
-    ):
-        expected = exact_step(family, prepared(family, "", **options), RIGHT)
-        step = Step(prepared(family, "accelerate", **options), RIGHT)
-        step.assert_same(expected)
-        assert PACKED in step.ran and any(HEADS[family] in name for name in step.gradients)
+    assert PACKED in step.ran and (what == "DoRA" or any(HEADS[family] in name for name in step.gradients))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

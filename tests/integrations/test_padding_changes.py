@@ -24,7 +24,7 @@ from transformers.models.llama import modeling_llama as llama
 import fastformer
 from fastformer.integrations.known import RETURNS_TUPLES
 from tests.integrations.test_padding import IDS, LABELS, MASK, assert_equal, given_to, make, packs
-from tests.integrations.test_padding_sweep import compared, mixed
+from tests.integrations.test_padding_sweep import compared, mixed, pooled
 
 ORDERS = ("before", "after")
 SEQ2SEQ = [
@@ -136,6 +136,7 @@ def see_all(*args: Any, **kwargs: Any) -> Tensor:
 
 
 _rotary, _chunk, _call = llama.apply_rotary_pos_emb, bert.BertLayer.feed_forward_chunk, nn.Module.__call__
+_head = llama.LlamaForCausalLM.forward
 
 
 def mix_the_classifier(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -146,6 +147,7 @@ def mix_the_classifier(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 PATCHES: list[tuple[str, Any, str, Any]] = [
     ("LlamaForCausalLM", llama, "create_causal_mask", see_all),
     ("LlamaForCausalLM", llama, "apply_rotary_pos_emb", mix_heads),
+    ("LlamaForCausalLM", llama.LlamaForCausalLM, "forward", lambda self, *a, **k: pooled(_head(self, *a, **k))),
     ("BertModel", bert.BertLayer, "feed_forward_chunk", lambda self, x: mixed(_chunk(self, x))),
     ("BertForTokenClassification", nn.Module, "__call__", mix_the_classifier),
 ]

@@ -17,17 +17,16 @@ from torch import nn
 import fastformer
 from fastformer.integrations.attention_interface import patch_attention, patched_attention
 from fastformer.ops import record_backends
+from tests.integrations import families as small
+from tests.integrations.families import IDS, RIGHT, TARGETS
 
 ROOT = Path(__file__).parents[2]
-IDS = torch.randint(5, 60, (3, 7), generator=torch.Generator().manual_seed(0))
-MASK = (torch.arange(7) < torch.tensor([[7], [4], [1]])).long()
 SIZES = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-FAMILIES = ("bart", "bert", "distilbert", "gpt2", "llama", "marian", "qwen2", "roberta", "t5", "torch")
-BART = {"vocab_size": 60, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "pad_token_id": 1}  # fmt: skip
-DISTILBERT = {"vocab_size": 60, "dim": 16, "hidden_dim": 24, "n_layers": 2, "n_heads": 2}
-T5 = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2,
-      "decoder_start_token_id": 0}  # fmt: skip
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "distilbert": ("DistilBertModel", {"vocab_size": 60, "dim": 16, "hidden_dim": 24, "n_layers": 2, "n_heads": 2}),
+    "qwen2": ("Qwen2ForCausalLM", SIZES | {"num_key_value_heads": 1}),
+    "roberta": ("RobertaForMaskedLM", SIZES),
+}
 # What a fresh process does with each file, in a child of its own: what one import leaves behind, no other sees.
 LOADS = """
 import os, sys, torch, transformers
@@ -65,24 +64,17 @@ sys.exit(f"failed: {failed}" if failed else 0)
 def make(family: str) -> tuple[Any, dict[str, Any]]:
     """Makes a small model in evaluation mode, and the arguments of a call."""
     torch.manual_seed(0)
-    text = {"input_ids": IDS, "attention_mask": MASK}
-    pair = text | {"decoder_input_ids": IDS}
-    layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
     if family == "torch":
+        layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
         return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), {"src": torch.randn(3, 7, 16)}
-    made: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
-        "bart": (transformers.BartForConditionalGeneration, BART, pair),
-        "bert": (transformers.BertForMaskedLM, SIZES, text),
-        "distilbert": (transformers.DistilBertModel, DISTILBERT, text),
-        "gpt2": (transformers.GPT2LMHeadModel, {"vocab_size": 60, "n_embd": 16, "n_layer": 2, "n_head": 2}, text),
-        "llama": (transformers.LlamaForCausalLM, SIZES | {"num_key_value_heads": 1}, text),
-        "marian": (transformers.MarianMTModel, BART, pair),
-        "qwen2": (transformers.Qwen2ForCausalLM, SIZES | {"num_key_value_heads": 1}, text),
-        "roberta": (transformers.RobertaForMaskedLM, SIZES, text),
-        "t5": (transformers.T5ForConditionalGeneration, T5, pair),
-    }
-    model, sizes, inputs = made[family]
-    return model(model.config_class(**sizes)).eval(), inputs
+    inputs = {"input_ids": IDS, "attention_mask": RIGHT.long()}
+    if family in small.SEQ2SEQ:
+        inputs["decoder_input_ids"] = TARGETS
+    if family in small.FAMILIES:
+        return small.make(family).float().eval(), inputs
+    name, sizes = OTHERS[family]
+    kind = getattr(transformers, name)
+    return kind(kind.config_class(**sizes)).eval(), inputs
 
 
 def written(folder: Path, family: str, kind: str) -> Path:
@@ -104,7 +96,12 @@ def written(folder: Path, family: str, kind: str) -> Path:
 # What is found again by a class, a function, a module of torch and a config; the slow ones are each family.
 FEW = [("bert", "accelerated"), ("t5", "accelerated"), ("torch", "accelerated"), ("qwen2", "led alone")]
 FEW.append(("distilbert", "config"))
-ALL = [*((family, "accelerated") for family in FAMILIES), ("qwen2", "led alone"), ("bert", "config"), FEW[-1]]
+ALL = [
+    *((family, "accelerated") for family in (*small.FAMILIES, *OTHERS, "torch")),
+    ("qwen2", "led alone"),
+    ("bert", "config"),
+    FEW[-1],
+]
 
 
 @pytest.mark.parametrize("kinds", [FEW, pytest.param(ALL, marks=pytest.mark.slow)], ids=["few", "all"])

@@ -44,6 +44,13 @@ def inputs(*, grouped: bool = False, dtype: torch.dtype = torch.float64, seqlens
     return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes]
 
 
+def options_of(name: str, seqlens: tuple[int, int] = (L, S)) -> dict[str, Any]:
+    options = dict(CASES[name])
+    if "attn_mask" in options:
+        options["attn_mask"] = options["attn_mask"][..., : seqlens[0], : seqlens[1]]
+    return options
+
+
 def ours_ran(call: Any) -> bool:
     with record_backends() as ran:
         call()
@@ -53,9 +60,7 @@ def ours_ran(call: Any) -> bool:
 @pytest.mark.parametrize("seqlens", [(L, S), (S, L), (L, L)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_pytorch(name, seqlens):
-    options = dict(CASES[name])
-    if "attn_mask" in options:
-        options["attn_mask"] = options["attn_mask"][..., : seqlens[0], : seqlens[1]]
+    options = options_of(name, seqlens)
     data = inputs(grouped=name == "grouped", seqlens=seqlens)
     results = []
     for function in (FF.scaled_dot_product_attention, F.scaled_dot_product_attention):
@@ -85,9 +90,7 @@ def of_every_fourth(x: Tensor, order: tuple[int, ...]) -> Tensor:
 def test_an_output_has_pytorchs_strides(name):
     """They are in query's order for any order of the other inputs."""
     q, *others = (each.detach() for each in inputs(grouped=name == "grouped"))
-    options = dict(CASES[name])
-    if "attn_mask" in options:
-        options["attn_mask"] = options["attn_mask"][..., :L, :S]
+    options = options_of(name)
     k, v = others
     for order, is_dense, learns in itertools.product(ORDERS, (True, False), (True, False)):
         query = lying(q, order) if is_dense else of_every_fourth(q, order)
@@ -115,9 +118,7 @@ class Copies(TorchDispatchMode):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["contiguous", "split into heads"])
 def test_an_output_is_copied_only_for_heads_apart_that_share_keys_or_masks(order, name, dropout_p):
-    options = dict(CASES[name])
-    if "attn_mask" in options:
-        options["attn_mask"] = options["attn_mask"][..., :L, :S]
+    options = options_of(name)
     query, k, v = (lying(each, order) for each in inputs(grouped=name == "grouped"))
     options["dropout_p"] = dropout_p
     with Copies() as counted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -22,11 +23,12 @@ from transformers.models.t5.modeling_t5 import T5Attention
 import fastformer
 from fastformer.integrations.fused import fused_feed_forward
 from fastformer.integrations.known import RETURNS_TUPLES
-from tests.integrations.families import IDS, PACKED, RIGHT, TARGETS, Wrapped, exactly, make, ran, run
+from tests.integrations.families import IDS, PACKED, RIGHT, TARGETS, Wrapped, before_and_after, exactly, make, ran, run
 from tests.nn.comparing import assert_same
 
 ENDS = torch.arange(6) < torch.tensor([[6], [3], [1], [4]])
 BEGINS = ENDS.flip(1)
+packs = pytest.mark.skipif(RETURNS_TUPLES, reason="before transformers 5 attention is written out in the model")
 
 
 def outputs(model: Any, mask: Tensor | None, **options: Any) -> list[Tensor]:
@@ -38,11 +40,7 @@ def outputs(model: Any, mask: Tensor | None, **options: Any) -> list[Tensor]:
 
 
 def compare(mask: Tensor | None, model: Any, **options: Any) -> set[str]:
-    with exactly("t5"):
-        theirs = outputs(model, mask, **options)
-    fastformer.accelerate(model)
-    with exactly("t5", accelerated=True):
-        ours = outputs(model, mask, **options)
+    theirs, ours = before_and_after(model, lambda: outputs(model, mask, **options))
     assert len(ours) == len(theirs)
     for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         assert_same(mine, other, f"output or gradient {i}", 1e-9)
@@ -98,7 +96,7 @@ def rows_computed(monkeypatch: pytest.MonkeyPatch, call: Any, of: slice = slice(
 HOLES = RIGHT & (torch.arange(9) != 2)
 
 
-@pytest.mark.skipif(RETURNS_TUPLES, reason="before transformers 5 attention is written out in the model")
+@packs
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("mask", [RIGHT, RIGHT.flip(1), HOLES], ids=["right", "left", "holes"])
 def test_the_encoder_leaves_padding_out(mask, mode, monkeypatch):
@@ -120,7 +118,7 @@ def test_the_first_block_decides_on_the_bias(mask):
     compare(mask, model)
 
 
-@pytest.mark.skipif(RETURNS_TUPLES, reason="before transformers 5 attention is written out in the model")
+@packs
 def test_a_row_without_tokens_is_kept(monkeypatch):
     """A decoder takes the mean of the values in such a row."""
     model, mask = make("t5"), RIGHT & (torch.arange(4) != 2)[:, None]
@@ -132,24 +130,7 @@ def test_a_row_without_tokens_is_kept(monkeypatch):
     assert rows_computed(monkeypatch, lambda: run(model, mask)) == {mask.numel()}
 
 
-@pytest.mark.skipif(RETURNS_TUPLES, reason="before transformers 5 attention is written out in the model")
-@pytest.mark.parametrize("what", ["hidden states", "a hook", "checkpointing", "another attention"])
-def test_the_encoder_stays_padded_if_a_call_reads_padding(what, monkeypatch):
-    model = make("t5").train()
-    options: dict[str, Any] = {}
-    if what == "hidden states":
-        options["output_hidden_states"] = True
-    elif what == "checkpointing":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    elif what == "another attention":
-        model.encoder.block[1].layer[0].SelfAttention.__class__ = type("Other", (T5Attention,), {})
-    fastformer.accelerate(model)
-    if what == "a hook":
-        model.encoder.block[1].layer[0].SelfAttention.q.register_forward_hook(lambda *args: None)
-    assert rows_computed(monkeypatch, lambda: run(model, RIGHT, **options)) == {RIGHT.numel()}
-
-
-@pytest.mark.skipif(RETURNS_TUPLES, reason="before transformers 5 attention is written out in the model")
+@packs
 @pytest.mark.parametrize("kind", [T5EncoderModel, T5ForTokenClassification])
 def test_an_encoder_alone(kind, monkeypatch):
     torch.manual_seed(5)
@@ -195,7 +176,6 @@ def test_compiles_as_one_graph_with_a_mask(kind, mode):
 
 GAPS = ENDS & (torch.arange(6) != 1)
 DECODER = slice(2, 4)
-packs = pytest.mark.skipif(RETURNS_TUPLES, reason="before transformers 5 attention is written out in the model")
 
 
 def run_decoder(model: Any, real: Tensor | None, **options: Any) -> Any:
@@ -226,10 +206,7 @@ def decoded(model: Any, real: Tensor, **options: Any) -> list[Tensor]:
 @pytest.mark.parametrize("real", [ENDS, BEGINS, GAPS], ids=["right", "left", "gaps"])
 def test_the_decoder_leaves_padding_out(real, mode, use_cache, monkeypatch):
     model = getattr(make("t5", use_cache=use_cache), mode)()
-    with exactly("t5"):
-        theirs = decoded(model, real)
-    fastformer.accelerate(model)
-    ours = decoded(model, real)
+    theirs, ours = before_and_after(model, lambda: decoded(model, real))
     assert len(ours) == len(theirs) > 20 + 8 * use_cache
     for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         assert_same(mine, other, f"output or gradient {i}", 1e-9)
@@ -253,21 +230,24 @@ def test_a_cache_of_a_packed_decoder_goes_on():
         logits: Tensor = step.logits
         return logits
 
-    with torch.no_grad(), exactly("t5"):
-        expected = both_steps()
-        fastformer.accelerate(model)
-        assert_same(both_steps(), expected, "logits", 1e-9)
+    with torch.no_grad():
+        expected, found = before_and_after(model, both_steps)
+    assert_same(found, expected, "logits", 1e-9)
 
 
 @packs
 @pytest.mark.parametrize(
-    "what",
-    ["labels at padding", "a cache", "hidden states", "a hook", "checkpointing", "another attention", "no tokens"],
+    "side, what",
+    [
+        *itertools.product(["encoder", "decoder"], ["hidden states", "a hook", "checkpointing", "another attention"]),
+        *itertools.product(["decoder"], ["labels at padding", "a cache", "no tokens"]),
+    ],
 )
-def test_the_decoder_stays_padded_if_a_call_reads_padding(what, monkeypatch):
+def test_a_stack_stays_padded_if_a_call_reads_padding(side, what, monkeypatch):
     model, mask = make("t5").train(), RIGHT
     options: dict[str, Any] = {}
-    attention = model.decoder.block[1].layer[1].EncDecAttention
+    layers = model.get_submodule(side).block[1].layer
+    attention = layers[0].SelfAttention if side == "encoder" else layers[1].EncDecAttention
     if what == "labels at padding":
         options["labels"] = TARGETS
     elif what == "a cache":
@@ -289,7 +269,8 @@ def test_the_decoder_stays_padded_if_a_call_reads_padding(what, monkeypatch):
         given = {"attention_mask": mask.long(), "labels": TARGETS.masked_fill(~ENDS, -100)} | options
         return model(IDS, decoder_attention_mask=real, **given)
 
-    assert rows_computed(monkeypatch, call, DECODER) == {ENDS.numel()}
+    of, whole = (slice(2), RIGHT) if side == "encoder" else (DECODER, ENDS)
+    assert rows_computed(monkeypatch, call, of) == {whole.numel()}
 
 
 @packs
@@ -373,10 +354,7 @@ def test_other_heads_of_the_decoder(kind, monkeypatch):
     given: dict[str, Any] = {"attention_mask": RIGHT.long(), "decoder_attention_mask": real.long()}
     if kind is not T5ForSequenceClassification:
         given["decoder_input_ids"] = TARGETS
-    with exactly("t5"):
-        expected = model(ids, **given)
-    fastformer.accelerate(model)
-    found = model(ids, **given)
+    expected, found = before_and_after(model, lambda: model(ids, **given))
     rows = int(real.sum()) if kind is T5Model else shape.numel()
     assert rows_computed(monkeypatch, lambda: model(ids, **given), DECODER) == {rows}
     for ours, theirs in zip(found.to_tuple()[: 1 if kind is T5Model else 2], expected.to_tuple(), strict=False):

@@ -18,7 +18,7 @@ heads = pytest.mark.parametrize(
     "name",
     [
         *("BertForMaskedLM", "BertForPreTraining", "BertForTokenClassification", "BertLMHeadModel"),
-        *("GPT2ForTokenClassification", "LlamaForTokenClassification"),
+        *("GPT2ForTokenClassification", "LlamaForTokenClassification", "GPT2LMHeadModel", "LlamaForCausalLM"),
     ],
 )
 
@@ -27,8 +27,9 @@ def make(name: str) -> Any:
     kind = getattr(transformers, name)
     if name.startswith("Bert"):
         return families.make("bert", kind).eval()
+    model = families.make("gpt2" if "GPT2" in name else "llama")
     torch.manual_seed(6)
-    return kind(families.make(name.removesuffix("ForTokenClassification").lower()).config).double().eval()
+    return (model if isinstance(model, kind) else kind(model.config).double()).eval()
 
 
 def options_of(name: str, labels: Any) -> dict[str, Any]:

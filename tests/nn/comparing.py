@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+import fastformer.nn as fnn
 from fastformer.nn import KVCache
 
 TOLERANCE = 1e-10
+E, H, FF = 12, 3, 16
+SIZES: dict[str, Any] = {"dropout": 0.0, "dtype": torch.float64}
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -29,6 +32,29 @@ def randomised(module: Module) -> Module:
         for parameter in module.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.3 + (0.5 if parameter.dim() == 1 else 0.0))
     return module
+
+
+def pair(kind: str, depth: int = 0, final: Any = None, norm_options: Any = None, **options: Any) -> tuple[Any, Any]:
+    """Makes fastformer's layer (or a stack of `depth` layers) and torch.nn's, with the same random weights.
+
+    Args:
+        kind: "encoder" or "decoder".
+        final: the class of the last norm of fastformer's stack; torch.nn's has a LayerNorm instead of an AddLayerNorm.
+        norm_options: options of the last norm.
+        options: options of the layers.
+    """
+    made: list[Any] = []
+    for library in (fnn, nn):
+        layer = getattr(library, f"Transformer{kind.title()}Layer")
+        module = layer(E, H, FF, **{"batch_first": True, **SIZES, **options})
+        if depth:
+            norm = nn.LayerNorm if library is nn and final is fnn.AddLayerNorm else final
+            args = (module, depth, norm and norm(E, **norm_options or {}, dtype=torch.float64))
+            stack = getattr(library, f"Transformer{kind.title()}")
+            module = stack(*args, enable_nested_tensor=False) if kind == "encoder" else stack(*args)
+        made.append(module)
+    made[0].load_state_dict(randomised(made[1]).state_dict())
+    return made[0], made[1]
 
 
 def compare(

@@ -143,17 +143,18 @@ KINDS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("mask", [None, "causal", "band", "padding"])
+CALLS: dict[str, dict[str, Any]] = {
+    "no mask": {},
+    "causal": {"is_causal": True},
+    "band": {"mask": torch.ones(5, 5, dtype=torch.bool).triu(2)},
+    "padding": {"src_key_padding_mask": torch.arange(5) >= torch.tensor([[5], [3]])},
+}
+
+
+@pytest.mark.parametrize("mask", CALLS)
 @pytest.mark.parametrize("options", KINDS, ids=str)
 def test_one_call_in_evaluation_equals_the_ops(options, mask):
-    stack, x = encoder(**options)
-    given: dict[str, Any] = {}
-    if mask == "causal":
-        given = {"is_causal": True}
-    elif mask == "band":
-        given = {"mask": torch.ones(5, 5, dtype=torch.bool).triu(2)}
-    elif mask == "padding":
-        given = {"src_key_padding_mask": torch.arange(5) >= torch.tensor([[5], [3]])}
+    (stack, x), given = encoder(**options), CALLS[mask]
     with torch.no_grad(), record_backends() as ran:
         found = stack(x, **given)
     with torch.inference_mode():
@@ -182,7 +183,6 @@ def test_one_call_in_evaluation_is_accurate(options, dtype, monkeypatch):
     # Else the engine takes what it knows: see test_packed_stack.py.
     stack.packs_weights = False  # type: ignore[assignment]
     exact.load_state_dict(stack.state_dict())  # the rounded weights
-    given = [{}, {"is_causal": True}, {"src_key_padding_mask": torch.arange(5) >= torch.tensor([[5], [3]])}]
     results: list[Tensor | None] = []
     function = _extension.function
 
@@ -195,7 +195,7 @@ def test_one_call_in_evaluation_is_accurate(options, dtype, monkeypatch):
 
         return call if name == "encoder_stack" else found
 
-    for masks in given:
+    for masks in (CALLS["no mask"], CALLS["causal"], CALLS["padding"]):
         with torch.no_grad(), monkeypatch.context() as patched:
             patched.setattr(_extension, "function", noted)
             ours = stack(x, **masks)

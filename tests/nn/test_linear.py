@@ -213,11 +213,6 @@ def learns_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_op, "MIN_PRODUCT_TRAINING", 0)
 
 
-def learners(make: Callable[[], tuple[Tensor, Tensor, Tensor | None]], dtype: torch.dtype) -> list[Tensor | None]:
-    # As they lie: what is a view of another layout stays one.
-    return [None if t is None else t.to(dtype).detach().requires_grad_() for t in make()]
-
-
 def plainly_contiguous() -> tuple[Tensor, Tensor, Tensor]:
     return inputs(5, 20, 24)
 
@@ -240,7 +235,8 @@ def test_gradients_are_those_of_the_product(
 ) -> None:
     found = []
     for function, own in ((linear, dtype), (F.linear, dtype), (F.linear, torch.float64)):
-        tensors = [None if t is None else t.detach().to(own).requires_grad_() for t in learners(make, dtype)]
+        # As they lie: what is a view of another layout stays one.
+        tensors = [None if t is None else t.to(dtype).to(own).detach().requires_grad_() for t in make()]
         out = function(*tensors)
         torch.manual_seed(3)
         dout = torch.randn(*out.shape, 2)[..., 1] if how == "strided" else torch.randn(out.shape)
@@ -395,13 +391,8 @@ def test_a_linear_layer_runs_a_replaced_forward_of_torch(products: list[int], mo
     assert not products
 
 
-@pytest.fixture
-def attention() -> Iterator[fastformer.nn.MultiheadAttention]:
-    torch.manual_seed(0)
-    yield fastformer.nn.MultiheadAttention(32, 4, batch_first=True)
-
-
-def test_attention_uses_it_for_inference(attention: fastformer.nn.MultiheadAttention, products: list[int]) -> None:
+def test_attention_uses_it_for_inference(products: list[int]) -> None:
+    attention = fastformer.nn.MultiheadAttention(32, 4, batch_first=True)
     x, memory = torch.randn(2, 10, 32), torch.randn(2, 9, 32)
     attention(x, x, x)
     assert not products  # its parameters require gradients

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 import fastformer.nn as fnn
 from fastformer.nn.layout import read_padding
 from fastformer.ops import record_backends
-from tests.nn.comparing import assert_same, banded, padding_mask, randomised
+from tests.nn.comparing import FF, E, H, assert_same, banded, padding_mask, pair, randomised
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:.*nested tensors is in prototype")
 
-N, L, S, E, H, FF = 4, 6, 5, 12, 3, 16
+N, L, S = 4, 6, 5
 DOUBLE = {"dtype": torch.float64}
 both_orders = pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])
 both_layouts = pytest.mark.parametrize("batch_first", [True, False], ids=["batch first", "seqlen first"])
@@ -48,24 +48,12 @@ def by_position(mask: Tensor, batch_first: bool) -> Tensor:
     return real if batch_first else real.transpose(0, 1)
 
 
-def encoders(norm_first: bool, batch_first: bool, **options: Any) -> tuple[Any, Any]:
-    args: dict[str, Any] = {"norm_first": norm_first, "batch_first": batch_first, "dropout": 0.0, **DOUBLE}
-    theirs = nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(E, H, FF, **args), 2, nn.LayerNorm(E, **DOUBLE), enable_nested_tensor=False
-    )
-    ours = fnn.TransformerEncoder(
-        fnn.TransformerEncoderLayer(E, H, FF, **args, **options), 2, nn.LayerNorm(E, **DOUBLE)
-    )
-    ours.load_state_dict(randomised(theirs).state_dict())
-    return ours, theirs
+def encoders(norm_first: bool = True, batch_first: bool = True) -> tuple[Any, Any]:
+    return pair("encoder", 2, nn.LayerNorm, norm_first=norm_first, batch_first=batch_first)
 
 
-def decoders(norm_first: bool, batch_first: bool) -> tuple[Any, Any]:
-    args: dict[str, Any] = {"norm_first": norm_first, "batch_first": batch_first, "dropout": 0.0, **DOUBLE}
-    theirs = nn.TransformerDecoder(nn.TransformerDecoderLayer(E, H, FF, **args), 2)
-    ours = fnn.TransformerDecoder(fnn.TransformerDecoderLayer(E, H, FF, **args), 2)
-    ours.load_state_dict(randomised(theirs).state_dict())
-    return ours, theirs
+def decoders(norm_first: bool = True, batch_first: bool = True) -> tuple[Any, Any]:
+    return pair("decoder", 2, norm_first=norm_first, batch_first=batch_first)
 
 
 def assert_alike(
@@ -144,22 +132,8 @@ def test_a_decoder_leaves_padding_out(which, batch_first, norm_first):
     assert_alike(ours, theirs, data, real, zeros=True, **options)
 
 
-def test_a_whole_transformer():
-    args: dict[str, Any] = {"batch_first": True, "dropout": 0.0, **DOUBLE}
-    ours, theirs = (module.Transformer(E, H, 2, 2, FF, **args) for module in (fnn, nn))
-    ours.load_state_dict(randomised(theirs).state_dict())
-    options = {
-        "tgt_mask": nn.Transformer.generate_square_subsequent_mask(L, dtype=torch.float64),
-        "src_key_padding_mask": MEMORY, "tgt_key_padding_mask": RIGHT.double().masked_fill(RIGHT, float("-inf")),
-        "memory_key_padding_mask": MEMORY,
-    }  # fmt: skip
-    x, y = tensor(S, True), tensor(L, True)
-    real = by_position(RIGHT, True)
-    assert_same(ours(x, y, **options) * real, theirs(x, y, **options) * real, "output")
-
-
 def test_a_sequence_of_padding_alone_gives_zeros():
-    ours, theirs = encoders(True, True)
+    ours, theirs = encoders()
     x = tensor(L, True).requires_grad_()
     out = ours(x, src_key_padding_mask=EMPTY)
     assert not out[1].any()
@@ -170,7 +144,7 @@ def test_a_sequence_of_padding_alone_gives_zeros():
 
 
 def test_a_batch_of_only_padding_or_no_rows():
-    ours, _ = encoders(True, True)
+    ours, _ = encoders()
     x = tensor(L, True)
     assert not ours(x, src_key_padding_mask=torch.ones(N, L, dtype=torch.bool)).any()
     assert ours(x[:0], src_key_padding_mask=RIGHT[:0]).shape == (0, L, E)
@@ -179,7 +153,7 @@ def test_a_batch_of_only_padding_or_no_rows():
 def test_batches_that_are_not_packed():
     """Where a mask says more, or the user's code would see packed tokens, the batch stays padded."""
     torch.manual_seed(3)
-    ours, theirs = encoders(True, True)
+    ours, theirs = encoders()
     x, options = tensor(L, True), {"src_key_padding_mask": RIGHT}
     real = by_position(RIGHT, True)
     band = banded(L, 2, 2)
@@ -204,7 +178,7 @@ def test_batches_that_are_not_packed():
 def test_a_trainable_mask_is_not_packed():
     torch.manual_seed(4)
     x, grads = tensor(L, True), []
-    for stack in encoders(True, True):
+    for stack in encoders():
         mask = torch.zeros(N, L, dtype=torch.float64, requires_grad=True)
         out = stack(x, src_key_padding_mask=mask)
         out = (out * torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)).sum()
@@ -223,7 +197,7 @@ class Running(nn.Linear):
 @pytest.mark.parametrize("part", ["activation", "out_proj"])
 def test_modules_that_may_read_other_tokens_see_the_batch(part):
     """Packed tokens have no rows: whatever isn't known to work token by token gets the padded batch."""
-    ours, _ = encoders(True, True)
+    ours, _ = encoders()
     x, shapes = tensor(L, True), []
 
     def activation(y: Tensor) -> Tensor:
@@ -240,7 +214,7 @@ def test_modules_that_may_read_other_tokens_see_the_batch(part):
 
 
 def test_meta_tensors_have_masks_too():
-    ours = encoders(True, True)[0].to("meta")
+    ours = encoders()[0].to("meta")
     x, causal = tensor(L, True).to("meta"), torch.zeros(L, L, device="meta")
     for options in ({}, {"src_key_padding_mask": RIGHT.to("meta")}, {"mask": causal}):
         out = ours(x, **options)
@@ -249,7 +223,9 @@ def test_meta_tensors_have_masks_too():
 
 def test_windows_count_positions():
     """A window is measured in positions: tokens that padding holds apart are not moved together."""
-    ours, _ = encoders(True, True, window_size=(1, 1))
+    ours, _ = encoders()
+    for layer in ours.layers:
+        layer.self_attn.window_size = (1, 1)
     x = tensor(L, True)
     assert ran_packed(lambda: ours(x, src_key_padding_mask=LEFT))
     assert not ran_packed(lambda: ours(x, src_key_padding_mask=HOLES))
@@ -268,7 +244,7 @@ def test_dropout_is_on_only_in_training():
 
 
 def test_checkpointing_and_packing():
-    ours, _ = encoders(True, True)
+    ours, _ = encoders()
     x, options = tensor(L, True), {"src_key_padding_mask": RIGHT}
     expected = torch.autograd.grad(ours(x, **options).sum(), [*ours.parameters()])
     ours.gradient_checkpointing = True
@@ -277,14 +253,14 @@ def test_checkpointing_and_packing():
 
 
 def test_a_mask_of_another_length_is_not_causal():
-    ours, theirs = encoders(True, True)
+    ours, theirs = encoders()
     for module in (ours, theirs):
         with pytest.raises((ValueError, RuntimeError)):
             module(tensor(L, True), mask=banded(L + 1, None, 0))
 
 
 def test_compiled_and_vmapped_calls_keep_their_shapes():
-    ours, _ = encoders(True, True)
+    ours, _ = encoders()
     x = tensor(L, True)
     expected = ours(x, src_key_padding_mask=RIGHT)
     real = by_position(RIGHT, True)
@@ -309,7 +285,7 @@ def test_read_padding(batch_first):
 
 
 def test_a_memory_mask_is_read():
-    ours, theirs = decoders(True, True)
+    ours, theirs = decoders()
     options = {"tgt_key_padding_mask": RIGHT, "memory_mask": banded(max(L, S), 2, 2)[:L, :S]}
     data = (tensor(L, True), tensor(S, True))
     assert not ran_packed(lambda: ours(*data, **options))

@@ -17,16 +17,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import fastformer
-import fastformer.nn as fnn
 from tests.covering import covering
-from tests.nn.comparing import assert_same, padding_mask, randomised
+from tests.nn import comparing
+from tests.nn.comparing import FF, E, assert_same, padding_mask
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:enable_nested_tensor", "ignore:.*nested tensors is in prototype", "ignore:.*weight_norm. is deprecated"
 )
 
-N, L, S, E, H, FF = 3, 5, 4, 12, 3, 16
-OPTIONS: dict[str, Any] = {"dropout": 0.0, "dtype": torch.float64, "batch_first": True}
+N, L, S = 3, 5, 4
 both_orders = pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])
 kinds = pytest.mark.parametrize("kind", ["encoder", "decoder"])
 PADDING = padding_mask([5, 3, 2], L)
@@ -34,17 +33,8 @@ PADDING = padding_mask([5, 3, 2], L)
 
 def pair(kind: str, norm_first: bool, *, accelerated: bool = False) -> tuple[Any, Any]:
     """Makes fastformer's stack (or torch.nn's, accelerated) and torch.nn's, with the same random weights."""
-    made: list[Any] = []
-    for module in (nn, fnn):
-        layer = getattr(module, f"Transformer{kind.title()}Layer")(E, H, FF, norm_first=norm_first, **OPTIONS)
-        stack = getattr(module, f"Transformer{kind.title()}")
-        options = {"enable_nested_tensor": False} if kind == "encoder" else {}
-        made.append(stack(layer, 2, nn.LayerNorm(E, dtype=torch.float64), **options))
-    theirs, ours = randomised(made[0]), made[1]
-    if accelerated:
-        return fastformer.accelerate(copy.deepcopy(theirs)), theirs
-    ours.load_state_dict(theirs.state_dict())
-    return ours, theirs
+    ours, theirs = comparing.pair(kind, 2, nn.LayerNorm, norm_first=norm_first)
+    return (fastformer.accelerate(copy.deepcopy(theirs)) if accelerated else ours), theirs
 
 
 def data() -> tuple[Tensor, Tensor]:

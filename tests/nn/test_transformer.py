@@ -14,13 +14,12 @@ from fastformer.nn import SequenceLayout
 from fastformer.nn.layers import ResidualStream
 from fastformer.nn.masks import is_causal_mask
 from tests.checks import keep_mask, keep_scale
-from tests.nn.comparing import assert_same, banded, compare, padding_mask, randomised
+from tests.nn.comparing import FF, SIZES, E, H, assert_same, banded, compare, padding_mask, pair, randomised
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 
-N, L, S, E, H, FF = 3, 5, 6, 12, 3, 16
+N, L, S = 3, 5, 6
 DOUBLE = {"dtype": torch.float64}
-SIZES = {"dropout": 0.0, **DOUBLE}
 both_orders = pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])
 both_layouts = pytest.mark.parametrize("batch_first", [True, False], ids=["batch first", "seqlen first"])
 PADDING = padding_mask([5, 3, 2], L)
@@ -47,28 +46,6 @@ def real_positions(padding, batch_first):
         return None
     real = ~padding[..., None]
     return real if batch_first else real.transpose(0, 1)
-
-
-def pair(kind, depth=0, final=None, norm_options=None, **options):
-    """Makes fastformer's layer (or a stack of `depth` layers) and torch.nn's, with the same random weights.
-
-    Args:
-        final: the class of the last norm of fastformer's stack; torch.nn's has a LayerNorm instead of an AddLayerNorm.
-        norm_options: options of the last norm.
-        options: options of the layers.
-    """
-    made = []
-    for library in (fnn, nn):
-        layer = getattr(library, f"Transformer{kind.title()}Layer")
-        module = layer(E, H, FF, **{"batch_first": True, **SIZES, **options})
-        if depth:
-            norm = nn.LayerNorm if library is nn and final is fnn.AddLayerNorm else final
-            args = (module, depth, norm and norm(E, **norm_options or {}, **DOUBLE))
-            stack = getattr(library, f"Transformer{kind.title()}")
-            module = stack(*args, enable_nested_tensor=False) if kind == "encoder" else stack(*args)
-        made.append(module)
-    made[0].load_state_dict(randomised(made[1]).state_dict())
-    return made
 
 
 def inputs_of(kind, batch_first=True):
@@ -110,13 +87,17 @@ def test_layers_and_stacks_equal_torch(kind, depth, final, name, batch_first, no
 def test_transformer_equals_torch(batch_first, norm_first, bias):
     args = {"batch_first": batch_first, "norm_first": norm_first, "bias": bias, **SIZES}
     ours, theirs = (module.Transformer(E, H, 2, 2, FF, **args) for module in (fnn, nn))
+    hidden = torch.zeros(N, L, dtype=torch.bool)
+    hidden[1, 2] = True  # which the tokens behind it would see
     options = {
         "tgt_mask": ours.generate_square_subsequent_mask(L, dtype=torch.float64),
         "src_key_padding_mask": torch.zeros(N, S, **DOUBLE).masked_fill(MEMORY_PADDING, float("-inf")),
         "memory_key_padding_mask": MEMORY_PADDING,
+        "tgt_key_padding_mask": torch.zeros(N, L, **DOUBLE).masked_fill(hidden, float("-inf")),
     }
-    run = lambda module: lambda x, y: module(x, y, **options)  # noqa: E731
-    compare(ours, randomised(theirs), run(ours), run(theirs), [tensor(S, batch_first), tensor(L, batch_first)])
+    run, real = lambda module: lambda x, y: module(x, y, **options), real_positions(hidden, batch_first)
+    given = [tensor(S, batch_first), tensor(L, batch_first)]
+    compare(ours, randomised(theirs), run(ours), run(theirs), given, real)
 
 
 def test_unbatched_equals_torch():
