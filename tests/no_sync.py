@@ -50,10 +50,10 @@ class HostSync(AssertionError):
 
 
 class NoSync(TorchDispatchMode):
-    """Raises `HostSync` at an operation that would make the host wait for a GPU, were its tensors there.
+    """Raises `HostSync` at an operation for which the host would wait if its tensors were on a GPU.
 
     Args:
-        allowed: the names of further functions that may do anything.
+        allowed: the names of more functions that may do anything.
     """
 
     def __init__(self, allowed: Sequence[str] = ()) -> None:

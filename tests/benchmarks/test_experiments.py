@@ -39,7 +39,7 @@ FOLDER = Path(learning.__file__).parent
 
 @pytest.fixture
 def few_numbers(monkeypatch):
-    """The built-in task with a handful of examples."""
+    """Reduces the built-in task to a handful of examples."""
     monkeypatch.setattr(fastformer.training.examples, "_TRAIN_NUMBERS", 200)
     monkeypatch.setattr(fastformer.training.examples, "_VAL_NUMBERS", 12)
     learning.numbers.cache_clear()
@@ -48,14 +48,14 @@ def few_numbers(monkeypatch):
 
 
 def line(provider, end, value=0.5, seed=0, **shape):
-    """A row with a curve that ends at `end`."""
+    """Makes a row with a curve that ends at `end`."""
     curve = {"x": [1.0, 2.0], "y": [4.0, end], "x_label": "update", "y_label": "loss"}
     shape = {"seed": seed, **shape}
     return {"provider": provider, "shape": shape, "curve": curve, "value": value, "unit": "exact match"}
 
 
 def lines(ends, values=None, **shape):
-    """Rows of several seeds for each provider."""
+    """Makes rows of several seeds for each provider."""
     return [
         line(provider, end, values[provider][seed] if values else 0.5, seed, **shape)
         for provider, some in ends.items()
@@ -128,7 +128,7 @@ def test_norm_order_is_decided_with_and_without_warm_up(ends, verdict):
 
 
 def test_norm_order_takes_the_better_rate_of_each():
-    """Else the verdict would be about a rate that does not suit one of them."""
+    """Otherwise the verdict would be about a learning rate that doesn't suit one of them."""
     fast = norm_rows([0.1, 0.2], [3.0, 3.1], [0.1, 0.2], [3.0, 3.1], lr=3e-3)
     slow = norm_rows([0.5, 0.6], [0.3, 0.4], [0.5, 0.6], [0.05, 0.06])
     best = norm_order.best_rates([*slow, *fast])
@@ -181,7 +181,7 @@ def test_each_line_of_padding_reads_every_example_once():
 
 
 def test_seconds_count_only_training(monkeypatch, few_numbers):
-    """An update takes 1, a validation 100, which is left out."""
+    """An update takes 1, and a validation 100, which doesn't count."""
     now = 0.0
 
     def costs(seconds, function):
@@ -217,7 +217,7 @@ def test_a_training_that_diverges_is_a_row(few_numbers):
 
 
 def test_a_training_that_a_signal_ends_gives_no_row(monkeypatch, few_numbers):
-    """The trainer saves and returns as if it were done."""
+    """The trainer saves and returns as if it were finished."""
     trainer: Any = fastformer.training.trainer
     collate = trainer.collate
 

@@ -20,7 +20,7 @@ RIGHT = ["ein Hund läuft durch das Gras", "zwei Männer sitzen auf einer Bank"]
 
 
 class Fake:
-    """A translator that is right, but for the second line in int8 with beams."""
+    """A translator that is right, except for the second line in int8 with beams."""
 
     def __init__(self, precision: str) -> None:
         self.precision = precision

@@ -15,7 +15,7 @@ from tests.benchmarks.running import checked_rows
 
 
 def test_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Trainings that say what a test wants them to say; what they are started with is understood."""
+    """Fake trainings report given results; the flags with which they are started are valid."""
     speeds = {None: 100.0, "ddp": 180.0, "fsdp": 150.0}
     started: list[str | None] = []
 

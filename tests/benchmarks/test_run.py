@@ -57,7 +57,7 @@ TOY = Benchmark(
 
 
 def test_a_case_may_be_checked_at_a_smaller_shape_than_it_is_timed_at() -> None:
-    """What is wrong there is wrong, and no call of the timed shape is in fp64."""
+    """An error there makes the provider wrong, and no call at the timed shape is in fp64."""
     rows: dict[torch.dtype, set[int]] = {}
 
     def noted(x: Inputs, shape: Shape) -> torch.Tensor:
@@ -122,7 +122,7 @@ def test_wrong_results_are_reported_before_anything_is_timed(provider, says, mon
     [("rival", False, 0), ("rival", True, 1), ("fastformer", False, 1), ("power", False, 1), (None, False, 0)],
 )
 def test_providers_that_must_be_right_for_the_command_to_succeed(wrong, is_staged, status, monkeypatch, capsys) -> None:
-    """torch.compile's sums err at times, which isn't the reader's mistake; it is told all the same."""
+    """torch.compile's sums are sometimes wrong, which isn't the user's mistake; they are reported nevertheless."""
     providers: dict[str, Provider] = {**TOY.providers, "rival": square}
     if wrong is not None:
         providers[wrong] = wrong_value
@@ -179,7 +179,7 @@ def test_a_row_names_the_backends_that_ran() -> None:
 
 
 def test_a_rival_without_dropout_is_omitted_if_the_case_has_dropout() -> None:
-    """Rivals draw masks of their own and are checked without, and they may refuse either."""
+    """Rivals draw their own masks and are checked without dropout; they may refuse either."""
     shape = {"rows": 64, "dropout_p": 0.1}
     rival = dataclasses.replace(TOY, providers={**TOY.providers, "rival": refuses})
     outcome = run_case(rival, shape)
@@ -223,7 +223,7 @@ def test_fastformer_with_dropout_must_equal_its_reference() -> None:
 
 @pytest.mark.parametrize("role, times, is_wrong", [("ours", 5, True), ("rival", 9, False), ("rival", 12, True)])
 def test_limits_on_the_errors_of_fastformer_and_rivals(role: str, times: float, is_wrong: bool) -> None:
-    """In units of what the baseline errs: ours by three, rivals by ten."""
+    """In units of the baseline's error, fastformer may err by three, and rivals by ten."""
 
     def off(factor: float) -> Provider:
         def run(x: Inputs, shape: Shape) -> torch.Tensor:
@@ -256,7 +256,7 @@ def test_a_missing_package_is_a_row_that_says_how_to_install_it(capsys: pytest.C
 
 
 def test_a_shape_sets_the_number_of_threads() -> None:
-    """They are taken back afterwards, also where ours fails."""
+    """The number is restored afterwards, also if fastformer fails."""
     seen, before = set(), torch.get_num_threads()
 
     def noted(x: Inputs, shape: Shape) -> torch.Tensor:
@@ -320,7 +320,7 @@ def test_command_and_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str],
 
 
 def test_compare_shows_fastformer_against_each_rival(tmp_path: Path) -> None:
-    """Both may be as far from the baseline as before, within 15 %, and from one another not."""
+    """Two providers may have the same ratios to the baseline as before, within 15 %, but not to each other."""
     paths = [tmp_path / "old", tmp_path / "new"]
     for path, ours, rival, ratio in zip(paths, (2.0, 2.2), (1.0, 0.9), (2.0, 2.44), strict=True):
         row = {"op": "op", "baseline": "eager", "ms_p50": 1.0, "quiet": True}

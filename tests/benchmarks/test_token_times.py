@@ -44,7 +44,7 @@ def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_printed_scores_omit_the_encoders_token(monkeypatch, capsys) -> None:
-    """An eighth of the tokens at either end, the first token, which has the encoder's time, in neither."""
+    """The figures are over an eighth of the tokens at either end, without the first, which includes the encoder."""
     seconds = [5.0, 0.001, 0.003, *[0.010] * 12, 0.004, 0.008]
     monkeypatch.setattr(token_times_module, "token_times", lambda *_, **__: seconds)
     assert main(["tiny", "--tokens", str(len(seconds)), "--rounds", "1", "--engines", "kv_cache"]) == 0

@@ -29,7 +29,7 @@ PIECES = [
 
 
 def odd_texts(count: int, seed: int) -> list[str]:
-    """Each piece alone, then mixtures of them; none is blank."""
+    """Returns each odd text alone, and then mixtures of them; none is blank."""
     draw = random.Random(seed)
     texts = [piece for piece in PIECES if piece.strip()]
     while len(texts) < count:
@@ -43,7 +43,7 @@ def odd_texts(count: int, seed: int) -> list[str]:
 
 
 class Echo:
-    """A translator whose translation is the text, behind its prefix; it keeps what it was given."""
+    """A translator that returns the text after its prefix, and records its input."""
 
     def __init__(self) -> None:
         self.given: list[tuple[str, str | None]] = []
@@ -156,7 +156,9 @@ def test_names_of_files_are_text_for_training_too(tmp_path, monkeypatch) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("locale", ["C.UTF-8", "C"])
 def test_through_real_words_and_pipes(tmp_path, locale) -> None:
-    """A process of its own, in a UTF-8 and in an ASCII locale: argument, prefix and a pipe of a thousand lines."""
+    """Runs a separate process in a UTF-8 and in an ASCII locale, with an argument, a prefix and a pipe of a thousand
+    lines.
+    """
     texts = odd_texts(1000, seed=4)
     texts[0] = "word"
     code = (

@@ -46,7 +46,7 @@ def answers(folder) -> list[str]:
 
 @pytest.fixture
 def typed(monkeypatch) -> Callable[..., None]:
-    """Puts lines on standard input."""
+    """Puts lines into standard input."""
     return lambda *lines: monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
 
 
@@ -70,7 +70,7 @@ def test_a_quantised_copy_chats_too(folder, typed, tmp_path, capsys, ran) -> Non
 
 
 class Terminal(io.StringIO):
-    """A screen on which Ctrl-C is pressed when so many pieces have been written."""
+    """A terminal on which Ctrl-C is pressed after a number of pieces."""
 
     def __init__(self, presses: int | None = None) -> None:
         super().__init__()

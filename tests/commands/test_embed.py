@@ -101,7 +101,7 @@ def test_ranking_needs_a_cross_encoder(encoder, ranker, monkeypatch, ran) -> Non
 
 @pytest.mark.slow
 def test_many_lines_take_no_more_memory(encoder, tmp_path) -> None:
-    """100,000 lines through a pipe, in a process of its own: its peak is that of 20,000."""
+    """The peak memory of a separate process for 100,000 piped lines is that for 20,000."""
     peaks = []
     for count in (20_000, 100_000):
         program = (

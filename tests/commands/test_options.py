@@ -34,7 +34,7 @@ def folders(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture
 def searched(monkeypatch) -> list[GenerationConfig]:
-    """The configs that commands search with."""
+    """Records the configs with which commands search."""
     given: list[GenerationConfig] = []
     answers = Translator.answers
 

@@ -15,7 +15,7 @@ pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The servers that the command would have run."""
+    """Records the servers that the command would run."""
     found: list[Any] = []
     monkeypatch.setattr("fastformer.serving.run.Server.run", lambda self: found.append(self))
     monkeypatch.delenv("FASTFORMER_API_KEYS", raising=False)

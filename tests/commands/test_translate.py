@@ -39,7 +39,7 @@ def run(tmp_path_factory) -> str:
 
 @pytest.fixture
 def expected(run):
-    """What the library says of a text."""
+    """Returns the library's translation of a text."""
     translator = Translator.from_pretrained(run)
     return lambda text, **options: translator.translate(text, max_new_tokens=6, **options)
 

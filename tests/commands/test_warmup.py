@@ -25,7 +25,7 @@ def model(kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["Transformer", "GPT", "BERT"])
 def test_each_kind_of_model_is_used_as_it_will_be(kind: str) -> None:
-    """Every call runs, of texts that are cut to the model's positions, and nothing of the model is changed."""
+    """Every call runs on texts that are cut to the model's positions, and leaves the model unchanged."""
     used = model(kind).train()
     before = {name: value.clone() for name, value in used.state_dict().items()}
     modes: list[bool] = []

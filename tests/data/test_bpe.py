@@ -34,7 +34,7 @@ SPELL_BYTES = [
 
 
 def normalized(text: str, normalization: str = "nfkc", spaces: str = "keep") -> str:
-    """What a tokenizer is to make of a text, written down a second time."""
+    """Returns the expected normalisation of a text, from a second implementation."""
     if normalization.startswith("nf"):
         text = unicodedata.normalize(normalization.split("_")[0].upper(), text)
     if normalization.endswith("lower"):
@@ -142,7 +142,7 @@ def test_learning_from_a_line_without_spaces_is_no_slower_than_from_many() -> No
 
 @pytest.mark.slow
 def test_ten_megabytes_in_one_line() -> None:
-    """Learning a BPE from a line of 10 MB takes less than a minute of one core, whatever stands in it."""
+    """Learning a BPE from a line of 10 MB with any contents takes less than a minute of one core."""
     chooser, size = random.Random(0), 10_000_000
     for alphabet in ("ACGT", "abcdefghijklmnopqrstuvwxyz", "a"):
         text = "".join(chooser.choices(alphabet, k=size))

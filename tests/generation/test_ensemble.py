@@ -46,7 +46,7 @@ def test_an_ensemble_of_one_model_twice_equals_the_model(model, mean, options) -
 
 
 def plain(models: list[Any], weights: list[float], mean: str, source: list[int], steps: int) -> tuple[list[int], float]:
-    """Greedy decoding of the mean, everything computed anew for each token."""
+    """Decodes the mean greedily, and recomputes everything for each token."""
     tokens: list[int] = []
     total = 0.0
     while len(tokens) < steps and EOS not in tokens:
@@ -102,7 +102,7 @@ def test_models_with_different_memory_needs_decode_together(lstm) -> None:
 
 
 class Memory(ToyEngine):
-    """What is free and what a step takes."""
+    """The free memory, and the memory that a step takes."""
 
     token_bytes = 3
 

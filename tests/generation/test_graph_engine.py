@@ -41,11 +41,11 @@ pytestmark = pytest.mark.skipif(_extension.module() is None, reason="no C++ exte
 
 
 class Watched:
-    """What engines did.
+    """Records of engines.
 
     Attributes:
-        graphs: of each engine.
-        single: the steps that were taken one by one on the host.
+        graphs: the graphs of each engine.
+        single: the steps that ran one by one on the host.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ def watched(monkeypatch) -> Iterator[Watched]:
 
 
 def both(model: Any, inputs: list[list[int]], **options: Any) -> tuple[GenerateOutput, GenerateOutput]:
-    """What the engine finds, and what recomputing finds."""
+    """Returns the results of the engine and of recomputing."""
     found = []
     for engine in ("graph", "recompute"):
         out = generate(model, inputs, engine=engine, return_dict_in_generate=True, **options)
@@ -106,7 +106,7 @@ def ids(*lengths: int, vocab: int = 33) -> list[list[int]]:
 
 
 def asked(model: Any, own: Engine, rows: list[list[int]], prefix: Sequence[int] = (), **settings: Any) -> list[Request]:
-    """Requests to an engine."""
+    """Makes requests to an engine."""
     log_probs = settings.pop("log_probs", True)
     builder = RequestBuilder(model, GenerationConfig(**settings), engine=own, log_probs=log_probs)
     return [builder.build(builder.check(row, prefix), place=i) for i, row in enumerate(rows)]
@@ -117,7 +117,7 @@ def tokens_of(requests: Sequence[Request]) -> list[list[list[int]]]:
 
 
 def served(own: Engine, requests: list[Request]) -> list[list[list[int]]]:
-    """Runs requests together, and gives the tokens of their results."""
+    """Runs requests together, and returns the tokens of their results."""
     run(Scheduler(own, max_rows=64, max_bytes=2**24), requests)
     return tokens_of(requests)
 
@@ -175,7 +175,7 @@ UNWATCHED: list[dict[str, Any]] = [*WAYS[:3], {"do_sample": True, "seed": 3, "nu
 @pytest.mark.parametrize("name", ["rms gelu gqa", "two vocabularies", "rotary windows", "gpt windows"])
 @pytest.mark.parametrize("way", range(len(UNWATCHED)), ids=["greedy", "beams", "beams with rules", "sampling"])
 def test_a_step_never_waits_for_the_device_and_gives_the_same_tokens(name, way, monkeypatch) -> None:
-    """Each whole step, its search included, where nothing may be read: the tokens are those of recomputing."""
+    """Whole steps, including the search, run where no value may be read; the tokens are those of recomputing."""
     step, steps = GraphBatch._step_once, []
 
     def guarded(self: GraphBatch, captured: Any) -> None:
@@ -461,7 +461,7 @@ def test_log_probabilities_are_available_on_request(model) -> None:
 
 
 def with_own_logits(model: Any) -> Any:
-    """Lets a model choose among logits that Python sees: there is no Triton kernel that chooses."""
+    """Makes a model choose among logits on the host, because no Triton kernel chooses tokens."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("with a GPU kernels are compiled: test_graph_engine_gpu.py")

@@ -32,7 +32,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Watched:
-    """What engines did: the steps that were calls, replays and captures, and those that were taken on the host."""
+    """Records of engines: the steps that were calls, replays and captures, and those that ran on the host."""
 
     def __init__(self) -> None:
         self.plain = self.replays = self.captures = self.single = 0
@@ -71,7 +71,7 @@ def decode(model: Any, inputs: list[list[int]], engine: str, **options: Any) -> 
 
 
 def assert_same(found: GenerateOutput, expected: GenerateOutput) -> None:
-    """The same tokens; where another one is as likely, the scores tell."""
+    """Checks that tokens are equal or, if other tokens are as likely, that scores are."""
     torch.testing.assert_close(found.scores, expected.scores, rtol=0, atol=2e-3)
     width = min(found.sequences.shape[1], expected.sequences.shape[1])
     same = (found.sequences[:, :width] == expected.sequences[:, :width]).all(1)

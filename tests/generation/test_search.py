@@ -44,7 +44,7 @@ from tests.no_sync import NoSync
 
 
 def beams_of(engine: ToyEngine, limits: list[int], beams: int, *, ends: Collection[int] = (EOS,), **options):
-    """What a beam search finds for each source, all of them decoded together."""
+    """Returns the results of a beam search for each source, all of which are decoded together."""
     kind = options.pop("kind", BeamSearch)
     requests = [
         ask(source, partial(kind, limit, frozenset(ends), beams, **options)) for source, limit in enumerate(limits)
@@ -62,7 +62,7 @@ GREEDY = [pytest.param(RowSearch, id="python"), pytest.param(NativeSearch.greedy
 
 
 def assert_found(engine: ToyEngine, source: int, found: list[Found], expected: list[Hypothesis]) -> None:
-    """The same tokens in the same order, the same scores, and the log-probabilities of the engine."""
+    """Checks tokens and their order, scores, and the engine's log-probabilities."""
     assert [tuple(hypothesis.tokens) for hypothesis in found] == [tokens for _, tokens in expected]
     for hypothesis, (score, tokens) in zip(found, expected, strict=True):
         assert abs(hypothesis.score - score) < 1e-5
@@ -344,7 +344,7 @@ def test_the_lowest_of_equal_tokens_comes_first_for_any_request(count) -> None:
 
 
 def pair(dice: random.Random, eos: frozenset[int]) -> tuple[Search, NativeSearch]:
-    """The same search in Python and in C++."""
+    """Returns the same search in Python and in C++."""
     limit = dice.randint(1, 7)
     if dice.random() < 0.25:
         return RowSearch(limit, eos), NativeSearch.greedy(limit, eos)

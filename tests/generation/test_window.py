@@ -36,7 +36,7 @@ def model() -> GPT:
 
 
 def slid(model: GPT, prompt: list[int], count: int, **options) -> list[int]:
-    """What the definition says, token by token."""
+    """Implements the definition of a sliding window token by token."""
     text, view = list(prompt), list(prompt)
     for _ in range(count):
         if len(view) >= WINDOW:

@@ -15,7 +15,7 @@ SEED = (0x1234567_89ABCDEF, 0x0FEDCBA9_87654321)
 
 @dataclass(frozen=True)
 class Case:
-    """One call. `mask` is "none", "bool" or "additive", `mask_shape` which of its four dims are not broadcast."""
+    """One call. `mask` is "none", "bool" or "additive"; `mask_shape` says which of its four dims are not broadcast."""
 
     batch: int = 2
     heads: int = 2
@@ -35,7 +35,7 @@ class Case:
     options: tuple[str, ...] = field(default=())
 
     def times(self, factor: int) -> Case:
-        """The same options over sequences, lengths and windows that are `factor` times as long."""
+        """Returns the same options with sequences, lengths and windows that are `factor` times as long."""
 
         def longer(sizes: tuple) -> tuple:
             return tuple(None if size is None else size * factor for size in sizes)
@@ -76,7 +76,7 @@ OPTIONS: dict[str, dict] = {
 
 
 def case_of(*names: str) -> Case | None:
-    """The case with these options, or None where they exclude each other."""
+    """Returns the case with these options, or None if they exclude each other."""
     case = Case(options=names)
     seen: set[str] = set()
     for name in names:
@@ -92,7 +92,7 @@ def case_of(*names: str) -> Case | None:
 
 
 def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu", number: int = 0) -> dict[str, Tensor | None]:
-    """Random tensors of a case, in fp64 rounded to `dtype`, so that every form starts from the same numbers."""
+    """Returns random tensors of a case, in fp64 rounded to `dtype`, so that all get the same numbers."""
     drawn = repr(case).replace(", softcap=0.0", "")  # calls without a cap keep the numbers that they had before it
     generator = torch.Generator().manual_seed(len(drawn) + 1 + 1000 * number)
 
@@ -121,12 +121,12 @@ def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu", number: int
 
 
 def lengths_of(case: Case) -> tuple[list[int], list[int]]:
-    """Each sequence's number of queries and keys."""
+    """Returns the number of queries and keys of each sequence."""
     return (list(case.lengths_q or [case.seqlen_q] * case.batch), list(case.lengths or [case.seqlen_k] * case.batch))
 
 
 def visible(case: Case, device: str = "cpu") -> Tensor:
-    """bool (batch, 1, seqlen_q, seqlen_k): what lengths and windows leave, straight from the definition."""
+    """Returns bool (batch, 1, seqlen_q, seqlen_k): the keys that lengths and windows leave, by their definition."""
     lengths_q, lengths_k = lengths_of(case)
     i = torch.arange(case.seqlen_q, device=device)[None, None, :, None]
     j = torch.arange(case.seqlen_k, device=device)[None, None, None, :]
@@ -143,7 +143,7 @@ def visible(case: Case, device: str = "cpu") -> Tensor:
 
 
 def plain(case: Case, inputs: dict[str, Tensor | None], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Eager PyTorch with the materialised softmax, gradients by autograd, in `dtype`; padded layout."""
+    """Computes eager PyTorch with the materialised softmax and autograd, in `dtype` and the padded layout."""
     leaves = {name: inputs[name].to(dtype).requires_grad_() for name in ("q", "k", "v")}
     mask = inputs["mask"]
     group = case.heads // case.kv_heads
@@ -180,7 +180,7 @@ def pack(x: Tensor, lengths: list[int]) -> Tensor:
 
 
 def packed_results(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Padded results in the packed layout."""
+    """Converts padded results to the packed layout."""
     lengths_q, lengths_k = lengths_of(case)
     packed = {name: pack(results[name], lengths_q) for name in ("out", "dq")}
     packed |= {name: pack(results[name], lengths_k) for name in ("dk", "dv")}
@@ -192,7 +192,7 @@ def cumulative(lengths: list[int], device: str) -> Tensor:
 
 
 def run_triton(case: Case, inputs: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """The kernels' results for a case, through the launchers that the op calls."""
+    """Returns the kernels' results for a case, through the launchers that the op calls."""
     from fastformer.kernels import attention as kernels
 
     q, k, v, dout, mask = (inputs[name] for name in ("q", "k", "v", "dout", "mask"))
@@ -221,14 +221,14 @@ def run_triton(case: Case, inputs: dict[str, Tensor | None]) -> dict[str, Tensor
 
 
 def why_unsupported(op_name: str, *args: object) -> str | None:
-    """What the kernels say to a call of an op, by the schema's order of arguments."""
+    """Returns the kernels' reason to refuse a call of an op, with arguments in the order of the schema."""
     from fastformer.kernels import attention as kernels
 
     return kernels.why_unsupported(op_name, **OPS[op_name].bind(args))
 
 
 def check(case: Case, dtype: torch.dtype, device: str = "cpu", inputs: dict[str, Tensor | None] | None = None) -> None:
-    """The test rule for out, lse and every gradient of a case."""
+    """Checks out, lse and every gradient of a case by the rule."""
     # Of a handful of rows plain PyTorch's largest error is a matter of luck, and of the CPU: they are drawn some times.
     draws = 6 if inputs is None and case.batch * case.heads * case.seqlen_q < 32 else 1
     results: list[tuple[dict[str, Tensor], ...]] = []

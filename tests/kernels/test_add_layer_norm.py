@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("on_triton")
 
 
 def among_nans(x: Tensor) -> Tensor:
-    """The same values with NaN before, behind and between the rows."""
+    """Returns the same values with NaN before, after and between the rows."""
     rows, dim = x.shape
     buffer = torch.full((rows + 2, dim + 24), float("nan"), dtype=x.dtype, device=x.device)
     view = buffer[1:-1, 8 : 8 + dim]
@@ -27,7 +27,7 @@ def among_nans(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [1, 17, 512, 1000, pytest.param(5000, marks=pytest.mark.slow)])
 def test_dims(dim: int, dtype: torch.dtype, device: str) -> None:
-    """Several rows a program and one, columns that fill no tile."""
+    """A program has several rows or one, and columns don't fill tiles."""
     compare(make_inputs((3, dim), device, dtype), dropout_p=0.2)
 
 
@@ -41,13 +41,13 @@ def test_wide_rows_are_split_by_columns(rms_norm, parts, device, monkeypatch) ->
 
 @pytest.mark.slow
 def test_rows_wider_than_the_sums(device: str) -> None:
-    """The real bound, which test_wide_rows_are_split_by_columns lowers."""
+    """This tests the real bound, which test_wide_rows_are_split_by_columns lowers."""
     compare(make_inputs((2, kernels.WIDEST_SUMMED + 9), device), dropout_p=0.2)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 33, 70])
 def test_programs_share_the_rows(rows: int, device: str) -> None:
-    """Fewer tiles than programs, a last tile with one row, several rounds of tiles."""
+    """There are fewer tiles than programs, a last tile with one row, or several rounds of tiles."""
     compare(make_inputs((rows, 384), device))
 
 
@@ -62,7 +62,7 @@ def gradients(inputs: dict[str, Tensor], dy: Tensor, ds: Tensor) -> tuple[Tensor
 
 
 def test_sums_repeat(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the last bit on one device; another number of programs only rounds elsewhere."""
+    """They are bit-identical on one device; another number of programs only rounds differently."""
     inputs = make_inputs((70, 96), device)
     dy, ds = torch.randn(70, 96, device=device), torch.randn(70, 96, device=device)
     first, again = (gradients(inputs, dy, ds) for _ in range(2))
@@ -75,7 +75,7 @@ def test_sums_repeat(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("widest_summed", [16, 8192])
 @pytest.mark.parametrize("dim", [40, 17])
 def test_nothing_beyond_the_rows(dim, widest_summed, device, guarded, monkeypatch) -> None:
-    """NaN between the rows is not read, and what lies around the outputs is not written."""
+    """NaN between the rows is not read, and memory around the outputs is not written."""
     monkeypatch.setattr(kernels, "WIDEST_SUMMED", widest_summed)
     x, residual, dy, ds = (torch.randn(11, dim, device=device) for _ in range(4))
     weight, bias = torch.randn(2, dim, device=device)
@@ -92,7 +92,7 @@ def test_nothing_beyond_the_rows(dim, widest_summed, device, guarded, monkeypatc
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 def test_saved_for_backward(dropout_p: float, device: str) -> None:
-    """The stream, which the caller holds anyway, the weight, and two numbers a row."""
+    """These are the stream, which the caller holds anyway, the weight, and two numbers per row."""
     leaves = {name: t.requires_grad_() for name, t in make_inputs((6, 40), device, torch.bfloat16).items()}
     with saved_for_backward() as saved:
         _, residual_out = add_layer_norm(**leaves, dropout_p=dropout_p)
@@ -103,7 +103,7 @@ def test_saved_for_backward(dropout_p: float, device: str) -> None:
 
 
 def test_tiles() -> None:
-    """Whole rows, about 2048 elements; backward holds 8 or 16 elements a thread."""
+    """Tiles have whole rows and about 2048 elements; in backward, a thread has 8 or 16 elements."""
     assert kernels.row_tile(512, 4096) == kernels.Tile(4, 512, 4)
     assert kernels.row_tile(1000, 4096) == kernels.Tile(2, 1024, 4)
     assert kernels.row_tile(1, 4096) == kernels.Tile(256, 8, 4)

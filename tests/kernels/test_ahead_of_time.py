@@ -53,7 +53,7 @@ def make(stub: ctypes.CDLL) -> Start:
 
 
 def started(stub: ctypes.CDLL, start: Start, *args: object) -> list[bytes]:
-    """The bytes of each parameter that a launch hands over."""
+    """Records the bytes of each parameter that a launch passes."""
     with logged(stub) as lines:
         start(3, 5, 2, 77, *args)
     (line,) = (line for line in lines if "kernel" in line)
@@ -196,7 +196,7 @@ def test_a_key_holds_all_that_a_binary_was_specialised_on() -> None:
 
 
 def test_a_launch_takes_its_binary_from_a_file(folder: Path, stub: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch):
-    """And a miss asks the compiler; a watcher is told of each."""
+    """If the file lacks the binary, the launch compiles it; watchers are called for both."""
     made: list[tuple[Any, ...]] = []
     launched: list[tuple[object, ...]] = []
 
@@ -240,7 +240,7 @@ def test_a_layout_follows_from_the_types() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["once", "quick"])
 def test_every_launch_equals_tritons_byte_for_byte(size: str, tmp_path: Path) -> None:
-    """Each kernel that ships is compiled into a file, and launched from it and by Triton's own launcher on a stub."""
+    """Each kernel is compiled into a file, and launched from the file and by Triton's own launcher, on a stub."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "benchmarks.compile_kernels", "--size", size, "--check", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

@@ -39,7 +39,7 @@ DTYPES = [torch.float32, torch.float16]
 
 
 def few_that_hold_all(pairs: list[Case], larger: list[Case]) -> list[Case]:
-    """Cases of more options, and pairs that fit into none, in which each of the pairs stands."""
+    """Returns cases with several options that together contain each pair, and the remaining pairs."""
 
     def pairs_in(case: Case) -> set[frozenset[str]]:
         return set(map(frozenset, combinations(case.options, 2)))
@@ -73,7 +73,7 @@ def _order_kernel(out_ptr, num_blocks, num_planes, together, LAST_FIRST: tl.cons
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """32 x 32 everywhere, on a GPU too."""
+    """Uses tiles of 32 x 32 everywhere, also on a GPU."""
     monkeypatch.setattr(kernels, "forward_config", lambda *_: Config(32, 32, 4, 1))
     for chooser in ("backward_config", "choose_dq_config"):
         monkeypatch.setattr(backward_kernels, chooser, lambda *_: Config(32, 32, 4, 1))
@@ -98,7 +98,7 @@ def test_options(case: Case, dtype: torch.dtype, device: str) -> None:
 
 
 def test_one_block_rounds_like_eager_pytorch(device: str) -> None:
-    """With P from lse and delta from out, this case erred by over three times eager's error."""
+    """With P from lse and delta from out, the error in this case was over three times eager's."""
     (case,) = (case for case in TRIPLES if name(case) == "causal-bias-one_block")
     check(case, torch.float32, device)
 
@@ -107,7 +107,7 @@ def test_one_block_rounds_like_eager_pytorch(device: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 @pytest.mark.parametrize("case", [*(case_of(option) for option in OPTIONS), *PAIRS, *TRIPLES], ids=name)
 def test_cross_product(case: Case, dtype: torch.dtype, device: str) -> None:
-    """Each option, pair and triple in each dtype by itself."""
+    """Tests each option, pair and triple in each dtype separately."""
     check(case, dtype, device)
 
 
@@ -115,7 +115,9 @@ def test_cross_product(case: Case, dtype: torch.dtype, device: str) -> None:
     "options", [(), ("causal",), ("window", "dropout"), ("packed", "causal"), ("bias", "gqa", "softcap")], ids=str
 )
 def test_deterministic(options: tuple[str, ...], device: str) -> None:
-    """The seven-product form: the same rule, dq from its own kernel, and a bias shared by batches summed in order."""
+    """The seven-product variant obeys the same rule; a separate kernel computes dq, and a shared bias is summed in
+    order.
+    """
     torch.use_deterministic_algorithms(True)
     check(case_of(*options), torch.float32, device)
 
@@ -128,7 +130,7 @@ TILES = [((32, 16), (16, 32)), ((16, 32), (32, 16)), ((64, 16), (64, 16))]
     by_turns([["window", "bool", "softcap"], ["causal", "bias", "softcap"], ["before", "dropout"]], TILES),
 )
 def test_tiles(options, forward, backward, monkeypatch, device) -> None:
-    """Rows and keys are never taken for each other, whatever the tile."""
+    """Rows and keys are never confused, for any tile."""
     monkeypatch.setattr(kernels, "forward_config", lambda *_: Config(*forward, 4, 1))
     monkeypatch.setattr(backward_kernels, "backward_config", lambda *_: Config(*backward, 4, 1))
     check(case_of(*options), torch.float32, device)
@@ -151,7 +153,7 @@ def test_lengths(window: tuple[int | None, int | None], seqlen_q: int, seqlen_k:
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 def test_logits_near_minus_120(seqlen_q: int, seqlen_k: int, dtype: torch.dtype, device: str) -> None:
-    """A padded tail scored 0 beside lse < -88 gave cuDNN NaN gradients: exp(0 - lse) overflows."""
+    """If padded keys have score 0 and lse < -88, exp(0 - lse) overflows, which gave cuDNN NaN gradients."""
     case = Case(
         batch=1, heads=1, kv_heads=1, head_dim=16, seqlen_q=seqlen_q, seqlen_k=seqlen_k, lengths=(seqlen_k - 5,),
         softmax_scale=1.0,
@@ -169,7 +171,7 @@ def test_logits_near_minus_120(seqlen_q: int, seqlen_k: int, dtype: torch.dtype,
 
 
 def test_one_key(device: str) -> None:
-    """P is 1: out is v, dv sums dout; dS is 0 but for the rounding of dP - delta, a few ulps of their terms."""
+    """P is 1: out is v, and dv sums dout. dS is 0 up to the rounding of dP - delta, a few ulps of their terms."""
     for seqlen_q in (1, 70):
         case = Case(batch=1, heads=1, kv_heads=1, head_dim=16, seqlen_q=seqlen_q, seqlen_k=1)
         inputs = make_inputs(case, torch.float32, device)
@@ -182,7 +184,7 @@ def test_one_key(device: str) -> None:
 
 
 def test_packed_rows_beyond_the_last_sequence(device: str) -> None:
-    """A padded total, an empty sequence, one with queries and no keys: zeros, and -inf in lse."""
+    """With a padded total, an empty sequence, and one without keys, out is 0 and lse is -inf."""
     q = torch.randn(40, 2, 16, device=device)
     k, v, dout = torch.randn(50, 2, 16, device=device), torch.randn(50, 2, 16, device=device), torch.randn_like(q)
     cu_q, cu_k = cumulative([20, 0, 7], device), cumulative([33, 4, 0], device)
@@ -198,7 +200,7 @@ def test_packed_rows_beyond_the_last_sequence(device: str) -> None:
 
 
 def test_poison_beyond_each_length(device: str) -> None:
-    """NaN in K and V beyond each length, and beyond the packed total in q and dout too, changes nothing."""
+    """NaN in K and V beyond each length, and beyond the packed total in q and dout, changes nothing."""
     torch.use_deterministic_algorithms(device == "cuda")  # where atomics add in any order
     nan = float("nan")
     for options in (("seqlens_k",), ("seqlens_k", "causal"), ("seqlens_k", "window", "dropout")):
@@ -228,7 +230,9 @@ def test_poison_beyond_each_length(device: str) -> None:
 
 @pytest.mark.parametrize("deterministic_form", [False, True])
 def test_poison_beyond_the_bound(deterministic_form: bool, small_tiles: None, device: str) -> None:
-    """NaN in key blocks from J on: rows before J don't feel it. NaN in rows before J: dk, dv from J on don't."""
+    """NaN in keys from block J on doesn't affect rows before J; NaN in rows before J doesn't affect dk and dv from J
+    on.
+    """
     case = Case(batch=1, heads=1, kv_heads=1, head_dim=16, seqlen_q=96, seqlen_k=96, window=(None, 0))
     inputs = make_inputs(case, torch.float32, device)
     torch.use_deterministic_algorithms(deterministic_form)
@@ -250,7 +254,7 @@ def test_poison_beyond_the_bound(deterministic_form: bool, small_tiles: None, de
 
 
 def count_work(window: tuple[int | None, int | None], n: int, tile: tuple[int, int], device: str) -> tuple[int, int]:
-    """Block products that the forward and the backward kernel ran, one head of n x n."""
+    """Returns the block products of the forward and the backward kernel, for one head of n x n."""
     q = torch.zeros(1, n, 1, 16, device=device)
     problem = forward_problem(q, q, window)
     counters = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2)]
@@ -273,7 +277,7 @@ def test_causal_work_is_half(n: int, tile: tuple[int, int], device: str) -> None
 
 
 def test_window_work_is_linear(device: str) -> None:
-    """A window of r keys costs O(r n): at most the blocks that r + a tile's rows span, whatever n."""
+    """A window of r keys costs O(r n): at most the blocks that r plus the rows of a tile span, for any n."""
     tile, reach = (64, 32), 96
     for n in (512, 1024):
         work = count_work((reach, 0), n, tile, device)
@@ -291,7 +295,7 @@ WINDOWS = [(None, 0), (40, 0), (61, 0), (64, -10), (33, 31), (31, 34), (32, None
     ids=str,
 )
 def test_visibility_of_keys(window, tile, device, monkeypatch) -> None:
-    """Equal scores, K = V = identity: out is P itself and dq is dS, element by element, in all three kernels."""
+    """With equal scores and K = V = identity, out is P and dq is dS, element by element, in all three kernels."""
     config = Config(*tile, 4, 1)
     monkeypatch.setattr(kernels, "forward_config", lambda *_: config)
     for chooser in ("backward_config", "choose_dq_config"):
@@ -319,7 +323,7 @@ def test_visibility_of_keys(window, tile, device, monkeypatch) -> None:
 
 @pytest.mark.skipif(HAS_GPU, reason="counts the interpreter's atomics")
 def test_the_deterministic_form_has_no_atomics(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """dq, and the gradient of a bias however it is shared: nothing is added in an order of chance."""
+    """This includes dq, and the gradient of a bias however it is shared: all sums have a fixed order."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     usual, added = InterpreterBuilder.create_atomic_rmw, []
@@ -342,7 +346,7 @@ def test_the_deterministic_form_has_no_atomics(device: str, monkeypatch: pytest.
 
 
 def test_the_form_of_a_masks_gradient(device: str) -> None:
-    """Atomics only where a mask is shared by batches or heads, and never in the deterministic form."""
+    """Atomics are used only if batches or heads share a mask, and never in the deterministic variant."""
     q = torch.zeros(2, 5, 3, 16, device=device)
     for shape, mode in (((2, 3, 5, 5), "store"), ((1, 3, 5, 5), "atomic"), ((2, 1, 1, 5), "store")):
         for deterministic_form in (False, True):
@@ -355,7 +359,7 @@ def test_the_form_of_a_masks_gradient(device: str) -> None:
 
 
 def test_shared_heads_sum_in_fp32(device: str) -> None:
-    """Shares of 342 and -341 1/4 that add up to 1/3: rounded to fp16 before the sum they would give 1/4."""
+    """The parts 1025/3 and -1024/3 add up to 1/3. Rounded to fp16 before the sum, they would give 1/2."""
     q, k = torch.zeros(1, 1, 2, 16, device=device), torch.zeros(1, 3, 1, 16, device=device)
     q, k = q.half(), k.half()
     dout = torch.tensor([1025.0, -1024.0], device=device)[None, None, :, None].expand(1, 1, 2, 16).half()
@@ -368,7 +372,7 @@ def test_shared_heads_sum_in_fp32(device: str) -> None:
 @pytest.mark.skipif(HAS_GPU, reason="a file stands for the memory")
 @pytest.mark.parametrize("row", [16, 2**24])
 def test_strides_beyond_32_bits(row: int, tmp_path: Path, device: str) -> None:
-    """A batch 2**31 elements behind the other, in a file that is almost all hole; rows too far apart for a tile."""
+    """Two batches are 2**31 elements apart, in a sparse file; rows may be too far apart for a tile."""
     buffer = torch.from_file(str(tmp_path / "holes"), shared=True, size=2**32 + 8 * row + 2**18, dtype=torch.float16)
     near = [torch.randn(2, 5, 1, 16, dtype=torch.float16) for _ in range(4)]
     far = []
@@ -388,7 +392,7 @@ def test_strides_beyond_32_bits(row: int, tmp_path: Path, device: str) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_dropped_elements_are_the_references(packed: bool, device: str) -> None:
-    """Equal scores and V = identity show P itself: out[i, j] is 0 exactly where the reference drops (i, j)."""
+    """With equal scores and V = identity, out is P: out[i, j] is 0 exactly where the reference drops (i, j)."""
     n, heads, dropout_p = 64, 2, 0.4
     seed = torch.tensor(SEED, device=device)
     zero = torch.zeros(2, n, heads, n, device=device)
@@ -411,7 +415,7 @@ def test_dropped_elements_are_the_references(packed: bool, device: str) -> None:
 
 
 def test_blocks_cover_every_plane_once(device: str) -> None:
-    """The order of work is a permutation, also where the last group of heads is short."""
+    """The order of work is a permutation, also if the last group of heads is short."""
     for num_blocks, num_planes, together in product((1, 3), (1, 7), (1, 2, 7)):
         seen = torch.zeros(num_planes, num_blocks, dtype=torch.int32, device=device)
         for last_first in (False, True):

@@ -29,7 +29,7 @@ def problem_of(
 
 @pytest.fixture(autouse=True)
 def _remembers_nothing() -> Iterator[None]:
-    """Configs are remembered by their call: here tables change."""
+    """Disables the cache of configs by call, because tables change here."""
     _tuning.forget()
     yield
     _tuning.forget()
@@ -53,7 +53,7 @@ def test_a_mask_and_dropout_choose_separately(row, chosen, monkeypatch) -> None:
 
 
 def test_bare_models() -> None:
-    """A call without anything that takes registers of its own may have a tile of its own, and no other call has it."""
+    """Calls without options that need registers may have a separate tile, which other calls don't use."""
     row = Row(PLAIN, bare=MASKED)
 
     def chosen(mask: str = "none", **options: object) -> Config:
@@ -66,7 +66,7 @@ def test_bare_models() -> None:
 
 
 def test_dropout_beside_a_left_window() -> None:
-    """It may have a tile of its own, which neither a mask nor dropout or a window alone takes."""
+    """It may have a separate tile, which calls with a mask, or with only dropout or a window, don't use."""
     row = Row(PLAIN, dropout=DROPOUT, both=BOTH, windowed_dropout=MASKED)
 
     def chosen(mask: str = "none", **options: object) -> Config:
@@ -82,7 +82,7 @@ def test_dropout_beside_a_left_window() -> None:
 
 
 def test_every_call_has_a_tile() -> None:
-    """Of every architecture, head_dim, dtype and option; a kernel's fp32 tile is never a 16-bit one's."""
+    """This includes every architecture, head_dim, dtype and option; fp32 never uses a 16-bit tile."""
     choosers = (configs.forward_config, configs.backward_config, configs.choose_dq_config)
     yes_or_no = (False, True)
     for call in map(

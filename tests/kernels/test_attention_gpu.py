@@ -43,7 +43,7 @@ def test_pair(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
 @pytest.mark.parametrize("case", SINGLES, ids=name_of)
 def test_several_blocks(case: Case, dtype: torch.dtype) -> None:
-    """Every option over several tiles of rows and of keys: pipelined steps, atomics, both ends of a range."""
+    """Every option runs over several tiles of rows and keys: pipelined steps, atomics, both ends of a range."""
     check(case.times(11), dtype, "cuda")
 
 
@@ -55,7 +55,7 @@ def test_several_blocks_of_a_pair(case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("options", [("bias",), ("additive_keys",), ("bias", "gqa")], ids=str)
 def test_gradients_of_a_mask_repeat(options: tuple[str, ...]) -> None:
-    """In the deterministic form also what a bias's sharers add up."""
+    """In the deterministic variant, this includes the sums of a shared bias."""
     case = case_of(*options).times(11)
     inputs = make_inputs(case, torch.bfloat16, "cuda")
     torch.use_deterministic_algorithms(True)
@@ -67,7 +67,7 @@ def test_gradients_of_a_mask_repeat(options: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_shipped_tiles(head_dim: int, dropout_p: float, deterministic: bool) -> None:
-    """Lengths beyond every tile, with tails: each config of the tables runs, both forms of the backward."""
+    """Each config of the tables runs with lengths beyond every tile and tails, in both variants of the backward."""
     torch.use_deterministic_algorithms(deterministic)
     for seqlen_q, seqlen_k, window in ((513, 777, (None, 0)), (777, 513, (None, None)), (300, 300, (70, 11))):
         case = Case(
@@ -80,7 +80,7 @@ def test_shipped_tiles(head_dim: int, dropout_p: float, deterministic: bool) -> 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("options", [("bool_keys",), ("additive_keys",), ("bool",), ("additive",), ("bias",)], ids=str)
 def test_masks_of_many_blocks(options: tuple[str, ...], head_dim: int) -> None:
-    """Loaded ahead of the products, in aligned and in odd rows, alone and with dropout and a causal window."""
+    """Masks are loaded before the products, with aligned and odd rows, alone and with dropout and a causal window."""
     for seqlen_q, seqlen_k in ((512, 1024), (333, 777)):
         more: dict[str, Any]
         for more in ({}, {"dropout_p": 0.1, "window": (None, 0)}):
@@ -91,7 +91,7 @@ def test_masks_of_many_blocks(options: tuple[str, ...], head_dim: int) -> None:
 
 
 def test_a_key_that_a_mask_hides_may_hold_nan() -> None:
-    """A score of NaN under a boolean mask is -inf, as a limit on the score leaves it on the device."""
+    """Under a boolean mask, the limit on the score turns a NaN score into -inf on the device."""
     case = Case(mask="bool", mask_shape=(True, False, False, True), seqlen_q=300, seqlen_k=500)
     inputs = make_inputs(case, torch.bfloat16, "cuda")
     clean = run_triton(case, inputs)
@@ -103,7 +103,7 @@ def test_a_key_that_a_mask_hides_may_hold_nan() -> None:
 
 
 def test_beyond_32_bits() -> None:
-    """More than 2**31 elements in q: offsets are 64 bits wide. The last batch equals itself alone."""
+    """With more than 2**31 elements in q, offsets need 64 bits. The last batch equals itself alone."""
     from fastformer.kernels import attention as kernels
 
     q = torch.randn(5, 16384, 32, 1024 // 8, device="cuda", dtype=torch.bfloat16)
@@ -118,7 +118,7 @@ def test_beyond_32_bits() -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("options", [(), ("causal",), ("causal", "dropout"), ("bool",)], ids=str)
 def test_repeats_to_the_bit(options: tuple[str, ...], head_dim: int) -> None:
-    """Forward, dk and dv, dq, of several blocks and many programs an SM: 100 runs of each, beside a busy stream."""
+    """Several blocks and many programs per SM for forward, dk and dv, and dq: 100 runs each, beside a busy stream."""
     base = case_of(*options)
     assert base is not None
     case = replace(base, head_dim=head_dim, batch=4, heads=8, kv_heads=4, seqlen_q=1500, seqlen_k=1500)
@@ -128,7 +128,9 @@ def test_repeats_to_the_bit(options: tuple[str, ...], head_dim: int) -> None:
 
 
 def test_compile_and_cuda_graph() -> None:
-    """fullgraph and dynamic through forward and backward; a captured call replays on new data, its dropout included."""
+    """fullgraph and dynamic work through forward and backward; a captured call replays on new data, including its
+    dropout.
+    """
     from fastformer.ops import attention
 
     def step(seed, q, k, v):

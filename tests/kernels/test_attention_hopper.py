@@ -45,7 +45,7 @@ SCHEDULES = {
 
 
 def problem_of(case: Case, q: Tensor, k: Tensor) -> Problem:
-    """A case as the launcher describes it."""
+    """Describes a case for the launcher."""
     lengths_q, lengths_k = lengths_of(case)
     seed = torch.tensor(SEED) if case.dropout_p else None
     if case.packed:
@@ -61,7 +61,7 @@ def problem_of(case: Case, q: Tensor, k: Tensor) -> Problem:
 def run(
     case: Case, inputs: dict, schedule: Schedule, programs: int = 2, kernel: Any = _attention_hopper_fwd_kernel
 ) -> dict[str, Tensor]:
-    """out and lse of a case by the emulated kernel."""
+    """Returns out and lse of a case from the emulated kernel."""
     q, k, v = (inputs[name] for name in ("q", "k", "v"))
     lengths_q, lengths_k = lengths_of(case)
     if case.packed:
@@ -79,7 +79,7 @@ def run(
 def run_backward(
     case: Case, inputs: dict, schedule: Schedule, programs: int = 2, kernel: Any = _attention_hopper_bwd_kernel
 ) -> dict[str, Tensor]:
-    """dq, dk and dv of a case by the emulated kernel, from out and lse in fp64."""
+    """Returns dq, dk and dv of a case from the emulated kernel, given out and lse in fp64."""
     exact = plain(case, inputs, torch.float64)
     q, k, v, dout, out, lse = *(inputs[name] for name in ("q", "k", "v", "dout")), exact["out"], exact["lse"]
     if case.packed:
@@ -137,12 +137,12 @@ def test_any_order_of_events(dropout_p: float, schedule: str) -> None:
 
 
 def test_a_program_without_a_tile() -> None:
-    """More programs than tiles: the rest end without touching a barrier."""
+    """If there are more programs than tiles, the rest end without touching a barrier."""
     check(replace(BASE, batch=1, heads=1, seqlen_q=40), torch.bfloat16, shuffled(2), programs=3)
 
 
 def test_values_beyond_a_length_are_not_read() -> None:
-    """Behind a sequence's keys lie the next one's, or padding: NaN there must not pass through a weight of 0."""
+    """The next sequence, or padding, follows a sequence's keys: NaN there must not be multiplied by a weight of 0."""
     case = replace(BASE, batch=2, seqlen_q=70, lengths=(129, 0))
     inputs = make_inputs(case, torch.bfloat16)
     clean = run(case, inputs, shuffled(3))
@@ -154,7 +154,7 @@ def test_values_beyond_a_length_are_not_read() -> None:
 
 
 def test_strides() -> None:
-    """q, k and v as slices of one projection and as SDPA's layout: strides of rows, heads and batches in any order."""
+    """q, k and v are slices of one projection, or in SDPA's layout: strides of rows, heads and batches in any order."""
     case = replace(BASE, batch=2, heads=2, kv_heads=2, seqlen_q=140, seqlen_k=140, window=(None, 0))
     inputs = make_inputs(case, torch.bfloat16)
     expected = run(case, inputs, shuffled(4))
@@ -169,7 +169,7 @@ def test_strides() -> None:
 @pytest.mark.parametrize("results", [run, run_backward])
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_fp64(name: str, results: Any) -> None:
-    """Several tiles a program, rings that turn over, tails in rows and keys."""
+    """Programs have several tiles, rings wrap around, and there are tails in rows and keys."""
     dtype = torch.float16 if name in ("window", "dropout") else torch.bfloat16
     check(CASES[name], dtype, shuffled(1), results)
 
@@ -289,7 +289,9 @@ BACKWARD_MISTAKES = {
 
 
 def few(mistakes: dict[str, tuple[str, str]], *fast: str) -> list[Any]:
-    """Mistakes of each kind (phases, waits, arrivals, numbers); the rest, one for each line of the kernel, is slow."""
+    """Returns one mistake of each kind (phases, waits, arrivals, numbers); the others, one per line of the kernel, are
+    slow.
+    """
     assert {*fast} <= {*mistakes}
     return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in mistakes]
 
@@ -315,7 +317,7 @@ MISTAKE_SCHEDULES = (SCHEDULES["producer first"], SCHEDULES["consumers first"], 
 
 
 def kernel_with(right: str, wrong: str, module: types.ModuleType = forward) -> Any:
-    """The kernel of a module made once more, with one text for another."""
+    """Returns the kernel of a module in which one text is replaced."""
     source = Path(str(module.__file__)).read_text()
     assert source.count(right) == 1, f"{right!r} stands {source.count(right)} times in the kernel"
     # Triton looks for a function's text in its file: the emulator needs its bytecode alone.
@@ -343,14 +345,14 @@ def test_a_mistake_is_noticed(mistake: str) -> None:
 
 
 def test_without_a_mistake() -> None:
-    """What the mistakes are noticed against."""
+    """This is the reference in which no mistake is detected."""
     kernel = kernel_with("first_row += consumer * CONSUMER_ROWS", "first_row += CONSUMER_ROWS * consumer")
     for schedule in MISTAKE_SCHEDULES:
         check(MISTAKE_CASE, torch.bfloat16, schedule, kernel=kernel)
 
 
 def fits(**changes: Any) -> bool:
-    """Whether the kernels can do a call of BASE with changes: of the case, its tensors, or the mask."""
+    """Returns whether the kernels support a call of BASE with changes to the case, its tensors, or the mask."""
     tensors = {name: changes.pop(name) for name in ("q", "k", "v") if name in changes}
     mask, dtype = changes.pop("attn_mask", None), changes.pop("dtype", torch.bfloat16)
     case = replace(BASE, **changes)
@@ -382,7 +384,7 @@ def test_tensors_that_tma_cannot_address() -> None:
 
 
 def test_accepted_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On sm_90 alone, and where a device has shown the kernels to be faster."""
+    """These are calls on sm_90 for which a device has shown the kernels to be faster."""
     case = replace(BASE, window=(None, 0))
     for head_dim in (40, 64, 72, 128):
         wide = replace(case, head_dim=head_dim)
@@ -423,7 +425,7 @@ def test_descriptors_are_kept_and_keep_no_tensor() -> None:
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_a_plan_passes_each_calls_own_tensors(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is kept of a geometry is no tensor and no address; descriptors are found again by theirs."""
+    """A plan stores no tensor and no address of a call; descriptors are cached by address."""
     launched: list[tuple[Any, ...]] = []
     monkeypatch.setattr(hopper, "Launch", lambda *_, **__: lambda *arguments: launched.append(arguments))
     monkeypatch.setattr(hopper, "_processors", lambda device: 132)
@@ -452,7 +454,7 @@ def test_a_plan_passes_each_calls_own_tensors(packed: bool, monkeypatch: pytest.
 
 
 def compared(value: Any) -> Any:
-    """An argument of a launch: tensors by identity of their memory, descriptors by what they describe."""
+    """Returns a comparable form of a launch's argument: tensors by their memory, descriptors by their contents."""
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
         return [compared(each) for each in value]
     if isinstance(value, Tensor):

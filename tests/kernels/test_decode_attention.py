@@ -23,7 +23,7 @@ BLOCK_N = configs.INTERPRETED_TILE.block_n
 
 
 def force(monkeypatch: pytest.MonkeyPatch, splits: int | None = None, rows: int | None = None) -> None:
-    """The launcher's choices, forced: the shares of a walk, the rows of a tile."""
+    """Forces the launcher's choices: the splits of a walk, and the rows of a tile."""
     if splits is not None:
         monkeypatch.setattr(kernels, "splits_of", lambda *_: splits)
     if rows is not None:
@@ -31,7 +31,7 @@ def force(monkeypatch: pytest.MonkeyPatch, splits: int | None = None, rows: int 
 
 
 def check(step: Step, dtype: torch.dtype, device: str, table: bool = False) -> None:
-    """One call against the rule, with NaN wherever nothing may look, and the caches that it leaves to the bit."""
+    """Checks one call by the rule, with NaN in all memory that must not be read, and the updated caches bit by bit."""
     inputs = make_inputs(step, dtype, device, unused=torch.nan)
     plain, exact = plain_step(step, inputs, dtype), plain_step(step, inputs, torch.float64)
     given, slots = inputs, None
@@ -91,7 +91,7 @@ def test_rotary_of_large_heads(head_dim, group, interleaved, dtype, device, monk
 
 
 def test_rotary_of_strided_tensors(device: str) -> None:
-    """Slices of a joint projection, tables that lie apart or transposed, and tables in half precision."""
+    """Inputs are slices of a joint projection; tables are strided, transposed, or in half precision."""
     step = Step("", (20, 7), num_heads=6, num_kv_heads=2, rotary_dim=16)
     inputs = make_inputs(step, torch.float32, device)
     expected = run(step, {name: None if t is None else t.clone() for name, t in inputs.items()})
@@ -109,7 +109,9 @@ def test_rotary_of_strided_tensors(device: str) -> None:
 
 
 def test_rotated_keys_equal_the_ops(device: str) -> None:
-    """To the bit, where no compiler contracts products and sums: whoever turns them, a cache holds the same."""
+    """They are bit-identical if no compiler contracts products and sums: the cache doesn't depend on where keys are
+    rotated.
+    """
     if device != "cpu":
         pytest.skip("a GPU's compiler contracts as it likes")
     for interleaved in (False, True):
@@ -141,7 +143,7 @@ def test_rows_that_read_one_source(step, rows, splits, device, monkeypatch) -> N
 
 
 def test_infinities_stay_in_their_source(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of other sources share its tile, and take part in its products with weight 0."""
+    """Rows of other sources share its tile, and enter its products with weight 0."""
     force(monkeypatch, 1, 4)
     step = Step("beams", (20, 20), seqlen_new=None, cache_batch_idx=(0, 0, 1, 1))
     inputs = make_inputs(step, torch.float32, device)
@@ -156,7 +158,7 @@ def test_infinities_stay_in_their_source(device: str, monkeypatch: pytest.Monkey
 
 
 def test_each_source_is_loaded_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks of a walk, counted by the table's entries that are read: one pass a tile and head, not one a row."""
+    """Blocks are counted by reads of table entries: one pass per tile and head, and not per row."""
     force(monkeypatch, 1, 8)
     loads = []
     if device != "cpu":
@@ -176,7 +178,7 @@ def test_each_source_is_loaded_once(device: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("shares", [1, 3])
 def test_no_write_outside_the_rows(shares, device, guarded, monkeypatch) -> None:
-    """The caches, out and the partial results lie amid other memory, which stays as it was."""
+    """The memory around the caches, out and the partial results doesn't change."""
     force(monkeypatch, shares)
     step = Step("step", (39, 0, 17), num_kv_heads=2, head_dim=20)
     inputs = make_inputs(step, torch.float32, device, unused=torch.nan)
@@ -193,7 +195,9 @@ def test_no_write_outside_the_rows(shares, device, guarded, monkeypatch) -> None
 
 
 def test_many_tiles_of_one_row(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More queries and heads than a tile has rows: each tile has its own range of keys, one of them writes."""
+    """If there are more queries and heads than rows in a tile, each tile has its own range of keys, and one writes new
+    keys.
+    """
     for splits, table, window_left in ((1, False, None), (2, True, 7)):
         force(monkeypatch, splits)
         sizes = {"num_heads": 2, "num_kv_heads": 1, "max_seqlen": 50}
@@ -225,7 +229,7 @@ def test_calls_with_nothing_to_do(device: str) -> None:
 
 
 def test_chosen_rows() -> None:
-    """Beams fill a tile where there are programs enough without them; a tile has no more rows than it has room for."""
+    """Beams fill a tile if there are enough programs without them; a tile has no more rows than fit."""
     assert configs.rows_together(1024, 1, 8, 64, 528) == 8
     assert configs.rows_together(4096, 1, 8, 64, 528) == 16
     assert configs.rows_together(8, 1, 8, 64, 528) == 4
@@ -235,7 +239,7 @@ def test_chosen_rows() -> None:
 
 
 def test_chosen_shares() -> None:
-    """Never idle SMs where there is work for them, never shares of less than two blocks, none where it can't pay."""
+    """SMs are never idle if there is work, splits have at least two blocks, and one split is used if more don't pay."""
     assert configs.splits_of(8, 4, 264) == 1
     assert configs.splits_of(264, 1000, 264) == 1
     assert configs.splits_of(8, 1000, 264) == 29  # 232 programs, 88 % of a wave
@@ -262,7 +266,7 @@ def test_chosen_shares() -> None:
     ],
 )
 def test_tokens_outside_the_cache_give_nan(change, rows, splits, device, monkeypatch) -> None:
-    """A kernel can't raise: such rows, and no others, are NaN, and nothing is read or written outside the caches."""
+    """A kernel can't raise an error, so these rows are NaN, and nothing is read or written outside the caches."""
     force(monkeypatch, splits, 4)
     inputs = make_inputs(Step("", (7, 20), num_heads=2, num_kv_heads=1), torch.float32, device)
     if "cache_batch_idx" in change:
@@ -281,7 +285,7 @@ LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 129, 500, 999, 1000]
 @pytest.mark.slow
 @pytest.mark.parametrize("length", LENGTHS)
 def test_lengths_beams_and_groups(length: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One to many shares, new tokens and windows, drawn; all beams and groups at each length, each pair at three."""
+    """Splits, new tokens and windows are drawn; all beams and groups are tested at each length, each pair at three."""
     choose = random.Random(length)
     pairs = itertools.product(range(1, 9), range(1, 9))
     for beams, group in (pair for pair in pairs if (sum(pair) + LENGTHS.index(length)) % 4 == 0):

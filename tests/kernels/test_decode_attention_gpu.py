@@ -72,7 +72,7 @@ def test_forced_shares(rows: int, splits: int, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_prompts(head_dim: int) -> None:
-    """Many tiles of one row, new tokens by the hundred."""
+    """A row has many tiles and hundreds of new tokens."""
     sizes = {"num_heads": 16, "num_kv_heads": 2, "head_dim": head_dim, "max_seqlen": 700}
     for window_left in (None, 50):
         check(Step("", (0, 300, 77), seqlen_q=200, seqlen_new=200, window_left=window_left, **sizes), torch.bfloat16,
@@ -85,7 +85,9 @@ def _step(inputs: dict[str, Tensor | None]) -> Tensor:
 
 @pytest.mark.parametrize("beams, rotary_dim", [(0, 0), (0, 64), (4, 0)])
 def test_a_graph_replays_with_other_lengths(beams: int, rotary_dim: int) -> None:
-    """Captured once at the shortest, replayed step after step: lengths, tables, rows and tokens change in place."""
+    """It is captured at the shortest length and replayed step after step: lengths, tables, rows and tokens change in
+    place.
+    """
     index = tuple(row for row in range(3) for _ in range(beams)) or None
     step = Step(
         "", (999, 500, 0), seqlen_new=None if beams else 1, num_heads=16, num_kv_heads=4, head_dim=64, max_seqlen=1000,
@@ -125,7 +127,7 @@ def test_repeats_to_the_bit() -> None:
 
 
 def test_beyond_32_bits() -> None:
-    """A store of more than 2**31 elements: the last slots are as the first."""
+    """In a store of more than 2**31 elements, the last slots behave like the first ones."""
     tokens, heads, head_dim = 2**31 // 512 + 1000, 4, 128
     cache = torch.zeros(tokens, 1, heads, head_dim, device="cuda", dtype=torch.bfloat16)
     table = torch.arange(600, device="cuda", dtype=torch.int32)[None]

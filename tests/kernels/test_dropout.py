@@ -55,7 +55,7 @@ def test_a_tile_equals_the_reference(block_m, block_n, dropout_p, transposed, de
 
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 2**-18, 3 / 512, 5 / 512, 0.997, 1 - 2**-18, 1.0, 1])
 def test_arguments_equal_the_references(dropout_p: float, device: str) -> None:
-    """One rounding of p for all backends, to the ends at the ends alone; a seed's elements may lie apart."""
+    """All backends round p in the same way, to 0 and 1 only for p = 0 and 1; a seed may be strided."""
     seed = torch.tensor([[3, 0], [4, 0]], device=device)[:, 0]
     given, dropped, scale = dropout_arguments(dropout_p, seed)
     assert (dropped, scale) == (threshold(dropout_p), keep_scale(dropout_p))

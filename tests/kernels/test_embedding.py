@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("on_triton")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [1, 17, 512, 1000, 2500])
 def test_dims(dim: int, dtype: torch.dtype, device: str) -> None:
-    """Several tokens a program, columns that fill no tile, several tiles a row, each with its own dropout."""
+    """Programs have several tokens, columns that fill no tile, or several tiles per row, each with its own dropout."""
     inputs = make_inputs((2, 2), 5, dim, device, dtype, table=dtype)
     compare(inputs, scale=dim**0.5, padding_idx=0, dropout_p=0.2)
 
@@ -52,7 +52,7 @@ def test_runs(runs: list[int], dropout_p: float, device: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("given", [False, True])
 def test_positions_across_chunks(given: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each position comes once a sequence: runs as long as the batch is large."""
+    """Each position occurs once per sequence, so runs are as long as the batch is large."""
     monkeypatch.setattr(kernels, "CHUNK", 4)
     inputs = make_inputs((11, 3), 5, 8, device, table=torch.float32, positions=given)
     compare(inputs, padding_idx=1)
@@ -70,7 +70,7 @@ def test_gradients_repeat(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_atomics(dtype: torch.dtype, given: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same gradients without a sort; where determinism is asked for, the sort is back."""
+    """They give the same gradients without a sort; under deterministic algorithms, the sort is used."""
     inputs = make_inputs((5, 9), 7, 40, device, dtype, table=dtype, positions=given)
     seed = draw_seed(device)
     keep = keep_mask(seed, 0.2, 45, 40)[0].view(5, 9, 40)
@@ -85,7 +85,7 @@ def test_atomics(dtype: torch.dtype, given: bool, device: str, monkeypatch: pyte
 
 
 def test_nothing_beyond_the_rows(device: str, guarded: None) -> None:
-    """NaN between the rows is not read, nor is the padding id's row; around the outputs nothing is written."""
+    """NaN between the rows and the padding id's row are not read; memory around the outputs is not written."""
     weight, table, dout = (torch.randn(rows, 17, device=device) for rows in (5, 6, 12))
     weight[2] = float("nan")
     ids = torch.tensor([[0, 4, 4, 2, 0, 1], [4, 4, 3, 2, 2, 4]], device=device)
@@ -99,7 +99,7 @@ def test_nothing_beyond_the_rows(device: str, guarded: None) -> None:
 
 
 def test_saved_for_backward(device: str) -> None:
-    """Nothing as large as the output."""
+    """No saved tensor is as large as the output."""
     inputs = make_inputs((3, 7), 5, 16, device, table=torch.float32)
     inputs["weight"].requires_grad_()
     with saved_for_backward() as saved:

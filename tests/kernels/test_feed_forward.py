@@ -26,7 +26,7 @@ PATHS = ["fused", "cublas"]
 
 @pytest.fixture(params=PATHS)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways, whatever the table says."""
+    """Uses both paths, regardless of the table."""
     monkeypatch.setattr(kernels, "fuses", lambda *_: request.param == "fused")
     return request.param
 
@@ -41,7 +41,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     ],
 )
 def test_wide_tiles(activation: str, programs: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles wide enough for epilogues in as many parts as on a GPU; the last part that has columns ends inside."""
+    """Tiles are so wide that epilogues have as many parts as on a GPU; the last part is incomplete."""
     monkeypatch.setattr(kernels, "fuses", lambda *_: True)
     monkeypatch.setattr(kernels, "config_of", lambda *_: configs.Config(32, 128, 32, 4, 1, None, programs))
     compare(make_inputs((40, 24), 203, activation, device), activation=activation, dropout_p=0.2)
@@ -57,7 +57,7 @@ def test_wide_tiles(activation: str, programs: int, device: str, monkeypatch: py
     ],
 )
 def test_a_fixed_grid_gives_the_same_results(rows, dim, hidden_dim, activation, dtype, device, monkeypatch) -> None:
-    """To the bit: many tiles a program, more than eight blocks of rows, fewer tiles than programs."""
+    """Bit-identical for many tiles per program, more than eight blocks of rows, and fewer tiles than programs."""
     monkeypatch.setattr(kernels, "fuses", lambda *_: True)
     monkeypatch.setattr(kernels, "num_sms", lambda _: 3)
     grids: list[int] = []
@@ -82,7 +82,7 @@ def test_a_fixed_grid_gives_the_same_results(rows, dim, hidden_dim, activation, 
 
 
 def test_calls_with_a_fixed_grid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None by default; switched on, the forward products whose loop compiles well that way."""
+    """By default there are none; if enabled, forward products whose loop compiles well use it."""
     half = torch.empty(0, dtype=torch.float16, device="meta")
     assert not configs.PERSISTENT
     found = set()
@@ -104,7 +104,7 @@ def test_calls_with_a_fixed_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     covering([torch.float32, torch.float16, torch.bfloat16], ACTIVATIONS, [0.0, 0.2, 1.0]),
 )
 def test_paths(dtype: torch.dtype, activation: str, dropout_p: float, path: str, device: str) -> None:
-    """Rows and columns that end inside a tile."""
+    """Rows and columns end within a tile."""
     if dtype == torch.bfloat16 and path == "fused" and not HAS_GPU:
         pytest.skip("tl.dot of bf16 is wrong in Triton's interpreter")
     compare(make_inputs((5, 9, 48), 72, activation, device, dtype), activation=activation, dropout_p=dropout_p)
@@ -117,7 +117,7 @@ def test_dims(dim: int, hidden_dim: int, activation: str, path: str, device: str
 
 
 def test_many_blocks_of_rows(path: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More row blocks than run side by side, and programs of the elementwise kernel that take several."""
+    """There are more row blocks than run concurrently, and programs of the elementwise kernel process several."""
     monkeypatch.setattr(kernels, "ELEMENTWISE_PROGRAMS", 4)
     compare(make_inputs((290, 32), 32, "relu", device), activation="relu", dropout_p=0.1)
     compare(make_inputs((40, 32), 136, "swiglu", device), activation="swiglu")
@@ -140,7 +140,7 @@ def test_both_paths_drop_the_same(activation: str, device: str, monkeypatch: pyt
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_infinities_and_nan(activation: str, path: str, device: str) -> None:
-    """A row of NaN stays NaN and among itself; large numbers saturate as they do in PyTorch."""
+    """A row of NaN stays NaN without affecting others; large numbers saturate as in PyTorch."""
     x = torch.tensor([[float("nan")], [1e4], [-1e4], [0.0]], device=device)
     weight1 = torch.ones(2 if activation in GATED else 1, 1, device=device)
     weight2 = torch.ones(1, 1, device=device)
@@ -162,7 +162,7 @@ def test_inference_equals_training(activation: str, path: str, device: str) -> N
 
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
 def test_gradients_with_other_strides(activation: str, path: str, device: str) -> None:
-    """Of columns, of every other column, and one number for all, as `sum` gives it."""
+    """Gradients are columns, every second column, or a single number for all, as from `sum`."""
     leaves = {name: value.requires_grad_() for name, value in make_inputs((40, 16), 72, activation, device).items()}
     for dout in (torch.randn(16, 40, device=device).T, torch.randn(40, 32, device=device)[:, ::2],
                  torch.ones((), device=device).expand(40, 16)):  # fmt: skip
@@ -193,7 +193,7 @@ def test_a_missing_bias_costs_no_sum(bias1: bool, bias2: bool, path: str, device
 @pytest.mark.skipif(HAS_GPU, reason="cuBLAS's workspace is larger than these tensors")
 @pytest.mark.parametrize("activation, forward, backward", [("relu", 1, 2), ("gelu", 2, 3), ("swiglu", 3, 6)])
 def test_peak_memory(activation: str, forward: int, backward: int, path: str, device: str) -> None:
-    """How many tensors of rows * hidden there are at once: neither an activation nor a mask lies beside them."""
+    """Counts the concurrent tensors of rows * hidden: there is no additional activation or mask."""
     rows, dim, hidden_dim = 128, 2, 128
     inputs = make_inputs((rows, dim), hidden_dim, activation, device)
     leaves = {name: value.requires_grad_() for name, value in inputs.items()}
@@ -218,7 +218,7 @@ def test_peak_memory(activation: str, forward: int, backward: int, path: str, de
 
 
 def test_the_choice_of_a_path(device: str) -> None:
-    """The table's bounds, and no fused fp32 on a GPU."""
+    """The table's bounds apply, and fp32 is never fused on a GPU."""
     row = configs.Row(1024, 256)
     half = torch.empty(0, dtype=torch.float16, device="meta")
     with pytest.MonkeyPatch.context() as patch:

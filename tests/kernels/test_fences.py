@@ -34,7 +34,7 @@ def _kernel(x_ptr):
 
 
 def compiled_ptx() -> str:
-    """What a compilation that begins now makes of PTX, as the backend's `add_stages` runs it."""
+    """Returns the result of a compilation for given PTX, through the backend's `add_stages`."""
     stages = {"ptx": lambda source, metadata: source}
     if knobs.runtime.add_stages_inspection_hook is not None:
         knobs.runtime.add_stages_inspection_hook(object(), stages, object(), object(), 90)
@@ -44,7 +44,7 @@ def compiled_ptx() -> str:
 @pytest.mark.parametrize("is_watched", [True, False])
 @pytest.mark.parametrize("is_old", [True, False])
 def test_a_launch_compiles_with_fences_if_triton_omits_them(is_old, is_watched, monkeypatch) -> None:
-    """Also where Triton itself launches, for a hook has to see it."""
+    """This also holds if Triton itself launches because of a hook."""
     seen: list[tuple[str, str]] = []
 
     def compile_one(self: Any, key: str, signature: object, device: int, constants: object, options: Any, *rest: Any):

@@ -43,7 +43,7 @@ def _kernel(x_ptr, y_ptr, count, size, scale, strides, FLAG: tl.constexpr, BLOCK
 
 
 class TwoDevices(Driver):
-    """Of which one is the current device."""
+    """Two devices, one of which is the current device."""
 
     current = 0
 
@@ -70,7 +70,7 @@ def device_driver(monkeypatch: pytest.MonkeyPatch) -> TwoDevices:
 
 @pytest.fixture
 def ran(device_driver: TwoDevices, monkeypatch: pytest.MonkeyPatch) -> list[Ran]:
-    """What was launched: the stub of the binary, and all that it was given."""
+    """Records launches: the stub of the binary, and all its arguments."""
     launches: list[Ran] = []
     monkeypatch.setattr(Compiled, "run", property(lambda self: lambda *args: launches.append((self, args))))
     return launches
@@ -82,13 +82,13 @@ def kernel() -> Any:
 
 
 def by_triton(kernel: Any, *args: Any, **options: Any) -> Any:
-    """The binary that Triton's own launch takes; before 3.7.1 it is compiled with fences, by an option."""
+    """Returns the binary of Triton's own launch; before 3.7.1, an option compiles it with fences."""
     with _fences.inserted(kernel) as more:
         return kernel.run(*args, grid=(1,), warmup=True, **options, **more)
 
 
 def variants() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Calls that differ in one thing each."""
+    """Returns calls that differ in one thing each."""
     x = torch.zeros(64)
     base: tuple[Any, ...] = (x, x, 32, 32, 0.5, (32, 7, (16, x)))
     options: dict[str, Any] = {"FLAG": True, "num_warps": 4}
@@ -124,14 +124,14 @@ def variants() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
 
 
 def plain(values: Any) -> Any:
-    """Arguments that can be compared."""
+    """Returns arguments in a comparable form."""
     if isinstance(values, tuple | list):
         return [plain(value) for value in values]
     return id(values) if isinstance(values, torch.Tensor | TensorDescriptor) else (type(values), values)
 
 
 def test_each_call_runs_the_binary_of_its_arguments(kernel: Any, ran: list[Ran]) -> None:
-    """As Triton tells them apart, and whatever was launched before: the sweep goes through thrice, once backwards."""
+    """Triton distinguishes the same calls, after any earlier launches: the sweep runs three times, once in reverse."""
     calls = list(variants())
     picked = [kernel.run(*args, grid=(1,), warmup=True, **options) for args, options in calls]
     assert len(set(picked)) > 30  # the sweep tells binaries apart
@@ -152,7 +152,7 @@ def test_each_call_runs_the_binary_of_its_arguments(kernel: Any, ran: list[Ran])
 
 
 def test_unspecialised_arguments_make_no_new_binary(ran: list[Ran]) -> None:
-    """Inside of tuples, too, where Triton's own launch specialises all the same; and alignment alone, where asked."""
+    """This includes elements of tuples, which Triton's own launch specialises, and only alignment if requested."""
     x = torch.zeros(64)
     counted = JITFunction(_kernel, do_not_specialize=["strides", "count"])
     for strides in ((1, 16, (0, x)), (7, 1, (16, x)), (32, 32, (1, x[1:]))):
@@ -172,7 +172,7 @@ def test_unspecialised_arguments_make_no_new_binary(ran: list[Ran]) -> None:
 
 @pytest.mark.parametrize("again", [False, True], ids=["launch", "Launch"])
 def test_each_device_has_a_binary_of_its_own(again, kernel, ran, device_driver) -> None:
-    """A launch that is kept hands over each call's own arguments."""
+    """A stored launch passes the arguments of each call."""
     (args, options), *_ = variants()
     run = Launch(kernel, (3, 5), **options) if again else partial(launch, kernel, (3, 5), **options)
     binaries: dict[int, Compiled] = {}
@@ -228,7 +228,7 @@ def test_settings_make_other_binaries(owner, name, value, kernel, ran, monkeypat
 
 
 def test_calls_of_another_form_get_their_own_binary(ran: list[Ran]) -> None:
-    """Constexprs by position, and other arguments by name."""
+    """Constexprs may be passed by position, and other arguments by name."""
     x = torch.zeros(8)
     kernel = JITFunction(_kernel)
     for flag, block in ((True, 16), (True, 32), (False, 32), (True, 16)):
@@ -252,7 +252,7 @@ def _scale_kernel(x_ptr, y_ptr, count, scale, strides, TWICE: tl.constexpr, BLOC
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="launches on a device")
 def test_a_device_runs_the_cached_binary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also on a side stream, in a graph, and unaligned, where 16-byte loads would fault."""
+    """This includes a side stream, a graph, and unaligned addresses, for which 16-byte loads would fault."""
     ordinary = _launch._resolve
     runs: list[int] = []
 
@@ -291,7 +291,7 @@ def test_a_device_runs_the_cached_binary(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_kernels_have_their_constexprs_last() -> None:
-    """Launches hand over constexprs by name and the rest by position, or are not kept."""
+    """Only launches with constexprs by name, and the rest by position, are stored."""
     modules = (add_layer_norm, attention, attention_backward, embedding, feed_forward, linear_cross_entropy, rotary)
     kernels = {name: value for module in modules for name, value in vars(module).items() if name.endswith("_kernel")}
     assert len(kernels) > 15

@@ -27,7 +27,7 @@ ALL_OPTIONS = {"label_smoothing": 0.1, "smooth_others": True, "z_loss": 0.01}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [7, 1000, 8192, 9001])
 def test_vocabularies(vocab_size: int, dtype: torch.dtype, reduction: str, device: str) -> None:
-    """Several rows a program, a vocabulary that fills no tile, several tiles a row, rows that need padding."""
+    """Programs have several rows, a vocabulary that fills no tile, several tiles per row, or rows that need padding."""
     compare(make_inputs((19 if vocab_size < 1000 else 5, 16), vocab_size, device, dtype), reduction=reduction)
     compare(make_inputs((3, 16), vocab_size, device, dtype, bias=False), reduction=reduction, **ALL_OPTIONS)
 
@@ -46,7 +46,7 @@ def test_chunks(dtype: torch.dtype, reduction: str, rows: int, device: str, monk
 
 
 def test_chunk_rows() -> None:
-    """About CHUNK_BYTES, within bounds, of about the same size."""
+    """Chunks take about CHUNK_BYTES, within bounds, and have about the same size."""
     assert kernels.chunk_rows(100_000, 64_000) == kernels.LARGEST_CHUNK
     assert kernels.chunk_rows(100_000, 512_000) == kernels.SMALLEST_CHUNK
     assert kernels.chunk_rows(4100, 64_000) == 2176
@@ -77,7 +77,7 @@ def test_few_rows_are_one_chunk_if_it_is_not_larger(vocab_size: int, dim: int, d
 
 
 def test_chunks_sum_in_fp32(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many chunks of a half dtype err no more than one: what is summed over them is rounded once."""
+    """Many chunks of a half dtype err no more than one, because sums over chunks are rounded once."""
     inputs = make_inputs((256, 8), 12, device, torch.bfloat16)
     leaves = {name: inputs[name].requires_grad_() for name in ("x", "weight", "bias")}
 
@@ -90,7 +90,7 @@ def test_chunks_sum_in_fp32(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_products_with_fp32_results() -> None:
-    """PyTorch has the overloads that sum a half dtype's dweight: they have kernels on CUDA alone."""
+    """PyTorch's overloads that sum a half dtype's dweight in fp32 exist, but have kernels only on CUDA."""
     for product in (torch.ops.aten.mm, torch.ops.aten.addmm):
         names = [argument.name for argument in product.dtype_out._schema.arguments]
         assert names[names.index("mat2") + 1 :][0] == "out_dtype" and "out" in names
@@ -99,7 +99,7 @@ def test_products_with_fp32_results() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_dweight_is_added_up_in_place(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuBLAS adds to the fp32 sum where it lies, and rounds to 16 bits nowhere on the way."""
+    """cuBLAS adds to the fp32 sum in place, without rounding to 16 bits."""
     monkeypatch.setattr(kernels, "chunk_rows", lambda *_: 128)
     x, weight, target, _ = make_inputs((300, 64), 520, "cuda", dtype, bias=False).values()
     chunks = kernels._Chunks(x, weight, None, target, -100, 0.0, False, 0.0, 0.0, True)
@@ -116,7 +116,7 @@ def test_dweight_is_added_up_in_place(dtype: torch.dtype, monkeypatch: pytest.Mo
 
 
 def test_compiled_with_ignored_targets(device: str) -> None:
-    """One compiled function, more and fewer ignored rows: the count is data, not a constant."""
+    """One compiled function serves any number of ignored rows, because the count is data and not a constant."""
     compiled = torch.compile(
         partial(linear_cross_entropy, ignore_index=0, label_smoothing=0.1), fullgraph=True, backend="aot_eager"
     )
@@ -134,7 +134,7 @@ def test_compiled_with_ignored_targets(device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_peak_memory(reduction: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One chunk of logits and the gradients, whatever the number of rows."""
+    """Memory is one chunk of logits and the gradients, for any number of rows."""
     monkeypatch.setattr(kernels, "SMALLEST_CHUNK", 128)
     monkeypatch.setattr(kernels, "LARGEST_CHUNK", 128)
     rows, vocab_size, dim = 1024, 256, 2

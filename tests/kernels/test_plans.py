@@ -29,13 +29,13 @@ def _no_plans() -> Iterator[None]:
 
 
 def unaligned(x: Tensor) -> Tensor:
-    """A copy with the same strides, whose address is no multiple of 16."""
+    """Returns a copy with the same strides, whose address is not a multiple of 16."""
     copy = x.new_empty(x.untyped_storage().nbytes() // x.element_size() + 1).as_strided(x.shape, x.stride(), 1)
     return copy.copy_(x)
 
 
 def attention_calls(device: str) -> Iterator[Call]:
-    """Calls that differ in one thing each."""
+    """Returns calls that differ in one thing each."""
 
     def call(make: Callable[[], Tensor] | None = None, **options: Any) -> Call:
         make = make or (lambda: torch.randn(HEADS, device=device))
@@ -104,7 +104,7 @@ CALLS = {"attention": attention_calls, "varlen_attention": varlen_calls, "add_la
 
 
 def with_other_numbers(tensors: dict[str, Any]) -> dict[str, Any]:
-    """A call of the same geometry."""
+    """Returns a call of the same geometry with other numbers."""
 
     def changed(x: Any) -> Any:
         if not isinstance(x, Tensor) or x.dtype == torch.int32:
@@ -119,7 +119,7 @@ def with_other_numbers(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(call: Call, backend: str) -> list[Tensor]:
-    """The outputs and all gradients."""
+    """Returns the outputs and all gradients."""
     function, arguments = call
     leaves = {
         name: value.detach().requires_grad_()
@@ -136,9 +136,9 @@ def run(call: Call, backend: str) -> list[Tensor]:
 
 @pytest.mark.parametrize(("name", "extension"), [*((name, True) for name in CALLS), ("add_layer_norm", False)])
 def test_each_call_gets_its_own_plan(name: str, extension: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second call of each geometry runs on what the first one left, with the others between them.
+    """The second call of each geometry uses the plan of the first one, with other geometries in between.
 
-    The geometry of a call is read in C++, and in Python where there is no extension.
+    The geometry of a call is read in C++, or in Python if there is no extension.
     """
     if not extension:
         leave_out_extension(monkeypatch)
@@ -155,7 +155,7 @@ def test_each_call_gets_its_own_plan(name: str, extension: bool, device: str, mo
 
 @pytest.mark.parametrize("name", CALLS)
 def test_nothing_is_kept_alive(name: str, device: str) -> None:
-    """Neither inputs nor outputs of the call for which something was decided: a step's activations would stay."""
+    """A plan holds neither inputs nor outputs of the call that made it; otherwise activations would stay."""
     for function, arguments in list(CALLS[name](device))[::3]:
         mine = with_other_numbers(arguments)
         tensors = {n: x.clone() if isinstance(x, Tensor) else x for n, x in mine.items()}
@@ -166,7 +166,7 @@ def test_nothing_is_kept_alive(name: str, device: str) -> None:
 
 
 def test_the_deterministic_form_is_chosen_in_each_call(device: str) -> None:
-    """Both ways of adding up are right; on a GPU only the deterministic one repeats itself to the bit."""
+    """Both ways of summing are right, but on a GPU only the deterministic one repeats bit by bit."""
     call = next(iter(attention_calls(device)))
     usual = run(call, "triton")
     torch.use_deterministic_algorithms(True)

@@ -26,7 +26,7 @@ def test_head_dims(head_dim: int, rotary_dim: int, dtype: torch.dtype, interleav
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_nothing_beyond_the_heads(interleaved: bool, device: str, guarded: None) -> None:
-    """q out of a fused projection whose other parts are NaN; the output's surroundings stay as they were."""
+    """q is a part of a fused projection whose other parts are NaN; memory around the output doesn't change."""
     cos, sin = rotary_tables(9, 16, device=device)
     fused = torch.full((2, 9, 3, 4, 20), float("nan"), device=device)
     x = fused[:, :, 1]
@@ -41,7 +41,7 @@ def test_nothing_beyond_the_heads(interleaved: bool, device: str, guarded: None)
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_head_major_memory(interleaved: bool, device: str) -> None:
-    """(batch, heads, seqlen, dim) in memory is read as it lies: no copy."""
+    """(batch, heads, seqlen, dim) in memory is read in place, without a copy."""
     x = torch.randn(2, 3, 9, 16, device=device).transpose(1, 2)
     cos, sin = rotary_tables(9, 16, device=device)
     seen = []

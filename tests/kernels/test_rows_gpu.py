@@ -55,7 +55,7 @@ def test_feed_forward(rows, dim, hidden_dim, activation, fused, dtype, device, m
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
 def test_feed_forward_repeats_to_the_bit(activation, persistent, device, monkeypatch) -> None:
-    """Both products with what is fused to them, in many tiles: 100 runs beside a busy stream."""
+    """Both fused products have many tiles: 100 runs beside a busy stream."""
     monkeypatch.setattr(feed_forward_kernels, "fuses", lambda *_: True)
     monkeypatch.setattr(_feed_forward_configs, "PERSISTENT", persistent)
     inputs = feed_forward_cases.make_inputs((4096, 512), 2048, activation, device, torch.bfloat16)
@@ -73,7 +73,7 @@ def test_feed_forward_repeats_to_the_bit(activation, persistent, device, monkeyp
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("vocab_size", [1000, 32000, 50257])
 def test_linear_cross_entropy(vocab_size: int, reduction: str, dtype: torch.dtype, device: str) -> None:
-    """Several chunks of rows, whose shares of dweight add up in fp32."""
+    """There are several chunks of rows, whose parts of dweight are summed in fp32."""
     inputs = loss_cases.make_inputs((5000, 64), vocab_size, device, dtype)
     inputs["weight"].div_(8)
     loss_cases.compare(inputs, reduction=reduction, label_smoothing=0.1, z_loss=1e-3)
@@ -83,7 +83,7 @@ def test_linear_cross_entropy(vocab_size: int, reduction: str, dtype: torch.dtyp
 @pytest.mark.parametrize("atomics", [False, True])
 @pytest.mark.parametrize("vocab_size", [20, 20000])
 def test_embedding(vocab_size: int, atomics: bool, dtype: torch.dtype, device: str) -> None:
-    """Runs of equal ids over many chunks, and hardly any."""
+    """There are runs of equal ids over many chunks, or hardly any."""
     inputs = embedding_cases.make_inputs((64, 19), vocab_size, 512, device, dtype, table=dtype)
     embedding = partial(ops.embedding, atomics=atomics)
     embedding_cases.compare(inputs, embedding, scale=512**0.5, padding_idx=0, dropout_p=0.1)
@@ -100,7 +100,7 @@ def test_rotary(head_dim: int, rotary_dim: int, interleaved: bool, dtype: torch.
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows, vocab_size", [(5, 50257), (3000, 32000)])
 def test_linear_topk(rows: int, vocab_size: int, dtype: torch.dtype, device: str) -> None:
-    """It has no kernel: what a call on a GPU gets, in several chunks of rows, with products of fp32 results."""
+    """It has no kernel, so a call on a GPU uses PyTorch, in several chunks of rows, with products of fp32 results."""
     x = torch.randn(rows, 256, device=device).to(dtype)
     weight = (torch.randn(vocab_size, 256, device=device) / 8).to(dtype)
     with ops.use_backend(None):

@@ -22,13 +22,13 @@ SEED = torch.tensor([2**40 + 7, 5])
 
 @dataclass(frozen=True)
 class Call:
-    """One way to call an op.
+    """A way to call an op.
 
     Attributes:
-        name: the op's, and what is special about the call.
-        tensors: from the number of tokens to the op's tensors by name.
-        options: its other arguments.
-        learns: whether it has gradients.
+        name: the name of the op, and the special property of the call.
+        tensors: a function from the number of tokens to the op's tensors by name.
+        options: the other arguments of the op.
+        learns: whether the op has gradients.
         narrows: whether autocast casts its inputs.
     """
 
@@ -47,11 +47,11 @@ class Call:
 
     @property
     def stem(self) -> str:
-        """Whose file has the kernels."""
+        """The stem of the file with the kernels."""
         return "attention" if self.op == "varlen_attention" else self.op
 
     def __call__(self, n: int, **changes: Any) -> tuple[Tensor, ...]:
-        """The outputs of the call for n tokens, with some arguments changed."""
+        """Returns the outputs of the call for n tokens, with some arguments changed."""
         arguments = {**self.tensors(n), **self.options(n), **changes}
         outputs = getattr(ops, self.op)(**arguments)
         return tuple(outputs) if isinstance(outputs, tuple) else (outputs,)
@@ -81,7 +81,7 @@ def _packed(n: int) -> dict[str, Tensor]:
 
 
 def _cached(n: int) -> dict[str, Tensor]:
-    """n rows of a cache of 5 tokens each."""
+    """Returns n rows of a cache of 5 tokens each."""
     heads = {name: draw(n, 1, 4, 16, seed=seed) for seed, name in enumerate("qkv")}
     caches = {f"{name}_cache": draw(n, 5, 4, 16, seed=seed) for seed, name in enumerate("kv")}
     return {**heads, **caches, "cache_seqlens": torch.arange(n, dtype=torch.int32) % 3}
@@ -162,7 +162,7 @@ OF_ONE_DTYPE = {"cos", "sin", "lse"}
 
 
 def cast(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Floating tensors in a dtype, as an op takes them."""
+    """Casts floating-point tensors to a dtype, as an op accepts them."""
     return {
         name: tensor.to(dtype) if tensor.is_floating_point() and name not in OF_ONE_DTYPE else tensor
         for name, tensor in tensors.items()
@@ -172,7 +172,7 @@ def cast(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 def results(
     call: Call, n: int, tensors: dict[str, Tensor], around_backward: Any = contextlib.nullcontext, **options: Any
 ) -> dict[str, Tensor]:
-    """The outputs and the gradients of the floating tensors, by name."""
+    """Returns the outputs and the gradients of the floating-point tensors, by name."""
     leaves = {
         name: tensor.detach().requires_grad_()
         for name, tensor in tensors.items()
@@ -192,7 +192,7 @@ def results(
 
 @pytest.fixture(params=BACKENDS)
 def forced(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each backend that a test's `call` has, with every op forced onto it."""
+    """Runs a test's `call` on each of its backends, with every op forced onto it."""
     skip_without(request.param, request.getfixturevalue("call").stem)
     with use_backend(request.param):
         yield request.param

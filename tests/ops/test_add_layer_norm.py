@@ -100,7 +100,7 @@ PLACES = {
 
 @pytest.mark.parametrize(("places", "rms_norm"), by_turns([*PLACES], [False, True]))  # slow: each with both norms
 def test_rows_with_any_strides(places: str, rms_norm: bool, backend: str, device: str) -> None:
-    """The same bits as of rows side by side, the gradients too."""
+    """The results, including gradients, are bit-identical to those of contiguous rows."""
     if (backend, places) == ("reference", "columns"):
         pytest.skip("PyTorch sums up columns in another order")
     whole = torch.randn(2, 5, 6, 64, device=device)
@@ -128,13 +128,13 @@ def test_wide_rows(dim: int, dtype: torch.dtype, backend: str, device: str) -> N
     "stream, parameters", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float32, None)]
 )
 def test_mixed_dtypes(stream, parameters, rms_norm, backend, device) -> None:
-    """bf16 sub-layers beside an fp32 residual stream or fp32 parameters: y in x's dtype, the stream in its own."""
+    """bf16 sub-layers have an fp32 residual stream or fp32 parameters: y has x's dtype, and the stream its own."""
     compare(make_inputs((4, 5, 40), device, torch.bfloat16, stream=stream, parameters=parameters), rms_norm=rms_norm)
 
 
 @pytest.mark.parametrize("rms_norm", [False, True])
 def test_far_from_zero(rms_norm: bool, backend: str, device: str) -> None:
-    """E[s^2] - E[s]^2 in fp32 would lose everything here; the variance takes two steps."""
+    """E[s^2] - E[s]^2 in fp32 would lose everything here; the variance takes two passes."""
     inputs = make_inputs((4, 256), device)
     inputs["x"] = torch.randn(4, 256, device=device) + 3000
     compare(inputs, rms_norm=rms_norm)
@@ -143,7 +143,7 @@ def test_far_from_zero(rms_norm: bool, backend: str, device: str) -> None:
 @pytest.mark.parametrize("dropout_p", [0.0, 0.25])
 @pytest.mark.parametrize("dim", [19, 256])
 def test_statistics_are_of_the_rounded_stream(dim: int, dropout_p: float, backend: str, device: str) -> None:
-    """Each sum is 0.9 above a number of bf16, which it is rounded to: a mean of the sums would be 0.9 off as well."""
+    """Each sum is 0.9 above the bf16 number to which it is rounded, so a mean of unrounded sums would be off by 0.9."""
     x = torch.full((5, dim), 0.9 * (1 - dropout_p), dtype=torch.bfloat16, device=device)
     even = (256 + 2 * torch.randint(2, x.shape, device=device)).bfloat16()  # neighbours in bf16
     seed = draw_seed(device) if dropout_p else None
@@ -158,7 +158,7 @@ def test_statistics_are_of_the_rounded_stream(dim: int, dropout_p: float, backen
 @pytest.mark.parametrize("used", [0, 1])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.25])
 def test_one_output_used(used: int, dropout_p: float, backend: str, device: str) -> None:
-    """Post-norm reads y alone: the other output's gradient is absent, not random memory."""
+    """Post-norm reads only y: the other output's gradient is missing, and not uninitialised memory."""
     seed = draw_seed(device)
     keep = keep_mask(seed, dropout_p, 12, 40)[0].view(3, 4, 40)
     inputs = make_inputs((3, 4, 40), device)

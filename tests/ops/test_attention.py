@@ -25,7 +25,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def run(case: Case, inputs, dtype: torch.dtype, device: str, plain: bool):
-    """(out, lse, gradients by name)."""
+    """Returns (out, lse, gradients by name)."""
     q, k, v, mask = inputs.cast(dtype, device)
     seqlens_k = None if inputs.seqlens_k is None else inputs.seqlens_k.to(device)
     seed = inputs.dropout_seed.to(device)
@@ -74,7 +74,7 @@ def test_forward_and_backward(case, dtype, backend, device) -> None:
 
 
 def assert_case_accurate(case: Case, dtype: torch.dtype, device: str, draws: int) -> None:
-    """Holds every result of a case to the rule, over as many draws."""
+    """Checks every result of a case by the rule, over the given number of draws."""
     drawn: list[dict[str, list[torch.Tensor]]] = [{}, {}, {}]  # ours, plain PyTorch's, the exact ones
     for _ in range(draws):
         inputs = make_inputs(case, dtype)
@@ -93,7 +93,7 @@ def assert_case_accurate(case: Case, dtype: torch.dtype, device: str, draws: int
 @pytest.mark.parametrize("key", [0, 15, 16, 31, 36, 127, 128, 149])
 @pytest.mark.parametrize("masked", [False, True])
 def test_one_key_far_above_the_others(key, masked, backend, device) -> None:
-    """Scores of 1000 beside scores near 0: exp of the difference overflows unless the maximum is over every key."""
+    """With scores of 1000 and scores near 0, exp overflows unless the maximum is over all keys."""
     if backend == "triton" and device == "cpu" and key != 149:
         pytest.skip("the interpreter is slow: one key runs on it")
     q, v = torch.ones(1, 2, 1, 8, device=device), torch.randn(1, 150, 1, 8, device=device)
@@ -108,7 +108,7 @@ def test_one_key_far_above_the_others(key, masked, backend, device) -> None:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("size", [1e8, 1e10, 1e14])
 def test_scores_too_large_for_their_digits(size, masked, backend, device) -> None:
-    """A rounding of the largest score is a large number here, and mustn't become one beside the score itself."""
+    """The rounding error of the largest score is a large number here, which must not show up in its exponential."""
     generator = torch.Generator().manual_seed(3)
     own = (torch.eye(32) * (1 + torch.rand(32, generator=generator)))[None, :, None]
     q = (own * size**0.5).to(device).requires_grad_()
@@ -170,7 +170,7 @@ def test_rows_that_see_nothing_are_zero(backend, device) -> None:
 
 
 def test_rows_that_see_nothing_do_not_read_stale_memory(backend: str, device: str) -> None:
-    """A call after one of NaN alone, whose scratch memory it is likely to be given."""
+    """The call before it had only NaN, and probably used the same scratch memory."""
     q, k, v = (torch.randn(1, 24, 1, 64, device=device) for _ in range(3))
     for _ in range(3):
         assert attention(q, k, v * torch.nan).isnan().all()
@@ -201,7 +201,7 @@ def test_a_row_masked_by_the_lowest_number_is_not_an_empty_row(dtype, lowest, ba
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 def test_gradients_beside_a_mask_that_swallows_scores(dtype, backend, device) -> None:
-    """lse is the mask then, and has no room for the logarithm of how many keys there are."""
+    """lse equals the mask, because it is too inexact to include the logarithm of the number of keys."""
     if backend == "triton" and dtype == torch.float64:
         pytest.skip("the kernels take no fp64")
     torch.manual_seed(5)
@@ -260,7 +260,7 @@ def test_dropout_follows_its_definition(window_size, backend, device) -> None:
 
 @pytest.mark.parametrize("far", [2**62, 2**63 - 1, 2**70])
 def test_windows_beyond_all_numbers(far: int, backend: str, device: str) -> None:
-    """More keys than there are is all of them, on either side; a side that begins behind the last one shows none."""
+    """A side with more keys than exist means all; a side that begins after the last key shows none."""
     q, k, v = (torch.randn(1, seqlen, 1, 16, device=device) for seqlen in (5, 7, 7))
     for window, same in (((far, far), (None, None)), ((far, 0), (None, 0)), ((1, far), (1, None))):
         assert torch.equal(attention(q, k, v, window_size=window), attention(q, k, v, window_size=same))
@@ -298,7 +298,7 @@ MASKS = {
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_mask_may_have_any_strides(dtype, kind, layout, backend, device) -> None:
-    """The same bits as of a mask that is written out, in the output and in the gradients."""
+    """The output and the gradients are bit-identical to those of a contiguous mask."""
     if backend == "triton" and device == "cpu":
         pytest.skip("tests/kernels has the masks")
     if backend == "fallback" and layout == "other-dtype":
@@ -361,6 +361,8 @@ def test_a_mask_is_not_rounded_for_pytorch(no_extension: None) -> None:
 
 @pytest.mark.parametrize("window_size", [(None, 3), (None, 4), (5, None), (6, None), (5, 3)], ids=str)
 def test_a_window_that_hides_only_one_corner(window_size: Any, backend: str, device: str) -> None:
-    """With 5 queries and 7 keys the widest windows that still hide a key: the last of the first row, or the reverse."""
+    """With 5 queries and 7 keys, these are the widest windows that still hide a key: the last of the first row, or the
+    reverse.
+    """
     shapes = {"seqlen_q": 5, "seqlen_k": 7, "num_heads": 1, "num_kv_heads": 1, "batch": 1}
     assert_case_accurate(Case("", **shapes, window_size=window_size), torch.float32, device, small_draws())

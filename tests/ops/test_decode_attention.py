@@ -17,7 +17,7 @@ from tests.ops.test_rotary import plain as plain_rotary
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One call: how full the cache's rows are, how many queries and new keys come, and the options."""
+    """A call: how full the rows of the cache are, how many queries and new keys there are, and the options."""
 
     name: str
     seqlens: tuple[int, ...]
@@ -101,7 +101,7 @@ def make_inputs(step: Step, dtype: torch.dtype, device: str, unused: float = 1e4
 
 
 def turned(step: Step, inputs: dict[str, Tensor | None], name: str, row: int, dtype: torch.dtype) -> Tensor:
-    """One row of q or k in this dtype, turned by its positions in the cache where the step has tables."""
+    """Returns one row of q or k in this dtype, rotated by its positions in the cache if the step has tables."""
     x = inputs[name][row][None].to(dtype)
     if step.rotary_dim:
         first = step.seqlens[row] + step.seqlen_new - x.shape[1]
@@ -117,13 +117,13 @@ def assert_entered(
     given: dict[str, Tensor | None],
     slots: Tensor | None = None,
 ) -> None:
-    """A call's keys and values are in the caches to the bit, turned keys by the rule, and all else is as it was before.
+    """Checks that the caches contain a call's values bit by bit, and rotated keys by the rule, without other changes.
 
     Args:
-        inputs: of the step, without a table.
-        before: copies of the caches; written to.
+        inputs: the inputs of the step, without a table.
+        before: copies of the caches; they are written to.
         given: the caches of the call.
-        slots: what `through_table` gave, if it went through a table.
+        slots: the result of `through_table`, if a table was used.
     """
     for name in ("k", "v") if step.seqlen_new else ():
         was, now = (caches[f"{name}_cache"].view(-1, *inputs[name].shape[2:]) for caches in (before, given))
@@ -143,7 +143,7 @@ def assert_entered(
 
 
 def plain_step(step: Step, inputs: dict[str, Tensor | None], dtype: torch.dtype) -> Tensor:
-    """Row by row, on the keys that are there."""
+    """Computes each row on its existing keys."""
     rows = step.cache_batch_idx or range(len(step.seqlens))
     case = Case(
         "", is_causal=step.is_causal, window_size=(step.window_left, None), softmax_scale=step.softmax_scale, batch=1,
@@ -196,7 +196,7 @@ def test_accuracy_and_cache(step: Step, dtype: torch.dtype, backend: str, device
 
 @pytest.mark.parametrize("key", [0, 15, 16, 36])
 def test_one_key_far_above_the_others(key: int, backend: str, device: str) -> None:
-    """Scores of 1000 beside scores near 0: exp of the difference overflows unless the maximum is over every key."""
+    """With scores of 1000 and scores near 0, exp overflows unless the maximum is over all keys."""
     q, lengths = torch.ones(1, 1, 1, 8, device=device), torch.tensor([37], dtype=torch.int32, device=device)
     k, v = torch.rand(1, 40, 1, 8, device=device), torch.randn(1, 40, 1, 8, device=device)
     k[:, key] = 125.0
@@ -223,10 +223,11 @@ def test_strided_caches_and_queries(backend: str, device: str) -> None:
 def through_table(
     step: Step, inputs: dict[str, Tensor | None], block_size: int = 4, shared: int = 0
 ) -> tuple[dict[str, Tensor | None], Tensor]:
-    """The same call with the tokens strewn over blocks, and the slot of each position, which the table has in part.
+    """Returns the same call with the tokens scattered over blocks, and the slot of each position, part of which is the
+    table.
 
-    Where nothing may look there is NaN in the cache, and no slot at all in the table. The first `shared` positions of
-    a row are those of row 0, as for beams that go on from one history.
+    Memory that must not be read is NaN in the cache, and an invalid slot in the table. The first `shared` positions of
+    a row are those of row 0, as for beams with a common history.
     """
     rows, length, new = len(step.seqlens), step.max_seqlen, step.seqlen_new or 0
     k_cache = inputs["k_cache"]
@@ -293,7 +294,7 @@ def test_table_gives_the_bits_of_the_identity(step: Step, dtype: torch.dtype, ba
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_beams_share_a_history(block_size: int, dtype: torch.dtype, backend: str, device: str) -> None:
-    """Three beams with the first 20 tokens in common, then tokens of their own: each as if it had all for itself."""
+    """Three beams have 20 tokens in common, and then their own: each behaves as if it were alone."""
     skip_unless_supported(backend, dtype, device)
     step = Step("beams", (23, 23, 23), num_kv_heads=2)
     inputs = make_inputs(step, dtype, device)
@@ -317,7 +318,7 @@ INT32 = {"dtype": torch.int32}
 
 
 def test_positions_that_the_tables_do_not_have(backend: str, device: str) -> None:
-    """On a CPU an error before anything is written; a kernel can't raise, and gives NaN in that row alone."""
+    """On a CPU, this is an error before anything is written; a kernel can't raise one, and gives NaN in that row."""
     step = Step("rotary", (7, 3), rotary_dim=16)
     inputs = make_inputs(step, torch.float32, device)
     tables = {name: inputs[name][:7] for name in ("cos", "sin")}
@@ -370,7 +371,7 @@ WRITING = [
 @pytest.mark.parametrize("row, position", [(0, 0), (0, 10), (1, 4), (1, 6), (0, 11)])
 @pytest.mark.parametrize("slot", [-1, 90, 2**31 - 1, -(2**31)])
 def test_slots_that_the_cache_does_not_have(row: int, position: int, slot: int, step: Step, backend: str) -> None:
-    """Found before anything is written, among those that are read and those that are written, and nowhere else."""
+    """They are found before anything is written, among slots that are read or written, and nowhere else."""
     if backend == "triton":
         pytest.skip("a kernel raises nothing: it asserts, on a device")
     inputs, _ = through_table(step, make_inputs(step, torch.float32, "cpu"), block_size=6)
@@ -414,7 +415,9 @@ def test_a_window_beyond_all_numbers_hides_nothing(far: int, backend: str, devic
 @pytest.mark.parametrize("max_seqlen", [16, 37])
 @pytest.mark.parametrize("hidden", [0, 1, 2])
 def test_a_window_that_hides_the_first_keys_of_a_full_row(hidden, max_seqlen, backend, device) -> None:
-    """The last query of a row as long as its cache sees all keys but `hidden`: a window is left out for none alone."""
+    """The last query of a row as long as its cache sees all keys but `hidden`: only a window that hides none is
+    dropped.
+    """
     q, new = (torch.ones(1, 1, 1, 8, device=device) for _ in range(2))
     k, v = torch.rand(1, max_seqlen, 1, 8, device=device), torch.randn(1, max_seqlen, 1, 8, device=device)
     k[:, :2] = 2.0  # as much as all others
@@ -428,7 +431,7 @@ def test_a_window_that_hides_the_first_keys_of_a_full_row(hidden, max_seqlen, ba
 
 
 def test_scattered_blocks(backend: str, device: str) -> None:
-    """One block, and blocks of one token, flatten whatever the other stride is."""
+    """A single block, and blocks of one token, can be flattened with any other stride."""
     q, lengths = torch.randn(1, 1, 4, 16, device=device), torch.tensor([3], device=device, **INT32)
     table = torch.tensor([[2, 0, 1]], device=device, **INT32)
     wide = torch.randn(3, 3, 4, 16, device=device)

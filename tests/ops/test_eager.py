@@ -27,7 +27,7 @@ NAME = "add_layer_norm_fwd"
 
 @pytest.fixture(params=["with the extension", "without"], autouse=True)
 def _extension(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Which tensors are plain is asked in C++; without the extension, which a GPU may do without, in Python."""
+    """Tests the check for plain tensors in C++ and, as without the extension, in Python."""
     if request.param == "with the extension":
         yield
         return
@@ -65,7 +65,7 @@ class SeenFunctions(TorchFunctionMode):
 
 
 class Subclass(Tensor):
-    """PyTorch's default: what comes of it is one again."""
+    """A subclass with PyTorch's default behaviour: results of operations are instances as well."""
 
 
 def test_plain_tensors_of_all_kinds() -> None:
@@ -100,7 +100,7 @@ def _grad(x: Tensor) -> None:
 
 
 def _leaked(x: Tensor) -> None:
-    """A wrapper that outlived its transform."""
+    """Returns a wrapper that outlived its transform."""
     kept: list[Tensor] = []
 
     def keep(x: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ def test_wrong_types_meet_the_schema() -> None:
 
 
 def observe(backend: str, wanted: tuple[str, ...], context: Any, mode: Any) -> dict[str, Any]:
-    """All that a caller can see of an op's forward and backward pass."""
+    """Returns everything that a caller can see of an op's forward and backward pass."""
     torch.manual_seed(1)
     tensors = {name: torch.randn(3, 8) for name in ("x", "residual")} | {n: torch.randn(8) for n in ("weight", "bias")}
     inputs = [tensors[name].requires_grad_() for name in wanted]
@@ -262,7 +262,7 @@ def observe(backend: str, wanted: tuple[str, ...], context: Any, mode: Any) -> d
 @pytest.mark.parametrize("wanted", [("x", "weight", "residual"), ("residual", "weight"), ()], ids=str)
 @pytest.mark.parametrize("context", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
 def test_both_ways_are_one_op(wanted: tuple[str, ...], context: Any, backend: str) -> None:
-    """Beside a mode that does nothing, for which the call goes through the dispatcher."""
+    """An inactive mode makes the call go through the dispatcher."""
     skip_without(backend, "add_layer_norm")
     past, through = (observe(backend, wanted, context, mode) for mode in (contextlib.nullcontext, Seen))
     assert all(torch.equal(a, b) for a, b in zip(past.pop("values"), through.pop("values"), strict=True))

@@ -49,7 +49,7 @@ def make_inputs(
     table: torch.dtype | None = None,
     positions: bool = False,
 ) -> dict[str, Tensor | None]:
-    """`table` is the dtype of a position table of 19 rows; None = no table."""
+    """Makes inputs. `table`: the dtype of a position table of 19 rows; None = no table."""
     return {
         "ids": torch.randint(num_embeddings, shape, device=device),
         "weight": torch.randn(num_embeddings, dim, device=device).to(dtype),
@@ -66,7 +66,7 @@ def compare(inputs: dict[str, Tensor | None], op: Callable[..., Tensor] = embedd
 
 @pytest.mark.parametrize("of_table", [False, True])
 def test_expanded_rows_are_read_in_place(of_table: bool, backend: str, device: str) -> None:
-    """An expanded weight or table, of 64 MiB if it were copied: no kernel needs it as large as it looks."""
+    """A copy of an expanded weight or table would take 64 MiB; no kernel needs its full size."""
     ids = torch.tensor([[7, 3, 2**17]], device=device)
     row, rows = torch.randn(1, 64, device=device), torch.randn(9, 64, device=device)
     expanded = row.expand(2**18, 64)
@@ -106,7 +106,10 @@ def test_one_token_many_times(dtype: torch.dtype, backend: str, device: str) -> 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.25])
 def test_no_occurrence_of_an_id_is_lost(dropout_p: float, backend: str, device: str) -> None:
-    """Sums are made in groups of tokens: ids that fill some exactly, one less, one more. All numbers are exact."""
+    """Sums are in groups of tokens: ids fill some groups exactly, with one token less, or one more.
+
+    All numbers are exact.
+    """
     if backend == "triton" and dropout_p:
         pytest.skip("its groups are the same ones with dropout")
     sizes = [0, 1, 15, 16, 17, 18, 33] if backend == "triton" else [*range(20), *range(30, 35), *range(46, 51), 64, 65]
@@ -225,7 +228,7 @@ def test_sinusoidal_positions_may_begin_later(kind: str) -> None:
 
 @pytest.mark.parametrize("kind, column, angle", [("interleaved", 2, 1e5 / 1e4 ** (2 / 6)), ("concatenated", 1, 1e3)])
 def test_sinusoidal_positions_are_rounded_last(kind: str, column: int, angle: float, device: str) -> None:
-    """An angle of thousands of radians is off by 1e-4 in fp32; it is fp64, and only the result is rounded."""
+    """An angle of thousands of radians is off by 1e-4 in fp32, so it is fp64, and only the result is rounded."""
     table = sinusoidal_positions(100_001, 6, kind, device=device)
     assert table.dtype == torch.float32 and table.device.type == device
     assert float(table[100_000, column]) == pytest.approx(math.sin(angle), abs=1e-7)

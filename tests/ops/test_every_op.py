@@ -21,14 +21,14 @@ N = 5
 
 
 def test_the_table_has_every_op() -> None:
-    """Whoever adds an op adds a call of it."""
+    """Adding an op requires adding a call of it."""
     helpers = {"draw_seed", "record_backends", "rotary_tables", "sinusoidal_positions", "use_backend"}
     public = {name for name, value in vars(ops).items() if inspect.isfunction(value) and not name.startswith("_")}
     assert public - helpers == {call.op for call in CALLS}
 
 
 def wrong_kinds(call: Call, name: str, tensor: Tensor) -> dict[str, object]:
-    """What stands in place of a tensor, or is one of the wrong kind of numbers."""
+    """Returns values that are not tensors, or tensors of a wrong kind of numbers."""
     parameter = inspect.signature(getattr(ops, call.op)).parameters[name]
     found: dict[str, object] = {
         "a list": tensor.tolist(),
@@ -190,7 +190,7 @@ def test_an_index_outside_its_table(name: str, tensor: str, size: int, bad: int,
 
 @every_call
 def test_calls_that_cpp_supports(call: Call) -> None:
-    """Other tests skip what a backend refuses; this one says what it may refuse."""
+    """Other tests skip calls that a backend refuses; this one defines which it may refuse."""
     skip_without("cpp", call.stem)
     with use_backend("cpp"):
         for dtype in DTYPES.values():
@@ -201,7 +201,7 @@ def test_calls_that_cpp_supports(call: Call) -> None:
 
 @every_call
 def test_calls_that_triton_refuses(call: Call) -> None:
-    """fp64, heads wider than a tile can be, and rows wider than one program can hold."""
+    """These are fp64, heads wider than a tile, and rows wider than a program can hold."""
     skip_without("triton", call.stem)
     changes: list[dict[str, Any]] = [cast(call.tensors(N), torch.float64)]
     if call.op == "add_layer_norm":
@@ -230,7 +230,7 @@ def same(ours: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float 
 
 
 def views(tensor: Tensor) -> list[Tensor]:
-    """The same numbers where they don't lie one behind the other."""
+    """Returns the same numbers in non-contiguous tensors."""
     wide = torch.stack((tensor, torch.full_like(tensor, 3)), -1)
     found = [wide[..., 0]]
     return found if tensor.dim() < 2 else [*found, tensor.transpose(0, -1).contiguous().transpose(0, -1)]
@@ -239,7 +239,10 @@ def views(tensor: Tensor) -> list[Tensor]:
 @every_call
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_inputs_may_have_any_strides(call: Call, dtype: torch.dtype, forced: str) -> None:
-    """Columns of wider tensors and transposed ones; integers too. A cache has to be contiguous in head_dim."""
+    """Inputs, including integers, are columns of wider tensors or transposed.
+
+    A cache has to be contiguous in head_dim.
+    """
     if forced == "triton" and dtype == torch.bfloat16 and not HAS_GPU:
         pytest.skip("Triton's interpreter multiplies bfloat16 wrongly")
     tensors = cast(call.tensors(N), dtype)
@@ -259,7 +262,7 @@ def test_inputs_may_have_any_strides(call: Call, dtype: torch.dtype, forced: str
 
 @every_call
 def test_backends_agree_in_fp64(call: Call) -> None:
-    """To its last digits; `test_formulas.py` holds one of them to the formula, and its derivatives."""
+    """They agree up to the last digits; `test_formulas.py` compares one with the formula and its derivatives."""
     skip_without("cpp", call.stem)
     tensors = cast(call.tensors(N), torch.float64)
     with use_backend("cpp"):
@@ -301,7 +304,7 @@ def test_empty_inputs_give_empty_outputs(call: Call, forced: str) -> None:
 
 
 class Recorded(TorchDispatchMode):
-    """The calls of our ops below autograd."""
+    """Records calls of fastformer's ops below autograd."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -316,7 +319,7 @@ class Recorded(TorchDispatchMode):
 
 @every_call
 def test_opcheck(call: Call, forced: str) -> None:
-    """Of the forward and the backward pass: schema, fake tensors, and registration with autograd."""
+    """Checks the schema, fake tensors, and autograd registration of the forward and the backward pass."""
     if forced == "triton" and call.stem.endswith("attention") and not HAS_GPU:
         pytest.skip("the interpreter takes long; what the launchers give is what the fakes say in tests/kernels")
     with Recorded() as recorded:
@@ -333,9 +336,9 @@ def test_opcheck(call: Call, forced: str) -> None:
 
 
 def on_backends_by_turns() -> list[Any]:
-    """Calls of an op on what runs there by default, and on the reference, in turn; the rest is slow.
+    """Parametrizes calls of an op with the default backend and the reference alternately; all other pairs are slow.
 
-    A graph holds one call of an op either way: the backend is chosen within the call.
+    A graph contains one call of an op for either, because the backend is chosen within the call.
     """
     found, places = [], dict.fromkeys((call.op for call in CALLS), 0)
     for call in CALLS:
@@ -348,7 +351,7 @@ def on_backends_by_turns() -> list[Any]:
 
 @pytest.mark.parametrize("call, backend", on_backends_by_turns())
 def test_compiled(call: Call, backend: str | None) -> None:
-    """One graph for all sizes. What runs in it is one call of the op, whatever it runs on."""
+    """There is one graph for all sizes, which contains one call of the op for any backend."""
 
     @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
     def compiled(tensors: dict[str, Tensor], options: dict[str, Any]) -> Any:
@@ -377,7 +380,7 @@ def test_compiled(call: Call, backend: str | None) -> None:
 @every_call
 @pytest.mark.parametrize("backend", ["reference", None])
 def test_autocast(call: Call, backend: str | None) -> None:
-    """Products run in its dtype, all else in that of the inputs; scores and losses are fp32 whatever they are of."""
+    """Products run in its dtype, and the rest in that of the inputs; scores and losses are always fp32."""
     tensors = call.tensors(N)
     caches = {name: tensor.bfloat16() for name, tensor in tensors.items() if name.endswith("_cache")}
     tensors |= caches  # in the dtype that autocast says, as the models make them

@@ -18,7 +18,7 @@ from fastformer.ops import _extension
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder where modules of fastformer are looked for, instead of the package's own."""
+    """Returns an empty folder in which modules are searched, instead of the package's."""
     monkeypatch.setattr(fastformer, "__path__", [str(tmp_path)])
     # An editable install finds the package's modules whatever its path says; loading them twice ends the process.
     finders = [importlib.machinery.BuiltinImporter, importlib.machinery.FrozenImporter, importlib.machinery.PathFinder]
@@ -43,7 +43,7 @@ def _libraries() -> list[str]:
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the libraries that a test loads, in place of loading them: all do that are not empty."""
+    """Records the names of the libraries that a test loads, instead of loading them; nonempty ones succeed."""
     names: list[str] = []
 
     def load_library(path: str) -> None:

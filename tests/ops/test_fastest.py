@@ -33,7 +33,7 @@ def _backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: T
 
 @pytest.fixture
 def any_order() -> Iterator[None]:
-    """Sums in any order, which tests forbid in general."""
+    """Allows sums in any order, which tests forbid in general."""
     was = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)
     yield
@@ -42,7 +42,7 @@ def any_order() -> Iterator[None]:
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch, any_order: None) -> str:
-    """A kernel of PyTorch's for CPUs among those for GPUs."""
+    """Puts a CPU kernel of PyTorch in place of those for GPUs."""
     monkeypatch.setitem(_fastest.KERNELS, "stand-in", Kernel(lambda: None, _forward, _backward))
     monkeypatch.setattr(_fastest, "DEVICES", {"cpu"})
     return "stand-in"
@@ -61,7 +61,7 @@ def backends(**options: Any) -> set[tuple[str, str]]:
 
 
 def assert_close(name: str, value: Tensor, ours: Tensor, exact: Tensor) -> None:
-    """By the rule; lse in the inputs' precision, since it is of exponentials that may be rounded to that."""
+    """Checks results by the rule; lse has the precision of the inputs, because exponentials may be rounded to it."""
     if name == "lse":
         value, ours = value.bfloat16(), ours.bfloat16()
     assert_accurate(value, ours, exact)
@@ -69,7 +69,7 @@ def assert_close(name: str, value: Tensor, ours: Tensor, exact: Tensor) -> None:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_pytorchs_kernels_equal_fastformers(is_causal: bool, stand_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """out, lse in its units and layout, and gradients, which the forward pass of either can have left lse for."""
+    """Checks out, lse in its units and layout, and gradients, for an lse from either forward pass."""
     dout = torch.randn(2, 48, 2, 64).bfloat16()
 
     def results(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
@@ -151,7 +151,7 @@ def test_a_wrong_name_is_an_error(stand_in: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("name", ["cudnn", "flash2"])
 def test_pytorchs_ops_accept_the_arguments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By their own shape functions, on fake CUDA tensors: their numbers need a GPU."""
+    """Their own shape functions check this on fake CUDA tensors; the values would need a GPU."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     kernel = _fastest.KERNELS[name]
@@ -179,7 +179,7 @@ def _on_a_gpu(any_order: None) -> Iterator[None]:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", list(_fastest.KERNELS))
 def test_a_device_runs_fastformers_kernel(name, head_dim, is_causal, monkeypatch) -> None:
-    """out, the units of lse, and each backward pass behind each forward pass."""
+    """Checks out, the units of lse, and each backward pass after each forward pass."""
     if (missing := _fastest.KERNELS[name].why_missing()) is not None:
         pytest.skip(missing)
     generator = torch.Generator("cuda").manual_seed(0)

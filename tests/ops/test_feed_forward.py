@@ -111,7 +111,7 @@ def test_shapes(shape, hidden_dim, out_dim, activation, backend, device) -> None
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_whole_kilobytes(dtype: torch.dtype, activation: str, device: str) -> None:
-    """On a CPU the hidden's rows then lie further apart than they are long."""
+    """On a CPU, the rows of the hidden layer then have a larger stride than their length."""
     skip_without("cpp", "feed_forward")
     with use_backend("cpp"):
         compare(make_inputs((90, 20), 2048, activation, device, dtype), activation=activation)
@@ -142,7 +142,7 @@ def test_dropout_equals_the_formula(dtype, activation, dropout_p, backend, devic
 
 
 def test_dropout_drops_exactly_those_elements(backend: str, device: str) -> None:
-    """With identity maps the output is the hidden layer itself."""
+    """With identity maps, the output is the hidden layer itself."""
     dim = 29
     seed = draw_seed(device)
     eye = torch.eye(dim, device=device)
@@ -153,7 +153,7 @@ def test_dropout_drops_exactly_those_elements(backend: str, device: str) -> None
 
 
 def test_relu_keeps_only_the_hidden_layer(device: str) -> None:
-    """What backward keeps of the hidden width: one tensor; for relu it is the activation, no pre-activation beside."""
+    """Backward saves one tensor of the hidden width; for relu, it is the activation, and there is no pre-activation."""
     for activation, columns in (("relu", 40), ("gelu", 40), ("swiglu", 80)):
         inputs = make_inputs((6, 24), 40, activation, device)
         weights = {name: value for name, value in inputs.items() if name != "x"}
@@ -200,7 +200,7 @@ def test_backward_is_requested_if_an_input_is_trainable(learns, device, monkeypa
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_a_trace_checks_out() -> None:
-    """torch.jit.trace takes another trace without gradients, and compares the two."""
+    """torch.jit.trace makes another trace without gradients, and compares the two."""
     generator = torch.Generator().manual_seed(6)
     x, other, weight1, weight2 = (
         torch.randn(*sizes, generator=generator) for sizes in ((5, 8), (3, 8), (12, 8), (8, 12))
@@ -222,7 +222,7 @@ def test_a_trace_checks_out() -> None:
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
 def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype, activation: str, dim: int, hidden_dim: int) -> None:
-    """The same bits whatever the number of rows: how the weights are read differs, the sums do not."""
+    """For any number of rows, the bits are the same: weights are read differently, but the sums are equal."""
     skip_without("cpp", "feed_forward")
     if dtype == torch.float64 and dim > 1000:
         pytest.skip("plain loops: too slow at this size")

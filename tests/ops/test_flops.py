@@ -32,7 +32,7 @@ def count(call: Any, *, backward: bool) -> int:
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_layer_counts_as_torchs(norm_first: bool, masked: bool) -> None:
-    """Backward computes the scores again, one product more, as torch counts its fused attention."""
+    """Backward recomputes the scores, one more product, as torch counts its fused attention."""
     options: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": norm_first}
     theirs = nn.TransformerEncoderLayer(DIM, HEADS, HIDDEN, **options)
     ours = fast.TransformerEncoderLayer(DIM, HEADS, HIDDEN, **options)

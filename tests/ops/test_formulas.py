@@ -127,7 +127,7 @@ def close(ours: Any, theirs: Any) -> None:
 
 @pytest.mark.parametrize(("call", "inputs"), CALLS)
 def test_the_formula_equals_the_op(call: Call, inputs: Inputs) -> None:
-    """Values, gradients and tangents under functorch against the kernels' forward and backward passes."""
+    """Compares values, gradients and tangents under functorch with the kernels' forward and backward passes."""
     own = leaves(inputs)
     outputs = as_tuple(call(*own))
     dys = tuple(torch.randn_like(y) for y in outputs)
@@ -157,7 +157,7 @@ def test_double_backward(call: Call, inputs: Inputs) -> None:
 
 @pytest.mark.parametrize("name", ["attention, mask, dropout", "add_layer_norm", "feed_forward, gelu"])
 def test_every_derivative_numerically(name: str) -> None:
-    """Element by element; forward mode, and forward over reverse, too."""
+    """Compares element by element, including forward mode, and forward over reverse."""
     call, inputs = CASES[name]
     inputs = tuple(x[:1] if x.dim() == 4 else x[:2] if x.dim() == 2 and name == "add_layer_norm" else x for x in inputs)
     assert gradcheck(call, leaves(inputs), check_forward_ad=True, check_batched_grad=True)
@@ -198,7 +198,7 @@ def test_a_third_derivative() -> None:
 @pytest.mark.parametrize(("call", "inputs"), CALLS)
 @pytest.mark.filterwarnings("error:.*performance drop")  # a loop over the batch
 def test_batched(call: Call, inputs: Inputs) -> None:
-    """vmap and vmap(grad), over each input alone and over all of them, against one call each."""
+    """Compares vmap and vmap(grad), over each input alone and over all, with one call per sample."""
 
     def loss(*x: Tensor) -> Tensor:
         parts = [(y * torch.arange(1.0, 1 + y.numel()).view(y.shape)).sum() for y in as_tuple(call(*x))]
@@ -242,7 +242,7 @@ def test_tangents_of_gradients_of_an_earlier_graph() -> None:
 
 
 def test_a_mean_loss_refuses_double_backward() -> None:
-    """It has kept gradients in place of inputs. First derivatives are right under create_graph all the same."""
+    """It saves gradients instead of inputs. First derivatives are right nevertheless under create_graph."""
     call, inputs = CASES["linear_cross_entropy, mean"]
     own = leaves(inputs)
     first = torch.autograd.grad(call(*own), own, create_graph=True)
@@ -263,7 +263,7 @@ def _decode(q: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("call", [_topk, _decode])
 def test_ops_for_inference_refuse_gradients(call: Callable[[Tensor], Tensor]) -> None:
-    """Instead of zeros. A call inside a transform that differentiates by something else is answered."""
+    """They don't return zeros. A call inside a transform that differentiates by other inputs is computed."""
     x = torch.randn(2, 4)
 
     def loss(x: Tensor) -> Tensor:
@@ -284,7 +284,7 @@ def test_ops_for_inference_refuse_gradients(call: Callable[[Tensor], Tensor]) ->
 
 
 class Asked(Tensor):
-    """Says what it was asked, and knows none of our ops."""
+    """Records the questions that it gets, and knows none of fastformer's ops."""
 
     asked: list[str] = []
 
@@ -296,7 +296,7 @@ class Asked(Tensor):
 
 
 class Wrapped(Tensor):
-    """Holds its numbers in another tensor, and dispatches PyTorch's operations to that."""
+    """Stores its numbers in another tensor, and dispatches PyTorch's operations to that."""
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Wrapped:
@@ -365,7 +365,7 @@ def test_an_exported_program_is_decomposed_only_on_request() -> None:
 
 
 def test_symbolic_shapes_come_from_the_fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch.compile believes about strides is what the kernels promise, and not what the formula would give."""
+    """torch.compile's assumptions about strides are those of the kernels, and not those of the formula."""
     for op in decompositions():
         monkeypatch.setitem(torch._decomp.decomposition_table, op, lambda *args: pytest.fail("the formula was asked"))
 
@@ -377,7 +377,7 @@ def test_symbolic_shapes_come_from_the_fake(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_ordinary_calls_never_run_the_formula() -> None:
-    """A backward pass without create_graph runs the kernel, and forward mode that is over leaves no trace."""
+    """A backward pass without create_graph runs the kernel, and forward mode leaves no trace after its end."""
     call, inputs = CASES["attention"]
     with forward_ad.dual_level():
         pass
@@ -392,7 +392,7 @@ def test_ordinary_calls_never_run_the_formula() -> None:
 
 
 def test_the_dispatchers_entry_uses_the_formula_too() -> None:
-    """For whoever calls torch.ops.fastformer himself, as compiled code does."""
+    """Compiled code calls torch.ops.fastformer directly."""
     q, k, v = (randn(1, 3, 2, 4) for _ in range(3))
     options = (None, None, 0.5, None, None, 0.0, None)
 

@@ -55,13 +55,13 @@ TOYS = {name: _dispatch.OPS.pop(name) for name, op in list(_dispatch.OPS.items()
 
 @pytest.fixture(autouse=True)
 def strict(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the whole run is not."""
+    """Enables strict mode, also if the whole run is not strict."""
     monkeypatch.setenv("FASTFORMER_STRICT", "1")
 
 
 @pytest.fixture
 def cpp_toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """C++ functions that can be told from the reference: they give zeros."""
+    """Returns C++ functions that return zeros, which distinguishes them from the reference."""
     names = ("toy", "named", "doubled_fwd", "doubled_bwd")
     monkeypatch.setattr(_extension, "function", lambda name: torch.zeros_like if name in names else None)
     monkeypatch.setattr(_backends, "_told", set())
@@ -95,7 +95,7 @@ def test_an_op_without_kernel_by_design_is_not_a_fallback(caplog: pytest.LogCapt
 
 
 def test_ops_without_kernels_by_design() -> None:
-    """Whoever adds an op without a kernel has to say so here; every other op has one on each backend."""
+    """An op without a kernel has to be listed here; every other op has a kernel on each backend."""
     ops = _dispatch.OPS
     assert {name: tuple(op.reference_only) for name, op in ops.items() if op.reference_only} == {
         "attention_weights_fwd": ("triton", "cpp"),
@@ -126,7 +126,7 @@ def test_backends_are_recorded(cpp_toy: None) -> None:
 
 @pytest.mark.parametrize("forced", [None, "reference", "cpp"])
 def test_backward_runs_on_the_backend_of_forward(cpp_toy: None, forced: str | None) -> None:
-    """Also in another thread, such as the one in which autograd runs a GPU's backward pass, and after the block."""
+    """This includes other threads, such as the one of autograd on a GPU, and calls after the block."""
     x = torch.randn(2, 2, requires_grad=True)
     with use_backend(forced):
         y = doubled(x)
@@ -177,7 +177,7 @@ def test_a_refusal_is_logged_once_and_strict_forbids_it(cpp_toy, monkeypatch, ca
 
 
 def test_a_shared_reason_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A model in fp16 on a CPU says so by the first of its ops; the others are in the log of a debugger."""
+    """A model in fp16 on a CPU logs the reason for its first op; for the others, it is in the debug log."""
     if _extension.load() is None:
         pytest.skip("the C++ extension is not built: the loader speaks for all ops")
     monkeypatch.setenv("FASTFORMER_STRICT", "0")
@@ -210,7 +210,7 @@ def test_unknown_backend() -> None:
 
 
 def test_autocast_stays_out_of_an_op(cpp_toy: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever runs it. A backward pass under autocast meets fp32 tensors that were not cast."""
+    """This holds for any backend. A backward pass under autocast gets fp32 tensors that were not cast."""
     x = torch.randn(2, 2)
     monkeypatch.setattr(_extension, "function", lambda name: lambda x: x @ x)
     for backend in ("reference", "cpp"):

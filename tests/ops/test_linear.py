@@ -98,7 +98,7 @@ def test_tensors_may_have_any_strides(dtype: torch.dtype) -> None:
 
 
 def _like(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor that lies in its memory as t does in its own."""
+    """Returns a tensor with the memory layout of t."""
     memory = torch.empty(t.untyped_storage().nbytes() // t.element_size(), dtype=t.dtype)
     memory.untyped_storage().copy_(t.untyped_storage())
     return memory.to(dtype).as_strided(t.shape, t.stride(), t.storage_offset())

@@ -34,16 +34,16 @@ def skip_unless_supported(backend: str, dtype: torch.dtype) -> None:
 
 
 def scores(x: Tensor, weight: Tensor, log_probs: bool) -> Tensor:
-    """What the k best are chosen from, in plain PyTorch: fp32 (fp64 for fp64)."""
+    """Returns the scores from which the k best are chosen, in plain PyTorch: fp32 (fp64 for fp64)."""
     logits = F.linear(x, weight)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return logits.log_softmax(-1) if log_probs else logits
 
 
 def compare(*draws: tuple[Tensor, Tensor], k: int, log_probs: bool, clear_at_least: float = 0.5) -> None:
-    """Values by the rule, each the value of its index; indices exactly where the fp64 values lie apart.
+    """Checks values by the rule, each as the value of its index; indices must match if the fp64 values differ enough.
 
-    The largest error of a handful of numbers is a matter of luck: of several draws the worst counts.
+    The largest error of a handful of numbers is a matter of luck, so the worst of several draws counts.
     """
     results = []
     for x, weight in draws:
@@ -116,7 +116,7 @@ def test_rows_and_classes_that_are_not_contiguous(dtype, rows, log_probs, backen
 @log_probs
 @pytest.mark.parametrize("rows", [1, 40])
 def test_equal_values(rows: int, log_probs: bool, backend: str, device: str) -> None:
-    """Small integers make exact logits, many of them equal: of those the lower index comes first."""
+    """Small integers make exact logits, many of them equal; among equals, the lower index comes first."""
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         x = torch.randint(-2, 3, (rows, 6), device=device).to(dtype)
         x[0] = 0  # all are equal
@@ -133,7 +133,7 @@ def test_equal_values(rows: int, log_probs: bool, backend: str, device: str) -> 
 
 @pytest.mark.parametrize("shape", [(40,), (3, 40), (5, 2, 40)], ids=str)
 def test_the_best_of_logits_are_the_same_for_each_k(shape: tuple[int, ...], device: str) -> None:
-    """Logits of 16 bits are often equal, at the edge of the k and elsewhere, and some rows have NaN, or none at all."""
+    """16-bit logits are often equal, at the edge of the k best and elsewhere; some rows have NaN, or only NaN."""
     logits = torch.randint(0, 4, shape, device=device).bfloat16()
     logits[..., 5:30] -= 4
     logits[..., ::7] = -torch.inf
@@ -151,14 +151,14 @@ def test_the_best_of_logits_are_the_same_for_each_k(shape: tuple[int, ...], devi
 
 @log_probs
 def test_large_logits(log_probs: bool, backend: str, device: str) -> None:
-    """Logits of some hundreds: exp of one alone would overflow."""
+    """For logits of several hundred, exp of a single one would overflow."""
     x, weight = make_inputs((8, 16), 600, device)
     compare((x, 300 * weight), k=8, log_probs=log_probs)
 
 
 @pytest.mark.parametrize("rows", [1, 20])
 def test_one_class_far_above_or_below_the_rest(rows: int, backend: str, device: str) -> None:
-    """Wherever it stands it is found first, or not at all, and counts once in the sum of the exponentials."""
+    """In any position, it is found first or not at all, and counts once in the sum of the exponentials."""
     x = torch.rand(rows, 8, device=device)
     for place in PLACES:
         for logit in (1000.0, -1000.0):
@@ -170,7 +170,7 @@ def test_one_class_far_above_or_below_the_rest(rows: int, backend: str, device: 
 
 @pytest.mark.parametrize("rows", [2, 20])
 def test_impossible_classes(rows: int, backend: str, device: str) -> None:
-    """-inf is a logit: the last to be chosen, without a share of the sum, and no NaN where a whole stretch has it."""
+    """-inf is a logit: it is chosen last, adds nothing to the sum, and gives no NaN if a whole tile has it."""
     x, weight = torch.rand(rows, 8, device=device) + 0.1, torch.randn(700, 8, device=device)
     weight[:300] = weight[350:690] = -torch.inf
     possible = torch.cat((weight[300:350], weight[690:]))
@@ -191,7 +191,7 @@ def test_impossible_classes(rows: int, backend: str, device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
 @pytest.mark.parametrize("rows", [3, 20])
 def test_nan_and_inf_are_never_silent(rows, dtype, log_probs, backend, device) -> None:
-    """A NaN or +inf among a row's logits, wherever it stands, makes this row NaN and leaves the others alone."""
+    """A NaN or +inf among a row's logits, in any position, makes this row NaN and doesn't affect the others."""
     x, weight = make_inputs((rows, 9), 300, device, dtype)  # odd: bf16 goes in pairs
     x = x.abs() + 0.1
     x[1] = -x[1]  # turns the sign of an infinity
@@ -219,7 +219,7 @@ def test_nan_and_inf_are_never_silent(rows, dtype, log_probs, backend, device) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
 def test_other_rows_do_not_change_bits(dtype: torch.dtype, backend: str, device: str) -> None:
-    """A request decodes to the same tokens whoever else is in the batch, however many."""
+    """A request decodes to the same tokens with any other requests in the batch."""
     if backend != "cpp":
         pytest.skip("of the C++ code; PyTorch's products depend on the number of rows")
     x, weight = make_inputs((140, 600), 300, device, dtype)
@@ -251,7 +251,7 @@ def test_the_whole_logits_are_never_in_memory(backend: str, device: str) -> None
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_a_narrow_weight_is_never_widened_as_a_whole(dtype: torch.dtype, device: str) -> None:
-    """Each decoding step would write and read twice the weight's bytes again."""
+    """Otherwise, each decode step would write and read twice the weight's bytes."""
     x, weight = make_inputs((2, 64), 20_000, device, dtype)
     with use_backend("reference"):
         assert peak_bytes(lambda: linear_topk(x, weight, 2), device) < weight.numel() * 4 / 4
@@ -270,7 +270,7 @@ def test_capped_logits(log_probs: bool, dtype: torch.dtype, backend: str, device
 
 
 def test_equal_capped_logits_are_ordered_by_index(backend: str, device: str) -> None:
-    """A cap of 1 leaves no difference between logits of 20 and more, infinite ones among them, and breaks no row."""
+    """With a cap of 1, logits of 20 and more, including infinity, are equal, and break no row."""
     x, weight = torch.ones(2, 1, device=device), torch.full((300, 1), 20.0, device=device)
     weight[5], weight[7], weight[200] = 30.0, -1.0, torch.inf
     values, indices = linear_topk(x, weight, 8, log_probs=False, softcap=1.0)

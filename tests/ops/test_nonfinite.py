@@ -37,7 +37,7 @@ SEED = torch.zeros(2, dtype=torch.int64)
 
 @dataclass(frozen=True)
 class Op:
-    """An op, the same in plain PyTorch, and the floating-point inputs that both are called with."""
+    """An op, the same computation in plain PyTorch, and their floating-point inputs."""
 
     name: str
     stem: str
@@ -167,7 +167,7 @@ FUSED = ("attention", "attention-gqa", "attention-two-tiles", "attention-mask")
 
 @contextlib.contextmanager
 def _on(backend: str) -> Iterator[None]:
-    """Forces a backend, or, for "fallback", does without the extension."""
+    """Forces a backend; "fallback" does without the extension."""
     if backend != "fallback":
         with use_backend(backend):
             yield
@@ -178,14 +178,14 @@ def _on(backend: str) -> Iterator[None]:
 
 
 def _same(a: Tensor, b: Tensor, backend: str) -> bool:
-    """Bit for bit; where a result with NaN is computed again by the reference, but for its rounding."""
+    """Checks for equal bits; if the reference recomputes a result with NaN, up to its rounding."""
     if backend != "fallback":
         return torch.equal(a, b)
     return torch.allclose(a, b, rtol=0.02, atol=0.02) if a.dtype == torch.bfloat16 else torch.allclose(a, b, atol=1e-5)
 
 
 def _results(op: Op, function: Callable, tensors: Tensors, dout: Tensor) -> Tensors:
-    """The output and the gradients by name."""
+    """Returns the output and the gradients by name."""
     leaves = {name: value.detach().requires_grad_(op.learns) for name, value in tensors.items()}
     output = function(**leaves)
     if not op.learns:
@@ -249,7 +249,7 @@ def test_as_in_plain_pytorch(op: Op, backend: str, dtype: torch.dtype, device: s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
 @pytest.mark.parametrize("backend", ["reference", "fallback", "cpp", "triton"])
 def test_keys_that_no_query_sees_may_contain_anything(backend: str, dtype: torch.dtype, device: str) -> None:
-    """NaN keys that a mask or a length hides change nothing in the output."""
+    """NaN keys that a mask or a length hides don't change the output."""
     skip_without(backend, "attention")
     if backend == "triton" and (device != "cpu" or dtype != torch.float32):
         pytest.skip("Triton's kernels are checked in fp32, through the interpreter")
@@ -267,7 +267,7 @@ def test_keys_that_no_query_sees_may_contain_anything(backend: str, dtype: torch
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("backend", ["reference", "cpp", "triton"])
 def test_an_ignored_row_may_contain_anything(backend: str, reduction: str, device: str) -> None:
-    """A NaN in a row of padding leaves the loss and the other rows' gradients alone."""
+    """A NaN in a row of padding doesn't affect the loss and the gradients of other rows."""
     skip_without(backend, "linear_cross_entropy")
     inputs = {name: value.to(device) for name, value in _loss_inputs().items()}
     target = TARGET.to(device).index_fill(0, torch.tensor([2], device=device), -100)

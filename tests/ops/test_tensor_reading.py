@@ -19,7 +19,7 @@ PLACES = _dispatch.TensorIndices(torch.ops.fastformer.linear.default._schema)
 
 
 def functions(name: str) -> list[Callable[..., Any]]:
-    """That of the engine's library, and of the one that is bound to this PyTorch, if it is there."""
+    """Returns the functions of the engine's library and, if it exists, of the one that is bound to this PyTorch."""
     first, last = _extension.host_function(name), getattr(_extension.module(), name)
     assert first is not None
     return [last] if first is last else [last, first]

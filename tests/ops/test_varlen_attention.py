@@ -24,7 +24,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """Lengths of each sequence's queries and keys, and the options of all."""
+    """The lengths of each sequence's queries and keys, and the options of all."""
 
     name: str
     lengths_q: tuple[int, ...]
@@ -61,7 +61,7 @@ CASES = [
 
 
 def make_packed(case: Packed, dtype: torch.dtype) -> dict[str, Tensor]:
-    """q, k, v, dout in fp64 (of values that dtype holds), cu_seqlens and the seed."""
+    """Makes q, k, v, dout in fp64 (with values that dtype can represent), cu_seqlens and the seed."""
     total_q, total_k = (sum(n) + extra for n, extra in zip((case.lengths_q, case.lengths_k), case.slack, strict=True))
     inputs = make_inputs(dataclasses.replace(case.options, batch=1, seqlen_q=total_q, seqlen_k=total_k), dtype)
     packed = {name: getattr(inputs, name)[0] for name in ("q", "k", "v", "dout")}
@@ -71,7 +71,7 @@ def make_packed(case: Packed, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def plain_varlen(q: Tensor, k: Tensor, v: Tensor, case: Packed, seed: Tensor) -> tuple[Tensor, Tensor]:
-    """Sequence by sequence; what lies beyond them is 0. Dropout is drawn as for the padded batch."""
+    """Computes attention sequence by sequence, with 0 outside of them. Dropout is that of the padded batch."""
     out = torch.zeros_like(q)
     lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=q.dtype, device=q.device)
     options = case.options
@@ -103,7 +103,7 @@ def plain_varlen(q: Tensor, k: Tensor, v: Tensor, case: Packed, seed: Tensor) ->
 
 
 def plain_weights(q: Tensor, k: Tensor, case: Case) -> Tensor:
-    """(num_heads, seqlen_q, seqlen_k), differentiable: attention to the unit vectors gives its weights."""
+    """Returns differentiable weights (num_heads, seqlen_q, seqlen_k), as attention to unit vectors."""
     units = torch.eye(len(k), dtype=q.dtype, device=q.device)[:, None].expand(-1, k.shape[1], -1)
     out, _ = plain_attention(q[None], k[None], units[None], None, None, case, torch.zeros(2, dtype=torch.int64))
     return out[0].transpose(0, 1)
@@ -182,7 +182,7 @@ def test_rows_beyond_the_sequences_are_zero(slack: tuple[int, int], lengths: tup
 @pytest.mark.parametrize("longest", [0, 3])
 @pytest.mark.parametrize("lengths_k", [(0,), (0, 0)], ids=["one", "two"])
 def test_no_sequence_has_a_key(lengths_k: tuple[int, ...], longest: int, backend: str, device: str) -> None:
-    """Zeros, and gradients of zero, where the keys' rows belong to no sequence, whatever the longest is said to be."""
+    """If the key rows belong to no sequence, results and gradients are zero, for any value of the longest length."""
     q, k, v = (torch.randn(rows, 1, 16, device=device, requires_grad=True) for rows in (4, 3, 3))
     ends_q = [4 * i // len(lengths_k) for i in range(len(lengths_k) + 1)]
     cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32, device=device) for ends in (ends_q, [0, *lengths_k]))
@@ -193,7 +193,7 @@ def test_no_sequence_has_a_key(lengths_k: tuple[int, ...], longest: int, backend
 
 
 def test_equals_the_padded_batch(backend: str, device: str) -> None:
-    """The same numbers as attention with seqlens_k, dropout and all."""
+    """The results equal those of attention with seqlens_k, including dropout."""
     case = Packed("", (17, 5), (17, 5), Case("", dropout_p=0.25))
     packed = make_packed(case, torch.float32)
     ours = run(case, packed, torch.float32, device, plain=False)["out"]

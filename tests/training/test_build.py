@@ -124,14 +124,14 @@ def test_less_than_an_update_counts_as_one(config) -> None:
 
 @pytest.fixture
 def source(config, tmp_path):
-    """A run with a BPE and sizes of its own."""
+    """Returns a run with a BPE and its own sizes."""
     config = changed(config, tokenizer="bpe", vocab_size=40, steps=2, preset="tiny")
     start(config, tmp_path / "source").train()
     return tmp_path / "source"
 
 
 def plain(config: TrainConfig, **changes) -> TrainConfig:
-    """Settings that say nothing of sizes and tokenizer."""
+    """Returns settings without sizes and a tokenizer."""
     return changed(config, settings={}, tokenizer="bpe", **changes)
 
 

@@ -58,7 +58,7 @@ def test_lengths() -> None:
 
 
 class Fixed:
-    """A translator that knows its answers."""
+    """A translator with fixed answers."""
 
     tokenizer = ByteTokenizer()
 

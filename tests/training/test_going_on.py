@@ -214,7 +214,7 @@ def test_kill_9_and_resume_equal_an_uninterrupted_run(config, tmp_path, monkeypa
 
 
 def broken_from(trainer: Trainer, step: int, norm: float | None = None) -> None:
-    """From an update on the weights are NaN; with `norm`, after an update whose loss is still a number."""
+    """Makes the weights NaN from an update on; with `norm`, after an update whose loss is still a number."""
     update = trainer.update
 
     def broken(batches):

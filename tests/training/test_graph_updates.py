@@ -52,7 +52,7 @@ def stand_in(trainer: Trainer) -> TapeGraphs:
 
 
 def on_padded_batches(trainer: Trainer) -> Trainer:
-    """An ordinary trainer on the batches that one with graphs takes."""
+    """Makes an ordinary trainer use the batches of one with graphs."""
     max_tokens, max_len, pad = trainer.config.max_tokens, trainer.model.config.max_len, trainer.special_ids.pad
 
     def placed(batches: list[Batch]) -> list[Batch]:
@@ -77,7 +77,7 @@ def test_rounding_wastes_at_most_a_sixteenth_and_gives_few_sizes() -> None:
 
 
 def batch_of(*lengths: tuple[int, int]) -> Batch:
-    """Packed examples of (source, target) lengths; a source of 0 is a language model's."""
+    """Makes packed examples of (source, target) lengths; a source of 0 is a language model's."""
     generator = torch.Generator().manual_seed(0)
 
     def ids(count: int) -> list[int]:
@@ -232,7 +232,7 @@ def test_a_checkpoint_does_not_depend_on_graphs(graphs, tmp_path) -> None:
 
 
 class Touches(TorchDispatchMode):
-    """The operations that read or write one of some tensors."""
+    """Records the operations that read or write one of some tensors."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class Touches(TorchDispatchMode):
 
 
 def standing(trainer: Trainer) -> list[Tensor]:
-    """All that is on the device between two updates."""
+    """Returns everything that is on the device between two updates."""
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
     inputs = [slot.inputs.buffer for slot in trainer.graphs.slots.values()]
     averages = [] if trainer.ema is None else list(trainer.ema.module.parameters())

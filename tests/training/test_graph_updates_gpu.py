@@ -33,7 +33,7 @@ def config(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def plain(config: TrainConfig, run: Path) -> Trainer:
-    """An ordinary trainer on the batches that one with graphs takes."""
+    """Makes an ordinary trainer use the batches of one with graphs."""
     trainer = start(changed(config, cuda_graphs=False), run)
 
     def placed(batches):
@@ -46,7 +46,7 @@ def plain(config: TrainConfig, run: Path) -> Trainer:
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """PyTorch raises at each of its operations that waits for the GPU."""
+    """Makes PyTorch raise an error at each operation that waits for the GPU."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -55,7 +55,7 @@ def no_waiting() -> Iterator[None]:
 
 
 def assert_same_run(one: Trainer, other: Trainer, moved: float) -> None:
-    """The same loss in each update and the same random numbers; weights up to what atomics leave to chance."""
+    """Checks the loss of each update, the random numbers, and the weights up to the effects of atomics."""
     assert losses(one.run) == pytest.approx(losses(other.run), rel=1e-3)
     for key in ("lr", "padding"):
         assert [line[key] for line in lines(one.run, "train")] == [line[key] for line in lines(other.run, "train")]

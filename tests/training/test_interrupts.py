@@ -29,7 +29,7 @@ def send(signum: int) -> None:
 
 
 def at_step(trainer, step: int, *signals: int) -> None:
-    """Signals come in the middle of the update after `step`."""
+    """Sends signals in the middle of the update after `step`."""
     update = trainer.update
 
     def update_and_signal(batches):

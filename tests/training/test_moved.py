@@ -23,7 +23,7 @@ SIZES = shlex.split(f"--model.d_model 16 --model.d_ff 16 --model.num_heads 2 {DE
 
 @pytest.fixture
 def data(tmp_path, monkeypatch) -> Path:
-    """A folder with the same data in every form."""
+    """Returns a folder with the same data in every form."""
     folder = tmp_path / "data"
     folder.mkdir()
     write_pairs(folder / "pairs.tsv")

@@ -22,7 +22,7 @@ PAIRS = [(f"{'a' * (i % 7 + 1)} {i}", f"{i} {'b' * (i % 5 + 1)}") for i in range
 
 @pytest.fixture
 def shards(config, tmp_path) -> TrainConfig:
-    """The settings of a training of a few windows."""
+    """Returns the settings of a training with a few windows."""
     text = changed(config, train_tsv=write_pairs(tmp_path / "many.tsv", PAIRS), val_tsv=None)
     prepare(text, tmp_path / "data", shards=5, processes=1)
     return changed(config, train_tsv=None, val_tsv=None, train_data=str(tmp_path / "data"), shards_at_once=2)

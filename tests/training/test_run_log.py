@@ -23,7 +23,7 @@ TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
 
 
 class Failing(io.StringIO):
-    """A stream on a device that went away, say a terminal."""
+    """A stream to a device that has gone away, such as a terminal."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -183,7 +183,9 @@ def test_a_full_disk_for_metrics_does_not_end_a_training(config, tmp_path, monke
     ],
 )
 def test_a_training_survives_the_loss_of_real_streams(config, tmp_path, how, status, streams) -> None:
-    """The command as a process of its own: same model, same checkpoints, an honest code, and a word in train.log."""
+    """The command runs in a separate process: same model and checkpoints, a correct exit status, and a line in
+    train.log.
+    """
     import yaml
 
     config = changed(config, steps=30, save_every=10, val_examples=4, tokenizer="bytes")

@@ -18,7 +18,7 @@ from tests.training.tiny import PAIRS, changed, losses
 
 @pytest.fixture
 def files(tmp_path) -> dict[str, tuple[str, str]]:
-    """Where source and target are, by kind."""
+    """Returns the source and target files by kind."""
     sides = ["".join(f"{pair[side]}\n" for pair in PAIRS) for side in (0, 1)]
     rows = [{"en": source, "translation": {"de": target}} for source, target in PAIRS]
     (tmp_path / "a.en").write_text(sides[0])

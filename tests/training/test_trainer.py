@@ -21,7 +21,7 @@ NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.
 
 
 def descend(trainer: Trainer, *batches, packed: bool = False) -> tuple[torch.Tensor, float, float]:
-    """One update by plain gradient descent. Returns the gradient as it was applied, the loss, and the norm."""
+    """Runs one update of plain gradient descent. Returns the applied gradient, the loss, and the norm."""
     # With SGD at a rate of 1 the step is the gradient; a trainer itself has AdamW.
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)  # type: ignore[assignment]
     before = weights(trainer)

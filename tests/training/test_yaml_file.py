@@ -107,7 +107,7 @@ def test_values_of_another_type_or_out_of_bounds_are_refused(text, said, tmp_pat
 
 
 def test_settings_of_another_run_and_flags_over_them(config, tmp_path) -> None:
-    """A run's config.yaml has every setting, so that each flag contradicts one of them."""
+    """A run's config.yaml has every setting, so each flag overrides one of them."""
     start(changed(config, steps=1), tmp_path / "first").train()
     options = {"steps": 1, "val_examples": 0, "device": "cpu", "init_from": str(tmp_path / "first")}
     start(TrainConfig(train_tsv=config.train_tsv, **options), tmp_path / "tuned")

@@ -51,7 +51,7 @@ def test_an_omitted_provider_is_named_with_its_reason() -> None:
 
 
 def tiny_shapes() -> list[tuple[str, dict[str, Any]]]:
-    """Of each case a shape that takes no time, with every option that its shapes have."""
+    """Returns, for each case, a shape that takes no time, with every option of its shapes."""
     modules = [
         (name + suffix, {"batch": 4, "seqlen": 14, "dim": 32, "heads": 4, "padding": padding, **options})
         for name in ("multihead_attention", "encoder_layer", "decoder_layer", "encoder", "decoder")
@@ -98,7 +98,9 @@ def tiny_shapes() -> list[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize("name, shape", tiny_shapes(), ids=str)
 def test_all_providers_of_a_case_agree(name: str, shape: dict[str, Any]) -> None:
-    """But for what torch.compile makes, which takes seconds each: the runner checks it whenever it is timed."""
+    """Functions made by torch.compile, which take seconds each, are left to the runner, which checks them before it
+    times them.
+    """
     case = benchmarks()[name]
     assert shape.keys() == (case.shapes.get("cpu") or case.shapes["cuda"])[0].keys()
     eager = {name: call for name, call in case.offered("cpu").items() if name not in case.compiled}
@@ -125,7 +127,7 @@ def test_all_models_have_one_loss(lengths: str) -> None:
 
 
 def counted(name: str, provider: str, shape: dict[str, Any], mode: str) -> float:
-    """What torch's counter says of one call of a provider."""
+    """Returns the count of torch's FlopCounterMode for one call of a provider."""
     case = benchmarks()[name]
     inputs = case.make_inputs(shape, "cpu")
     with FlopCounterMode(display=False) as counter:
@@ -159,7 +161,7 @@ def test_arithmetic_equals_a_counters_result(name: str, shape: dict[str, Any]) -
 
 
 def test_arithmetic_omits_useless_work() -> None:
-    """The triangle that a causal mask hides, targets that are ignored, padding."""
+    """Useless are the triangle that a causal mask hides, ignored targets, and padding."""
     known = benchmarks()
     attention = {"batch": 1, "seqlen": 3, "heads": 1, "head_dim": 1, "causal": True, "dropout_p": 0.0}
     assert known["attention"].flops(attention, "fwd") == 4 * 9 / 2  # as the published charts count it
@@ -179,7 +181,7 @@ def test_arithmetic_omits_useless_work() -> None:
 
 
 def test_bytes_equal_the_tensors() -> None:
-    """Everything that goes in or comes out, once."""
+    """All inputs and outputs count once."""
     known = benchmarks()
 
     def of(*sizes: tuple[int, ...]) -> int:

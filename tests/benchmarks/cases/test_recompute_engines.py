@@ -38,7 +38,7 @@ def test_the_same_tokens_as_with_a_cache(num_beams: int) -> None:
 
 @pytest.mark.parametrize("engine", [*NAMES, "recompute"])
 def test_recomputed_layers(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The encoder for each token or once; what cross_cache keeps isn't asked of the memory again."""
+    """The encoder runs for each token or once; cross_cache doesn't recompute the keys and values of the source."""
     model = small()
     encode, plain = model.encode, model.decode
     encoded: list[Any] = []

@@ -28,7 +28,7 @@ def rows() -> list[Row]:
 
 
 def launches(rows: list[Row], triton: str, arch: int) -> set[tuple[str, str, str]]:
-    """(op, kernel, case) of all that was compiled for an architecture by a compiler."""
+    """Returns (op, kernel, case) of everything that a compiler compiled for an architecture."""
     found = (row for row in rows if (row["triton"], row["arch"]) == (triton, arch))
     return {(row["op"], row["kernel"], case) for row in found for case in row["cases"]}
 
@@ -47,7 +47,7 @@ def test_both_compilers_compiled_the_same_for_every_architecture(rows: list[Row]
 
 
 def test_nothing_spills(rows: list[Row]) -> None:
-    """No stack, no loads from it in a loop, and nothing else that the report calls a problem."""
+    """There is no stack, no load from it in a loop, and no other problem in the report."""
     for row in rows:
         where = row["triton"], row["arch"], row["kernel"], row["cases"][0]
         assert row["spilled"] == 0 and row["problems"] == [], where
@@ -66,7 +66,7 @@ def test_the_hosts_time_of_a_call(call: str, most: float) -> None:
 
 
 def test_decode_attention_counts_on_as_many_programs_as_share_an_sm(rows: list[Row]) -> None:
-    """A walk is divided by how many programs run at once: within what its launches compile to, of every kind."""
+    """A walk is split by the number of concurrent programs, which must be possible for the launches of every kind."""
     pytest.importorskip("triton")
     from fastformer.kernels._decode_attention_configs import PROGRAMS, programs_at_once
     from fastformer.kernels._launch import num_sms

@@ -39,7 +39,7 @@ CAUSAL = "deterministic causal"  # the forward is the same
 
 
 def slow_but_for(quick: str, *values: Any) -> list[Any]:
-    """Values for a test, all slow but the one that the default report has a case for."""
+    """Makes the values of a test, which are slow except the one that the default report contains."""
     return [pytest.param(*each, marks=() if each[0] == quick else pytest.mark.slow)
             for each in (value if isinstance(value, tuple) else (value,) for value in values)]  # fmt: skip
 
@@ -63,14 +63,14 @@ def of_each_case(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
 
 @pytest.fixture
 def rows(request: pytest.FixtureRequest) -> list[Row]:
-    """Rows for sm_90: one of each kernel, for slow tests one of each case."""
+    """Returns rows for sm_90: one per kernel, and in slow tests one per case."""
     is_slow = request.node.get_closest_marker("slow") is not None
     found: list[Row] = request.getfixturevalue("of_each_case" if is_slow else "of_each_kernel")
     return found
 
 
 def of_attention(rows: list[Row], options: str, *kernels: str) -> list[Row]:
-    """What a case of attention at head_dim 64 launches, and of that the kernels named."""
+    """Returns the launches of a case of attention at head_dim 64, limited to the named kernels."""
     case = f"bf16 d64 {CAUSAL if options == 'causal' else options}"
     of_op = [row for row in rows if row["op"] == "attention" and case in row["cases"]]
     found = [row for row in of_op if row["kernel"] in kernels]
@@ -80,9 +80,9 @@ def of_attention(rows: list[Row], options: str, *kernels: str) -> list[Row]:
 
 @pytest.mark.parametrize("size", ["once", pytest.param("quick", marks=pytest.mark.slow)])
 def test_the_report_is_green(rows: list[Row], size: str) -> None:
-    """Every kernel that there is compiles, and spills nothing: what the interpreter takes the compiler may not.
+    """Every kernel compiles without spills: the compiler may refuse code that the interpreter accepts.
 
-    The slow one: in each of the cases that are asked for here.
+    The slow case tests all requested cases.
     """
     sources = "".join(path.read_text() for path in Path(fastformer.kernels.__path__[0]).glob("*.py"))
     assert {row["kernel"] for row in rows} == set(re.findall(r"def (_\w+_kernel)\(", sources))
@@ -94,7 +94,7 @@ def test_the_report_is_green(rows: list[Row], size: str) -> None:
 
 @pytest.mark.parametrize("options", slow_but_for("causal+dropout", *ATTENTION))
 def test_exp2_once_a_score(rows: list[Row], options: str) -> None:
-    """And once a row and block, for what fades: 1.06 in a tile of 128 x 64."""
+    """There is another one per row and block, for rescaling: 1.06 in a tile of 128 x 64."""
     for row in of_attention(rows, options, "_attention_fwd_kernel", "_dkdv_kernel"):
         for loop in row["loops"]:
             assert 1 <= loop["exp2_a_score"] <= 1.15, row["kernel"]
@@ -102,7 +102,7 @@ def test_exp2_once_a_score(rows: list[Row], options: str) -> None:
 
 @pytest.mark.parametrize("options", slow_but_for("causal+dropout", *ATTENTION))
 def test_products_use_warp_groups(rows: list[Row], options: str) -> None:
-    """No mma.sync, which has little more than half of wgmma's rate."""
+    """There is no mma.sync, which has little more than half of wgmma's speed."""
     backward = ("_dkdv_kernel", "_dq_kernel") if options == "causal" else ("_dkdv_kernel",)
     for row in of_attention(rows, options, "_attention_fwd_kernel", *backward):
         assert row["narrow"] == 0, row["kernel"]
@@ -111,7 +111,7 @@ def test_products_use_warp_groups(rows: list[Row], options: str) -> None:
 
 
 def test_softmax_runs_under_a_product_on_sm_90(rows: list[Row]) -> None:
-    """Two loops over blocks, with and without a mask; each waits for the scores with P V still in flight."""
+    """There are two loops over blocks, with and without a mask; each waits for the scores while P V is in flight."""
     found = [row for row in rows if row["kernel"] == "_attention_hopper_fwd_kernel"]
     assert found
     for row in found:
@@ -125,7 +125,9 @@ def test_softmax_runs_under_a_product_on_sm_90(rows: list[Row]) -> None:
 
 @pytest.mark.parametrize("options, most", slow_but_for("causal+dropout", ("causal", 530), ("causal+dropout", 740)))
 def test_a_backward_for_sm_90_that_keeps_all_in_registers(rows: list[Row], options: str, most: int) -> None:
-    """With dropout, too: the scores wait with dO V^T still in flight, and dq with the product of dk."""
+    """Also with dropout, the wait for scores leaves dO V^T in flight, and the wait for dq leaves the product of dk in
+    flight.
+    """
     case = f"bf16 d64 hopper {options}"
     (row,) = (row for row in rows if row["kernel"] == "_attention_hopper_bwd_kernel" and case in row["cases"])
     assert row["spilled"] == 0 and row["narrow"] == 0
@@ -142,14 +144,14 @@ TWO_PROGRAMS = ("causal", "causal+packed", "bool_keys", "additive_keys", "causal
 
 @pytest.mark.parametrize("options", slow_but_for("causal+dropout", *TWO_PROGRAMS))
 def test_two_forward_programs_an_sm(rows: list[Row], options: str) -> None:
-    """Each waits for its products in full: the other one's exp2 fills the gap."""
+    """Each waits for all of its products, and the other program's exp2 fills the gap."""
     (row,) = of_attention(rows, options, "_attention_fwd_kernel")
     assert row["ctas"] >= 2
 
 
 @pytest.mark.parametrize("options", slow_but_for("causal+dropout", *ATTENTION))
 def test_nothing_but_a_mask_is_loaded_in_the_loop(rows: list[Row], options: str) -> None:
-    """K, V and (backward) Q and dO come by asynchronous copies, ahead of their use."""
+    """Asynchronous copies fetch K, V and (backward) Q and dO before their use."""
     for row in of_attention(rows, options, "_attention_fwd_kernel", "_dkdv_kernel"):
         for loop in row["loops"]:
             assert loop["async_loads"] >= 4, row["kernel"]
@@ -181,7 +183,7 @@ def test_the_interpreter_and_missing_files_are_refused(words, named, monkeypatch
 
 
 def test_a_file_keeps_kernels_that_were_not_compiled_again(tmp_path: Path) -> None:
-    """--out replaces the rows of this compiler, architecture and op, and keeps the others."""
+    """--out replaces the rows of this compiler, architecture and op, and preserves the others."""
     import triton
 
     out = tmp_path / "report.jsonl"

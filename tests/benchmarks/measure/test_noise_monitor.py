@@ -20,7 +20,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Machine:
-    """A machine of two cores whose time passes when it is told to, and its /proc/stat."""
+    """A machine of two cores, with its /proc/stat, whose time passes when a test says so."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.now, self.own, self.others, self.stolen, self.work = folder, 0.0, 0.0, 0.0, 0.0, 1.0
@@ -31,7 +31,7 @@ class Machine:
         (self.folder / "stat").write_text(f"cpu  {user} 0 0 999 7 0 0 {stolen} 0 0\ncpu0 1 1 1\n")
 
     def run(self, seconds: float, *, own: float = 1.0, others: float = 0.0, stolen: float = 0.0) -> None:
-        """Time passes; so many cores each have."""
+        """Lets time pass, while the given numbers of cores are in use."""
         self.now += seconds
         self.own += own * seconds
         self.others += others * seconds
@@ -71,7 +71,9 @@ def test_the_load_of_other_processes_on_needed_cores(machine, threads, took, dis
 
 
 def test_a_short_turn_is_judged_by_the_last_quarter_of_a_second(machine: Machine) -> None:
-    """A tick of a neighbour in a turn of 25 ms is much of it, and half a core for a quarter of a second is one."""
+    """A neighbour's tick is a large part of a turn of 25 ms; half a core for a quarter of a second is a real
+    disturbance.
+    """
     watcher, found = machine.watcher(2), []
     for turn in range(80):
         busy = 40 <= turn < 56
@@ -82,7 +84,7 @@ def test_a_short_turn_is_judged_by_the_last_quarter_of_a_second(machine: Machine
 
 
 def test_a_slow_clock_is_noticed_until_it_ends(machine: Machine) -> None:
-    """And it is none of what others take, which the turn is taken again for."""
+    """It doesn't count as a disturbance, after which the turn would be repeated."""
     watcher, found = machine.watcher(1), []
     for machine.work in (1.0, 1.2, 1.4, 1.4, 1.2):
         watcher.begin()
@@ -104,7 +106,7 @@ def test_a_hiccup_is_not_a_slow_clock(tries: tuple[float, ...], slow: bool, mach
 
 
 def test_the_best_time_of_the_machine_persists(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who starts beside a neighbour, and never sees another hour, knows by an earlier run that this isn't all."""
+    """A process that always has a neighbour learns from an earlier run that the machine can be faster."""
 
     def slow_turns_of_a_process(*works: float) -> list[bool]:
         watcher = NoiseMonitor(1, proc=machine.folder, clock=lambda: machine.now, own=lambda: machine.own, cores=2)
@@ -142,7 +144,7 @@ def test_on_other_systems_the_load_is_unknown(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_child_processes_count_as_this_process() -> None:
-    """A child's time counts while it runs and after it."""
+    """The time of a child counts while it runs and afterwards."""
     code = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass\nprint(1, flush=True)\n"
     before = noise_monitor.own_seconds()
     with subprocess.Popen([sys.executable, "-c", code + "time.sleep(60)"], stdout=subprocess.PIPE, text=True) as child:
@@ -154,7 +156,7 @@ def test_child_processes_count_as_this_process() -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_busy_process_is_noticed() -> None:
-    """As many as there are cores, none of which we have started: their parents have ended."""
+    """There are as many as cores, and none counts as a child of this process, because their parents have ended."""
     count = os.cpu_count() or 1
     command = f'for i in $(seq {count}); do "{sys.executable}" -c "while True: pass" >/dev/null 2>&1 & echo $!; done'
     started = subprocess.run(["sh", "-c", command], stdout=subprocess.PIPE, text=True, check=True)

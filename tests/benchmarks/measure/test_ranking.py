@@ -27,7 +27,7 @@ while True:
 
 @pytest.fixture
 def neighbour() -> Iterator[None]:
-    """Another user's process: its parent ends, so that it is no child of this one."""
+    """Starts a process like another user's: its parent ends, so that it is not a child of this process."""
     command = f'"{sys.executable}" -c "$BUSY" >/dev/null 2>&1 & echo $!'
     started = subprocess.run(
         ["sh", "-c", command], env={**os.environ, "BUSY": BUSY}, stdout=subprocess.PIPE, text=True, check=True
@@ -49,7 +49,7 @@ def work(x: Inputs, shape: Shape) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_difference_of_a_fifth_is_noticed_beside_a_neighbour(threads, neighbour, capsys) -> None:
-    """With the rounds and seconds that --quick gives a case."""
+    """The rounds and seconds are those of a case with --quick."""
     shape = {"threads": threads}
     inputs = make_inputs(shape, "cpu")
 

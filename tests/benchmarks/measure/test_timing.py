@@ -15,7 +15,7 @@ from benchmarks.measure.timing import STEADY, Interleaved, Ratio, Rounds, Turn, 
 
 
 class Script(NoiseMonitor):
-    """Says of the turns what it is told to, and then that they are quiet."""
+    """Reports turns as a script says, and later ones as quiet."""
 
     def __init__(self, *disturbed: bool) -> None:
         super().__init__(1, proc=None)
@@ -38,7 +38,7 @@ def test_turns_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("device, seconds, moves", [("cpu", 0.0, True), ("cpu", 1.0, False), ("cuda", 0.0, False)])
 def test_each_round_of_short_calls_has_inputs_elsewhere(device, seconds, moves, monkeypatch) -> None:
-    """Timed are the calls on the copies of this round, all on the same ones, and after two calls that aren't timed."""
+    """The timed calls of a round use the same new copies of the inputs, after two calls that aren't timed."""
     made: list[torch.Tensor] = []
     calls: list[tuple[str, int, int]] = []
     held: list[int] = []
@@ -109,7 +109,7 @@ def test_times_are_of_the_quiet_turns() -> None:
 
 
 def test_a_ratio_is_the_median_over_rounds() -> None:
-    """The machine gets slower, and one turn of each is far out."""
+    """The machine slows down, and one turn of each function is an outlier."""
     rounds = Rounds({"a": turns(1, 2, 4, 800, 16), "b": turns(2, 4, 8, 32, 3200)})
     assert rounds.ratio("a", "b") == Ratio(2.0, True)
 
@@ -122,21 +122,23 @@ def test_a_ratio_is_of_turns_of_the_same_round_both_of_which_were_quiet() -> Non
 
 
 def in_passes(*ratios: tuple[float, ...], disturbed: bool | None = False, slow: bool = False) -> Rounds:
-    """b takes so many times as long as a, by pass and round."""
+    """Makes rounds in which b takes a given multiple of a's time, by pass and round."""
     passes = [number for number, each in enumerate(ratios) for _ in each]
     a = [Turn(2.0, disturbed, slow) for _ in passes]
     return Rounds({"a": a, "b": [Turn(2.0 * ratio, disturbed, slow) for each in ratios for ratio in each]}, passes)
 
 
 def test_the_rounds_of_all_passes_are_pooled() -> None:
-    """Each counts once: the passes' medians are 2, 4 and 4, and their means 3.4, 4 and 4."""
+    """Each round counts once: the medians of the passes are 2, 4 and 4, and their means 3.4, 4 and 4."""
     ratio = in_passes((1.9, 2.0, 2.0, 2.0, 2.0, 9.0), (4.0,), (4.0,)).ratio("a", "b")
     assert (ratio.value, ratio.passes) == (2.0, 3)
 
 
 @pytest.mark.parametrize("count, quantile", [(3, 4.303), (4, 3.182), (8, 2.365), (16, 2.131), (64, 1.998)])
 def test_uncertainty_is_half_of_the_interval_of_students_t(count: int, quantile: float) -> None:
-    """By the medians of passes, of which half say 10 % more, whatever single rounds do; of few a little is forgiven."""
+    """It uses the medians of passes, half of which are 10 % higher, and not single rounds; few passes give a wider
+    interval.
+    """
     found = in_passes(*[(0.1, 2.0 * 1.1 ** (number % 2), 9.0) for number in range(count)]).ratio("a", "b").uncertainty
     spread = math.log(1.1) * math.sqrt((count // 2) * (count - count // 2) / count / (count - 1) / count)
     assert found is not None and 0.89 * quantile < found / spread < 1.005 * quantile
@@ -162,7 +164,7 @@ def test_quiet_rounds_must_come_from_several_passes() -> None:
 
 
 def test_a_provider_with_a_slow_clock_is_not_quiet() -> None:
-    """The slow rounds count, since nearly all have a neighbour on a machine that is let to many."""
+    """The slow rounds count, because on a shared machine almost all have a neighbour."""
     rounds = in_passes(*[(2.0,)] * 6, slow=True)
     assert rounds.ratio("a", "b") == Ratio(2.0, False, 6, 0.0) and rounds.slow("a") == 1.0
     for number in range(3):
@@ -173,7 +175,7 @@ def test_a_provider_with_a_slow_clock_is_not_quiet() -> None:
 
 
 def test_passes_are_separate_and_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass has a round at least, one more where it was disturbed, and the last goes backwards after the first."""
+    """A pass has at least one round, and another if one was disturbed; rounds alternate in direction across passes."""
     monkeypatch.setattr(timing, "_TURN", 0.0)
     order: list[str] = []
     functions = {name: functools.partial(order.append, name) for name in ("a", "b")}

@@ -136,7 +136,7 @@ def test_a_peer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole program, in one process where its workers would be several."""
+    """Runs the whole program, in one process instead of several workers."""
 
     class Here:
         def __init__(self, place: worker.Place) -> None:

@@ -71,7 +71,7 @@ TOY = Case("toy", {"op": "toy"}, ("eager",))
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A page with one block, up to date with one file of results."""
+    """Makes a page with one block that is up to date with one file of results."""
     monkeypatch.setattr("benchmarks.readme.TABLES", {"toy": lambda n: f"{n.ratio(TOY, 'fp32', 'eager')} times"})
     (tmp_path / "README.md").write_text(
         "# x\n\n## Numbers\n\nWords.\n\n<!-- numbers: toy -->\n<!-- end -->\n\n## Next\n\n3\n"
@@ -87,7 +87,9 @@ def write(folder: Path, lines: list[dict[str, object]]) -> None:
 
 
 def test_a_ratio_that_was_not_quiet_is_marked(folder: Path) -> None:
-    """By the rival's line, which has the ratio of ours; a rival that ours' own disturbance is about is none."""
+    """The mark comes from the rival's line, which has the ratio; a disturbance of fastformer itself doesn't mark a
+    rival.
+    """
     readme = folder / "README.md"
     for fields, shown in (
         ({"ours": 2.4, "quiet": True, "ours_quiet": False}, "2.4~ times"),
@@ -101,7 +103,7 @@ def test_a_ratio_that_was_not_quiet_is_marked(folder: Path) -> None:
 
 
 def test_small_work_is_shown_as_far_as_it_was_measured(folder: Path) -> None:
-    """Each of ours beside torch.nn, by the runner's own ratios; what is slower stands among the losses as well."""
+    """Each form of fastformer is compared with torch.nn, by the runner's ratios; slower ones are also losses."""
     assert small_work(Numbers(Results(folder))) == ""
     shape = {"dim": 32, "layers": 2, "heads": 4, "batch": 1, "seqlen": 8, "threads": 1}
     same = {"op": "small_work", "shape": shape, "threads": 1, "baseline": "torch.nn", "quiet": True}
@@ -116,7 +118,7 @@ def test_small_work_is_shown_as_far_as_it_was_measured(folder: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "name"), [(WITHOUT_AVX512, "avx2"), (AT_FULL_RATE, "accelerated_full_rate")])
 def test_results_of_other_machines_are_separate(folder: Path, kind: str, name: str) -> None:
-    """Though it is newer, and of the same case."""
+    """This holds even if they are newer and of the same case."""
     lacking = Numbers(Results(folder))
     assert TABLES[name](lacking) == "" and len(lacking.missing) == 1
     same = {"op": "drop_in", "model": "torch_nn_encoder", "dtype": "fp32", "shape": {"seqlen": "128"},
