@@ -72,6 +72,7 @@ async def test_places_are_kept_for_requests_that_are_still_being_made(translator
 
 
 async def test_the_waiting_time_of_requests_is_counted(translator) -> None:
+    begun = time.monotonic()
     async with opened(translator, held=True) as (front, engine):
         tasks = [asyncio.create_task(front.translate("a", **BIG))]
         await until(lambda: engine.entered == 1)
@@ -86,7 +87,8 @@ async def test_the_waiting_time_of_requests_is_counted(translator) -> None:
         stats = front.stats()
         assert sum(stats.queue_counts) == 2  # the third one never began
         beyond = next(place for place, bound in enumerate(QUEUE_BOUNDS) if bound >= 0.05)
-        assert sum(stats.queue_counts[beyond + 1 :]) == 1 and 0.05 < stats.queue_seconds < 5
+        assert sum(stats.queue_counts[beyond + 1 :]) >= 1  # the second one; the first begins at once on an idle machine
+        assert 0.05 < stats.queue_seconds < 2 * (time.monotonic() - begun)
 
 
 async def test_texts_that_are_still_to_be_read_are_bounded_too(translator) -> None:
