@@ -306,12 +306,14 @@ def test_a_mask_that_does_not_fit_the_memory():
         "encoder_outputs": (torch.randn(4, 9, 24, generator=generator),),
         "decoder_input_ids": torch.tensor([[2, 7, 9]] * 4),
     }
-    for length in (1, 3, 9, 12):
+    # Version 4 cuts a mask that is too long, for which fastformer raises.
+    for length in (1, 3, 9) if conversions.IS_OLD else (1, 3, 9, 12):
         mask = (torch.arange(length) < torch.tensor([[9], [length - 1], [length], [1]])).long()
-        if length in (1, 9):
+        try:
             expected = plain(**given, attention_mask=mask).logits
-            torch.testing.assert_close(ours(**given, attention_mask=mask).logits, expected, rtol=1e-4, atol=1e-4)
-            continue
-        for model in (plain, ours):
+        except RuntimeError:
+            assert length not in (1, 9)
             with pytest.raises((RuntimeError, ValueError)):
-                model(**given, attention_mask=mask)
+                ours(**given, attention_mask=mask)
+        else:
+            torch.testing.assert_close(ours(**given, attention_mask=mask).logits, expected, rtol=1e-4, atol=1e-4)
