@@ -112,7 +112,7 @@ def _is_language_model(run: str) -> bool:
 
     try:
         return read_architecture(listed_paths(run)[0]) == "GPT"
-    except ValueError:  # a folder of transformers, or no model's; loading it has the better error
+    except ValueError:  # a transformers folder, or not a model; loading it raises a clearer error
         return False
 
 

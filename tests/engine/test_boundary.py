@@ -154,7 +154,7 @@ def test_each_tensor_has_to_be_of_its_shape_and_a_known_dtype(which) -> None:
                 EXT.PackedModel(options, {**tensors, name: wrong})
         with pytest.raises(ValueError, match=r"\bfloat32\b.*\buint16\b"):
             EXT.PackedModel(options, {**tensors, name: array.astype(np.float64)})
-        with pytest.raises(ValueError, match=r"\bgaps\b"):
+        with pytest.raises(ValueError, match=r"\bcontiguous\b"):
             EXT.PackedModel(options, {**tensors, name: with_gaps(array.shape)})
     with pytest.raises(ValueError, match=r"\bembedding\b"):
         EXT.PackedModel(options, {**tensors, "target_embedding": np.zeros((VOCAB - 1, 12), np.float32)})
