@@ -20,7 +20,7 @@ TIE = 1e-4  # logits, or scores of beams, as near as this may come in another or
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """Counts in the block how many batches the engine opens for accelerated models."""
+    """Counts the batches that the engine opens for accelerated models within the block."""
     opened, plain = [0], ForeignEngine.open
 
     def counting(self: Any, *args: Any) -> Any:
@@ -36,13 +36,13 @@ def counted() -> Iterator[list[int]]:
 
 @dataclass
 class Pair:
-    """A model as it is, and accelerated.
+    """A model, unchanged and accelerated.
 
     Attributes:
-        plain, ours: the two.
-        inputs: of generate.
-        near_ties: rows that differed where two tokens were nearly as good.
-        rows: that were compared.
+        plain, ours: the unchanged and the accelerated model.
+        inputs: the inputs of generate.
+        near_ties: the number of rows that differed where two tokens were nearly as good.
+        rows: the number of rows that were compared.
     """
 
     plain: Any
@@ -52,7 +52,7 @@ class Pair:
     rows: int = field(default=0)
 
     def both(self, *, is_served: bool = True, **options: Any) -> tuple[Any, Any]:
-        """What the two give; the engine has to serve ours, or must not."""
+        """Returns the results of both models; the engine has to serve the accelerated one, or must not."""
         torch.manual_seed(0)
         expected = self.plain.generate(**self.inputs | options)
         torch.manual_seed(0)
@@ -62,7 +62,7 @@ class Pair:
         return found, expected
 
     def check(self, *, is_served: bool = True, **options: Any) -> None:
-        """Checks that the two give the same tokens, but for near ties, and the same scores."""
+        """Checks that both models give the same tokens, except at near ties, and the same scores."""
         options |= {"return_dict_in_generate": True}
         is_beam = options.get("num_beams", 1) > 1
         found, expected = self.both(is_served=is_served, output_scores=True, **options)
@@ -137,13 +137,13 @@ def pair_of(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> Pair:
-    """The pair of a case of `conversions` or `decoders`, with a batch of unlike lengths.
+    """Makes the pair of a case of `conversions` or `decoders`, with a batch of different lengths.
 
     Args:
         named: the case, or its name.
         left: whether the batch is padded on the left.
-        dtype: of the parameters.
-        options: of the config.
+        dtype: the dtype of the parameters.
+        options: options of the config.
     """
     case: Any = {**conversions.CASES, **decoders.CASES}[named] if isinstance(named, str) else named
     if isinstance(case, decoders.Case):

@@ -27,7 +27,7 @@ MASK = torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [0] * 2 + [1] * 7])
 
 
 def pair(kind: str = "bert", options: dict[str, Any] | None = None, **asked: Any) -> tuple[Any, Any]:
-    """A model as it is, and accelerated, which has computed once."""
+    """Returns a model, unchanged and accelerated, after one call of each."""
     attention = "eager" if kind == "mpnet" else "sdpa"
     plain = Case(kind, BASE, options or {}).make(torch.float32, attn_implementation=attention)
     ours = accelerate(copy.deepcopy(plain), **asked)
@@ -38,7 +38,7 @@ def pair(kind: str = "bert", options: dict[str, Any] | None = None, **asked: Any
 
 @torch.no_grad()
 def alike(plain: Any, ours: Any, call: Callable[[Any], Tensor] = lambda model: model(**inputs())[0]) -> None:
-    """The same values, or an error from both."""
+    """Checks that both return the same values or raise an error."""
     try:
         expected = call(plain)
     except Exception:
@@ -112,7 +112,7 @@ def test_the_bias_of_a_t5_that_is_replaced_is_computed(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
 def test_another_pad_id_in_the_config_does_not_move_positions(kind: str, calls: list[int]) -> None:
-    """As where a tokenizer's id is written into a config: the modules count from the one that they were made with."""
+    """A user may write a tokenizer's id into a config; the modules use the id with which they were made."""
     plain, ours = pair(kind)
     batch = inputs() | {"attention_mask": MASK}
     for model in (plain, ours):

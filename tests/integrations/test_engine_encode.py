@@ -40,7 +40,7 @@ TYPED = Case("bert", BASE, {"pad_token_id": 0, "type_vocab_size": 3})
 
 
 def pair(name: str = "bert types", **options: Any) -> tuple[Any, Any]:
-    """A model as it is, and accelerated."""
+    """Returns a model, unchanged and accelerated."""
     plain = made(TYPED if name == "bert types" else CASES[name])
     return plain, accelerate(copy.deepcopy(plain), **options)
 
@@ -53,7 +53,7 @@ def tensors(out: Any) -> dict[str, Tensor]:
 def check(
     case: Case, batch: dict[str, Tensor], mask: Tensor | None = None, *, several: bool = False, **options: Any
 ) -> None:
-    """Compares an accelerated model by the rule, its hidden states where tokens are."""
+    """Compares the hidden states of tokens before and after acceleration, by the rule."""
     # Of few numbers, plain PyTorch's may be lucky once.
     seeds = range(3, 3 + SEVERAL) if several or case.head in (HEAD, CHOICE) else (3,)
     outs: list[tuple[Any, Any, Any]] = []
@@ -102,7 +102,7 @@ def batch_of(case: Case, side: str = "right", lengths: tuple[int, ...] = (13, 7,
 
 
 def read_of(batch: dict[str, Tensor]) -> Tensor:
-    """True at tokens and at the first position of each row, which poolers and heads read."""
+    """Returns a mask that is True at tokens and at the first position of each row, which poolers and heads read."""
     read = batch["attention_mask"].bool()
     read[:, 0] = True
     return read

@@ -31,7 +31,7 @@ def pair() -> Pair:
 
 @functools.cache
 def unchanged() -> torch.Tensor:
-    """What the model says as it is made."""
+    """Returns the output of the model as it was made."""
     pair = pair_of("MBart real")
     said: torch.Tensor = pair.plain.generate(**pair.inputs, **MOST)
     return said
@@ -299,7 +299,7 @@ def test_threads_that_share_a_model(pair):
 
 
 def test_a_processor_may_call_generate(pair):
-    """A call inside of a call decodes by itself, on either way."""
+    """A call within a call decodes separately, with and without the engine."""
     inner: list[Any] = []
 
     def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

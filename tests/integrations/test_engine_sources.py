@@ -27,7 +27,7 @@ FEW = ("Marian separate", "MBart scaled, bias", "M2M100 real", "T5 1.1")
 
 @pytest.fixture
 def packs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How often an encoder was packed by itself."""
+    """Counts how often an encoder was packed separately."""
     found, plain = [0], source_engine.pack_source
 
     def counting(*args: Any) -> Any:
@@ -39,7 +39,7 @@ def packs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def pair(name: str = "Bart real", **options: Any) -> tuple[Any, Any]:
-    """A model as it is, and accelerated."""
+    """Returns a model, unchanged and accelerated."""
     plain = CASES[name].make(torch.float32)
     return plain, accelerate(copy.deepcopy(plain), **options)
 
@@ -61,7 +61,7 @@ def whole(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def agree(plain: Any, ours: Any, batch: dict[str, Tensor] | None = None) -> None:
-    """Compares the states of the encoder, or what a whole model says."""
+    """Compares the states of the encoder, or the outputs of whole models."""
     batch = inputs() if batch is None else batch
     if "decoder_input_ids" not in batch:
         plain, ours = plain.get_encoder(), ours.get_encoder()

@@ -48,7 +48,7 @@ def config_of(family: str) -> Any:
 
 
 def drawn(model: nn.Module) -> Any:
-    """In evaluation, with parameters in fp64 that show what is lost."""
+    """Returns the model in evaluation mode, with fp64 parameters that reveal lost information."""
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -145,7 +145,7 @@ PARTS = [
 
 @pytest.mark.parametrize(("name", "part"), PARTS)
 def test_a_part_that_is_handed_in_alone_keeps_its_rule_inside_of_its_head(name, part):
-    """The head isn't to be seen: it reads zeros at padding, and the same as before elsewhere."""
+    """The head can't be seen from the part; it reads zeros at padding, and the same values as before elsewhere."""
     model = make(name)
     given = given_to(model, IDS)
     del given["labels"]
@@ -183,7 +183,7 @@ HEADS = [
 
 @pytest.mark.parametrize("name", HEADS)
 def test_known_heads_are_packed(name):
-    """Also where their stacks were accelerated before they were themselves."""
+    """This also holds if their stacks were accelerated before the heads."""
     model = make(name)
     given = given_to(model, LABELS)
     if "Classification" in name or "Next" in name:
@@ -202,7 +202,7 @@ def test_multiple_choice_is_packed():
 
 
 class Mine(nn.Module):
-    """A model of your own."""
+    """A user's model."""
 
     def __init__(self, encoder: nn.Module) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ BODIES = [
 @pytest.mark.parametrize("name", BODIES)
 @pytest.mark.parametrize("how", ["the model", "its part", "the model, to skip", "the model, to compute"])
 def test_a_model_of_your_own(how, name):
-    """What it reads isn't known: its own part may leave padding out where you say so, or hand in the part alone."""
+    """It is unknown what it reads. Its part omits padding if you say so, or if you pass in only the part."""
     model = Mine(make(name))
     with torch.no_grad():
         theirs = model(IDS, MASK)
@@ -251,7 +251,7 @@ def test_stacks_by_themselves_are_packed(name):
 
 
 class MyHead(BertForMaskedLM):  # type: ignore[misc]
-    """Reads as the class that it is derived from, which isn't swapped here."""
+    """Reads the same as its base class, which accelerate doesn't replace here."""
 
 
 class MyReader(BertModel):  # type: ignore[misc]
@@ -262,7 +262,7 @@ class MyReader(BertModel):  # type: ignore[misc]
 
 
 class MyBert(BertModel):  # type: ignore[misc]
-    """Reads nothing of its own."""
+    """Reads nothing itself."""
 
 
 @pytest.mark.parametrize("kind", [MyHead, MyReader, MyBert])
@@ -277,7 +277,7 @@ def test_subclasses(kind):
 
 
 class Reader(BertPreTrainedModel):  # type: ignore[misc]
-    """What a user keeps beside transformers."""
+    """A user's class outside of transformers."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -306,7 +306,7 @@ def test_a_model_derived_from_transformers_own_that_is_not_known(how):
 
 @pytest.mark.parametrize("around", [False, True], ids=["the encoder", "the model"])
 def test_generate_of_a_model_that_is_not_known_calls_its_encoder(around):
-    """Which no forward of the model is around then."""
+    """No forward of the model is active in this call."""
     model = drawn(
         transformers.EncoderDecoderModel(
             encoder=make("BertModel"), decoder=transformers.GPT2LMHeadModel(gpt2_that_crosses())
@@ -398,7 +398,7 @@ def test_another_word_for_padding_is_refused():
 
 @pytest.mark.parametrize("name", ["BertForTokenClassification", "GPT2LMHeadModel"])
 def test_padding_is_still_skipped_under_accelerates_mixed_precision(name):
-    """Its wrapper is a forward on the instance, and what it unwraps is one, too."""
+    """Its wrapper is a forward on the instance, and so is the wrapped function."""
     model = make(name).float()
     with torch.no_grad():
         theirs = model(IDS, attention_mask=MASK).logits[MASK.bool()]
@@ -419,7 +419,7 @@ def test_padding_is_still_skipped_under_accelerates_mixed_precision(name):
 
 
 def test_padding_is_skipped_again_after_a_failed_call():
-    """A lone layer, called afterwards, is in no run of its stack."""
+    """A single layer that is called afterwards is not part of a run of its stack."""
     model = make("BertModel")
     fastformer.accelerate(model)
     layer = model.encoder.layer[0]
@@ -441,7 +441,7 @@ def _tensors(out: Any) -> tuple[Tensor, ...]:
 
 
 def test_more_layers_than_the_config_says():
-    """Llama calls as many as its config says."""
+    """Llama calls as many layers as its config says."""
     config = config_of("Llama")
     config.num_hidden_layers = 3
     model = drawn(transformers.LlamaForCausalLM(config))
@@ -455,7 +455,7 @@ def test_more_layers_than_the_config_says():
 
 @pytest.mark.parametrize("padding", ["auto", "compute"])
 def test_no_mask_is_read_if_padding_cannot_be_skipped(padding):
-    """On a GPU the host would wait for it, in each step."""
+    """On a GPU, the host would wait for the mask in each step."""
     model = make("GPT2LMHeadModel")
     fastformer.accelerate(model, padding=padding)
     with torch.no_grad(), mock.patch.object(type(model), "reads_padding", return_value=False) as asked:

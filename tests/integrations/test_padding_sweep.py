@@ -51,12 +51,12 @@ if not RETURNS_TUPLES:
 
 
 def mixed(x: Tensor) -> Tensor:
-    """Each position with a little of all others of its row."""
+    """Adds a little of all other positions of its row to each position."""
     return x + 0.5 * x.mean(1, keepdim=True) if x.dim() > 2 else x + 0.5 * x.mean(-1, keepdim=True)
 
 
 class Mixing(nn.Module):
-    """Whatever stood here, and behind it a look at the other positions."""
+    """The original module, followed by a mix of the positions."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class MeanPooler(nn.Module):
 
 
 class Across(nn.LSTM):
-    """An LSTM that stands where a layer does that keeps the number of features."""
+    """An LSTM in place of a layer that preserves the number of features."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x)[0]
@@ -87,7 +87,7 @@ def softmax_behind(part: nn.Module) -> nn.Module:
 
 
 def pooled(out: Any) -> Any:
-    """An output whose first hidden tensor was mixed along positions."""
+    """Returns an output whose first hidden tensor is mixed along positions."""
     first = next(name for name in ("last_hidden_state", "logits", "prediction_logits", "start_logits") if name in out)
     out[first] = mixed(out[first])
     return out
@@ -103,7 +103,7 @@ def mixed_output(out: Any) -> Any:
 
 
 class Edit(NamedTuple):
-    """Something that people do to a model; `undo` ends what it did beyond the model."""
+    """An edit of a model by a user; `undo` removes its effects outside of the model."""
 
     name: str
     apply: Callable[[Any, random.Random], Callable[[], None] | None]
@@ -128,7 +128,7 @@ def replace_part(model: Any, draw: random.Random) -> None:
 
 
 def replace_by_its_kind(model: Any, draw: random.Random) -> None:
-    """Another one of the same class, with other weights: nothing looks at other positions."""
+    """Replaces a module by another of the same class with other weights, which reads no other positions."""
     name = draw.choice(PARTS[model.kind])
     other = copy.deepcopy(model.get_submodule(name))
     with torch.no_grad():
@@ -138,7 +138,7 @@ def replace_by_its_kind(model: Any, draw: random.Random) -> None:
 
 
 def base_of(model: Any) -> tuple[str, Any]:
-    """What of a head gives hidden states, and its name; of a model without a head, the model itself."""
+    """Returns the part of a head that gives hidden states, and its name; without a head, the model itself."""
     is_base = model.kind in ("BertModel", "GPT2Model", "T5EncoderModel")
     name = next(
         (each for each in ("bert", "transformer", "model", "decoder") if not is_base and hasattr(model, each)), ""
@@ -197,7 +197,7 @@ def hook(model: Any, draw: random.Random) -> None:
 
 
 def patched_class(model: Any, draw: random.Random) -> Callable[[], None]:
-    """Of the model, or of a part of its own family."""
+    """Patches the class of the model, or of a part of its family."""
     kinds = [type(model), *(type(model.get_submodule(name)) for name in PARTS[model.kind])]
     kinds = [next(each for each in kind.__mro__ if each.__module__.startswith("transformers.")) for kind in kinds
              if any(each.__module__.startswith("transformers.models") for each in kind.__mro__)]  # fmt: skip
@@ -212,7 +212,7 @@ def patched_class(model: Any, draw: random.Random) -> Callable[[], None]:
 
 
 def unwrapped(model: Any, draw: random.Random) -> None:
-    """What Accelerator leaves behind after mixed precision, which takes nothing away from a model in fp64."""
+    """Leaves the model as Accelerator does after mixed precision, which has no effect in fp64."""
     accelerate.state.AcceleratorState._reset_state(True)
     made = accelerate.Accelerator(mixed_precision=draw.choice(("no", "bf16")), cpu=True)
     prepared = made.prepare_model(model, evaluation_mode=True)
@@ -221,7 +221,7 @@ def unwrapped(model: Any, draw: random.Random) -> None:
 
 
 def nothing(model: Any, draw: random.Random) -> None:
-    """As it is."""
+    """Leaves the model unchanged."""
 
 
 EDITS = [
@@ -240,7 +240,7 @@ EDITS = [
 
 
 class Reading(nn.Module):
-    """A model of your own around one of transformers'."""
+    """A user's model around one of transformers."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -269,13 +269,13 @@ def arguments(model: Any, draw: random.Random) -> dict[str, Tensor]:
 
 
 def compared(out: Any) -> Iterator[Tensor]:
-    """What is to be the same: all but what stands at padding, where an accelerated model may have zeros."""
+    """Returns the results to compare: everything except padding, where an accelerated model may have zeros."""
     for value in tensors(out):
         yield value[REAL] if value.dim() > 2 and value.shape[:2] == REAL.shape else value
 
 
 def check(seed: int) -> bool:
-    """Whether padding was left out in this case, whose results are the plain model's."""
+    """Checks that the results are the plain model's, and returns whether padding was omitted."""
     draw = random.Random(seed)
     kind = draw.choice(list(PARTS))
     edit = draw.choice(EDITS)

@@ -28,7 +28,7 @@ PAIRS = [pair for pair in itertools.product(FAMILIES, ENGINES) if pair != ("T5",
 
 
 def drawn(numbers: random.Random, ends: int) -> dict[str, Any]:
-    """Options that both have, some of them at once."""
+    """Draws options that both have, some of them together."""
     few = [numbers.randrange(3, 58) for _ in range(4)]
     every: dict[str, Any] = {
         "repetition_penalty": numbers.choice([0.7, 1.3, 1.5, 2.5]),
@@ -55,14 +55,14 @@ def drawn(numbers: random.Random, ends: int) -> dict[str, Any]:
 
 
 def filled_no_more(row: list[int], *fill: int) -> list[int]:
-    """A row without what fills it."""
+    """Returns a row without its padding."""
     while row and row[-1] in fill:
         row = row[:-1]
     return row
 
 
 def compare(name: str, engine: str, options: dict[str, Any]) -> tuple[int, int]:
-    """How many rows there are, and how many say something else for a near-tie. Others are failures."""
+    """Returns the number of rows, and of those that differ at a near tie. Other differences are failures."""
     model, pad, eos = family(name)
     ids = sources(pad, eos)[5 : 5 + ROWS]
     given = dict(options)
@@ -120,14 +120,14 @@ def test_repeating_beams_are_penalised_as_in_transformers(name, engine, renormal
 
 
 def above(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Lifts some tokens, the later the more: scores are above 0 in the end, and what is cut may win."""
+    """Lifts some tokens, more so later ones, so that final scores are above 0, and unfinished hypotheses may win."""
     lifted = scores.clone()
     lifted[:, 5:40:3] += 1.5 * ids.shape[1]
     return lifted
 
 
 def below(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Knows log-probabilities by their size."""
+    """Recognises log-probabilities by their values."""
     return torch.where(scores < -3.0, scores - 4.0, scores)
 
 

@@ -28,7 +28,7 @@ linear_op = importlib.import_module("fastformer.ops.linear")
 
 
 class Products(list[int]):
-    """The rows of each product that was led somewhere; those of the kernel of weights' gradients alone."""
+    """Records the rows of each product by kernel, and separately those of the kernel for weight gradients."""
 
     def __init__(self) -> None:
         self.of_gradients: list[int] = []
@@ -36,7 +36,7 @@ class Products(list[int]):
 
 @pytest.fixture(autouse=True)
 def products(monkeypatch: pytest.MonkeyPatch) -> Products:
-    """See there: on any CPU that has the kernel, in bf16, too."""
+    """Records products on any CPU that has the kernel, including bf16; see `Products`."""
     skip_without("cpp", "linear")
     rows = Products()
 
@@ -181,7 +181,7 @@ def test_bf16_uses_onednn_if_it_has_products(
 
 
 def test_an_extension_without_the_kernel_is_not_an_error(products: Products, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was built before the kernel was written, or there is none."""
+    """It may have been built before the kernel existed, or be missing."""
     x, weight, bias = inputs(20, 24)
     monkeypatch.setattr(_extension, "function", lambda name: None)
     torch.testing.assert_close(linear(x, weight, bias), F.linear(x, weight, bias))
@@ -255,7 +255,7 @@ def test_gradients_are_those_of_the_product(
 
 @contextlib.contextmanager
 def keeping() -> Iterator[set[int]]:
-    """Where the tensors lie that autograd keeps in the block."""
+    """Records the addresses of the tensors that autograd saves within the block."""
     kept: set[int] = set()
 
     def keep(t: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def tensor(seqlen: int, batch_first: bool) -> Tensor:
 
 
 def by_position(mask: Tensor, batch_first: bool) -> Tensor:
-    """True where a token is real, to multiply with a batch."""
+    """Returns a mask, True at real tokens, by which a batch can be multiplied."""
     real = ~as_bool(mask)[..., None]
     return real if batch_first else real.transpose(0, 1)
 
@@ -59,7 +59,7 @@ def decoders(norm_first: bool = True, batch_first: bool = True) -> tuple[Any, An
 def assert_alike(
     ours: Any, theirs: Any, data: tuple[Tensor, ...], real: Tensor, *, zeros: bool, **options: Any
 ) -> None:
-    """The same at real tokens, all gradients too; zeros elsewhere in ours."""
+    """Checks that real tokens and all gradients are the same, and that fastformer returns zeros elsewhere."""
     dy = torch.randn_like(data[0]) * real
     results = []
     for module in (ours, theirs):
@@ -75,7 +75,7 @@ def assert_alike(
 
 
 def ran_packed(call: Any) -> bool:
-    """Whether attention ran on packed tokens."""
+    """Returns whether attention ran on packed tokens."""
     with record_backends() as ran:
         call()
     names = {name for name, _ in ran}
@@ -151,7 +151,7 @@ def test_a_batch_of_only_padding_or_no_rows():
 
 
 def test_batches_that_are_not_packed():
-    """Where a mask says more, or the user's code would see packed tokens, the batch stays padded."""
+    """If a mask says more, or user code would see packed tokens, the batch stays padded."""
     torch.manual_seed(3)
     ours, theirs = encoders()
     x, options = tensor(L, True), {"src_key_padding_mask": RIGHT}
@@ -196,7 +196,7 @@ class Running(nn.Linear):
 
 @pytest.mark.parametrize("part", ["activation", "out_proj"])
 def test_modules_that_may_read_other_tokens_see_the_batch(part):
-    """Packed tokens have no rows: whatever isn't known to work token by token gets the padded batch."""
+    """Packed tokens have no rows, so modules that may mix tokens get the padded batch."""
     ours, _ = encoders()
     x, shapes = tensor(L, True), []
 
@@ -222,7 +222,7 @@ def test_meta_tensors_have_masks_too():
 
 
 def test_windows_count_positions():
-    """A window is measured in positions: tokens that padding holds apart are not moved together."""
+    """A window is measured in positions: tokens that padding separates don't move together."""
     ours, _ = encoders()
     for layer in ours.layers:
         layer.self_attn.window_size = (1, 1)
