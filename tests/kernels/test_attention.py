@@ -131,8 +131,8 @@ TILES = [((32, 16), (16, 32)), ((16, 32), (32, 16)), ((64, 16), (64, 16))]
 )
 def test_tiles(options, forward, backward, monkeypatch, device) -> None:
     """Rows and keys are never confused, for any tile."""
-    monkeypatch.setattr(kernels, "forward_config", lambda *_: Config(*forward, 4, 1))
-    monkeypatch.setattr(backward_kernels, "backward_config", lambda *_: Config(*backward, 4, 1))
+    monkeypatch.setattr(kernels, "forward_config", lambda *_: Config(forward[0], forward[1], 4, 1))
+    monkeypatch.setattr(backward_kernels, "backward_config", lambda *_: Config(backward[0], backward[1], 4, 1))
     check(case_of(*options), torch.float32, device)
 
 
@@ -296,7 +296,7 @@ WINDOWS = [(None, 0), (40, 0), (61, 0), (64, -10), (33, 31), (31, 34), (32, None
 )
 def test_visibility_of_keys(window, tile, device, monkeypatch) -> None:
     """With equal scores and K = V = identity, out is P and dq is dS, element by element, in all three kernels."""
-    config = Config(*tile, 4, 1)
+    config = Config(tile[0], tile[1], 4, 1)
     monkeypatch.setattr(kernels, "forward_config", lambda *_: config)
     for chooser in ("backward_config", "choose_dq_config"):
         monkeypatch.setattr(backward_kernels, chooser, lambda *_: config)
