@@ -107,10 +107,15 @@ async def test_many_sentences_cost_the_event_loop_little(translator) -> None:
     text = "a\n" * 2000 + " " * 50_000  # a message that named all of it for each sentence would take seconds
     async with AsyncTranslator(translator, max_waiting=1, when_full="refuse") as front:
         config = front.settings({"max_new_tokens": 1})
-        began = time.thread_time()
-        with pytest.raises(TooLate):
-            await front.answers([Item(text)], config, split=True, deadline=time.monotonic())
-        assert time.thread_time() - began < 0.5
+        gc.disable()  # collecting the garbage of other tests may take as long
+        try:
+            began = time.thread_time()
+            with pytest.raises(TooLate):
+                await front.answers([Item(text)], config, split=True, deadline=time.monotonic())
+            took = time.thread_time() - began
+        finally:
+            gc.enable()
+        assert took < 0.5  # it takes a millisecond
         with pytest.raises(ValueError, match="sentences"):
             await front.answers([Item(text)] * 3, config, split=True, most_parts=1999)
 
