@@ -252,9 +252,11 @@ def test_unsupported_options_use_transformers_code(reason, options, caplog):
     options = {"max_new_tokens": 6} | options
     with caplog.at_level(logging.DEBUG, "fastformer"):
         if reason == "offloaded" and not torch.cuda.is_available():  # it needs a GPU for its streams
-            for model in (pair.plain, pair.ours):
-                with pytest.raises(AssertionError):
-                    model.generate(**pair.inputs, **options)
+            # The error is PyTorch's, and differs between its builds.
+            with pytest.raises((AssertionError, RuntimeError)) as expected:
+                pair.plain.generate(**pair.inputs, **options)
+            with pytest.raises(expected.type):
+                pair.ours.generate(**pair.inputs, **options)
             return
         found, expected = pair.both(is_served=False, **options)
     if not isinstance(found, torch.Tensor):
