@@ -78,7 +78,7 @@ def test_a_training_ends_as_without_the_failure(config, tmp_path, monkeypatch, e
         monkeypatch.undo()
         assert same_model(run, tmp_path / "whole") and losses(run) == losses(tmp_path / "whole")
         log = (run / "train.log").read_text()
-        reason = error.strerror if isinstance(error, OSError) else str(error)
+        reason = str(error.strerror if isinstance(error, OSError) else error)
         assert re.search(rf"standard output .*\({re.escape(reason)}\)", log) and "update      4/4" in log
 
 
