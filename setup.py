@@ -115,9 +115,9 @@ def _package(name: str) -> Path:
 
 
 def _check_version(name: str) -> list[str]:
-    """The numbers of an installed package's version, as texts; exits if it is too old.
+    """Returns the numbers of an installed package's version, as texts; exits if it is too old.
 
-    `pip --no-build-isolation` doesn't check this, and without it the errors are others' and say nothing of versions.
+    `pip --no-build-isolation` doesn't check versions, and the errors of packages that are too old don't mention theirs.
     """
     version = importlib.metadata.version(name)
     found = version.split(".")
@@ -215,11 +215,11 @@ class BuildLibraries(build_ext):
 
 
 def _compile_steps(folder: Path, steps: list[tuple[Path, tuple[Path, list[str]]]]) -> Iterator[str]:
-    """The part of ninja's file that compiles `steps`: for each object its source and flags.
+    """Yields the part of ninja's file that compiles `steps`: for each object, its source and flags.
 
-    Where vectors are compiled for, the headers of others are compiled first, once for each set of flags. GCC finds the
-    result in a folder before csrc/, and an empty file there makes it read the header itself. So that is what remains
-    of a result that the compiler can't make or can't use.
+    Before sources with vector instructions, the headers of the standard library and of PyTorch are compiled, once for
+    each set of flags. GCC finds the result in a folder that it searches before csrc/. If the compiler can't make or use
+    the result, an empty file replaces it, and GCC reads the header itself.
     """
     beforehand = _precompiles_headers()
     if beforehand:

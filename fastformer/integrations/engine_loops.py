@@ -37,8 +37,8 @@ from fastformer.generation.processors import (
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import new_scheduler, run
 
-_LAST_ID = 2**31 - 1  # of the engine, whose ids have 32 bits
-_MOST_DIGITS = 30  # of a power of a length
+_LAST_ID = 2**31 - 1  # the engine's ids have 32 bits
+_MOST_DIGITS = 30  # the decimal digits of a power of a length: fp32 holds 38
 
 # The calls of the processors and criteria whose rules the engine has itself, as they were before a patch.
 _CALLS = {
