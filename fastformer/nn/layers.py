@@ -335,12 +335,16 @@ class _Layer(nn.Module):
         return last
 
     def _call_attention(self, call: AttentionCall, x: Tensor) -> Tensor:
-        # Blocks that replace these have torch.nn's arguments.
+        # A block of a subclass gets its arguments as torch.nn's layers pass them: is_causal by its name in an encoder
+        # layer, and by its position in a decoder layer.
         name, memory, attn_mask, key_padding_mask, is_causal, options = call
-        if name == "self_attn":
-            return self._sa_block(x, attn_mask, key_padding_mask, is_causal=is_causal, **options)
-        block: Any = self._mha_block
-        attended: Tensor = block(x, memory, attn_mask, key_padding_mask, is_causal, **options)
+        block: Any = self._sa_block if name == "self_attn" else self._mha_block
+        attended: Tensor
+        if not self.has_cross_attention:
+            attended = block(x, attn_mask, key_padding_mask, is_causal=is_causal, **options)
+        else:
+            inputs = (x,) if name == "self_attn" else (x, memory)
+            attended = block(*inputs, attn_mask, key_padding_mask, is_causal, **options)
         return attended
 
     def _norm_names(self) -> list[str]:
