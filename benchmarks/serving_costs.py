@@ -109,7 +109,7 @@ def _one(folder: Path, requests: list[Request], options: argparse.Namespace) -> 
         while not server.started:
             time.sleep(0.01)
 
-        async def direct(text: str, count: int, front: Any = service.front) -> tuple[float, str]:
+        async def direct(text: str, count: int, front: Any = service.async_translator) -> tuple[float, str]:
             began = time.perf_counter()
             found = await front.translate(text, max_new_tokens=count)
             return time.perf_counter() - began, found

@@ -545,6 +545,15 @@ class HasFront:
         """
         await self.front.close(cancel=cancel)
 
+    async def aside(self, work: Callable[[], T], size: int) -> T:
+        """Runs a function of text without blocking the event loop for long; see `AsyncFront.aside`."""
+        return await self.front.aside(work, size)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the object is open and its thread has not failed."""
+        return self.front.is_alive
+
     @property
     def num_queued(self) -> int:
         """The number of requests that have a place in the queue and haven't begun."""

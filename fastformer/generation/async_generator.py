@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -36,8 +36,6 @@ from fastformer.settings import Count, check_value
 from fastformer.special_ids import SpecialIds
 
 Prompt: TypeAlias = str | Sequence[int]
-
-T = TypeVar("T")
 
 _SHOWN = 40  # the maximum number of characters of a prompt in an error message
 _ONE_ANSWER = ("num_beams", "num_return_sequences", "max_length")  # not taken from a folder
@@ -102,8 +100,10 @@ class AsyncGenerator(HasFront):
         self.template = ChatTemplate.of(tokenizer) if template is None and has_template else template
         with evaluating(self.model):
             self._engine = choose_engine(self.model, engine, precision)
-        self._ends = frozenset(SpecialIds.of(self.model.config).eos)
-        self._chat_ends = self._find_chat_ends()
+        self._special = SpecialIds.of(self.model.config)
+        own = self._special.eos
+        self._ends = frozenset(own)
+        self._chat_ends = own if self.template is None else self.template.end_ids(tokenizer, own)
         self.front: AsyncFront[Request] = AsyncFront(
             self.model,
             lambda: new_scheduler(self._engine, max_rows, max_bytes, is_endless=True),
@@ -143,15 +143,6 @@ class AsyncGenerator(HasFront):
         model, tokenizer = load_model(folder, ("GPT",), device=device, dtype=DTYPES.get(precision or ""))
         config = with_folder_options(theirs, options or {}, model.config.max_len)
         return cls(model, tokenizer, config=config, precision=asked_precision(model, precision), **limits)
-
-    async def aside(self, work: Callable[[], T], size: int) -> T:
-        """Runs a function of text without blocking the event loop for long; see `AsyncFront.aside`."""
-        return await self.front.aside(work, size)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the object is open and its thread has not failed."""
-        return self.front.is_alive
 
     @property
     def ends(self) -> frozenset[int]:
@@ -290,7 +281,8 @@ class AsyncGenerator(HasFront):
         if config.max_new_tokens is None and config.max_length is None:
             config = replace(config, max_new_tokens=min(MAX_NEW_TOKENS, self.max_len - len(ids)))
         if is_chat and config.eos_token_id is None:
-            config = replace(config, eos_token_id=self._chat_ends or None, pad_token_id=self._pad(config))
+            pad = self._special.pad if config.pad_token_id is None else config.pad_token_id
+            config = replace(config, eos_token_id=self._chat_ends or None, pad_token_id=pad)
         builder = RequestBuilder(
             self.model,
             config,
@@ -304,10 +296,3 @@ class AsyncGenerator(HasFront):
         shown = f"prompt {prompt!r:.{_SHOWN}}" if isinstance(prompt, str) else f"a prompt of {len(ids):,} tokens"
         samples = range(config.samples) if config.samples > 1 else [None]
         return [Ask(builder, checked, sample, begin, self.tokenizer, shown) for sample in samples]
-
-    def _pad(self, config: GenerationConfig) -> int:
-        return SpecialIds.of(self.model.config).pad if config.pad_token_id is None else config.pad_token_id
-
-    def _find_chat_ends(self) -> tuple[int, ...]:
-        own = SpecialIds.of(self.model.config).eos
-        return own if self.template is None else self.template.end_ids(self.tokenizer, own)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+import operator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from fastformer.generation.async_front import Answers, AsyncFront, HasFront
@@ -383,15 +384,19 @@ class AsyncTranslator(HasFront):
 
 
 def joined_texts(parts: Sequence[PartAnswer]) -> list[str]:
-    """Joins the translations of a text's sentences to those of the text, best first.
-
-    The n-th translation consists of the n-th best of each sentence. A sentence with fewer translations contributes its
-    last one.
-    """
+    """Joins the translations of a text's sentences to those of the text, best first; see `versions`."""
     said = [[""] if part.answer is None else part.answer.texts() or [""] for part in parts]
+    spaces = [part.space for part in parts]
+    return versions(said, lambda texts: "".join(map(operator.add, texts, spaces)))
+
+
+def versions(said: Sequence[Sequence[str]], join: Callable[[list[str]], str]) -> list[str]:
+    """Joins the translations of the parts of a text to those of the text, best first.
+
+    Args:
+        said: the translations of each part, best first; the n-th of the text consists of the n-th of each part, or of
+            its last one.
+        join: joins a translation of each part.
+    """
     most = max(map(len, said), default=1)
-    texts = [
-        "".join(one[min(n, len(one) - 1)] + part.space for one, part in zip(said, parts, strict=True))
-        for n in range(most)
-    ]
-    return list(dict.fromkeys(texts))
+    return list(dict.fromkeys(join([one[min(n, len(one) - 1)] for one in said]) for n in range(most)))

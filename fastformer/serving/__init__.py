@@ -5,7 +5,7 @@ service.py         `Service`: a model folder without HTTP; `open_service` picks 
 answers.py         responses and errors as HTTP: until_gone, server-sent events, the status of an error
 translate.py       fastformer's own routes of a translator; libretranslate.py has LibreTranslate's
 html_text.py       the texts of an HTML page
-openai*.py         OpenAI's routes: completions and chats; embeddings.py has those of embeddings
+openai*.py         OpenAI's routes: completions, chats and embeddings
 tei.py, tgi.py     the routes of Hugging Face's servers, for encoders and for language models
 *_service.py       the services of language models and of encoders
 app.py             `make_app`: the routes of the service's kind, health, errors in each format's shape

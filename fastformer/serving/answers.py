@@ -159,7 +159,7 @@ async def _disconnected(http: Request) -> None:
         pass
 
 
-async def behind(first: T, rest: AsyncIterator[T]) -> AsyncIterator[T]:
+async def behind(first: T, rest: AsyncIterator[T]) -> AsyncGenerator[T, None]:
     """Yields an item that was already taken from an iterator, then the rest of the iterator, which it closes."""
     try:
         yield first
@@ -186,7 +186,9 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], error_body: Callable[[int, str], object] | None = None) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], error_body: Callable[[int, str], object] | None = None
+    ) -> None:
         told = _with_errors(_with_pings(events), error_body or _error_body)
         super().__init__(told, headers={"X-Accel-Buffering": "no", "Cache-Control": "no-cache"})
 
@@ -205,7 +207,7 @@ async def _with_errors(
         await events.aclose()
 
 
-async def _with_pings(events: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+async def _with_pings(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
     coming: asyncio.Future[bytes] | None = None
     try:
         while True:
@@ -227,6 +229,4 @@ async def _with_pings(events: AsyncIterator[bytes]) -> AsyncGenerator[bytes, Non
             coming.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await coming
-        close = getattr(events, "aclose", None)
-        if close is not None:
-            await close()
+        await events.aclose()

@@ -94,18 +94,13 @@ def make_app(
     _add_state_routes(app, service, limits)
     state.paths.add((route.path for route in app.routes if hasattr(route, "path")), answers)
     _add_errors(app)
-
-    def respond(path: str, status: int, message: str, **detail: Any) -> Response:
-        found: Response = state.paths.module(path).error_response(status, message, **detail)
-        return found
-
     # The middleware that is added last sees a request first.
-    public = [path for path, is_public in (("/metrics", metrics_public), ("/", page_public)) if is_public]
-    body_keys = [path for module in modules for path in getattr(module, "BODY_KEYS", ())]
-    queued = [path for path in posted if not any(path in getattr(module, "UNQUEUED", ()) for module in modules)]
+    public = {path for path, is_public in (("/metrics", metrics_public), ("/", page_public)) if is_public}
+    body_keys = {path for module in modules for path in getattr(module, "BODY_KEYS", ())}
+    queued = {path for path in posted if not any(path in getattr(module, "UNQUEUED", ()) for module in modules)}
     app.add_middleware(
         Gate, limits=limits, traffic=state.traffic, keys=tuple(keys), open_paths=public, body_key_paths=body_keys,
-        queued_paths=queued, place=service.async_front.place, respond=respond,
+        queued_paths=queued, place=service.front.place, respond=state.paths.respond,
     )  # fmt: skip
     if origins:
         app.add_middleware(
@@ -113,8 +108,8 @@ def make_app(
             expose_headers=["Retry-After"],
         )  # fmt: skip
     app.add_middleware(
-        Watch, traffic=state.traffic, metrics=state.metrics, template_of=state.paths.template, respond=respond,
-        logs=access_log,
+        Watch, traffic=state.traffic, metrics=state.metrics, template_of=state.paths.template,
+        respond=state.paths.respond, logs=access_log,
     )  # fmt: skip
     return app
 
@@ -139,10 +134,11 @@ class _Paths:
             return path
         return next((template for pattern, template, _ in self._known if pattern.match(path)), _UNMATCHED)
 
-    def module(self, path: str) -> ModuleType:
-        """Returns the module that makes a path's errors."""
-        found = self._plain.get(path) or next((one for pattern, _, one in self._known if pattern.match(path)), answers)
-        return found if hasattr(found, "error_response") else answers
+    def respond(self, path: str, status: int, message: str, **detail: Any) -> Response:
+        """Makes an error response in the shape of a path's format."""
+        module = self._plain.get(path) or next((one for pattern, _, one in self._known if pattern.match(path)), answers)
+        found: Response = getattr(module, "error_response", answers.error_response)(status, message, **detail)
+        return found
 
 
 def _add_state_routes(app: FastAPI, service: Service, limits: Limits) -> None:
@@ -175,23 +171,21 @@ def _add_state_routes(app: FastAPI, service: Service, limits: Limits) -> None:
 
 
 def _add_errors(app: FastAPI) -> None:
-    def respond(http: Request, status: int, message: str, **detail: Any) -> Response:
-        found: Response = app.state.paths.module(http.url.path).error_response(status, message, **detail)
-        return found
+    respond = app.state.paths.respond
 
     async def of_http(http: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         fields = getattr(error, "fields", {})  # further fields of a format's errors
-        return respond(http, error.status_code, str(error.detail), headers=error.headers, **fields)
+        return respond(http.url.path, error.status_code, str(error.detail), headers=error.headers, **fields)
 
     async def of_schema(http: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError | pydantic.ValidationError)
         message, param = schema_message(error)
-        return respond(http, 400, message, **({"param": param} if param else {}))
+        return respond(http.url.path, 400, message, **({"param": param} if param else {}))
 
     async def of_service(http: Request, error: Exception) -> Response:
         status, message = explained(error)
-        return respond(http, status, message, headers=headers_of(error))
+        return respond(http.url.path, status, message, headers=headers_of(error))
 
     async def of_gone(http: Request, error: Exception) -> Response:
         return Response(status_code=499)  # for the log alone

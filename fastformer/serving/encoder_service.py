@@ -58,13 +58,9 @@ class _EncoderService(Service):
         """The most tokens that a text may have."""
         return self.encoder.max_seq_length
 
-    @property
-    def async_front(self) -> AsyncFront[Any]:
-        return self.front
-
     async def _ask(self, build: Callable[[], EncodeRequest], size: int, timeout: float | None) -> Encoded:
         deadline = self.deadline(timeout)
-        request = await self.front.aside(build, size)
+        request = await self.aside(build, size)
         await self.front.ask(request, deadline=deadline, name="the texts")
         return Encoded(request.results, request.num_tokens)
 

@@ -13,8 +13,9 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -62,6 +63,7 @@ def read_keys(file: str | os.PathLike[str] | None = None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+@dataclass
 class Traffic:
     """The number of running requests, and whether the server accepts more.
 
@@ -71,15 +73,16 @@ class Traffic:
         is_refusing: whether new requests are answered 503.
     """
 
-    def __init__(self) -> None:
-        self.in_flight = 0
-        self.is_ready, self.is_refusing = True, False
+    in_flight: int = 0
+    is_ready: bool = True
+    is_refusing: bool = False
 
 
+@dataclass(eq=False)
 class Watch:
     """Counts and times requests, and writes the access log: a line of JSON for each request, without its texts.
 
-    Args:
+    Attributes:
         app: the application that gets the requests.
         traffic, metrics: record the requests.
         template_of: returns the route's template of a path, so that no client can invent labels.
@@ -87,19 +90,14 @@ class Watch:
         logs: whether to write the log.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        traffic: Traffic,
-        metrics: Metrics,
-        template_of: Callable[[str], str],
-        respond: Respond,
-        logs: bool,
-    ) -> None:
-        self.app, self.traffic, self.metrics, self.logs = app, traffic, metrics, logs
-        self.template_of, self.respond = template_of, respond
-        self._lines: list[tuple[float, Scope, str, int, float, int]] = []  # the lines that are not written yet
-        self._logging: asyncio.TimerHandle | None = None
+    app: ASGIApp
+    traffic: Traffic
+    metrics: Metrics
+    template_of: Callable[[str], str]
+    respond: Respond
+    logs: bool
+    _lines: list[tuple[float, Scope, str, int, float, int]] = field(default_factory=list)  # that aren't written yet
+    _logging: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -160,12 +158,13 @@ class Watch:
             access.info(json.dumps(line))
 
 
+@dataclass(eq=False)
 class Gate:
     """Checks a request's key, the time and size of its body, and that the server still accepts requests.
 
     The routes that it protects receive the whole body at once.
 
-    Args:
+    Attributes:
         app: the application that gets the requests.
         limits: the limits of the body.
         traffic: says whether new requests are refused.
@@ -178,22 +177,15 @@ class Gate:
         respond: makes the response for an error.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        limits: Limits,
-        traffic: Traffic,
-        keys: Sequence[str],
-        open_paths: Collection[str],
-        body_key_paths: Collection[str],
-        queued_paths: Collection[str],
-        place: Callable[[], AbstractContextManager[None]],
-        respond: Respond,
-    ) -> None:
-        self.app, self.limits, self.traffic, self.respond = app, limits, traffic, respond
-        self.keys = [key.encode() for key in keys]
-        self.open_paths, self.body_key_paths = frozenset(open_paths), frozenset(body_key_paths)
-        self.queued_paths, self.place = frozenset(queued_paths), place
+    app: ASGIApp
+    limits: Limits
+    traffic: Traffic
+    keys: Collection[str]
+    open_paths: Collection[str]
+    body_key_paths: Collection[str]
+    queued_paths: Collection[str]
+    place: Callable[[], AbstractContextManager[None]]
+    respond: Respond
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -205,9 +197,9 @@ class Gate:
         if path in OPEN:
             await self.app(scope, receive, send)
             return
-        refusal = self._refusal(scope)
-        if refusal is not None:
-            await refusal(scope, receive, send)
+        if self.traffic.is_refusing:
+            message = "the server is about to end and takes no more requests"
+            await self._closing(path, 503, message)(scope, receive, send)
             return
         needs_key = bool(self.keys) and path not in self.open_paths and not self._has_key(scope)
         if needs_key and path not in self.body_key_paths:
@@ -237,11 +229,6 @@ class Gate:
             return
         await self.app(scope, _again(body, receive), send)
 
-    def _refusal(self, scope: Scope) -> Response | None:
-        if self.traffic.is_refusing:
-            return self._closing(scope["path"], 503, "the server is about to end and takes no more requests")
-        return None
-
     def _closing(self, path: str, status: int, message: str) -> Response:
         return self.respond(path, status, message, headers={"Connection": "close"})
 
@@ -263,7 +250,7 @@ class Gate:
     def _is_key(self, given: bytes) -> bool:
         found = False
         for key in self.keys:  # compares all of them, so that the time tells nothing about the key
-            found |= hmac.compare_digest(key, given)
+            found |= hmac.compare_digest(key.encode(), given)
         return found
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:

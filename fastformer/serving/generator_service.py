@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastformer.generation.async_front import AsyncFront
 from fastformer.generation.async_generator import AsyncGenerator, Prompt
-from fastformer.generation.completions import ChatIds, Completion, Piece
+from fastformer.generation.completions import ChatIds
 from fastformer.generation.config import Precision
 from fastformer.serving.limits import Limits
 from fastformer.serving.service import Kind, Service
@@ -27,11 +26,7 @@ class GenerateService(Service):
 
     def __init__(self, generator: AsyncGenerator, name: str, *, limits: Limits | None = None) -> None:
         super().__init__(name, limits or Limits())
-        self.generator = generator
-
-    @property
-    def async_front(self) -> AsyncFront[Any]:
-        return self.generator.front
+        self.generator, self.front = generator, generator.front
 
     @property
     def has_chat(self) -> bool:
@@ -44,7 +39,7 @@ class GenerateService(Service):
         Raises:
             ValueError: see `AsyncGenerator.encode`.
         """
-        return await self.generator.aside(lambda: self.generator.encode(prompt), len(prompt))
+        return await self.aside(lambda: self.generator.encode(prompt), len(prompt))
 
     async def chat_ids(self, messages: Sequence[Mapping[str, Any]]) -> ChatIds:
         """Returns the ids of a chat.
@@ -53,15 +48,7 @@ class GenerateService(Service):
             ValueError: see `AsyncGenerator.chat_ids`.
         """
         # A template is a program: even for a short chat it may take seconds, until its bounds end it.
-        return await self.generator.aside(lambda: self.generator.chat_ids(messages), _A_LOT)
-
-    async def complete(self, ids: list[int], options: Mapping[str, Any], **asked: Any) -> list[Completion]:
-        """Completes a prompt; see `AsyncGenerator.complete`."""
-        return await self.generator.complete(ids, **options, **asked)
-
-    def stream(self, ids: list[int], options: Mapping[str, Any], **asked: Any) -> AsyncIterator[Piece]:
-        """Streams a prompt's completions; see `AsyncGenerator.stream`."""
-        return self.generator.stream(ids, **options, **asked)
+        return await self.aside(lambda: self.generator.chat_ids(messages), _A_LOT)
 
 
 def open_generator(

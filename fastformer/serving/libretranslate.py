@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from fastformer.generation.async_translator import joined_texts
+from fastformer.generation.async_translator import joined_texts, versions
 from fastformer.generation.text_io import Item
 from fastformer.serving.answers import answer, error_schemas, until_gone
 from fastformer.serving.codes import AUTO, Detected
@@ -102,7 +102,7 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
             options = {"num_return_sequences": count, "num_beams": max(count, service.config.num_beams)}
         config, target = service.settings(options), codes.target(ask.target)
         kind = HtmlPage if ask.format == "html" else _Plain
-        pages = await service.front.front.aside(lambda: [kind(text) for text in texts], sum(map(len, texts)))
+        pages = await service.aside(lambda: [kind(text) for text in texts], sum(map(len, texts)))
         detected: list[Detected | None] = [
             (await service.detect(page.plain()))[0] if ask.source == AUTO else None for page in pages
         ]
@@ -116,7 +116,7 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
         whole: list[list[str]] = []
         for page in pages:
             count = len(page.texts)
-            whole.append(_versions(said[:count], page.filled))
+            whole.append(versions(said[:count], page.filled))
             said = said[count:]
         return answer(_told(ask, whole, detected))
 
@@ -230,13 +230,6 @@ class _Plain:
     def filled(self, texts: Sequence[str]) -> str:
         """Returns the text with the one in `texts` in its place."""
         return texts[0]
-
-
-def _versions(said: Sequence[Sequence[str]], filled: Callable[[Sequence[str]], str]) -> list[str]:
-    """Returns a text's translations, best first: the n-th joins the n-th best, or the last, of each part."""
-    most = max(map(len, said), default=1)
-    found = [filled([one[min(n, len(one) - 1)] for one in said]) for n in range(most)]
-    return list(dict.fromkeys(found))
 
 
 def _body(model: type[BaseModel]) -> dict[str, Any]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from fastformer import __version__
+from fastformer.encoding.modules import Array
 from fastformer.generation.completions import ChatIds, Completion, Piece, ScoredToken, merged
 from fastformer.serving.answers import EventStream, answer, behind, event, until_gone
-from fastformer.serving.embeddings import add_embeddings
 from fastformer.serving.encoder_service import EmbedService
 from fastformer.serving.generator_service import GenerateService
 from fastformer.serving.limits import Limits
@@ -22,6 +24,8 @@ from fastformer.serving.openai_bodies import (
     ChatBody,
     ChatCompletion,
     CompletionBody,
+    Embeddings,
+    EmbeddingsBody,
     GenerateBody,
     MessageBody,
     ModelBody,
@@ -48,7 +52,7 @@ def router(service: Service, limits: Limits) -> APIRouter:
         _add_completions(found, service, limits)
         _add_chat(found, service, limits)
     if isinstance(service, EmbedService):
-        add_embeddings(found, service, limits)
+        _add_embeddings(found, service, limits)
     return found
 
 
@@ -121,6 +125,63 @@ def _add_chat(found: APIRouter, service: GenerateService, limits: Limits) -> Non
         return await _respond(asked, http, _ChatForm(asked))
 
 
+def _add_embeddings(found: APIRouter, service: EmbedService, limits: Limits) -> None:
+    @found.post("/v1/embeddings", response_model=None, responses={200: {"model": Embeddings}, **ERRORS})
+    async def embeddings(body: EmbeddingsBody, http: Request) -> Response:
+        """Returns the embeddings of texts."""
+        check_model(body.model, service.name)
+        texts = _embedded_texts(body.input)
+        if len(texts) > limits.max_texts:
+            raise ApiError(f"expected at most {limits.max_texts} texts, got {len(texts):,}", param="input")
+        longest = max(map(len, texts))
+        if longest > limits.max_text_chars:
+            raise ApiError(
+                f"expected texts of at most {limits.max_text_chars:,} characters, got one of {longest:,}",
+                param="input",
+                code="string_above_max_length",
+            )
+        width = service.encoder.get_embedding_dimension()
+        if body.dimensions is not None and body.dimensions > width:
+            raise ApiError(f"expected dimensions of at most {width}, got {body.dimensions:,}", param="dimensions")
+        if body.prompt_name is not None and body.prompt_name not in service.encoder.prompts:
+            names = [*service.encoder.prompts]
+            raise ApiError(f"expected a prompt_name in {names}, got {body.prompt_name!r:.40}", param="prompt_name")
+        try:
+            work = service.embed(
+                texts,
+                prompt_name=body.prompt_name,
+                truncate_dim=body.dimensions,
+                cuts=body.truncate,
+                timeout=body.timeout,
+            )
+            encoded = await until_gone(http, work)
+        except ValueError as error:
+            raise ApiError(str(error), param="input") from error
+        is_packed = body.encoding_format == "base64"
+        rows = [
+            {"object": "embedding", "index": index, "embedding": _packed(row) if is_packed else row.tolist()}
+            for index, row in enumerate(encoded.rows)
+        ]
+        usage = {"prompt_tokens": encoded.num_tokens, "total_tokens": encoded.num_tokens}
+        return answer({"object": "list", "data": rows, "model": service.name, "usage": usage})
+
+
+def _embedded_texts(given: str | list[Any]) -> list[str]:
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts[0], str):
+        raise ApiError(
+            "expected input to be a text or a list of texts, got ids of tokens, which clients make for other models; "
+            "LangChain sends texts with check_embedding_ctx_length=False",
+            param="input",
+        )
+    return texts
+
+
+def _packed(row: Array) -> str:
+    """Packs the numbers of an embedding as OpenAI does: the base64 of fp32 in little endian."""
+    return base64.b64encode(np.ascontiguousarray(row, "<f4").tobytes()).decode("ascii")
+
+
 def _prompts(given: str | list[Any]) -> list[str | list[int]]:
     """Returns the prompts of a request as a list of texts or of lists of ids."""
     if isinstance(given, str) or isinstance(given[0], int):
@@ -184,7 +245,7 @@ class _Asked:
         ]
         # All greedy answers to a prompt are the same, so only one is computed.
         self.copies = 1 if self._options[0]["do_sample"] else self.count
-        self._asked = {
+        self._asked: dict[str, Any] = {
             "log_probs": alternatives is not None,
             "num_alternatives": alternatives or 0,
             "deadline": deadline,
@@ -206,12 +267,12 @@ class _Asked:
         return [each * self.copies for each in found]
 
     async def _collected(self, row: list[int], options: dict[str, Any]) -> AsyncIterator[list[Completion]]:
-        yield await self.service.complete(row, options, **self._asked)
+        yield await self.service.generator.complete(row, **options, **self._asked)
 
     def stream(self) -> AsyncIterator[tuple[int, Piece]]:
         """Yields the pieces of all prompts with the index of the prompt; all prompts are queued when this returns."""
         streams = [
-            self.service.stream(row, options, **self._asked)
+            self.service.generator.stream(row, **options, **self._asked)
             for row, options in zip(self.rows, self._options, strict=True)
         ]
         return merged(streams)
@@ -343,8 +404,8 @@ async def _respond(asked: _Asked, http: Request, form: _TextForm | _ChatForm) ->
 
 
 async def _events(
-    asked: _Asked, form: _TextForm | _ChatForm, pieces: AsyncIterator[tuple[int, Piece]]
-) -> AsyncIterator[bytes]:
+    asked: _Asked, form: _TextForm | _ChatForm, pieces: AsyncGenerator[tuple[int, Piece], None]
+) -> AsyncGenerator[bytes, None]:
     """Yields the events of a stream."""
     options = asked.body.stream_options
     counts = bool(options and options.include_usage)
@@ -370,4 +431,4 @@ async def _events(
             yield chunk([], asked.usage(new_tokens, sum(cached.values())))
         yield _DONE
     finally:
-        await pieces.aclose()  # type: ignore[attr-defined]
+        await pieces.aclose()

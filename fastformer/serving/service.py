@@ -6,16 +6,14 @@ import math
 import os
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from fastformer.checkpoints.hf import FAMILIES, model_type
 from fastformer.generation import AsyncTranslator, Translator
 from fastformer.generation.alignment import check_attention, cross_attention
-from fastformer.generation.async_front import AsyncFront, Stats
+from fastformer.generation.async_front import HasFront
 from fastformer.generation.async_translator import PartAnswer, TextStream
 from fastformer.generation.config import GenerationConfig, Precision
 from fastformer.generation.text_io import Item
@@ -29,10 +27,11 @@ _MOST_ATTENDED = 1_000  # characters of a text whose attention is returned: the 
 Kind: TypeAlias = Literal["translator", "generator", "encoder", "cross-encoder"]
 
 
-class Service(ABC):
+class Service(HasFront):
     """A model that works for many clients at once, inside of `async with`.
 
     Attributes:
+        front: the queue of the requests, with the thread that computes them.
         name: the model's name, which is its folder's.
         kind: the kind of model.
         limits: see `Limits`.
@@ -42,28 +41,6 @@ class Service(ABC):
 
     def __init__(self, name: str, limits: Limits) -> None:
         self.name, self.limits = name, limits
-
-    @property
-    @abstractmethod
-    def async_front(self) -> AsyncFront[Any]:
-        """The queue of the service's requests, with the thread that computes them."""
-
-    async def open(self) -> None:
-        """Starts the thread that computes."""
-        await self.async_front.__aenter__()
-
-    async def close(self, *, cancel: bool = False) -> None:
-        """Refuses new requests and ends after the running ones; with `cancel` without their answers."""
-        await self.async_front.close(cancel=cancel)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the service can answer: it is open, and its thread is running."""
-        return self.async_front.is_alive
-
-    def stats(self) -> Stats:
-        """Returns the current counters."""
-        return self.async_front.stats()
 
     def deadline(self, timeout: float | None = None) -> float:
         """Returns the time by which a request that arrives now has to be answered, as `time.monotonic` counts it.
@@ -99,15 +76,6 @@ class Service(ABC):
                 f"expected max_new_tokens of at most {limits.max_new_tokens:,}, got {config.max_new_tokens:,}"
             )
 
-    async def __aenter__(self) -> Service:
-        await self.open()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close(cancel=error is not None)
-
 
 class TranslateService(Service):
     """A translator as a service.
@@ -121,6 +89,7 @@ class TranslateService(Service):
         pair: the codes of source and target of a model without a choice of languages.
 
     Attributes:
+        async_translator: decodes the requests.
         codes: the codes of the languages.
         config: the decoding config that a request may override.
     """
@@ -139,20 +108,17 @@ class TranslateService(Service):
     ) -> None:
         super().__init__(name, limits or Limits())
         self.translator, self.codes = translator, Codes(translator, pair)
-        self.front = AsyncTranslator(
+        self.async_translator = AsyncTranslator(
             translator,
             max_waiting=self.limits.max_waiting,
             max_waiting_tokens=self.limits.max_waiting_tokens,
             when_full="refuse",
             engine=engine,
         )
-        self.config = self.front.settings(options or {})
+        self.front = self.async_translator.front
+        self.config = self.async_translator.settings(options or {})
         self.check_config(self.config)
         self._has_detected = False
-
-    @property
-    def async_front(self) -> AsyncFront[Any]:
-        return self.front.front
 
     @property
     def languages(self) -> list[str]:
@@ -162,9 +128,7 @@ class TranslateService(Service):
     async def detect(self, text: str) -> list[Detected]:
         """Returns the languages that a text may be in, the likeliest first."""
         # The first call loads the detector's model, which takes a moment, so it runs beside the event loop.
-        found = await self.front.front.aside(
-            lambda: self.codes.detect(text), len(text) if self._has_detected else sys.maxsize
-        )
+        found = await self.aside(lambda: self.codes.detect(text), len(text) if self._has_detected else sys.maxsize)
         self._has_detected = True
         return found
 
@@ -174,7 +138,7 @@ class TranslateService(Service):
         Raises:
             ValueError: an option is out of its range, or beyond the limits.
         """
-        found = self.front.settings(options, self.config)
+        found = self.async_translator.settings(options, self.config)
         self.check_config(found)
         return found
 
@@ -194,14 +158,14 @@ class TranslateService(Service):
             ValueError: a text can't be translated.
             QueueFull, TooLate, NotRunning, RuntimeError: see `AsyncFront.ask`.
         """
-        return await self.front.answers(
+        return await self.async_translator.answers(
             items, config, log_probs=scores, split=split, deadline=deadline,
             most_new_tokens=self.limits.max_new_tokens, most_parts=self.limits.max_sentences,
         )  # fmt: skip
 
     async def stream(self, item: Item, config: GenerationConfig, *, split: bool, deadline: float) -> TextStream:
         """Streams a text's translation; the text is queued when this returns. See `translate`."""
-        return await self.front.begin(
+        return await self.async_translator.begin(
             item, config, split=split, deadline=deadline,
             most_new_tokens=self.limits.max_new_tokens, most_parts=self.limits.max_sentences,
         )  # fmt: skip
@@ -214,7 +178,7 @@ class TranslateService(Service):
         """
         pairs = [part.answer.sequences[0] for part in parts if part.answer is not None and part.answer.sequences]
         # The model's thread runs this between two steps.
-        weights = await self.front.front.call(lambda: cross_attention(self.translator.model, pairs))
+        weights = await self.front.call(lambda: cross_attention(self.translator.model, pairs))
         tokenizer = self.translator.tokenizer
         source_tokens = getattr(tokenizer, "source_tokens", tokenizer.tokens)
         found = Attention([], [], [])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from fastformer import __version__
@@ -14,6 +14,7 @@ from fastformer.encoding.scheduler import STEP_TOKENS
 from fastformer.serving.answers import answer, error_schemas, until_gone
 from fastformer.serving.encoder_service import NOTHING, SIGMOID, EmbedService, RankService
 from fastformer.serving.limits import Limits
+from fastformer.serving.openai_bodies import Body
 from fastformer.serving.service import Service
 
 # The HTTP status of each of TEI's error types, and the type for a status that comes from elsewhere.
@@ -21,32 +22,35 @@ _STATUS = {"empty": 400, "validation": 422, "tokenizer": 422, "backend": 424, "o
 _TYPES = {400: "validation", 401: "unauthorized", 404: "not_found", 413: "validation", 503: "unhealthy"}
 _TYPES |= {status: kind for kind, status in _STATUS.items() if status > 400 and kind != "tokenizer"}
 
-Timeout: TypeAlias = Annotated[float, Field(gt=0)] | None
 
+class _Body(Body):
+    """The fields of all requests.
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+    Attributes:
+        truncate: cut texts that are too long; without it they are an error. truncation_direction "left" is refused.
+        timeout: seconds after which the request fails; at most the server's limit.
+    """
+
+    truncate: bool | None = None
+    truncation_direction: Literal["left", "right", "Left", "Right"] = "right"
+    timeout: Annotated[float, Field(gt=0)] | None = None
 
 
 class EmbedBody(_Body):
     """The body of a POST /embed request. Ids of tokens are refused: clients make them for another model's vocabulary.
 
     Attributes:
-        truncate: cut texts that are too long; without it they are an error. truncation_direction "left" is refused.
         normalize: divide each embedding by its length.
     """
 
     inputs: str | list[str]
-    truncate: bool | None = None
-    truncation_direction: Literal["left", "right", "Left", "Right"] = "right"
     prompt_name: str | None = None
     normalize: bool | None = True
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    timeout: Timeout = None
 
 
 class RerankBody(_Body):
-    """The body of a POST /rerank request; see `EmbedBody`.
+    """The body of a POST /rerank request.
 
     Attributes:
         raw_scores: return the model's raw scores; without it a sigmoid maps them to numbers from 0 to 1.
@@ -55,28 +59,23 @@ class RerankBody(_Body):
 
     query: str
     texts: list[str]
-    truncate: bool | None = None
-    truncation_direction: Literal["left", "right", "Left", "Right"] = "right"
     raw_scores: bool = False
     return_text: bool = False
-    timeout: Timeout = None
 
 
 Single: TypeAlias = Annotated[list[str], Field(min_length=1, max_length=2)]
 
 
 class PredictBody(_Body):
-    """The body of a POST /predict request; see `EmbedBody` and `RerankBody`.
+    """The body of a POST /predict request.
 
     Attributes:
         inputs: a text; two texts, which are one pair; or a list of lists of one text or two.
+        raw_scores: see `RerankBody`.
     """
 
     inputs: str | Single | list[Single]
-    truncate: bool | None = None
-    truncation_direction: Literal["left", "right", "Left", "Right"] = "right"
     raw_scores: bool = False
-    timeout: Timeout = None
 
 
 class ErrorBody(BaseModel):
@@ -276,7 +275,7 @@ def _predictions(row: Sequence[float], labels: Sequence[str]) -> list[dict[str, 
     return [{"score": row[place], "label": labels[place]} for place in order]
 
 
-def _check(body: EmbedBody | RerankBody | PredictBody, inputs: Sequence[Sequence[str]], limits: Limits) -> None:
+def _check(body: _Body, inputs: Sequence[Sequence[str]], limits: Limits) -> None:
     """Checks the fields that all bodies share."""
     if not inputs:
         raise TeiError("empty", "expected at least one text, got none")

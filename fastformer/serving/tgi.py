@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from fastformer.generation.completions import FinishReason, Piece, ScoredToken
 from fastformer.serving import tei
 from fastformer.serving.answers import EventStream, answer, behind, event, until_gone
 from fastformer.serving.generator_service import GenerateService
 from fastformer.serving.limits import Limits
-from fastformer.serving.openai_bodies import EVENTS, LEAST_LOG_PROB, Stop
+from fastformer.serving.openai_bodies import EVENTS, LEAST_LOG_PROB, Body, Stop
 from fastformer.serving.service import Service
 from fastformer.serving.tei import ERRORS, TeiError
 
@@ -25,10 +25,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-class Parameters(BaseModel):
+class Parameters(Body):
     """The options of a text's continuation."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
     max_new_tokens: Annotated[int, Field(ge=1)] | None = None
     do_sample: bool | None = None
@@ -50,10 +48,8 @@ class Parameters(BaseModel):
     watermark: Any = None
 
 
-class GenerateBody(BaseModel):
+class GenerateBody(Body):
     """The body of a POST /generate request."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
     inputs: Annotated[str, Field(min_length=1)]
     parameters: Parameters = Parameters()
@@ -122,14 +118,14 @@ def router(service: Service, limits: Limits) -> APIRouter:
         room = service.generator.max_len - len(ids)
         usual = min(room, _USUAL, limits.max_new_tokens)
         options["max_new_tokens"] = min(room, body.parameters.max_new_tokens or usual)
-        asked = {"log_probs": bool(body.parameters.details), "deadline": deadline}
+        asked: dict[str, Any] = {"log_probs": bool(body.parameters.details), "deadline": deadline}
         said = _Said(body, service)
         if body.stream:
-            pieces = service.stream(ids, options, **asked)
+            pieces = service.generator.stream(ids, **options, **asked)
             # An error before the first piece becomes an HTTP error.
             first = await until_gone(http, anext(pieces))
             return EventStream(_events(said, len(ids), behind(first, pieces)), error_fields)
-        [whole] = await until_gone(http, service.complete(ids, options, **asked))
+        [whole] = await until_gone(http, service.generator.complete(ids, **options, **asked))
         text = (body.inputs if body.parameters.return_full_text else "") + whole.text
         if not body.parameters.details:
             return answer({"generated_text": text})
@@ -197,7 +193,7 @@ class _Said:
         }
 
 
-async def _events(said: _Said, prompt_length: int, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
+async def _events(said: _Said, prompt_length: int, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
     """Yields an event for each token. Their texts joined are the whole text; a part may come with a later token."""
     text = said.prompt
     tokens: list[ScoredToken] = []
@@ -219,4 +215,4 @@ async def _events(said: _Said, prompt_length: int, pieces: AsyncIterator[Piece])
                     held["details"] = said.details(tokens, piece.finish_reason) | {"input_length": prompt_length}
                 yield event(held)
     finally:
-        await pieces.aclose()  # type: ignore[attr-defined]
+        await pieces.aclose()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -181,7 +181,7 @@ def _told(parts: Sequence[PartAnswer], ask: Ask) -> dict[str, Any]:
 
 async def _events(
     service: TranslateService, pieces: TextStream, attention: bool, detected: Sequence[str | None]
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes, None]:
     said: list[str] = []
     async for piece in pieces:
         said.append(piece)

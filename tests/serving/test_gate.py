@@ -98,7 +98,7 @@ async def test_a_full_queue_is_429_with_a_time(translator_folder) -> None:
     service: Any = open_service(translator_folder, limits=Limits(max_waiting=2), max_batch_size=1)
     async with serving(service) as client:
         gate = threading.Event()
-        held = asyncio.ensure_future(service.front.front.call(lambda: gate.wait(5)))
+        held = asyncio.ensure_future(service.front.call(lambda: gate.wait(5)))
         await asyncio.sleep(0.05)
         tasks = [asyncio.ensure_future(client.post("/v1/translate", json={"text": "a"})) for _ in range(6)]
         while service.stats().refused < 4:
@@ -129,7 +129,7 @@ async def test_refused_bodies_are_not_read(translator_folder) -> None:
     service.check_texts = counted
     async with serving(service, keys=KEYS) as client:
         gate = threading.Event()
-        held = asyncio.ensure_future(service.front.front.call(lambda: gate.wait(5)))
+        held = asyncio.ensure_future(service.front.call(lambda: gate.wait(5)))
         await asyncio.sleep(0.05)
         key = {"Authorization": f"Bearer {KEYS[0]}"}
         posts = [client.post("/v1/translate", json={"text": "a"}, headers=key) for _ in range(50)]
@@ -157,7 +157,7 @@ async def test_if_the_thread_has_died_every_request_is_503(translator_folder) ->
     service: Any = open_service(translator_folder)
     async with serving(service) as client:
         assert (await client.get("/health")).status_code == (await client.get("/ready")).status_code == 200
-        await service.front.front.call(lambda: setattr(service.front.front, "_run", None))
+        await service.front.call(lambda: setattr(service.front, "_run", None))
         for _ in range(2):
             assert (await client.post("/v1/translate", json={"text": "a"})).status_code == 503
         assert (await client.get("/health")).status_code == (await client.get("/ready")).status_code == 503
@@ -172,10 +172,10 @@ async def test_an_error_of_the_model_is_500_and_contains_no_text(translator_fold
 
     caplog.set_level(logging.INFO, "fastformer")
     async with serving(service) as client:
-        opened, service.front._engine.open = service.front._engine.open, fails
+        opened, service.async_translator._engine.open = service.async_translator._engine.open, fails
         answer = await client.post("/v1/translate", json={"text": "a secret text"})
         assert answer.status_code == 500 and answer.json()["error"]["code"] == 500
-        service.front._engine.open = opened
+        service.async_translator._engine.open = opened
         assert (await client.post("/v1/translate", json={"text": "a"})).status_code == 200
 
     assert "no room at all" in caplog.text and "secret" not in caplog.text
