@@ -87,7 +87,7 @@ class BPETokenizer:
     words_begin_with_space = True
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        form = _form_of(backend) if hasattr(backend, "id_to_token") else None
+        form = form_of(backend) if hasattr(backend, "id_to_token") else None
         if form is None:
             raise ValueError("expected a tokenizer that train_bpe made; load_tokenizer reads those of other programs")
         values = json.loads(backend.to_str())
@@ -337,13 +337,8 @@ def _pipeline(model: tokenizers.models.BPE, form: TextForm, user_tokens: Sequenc
     return backend
 
 
-def is_our_bpe(backend: tokenizers.Tokenizer) -> bool:
-    """Returns whether `train_bpe` made this tokenizer, by its special ids and by its parts other than the model."""
-    return _form_of(backend) is not None
-
-
-def _form_of(backend: tokenizers.Tokenizer) -> TextForm | None:
-    """Returns the `TextForm` of a tokenizer that `train_bpe` made, or None for any other tokenizer."""
+def form_of(backend: tokenizers.Tokenizer) -> TextForm | None:
+    """Returns the form of a tokenizer that `train_bpe` made; None for any other, by its special ids or by its parts."""
     first = [*SPECIAL_TOKENS, *(f"<0x{byte:02X}>" for byte in range(NUM_BYTES))]
     if [backend.id_to_token(i) for i in range(len(first))] != first:
         return None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastformer.data.checks import check_text, check_texts, checked_ids
-from fastformer.data.model_tokenizers import ModelTokenizer, piece_model, read_piece_model
+from fastformer.data.model_tokenizers import ModelTokenizer, check_largest, piece_model, read_piece_model
 from fastformer.data.tokenizer import library_errors, read_backend, visible
 from fastformer.special_ids import SpecialIds
 
@@ -158,9 +158,7 @@ class BackendEncoderTokenizer(EncoderTokenizer):
         **options: Any,
     ) -> None:
         super().__init__(vocab_size, special_ids, max_len, **options)
-        largest = max(backend.get_vocab().values(), default=0)
-        if largest >= vocab_size:
-            raise ValueError(f"expected ids below {vocab_size}, got {largest}: is it another model's tokenizer?")
+        check_largest(max(backend.get_vocab().values(), default=0), vocab_size)
         backend.no_padding()
         backend.no_truncation()
         backend.encode_special_tokens = True  # "[SEP]" that is spelled out in a text is ordinary text
@@ -207,12 +205,12 @@ class BackendEncoderTokenizer(EncoderTokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decodes ids to text, without special tokens."""
-        kept = list(checked_ids(ids, self._vocab_size))
+        kept = list(checked_ids(ids, self.vocab_size))
         with library_errors(f"{self._name} can't decode these ids"):
             return str(self._backend.decode(kept, skip_special_tokens=True))
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        return [visible(self._backend.id_to_token(i)) for i in checked_ids(ids, self._vocab_size)]
+        return [visible(self._backend.id_to_token(i)) for i in checked_ids(ids, self.vocab_size)]
 
     def _values(self) -> dict[str, Any]:
         return {**super()._values(), "backend": json.loads(self._backend.to_str())}
@@ -275,14 +273,14 @@ class PieceEncoderTokenizer(EncoderTokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         """Decodes ids to text, without special tokens."""
         known = range(self._UNK + 1, self._size + self._SHIFT)
-        kept = [i - self._SHIFT for i in checked_ids(ids, self._vocab_size) if i in known]
+        kept = [i - self._SHIFT for i in checked_ids(ids, self.vocab_size) if i in known]
         return str(self._processor.decode(kept))
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
         special = {self._BOS: "<s>", self._PAD: "<pad>", self._EOS: "</s>", self._UNK: "<unk>"}
         known = range(self._UNK + 1, self._size + self._SHIFT)
         own = self._processor.id_to_piece
-        each = checked_ids(ids, self._vocab_size)
+        each = checked_ids(ids, self.vocab_size)
         return [visible(special.get(i) or (own(i - self._SHIFT) if i in known else None)) for i in each]
 
     def _values(self) -> dict[str, Any]:

@@ -37,6 +37,9 @@ class ModelTokenizer:
         languages: the languages that the model can be told. If translations begin with a language's token, `decode`
             omits it. None: the model isn't told a language.
 
+    Attributes:
+        vocab_size, special_ids, languages: the same.
+
     Raises:
         ValueError: a language beyond vocab_size.
     """
@@ -44,20 +47,10 @@ class ModelTokenizer:
     type: ClassVar[str]  # in tokenizer.json
 
     def __init__(self, vocab_size: int, special_ids: SpecialIds, languages: Languages | None = None) -> None:
-        self._vocab_size, self._special_ids, self.languages = vocab_size, special_ids, languages
+        self.vocab_size, self.special_ids, self.languages = vocab_size, special_ids, languages
         tokens = () if languages is None else languages.ids.values()
-        _check_largest(max(tokens, default=0), vocab_size)
+        check_largest(max(tokens, default=0), vocab_size)
         self._unsaid = frozenset(() if languages is None or languages.places == "asked" else tokens)
-
-    @property
-    def special_ids(self) -> SpecialIds:
-        """The model's special ids."""
-        return self._special_ids
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of the model's ids."""
-        return self._vocab_size
 
     def encode(self, text: str) -> list[int]:
         """Encodes a source to its ids, without EOS."""
@@ -82,14 +75,14 @@ class ModelTokenizer:
 
     def _said(self, ids: Iterable[int]) -> list[int]:
         """Returns the ids that represent text, up to EOS; some may be special tokens."""
-        return [i for i in until_eos(ids, self._special_ids, self._vocab_size) if i not in self._unsaid]
+        return [i for i in until_eos(ids, self.special_ids, self.vocab_size) if i not in self._unsaid]
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes tokenizer.json."""
         values = {
             "type": self.type,
-            "vocab_size": self._vocab_size,
-            "special_ids": asdict(self._special_ids),
+            "vocab_size": self.vocab_size,
+            "special_ids": asdict(self.special_ids),
             **({} if self.languages is None else {"languages": self.languages.to_dict()}),
             **self._values(),
         }
@@ -127,7 +120,7 @@ class BackendTokenizer(ModelTokenizer):
         languages: Languages | None = None,
     ) -> None:
         super().__init__(vocab_size, special_ids, languages)
-        _check_largest(max(backend.get_vocab().values(), default=0), vocab_size)
+        check_largest(max(backend.get_vocab().values(), default=0), vocab_size)
         backend.no_padding()
         backend.no_truncation()
         backend.encode_special_tokens = True  # "</s>" in a text is ordinary text
@@ -149,7 +142,7 @@ class BackendTokenizer(ModelTokenizer):
             return str(self._backend.decode(kept, skip_special_tokens=True))
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        return [visible(self._backend.id_to_token(i)) for i in checked_ids(ids, self._vocab_size)]
+        return [visible(self._backend.id_to_token(i)) for i in checked_ids(ids, self.vocab_size)]
 
     def _values(self) -> dict[str, Any]:
         return {"bos": self._bos[0] if self._bos else None, "backend": json.loads(self._backend.to_str())}
@@ -191,10 +184,10 @@ class SentencePieceTokenizer(ModelTokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         """Decodes ids to text: skips special tokens and ids without a piece, stops at EOS."""
         kept = self._said(ids)
-        return str(self._processor.decode([i for i in kept if i < self._size and i != self._special_ids.unk]))
+        return str(self._processor.decode([i for i in kept if i < self._size and i != self.special_ids.unk]))
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        each = checked_ids(ids, self._vocab_size)
+        each = checked_ids(ids, self.vocab_size)
         return [visible(self._processor.id_to_piece(i) if i < self._size else None) for i in each]
 
     def _values(self) -> dict[str, Any]:
@@ -228,7 +221,7 @@ class PieceTokenizer(ModelTokenizer):
         super().__init__(vocab_size, special_ids, languages)
         if special_ids.unk is None:
             raise ValueError("expected an id for pieces that the vocabulary lacks, got none")
-        _check_largest(max(vocab.values(), default=0), vocab_size)
+        check_largest(max(vocab.values(), default=0), vocab_size)
         self._processor, self._vocab, self._unk = processor, dict(vocab), special_ids.unk
         self._pieces = {i: piece for piece, i in vocab.items()}
         self._names = self._pieces | ({} if languages is None else {i: name for name, i in languages.ids.items()})
@@ -247,7 +240,7 @@ class PieceTokenizer(ModelTokenizer):
         return str(self._processor.decode_pieces(pieces)).replace("▁", " ").strip()
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        return [visible(self._names.get(i)) for i in checked_ids(ids, self._vocab_size)]
+        return [visible(self._names.get(i)) for i in checked_ids(ids, self.vocab_size)]
 
     def _values(self) -> dict[str, Any]:
         return {"model": piece_model(self._processor), "vocab": self._vocab}
@@ -285,7 +278,7 @@ class MarianTokenizer(ModelTokenizer):
         super().__init__(vocab_size, special_ids, languages)
         if special_ids.unk is None:
             raise ValueError("expected an id for pieces that the vocabulary lacks, got none")
-        _check_largest(max(target_vocab.values(), default=0), vocab_size)
+        check_largest(max(target_vocab.values(), default=0), vocab_size)
         self._source, self._target, self._unk = source, target, special_ids.unk
         self._source_vocab, self._target_vocab = dict(source_vocab), dict(target_vocab)
         self._source_pieces = {i: piece for piece, i in source_vocab.items()}
@@ -310,12 +303,12 @@ class MarianTokenizer(ModelTokenizer):
         return [vocab.get(piece, self._unk) for piece in [*pieces, *processor.encode(text, out_type=str)]]
 
     def decode(self, ids: Iterable[int]) -> str:
-        kept = [i for i in until_eos(ids, self._special_ids, self._vocab_size) if i != self._unk]
+        kept = [i for i in until_eos(ids, self.special_ids, self.vocab_size) if i != self._unk]
         pieces = [self._target_pieces[i] for i in kept if i in self._target_pieces]
         return str(self._target.decode_pieces(pieces)).replace("▁", " ").strip()
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        return [visible(self._target_pieces.get(i)) for i in checked_ids(ids, self._vocab_size)]
+        return [visible(self._target_pieces.get(i)) for i in checked_ids(ids, self.vocab_size)]
 
     def source_tokens(self, ids: Iterable[int]) -> list[str]:
         """Returns the piece of each id of a source."""
@@ -446,6 +439,7 @@ def read_piece_model(file: Path, model: str) -> sentencepiece.SentencePieceProce
     return read_sentencepiece(file, base64.b64decode(model, validate=True))
 
 
-def _check_largest(largest: int, vocab_size: int) -> None:
+def check_largest(largest: int, vocab_size: int) -> None:
+    """Raises a ValueError for an id beyond the vocabulary."""
     if largest >= vocab_size:
         raise ValueError(f"expected ids below {vocab_size}, got {largest}: is it another model's tokenizer?")

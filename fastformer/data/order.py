@@ -8,48 +8,24 @@ of (seed, epoch, window); the position of a training in it is (epoch, window, ba
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fastformer.data.batching import longest_sides, plan_epoch
-from fastformer.data.examples import Example, Examples
+from fastformer.data.examples import Examples
+from fastformer.data.shards.reading import ShardedExamples
 
 _NEXT_WINDOW = 1_000_000_007  # the difference between the seeds of neighbouring windows
-
-
-class WindowedExamples(Protocol):
-    """Examples that an epoch reads window by window."""
-
-    @property
-    def num_windows(self) -> int:
-        """The number of windows of an epoch."""
-
-    @property
-    def longest(self) -> int:
-        """The number of tokens of the longest side of any example."""
-
-    def window(self, seed: int, epoch: int, window: int) -> Tensor:
-        """Returns the indices of a window's examples in the order in which they are stored, (examples,) int64."""
-
-    def lengths_at(self, indices: Sequence[int] | Tensor) -> Tensor:
-        """Returns the source and target lengths of some examples, (n, 2) int64."""
-
-    def weights_at(self, indices: Tensor) -> Tensor | None:
-        """Returns how often an epoch contains each of some examples, (n,) fp32; None: once."""
-
-    def __getitem__(self, index: int, /) -> Example:
-        """Returns one example."""
 
 
 class Order:
     """The choice of the examples that form the batches of a training.
 
     Args:
-        examples: the examples, in memory or in windows.
+        examples: the examples, in memory or in shards.
         max_tokens, batching, seed: see `plan_epoch`.
-        weights: (examples,) how often an epoch contains each example in memory; examples in windows bring their own.
+        weights: (examples,) how often an epoch contains each example in memory; shards bring their own.
 
     Raises:
         ValueError: an example that is longer than max_tokens.
@@ -57,7 +33,7 @@ class Order:
 
     def __init__(
         self,
-        examples: Examples | WindowedExamples,
+        examples: Examples | ShardedExamples,
         *,
         max_tokens: int,
         batching: str,
@@ -65,7 +41,7 @@ class Order:
         weights: Tensor | None = None,
     ) -> None:
         self._max_tokens, self._batching, self._seed = max_tokens, batching, seed
-        self._windows: WindowedExamples | None = None
+        self._windows: ShardedExamples | None = None
         if isinstance(examples, Examples):
             self._lengths, self._weights = examples.lengths, weights
             longest_sides(self._lengths, max_tokens)

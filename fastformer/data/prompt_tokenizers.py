@@ -186,10 +186,10 @@ class PiecePromptTokenizer(SentencePieceTokenizer):
         """Decodes ids to text: skips special tokens and ids without a token, stops at EOS."""
         said = ""
         run: list[int] = []
-        for i in [*until_eos(ids, self._special_ids, self._vocab_size), None]:
+        for i in [*until_eos(ids, self.special_ids, self.vocab_size), None]:
             token = None if i is None else self._names.get(i)
             if i is not None and token is None:
-                if i < self._size and i != self._special_ids.unk:
+                if i < self._size and i != self.special_ids.unk:
                     run.append(i)
                 continue
             said, run = said + str(self._processor.decode(run)), []
@@ -197,7 +197,7 @@ class PiecePromptTokenizer(SentencePieceTokenizer):
         return said
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        each = checked_ids(ids, self._vocab_size)
+        each = checked_ids(ids, self.vocab_size)
         own = self._processor.id_to_piece
         return [visible(self._names.get(i) or (own(i) if i < self._size else None)) for i in each]
 

@@ -57,22 +57,14 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class Texts:
-    """Consecutive texts of a column."""
-
-    texts: list[Row]
-
-    def rows(self) -> list[Row]:
-        """Yields each text, or a description of its fault."""
-        return self.texts
-
-
-@dataclass(frozen=True)
 class PairBlock:
-    """A block of pairs: equally many lines of source and target, or lines that hold both sides (`target` None)."""
+    """A block of pairs: equally many lines of source and target, or lines that hold both sides (`target` None).
 
-    source: Lines | Texts
-    target: Lines | Texts | None
+    A side is lines of a file, or rows of a column.
+    """
+
+    source: Lines | list[Row]
+    target: Lines | list[Row] | None
 
     def pairs(self, *, skip_bad: bool) -> tuple[list[tuple[str, str]], list[BadLine]]:
         """Returns the good pairs and the bad lines.
@@ -84,7 +76,8 @@ class PairBlock:
             assert isinstance(self.source, Lines)
             rows = list(parse_tsv(self.source.data, self.source.name, first=self.source.first))
         else:
-            rows = list(zip(self.source.rows(), self.target.rows(), strict=True))
+            sides = (side.rows() if isinstance(side, Lines) else side for side in (self.source, self.target))
+            rows = list(zip(*sides, strict=True))
         return sort_out(rows, skip_bad=skip_bad)
 
 
@@ -300,9 +293,9 @@ class _Texts:
         self._waiting += itertools.islice(self._texts, max(0, count - len(self._waiting)))
         return min(count, len(self._waiting))
 
-    def take(self, count: int) -> Texts:
+    def take(self, count: int) -> list[Row]:
         """Returns the next `count` texts."""
-        found, self._waiting = Texts(self._waiting[:count]), self._waiting[count:]
+        found, self._waiting = self._waiting[:count], self._waiting[count:]
         self._taken += count
         return found
 

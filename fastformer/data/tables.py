@@ -16,7 +16,6 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fastformer.data.files import is_there, open_bytes
 
@@ -204,7 +203,7 @@ def _of_lines(file: str, column: str, rows: Iterator[tuple[int, Sequence[str]]])
     if column in first[1]:
         place = first[1].index(column)
     elif column.isdecimal() and int(column) > 0:
-        place, rows = int(column) - 1, _again(first, rows)
+        place, rows = int(column) - 1, itertools.chain([first], rows)
         if place >= len(first[1]):
             raise ValueError(f"expected a column {column} in {file}, got {len(first[1])} columns in its first line")
     else:
@@ -214,11 +213,6 @@ def _of_lines(file: str, column: str, rows: Iterator[tuple[int, Sequence[str]]])
             yield number, BadRow("too short", f"expected a column {column}, got a line of {len(row)} fields")
         else:
             yield number, _as_text(row[place], column)
-
-
-def _again(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
-    yield first
-    yield from rest
 
 
 def _look_up(row: object, column: str) -> object:

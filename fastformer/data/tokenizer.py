@@ -75,8 +75,6 @@ class ByteTokenizer:
 
     special_ids = SpecialIds()
     _first = len(SPECIAL_TOKENS)
-    _user = UserTokens()
-    _user_ids: Mapping[str, int] = {}
 
     def __init__(self, user_tokens: Iterable[str] = (), *, drop_user_tokens: bool = False) -> None:
         self._user = UserTokens(user_tokens, is_dropped=drop_user_tokens)

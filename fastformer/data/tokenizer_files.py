@@ -7,7 +7,6 @@ foreign model and the three ids into one tokenizer.json, so that a run needs no 
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -16,10 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastformer.data import pair
-from fastformer.data.bpe import BPETokenizer, is_our_bpe
+from fastformer.data.bpe import BPETokenizer, form_of
 from fastformer.data.checks import SPECIAL_TOKENS, check_text, checked_ids, until_eos
 from fastformer.data.encoder_tokenizers import ENCODER_TOKENIZERS, saved_encoder_tokenizer
-from fastformer.data.model_tokenizers import MODEL_TOKENIZERS, read_sentencepiece, saved_model_tokenizer
+from fastformer.data.model_tokenizers import (
+    MODEL_TOKENIZERS,
+    piece_model,
+    read_piece_model,
+    read_sentencepiece,
+    saved_model_tokenizer,
+)
 from fastformer.data.prompt_tokenizers import PROMPT_TOKENIZERS, saved_prompt_tokenizer
 from fastformer.data.tokenizer import (
     BYTES,
@@ -227,10 +232,7 @@ class SentencePieceModel:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the model file as text."""
-        return {
-            "library": "sentencepiece",
-            "model": base64.b64encode(self._processor.serialized_model_proto()).decode("ascii"),
-        }
+        return {"library": "sentencepiece", "model": piece_model(self._processor)}
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
@@ -275,8 +277,7 @@ def _saved(file: Path, values: dict[str, Any]) -> Tokenizer:
     """Loads a tokenizer that `ForeignTokenizer.save` wrote."""
     ids = ForeignIds(**values["special_ids"])
     if values["library"] == "sentencepiece":
-        data = base64.b64decode(values["model"], validate=True)
-        return ForeignTokenizer(SentencePieceModel(read_sentencepiece(file, data)), ids)
+        return ForeignTokenizer(SentencePieceModel(read_piece_model(file, values["model"])), ids)
     return ForeignTokenizer(HuggingFaceModel(read_backend(file, values["model"]), str(file)), ids)
 
 
@@ -306,7 +307,7 @@ def _tokenizer_json(file: Path, values: dict[str, Any]) -> Tokenizer:
             f"expected {file} to hold a 'model', as every {TOKENIZER} does, got {keys}: is it another file?"
         )
     backend = read_backend(file, values)
-    if is_our_bpe(backend):
+    if form_of(backend) is not None:
         return BPETokenizer(backend)
     model = HuggingFaceModel(backend, str(file))
     return ForeignTokenizer(model, _huggingface_ids(file.parent, backend, values["model"]))

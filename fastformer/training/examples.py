@@ -19,7 +19,6 @@ from fastformer import console
 from fastformer.data import ByteTokenizer, Examples, PairTokenizer, Tokenizer, load_tokenizer, train_bpe
 from fastformer.data.bpe import Spaces
 from fastformer.data.examples import encode_pair, windows
-from fastformer.data.shards.manifest import own_tokenizer
 from fastformer.data.shards.reading import ShardedExamples, read_examples
 from fastformer.data.text import read_documents, read_pairs, read_tsv
 from fastformer.data.tokenizer import NUM_BYTES, line_pieces
@@ -97,7 +96,8 @@ def _load_shards(config: TrainConfig, tokenizer: Tokenizer | None) -> Data:
             f"expected {name} of at least the {manifest.longest} tokens that the longest example in {folder} has, got "
             f"{most}: give --{name} {manifest.settings.get(name, manifest.longest)}"
         )
-    own = own_tokenizer(folder, manifest)
+    own = load_tokenizer(folder)
+    manifest.check_tokenizer(own, f"that of {folder}")
     if tokenizer is not None:
         manifest.check_tokenizer(tokenizer, "that of the run")
     elif config.tokenizer not in WORDS:

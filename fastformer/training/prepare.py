@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -180,12 +179,8 @@ class _Preparation:
         """Makes the tokenizer, trained on a sample of all sources if the settings ask for it."""
         if (self.work / TOKENIZER).is_file():
             return load_tokenizer(self.work)
-        config = self.config
-        if self.recipe.kind == "text":
-            tokenizer = make_tokenizer(config, self._sample() if config.tokenizer == "bpe" else [])
-        else:
-            tokenizer = tokenizer_of(config, self._sample() if config.tokenizer == "bpe" else [])
-        tokenizer.save(self.work)
+        make = make_tokenizer if self.recipe.kind == "text" else tokenizer_of
+        make(self.config, self._sample() if self.config.tokenizer == "bpe" else []).save(self.work)
         return load_tokenizer(self.work)
 
     def _sample(self) -> list[Any]:
@@ -329,14 +324,8 @@ def _number_of_shards(origins: Sequence[_Origin]) -> int:
 
 def _settings(config: TrainConfig, kind: str, shards: int, bpe_characters: int) -> dict[str, Any]:
     """Returns everything but the text on which the bytes of the shards depend."""
-    names = [f.name for f in fields(Tokens)] + [
-        "seed",
-        "skip_bad_lines",
-        "val_source",
-        "val_target",
-        "val_tsv",
-        "val_text",
-    ]
+    names = [f.name for f in fields(Tokens)]
+    names += ["seed", "skip_bad_lines", "val_source", "val_target", "val_tsv", "val_text"]
     names += ["seqlen"] if kind == "text" else ["max_len", *(f.name for f in fields(Filters))]
     values = {name: getattr(config, name) for name in names}
     return {"shards": shards, "bpe_characters": bpe_characters, **values}
@@ -410,14 +399,8 @@ def _told(reasons: Iterable[Counter[str]]) -> str:
 
 def _bar(items: Iterable[Item], what: str, unit: str, total: int | None = None) -> Iterable[Item]:
     """Yields the same items, with a progress bar if a terminal and tqdm are available."""
-    if console.is_terminal(sys.stderr):
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            return items
-        bar: Iterable[Item] = tqdm(items, what, total, unit=unit, dynamic_ncols=True, leave=False)
-        return bar
-    return items
+    bar = console.progress_bar(iterable=items, desc=what, total=total, unit=unit, dynamic_ncols=True, leave=False)
+    return items if bar is None else bar
 
 
 def summary(manifest: Manifest) -> str:

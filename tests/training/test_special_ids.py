@@ -36,6 +36,7 @@ class RenamedBytes(ByteTokenizer):
     """A tokenizer of bytes with other ids."""
 
     def __init__(self, ids: SpecialIds, names: Sequence[int] = range(259)) -> None:
+        super().__init__()
         self.special_ids, self.names = ids, names
 
     def encode(self, text: str) -> list[int]:

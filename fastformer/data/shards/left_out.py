@@ -39,10 +39,6 @@ class LeftOut:
     held_out: list[int]
     validation: list[tuple[tuple[str, ...], tuple[int, int]]]
 
-    def of(self, block: int, begin: int, end: int) -> Array:
-        """Returns which of the rows from `begin` to `end` of a block are omitted, as booleans."""
-        return bits(self.mask, self.starts[block] + begin, self.starts[block] + end)
-
 
 def bits(mask: Array, begin: int, end: int) -> Array:
     """Returns the bits from `begin` to `end` of a mask of `numpy.packbits`, as booleans."""

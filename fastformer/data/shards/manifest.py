@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from fastformer.data.pair import contents
 from fastformer.data.shards.arrow_file import sha256_of
 from fastformer.data.tokenizer import Tokenizer
-from fastformer.data.tokenizer_files import load_tokenizer
 from fastformer.files import is_plain_file, read_json, write_atomically
 
 INDEX = "index.json"
@@ -132,10 +131,11 @@ class Manifest:
     validation: Stored
     validation_texts: Stored | None = None
     validation_characters: int = 0
-    longest: int = field(init=False, default=0)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "longest", max((shard.longest for shard in self.shards), default=0))
+    @property
+    def longest(self) -> int:
+        """The number of tokens on the longest side of any example."""
+        return max((shard.longest for shard in self.shards), default=0)
 
     @property
     def examples(self) -> int:
@@ -145,7 +145,6 @@ class Manifest:
     def save(self, folder: Path) -> None:
         """Writes index.json, which makes a folder complete."""
         values = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        del values["longest"]
         write_atomically(folder / INDEX, json.dumps(values, indent=1, ensure_ascii=False).encode() + b"\n")
 
     @classmethod
@@ -206,14 +205,3 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
     """Computes a SHA-256 of everything that determines a tokenizer, independently of its file."""
     text = json.dumps(contents(tokenizer), sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def own_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
-    """Reads the tokenizer in a folder of shards.
-
-    Raises:
-        ValueError: the tokenizer is damaged, or the shards were made with another one.
-    """
-    tokenizer = load_tokenizer(folder)
-    manifest.check_tokenizer(tokenizer, f"that of {folder}")
-    return tokenizer
