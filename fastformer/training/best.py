@@ -10,12 +10,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fastformer.training.config import TrainConfig
-from fastformer.training.evaluate import Scores, corpus_metrics, words_hint
+from fastformer.training.evaluate import SHOWN, Scores, corpus_metrics, words_hint
 
 logger = logging.getLogger("fastformer")
 
 _ZERO = 0.005  # a lower BLEU is shown as 0.00
-_SHOWN = {"nll": "nll {:.4f}", "bleu": "BLEU {:.2f}", "chrf": "chrF {:.2f}", "exact_match": "exact match {:.4f}"}
 
 
 def choose_measure(config: TrainConfig, references: Sequence[str] = ()) -> str:
@@ -72,11 +71,6 @@ class Record:
     chrf: float | None
     exact_match: float | None
 
-    @classmethod
-    def of(cls, step: int, scores: Scores, data: str, translated: int) -> Record:
-        """Builds the record of a validation's scores."""
-        return cls(step, data, translated, scores.nll, scores.bleu, scores.chrf, scores.exact_match)
-
     def beats(self, other: Record, measure: str) -> bool:
         """Returns whether this record is better than another one.
 
@@ -97,7 +91,7 @@ class Record:
     def show(self, measure: str) -> str:
         """Formats the measure, if the record has it, and the likelihood: "BLEU 35.10, nll 1.5290"."""
         names = [measure, "nll"] if measure != "nll" and getattr(self, measure) is not None else ["nll"]
-        return ", ".join(_SHOWN[name].format(getattr(self, name)) for name in names)
+        return ", ".join(SHOWN[name].format(getattr(self, name)) for name in names)
 
     def _higher_is_better(self, name: str) -> float | None:
         value: float | None = getattr(self, name)
@@ -132,7 +126,7 @@ class Best:
 
     def of(self, step: int, scores: Scores) -> Record:
         """Builds the record of a validation without adding it."""
-        return Record.of(step, scores, self.data, self.translated)
+        return Record(step, self.data, self.translated, scores.nll, scores.bleu, scores.chrf, scores.exact_match)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for a checkpoint."""

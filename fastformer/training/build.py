@@ -123,7 +123,7 @@ def start(
         raise ValueError(f"expected resume to be true, false or 'auto', got {resume!r}")
     if config.report:
         template()  # raises before anything is trained
-    world = world or World.none()
+    world = world or World()
     folder, device = Path(run), world.device_of(choose_device(config.device))
     if config.cuda_graphs:
         if world.size > 1:

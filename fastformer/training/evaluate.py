@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from fastformer.data import Batch, Example, Examples, collate, plan_epoch
+from fastformer.data import Batch, Examples, collate, plan_epoch
 from fastformer.settings import BleuTokenize
 from fastformer.special_ids import SpecialIds
 from fastformer.training.updates import places_of
@@ -26,6 +26,14 @@ _WITHOUT_SPACES = {
     **dict.fromkeys(("THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN"), "char"),
 }
 _LONG_WORD = 30  # characters
+# The scores by their names, as the log shows them.
+SHOWN = {
+    "nll": "nll {:.4f}",
+    "nll_per_character": "({:.4f} a character)",
+    "exact_match": "exact match {:.4f}",
+    "bleu": "BLEU {:.2f}",
+    "chrf": "chrF {:.2f}",
+}
 
 
 @dataclass
@@ -70,17 +78,10 @@ def model_loss(model: nn.Module, batch: Batch, **options: Any) -> torch.Tensor:
     )
 
 
-def lengths_of(examples: Sequence[Example]) -> torch.Tensor:
-    """Returns source and target lengths, (examples, 2)."""
-    if isinstance(examples, Examples):
-        return examples.lengths
-    return torch.tensor([example.lengths for example in examples], device="cpu")
-
-
 @torch.inference_mode()
 def losses_of(
     model: nn.Module,
-    examples: Sequence[Example],
+    examples: Examples,
     *,
     max_tokens: int,
     packed: bool,
@@ -99,7 +100,7 @@ def losses_of(
     """
     was_training = model.training
     model.eval()
-    lengths, special_ids = lengths_of(examples), SpecialIds.of(model.config)
+    lengths, special_ids = examples.lengths, SpecialIds.of(model.config)
     plan = plan_epoch(lengths, max_tokens=max_tokens, batching="packed" if packed else "bucketed", seed=0, epoch=0)
     mine = places_of([lengths[indices] for indices in plan], model.config, rank, size, padded=not packed)
     losses = {}
@@ -112,34 +113,24 @@ def losses_of(
     return losses
 
 
-def mean_of(losses: Mapping[int, float], examples: Sequence[Example]) -> float:
+def mean_of(losses: Mapping[int, float], examples: Examples) -> float:
     """Computes the mean NLL of a target token, in nats, from the losses of all batches by their places."""
     total = 0.0
     for place in range(len(losses)):  # in this order, so that the result has the same bits for any number of processes
         total += losses[place]
-    return total / max(int(lengths_of(examples)[:, 1].sum()), 1)
+    return total / max(examples.num_tokens[1], 1)
 
 
-class Translates(Protocol):
-    """The interface of a `Translator`, or of an object with translations that are already known."""
-
-    @property
-    def translate(self) -> Callable[..., Any]:
-        """A function from texts and options of decoding to the translations, in order."""
-
-
-def translate_and_score(
-    translator: Translates,
-    pairs: list[tuple[str, str]],
+def translation_scores(
+    found: Sequence[str],
+    pairs: Sequence[tuple[str, str]],
     nll: float,
     num_samples: int,
     *,
     bleu_tokenize: BleuTokenize = "13a",
-    **options: Any,
 ) -> Scores:
-    """Translates the sources and compares the translations with the references."""
+    """Compares the translations of sources with their references."""
     sources, references = [source for source, _ in pairs], [target for _, target in pairs]
-    found = translator.translate(sources, **options)
     exact_match = sum(a == b for a, b in zip(found, references, strict=True)) / len(pairs)
     scores = Scores(nll, exact_match=exact_match, translated=len(pairs))
     scores.samples = list(zip(sources, found, references, strict=True))[:num_samples]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -97,14 +98,13 @@ def pad_batch(batch: Batch, size: Size, pad: int) -> Batch:
         seqlens = F.pad(layout.seqlens, (0, size.sequences - layout.batch_size))
         return SequenceLayout.packed(seqlens, size.max_seqlen, total=tokens)
 
-    return Batch(
-        None if batch.source is None else filled(batch.source, size.source_tokens, pad),
-        filled(batch.target_in, size.target_tokens, pad),
-        filled(batch.target_out, size.target_tokens, IGNORE_INDEX),
-        None if batch.source_layout is None else extended(batch.source_layout, size.source_tokens),
-        extended(batch.target_layout, size.target_tokens),
-        batch.num_source_tokens,
-        batch.num_target_tokens,
+    return replace(
+        batch,
+        source=None if batch.source is None else filled(batch.source, size.source_tokens, pad),
+        target_in=filled(batch.target_in, size.target_tokens, pad),
+        target_out=filled(batch.target_out, size.target_tokens, IGNORE_INDEX),
+        source_layout=None if batch.source_layout is None else extended(batch.source_layout, size.source_tokens),
+        target_layout=extended(batch.target_layout, size.target_tokens),
     )
 
 
@@ -161,12 +161,13 @@ class _Inputs:
         self.buffer.copy_(host, non_blocking=True)
 
 
+@dataclass
 class _Slot:
     """The updates of one size: their inputs, and the graph or function that computes them."""
 
-    def __init__(self, inputs: _Inputs, function: Callable[[], None]) -> None:
-        self.inputs, self.function = inputs, function
-        self.graph: Graph | None = None
+    inputs: _Inputs
+    function: Callable[[], None]
+    graph: Graph | None = None
 
 
 class GraphUpdates:

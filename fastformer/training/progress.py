@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from fastformer import console
 from fastformer.data import Batch
 from fastformer.files import write_atomically
-from fastformer.training.evaluate import Scores
+from fastformer.training.evaluate import SHOWN, Scores
 from fastformer.training.run_log import RunLog
 from fastformer.training.updates import Update
 
@@ -156,18 +156,8 @@ class Progress:
             kept: whether the run folder holds this model from now on.
             average: whether the model is an average of several updates.
         """
-        parts = [f"nll {scores.nll:.4f}"]
-        values: dict[str, Any] = {"nll": scores.nll}
-        if scores.nll_per_character is not None:
-            parts.append(f"({scores.nll_per_character:.4f} a character)")
-            values["nll_per_character"] = scores.nll_per_character
-        if scores.exact_match is not None:
-            parts.append(f"exact match {scores.exact_match:.4f}")
-            values["exact_match"] = scores.exact_match
-        for name, label, score in (("bleu", "BLEU", scores.bleu), ("chrf", "chrF", scores.chrf)):
-            if score is not None:
-                parts.append(f"{label} {score:.2f}")
-                values[name] = score
+        values: dict[str, Any] = {name: getattr(scores, name) for name in SHOWN if getattr(scores, name) is not None}
+        parts = [SHOWN[name].format(value) for name, value in values.items()]
         if scores.translated:
             some = f"first {scores.translated:,} of {scores.lines:,}" if scores.translated < scores.lines else "all"
             parts.append(f"({some} lines translated)")
@@ -218,22 +208,10 @@ class Progress:
 
 
 class Silence:
-    """The progress of a process other than rank 0, which logs nothing."""
+    """The progress of a process other than rank 0, which logs nothing: each of its methods does nothing."""
 
-    def advance(self, step: int) -> None:
-        """Does nothing."""
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Does nothing."""
-
-    def validation(self, step: int, scores: Scores, *, kept: bool, average: bool = False) -> None:
-        """Does nothing."""
-
-    def close(self) -> None:
-        """Does nothing."""
-
-    def say(self, line: str) -> None:
-        """Does nothing."""
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *values, **options: None
 
 
 def duration(seconds: float) -> str:

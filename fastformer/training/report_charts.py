@@ -22,12 +22,12 @@ class Line:
     points: Sequence[Point]
 
 
-def chart(lines: Sequence[Line], y_label: str, *, x_label: str = "update", log: bool = False) -> str:
-    """Draws lines over the same axes as an SVG; empty without a point.
+def chart(lines: Sequence[Line], y_label: str, *, log: bool = False) -> str:
+    """Draws lines over the number of the update as an SVG; empty without a point.
 
     Args:
         lines: at most three.
-        y_label, x_label: the labels, with units.
+        y_label: the label of the y axis, with its unit.
         log: whether the y axis is logarithmic; all values must then be above 0.
     """
     lines = [Line(line.name, [p for p in line.points if all(map(math.isfinite, p))]) for line in lines]
@@ -40,7 +40,7 @@ def chart(lines: Sequence[Line], y_label: str, *, x_label: str = "update", log: 
     x_axis = _Axis(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT)
     y_axis = _Axis(min(ys), max(ys), _HEIGHT - _BOTTOM, _TOP, log=log)
     parts = [
-        f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(y_label)} by {x_label}">'
+        f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(y_label)} by update">'
     ]
     for value in y_axis.ticks():
         y = y_axis.place(value)
@@ -51,7 +51,7 @@ def chart(lines: Sequence[Line], y_label: str, *, x_label: str = "update", log: 
         anchor = "end" if x > _WIDTH - 30 else "middle"
         parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="{anchor}">{_number(value)}</text>')
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
-    parts.append(f'<text x="{middle}" y="{_HEIGHT - 4}" text-anchor="middle">{escape(x_label)}</text>')
+    parts.append(f'<text x="{middle}" y="{_HEIGHT - 4}" text-anchor="middle">update</text>')
     for number, line in enumerate(lines):
         thin = _thinned(line.points)
         places = [(x_axis.place(x), y_axis.place(y)) for x, y in thin]
@@ -59,7 +59,7 @@ def chart(lines: Sequence[Line], y_label: str, *, x_label: str = "update", log: 
         parts.append(f'<polyline class="line c{number}" points="{path}"/>')
         for (x, y), (step, value) in zip(places, thin, strict=True):
             if len(thin) <= _MARKED:
-                told = escape(f"{line.name}, {x_label} {_number(step)}: {value:.4g}")
+                told = escape(f"{line.name}, update {_number(step)}: {value:.4g}")
                 dot = f'<circle class="dot c{number}" cx="{x:.1f}" cy="{y:.1f}" r="3">'
                 parts.append(f"{dot}<title>{told}</title></circle>")
     return "".join([*parts, "</svg>"])

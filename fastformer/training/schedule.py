@@ -10,37 +10,28 @@ FLOOR = 0.02  # the final rate of the linear and cosine schedules, as a fraction
 _JUMP = 2.0  # the factor, up or down, from which a change of the rate in a run that resumes is a surprise
 
 
-def learning_rate(step: int, *, schedule: str, lr: float, warmup: int, steps: int, d_model: int) -> float:
+def rate_of(config: TrainConfig, step: int, d_model: int) -> float:
     """Computes the learning rate of an update.
 
     Args:
+        config: the settings. Its schedule is one of these. noam: lr * d_model^-0.5 * min(step^-0.5, step * warmup^-1.5)
+            (Vaswani et al. 2017, section 5.3); t2t: the same as tensor2tensor has it, lr * min(1, step / warmup) *
+            max(step, warmup)^-0.5 * d_model^-0.5, where lr is 2 for its `transformer_base`; linear, cosine: to FLOOR of
+            the peak lr at the last step; constant.
         step: the update, from 1.
-        schedule: noam: lr * d_model^-0.5 * min(step^-0.5, step * warmup^-1.5) (Vaswani et al. 2017, section 5.3);
-            t2t: the same as tensor2tensor has it, lr * min(1, step / warmup) * max(step, warmup)^-0.5 * d_model^-0.5,
-            where lr is 2 for its `transformer_base`; linear, cosine: to FLOOR of the peak at the last step; constant.
-        lr: the peak, or the factor of noam and t2t.
-        warmup: updates of linear growth.
-        steps: updates in all.
         d_model: width of the model.
     """
-    warmup = max(warmup, 1)
+    schedule, lr, warmup = config.schedule, config.lr, max(config.warmup, 1)
     if schedule in ("noam", "t2t"):
         return float(lr * d_model**-0.5 * min(step**-0.5, step * warmup**-1.5))
     if step <= warmup:
         return lr * step / warmup
     if schedule == "constant":
         return lr
-    progress = min(1.0, (step - warmup) / max(steps - warmup, 1))
+    progress = min(1.0, (step - warmup) / max(config.steps - warmup, 1))
     if schedule == "cosine":
         return lr * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress)))
     return lr * (1 - (1 - FLOOR) * progress)
-
-
-def rate_of(config: TrainConfig, step: int, d_model: int) -> float:
-    """Computes the learning rate of an update from the settings of a run."""
-    return learning_rate(
-        step, schedule=config.schedule, lr=config.lr, warmup=config.warmup, steps=config.steps, d_model=d_model
-    )
 
 
 def surprises(config: TrainConfig, d_model: int, done: int = 0, last_rate: float = 0.0) -> list[str]:

@@ -85,7 +85,7 @@ class Trainer:
         log: RunLog | None = None,
         world: World | None = None,
     ) -> None:
-        self.log, self.world = log or RunLog(run), world or World.none()
+        self.log, self.world = log or RunLog(run), world or World()
         self.config, self.run, self.data, self.device = config, run, data, device
         self.special_ids = SpecialIds.of(model.config)
         self.special_ids.check_tokenizer(data.tokenizer.special_ids, "the model")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from fastformer.generation import Translator
 from fastformer.training.config import TrainConfig
-from fastformer.training.evaluate import Scores, lengths_of, losses_of, mean_of, translate_and_score
+from fastformer.training.evaluate import Scores, losses_of, mean_of, translation_scores
 from fastformer.training.examples import Data, Pairs
 
 
@@ -26,17 +25,6 @@ class Part:
 
     losses: dict[int, float]
     texts: dict[int, str]
-
-
-class Told:
-    """A translator of sources whose translations are known."""
-
-    def __init__(self, texts: Mapping[int, str]) -> None:
-        self._texts = texts
-
-    def translate(self, sources: Sequence[str], **options: Any) -> list[str]:
-        """Returns the known translations."""
-        return [self._texts[place] for place, _ in enumerate(sources)]
 
 
 def validate_part(
@@ -66,9 +54,10 @@ def scores_of(parts: Sequence[Part], data: Data, pairs: Pairs, config: TrainConf
     """Computes the scores from the parts of all processes."""
     nll = mean_of({place: loss for part in parts for place, loss in part.losses.items()}, data.val)
     if not pairs:
-        characters, tokens = data.val_characters, int(lengths_of(data.val)[:, 1].sum())
+        characters, tokens = data.val_characters, data.val.num_tokens[1]
         return Scores(nll, nll_per_character=nll * tokens / characters if characters else None)
-    told = Told({place: text for part in parts for place, text in part.texts.items()})
-    scores = translate_and_score(told, pairs, nll, config.samples, bleu_tokenize=config.bleu_tokenize)
+    texts = {place: text for part in parts for place, text in part.texts.items()}
+    found = [texts[place] for place in range(len(pairs))]
+    scores = translation_scores(found, pairs, nll, config.samples, bleu_tokenize=config.bleu_tokenize)
     scores.lines = len(data.val_texts)
     return scores

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -87,7 +87,8 @@ class Runner:
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         memo: dict[int, Any] = {}
         for name, place in places.items():
-            tensor = whole_tensor(tensors[name].detach())
+            tensor: Any = tensors[name].detach()
+            tensor = tensor.full_tensor() if is_parted(tensor) else tensor
             memo[id(place)] = nn.Parameter(tensor) if isinstance(place, nn.Parameter) else tensor.clone()
         found = copy.deepcopy(self.shell, memo)
         return found.train(model.training)
@@ -107,15 +108,8 @@ class _Loss(nn.Module):
 
 
 @dataclass
-class _Callable:
-    """An object whose `loss` calls a module."""
-
-    loss: nn.Module
-
-
-@dataclass
 class World:
-    """The processes of a training.
+    """The processes of a training; by default this process alone.
 
     Attributes:
         rank: the rank of this process; only rank 0 writes files.
@@ -132,11 +126,6 @@ class World:
     _host: Any = field(default=None, repr=False)  # the group for values on the CPU
 
     @classmethod
-    def none(cls) -> World:
-        """Returns the world of this process alone."""
-        return cls()
-
-    @classmethod
     def join(cls, device: str = "auto", timeout: float = 600.0) -> World:
         """Joins the processes that torchrun started; without torchrun, returns the world of this process alone.
 
@@ -149,7 +138,7 @@ class World:
             ValueError: variables of the environment that make no sense; more processes on a machine than GPUs.
         """
         if not is_launched():
-            return cls.none()
+            return cls()
         try:
             rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         except (KeyError, ValueError) as error:
@@ -327,7 +316,7 @@ class World:
         if sharding == "fsdp":
             return self._shard(model, *others)
         replica = DistributedDataParallel(_Loss(model), broadcast_buffers=False, gradient_as_bucket_view=True)
-        return Runner(_Callable(replica), self.size, replica.no_sync)
+        return Runner(SimpleNamespace(loss=replica), self.size, replica.no_sync)
 
     def _shard(self, model: nn.Module, *others: nn.Module) -> Runner:
         from torch.distributed.device_mesh import init_device_mesh
@@ -456,13 +445,6 @@ def is_parted(tensor: object) -> bool:
     return isinstance(tensor, tuple(guards.PARTED))
 
 
-def whole_tensor(tensor: Tensor) -> Tensor:
-    """Gathers a tensor of which each process holds a part; returns any other tensor unchanged."""
-    parted: Any = tensor
-    whole: Tensor = parted.full_tensor() if is_parted(tensor) else tensor
-    return whole
-
-
 def local_part(tensor: Tensor) -> Tensor:
     """Returns this process's part of a tensor."""
     parted: Any = tensor
@@ -581,8 +563,7 @@ def read_parts(folder: Path) -> dict[str, Tensor]:
 
 
 def _is_of_lost_ranks(error: BaseException) -> bool:
-    kinds = tuple(getattr(dist, name) for name in ("DistError", "DistBackendError") if hasattr(dist, name))
-    return isinstance(error, kinds) or any(sign in str(error) for sign in _SIGNS_OF_LOSS)
+    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS_OF_LOSS)
 
 
 def _first_line(error: BaseException) -> str:

@@ -7,9 +7,9 @@ import torch
 from torch.nn import functional as F
 
 from fastformer.baseline import LSTMSeq2Seq
-from fastformer.data import ByteTokenizer, Example
+from fastformer.data import Example
 from fastformer.models import GPT, Transformer
-from fastformer.training.evaluate import corpus_scores, lengths_of, translate_and_score, words_hint
+from fastformer.training.evaluate import corpus_scores, translation_scores, words_hint
 from tests.training.tiny import nll_of
 
 EXAMPLES = [Example([5, 6, 7, 1], [8, 9, 1]), Example([5, 1], [6, 1]), Example([7, 8, 1], [9, 9, 9, 5, 1])]
@@ -52,41 +52,23 @@ def test_nll_of_the_lstm() -> None:
     assert found == pytest.approx(total / sum(len(example.target) for example in EXAMPLES), rel=1e-6)
 
 
-def test_lengths() -> None:
-    assert lengths_of(EXAMPLES).tolist() == [[4, 3], [2, 2], [3, 5]]
-    assert lengths_of([Example([], [4, 5, 6])]).tolist() == [[0, 2]]
-
-
-class Fixed:
-    """A translator with fixed answers."""
-
-    tokenizer = ByteTokenizer()
-
-    def __init__(self, answers: list[str]) -> None:
-        self.answers = answers
-
-    def translate(self, sources: list[str], **options) -> list[str]:
-        assert sources == ["a", "b", "c", "d"]
-        return self.answers
-
-
 def test_scores_of_translations() -> None:
     pairs = [("a", "the cat sat on the mat"), ("b", "a dog ran home"), ("c", "yes"), ("d", "no")]
     answers = ["the cat sat on the mat", "a dog ran away", "yes", "No"]
-    scores = translate_and_score(Fixed(answers), pairs, 1.25, 2)
+    scores = translation_scores(answers, pairs, 1.25, 2)
     assert scores.nll == 1.25 and scores.exact_match == 0.5
     expected = corpus_scores(answers, [target for _, target in pairs])
     assert (scores.bleu, scores.chrf) == (expected["BLEU"][0], expected["chrF"][0])
     assert 50 < scores.bleu < 100 and 50 < scores.chrf < 100
     assert "tok:13a" in scores.signatures["bleu_signature"] and "nc:6" in scores.signatures["chrf_signature"]
     assert scores.samples == [(s, f, r) for (s, r), f in zip(pairs[:2], answers[:2], strict=True)]
-    assert translate_and_score(Fixed([r for _, r in pairs]), pairs, 0.0, 0).bleu == pytest.approx(100)
+    assert translation_scores([r for _, r in pairs], pairs, 0.0, 0).bleu == pytest.approx(100)
 
 
 @pytest.mark.parametrize(("reference", "has_bleu"), [("eine Million drei", False), ("eine Million drei mal", True)])
 def test_bleu_is_computed_only_for_sentences(reference, has_bleu) -> None:
     pairs = [("a", "eins"), ("b", "zwei"), ("c", "drei"), ("d", reference)]
-    scores = translate_and_score(Fixed([target for _, target in pairs]), pairs, 0.0, 0)
+    scores = translation_scores([target for _, target in pairs], pairs, 0.0, 0)
     assert (scores.bleu is not None) == has_bleu == ("bleu_signature" in scores.signatures)
     assert scores.chrf == pytest.approx(100)
 
@@ -123,9 +105,9 @@ def test_references_without_spaces_are_noticed(references, tokenize, advice) -> 
 def test_bleu_of_a_language_without_spaces() -> None:
     pairs = list(zip("abcd", CHINESE, strict=True))
     answers = [text.replace("苹果", "梨") for text in CHINESE]
-    scores = translate_and_score(Fixed(answers), pairs, 1.0, 0, bleu_tokenize="zh")
+    scores = translation_scores(answers, pairs, 1.0, 0, bleu_tokenize="zh")
     assert 50 < scores.bleu < 100 and "tok:zh" in scores.signatures["bleu_signature"]
-    assert translate_and_score(Fixed(answers), pairs, 1.0, 0).bleu is None and scores.translated == 4
+    assert translation_scores(answers, pairs, 1.0, 0).bleu is None and scores.translated == 4
 
 
 @pytest.mark.parametrize("tokenize", ["flores101", "flores200", "spBLEU-1K"])

@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 
 from fastformer.training import TrainConfig, start
-from fastformer.training.schedule import FLOOR, learning_rate, rate_of, surprises
+from fastformer.training.schedule import FLOOR, rate_of, surprises
 from tests.training.tiny import changed
+
+
+def config_of(**settings) -> TrainConfig:
+    return TrainConfig(train_tsv="x", **settings)
+
+
+def learning_rate(step: int, *, d_model: int, **settings) -> float:
+    return rate_of(config_of(**settings), step, d_model)
 
 
 def test_values_of_the_papers() -> None:
@@ -40,10 +48,6 @@ def test_decays() -> None:
     assert learning_rate(35, schedule="cosine", **options) > learning_rate(35, schedule="linear", **options)
     assert learning_rate(100, schedule="constant", **options) == 1e-3
     assert learning_rate(1, schedule="constant", **{**options, "warmup": 0}) == 1e-3
-
-
-def config_of(**settings) -> TrainConfig:
-    return TrainConfig(train_tsv="x", **settings)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def test_one_process_is_the_identity(monkeypatch) -> None:
         monkeypatch.delenv(name, raising=False)
     tensor, model = torch.ones(3), torch.nn.Linear(2, 2)
     with World.join("cpu") as world:
-        assert world == World.none() and not world.is_launched
+        assert world == World() and not world.is_launched
         assert world.most(3, True) == [3, True] and world.gather("x") == ["x"]
         assert world.add_up(tensor) is tensor and world.wrap(model).module is model
         assert world.first(lambda: 5) == world.each(lambda: 5) == 5

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastformer.data import Example
+from fastformer.data import Example, Examples
 from fastformer.training import TrainConfig, Trainer
 from fastformer.training.evaluate import Scores, losses_of, mean_of
 
@@ -78,8 +78,8 @@ def assert_same_lines(run: Path, other: Path, *keys: str) -> None:
 
 def nll_of(model: nn.Module, examples: Sequence[Example], *, max_tokens: int = 999, packed: bool = False) -> float:
     """Returns the mean negative log-likelihood of a target token, as a validation computes it."""
-    device = next(model.parameters()).device
-    return mean_of(losses_of(model, examples, max_tokens=max_tokens, packed=packed, device=device), examples)
+    device, kept = next(model.parameters()).device, Examples(examples)
+    return mean_of(losses_of(model, kept, max_tokens=max_tokens, packed=packed, device=device), kept)
 
 
 def scripted(trainer: Trainer, nll: dict[int, float], **scores: float) -> Trainer:
