@@ -69,7 +69,7 @@ class Driver(Device):
 class Compiled(CompiledKernel):  # type: ignore[misc] # triton has no types
     """A kernel that launches nothing."""
 
-    name, src = "stub", None
+    name, src, module = "stub", None, None
     function, packed_metadata = 0, (4, 1, 0)
 
     def __init__(self) -> None:

@@ -36,6 +36,8 @@ from fastformer.kernels import _attention_common, _dropout
 _key_range = gluon.jit(_attention_common.key_range.fn)
 _load_dropout = gluon.jit(_dropout.load_dropout.fn)
 _philox = gluon.jit(_dropout._philox.fn)
+# Triton 3.8 renamed this function, and 3.9 removed the old name.
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 # For the compile report. Each consumer has a copy of the first Q K^T, of both products in each of the two or three
 # copies of the loop, and of the last P V.
@@ -106,7 +108,7 @@ def _copy_rows(descriptor, batch_rows, start, row, length, head, barrier, buffer
     """Starts to copy rows [row, row + block) of the sequence at `start`, with zeros beyond its `length`."""
     start = batch_rows + start
     coordinates = [RAGGED_ROWS, start + length, head, RAGGED_ROWS - length + row, 0]
-    tma.async_copy_global_to_shared(descriptor, coordinates, barrier, buffer)
+    async_load(descriptor, coordinates, barrier, buffer)
 
 
 @gluon.jit

@@ -33,8 +33,10 @@ def _probe():
 INTERPRETED = not isinstance(_probe, triton.runtime.JITFunction)
 
 
-# Triton's own function that specialises arguments; None for versions with which this module has not been tested.
-_specialize = getattr(libtriton, "native_specialize_impl", None) if triton.__version__[:4] in ("3.6.", "3.7.") else None
+# The versions of Triton with which this module has been tested, on a stub of the driver.
+_TESTED = ("3.6.", "3.7.", "3.8.", "3.9.")
+# Triton's own function that specialises arguments; None for other versions.
+_specialize = getattr(libtriton, "native_specialize_impl", None) if triton.__version__[:4] in _TESTED else None
 
 # (x, y, z, stream, *arguments): launches one kernel on one device.
 Start = Callable[..., object]
@@ -136,7 +138,7 @@ class Launch:
 
 def _launch_by_triton(kernel: Any, grid: tuple[int, ...], args: tuple[object, ...], options: dict[str, object]) -> None:
     with inserted(kernel) as more:
-        kernel[grid](*args, **options, **more)
+        kernel[grid](*args, **options, **more, **_binaries.FUSION)
 
 
 @functools.cache
@@ -179,6 +181,8 @@ def _start_by_triton(kernel: Any, compiled: Any, num_args: int, options: dict[st
     def start(x: int, y: int, z: int, stream: int, *args: object) -> None:
         run(x, y, z, stream, function, metadata, None, None, None, *args, *constants)
 
+    # From Triton 3.8 on, a compiled kernel unloads its machine code when nothing refers to it.
+    start.compiled = compiled  # type: ignore[attr-defined]
     return start
 
 

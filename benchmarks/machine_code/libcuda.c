@@ -12,6 +12,7 @@
 
 typedef struct {
   const uint8_t* image;
+  int is_unloaded;
 } Module;
 
 // A parameter of a kernel, as its cubin declares it.
@@ -22,6 +23,7 @@ typedef struct {
 typedef struct {
   char name[256];
   const uint8_t* image;
+  const Module* module;
   int num_parameters, max_threads, dynamic_shared;
   Parameter parameters[256];
 } Function;
@@ -106,6 +108,7 @@ API cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice devi
 }
 API cuCtxGetCurrent(CUcontext* current) { return *current = (CUcontext)&context, CUDA_SUCCESS; }
 API cuCtxSetCurrent(CUcontext current) { return CUDA_SUCCESS; }
+API cuCtxGetDevice(CUdevice* device) { return *device = 0, CUDA_SUCCESS; }
 API cuDevicePrimaryCtxRetain(CUcontext* current, CUdevice device) { return *current = (CUcontext)&context, CUDA_SUCCESS; }
 API cuCtxGetLimit(size_t* value, CUlimit limit) { return *value = 1 << 20, CUDA_SUCCESS; }
 API cuCtxSetLimit(CUlimit limit, size_t value) { return CUDA_SUCCESS; }
@@ -117,13 +120,17 @@ API cuModuleLoadData(CUmodule* module, const void* image) {
   if (programs > size) size = programs;
   Module* made = malloc(sizeof *made);
   made->image = memcpy(malloc(size), image, size);
+  made->is_unloaded = 0;
   *module = (CUmodule)made;
   return CUDA_SUCCESS;
 }
+// The module stays in memory, so that a later launch of one of its functions can be refused.
+API cuModuleUnload(CUmodule module) { return ((Module*)module)->is_unloaded = 1, CUDA_SUCCESS; }
 API cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
   Function* made = calloc(1, sizeof *made);
   snprintf(made->name, sizeof made->name, "%s", name);
-  made->image = ((Module*)module)->image;
+  made->module = (const Module*)module;
+  made->image = made->module->image;
   made->dynamic_shared = 49152;
   read_parameters(made);
   if (!made->num_parameters) return CUDA_ERROR_NOT_FOUND;
@@ -135,8 +142,10 @@ API cuFuncGetAttribute(int* value, CUfunction_attribute attribute, CUfunction fu
   *value = attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? (f->max_threads ? f->max_threads : 1024) : 0;
   return CUDA_SUCCESS;
 }
+// Others are refused, as a driver of CUDA 13.0 refuses those that came later.
 API cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute, int value) {
-  if (attribute == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) ((Function*)function)->dynamic_shared = value;
+  if (attribute != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) return CUDA_ERROR_INVALID_VALUE;
+  ((Function*)function)->dynamic_shared = value;
   return CUDA_SUCCESS;
 }
 API cuFuncSetCacheConfig(CUfunction function, CUfunc_cache config) { return CUDA_SUCCESS; }
@@ -145,6 +154,9 @@ API cuPointerGetAttribute(void* data, CUpointer_attribute attribute, CUdeviceptr
   if (host_memory && pointer == host_memory) return CUDA_ERROR_INVALID_VALUE;
   *(CUdeviceptr*)data = pointer;
   return CUDA_SUCCESS;
+}
+API cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
+  return *status = CU_STREAM_CAPTURE_STATUS_NONE, CUDA_SUCCESS;
 }
 API cuOccupancyMaxActiveClusters(int* count, CUfunction function, const CUlaunchConfig* config) {
   return *count = 1, CUDA_SUCCESS;
@@ -178,7 +190,7 @@ API cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** p
   const Function* f = (const Function*)function;
   const unsigned threads = config->blockDimX * config->blockDimY * config->blockDimZ;
   const int is_bad = config->gridDimX > 2147483647u || config->gridDimY > 65535 || config->gridDimZ > 65535 ||
-                     (f->max_threads && threads > (unsigned)f->max_threads) ||
+                     (f->module && f->module->is_unloaded) || (f->max_threads && threads > (unsigned)f->max_threads) ||
                      config->sharedMemBytes > (unsigned)f->dynamic_shared || (config->numAttrs && !config->attrs);
   num_launches++;
   if (out) {

@@ -30,6 +30,7 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
+from fastformer.kernels._attention_hopper_forward import async_load
 from tests.kernels.gluon_values import (
     FLOATS,
     GluonError,
@@ -535,7 +536,7 @@ def emulate(
             id(hopper.mbarrier): types.SimpleNamespace(
                 init=run.init, expect=run.expect, arrive=run.arrive, wait=run.wait, MBarrierLayout=lambda: None
             ),
-            id(hopper.tma): types.SimpleNamespace(async_copy_global_to_shared=run.copy),
+            id(async_load): run.copy,
         }  # fmt: skip
         done: dict[int, Callable] = {}
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import itertools
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -84,7 +86,7 @@ def kernel() -> Any:
 def by_triton(kernel: Any, *args: Any, **options: Any) -> Any:
     """Returns the binary of Triton's own launch; before 3.7.1, an option compiles it with fences."""
     with _fences.inserted(kernel) as more:
-        return kernel.run(*args, grid=(1,), warmup=True, **options, **more)
+        return kernel.run(*args, grid=(1,), warmup=True, **options, **more, **_binaries.FUSION)
 
 
 def variants() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -133,7 +135,7 @@ def plain(values: Any) -> Any:
 def test_each_call_runs_the_binary_of_its_arguments(kernel: Any, ran: list[Ran]) -> None:
     """Triton distinguishes the same calls, after any earlier launches: the sweep runs three times, once in reverse."""
     calls = list(variants())
-    picked = [kernel.run(*args, grid=(1,), warmup=True, **options) for args, options in calls]
+    picked = [by_triton(kernel, *args, **options) for args, options in calls]
     assert len(set(picked)) > 30  # the sweep tells binaries apart
     ours: dict[int, Compiled] = {}
     order = [*range(len(calls)), *range(len(calls))[::-1], *range(len(calls))]
@@ -225,6 +227,22 @@ def test_settings_make_other_binaries(owner, name, value, kernel, ran, monkeypat
     if owner is knobs.runtime or name == "instrumentation_mode":
         assert ran[1][0] is by_triton(kernel, *args, **options) is not ran[0][0]
     monkeypatch.undo()
+
+
+def test_a_kernel_that_can_be_launched_stays_loaded(kernel, ran, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Compiled]] = []
+
+    def compiled(*_: object) -> Compiled:
+        kept = Compiled()
+        made.append(weakref.ref(kept))
+        return kept
+
+    monkeypatch.setattr(_binaries, "compile_kernel", compiled)
+    (args, options), *_ = variants()
+    launch(kernel, (1,), *args, **options)
+    ran.clear()
+    gc.collect()
+    assert [each() is not None for each in made] == [True]
 
 
 def test_calls_of_another_form_get_their_own_binary(ran: list[Ran]) -> None:
