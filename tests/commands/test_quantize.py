@@ -24,22 +24,28 @@ def run(tmp_path_factory) -> str:
     return str(folder)
 
 
-def test_the_folder_translates_with_the_rounded_weights(run, tmp_path, capsys, ran) -> None:
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_the_folder_translates_with_the_rounded_weights(precision, run, tmp_path, ran) -> None:
     out = str(tmp_path / "small")
-    said = ran("quantize", run, out).out
+    said = ran("quantize", run, out, *(["--precision", precision] if precision != "int8" else [])).out
     assert said.startswith(f"wrote {out}: 0.") and "MiB of weights instead of 0." in said
     model, tokenizer = load_model(out)
-    expected = Transformer.from_pretrained(run).quantize()
-    assert model.precision == "int8"
+    expected = Transformer.from_pretrained(run).quantize(precision)
+    assert model.precision == precision
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
     bf16, _ = load_model(out, dtype=torch.bfloat16)
-    assert {p.dtype for p in bf16.parameters()} == {torch.bfloat16} and bf16.precision == "int8"
-    assert main(["translate", out, "abc", *FEW]) == 0
-    assert capsys.readouterr().out == Translator(expected, tokenizer).translate("abc", max_new_tokens=6) + "\n"
+    assert {p.dtype for p in bf16.parameters()} == {torch.bfloat16} and bf16.precision == precision
+    due = Translator(expected, tokenizer).translate("abc", max_new_tokens=6) + "\n"
+    for flags in ([], ["--precision", precision] if why_no_cpp_engine() is None else []):
+        assert ran("translate", out, "abc", *flags, *FEW).out == due
     # Explicitly in fp32: the rounded weights, and nothing else is rounded.
-    assert main(["translate", out, "abc", "--precision", "fp32", *FEW]) == 0
     plain = Translator(expected, tokenizer).translate("abc", max_new_tokens=6, engine="kv_cache")
-    assert capsys.readouterr().out == plain + "\n"
+    assert ran("translate", out, "abc", "--precision", "fp32", *FEW).out == plain + "\n"
+
+
+def test_an_unknown_precision_writes_nothing(run, tmp_path, capsys) -> None:
+    assert main(["quantize", run, str(tmp_path / "none"), "--precision", "int2"]) in (1, 2)
+    assert "int4" in capsys.readouterr().err and not (tmp_path / "none").exists()
 
 
 def test_a_language_model_too(tmp_path, ran) -> None:
@@ -48,21 +54,6 @@ def test_a_language_model_too(tmp_path, ran) -> None:
     )
     assert main(["quantize", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     assert ran("generate", str(tmp_path / "out"), "a", "--greedy", *FEW).out.splitlines()[1].startswith("a")
-
-
-def test_int4_works_too(run, tmp_path, capsys) -> None:
-    out = str(tmp_path / "small")
-    assert main(["quantize", run, out, "--precision", "int4"]) == 0
-    model, tokenizer = load_model(out)
-    expected = Transformer.from_pretrained(run).quantize("int4")
-    assert model.precision == "int4"
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
-    capsys.readouterr()
-    for flags in ([], ["--precision", "int4"] if why_no_cpp_engine() is None else []):
-        assert main(["translate", out, "abc", *flags, *FEW]) == 0
-        assert capsys.readouterr().out == Translator(expected, tokenizer).translate("abc", max_new_tokens=6) + "\n"
-    assert main(["quantize", run, str(tmp_path / "none"), "--precision", "int2"]) in (1, 2)
-    assert "int4" in capsys.readouterr().err and not (tmp_path / "none").exists()
 
 
 def test_int8_is_a_flag_of_the_command(run, capsys) -> None:

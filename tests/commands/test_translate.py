@@ -233,14 +233,6 @@ def test_prefixes_of_translations(run, expected, tmp_path, ran) -> None:
     assert "expected a target_prefix for each text, got 2 of target_prefix and more of texts" in error
 
 
-def test_memory_of_a_batch(run, expected, tmp_path, ran) -> None:
-    (tmp_path / "in.txt").write_text("one\ntwo\n")
-    flags = ["--max_batch_bytes", "1", "--max_batch_size", "1"]
-    out = ran("translate", run, "--file", str(tmp_path / "in.txt"), *flags, *FEW).out
-    assert lines_of(out) == [shown(expected("one")), shown(expected("two"))]
-    assert "max_batch_bytes" in ran("translate", run, "x", "--max_batch_bytes", "0", code=1).err
-
-
 def test_a_progress_bar_on_a_terminal(run, tmp_path, ran, monkeypatch) -> None:
     pytest.importorskip("tqdm", reason="the bar is tqdm's")
 
@@ -308,6 +300,7 @@ def test_contradictions(run, tmp_path, capsys) -> None:
         (["x", "--prefix", "y" * 40], ("prefix", "max_len 40")),
         (["x", "--num_beams", "4", "--num_beam_groups", "2"], ("num_beam_groups", "diversity_penalty")),
         (["x", "--max_time", "0"], ("max_time",)),
+        (["x", "--max_batch_bytes", "0"], ("max_batch_bytes",)),
         (["x", "--n_best", "3"], ("--n_best 3", "--num_beams 1", "--do_sample")),
         (["x", "--n_best", "0"], ("--n_best", "0")),
         ([*file, "--reference", "y", "--n_best", "2", "--num_beams", "2"], ("--n_best", "--reference")),

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +17,7 @@ from hypothesis import strategies as st
 from fastformer.generation.engines.cpp import pack_options, pack_tensors
 from fastformer.models import GPT, Transformer
 from fastformer.ops import _extension
+from tests.engine.test_thread_team import in_child
 from tests.generation.small import needs_cpp
 from tests.generation.weights import drawn
 
@@ -365,38 +363,29 @@ def test_two_threads_on_one_session_get_an_error() -> None:
     assert all("thread" in text for text in told)
 
 
-FORKED = """
-import os, numpy as np, torch
-from tests.engine.test_boundary import EXT
-from tests.generation.weights import drawn
-from fastformer.models import GPT
-from fastformer.generation.engines.cpp import pack_options, pack_tensors
-model = drawn(GPT, vocab_size=1100, d_model=264, num_heads=2, d_ff=700, num_layers=2)
-session = EXT.Session(EXT.PackedModel(pack_options(model, "fp32"), pack_tensors(model, "fp32")), 1024)
-session.admit([], [[3, 4, 5], [6, 7]] * 4, 2)
-for _ in range(5):
-    before = session.step([8] * 8, 3, True, [], None, 2)
-child = os.fork()
-found = session.step([9] * 8, 3, True, [], None, 2)
-session.release([0, 1])
-again = session.step([9] * 6, 3, True, [], None, 2)
-if child == 0:
-    np.savez("child.npz", *found, *again)
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-other = np.load("child.npz")
-assert all(np.array_equal(one, other[f"arr_{i}"]) for i, one in enumerate((*found, *again)))
-print("alike")
-"""
+def test_a_forked_child_continues_with_its_own_copy_while_helpers_run() -> None:
+    model = drawn(GPT, vocab_size=1100, d_model=264, num_heads=2, d_ff=700, num_layers=2)
+    packed = EXT.PackedModel(pack_options(model, "fp32"), pack_tensors(model, "fp32"))
 
+    def begun() -> Any:
+        session = EXT.Session(packed, 1024)
+        session.admit([], [[3, 4, 5], [6, 7]] * 4, 2)
+        for _ in range(5):
+            session.step([8] * 8, 3, True, [], None, 2)
+        return session
 
-def test_a_forked_child_continues_with_its_own_copy_while_helpers_run(tmp_path) -> None:
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    environment = {**os.environ, "PYTHONPATH": root}
-    done = subprocess.run(
-        [sys.executable, "-c", FORKED], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout == "alike\n", done.stderr
+    def rest(session: Any) -> list[np.ndarray]:
+        found = session.step([9] * 8, 3, True, [], None, 2)
+        session.release([0, 1])
+        return [*found, *session.step([9] * 6, 3, True, [], None, 2)]
+
+    due, session = rest(begun()), begun()
+
+    def check() -> None:
+        assert all(np.array_equal(*pair) for pair in zip(rest(session), due, strict=True))
+
+    in_child(check)
+    check()
 
 
 @pytest.mark.parametrize("where", ["embedding.weight", "decoder.layers.0.linear1.weight", "output.weight"])

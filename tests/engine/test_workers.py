@@ -19,6 +19,7 @@ from fastformer.generation.scheduler import Scheduler
 from fastformer.models import Transformer
 from tests.engine.test_thread_team import in_child, until
 from tests.generation.small import EOS, needs_cpp
+from tests.generation.toy import finish
 from tests.generation.weights import drawn
 
 pytestmark = needs_cpp
@@ -63,8 +64,7 @@ def decode(asked: list[Request], threads: int, *, max_bytes: int = 2**26, cancel
     scheduler.step()
     for place in cancelled:
         asked[place].cancel()
-    while not scheduler.is_idle:
-        scheduler.step()
+    finish(scheduler)
     return [(str(one.error), [(h.tokens, h.log_probs, h.score) for h in one.results]) for one in asked]
 
 

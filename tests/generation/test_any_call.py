@@ -19,7 +19,7 @@ from tests.generation.small import VOCAB, needs_cpp
 from tests.generation.weights import drawn
 
 FEW = settings(
-    max_examples=150, deadline=None, derandomize=True, database=None,
+    max_examples=100, deadline=None, derandomize=True, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 MANY = settings(FEW, max_examples=3000, derandomize=False)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Generator
 from typing import Any
 
@@ -14,8 +12,6 @@ from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator, generate
 from fastformer.models import Transformer
 from tests.generation.small import CPP, HAS_CPP, VOCAB
-
-BOTH = pytest.mark.parametrize("engine", [CPP, "kv_cache"])
 
 
 def outcome(model: Any, ids: Any, **options: Any) -> Any:
@@ -60,20 +56,7 @@ def test_both_engines_give_the_same_answer(name, request) -> None:
     assert isinstance(due, str) == is_wrong, due
 
 
-@BOTH
-@pytest.mark.parametrize(
-    "options", [{}, {"num_beams": 3}, {"do_sample": True, "seed": 1}, {"min_new_tokens": 2}], ids=str
-)
-def test_broken_weights_are_an_error_of_the_affected_request(engine, options, model) -> None:
-    broken = copy.deepcopy(model)
-    broken.source_embedding.weight.data[7] = math.nan
-    options = {**options, "max_new_tokens": 4, "engine": engine}
-    with pytest.raises(ValueError, match="NaN"):
-        generate(broken, [[5], [6, 7]], **options)
-    assert torch.equal(generate(broken, [[5]], **options), generate(model, [[5]], **options))
-
-
-@BOTH
+@pytest.mark.parametrize("engine", [CPP, "kv_cache"])
 def test_a_caller_that_stops_listening_stops_the_decoding_and_may_call_again(engine) -> None:
     torch.manual_seed(0)
     model = Transformer.from_preset("tiny", vocab_size=259, d_model=32, d_ff=64, num_heads=4, max_len=64)

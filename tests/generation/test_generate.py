@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from fastformer.generation.engines.kv_cache import KVCacheBatch
 from fastformer.generation.engines.recurrent import RecurrentBatch
 from fastformer.models import GPT, Transformer
 from fastformer.nn import SequenceLayout
-from tests.generation.small import EOS, HAS_CPP, VOCAB, mixed_sources, new_tokens, next_logits, plain_greedy, real
+from tests.generation.small import EOS, VOCAB, mixed_sources, new_tokens, next_logits, plain_greedy, real
 from tests.generation.weights import CONFIGS, drawn
 
 
@@ -29,22 +30,28 @@ from tests.generation.weights import CONFIGS, drawn
 )
 def test_scores_are_those_of_teacher_forcing(any_model, options) -> None:
     # A beam whose state belongs to another hypothesis, or row, has the score of neither.
-    sources = mixed_sources(5, 6)
-    out = generate(any_model, sources, max_new_tokens=10, return_dict_in_generate=True, **options)
+    sources, prefixes = mixed_sources(5, 6), [[5, 6, 7], [], [8], [*range(10, 30)], []]
+    begins, given = prefixes, {"decoder_input_ids": prefixes}
+    if isinstance(any_model, GPT):  # whose prompts come back with the output
+        prefixes, given = [[]] * 5, {}
+        begins = [row.roll(int((row == 0).sum())).tolist() for row in sources]
+    out = generate(any_model, sources, max_new_tokens=10, return_dict_in_generate=True, **given, **options)
     returned = options.get("num_return_sequences", 1)
     alpha = options.get("length_penalty", 0.6) if "num_beams" in options else 0.0
     assert len(out.sequences) == len(out.scores) == 5 * returned
     assert out.scores.dtype == torch.float32
-    found = new_tokens(any_model, sources, out.sequences)
-    for i, tokens in enumerate(found):
-        source = real(sources[i // returned])
-        forced = next_logits(any_model, source, tokens)[:-1].log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])
-        assert abs(out.scores[i].item() - forced.sum().item() / ((5 + len(tokens)) / 6) ** alpha) < 1e-4
-        assert (out.token_log_probs[i, : len(tokens)] - forced[:, 0]).abs().max() < 1e-4
+    found = []
+    for i, row in enumerate(out.sequences.tolist()):
+        source, prefix, begun = real(sources[i // returned]), prefixes[i // returned], len(begins[i // returned])
+        tokens = row[begun : begun + 10]
+        tokens = tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens
+        assert row[:begun] == begins[i // returned] and not any(row[begun + len(tokens) :])
+        logits = next_logits(any_model, source, [*prefix, *tokens])[len(prefix) : -1]
+        forced = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert abs(out.scores[i].item() - forced.sum().item() / ((5 + len(tokens)) / 6) ** alpha) < 2e-4
+        assert (out.token_log_probs[i, : len(tokens)] - forced).abs().max() < 1e-4
         assert not out.token_log_probs[i, len(tokens) :].any()
-        if isinstance(any_model, GPT):  # whose prompts come back with the output
-            width = int((sources != 0).sum(1).max())
-            assert out.sequences[i, :width].tolist() == [0] * (width - len(source)) + source
+        found.append(tokens)
     if "num_beams" in options:
         for place in range(5):
             group = range(place * returned, (place + 1) * returned)
@@ -76,21 +83,6 @@ def test_greedy_equals_the_plain_loop(any_model, options) -> None:
         assert tokens == plain_greedy(any_model, real(source), 12, change=change)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 4, "num_return_sequences": 2}], ids=str)
-def test_rows_do_not_depend_on_their_batch(any_model, options) -> None:
-    # Their limits neither: a source gets its own length + 100, whatever stands beside it.
-    sources = mixed_sources(6, 7)
-    limit = {"max_new_tokens": 12} if isinstance(any_model, GPT) else {}
-    together = new_tokens(any_model, sources, generate(any_model, sources, **options, **limit))
-    returned = options.get("num_return_sequences", 1)
-    for i in range(6):
-        alone = sources[i : i + 1, : len(real(sources[i]))]
-        found = new_tokens(any_model, alone, generate(any_model, alone, **options, **limit))
-        for row, tokens in zip(together[i * returned : (i + 1) * returned], found, strict=True):
-            assert row[: len(tokens)] == tokens and not any(row[len(tokens) :])
-            assert limit or len(tokens) <= min(len(real(sources[i])) + 100, any_model.config.max_len)
-
-
 def test_padding_side_is_free_and_the_mask_is_read(any_model) -> None:
     sources = mixed_sources(5, 6)
     left = torch.stack([row.roll(int((row == 0).sum())) for row in sources])
@@ -118,19 +110,6 @@ def test_a_mask_may_keep_an_id_of_pad(model) -> None:
     assert abs(dropped.scores.item() - expected) > 1e-3
 
 
-def count_ties(model, sources: torch.Tensor, **options) -> int:
-    """Counts the rows for which an engine differs from recomputing, which is allowed at ties."""
-    due = generate(model, sources, engine="recompute", return_dict_in_generate=True, **options)
-    ties = 0
-    for engine in ("kv_cache", *(["cpp"] if HAS_CPP else [])):
-        out = generate(model, sources, engine=engine, return_dict_in_generate=True, **options)
-        for row, other, score, near in zip(out.sequences, due.sequences, out.scores, due.scores, strict=True):
-            if real(row) != real(other):
-                assert abs(score - near) < 1e-4
-                ties += 1
-    return ties
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -142,41 +121,34 @@ def count_ties(model, sources: torch.Tensor, **options) -> int:
     ],
     ids=["greedy", "groups", "samples", "processors", "beginnings"],
 )
-@pytest.mark.parametrize("name", ["transformer", "t5", "windows", "gpt", "rotary windows"])
-def test_all_engines_give_the_same_results(name, options) -> None:
+@pytest.mark.parametrize("name", ["t5", "gpt", "rotary windows"])
+def test_a_cache_changes_no_result(name, options) -> None:
     kind, settings = CONFIGS[name]
     if kind is GPT:
         options = {key: value for key, value in options.items() if key != "decoder_input_ids"}
     model, sources = drawn(kind, **settings), mixed_sources(4, 6)
-    assert count_ties(model, sources, max_new_tokens=12, eos_token_id=[1, *range(40, 50)], **options) == 0
-    whole = generate(model, sources, max_new_tokens=8, engine="kv_cache", **options)
-    assert torch.equal(generate(model, sources, use_cache=False, max_new_tokens=8, **options), whole)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_beams", [1, 4])
-@pytest.mark.parametrize("kind", ["model", "gpt"])
-def test_engines_agree_on_200_sources(kind, num_beams, request) -> None:
-    which = request.getfixturevalue(kind)
-    ties = count_ties(which, mixed_sources(200, 24), num_beams=num_beams, max_new_tokens=30)
-    print(f"{ties} near ties among 400 comparisons")
-    assert ties <= 6
+    given = {"max_new_tokens": 12, "eos_token_id": [1, *range(40, 50)], **options}
+    due = generate(model, sources, use_cache=False, **given)
+    assert torch.equal(generate(model, sources, engine="kv_cache", **given), due)
 
 
 def test_sampling_is_seeded_and_follows_the_distribution(model) -> None:
-    source = mixed_sources(1).repeat(2000, 1)
-    one = generate(model, source, do_sample=True, seed=5, max_new_tokens=1)
-    assert torch.equal(one, generate(model, source, do_sample=True, seed=5, max_new_tokens=1))
-    assert not torch.equal(one, generate(model, source, do_sample=True, seed=6, max_new_tokens=1))
+    source = mixed_sources(1)
+
+    def drawn(count: int = 50, **options) -> Any:
+        return generate(model, source, do_sample=True, num_return_sequences=count, max_new_tokens=1, **options)
+
+    one = drawn(seed=5)
+    assert torch.equal(one, drawn(seed=5)) and not torch.equal(one, drawn(seed=6))
     unseeded = []
     for seed in (3, None, 3):  # without one of the call's own, PyTorch's counts
         if seed is not None:
             torch.manual_seed(seed)
-        unseeded.append(generate(model, source, do_sample=True, max_new_tokens=1))
+        unseeded.append(drawn())
     assert not torch.equal(*unseeded[:2]) and torch.equal(unseeded[0], unseeded[2])
     logits = next_logits(model, real(source[0]), [])[0]
     for temperature in (1.0, 0.5, 3.0):
-        found = generate(model, source, do_sample=True, seed=5, max_new_tokens=1, temperature=temperature)
+        found = drawn(2000, seed=5, temperature=temperature)
         counted = torch.bincount(found.flatten(), minlength=VOCAB) / 2000
         assert (counted - (logits / temperature).softmax(-1)).abs().max() < 5 * math.sqrt(0.25 / 2000)
         assert found.unique().numel() > 1

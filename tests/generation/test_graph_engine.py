@@ -33,6 +33,7 @@ from fastformer.models import GPT, Transformer
 from fastformer.ops import _extension, record_backends, use_backend
 from tests.generation.small import VOCAB, coarse
 from tests.generation.test_generate_options import Listener
+from tests.generation.toy import finish
 from tests.generation.weights import CONFIGS, RELATIVE, drawn
 from tests.no_sync import NoSync
 from tests.tape import TapeGraphs
@@ -307,10 +308,7 @@ def test_a_model_that_gives_nan_fails_its_own_request(num_beams, model, watched)
     broken.source_embedding.weight.data[20] = torch.nan
     engine = GraphEngine(broken)
     hurt, sound = asked(broken, engine, [[5, 20, 7], [5, 6, 7]], max_new_tokens=10, num_beams=num_beams)
-    scheduler = Scheduler(engine, max_rows=64, max_bytes=2**24)
-    scheduler.submit([hurt, sound])
-    while not scheduler.is_idle:
-        scheduler.step()
+    finish(Scheduler(engine, max_rows=64, max_bytes=2**24), [hurt, sound])
     assert "NaN or infinite logits" in str(hurt.error) and sound.error is None
     alone = both(model, [[5, 6, 7]], max_new_tokens=10, num_beams=num_beams)[1]
     assert sound.results[0].tokens == [token for token in alone.sequences[0].tolist() if token]

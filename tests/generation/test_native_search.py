@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import struct
 from collections.abc import Callable
 from functools import partial
 
@@ -16,7 +15,7 @@ from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.search import RowSearch, Search
 from fastformer.ops import _extension
-from tests.generation.toy import EOS, VALUES, RunningEngine, ToyEngine, ask, candidates, plain_greedy
+from tests.generation.toy import EOS, VALUES, RunningEngine, ToyEngine, ask, candidates, finish, plain_greedy
 
 pytestmark = pytest.mark.skipif(_extension.module() is None, reason="no C++ extension for this CPU")
 
@@ -24,48 +23,34 @@ VOCAB = 9
 ENDS = frozenset({EOS})
 
 
-def single(value: float) -> float:
-    """Rounds a number to a 32-bit float."""
-    return float(struct.unpack("f", struct.pack("f", value))[0])
-
-
 def test_the_score_of_greedy_is_the_exact_sum() -> None:
     plain, native = RowSearch(3, ENDS), NativeSearch.greedy(3, ENDS)
-    for value in (-1.0, -(2.0**-53), -(2.0**-53)):
+    for value in (-1.0, -(2.0**-53), -(2.0**-53)):  # each a 32-bit float
         for search in (plain, native):
-            search.advance([[3]], [[single(value)]], 0)
+            search.advance([[3]], [[value]], 0)
     assert native.results() == plain.results() and native.results()[0].score < -1.0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("row", [0, 1])
-def test_nan_ends_a_search_with_an_error(value: float, beams: int, row: int) -> None:
+@pytest.mark.parametrize(("row", "place"), [(0, 0), (1, 0), (0, 5)])  # behind the best, too
+def test_nan_ends_a_search_with_an_error(value: float, beams: int, row: int, place: int) -> None:
     search = NativeSearch.beams(5, ENDS, beams) if beams > 1 else NativeSearch.greedy(5, ENDS)
     assert len(search.advance([[4, 3, 2, 5, 6, 7]], [[-1.0] * 6], 0)) == beams
     values = [[-1.0] * 6 for _ in range(beams)]
-    values[row % beams][0] = value
+    values[row % beams][place * (beams > 1)] = value  # greedy search reads the best alone
     with pytest.raises(ValueError, match="NaN"):
         search.advance([[4, 3, 2, 5, 6, 7]] * beams, values, 0)
     assert search.handle.is_broken and search.handle.is_done and search.num_rows == 0
     assert places_of_done([search]) == [0]
 
 
-def test_a_nan_after_the_best_is_noticed_too() -> None:
-    search = NativeSearch.beams(5, ENDS, 2)
-    with pytest.raises(ValueError, match="NaN"):
-        search.advance([[4, 3, 2, 5]], [[-1.0, -2.0, -3.0, math.nan]], 0)
-
-
-def test_rows_that_do_not_exist_are_refused() -> None:
+def test_arguments_that_would_read_out_of_bounds_are_refused() -> None:
     search = NativeSearch.beams(5, ENDS, 2)
     search.advance([[4, 3, 2, 5]], [[-1.0, -2.0, -3.0, -4.0]], 0)
     for row in (2, -1):
         with pytest.raises(IndexError, match=r"\b2 rows\b"):
             search.tokens(row)
-
-
-def test_arguments_that_would_read_out_of_bounds_are_refused() -> None:
     with pytest.raises(ValueError, match="made a step"):
         NativeSearch.greedy(5, ENDS).last_tokens()
     for returned in (0, 3):
@@ -116,10 +101,7 @@ def test_a_call_ends_when_waiting_requests_can_join_or_with_the_last_search(max_
     engine = engine_of(len(limits), eos=-9.0)
     requests = [ask(i, native_greedy(limit)) for i, limit in enumerate(limits)]
     scheduler = Scheduler(engine, max_rows=max_rows, max_bytes=1000, is_endless=True)
-    scheduler.submit(requests)
-    ended = []
-    while not scheduler.is_idle:
-        ended.append([requests.index(request) for request in scheduler.step()])
+    ended = [[requests.index(request) for request in some] for some in finish(scheduler, requests)]
     assert engine.runs == runs and ended == ends
     for i, request in enumerate(requests):
         assert tuple(request.results[0].tokens) == plain_greedy(engine, i, request.search.limit)
@@ -130,11 +112,7 @@ def test_if_memory_is_short_a_request_joins_when_any_other_ends() -> None:
     engine = engine_of(3, eos=-9.0)
     requests = [ask(i, native_greedy(limit)) for i, limit in enumerate((3, 7, 2))]
     scheduler = Scheduler(engine, max_rows=8, max_bytes=16 * engine.token_bytes)
-    scheduler.submit(requests)
-    ended = []
-    while not scheduler.is_idle:
-        ended.append([requests.index(request) for request in scheduler.step()])
-    assert engine.runs == [3, 4] and ended == [[0], [1, 2]]
+    assert finish(scheduler, requests) == [requests[:1], requests[1:]] and engine.runs == [3, 4]
 
 
 def test_a_listener_gets_the_first_tokens_one_by_one_and_later_ones_after_each_run() -> None:
@@ -145,8 +123,7 @@ def test_a_listener_gets_the_first_tokens_one_by_one_and_later_ones_after_each_r
     for step in range(1, 5):
         scheduler.step()
         assert told == list(plain_greedy(engine, 0, step))
-    while not scheduler.is_idle:
-        scheduler.step()
+    finish(scheduler)
     assert told == list(plain_greedy(engine, 0, 5))
     assert engine.runs[:4] == [1] * 4 and sum(engine.runs) == 9 and len(engine.runs) < 9
 
@@ -157,10 +134,7 @@ def test_a_listener_that_fails_ends_its_own_request() -> None:
 
     engine = engine_of(2, eos=-9.0)
     requests = [ask(0, native_greedy(5), on_token=refuse), ask(1, native_greedy(5))]
-    scheduler = Scheduler(engine, max_rows=2, max_bytes=1000)
-    scheduler.submit(requests)
-    while not scheduler.is_idle:
-        scheduler.step()
+    finish(Scheduler(engine, max_rows=2, max_bytes=1000), requests)
     assert str(requests[0].error) == "no more, please" and requests[0].results == []
     assert tuple(requests[1].results[0].tokens) == plain_greedy(engine, 1, 5)
 

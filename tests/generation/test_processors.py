@@ -29,7 +29,7 @@ from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling
 from tests.generation.small import CPP
-from tests.generation.toy import EOS, START, VOCAB, ToyEngine, ask, decode, plain_greedy
+from tests.generation.toy import EOS, START, VOCAB, ToyEngine, ask, decode, finish, plain_greedy
 
 NEVER = -math.inf
 
@@ -266,10 +266,7 @@ def test_a_failing_processor_affects_only_its_own_request(processor, kind, messa
         ask(1, greedy, processors=[processor, SuppressTokens([4])]),  # the message names the one that did it
         ask(2, greedy, processors=[lambda input_ids, scores: scores]),
     ]
-    scheduler = Scheduler(engine, max_rows=8, max_bytes=0)
-    scheduler.submit(requests)
-    while not scheduler.is_idle:
-        scheduler.step()
+    finish(Scheduler(engine, max_rows=8, max_bytes=0), requests)
     for source in (0, 2):
         assert requests[source].error is None
         assert tuple(requests[source].results[0].tokens) == plain_greedy(engine, source, 5)

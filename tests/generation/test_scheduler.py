@@ -19,7 +19,7 @@ from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling, Search
 from tests.generation.small import needs_cpp
-from tests.generation.toy import EOS, MeteredEngine, RunningEngine, ToyEngine, ask, decode, plain_greedy
+from tests.generation.toy import EOS, MeteredEngine, RunningEngine, ToyEngine, ask, decode, finish, plain_greedy
 
 VOCAB = 9
 ENDS = frozenset({EOS})
@@ -82,13 +82,6 @@ def assert_same(found: Request, alone: Request, scores: bool) -> None:
         for one, other in zip(found.results, alone.results, strict=True):
             assert one.score == pytest.approx(other.score, abs=1e-4)
             assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
-
-
-def finish(scheduler: Scheduler, requests: list[Request]) -> None:
-    """Runs requests to their end, which may be an error."""
-    scheduler.submit(requests)
-    while not scheduler.is_idle:
-        scheduler.step()
 
 
 def assert_empty(scheduler: Scheduler, engine: MeteredEngine, *, opens: bool = False) -> None:

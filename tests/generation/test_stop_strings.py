@@ -156,10 +156,7 @@ def test_a_recurrent_model_also_ends() -> None:
     assert translator.translate("a", max_new_tokens=3, stop_strings="qqqq") == "qqq"
 
 
-def test_impossible_stop_texts(gpt, translator) -> None:
-    for stop in ([""], "", [3], 3, ["a", None], b"a"):
-        with pytest.raises(ValueError, match="stop_strings"):
-            translator.translate("a", stop_strings=stop)
+def test_stop_texts_need_a_tokenizer(gpt) -> None:
     for tokenizer in (None, "bytes", torch):
-        with pytest.raises(ValueError, match="expected tokenizer=.* along with stop_strings"):
+        with pytest.raises(ValueError, match=r"\btokenizer\b.*\bstop_strings\b"):
             generate(gpt, PROMPTS, stop_strings="a", tokenizer=tokenizer)

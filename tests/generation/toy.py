@@ -185,6 +185,15 @@ def decode(engine: ToyEngine, requests: list[Request], max_rows: int = 64, max_b
     return [request.results for request in requests]
 
 
+def finish(scheduler: Scheduler, requests: Sequence[Request] = ()) -> list[list[Request]]:
+    """Runs requests to their end, which may be an error. Returns those that ended with each step."""
+    scheduler.submit(requests)
+    ended = []
+    while not scheduler.is_idle:
+        ended.append(scheduler.step())
+    return ended
+
+
 def penalty(length: int, alpha: float) -> float:
     return ((5 + length) / 6) ** alpha
 
