@@ -50,9 +50,9 @@ def machine() -> Iterator[str]:
         for name, failure in _extension.failures.items():
             yield f"C++ extension: {name} does not load ({failure}); {_extension.INSTALL_AGAIN}"
     elif platform.machine() not in ("x86_64", "AMD64"):
-        yield f"C++ extension: none; it is written for x86-64 and this is {platform.machine()}"
+        yield f"C++ extension: none, because it needs x86-64 and this machine is {platform.machine()}"
     else:
-        yield f"C++ extension: not built; with a C++ compiler {_extension.INSTALL_AGAIN}"
+        yield f"C++ extension: not built; to build it, install a C++ compiler and {_extension.INSTALL_AGAIN}"
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
@@ -91,42 +91,40 @@ def choice(op: _dispatch.Op[..., Any], device_type: str) -> tuple[str, str]:
 def decoding() -> Iterator[str]:
     """Yields lines about the engines that decode fastest."""
     yield from _decoding_in_cpp()
-    graph = (
-        "engine 'graph', which takes a whole step with its search in one launch of a CUDA graph, has to be asked for"
-    )
+    graph = "engine 'graph' runs a whole decoding step, including the search, as one CUDA graph"
     if not torch.cuda.is_available():
-        yield f"{graph}; without a GPU it takes the same steps by plain calls"
+        yield f"{graph}; without a GPU, it runs the same step as separate calls"
     elif _extension.module() is None:
-        yield f"{graph}; without the C++ extension, in which searches run, it steps as 'kv_cache' does"
+        yield f"{graph}; without the C++ extension, it decodes like 'kv_cache'"
     else:
-        yield f"{graph}: it is not yet measured, so models on a GPU decode by 'kv_cache'"
+        yield f"{graph}; it has not been measured yet, so the default on a GPU is 'kv_cache'"
 
 
 def _decoding_in_cpp() -> Iterator[str]:
     missing = _extension.why_missing("Session")
     if missing is not None:
-        yield f"engine 'cpp': none, for {missing}"
-        yield "models decode by their own modules (engine 'kv_cache'), in their own dtype"
+        yield f"engine 'cpp' is not available: {missing}"
+        yield "models decode with their own modules and dtype (engine 'kv_cache')"
         return
     features: Callable[[], list[str]] = getattr(_extension.module(), "cpu_features", list)
     isa = getattr(_extension.module(), "instruction_set", "any CPU")
-    yield f"engine 'cpp': fp32, bf16, int8 and int4, on {', '.join([isa, *features()])}"
-    yield "it takes a models.Transformer or GPT on the CPU, in evaluation, as its config makes it, without hooks;"
-    yield "of any other generate(model, ..., engine='cpp') says why not"
+    yield f"engine 'cpp' computes in fp32, bf16, int8 or int4, with {', '.join([isa, *features()])}"
+    yield "it decodes an unmodified Transformer or GPT that is on the CPU, in evaluation mode and without hooks;"
+    yield "for any other model, generate(model, ..., engine='cpp') raises an error with the reason"
 
 
 def encoding() -> Iterator[str]:
     """Yields lines about the C++ encoder."""
     missing = _extension.why_missing("Encoder")
     if missing is not None:
-        yield f"all encoders run by their modules, in their own dtype: there is no C++ encoder, for {missing}"
+        yield f"the C++ encoder is not available ({missing}); encoders run their own modules, in their own dtype"
         return
-    yield "one C++ call for all layers, in fp32, bf16, int8 and int4: of a fastformer.Encoder and CrossEncoder, and of"
-    yield "transformers' encoders after accelerate(model), on the CPU, in evaluation without gradients;"
-    yield "fastformer.report(model) says which way a model goes, and why, and debug lines say it of a call"
+    yield "one C++ call computes all layers of an encoder, in fp32, bf16, int8 or int4, on the CPU, in evaluation, without"
+    yield "gradients; this applies to Encoder and CrossEncoder, and after accelerate(model) to transformers' encoders"
+    yield "fastformer.report(model) says whether a model's encoder runs in C++, and why not"
     sizes = ", ".join(f"{_BERT_BASE * each / 1e6:.0f} MB in {name}" for name, each in _extension.PACKED_BYTES.items())
-    yield f"the engine reads a packed copy of the weights, beside the model's own: of a BERT-base's layers {sizes};"
-    yield "fastformer.report(model) gives the size of a model's, and accelerate(model, encode=False) does without"
+    yield f"it keeps a packed copy of the weights; for BERT-base, that is {sizes}"
+    yield "fastformer.report(model) gives the size for a model; accelerate(model, encode=False) makes no copy"
 
 
 def kernels() -> Iterator[str]:
@@ -151,6 +149,6 @@ def report() -> str:
             lines.append(f"  {op.name.removesuffix('_fwd'):<22} {backend:<10} {why}")
     if torch.cuda.is_available():
         lines += ["", "which kernels on cuda", *(f"  {line}" for line in kernels())]
-    lines += ["", "A call that a kernel can't take runs on PyTorch's own kernel (torch) or on the reference and is"]
-    lines += ["logged once with the kernel's reason; FASTFORMER_STRICT=1 makes that an error."]
+    lines += ["", "A call that a kernel does not support runs on PyTorch's own kernel (torch) or on the reference, and"]
+    lines += ["the reason is logged once. With FASTFORMER_STRICT=1, it is an error."]
     return "\n".join(lines)

@@ -135,7 +135,7 @@ def why_missing(name: str) -> str | None:
     if found is None:
         return NOT_BUILT
     if not hasattr(found, name):
-        return "the C++ extension is older than it: run `pip install -e . --no-build-isolation` again"
+        return "the C++ extension is older than the Python code: run `pip install -e . --no-build-isolation` again"
     return None
 
 

@@ -277,13 +277,20 @@ def report(capability: int) -> list[str]:
     """Returns lines for doctor: the kernels of plain and causal attention on a GPU of this capability."""
     said = wanted()
     if said == OURS:
-        return ["attention: our kernels; FASTFORMER_ATTENTION_KERNELS=fastest takes PyTorch's where they were measured"]
+        return [
+            "attention: fastformer's kernels; FASTFORMER_ATTENTION_KERNELS=fastest uses PyTorch's where those were "
+            "measured to be faster"
+        ]
     if said != FASTEST:
         missing = KERNELS[said].why_missing()
-        return [f"attention: {said} where it can take a call" if missing is None else f"attention: ours, for {missing}"]
+        return [
+            f"attention: {said} if it supports the call"
+            if missing is None
+            else f"attention: fastformer's kernels; {missing}"
+        ]
     here = [entry for entry in table() if entry.capability == capability and entry.kernel != OURS]
     if not here:
-        return [f"attention: our kernels, for no times were recorded on sm_{capability} in which another was faster"]
+        return [f"attention: fastformer's kernels; no others were measured to be faster on sm_{capability}"]
     return [
         f"attention {entry.direction}, head_dim {entry.head_dim}, {'causal' if entry.is_causal else 'full'}, from "
         f"{entry.seqlen} tokens: {entry.kernel}"

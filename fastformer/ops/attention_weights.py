@@ -80,7 +80,7 @@ def attention_weights_backward_reference(
     return dq.to(dtype).contiguous(), group_sum(dscores, q, k.shape[2]).to(dtype).contiguous(), dmask
 
 
-_WHY = "it writes all the weights by nature, and a kernel has nothing to win"
+_WHY = "its result contains all weights, so a kernel would save no memory traffic"
 _fwd = define_op(
     "attention_weights_fwd(Tensor q, Tensor k, Tensor lse, Tensor? attn_mask, Tensor? seqlens_k, float softmax_scale, "
     "int? window_left, int? window_right, float softcap=0.0) -> Tensor",
