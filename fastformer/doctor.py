@@ -119,8 +119,8 @@ def encoding() -> Iterator[str]:
     if missing is not None:
         yield f"the C++ encoder is not available ({missing}); encoders run their own modules, in their own dtype"
         return
-    yield "one C++ call computes all layers of an encoder, in fp32, bf16, int8 or int4, on the CPU and without gradients;"
-    yield "this applies in evaluation to Encoder and CrossEncoder, and after accelerate(model) to transformers' encoders"
+    yield "one C++ call computes all layers in fp32, bf16, int8 or int4, on the CPU, in evaluation, without gradients:"
+    yield "for Encoder and CrossEncoder, and for transformers' encoders after accelerate(model)"
     yield "fastformer.report(model) says whether a model's encoder runs in C++, and why not"
     sizes = ", ".join(f"{_BERT_BASE * each / 1e6:.0f} MB in {name}" for name, each in _extension.PACKED_BYTES.items())
     yield f"it keeps a packed copy of the weights; for BERT-base, that is {sizes}"
