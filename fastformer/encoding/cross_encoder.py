@@ -17,6 +17,7 @@ from fastformer.encoding.folder import Folder
 from fastformer.encoding.folder_model import FolderModel
 from fastformer.encoding.modules import Array
 from fastformer.encoding.tokens import Pair, Reader, Rows
+from fastformer.generation.text_io import expect_text
 from fastformer.settings import Positive, check_value
 
 logger = logging.getLogger("fastformer")
@@ -115,12 +116,7 @@ class CrossEncoder(FolderModel):
                 parts.append(scores.softmax(1) if apply_softmax and scores.dim() > 1 else scores)
         shape = (0,) if self.num_labels == 1 else (0, self.num_labels)
         found = torch.cat(parts) if parts else torch.zeros(shape)
-        given: Any = found.numpy()
-        if convert_to_tensor:
-            given = found.to(self.device)
-        elif not convert_to_numpy:
-            given = list(found)
-        return given[0] if is_one else given
+        return self._given(found, is_one, convert_to_numpy, convert_to_tensor)
 
     def rank(
         self,
@@ -158,13 +154,10 @@ class CrossEncoder(FolderModel):
         kept: list[str] = []
 
         def pairs() -> Iterator[Pair]:
-            for place, document in enumerate(documents):
-                if not isinstance(document, str):
-                    got = f"{type(document).__name__} {document!r:.40}"
-                    raise ValueError(f"documents[{place}]: expected a str, got {got}")
+            for number, document in enumerate(documents, 1):
                 if return_documents:
                     kept.append(document)
-                yield query, document
+                yield query, expect_text("documents", number, document)
 
         scores = self.predict(
             pairs(),
@@ -200,10 +193,13 @@ class CrossEncoder(FolderModel):
             rows = rows_of(self._reader, chunk)
             found = np.zeros((len(chunk), self.num_labels), np.float32)
             for places in packed(list(map(len, rows.ids)), *limits):
-                some = rows.some(places)
-                found[places] = self._engine.classify(some.ids, some.types)
+                found[places] = self._classify(rows.some(places))
                 advance(len(places))
             yield found
+
+    def _classify(self, rows: Rows) -> Array:
+        """Returns the logits of rows of pairs or texts, (rows, num_labels)."""
+        return self._engine.classify(rows.ids, rows.types)
 
 
 def _inputs(sentences: Any) -> tuple[bool, Iterable[Input]]:
@@ -227,25 +223,18 @@ def check_input(each: object, number: int) -> None:
     if isinstance(each, str) or not isinstance(each, Sequence) or not 1 <= len(each) <= 2:
         raise ValueError(f"sentences[{number}]: expected a pair of texts, or a list of one text, got {each!r:.60}")
     for text in each:
-        if not isinstance(text, str):
-            raise ValueError(f"sentences[{number}]: expected texts, got {type(text).__name__} {text!r:.40}")
+        expect_text("sentences", number + 1, text)
 
 
 def rows_of(reader: Reader, inputs: Sequence[Input], *, cuts: bool = True) -> Rows:
     """Returns a row for each pair or text, in their order; see `Reader.texts`."""
     pairs = [place for place, each in enumerate(inputs) if len(each) == 2]
     single = [place for place, each in enumerate(inputs) if len(each) == 1]
-    if not single:
-        return reader.pairs([(each[0], each[1]) for each in inputs], cuts=cuts)
-    found, alone = (
-        reader.pairs([(inputs[place][0], inputs[place][1]) for place in pairs], cuts=cuts),
-        reader.texts([inputs[place][0] for place in single], cuts=cuts),
-    )
-    ids: list[list[int]] = [[]] * len(inputs)
-    types: list[list[int]] = [[]] * len(inputs)
-    for place, row in zip(single, alone.ids, strict=True):
-        ids[place], types[place] = row, [0] * len(row)
-    for index, place in enumerate(pairs):
-        ids[place] = found.ids[index]
-        types[place] = [0] * len(found.ids[index]) if found.types is None else found.types[index]
-    return Rows(ids, types if reader.tokenizer.has_token_types else None)
+    found = reader.pairs([(inputs[place][0], inputs[place][1]) for place in pairs], cuts=cuts)
+    alone = reader.texts([inputs[place][0] for place in single], cuts=cuts)
+    by_place = dict(zip([*pairs, *single], [*found.ids, *alone.ids], strict=True))
+    ids = [by_place[place] for place in range(len(inputs))]
+    if found.types is None:
+        return Rows(ids)
+    types = dict(zip(pairs, found.types, strict=True))
+    return Rows(ids, [types.get(place, [0] * len(row)) for place, row in enumerate(ids)])

@@ -18,6 +18,7 @@ from fastformer.encoding.folder_model import FolderModel
 from fastformer.encoding.modules import Array, Normalize, Pooling, normalized, pooled
 from fastformer.encoding.similarity import ALL, PAIRED, Embeddings, as_rows
 from fastformer.encoding.tokens import Rows
+from fastformer.generation.text_io import expect_text
 from fastformer.settings import Positive, check_value, suggestion
 
 logger = logging.getLogger("fastformer")
@@ -80,10 +81,7 @@ class Encoder(FolderModel):
 
     def get_embedding_dimension(self) -> int:
         """Returns the number of dimensions of an embedding."""
-        whole = int(self._folder.model.config.d_model) * len(self._pooling.kinds)
-        for step in self._folder.steps:
-            whole = step.out_features or whole
-        return whole if self.truncate_dim is None else min(whole, self.truncate_dim)
+        return self._finish(None, False, None)(None).shape[1]
 
     def get_sentence_embedding_dimension(self) -> int:
         """Returns the number of dimensions of an embedding; an older name of `get_embedding_dimension`."""
@@ -145,12 +143,7 @@ class Encoder(FolderModel):
         with progress(texts, show_progress_bar) as advance:
             parts = list(self._parts(texts, prompt, limits, finish, advance))
         rows = np.concatenate(parts) if parts else np.zeros((0, finish(None).shape[1]), np.float32)
-        found: Any = rows
-        if convert_to_tensor:
-            found = torch.from_numpy(rows).to(self.device)
-        elif not convert_to_numpy:
-            found = list(torch.from_numpy(rows))
-        return found[0] if is_one else found
+        return self._given(torch.from_numpy(rows), is_one, convert_to_numpy, convert_to_tensor)
 
     def encode_query(self, sentences: str | Iterable[str], **options: Any) -> Any:
         """Calls `encode` with the prompt "query", if the folder has one and the call doesn't name a prompt."""
@@ -240,7 +233,11 @@ class Encoder(FolderModel):
 
     def _skipped(self, prompt: str) -> int:
         """Returns the number of tokens at the beginning of each text that are omitted from its embedding as prompt."""
-        return 0 if self._pooling.includes_prompt or not prompt else self._prompt_tokens(prompt)
+        if self._pooling.includes_prompt or not prompt:
+            return 0
+        alone, nothing = self._reader.tokenizer.encode_batch([prompt, ""])
+        # The special tokens at the end of every text, such as [SEP].
+        return len(alone) - int(bool(nothing) and alone[-1] == nothing[-1])
 
     def _pooled(self, rows: Rows, skipped: int) -> Array:
         """Returns the pooled states of texts, each of which has tokens: (texts, d_model * kinds)."""
@@ -271,11 +268,10 @@ class Encoder(FolderModel):
         return all_states
 
     def _rows(self, texts: Iterable[str], prompt: str) -> Iterator[Rows]:
-        numbers = itertools.count()
+        numbers = itertools.count(1)
         for chunk in chunks(texts):
             for text, number in zip(chunk, numbers, strict=False):
-                if not isinstance(text, str):
-                    raise ValueError(f"sentences[{number}]: expected a str, got {type(text).__name__} {text!r:.40}")
+                expect_text("sentences", number, text)
             yield self._reader.texts([prompt + text for text in chunk] if prompt else chunk)
 
     @staticmethod
@@ -284,12 +280,6 @@ class Encoder(FolderModel):
         some = [place for place, ids in enumerate(rows.ids) if ids]
         for batch in packed([len(rows.ids[place]) for place in some], *limits):
             yield [some[index] for index in batch]
-
-    def _prompt_tokens(self, prompt: str) -> int:
-        """Returns the number of tokens that this prompt adds in front of a text, without the prompt's end token."""
-        alone, nothing = self._reader.tokenizer.encode_batch([prompt, ""])
-        # The special tokens at the end of every text, such as [SEP].
-        return len(alone) - int(bool(nothing) and alone[-1] == nothing[-1])
 
 
 class _Finish:

@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer.generation.engines.cpp import activation_name, arrays_of, bias_by_distance
+from fastformer.encoding import batches
+from fastformer.generation.engines.cpp import arrays_of, bias_by_distance, shared_options
 from fastformer.generation.engines.cpp_support import find_guards, forget_guards, why_not_in, why_not_now
+from fastformer.generation.engines.kv_cache import packed as packed_ids
 from fastformer.generation.model_protocols import check_precision, dtype_precision, own_precision, why_not_by_modules
 from fastformer.models import BERT
 from fastformer.models.pooling import POOLINGS, Pooling
-from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.model_guards import ModelGuards
 from fastformer.nn.prepack import packed
 from fastformer.ops import _extension
@@ -128,7 +129,7 @@ class EncoderEngine:
             ValueError: the precision doesn't exist.
         """
         check_precision(precision)
-        return _why_not(model, precision) or find_guards(cast(BERT, model))[1]
+        return why_not_encoded(BERT, model, precision) or find_guards(cast(BERT, model))[1]
 
     @property
     def name(self) -> str:
@@ -194,7 +195,7 @@ class EncoderEngine:
 
     def _cpp(self, *, may_be_old: bool = False) -> _Packed | None:
         model, precision = self.model, self.precision
-        if _why_not(model, precision) is not None:
+        if why_not_encoded(BERT, model, precision) is not None:
             return None
         name = f"encoder {precision}"
         try:
@@ -214,9 +215,8 @@ class EncoderEngine:
             _check(ids, token_types, self.model)
         except TypeError:
             raise ValueError(_NO_LISTS) from None
-        order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
         found: list[Array | None] = [None] * len(ids)
-        for part in _parts(order, [len(text) for text in ids]):
+        for part in batches.packed([len(text) for text in ids], _MODULE_TOKENS):
             types = None if token_types is None else [token_types[i] for i in part]
             for place, rows in zip(part, self._rows([ids[i] for i in part], types, pooling, normalize), strict=True):
                 found[place] = rows
@@ -227,21 +227,18 @@ class EncoderEngine:
     def _rows(self, ids: Rows, types: Rows | None, pooling: str, normalize: bool) -> list[Array]:
         """Returns the rows of each text, computed by the modules."""
         device = self.model.embedding.weight.device
-        lengths = [len(text) for text in ids]
-        layout = SequenceLayout.packed(torch.tensor(lengths, device="cpu"), max(lengths)).to(device)
-        tokens, of_types = (
-            None if rows is None else torch.tensor([each for text in rows for each in text], device=device)
-            for rows in (ids, types)
-        )
+        tokens, layout = packed_ids(ids, device)
+        of_types = None if types is None else packed_ids(types, device)[0]
         with torch.inference_mode():
-            hidden = self.model.encode(cast(Tensor, tokens), layout=layout, token_types=of_types)
+            hidden = self.model.encode(tokens, layout=layout, token_types=of_types)
             if pooling != "none":
                 # The pooler's weights have the model's dtype; pooling is in fp32.
                 hidden = hidden if pooling == "pooler" else hidden.float()
                 hidden = self.model.pooled(hidden, layout, cast(Any, pooling))
             if normalize:
                 hidden = F.normalize(hidden.float(), dim=-1)
-        return np.split(_as_array(hidden), np.cumsum(lengths)[:-1] if pooling == "none" else len(ids))
+        ends = np.cumsum([len(text) for text in ids])[:-1]
+        return np.split(_as_array(hidden), ends if pooling == "none" else len(ids))
 
 
 class _Unsupported(Exception):
@@ -256,12 +253,12 @@ def _guards_of(model: BERT) -> tuple[ModelGuards | None, str | None]:
     return guards, None
 
 
-def _why_not(model: object, precision: str | None) -> str | None:
-    """Returns the reason of `EncoderEngine.why_unsupported`, except for reasons in the model's modules."""
+def why_not_encoded(kind: type[nn.Module], model: object, precision: str | None) -> str | None:
+    """Returns why the C++ code can't encode with a model of this class, except for reasons in its modules; or None."""
     if (missing := why_no_encoder()) is not None:
         return missing
-    if type(model) is not BERT:
-        return f"it only supports models.BERT, and a {type(model).__name__} may compute something else"
+    if type(model) is not kind:
+        return f"it only supports models.{kind.__name__}, and a {type(model).__name__} may compute something else"
     return why_not_now() or why_not_in(precision, model)
 
 
@@ -323,19 +320,6 @@ def _check(ids: Rows, token_types: Rows | None, model: BERT) -> None:
                     raise ValueError(f"{name}: expected numbers from 0 to {size - 1}, got {token} in text {i}")
 
 
-def _parts(order: list[int], lengths: list[int]) -> list[list[int]]:
-    """Yields the texts that the modules compute together."""
-    parts: list[list[int]] = []
-    held = 0
-    for i in order:
-        if not parts or held + lengths[i] > _MODULE_TOKENS:
-            parts.append([])
-            held = 0
-        parts[-1].append(i)
-        held += lengths[i]
-    return parts
-
-
 def _pack(model: BERT, precision: str) -> _Packed:
     return _Packed(_packed_encoder(model, precision), _in_fp32(model.pooler), _in_fp32(model.head))
 
@@ -352,25 +336,12 @@ def _in_fp32(module: nn.Module | None) -> nn.Module | None:
 
 def pack_options(model: BERT, precision: str) -> dict[str, object]:
     """Returns the options of a model that its tensors don't show, for ModelOptions in csrc/engine/packed_model.h."""
-    config, layer = model.config, model.encoder.layers[0]
-    attention, embedding = layer.self_attn, model.embedding
-    return {
-        "precision": precision,
-        "d_model": config.d_model,
-        "num_heads": attention.num_heads,
-        "num_kv_heads": attention.num_kv_heads,
-        "head_dim": attention.head_dim,
+    config = model.config
+    return shared_options(config, model.encoder.layers[0], model.embedding, precision) | {
         "num_encoder_layers": len(model.encoder.layers),
         "norm_placement": "pre" if config.norm_first else "sum",
-        "rms_norm": config.norm == "rms",
         "skips_first_norm": not config.first_norm,
-        "eps": config.layer_norm_eps,
-        "scale": embedding.acting_scale,
-        "attention_scale": attention.head_dim**-0.5,
-        "padding_idx": -1 if embedding.padding_idx is None else embedding.padding_idx,
         "encoder_windows": [config.window_size if has_window else -1 for has_window in config.windows],
-        "max_len": config.max_len,
-        "activation": activation_name(layer.activation),
     }
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from fastformer.checkpoints.hf import FAMILIES, load_folder, model_type
 from fastformer.checkpoints.hf.common import flag_of, number_of, read_weights
 from fastformer.encoding.modules import ACTIVATIONS, Dense, LayerNorm, Normalize, Pooling, Step
+from fastformer.encoding.similarity import ALL
 from fastformer.encoding.tokens import Reader
 from fastformer.files import read_json, read_small
 from fastformer.models.pooling import POOLINGS
@@ -41,7 +42,6 @@ _MODEL_SETTINGS = tuple(
 )
 _PACKAGE = "sentence_transformers."
 _KNOWN = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout")
-_SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 _ROW = "sentence_embedding"  # the feature that modules after the pooling read and write
 _LEGACY = "pooling_mode_"
 _LEGACY_POOLINGS = {"cls_token": "cls", "max_tokens": "max", "mean_tokens": "mean"} | {
@@ -108,8 +108,8 @@ def read_folder(path: str | os.PathLike[str], *, device: torch.device | str | No
     pooling, steps = _behind(folder, modules, model)
     foreign = _read(place / CONFIG)
     similarity = settings.get("similarity_fn_name") or "cosine"
-    if similarity not in _SIMILARITIES:
-        raise ValueError(f"expected {folder / _SETTINGS} to name a similarity in {_SIMILARITIES}, got {similarity!r}")
+    if similarity not in ALL:
+        raise ValueError(f"expected {folder / _SETTINGS} to name a similarity in {[*ALL]}, got {similarity!r}")
     truncate_dim = None if settings.get("truncate_dim") is None else number_of(settings, "truncate_dim")
     return Folder(
         path=folder,

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch
+from torch import Tensor
 from typing_extensions import Self
 
 from fastformer.encoding.engine import EncoderEngine
@@ -69,3 +70,8 @@ class FolderModel:
         """The device of the model."""
         found: torch.device = next(self._folder.model.parameters()).device
         return found
+
+    def _given(self, found: Tensor, is_one: bool, convert_to_numpy: bool, convert_to_tensor: bool) -> Any:
+        """Returns results on the CPU in the form that the caller asks for; for one text, its row."""
+        given: Any = found.to(self.device) if convert_to_tensor else found.numpy() if convert_to_numpy else list(found)
+        return given[0] if is_one else given

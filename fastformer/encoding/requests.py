@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,20 +14,30 @@ from fastformer.encoding.cross_encoder import Activation, CrossEncoder, Input, c
 from fastformer.encoding.encoder import Encoder
 from fastformer.encoding.modules import Array
 from fastformer.encoding.tokens import Rows
+from fastformer.generation.requests import Asked
+from fastformer.generation.text_io import expect_text
 
 
-class Compute(Protocol):
-    """The engine's computation on rows. Requests whose computations are equal may share a call."""
+@dataclass(frozen=True)
+class Compute:
+    """The engine's computation on rows. Requests whose computations are equal may share a call.
 
-    @property
-    def width(self) -> int:
-        """The number of values in the result of a text."""
+    Attributes:
+        method: a method of an encoder. It takes rows of texts, each of which has tokens, and `arguments`, and returns
+            the results of the texts, (texts, width).
+        width: the number of values in the result of a text.
+        arguments: see above.
+    """
+
+    method: Callable[..., Array]
+    width: int
+    arguments: tuple[int, ...] = ()
 
     def __call__(self, rows: Rows) -> Array:
-        """Returns the results of texts, each of which has tokens: (texts, width)."""
+        return self.method(rows, *self.arguments)
 
 
-class EncodeRequest:
+class EncodeRequest(Asked):
     """Texts as ids, and their results. The results don't depend on other requests.
 
     Args:
@@ -38,12 +48,6 @@ class EncodeRequest:
 
     Attributes:
         results: the return value of `finish`; None before the end.
-        error: the error that ended the request, or None.
-        is_done: whether the request has ended, with results or without.
-        is_cancelled: set by `cancel`.
-        on_cancel: called when the request is cancelled; set by the scheduler that runs it.
-        deadline, begun_at: times of `time.monotonic`, or None; the second is set when the request leaves the queue.
-        num_tokens: the number of tokens in its texts.
         num_taken: the number of its texts that have been computed.
     """
 
@@ -52,19 +56,18 @@ class EncodeRequest:
     def __init__(
         self, rows: Rows, compute: Compute, finish: Callable[[Array], Any], *, max_time: float | None = None
     ) -> None:
+        super().__init__(max_time)
         self.rows, self.compute = rows, compute
         self.results: Any = None
-        self.error: Exception | None = None
-        self.on_cancel: Callable[[], object] | None = None
-        self.begun_at: float | None = None
-        self.is_done = self.is_cancelled = False
-        self.deadline = None if max_time is None else time.monotonic() + max_time
-        self.num_tokens = sum(map(len, rows.ids))
         self._finish = finish
         # The result of a text without tokens stays zeros.
         self._places = [place for place, ids in enumerate(rows.ids) if ids]
         self._found = np.zeros((len(rows.ids), compute.width), np.float32)
         self.num_taken = 0
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.rows.ids))
 
     @property
     def is_complete(self) -> bool:
@@ -93,17 +96,11 @@ class EncodeRequest:
 
     def is_late(self, now: float) -> bool:
         """Returns whether the deadline has passed before the request began."""
-        return self.deadline is not None and now >= self.deadline and not self.num_taken
+        return super().is_late(now) and not self.num_taken
 
     def listen(self, on_token: Callable[[int], object]) -> None:
         """Raises a ValueError: an encoding request has no tokens to report."""
         raise ValueError("expected a request of new tokens to listen to, got one of embeddings or scores")
-
-    def cancel(self) -> None:
-        """Ends the request before the next step, without results. Any thread may call this."""
-        self.is_cancelled = True
-        if self.on_cancel is not None:
-            self.on_cancel()
 
     def finish(self) -> None:
         """Ends the request, with results if all of its texts have been computed."""
@@ -113,33 +110,6 @@ class EncodeRequest:
             except Exception as error:  # the error ends only this request
                 self.error = error
         self.is_done = True
-
-    def fail(self, error: Exception) -> None:
-        """Ends the request with an error."""
-        self.error, self.is_done = error, True
-
-
-@dataclass(frozen=True)
-class _Pooled:
-    """The computation of pooled rows, before the steps that follow the pooling."""
-
-    encoder: Encoder
-    width: int
-    skipped: int
-
-    def __call__(self, rows: Rows) -> Array:
-        return self.encoder._pooled(rows, self.skipped)
-
-
-@dataclass(frozen=True)
-class _Logits:
-    """The computation of the logits of pairs or texts."""
-
-    encoder: CrossEncoder
-    width: int
-
-    def __call__(self, rows: Rows) -> Array:
-        return self.encoder._engine.classify(rows.ids, rows.types)
 
 
 def embed_request(
@@ -164,11 +134,11 @@ def embed_request(
         ValueError: see `Encoder.encode`; or a text is too long.
     """
     finish, prompt = encoder._finish(normalize, False, truncate_dim), encoder._prompt(None, prompt_name)
-    for place, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise ValueError(f"sentences[{place}]: expected a str, got {type(text).__name__} {text!r:.40}")
+    for number, text in enumerate(texts, 1):
+        expect_text("sentences", number, text)
     rows = encoder._reader.texts([prompt + text for text in texts], cuts=cuts)
-    return EncodeRequest(rows, _Pooled(encoder, finish.width, encoder._skipped(prompt)), finish, max_time=max_time)
+    compute = Compute(encoder._pooled, finish.width, (encoder._skipped(prompt),))
+    return EncodeRequest(rows, compute, finish, max_time=max_time)
 
 
 def score_request(
@@ -199,4 +169,4 @@ def score_request(
         return found
 
     rows = rows_of(encoder._reader, inputs, cuts=cuts)
-    return EncodeRequest(rows, _Logits(encoder, encoder.num_labels), finish)
+    return EncodeRequest(rows, Compute(encoder._classify, encoder.num_labels), finish)

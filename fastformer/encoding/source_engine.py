@@ -6,24 +6,16 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from fastformer.encoding.engine import PackedEncoder
+from fastformer.encoding.engine import PackedEncoder, why_not_encoded
 from fastformer.generation.engines import cpp
-from fastformer.generation.engines.cpp_support import find_guards, forget_guards, why_not_in, why_not_now
+from fastformer.generation.engines.cpp_support import find_guards, forget_guards
 from fastformer.models import Transformer
 from fastformer.ops import _extension
 
 
-def _why_not(model: object, precision: str) -> str | None:
-    if (missing := _extension.why_missing("Encoder")) is not None:
-        return missing
-    if type(model) is not Transformer:
-        return f"it only supports models.Transformer, and a {type(model).__name__} may compute something else"
-    return why_not_now() or why_not_in(precision, model)
-
-
 def pack_source(model: Transformer, precision: str) -> PackedEncoder | str:
     """Packs the encoder of a model, which may be freed afterwards; or returns why the C++ code can't compute it."""
-    reason = _why_not(model, precision) or find_guards(model)[1]
+    reason = why_not_encoded(Transformer, model, precision) or find_guards(model)[1]
     if reason is not None:
         return reason
     extension = cast(Any, _extension.module())

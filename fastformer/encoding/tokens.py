@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 from fastformer.settings import Positive, check_value
 
 logger = logging.getLogger("fastformer")
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 _WHOLE = 10**9  # more tokens than any text has
 Pair = tuple[str, str]
@@ -91,15 +94,7 @@ class Reader:
         """
         if self._lowers:
             texts = [lowered(text) for text in texts]
-        max_len, tokenizer = self.max_len, self.tokenizer
-        ids = tokenizer.encode_batch(texts, _WHOLE)
-        long = [place for place, row in enumerate(ids) if len(row) > max_len]
-        if long and not cuts:
-            raise _too_long(long[0], len(ids[long[0]]), max_len)
-        for place, row in zip(long, tokenizer.encode_batch([texts[place] for place in long], max_len), strict=True):
-            ids[place] = row
-        self._count(len(long), max_len)
-        return Rows(ids)
+        return Rows(self._encoded(self.tokenizer.encode_batch, texts, len, cuts))
 
     def pairs(self, pairs: Sequence[Pair], *, cuts: bool = True) -> Rows:
         """Makes a row from each pair, with the types of its tokens if the model has types.
@@ -113,33 +108,34 @@ class Reader:
         """
         if self._lowers:
             pairs = [(lowered(first), lowered(second)) for first, second in pairs]
-        max_len, tokenizer = self.max_len, self.tokenizer
-        rows = tokenizer.encode_pairs(pairs, _WHOLE)
-        long = [place for place, (ids, _) in enumerate(rows) if len(ids) > max_len]
-        if long and not cuts:
-            raise _too_long(long[0], len(rows[long[0]][0]), max_len)
-        for place, row in zip(long, tokenizer.encode_pairs([pairs[place] for place in long], max_len), strict=True):
-            rows[place] = row
-        self._count(len(long), max_len)
-        return Rows([ids for ids, _ in rows], [types for _, types in rows] if tokenizer.has_token_types else None)
+        rows = self._encoded(self.tokenizer.encode_pairs, pairs, lambda row: len(row[0]), cuts)
+        types = [types for _, types in rows] if self.tokenizer.has_token_types else None
+        return Rows([ids for ids, _ in rows], types)
 
-    def _count(self, cut: int, max_len: int) -> None:
-        if not cut:
-            return
+    def _encoded(
+        self, encode: Callable[[Sequence[T], int], list[R]], texts: Sequence[T], length: Callable[[R], int], cuts: bool
+    ) -> list[R]:
+        """Returns the rows of texts or pairs. Those of more than max_len tokens are encoded again, and cut."""
+        max_len = self.max_len
+        rows = encode(texts, _WHOLE)
+        long = [place for place, row in enumerate(rows) if length(row) > max_len]
+        if not long:
+            return rows
+        if not cuts:
+            raise ValueError(
+                f"expected texts of at most {max_len:,} tokens, got one of {length(rows[long[0]]):,} at place "
+                f"{long[0]}: shorten it, or ask for truncation"
+            )
+        for place, row in zip(long, encode([texts[place] for place in long], max_len), strict=True):
+            rows[place] = row
         with self._lock:
-            is_first, self.num_cut = self.num_cut == 0, self.num_cut + cut
+            is_first, self.num_cut = self.num_cut == 0, self.num_cut + len(long)
         if is_first:
             logger.warning(
                 "cut a text to max_seq_length, %d tokens; num_cut counts such texts. This warning is shown once",
                 max_len,
             )
-
-
-def _too_long(place: int, length: int, max_len: int) -> ValueError:
-    return ValueError(
-        f"expected texts of at most {max_len:,} tokens, got one of {length:,} at place {place}: shorten it, or ask for "
-        "truncation"
-    )
+        return rows
 
 
 def lowered(text: str) -> str:

@@ -1,7 +1,7 @@
 """`AsyncFront`: requests of many tasks in one batch, which a thread of its own steps.
 
 The kind of request doesn't matter: translations, completions, embeddings. A front needs something that batches requests
-(`Batching`; `Scheduler` is one), and the requests themselves (`Asked`; `requests.Request` is one).
+(`Batching`; `Scheduler` is one), and the requests themselves (`requests.Asked`; `requests.Request` is one).
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from typing_extensions import Self
 
 from fastformer.generation.async_jobs import QUEUE_BOUNDS, Batching, Box, Call, Event, R, deliver
 from fastformer.generation.async_jobs import Answers as Answers
-from fastformer.generation.async_jobs import Asked as Asked
 from fastformer.generation.async_jobs import NotRunning as NotRunning
 from fastformer.generation.async_jobs import Place as Place
 from fastformer.generation.async_jobs import QueueFull as QueueFull

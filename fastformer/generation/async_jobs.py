@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Seque
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from fastformer.generation.requests import Asked
 from fastformer.generation.scheduler import Load
 from fastformer.generation.text_io import failure
 
@@ -35,49 +36,6 @@ class TooLate(RuntimeError):
 
 class NotRunning(RuntimeError):
     """Raised if no thread can run the request, because its front is closed or the thread has failed."""
-
-
-class Asked(Protocol):
-    """The interface of a request. Any thread may call its methods.
-
-    Attributes:
-        error: the error that ended the request, or None.
-        is_done: whether the request has ended, with results or without.
-        is_cancelled: whether `cancel` has been called.
-        deadline: a time of `time.monotonic` at which the request ends with the results so far; None: no deadline.
-        begun_at: the time of `time.monotonic` at which the request first left the queue; None: it hasn't.
-        on_token: receives each new token, in the thread.
-    """
-
-    error: Exception | None
-    is_done: bool
-    is_cancelled: bool
-    deadline: float | None
-    begun_at: float | None
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of tokens that the request has to read, which is its weight in the queue."""
-
-    @property
-    def num_new_tokens(self) -> int:
-        """The number of tokens in the answer, once the request has ended."""
-
-    def listen(self, on_token: Callable[[int], object]) -> None:
-        """Sets the listener, which is called with each new token.
-
-        Raises:
-            ValueError: the request's tokens aren't known before the end.
-        """
-
-    def cancel(self) -> None:
-        """Ends the request before the next step, without an answer."""
-
-    def finish(self) -> None:
-        """Ends the request with the results so far."""
-
-    def fail(self, error: Exception) -> object:
-        """Fails with an error."""
 
 
 R = TypeVar("R", bound=Asked)

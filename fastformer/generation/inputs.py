@@ -14,34 +14,31 @@ TokenIds: TypeAlias = Tensor | Sequence[SupportsIndex] | Sequence[Sequence[Suppo
 _WANTED = "(batch, seqlen) of integers: a tensor, an array, or lists of ids"
 
 
-def as_batch(ids: Any, pad_id: int, device: torch.device, name: str = "input_ids") -> Tensor:
-    """Returns ids as (batch, seqlen) int64 on a device.
+def rows_of(ids: Any, name: str = "input_ids") -> tuple[list[list[int]], bool]:
+    """Returns ids as a list for each input, and whether they came as lists; a tensor or an array may be padded.
 
     Args:
         ids: (batch, seqlen) or (seqlen,), a tensor or an array of integers; a list of ids; a list of such lists, which
             may differ in length.
-        pad_id: the id that pads shorter lists on the right.
-        device: the device of the batch.
         name: the name of the argument, for messages.
 
     Raises:
-        ValueError: another shape or another type, or an empty input.
+        ValueError: another shape or another type, or a tensor or an array without inputs.
     """
     wanted = f"expected {name} {_WANTED}"
-    if not isinstance(ids, Tensor) and hasattr(ids, "__array__"):
+    if not isinstance(ids, Tensor):
+        if not hasattr(ids, "__array__"):
+            return _lists(ids, name), True
         try:
             ids = torch.as_tensor(ids, device="cpu")
         except (TypeError, ValueError) as error:
             raise ValueError(f"{wanted}; got {type(ids).__name__} ({error})") from error
-    if not isinstance(ids, Tensor):
-        ids = pad(_lists(ids, name), pad_id)
     ids = ids[None] if ids.dim() == 1 else ids
     if ids.dim() != 2 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool or ids.shape[0] == 0:
         raise ValueError(f"{wanted}; got {ids.dtype} {tuple(ids.shape)}")
     if ids.device.type == "meta":
         raise ValueError(f"{wanted}; got one on the device meta, which holds no values")
-    batch: Tensor = ids.to(device=device, dtype=torch.long)
-    return batch
+    return ids.tolist(), False
 
 
 def _lists(ids: Any, name: str) -> list[list[int]]:
@@ -69,19 +66,17 @@ def as_rows(ids: Any, pad_id: int | None, start_id: int | None, name: str) -> li
     """Returns the ids of several beginnings as lists, without a tensor's padding and without a leading start token.
 
     Args:
-        ids: in the forms of `as_batch`; a list may be empty.
+        ids: in the forms of `rows_of`; a list may be empty.
         pad_id: the id that pads rows of a tensor or an array; None: all its ids are tokens.
         start_id: the decoder's start token; None: there is no start token to remove.
         name: the name of the argument, for messages.
 
     Raises:
-        ValueError: see `as_batch`.
+        ValueError: see `rows_of`.
     """
-    rows: list[list[int]]
-    if isinstance(ids, Tensor) or hasattr(ids, "__array__"):
-        rows = [_without_ends(row, pad_id) for row in as_batch(ids, 0, torch.device("cpu"), name).tolist()]
-    else:
-        rows = _lists(ids, name)
+    rows, is_list = rows_of(ids, name)
+    if not is_list:
+        rows = [_without_ends(row, pad_id) for row in rows]
     return [row[1:] if row[:1] == [start_id] else row for row in rows]
 
 
@@ -128,16 +123,15 @@ def input_rows(ids: Any, attention_mask: Any, pad_id: int, *, marks_padding: boo
     equal to pad_id are padding at their ends, and tokens elsewhere.
 
     Args:
-        ids: in the forms of `as_batch`.
+        ids: in the forms of `rows_of`.
         attention_mask: has the shape of the ids (if they differ in length, padded on the right), 1 = keep, 0 = padding.
         pad_id: the id of padding.
         marks_padding: False: ids equal to pad_id are tokens, for example because pad_id also ends sequences.
 
     Raises:
-        ValueError: see `as_batch`; a mask of another shape or with other values, or an input without tokens.
+        ValueError: see `rows_of`; a mask of another shape or with other values, or an input without tokens.
     """
-    is_list = not isinstance(ids, Tensor) and not hasattr(ids, "__array__")
-    rows = _lists(ids, "input_ids") if is_list else as_batch(ids, pad_id, torch.device("cpu")).tolist()
+    rows, is_list = rows_of(ids)
     if attention_mask is not None:
         keep = _kept(attention_mask, (len(rows), max(map(len, rows))))
         rows = [_masked(row, mask, pad_id) for row, mask in zip(rows, keep, strict=True)]

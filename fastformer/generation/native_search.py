@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 from fastformer.generation.config import BeamRules, EarlyStopping
 from fastformer.generation.search import NEVER, Hypothesis, Search, bad_numbers
@@ -33,36 +33,11 @@ class SearchHandle(Protocol):
         """Returns the hypotheses found, each as its tokens, their log-probabilities and its score."""
 
 
-class _Extension(Protocol):
-    def greedy_search(
-        self, limit: int, eos: Sequence[int], min_tokens: int, suppressed: Sequence[int]
-    ) -> SearchHandle: ...
-
-    def beam_search(
-        self,
-        limit: int,
-        eos: Sequence[int],
-        num_beams: int,
-        alpha: float,
-        num_return: int,
-        early_stopping: bool,
-        min_tokens: int,
-        suppressed: Sequence[int],
-        by_transformers_rules: bool,
-        never_stops: bool,
-        begun: int,
-    ) -> SearchHandle: ...
-
-    def last_tokens(self, searches: Sequence[SearchHandle]) -> list[int]: ...
-
-    def places_of_done(self, searches: Sequence[SearchHandle]) -> list[int]: ...
-
-
-def _extension_module() -> _Extension:
+def _extension_module() -> Any:
     module = _extension.module()
     if module is None:
         raise RuntimeError("no C++ extension for this CPU: see `fastformer doctor`")
-    return cast(_Extension, module)
+    return module
 
 
 class SearchRules(NamedTuple):
@@ -179,9 +154,11 @@ class NativeSearch(Search):
 
 def last_tokens(searches: Iterable[NativeSearch]) -> list[int]:
     """Returns the last token of each row of each search. Every search has taken a step."""
-    return _extension_module().last_tokens([search.handle for search in searches])
+    tokens: list[int] = _extension_module().last_tokens([search.handle for search in searches])
+    return tokens
 
 
 def places_of_done(searches: Iterable[NativeSearch]) -> list[int]:
     """Returns the places of the searches that are done."""
-    return _extension_module().places_of_done([search.handle for search in searches])
+    places: list[int] = _extension_module().places_of_done([search.handle for search in searches])
+    return places

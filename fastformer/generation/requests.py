@@ -1,9 +1,13 @@
-"""`Request`: one input with its search, its listener and its limits; and `Running`: the requests of a batch."""
+"""`Request`: one input with its search, its listener and its limits; and `Running`: the requests of a batch.
+
+`Asked` is the part of a request that doesn't depend on what it asks for; embeddings have requests of their own.
+"""
 
 from __future__ import annotations
 
 import itertools
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -20,7 +24,66 @@ from fastformer.generation.search import Hypothesis, Search
 _EXPECTED = 32  # new tokens that a beginning request gets memory for, unless its source is longer
 
 
-class Request:
+class Asked(ABC):
+    """A request of any kind, which an `AsyncFront` may run. Any thread may call its methods.
+
+    Args:
+        max_time: seconds until the deadline; None: no deadline.
+
+    Attributes:
+        error: the error that ended the request, or None.
+        is_done: whether the request has ended, with results or without.
+        is_cancelled: whether `cancel` has been called.
+        on_cancel: called when the request is cancelled; set by the scheduler that runs it.
+        deadline: a time of `time.monotonic` at which the request ends with the results so far; None: no deadline.
+        begun_at: the time of `time.monotonic` at which the request first left the queue; set by the scheduler.
+    """
+
+    def __init__(self, max_time: float | None) -> None:
+        self.error: Exception | None = None
+        self.is_done = self.is_cancelled = False
+        self.on_cancel: Callable[[], object] | None = None
+        self.deadline = None if max_time is None else time.monotonic() + max_time
+        self.begun_at: float | None = None
+
+    @property
+    @abstractmethod
+    def num_tokens(self) -> int:
+        """The number of tokens that the request has to read, which is its weight in the queue."""
+
+    @property
+    @abstractmethod
+    def num_new_tokens(self) -> int:
+        """The number of new tokens in all results, once the request has ended."""
+
+    @abstractmethod
+    def listen(self, on_token: Callable[[int], object]) -> None:
+        """Sets the listener, which is called with each new token. Call this before the request begins.
+
+        Raises:
+            ValueError: the request's tokens aren't known before the end.
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Ends the request with the results so far."""
+
+    def is_late(self, now: float) -> bool:
+        """Returns whether the deadline has passed."""
+        return self.deadline is not None and now >= self.deadline
+
+    def cancel(self) -> None:
+        """Ends the request before the next step, without results."""
+        self.is_cancelled = True
+        if self.on_cancel is not None:
+            self.on_cancel()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the request with an error."""
+        self.error, self.is_done = error, True
+
+
+class Request(Asked):
     """One input with its own search and listener. It shares nothing with the other requests of a batch.
 
     Args:
@@ -40,11 +103,6 @@ class Request:
 
     Attributes:
         results: the hypotheses found, best first; empty before the end.
-        error: the error that ended the request, or None.
-        is_done: whether the request has ended, with results or without.
-        is_cancelled: set by `cancel`.
-        on_cancel: called when the request is cancelled; set by the scheduler that runs it.
-        begun_at: the time of `time.monotonic` at which the request first left the queue; set by the scheduler.
         before: the ids before the new tokens.
         num_told: the number of tokens that on_token has received.
         cached_tokens: the number of prompt tokens that were not read when the request began, because the batch had them
@@ -66,6 +124,7 @@ class Request:
         before: Sequence[int] | None = None,
         stop_strings: Sequence[str] = (),
     ) -> None:
+        super().__init__(max_time)
         self.prompt, self.processors, self.log_probs, self.on_token = prompt, processors, log_probs, on_token
         self.search_suffices = search_suffices or not processors
         self._stops_at = [one.position for one in processors if isinstance(one, AtOneLength)]
@@ -73,12 +132,7 @@ class Request:
         self.before = prompt.tokens if before is None else before
         self._first_prompt, self._slid_at = prompt, 0
         self.keeps_scores = keeps_scores and bool(processors)
-        self.deadline = None if max_time is None else time.monotonic() + max_time
         self.results: list[Hypothesis] = []
-        self.error: Exception | None = None
-        self.on_cancel: Callable[[], object] | None = None
-        self.begun_at: float | None = None
-        self.is_done = self.is_cancelled = False
         self._make_search = make_search
         self.num_told = self._steps = self._kept_steps = self.cached_tokens = 0
         self._kept: list[Hypothesis] = []  # the results at the restart
@@ -87,23 +141,16 @@ class Request:
             self.listen(on_token)
 
     def listen(self, on_token: Callable[[int], object]) -> None:
-        """Sets the listener, which is called with each new token. Call this before the request begins.
-
-        Raises:
-            ValueError: the request has several rows.
-        """
         if self.search.peak_rows != 1:
             raise ValueError("expected one row to stream: beams and samples can't be told token by token")
         self.on_token = on_token
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens in the source or prompt, which have to be read."""
         return self.prompt.num_tokens
 
     @property
     def num_new_tokens(self) -> int:
-        """The number of new tokens in all results."""
         return sum(len(found.tokens) for found in self.results)
 
     @property
@@ -138,16 +185,6 @@ class Request:
         tokens = [*self.before, *self.search.tokens(0)]
         self.prompt, self._slid_at = Prompt(None, window_end(tokens, self.window or 0)), self._steps
 
-    def is_late(self, now: float) -> bool:
-        """Returns whether the deadline has passed."""
-        return self.deadline is not None and now >= self.deadline
-
-    def cancel(self) -> None:
-        """Ends the request before the next step, without results. Any thread may call this."""
-        self.is_cancelled = True
-        if self.on_cancel is not None:
-            self.on_cancel()
-
     def next_tokens(self) -> list[int]:
         """Returns the next input token of each row."""
         if self._steps:
@@ -171,19 +208,17 @@ class Request:
             return [before] * self.num_rows
         return [before + self.search.tokens(row) for row in range(self.num_rows)]
 
-    def samples(self) -> list[Sample | None] | None:
-        """Returns for each row the way to sample its next token; None if no row is sampled."""
-        return self.search.samples()
-
     def advance(self, candidates: Candidates, first: int) -> list[int]:
         """Advances the search by a step; see `Search.advance`. An error is stored in `error` and ends the request."""
         if self.error is not None:  # its processors have failed
-            return self.fail(self.error)
+            self.is_done = True
+            return []
         self._steps += 1
         try:
             parents = self.search.advance(candidates.ids, candidates.values, first)
         except Exception as error:  # the error ends only this request
-            return self.fail(error)
+            self.fail(error)
+            return []
         return parents if self._goes_on(not parents) else []
 
     def take_steps(self, steps: int, error: Exception | None, is_done: bool) -> bool:
@@ -230,16 +265,10 @@ class Request:
         return True
 
     def finish(self) -> None:
-        """Ends the request with the results so far."""
         self.is_done = True
         if not self.is_cancelled:
             # If a restarted request runs out of time, the longer attempt counts: on_token may have received its tokens.
             self.results = self.search.results() if self._steps >= self._kept_steps else self._kept
-
-    def fail(self, error: Exception) -> list[int]:
-        """Ends the request with an error."""
-        self.error, self.is_done = error, True
-        return []
 
     def restart(self) -> None:
         """Resets the request after an older one took its memory. Decoding is deterministic: results do not change."""
@@ -255,7 +284,7 @@ def window_end(tokens: Sequence[int], window: int) -> Sequence[int]:
 
 
 class Running:
-    """The requests of a batch's groups, with the interface that the batch uses (`engines.base.Work`).
+    """The requests of a batch, one for each group.
 
     Attributes:
         requests: the requests, in the order of the groups.
@@ -265,12 +294,15 @@ class Running:
         self.requests: list[Request] = []
 
     def next_tokens(self) -> list[int]:
+        """Returns the next token of each row."""
         return [token for request in self.requests for token in request.next_tokens()]
 
     def wants_log_probs(self) -> bool:
+        """Returns whether any request needs log-probabilities; see `Selection`."""
         return any(request.log_probs for request in self.requests)
 
     def selection(self) -> Selection:
+        """Returns the selection that the requests need from the next step."""
         logit_rows: list[int] = []
         samples: list[Sample | None] = []  # for each of logit_rows
         keeps: list[bool] = []  # likewise
@@ -279,7 +311,7 @@ class Running:
         for request in self.requests:
             rows = range(first, first + request.num_rows)
             first = rows.stop
-            own = request.samples()
+            own = request.search.samples()
             if own is None and not request.processors:
                 continue
             if request.processors:
@@ -298,7 +330,12 @@ class Running:
         )
 
     def advance(self, candidates: Candidates) -> tuple[list[int], list[list[int]] | None]:
-        """Advances each request by a step; see `Work.advance`. It leaves if it has ended or its window is full."""
+        """Advances each request by the candidates of a step. It leaves if it has ended or its window is full.
+
+        Returns:
+            The places of the requests that leave the batch; and for each request that stays the parents of its rows, or
+            None if every row continues from itself.
+        """
         leaving: list[int] = []
         parents: list[list[int]] = []
         first, is_changed = 0, False
@@ -319,6 +356,7 @@ class Running:
         return min(counts, default=None)
 
     def native_searches(self) -> list[NativeSearch] | None:
+        """Returns the searches of all requests if C++ code can advance each of them; else None."""
         searches: list[NativeSearch] = []
         for request in self.requests:
             is_native = request.search_suffices and isinstance(request.search, NativeSearch)
@@ -329,6 +367,7 @@ class Running:
         return searches
 
     def native_tokens(self, searches: Sequence[NativeSearch]) -> list[int]:
+        """Returns the next token of each row, from the native searches of all requests; see `next_tokens`."""
         requests = self.requests
         begun = len(requests)
         while begun and requests[begun - 1].is_new:  # the new ones were admitted last
@@ -337,6 +376,11 @@ class Running:
         return tokens + [token for request in requests[begun:] for token in request.next_tokens()]
 
     def take_steps(self, searches: Sequence[NativeSearch], steps: Sequence[int]) -> list[int]:
+        """Updates the requests after a run has advanced each native search by its number of steps.
+
+        Returns:
+            The places of the requests that leave the batch.
+        """
         done = set(places_of_done(searches))
         leaving: list[int] = []
         for place, request in enumerate(self.requests):

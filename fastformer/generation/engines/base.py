@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from fastformer.cache.block_table import blocks_of
 
 if TYPE_CHECKING:
     from fastformer.generation.native_search import NativeSearch
+    from fastformer.generation.requests import Running
 
 
 class Prompt(NamedTuple):
@@ -101,40 +102,6 @@ class Limits(NamedTuple):
     min_rows: int
 
 
-class Work(Protocol):
-    """The requests of a batch, one for each group, in the order of the groups."""
-
-    def next_tokens(self) -> list[int]:
-        """Returns the next token of each row."""
-
-    def selection(self) -> Selection:
-        """Returns the selection that the requests need from the next step."""
-
-    def advance(self, candidates: Candidates) -> tuple[list[int], list[list[int]] | None]:
-        """Advances the requests by the candidates of a step.
-
-        Returns:
-            The places of the requests that leave the batch; and for each request that stays the parents of its rows, or
-            None if every row continues from itself.
-        """
-
-    def wants_log_probs(self) -> bool:
-        """Whether any request needs log-probabilities; see `Selection`."""
-
-    def native_searches(self) -> list[NativeSearch] | None:
-        """Returns the searches of all requests if C++ code can advance each of them; else None."""
-
-    def native_tokens(self, searches: Sequence[NativeSearch]) -> list[int]:
-        """Returns the next token of each row, from the native searches of all requests; see `next_tokens`."""
-
-    def take_steps(self, searches: Sequence[NativeSearch], steps: Sequence[int]) -> list[int]:
-        """Updates the requests after a run has advanced each native search by its number of steps.
-
-        Returns:
-            The places of the requests that leave the batch.
-        """
-
-
 class Batch(ABC):
     """The requests that an engine decodes together.
 
@@ -191,7 +158,7 @@ class Batch(ABC):
         """Returns the number of tokens of memory that the next step takes."""
         return 0
 
-    def run(self, work: Work, limits: Limits) -> list[int]:
+    def run(self, work: Running, limits: Limits) -> list[int]:
         """Steps the rows at least once, and frees the groups whose requests leave.
 
         This implementation takes one step, whose search runs in Python.
@@ -235,7 +202,7 @@ class SearchingBatch(Batch):
             The number of steps that each group took.
         """
 
-    def run(self, work: Work, limits: Limits) -> list[int]:
+    def run(self, work: Running, limits: Limits) -> list[int]:
         """Takes as many steps as the limits allow if it can run all searches, else one step; see `Batch.run`."""
         searches = work.native_searches()
         if searches is None:

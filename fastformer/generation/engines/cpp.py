@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ from fastformer.models import GPT, Transformer
 from fastformer.models.gpt import GPTConfig
 from fastformer.models.quantization import INT4, SCALE, ZERO, groups_of
 from fastformer.nn import Embedding, MultiheadAttention, RelativePositionBias
-from fastformer.nn.feed_forward import Activation, fused_name
+from fastformer.nn.feed_forward import fused_name
 from fastformer.nn.prepack import packed
 from fastformer.ops import _extension
 
@@ -71,15 +71,8 @@ class Session(Protocol):
     def known(self, tokens: Sequence[int]) -> tuple[int, int]: ...
 
 
-class _Extension(Protocol):
-    """The part of the C++ extension that this engine uses."""
-
-    def Session(self, packed: object, num_tokens: int) -> Session: ...
-    def PackedModel(self, options: dict[str, object], tensors: dict[str, Array]) -> object: ...
-
-
-def _extension_module() -> _Extension:
-    return cast(_Extension, _extension.module())
+def _extension_module() -> Any:
+    return _extension.module()
 
 
 class CppEngine(Engine):
@@ -169,9 +162,10 @@ class CppBatch(SearchingBatch):
         if self._session is None or packed is not self._packed:
             self._session = None  # there may not be enough memory for two sessions
             self._packed = packed
-            self._session = _extension_module().Session(packed, self._num_tokens)
+            session: Session = _extension_module().Session(packed, self._num_tokens)
             if self._shortlist:
-                self._session.set_shortlist(self._shortlist)
+                session.set_shortlist(self._shortlist)
+            self._session = session
         return self._session
 
     def prefill(self, prompts: Sequence[Prompt]) -> Sequence[int]:
@@ -254,28 +248,37 @@ def _attention(model: Transformer | GPT) -> MultiheadAttention:
 def pack(model: nn.Module, precision: str) -> object:
     """Packs the weights of a model for which `why_not_supported` returns None."""
     assert isinstance(model, Transformer | GPT)
-    return _extension_module().PackedModel(pack_options(model, precision), pack_tensors(model, precision))
+    packed: object = _extension_module().PackedModel(pack_options(model, precision), pack_tensors(model, precision))
+    return packed
 
 
 def pack_options(model: Transformer | GPT, precision: str) -> dict[str, object]:
     """Returns the options of a model that its tensors don't show, for ModelOptions in csrc/engine/packed_model.h."""
-    layer, attention, embedding = model.decoder.layers[0], _attention(model), _target_embedding(model)
-    config = model.config
+    layers = model.decoder.layers
+    return {
+        **shared_options(model.config, layers[0], _target_embedding(model), precision),
+        "num_decoder_layers": len(layers),
+        **(_gpt_options(model.config) if isinstance(model, GPT) else _transformer_options(model)),
+    }
+
+
+def shared_options(config: Any, layer: Any, embedding: Embedding, precision: str) -> dict[str, object]:
+    """Returns the options that decoders and encoders have in common, from a config, a layer and the embedding."""
+    attention, activation = layer.self_attn, layer.activation
     return {
         "precision": precision,
         "d_model": attention.embed_dim,
         "num_heads": attention.num_heads,
         "num_kv_heads": attention.num_kv_heads,
         "head_dim": attention.head_dim,
-        "num_decoder_layers": len(model.decoder.layers),
         "rms_norm": config.norm == "rms",
         "eps": config.layer_norm_eps,
         "scale": embedding.acting_scale,
         "attention_scale": attention.head_dim**-0.5,
         "padding_idx": -1 if embedding.padding_idx is None else embedding.padding_idx,
         "max_len": config.max_len,
-        "activation": fused_name(layer.activation),
-        **(_gpt_options(model.config) if isinstance(model, GPT) else _transformer_options(model)),
+        # `fused_name` omits "geglu", which the engine has.
+        "activation": activation if isinstance(activation, str) else fused_name(activation),
     }
 
 
@@ -371,11 +374,6 @@ def arrays_of(model: nn.Module, tensors: dict[str, Tensor], precision: str) -> d
 
 def _is_looked_up(name: str) -> bool:
     return name in ("source_embedding", "target_embedding", "source_positions", "source_types")
-
-
-def activation_name(activation: object) -> str | None:
-    """Returns the name in csrc/common/activation.h of the activation of a layer that the engine supports."""
-    return activation if isinstance(activation, str) else fused_name(cast(Activation, activation))
 
 
 def bias_by_distance(relative: RelativePositionBias, max_len: int, head_dim: int) -> Tensor:
