@@ -103,9 +103,9 @@ def outcome_of(pair: Pair, *args: Any, **options: Any) -> int:
         for model in (pair.plain, pair.ours):
             try:
                 outcomes.append(model.generate(*args, **options).tolist())
-            except RuntimeError as error:
+            except Exception as error:
                 outcomes.append(type(error))
-    assert outcomes[0] == outcomes[1]
+    assert outcomes[0] == outcomes[1], options
     return opened[0]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -165,18 +164,19 @@ def test_a_checkpoint_around_the_whole(family, reentrant, dropout):
     assert PACKED in step.ran
 
 
-@pytest.mark.parametrize("family", ["bert", "marian"])
+@pytest.mark.parametrize("family", ["bert", "marian", "gpt2", "llama"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_of_transformers(family, reentrant):
     def checkpointed(**options: Any) -> Any:
         model = accelerated(family, **options)
+        model(**batch())  # it may have been called before
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         if reentrant:
             model.enable_input_require_grads()
         return model
 
     step = Step(checkpointed())
-    step.assert_same(Step(make(family)))
+    step.assert_same(Step(make(family)), 1e-4 if family in small.CAUSAL else 1e-9)
     assert PACKED not in step.ran, "its layers are called again after the run has ended"
     # Dropout: without padding nothing is packed either way.
     expected = Step(accelerated(family, dropout=0.5), **batch(False))
@@ -208,7 +208,7 @@ def test_checkpoint_wrappers_inside(family, kinds):
     Step(model).assert_same(expected, 1e-4 if family in ("gpt2", "llama") else 1e-9)
 
 
-@families
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt2", "llama"])
 def test_autocast(family):
     """The error in bf16 is no larger than that of the original model."""
     exact = Step(make(family))
@@ -309,17 +309,3 @@ def test_computed_weights_are_computed_as_often(family, comes):
         model(input_ids=IDS, attention_mask=REAL.long(), labels=LABELS)
         counts.append({name: each.count for name, each in made.items()})
     assert counts[1] == counts[0] and len(counts[0]) > 8
-
-
-@pytest.mark.parametrize("family", ["bert", "marian"])
-def test_saved_models_do_not_mention_fastformer(family, tmp_path):
-    model = accelerated(family)
-    expected = Step(model)
-    model.save_pretrained(tmp_path)
-    for file in tmp_path.glob("*.json"):
-        assert "fastformer" not in file.read_text().lower(), file.name
-    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [type(model).__name__]
-    made = type(model).from_pretrained(tmp_path, dtype=torch.float64).train()
-    Step(made).assert_same(expected)
-    assert fastformer.report(fastformer.accelerate(made)).swapped
-    Step(made).assert_same(expected)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import subprocess
-import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -188,45 +186,6 @@ def test_another_attention_is_called_as_without_acceleration(family, mask, monke
     with monkeypatch.context() as patched:
         patched.setattr(F, "scaled_dot_product_attention", sdpa.scaled_dot_product_attention)
         assert ran(model) == fast
-
-
-# Replaced before fastformer is imported, now and then with transformers' own names.
-EARLY = """
-import functools, torch
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama import modeling_llama as llama
-
-calls = []
-theirs = llama.LlamaAttention.forward
-
-@functools.wraps(theirs)
-def own(self, *args, **kwargs):
-    calls.append(kwargs["attention_mask"] is not None)
-    return theirs(self, *args, **kwargs)
-
-class Norm(llama.LlamaRMSNorm):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-llama.LlamaAttention.forward, llama.LlamaRMSNorm = own, Norm
-torch.manual_seed(0)
-sizes = dict(vocab_size=60, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=6)
-model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
-ids, mask = torch.randint(60, (2, 9)), torch.tensor([[1] * 9, [1] * 4 + [0] * 5])
-expected = model(ids, attention_mask=mask).logits * mask[..., None]
-
-import fastformer
-left = fastformer.report(fastformer.accelerate(model)).left
-assert left["model.layers.0.self_attn"] == "LlamaAttention.forward was replaced", left
-assert left["model.norm"] == "Norm.forward was replaced", left
-calls.clear()
-torch.testing.assert_close(model(ids, attention_mask=mask).logits * mask[..., None], expected, rtol=1e-4, atol=1e-5)
-assert calls == [True, True], calls
-"""
-
-
-def test_functions_that_were_replaced_before_acceleration():
-    subprocess.run([sys.executable, "-c", EARLY], check=True)
 
 
 def test_a_function_without_a_module_is_registered_like_others() -> None:

@@ -1,0 +1,226 @@
+"""What a process does that has not imported fastformer: it loads pickled accelerated models and their configs, and
+replaces functions before it accelerates a model."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import fastformer
+from fastformer.integrations.attention_interface import patch_attention, patched_attention
+from fastformer.ops import record_backends
+from tests.integrations import families as small
+from tests.integrations.families import IDS, RIGHT, TARGETS
+
+ROOT = Path(__file__).parents[2]
+SIZES = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "distilbert": ("DistilBertModel", {"vocab_size": 60, "dim": 16, "hidden_dim": 24, "n_layers": 2, "n_heads": 2}),
+    "qwen2": ("Qwen2ForCausalLM", SIZES | {"num_key_value_heads": 1}),
+    "roberta": ("RobertaForMaskedLM", SIZES),
+}
+# A fresh process runs each program in a child of its own: what one import leaves behind, no other sees.
+RUNS = """
+import os, sys, torch, transformers
+import transformers.modeling_utils
+failed = []
+for program in sys.argv[1:]:
+    if pid := os.fork():
+        failed += [program] if os.waitpid(pid, 0)[1] else []
+        continue
+    status = 1
+    try:
+        assert not any(name.partition(".")[0] == "fastformer" for name in sys.modules)
+        exec(program, {})
+        status = 0
+    except BaseException:
+        import traceback
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+sys.exit(f"failed: {failed}" if failed else 0)
+"""
+LOADS = """
+import torch, transformers
+made, inputs, expected, told = torch.load(PATH, weights_only=False)
+if isinstance(made, transformers.PretrainedConfig):
+    name, weights = told
+    model = getattr(transformers, name)(made).eval()
+    model.load_state_dict(weights)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs)[0][0], expected[0])
+else:
+    from fastformer.ops import record_backends
+    with torch.no_grad(), record_backends() as ran:
+        torch.testing.assert_close(made(**inputs)[0], expected)
+    assert sorted(name for name, _ in ran) == told, ran
+"""
+TORCHS_FUNCTIONS = """
+import torch, fastformer
+from torch import nn
+from torch.nn import functional as F
+calls = []
+
+def counting(name, function):
+    def wrapped(*args, **kwargs):
+        calls.append(name)
+        return function(*args, **kwargs)
+    return wrapped
+
+F.multi_head_attention_forward = counting("attention", F.multi_head_attention_forward)
+nn.LayerNorm.forward = counting("norm", nn.LayerNorm.forward)
+nn.Linear.forward = counting("linear", nn.Linear.forward)
+F.relu = counting("relu", F.relu)
+model = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
+x = torch.randn(2, 3, 8)
+model(x)
+expected = sorted(calls)
+fastformer.accelerate(model)
+calls.clear()
+model(x)
+assert sorted(calls) == expected and "attention" in expected, calls
+"""
+# Now and then with transformers' own names.
+TRANSFORMERS_FORWARDS = """
+import functools, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama as llama
+
+calls = []
+theirs = llama.LlamaAttention.forward
+
+@functools.wraps(theirs)
+def own(self, *args, **kwargs):
+    calls.append(kwargs["attention_mask"] is not None)
+    return theirs(self, *args, **kwargs)
+
+class Norm(llama.LlamaRMSNorm):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+llama.LlamaAttention.forward, llama.LlamaRMSNorm = own, Norm
+torch.manual_seed(0)
+sizes = dict(vocab_size=60, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=6)
+model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+ids, mask = torch.randint(60, (2, 9)), torch.tensor([[1] * 9, [1] * 4 + [0] * 5])
+expected = model(ids, attention_mask=mask).logits * mask[..., None]
+
+import fastformer
+left = fastformer.report(fastformer.accelerate(model)).left
+assert left["model.layers.0.self_attn"] == "LlamaAttention.forward was replaced", left
+assert left["model.norm"] == "Norm.forward was replaced", left
+calls.clear()
+torch.testing.assert_close(model(ids, attention_mask=mask).logits * mask[..., None], expected, rtol=1e-4, atol=1e-5)
+assert calls == [True, True], calls
+"""
+# WHAT: the loss that is replaced.
+LOSSES = """
+import functools
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, MarianConfig, MarianMTModel
+from transformers.models.marian import modeling_marian
+
+old = torch.nn.functional.cross_entropy
+
+@functools.wraps(old)
+def own(*args, **kwargs):
+    return 3 * old(*args, **kwargs)
+
+if WHAT == "function":
+    nn.functional.cross_entropy = own
+elif WHAT == "class":
+    modeling_marian.CrossEntropyLoss = functools.partial(nn.CrossEntropyLoss, label_smoothing=0.3)
+sizes = dict(vocab_size=60, d_model=24, encoder_layers=1, decoder_layers=1, encoder_attention_heads=3)
+sizes |= dict(decoder_attention_heads=3, encoder_ffn_dim=40, decoder_ffn_dim=40, max_position_embeddings=64)
+sizes |= dict(pad_token_id=1, eos_token_id=2, bos_token_id=0, dropout=0.0, decoder_start_token_id=1)
+marian = MarianMTModel(MarianConfig(**sizes)).train()
+sizes = dict(vocab_size=60, n_embd=24, n_layer=1, n_head=3, eos_token_id=2, bos_token_id=0)
+gpt2 = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).train()
+ids = torch.randint(3, 60, (2, 9))
+expected = [model(input_ids=ids, labels=ids).loss for model in (marian, gpt2)]
+
+import fastformer
+for model, loss in zip((marian, gpt2), expected):
+    fastformer.accelerate(model, fused_loss=True)
+    found = model(input_ids=ids, labels=ids)
+    torch.testing.assert_close(found.loss, loss, rtol=1e-4, atol=1e-5)
+    is_replaced = WHAT == "function" or (WHAT == "class" and model is marian)
+    assert (found.logits is not None) == is_replaced, (WHAT, type(model))
+"""
+
+
+def make(family: str) -> tuple[Any, dict[str, Any]]:
+    """Makes a small model in evaluation mode, and the arguments of a call."""
+    torch.manual_seed(0)
+    if family == "torch":
+        layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
+        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), {"src": torch.randn(3, 7, 16)}
+    inputs = {"input_ids": IDS, "attention_mask": RIGHT.long()}
+    if family in small.SEQ2SEQ:
+        inputs["decoder_input_ids"] = TARGETS
+    if family in small.FAMILIES:
+        return small.make(family).float().eval(), inputs
+    name, sizes = OTHERS[family]
+    kind = getattr(transformers, name)
+    return kind(kind.config_class(**sizes)).eval(), inputs
+
+
+def written(folder: Path, family: str, kind: str) -> Path:
+    """Writes a file with an accelerated model or its config, a call, its result, and the expected result."""
+    model, inputs = make(family)
+    if kind == "led alone":
+        patch_attention(model)
+        assert patched_attention(model)
+    else:
+        fastformer.accelerate(model)
+    with torch.no_grad(), record_backends() as ran:
+        out = model(**inputs)[0]
+    told: Any = (type(model).__name__, model.state_dict()) if kind == "config" else sorted(name for name, _ in ran)
+    path = folder / f"{family}, {kind}.pt"
+    torch.save((model.config if kind == "config" else model, inputs, out, told), path)
+    return path
+
+
+# What is found again by a class, a function, a module of torch and a config; the slow ones are each family.
+FEW = [("bert", "accelerated"), ("t5", "accelerated"), ("torch", "accelerated"), ("qwen2", "led alone")]
+FEW.append(("distilbert", "config"))
+ALL = [
+    *((family, "accelerated") for family in (*small.FAMILIES, *OTHERS, "torch")),
+    ("qwen2", "led alone"),
+    ("bert", "config"),
+    FEW[-1],
+]
+
+
+EARLY = [TORCHS_FUNCTIONS, TRANSFORMERS_FORWARDS, LOSSES.replace("WHAT", "'function'")]
+ALL_EARLY = [*EARLY, *(LOSSES.replace("WHAT", repr(what)) for what in ("class", "nothing"))]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "early"), [(FEW, EARLY), pytest.param(ALL, ALL_EARLY, marks=pytest.mark.slow)], ids=["few", "all"]
+)
+def test_a_fresh_process_loads_files_and_accelerates_what_was_replaced(kinds, early, tmp_path):
+    files = [written(tmp_path, *each) for each in kinds]
+    programs = [*(LOADS.replace("PATH", repr(str(file))) for file in files), *early]
+    done = subprocess.run([sys.executable, "-c", RUNS, *programs], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_config_does_not_mention_fastformer(tmp_path):
+    model, _ = make("bert")
+    before = copy.deepcopy(model.config)
+    fastformer.accelerate(model)
+    for config in (model.config, copy.copy(model.config), pickle.loads(pickle.dumps(model.config))):
+        assert config._attn_implementation == "sdpa" and config.to_dict() == before.to_dict()
+    model.config.save_pretrained(tmp_path)
+    assert "fastformer" not in (tmp_path / "config.json").read_text()
