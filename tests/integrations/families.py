@@ -142,10 +142,9 @@ def gradients(model: Any, loss: Tensor) -> list[Tensor]:
 
 
 def assert_all_same(ours: list[Tensor], theirs: list[Tensor], name: str, tolerance: float = 1e-9) -> None:
-    assert len(ours) == len(theirs)
     for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        if other.abs().max() < 1e-12:  # a bias of keys has no gradient, but for rounding
-            assert mine.abs().max() < 1e-12
+        if other.abs().max() < tolerance / 10:  # a bias of keys has no gradient, but for rounding
+            assert mine.abs().max() < tolerance / 10
         else:
             assert_same(mine, other, f"{name} {i}", tolerance)
 

@@ -62,11 +62,8 @@ def test_outputs_are_the_same_at_real_tokens(family, mask):
             assert patched_attention(model) == [""] and model.config._attn_implementation == "sdpa"
             assert ran(lambda: model(IDS, **options))
         out = model(IDS, labels=labels, **options)
-        learned = [p for p in model.parameters() if p.requires_grad]
-        results.append([out.loss, out.logits * real, *torch.autograd.grad(out.loss, learned, allow_unused=True)])
-    for ours, theirs in zip(results[1], results[0], strict=True):
-        if theirs is not None and theirs.abs().max() > 1e-12:
-            assert_same(ours, theirs, "output or gradient", 1e-9)
+        results.append([out.loss, out.logits * real, *small.gradients(model, out.loss)])
+    small.assert_all_same(results[1], results[0], "output or gradient")
     prompt = {"attention_mask": RIGHT.flip(1).long(), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     tokens = model.eval().generate(IDS, **prompt)
     unpatch_attention(model)

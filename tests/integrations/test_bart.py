@@ -44,17 +44,17 @@ def test_a_decoder_leaves_padding_out(mask, own, fused_loss, family):
     model = make(family).train()
     mask = {"no mask": None, "right": RIGHT, "left": RIGHT.flip(1)}[mask]
     own = {"right": BEHIND, "left": BEHIND.flip(1), "holes": BEHIND & (torch.arange(6) != 1)}[own]
-    results = []
-    for accelerated in (False, True):
-        if accelerated:
-            fastformer.accelerate(model, fused_loss=fused_loss)
-            # Nothing else is packed where the encoder has no mask, nor is anything attended to with padding.
-            names = ran(lambda: run_both(model, mask, own))
-            assert PACKED in names and ("attention_fwd" in names) == (mask is None)
+
+    def step() -> list[Tensor]:
         out = run_both(model, mask, own)
         logits = [] if fused_loss else [out.logits * own[..., None]]
-        results.append([out.loss, *logits, *gradients(model, out.loss)])
-    assert_all_same(results[1], results[0], "output or gradient")
+        return [out.loss, *logits, *gradients(model, out.loss)]
+
+    expected, found = before_and_after(model, step, fused_loss=fused_loss)
+    assert_all_same(found, expected, "output or gradient")
+    # Nothing else is packed where the encoder has no mask, nor is anything attended to with padding.
+    names = ran(lambda: run_both(model, mask, own))
+    assert PACKED in names and ("attention_fwd" in names) == (mask is None)
     given = {"decoder_input_ids": TARGETS, "decoder_attention_mask": own.long(), "use_cache": False}
     assert model.model(input_ids=IDS, **given).last_hidden_state[~own].any()  # called by itself it may be read
     fastformer.accelerate(model.model, padding="skip")

@@ -35,16 +35,16 @@ def make(kind: Any = BertModel, **options: Any) -> Any:
 @pytest.mark.parametrize("act", ["gelu_new", "relu", "silu", "mish"])
 def test_activations(act):
     model = make(hidden_act=act)
-    results = []
-    for accelerated in (False, True):
-        if accelerated:
-            assert not fastformer.report(fastformer.accelerate(model)).left
-            names = ran(lambda: model(IDS, attention_mask=RIGHT.long()))
-            assert PACKED in names and (FUSED in names) == (act != "mish")
+
+    def step() -> list[Tensor]:
         out = model(IDS, attention_mask=RIGHT.long())
         hidden = out.last_hidden_state * RIGHT[..., None]
-        results.append([hidden, *gradients(model, hidden.square().sum() + out.pooler_output.sum())])
-    assert_all_same(results[1], results[0], "output or gradient")
+        return [hidden, *gradients(model, hidden.square().sum() + out.pooler_output.sum())]
+
+    expected, found = before_and_after(model, step)
+    assert_all_same(found, expected, "output or gradient")
+    names = ran(step)
+    assert not fastformer.report(model).left and PACKED in names and (FUSED in names) == (act != "mish")
 
 
 @pytest.mark.parametrize("what", ["answers", "chunks", "other tokens", "no token"])

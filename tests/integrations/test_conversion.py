@@ -34,9 +34,8 @@ def assert_same_model(again: Transformer, ours: Transformer, tolerance: float = 
 
 
 @cases
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-10)])
-def test_logits_are_the_same(dtype, tolerance, case) -> None:
-    theirs = case.make(dtype)
+def test_logits_are_the_same(case) -> None:
+    theirs, tolerance = case.make(), 1e-10
     ours = from_huggingface(theirs)
     config, options = ours.config, case.options
     if case.is_t5:
@@ -47,7 +46,7 @@ def test_logits_are_the_same(dtype, tolerance, case) -> None:
     with case.exactly():
         expected = case.logits(theirs)
     found = ours(*case.batch)
-    assert found.dtype == dtype and not ours.training
+    assert found.dtype == torch.float64 and not ours.training
     assert (found - expected).abs().max() < tolerance * expected.abs().max()
     layouts = case.layouts()
     packed = [layout.pack(ids) for layout, ids in zip(layouts, case.batch, strict=True)]
@@ -87,11 +86,10 @@ def test_a_model_survives_the_conversion_and_back(case, tmp_path) -> None:
             for stack in (saved.model.encoder, saved.model.decoder):
                 stack.embed_tokens.weight = saved.model.shared.weight
         torch.testing.assert_close(case.logits(saved), expected, rtol=1e-6, atol=1e-6)
-    for model, folder in ((ours, "ours"), (ours.quantize(), "int8")):
-        model.save_pretrained(tmp_path / folder)
-        loaded = Transformer.from_pretrained(tmp_path / folder)
-        assert loaded.config == ours.config and loaded.precision == model.precision
-        torch.testing.assert_close(loaded(*case.batch), model(*case.batch), rtol=1e-6, atol=1e-6)
+    ours.save_pretrained(tmp_path / "ours")
+    loaded = Transformer.from_pretrained(tmp_path / "ours")
+    assert loaded.config == ours.config
+    torch.testing.assert_close(loaded(*case.batch), ours(*case.batch), rtol=1e-6, atol=1e-6)
 
 
 @some(*(f"{family} {variant}" for family in ("Bart", "MBart", "Pegasus") for variant in ("scaled, bias", "untied")))
@@ -383,18 +381,13 @@ def test_a_bias_on_packed_sequences_equals_one_on_rows():
         module(x, x, x, need_weights=False, position_bias=bias)
 
 
-@pytest.mark.parametrize("sizes", [[1] * 22, [7, 1, 9, 5], [22]], ids=str)
 @torch.inference_mode()
-def test_pieces_of_a_target_are_one_target(sizes):
+def test_rows_of_several_lengths_are_continued():
     ours: Any = from_huggingface(CASES["T5 1.1"].make())
     source, target = CASES["T5 1.1"].batch
     layout = SequenceLayout.from_ids(source, 0)
     memory = ours.encode(source)
     expected = ours.decode(target, memory, memory_layout=layout)
-    cache = ours.new_cache(3, 22, memory, memory_layout=layout)
-    parts = [ours.decode(part, None, cache=cache) for part in target.split(sizes, 1)]
-    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-10, atol=1e-10)
-    # Rows that are not of one length.
     cache = ours.new_cache(3, 22, memory, memory_layout=layout)
     lengths = torch.tensor([5, 1, 3])
     prompts = target[:, :5].masked_fill(torch.arange(5) >= lengths[:, None], 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -12,7 +11,8 @@ from torch import Tensor
 from fastformer.checkpoints.hf import ENCODER_FORMS
 from fastformer.integrations import accelerate
 from tests.integrations import encoders
-from tests.integrations.conversions import CASES, IS_OLD, Case
+from tests.integrations.conversions import CASES, IS_OLD, drawn
+from tests.integrations.test_engine_encode import batch_of
 from tests.integrations.test_engine_sources import check, padded, whole
 
 SIDES = ("right", "left", "holes")
@@ -38,16 +38,6 @@ source_cases = pytest.mark.parametrize(
         for side in SIDES
     ],
 )
-
-
-def encoder_batch(model: Any, side: str) -> dict[str, Tensor]:
-    batch = encoders.padded(model, encoders.texts_of(model, LENGTHS), "left" if side == "left" else "right")
-    batch.pop("position_ids", None)
-    if side == "left":
-        batch = rows_of(batch, [0, 1, 3])  # a window reaches from the first position to a token
-    if side == "holes":
-        batch["attention_mask"][0, [2, 3, 9]] = batch["attention_mask"][1, 0] = 0
-    return batch
 
 
 def rows_of(batch: dict[str, Tensor], rows: list[int]) -> dict[str, Tensor]:
@@ -76,7 +66,10 @@ def check_bits(call: Any, batch: dict[str, Tensor]) -> int:
 def test_a_text_has_the_same_bits_as_alone(kind: str, side: str, calls: list[int]) -> None:
     case = encoders.Case(kind, encoders.BASE, {"local_attention": 6} if kind == "modernbert" else {})
     model = accelerate(case.make(torch.float32, attn_implementation="eager" if kind == "mpnet" else "sdpa"))
-    count = check_bits(lambda batch: model(**batch)[0], encoder_batch(model, side))
+    batch = batch_of(case, side, LENGTHS)
+    if side == "left":
+        batch = rows_of(batch, [0, 1, 3])  # a window reaches from the first position to a token
+    count = check_bits(lambda batch: model(**batch)[0], batch)
     assert calls[0] >= 2 + count  # on the engine
 
 
@@ -102,28 +95,6 @@ def test_bits_do_not_depend_on_the_threads(threads: int) -> None:
         assert torch.equal(model(input_ids=batch["input_ids"][:1])[0], due[:1])
     finally:
         torch.set_num_threads(before)
-
-
-def drawn(family: str, seed: int) -> Case:
-    """Draws an encoder-decoder whose encoder has unusual sizes and options."""
-    draw = random.Random(f"{family} {seed}")
-    heads, layers = draw.choice([1, 2, 3, 5]), draw.randint(1, 4)
-    if family == "T5":
-        options: dict[str, Any] = {
-            "d_model": draw.choice([12, 24, 40]), "num_heads": heads, "d_kv": draw.choice([2, 6, 14]),
-            "d_ff": draw.choice([1, 7, 33, 64]), "num_layers": layers,
-            "relative_attention_num_buckets": draw.choice([4, 8, 11]),
-            "relative_attention_max_distance": draw.choice([9, 14, 40]),
-            "feed_forward_proj": draw.choice(["relu", "gelu", "gated-gelu", "gated-silu"]),
-        }  # fmt: skip
-        return Case(family, options)
-    options = {
-        "d_model": heads * draw.choice([4, 6, 8, 14]), "encoder_attention_heads": heads,
-        "decoder_attention_heads": heads, "encoder_layers": layers, "encoder_ffn_dim": draw.choice([1, 7, 33, 64]),
-        "activation_function": draw.choice(["relu", "gelu", "gelu_new", "swish"]),
-        "scale_embedding": draw.choice([True, False]), "zero_pad": draw.choice([True, False]),
-    }  # fmt: skip
-    return Case(family, options)
 
 
 @pytest.mark.slow  # every option with every other, at unusual sizes

@@ -6,7 +6,6 @@ import copy
 import gc
 import pickle
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -369,8 +368,9 @@ def test_a_precision_is_that_of_evaluation(precision: Any, calls: list[int]) -> 
         assert torch.equal(ours(**inputs())[0], found[0])
 
 
-def test_bf16_follows_autocast_and_the_parameters(calls: list[int]) -> None:
-    plain, ours = pair()
+@pytest.mark.parametrize("name", ["bert types", "electra", "electra labels"])  # whose embeddings may be narrower
+def test_bf16_follows_autocast_and_the_parameters(name: str, calls: list[int]) -> None:
+    plain, ours = (each.base_model for each in pair(name))
     with torch.no_grad():
         with torch.autocast("cpu", torch.bfloat16):
             found, expected = ours(**inputs()), plain(**inputs())
@@ -378,16 +378,8 @@ def test_bf16_follows_autocast_and_the_parameters(calls: list[int]) -> None:
         half = accelerate(copy.deepcopy(plain).bfloat16())
         assert half(**inputs())[0].dtype == torch.bfloat16
         assert calls == [2]
-        torch.testing.assert_close(half(**inputs())[0].float(), found[0], rtol=0.05, atol=0.05)
+        torch.testing.assert_close(half(**inputs())[0].float(), found[0].float(), rtol=0.05, atol=0.05)
     assert calls == [3]
-
-
-@pytest.mark.parametrize("name", ["electra", "electra labels"])  # embeddings narrower than the layers, or not
-def test_autocast_gives_electra_the_dtype_of_its_modules(name: str, calls: list[int]) -> None:
-    plain, ours = (each.base_model for each in pair(name))
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert ours(**inputs())[0].dtype == plain(**inputs())[0].dtype
-    assert calls == [1]
 
 
 @pytest.mark.slow  # sentence-transformers takes seconds to import; all the ways by which it calls a model
@@ -421,29 +413,10 @@ def test_a_copy_and_a_pickle_pack_their_own(calls: list[int]) -> None:
     for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         agree(plain, twin)
     assert calls == [3]
-
-
-def test_a_dropped_model_is_freed() -> None:
-    _, ours = pair()
-    with torch.no_grad():
-        ours(**inputs())
-    packed = weakref.ref(ours.encoder.layer[0])
-    del ours
+    freed = weakref.ref(ours.electra.encoder.layer[0])
+    del ours, twin
     gc.collect()
-    assert packed() is None
-
-
-def test_several_threads_get_the_same(calls: list[int]) -> None:
-    _, ours = pair("roberta labels")
-    with torch.no_grad():
-        due = ours(**inputs()).logits
-
-    @torch.no_grad()
-    def run(_: int) -> bool:
-        return all(torch.equal(ours(**inputs()).logits, due) for _ in range(5))
-
-    with ThreadPoolExecutor(8) as threads:
-        assert all(threads.map(run, range(8)))
+    assert freed() is None
 
 
 @pytest.mark.slow  # a model of 4 MiB a hundred times: nothing of it, nor of its packed copy, may stay

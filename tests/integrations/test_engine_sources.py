@@ -157,11 +157,6 @@ def first_of(stack: Any) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], int]] = {
-    "a hook": (
-        lambda m: m.get_encoder().layers[1].register_forward_hook(
-            lambda module, args, out: (out[0] * 0.5, *out[1:]) if isinstance(out, tuple) else out * 0.5
-        ), 0,
-    ),
     "another activation": (lambda model: setattr(model.get_encoder().layers[0], "activation_fn", nn.Tanh()), 0),
     "fewer layers": (lambda model: first_of(model.get_encoder()), 0),
     "another table": (lambda model: model.get_encoder().embed_positions.weight.data.mul_(0.5), 0),

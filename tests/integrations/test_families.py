@@ -67,24 +67,23 @@ def test_outputs_are_the_same(family, mask, mode, use_cache):
     options = {} if family == "bert" else {"use_cache": use_cache}
     real = torch.ones(4, 9, 1) if given is None or family in SEQ2SEQ else given[..., None].double()
     real = real[:, : TARGETS.shape[1]] if family in SEQ2SEQ else real
-    results = []
-    for accelerated in (False, True):
-        if accelerated:
-            report = fastformer.report(fastformer.accelerate(model))
-            assert not report.left and report.swapped
-            if family in SWAPPED:
-                linears, others = SWAPPED[family]
-                assert Counter(report.swapped.values())["Linear"] == linears
-                assert others is None or len(report.swapped) == linears + others
-            names = ran(lambda: run(model, given, **options))
-            assert "add_layer_norm_fwd" in names and (FUSED in names) == (family != "llama")
-            assert (PACKED in names) == is_packed(family, mask)
-            assert "attention_fwd" in names or is_packed(family, mask) or (family == "t5" and RETURNS_TUPLES)
-        with exactly(family, accelerated=accelerated):
-            out = run(model, given, **options)
-            results.append([out.loss, out.logits * real, *gradients(model, out.loss)])
+
+    def step() -> list[Tensor]:
+        out = run(model, given, **options)
         assert family not in CAUSAL or (out.past_key_values is not None) == use_cache
-    assert_all_same(results[1], results[0], "loss, logits or gradient")
+        return [out.loss, out.logits * real, *gradients(model, out.loss)]
+
+    expected, found = before_and_after(model, step)
+    assert_all_same(found, expected, "loss, logits or gradient")
+    report, names = fastformer.report(model), ran(step)
+    assert not report.left and report.swapped
+    if family in SWAPPED:
+        linears, others = SWAPPED[family]
+        assert Counter(report.swapped.values())["Linear"] == linears
+        assert others is None or len(report.swapped) == linears + others
+    assert "add_layer_norm_fwd" in names and (FUSED in names) == (family != "llama")
+    assert (PACKED in names) == is_packed(family, mask)
+    assert "attention_fwd" in names or is_packed(family, mask) or (family == "t5" and RETURNS_TUPLES)
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SEQ2SEQ])

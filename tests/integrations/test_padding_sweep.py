@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import random
 from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import accelerate
@@ -78,10 +79,6 @@ class Across(nn.LSTM):
         return super().forward(x)[0]
 
 
-def around(part: nn.Module) -> nn.Module:
-    return Mixing(part)
-
-
 def softmax_behind(part: nn.Module) -> nn.Module:
     return nn.Sequential(part, nn.Softmax(1))
 
@@ -102,14 +99,6 @@ def mixed_output(out: Any) -> Any:
     return pooled(out)
 
 
-class Edit(NamedTuple):
-    """An edit of a model by a user; `undo` removes its effects outside of the model."""
-
-    name: str
-    apply: Callable[[Any, random.Random], Callable[[], None] | None]
-    only_before: bool = False
-
-
 def _set(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, own = name.rpartition(".")
     setattr(model.get_submodule(parent), own, module)
@@ -121,7 +110,7 @@ def replace_part(model: Any, draw: random.Random) -> None:
     if name.endswith("pooler"):
         _set(model, name, draw.choice((MeanPooler(), Mixing(part))))
         return
-    kinds: list[Callable[[nn.Module], nn.Module]] = [around, softmax_behind]
+    kinds: list[Callable[[nn.Module], nn.Module]] = [Mixing, softmax_behind]
     if isinstance(part, nn.Linear) and part.in_features == part.out_features:
         kinds.append(lambda _: Across(part.in_features, part.in_features, batch_first=True).double())
     _set(model, name, draw.choice(kinds)(part))
@@ -197,18 +186,14 @@ def hook(model: Any, draw: random.Random) -> None:
 
 
 def patched_class(model: Any, draw: random.Random) -> Callable[[], None]:
-    """Patches the class of the model, or of a part of its family."""
+    """Patches the class of the model, or of a part of its family; returns the function that undoes it."""
     kinds = [type(model), *(type(model.get_submodule(name)) for name in PARTS[model.kind])]
     kinds = [next(each for each in kind.__mro__ if each.__module__.startswith("transformers.")) for kind in kinds
              if any(each.__module__.startswith("transformers.models") for each in kind.__mro__)]  # fmt: skip
     kind = draw.choice(kinds)
     own = kind.forward
     kind.forward = lambda self, *args, **kwargs: mixed_output(own(self, *args, **kwargs))
-
-    def undo() -> None:
-        kind.forward = own
-
-    return undo
+    return lambda: setattr(kind, "forward", own)
 
 
 def unwrapped(model: Any, draw: random.Random) -> None:
@@ -224,18 +209,9 @@ def nothing(model: Any, draw: random.Random) -> None:
     """Leaves the model unchanged."""
 
 
-EDITS = [
-    Edit("nothing", nothing),
-    Edit("replaced part", replace_part),
-    Edit("replaced part", replace_part),
-    Edit("part of its kind", replace_by_its_kind),
-    Edit("forward of the head", forward_on_the_head),
-    Edit("forward that calls the base", forward_that_calls_the_base),
-    Edit("forward of the base", forward_on_the_base),
-    Edit("wrapped base", wrapped_base),
-    Edit("hook", hook),
-    Edit("patched class", patched_class),
-    Edit("unwrapped", unwrapped),
+EDITS: list[Callable[[Any, random.Random], Callable[[], None] | None]] = [
+    *(nothing, replace_part, replace_part, replace_by_its_kind, forward_on_the_head, forward_that_calls_the_base),
+    *(forward_on_the_base, wrapped_base, hook, patched_class, unwrapped),
 ]
 
 
@@ -288,10 +264,10 @@ def check(seed: int) -> bool:
     given = arguments(plain, draw)
     state = draw.getstate()
 
-    def edited(model: Any) -> Callable[[], None] | None:
+    def edited(model: Any, undone: contextlib.ExitStack) -> None:
         draw.setstate(state)
         torch.manual_seed(seed)
-        return edit.apply(model, draw)
+        undone.callback(edit(model, draw) or (lambda: None))
 
     def wrapped(model: Any) -> Any:
         if wrapping == "peft" and kind.startswith("Bert"):
@@ -300,11 +276,10 @@ def check(seed: int) -> bool:
             return peft.get_peft_model(model, config).double().eval()
         return wrapping(model) if wrapping is Reading else model
 
-    undo: list[Callable[[], None] | None] = []
     with torch.no_grad(), mock.patch.object(Padding, "pack", autospec=True, side_effect=Padding.pack) as pack:
-        try:
+        with contextlib.ExitStack() as undone:
             if order == "before":
-                undo.append(edited(ours))
+                edited(ours, undone)
                 target = wrapped(ours)
                 assert fastformer.accelerate(target) is target
             else:
@@ -312,31 +287,20 @@ def check(seed: int) -> bool:
                 if "called" in order:
                     target(**given)
                     pack.reset_mock()
-                undo.append(edited(ours))
+                edited(ours, undone)
             mine = list(compared(target(**given)))
             packed = bool(pack.called)
-        finally:
-            _undo(undo)
-        try:
-            undo.append(edited(plain))
+        with contextlib.ExitStack() as undone:
+            edited(plain, undone)
             theirs = list(compared(wrapped(plain)(**given)))
-        finally:
-            _undo(undo)
-    case = f"{kind}, {edit.name}, {order}, {wrapping}, {sorted(given)}, seed {seed}"
+    case = f"{kind}, {edit.__name__}, {order}, {wrapping}, {sorted(given)}, seed {seed}"
     assert len(mine) == len(theirs) > 0, case
     for got, expected in zip(mine, theirs, strict=True):
         scale = expected.abs().max().clamp(min=1e-6)
         limit = 1e-5 if kind.startswith(("Llama", "T5")) else 1e-9  # RMSNorms of transformers round to fp32
-        limit = 3e-2 if edit.name == "unwrapped" and got.dtype != torch.float64 else limit
+        limit = 3e-2 if edit is unwrapped and got.dtype != torch.float64 else limit
         assert bool((got - expected).abs().max() <= limit * scale), case
     return packed
-
-
-def _undo(undo: list[Callable[[], None] | None]) -> None:
-    while undo:
-        step = undo.pop()
-        if step is not None:
-            step()
 
 
 # None silently different; and padding is left out in many of them.

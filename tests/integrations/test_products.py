@@ -12,10 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import ViTConfig, ViTForImageClassification
-from transformers.pytorch_utils import Conv1D
 
 import fastformer
-from fastformer.integrations import products
 from fastformer.nn import linear as linear_module
 from tests.conftest import missing_backend
 from tests.integrations import families as small
@@ -127,30 +125,6 @@ def test_only_linear_layers_of_transformers_models_are_swapped() -> None:
     torch.testing.assert_close(inner(IDS).logits, expected)
 
 
-def test_a_users_replacement_is_called(monkeypatch: pytest.MonkeyPatch, counted: list[tuple[int, ...]]) -> None:
-    model = make("gpt2")
-    model.lm_head.forward = lambda x: x
-    report = fastformer.report(fastformer.accelerate(model))
-    assert report.left == {"lm_head": "it has its own forward"}
-    assert model(IDS).logits.shape[-1] == 24
-    model = make("gpt2")
-    fastformer.accelerate(model)
-    seen: list[Any] = []
-    model.lm_head.register_forward_hook(lambda module, args, out: seen.append(out))
-    assert model(IDS).logits is seen.pop()
-    with torch.no_grad():
-        model(IDS)
-    assert counted
-    counted.clear()
-    x = torch.randn(20, 24)
-    for kind, own in ((Conv1D, model.transformer.h[0].attn.c_proj), (nn.Linear, model.lm_head)):
-        with monkeypatch.context() as patched:
-            patched.setattr(kind, "forward", lambda self, x: x)
-            assert own(x) is x
-    monkeypatch.setattr(F, "linear", lambda x, weight, bias=None: x)
-    assert model.lm_head(x) is x and not counted
-
-
 def test_a_head_of_another_size_comes_later() -> None:
     model = make("llama")
     fastformer.accelerate(model)
@@ -159,15 +133,6 @@ def test_a_head_of_another_size_comes_later() -> None:
     fastformer.accelerate(model)
     assert type(model.lm_head) is linear_module.Linear
     assert model(IDS).logits.shape == (4, 9, 70)
-
-
-def test_a_patched_conv1d_is_honoured_in_the_fused_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make("gpt2").eval()
-    fastformer.accelerate(model)
-    monkeypatch.setattr(Conv1D, "forward", lambda self, x: torch.zeros(*x.shape[:-1], self.nf))
-    mlp = model.transformer.h[0].mlp
-    assert not mlp(torch.randn(2, 20, 24)).any(), "as the model would without us"
-    assert products.Conv1D.forward is not Conv1D.forward
 
 
 @pytest.mark.parametrize("rows", [4, 64], ids=["few rows", "many rows"])
@@ -194,28 +159,6 @@ def test_a_users_replacement_of_a_function_acts_as_without_acceleration(place, n
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert len(asked) == (1 if name == "linear" else 8) and calls == asked
     assert not torch.allclose(found, before, rtol=1e-2)
-
-
-@pytest.mark.parametrize("rows", [1, 60])
-@pytest.mark.parametrize("name", ["weight", "bias"])
-def test_a_computed_parameter_is_computed_once(name: str, rows: int) -> None:
-    model = make("gpt2")
-    fastformer.accelerate(model)
-    made: list[int] = []
-
-    class Doubled(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            made.append(1)
-            return 2 * x
-
-    module, x = model.transformer.h[0].attn.c_proj, torch.randn(1, rows, 24)
-    expected = Conv1D.forward(module, x) + Conv1D.forward(module, torch.zeros_like(x) if name == "bias" else x)
-    if name == "weight":
-        expected = expected - module.bias
-    nn.utils.parametrize.register_parametrization(module, name, Doubled())
-    made.clear()
-    torch.testing.assert_close(module(x), expected, rtol=1e-4, atol=1e-5)
-    assert len(made) == 1
 
 
 @pytest.mark.filterwarnings("ignore")

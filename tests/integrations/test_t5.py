@@ -62,7 +62,7 @@ def test_half_precision_errs_no_more_than_before(dtype, kind):
     Which of the two models rounds better depends on the weights, so the test compares geometric means over several.
     """
     ratios = []
-    for seed in range(16):
+    for seed in range(8):
         model = make("t5", feed_forward_proj=kind, seed=seed).eval()
         with torch.no_grad(), exactly("t5"):
             exact = run(model, RIGHT).logits
@@ -163,7 +163,8 @@ def test_compiles_as_one_graph_with_a_mask(kind, mode):
     if kind is T5ForConditionalGeneration and torch.__version__.startswith("2.11."):
         pytest.skip("torch 2.11 compiles no plain T5 in one graph: transformers copies its config in forward")
     torch._dynamo.reset()
-    model = getattr(kind(make("t5").config).double(), mode)()
+    layers = 2 if kind is T5EncoderModel else 1  # one of each kind: the second reads the bias of the first
+    model = getattr(kind(make("t5", num_layers=layers).config).double(), mode)()
     given = {"input_ids": IDS, "attention_mask": RIGHT.long()}
     given |= {"decoder_input_ids": IDS} if kind is T5ForConditionalGeneration else {}
     with exactly("t5"):

@@ -65,18 +65,3 @@ def test_labels_at_padding_count_as_before(how, mask, name):
     for ours, theirs in zip(step(), expected, strict=True):
         assert_same(ours, theirs, "loss or gradient", 1e-6)
     assert PACKED not in ran(step)
-
-
-@heads
-def test_a_batch_is_packed_if_no_label_is_at_padding(name):
-    model = make(name)
-    options = options_of(name, IDS)
-    options["labels"] = options["labels"].masked_fill(~RIGHT, -100)
-    with exactly(name):
-        expected = model(IDS, attention_mask=RIGHT.long(), **options).loss
-    fastformer.accelerate(model)
-    assert PACKED in ran(lambda: model(IDS, attention_mask=RIGHT.long(), **options))
-    assert_same(model(IDS, attention_mask=RIGHT.long(), **options).loss, expected, "loss", 1e-6)
-    assert PACKED in ran(lambda: model(IDS, attention_mask=RIGHT.long()))
-    fastformer.restore(model)
-    assert type(model) is getattr(transformers, name)
