@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from fastformer.ops._dispatch import OPS
-from tests.checks import assert_accurate, error, keep_mask, keep_scale
+from tests.checks import assert_accurate, error
+from tests.ops.attention_cases import Case as PlainCase
+from tests.ops.attention_cases import plain_attention
 
 SEED = (0x1234567_89ABCDEF, 0x0FEDCBA9_87654321)
 
@@ -145,31 +147,11 @@ def visible(case: Case, device: str = "cpu") -> Tensor:
 def plain(case: Case, inputs: dict[str, Tensor | None], dtype: torch.dtype) -> dict[str, Tensor]:
     """Computes eager PyTorch with the materialised softmax and autograd, in `dtype` and the padded layout."""
     leaves = {name: inputs[name].to(dtype).requires_grad_() for name in ("q", "k", "v")}
-    mask = inputs["mask"]
-    group = case.heads // case.kv_heads
-    q = leaves["q"].transpose(1, 2)
-    k, v = (leaves[name].transpose(1, 2).repeat_interleave(group, dim=1) for name in ("k", "v"))
-    scores = q @ k.transpose(-1, -2) * case.scale
-    if case.softcap:
-        scores = case.softcap * torch.tanh(scores / case.softcap)
-    seen = visible(case, str(q.device))
-    if case.mask == "bool":
-        seen = seen & mask
-    elif case.mask == "additive":
-        leaves["mask"] = mask.to(dtype).requires_grad_()
-        scores = scores + leaves["mask"]
-        seen = seen & (mask != float("-inf"))
-    seen = seen.expand(scores.shape)
-    nothing = ~seen.any(-1, keepdim=True)
-    # A finite stand-in where a row sees nothing keeps NaN out of autograd; the row is zeroed below.
-    scores = scores.masked_fill(~seen, float("-inf")).masked_fill(nothing, 0.0)
-    weights = torch.softmax(scores, -1).masked_fill(nothing, 0.0)
-    lse = torch.logsumexp(scores.detach(), -1).masked_fill(nothing[..., 0], float("-inf"))
-    if case.dropout_p:
-        seed = torch.tensor(SEED, device=q.device)
-        keep = keep_mask(seed, case.dropout_p, case.seqlen_q, case.seqlen_k, case.batch * case.heads)
-        weights = weights * keep.view(weights.shape) * keep_scale(case.dropout_p)
-    out = (weights @ v).transpose(1, 2)
+    q, k, v, mask = (*leaves.values(), inputs["mask"])
+    if case.mask == "additive":
+        leaves["mask"] = mask = mask.to(dtype).requires_grad_()
+    options = PlainCase("", softmax_scale=case.scale, dropout_p=case.dropout_p, softcap=case.softcap)
+    out, lse = plain_attention(q, k, v, mask, None, options, torch.tensor(SEED), visible(case, str(q.device)))
     gradients = torch.autograd.grad(out, list(leaves.values()), inputs["dout"].to(dtype))
     results = {"out": out.detach(), "lse": lse}
     return results | {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}

@@ -146,8 +146,12 @@ def plain_attention(
     seqlens_k: Tensor | None,
     case: Case,
     dropout_seed: Tensor,
+    visible: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes attention in plain PyTorch, with all intermediate results, in the dtype of the inputs."""
+    """Computes attention in plain PyTorch, with all intermediate results, in the dtype of the inputs.
+
+    `visible`: bool, broadcastable to the scores: what each query may see by other rules than those of the call.
+    """
     batch, seqlen_q, num_heads, head_dim = q.shape
     seqlen_k = k.shape[1]
     k, v = (t.repeat_interleave(num_heads // t.shape[2], dim=2).transpose(1, 2) for t in (k, v))
@@ -157,7 +161,8 @@ def plain_attention(
         scores = case.softcap * torch.tanh(scores / case.softcap)
     i = torch.arange(seqlen_q, device=q.device)[:, None] + seqlen_k - seqlen_q
     j = torch.arange(seqlen_k, device=q.device)
-    visible = torch.ones(batch, 1, seqlen_q, seqlen_k, dtype=torch.bool, device=q.device)
+    if visible is None:
+        visible = torch.ones(batch, 1, seqlen_q, seqlen_k, dtype=torch.bool, device=q.device)
     left, right = case.window_size
     if case.is_causal:
         right = 0 if right is None else min(right, 0)
@@ -171,6 +176,7 @@ def plain_attention(
         if attn_mask.dtype == torch.bool:
             visible = visible & attn_mask
         else:
+            visible = visible & (attn_mask != -torch.inf)
             scores = scores + attn_mask
     scores = scores.masked_fill(~visible, -torch.inf)
     lse = scores.detach().logsumexp(-1)

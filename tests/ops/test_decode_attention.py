@@ -305,15 +305,6 @@ def test_beams_share_a_history(block_size: int, dtype: torch.dtype, backend: str
     assert torch.equal(run(step, tabled), run(step, inputs))
 
 
-def test_a_table_in_order_is_the_identity(backend: str, device: str) -> None:
-    step = BY_NAME["gqa"]
-    inputs = make_inputs(step, torch.float32, device)
-    copies = {name: inputs[name].clone() for name in ("k_cache", "v_cache")}
-    table = torch.arange(3 * 40, dtype=torch.int32, device=device).view(3, 40)
-    assert torch.equal(run(step, inputs | copies | {"slot_table": table}), run(step, inputs))
-    assert all(torch.equal(copies[name], inputs[name]) for name in copies)
-
-
 INT32 = {"dtype": torch.int32}
 
 

@@ -197,6 +197,9 @@ def test_calls_that_cpp_supports(call: Call) -> None:
             results(call, N, cast(call.tensors(N), dtype))
         with pytest.raises(NotImplementedError, match="float16"):
             call(N, **cast(call.tensors(N), torch.float16))
+        if call.op == "attention":
+            with pytest.raises(NotImplementedError, match=r"\bsoftmax_scale\b"):
+                call(N, softmax_scale=-1.0)
 
 
 @every_call

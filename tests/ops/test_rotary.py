@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -117,21 +116,6 @@ def test_not_contiguous(view: Callable[[Tensor], Tensor], interleaved: bool, bac
     compare(x, (cos, sin), interleaved=interleaved)
     positions = torch.randint(9, (9, 2), device=device).T
     compare(x, (cos, sin), interleaved=interleaved, positions=positions)
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_scores_depend_only_on_the_distance(interleaved: bool, backend: str, device: str) -> None:
-    """This is the purpose of rotary: <R_m q, R_n k> is a function of m - n."""
-    cos, sin = rotary_tables(40, 16, device=device)
-    q, k = (torch.randn(1, 1, 16, device=device) for _ in range(2))
-
-    def score(m: int, n: int) -> Tensor:
-        turn = partial(rotary, cos=cos, sin=sin, interleaved=interleaved)
-        turned_q = turn(q, positions=torch.tensor([m], device=device))
-        return (turned_q * turn(k, positions=torch.tensor([n], device=device))).sum()
-
-    torch.testing.assert_close(score(3, 10), score(30, 37))
-    assert (score(3, 10) - score(3, 11)).abs() > 1e-3
 
 
 def test_tables() -> None:

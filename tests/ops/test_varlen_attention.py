@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastformer.ops import attention, varlen_attention
+from fastformer.ops import varlen_attention
 from tests.checks import assert_accurate, keep_mask, keep_scale, small_draws
 from tests.conftest import on_backend
 from tests.ops.attention_cases import Case, make_inputs, plain_attention
@@ -190,31 +190,6 @@ def test_no_sequence_has_a_key(lengths_k: tuple[int, ...], longest: int, backend
     assert not out.any() and lse.isneginf().all()
     for gradient in torch.autograd.grad(out, (q, k, v), torch.randn_like(out)):
         assert not gradient.any()
-
-
-def test_equals_the_padded_batch(backend: str, device: str) -> None:
-    """The results equal those of attention with seqlens_k, including dropout."""
-    case = Packed("", (17, 5), (17, 5), Case("", dropout_p=0.25))
-    packed = make_packed(case, torch.float32)
-    ours = run(case, packed, torch.float32, device, plain=False)["out"]
-    padded = torch.zeros(3, 2, 17, 2, 16, device=device)
-    for which, name in enumerate(("q", "k", "v")):
-        padded[which, 0], padded[which, 1, :5] = packed[name][:17].float(), packed[name][17:].float()
-    lengths = torch.tensor([17, 5], dtype=torch.int32, device=device)
-    seed = packed["seed"].to(device)
-    out = attention(*padded, seqlens_k=lengths, dropout_p=0.25, dropout_seed=seed)
-    torch.testing.assert_close(ours, torch.cat([out[0], out[1, :5]]), rtol=1e-5, atol=1e-6)
-
-
-def test_no_sequences_and_no_tokens(backend: str, device: str) -> None:
-    cu = torch.zeros(1, dtype=torch.int32, device=device)
-    q = torch.randn(3, 2, 16, device=device, requires_grad=True)
-    out = varlen_attention(q, q, q, cu, cu, 0, 0)
-    assert not out.any() and not torch.autograd.grad(out.sum(), q)[0].any()
-    q = torch.randn(0, 2, 16, device=device, requires_grad=True)
-    cu = torch.zeros(3, dtype=torch.int32, device=device)
-    out = varlen_attention(q, q, q, cu, cu, 0, 0)
-    assert out.shape == (0, 2, 16) and torch.autograd.grad(out.sum(), q)[0].shape == q.shape
 
 
 def test_the_bounds_of_k_are_checked_if_q_shares_them() -> None:
