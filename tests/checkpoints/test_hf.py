@@ -23,6 +23,7 @@ from fastformer.data.model_tokenizers import byte_level_bpe
 from fastformer.generation import Translator
 from tests.checkpoints import families
 from tests.checkpoints.families import FOLDERS, GERMAN, Saved
+from tests.models.test_weights import shard
 
 FEW = ["--max_new_tokens", "16", "--no_repeat_ngram_size", "2", "--device", "cpu"]
 plain = pytest.mark.parametrize("kind", ["bart", "marian", "t5"])
@@ -292,22 +293,6 @@ def test_weights_without_a_head_are_read(made, copy) -> None:
     torch.save(state | {"model.encoder.version": torch.tensor([3.0])}, folder / "pytorch_model.bin")
     for name, weight in loaded(folder)[0].state_dict().items():
         assert torch.equal(found[name], weight), name
-
-
-def shard(folder: Path, form: str, count: int = 3) -> Path:
-    """Writes the weights to several files of a kind, with the index that transformers writes."""
-    state = safetensors.torch.load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    stem, suffix = ("model", "safetensors") if form == "safetensors" else ("pytorch_model", "bin")
-    names = sorted(state)
-    weight_map: dict[str, str] = {}
-    for i in range(count):
-        file, some = f"{stem}-{i + 1:05}-of-{count:05}.{suffix}", {name: state[name] for name in names[i::count]}
-        weight_map |= dict.fromkeys(some, file)
-        safetensors.torch.save_file(some, folder / file) if suffix != "bin" else torch.save(some, folder / file)
-    index = folder / f"{stem}.{suffix}.index.json"
-    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return index
 
 
 @pytest.mark.parametrize("form", ["safetensors", "bin"])

@@ -36,17 +36,18 @@ def configure(folder: Path, **changes: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def shard(folder: Path, count: int = 3) -> Path:
-    """Writes the weights to several files, with the index that transformers writes."""
+def shard(folder: Path, form: str = "safetensors", count: int = 3) -> Path:
+    """Writes the weights to several files of a kind, with the index that transformers writes."""
     state = safetensors.torch.load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
+    stem, suffix = ("model", "safetensors") if form == "safetensors" else ("pytorch_model", "bin")
     names = sorted(state)
     weight_map: dict[str, str] = {}
     for i in range(count):
-        file = f"model-{i + 1:05}-of-{count:05}.safetensors"
-        weight_map |= dict.fromkeys(names[i::count], file)
-        safetensors.torch.save_file({name: state[name] for name in names[i::count]}, folder / file)
-    index = folder / "model.safetensors.index.json"
+        file, some = f"{stem}-{i + 1:05}-of-{count:05}.{suffix}", {name: state[name] for name in names[i::count]}
+        weight_map |= dict.fromkeys(some, file)
+        safetensors.torch.save_file(some, folder / file) if suffix != "bin" else torch.save(some, folder / file)
+    index = folder / f"{stem}.{suffix}.index.json"
     index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
     return index
 

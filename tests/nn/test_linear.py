@@ -55,30 +55,6 @@ def inputs(*shape: int, out: int = 40) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(*shape), torch.randn(out, shape[-1]), torch.randn(out)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: inputs(16, 24),
-        lambda: inputs(3, 50, 24),
-        lambda: (*inputs(200, 7, out=1)[:2], None),
-        lambda: (torch.randn(24, 30).t(), *inputs(1, 24)[1:]),
-        lambda: (torch.randn(20, 2, 24)[:, 1], *inputs(1, 24)[1:]),
-        lambda: (torch.randn(1, 20, 24).expand(3, 20, 24), *(t[8:32] for t in inputs(1, 24)[1:])),
-    ],
-)
-def test_the_op_equals_the_product(
-    make: Callable[[], tuple[Tensor, Tensor, Tensor | None]], products: list[int]
-) -> None:
-    x, weight, bias = make()
-    found = linear(x, weight, bias)
-    assert len(products) == 1 and found.shape == (*x.shape[:-1], len(weight)) and found.is_contiguous()
-    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    assert_accurate(found, F.linear(x, weight, bias), exact)
-    x = x.clone()
-    x[(0,) * (x.dim() - 1)] = torch.nan
-    assert linear(x, weight, bias).isnan().sum() == len(weight)  # of one row, and all of that
-
-
 class Mode(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))

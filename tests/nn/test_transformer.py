@@ -304,24 +304,17 @@ def test_packed_equals_padded(norm_first):
     model = randomised(fnn.Transformer(E, H, 2, 2, FF, norm_first=norm_first, batch_first=True, **SIZES))
     source = SequenceLayout.packed(torch.tensor([6, 1, 4]), 6)
     target = SequenceLayout.packed(torch.tensor([2, 5, 3]), 5)
-    x, y = torch.randn(11, E, **DOUBLE), torch.randn(10, E, **DOUBLE)
-    dy = torch.randn(10, E, **DOUBLE)
-    results = []
-    for packed in (True, False):
-        a, b = x.clone().requires_grad_(), y.clone().requires_grad_()
-        if packed:
-            out = model(a, b, tgt_is_causal=True, layout=target, memory_layout=source)
-        else:
-            layouts = {
-                "layout": SequenceLayout.padded(target.seqlens, 5),
-                "memory_layout": SequenceLayout.padded(source.seqlens, 6),
-            }
-            out = target.pack(model(source.unpack(a), target.unpack(b), tgt_is_causal=True, **layouts))
-        names = ["source", "target", *dict(model.named_parameters())]
-        grads = torch.autograd.grad(out, [a, b, *model.parameters()], dy)
-        results.append({"output": out, **dict(zip(names, grads, strict=True))})
-    for name, value in results[0].items():
-        assert_same(value, results[1][name], name)
+    layouts = {
+        "layout": SequenceLayout.padded(target.seqlens, 5),
+        "memory_layout": SequenceLayout.padded(source.seqlens, 6),
+    }
+    twin = copy.deepcopy(model)
+    compare(
+        model, twin,
+        lambda x, y: model(x, y, tgt_is_causal=True, layout=target, memory_layout=source),
+        lambda x, y: target.pack(twin(source.unpack(x), target.unpack(y), tgt_is_causal=True, **layouts)),
+        [torch.randn(11, E, **DOUBLE), torch.randn(10, E, **DOUBLE)],
+    )  # fmt: skip
 
 
 def test_causal_masks_are_recognised_once_and_correctly():
