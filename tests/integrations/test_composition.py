@@ -290,8 +290,11 @@ def test_export(family):
 
 
 @pytest.mark.parametrize("comes", ["before", "later"])
-@pytest.mark.parametrize("family", ["bert", "marian", "gpt2", "llama", "t5"])
-def test_computed_weights_are_computed_as_often(family, comes):
+@pytest.mark.parametrize(
+    ("family", "what"),
+    [*((family, "weight") for family in ("bert", "marian", "gpt2", "llama", "t5")), ("bert", "bias"), ("gpt2", "bias")],
+)
+def test_computed_weights_are_computed_as_often(family, what, comes):
     counts = []
     for accelerated in (False, True):
         model = small.make("t5") if family == "t5" else make(family)
@@ -299,9 +302,10 @@ def test_computed_weights_are_computed_as_often(family, comes):
             fastformer.accelerate(model)
         made: dict[str, Counted] = {}
         for name, module in list(model.named_modules()):
-            if isinstance(module, nn.Linear | nn.LayerNorm | Conv1D | LlamaRMSNorm | T5LayerNorm):
+            is_known = isinstance(module, nn.Linear | nn.LayerNorm | Conv1D | LlamaRMSNorm | T5LayerNorm)
+            if is_known and getattr(module, what, None) is not None:
                 made[name] = Counted()
-                parametrize.register_parametrization(module, "weight", made[name])
+                parametrize.register_parametrization(module, what, made[name])
         if accelerated and comes == "before":
             fastformer.accelerate(model)
         for each in made.values():

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import ViTConfig, ViTForImageClassification
+from transformers.pytorch_utils import Conv1D
 
 import fastformer
 from fastformer.nn import linear as linear_module
@@ -123,6 +124,16 @@ def test_only_linear_layers_of_transformers_models_are_swapped() -> None:
     assert type(model["own"]) is nn.Linear and type(inner.lm_head) is Doubled
     assert Counter(report.swapped.values())["Linear"] == 0 and not report.left
     torch.testing.assert_close(inner(IDS).logits, expected)
+
+
+@pytest.mark.parametrize("kind", [Conv1D, nn.Linear])
+def test_a_users_forward_of_a_class_is_called(kind: type[nn.Module], monkeypatch: Any, counted: Any) -> None:
+    model, x = fastformer.accelerate(make("gpt2")), torch.randn(20, 24)
+    module = model.lm_head if kind is nn.Linear else model.transformer.h[0].attn.c_proj
+    module(x)
+    assert counted or missing_backend("cpp", "linear") is not None
+    monkeypatch.setattr(kind, "forward", lambda self, x: x)
+    assert module(x) is x
 
 
 def test_a_head_of_another_size_comes_later() -> None:
