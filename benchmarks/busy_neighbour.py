@@ -111,8 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"{row['mode']:4} {row['provider']:12} {row['ms_quiet']:8.1f} ms alone, {row['ms_p50']:8.1f} ms beside "
             f"{row['neighbours']}: {100 * kept:.0f} % is left, {kept / fair:.2f} of a fair share"
         )
-        if options.out is not None:
-            record.append(options.out, {**shared, **row})
+        record.append(options.out, {**shared, **row})
     return 0
 
 

@@ -97,8 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
                 "y_label": "ms to the first token",
             },
         }  # fmt: skip
-        if options.out:
-            record.append(options.out, row | shared)
+        record.append(options.out, row | shared)
     return 0
 
 

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import multiprocessing
 import os
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +29,11 @@ FOLDER = record.ROOT / "kernels" / "binaries"
 Compiled = tuple[str, Any]  # the key, and the binary or None
 
 
-def _compile_one(index: int) -> Compiled:
+def _compile_one(work: report.Work) -> Compiled:
     from fastformer.kernels._binaries import binary_of, compile_kernel
     from fastformer.kernels._signature import key_of
 
-    launch, _, arch, _ = report._todo[index]
+    launch, _, arch, _ = work
     compiled = compile_kernel(launch.kernel, launch.signature, launch.options, arch)
     return key_of(launch.kernel, launch.signature, launch.options), binary_of(
         compiled, launch.signature, launch.num_args
@@ -44,12 +42,7 @@ def _compile_one(index: int) -> Compiled:
 
 def compile_all(works: list[report.Work], jobs: int) -> dict[str, Any]:
     """Compiles each launch and returns the binaries by key; omits those that need more than a plain launch."""
-    report._todo[:] = works
-    if jobs == 1:
-        found = list(map(_compile_one, range(len(works))))
-    else:
-        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
-            found = list(pool.map(_compile_one, range(len(works))))
+    found = report.in_forks(_compile_one, works, jobs)
     return {key: binary for key, binary in found if binary is not None}
 
 

@@ -109,8 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"{way:>10}: {row['tokens_s']:,.0f} new tokens/s, {row['speedup']:.2f}x batches, memory grew by "
             f"{row['resident_growth_mib']} MiB after the first step; {same} of {len(sources)} lines agree"
         )
-        if options.out:
-            record.append(options.out, row | shared)
+        record.append(options.out, row | shared)
     return 0
 
 

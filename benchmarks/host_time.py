@@ -248,8 +248,7 @@ def main() -> None:
     microseconds = {name: round(time_ * 1e6, 1) for name, time_ in times.items()}
     for name, time_ in microseconds.items():
         print(f"{name:32s} {time_:7.1f} us")
-    if args.out:
-        record.append(args.out, {"mode": "host", "microseconds": microseconds, **record.environment("cpu")})
+    record.append(args.out, {"mode": "host", "microseconds": microseconds, **record.environment("cpu")})
 
 
 if __name__ == "__main__":

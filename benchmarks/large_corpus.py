@@ -92,8 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         for row in measure(folder, options.pairs, options.steps, options.processes, options.shards):
             print(f"{row['model']:8} {row['seconds']:7.0f} s, at most {row['peak_mib']:,.0f} MiB in a process")
-            if options.out is not None:
-                record.append(options.out, {**shared, **row})
+            record.append(options.out, {**shared, **row})
     finally:
         shutil.rmtree(folder)
     return 0

@@ -45,10 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     shared = record.environment("cpu")
     for row in perplexities(options) if options.reference is None else translations(options):
-        if options.out:
-            record.append(
-                options.out, {"suite": "decoding", "provider": "fastformer", "data": options.data} | row | shared
-            )
+        record.append(options.out, {"suite": "decoding", "provider": "fastformer", "data": options.data} | row | shared)
     return 0
 
 

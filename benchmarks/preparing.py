@@ -112,8 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
                 row["provider"] == WHOLE
             )
         print(f"{row['provider']}: {said}")
-        if options.out is not None:
-            record.append(options.out, {**shared, **row})
+        record.append(options.out, {**shared, **row})
     return 0
 
 

@@ -124,8 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
     shared = {**record.environment("cpu"), "threads": 1}
     for row in measure(options.processes, options.rounds, {name: getattr(options, name) for name in SIZES}):
         print(f"{row['provider']:20} {row['tokens_s']:9,.0f} tokens/s, {row['speedup']:.2f} times {ALONE}")
-        if options.out is not None:
-            record.append(options.out, {**shared, **row})
+        record.append(options.out, {**shared, **row})
     return 0
 
 

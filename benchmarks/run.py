@@ -113,8 +113,7 @@ class Run:
     def _keep(self, row: dict[str, Any]) -> None:
         _say(table(row))
         self.rows.append(self._shared | row)
-        if self._options.out:
-            record.append(self._options.out, self.rows[-1])
+        record.append(self._options.out, self.rows[-1])
 
     def _leave_out(self, case: object, name: str, why: str) -> None:
         _say(f"    {name} was not timed: {why}")

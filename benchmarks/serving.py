@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(line(row), flush=True)
             if "wrong" in row:
                 failed = True
-            elif options.out:
+            else:
                 record.append(options.out, shared | row)
     return 1 if failed else 0
 

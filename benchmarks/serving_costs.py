@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import re
@@ -66,8 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
                 for row in PARTS[part](Path(name) / options.case, requests, options):
                     row = {"suite": "decoding", "op": "serving_costs", "model": options.case, **row}
                     print(line(row), flush=True)
-                    if options.out:
-                        record.append(options.out, shared | row)
+                    record.append(options.out, shared | row)
             except Wrong as error:
                 print(f"{part} is wrong: {error}")
                 return 1
@@ -95,65 +95,59 @@ def _refusals(folder: Path, requests: list[Request], options: argparse.Namespace
 
 
 def _one(folder: Path, requests: list[Request], options: argparse.Namespace) -> Iterator[Row]:
+    for precision in options.precision:
+        yield from _of_one(folder, requests, precision, 20 * options.rounds)
+
+
+def _of_one(folder: Path, requests: list[Request], precision: Any, turns: int) -> Iterator[Row]:
     from fastformer.serving import Limits, make_app
     from fastformer.serving.run import Server as Http
     from fastformer.serving.service import TranslateService
 
-    for precision in options.precision:
-        translator = Translator.from_pretrained(folder, precision=precision)
-        service = TranslateService(translator, "model", limits=Limits(drain_delay_s=0))
-        server = Http(make_app(service), host="127.0.0.1", port=0)
-        loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=loop.run_until_complete, args=(server.serve(),), daemon=True)
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
+    translator = Translator.from_pretrained(folder, precision=precision)
+    service = TranslateService(translator, "model", limits=Limits(drain_delay_s=0))
+    server = Http(make_app(service), host="127.0.0.1", port=0)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_until_complete, args=(server.serve(),), daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
 
-        async def direct(text: str, count: int, front: Any = service.async_translator) -> tuple[float, str]:
-            began = time.perf_counter()
-            found = await front.translate(text, max_new_tokens=count)
-            return time.perf_counter() - began, found
+    front: Any = service.front
 
-        with Clients(server.servers[0].sockets[0].getsockname()[1], "/v1/translate") as clients:
+    async def direct(text: str, count: int) -> tuple[float, str]:
+        began = time.perf_counter()
+        found = await front.translate(text, max_new_tokens=count)
+        return time.perf_counter() - began, found
 
-            def ways(request: Request) -> dict[str, Callable[[], tuple[float, str]]]:
-                text, count = text_of(request), request.new_tokens
+    def ask(name: str, text: str, count: int) -> tuple[float, str]:
+        if name == OURS:
+            seconds, answer = clients.one({"text": text, "max_new_tokens": count, "split": False})
+            return seconds, answer["text"]
+        if name == "AsyncTranslator":
+            return asyncio.run_coroutine_threadsafe(direct(text, count), loop).result()
+        began = time.perf_counter()
+        found = translator.translate(text, max_new_tokens=count)
+        return time.perf_counter() - began, found
 
-                def http() -> tuple[float, str]:
-                    seconds, answer = clients.one({"text": text, "max_new_tokens": count, "split": False})  # noqa: B023
-                    return seconds, answer["text"]
-
-                def plain() -> tuple[float, str]:
-                    began = time.perf_counter()
-                    found = translator.translate(text, max_new_tokens=count)  # noqa: B023
-                    return time.perf_counter() - began, found
-
-                return {
-                    OURS: http,  # noqa: B023
-                    "AsyncTranslator": lambda: asyncio.run_coroutine_threadsafe(direct(text, count), loop).result(),  # noqa: B023
-                    _LIBRARY: plain,
-                }
-
-            found: dict[str, list[float]] = {}
-            for turn in range(-5, 20 * options.rounds):
-                request = requests[turn % len(requests)]
-                order = list(ways(request).items())
-                said = set()
-                for name, ask in order[turn % 3 :] + order[: turn % 3]:
-                    seconds, text = ask()
-                    said.add(text)
-                    if turn >= 0:
-                        found.setdefault(name, []).append(seconds)
-                if len(said) != 1:
-                    raise Wrong(f"expected one translation of a text, got {len(said)}")
-        server.should_exit = True
-        thread.join(10)
-        for name, each in found.items():
-            row = {"provider": name, "precision": precision, "shape": {"part": "one"}, **_times(each)}
-            if name == OURS:
-                added = [1e3 * (http - library) for http, library in zip(each, found["AsyncTranslator"], strict=True)]
-                row |= {"value": statistics.median(added), "unit": "ms beyond AsyncTranslator, the median"}
-            yield row
+    times: dict[str, list[float]] = {OURS: [], "AsyncTranslator": [], _LIBRARY: []}
+    with Clients(server.servers[0].sockets[0].getsockname()[1], "/v1/translate") as clients:
+        for turn in range(-5, turns):
+            request, order, said = requests[turn % len(requests)], list(times), set()
+            for name in order[turn % 3 :] + order[: turn % 3]:
+                seconds, text = ask(name, text_of(request), request.new_tokens)
+                said.add(text)
+                times[name] += [seconds] if turn >= 0 else []
+            if len(said) != 1:
+                raise Wrong(f"expected one translation of a text, got {len(said)}")
+    server.should_exit = True
+    thread.join(10)
+    for name, each in times.items():
+        row = {"provider": name, "precision": precision, "shape": {"part": "one"}, **_times(each)}
+        if name == OURS:
+            added = [1e3 * (http - library) for http, library in zip(each, times["AsyncTranslator"], strict=True)]
+            row |= {"value": statistics.median(added), "unit": "ms beyond AsyncTranslator, the median"}
+        yield row
 
 
 def _many(folder: Path, requests: list[Request], options: argparse.Namespace) -> Iterator[Row]:
@@ -255,20 +249,16 @@ async def _streamed(server: Server, body: dict[str, Any]) -> None:
         raise Wrong(f"expected a stream to its end, got {said[-200:]!r}")
 
 
-class _running:  # noqa: N801
-    """A context manager that runs fastformer's server in a process of its own."""
-
-    def __init__(self, folder: Path, precision: str, options: argparse.Namespace, *flags: str) -> None:
-        self._server = servers.our_translator(folder, precision, options.threads, *flags)
-        self._log = folder / "server.log"
-
-    def __enter__(self) -> Server:
-        self._server.start(self._log)
-        self._server.wait()
-        return self._server
-
-    def __exit__(self, *_: object) -> None:
-        self._server.stop()
+@contextlib.contextmanager
+def _running(folder: Path, precision: str, options: argparse.Namespace, *flags: str) -> Iterator[Server]:
+    """Runs fastformer's server in a process of its own."""
+    server = servers.our_translator(folder, precision, options.threads, *flags)
+    server.start(folder / "server.log")
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.stop()
 
 
 def _expect_idle(server: Server) -> None:

@@ -153,8 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
             },
         }
         rows.append(row | shared)
-        if options.out:
-            record.append(options.out, rows[-1])
+        record.append(options.out, rows[-1])
     if options.picture:
         draw_token_times(rows).savefig(options.picture, dpi=150, facecolor="white")
     return 0

@@ -65,9 +65,8 @@ class Experiment:
         rows = [{"suite": "experiments", "op": self.name} | row | same | shared for row in rows]
         for row in rows:
             record.check(row)
-        if options.out:
-            for row in rows:
-                record.append(options.out, row)
+        for row in rows:
+            record.append(options.out, row)
         if options.picture:
             self.figure(rows).savefig(options.picture, dpi=150, facecolor="white")
         for provider in dict.fromkeys(row["provider"] for row in rows):

@@ -21,6 +21,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from enum import IntFlag, auto
+from operator import or_
 from typing import NamedTuple, TypeVar
 
 from benchmarks.machine_code import sass
@@ -133,7 +134,7 @@ def orders(ptx: str) -> list[str]:
     for i, event in enumerate(events):
         if event.kind == "store" and _is_read_back(events, i):
             events[i] = event._replace(kind="")
-    states = _flow([event.successors for event in events], _State(0), lambda i, s: _after(events[i].kind, s), _union)
+    states = _flow([event.successors for event in events], _State(0), lambda i, s: _after(events[i].kind, s), or_)
     found: Counter[str] = Counter()
     threads = re.search(r"\.reqntid\s+(\d+)", ptx)
     is_one_group = threads is not None and int(threads[1]) <= 128
@@ -161,10 +162,6 @@ def _is_read_back(events: list[_Ptx], store: int) -> bool:
                 seen.add(following)
                 work.append(following)
     return False
-
-
-def _union(one: _State, other: _State) -> _State:
-    return one | other
 
 
 def _flow(

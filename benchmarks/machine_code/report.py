@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import itertools
 import multiprocessing
@@ -34,7 +35,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
 import torch
@@ -52,6 +53,7 @@ STEMS = sorted(path.stem for path in (Path(__file__).parent / "cases").glob("[a-
 WIDE = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 
 MATRIX = ("wgmma", "mma_sync")
+Result = TypeVar("Result")
 
 
 class Launch(NamedTuple):
@@ -249,22 +251,30 @@ def distinct_launches(archs: list[int], stems: list[str], size: str) -> list[Wor
     return found
 
 
-_todo: list[Work] = []  # the input of the processes that `report` forks
+_todo: list[Work] = []  # the input of the processes that `in_forks` forks
 
 
-def _compile_one(index: int) -> Row:
-    work = _todo[index]
+def _do(function: Callable[[Work], Result], index: int) -> Result:
+    return function(_todo[index])
+
+
+def in_forks(function: Callable[[Work], Result], works: list[Work], jobs: int) -> Iterator[Result]:
+    """Calls a function of a module for each launch in parallel processes, and yields the results in the same order."""
+    if jobs == 1:
+        yield from map(function, works)
+        return
+    _todo[:] = works
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
+        yield from pool.map(functools.partial(_do, function), range(len(works)))
+
+
+def _row_of(work: Work) -> Row:
     return compile_launch(work.launch, work.op, work.arch, tuple(work.titles))
 
 
 def report(archs: list[int], stems: list[str], size: str, jobs: int = 1) -> Iterator[Row]:
     """Compiles the launches of `distinct_launches` in parallel processes, and yields their rows in the same order."""
-    _todo[:] = distinct_launches(archs, stems, size)
-    if jobs == 1:
-        yield from map(_compile_one, range(len(_todo)))
-        return
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
-        yield from pool.map(_compile_one, range(len(_todo)))
+    yield from in_forks(_row_of, distinct_launches(archs, stems, size), jobs)
 
 
 def main() -> int:

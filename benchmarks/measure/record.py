@@ -207,8 +207,10 @@ def command(arguments: list[str]) -> str:
     return " ".join([f"python -m benchmarks.{module}", *map(shlex.quote, shown)])
 
 
-def append(path: Path, row: dict[str, Any]) -> None:
-    """Appends a line to a file."""
+def append(path: Path | None, row: dict[str, Any]) -> None:
+    """Appends a line to a file, if there is one."""
+    if path is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
@@ -232,10 +234,6 @@ def read(path: Path) -> list[dict[str, Any]]:
             raise ValueError(f"{path}, line {number}: expected a JSON object, got {line[:40]!r}")
         rows.append(row)
     return rows
-
-
-# The names in /proc/cpuinfo.
-_CPU_PARTS = (("family", "cpu family"), ("model", "model"))
 
 
 # The fields that identify the measured work, unlike its result and the machine: each program's lines have some of them.
@@ -279,6 +277,6 @@ def cpu_name() -> str:
         pairs = (line.partition(":") for line in info.read_text().partition("\n\n")[0].splitlines())
         said = {name.strip(): value.strip() for name, _, value in pairs}
         if "model name" in said:
-            parts = [said["model name"], *(f"{name} {said[key]}" for name, key in _CPU_PARTS if said.get(key))]
-            return ", ".join(parts)
+            known = {"family": said.get("cpu family"), "model": said.get("model")}
+            return ", ".join([said["model name"], *(f"{name} {number}" for name, number in known.items() if number)])
     return platform.processor() or platform.machine()

@@ -298,6 +298,11 @@ def _cpu_turn(function: Callable[[], object], repeats: int) -> float:
 
 def _cuda_turn(function: Callable[[], object], repeats: int) -> float:
     _flush_buffer().zero_()
+    return _between_events(function, repeats)
+
+
+def _between_events(function: Callable[[], object], repeats: int) -> float:
+    """Returns the seconds of a call between two events on the stream."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(repeats):
@@ -310,7 +315,7 @@ def _cuda_turn(function: Callable[[], object], repeats: int) -> float:
 _SPINS_A_SECOND = 2e9  # cycles of a GPU's clock, about
 
 
-def device_seconds(functions: Mapping[str, Callable[[], object]], rounds: int = 15) -> dict[str, float]:
+def device_seconds(functions: Mapping[str, Callable[[], object]]) -> dict[str, float]:
     """Returns the median time that each function takes on a GPU whose stream is never empty.
 
     The stream is kept busy until the host has enqueued all of a call, so that the host's time, which `_cuda_turn`
@@ -325,16 +330,11 @@ def device_seconds(functions: Mapping[str, Callable[[], object]], rounds: int = 
         host[name] = time.perf_counter() - began
         torch.cuda.synchronize()
     found: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
+    for _ in range(15):
         for name, function in functions.items():
             _flush_buffer().zero_()
             torch.cuda._sleep(int(_SPINS_A_SECOND * (1.5 * host[name] + 1e-4)))
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            function()
-            end.record()
-            end.synchronize()
-            found[name].append(start.elapsed_time(end) / 1e3)
+            found[name].append(_between_events(function, 1))
     return {name: statistics.median(each) for name, each in found.items()}
 
 

@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(line(row), flush=True)
             if "wrong" in row:
                 failed = True
-            elif options.out:
+            else:
                 record.append(options.out, shared | row)
     except (ValueError, Failed) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,19 +109,7 @@ def put_under_load(
     Raises:
         Refused: an answer isn't 200, or has a wrong number of tokens.
     """
-    return asyncio.run(_load(port, path, itertools.cycle(bodies), said, clients, seconds, warm_up))
-
-
-async def _load(
-    port: int,
-    path: str,
-    bodies: Iterator[tuple[Body, int]],
-    said: Callable[[Any], int],
-    clients: int,
-    seconds: float,
-    warm_up: float,
-) -> Load:
-    found = Load(seconds)
+    found, repeated = Load(seconds), itertools.cycle(bodies)
     start = time.perf_counter() + warm_up
     end = start + seconds
 
@@ -129,7 +117,7 @@ async def _load(
         client = Client(port, path)
         try:
             while (began := time.perf_counter()) < end:
-                body, expected = next(bodies)
+                body, expected = next(repeated)
                 count = said(await asyncio.wait_for(client.ask(body), _LONGEST))
                 if count != expected:
                     raise Refused(f"expected {expected} new tokens, got {count}")
@@ -139,7 +127,10 @@ async def _load(
         finally:
             client.close()
 
-    await asyncio.gather(*(work() for _ in range(clients)))
+    async def all_of_them() -> None:
+        await asyncio.gather(*(work() for _ in range(clients)))
+
+    asyncio.run(all_of_them())
     return found
 
 

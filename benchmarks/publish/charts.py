@@ -6,11 +6,12 @@ import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.measure.scaling_fits import fit
 from benchmarks.publish import style
-from benchmarks.publish.latest import Results, Row, case_of, machine, was_timed
+from benchmarks.publish.latest import Results, Row, case_of, grouped, machine, was_timed
 from benchmarks.publish.summary import DROP_IN, LLAMA, MODELS, MODULES, OPS, PEERS, Case, Comparison
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def draw_scaling(rows: list[Row]) -> Figure:
     for axes, field, label in zip(
         fig.axes, ("ms_p50", "peak_mib"), ("ms", "peak memory beside the inputs (MiB)"), strict=True
     ):
-        for (name,), own in _groups(rows, "provider").items():
+        for name, own in grouped(rows, itemgetter("provider")).items():
             points = sorted((row["shape"]["seqlen"], row[field]) for row in own if row.get(field))
             if not points:
                 continue
@@ -203,17 +204,13 @@ _STEPS = {
 
 def select_stages(results: Results) -> list[Row]:
     """Selects greedy decoding with the base model: the case with the most steps, its latest run, its most threads."""
-    cases: dict[str, list[Row]] = {}
-    for row in results.find(was_timed, op="decoding", preset="base", num_beams=1):
-        if row["provider"] in STAGES:
-            cases.setdefault(case_of(row), []).append(row)
+    greedy = results.find(was_timed, op="decoding", preset="base", num_beams=1, provider=STAGES)
 
-    def rank(case: str) -> tuple[int, str, int, int]:
-        row = cases[case][0]
-        return len(cases[case]), row["time"], row["threads"], -row["shape"]["batch"]
+    def rank(rows: list[Row]) -> tuple[int, str, int, int]:
+        return len(rows), rows[0]["time"], rows[0]["threads"], -rows[0]["shape"]["batch"]
 
-    best = max(cases, key=rank, default="")
-    return sorted(cases.get(best, []), key=lambda row: STAGES.index(row["provider"]))
+    best = max(grouped(greedy, case_of).values(), key=rank, default=[])
+    return sorted(best, key=lambda row: STAGES.index(row["provider"]))
 
 
 def draw_stages(rows: list[Row]) -> Figure:
@@ -242,16 +239,17 @@ def draw_stages(rows: list[Row]) -> Figure:
 
 def select_throughput(results: Results) -> list[Row]:
     """Selects greedy decoding with the base model: shapes that differ only in the batch size, with the most sizes."""
-    families: dict[str, list[Row]] = {}
-    for row in results.find(was_timed, op=("decoding", "decoding_batches"), preset="base", num_beams=1):
-        if row["provider"] in STAGES:
-            rest = {key: value for key, value in row["shape"].items() if key not in ("batch", "threads")}
-            families.setdefault(json.dumps(rest, sort_keys=True), []).append(row)
+    operations = ("decoding", "decoding_batches")
+    greedy = results.find(was_timed, op=operations, preset="base", num_beams=1, provider=STAGES)
+
+    def family(row: Row) -> str:
+        rest = {key: value for key, value in row["shape"].items() if key not in ("batch", "threads")}
+        return json.dumps(rest, sort_keys=True)
 
     def batches(rows: list[Row]) -> int:
         return len({row["shape"]["batch"] for row in rows})
 
-    most = max(families.values(), key=batches, default=[])
+    most = max(grouped(greedy, family).values(), key=batches, default=[])
     return most if batches(most) > 1 else []
 
 
@@ -260,7 +258,7 @@ def draw_throughput(rows: list[Row]) -> Figure:
     fig = style.figure("Tokens a second over the batch: greedy, base model", footer=machine(rows), height=4.0)
     (axes,) = fig.axes
     most = max(row["threads"] for row in rows)
-    for (name, threads), own in _groups(rows, "provider", "threads").items():
+    for (name, threads), own in grouped(rows, itemgetter("provider", "threads")).items():
         points = sorted((row["shape"]["batch"], row["tokens_s"]) for row in own)
         axes.plot(
             *zip(*points, strict=True), color=_engine_color(name), marker="o", markersize=4,
@@ -277,16 +275,9 @@ def draw_throughput(rows: list[Row]) -> Figure:
     return fig
 
 
-def _groups(rows: Iterable[Row], *fields: str) -> dict[tuple[Any, ...], list[Row]]:
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row.get(field) for field in fields), []).append(row)
-    return groups
-
-
 def select_token_times(results: Results) -> list[Row]:
     """Selects the rows of the model with the most lines."""
-    groups = _groups(results.find(op="token_times"), "model", "threads")
+    groups = grouped(results.find(op="token_times"), itemgetter("model", "threads"))
     return max(groups.values(), key=len, default=[])
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.measure import record
 
 Row = dict[str, Any]
+Key = TypeVar("Key")
 RESULTS = Path(__file__).parents[1] / "results"
 # Compiled code and host time are not the speed of a provider; results of CPUs without AVX-512 have tables of their own.
 WITHOUT_AVX512 = "avx2"
@@ -69,6 +70,14 @@ class Results:
     def find(self, test: Callable[[Row], bool] | None = None, /, **fields: Any) -> list[Row]:
         """Returns the rows that have all of these fields; see `matches`."""
         return [row for row in self.rows if matches(row, fields) and (test is None or test(row))]
+
+
+def grouped(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[Row]]:
+    """Returns the rows by a key, in the order of their first rows."""
+    found: dict[Key, list[Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
 
 
 def case_of(row: Mapping[str, Any]) -> str:

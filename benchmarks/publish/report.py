@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Iterator
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from benchmarks.experiments import EXPERIMENTS
 from benchmarks.experiments.experiment import last_run, load
@@ -20,7 +19,7 @@ from benchmarks.measure.case import SUITES
 from benchmarks.measure.commands import parser_of
 from benchmarks.measure.console import doubt
 from benchmarks.publish.charts import charts, name_of
-from benchmarks.publish.latest import RESULTS, Results, Row, case_of, was_timed
+from benchmarks.publish.latest import RESULTS, Results, Row, case_of, grouped, was_timed
 from benchmarks.publish.style import svg, two_digits
 from benchmarks.publish.summary import is_ours
 
@@ -57,7 +56,7 @@ def page(results: Results) -> str:
         rows = [row for row in results.rows if row.get("suite") == suite]
         pictures = "".join(_picture(name, results) for name in _PICTURES.get(suite, ()))
         if suite != "experiments" and (rows or pictures):
-            tables = "".join(_op(op, own) for op, own in _by(rows, "op").items())
+            tables = "".join(_op(op, own) for op, own in grouped(rows, lambda row: row["op"]).items())
             parts.append(f'<h2 id="{suite}">{suite}</h2>{pictures}{tables}')
     parts += [_experiments(results), _commands(results)]
     return (
@@ -66,13 +65,6 @@ def page(results: Results) -> str:
         + "\n".join(parts)
         + "\n</body></html>\n"
     )
-
-
-def _by(rows: Iterable[Row], field: str) -> dict[Any, list[Row]]:
-    groups: dict[Any, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row.get(field), []).append(row)
-    return groups
 
 
 def _table(head: Iterable[str], lines: Iterable[str], kind: str = "") -> str:
@@ -113,11 +105,8 @@ def _picture(name: str, results: Results) -> str:
 
 def _op(op: str, rows: list[Row]) -> str:
     """Formats all cases of an op as one table, and its missing providers; lines without a time are not shown."""
-    cases: dict[str, list[Row]] = {}
-    for row in filter(was_timed, rows):
-        cases.setdefault(case_of(row), []).append(row)
     lines = []
-    for own in cases.values():
+    for own in grouped(filter(was_timed, rows), case_of).values():
         lines.append(f'<tr class="case"><td colspan="{len(_HEAD)}">{escape(_title(own[0]))}</td></tr>')
         lines += [_line(_cells(row), "ours" * (is_ours(row["provider"]) and row["provider"] != "read")) for row in own]
     absent = dict.fromkeys(f"{name_of(row['provider'])}: {row['missing']}" for row in rows if "missing" in row)
@@ -170,11 +159,9 @@ def _cells(row: Row) -> Iterator[str]:
 
 def slower(results: Results) -> Iterator[tuple[float, Row, Row]]:
     """Yields (ratio, fastformer, rival) for each comparison that fastformer loses, in one format and one run."""
-    cases: dict[str, list[Row]] = {}
-    for row in filter(was_timed, results.rows):
-        if row.get("suite") != "scaling":  # in this suite, providers do different things
-            cases.setdefault(case_of(row), []).append(row)
-    for rows in cases.values():
+    # In the suite "scaling", providers do different things.
+    compared = (row for row in results.rows if was_timed(row) and row.get("suite") != "scaling")
+    for rows in grouped(compared, case_of).values():
         for ours in (row for row in rows if row["provider"] in ("fastformer", "accelerated")):
             for rival in rows:
                 if is_ours(rival["provider"]) or rival.get("precision") != ours.get("precision"):
@@ -216,7 +203,7 @@ def _commands(results: Results) -> str:
     lines = [
         _line([command, ", ".join(dict.fromkeys(str(row.get("op")) for row in rows)), rows[-1].get("commit", ""),
                rows[-1].get("time") or ""])
-        for command, rows in _by(results.rows, "command").items()
+        for command, rows in grouped(results.rows, lambda row: row.get("command")).items()
     ]  # fmt: skip
     table = _table(("command", "measured", "commit", "time"), lines, "text")
     return f'<h2 id="commands">Commands</h2>{table}' if lines else ""

@@ -115,12 +115,14 @@ def _reserve(fig: Figure, inches: float) -> None:
     engine.set(rect=(0.0, share, 1.0, 1 - share))
 
 
-def label_lines(axes: Axes, *, gap: float = 0.055) -> None:
+def label_lines(axes: Axes) -> None:
     """Labels each line of the axes at its end, to the right of the data; labels of close ends are moved apart.
 
     Call it last: it uses the current limits and scales. A line without a label of its own gets none.
     """
     from matplotlib.lines import Line2D
+
+    gap = 0.055
 
     lines = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
     axes.autoscale_view()  # limits are computed on demand, and the transform doesn't demand it

@@ -100,10 +100,19 @@ def test_a_range_is_below_another_only_if_all_its_values_are():
         (lstm, (HIGH, LOW), (LOW, HIGH), "contradicts"),
         (lstm, (LOW, HIGH), (LOW, LOW), "undecided"),
         (lstm, ([0.1], [0.3]), ([0.3], [0.1]), "undecided"),
+        (sharding, (LOW, LOW), (LOW, HIGH), "supports"),
+        (sharding, (LOW, LOW), (HIGH, LOW), "contradicts"),
+        (sharding, (LOW, LOW), ([0.1, 0.35], HIGH), "undecided"),
+        (sharding, ([0.1], [0.1]), ([0.1], [0.3]), "undecided"),
     ],
 )
 def test_two_kinds_differ_only_if_all_seeds_do(module, losses, exact, verdict):
-    names = {positions: positions.LAYOUTS, label_smoothing: label_smoothing.SMOOTHING, lstm: lstm.MODELS}[module]
+    names = {
+        positions: positions.LAYOUTS,
+        label_smoothing: label_smoothing.SMOOTHING,
+        lstm: lstm.MODELS,
+        sharding: (sharding.FAIR, sharding.IN_TURN),
+    }[module]
     assert module.judge(lines(dict(zip(names, losses, strict=True)), dict(zip(names, exact, strict=True)))) == verdict
 
 
@@ -265,24 +274,6 @@ def test_trainings_become_rows_and_a_picture(module, monkeypatch, tmp_path, caps
         assert row["verdict"] == module.judge(rows) and "quick" not in row
     printed = capsys.readouterr().out
     assert rows[0]["verdict"] in printed and all(row["provider"] in printed for row in rows)
-
-
-def shard_rows(fair, in_turn):
-    names = ((sharding.FAIR, fair), (sharding.IN_TURN, in_turn))
-    return [line(name, 1.0, value, seed) for name, values in names for seed, value in enumerate(values)]
-
-
-@pytest.mark.parametrize(
-    ("fair", "in_turn", "verdict"),
-    [
-        ([0.1, 0.2], [0.3, 0.4], "supports"),
-        ([0.3, 0.4], [0.1, 0.2], "contradicts"),
-        ([0.1, 0.35], [0.3, 0.4], "undecided"),
-        ([0.1], [0.3], "undecided"),
-    ],
-)
-def test_sharding_is_decided_by_swings_in_all_seeds(fair, in_turn, verdict):
-    assert sharding.judge(shard_rows(fair, in_turn)) == verdict
 
 
 def test_a_swing_is_the_mean_change_after_the_first_quarter():

@@ -136,18 +136,8 @@ def test_a_failing_test_is_named_before_the_next_begins(tmp_path: Path) -> None:
     """So no name is lost if the run hangs or the machine is taken away."""
     file = tmp_path / "test_failing.py"
     file.write_text(FAILING)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-rN",
-        "-p",
-        "benchmarks.measure.failures",
-        "-p",
-        "no:cacheprovider",
-    ]
-    command += ["-c", "/dev/null", "--rootdir", str(tmp_path), str(file)]
+    words = "-m pytest -q -rN -p benchmarks.measure.failures -p no:cacheprovider -c /dev/null --rootdir"
+    command = [sys.executable, *words.split(), str(tmp_path), str(file)]
     variables = {"PART": str(tmp_path / "logs" / "tests.0.part"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     result = run_step(Step("tests", [(command, variables)], 1.0), tmp_path, 300.0)
     names = [name.rpartition("::")[2] for name in result["failed"]]
@@ -321,7 +311,7 @@ def test_each_command_parses_and_names_existing_cases(tmp_path: Path) -> None:
 
 def test_every_test_for_a_device_is_in_one_step() -> None:
     named = [path for files in (*TESTS.values(), other_tests()) for path in files.split()]
-    assert len(named) == len(set(named))
+    assert len(named) == len(set(named)) and all((ROOT / path).exists() for path in named)
     for path in (ROOT / "tests").rglob("test_*.py"):
         marked = re.search(r"^(@|pytestmark = )pytest\.mark\.gpu", path.read_text(), re.MULTILINE)
         if path.parent.name in ("ops", "kernels") or marked:
@@ -369,24 +359,8 @@ def test_the_checks_of_attention_fit_a_device() -> None:
             assert {**small, "batch": 0, "heads": 0} == {**shape, "batch": 0, "heads": 0}
 
 
-def test_flops_of_the_published_charts() -> None:
-    """16k tokens, heads * head_dim = 2048, n = 8192: 4 * 2 * 16 * 8192^2 * 128 FLOPs forward, and 2.5 times that
-    backward.
-    """
-    attention = benchmarks()["attention"]
-    causal, full = (
-        next(s for s in attention.shapes["cuda"] if (s["seqlen"], s["head_dim"], s["causal"]) == (8192, 128, causal))
-        for causal in (True, False)
-    )
-    assert (full["batch"], full["heads"]) == (2, 16)
-    assert attention.flops(full, "fwd") == 4 * 2 * 16 * 8192**2 * 128
-    assert attention.flops(causal, "bwd") == attention.flops(full, "fwd") * 1.25
-
-
-def test_the_tests_of_a_step_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file exists, the shards of a run are a partition, and only the ops' tests are marked as GPU tests."""
-    for files in (*TESTS.values(), other_tests()):
-        assert all((ROOT / path).exists() for path in files.split())
+def test_the_tests_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shards of a run are a partition, and only the ops' tests are marked as GPU tests."""
     seen = []
     for shard in range(3):
         monkeypatch.setenv("FASTFORMER_TEST_SHARD", f"{shard}/3")

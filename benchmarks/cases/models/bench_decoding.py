@@ -11,8 +11,6 @@ Rounded weights give other tokens at near-ties, of which random weights have man
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -24,6 +22,7 @@ from fastformer.generation.engines import ENGINES as OURS
 from fastformer.models import Transformer
 
 ENGINES = (*OURS, *(engine.name for engine in RECOMPUTING))
+GREEDY = {"preset": "base", "source": 24, "new_tokens": 16, "num_beams": 1}
 
 
 @functools.cache
@@ -58,31 +57,15 @@ def engine(name: str, precision: Precision | None = None) -> Provider:
     return provider
 
 
-def batch_shapes(new_tokens: int, batches: Sequence[int], threads: Sequence[int | None]) -> list[dict[str, Any]]:
-    """Returns shapes of greedy decoding with `base`, for each batch size and number of threads (None: PyTorch's)."""
-    sizes = {"preset": "base", "source": 24, "new_tokens": new_tokens, "num_beams": 1}
-    return [
-        {**sizes, "batch": batch} | ({} if count is None else {"threads": count})
-        for batch in batches
-        for count in threads
-    ]
-
-
 ROUNDED = ("cpp_bf16", "cpp_int8")
-
-
-def stages_of(engines: Sequence[str]) -> dict[str, Provider]:
-    """Returns the providers of the engines that can decode a Transformer, with one that every machine has first."""
-    stages = {name: engine(name) for name in engines if name != "recurrent"}
-    if "cpp" in stages:
-        stages["cpp"] = engine("cpp", "fp32")
-        stages |= {"cpp_bf16": engine("cpp", "bf16"), "cpp_int8": engine("cpp", "int8")}
-    return {"kv_cache": stages.pop("kv_cache"), **stages}
-
-
+# The engines that can decode a Transformer, with one that every machine has first.
+STAGES = {
+    **{name: engine(name) for name in ("kv_cache", *ENGINES) if name != "recurrent"},
+    "cpp": engine("cpp", "fp32"),
+    "cpp_bf16": engine("cpp", "bf16"),
+    "cpp_int8": engine("cpp", "int8"),
+}
 ONLY_ON = {**dict.fromkeys(("cpp", *ROUNDED), "cpu"), "graph": "cuda"}
-CACHED = {name: call for name, call in stages_of(ENGINES).items() if name == "kv_cache" or name in ONLY_ON}
-
 
 BENCHMARKS = [
     Benchmark(
@@ -100,7 +83,7 @@ BENCHMARKS = [
             }.items()
         },
         make_inputs=make_inputs,
-        providers=stages_of(ENGINES),
+        providers=STAGES,
         baseline="recompute",
         modes=("fwd",),
         dtypes=("float32",),
@@ -114,11 +97,11 @@ BENCHMARKS = [
         suite="decoding",
         compares_stages=True,
         shapes={
-            "cpu": batch_shapes(16, (1, 4, 16, 64), (1, 2)),
-            "cuda": batch_shapes(64, (1, 4, 16, 64), (None,)),
+            "cpu": [{**GREEDY, "batch": n, "threads": t} for n in (1, 4, 16, 64) for t in (1, 2)],
+            "cuda": [{**GREEDY, "new_tokens": 64, "batch": n} for n in (1, 4, 16, 64)],
         },
         make_inputs=make_inputs,
-        providers=CACHED,
+        providers={name: call for name, call in STAGES.items() if name == "kv_cache" or name in ONLY_ON},
         baseline="kv_cache",
         modes=("fwd",),
         dtypes=("float32",),

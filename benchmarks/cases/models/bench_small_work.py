@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fastformer
-from benchmarks.cases.models.modules import flops_of, make_rival
+from benchmarks.cases.models.bench_modules import flops_of, make_rival
 from benchmarks.measure.case import Benchmark, Inputs, Provider, Shape
 
 THREADS = (1, 2)

@@ -41,8 +41,9 @@ class TorchTransformer(nn.Module):
 
     positions: Tensor
 
-    def __init__(self, d_model: int = 512, dropout: float = 0.1) -> None:
+    def __init__(self) -> None:
         super().__init__()
+        d_model, dropout = 512, 0.1
         self.embedding = nn.Embedding(VOCAB_SIZE, d_model)
         nn.init.normal_(self.embedding.weight, std=d_model**-0.5)
         self.register_buffer("positions", sinusoids(512, d_model, interleaved=False))

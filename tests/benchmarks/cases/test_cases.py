@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.cases.models import bench_training_step
-from benchmarks.cases.models.modules import call, lengths_of, module_of
+from benchmarks.cases.models.bench_modules import call, lengths_of, module_of
 from benchmarks.measure.case import Benchmark, Inputs, Shape, results
 from benchmarks.measure.checking import verdicts_of
 from benchmarks.measure.execute import Outcome
@@ -164,7 +164,8 @@ def test_arithmetic_omits_useless_work() -> None:
     """Useless are the triangle that a causal mask hides, ignored targets, and padding."""
     known = benchmarks()
     attention = {"batch": 1, "seqlen": 3, "heads": 1, "head_dim": 1, "causal": True, "dropout_p": 0.0}
-    assert known["attention"].flops(attention, "fwd") == 4 * 9 / 2  # as the published charts count it
+    # As the published charts count it.
+    assert [known["attention"].flops(attention, mode) for mode in ("fwd", "bwd")] == [4 * 9 / 2, 2.5 * 4 * 9 / 2]
     lengths = {"batch": 2, "seqlen": 8, "heads": 3, "head_dim": 5}  # 8 and 6
     masked, packed = known["masked_attention"], known["packed_attention"]
     assert masked.flops(lengths | {"mask": "bool_keys"}, "fwd") == 4 * 3 * 5 * 8 * (8 + 6)

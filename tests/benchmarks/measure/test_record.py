@@ -67,7 +67,8 @@ def test_every_committed_line_keeps_the_schema(path: Path) -> None:
             pytest.fail(f"{path.name}, line {number}: {error}")
 
 
-def test_a_command_is_quoted_if_a_shell_would_split_it() -> None:
+def test_a_command_names_no_machine_and_is_quoted_if_a_shell_would_split_it() -> None:
     program = str(record.ROOT / "benchmarks" / "peers" / "__main__.py")
     said = record.command([program, "--peer", "as it is", "accelerated", "--out", "/some/where/rows.jsonl"])
     assert said == "python -m benchmarks.peers --peer 'as it is' accelerated --out rows.jsonl"
+    assert record.command(["/x/benchmarks/run.py", "--op", "rotary"]) == "python -m benchmarks.run --op rotary"

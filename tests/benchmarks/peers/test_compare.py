@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.measure.record import command
 from benchmarks.measure.timing import Timing
 from benchmarks.peers import cases, worker
 from benchmarks.peers.__main__ import main
@@ -114,7 +113,7 @@ def test_jobs_are_the_same_in_each_process_and_never_end() -> None:
         cases.make_job({"name": "gpt-tiny"}, 2, 1)
 
 
-def test_a_worker_answers_orders_and_reports_errors() -> None:
+def test_a_worker_answers_orders_and_reports_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     job = cases.make_job({"name": "tiny"}, 2, 1)
     place = worker.Place("fastformer", "fp32", torch.get_num_threads(), {"name": "tiny"}, {})
     answers = io.StringIO()
@@ -122,17 +121,15 @@ def test_a_worker_answers_orders_and_reports_errors() -> None:
     ready, turn = map(json.loads, answers.getvalue().splitlines())
     assert ready == {} and turn["seconds"] > 0 and [len(row) for row in turn["tokens"]] == [12, 12]
 
-    answers = io.StringIO()
-    missing = worker.Place("llama.cpp", "int8", 1, {"name": "gpt-tiny"}, {"llama_bench": "/nowhere/llama-bench"})
-    worker.serve(missing, io.StringIO(""), answers)
-    assert "make peers" in json.loads(answers.getvalue())["missing"]
-
-
-def test_a_peer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
-    answers = io.StringIO()
-    worker.serve(worker.Place("ctranslate2", "int8", 1, {"name": "tiny"}, {}), io.StringIO(""), answers)
-    assert json.loads(answers.getvalue()) == {"missing": "not installed: pip install ctranslate2"}
+    for peer, model, said in (
+        ("llama.cpp", "gpt-tiny", "no llama-bench: `make peers` builds it"),
+        ("ctranslate2", "tiny", "not installed: pip install ctranslate2"),
+    ):
+        answers = io.StringIO()
+        options = {"llama_bench": "/nowhere/llama-bench"}
+        worker.serve(worker.Place(peer, "int8", 1, {"name": model}, options), io.StringIO(""), answers)
+        assert json.loads(answers.getvalue())["missing"].startswith(said)
 
 
 def test_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,9 +166,3 @@ def test_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert row["tokens_s"] == pytest.approx(24e3 / row["ms_p50"])
     assert row["share_of_dram"] > 0 and row["share_of_cached"] > 0
     assert "tiny batch=2" in capsys.readouterr().out
-
-
-def test_commands_name_no_machine() -> None:
-    arguments = ["/somewhere/benchmarks/peers/__main__.py", "--run", "/home/me/run", "--batch", "1"]
-    assert command(arguments) == "python -m benchmarks.peers --run run --batch 1"
-    assert command(["/x/benchmarks/run.py", "--op", "rotary"]) == "python -m benchmarks.run --op rotary"
