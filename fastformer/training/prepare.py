@@ -24,7 +24,7 @@ from fastformer.checkpoints.lock import LOCK, RunLock
 from fastformer.data import Examples, Tokenizer, load_tokenizer
 from fastformer.data.files import STDIN
 from fastformer.data.filters import Filters
-from fastformer.data.shards.arrow_file import arrow, write_table
+from fastformer.data.shards.arrow_file import arrow, lists, write_table
 from fastformer.data.shards.deal import Piles, write_rows, write_shard
 from fastformer.data.shards.encode import Recipe, open_block
 from fastformer.data.shards.left_out import LeftOut, find_left_out
@@ -385,11 +385,8 @@ def _check_same(work: Path, settings: dict[str, Any], origins: Sequence[_Origin]
 
 
 def _table(examples: Examples) -> Any:
-    library = arrow()
-    sides = [[example.source for example in examples], [example.target for example in examples]]
-    kind = library.list_(library.int32())
-    columns = {name: library.array(side, kind) for name, side in zip(("source", "target"), sides, strict=True)}
-    return library.table({**columns, "origin": library.array(numpy.zeros(len(examples), numpy.uint16))})
+    sides = {name: lists([getattr(example, name) for example in examples]) for name in ("source", "target")}
+    return arrow().table({**sides, "origin": arrow().array(numpy.zeros(len(examples), numpy.uint16))})
 
 
 def _told(reasons: Iterable[Counter[str]]) -> str:

@@ -22,6 +22,7 @@ from tests.training.tiny import PAIRS, changed, contents, write_pairs
 def test_errors(config, tmp_path) -> None:
     for changes, named in (
         ({"train_tsv": None}, "train_tsv"),
+        ({"train_tsv": str(tmp_path / "nowhere.tsv")}, "nowhere"),
         ({"max_len": 2}, r"\bmax_len\b"),
         ({"device": "gpu7"}, r"\bdevice\b.*gpu7"),
         ({"best_by": "bleu"}, r"\bbest_by\b"),

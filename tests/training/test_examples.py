@@ -13,12 +13,9 @@ from typing import Any
 
 import pytest
 import tokenizers
-import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-import fastformer
 from fastformer.data import Batch, BPETokenizer, ByteTokenizer, Example, collate, load_tokenizer
-from fastformer.models import GPT
 from fastformer.number_words import english, german
 from fastformer.training import TrainConfig, examples, start
 from fastformer.training.examples import Data, encode_all, load_data
@@ -210,26 +207,6 @@ def test_line_ends_are_text_and_eos_ends_documents(tmp_path, tokenizer, monkeypa
     # What a prompt gives goes on where training left off: the same ids, line ends included.
     prompt = data.tokenizer.encode(f"0 {POEM}")
     assert prompt == ids[: len(prompt)] and 1 not in prompt and 2 not in prompt
-
-
-def test_a_language_model_writes_line_ends(tmp_path) -> None:
-    text = "one\n\n  two\nthree\n"
-    file = tmp_path / "text"
-    file.write_text(text * 60)
-    config = TrainConfig(
-        model="gpt", train_text=str(file), val_text=str(file), tokenizer="bpe", vocab_size=40, seqlen=32
-    )
-    data = load_data(config)
-    model = GPT.from_preset("tiny", vocab_size=data.tokenizer.vocab_size, d_model=64, num_layers=1, dropout=0.0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    batch = collate(data.train[:6], packed=True)
-    for _ in range(60):
-        (model.loss(batch.target_in, batch.target_out, layout=batch.target_layout) / batch.num_tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    prompt = torch.tensor([data.tokenizer.encode(text)])
-    out = fastformer.generate(model.eval(), prompt, max_new_tokens=2 * prompt.shape[1])
-    assert data.tokenizer.decode(out[0].tolist()).startswith(f"{text}one\n\n  two\n")
 
 
 def test_the_last_tenth_of_a_text_is_held_out(tmp_path) -> None:

@@ -29,7 +29,7 @@ from fastformer.training.schedule import rate_of
 from fastformer.training.trainer import DivergedError
 from tests.no_sync import HostSync
 from tests.tape import TapeGraphs
-from tests.training.tiny import SIZES, assert_same_lines, changed, crash_at, lines, losses, weights
+from tests.training.tiny import SIZES, assert_same_lines, changed, crash_at, lines, losses, on_padded_batches, weights
 
 KEYS = ("step", "loss", "lr", "grad_norm", "padding", "nll")
 
@@ -49,17 +49,6 @@ def graphs(config) -> TrainConfig:
 
 def stand_in(trainer: Trainer) -> TapeGraphs:
     return trainer.graphs.graphs  # type: ignore[return-value]
-
-
-def on_padded_batches(trainer: Trainer) -> Trainer:
-    """Makes an ordinary trainer use the batches of one with graphs."""
-    max_tokens, max_len, pad = trainer.config.max_tokens, trainer.model.config.max_len, trainer.special_ids.pad
-
-    def placed(batches: list[Batch]) -> list[Batch]:
-        return [pad_batch(batch, size_of(batches, max_tokens, max_len), pad) for batch in batches]
-
-    trainer.place = placed
-    return trainer
 
 
 # Sizes.

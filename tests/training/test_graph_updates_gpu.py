@@ -14,9 +14,8 @@ import torch
 
 from fastformer.training import TrainConfig, Trainer, start
 from fastformer.training import trainer as trainer_module
-from fastformer.training.graph_updates import pad_batch, size_of
 from fastformer.training.schedule import rate_of
-from tests.training.tiny import PAIRS, changed, crash_at, lines, losses, weights, write_pairs
+from tests.training.tiny import PAIRS, changed, crash_at, lines, losses, on_padded_batches, weights, write_pairs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -30,18 +29,6 @@ def config(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     train_tsv = write_pairs(tmp_path / "train.tsv", PAIRS * 5)
     options = {"settings": SIZES, "max_tokens": 192, "steps": 30, "device": "cuda", "cuda_graphs": True}
     return changed(config, train_tsv=train_tsv, **options)
-
-
-def plain(config: TrainConfig, run: Path) -> Trainer:
-    """Makes an ordinary trainer use the batches of one with graphs."""
-    trainer = start(changed(config, cuda_graphs=False), run)
-
-    def placed(batches):
-        size = size_of(batches, config.max_tokens, trainer.model.config.max_len)
-        return [pad_batch(batch, size, trainer.special_ids.pad).to("cuda") for batch in batches]
-
-    trainer.place = placed
-    return trainer
 
 
 @contextmanager
@@ -70,7 +57,7 @@ def assert_same_run(one: Trainer, other: Trainer, moved: float) -> None:
 )
 def test_graphs_train_like_calls(config, tmp_path, changes) -> None:
     config = changed(config, **changes)
-    eager = plain(config, tmp_path / "eager")
+    eager = on_padded_batches(start(changed(config, cuda_graphs=False), tmp_path / "eager"))
     before = weights(eager)
     eager.train()
     captured = start(config, tmp_path / "graphs")

@@ -19,7 +19,7 @@ from fastformer.checkpoints.training_state import checkpoints, latest_checkpoint
 from fastformer.models.pretrained import read_notes
 from fastformer.training import start
 from fastformer.training.interrupts import SIGNALS, Interrupted, Interrupts
-from tests.training.tiny import changed, lines, losses
+from tests.training.tiny import before_updates, changed, lines, losses
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="these signals are POSIX")
 
@@ -30,15 +30,13 @@ def send(signum: int) -> None:
 
 def at_step(trainer, step: int, *signals: int) -> None:
     """Sends signals in the middle of the update after `step`."""
-    update = trainer.update
 
-    def update_and_signal(batches):
+    def signal_now(_):
         if trainer.step == step:
             for signum in signals:
                 send(signum)
-        return update(batches)
 
-    trainer.update = update_and_signal
+    before_updates(trainer, signal_now)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from fastformer.training import TrainConfig, start
 from fastformer.training.config import unused
 from fastformer.training.examples import load_data
 from fastformer.training.prepare import prepare
-from tests.training.tiny import changed, contents, losses, weights, write_pairs
+from tests.training.tiny import before_updates, changed, contents, losses, weights, write_pairs
 
 pytest.importorskip("pyarrow", reason="shards are files of Arrow")
 
@@ -32,22 +32,15 @@ def test_a_resumed_run_equals_an_uninterrupted_one(shards, tmp_path) -> None:
     shards = changed(shards, steps=70, accumulate=2, save_every=0, schedule="constant")
     seen: list[tuple] = []
 
-    def noted(trainer):
-        update = trainer.update
+    def note(batches):
+        seen.append(tuple(tuple(batch.target_in.flatten().tolist()) for batch in batches))
 
-        def note(batches):
-            seen.append(tuple(tuple(batch.target_in.flatten().tolist()) for batch in batches))
-            return update(batches)
-
-        trainer.update = note
-        return trainer
-
-    whole = noted(start(shards, tmp_path / "whole"))
+    whole = before_updates(start(shards, tmp_path / "whole"), note)
     whole.train()
     in_whole, seen[:] = list(seen), []
     assert whole.epoch >= 1  # windows and epochs were crossed
     for steps in (9, 25, 26, 70):
-        noted(start(changed(shards, steps=steps), tmp_path / "parts", resume="auto")).train()
+        before_updates(start(changed(shards, steps=steps), tmp_path / "parts", resume="auto"), note).train()
     assert seen == in_whole
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     parts = start(shards, tmp_path / "parts", resume=True)

@@ -17,7 +17,7 @@ from fastformer.checkpoints import load_model
 from fastformer.cli import main
 from fastformer.training import start
 from fastformer.training.run_log import RunLog
-from tests.training.tiny import changed, contents, lines, losses
+from tests.training.tiny import changed, lines, losses
 
 TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
 
@@ -131,17 +131,6 @@ def test_an_error_is_written_to_the_log(config, tmp_path, monkeypatch) -> None:
         trainer.train()
     assert "ended by RuntimeError: the roof is on fire" in (tmp_path / "run" / "train.log").read_text()
     assert not any(isinstance(handler, RunLog) for handler in logging.getLogger("fastformer").handlers)
-
-
-def test_a_wrong_command_leaves_no_log(config, tmp_path) -> None:
-    (tmp_path / "empty.tsv").write_text("")
-    with pytest.raises(ValueError):
-        start(changed(config, train_tsv=str(tmp_path / "empty.tsv")), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-    start(changed(config, steps=1), tmp_path / "run").train()
-    before = contents(tmp_path / "run")
-    start(changed(config, steps=1), tmp_path / "run", resume=True).train()  # nothing is left to do
-    assert contents(tmp_path / "run").keys() == before.keys()
 
 
 def test_a_full_disk_for_metrics_does_not_end_a_training(config, tmp_path, monkeypatch, caplog) -> None:

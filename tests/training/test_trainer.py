@@ -14,7 +14,7 @@ from fastformer.generation import Translator, generate
 from fastformer.training import Trainer, start
 from fastformer.training.config import TrainConfig
 from fastformer.training.schedule import rate_of
-from tests.training.tiny import SIZES, changed, lines, losses, nll_of, weights, write_pairs
+from tests.training.tiny import SIZES, before_updates, changed, lines, losses, nll_of, weights, write_pairs
 
 NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
 
@@ -107,15 +107,12 @@ def test_batches_of_an_update_and_of_an_epoch(config, tmp_path) -> None:
     trainer = start(changed(config, accumulate=3), tmp_path / "run")
     tokens: list[int] = []
     total = int(trainer.data.train.lengths.sum())
-    update = trainer.update
 
     def count(batches):
         assert len(batches) == 3
         tokens.extend(batch.num_tokens for batch in batches)
-        return update(batches)
 
-    trainer.update = count
-    trainer.train()
+    before_updates(trainer, count).train()
     per_epoch, passed = [], 0
     for n in tokens:
         passed += n
@@ -233,17 +230,15 @@ def test_a_line_of_the_log_is_the_mean_since_the_last_one(config, tmp_path, monk
     assert losses(tmp_path / "run") == [loss for _, loss in trainer.losses]
 
 
-def test_every_update_is_made_in_training_mode(config, tmp_path, monkeypatch) -> None:
+def test_every_update_is_made_in_training_mode(config, tmp_path) -> None:
     trainer = start(changed(config, steps=4, val_every=2, val_examples=2), tmp_path / "run")
     trainer.model.eval()  # as one that was loaded from a folder is
-    update, modes = trainer.update, []
+    modes: list[set[bool]] = []
 
-    def noted(batches):
+    def note(_):
         modes.append({module.training for module in trainer.model.modules()})
-        return update(batches)
 
-    monkeypatch.setattr(trainer, "update", noted)
-    trainer.train()
+    before_updates(trainer, note).train()
     assert modes == 4 * [{True}]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from fastformer.data import Example, Examples
+from fastformer.data import Batch, Example, Examples
 from fastformer.training import TrainConfig, Trainer
 from fastformer.training.evaluate import Scores, losses_of, mean_of
+from fastformer.training.graph_updates import pad_batch, size_of
 
 SIZES = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 1}
 PAIRS = [(f"{'a' * (i % 7 + 1)} {i % 10}", f"{i % 10} {'b' * (i % 5 + 1)}") for i in range(40)]
@@ -56,18 +57,40 @@ def weights(trainer: Trainer) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters()]).clone()
 
 
-def crash_at(trainer: Trainer, step: int) -> None:
-    """Trains until the process crashes in the update of a step."""
+def before_updates(trainer: Trainer, call: Callable[[Any], object]) -> Trainer:
+    """Makes a trainer call a function with the batches of each update before it."""
     update = trainer.update
 
-    def crash(batches: Any) -> Any:
-        if trainer.step == step:
-            raise Crash
+    def called(batches: Any) -> Any:
+        call(batches)
         return update(batches)
 
-    trainer.update = crash
+    trainer.update = called
+    return trainer
+
+
+def crash_at(trainer: Trainer, step: int) -> None:
+    """Trains until the process crashes in the update of a step."""
+
+    def crash(_: object) -> None:
+        if trainer.step == step:
+            raise Crash
+
+    before_updates(trainer, crash)
     with pytest.raises(Crash):
         trainer.train()
+
+
+def on_padded_batches(trainer: Trainer) -> Trainer:
+    """Makes an ordinary trainer use the batches of one with graphs."""
+    max_tokens, max_len, pad = trainer.config.max_tokens, trainer.model.config.max_len, trainer.special_ids.pad
+
+    def placed(batches: list[Batch]) -> list[Batch]:
+        size = size_of(batches, max_tokens, max_len)
+        return [pad_batch(batch, size, pad).to(trainer.device) for batch in batches]
+
+    trainer.place = placed
+    return trainer
 
 
 def assert_same_lines(run: Path, other: Path, *keys: str) -> None:

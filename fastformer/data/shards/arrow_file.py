@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,9 @@ def arrow() -> Any:
         raise ImportError("shards need pyarrow: pip install 'fastformer[parquet]'") from error
 
 
-def lists(ids: numpy.ndarray[Any, Any], ends: numpy.ndarray[Any, Any]) -> Any:
-    """Makes an Arrow array of lists, without a copy.
-
-    Args:
-        ids: int32, the ids of all lists, concatenated.
-        ends: int32, (lists + 1,), from 0: list i has the ids from ends[i] to ends[i + 1].
-    """
-    library = arrow()
-    return library.ListArray.from_arrays(library.array(ends, library.int32()), library.array(ids, library.int32()))
+def lists(sequences: Sequence[Sequence[int]]) -> Any:
+    """Makes an Arrow array of lists of ids."""
+    return arrow().array(sequences, arrow().list_(arrow().int32()))
 
 
 def write_table(path: Path, table: Any) -> None:

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -108,7 +108,7 @@ def encode_block(
     shard = (chooser.integers(recipe.shards) + chooser.permutation(count)) % recipe.shards
     order = numpy.argsort(shard, kind="stable")
     ends = numpy.concatenate([[0], numpy.bincount(shard, minlength=recipe.shards).cumsum()])
-    columns = {name: _lists(side).take(order) for name, side in zip(("source", "target"), sides, strict=True)}
+    columns = {name: lists(side).take(order) for name, side in zip(("source", "target"), sides, strict=True)}
     candidates: list[list[str]] = []
     if recipe.has_keys:
         for name, key in zip(KEYS, keys, strict=True):
@@ -127,25 +127,14 @@ def open_block(path: Path) -> tuple[Any, Block]:
     return table, Block(**json.loads(table.schema.metadata[b"block"]))
 
 
-def _lists(sequences: Sequence[Sequence[int]]) -> Any:
-    ends = numpy.zeros(len(sequences) + 1, numpy.int32)
-    numpy.cumsum([len(sequence) for sequence in sequences], out=ends[1:])
-    return lists(numpy.fromiter(chain.from_iterable(sequences), numpy.int32, int(ends[-1])), ends)
-
-
 def _of_pairs(block: PairBlock, recipe: Recipe, tokenizer: Tokenizer) -> Any:
     pairs, bad = block.pairs(skip_bad=recipe.skip_bad)
     left_out = Counter(line.kind for line in bad)
     read = len(pairs) + len(bad)
     if recipe.filters:
-        kept = []
-        for pair in pairs:
-            reason = recipe.filters.why_not(pair)
-            if reason is None:
-                kept.append(pair)
-            else:
-                left_out[reason] += 1
-        pairs = kept
+        # Duplicates are found among all blocks, by their keys.
+        (pairs,), reasons = replace(recipe.filters, drop_duplicates=False).apply([pairs])
+        left_out += reasons
     kept, examples = [], []
     for pair, example in zip(pairs, _encoded(pairs, tokenizer), strict=True):
         if max(example.lengths) <= recipe.max_len:

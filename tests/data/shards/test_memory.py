@@ -10,7 +10,7 @@ import numpy
 import pytest
 
 from fastformer.data import ByteTokenizer
-from fastformer.data.shards.arrow_file import arrow, lists, write_table
+from fastformer.data.shards.arrow_file import arrow, write_table
 from fastformer.data.shards.deal import describe, shard_name
 from fastformer.data.shards.manifest import Manifest, Source, Stored, tokenizer_digest
 
@@ -44,7 +44,7 @@ def write_shards(folder: Path, shards: int, examples: int) -> int:
     found = []
     for number in range(shards):
         ids = chooser.integers(3, 259, examples * count, dtype=numpy.int32)
-        columns = {name: lists(ids, ends) for name in ("source", "target")}
+        columns = {name: arrow().ListArray.from_arrays(ends, ids) for name in ("source", "target")}
         columns["origin"] = arrow().array(numpy.zeros(examples, numpy.uint16))
         write_table(folder / shard_name(number), arrow().table(columns))
         found.append(describe(folder / shard_name(number), 1))
