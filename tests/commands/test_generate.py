@@ -14,6 +14,7 @@ from fastformer.cli import main
 from fastformer.data import ByteTokenizer
 from fastformer.generation import generate
 from fastformer.models import GPT
+from tests.generation.small import tiny
 
 FEW = ["--max_new_tokens", "6"]
 TOKENIZER = ByteTokenizer()
@@ -21,9 +22,7 @@ TOKENIZER = ByteTokenizer()
 
 @pytest.fixture(scope="module")
 def model() -> GPT:
-    torch.manual_seed(0)
-    settings = {"d_model": 32, "num_layers": 2, "num_heads": 4, "max_len": 40, "tie_embeddings": False}
-    model = GPT.from_preset("tiny", vocab_size=259, **settings).eval()
+    model = tiny(GPT, max_len=40, tie_embeddings=False)
     model.output.weight.data *= 20  # a fresh model is nearly uniform
     return model
 
@@ -92,8 +91,7 @@ def test_a_prompt_that_the_tokenizer_changes_is_kept_and_reported(tmp_path, ran,
     vocabulary = {token: i for i, token in enumerate(("<pad>", "</s>", "<unk>", *"abc"))}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>"))
     backend.decoder = tokenizers.decoders.Fuse()
-    model = GPT.from_preset("tiny", vocab_size=6, d_model=32, num_layers=1, num_heads=4)
-    model.save_pretrained(tmp_path / "run")
+    tiny(GPT, vocab_size=6).save_pretrained(tmp_path / "run")
     backend.save(str(tmp_path / "run" / "tokenizer.json"))
     assert ran("generate", str(tmp_path / "run"), "a\nb", *FEW).out.startswith("a\nb")
     assert "the tokenizer doesn't know 1 of the prompt's 3 tokens" in caplog.text
@@ -210,9 +208,8 @@ def test_a_text_continues_past_the_window_on_request(run, model, ran, caplog) ->
 
 
 def test_a_terminal_gets_no_control_characters(tmp_path, monkeypatch) -> None:
-    model = GPT.from_preset("tiny", vocab_size=259, d_model=32, num_layers=1, num_heads=4, max_len=40)
     folder = str(tmp_path / "run")
-    model.save_pretrained(folder, TOKENIZER)
+    tiny(GPT, max_len=40).save_pretrained(folder, TOKENIZER)
 
     def search(model, input_ids, config, *, streamer, **options) -> torch.Tensor:
         row = [*input_ids[0], *TOKENIZER.encode("\x1b[31m\tred\r\n\x07\x9b")]

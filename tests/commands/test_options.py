@@ -11,6 +11,7 @@ from fastformer.cli import main
 from fastformer.data import ByteTokenizer
 from fastformer.generation import GenerationConfig, Translator
 from fastformer.models import GPT, Transformer
+from tests.generation.small import tiny
 
 # Between them they name every flag, with another value than its default.
 GROUPS: list[dict[str, Any]] = [
@@ -26,9 +27,8 @@ GROUPS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("options")
-    sizes = {"vocab_size": 259, "d_model": 16, "num_heads": 2, "max_len": 40}
-    Transformer.from_preset("tiny", d_ff=16, **sizes).save_pretrained(folder / "translate", ByteTokenizer())
-    GPT.from_preset("tiny", num_layers=1, **sizes).save_pretrained(folder / "generate", ByteTokenizer())
+    for name, kind in (("translate", Transformer), ("generate", GPT)):
+        tiny(kind, max_len=40).save_pretrained(folder / name, ByteTokenizer())
     return {name: str(folder / name) for name in ("translate", "generate")}
 
 

@@ -11,16 +11,15 @@ from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator
 from fastformer.generation.engines.cpp_support import why_no_cpp_engine
 from fastformer.models import GPT, Transformer
+from tests.generation.small import tiny
 
 FEW = ["--max_new_tokens", "6", "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> str:
-    torch.manual_seed(0)
-    settings = {"d_model": 32, "d_ff": 64, "num_heads": 4, "max_len": 40, "tie_embeddings": False}
     folder = tmp_path_factory.mktemp("quantize") / "run"
-    Transformer.from_preset("tiny", vocab_size=259, **settings).save_pretrained(folder, ByteTokenizer())
+    tiny(max_len=40, tie_embeddings=False).save_pretrained(folder, ByteTokenizer())
     return str(folder)
 
 
@@ -49,9 +48,7 @@ def test_an_unknown_precision_writes_nothing(run, tmp_path, capsys) -> None:
 
 
 def test_a_language_model_too(tmp_path, ran) -> None:
-    GPT.from_preset("tiny", vocab_size=259, d_model=32, num_heads=4, max_len=40).save_pretrained(
-        tmp_path / "run", ByteTokenizer()
-    )
+    tiny(GPT, max_len=40).save_pretrained(tmp_path / "run", ByteTokenizer())
     assert main(["quantize", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     assert ran("generate", str(tmp_path / "out"), "a", "--greedy", *FEW).out.splitlines()[1].startswith("a")
 

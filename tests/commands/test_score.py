@@ -6,15 +6,15 @@ import json
 import math
 
 import pytest
-import torch
 
 from fastformer.checkpoints import load_model
 from fastformer.cli import main
 from fastformer.data import ByteTokenizer
 from fastformer.data.examples import windows
 from fastformer.generation import Translator, score
-from fastformer.models import GPT, Transformer
+from fastformer.models import GPT
 from fastformer.training.evaluate import corpus_scores
+from tests.generation.small import tiny
 from tests.training.tiny import nll_of
 
 REFERENCE = ["ein Mann geht nach Hause", "zwei Hunde", "", "ja", "eine Frau liest ein Buch im Park"]
@@ -87,18 +87,14 @@ def test_tensors_of_wrong_sizes_are_named(files, tmp_path, ran) -> None:
 @pytest.fixture(scope="module")
 def translator(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("score") / "run"
-    torch.manual_seed(0)
-    sizes = {"d_model": 32, "d_ff": 64, "num_heads": 4, "max_len": 40}
-    Transformer.from_preset("tiny", vocab_size=259, **sizes).save_pretrained(folder, ByteTokenizer())
+    tiny(max_len=40).save_pretrained(folder, ByteTokenizer())
     return str(folder)
 
 
 @pytest.fixture(scope="module")
 def language_model(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("score") / "gpt"
-    torch.manual_seed(0)
-    sizes = {"d_model": 32, "num_layers": 2, "num_heads": 4, "max_len": 16}
-    GPT.from_preset("tiny", vocab_size=259, **sizes).save_pretrained(folder, ByteTokenizer())
+    tiny(GPT, max_len=16).save_pretrained(folder, ByteTokenizer())
     return str(folder)
 
 

@@ -21,7 +21,7 @@ from fastformer.commands import translate
 from fastformer.commands._lines import PipeLines
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator
-from fastformer.models import Transformer
+from tests.generation.small import tiny
 
 FEW = ["--max_new_tokens", "6"]
 
@@ -29,9 +29,7 @@ FEW = ["--max_new_tokens", "6"]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("translate") / "run"
-    torch.manual_seed(0)
-    settings = {"d_model": 32, "d_ff": 64, "num_heads": 4, "max_len": 40}
-    model = Transformer.from_preset("tiny", vocab_size=259, **settings)
+    model = tiny(max_len=40)
     model.embedding.weight.data[:3] = 0  # never EOS for long, so that lines say something
     model.save_pretrained(folder, ByteTokenizer())
     return str(folder)
@@ -336,10 +334,8 @@ def test_bleu_of_words_that_are_chosen(run, tmp_path, ran, caplog) -> None:
 
 
 def test_several_runs_translate_and_score_together(run, tmp_path, capsys, ran) -> None:
-    torch.manual_seed(5)
-    settings = {"d_model": 16, "d_ff": 32, "num_heads": 2, "max_len": 40}
     other = str(tmp_path / "a,b")  # a comma in a name
-    Transformer.from_preset("tiny", vocab_size=259, **settings).save_pretrained(other, ByteTokenizer())
+    tiny(seed=5, max_len=40).save_pretrained(other, ByteTokenizer())
     assert lines_of(ran("translate", other, "one", *FEW).out) == [
         shown(Translator.from_pretrained(other).translate("one", max_new_tokens=6))
     ]

@@ -66,6 +66,16 @@ def real(row: torch.Tensor) -> list[int]:
     return row[row != 0].tolist()
 
 
+def tiny(kind: Any = Transformer, *, seed: int = 0, **options: Any) -> Any:
+    """Returns a small model of bytes in evaluation mode, drawn with a seed."""
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {"vocab_size": 259, "d_model": 32}
+    if kind is LSTMSeq2Seq:
+        return kind(**sizes | options).eval()
+    sizes |= {"num_heads": 4, "max_len": 64} | ({"num_layers": 2} if issubclass(kind, GPT) else {"d_ff": 64})
+    return kind.from_preset("tiny", **sizes | options).eval()
+
+
 def louder(model: Any, factor: float = 2.0) -> Any:
     """Returns the model with larger matrices, in evaluation mode; a fresh model repeats one token."""
     for parameter in model.parameters():

@@ -16,7 +16,7 @@ from fastformer.generation.alignment import Aligner, align_answers, cross_attent
 from fastformer.generation.ordered_stream import IterableSource
 from fastformer.generation.text_io import ErrorPolicy, Item
 from fastformer.models import Transformer
-from tests.generation.small import louder
+from tests.generation.small import louder, tiny
 
 TEXTS = ["the old man", "an old hat", "a cat sat on the mat", "mats and hats"]
 TOKENIZERS: dict[str, Tokenizer] = {"bytes": ByteTokenizer(), "bpe": train_bpe(TEXTS, 40)}
@@ -70,8 +70,7 @@ class Looking(Transformer):
 
 @pytest.fixture
 def looking() -> Translator:
-    sizes = {"d_model": 16, "num_heads": 2, "d_ff": 16, "max_len": 40}
-    return Translator(Looking.from_preset("tiny", vocab_size=259, **sizes), ByteTokenizer())
+    return Translator(tiny(Looking, max_len=40), ByteTokenizer())
 
 
 def test_each_word_is_aligned_by_the_attention_of_its_tokens(looking) -> None:
@@ -109,11 +108,7 @@ def test_texts_without_words_and_bad_ones(looking, caplog) -> None:
 
 @pytest.mark.parametrize("kind", [Transformer, LSTMSeq2Seq])
 def test_the_alignment_of_a_pair_does_not_depend_on_its_neighbours(kind, monkeypatch) -> None:
-    torch.manual_seed(0)
-    if kind is Transformer:
-        model: Any = Transformer.from_preset("tiny", vocab_size=259, d_model=32, d_ff=64, num_heads=4, max_len=64)
-    else:
-        model = LSTMSeq2Seq(vocab_size=259, d_model=32)
+    model = tiny(kind).train()
     pairs = [([5, 6, 7, 1], [8, 9, 1]), ([5, 1], [6] * 9), ([9] * 20, [4, 1]), ([7, 1], [1])]
     together = cross_attention(model, pairs)
     monkeypatch.setattr("fastformer.generation.alignment._MOST_PAIRS", 1)
@@ -133,9 +128,7 @@ def test_the_alignment_of_a_pair_does_not_depend_on_its_neighbours(kind, monkeyp
 
 @pytest.mark.parametrize("unit", ["words", "tokens"])
 def test_a_new_translation_is_aligned_like_a_given_one(unit) -> None:
-    torch.manual_seed(0)
-    sizes = {"d_model": 32, "d_ff": 64, "num_heads": 4, "max_len": 40, "tie_embeddings": False}
-    translator = Translator(louder(Transformer.from_preset("tiny", vocab_size=259, **sizes)), ByteTokenizer())
+    translator = Translator(louder(tiny(max_len=40, tie_embeddings=False)), ByteTokenizer())
     texts, aligner = ["one two", "a longer line", "", "x"], Aligner(translator, unit)
     options = {
         "max_new_tokens": 20,

@@ -13,8 +13,8 @@ from fastformer.data import ByteTokenizer
 from fastformer.generation import AsyncGenerator, generate
 from fastformer.generation.async_jobs import QueueFull, TooLate
 from fastformer.generation.processors import CountPenalties, TokenBias
-from fastformer.models import GPT, Transformer
-from tests.generation.small import needs_cpp, next_logits
+from fastformer.models import GPT
+from tests.generation.small import needs_cpp, next_logits, tiny
 
 TOKENIZER = ByteTokenizer()
 ENGINES = [pytest.param("cpp", marks=needs_cpp), "kv_cache"]
@@ -25,10 +25,9 @@ DRAWN: dict[str, Any] = {"max_new_tokens": 8, "do_sample": True, "temperature": 
 @pytest.fixture(scope="module")
 @torch.inference_mode(False)  # whichever test comes first
 def lm() -> GPT:
-    torch.manual_seed(0)
-    model = GPT.from_preset("tiny", vocab_size=259, d_model=32, num_layers=1, num_heads=4, max_len=512)
+    model = tiny(GPT, num_layers=1, max_len=512)
     model.embedding.weight.data *= 3
-    return model.eval()
+    return model
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -136,9 +135,8 @@ async def test_wrong_calls_are_errors_at_once(prompt, options, lm) -> None:
 
 
 def test_a_sliding_window_is_for_language_models() -> None:
-    sizes = {"d_model": 16, "d_ff": 16, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 1}
     with pytest.raises(ValueError, match="language model"):
-        AsyncGenerator(Transformer.from_preset("tiny", vocab_size=259, max_len=32, **sizes), TOKENIZER)
+        AsyncGenerator(tiny(), TOKENIZER)
 
 
 def test_count_penalties_and_biases() -> None:

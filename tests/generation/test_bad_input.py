@@ -6,12 +6,10 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
-import torch
 
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator, generate
-from fastformer.models import Transformer
-from tests.generation.small import CPP, HAS_CPP, VOCAB
+from tests.generation.small import CPP, HAS_CPP, VOCAB, tiny
 
 
 def outcome(model: Any, ids: Any, **options: Any) -> Any:
@@ -58,9 +56,7 @@ def test_both_engines_give_the_same_answer(name, request) -> None:
 
 @pytest.mark.parametrize("engine", [CPP, "kv_cache"])
 def test_a_caller_that_stops_listening_stops_the_decoding_and_may_call_again(engine) -> None:
-    torch.manual_seed(0)
-    model = Transformer.from_preset("tiny", vocab_size=259, d_model=32, d_ff=64, num_heads=4, max_len=64)
-    translator = Translator(model, ByteTokenizer(), max_batch_size=4)
+    translator = Translator(tiny(), ByteTokenizer(), max_batch_size=4)
     options = {"max_new_tokens": 8, "engine": engine}
     texts = ["x" * (1 + i % 9) for i in range(40)]
     due = translator.translate(texts, **options)

@@ -16,10 +16,10 @@ from fastformer.generation.config import GenerationConfig
 from fastformer.generation.engines.ensemble import EnsembleEngine
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.scheduler import new_scheduler, run
-from fastformer.models import GPT, Transformer
+from fastformer.models import GPT
 from fastformer.models.pretrained import save_model
 from fastformer.special_ids import SpecialIds
-from tests.generation.small import EOS, VOCAB, louder, mixed_sources, needs_cpp, next_logits
+from tests.generation.small import EOS, VOCAB, louder, mixed_sources, needs_cpp, next_logits, tiny
 from tests.generation.toy import ToyEngine
 
 OPTIONS: list[dict[str, Any]] = [
@@ -90,7 +90,7 @@ def test_language_models_decode_in_one_batch(gpt) -> None:
 
 
 def test_models_with_different_memory_needs_decode_together(lstm) -> None:
-    large = Transformer.from_preset("tiny", vocab_size=VOCAB, d_model=32, d_ff=64, num_heads=4, max_len=128).eval()
+    large = tiny(vocab_size=VOCAB, max_len=128)
     config = GenerationConfig(num_beams=2, max_new_tokens=20, min_new_tokens=17)
     builder = RequestBuilder(Ensemble([large, lstm]), config)
     sources, found = [[5 + i % 7] * (1 + 5 * i % 23) for i in range(6)], []
@@ -132,10 +132,7 @@ def test_precision_and_engine_apply_to_each_model(ensemble) -> None:
 
 
 def test_invalid_ensembles_are_named(model, gpt, lstm, ensemble) -> None:
-    larger = Transformer.from_preset("tiny", vocab_size=VOCAB + 1, d_model=32, d_ff=64, num_heads=4)
-    special = Transformer.from_preset(
-        "tiny", vocab_size=VOCAB, d_model=32, d_ff=64, num_heads=4, special_ids=SpecialIds(start=3)
-    )
+    larger, special = tiny(vocab_size=VOCAB + 1), tiny(vocab_size=VOCAB, special_ids=SpecialIds(start=3))
     for arguments, expected in (
         (([],), r"\bone model\b"),
         (([model, gpt],), "both kinds"),
@@ -158,14 +155,7 @@ def test_invalid_ensembles_are_named(model, gpt, lstm, ensemble) -> None:
 def test_folders_translate_together(tmp_path) -> None:
     models: dict[str, Any] = {}
     for seed, name in enumerate(["a", "b", "lstm"]):
-        torch.manual_seed(seed)
-        sizes = {"d_model": 32, "d_ff": 64, "num_heads": 4, "max_len": 40, "tie_embeddings": False}
-        is_recurrent = name == "lstm"
-        made = (
-            LSTMSeq2Seq(vocab_size=259, d_model=32)
-            if is_recurrent
-            else Transformer.from_preset("tiny", vocab_size=259, **sizes)
-        )
+        made = tiny(LSTMSeq2Seq) if name == "lstm" else tiny(seed=seed, max_len=40, tie_embeddings=False)
         models[name] = louder(made).train()
         models[name].output.weight.data[130:] = models[name].output.weight.data[:3] = 0  # it writes ASCII, mostly
         save_model(models[name], tmp_path / name, ByteTokenizer())
@@ -187,9 +177,7 @@ def test_folders_translate_together(tmp_path) -> None:
     )
     with pytest.raises(ValueError, match="attention_maps"):
         translator.attention("one")
-    GPT.from_preset("tiny", vocab_size=259, d_model=32, num_heads=4, num_layers=1).save_pretrained(
-        tmp_path / "gpt", ByteTokenizer()
-    )
+    tiny(GPT).save_pretrained(tmp_path / "gpt", ByteTokenizer())
     for arguments, expected in (
         (([tmp_path / "a", tmp_path / "gpt"],), "GPT"),
         (([],), "folder"),

@@ -14,13 +14,11 @@ from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator, generate
 from fastformer.generation.model_protocols import dtype_precision, evaluating
 from fastformer.models import GPT, Transformer
-
-SIZES = {"vocab_size": 259, "d_model": 32, "d_ff": 64, "num_heads": 4, "dropout": 0.5}
+from tests.generation.small import tiny
 
 
 def transformer() -> Transformer:
-    torch.manual_seed(2)
-    return Transformer.from_preset("tiny", **SIZES)
+    return tiny(seed=2, dropout=0.5).train()
 
 
 @pytest.fixture
@@ -61,14 +59,9 @@ def test_concurrent_threads_never_apply_dropout(engine, often) -> None:
     assert [module.training for module in model.modules()] == modes
 
 
-@pytest.mark.parametrize("kind", ["model", "gpt", "lstm"])
+@pytest.mark.parametrize("kind", [Transformer, GPT, LSTMSeq2Seq])
 def test_generate_decodes_in_evaluation(kind) -> None:
-    torch.manual_seed(2)
-    model = {
-        "model": transformer,
-        "gpt": lambda: GPT.from_preset("tiny", **SIZES),
-        "lstm": lambda: LSTMSeq2Seq(vocab_size=40, d_model=32, dropout=0.5),
-    }[kind]()
+    model = tiny(kind, dropout=0.5)
     for options in ({}, {"num_beams": 3}, {"do_sample": True, "seed": 1}):
         due = generate(model.eval(), [[5, 6, 7]], max_new_tokens=12, **options)
         found = generate(model.train(), [[5, 6, 7]], max_new_tokens=12, **options)
@@ -149,7 +142,7 @@ def test_a_training_thread_waits_for_each_decoding_step(often) -> None:
 @pytest.mark.parametrize("kind", [Transformer, GPT, LSTMSeq2Seq])
 def test_models_without_values_are_refused(kind) -> None:
     with torch.device("meta"):
-        model = kind(vocab_size=40, d_model=32) if kind is LSTMSeq2Seq else kind.from_preset("tiny", vocab_size=259)
+        model = tiny(kind)
     calls = [lambda: generate(model, [[5, 6]]), lambda: model.generate(torch.tensor([[5, 6]]), num_beams=2)]
     if kind is not LSTMSeq2Seq:
         calls.append(lambda: Translator(model, ByteTokenizer()))

@@ -16,7 +16,7 @@ from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator, generate, score
 from fastformer.generation.text_io import TokenScored
 from fastformer.models import GPT, Transformer
-from tests.generation.small import EOS, VOCAB, louder, next_logits, real
+from tests.generation.small import EOS, VOCAB, louder, next_logits, real, tiny
 
 DICE = random.Random(5)
 
@@ -135,9 +135,7 @@ def test_texts_that_cannot_be_scored_are_reported(model, gpt, lstm) -> None:
 
 @pytest.fixture(scope="module")
 def translator() -> Translator:
-    torch.manual_seed(0)
-    sizes = {"d_model": 32, "d_ff": 64, "num_heads": 4, "max_len": 40, "tie_embeddings": False}
-    model = louder(Transformer.from_preset("tiny", vocab_size=259, **sizes)).train()
+    model = louder(tiny(max_len=40, tie_embeddings=False)).train()
     model.output.weight.data[130:] = model.output.weight.data[:3] = 0  # it writes ASCII, mostly
     return Translator(model, ByteTokenizer())
 

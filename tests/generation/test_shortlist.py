@@ -7,12 +7,13 @@ import math
 import pytest
 import torch
 
+from fastformer.data import ByteTokenizer
 from fastformer.generation import GenerationConfig, Translator, generate
 from fastformer.generation.engines import ENGINES, choose_engine
 from fastformer.generation.engines.kv_cache import KVCacheEngine
 from fastformer.generation.model_protocols import as_model
 from fastformer.generation.request_builder import RequestBuilder
-from tests.generation.small import EOS, mixed_sources, new_tokens, next_logits, real
+from tests.generation.small import EOS, mixed_sources, new_tokens, next_logits, real, tiny
 
 ALLOWED = [4, 7, 9, 11, 12, 13, 20, 25, 31, 38]
 
@@ -99,11 +100,6 @@ def test_an_engine_that_supports_shortlists_gets_no_processor(model) -> None:
 
 
 def test_a_translator_accepts_a_shortlist() -> None:
-    from fastformer.data import ByteTokenizer
-    from fastformer.models import Transformer
-
-    torch.manual_seed(0)
-    model = Transformer.from_preset("tiny", vocab_size=259, d_model=32, d_ff=64, num_heads=4).eval()
     allowed = ByteTokenizer().encode("abc")
-    translator = Translator(model, ByteTokenizer())
+    translator = Translator(tiny(), ByteTokenizer())
     assert {*translator.translate("xyz", shortlist=allowed, max_new_tokens=8, min_new_tokens=8)} <= {*"abc"}

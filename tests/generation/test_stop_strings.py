@@ -12,8 +12,8 @@ from fastformer.baseline import LSTMSeq2Seq
 from fastformer.data import ByteTokenizer
 from fastformer.generation import AsyncTranslator, Translator, generate
 from fastformer.generation.streaming import TextStreamer
-from fastformer.models import GPT, Transformer
-from tests.generation.small import needs_cpp
+from fastformer.models import GPT
+from tests.generation.small import needs_cpp, tiny
 
 TOKENIZER = ByteTokenizer()
 ENGINES = [pytest.param("cpp", marks=needs_cpp), "kv_cache"]
@@ -30,17 +30,14 @@ WAYS = [
 
 @pytest.fixture(scope="module")
 def gpt() -> GPT:
-    torch.manual_seed(0)
-    model = GPT.from_preset("tiny", vocab_size=259, d_model=32, num_layers=1, num_heads=4, max_len=64)
+    model = tiny(GPT, num_layers=1)
     model.embedding.weight.data *= 3
-    return model.eval()
+    return model
 
 
 @pytest.fixture(scope="module")
 def translator() -> Translator:
-    torch.manual_seed(0)
-    sizes = {"d_model": 32, "d_ff": 32, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 1}
-    model = Transformer.from_preset("tiny", vocab_size=259, max_len=64, **sizes).eval()
+    model = tiny(d_ff=32, num_heads=2, num_encoder_layers=1, num_decoder_layers=1)
     model.embedding.weight.data *= 3
     return Translator(model, TOKENIZER)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import string
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from fastformer.generation import generate
 from fastformer.generation.streaming import TextPieces, TextStreamer
 from fastformer.models import GPT
 from tests.generation.detokenizers import KINDS, Counted, detokenizer
+from tests.generation.small import tiny
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 TEXT = "Zwölf Boxkämpfer — 日本語のテキスト, naïve 👩‍🚀 café's  end.\n\n  A new line isn't lost\t!"
@@ -191,8 +191,7 @@ def test_the_first_of_several_stop_texts_counts(tokenizer, text, stop) -> None:
 
 @pytest.fixture(scope="module")
 def model() -> GPT:
-    torch.manual_seed(0)
-    return GPT.from_preset("tiny", vocab_size=259, d_model=32, num_layers=1, num_heads=4, max_len=40).eval()
+    return tiny(GPT, num_layers=1, max_len=40)
 
 
 @pytest.mark.parametrize("prompt", [None, "as it was typed "])

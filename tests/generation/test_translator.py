@@ -20,7 +20,7 @@ from fastformer.generation.text_io import ErrorPolicy, Item, TextError
 from fastformer.generation.translator import Scored, TokenScored
 from fastformer.models import Transformer
 from fastformer.special_ids import SpecialIds
-from tests.generation.small import DEFAULT, louder, needs_cpp, watch_steps
+from tests.generation.small import DEFAULT, louder, needs_cpp, tiny, watch_steps
 
 TEXTS = ["a", "a longer text", "mid size", "b" * 40, "x"]
 FEW = {"max_new_tokens": 8}
@@ -29,8 +29,7 @@ SEED = {"seed": 7}
 
 @pytest.fixture(scope="module")
 def model() -> Transformer:
-    torch.manual_seed(0)
-    return Transformer.from_preset("tiny", vocab_size=259, d_model=32, d_ff=64, num_heads=4, max_len=64).eval()
+    return tiny()
 
 
 def talkative(model: Transformer, never: Sequence[int] = ()) -> Transformer:
@@ -187,12 +186,8 @@ def test_many_skipped_texts_do_not_flood_the_log(translator, caplog) -> None:
 @pytest.mark.parametrize("kind", [Transformer, LSTMSeq2Seq])
 def test_attention_is_that_of_evaluation(kind) -> None:
     # With dropout on, no two calls would agree.
-    model: Transformer | LSTMSeq2Seq
-    if kind is Transformer:
-        model = Transformer.from_preset("tiny", vocab_size=259, d_model=32, d_ff=64, num_heads=4, dropout=0.5)
-    else:
-        model = LSTMSeq2Seq(vocab_size=259, d_model=32, dropout=0.5)
-    translator = Translator(model.eval(), ByteTokenizer())
+    model = tiny(kind, dropout=0.5)
+    translator = Translator(model, ByteTokenizer())
     expected = translator.attention("abc")
     model.train()
     source, target, weights = translator.attention("abc")
@@ -234,11 +229,7 @@ def test_a_translation_begins_with_its_prefix(model, translator) -> None:
 
 
 def test_a_special_start_token_is_not_part_of_the_translation() -> None:
-    torch.manual_seed(0)
-    start = SpecialIds(start=ord("S") + 3)
-    model = Transformer.from_preset(
-        "tiny", vocab_size=259, d_model=32, d_ff=64, num_heads=4, max_len=64, special_ids=start
-    ).eval()
+    model = tiny(special_ids=SpecialIds(start=ord("S") + 3))
     tokenizer = ByteTokenizer()
     found = Translator(model, tokenizer).translate("a", target_prefix="b", **FEW)
     out = generate(model, [[*tokenizer.encode("a"), 1]], decoder_input_ids=[tokenizer.encode("b")], **FEW)

@@ -12,6 +12,7 @@ from fastformer.generation.engines import choose_engine
 from fastformer.generation.engines.cpp_support import why_no_cpp_engine
 from fastformer.models import GPT, Transformer
 from fastformer.models.pretrained import save_model
+from tests.generation.small import tiny
 
 TEXTS = ["a", "a longer text", "mid size", "b" * 40, "x"]
 FEW = {"max_new_tokens": 8}
@@ -19,18 +20,13 @@ FEW = {"max_new_tokens": 8}
 
 @pytest.fixture(scope="module")
 def model() -> Transformer:
-    torch.manual_seed(0)
-    return Transformer.from_preset("tiny", vocab_size=259, d_model=32, d_ff=64, num_heads=4, max_len=64)
+    return tiny().train()
 
 
 @pytest.mark.parametrize("precision", [None, "fp32", "bf16"])
 @pytest.mark.parametrize("kind", [Transformer, LSTMSeq2Seq])
 def test_from_pretrained_needs_only_the_folder(kind, precision, tmp_path) -> None:
-    model: Transformer | LSTMSeq2Seq
-    if kind is Transformer:
-        model = Transformer.from_preset("tiny", vocab_size=259, d_model=32, d_ff=64, num_heads=4)
-    else:
-        model = LSTMSeq2Seq(vocab_size=259, d_model=32)
+    model = tiny(kind)
     save_model(model, tmp_path, ByteTokenizer())
     translator = Translator.from_pretrained(tmp_path, precision=precision, device="cpu")
     assert {p.dtype for p in translator.model.parameters()} == {
@@ -88,7 +84,7 @@ def test_an_engine_never_replaces_the_requested_precision(model, tmp_path, monke
 
 
 def test_errors_of_from_pretrained_say_what_is_wrong(tmp_path) -> None:
-    GPT.from_preset("tiny", vocab_size=259).save_pretrained(tmp_path, ByteTokenizer())
+    tiny(GPT).save_pretrained(tmp_path, ByteTokenizer())
     with pytest.raises(ValueError, match="'GPT'"):
         Translator.from_pretrained(tmp_path)
     for bad in ("int2", "INT8", 8, torch.float32):

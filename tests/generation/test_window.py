@@ -14,7 +14,7 @@ from fastformer.generation.config import GenerationConfig
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.scheduler import new_scheduler, run
 from fastformer.models import GPT, Transformer
-from tests.generation.small import needs_cpp
+from tests.generation.small import needs_cpp, tiny
 
 WINDOW = 12
 ENGINES = [pytest.param("cpp", marks=needs_cpp), "kv_cache", "recompute"]
@@ -23,9 +23,7 @@ PROMPTS = [[5], list(range(2, 13)), list(range(3, 30)), [7, 8, 9, 3, 4]]
 
 
 def make(positions: str) -> GPT:
-    torch.manual_seed(0)
-    sizes = {"d_model": 32, "num_layers": 2, "num_heads": 4, "max_len": WINDOW, "tie_embeddings": False}
-    model = GPT.from_preset("tiny", vocab_size=40, positions=positions, **sizes).eval()
+    model = tiny(GPT, vocab_size=40, positions=positions, max_len=WINDOW, tie_embeddings=False)
     model.output.weight.data *= 20  # a fresh model is nearly uniform
     return model
 
@@ -127,10 +125,5 @@ def test_the_error_at_the_last_position_names_the_option(model) -> None:
 
 @pytest.mark.parametrize("kind", [Transformer, LSTMSeq2Seq])
 def test_a_model_that_reads_sources_does_not_slide(kind) -> None:
-    model = (
-        LSTMSeq2Seq(vocab_size=259, d_model=32)
-        if kind is LSTMSeq2Seq
-        else Transformer.from_preset("tiny", vocab_size=259, d_model=16, num_heads=2)
-    )
     with pytest.raises(ValueError, match=r"\bwindow\b"):
-        Translator(model, ByteTokenizer()).translate("a", **SLIDE)
+        Translator(tiny(kind), ByteTokenizer()).translate("a", **SLIDE)

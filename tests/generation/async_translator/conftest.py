@@ -5,21 +5,20 @@ from __future__ import annotations
 import threading
 
 import pytest
-import torch
 
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator
 from fastformer.models import Transformer
+from tests.generation.small import tiny
 
 SIZES = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 1}
 
 
 @pytest.fixture(scope="module")
 def model() -> Transformer:
-    torch.manual_seed(0)
-    model = Transformer.from_preset("tiny", vocab_size=259, max_len=64, **SIZES)
+    model = tiny(**SIZES)
     model.embedding.weight.data *= 3  # a fresh model is nearly uniform
-    return model.eval()
+    return model
 
 
 @pytest.fixture(scope="module")
