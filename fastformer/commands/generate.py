@@ -163,9 +163,7 @@ class _Sayings:
         self.tokenizer, self._stop, self._max_len, self.limit = tokenizer, config.stop_strings, max_len, limit
         self._tokens = self._unknown = self._cut = self._limited = self._shortened = 0
         # A cut prompt leaves room for the new tokens that were asked for, else for a quarter of the positions.
-        self._room = min(config.max_new_tokens or limit or max_len, max(1, max_len // 4)) if cuts else 0
-        if config.max_new_tokens is not None and cuts:
-            self._room = config.max_new_tokens
+        self._room = config.max_new_tokens or min(limit or max_len, max(1, max_len // 4)) if cuts else 0
 
     def encode(self, prompt: str) -> list[int]:
         """Returns the ids of a prompt."""

@@ -272,44 +272,33 @@ class AsyncTranslator(HasFront):
                 names=prepared.names,
                 listen=range(len(prepared.requests)) if by_token else (),
             )
-        found: list[PartAnswer] = []
-        (parts,) = prepared.texts
-        return TextStream(self._told(parts, asked, by_token, builder.config, found), found)
+        answers: list[PartAnswer] = []
+        tokenizer, (parts,) = self.translator.tokenizer, prepared.texts
 
-    async def _told(
-        self,
-        parts: Sequence[Part],
-        asked: Answers[Request] | None,
-        by_token: bool,
-        config: GenerationConfig,
-        answers: list[PartAnswer],
-    ) -> AsyncGenerator[str, None]:
-        """Yields the results of `asked` in the order of the parts, whose answers are appended to `answers`."""
-        tokenizer, place = self.translator.tokenizer, 0
-        try:
-            for part in parts:
-                if part.checked is None or asked is None:
-                    answers.append(PartAnswer(None, part.space))
-                    if part.space:
-                        yield part.space
-                    continue
-                rest = ""
-                if by_token:
-                    found = TextPieces(tokenizer, part.checked.prefix, stop=config.stop_strings)
-                    async for tokens in asked.tokens(place):
-                        for token in tokens:  # one at a time, even if several tokens arrived together
-                            if piece := found.add([token]):
-                                yield piece
-                    rest = found.end()
-                answer = Answer(tokenizer, await asked.ended(place))
-                answers.append(PartAnswer(answer, part.space))
-                rest = rest if by_token else "".join(answer.texts())
-                if rest or part.space:
-                    yield rest + part.space
-                place += 1
-        finally:
-            if asked is not None:
-                asked.leave()
+        async def told() -> AsyncGenerator[str, None]:
+            places = itertools.count()
+            try:
+                for part in parts:
+                    answer, rest = None, ""
+                    if part.checked is not None and asked is not None:
+                        place = next(places)
+                        if by_token:
+                            found = TextPieces(tokenizer, part.checked.prefix, stop=builder.config.stop_strings)
+                            async for tokens in asked.tokens(place):
+                                for token in tokens:  # one at a time, even if several tokens arrived together
+                                    if piece := found.add([token]):
+                                        yield piece
+                            rest = found.end()
+                        answer = Answer(tokenizer, await asked.ended(place))
+                        rest = rest if by_token else "".join(answer.texts())
+                    answers.append(PartAnswer(answer, part.space))
+                    if rest or part.space:
+                        yield rest + part.space
+            finally:
+                if asked is not None:
+                    asked.leave()
+
+        return TextStream(told(), answers)
 
     async def _prepared(
         self,

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.generation.config import GenerationConfig
-from fastformer.generation.engines.kv_cache import packed
+from fastformer.generation.engines.kv_cache import decode_whole, packed
+from fastformer.generation.engines.recurrent import encode_padded
 from fastformer.generation.inputs import TokenIds, as_rows, batches_by_length, check_vocabulary
 from fastformer.generation.inputs import pad as padded
 from fastformer.generation.model_protocols import (
-    DecoderOnly,
-    EncoderDecoder,
     Model,
     Recurrent,
     as_model,
@@ -30,7 +29,6 @@ from fastformer.generation.model_protocols import (
 from fastformer.generation.request_builder import special_ids
 from fastformer.generation.text_io import ErrorPolicy, TextError, TokenScored, expect_text
 from fastformer.models.common import chosen_log_probs
-from fastformer.nn import SequenceLayout
 from fastformer.settings import Positive, check_value
 from fastformer.special_ids import SpecialIds
 
@@ -217,28 +215,15 @@ def _states(model: Model, parts: Sequence[Part]) -> tuple[Tensor, Callable[[Tens
     if is_recurrent(model):
         return _recurrent_states(model, parts), model.output
     assert is_encoder_decoder(model) or is_decoder_only(model)
-    return _hidden(model, parts), model.logits
-
-
-def _hidden(model: EncoderDecoder | DecoderOnly, parts: Sequence[Part]) -> Tensor:
-    device = device_of(model)
-    ids, layout = packed([part.inputs for part in parts], device)
-    if is_decoder_only(model):
-        return model.decode(ids, layout=layout)
-    assert is_encoder_decoder(model)
-    sources, source_layout = packed([part.source for part in parts], device)
-    return model.decode(ids, model.encode(sources, source_layout), layout=layout, memory_layout=source_layout)
+    sources, inputs = ([part.source for part in parts], [part.inputs for part in parts])
+    return decode_whole(model, sources, inputs, device_of(model))[0], model.logits
 
 
 def _recurrent_states(model: Recurrent, parts: Sequence[Part]) -> Tensor:
     """Returns the states of a recurrent model, which reads only padded batches, at each input: (total, d_model)."""
     device = device_of(model)
-    sources, inputs = (
-        padded(ids).to(device) for ids in zip(*((part.source, part.inputs) for part in parts), strict=True)
-    )
-    seqlens = torch.tensor([len(part.source) for part in parts], device=device)
-    memory, state = model.encode(sources, SequenceLayout.padded(seqlens, sources.shape[1]))
-    mask = (torch.arange(sources.shape[1], device=device) < seqlens[:, None])[:, None]
+    inputs = padded([part.inputs for part in parts]).to(device)
+    memory, mask, state = encode_padded(model, [part.source for part in parts], device)
     hidden, _, _ = model.decode(inputs, memory, mask, state)
     lengths = torch.tensor([len(part.inputs) for part in parts], device=device)
     return hidden[torch.arange(inputs.shape[1], device=device) < lengths[:, None]]

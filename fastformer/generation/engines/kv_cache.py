@@ -105,6 +105,29 @@ def decode_cached(model: EncoderDecoder | DecoderOnly, ids: Tensor, cache: KVCac
     return model.decode(ids, cache=cache)
 
 
+def decode_whole(
+    model: EncoderDecoder | DecoderOnly,
+    sources: Sequence[Sequence[int]],
+    rows: Sequence[Sequence[int]],
+    device: torch.device,
+) -> tuple[Tensor, SequenceLayout]:
+    """Reads rows as wholes, without a cache. Returns their packed hidden states, (total, d_model), and their layout.
+
+    Args:
+        model: the model to decode.
+        sources: the source of each row; a decoder-only model ignores them.
+        rows: the ids that the decoder reads.
+        device: the model's device.
+    """
+    ids, layout = packed(rows, device)
+    if is_decoder_only(model):
+        return model.decode(ids, layout=layout), layout
+    assert is_encoder_decoder(model)
+    source_ids, memory_layout = packed(sources, device)
+    memory = model.encode(source_ids, memory_layout)
+    return model.decode(ids, memory, layout=layout, memory_layout=memory_layout), layout
+
+
 def new_cache(model: EncoderDecoder | DecoderOnly, max_rows: int, num_tokens: int) -> KVCache:
     """Returns an empty cache for max_rows rows with num_tokens tokens in blocks."""
     longest = model.config.max_len
@@ -118,12 +141,8 @@ def new_cache(model: EncoderDecoder | DecoderOnly, max_rows: int, num_tokens: in
 def packed(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, SequenceLayout]:
     """Returns lists of ids packed into one tensor, (total,), and their layout."""
     ids = torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.long, device="cpu")
-    return ids.to(device), packed_layout([len(sequence) for sequence in sequences], device)
-
-
-def packed_layout(lengths: Sequence[int], device: torch.device) -> SequenceLayout:
-    """Returns the layout of packed sequences of these lengths."""
-    return SequenceLayout.packed(torch.tensor(lengths, device="cpu"), max(lengths)).to(device)
+    lengths = [len(sequence) for sequence in sequences]
+    return ids.to(device), SequenceLayout.packed(torch.tensor(lengths, device="cpu"), max(lengths)).to(device)
 
 
 def choose_from_hidden(model: EncoderDecoder | DecoderOnly, hidden: Tensor, selection: Selection) -> Candidates:

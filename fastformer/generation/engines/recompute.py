@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from fastformer.generation.engines.base import Batch, Candidates, Engine, Prompt, Selection
-from fastformer.generation.engines.kv_cache import choose_from_hidden, packed
+from fastformer.generation.engines.kv_cache import choose_from_hidden, decode_whole
 from fastformer.generation.model_protocols import (
     DecoderOnly,
     EncoderDecoder,
@@ -23,7 +22,6 @@ from fastformer.generation.model_protocols import (
     is_encoder_decoder,
     why_not_by_modules,
 )
-from fastformer.nn import SequenceLayout
 
 
 class RecomputeEngine(Engine):
@@ -68,24 +66,10 @@ class RecomputeBatch(Batch):
         rows = [row for group in self.rows for row in group]
         for row, token in zip(rows, tokens, strict=True):
             row.append(token)
-        ids, layout = packed(rows, self.device)
-        hidden = self._hidden(ids, layout)
+        sources = [source for source, group in zip(self.sources, self.rows, strict=True) for _ in group]
+        hidden, layout = decode_whole(self.model, sources, rows, self.device)
         assert layout.cu_seqlens is not None
         return choose_from_hidden(self.model, hidden[layout.cu_seqlens[1:].long() - 1], selection)
-
-    def _hidden(self, ids: Tensor, layout: SequenceLayout) -> Tensor:
-        model = self.model
-        if is_decoder_only(model):
-            return model.decode(ids, layout=layout)
-        assert is_encoder_decoder(model)
-        memory, memory_layout = self._memory(model)
-        return model.decode(ids, memory, layout=layout, memory_layout=memory_layout)
-
-    def _memory(self, model: EncoderDecoder) -> tuple[Tensor, SequenceLayout]:
-        """Returns the encoder's output for each row's source, packed."""
-        sources = [source for source, rows in zip(self.sources, self.rows, strict=True) for _ in rows]
-        ids, layout = packed(sources, self.device)
-        return model.encode(ids, layout), layout
 
     def fork(self, parents: Sequence[Sequence[int]]) -> None:
         self.rows = [[list(rows[i]) for i in places] for rows, places in zip(self.rows, parents, strict=True)]

@@ -69,10 +69,7 @@ class RecurrentBatch(Batch):
 
     def prefill(self, prompts: Sequence[Prompt]) -> None:
         sources = [prompt.source or () for prompt in prompts]
-        ids = pad(sources).to(self.device)
-        seqlens = torch.tensor([len(source) for source in sources], device=self.device)
-        memory, state = self.model.encode(ids, SequenceLayout.padded(seqlens, ids.shape[1]))
-        mask = (torch.arange(ids.shape[1], device=self.device) < seqlens[:, None])[:, None]
+        memory, mask, state = encode_padded(self.model, sources, self.device)
         state = self._read(prompts, memory, mask, state)
         if self._memory is not None and self._mask is not None and self._state is not None:
             width = max(memory.shape[1], self._memory.shape[1])
@@ -133,3 +130,13 @@ class RecurrentBatch(Batch):
     def free_tokens(self) -> int:
         """Returns the number of tokens of memory that the rows' sources leave free."""
         return self._num_tokens - sum(rows * length for rows, length in zip(self._rows, self._lengths, strict=True))
+
+
+def encode_padded(
+    model: Recurrent, sources: Sequence[Sequence[int]], device: torch.device
+) -> tuple[Tensor, Tensor, RecurrentState]:
+    """Returns the encoder's output (rows, seqlen, d_model), its mask (rows, 1, seqlen; True = attend) and the state."""
+    ids = pad(sources).to(device)
+    seqlens = torch.tensor([len(source) for source in sources], device=device)
+    memory, state = model.encode(ids, SequenceLayout.padded(seqlens, ids.shape[1]))
+    return memory, (torch.arange(ids.shape[1], device=device) < seqlens[:, None])[:, None], state
