@@ -113,11 +113,9 @@ def _of_one(folder: Path, requests: list[Request], precision: Any, turns: int) -
     while not server.started:
         time.sleep(0.01)
 
-    front: Any = service.front
-
     async def direct(text: str, count: int) -> tuple[float, str]:
         began = time.perf_counter()
-        found = await front.translate(text, max_new_tokens=count)
+        found = await service.async_translator.translate(text, max_new_tokens=count)
         return time.perf_counter() - began, found
 
     def ask(name: str, text: str, count: int) -> tuple[float, str]:
