@@ -9,6 +9,7 @@ Their tokens are those of `kv_cache`, which also caches the keys and values of s
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 from fastformer.generation.engines import Batch, Prompt, register
-from fastformer.generation.engines.kv_cache import new_cache, packed, packed_layout
+from fastformer.generation.engines.base import Candidates, Selection
+from fastformer.generation.engines.kv_cache import choose_from_hidden, new_cache, packed
 from fastformer.generation.engines.recompute import RecomputeBatch, RecomputeEngine
 from fastformer.generation.model_protocols import (
     DecoderOnly,
@@ -43,7 +45,24 @@ class EncodeOnce(RecomputeEngine):
         return EncodeOnceBatch(self.model, self.device)
 
 
-class EncodeOnceBatch(RecomputeBatch):
+class _Rows(RecomputeBatch):
+    """A batch that runs the decoder over all tokens again, beside something that it keeps of the sources."""
+
+    @abstractmethod
+    def _hidden(self, ids: Tensor, layout: SequenceLayout) -> Tensor:
+        """Computes the packed hidden states of packed rows."""
+
+    def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
+        rows = [row for group in self.rows for row in group]
+        for row, token in zip(rows, tokens, strict=True):
+            row.append(token)
+        ids, layout = packed(rows, self.device)
+        assert layout.cu_seqlens is not None
+        hidden = self._hidden(ids, layout)[layout.cu_seqlens[1:].long() - 1]
+        return choose_from_hidden(self.model, hidden, selection)
+
+
+class EncodeOnceBatch(_Rows):
     """A batch with the encoder's output of each group."""
 
     def __init__(self, model: EncoderDecoder | DecoderOnly, device: torch.device) -> None:
@@ -57,9 +76,12 @@ class EncodeOnceBatch(RecomputeBatch):
         ids, layout = packed(sources, self.device)
         self.memories += self.model.encode(ids, layout).split([len(source) for source in sources])
 
-    def _memory(self, model: EncoderDecoder) -> tuple[Tensor, SequenceLayout]:
+    def _hidden(self, ids: Tensor, layout: SequenceLayout) -> Tensor:
+        assert is_encoder_decoder(self.model)
         memories = [memory for memory, rows in zip(self.memories, self.rows, strict=True) for _ in rows]
-        return torch.cat(memories), packed_layout([len(memory) for memory in memories], self.device)
+        lengths = torch.tensor([len(memory) for memory in memories], device="cpu")
+        memory_layout = SequenceLayout.packed(lengths, int(lengths.max())).to(self.device)
+        return self.model.decode(ids, torch.cat(memories), layout=layout, memory_layout=memory_layout)
 
     def free(self, groups: Sequence[int]) -> None:
         super().free(groups)
@@ -90,7 +112,7 @@ class CrossCache(EncodeOnce):
         return CrossCacheBatch(self.model, self.device, new_cache(self.model, max_rows, num_tokens))
 
 
-class CrossCacheBatch(RecomputeBatch):
+class CrossCacheBatch(_Rows):
     """A batch with a cache, in which the source's part stays valid."""
 
     def __init__(self, model: EncoderDecoder | DecoderOnly, device: torch.device, cache: KVCache) -> None:
