@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,21 +21,6 @@ from tests.memory import resident
 pytest.importorskip("transformers", reason="the folders are written by transformers")
 
 MEAN = {"word_embedding_dimension": D_MODEL, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> tuple[Path, Any]:
-    """Returns a folder of transformers without sentence-transformers' files."""
-    folder = tmp_path_factory.mktemp("plain")
-    return folder, bert(folder)
-
-
-@pytest.fixture
-def folder(tmp_path, plain) -> Path:
-    """Returns a folder of sentence-transformers with the same model, in which a test writes the modules."""
-    for file in plain[0].iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    return tmp_path
 
 
 def check(found, plain, texts=TEXTS, layers=mean, most=MAX_LEN) -> None:

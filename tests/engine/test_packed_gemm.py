@@ -179,11 +179,8 @@ def test_every_tail(precision: str) -> None:
 def test_every_number_of_rows(precision: str) -> None:
     for rows in range(41 if "int4" in precision else 71):
         check(precision, rows, 130, 71 if "int4" in precision else 37)
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_more_rows_than_a_step_has(precision: str) -> None:
-    check(precision, 523, 65, 300)
+    check(precision, 523, 65, 300)  # more than a step has
+    check(precision, 3, 65, 20, with_bias=False)
 
 
 @pytest.mark.parametrize("precision", FLOATS_AND_INT8)
@@ -192,11 +189,6 @@ def test_long_sums(precision: str, k: int) -> None:
     """Long sums are sums of partial sums, which are no less accurate than eager PyTorch's."""
     for rows in (1, 5, 16):
         check(precision, rows, 65, k)
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_no_bias(precision: str) -> None:
-    check(precision, 3, 65, 20, with_bias=False)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -114,13 +114,6 @@ MISTRAL = """{%- if messages[0]["role"] == "system" %}
     {%- else %}{{- raise_exception("Only user and assistant roles are supported") }}{%- endif %}
 {%- endfor %}"""
 
-GEMMA = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
-{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
-{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}
-{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}
-{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}
-{% if add_generation_prompt %}{{'<start_of_turn>model\\n'}}{% endif %}"""
-
 GEMMA_3 = """{{ bos_token }}
 {%- if messages[0]['role'] == 'system' -%}
     {%- if messages[0]['content'] is string -%}{%- set first_user_prefix = messages[0]['content'] + '\\n\\n' -%}
@@ -190,7 +183,6 @@ CASES: dict[str, tuple[str, list[tuple[list[dict[str, Any]], dict[str, Any]]]]] 
         [(TURNS, {}), ([SYSTEM, *TURNS], {"tools": TOOLS}), (TURNS, {"enable_thinking": False}), (TURNS[:2], {})],
     ),
     "mistral": (MISTRAL, [(TURNS, {}), ([SYSTEM, *TURNS], {})]),
-    "gemma": (GEMMA, [(TURNS, {}), (TURNS[:1], {"add_generation_prompt": False})]),
     "gemma 3": (GEMMA_3, [([SYSTEM, *TURNS], {}), (LISTED, {})]),
     "macros": (MACROS, [([SYSTEM, *TURNS], {}), (TURNS, {})]),
 }

@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from fastformer import ChatTemplate
-from tests.generation.chat_templates import CASES, CHATML, GEMMA, LLAMA_3, MISTRAL, SYSTEM, TURNS
+from tests.generation.chat_templates import CASES, CHATML, LLAMA_3, MISTRAL, SYSTEM, TURNS
 
 pytest.importorskip("jinja2", reason="the jinja2 library is not installed")
 tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
@@ -43,7 +43,6 @@ def test_the_time_is_known() -> None:
 
 def test_the_refusal_of_a_template_is_reported() -> None:
     for source, messages, named in (
-        (GEMMA, [SYSTEM, *TURNS], "System role not supported"),
         (MISTRAL, [TURNS[0], TURNS[0]], "must alternate"),
         (LLAMA_3, [{"role": "assistant", "content": "", "tool_calls": []}], "one call at a time"),
     ):
@@ -104,9 +103,7 @@ def test_an_endless_template_is_stopped(source, monkeypatch) -> None:
     assert time.process_time() - began < 5
 
 
-@pytest.mark.parametrize(
-    "step", ["[ns.x, ns.x]", "(ns.x, ns.x)", "[ns.x] * 2", "{'a': ns.x, 'b': ns.x}", "dict(a=ns.x, b=ns.x)"]
-)
+@pytest.mark.parametrize("step", ["[ns.x, ns.x]", "[ns.x] * 2", "{'a': ns.x, 'b': ns.x}", "dict(a=ns.x, b=ns.x)"])
 def test_values_inside_of_values_count_towards_a_length(step, monkeypatch) -> None:
     monkeypatch.setattr("fastformer.generation.chat_sandbox.MAX_LENGTH", 50_000)
     source = "{% set ns = namespace(x='ab') %}{% for i in range(18) %}{% set ns.x = " + step + " %}{% endfor %}"

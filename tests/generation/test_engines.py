@@ -504,17 +504,12 @@ def test_an_engine_that_calls_the_modules_only_has_their_precision(model, gpt, l
     assert "'cpp'" in str(KVCacheEngine.why_unsupported(quantised, "int8"))
     with pytest.raises(ValueError, match="'kv_cache'.*GPT.*int8"):
         choose_engine(quantised, "kv_cache", "int8")
+    odd = copy.copy(gpt)  # it decodes like a GPT but isn't one, so only its own modules can decode it
+    odd.__class__ = type("Odd", (GPT,), {})
     with pytest.raises(ValueError, match="'kv_cache', 'recompute'.*Odd.*int8"):
-        choose_engine(as_odd(gpt), None, "int8")
+        choose_engine(odd, None, "int8")
     with pytest.raises(ValueError, match=r"\bprecision\b.*'int2'"):
         choose_engine(gpt, None, "int2")
-
-
-def as_odd(gpt: GPT) -> Any:
-    """Returns a model that decodes like a GPT but isn't one, so that only its own modules can decode it."""
-    odd = copy.copy(gpt)
-    odd.__class__ = type("Odd", (type(gpt),), {})
-    return odd
 
 
 def test_draws_follow_the_distribution_to_its_ends() -> None:
