@@ -118,8 +118,10 @@ class Numbers:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Formats a table in Markdown."""
+    """Formats a table in Markdown; "" without rows."""
     lines = [head, ["---"] * len(head), *rows]
+    if len(lines) == 2:
+        return ""
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -139,8 +141,6 @@ def times_faster(cases: Sequence[Case], numbers: Numbers, *, measured_alone: boo
     measured = {case.label: list(case.comparisons(rows)) for case in cases}
     if measured_alone:
         cases = [case for case in cases if measured[case.label]]
-    if not cases:
-        return ""
     there = {found.against for each in measured.values() for found in each}
     rivals = dict.fromkeys(rival for case in cases for rival in case.rivals(rows))
     rivals = {rival: None for rival in rivals if rival in there or not measured_alone}
@@ -214,7 +214,7 @@ def losses(numbers: Numbers) -> str:
         [f"{found.label}, {found.panel}", numbers.compared(found).rstrip("~"), name_of(found.against)]
         for found in slower
     ]
-    return table(["", "relative speed", "compared with"], lines) if lines else "Nowhere in these tables."
+    return table(["", "relative speed", "compared with"], lines) or "Nowhere in these tables."
 
 
 def small_work(numbers: Numbers) -> str:
@@ -225,8 +225,6 @@ def small_work(numbers: Numbers) -> str:
         if any(list(case.comparisons(measured)) for cases in columns.values() for case in cases):
             cells = (" · ".join(numbers.ratio(case, "fp32", "torch.nn") for case in each) for each in columns.values())
             lines.append([size_of(size), *cells])
-    if not lines:
-        return ""
     names = {"fastformer": "fastformer.nn"}
     head = [
         f"{'training' if learns else 'evaluation'}, {names.get(ours, ours)}"
@@ -252,8 +250,6 @@ def llama(numbers: Numbers) -> str:
                 cells.append(numbers.value("share_of_dram", "{:.0%}".format, **where) if there else "")
         if any(cells):
             lines.append([f"{name_of(provider)}, {precision}", *cells])
-    if not lines:
-        return ""
     head = [f"{case.label}, {'ms' if case.where['new'] == 1 else 'tokens/s'}" for case in LLAMA]
     head.insert(2, "its share of the speed of reading")
     return table(["", *head], lines)
@@ -268,7 +264,7 @@ def accelerated_generate(numbers: Numbers) -> str:
         [case.label, *(numbers.ratio(case, "fp32", rival) if rival in case.against else "" for rival in rivals)]
         for case in measured
     ]
-    return table(["times faster than", *map(name_of, rivals)], lines) if lines else ""
+    return table(["times faster than", *map(name_of, rivals)], lines)
 
 
 def embedding(numbers: Numbers) -> str:
@@ -284,7 +280,7 @@ def embedding(numbers: Numbers) -> str:
             there = any(was_timed(row) for row in numbers.results.find(**here))
             cells.append(numbers.value("ms_p50", **here) if there else "")
         lines.append([f"{name_of(provider)}, {dtype}", *cells])
-    return table(["milliseconds", *orders], lines) if lines else ""
+    return table(["milliseconds", *orders], lines)
 
 
 def serving(numbers: Numbers) -> str:
@@ -301,7 +297,7 @@ def serving(numbers: Numbers) -> str:
             cells.append(" · ".join(numbers.value(field, **where, clients=count) for field in fields))
         lines.append([model, f"{name_of(provider)}, {precision}", *cells])
     head = ["model", "requests/s · p50 ms · p99 ms", *(f"{count} client{'s' * (count > 1)}" for count in clients)]
-    return table(head, lines) if lines else ""
+    return table(head, lines)
 
 
 def serving_losses(numbers: Numbers) -> str:
@@ -313,9 +309,7 @@ def serving_losses(numbers: Numbers) -> str:
         what = f"{row['model']}, {row['shape']['clients']} clients, {row['precision']}"
         shown = numbers.shown(two_digits(row["ours"]), f"ours of {what}, {row['provider']}", [row])
         lines.append([what, shown, name_of(row["provider"])])
-    if lines:
-        return table(["", "relative requests/s", "compared with"], lines)
-    return "None." if rows else ""
+    return table(["", "relative requests/s", "compared with"], lines) or ("None." if rows else "")
 
 
 def serving_costs(numbers: Numbers) -> str:
@@ -363,7 +357,7 @@ def processes(numbers: Numbers) -> str:
         where = {"op": "processes", "provider": provider}
         tokens = numbers.value("tokens_s", "{:,.0f}".format, **where)
         lines.append([provider, tokens, numbers.value("speedup", **where)])
-    return table(["", "real tokens/s", "times one process"], lines) if lines else ""
+    return table(["", "real tokens/s", "times one process"], lines)
 
 
 def preparing(numbers: Numbers) -> str:
@@ -388,7 +382,7 @@ def large_corpus(numbers: Numbers) -> str:
         show = "{:,.0f}".format
         cells = [numbers.value(field, show, **where) for field in ("pairs", "peak_mib")]
         lines.append([f"fastformer {model}", *cells])
-    return table(["", "pairs", "most memory of a process, MiB"], lines) if lines else ""
+    return table(["", "pairs", "most memory of a process, MiB"], lines)
 
 
 def gpu_attention(numbers: Numbers) -> str:
@@ -418,7 +412,7 @@ def gpu_attention(numbers: Numbers) -> str:
             cells.append(" + ".join(of_passes))
         lines.append(cells)
     head = ["causal, bf16: ms forward + backward", "fastformer", "cuDNN", "PyTorch's FlashAttention-2"]
-    return table(head, lines) if lines else ""
+    return table(head, lines)
 
 
 def gpu_ops(numbers: Numbers) -> str:
@@ -445,7 +439,7 @@ def gpu_ops(numbers: Numbers) -> str:
         "eager",
         "FlashAttention-2 on a cache",
     ]
-    return table(head, lines) if lines else ""
+    return table(head, lines)
 
 
 def precisions(numbers: Numbers) -> str:
