@@ -102,7 +102,7 @@ def try_words(echo: Echo, text: str, prefix: str, capsys) -> None:
             assert (code, echo.given) == (0, [given]), words
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.slow)])  # slow: with every piece
+@pytest.mark.parametrize("count", [10, pytest.param(1000, marks=pytest.mark.slow)])  # slow: with every piece
 def test_arguments_and_prefixes(echo, capsys, count) -> None:
     texts = odd_texts(2 * count, seed=0)
     for text, prefix in zip(texts[:count], texts[count:], strict=True):

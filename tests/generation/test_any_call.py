@@ -180,5 +180,5 @@ words = st.text(st.characters(), max_size=4)
 lines = given(
     lines=st.lists(st.tuples(words, st.none() | words), min_size=1, max_size=5), drawn_=options,
 )  # fmt: skip
-test_any_texts = needs_cpp(FEW(lines(translates_alike)))
+test_any_texts = needs_cpp(settings(FEW, max_examples=60)(lines(translates_alike)))
 test_many_texts = pytest.mark.slow(needs_cpp(MANY(lines(translates_alike))))

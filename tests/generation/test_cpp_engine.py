@@ -123,7 +123,6 @@ def test_tokens_are_those_of_the_cached_modules(name) -> None:
         {"num_beams": 4, "num_return_sequences": 2},
         {"do_sample": True, "seed": 3, "top_k": 30, "top_p": 0.95, "num_return_sequences": 2},
         {"num_beams": 2, "no_repeat_ngram_size": 1, "repetition_penalty": 1.2},
-        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0, "num_return_sequences": 4},
     ]
     for options in kinds:
         if isinstance(model, Transformer):

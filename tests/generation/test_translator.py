@@ -508,7 +508,7 @@ def test_caches_keep_to_their_memory(model, options, engine, monkeypatch) -> Non
     monkeypatch.setattr(CppEngine, "open", opened)
     calls = watch_steps(monkeypatch)
     options = {**options, "engine": engine}
-    texts = ["x" * (5 + i * 7 % 30) for i in range(40)]
+    texts = ["x" * (5 + i * 7 % 30) for i in range(24)]
     budget = 600_000
     translator = Translator(model, ByteTokenizer(), max_batch_bytes=budget)
     found = translator.translate(texts, max_new_tokens=30, **options, **SEED)
@@ -517,7 +517,7 @@ def test_caches_keep_to_their_memory(model, options, engine, monkeypatch) -> Non
         taken.pop()  # of the engine that was asked for the size of a token
     assert budget / 2 < max(taken) <= budget + 2 * block
     assert {call.engine for call in calls} == {engine}
-    assert 4 <= max(call.rows for call in calls) < 160
+    assert 4 <= max(call.rows for call in calls) < 96
     taken.clear()
     assert list(translator.stream(texts, max_new_tokens=30, **options, **SEED)) == found
     assert budget / 2 < max(taken) <= budget + 2 * block
