@@ -107,16 +107,14 @@ def _load_foreign(
     """Loads the model and the tokenizer of a folder that transformers saved."""
     family = FAMILIES.get(kind)
     wanted = [family_kind for family_kind, architecture in _ARCHITECTURE.items() if architecture in expected]
-    if family is not None and family.read_tokenizer is not None and family.kind in wanted:
+    if family is not None and family.kind in wanted:
         return load_folder(folder, family, device=device, dtype=dtype)
-    known = ", ".join(f.name for f in FAMILIES.values() if f.read_tokenizer is not None and f.kind in wanted)
+    known = ", ".join(f.name for f in FAMILIES.values() if f.kind in wanted)
     why = ""
     if kind in UNSUPPORTED:
         why = f"; {UNSUPPORTED[kind]}, which fastformer's models don't have"
-    elif family is not None and family.kind not in wanted:
-        why = f"; see `fastformer {_COMMANDS[family.kind]}`" if family.generates else _ENCODER
     elif family is not None:
-        why = "; fastformer.integrations.from_huggingface converts it in memory"
+        why = f"; see `fastformer {_COMMANDS[family.kind]}`" if family.generates else _ENCODER
     raise ValueError(f"expected a run folder, or transformers' folder of a {known}, got a {kind!r}: {folder}{why}")
 
 
@@ -126,12 +124,9 @@ def _load(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> nn.Module:
-    if architecture == "Transformer":
-        return Transformer.from_pretrained(run, device=device, dtype=dtype)
-    if architecture == "GPT":
-        return GPT.from_pretrained(run, device=device, dtype=dtype)
-    if architecture == "BERT":
-        return BERT.from_pretrained(run, device=device, dtype=dtype)
+    for kind in (Transformer, GPT, BERT):
+        if kind.__name__ == architecture:
+            return kind.from_pretrained(run, device=device, dtype=dtype)
 
     def make(values: dict[str, Any], device: torch.device | str | None, dtype: torch.dtype | None) -> LSTMSeq2Seq:
         with torch.device(device or "cpu"):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES, UNSUPPORTED, from_model
-from fastformer.checkpoints.hf.common import with_search_ids
+from fastformer.checkpoints.hf.common import Checkpoint, with_search_ids
 from fastformer.checkpoints.hf.rope import of_version
 from fastformer.integrations.replace import original_class
 from fastformer.models import BERT, GPT, Transformer
@@ -101,13 +101,9 @@ def convert(model: nn.Module, change: Callable[[dict[str, Any]], dict[str, Any]]
     if family.kind == "encoder":
         _check_first_position(found, settings)
         settings["architectures"] = [name]  # it tells which head the model has
-    converted = family.to_model(
-        settings,
-        model.state_dict(),
-        layer_norm_eps=eps.pop() if eps else None,
-        device=weight.device,
-        dtype=weight.dtype,
-    )
+    usual = eps.pop() if eps else None
+    saved = Checkpoint(settings, model.state_dict(), layer_norm_eps=usual, device=weight.device, dtype=weight.dtype)
+    converted = family.to_model(saved)
     if isinstance(converted, Transformer):
         first = converted.embedding if converted.config.tie_embeddings else converted.source_embedding
         if first.position is not None:  # transformers rounds sines to fp32, then to the weights' dtype

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fastformer.checkpoints import load_model
 from fastformer.checkpoints.hf import FAMILIES
+from fastformer.checkpoints.hf.common import Checkpoint
 from fastformer.checkpoints.hf.quantized import dequantized, keep_groups, quantization_settings
 from fastformer.generation import generate
 from fastformer.models import GPT
@@ -101,7 +102,7 @@ def read(folder, settings: dict[str, Any], rounded: dict[str, Tensor]) -> GPT:
     how = quantization_settings(folder, settings)
     assert how is not None
     plain, state, matrices = dequantized(settings, how, rounded)
-    model = FAMILIES["llama"].to_model(plain, state, dtype=torch.float32)
+    model = FAMILIES["llama"].to_model(Checkpoint(plain, state, dtype=torch.float32))
     assert isinstance(model, GPT)
     keep_groups(model, matrices)
     return model
@@ -122,7 +123,7 @@ CASES = [
 def test_weights_follow_the_formats_definition(method, size, options, tmp_path) -> None:
     settings, rounded, plain = checkpoint(method, size, **options)
     model = read(tmp_path, settings, rounded)
-    expected = FAMILIES["llama"].to_model(SETTINGS, plain, dtype=torch.float32)
+    expected = FAMILIES["llama"].to_model(Checkpoint(SETTINGS, plain, dtype=torch.float32))
     assert model.precision == "int4" and not model.training
     for name, value in expected.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
@@ -142,7 +143,7 @@ def test_weights_follow_the_formats_definition(method, size, options, tmp_path) 
 def test_quantised_folders_decode_in_int4(method, size, options, tmp_path) -> None:
     settings, rounded, plain = checkpoint(method, size, **options)
     model = read(tmp_path / "none", settings, rounded)
-    exact = FAMILIES["llama"].to_model(SETTINGS, plain, dtype=torch.float64)
+    exact = FAMILIES["llama"].to_model(Checkpoint(SETTINGS, plain, dtype=torch.float64))
     prompt = torch.randint(3, VOCAB, (3, 9), generator=torch.Generator().manual_seed(0))
     found = generate(model, prompt, min_new_tokens=8, max_new_tokens=8, return_dict_in_generate=True)
     due = exact(found.sequences[:, :-1])[:, 8:].log_softmax(-1)
@@ -161,7 +162,7 @@ def test_groups_out_of_order_keep_their_numbers(tmp_path, caplog) -> None:
     with caplog.at_level("WARNING", logger="fastformer"):
         model = read(tmp_path, settings, rounded)
     assert "desc_act" in caplog.text and "14 of 14" in caplog.text
-    expected = FAMILIES["llama"].to_model(SETTINGS, plain, dtype=torch.float32)
+    expected = FAMILIES["llama"].to_model(Checkpoint(SETTINGS, plain, dtype=torch.float32))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
     assert model.int4_groups == {} and model.precision == "int4" and groups_of(model, model.parameters()) == {}
     # desc_act alone says nothing: groups of neighbours are int4.
@@ -247,7 +248,7 @@ def test_layers_that_are_transposed(tmp_path) -> None:
         theirs.get_parameter(f"{name}.weight").data.copy_(weight.T)
     settings = config.to_dict() | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}
     plain, state, matrices = dequantized(settings, quantization_settings(tmp_path, settings) or {}, rounded)
-    model = FAMILIES["gpt2"].to_model(plain, state, dtype=torch.float32)
+    model = FAMILIES["gpt2"].to_model(Checkpoint(plain, state, dtype=torch.float32))
     keep_groups(model, matrices)
     assert isinstance(model, GPT) and len(model.int4_groups or {}) == 4
     ids = torch.randint(40, (2, 9), generator=generator)

@@ -48,7 +48,7 @@ def test_a_row_matches_accelerate_and_the_engine(rows: dict[str, list[str]], kin
     has_layers = any(re.search(r"(?:Layer|Block)$", name) for name in report.swapped.values())
     engine = {"decode": report.generate, "encode": report.encode}
     assert rows[family.name][:-1] == [
-        "yes" if family.read_tokenizer else "–",
+        "yes",
         "layers" if has_layers else "attention",
         ", ".join(what for what, way in engine.items() if "".join(way.values()).startswith("on the C++ engine")),
         "yes",

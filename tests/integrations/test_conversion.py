@@ -14,7 +14,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 import fastformer
 from fastformer.generation import score
 from fastformer.integrations import from_huggingface, to_huggingface
-from fastformer.models import SpecialIds, Transformer, TransformerConfig
+from fastformer.models import GPT, GPTConfig, SpecialIds, Transformer, TransformerConfig
 from fastformer.nn import MultiheadAttention, RelativePositionBias, SequenceLayout
 from fastformer.ops import record_backends
 from tests.covering import covering
@@ -199,6 +199,13 @@ def test_every_end_id_survives_the_conversion(kind, options, eos) -> None:
             source, max_new_tokens=4, logits_processor=[lambda ids, logits, bias=bias: logits + bias]
         )
         assert found[0].tolist() == [0, end]
+
+
+@pytest.mark.parametrize("eos", [(0,), (0, 3), ()])
+def test_every_end_id_of_a_decoder_survives_the_conversion(eos) -> None:
+    ids = SpecialIds(pad=0, eos=eos, unk=None)
+    theirs = to_huggingface(GPT(GPTConfig(20, d_model=16, num_heads=2, num_layers=1, max_len=8, special_ids=ids)))
+    assert from_huggingface(theirs).config.special_ids.eos == eos
 
 
 @some("Marian real", "Bart real", "T5 1.0")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fastformer.checkpoints.hf import ENCODER_FORMS
+from fastformer.checkpoints.hf.common import Checkpoint
 from fastformer.integrations import from_huggingface, to_huggingface
 from fastformer.models import BERT
 from tests.checks import assert_accurate
@@ -138,7 +139,7 @@ def test_a_model_survives_the_conversion_and_back(case, tmp_path) -> None:
     settings, weights = form.from_model(ours)
     same = type(theirs.config)(**{name: value for name, value in settings.items() if name != "architectures"})
     assert same.pad_token_id == theirs.config.pad_token_id
-    assert form.to_model(settings, weights).config == ours.config
+    assert form.to_model(Checkpoint(settings, weights)).config == ours.config
     if case.head == HEAD:
         state = theirs.state_dict()
         unread = {name for name in state if name.endswith(("position_ids", "token_type_ids"))}
@@ -181,20 +182,20 @@ def test_an_omitted_head_is_named(caplog) -> None:
 def test_unsupported_settings_are_named(case, settings, name) -> None:
     theirs = CASES[case].make()
     with pytest.raises(ValueError, match=name):
-        ENCODER_FORMS[case].to_model({**theirs.config.to_dict(), **settings}, theirs.state_dict())
+        ENCODER_FORMS[case].to_model(Checkpoint({**theirs.config.to_dict(), **settings}, theirs.state_dict()))
 
 
 def test_settings_of_version_4_give_the_same_outputs() -> None:
     theirs = CASES["modernbert"].make()
     form, settings = ENCODER_FORMS["modernbert"], theirs.config.to_dict()
-    expected = form.to_model(settings, theirs.state_dict()).config
+    expected = form.to_model(Checkpoint(settings, theirs.state_dict())).config
     for name in ("layer_types", "rope_parameters"):
         settings.pop(name, None)
     old = {"global_attn_every_n_layers": 3, "global_rope_theta": 160_000.0, "local_rope_theta": 10_000.0}
-    assert form.to_model(settings | old, theirs.state_dict()).config == expected
-    assert form.to_model(settings, theirs.state_dict()).config == expected
+    assert form.to_model(Checkpoint(settings | old, theirs.state_dict())).config == expected
+    assert form.to_model(Checkpoint(settings, theirs.state_dict())).config == expected
     assert expected.windows == (False, True, True) and expected.local_rotary_base == 10_000.0
-    assert old.items() <= form.from_model(form.to_model(settings, theirs.state_dict()))[0].items()
+    assert old.items() <= form.from_model(form.to_model(Checkpoint(settings, theirs.state_dict())))[0].items()
 
 
 def test_other_heads_and_options_are_refused() -> None:
@@ -217,7 +218,9 @@ def test_gamma_and_beta_of_old_files_are_read() -> None:
     }
     old["embeddings.position_ids"] = torch.arange(48)[None]
     settings = theirs.config.to_dict() | {"architectures": [f"Bert{BASE}"]}
-    found, expected = (ENCODER_FORMS["bert"].to_model(settings, each) for each in (old, theirs.state_dict()))
+    found, expected = (
+        ENCODER_FORMS["bert"].to_model(Checkpoint(settings, each)) for each in (old, theirs.state_dict())
+    )
     assert all(map(torch.equal, found.state_dict().values(), expected.state_dict().values()))
 
 

@@ -7,7 +7,7 @@ tokenizer.json               a byte-level BPE; older folders have vocab.json and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.checkpoints.hf.common import (
+    SPECIAL_TOKENS,
     THEIR_ACTIVATIONS,
+    Checkpoint,
     activation_of,
+    check_empty,
     check_floating,
     check_options,
     depth_of,
@@ -29,7 +32,6 @@ from fastformer.checkpoints.hf.common import (
     load_foreign,
     number_of,
     read_file,
-    some,
     special_tokens,
     without_row,
 )
@@ -89,35 +91,25 @@ _POSITIONS = {
     "source_position.table": "model.encoder.embed_positions.weight",
     "target_position.table": "model.decoder.embed_positions.weight",
 }
-_SPECIAL_TOKENS = {"unk": "<unk>", "eos": "</s>", "pad": "<pad>", "bos": "<s>"}
 _ATTENTIONS = {"self_attn": "self_attn", "multihead_attn": "encoder_attn"}
 
 
-def transformer_from_bart(
-    settings: Mapping[str, Any],
-    state: Mapping[str, Tensor],
-    *,
-    unk: int | None = None,
-    never: Iterable[int] = (),
-    layer_norm_eps: float | None = None,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> Transformer:
+def transformer_from_bart(saved: Checkpoint) -> Transformer:
     """Builds the model, as `ToModel` describes; the model_type of the settings is one of `FORMS`."""
+    settings, state = saved.settings, saved.state
     form, left = FORMS[settings["model_type"]], _with_prefix(state)
     check_floating(settings, left)
     start, pad, eos = (_id(settings, f"{name}_token_id", form) for name in ("decoder_start", "pad", "eos"))
-    special_ids = SpecialIds(pad=pad, eos=eos, unk=unk, start=start)
+    special_ids = SpecialIds(pad=pad, eos=eos, unk=saved.unk, start=start)
     source_embedding, target_embedding, output = _embeddings(settings, left, form)
     tied = source_embedding is target_embedding is output
     bias = left.pop(_BIAS, target_embedding.new_zeros(1, len(target_embedding)))
     if bias.shape != (1, len(target_embedding)):
         raise ValueError(f"expected {_BIAS} of shape {(1, len(target_embedding))}, got {tuple(bias.shape)}")
     bias = bias[0].clone()
-    never = [*never]
-    if outside := [token for token in never if token >= len(bias)]:
+    if outside := [token for token in saved.never if token >= len(bias)]:
         raise ValueError(f"expected bad_words_ids below the vocabulary's size {len(bias)}, got {outside[0]}")
-    bias[never] = _NEVER
+    bias[[*saved.never]] = _NEVER
     config = TransformerConfig(
         vocab_size=len(target_embedding),
         source_vocab_size=None if tied else len(source_embedding),
@@ -127,7 +119,7 @@ def transformer_from_bart(
         num_encoder_layers=depth_of(settings, "encoder_layers", state),
         num_decoder_layers=depth_of(settings, "decoder_layers", state),
         norm_first=form.norm_first,
-        layer_norm_eps=_EPS if layer_norm_eps is None else layer_norm_eps,
+        layer_norm_eps=_EPS if saved.layer_norm_eps is None else saved.layer_norm_eps,
         activation=activation_of(settings, "activation_function", "relu" if form.behind_pad else "gelu"),
         dropout=settings.get("dropout", 0.1),
         attention_dropout=settings.get("attention_dropout", 0.0),
@@ -155,9 +147,8 @@ def transformer_from_bart(
     weights |= embedding_weights(source_embedding, target_embedding, output)
     if config.output_bias:
         weights["output_bias"] = bias
-    if left:
-        raise ValueError(f"expected the tensors of a {form.name}, got others as well: {some(left)}")
-    return load_foreign(config, weights, device=device, dtype=dtype or target_embedding.dtype)
+    check_empty(left, form.name)
+    return load_foreign(config, weights, device=saved.device, dtype=saved.dtype or target_embedding.dtype)
 
 
 def bart_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -342,7 +333,7 @@ def read_tokenizer(
         merges, file = read_file(folder / "merges.txt"), folder / "tokenizer_config.json"
         has_space = file.is_file() and flag_of(read_json(file), "add_prefix_space", False)
         backend = byte_level_bpe(folder / "merges.txt", vocab, merges, add_prefix_space=has_space)
-    special = special_tokens(folder, settings, backend.get_vocab(), _SPECIAL_TOKENS, ["unk"])
+    special = special_tokens(folder, settings, backend.get_vocab(), {**SPECIAL_TOKENS, "bos": "<s>"})
     return special["unk"], lambda config: BackendTokenizer(
         backend, config.vocab_size, config.special_ids, special["bos"], str(folder)
     )

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastformer.checkpoints.hf.common import activation_of, flag_of, number_of
-from fastformer.checkpoints.hf.decoder import check_form
-from fastformer.checkpoints.hf.encoder import EMBEDDING, POSITIONS, EncoderForm, encoder_layer_names
+from fastformer.checkpoints.hf.common import THEIR_ACTIVATIONS, activation_of, flag_of, number_of
+from fastformer.checkpoints.hf.decoder import BOTH, EMBEDDING, check_form, layer_names
+from fastformer.checkpoints.hf.encoder import POSITIONS, EncoderForm
 from fastformer.models import BERTConfig
 
-_THEIRS = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
 # Settings for which a `BERT` supports one value.
 _ONLY: dict[str, Any] = {"is_decoder": False, "add_cross_attention": False}
 _MODULES = {
@@ -29,7 +28,6 @@ _FREE = (
     *("d_ff", "layer_norm_eps", "dropout", "attention_dropout", "head_dropout", "max_len", "token_types"),
     *("pooler", "num_labels"),
 )
-BOTH = ("weight", "bias")
 
 
 def check_only(settings: Mapping[str, Any]) -> None:
@@ -91,7 +89,7 @@ def bert_settings(config: BERTConfig, name: str, **expected: Any) -> dict[str, A
     check_form(
         config,
         {
-            "activation": (*_THEIRS,),
+            "activation": (*THEIR_ACTIVATIONS,),
             "head_dim": (None, config.d_model // config.num_heads),
             "attention_bias": (None, True),
             **expected,
@@ -105,7 +103,7 @@ def bert_settings(config: BERTConfig, name: str, **expected: Any) -> dict[str, A
         "num_hidden_layers": config.num_layers,
         "intermediate_size": config.d_ff,
         "layer_norm_eps": config.layer_norm_eps,
-        "hidden_act": _THEIRS[config.activation],
+        "hidden_act": THEIR_ACTIVATIONS[config.activation],
         "hidden_dropout_prob": config.dropout,
         "attention_probs_dropout_prob": config.attention_dropout,
         "classifier_dropout": config.head_dropout,
@@ -147,7 +145,7 @@ def embedding_names(*, has_types: bool) -> dict[str, tuple[str, ...]]:
 
 def bert_names(config: BERTConfig) -> dict[str, tuple[str, ...]]:
     """Maps the names of all tensors but the head's to their names in a BERT."""
-    return {**embedding_names(has_types=True), **encoder_layer_names(config, "encoder.layer", _MODULES)}
+    return {**embedding_names(has_types=True), **layer_names(config, "encoder.layer", _MODULES)}
 
 
 def _bert_head(config: BERTConfig) -> dict[str, str]:

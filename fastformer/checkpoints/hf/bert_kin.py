@@ -11,7 +11,6 @@ from typing import Any
 
 from fastformer.checkpoints.hf.bert import (
     BERT_FORM,
-    BOTH,
     bert_names,
     bert_options,
     bert_settings,
@@ -21,7 +20,8 @@ from fastformer.checkpoints.hf.bert import (
     embedding_names,
 )
 from fastformer.checkpoints.hf.common import activation_of, number_of
-from fastformer.checkpoints.hf.encoder import EncoderForm, encoder_layer_names
+from fastformer.checkpoints.hf.decoder import BOTH, layer_names
+from fastformer.checkpoints.hf.encoder import EncoderForm
 from fastformer.models import BERTConfig
 
 _BUCKETS, _DISTANCE = 32, 128
@@ -80,10 +80,7 @@ def _distil_settings(config: BERTConfig) -> dict[str, Any]:
 
 
 def _distil_names(config: BERTConfig) -> dict[str, tuple[str, ...]]:
-    return {
-        **embedding_names(has_types=False),
-        **encoder_layer_names(config, "transformer.layer", _DISTIL_MODULES),
-    }
+    return {**embedding_names(has_types=False), **layer_names(config, "transformer.layer", _DISTIL_MODULES)}
 
 
 def _distil_head(config: BERTConfig) -> dict[str, str]:
@@ -121,7 +118,7 @@ def _mpnet_names(config: BERTConfig) -> dict[str, tuple[str, ...]]:
     return {
         **embedding_names(has_types=False),
         "position_bias.table": ("encoder.relative_attention_bias.weight",),
-        **encoder_layer_names(config, "encoder.layer", _MPNET_MODULES),
+        **layer_names(config, "encoder.layer", _MPNET_MODULES),
     }
 
 

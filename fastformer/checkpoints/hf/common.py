@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,8 @@ logger = logging.getLogger("fastformer")
 GENERATION = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _OLD_WEIGHTS = "pytorch_model.bin"
+# The usual names of the special tokens that translators have.
+SPECIAL_TOKENS = {"unk": "<unk>", "eos": "</s>", "pad": "<pad>"}
 # Options that change the output of a search, each with the value that changes nothing.
 _FORCED = "forced_bos_token_id"
 _SEARCH_OPTIONS = {_FORCED: None, "no_repeat_ngram_size": 0, "min_length": 0, "repetition_penalty": 1.0}
@@ -62,37 +64,31 @@ ACTIVATIONS = {
 THEIR_ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
 
 
-class ToModel(Protocol):
-    """Converts settings and weights to a `Transformer`, of a decoder to a `GPT`, of an encoder to a `BERT`."""
+class Checkpoint(NamedTuple):
+    """A model of transformers, for its conversion.
 
-    def __call__(
-        self,
-        settings: Mapping[str, Any],
-        state: Mapping[str, Tensor],
-        *,
-        unk: int | None = None,
-        never: Iterable[int] = (),
-        layer_norm_eps: float | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Transformer | GPT | BERT:
-        """Returns a model in evaluation mode.
+    Attributes:
+        settings: the model's config.json.
+        state: the model's state_dict. If matrices are tied, one of them is enough.
+        unk: the tokenizer's id of the unknown token.
+        never: ids that the model must not generate.
+        layer_norm_eps: the eps of the LayerNorms, if the settings don't contain it; None: the family's usual value.
+        device: the device of the converted parameters; None: the CPU.
+        dtype: the dtype of the converted parameters; None: the dtype of the embeddings.
+    """
 
-        Args:
-            settings: the model's config.json.
-            state: the model's state_dict. If matrices are tied, one of them is enough.
-            unk: the tokenizer's id of the unknown token.
-            never: ids that the model must not generate.
-            layer_norm_eps: the eps of the LayerNorms, if the settings don't contain it; None: the family's usual value.
-            device: the device of the parameters; None: the CPU.
-            dtype: the dtype of the parameters; None: the dtype of the embeddings.
-
-        Raises:
-            ValueError: a setting that the model doesn't support; missing, unexpected or misshapen tensors.
-        """
-        ...
+    settings: Mapping[str, Any]
+    state: Mapping[str, Tensor]
+    unk: int | None = None
+    never: Sequence[int] = ()
+    layer_norm_eps: float | None = None
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
 
 
+# Converts a decoder to a `GPT`, an encoder to a `BERT`, others to a `Transformer`, in evaluation mode. A ValueError: a
+# setting that the model doesn't support, or missing, unexpected or misshapen tensors.
+ToModel = Callable[[Checkpoint], Transformer | GPT | BERT]
 # Reads the tokenizer's files: (folder, settings) -> the id of the unknown token, and a function that makes the
 # tokenizer once the model's config is known.
 ReadTokenizer = Callable[[Path, Mapping[str, Any]], tuple[int | None, Callable[[Any], Tokenizer]]]
@@ -105,7 +101,7 @@ class Family(NamedTuple):
         name: the name in messages.
         config_class, model_class: transformers' names.
         to_model: see `ToModel`.
-        read_tokenizer: see `ReadTokenizer`; None: only models in memory can be converted, folders can't be loaded.
+        read_tokenizer: see `ReadTokenizer`.
         kind: "seq2seq" for a `Transformer`, "decoder" for a `GPT`, "encoder" for a `BERT`.
         package: transformers' package of the model, if its name isn't the model_type.
         others: further classes of transformers that are converted: their head is one that the model keeps or drops.
@@ -115,7 +111,7 @@ class Family(NamedTuple):
     config_class: str
     model_class: str
     to_model: ToModel
-    read_tokenizer: ReadTokenizer | None = None
+    read_tokenizer: ReadTokenizer
     kind: Literal["seq2seq", "decoder", "encoder"] = "seq2seq"
     package: str | None = None
     others: tuple[str, ...] = ()
@@ -161,7 +157,6 @@ def load_folder(
         ImportError: a library that the files need is not installed.
         ValueError: a file is missing or damaged, or the files don't belong together.
     """
-    assert family.read_tokenizer is not None
     settings = read_json(folder / CONFIG)
     unk, make_tokenizer = family.read_tokenizer(folder, settings)  # small files first: their errors come early
     try:
@@ -176,7 +171,7 @@ def load_folder(
         never = _forbidden(folder, search) if family.generates else []
         if family.kind == "decoder":
             settings = with_search_ids(settings, search)
-        model = family.to_model(settings, state, unk=unk, never=never, device=device, dtype=dtype)
+        model = family.to_model(Checkpoint(settings, state, unk, never, device=device, dtype=dtype))
         if matrices is not None:
             keep_groups(model, matrices)
         tokenizer = make_tokenizer(model.config)
@@ -219,7 +214,7 @@ def generation_settings(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def special_tokens(
-    folder: Path, settings: Mapping[str, Any], vocab: Mapping[str, int], names: Mapping[str, str], free: Iterable[str]
+    folder: Path, settings: Mapping[str, Any], vocab: Mapping[str, int], names: Mapping[str, str] = SPECIAL_TOKENS
 ) -> dict[str, int | None]:
     """Returns the ids of the special tokens, checked against the settings of the model.
 
@@ -227,8 +222,7 @@ def special_tokens(
         folder: its tokenizer_config.json may give the tokens other names.
         settings: the model's settings, with "pad_token_id" for "pad".
         vocab: the ids of tokens.
-        names: the usual name of each kind of token.
-        free: kinds that the settings don't contain.
+        names: the usual name of each kind of token. The settings don't contain the id of "unk".
 
     Raises:
         ValueError: the vocabulary lacks a token, or the model has another id for it.
@@ -240,12 +234,11 @@ def special_tokens(
             named[key.removesuffix("_token")] = name
     for kind, name in named.items():
         found[kind], said = vocab.get(name), settings.get(f"{kind}_token_id")
-        if found[kind] is None or (
-            kind not in free and found[kind] not in (said if isinstance(said, list) else [said])
-        ):
+        is_right = kind == "unk" or found[kind] in (said if isinstance(said, list) else [said])
+        if found[kind] is None or not is_right:
             raise ValueError(
                 f"expected the vocabulary of {folder} to have {name!r}"
-                + ("" if kind in free else f" with the {kind}_token_id of {CONFIG}, {said!r}")
+                + ("" if kind == "unk" else f" with the {kind}_token_id of {CONFIG}, {said!r}")
                 + f", got {found[kind]!r}"
             )
     return found
@@ -364,8 +357,8 @@ def check_floating(settings: Mapping[str, Any], state: Mapping[str, Tensor]) -> 
             raise ValueError(f"expected floating-point weights, got {name} of {tensor.dtype}")
 
 
-def joined(left: dict[str, Tensor], names: tuple[str, ...], family: str) -> Tensor:
-    """Removes tensors from `left` and concatenates them.
+def taken(left: dict[str, Tensor], names: Iterable[str], family: str) -> tuple[Tensor, ...]:
+    """Removes tensors from `left` and returns them.
 
     Raises:
         ValueError: a tensor is missing.
@@ -373,8 +366,27 @@ def joined(left: dict[str, Tensor], names: tuple[str, ...], family: str) -> Tens
     missing = [name for name in names if name not in left]
     if missing:
         raise ValueError(f"expected the tensors of a {family}, got none called {some(missing)}")
-    parts = [left.pop(name) for name in names]
+    return tuple(left.pop(name) for name in names)
+
+
+def joined(left: dict[str, Tensor], names: tuple[str, ...], family: str) -> Tensor:
+    """Removes tensors from `left` and concatenates them; see `taken`."""
+    parts = taken(left, names, family)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def check_empty(left: Iterable[str], family: str) -> None:
+    """Raises ValueError for tensors that no part of a model has taken."""
+    if names := [*left]:
+        raise ValueError(f"expected the tensors of a {family}, got others as well: {some(names)}")
+
+
+def note_forbidden(saved: Checkpoint) -> None:
+    """Warns of ids that the model must not generate, for a model without a bias on the logits that forbids them."""
+    if saved.never:
+        logger.warning(
+            "the model forbids the ids %s, which is not applied: pass bad_words_ids to generate", [*saved.never]
+        )
 
 
 def first_equal(first: Tensor, second: Tensor, third: Tensor) -> tuple[Tensor, Tensor, Tensor]:

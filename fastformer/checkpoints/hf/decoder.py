@@ -7,21 +7,27 @@ Options of `GPTConfig` that a form's settings don't contain have their defaults.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastformer.checkpoints.hf.common import Parts, check_floating, depth_of, load_foreign, some
+from fastformer.checkpoints.hf.common import (
+    Checkpoint,
+    check_empty,
+    check_floating,
+    eos_setting,
+    load_foreign,
+    note_forbidden,
+    taken,
+)
 from fastformer.models import GPT, BERTConfig, GPTConfig
-from fastformer.models.pretrained import config_from_dict
+from fastformer.models.pretrained import check_depth, config_from_dict
 from fastformer.special_ids import SpecialIds
 
-logger = logging.getLogger("fastformer")
-
 EMBEDDING, OUTPUT = "embedding.weight", "output.weight"
+BOTH = ("weight", "bias")  # the kinds of a module's tensors
 
 
 def as_it_is(name: str, tensor: Tensor, config: GPTConfig) -> Tensor:
@@ -59,24 +65,12 @@ class Form(NamedTuple):
     unread: tuple[str, ...] = ()
     heads: tuple[str, ...] = ("lm_head.weight",)
 
-    def to_model(
-        self,
-        settings: Mapping[str, Any],
-        state: Mapping[str, Tensor],
-        *,
-        unk: int | None = None,
-        never: Iterable[int] = (),
-        layer_norm_eps: float | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> GPT:
+    def to_model(self, saved: Checkpoint) -> GPT:
         """Builds the model, as `ToModel` describes."""
-        if forbidden := [*never]:  # a `GPT` has no bias on the logits to forbid them
-            logger.warning(
-                "the model forbids the ids %s, which is not applied: pass bad_words_ids to generate", forbidden
-            )
-        check_floating(settings, state)
-        left = self._with_prefix(state)
+        note_forbidden(saved)  # a `GPT` has no bias on the logits to forbid them
+        settings = saved.settings
+        check_floating(settings, saved.state)
+        left = self._with_prefix(saved.state)
         theirs = self.names(_ANY)[EMBEDDING][0]
         embedding, output = left.get(self.prefix + theirs), None
         for name in self.heads:
@@ -90,33 +84,30 @@ class Form(NamedTuple):
         elif tied:  # unless one of the two matrices was changed afterwards
             tied = output is embedding or (output.shape == embedding.shape and torch.equal(output, embedding))
         options = self.options(settings)
-        depth_of({"layers": options["num_layers"]}, "layers", left)
-        if layer_norm_eps is not None:
-            options["layer_norm_eps"] = layer_norm_eps
+        check_depth("layers", options["num_layers"], len(left), "the settings")
+        if saved.layer_norm_eps is not None:
+            options["layer_norm_eps"] = saved.layer_norm_eps
         config: GPTConfig = config_from_dict(
             GPTConfig,
             {
                 **options,
                 "vocab_size": len(embedding),
                 "tie_embeddings": tied,
-                "special_ids": special_ids(settings, len(embedding), unk),
+                "special_ids": special_ids(settings, len(embedding), saved.unk),
             },
         )
-        weights: dict[str, Parts] = {}
-        for ours, names in self.names(config).items():
-            missing = [self.prefix + name for name in names if self.prefix + name not in left]
-            if missing:
-                raise ValueError(f"expected the tensors of a {self.name}, got none called {some(missing)}")
-            weights[ours] = tuple(left.pop(self.prefix + name) for name in names)
+        weights = {
+            ours: taken(left, [self.prefix + name for name in names], self.name)
+            for ours, names in self.names(config).items()
+        }
         if output is not None and not tied:
             weights[OUTPUT] = (output,)
-        if left:
-            raise ValueError(f"expected the tensors of a {self.name}, got others as well: {some(left)}")
+        check_empty(left, self.name)
         return load_foreign(
             config,
             weights,
-            device=device,
-            dtype=dtype or embedding.dtype,
+            device=saved.device,
+            dtype=saved.dtype or embedding.dtype,
             convert=lambda name, tensor: self.convert(name, tensor, config),
         )
 
@@ -128,13 +119,12 @@ class Form(NamedTuple):
         """
         config, ids = model.config, model.config.special_ids
         settings = self.settings(config)
-        ends: Any = [*ids.eos] if len(ids.eos) != 1 else ids.eos[0]
         settings |= {
             "vocab_size": config.vocab_size,
             "tie_word_embeddings": config.tie_embeddings,
             "pad_token_id": None if ids.pad in ids.eos or not ids.eos else ids.pad,
             "bos_token_id": None,
-            "eos_token_id": ends or None,
+            "eos_token_id": eos_setting(ids) if ids.eos else None,
         }
         state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         weights: dict[str, Tensor] = {}
@@ -232,8 +222,16 @@ def check_form(config: GPTConfig | BERTConfig, expected: Mapping[str, Any], free
         raise MisfitError(option, f"expected a {name}, with {option}={wanted}, got {getattr(config, option)!r}")
 
 
+def kinds_of(has_bias: bool) -> tuple[str, ...]:
+    """Returns the kinds of a module's tensors."""
+    return BOTH if has_bias else BOTH[:1]
+
+
 def layer_names(
-    config: GPTConfig, place: str, modules: Mapping[str, tuple[str, ...]], kinds: Mapping[str, tuple[str, ...]]
+    config: GPTConfig | BERTConfig,
+    place: str,
+    modules: Mapping[str, tuple[str, ...]],
+    has_bias: Callable[[str], bool] = lambda module: True,
 ) -> dict[str, tuple[str, ...]]:
     """Maps fastformer's names of the layers' tensors to those of the family.
 
@@ -241,15 +239,17 @@ def layer_names(
         config: the config of the model.
         place: the family's name of the layers, such as "layers".
         modules: fastformer's names of the modules, each with those of the family.
-        kinds: by fastformer's name of a module, the kinds of its tensors, if it doesn't have just a weight.
+        has_bias: fastformer's name of a module -> whether it has a bias.
     """
     names: dict[str, tuple[str, ...]] = {}
+    stack = "encoder" if isinstance(config, BERTConfig) else "decoder"
     for layer in range(config.num_layers):
         for ours, theirs in modules.items():
-            for kind in kinds.get(ours, ("weight",)):
-                key = f"in_proj_{kind}" if ours == "self_attn.in_proj" else None
-                name = f"self_attn.{key}" if key else f"{ours}.{kind}"
-                names[f"decoder.layers.{layer}.{name}"] = tuple(f"{place}.{layer}.{part}.{kind}" for part in theirs)
+            if ours == "norm1" and layer == 0 and isinstance(config, BERTConfig) and not config.first_norm:
+                continue
+            for kind in kinds_of(has_bias(ours)):
+                name = f"self_attn.in_proj_{kind}" if ours == "self_attn.in_proj" else f"{ours}.{kind}"
+                names[f"{stack}.layers.{layer}.{name}"] = tuple(f"{place}.{layer}.{part}.{kind}" for part in theirs)
     return names
 
 

@@ -7,20 +7,21 @@ the tensors. A head that classifies texts is converted; other heads, such as tha
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastformer.checkpoints.hf.common import Parts, check_floating, depth_of, load_foreign, some
+from fastformer.checkpoints.hf.common import Checkpoint, check_empty, check_floating, load_foreign, some, taken
+from fastformer.checkpoints.hf.decoder import BOTH, EMBEDDING
 from fastformer.models import BERT, BERTConfig
-from fastformer.models.pretrained import config_from_dict
+from fastformer.models.pretrained import check_depth, config_from_dict
 from fastformer.special_ids import SpecialIds
 
 logger = logging.getLogger("fastformer")
 
-EMBEDDING, POSITIONS = "embedding.weight", "embedding.position.table"
+POSITIONS = "embedding.position.table"
 CLASSIFIER = "ForSequenceClassification"  # the end of the class names of models with this head
 _HEAD_OPTIONS = ("head", "head_pooling", "head_dropout")
 _OLD_KINDS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
@@ -57,18 +58,9 @@ class EncoderForm(NamedTuple):
     pooler: str | None = "pooler.dense"
     unused_positions: Callable[[int], int] = lambda pad: 0
 
-    def to_model(
-        self,
-        settings: Mapping[str, Any],
-        state: Mapping[str, Tensor],
-        *,
-        unk: int | None = None,
-        never: Iterable[int] = (),
-        layer_norm_eps: float | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> BERT:
+    def to_model(self, saved: Checkpoint) -> BERT:
         """Builds the model, as `ToModel` describes. The first of `architectures` decides if the head classifies."""
+        settings, state = saved.settings, saved.state
         check_floating(settings, {name: tensor for name, tensor in state.items() if not name.endswith(_BUFFERS)})
         left = self._with_prefix(state)
         theirs = self.prefix + self.names(_ANY)[EMBEDDING][0]
@@ -76,10 +68,10 @@ class EncoderForm(NamedTuple):
         if embedding is None or embedding.dim() != 2:
             raise ValueError(f"expected the tensors of a {self.name}, got no matrix called {theirs}")
         options = self.options(settings)
-        depth_of({"layers": options["num_layers"]}, "layers", left)
-        if layer_norm_eps is not None:
-            options["layer_norm_eps"] = layer_norm_eps
-        ids = self._special_ids(settings, len(embedding), unk)
+        check_depth("layers", options["num_layers"], len(left), "the settings")
+        if saved.layer_norm_eps is not None:
+            options["layer_norm_eps"] = saved.layer_norm_eps
+        ids = self._special_ids(settings, len(embedding), saved.unk)
         options |= {"vocab_size": len(embedding), "special_ids": ids}
         options["num_labels"] = self._num_labels(settings, options, left)
         if not options["num_labels"]:
@@ -90,22 +82,16 @@ class EncoderForm(NamedTuple):
         for name in () if options["pooler"] else pooler:
             del left[name]
         config: BERTConfig = config_from_dict(BERTConfig, options)
-        weights: dict[str, Parts] = {}
-        for ours, parts in self._all_names(config).items():
-            missing = [name for name in parts if name not in left]
-            if missing:
-                raise ValueError(f"expected the tensors of a {self.name}, got none called {some(missing)}")
-            weights[ours] = tuple(left.pop(name) for name in parts)
-        if unknown := [name for name in left if name.startswith(self.prefix)]:
-            raise ValueError(f"expected the tensors of a {self.name}, got others as well: {some(unknown)}")
+        weights = {ours: taken(left, parts, self.name) for ours, parts in self._all_names(config).items()}
+        check_empty((name for name in left if name.startswith(self.prefix)), self.name)
         if left:
             logger.warning("loading only the encoder of a %s: its head is omitted (%s)", self.name, some(left))
         unused = self.unused_positions(ids.pad)
         model: BERT = load_foreign(
             config,
             weights,
-            device=device,
-            dtype=dtype or embedding.dtype,
+            device=saved.device,
+            dtype=saved.dtype or embedding.dtype,
             convert=lambda name, tensor: tensor[unused:] if name == POSITIONS else tensor,
         )
         return model
@@ -144,7 +130,7 @@ class EncoderForm(NamedTuple):
         """Maps fastformer's names of all tensors to those of the family, prefix included."""
         names = {ours: tuple(self.prefix + part for part in parts) for ours, parts in self.names(config).items()}
         if config.pooler and self.pooler is not None:
-            names |= {f"pooler.{kind}": (f"{self.prefix}{self.pooler}.{kind}",) for kind in ("weight", "bias")}
+            names |= {f"pooler.{kind}": (f"{self.prefix}{self.pooler}.{kind}",) for kind in BOTH}
         if config.num_labels:
             names |= {ours: (theirs,) for ours, theirs in self.head(config).items()}
         return names
@@ -194,28 +180,3 @@ class EncoderForm(NamedTuple):
 
 
 _ANY = BERTConfig(3, num_layers=1)
-
-
-def encoder_layer_names(
-    config: BERTConfig,
-    place: str,
-    modules: Mapping[str, tuple[str, ...]],
-    kinds: Callable[[str], tuple[str, ...]] = lambda module: ("weight", "bias"),
-) -> dict[str, tuple[str, ...]]:
-    """Maps fastformer's names of the layers' tensors to those of the family.
-
-    Args:
-        config: the config of the model.
-        place: the family's name of the layers, such as "encoder.layer".
-        modules: fastformer's names of the modules, each with those of the family.
-        kinds: fastformer's name of a module -> the kinds of its tensors.
-    """
-    names: dict[str, tuple[str, ...]] = {}
-    for layer in range(config.num_layers):
-        for ours, theirs in modules.items():
-            if ours == "norm1" and layer == 0 and not config.first_norm:
-                continue
-            for kind in kinds(ours):
-                name = f"self_attn.in_proj_{kind}" if ours == "self_attn.in_proj" else f"{ours}.{kind}"
-                names[f"encoder.layers.{layer}.{name}"] = tuple(f"{place}.{layer}.{part}.{kind}" for part in theirs)
-    return names

@@ -26,7 +26,6 @@ _MODULES = {
     "linear1": ("mlp.c_fc",),
     "linear2": ("mlp.c_proj",),
 }
-_BOTH = ("weight", "bias")
 
 
 def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,7 +71,7 @@ def _names(config: GPTConfig) -> dict[str, tuple[str, ...]]:
         "embedding.position.table": ("wpe.weight",),
         "decoder.norm.weight": ("ln_f.weight",),
         "decoder.norm.bias": ("ln_f.bias",),
-        **layer_names(config, "h", _MODULES, dict.fromkeys(_MODULES, _BOTH)),
+        **layer_names(config, "h", _MODULES),
     }
 
 

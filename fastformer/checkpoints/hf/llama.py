@@ -27,7 +27,6 @@ MODULES = {
 }
 QK_NORMS = {"self_attn.q_norm": ("self_attn.q_norm",), "self_attn.k_norm": ("self_attn.k_norm",)}
 _POST = {"post_norm1": ("post_attention_layernorm",), "post_norm2": ("post_feedforward_layernorm",)}
-_BOTH = ("weight", "bias")
 _BIASES = ("qkv_bias", "out_bias", "bias")
 # Options that every one of these families has in its settings.
 _FREE = ("d_ff", "num_kv_heads", "max_len", "layer_norm_eps", "attention_dropout", "rotary_base", "rotary_scaling")
@@ -265,16 +264,11 @@ class Variant(NamedTuple):
         qkv, out = biases_of(config)
         biased = {"self_attn.in_proj": qkv, "self_attn.out_proj": out, "linear1": config.bias, "linear2": config.bias}
         norm_bias = config.norm == "layer" and config.bias
-        biased |= dict.fromkeys(("norm1", "norm2"), norm_bias)
-        kinds = {
-            name: _BOTH
-            for name in self.modules
-            if biased.get(name, norm_bias and name.startswith(("norm", "post_norm")))
-        }
+        biased |= dict.fromkeys(("norm1", "norm2", "post_norm1", "post_norm2"), norm_bias)
         names = {EMBEDDING: (f"{self.embedding}.weight",), "decoder.norm.weight": (f"{self.norm}.weight",)}
         if norm_bias:
             names["decoder.norm.bias"] = (f"{self.norm}.bias",)
-        return {**names, **layer_names(config, "layers", self.modules, kinds)}
+        return {**names, **layer_names(config, "layers", self.modules, lambda name: biased.get(name, False))}
 
 
 def biases_of(config: GPTConfig) -> tuple[bool, bool]:

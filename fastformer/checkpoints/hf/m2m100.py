@@ -31,7 +31,6 @@ from fastformer.data.tokenizer import TOKENIZER, read_backend
 from fastformer.files import read_json
 from fastformer.models import TransformerConfig
 
-_SPECIAL_TOKENS = {"unk": "<unk>", "eos": "</s>", "pad": "<pad>"}
 _CLASSES = ("M2M100Tokenizer", "NllbTokenizer")
 _LANGUAGE = re.compile(r"[a-z]{3}_[A-Z][a-z]{3}")
 # The languages of M2M100 in the order of their ids, and those of WMT21's models.
@@ -54,7 +53,7 @@ def read_tokenizer(
         return _read_pieces(folder, settings)
     file = folder / TOKENIZER
     backend = read_backend(file, read_json(file))
-    special = special_tokens(folder, settings, backend.get_vocab(), _SPECIAL_TOKENS, ["unk"])
+    special = special_tokens(folder, settings, backend.get_vocab())
     ids = {name: i for name, i in added_tokens(backend).items() if _LANGUAGE.fullmatch(name)}
     is_behind = flag_of(tokenizer_settings(folder), "legacy_behaviour", False)
     languages = languages_of(folder, settings, ids, "behind" if is_behind else "front")
@@ -69,7 +68,7 @@ def _read_pieces(
     vocab = check_vocab(folder / "vocab.json", read_json(folder / "vocab.json"))
     file = folder / "sentencepiece.bpe.model"
     processor = read_sentencepiece(file, read_file(file))
-    special = special_tokens(folder, settings, vocab, _SPECIAL_TOKENS, ["unk"])
+    special = special_tokens(folder, settings, vocab)
     codes = tokenizer_settings(folder).get("language_codes", "m2m100")
     if codes not in _CODES:
         raise ValueError(f"expected language_codes in {(*_CODES,)}, got {codes!r}")

@@ -18,7 +18,6 @@ from fastformer.languages import Languages
 from fastformer.models import TransformerConfig
 
 _LANGUAGE = re.compile(r">>[^<>\s]+<<")  # the token of a target language, in models that translate into several
-_SPECIAL_TOKENS = {"unk": "<unk>", "eos": "</s>", "pad": "<pad>"}
 
 
 def read_tokenizer(
@@ -31,7 +30,7 @@ def read_tokenizer(
     source, target = (
         read_sentencepiece(file, read_file(file)) for file in (folder / "source.spm", folder / "target.spm")
     )
-    special = special_tokens(folder, settings, target_vocab, _SPECIAL_TOKENS, ["unk"])
+    special = special_tokens(folder, settings, target_vocab)
 
     ids = {piece[2:-2]: i for piece, i in vocab.items() if _LANGUAGE.fullmatch(piece)}
     languages = Languages(ids, "asked") if ids else None

@@ -19,7 +19,6 @@ from fastformer.files import read_json
 from fastformer.languages import Languages
 from fastformer.models import TransformerConfig
 
-_SPECIAL_TOKENS = {"unk": "<unk>", "eos": "</s>", "pad": "<pad>"}
 _LANGUAGE = re.compile(r"[a-z]{2,3}_[A-Z]{2}")
 # In the order of their ids: mBART's 25, and those that mBART-50 adds.
 _CODES = (
@@ -60,11 +59,11 @@ def read_tokenizer(
     languages = languages_of(folder, settings, found, "front" if is_many else "start")
     _check_start(languages, settings)
     if backend is not None:
-        special = special_tokens(folder, settings, backend.get_vocab(), _SPECIAL_TOKENS, ["unk"])
+        special = special_tokens(folder, settings, backend.get_vocab())
         return special["unk"], lambda config: BackendTokenizer(
             backend, config.vocab_size, config.special_ids, None, str(file), languages
         )
-    special = special_tokens(folder, settings, vocab, _SPECIAL_TOKENS, ["unk"])
+    special = special_tokens(folder, settings, vocab)
     return special["unk"], lambda config: PieceTokenizer(
         processor, vocab, config.vocab_size, config.special_ids, languages
     )

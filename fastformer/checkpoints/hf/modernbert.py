@@ -11,8 +11,8 @@ from typing import Any
 
 from fastformer.checkpoints.hf.bert import check_only
 from fastformer.checkpoints.hf.common import activation_of, flag_of, number_of
-from fastformer.checkpoints.hf.decoder import check_form
-from fastformer.checkpoints.hf.encoder import EMBEDDING, EncoderForm, encoder_layer_names
+from fastformer.checkpoints.hf.decoder import BOTH, EMBEDDING, check_form, kinds_of, layer_names
+from fastformer.checkpoints.hf.encoder import EncoderForm
 from fastformer.models import BERTConfig
 
 _ACTIVATIONS = {
@@ -158,23 +158,22 @@ def _before_version_5(config: BERTConfig, local: float) -> dict[str, Any]:
 
 
 def _names(config: BERTConfig) -> dict[str, tuple[str, ...]]:
-    norm = _kinds(config.bias)
-    attention = _kinds(config.bias if config.attention_bias is None else config.attention_bias)
+    norm = kinds_of(config.bias)
+    attention_bias = config.bias if config.attention_bias is None else config.attention_bias
+    biases = {"self_attn.in_proj": attention_bias, "self_attn.out_proj": attention_bias}
     return {
         EMBEDDING: ("embeddings.tok_embeddings.weight",),
         **{f"embedding_norm.{kind}": (f"embeddings.norm.{kind}",) for kind in norm},
-        **encoder_layer_names(config, "layers", _MODULES, lambda name: attention if "self_attn" in name else norm),
+        **layer_names(config, "layers", _MODULES, lambda name: biases.get(name, config.bias)),
         **{f"encoder.norm.{kind}": (f"final_norm.{kind}",) for kind in norm},
     }
 
 
-def _kinds(bias: bool) -> tuple[str, ...]:
-    return ("weight", "bias") if bias else ("weight",)
-
-
 def _head(config: BERTConfig) -> dict[str, str]:
-    names = {f"head.{part}.{kind}": f"head.{part}.{kind}" for part in ("dense", "norm") for kind in _kinds(config.bias)}
-    return {**names, **{f"head.out.{kind}": f"classifier.{kind}" for kind in ("weight", "bias")}}
+    names = {
+        f"head.{part}.{kind}": f"head.{part}.{kind}" for part in ("dense", "norm") for kind in kinds_of(config.bias)
+    }
+    return {**names, **{f"head.out.{kind}": f"classifier.{kind}" for kind in BOTH}}
 
 
 FORM = EncoderForm("ModernBERT", "model.", "ModernBert", 50283, _options, _settings, _names, _head, pooler=None)

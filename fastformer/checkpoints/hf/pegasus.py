@@ -16,7 +16,6 @@ from fastformer.data.tokenizer import TOKENIZER, read_backend
 from fastformer.files import read_json
 from fastformer.models import TransformerConfig
 
-_SPECIAL_TOKENS = {"unk": "<unk>", "eos": "</s>", "pad": "<pad>"}
 _OFFSET = 103  # ids between those of PAD and EOS and those of other pieces, unless the folder contains the number
 
 
@@ -27,7 +26,7 @@ def read_tokenizer(
     file = folder / TOKENIZER
     if file.is_file():
         backend = read_backend(file, read_json(file))
-        special = special_tokens(folder, settings, backend.get_vocab(), _SPECIAL_TOKENS, ["unk"])
+        special = special_tokens(folder, settings, backend.get_vocab())
         return special["unk"], lambda config: BackendTokenizer(
             backend, config.vocab_size, config.special_ids, None, str(file)
         )
@@ -38,5 +37,5 @@ def read_tokenizer(
         raise ValueError(f"expected offset to be a number of ids, got {offset!r}")
     vocab = {"<pad>": 0, "</s>": 1}
     vocab |= {processor.id_to_piece(i): i + offset for i in range(2, processor.get_piece_size())}
-    special = special_tokens(folder, settings, vocab, _SPECIAL_TOKENS, ["unk"])
+    special = special_tokens(folder, settings, vocab)
     return special["unk"], lambda config: PieceTokenizer(processor, vocab, config.vocab_size, config.special_ids)

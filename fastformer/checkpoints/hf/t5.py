@@ -10,9 +10,8 @@ tokenizer.json               of the tokenizers library; or spiece.model, a Sente
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,9 @@ from torch import Tensor
 from fastformer.checkpoints.hf.common import (
     ACTIVATIONS,
     THEIR_ACTIVATIONS,
+    Checkpoint,
     activation_of,
+    check_empty,
     check_floating,
     check_options,
     depth_of,
@@ -33,9 +34,9 @@ from fastformer.checkpoints.hf.common import (
     flag_of,
     joined,
     load_foreign,
+    note_forbidden,
     number_of,
     read_file,
-    some,
     special_tokens,
     without_row,
 )
@@ -46,10 +47,7 @@ from fastformer.languages import Languages
 from fastformer.models import Transformer, TransformerConfig
 from fastformer.special_ids import SpecialIds
 
-logger = logging.getLogger("fastformer")
-
 NAMES = {"t5": "T5", "mt5": "mT5"}  # by the model_type of transformers
-_SPECIAL_TOKENS = {"unk": "<unk>", "eos": "</s>", "pad": "<pad>"}
 _LANGUAGE = re.compile(r"<2([a-z]{2,3}(?:_[A-Za-z_]+)?)>")
 _MAX_LEN = 512  # for a config without n_positions
 
@@ -80,22 +78,13 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
-def transformer_from_t5(
-    settings: Mapping[str, Any],
-    state: Mapping[str, Tensor],
-    *,
-    unk: int | None = None,
-    never: Iterable[int] = (),
-    layer_norm_eps: float | None = None,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> Transformer:
+def transformer_from_t5(saved: Checkpoint) -> Transformer:
     """Builds the model, as `ToModel` describes; the model_type of the settings is one of `NAMES`.
 
     The eps of the norms is the setting layer_norm_epsilon.
     """
-    if forbidden := [*never]:  # the config has no output bias to forbid them
-        logger.warning("the model forbids the ids %s, which is not applied: pass bad_words_ids to generate", forbidden)
+    note_forbidden(saved)  # the config has no output bias to forbid them
+    settings, state = saved.settings, saved.state
     name, left = NAMES[settings["model_type"]], dict(state)
     check_floating(settings, left)
     left.pop(_UNREAD, None)
@@ -103,7 +92,7 @@ def transformer_from_t5(
     if pad is None or eos is None:
         raise ValueError(f"expected a {name} with a pad_token_id and an eos_token_id, got {pad!r} and {eos!r}")
     start = settings.get("decoder_start_token_id")
-    special_ids = SpecialIds(pad=pad, eos=eos, unk=unk, start=pad if start is None else start)
+    special_ids = SpecialIds(pad=pad, eos=eos, unk=saved.unk, start=pad if start is None else start)
     source, target, output = _embeddings(left, name)
     tied = source is target is output
     d_model, head_dim, heads = (number_of(settings, key) for key in ("d_model", "d_kv", "num_heads"))
@@ -150,9 +139,8 @@ def transformer_from_t5(
             elif ours.endswith("position_bias.table"):
                 weights[ours] = F.pad(weights[ours], (0, config.num_heads - heads))
     weights |= embedding_weights(source, target, output)
-    if left:
-        raise ValueError(f"expected the tensors of a {name}, got others as well: {some(left)}")
-    return load_foreign(config, weights, device=device, dtype=dtype or target.dtype)
+    check_empty(left, name)
+    return load_foreign(config, weights, device=saved.device, dtype=saved.dtype or target.dtype)
 
 
 def t5_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -280,7 +268,7 @@ def read_tokenizer(
     if file.is_file():
         backend = read_backend(file, read_json(file))
         vocab = backend.get_vocab()
-        special = special_tokens(folder, settings, vocab, _SPECIAL_TOKENS, ["unk"])
+        special = special_tokens(folder, settings, vocab)
         languages = _languages(vocab, lambda text: list(backend.encode(text, add_special_tokens=False).ids))
         return special["unk"], lambda config: BackendTokenizer(
             backend, config.vocab_size, config.special_ids, None, str(file), languages
@@ -288,7 +276,7 @@ def read_tokenizer(
     file = folder / "spiece.model"
     processor = read_sentencepiece(file, read_file(file))
     vocab = {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}
-    special = special_tokens(folder, settings, vocab, _SPECIAL_TOKENS, ["unk"])
+    special = special_tokens(folder, settings, vocab)
     languages = _languages(vocab, lambda text: list(processor.encode(text)))
     return special["unk"], lambda config: SentencePieceTokenizer(
         processor, config.vocab_size, config.special_ids, languages
