@@ -249,19 +249,17 @@ def restore(model: nn.Module) -> list[str]:
             )
     if "transformers" in sys.modules:
         from fastformer.integrations import engine_encode, engine_generate
+        from fastformer.integrations.attention_interface import unpatch_attention
+        from fastformer.integrations.padding import forget
 
         engine_generate.forget(model)
         engine_encode.forget(model)
+        unpatch_attention(model)
+        forget(model)
     torch_nn.forget(model)
     restored = [name for name, module in found if restore_class(module)]
     for module in model.modules():
         forget_plans(module)
-    if "transformers" in sys.modules:
-        from fastformer.integrations.attention_interface import unpatch_attention
-        from fastformer.integrations.padding import forget
-
-        unpatch_attention(model)
-        forget(model)
     return restored
 
 
@@ -312,10 +310,10 @@ def known_replacements() -> dict[type[nn.Module], Replacement]:
     """Returns the replacements for classes of torch.nn and of loaded families, by the class that they replace."""
     known = [*torch_nn.REPLACEMENTS]
     if "transformers" in sys.modules:
-        from fastformer.integrations import decoders, encoders, seq2seq
+        from fastformer.integrations import derived
 
-        # The last replacement of a class counts: those in `seq2seq` do all that those in `decoders` do, and more.
-        known += [*decoders.replacements(), *encoders.replacements(), *seq2seq.replacements()]
+        known += derived.replacements()
+    # The last replacement of a class counts.
     return by_original([*known, *chain.from_iterable(family.REPLACEMENTS for family in _families())])
 
 

@@ -12,11 +12,9 @@ that one is computed even if it is padding: its token attends to the others, and
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import sys
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,7 +23,6 @@ from torch import Tensor, nn
 from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES
 from fastformer.encoding.engine import Gaps, PackedEncoder, pack_encoder, why_no_encoder
 from fastformer.encoding.source_engine import pack_source
-from fastformer.generation.engines.cpp_support import PACKED_PRECISIONS
 from fastformer.integrations.as_made import why_not_as_made, why_not_at_this_moment
 from fastformer.integrations.conversion import from_huggingface
 from fastformer.integrations.engine_models import (
@@ -37,7 +34,7 @@ from fastformer.integrations.engine_models import (
     model_type_of,
 )
 from fastformer.integrations.engine_sources import AROUND, is_source, tell_encoders, weights_of_decoding, whole_of
-from fastformer.integrations.known import RETURNS_TUPLES, gives_tuple
+from fastformer.integrations.known import RETURNS_TUPLES, by_name, gives_tuple
 from fastformer.integrations.padding import Owner, PackingStack
 from fastformer.integrations.replace import original_class
 from fastformer.models import BERT, Transformer
@@ -48,19 +45,6 @@ logger = logging.getLogger("fastformer")
 
 # Arguments of a forward that a call of the engine reads, or that don't change an encoder's results.
 _READ = frozenset({"input_ids", "attention_mask", "token_type_ids", "return_dict", "use_cache"})
-# The name of the attribute that holds an accelerated encoder's `Setting`.
-_SETTING = "_fastformer_encode"
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The options of `accelerate` for an encoder.
-
-    Attributes:
-        precision: the engine's precision; None: the model's.
-    """
-
-    precision: str | None = None
 
 
 class EncoderModel(FoundModel[PackedEncoder]):
@@ -215,7 +199,7 @@ class EncoderStack(StackOnEncoder):
 
     def has_known_layers(self) -> bool:
         """Returns whether the engine runs this stack, and so omits padding."""
-        return isinstance(vars(self).get(_SETTING), Setting) and isinstance(ENCODERS.of(self), EncoderModel)
+        return ENCODERS.setting(self) is not None and isinstance(ENCODERS.of(self), EncoderModel)
 
 
 class _Texts(NamedTuple):
@@ -237,10 +221,9 @@ class _Texts(NamedTuple):
 
 def _encoded(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns the engine's output of a call, or the reason why the call falls back to the modules."""
-    setting = vars(model).get(_SETTING)
-    if not isinstance(setting, Setting):
+    if (setting := ENCODERS.setting(model)) is None:
         return "you asked for it"
-    given = _by_name(model, args, kwargs) if args else kwargs
+    given = by_name(cast(Any, original_class(model)).forward, model, args, kwargs) if args else kwargs
     if given is None:
         return "its arguments don't fit its forward"
     if (reason := _why_not_call(model, given) or why_not_at_this_moment()) is not None:
@@ -250,14 +233,11 @@ def _encoded(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return found
     if found.trains:
         return "a module inside of it is in training"
-    precision = setting.precision or _autocast() or found.precision
-    if precision not in PACKED_PRECISIONS:
-        return f"the engine has no autocast to {precision}"
     texts = _texts(model, found, given)
     if isinstance(texts, str):
         return texts
     try:
-        weights = found.weights(model, precision)
+        weights = found.weights(model, found.acting_precision(setting))
     except UnfitError as error:
         return str(error)
     if max(map(len, texts.ids)) > weights.max_len:
@@ -269,20 +249,6 @@ def _encoded(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except ValueError as error:  # ids or types out of range: the modules raise an IndexError
         raise IndexError(str(error)) from None
     return _as_asked(model, _padded(torch.from_numpy(rows), texts).to(_dtype(model)), given)
-
-
-def _by_name(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns all arguments by their names; None if there are too many, or if one is given twice."""
-    names = _names(cast(Any, original_class(model)))[: len(args)]
-    if len(names) < len(args) or not kwargs.keys().isdisjoint(names):
-        return None
-    return {**dict(zip(names, args, strict=True)), **kwargs}
-
-
-@functools.cache
-def _names(kind: Any) -> tuple[str, ...]:
-    found = inspect.signature(kind.forward).parameters.values()
-    return tuple(each.name for each in found if each.kind is each.POSITIONAL_OR_KEYWORD)[1:]
 
 
 def _dtype(model: Any) -> torch.dtype:
@@ -313,14 +279,6 @@ def _why_not_call(model: Any, given: dict[str, Any]) -> str | None:
     if config.output_hidden_states or config.output_attentions:
         return "its config asks for hidden states or attentions"
     return None
-
-
-def _autocast() -> str | None:
-    """Returns the precision of CPU autocast; None if it is off."""
-    if not torch.is_autocast_enabled("cpu"):
-        return None
-    dtype = torch.get_autocast_dtype("cpu")
-    return "bf16" if dtype == torch.bfloat16 else str(dtype)
 
 
 def _texts(model: Any, found: EncoderModel, given: dict[str, Any]) -> _Texts | str:
@@ -425,35 +383,24 @@ def decide(model: nn.Module, precision: str | None, *, wanted: bool) -> None:
     """
     tell_encoders(model)
     for module in _encoders(model).values():
-        if not wanted:
-            if vars(module).pop(_SETTING, None) is not None:
-                ENCODERS.forget(module)
-        elif precision is not None or _SETTING not in vars(module):
-            vars(module)[_SETTING] = Setting(precision)
+        ENCODERS.decide(module, precision, wanted=wanted)
 
 
 def forget(model: nn.Module) -> None:
     """Undoes `decide`, and drops the weights that were packed."""
     for module in _encoders(model).values():
         vars(module).pop(AROUND, None)
-        if vars(module).pop(_SETTING, None) is not None:
-            ENCODERS.forget(module)
+        ENCODERS.forget(module)
 
 
 def described(model: nn.Module) -> dict[str, str]:
     """Returns for each encoder of transformers in a module, by name, what computes it in evaluation, and why."""
     found = {}
     for name, module in _encoders(model).items():
-        setting = vars(module).get(_SETTING)
-        if not isinstance(setting, Setting):
-            found[name] = "by its modules: you asked for it"
-            continue
-        plan = ENCODERS.of(module)
-        reason = plan if isinstance(plan, str) else plan.why_not(setting.precision or plan.precision)
+        precision, reason = ENCODERS.described(module)
         if reason is not None:
             found[name] = f"by its modules: {reason}"
-        elif isinstance(plan, EncoderModel):
-            precision = setting.precision or plan.precision
+        else:
             size = megabytes(_copy_bytes(module, precision))
             found[name] = (
                 f"on the C++ engine in {precision}, in evaluation without gradients, with a packed copy of {size}"

@@ -34,6 +34,7 @@ from fastformer.integrations.engine_models import (
     ENGINE_MODELS,
     EngineModel,
     ForeignEngine,
+    Setting,
     UnfitError,
     counts_words,
 )
@@ -75,20 +76,7 @@ _ARGUMENTS = frozenset(
 _NAMES = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:-1]  # without self and kwargs
 _UNSERVED = frozenset(_NAMES) - _ARGUMENTS
 
-# The name of the attribute that holds an accelerated model's `Setting`.
-_SETTING = "_fastformer_generate"
 _READS = frozenset({"attention_mask", "encoder_outputs", "position_ids", "use_cache", "logits_to_keep"})
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The options of `accelerate` for a model's `generate`.
-
-    Attributes:
-        precision: the engine's precision; None: the model's.
-    """
-
-    precision: str | None = None
 
 
 @dataclass
@@ -98,14 +86,14 @@ class Call:
     Attributes:
         model: the model whose `generate` was called.
         found: the findings about the model.
+        setting: the options of `accelerate` for it.
         encode: runs the encoder, if that is deferred.
         make_cache: makes the cache, if that is deferred.
-        given: the names of the call's arguments.
     """
 
     model: nn.Module
     found: EngineModel
-    given: frozenset[str]
+    setting: Setting
     encode: Callable[[], dict[str, Any]] | None = None
     make_cache: Callable[[dict[str, Any]], object] | None = None
 
@@ -202,8 +190,7 @@ def _call_of(model: object) -> Call | None:
 
 def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
     """Returns a call that may run on the engine. None: it falls back to transformers, and a debug line says why."""
-    setting = vars(model).get(_SETTING)
-    if not isinstance(setting, Setting):
+    if (setting := ENGINE_MODELS.setting(model)) is None:
         return None
     found = _why_not_options(model, args, kwargs) or _why_not_here(model) or ENGINE_MODELS.of(model)
     if isinstance(found, EngineModel) and found.trains:
@@ -211,7 +198,7 @@ def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
     if isinstance(found, str):
         _note(model, found)
         return None
-    return Call(model, found, frozenset(kwargs))
+    return Call(model, found, setting)
 
 
 def _note(model: nn.Module, reason: str) -> None:
@@ -311,7 +298,7 @@ def _decoding(call: Call, name: str, input_ids: Tensor, kwargs: dict[str, Any]) 
     # If a mask is all ones, transformers passes on only its length.
     if getattr(config, "_mask_length", None) not in (None, input_ids.shape[1]):
         raise _DeclinedError("the attention_mask does not fit the ids")
-    precision = _precision(call)
+    precision = call.found.acting_precision(call.setting)
     found = call.found.of_length(_longest(input_ids, kwargs.get("attention_mask")))
     engine = ForeignEngine(found.weights(call.model, precision), precision)
     inputs = _inputs(call, engine, input_ids, kwargs)
@@ -346,18 +333,6 @@ def _as_asked(found: Tensor, config: Any, engine: ForeignEngine) -> Any:
         return found
     kind = "GenerateDecoderOnlyOutput" if is_decoder_only(engine.shape) else "GenerateEncoderDecoderOutput"
     return getattr(transformers.generation, kind)(sequences=found)
-
-
-def _precision(call: Call) -> str:
-    asked = vars(call.model)[_SETTING].precision
-    if asked is not None:
-        return str(asked)
-    if not torch.is_autocast_enabled("cpu"):
-        return call.found.precision
-    dtype = torch.get_autocast_dtype("cpu")
-    if dtype != torch.bfloat16:
-        raise _DeclinedError(f"the engine has no autocast to {dtype}")
-    return "bf16"
 
 
 def _inputs(call: Call, engine: ForeignEngine, input_ids: Tensor, kwargs: dict[str, Any]) -> Inputs:
@@ -452,19 +427,14 @@ def decide(model: nn.Module, precision: str | None, *, wanted: bool) -> None:
         known = ", ".join(map(repr, PACKED_PRECISIONS))
         raise ValueError(f"expected precision to be one of {known}, got {precision!r}")
     for module in model.modules():
-        if not isinstance(module, OnEngine):
-            continue
-        if not wanted:
-            vars(module).pop(_SETTING, None)
-        elif precision is not None or _SETTING not in vars(module):
-            vars(module)[_SETTING] = Setting(precision)
+        if isinstance(module, OnEngine):
+            ENGINE_MODELS.decide(module, precision, wanted=wanted)
 
 
 def forget(model: nn.Module) -> None:
     """Undoes `decide`, and drops the weights that were packed."""
     for module in model.modules():
-        if vars(module).pop(_SETTING, None) is not None:
-            ENGINE_MODELS.forget(module)
+        ENGINE_MODELS.forget(module)
 
 
 def described(model: nn.Module) -> dict[str, str]:
@@ -473,15 +443,7 @@ def described(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         if not isinstance(module, OnEngine):
             continue
-        setting = vars(module).get(_SETTING)
-        if not isinstance(setting, Setting):
-            found[name] = "transformers' own: you asked for it"
-            continue
-        plan = ENGINE_MODELS.of(cast(nn.Module, module))
-        reason = plan if isinstance(plan, str) else plan.why_not(setting.precision or plan.precision)
+        precision, reason = ENGINE_MODELS.described(cast(nn.Module, module))
         reason = reason or _why_not_options(module, (), {})  # of its generation_config
-        if reason is not None:
-            found[name] = f"transformers' own: {reason}"
-        elif isinstance(plan, EngineModel):
-            found[name] = f"on the C++ engine in {setting.precision or plan.precision}"
+        found[name] = f"on the C++ engine in {precision}" if reason is None else f"transformers' own: {reason}"
     return found

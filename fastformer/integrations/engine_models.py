@@ -6,8 +6,8 @@ A model must be of a class in the table of `checkpoints.hf`, and must still be t
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 from weakref import ref
 
@@ -35,7 +35,18 @@ Weights = TypeVar("Weights")
 
 
 class UnfitError(Exception):
-    """The engine can't decode this model; the text says why."""
+    """The engine can't run this model, or not in this precision; the text says why."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The options of `accelerate` for a model on the engine.
+
+    Attributes:
+        precision: the engine's precision; None: the model's, or autocast's if it is on.
+    """
+
+    precision: str | None = None
 
 
 class PackedWeights(NamedTuple):
@@ -78,6 +89,18 @@ class FoundModel(Generic[Weights]):
     def why_not(self, precision: str) -> str | None:
         """Returns why the model's weights don't convert or pack; None if that hasn't failed so far."""
         return self._unfit.get(precision)
+
+    def acting_precision(self, setting: Setting) -> str:
+        """Returns the precision of a call.
+
+        Raises:
+            UnfitError: the engine lacks the dtype of autocast.
+        """
+        if setting.precision is not None or not torch.is_autocast_enabled("cpu"):
+            return setting.precision or self.precision
+        if (dtype := torch.get_autocast_dtype("cpu")) != torch.bfloat16:
+            raise UnfitError(f"the engine has no autocast to {dtype}")
+        return "bf16"
 
     def weights(self, model: nn.Module, precision: str) -> Weights:
         """Returns the packed weights in a precision, with the model's current values.
@@ -217,13 +240,43 @@ class FoundModels(Generic[Found]):
     """A lookup of the findings about models. Each model holds its own, which are valid as long as its guards hold.
 
     Args:
-        attribute: the name of the model's attribute that holds the findings.
+        attribute: the name of the model's attribute that holds the findings; its `Setting` is in another next to it.
         kind: (model, guards) -> the findings.
         find: (model) -> why the engine's results would differ from those of the model's modules, or None.
     """
 
     def __init__(self, attribute: str, kind: Callable[[Any, Any], Found], find: Callable[[Any], str | None]) -> None:
         self._attribute, self._kind, self._find = attribute, kind, find
+        self._setting = f"{attribute}_setting"
+
+    def decide(self, model: nn.Module, precision: str | None, *, wanted: bool) -> None:
+        """Gives a model its setting, or drops its setting and its packed weights.
+
+        Args:
+            model: a model that the engine may run.
+            precision: a known precision of `accelerate`; None leaves that of an earlier call.
+            wanted: whether the model runs on the engine at all.
+        """
+        own = vars(model)
+        if not wanted:
+            self.forget(model)
+        elif precision is not None or self._setting not in own:
+            own[self._setting] = Setting(precision)
+
+    def setting(self, model: nn.Module) -> Setting | None:
+        """Returns the setting of a model; None: it has none, and doesn't run on the engine."""
+        found = vars(model).get(self._setting)
+        return found if isinstance(found, Setting) else None
+
+    def described(self, model: nn.Module) -> tuple[str, str | None]:
+        """Returns the precision of a model on the engine, and why it doesn't run there; None if it does."""
+        if (setting := self.setting(model)) is None:
+            return "", "you asked for it"
+        plan = self.of(model)
+        if isinstance(plan, str):
+            return "", plan
+        precision = setting.precision or plan.precision
+        return precision, plan.why_not(precision)
 
     def of(self, model: nn.Module) -> Found | str:
         """Returns the findings about a model in its current state, or the reason why the engine can't run it."""
@@ -239,9 +292,10 @@ class FoundModels(Generic[Found]):
         return plan[0]
 
     def forget(self, model: nn.Module) -> None:
-        """Drops the findings about a model, and its packed weights."""
-        vars(model).pop(self._attribute, None)
-        repack(model)
+        """Drops the setting of a model, if it has one, and then the findings about it and its packed weights."""
+        if vars(model).pop(self._setting, None) is not None:
+            vars(model).pop(self._attribute, None)
+            repack(model)
 
 
 def _why_not(model: Any) -> str | None:
@@ -273,14 +327,3 @@ def is_convertible(kind: type) -> bool:
 def model_type_of(kind: type) -> str | None:
     """Returns the model_type of a class of transformers."""
     return getattr(getattr(kind, "config_class", None), "model_type", None)
-
-
-def loaded_classes() -> Iterator[type[nn.Module]]:
-    """Returns the classes of transformers that can be converted, from the families that were imported."""
-    for kind, family in FAMILIES.items():
-        if not family.generates:
-            continue
-        source = sys.modules.get(family.source(kind))
-        found = None if source is None else getattr(source, family.model_class, None)
-        if found is not None:
-            yield found

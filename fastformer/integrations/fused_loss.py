@@ -6,7 +6,6 @@ it is one op here (`ops.linear_cross_entropy`).
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from types import ModuleType
@@ -20,7 +19,7 @@ from transformers.loss import loss_utils
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, CausalLMOutputWithPast, Seq2SeqLMOutput
 
-from fastformer.integrations.known import gives_tuple
+from fastformer.integrations.known import by_name, gives_tuple
 from fastformer.integrations.packing import leaving_unread
 from fastformer.integrations.replace import original_class
 from fastformer.nn.guards import if_written_in, is_plain, is_traced, is_written_as_known
@@ -60,7 +59,7 @@ class FusedLoss(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         is_other = is_traced() or not self.training or not is_written_as_known(type(self))
-        given = None if is_other else _by_name(type(self).forward, self, args, kwargs)
+        given = None if is_other else by_name(type(self).forward, self, args, kwargs)
         if given is None or not self._is_fusable(given):
             return super().forward(*args, **kwargs)
         return self._output(given)
@@ -204,24 +203,3 @@ def _loss(
         # NaN is set next to the division and not by it, since the division's gradient would be NaN as well.
         return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
     return total / (num_items.to(total.device) if isinstance(num_items, torch.Tensor) else num_items)
-
-
-@functools.cache
-def _signature(forward: Any) -> inspect.Signature:
-    return inspect.signature(forward)
-
-
-def _by_name(forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns a call's arguments by name; None if they don't fit (transformers' forward then raises the error)."""
-    signature = _signature(forward)
-    try:
-        bound = signature.bind(module, *args, **kwargs).arguments
-    except TypeError:
-        return None
-    named: dict[str, Any] = {}
-    for name, value in list(bound.items())[1:]:
-        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            named |= value
-        else:
-            named[name] = value
-    return named

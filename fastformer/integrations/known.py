@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Iterable
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -171,6 +172,27 @@ def gives_tuple(config: Any, kwargs: dict[str, Any]) -> bool:
     """Returns whether the caller of a stack, or else the stack's config, asks for a tuple."""
     told = kwargs.get("return_dict")
     return not (config.return_dict and not getattr(config, "torchscript", False) if told is None else told)
+
+
+@functools.cache
+def _signature(forward: Any) -> inspect.Signature:
+    return inspect.signature(forward)
+
+
+def by_name(forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns a call's arguments by name; None if they don't fit (transformers' forward then raises the error)."""
+    signature = _signature(forward)
+    try:
+        bound = signature.bind(module, *args, **kwargs).arguments
+    except TypeError:
+        return None
+    named: dict[str, Any] = {}
+    for name, value in list(bound.items())[1:]:
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            named |= value
+        else:
+            named[name] = value
+    return named
 
 
 def nothing_else(args: tuple[Any, ...], kwargs: dict[str, Any], harmless: frozenset[str]) -> bool:
