@@ -30,15 +30,6 @@ from fastformer.ops.attention_weights import attention_weights
 from fastformer.ops.varlen_attention import varlen_attention
 
 
-class _DenseCall(NamedTuple):
-    """The inputs of a dense attention: queries, keys and values (batch, seqlen, heads, head_dim), masks and options."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    options: dict[str, Any]
-
-
 class AttentionPlan(NamedTuple):
     """The parts of an attention's computation that depend only on its modules and its class.
 
@@ -154,14 +145,12 @@ class MultiheadAttention(AttentionParameters):
             return self.attend(plan, query, key, value, attn_mask, key_padding_mask, is_causal, **options), None
         if cache is not None or (layout is not None and layout.is_packed):
             raise InputError("expected need_weights=False and no mask along with a cache or a packed layout")
-        call = self._dense_call(
+        q, k, v, options = self._dense_call(
             plan, query, key, value, attn_mask, key_padding_mask, is_causal=is_causal, need_weights=True, layout=layout,
             memory_layout=memory_layout, rotary=rotary, position_bias=position_bias,
         )  # fmt: skip
-        attended, lse = attention(
-            call.q, call.k, call.v, return_lse=True, dropout_p=self._acting_dropout(), **call.options
-        )
-        weights = attention_weights(call.q, call.k, lse, **call.options)
+        attended, lse = attention(q, k, v, return_lse=True, dropout_p=self._acting_dropout(), **options)
+        weights = attention_weights(q, k, lse, **options)
         weights = weights.mean(1) if average_attn_weights else weights
         return self._output(plan, attended, query), weights if query.dim() == 3 else weights[0]
 
@@ -212,11 +201,11 @@ class MultiheadAttention(AttentionParameters):
             key, value = _both(key, value)
             memory_layout = layout if key is query and memory_layout is None else memory_layout
             return self._packed(plan, query, key, value, is_causal, layout, memory_layout, rotary, position_bias)
-        call = self._dense_call(
+        q, k, v, options = self._dense_call(
             plan, query, key, value, attn_mask, key_padding_mask, is_causal=is_causal, layout=layout,
             memory_layout=memory_layout, rotary=rotary, position_bias=position_bias, shape=shape,
         )  # fmt: skip
-        attended = attention(call.q, call.k, call.v, dropout_p=self._acting_dropout(), **call.options)
+        attended = attention(q, k, v, dropout_p=self._acting_dropout(), **options)
         return self._output(plan, attended, query, shape)
 
     def _dense_call(
@@ -224,8 +213,8 @@ class MultiheadAttention(AttentionParameters):
         key_padding_mask: Tensor | None, *, is_causal: bool, need_weights: bool = False,
         layout: SequenceLayout | None, memory_layout: SequenceLayout | None, rotary: RotaryPositions | None,
         position_bias: Tensor | None, shape: tuple[int, int] | None = None,
-    ) -> _DenseCall:  # fmt: skip
-        """Prepares the op's arguments for a padded batch, or for one sequence, which becomes a batch of one."""
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:  # fmt: skip
+        """Returns the op's arguments for a padded batch, or for one sequence, which becomes a batch of one."""
         key, value = _both(key, value)
         same = key is query
         memory_layout = layout if same and memory_layout is None else memory_layout
@@ -239,7 +228,7 @@ class MultiheadAttention(AttentionParameters):
         elif not self.batch_first:
             q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
         if shape is not None and attn_mask is None and key_padding_mask is None:  # saves time in small batches
-            return _DenseCall(q, k, v, {"window_size": self._window(is_causal, 0), **self._scores()})
+            return q, k, v, {"window_size": self._window(is_causal, 0), **self._scores()}
         if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2]:
             raise InputError(
                 f"expected query, key and value of one batch, key and value of one length; got {tuple(query.shape)}, "
@@ -267,8 +256,7 @@ class MultiheadAttention(AttentionParameters):
         else:
             mask, seqlens_k = self._mask(q, k, attn_mask, key_padding_mask, position_bias, seqlens_k, is_batched)
         window = self._window(is_causal, 0 if same else q.shape[1] - k.shape[1])
-        options = {"attn_mask": mask, "seqlens_k": seqlens_k, "window_size": window, **self._scores()}
-        return _DenseCall(q, k, v, options)
+        return q, k, v, {"attn_mask": mask, "seqlens_k": seqlens_k, "window_size": window, **self._scores()}
 
     def _mask(
         self, q: Tensor, k: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None,

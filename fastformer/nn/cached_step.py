@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -13,16 +12,10 @@ from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.layout import SequenceLayout
 
 
-class NextTokens(NamedTuple):
-    """The arguments of `KVCache.begin` for a stack's input."""
-
-    num_tokens: int
-    seqlens: Sequence[int] | Tensor | None
-    is_packed: bool
-
-
-def next_tokens(cache: KVCache, x: Tensor, layers: nn.ModuleList, layout: SequenceLayout | None) -> NextTokens:
-    """Checks that a stack's input can be appended to a cache.
+def next_tokens(
+    cache: KVCache, x: Tensor, layers: nn.ModuleList, layout: SequenceLayout | None
+) -> tuple[int, Tensor | None, bool]:
+    """Returns the arguments of `KVCache.begin` for a stack's input, which is checked.
 
     Args:
         cache: the cache to which the input is appended.
@@ -47,7 +40,7 @@ def next_tokens(cache: KVCache, x: Tensor, layers: nn.ModuleList, layout: Sequen
         batch, num_tokens = x.shape[:2] if _attention(layers).batch_first else (x.shape[1], x.shape[0])
     cache.check_rows(batch)
     cache.check_room(num_tokens)
-    return NextTokens(num_tokens, None if layout is None else layout.read_seqlens(), packed)
+    return num_tokens, None if layout is None else layout.read_seqlens(), packed
 
 
 def check_layers(cache: KVCache, layers: nn.ModuleList) -> None:

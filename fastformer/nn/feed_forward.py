@@ -101,11 +101,10 @@ def find_feed_forward_plan(module: nn.Module) -> FeedForwardPlan | None:
     return FeedForwardPlan(name, linear1, linear2, dropout)
 
 
-def call_feed_forward(
-    x: Tensor, linear1: nn.Module, linear2: nn.Module, activation: Activation, dropout: nn.Module
-) -> Tensor:
-    """Computes linear2(dropout(activation(linear1(x)))) by calling each module."""
-    return linear2(dropout(_call(activation, linear1(x))))
+def call_feed_forward(module: Any, x: Tensor) -> Tensor:
+    """Computes what the plan of a module would compute (see `find_feed_forward_plan`) by calling each module in it."""
+    out: Tensor = module.linear2(module.dropout(_call(module.activation, module.linear1(x))))
+    return out
 
 
 def _call(activation: Activation, x: Tensor) -> Tensor:
@@ -156,9 +155,7 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Applies the network to x (..., dim), with a result of the same shape."""
         plan = _PLANS.of(self)
-        if plan is None:
-            return call_feed_forward(x, self.linear1, self.linear2, self.activation, self.dropout)
-        return plan.compute(x)
+        return call_feed_forward(self, x) if plan is None else plan.compute(x)
 
 
 _PLANS: Plans[FeedForwardPlan | None] = Plans(

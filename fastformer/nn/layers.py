@@ -247,9 +247,7 @@ class _Layer(nn.Module):
         return called
 
     def _feed_forward(self, x: Tensor, plan: FeedForwardPlan | None = None) -> Tensor:
-        if plan is not None:
-            return plan.compute(x)
-        return call_feed_forward(x, self.linear1, self.linear2, self.activation, self.dropout)
+        return call_feed_forward(self, x) if plan is None else plan.compute(x)
 
     def _sa_block(
         self,

@@ -6,6 +6,7 @@ already.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -127,21 +128,15 @@ class SequenceLayout:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceLayout:
         """Returns the same layout on another device."""
-
-        def move(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
-
-        seqlens = self.seqlens.to(device, non_blocking=non_blocking)
-        return SequenceLayout(seqlens, self.max_seqlen, move(self.cu_seqlens), move(self.positions), self.host_seqlens)
+        return self._moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> SequenceLayout:
         """Returns the same layout in page-locked memory of the host, from which `to` can copy without waiting."""
+        return self._moved(Tensor.pin_memory)
 
-        def pin(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.pin_memory()
-
-        seqlens = self.seqlens.pin_memory()
-        return SequenceLayout(seqlens, self.max_seqlen, pin(self.cu_seqlens), pin(self.positions), self.host_seqlens)
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> SequenceLayout:
+        cu_seqlens, positions = (None if each is None else move(each) for each in (self.cu_seqlens, self.positions))
+        return SequenceLayout(move(self.seqlens), self.max_seqlen, cu_seqlens, positions, self.host_seqlens)
 
     def read_seqlens(self) -> Tensor:
         """Returns seqlens on the host; if the layout was built on a GPU, this waits for the GPU."""

@@ -88,7 +88,10 @@ class _System:
 
     def _ioctl(self, descriptor: int, request: int, *values: int) -> int:
         buffer = (ctypes.c_uint64 * len(values))(*values)
-        found = int(self._call(descriptor, request, ctypes.addressof(buffer)))
+        return self._ask(descriptor, request, ctypes.addressof(buffer))
+
+    def _ask(self, descriptor: int, request: int, address: int) -> int:
+        found = int(self._call(descriptor, request, address))
         if found < 0:
             raise OSError(ctypes.get_errno(), "ioctl")
         return found
@@ -108,10 +111,7 @@ class _System:
 
     def count(self, question: _Question) -> int:
         """Returns the number of runs of written pages. Raises OSError if the memory isn't registered any more."""
-        found = int(self._call(self._pages, _SCAN, question.address))
-        if found < 0:
-            raise OSError(ctypes.get_errno(), "ioctl")
-        return found
+        return self._ask(self._pages, _SCAN, question.address)
 
 
 @cache

@@ -192,12 +192,18 @@ def packed(
         kept = _packed.setdefault(model, {})
         if may_be_old and precision in kept:
             return cast(T, kept[precision][1])
-        now = fingerprint(model, find)
-        for name in [name for name, (before, _) in kept.items() if before != now]:
-            del kept[name]  # memory may not suffice for two
+        now = _drop_old(model, kept, find)
         if precision not in kept:
             kept[precision] = (now, pack())
         return cast(T, kept[precision][1])
+
+
+def _drop_old(model: nn.Module, kept: dict[str, tuple[Fingerprint, object]], find: FindGuards) -> Fingerprint:
+    """Drops the results from before a model's changes: memory may not suffice for two. Returns its fingerprint."""
+    now = fingerprint(model, find)
+    for name in [name for name, (before, _) in kept.items() if before != now]:
+        del kept[name]
+    return now
 
 
 def is_packed(model: nn.Module, precision: str) -> bool:
@@ -210,11 +216,8 @@ def packed_before(model: nn.Module, precision: str, *, find: FindGuards) -> Any:
     """Returns the result of `packed` if it exists and is current; else None, without packing."""
     with _lock:
         kept = _packed.get(model, {})
-        if precision not in kept:
-            return None
-        now = fingerprint(model, find)
-        for name in [name for name, (before, _) in kept.items() if before != now]:
-            del kept[name]
+        if precision in kept:
+            _drop_old(model, kept, find)
         return kept[precision][1] if precision in kept else None
 
 
