@@ -47,34 +47,26 @@ __all__ = [
     "restore",
 ]
 
-_HOMES = {
-    "AsyncTranslator": "fastformer.generation",
-    "Chat": "fastformer.generation",
-    "ChatTemplate": "fastformer.generation",
-    "CrossEncoder": "fastformer.encoding",
-    "Encoder": "fastformer.encoding",
-    "GPT": "fastformer.models",
-    "Transformer": "fastformer.models",
-    "Translator": "fastformer.generation",
-    "accelerate": "fastformer.integrations",
-    "activate": "fastformer.functional",
-    "deactivate": "fastformer.functional",
-    "generate": "fastformer.generation",
-    "report": "fastformer.integrations",
-    "restore": "fastformer.integrations",
+# The names above, by the package that has them.
+_NAMES = {
+    "encoding": ("CrossEncoder", "Encoder"),
+    "functional": ("activate", "deactivate"),
+    "generation": ("AsyncTranslator", "Chat", "ChatTemplate", "Translator", "generate"),
+    "integrations": ("accelerate", "report", "restore"),
+    "models": ("GPT", "Transformer"),
 }
-
 # As torch.nn is there once torch is imported.
-_PACKAGES = ("data", "encoding", "functional", "generation", "integrations", "models", "nn", "ops", "training")
+_PACKAGES = (*_NAMES, "data", "nn", "ops", "training")
 
 
 def __getattr__(name: str) -> object:
     if name in _PACKAGES:
         return importlib.import_module(f"fastformer.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'fastformer' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
-    return value
+    for package, names in _NAMES.items():
+        if name in names:
+            value = globals()[name] = getattr(importlib.import_module(f"fastformer.{package}"), name)
+            return value
+    raise AttributeError(f"module 'fastformer' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

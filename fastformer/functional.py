@@ -129,7 +129,7 @@ def attend_heads(
         attn_mask = Window(None, right)
     if isinstance(attn_mask, BlockDiagonal):
         return _block_diagonal(query, key, value, attn_mask, dropout_p, scale)
-    if _why_not(query, key, value, attn_mask if isinstance(attn_mask, Tensor) else None, scale, enable_gqa) is not None:
+    if not _runs_here(query, key, value, attn_mask if isinstance(attn_mask, Tensor) else None, scale, enable_gqa):
         if isinstance(attn_mask, Window):
             attn_mask = _as_mask(attn_mask, query, key)
         return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -246,53 +246,45 @@ def _band_of(mask: Tensor, query: Tensor, key: Tensor) -> Window | None:
     return window
 
 
-def _why_not(
+def _runs_here(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None, enable_gqa: bool
-) -> str | None:
-    """Returns why PyTorch computes a call; None if fastformer's kernels do."""
-    tensors = [each for each in (query, key, value, attn_mask) if each is not None]
-    reason = _why_no_call(tensors) or _why_no_shape(query, key, value, attn_mask, enable_gqa)
-    if reason is not None:
-        return reason
+) -> bool:
+    """Returns whether fastformer's kernels compute a call, and not PyTorch."""
+    if not _is_plain_call(query, key, value, attn_mask) or not _have_shapes(query, key, value, attn_mask, enable_gqa):
+        return False
     q, k, v = (each.transpose(1, 2) for each in (query, key, value))
     try:
-        return why_no_kernel(q, k, v, expand_mask(attn_mask, q, k), resolve_scale(scale, q.shape[-1]))
-    except ValueError as error:  # the mask doesn't fit, and PyTorch has an error for that
-        return str(error)
+        return why_no_kernel(q, k, v, expand_mask(attn_mask, q, k), resolve_scale(scale, q.shape[-1])) is None
+    except ValueError:  # the mask doesn't fit, and PyTorch has an error for that
+        return False
 
 
-def _why_no_call(tensors: Sequence[Tensor]) -> str | None:
-    """Returns why a call with such tensors can't run on fastformer's kernels in this context, whatever the shapes."""
-    if any(type(each) not in (Tensor, torch.nn.Parameter) for each in tensors):
-        return "a tensor is of a subclass"
-    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
-        return "the call is traced or transformed"
-    if forward_ad._current_level >= 0:
-        return "forward-mode derivatives are requested"
-    if not (torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()):
-        return "sdpa_kernel names others"
-    if any(each.is_nested for each in tensors):
-        return "a tensor is nested"
-    if len({each.device for each in tensors}) > 1:
-        return "the tensors are on several devices"
-    return None
+def _is_plain_call(*given: Tensor | None) -> bool:
+    """Returns whether a call with such tensors can run on fastformer's kernels in this context, whatever the shapes."""
+    tensors = [each for each in given if each is not None]
+    return (
+        all(type(each) in (Tensor, torch.nn.Parameter) and not each.is_nested for each in tensors)
+        and not torch.compiler.is_compiling()
+        and torch._C._functorch.maybe_current_level() is None
+        and forward_ad._current_level < 0
+        # Else `sdpa_kernel` names other backends.
+        and torch.backends.cuda.flash_sdp_enabled()
+        and torch.backends.cuda.math_sdp_enabled()
+        and len({each.device for each in tensors}) == 1
+    )
 
 
-def _why_no_shape(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool) -> str | None:
-    """Returns why fastformer's kernels don't support tensors of these shapes and dtypes; None if they do."""
-    if query.dim() != 4 or key.shape != value.shape:
-        return "query, key and value have unsupported ranks or shapes"
-    if query.shape[0] != key.shape[0] or query.shape[-1] != key.shape[-1]:
-        return "query, key and value aren't of one batch and one head_dim"
-    if key.shape[1] != query.shape[1] and not (enable_gqa and key.shape[1] and query.shape[1] % key.shape[1] == 0):
-        return "query and key have other heads"
-    if not query.dtype == key.dtype == value.dtype or not query.numel():
-        return "query, key and value differ in dtype, or are empty"
-    if attn_mask is not None and (
-        attn_mask.dim() < 2 or attn_mask.dtype not in (torch.bool, torch.float32, query.dtype)
-    ):
-        return "PyTorch doesn't accept this mask"
-    return None
+def _have_shapes(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool) -> bool:
+    """Returns whether fastformer's kernels support tensors of these shapes and dtypes, and PyTorch accepts the mask."""
+    return (
+        query.dim() == 4
+        and key.shape == value.shape
+        and (query.shape[0], query.shape[-1]) == (key.shape[0], key.shape[-1])
+        and (key.shape[1] == query.shape[1] or bool(enable_gqa and key.shape[1] and query.shape[1] % key.shape[1] == 0))
+        and query.dtype == key.dtype == value.dtype
+        and query.numel() > 0
+        and (attn_mask is None or (attn_mask.dim() > 1 and attn_mask.dtype in (torch.bool, torch.float32, query.dtype)))
+    )
 
 
 # PyTorch's own code, even while `activate` routes the name to fastformer's.

@@ -126,9 +126,8 @@ def _fields(cls: type) -> tuple[_Field, ...]:
         convert = next((extra.convert for extra in extras if isinstance(extra, Convert)), None)
         usual: dict[type, Range | None] = {}
         for option in get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,):
-            bounds = (
-                [extra for extra in get_args(option)[1:] if isinstance(extra, Range)] if _is_annotated(option) else []
-            )
+            extras = get_args(option)[1:] if get_origin(option) is Annotated else ()
+            bounds = [extra for extra in extras if isinstance(extra, Range)]
             if _plain(option) in (int, float) and len(bounds) == 1:
                 usual[_plain(option)] = bounds[0]
             elif option in (bool, str, type(None)):
@@ -285,9 +284,5 @@ def _has_most(hint: Any) -> bool:
     return any(map(_has_most, get_args(hint)))
 
 
-def _is_annotated(hint: Any) -> bool:
-    return get_origin(hint) is Annotated
-
-
 def _plain(hint: Any) -> Any:
-    return get_args(hint)[0] if _is_annotated(hint) else hint
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint

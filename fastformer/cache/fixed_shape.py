@@ -35,6 +35,10 @@ class FixedShapeCache(KVCache):
         width: the greatest length of a row.
         source_width: the greatest length of a source.
         spare: slots from the cache's `KVCache.take_slots`, one for each batch slot without a row.
+
+    Attributes:
+        step: the number of finished steps of the run, (1,) int64.
+        slot_table: the slot of each position of each batch slot, (num_rows, width) int32.
     """
 
     def __init__(
@@ -55,11 +59,11 @@ class FixedShapeCache(KVCache):
         slots, self._seqlens, self._last, sources, self._lengths_of_sources = (
             table[:size] for table, size in zip(padded, sizes, strict=True)
         )
-        self._slots, self._source_slots = slots.view(self._rows, width), sources.view(num_groups, source_width)
+        self.slot_table, self._source_slots = slots.view(self._rows, width), sources.view(num_groups, source_width)
         on_host = np.split(self._pinned.numpy(), ends[:-1])
         self._host = [table[:size] for table, size in zip(on_host, sizes, strict=True)]
         self._position = torch.arange(width, device=device)
-        self._steps = torch.zeros(1, dtype=torch.int64, device=device)
+        self.step = torch.zeros(1, dtype=torch.int64, device=device)
         self._counts = np.zeros(0, np.int32)
 
     # By the host, between runs.
@@ -93,7 +97,7 @@ class FixedShapeCache(KVCache):
         sources[:groups] = table.source_slots[keys, : self.source_width]
         source_seqlens[:groups], source_seqlens[groups:] = table.source_seqlens[keys], 0
         self._tensors.copy_(self._pinned, non_blocking=True)
-        self._steps.zero_()
+        self.step.zero_()
 
     def sync(self, parents: Ints) -> None:
         """Updates the host's tables to the state that the device's tables have after the run.
@@ -106,11 +110,6 @@ class FixedShapeCache(KVCache):
 
     # In a step.
 
-    @property
-    def step(self) -> Tensor:
-        """The number of finished steps of the run, (1,) int64."""
-        return self._steps
-
     def end_step(self, parents: Tensor | None) -> None:
         """Makes each batch slot continue from a batch slot of its group.
 
@@ -120,8 +119,8 @@ class FixedShapeCache(KVCache):
         if parents is not None:
             # A row keeps its own slots for the tokens that it writes next.
             is_history = self._position < self._seqlens[:, None]
-            self._slots.copy_(torch.where(is_history, self._slots.index_select(0, parents), self._slots))
-        self._steps.add_(1)
+            self.slot_table.copy_(torch.where(is_history, self.slot_table.index_select(0, parents), self.slot_table))
+        self.step.add_(1)
 
     @property
     def num_rows(self) -> int:
@@ -143,11 +142,6 @@ class FixedShapeCache(KVCache):
         """The number of tokens in each batch slot, (num_rows,) int32."""
         return self._seqlens
 
-    @property
-    def slot_table(self) -> Tensor:
-        """The slot of each position of each batch slot, (num_rows, width) int32."""
-        return self._slots
-
     def positions(self, num_tokens: int) -> Tensor:
         """Returns the positions of the next tokens, (num_rows, 1) int64."""
         self.check_room(num_tokens)
@@ -167,7 +161,7 @@ class FixedShapeCache(KVCache):
         return StepTables(
             self.k,
             self.v,
-            self._slots,
+            self.slot_table,
             self._seqlens,
             source_slots=slots,
             source_seqlens=seqlens_,

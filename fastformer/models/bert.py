@@ -10,16 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.models.bert_config import BERTConfig as BERTConfig
-from fastformer.models.common import IGNORE_INDEX, check_ids, draw, trailing_padding
+from fastformer.models.common import IGNORE_INDEX, check_ids, draw, rotations, trailing_padding
 from fastformer.models.pooling import POOLINGS, Pooling, pool
 from fastformer.models.pretrained import PretrainedModel, placement
-from fastformer.nn.embedding import (
-    Embedding,
-    PositionalEncoding,
-    RelativePositionBias,
-    RotaryEmbedding,
-    RotaryPositions,
-)
+from fastformer.nn.embedding import Embedding, PositionalEncoding, RelativePositionBias, RotaryEmbedding
 from fastformer.nn.layers import TransformerEncoderLayer
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.linear import linear
@@ -203,7 +197,8 @@ class BERT(PretrainedModel):
         if self.position_bias is not None:
             places = torch.arange(layout.max_seqlen, device=tokens.device)
             bias = self.position_bias(places, places)
-        return self.encoder(x, layout=layout, rotary=self._rotary(layout.positions), position_bias=bias)
+        rotary = rotations(self.rotary, self.local_rotary, config.windows, layout.positions)
+        return self.encoder(x, layout=layout, rotary=rotary, position_bias=bias)
 
     def layout_of(self, tokens: Tensor) -> SequenceLayout:
         """Returns the layout of padded ids (batch, seqlen), in which trailing PADs are padding."""
@@ -221,16 +216,6 @@ class BERT(PretrainedModel):
         if token_types.shape != tokens.shape:
             raise ValueError(f"expected token_types of shape {tuple(tokens.shape)}, got {tuple(token_types.shape)}")
         return F.embedding(token_types, self.token_type_embedding.weight)
-
-    def _rotary(self, positions: Tensor | None) -> RotaryPositions | list[RotaryPositions] | None:
-        """Returns the rotary tables for all layers, or one for each."""
-        if self.rotary is None:
-            return None
-        everywhere = self.rotary(positions)
-        if self.local_rotary is None:
-            return everywhere
-        local = self.local_rotary(positions)
-        return [local if has_window else everywhere for has_window in self.config.windows]
 
     def pooled(
         self, hidden: Tensor, layout: SequenceLayout | None = None, kind: Pooling | Literal["pooler"] = "mean"

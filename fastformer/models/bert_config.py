@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from fastformer.models.common import Norm, as_flags, check_heads, check_window_layers, inner_size, windows_of
+from fastformer.models.common import Norm, StackConfig, as_flags, check_heads, inner_size
 from fastformer.nn.embedding import check_buckets
 from fastformer.settings import Amount, Convert, Count, Positive, Probability, Range, check_settings
 from fastformer.special_ids import SpecialIds
@@ -18,7 +18,7 @@ _Base = Annotated[float, Range(1)]
 
 
 @dataclass
-class BERTConfig:
+class BERTConfig(StackConfig):
     """The settings of `BERT`; the defaults are those of BERT-base without a head.
 
     Attributes:
@@ -106,7 +106,7 @@ class BERTConfig:
         self._check_positions()
         if not self.first_norm and not self.norm_first:
             raise ValueError("expected norm_first if there is no first_norm, got a post-norm model")
-        check_window_layers(self.window_size, self.window_layers, self.num_layers)
+        self.check_windows()
         if self.num_labels and self.head == "bert" and not (self.pooler and self.head_pooling == "cls"):
             raise ValueError(
                 f"expected a pooler, and head_pooling 'cls', for a head of 'bert', got pooler={self.pooler} and "
@@ -132,11 +132,6 @@ class BERTConfig:
                 raise ValueError("expected a window_size, and layers with this window, for local_rotary_base")
 
     @property
-    def size_of_head(self) -> int:
-        """The size of a head: head_dim or its default."""
-        return self.d_model // self.num_heads if self.head_dim is None else self.head_dim
-
-    @property
     def width(self) -> int:
         """The size of the embeddings: embedding_size or its default."""
         return self.d_model if self.embedding_size is None else self.embedding_size
@@ -145,8 +140,3 @@ class BERTConfig:
     def is_relative(self) -> bool:
         """Whether attention scores get a bias by distance."""
         return self.positions in ("relative", "learned-relative")
-
-    @property
-    def windows(self) -> tuple[bool, ...]:
-        """One flag for each layer: whether it has a window."""
-        return windows_of(self.window_size, self.window_layers, self.num_layers)

@@ -9,8 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fastformer.cache.kv_cache import KVCache
 from fastformer.nn.attention import MultiheadAttention
-from fastformer.nn.embedding import PositionalEncoding, RelativePositionBias
+from fastformer.nn.embedding import PositionalEncoding, RelativePositionBias, RotaryEmbedding, RotaryPositions
 from fastformer.nn.feed_forward import is_gated
 from fastformer.nn.layout import SequenceLayout
 from fastformer.settings import shown
@@ -36,27 +37,47 @@ def as_flags(name: str, value: Any) -> tuple[bool, ...] | None:
     return tuple(value)
 
 
-def check_window_layers(window_size: int | None, window_layers: tuple[bool, ...] | None, num_layers: int) -> None:
-    """Checks the setting window_layers, one flag for each layer.
+class StackConfig:
+    """The base of the settings of a model with one stack of layers."""
 
-    Raises:
-        ValueError: window_layers without a window_size, or with another number of flags than layers.
-    """
-    if window_layers is None:
-        return
-    if window_size is None:
-        raise ValueError("expected a window_size for the window_layers, got None")
-    if len(window_layers) != num_layers:
-        raise ValueError(
-            f"expected window_layers to have a bool for each of the {num_layers} layers, got {len(window_layers)}"
-        )
+    d_model: int
+    num_heads: int
+    num_layers: int
+    head_dim: int | None
+    window_size: int | None
+    window_layers: tuple[bool, ...] | None
+
+    @property
+    def size_of_head(self) -> int:
+        """The size of a head: head_dim or its default."""
+        return self.d_model // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def windows(self) -> tuple[bool, ...]:
+        """One flag for each layer: whether it has a window."""
+        if self.window_size is None or self.window_layers is None:
+            return (self.window_size is not None,) * self.num_layers
+        return self.window_layers
+
+    def check_windows(self) -> None:
+        """Raises ValueError for window_layers without a window_size, or with another number of flags than layers."""
+        if self.window_layers is not None and self.window_size is None:
+            raise ValueError("expected a window_size for the window_layers, got None")
+        if len(self.windows) != self.num_layers:
+            raise ValueError(
+                f"expected window_layers to have a bool for each of the {self.num_layers} layers, got "
+                f"{len(self.windows)}"
+            )
 
 
-def windows_of(window_size: int | None, window_layers: tuple[bool, ...] | None, num_layers: int) -> tuple[bool, ...]:
-    """Returns one flag for each layer: whether it has a window."""
-    if window_size is None or window_layers is None:
-        return (window_size is not None,) * num_layers
-    return window_layers
+def rotations(
+    everywhere: RotaryEmbedding | None, local: RotaryEmbedding | None, windows: Sequence[bool], positions: Tensor | None
+) -> RotaryPositions | list[RotaryPositions] | None:
+    """Returns the rotary tables for all layers, or one for each if those with a window have their own."""
+    if everywhere is None or local is None:
+        return None if everywhere is None else everywhere(positions)
+    tables = everywhere(positions), local(positions)
+    return [tables[has_window] for has_window in windows]
 
 
 def inner_size(d_model: int, activation: str) -> int:
@@ -93,11 +114,19 @@ def check_heads(d_model: int, num_heads: int, num_kv_heads: int | None) -> None:
         raise ValueError(f"expected num_heads to be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
 
 
-def cache_dtype(weight: Tensor) -> torch.dtype:
-    """Returns the dtype of a cache's keys: autocast's if it is on, else the weights'."""
-    if weight.dtype != torch.float64 and torch.is_autocast_enabled(weight.device.type):
-        return torch.get_autocast_dtype(weight.device.type)
-    return weight.dtype
+def cache_of(model: Any, max_rows: int, max_seqlen: int, **options: Any) -> KVCache:
+    """Creates a `KVCache` of a model's sizes without rows, in the dtype of autocast if it is on, or of the weights.
+
+    Args:
+        model: has `decoder` and `output_weight`.
+        max_rows, max_seqlen, options: see `KVCache`.
+    """
+    attention, weight = model.decoder.layers[0].self_attn, model.output_weight
+    device, dtype = weight.device, weight.dtype
+    if dtype != torch.float64 and torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    sizes = (len(model.decoder.layers), max_rows, max_seqlen, attention.num_kv_heads, attention.head_dim)
+    return KVCache(*sizes, device=device, dtype=dtype, **options)
 
 
 def chosen_log_probs(logits_of: Callable[[Tensor], Tensor], hidden: Tensor, tokens: Tensor) -> Tensor:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.cache.kv_cache import KVCache
-from fastformer.models.common import IGNORE_INDEX, cache_dtype, check_ids, chosen_log_probs, draw
+from fastformer.models.common import IGNORE_INDEX, cache_of, check_ids, chosen_log_probs, draw, rotations
 from fastformer.models.gpt_config import GPTConfig as GPTConfig
 from fastformer.models.pretrained import PretrainedModel, placement
 from fastformer.models.rotary_scaling import RotarySpeeds
 from fastformer.nn.decoder_only import DecoderOnlyLayer
-from fastformer.nn.embedding import Embedding, PositionalEncoding, RotaryEmbedding, RotaryPositions
+from fastformer.nn.embedding import Embedding, PositionalEncoding, RotaryEmbedding
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.linear import linear
 from fastformer.nn.norm import AddLayerNorm
@@ -150,17 +150,8 @@ class GPT(PretrainedModel):
             if self.rotary is None:  # the cache itself knows the positions of its tokens
                 positions = cache.positions(tokens.shape[1])
         x = self.embedding(tokens, positions)
-        return self.decoder(x, is_causal=True, layout=layout, cache=cache, rotary=self._rotary(positions))
-
-    def _rotary(self, positions: Tensor | None) -> RotaryPositions | list[RotaryPositions] | None:
-        """Returns the rotary tables for all layers, or one for each."""
-        if self.rotary is None:
-            return None
-        everywhere = self.rotary(positions)
-        if self.local_rotary is None:
-            return everywhere
-        local = self.local_rotary(positions)
-        return [local if has_window else everywhere for has_window in self.config.windows]
+        rotary = rotations(self.rotary, self.local_rotary, self.config.windows, positions)
+        return self.decoder(x, is_causal=True, layout=layout, cache=cache, rotary=rotary)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Computes logits (..., vocab_size) from hidden states (..., d_model)."""
@@ -222,18 +213,7 @@ class GPT(PretrainedModel):
 
     def empty_cache(self, max_rows: int, max_seqlen: int, num_blocks: int | None = None) -> KVCache:
         """Creates a `KVCache` of this model's sizes without rows, in the dtype of autocast or of the weights."""
-        attention, weight = self.decoder.layers[0].self_attn, self.output_weight
-        return KVCache(
-            self.config.num_layers,
-            max_rows,
-            max_seqlen,
-            attention.num_kv_heads,
-            attention.head_dim,
-            max_source_seqlen=0,
-            num_blocks=num_blocks,
-            device=weight.device,
-            dtype=cache_dtype(weight),
-        )
+        return cache_of(self, max_rows, max_seqlen, max_source_seqlen=0, num_blocks=num_blocks)
 
 
 def _layer(config: GPTConfig, factory: dict[str, Any]) -> DecoderOnlyLayer:

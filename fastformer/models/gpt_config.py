@@ -5,15 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
-from fastformer.models.common import (
-    Activation,
-    Norm,
-    as_flags,
-    check_heads,
-    check_window_layers,
-    inner_size,
-    windows_of,
-)
+from fastformer.models.common import Activation, Norm, StackConfig, as_flags, check_heads, inner_size
 from fastformer.models.rotary_scaling import RotaryScaling
 from fastformer.settings import Amount, Convert, Count, Positive, Probability, Range, check_settings
 from fastformer.special_ids import SpecialIds
@@ -29,7 +21,7 @@ def _as_scaling(name: str, value: Any) -> RotaryScaling | None:
 
 
 @dataclass
-class GPTConfig:
+class GPTConfig(StackConfig):
     """The settings of `GPT`.
 
     Attributes:
@@ -114,7 +106,7 @@ class GPTConfig:
         if self.positions == "sinusoidal" and self.d_model % 2:
             raise ValueError(f"expected an even d_model (sines and cosines in pairs), got {self.d_model}")
         self._check_rotary()
-        check_window_layers(self.window_size, self.window_layers, self.num_layers)
+        self.check_windows()
         if self.parallel_residual and self.norm_placement != "pre":
             raise ValueError(f"expected norm_placement 'pre' for parallel_residual, got {self.norm_placement!r}")
         if self.d_ff is None:
@@ -139,11 +131,6 @@ class GPTConfig:
             raise ValueError("expected a window_size, and layers with this window, for local_rotary_base")
 
     @property
-    def size_of_head(self) -> int:
-        """The size of a head: head_dim or its default."""
-        return self.d_model // self.num_heads if self.head_dim is None else self.head_dim
-
-    @property
     def rotary_dim(self) -> int:
         """The number of a head's features that are rotated."""
         return int(self.size_of_head * self.rotary_fraction)
@@ -152,8 +139,3 @@ class GPTConfig:
     def scaling(self) -> RotaryScaling | None:
         """The checked rotary_scaling, a `RotaryScaling`."""
         return cast("RotaryScaling | None", self.rotary_scaling)
-
-    @property
-    def windows(self) -> tuple[bool, ...]:
-        """One flag for each layer: whether it has a window."""
-        return windows_of(self.window_size, self.window_layers, self.num_layers)

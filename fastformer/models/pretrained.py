@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fastformer.files import read_json, write_atomically
-from fastformer.models import weights
 from fastformer.models.quantization import (
     INT8,
     QUANTIZED,
@@ -227,7 +226,7 @@ def save_model(
         model: the model; the name of its class becomes the architecture.
         folder: created if it doesn't exist.
         tokenizer: the tokenizer to save with the model.
-        notes: the notes for `read_notes`; they are in the file of the weights, so that they always match the weights.
+        notes: the notes for `weights.read_notes`; they are in the file of the weights, and so always match them.
     """
     path = Path(folder)
     if tokenizer is not None and not hasattr(tokenizer, "save"):
@@ -355,15 +354,6 @@ def check_tables(model: nn.Module, origin: object) -> None:
             f"expected {origin} to have a max_len that suits a model of {weights_bytes / 2**20:.1f} MiB, got "
             f"{config.max_len}, whose positions take {table_bytes / 2**20:,.0f} MiB"
         )
-
-
-def read_notes(folder: str | os.PathLike[str]) -> dict[str, str]:
-    """Reads the notes that `save_model` stored; empty without a model.
-
-    Raises:
-        ValueError: a damaged file.
-    """
-    return weights.read_notes(Path(folder))
 
 
 def read_architecture(folder: str | os.PathLike[str]) -> str:

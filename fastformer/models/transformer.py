@@ -15,7 +15,7 @@ from fastformer.models.common import (
     IGNORE_INDEX,
     Activation,
     Norm,
-    cache_dtype,
+    cache_of,
     check_heads,
     check_ids,
     chosen_log_probs,
@@ -516,19 +516,8 @@ class Transformer(PretrainedModel):
         num_sources: int | None = None,
     ) -> KVCache:
         """Creates a `KVCache` of this model's sizes and dtype without rows; its methods add and remove groups."""
-        layer, weight = self.decoder.layers[0].self_attn, self.output_weight
-        return KVCache(
-            self.config.num_decoder_layers,
-            max_rows,
-            max_seqlen,
-            layer.num_kv_heads,
-            layer.head_dim,
-            max_source_seqlen=max_source_seqlen,
-            num_sources=num_sources,
-            num_blocks=num_blocks,
-            device=weight.device,
-            dtype=cache_dtype(weight),
-        )
+        sizes = {"max_source_seqlen": max_source_seqlen, "num_sources": num_sources, "num_blocks": num_blocks}
+        return cache_of(self, max_rows, max_seqlen, **sizes)
 
     def store_memory(self, cache: KVCache, memory: Tensor, memory_layout: SequenceLayout | None = None) -> None:
         """Computes the memory's keys and values into the cache for the groups that lack them, one source each."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,15 +127,15 @@ def to_bytes(state: dict[str, Tensor], notes: Mapping[str, str]) -> bytearray:
     return data
 
 
-def read_notes(folder: Path) -> dict[str, str]:
+def read_notes(folder: str | os.PathLike[str]) -> dict[str, str]:
     """Reads the notes that `to_bytes` stored in model.safetensors; empty without that file.
 
     Raises:
         ValueError: a damaged file.
     """
-    if not (folder / WEIGHTS).is_file():
+    if not (file := Path(folder) / WEIGHTS).is_file():
         return {}
-    metadata, _, _ = _read_header(folder / WEIGHTS)
+    metadata, _, _ = _read_header(file)
     return {name: value for name, value in metadata.items() if name not in ("format", "sha256")}
 
 

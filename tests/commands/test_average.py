@@ -12,7 +12,7 @@ import torch
 from fastformer.checkpoints.training_state import checkpoints, load_checkpoint, save_checkpoint
 from fastformer.cli import main
 from fastformer.models import Transformer
-from fastformer.models.pretrained import read_notes
+from fastformer.models.weights import read_notes
 from fastformer.training import start
 from tests.training.conftest import config as config
 from tests.training.conftest import no_tensorboard as no_tensorboard

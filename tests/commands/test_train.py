@@ -15,7 +15,7 @@ from fastformer.checkpoints.lock import RunLock
 from fastformer.checkpoints.training_state import latest_checkpoint
 from fastformer.cli import main
 from fastformer.data import load_tokenizer
-from fastformer.models.pretrained import read_notes
+from fastformer.models.weights import read_notes
 from fastformer.training import TrainConfig, Trainer
 from fastformer.training.run_config import load_config
 from tests.training.tiny import contents

@@ -11,7 +11,8 @@ import safetensors.torch
 import torch
 
 from fastformer.models import GPT, Transformer, read_architecture
-from fastformer.models.pretrained import read_notes, save_model
+from fastformer.models.pretrained import save_model
+from fastformer.models.weights import read_notes
 
 CONFIG = {"vocab_size": 20, "d_model": 16, "num_heads": 2, "d_ff": 24, "max_len": 9}
 

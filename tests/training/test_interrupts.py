@@ -16,7 +16,7 @@ import torch
 
 from fastformer.checkpoints import load_model
 from fastformer.checkpoints.training_state import checkpoints, latest_checkpoint
-from fastformer.models.pretrained import read_notes
+from fastformer.models.weights import read_notes
 from fastformer.training import start
 from fastformer.training.interrupts import SIGNALS, Interrupted, Interrupts
 from tests.training.tiny import before_updates, changed, lines, losses

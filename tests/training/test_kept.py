@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from fastformer.checkpoints import load_model
 from fastformer.checkpoints.training_state import average_weights, checkpoints, load_checkpoint, step_of
-from fastformer.models.pretrained import read_notes
+from fastformer.models.weights import read_notes
 from fastformer.training import start
 from fastformer.training.config import TrainConfig
 from fastformer.training.evaluate import Scores
