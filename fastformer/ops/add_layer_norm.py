@@ -283,36 +283,23 @@ def add_layer_norm(
     Raises:
         ValueError: the shapes don't agree, x is an integer tensor, or dropout_p is outside [0, 1].
     """
-    found = None
-    if not torch.compiler.is_compiling() and type(x) is Tensor:
+    is_eager, found = not torch.compiler.is_compiling(), None
+    if is_eager and type(x) is Tensor:
         dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, x.device)
         found = _fwd.repeat(x, residual, weight, bias, eps, dropout_p, dropout_seed, rms_norm)
     if found is None:
-        found = _fwd(*_checked(x, residual, weight, bias, eps, dropout_p, dropout_seed, rms_norm))
+        check_features(x)
+        if residual is not None and (
+            not isinstance(residual, Tensor) or residual.shape != x.shape or not residual.is_floating_point()
+        ):
+            expected = f"a floating-point residual of x's shape {tuple(x.shape)}"
+            raise ValueError(f"expected {expected}, got {described(residual)}")
+        check_vector("weight", weight, x.shape[-1])
+        check_vector("bias", bias, x.shape[-1])
+        check_number("eps", eps, 0)
+        dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, x.device)
+        args = (x, residual, weight, bias, eps, dropout_p, dropout_seed, rms_norm)
+        if is_eager:
+            _fwd.settle(args)
+        found = _fwd(*args)
     return found[0], x if residual is None and dropout_p == 0.0 else found[1]
-
-
-def _checked(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    rms_norm: bool,
-) -> tuple[Any, ...]:
-    """Checks the arguments of `add_layer_norm`, and returns those of the op."""
-    check_features(x)
-    if residual is not None and (
-        not isinstance(residual, Tensor) or residual.shape != x.shape or not residual.is_floating_point()
-    ):
-        raise ValueError(f"expected a floating-point residual of x's shape {tuple(x.shape)}, got {described(residual)}")
-    check_vector("weight", weight, x.shape[-1])
-    check_vector("bias", bias, x.shape[-1])
-    check_number("eps", eps, 0)
-    dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, x.device)
-    args = (x, residual, weight, bias, eps, dropout_p, dropout_seed, rms_norm)
-    if not torch.compiler.is_compiling():
-        _fwd.settle(args)
-    return args

@@ -92,19 +92,9 @@ def embedding_backward_reference(
 
 
 def _bwd_fake(
-    dout: Tensor,
-    ids: Tensor,
-    positions: Tensor | None,
-    num_embeddings: int,
-    num_positions: int,
-    scale: float,
-    padding_idx: int,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    dtype: torch.dtype,
-    atomics: bool,
+    dout: Tensor, ids: Tensor, positions: Tensor | None, num_embeddings: int, num_positions: int, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    dim = dout.shape[-1]
+    dim, dtype = dout.shape[-1], options[-2]
     return (
         dout.new_empty(num_embeddings, dim, dtype=dtype),
         dout.new_empty(*((num_positions, dim) if num_positions else (0,)), dtype=dtype),

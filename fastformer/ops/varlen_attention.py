@@ -6,6 +6,7 @@ cross-attention. Its kernels are in the same files as those of `attention`.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any, Literal, overload
@@ -95,10 +96,6 @@ def varlen_attention_reference(q: Tensor, k: Tensor, v: Tensor, *options: Any) -
     return _padded(attend, q, k, v, *options)
 
 
-def _varlen_attention_torch(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    return _padded(attend_torch, q, k, v, *options)
-
-
 def _padded(
     attend: Callable[[Tensor, Tensor, Tensor, AttentionOptions], tuple[Tensor, Tensor]],
     q: Tensor,
@@ -117,19 +114,6 @@ def _padded(
     queries, keys, scores = _prepare(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options)
     out, lse = attend(queries.pad(q), keys.pad(k), keys.pad(v), scores)
     return queries.pack(out), queries.pack(lse.transpose(1, 2), -torch.inf).T.contiguous()
-
-
-def varlen_attention_backward_reference(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (dq, dk, dv)."""
-    return _padded_backward(attend_backward, dout, q, k, v, out, lse, *options)
-
-
-def _varlen_attention_backward_torch(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _padded_backward(attend_torch_backward, dout, q, k, v, out, lse, *options)
 
 
 def _padded_backward(
@@ -173,7 +157,7 @@ _fwd = define_op(
     stem="attention",
     fake=_fwd_fake,
     cpp_unsupported=cpp_unsupported,
-    torch_function=_varlen_attention_torch,
+    torch_function=functools.partial(_padded, attend_torch),
     torch_unsupported=unsupported,
     formula=varlen_attention_reference,
 )
@@ -182,11 +166,11 @@ _bwd = define_op(
     "Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, int? window_left, "
     "int? window_right, float dropout_p, Tensor? dropout_seed, float softcap=0.0) "
     "-> (Tensor dq, Tensor dk, Tensor dv)",
-    varlen_attention_backward_reference,
+    functools.partial(_padded_backward, attend_backward),
     stem="attention",
     fake=_bwd_fake,
     cpp_unsupported=cpp_unsupported,
-    torch_function=_varlen_attention_backward_torch,
+    torch_function=functools.partial(_padded_backward, attend_torch_backward),
     torch_unsupported=unsupported,
 )
 
