@@ -279,16 +279,14 @@ def _hooked(model: nn.Module, inside: set[nn.Module]) -> dict[str, str]:
     found = {}
     for name, module in model.named_modules():
         kinds = [
-            kind for attribute, kind in _HOOKS.items() if any(map(_is_foreign, getattr(module, attribute).values()))
+            kind
+            for attribute, kind in _HOOKS.items()
+            if any(getattr(hook, "__module__", None) != _RECORDING for hook in getattr(module, attribute).values())
         ]
         kinds += on_all if is_accelerated(module) else []
         if module in inside and kinds:
             found[name] = ", ".join(kinds)
     return found
-
-
-def _is_foreign(hook: object) -> bool:
-    return getattr(hook, "__module__", None) != _RECORDING
 
 
 # Each family's file here, and transformers' module for it, which is loaded only if a model of the family exists.

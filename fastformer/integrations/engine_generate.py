@@ -220,24 +220,19 @@ def _why_not_options(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             return f"the engine has no {name}"
         if name not in _ARGUMENTS and name not in _UNSERVED and not _is_served(name, value):
             return f"the engine doesn't know {name}={value!r:.60}"
-    for config in (given.get("generation_config"), getattr(model, "generation_config", None)):
-        if config is None:
-            continue
+    both = (given.get("generation_config"), getattr(model, "generation_config", None))
+    configs = [each for each in both if each is not None]
+    for config in configs:
         if type(config) is not GenerationConfig:
             return f"its generation_config is a {type(config).__name__}"
         for name, value in vars(config).items():
             if name[0] != "_" and not _is_served(name, value):
                 return f"the engine doesn't know {name}={value!r:.60} of the generation_config"
-    if given.get("return_dict_in_generate") or _asks_for_dict(given, model):
+    if given.get("return_dict_in_generate") or any(each.return_dict_in_generate for each in configs):
         for name in ("use_cache", "cache_implementation"):
             if given.get(name):
                 return f"the call requests the cache ({name}={given[name]!r} along with return_dict_in_generate)"
     return None
-
-
-def _asks_for_dict(given: dict[str, Any], model: Any) -> bool:
-    configs = (given.get("generation_config"), getattr(model, "generation_config", None))
-    return any(config is not None and config.return_dict_in_generate for config in configs)
 
 
 def _is_served(name: str, value: Any) -> bool:

@@ -20,7 +20,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, CausalLMOutputWithPast, Seq2SeqLMOutput
 
 from fastformer.integrations.known import by_name, gives_tuple
-from fastformer.integrations.packing import leaving_unread
+from fastformer.integrations.packing import telling
 from fastformer.integrations.replace import original_class
 from fastformer.nn.guards import if_written_in, is_plain, is_traced, is_written_as_known
 from fastformer.nn.linear import LINEARS
@@ -99,7 +99,7 @@ class CausalLoss(FusedLoss):
         target = given.get("shift_labels")
         if target is None:
             target = F.pad(labels, (0, 1), value=ignored)[..., 1:]
-        with leaving_unread(_behind_the_last(target != ignored)):
+        with telling(unread=_behind_the_last(target != ignored)):
             out = self.base_model(
                 **{name: value for name, value in given.items() if name not in ("labels", "logits_to_keep")}
             )
@@ -145,7 +145,7 @@ class Seq2SeqLoss(FusedLoss):
         if given.get("decoder_input_ids") is None and given.get("decoder_inputs_embeds") is None:
             given = given | {"decoder_input_ids": self._shifted(labels)}
         given = given | {"use_cache": False}
-        with leaving_unread(_behind_the_last(labels != IGNORED)):
+        with telling(unread=_behind_the_last(labels != IGNORED)):
             out = self._decoded({name: value for name, value in given.items() if name != "labels"})
         hidden, bias = out.last_hidden_state, self._bias()
         loss = _loss(hidden, self.lm_head, bias, labels, IGNORED, None)

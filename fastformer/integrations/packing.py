@@ -18,6 +18,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ class Call(NamedTuple):
     """The information that a call passes to the modules inside of it; see above."""
 
     grant: Grant | None = None
-    unread: Tensor | None = None
+    unread: Tensor | None = None  # (batch, seqlen), bool, True for the last positions of each row, if any
     run: Packing | None = None
 
 
@@ -50,7 +51,8 @@ _call: ContextVar[Call] = ContextVar("fastformer_call", default=_NOTHING_TOLD)
 
 
 @contextlib.contextmanager
-def _within(**told: Any) -> Iterator[None]:
+def telling(**told: Any) -> Iterator[None]:
+    """Sets fields of the record inside the block."""
     token = _call.set(_call.get()._replace(**told))
     try:
         yield
@@ -58,82 +60,57 @@ def _within(**told: Any) -> Iterator[None]:
         _call.reset(token)
 
 
-def granting(grant: Grant | None) -> contextlib.AbstractContextManager[None]:
-    """Lets these stacks, and no others, omit padding inside the block."""
-    return _within(grant=grant)
+def told() -> Call:
+    """Returns the record of the running call."""
+    return _call.get()
 
 
-def granted() -> Grant | None:
-    """Returns the grant of the running call."""
-    return _call.get().grant
-
-
-def leaving_unread(positions: Tensor | None) -> contextlib.AbstractContextManager[None]:
-    """Declares that inside the block the output of causal stacks at these positions is not read.
-
-    Args:
-        positions: (batch, seqlen), bool, True for the last positions of each row, if any; None: all are read.
-    """
-    return _within(unread=positions)
-
-
-def unread(shape: torch.Size) -> Tensor | None:
-    """Returns the positions of `leaving_unread`, for a batch of this shape."""
-    positions = _call.get().unread
-    return None if positions is None or positions.shape != shape else positions
-
-
+@dataclass(eq=False)
 class Packing:
     """One run of a stack that may omit padding: the first layer packs, and the stack's output is padded again.
 
-    Args:
+    Attributes:
         known: the padding, if the stack knows it; None: it is read from the first layer's mask.
         last: the layer after which the tokens are padded again; None: the stack itself pads them.
         memory: the padding of the encoder's output to which the layers attend.
-
-    Attributes:
         padding: the omitted padding, from the first layer on; None while nothing is omitted.
-        last: see above.
         crosses: whether the layers are attending to the memory now.
     """
 
-    def __init__(
-        self, known: Padding | None = None, last: nn.Module | None = None, memory: Padding | None = None
-    ) -> None:
-        self.padding: Padding | None = None
-        self.last = last
-        self.crosses = False
-        self._known = known
-        self._has_begun = False
-        self._memory_padding = memory
-        self._packed_memory: Tensor | None = None
+    known: Padding | None = None
+    last: nn.Module | None = None
+    memory: Padding | None = None
+    padding: Padding | None = None
+    crosses: bool = False
+    _has_begun: bool = False
+    _packed_memory: Tensor | None = None
 
     @property
     def layouts(self) -> tuple[SequenceLayout, SequenceLayout] | None:
         """Returns the current layouts of queries and keys; None while nothing is packed."""
         if self.padding is None:
             return None
-        keys = self._memory_padding if self.crosses else self.padding
+        keys = self.memory if self.crosses else self.padding
         assert keys is not None
         return self.padding.layout, keys.layout
 
     def enter_memory(self, memory: Tensor) -> Tensor:
         """Returns the memory (batch, seqlen, dim) as (1, total, dim), packed once for all layers."""
         if self._packed_memory is None:
-            assert self._memory_padding is not None
-            self._packed_memory = self._memory_padding.pack(memory)[None]
+            assert self.memory is not None
+            self._packed_memory = self.memory.pack(memory)[None]
         return self._packed_memory
 
     def leave_memory(self, x: Tensor) -> Tensor:
         """Pads a tensor computed from the packed memory like the memory: (batch, seqlen, ...)."""
-        assert self._memory_padding is not None
-        return self._memory_padding.unpack(x[0])
+        assert self.memory is not None
+        return self.memory.unpack(x[0])
 
     def enter(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Returns a layer's input x (batch, seqlen, dim) and its mask, or once packed (1, total, dim) and None."""
         if not self._has_begun:
             self._has_begun = True
-            self.padding = padding_of(x, mask) if self._known is None else self._known
+            self.padding = padding_of(x, mask) if self.known is None else self.known
             if self.padding is not None:
                 x = self.padding.pack(x)[None]
         return x, mask if self.padding is None else None
@@ -144,14 +121,12 @@ class Packing:
 
 
 @contextlib.contextmanager
-def packing(
-    known: Padding | None = None, last: nn.Module | None = None, memory: Padding | None = None
-) -> Iterator[Packing]:
-    """Makes layers take part in a `Packing`, which has the same arguments, inside the block."""
-    run = Packing(known, last, memory)
+def packing(**options: Any) -> Iterator[Packing]:
+    """Makes layers take part in a `Packing` with these options inside the block."""
+    run = Packing(**options)
     _count(1)
     try:
-        with _within(run=run):
+        with telling(run=run):
             yield run
     finally:
         _count(-1)

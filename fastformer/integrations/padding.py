@@ -29,7 +29,7 @@ from fastformer.integrations.known import (
     replaced_function,
     sources_of,
 )
-from fastformer.integrations.packing import Grant, granted, granting
+from fastformer.integrations.packing import Grant, telling, told
 from fastformer.integrations.positionwise import is_positionwise, is_positionwise_part
 from fastformer.integrations.replace import forget_restored_forward
 from fastformer.nn.guards import (
@@ -92,7 +92,7 @@ class PackingStack(nn.Module):
         if role is None or role.rule.reason is not None or is_watched() or is_recording() or not attends_as_known():
             return False
         if not role.owns:
-            grant = granted()
+            grant = told().grant
             if grant is None or grant.rule is not role.rule or id(self) not in grant.stacks:
                 return False
             return grant.causal or not self.is_causal_stack()
@@ -136,7 +136,7 @@ class Owner(nn.Module):
             is_read = reads()
             if not (is_read and self.READS_ENCODERS):
                 grant = Grant(role.rule, not is_read, plan.stacks)
-        with granting(grant):
+        with telling(grant=grant):
             yield
 
     def reads_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

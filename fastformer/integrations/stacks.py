@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from fastformer.integrations.attention_interface import is_patched, masks_as_known
 from fastformer.integrations.known import gives_tuple, nothing_else
-from fastformer.integrations.packing import packing, unread, worth_packing
+from fastformer.integrations.packing import packing, told, worth_packing
 from fastformer.integrations.padding import PackingStack
 from fastformer.nn.guards import is_traced
 from fastformer.nn.layout import Padding, read_padding
@@ -116,8 +116,8 @@ class Causal(Stack):
             left_out = mask == 0
         elif kwargs.get("position_ids") is not None:  # transformers uses them to find several documents in one row
             return None
-        behind = None if self._fills_cache(kwargs) else unread(shape)
-        if behind is None:
+        behind = None if self._fills_cache(kwargs) else told().unread
+        if behind is None or behind.shape != shape:
             return left_out
         return behind if left_out is None else left_out | behind
 
@@ -134,7 +134,7 @@ class CausalStack(Causal):
         padding = self._padding(args, kwargs)
         if padding is None:
             return super().forward(*args, **kwargs)
-        with packing(padding, self._layers()[-1]):
+        with packing(known=padding, last=self._layers()[-1]):
             out = super().forward(*args, **kwargs | {"return_dict": True})
         left_out = self._left_out(torch.Size(padding.shape), kwargs)
         assert left_out is not None
@@ -164,7 +164,7 @@ class Decoder(Causal):
         memory_padding = None if memory is None else _memory_padding(memory, mask, padding.shape[0])
         if memory is not None and memory_padding is None:
             return super().forward(*args, **kwargs)
-        with packing(padding, memory=memory_padding) as run:
+        with packing(known=padding, memory=memory_padding) as run:
             out = super().forward(*args, **kwargs | {"return_dict": True})
         out.last_hidden_state = run.leave(out.last_hidden_state)
         return out.to_tuple() if gives_tuple(self.config, kwargs) else out

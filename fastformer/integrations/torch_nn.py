@@ -47,10 +47,6 @@ def _attention_attributes(attention: nn.MultiheadAttention) -> dict[str, Any]:
     }
 
 
-def _stack_attributes(stack: nn.Module) -> dict[str, Any]:
-    return {"gradient_checkpointing": False}
-
-
 def _why_not(module: nn.Module) -> str | None:
     kind = type(module)
     for name in ("forward", *BLOCKS.get(kind, ())):
@@ -114,7 +110,7 @@ REPLACEMENTS = (
     Replacement(nn.MultiheadAttention, MultiheadAttention, _attention_attributes, _why_not),
     Replacement(nn.TransformerEncoderLayer, TransformerEncoderLayer, why_not=_why_not),
     Replacement(nn.TransformerDecoderLayer, TransformerDecoderLayer, why_not=_why_not),
-    Replacement(nn.TransformerEncoder, TransformerEncoder, _stack_attributes, _why_not),
-    Replacement(nn.TransformerDecoder, TransformerDecoder, _stack_attributes, _why_not),
+    Replacement(nn.TransformerEncoder, TransformerEncoder, lambda stack: {"gradient_checkpointing": False}, _why_not),
+    Replacement(nn.TransformerDecoder, TransformerDecoder, lambda stack: {"gradient_checkpointing": False}, _why_not),
     Replacement(nn.Transformer, Transformer, why_not=_why_not),
 )

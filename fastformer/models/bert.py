@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.models.bert_config import BERTConfig as BERTConfig
-from fastformer.models.common import IGNORE_INDEX, check_ids, draw, rotations, trailing_padding
+from fastformer.models.common import IGNORE_INDEX, check_ids, draw, layer_options, norm_of, rotations, trailing_padding
 from fastformer.models.pooling import POOLINGS, Pooling, pool
 from fastformer.models.pretrained import PretrainedModel, placement
 from fastformer.nn.embedding import Embedding, PositionalEncoding, RelativePositionBias, RotaryEmbedding
@@ -60,9 +60,7 @@ class ClassificationHead(nn.Module):
         self.dense = None if self.kind == "bert" else Dense(size, size, bias=bias, **factory)
         self.norm: AddLayerNorm | None = None
         if self.kind == "modernbert":
-            self.norm = AddLayerNorm(
-                size, config.layer_norm_eps, bias=config.bias, rms_norm=config.norm == "rms", **factory
-            )
+            self.norm = norm_of(config, size, factory)
         self.dropout = nn.Dropout(config.head_dropout)
         self.out = Dense(size, config.num_labels, **factory)
 
@@ -110,7 +108,6 @@ class BERT(PretrainedModel):
             raise ValueError(f"expected a BERTConfig, got {type(config).__name__} (see from_preset)")
         self.config = config
         factory = placement(device, dtype)
-        is_rms = config.norm == "rms"
         position: PositionalEncoding | None = None
         self.rotary: RotaryEmbedding | None = None
         self.local_rotary: RotaryEmbedding | None = None
@@ -128,9 +125,7 @@ class BERT(PretrainedModel):
             self.token_type_embedding = nn.Embedding(config.token_types, config.width, **factory)
         self.embedding_norm: AddLayerNorm | None = None
         if config.embedding_norm:
-            self.embedding_norm = AddLayerNorm(
-                config.width, config.layer_norm_eps, bias=config.bias, rms_norm=is_rms, **factory
-            )
+            self.embedding_norm = norm_of(config, config.width, factory)
         self.embedding_dropout = nn.Dropout(config.dropout)
         self.embedding_projection: nn.Linear | None = None
         if config.embedding_size is not None:
@@ -139,11 +134,8 @@ class BERT(PretrainedModel):
         if config.is_relative:
             buckets = (config.num_buckets, config.max_distance)
             self.position_bias = RelativePositionBias(config.num_heads, *buckets, **factory)
-        final_norm = None
-        if config.norm_first:  # post-norm layers end with a norm of their own
-            final_norm = AddLayerNorm(
-                config.d_model, config.layer_norm_eps, bias=config.bias, rms_norm=is_rms, **factory
-            )
+        # Post-norm layers end with a norm of their own.
+        final_norm = norm_of(config, config.d_model, factory) if config.norm_first else None
         self.encoder = TransformerEncoder(_layer(config, factory), config.num_layers, final_norm)
         if not config.first_norm:
             self.encoder.layers[0].norm1 = nn.Identity()
@@ -332,16 +324,8 @@ def _layer(config: BERTConfig, factory: dict[str, Any]) -> TransformerEncoderLay
         config.d_model,
         config.num_heads,
         config.d_ff or 4 * config.d_model,
-        dropout=config.dropout,
-        activation=config.activation,
-        layer_norm_eps=config.layer_norm_eps,
-        batch_first=True,
         norm_first=config.norm_first,
-        bias=config.bias,
         attention_bias=config.attention_bias,
-        attention_dropout=config.attention_dropout,
-        activation_dropout=config.activation_dropout,
-        norm=config.norm,
         head_dim=config.head_dim,
-        **factory,
+        **layer_options(config, factory),
     )

@@ -14,6 +14,7 @@ from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.embedding import PositionalEncoding, RelativePositionBias, RotaryEmbedding, RotaryPositions
 from fastformer.nn.feed_forward import is_gated
 from fastformer.nn.layout import SequenceLayout
+from fastformer.nn.norm import AddLayerNorm
 from fastformer.settings import shown
 
 IGNORE_INDEX = -100
@@ -84,6 +85,17 @@ def inner_size(d_model: int, activation: str) -> int:
     """Returns the default d_ff; for a gated network, which has three matrices instead of two, about as many weights."""
     wide = 4 * d_model
     return math.ceil(wide * 2 / 3 / 64) * 64 if is_gated(activation) else wide
+
+
+def layer_options(config: Any, factory: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of a layer that have the names of the settings of all models, and those of its parameters."""
+    names = ("dropout", "attention_dropout", "activation_dropout", "activation", "norm", "layer_norm_eps", "bias")
+    return {"batch_first": True, **{name: getattr(config, name) for name in names}, **factory}
+
+
+def norm_of(config: Any, size: int, factory: dict[str, Any]) -> AddLayerNorm:
+    """Builds a norm of vectors of a size, as the settings say."""
+    return AddLayerNorm(size, config.layer_norm_eps, bias=config.bias, rms_norm=config.norm == "rms", **factory)
 
 
 def draw(module: nn.Module, std: float) -> None:

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.cache.kv_cache import KVCache
-from fastformer.models.common import IGNORE_INDEX, cache_of, check_ids, chosen_log_probs, draw, rotations
+from fastformer.models.common import (
+    IGNORE_INDEX,
+    cache_of,
+    check_ids,
+    chosen_log_probs,
+    draw,
+    layer_options,
+    norm_of,
+    rotations,
+)
 from fastformer.models.gpt_config import GPTConfig as GPTConfig
 from fastformer.models.pretrained import PretrainedModel, placement
 from fastformer.models.rotary_scaling import RotarySpeeds
@@ -17,7 +26,6 @@ from fastformer.nn.decoder_only import DecoderOnlyLayer
 from fastformer.nn.embedding import Embedding, PositionalEncoding, RotaryEmbedding
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.linear import linear
-from fastformer.nn.norm import AddLayerNorm
 from fastformer.nn.transformer import TransformerEncoder
 from fastformer.ops._common import soft_capped
 from fastformer.ops._dropout import draws_seeds_together
@@ -98,10 +106,7 @@ class GPT(PretrainedModel):
             **factory,
         )
         layer = _layer(config, factory)
-        norm = AddLayerNorm(
-            config.d_model, config.layer_norm_eps, bias=config.bias, rms_norm=config.norm == "rms", **factory
-        )
-        self.decoder = TransformerEncoder(layer, config.num_layers, norm)
+        self.decoder = TransformerEncoder(layer, config.num_layers, norm_of(config, config.d_model, factory))
         for each, has_window in zip(self.decoder.layers, config.windows, strict=True):
             each.self_attn.window_size = (config.window_size, 0) if has_window else (None, None)
         self.output = None
@@ -222,16 +227,8 @@ def _layer(config: GPTConfig, factory: dict[str, Any]) -> DecoderOnlyLayer:
         config.d_model,
         config.num_heads,
         config.d_ff or 4 * config.d_model,
-        dropout=config.dropout,
-        activation=config.activation,
-        layer_norm_eps=config.layer_norm_eps,
-        batch_first=True,
-        bias=config.bias,
         attention_bias=config.qkv_bias,
-        attention_dropout=config.attention_dropout,
-        activation_dropout=config.activation_dropout,
         num_kv_heads=config.num_kv_heads,
-        norm=config.norm,
         norm_placement=config.norm_placement,
         parallel_residual=config.parallel_residual,
         self_attention={
@@ -242,5 +239,5 @@ def _layer(config: GPTConfig, factory: dict[str, Any]) -> DecoderOnlyLayer:
             "softmax_scale": config.attention_scale,
             "softcap": config.attention_softcap or 0.0,
         },
-        **factory,
+        **layer_options(config, factory),
     )

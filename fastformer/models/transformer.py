@@ -19,6 +19,8 @@ from fastformer.models.common import (
     check_heads,
     check_ids,
     chosen_log_probs,
+    layer_options,
+    norm_of,
     trailing_padding,
 )
 from fastformer.models.pretrained import PretrainedModel, placement
@@ -179,9 +181,7 @@ class Transformer(PretrainedModel):
             return PositionalEncoding(*sizes, kind=kind, batch_first=True, first=first, **factory)
 
         def norm() -> AddLayerNorm:
-            return AddLayerNorm(
-                config.d_model, config.layer_norm_eps, rms_norm=config.norm == "rms", bias=config.bias, **factory
-            )
+            return norm_of(config, config.d_model, factory)
 
         def position_bias(is_causal: bool) -> RelativePositionBias | None:
             if config.positions != "relative":
@@ -226,19 +226,11 @@ class Transformer(PretrainedModel):
             "d_model": config.d_model,
             "nhead": config.num_heads,
             "dim_feedforward": config.d_ff,
-            "dropout": config.dropout,
-            "activation": config.activation,
-            "layer_norm_eps": config.layer_norm_eps,
-            "batch_first": True,
             "norm_first": config.norm_first,
-            "bias": config.bias,
             "attention_bias": config.attention_bias,
-            "attention_dropout": config.attention_dropout,
-            "activation_dropout": config.activation_dropout,
             "num_kv_heads": config.num_kv_heads,
             "head_dim": config.head_dim,
-            "norm": config.norm,
-            **factory,
+            **layer_options(config, factory),
         }
 
         # Post-norm layers end with a norm of their own.

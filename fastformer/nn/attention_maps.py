@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from fastformer.nn.attention import MultiheadAttention
 
@@ -31,15 +31,11 @@ def record_attention(
     def ask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return args, {**kwargs, "need_weights": True, "average_attn_weights": average_heads}
 
-    handles: list[RemovableHandle] = []
-    try:
+    with contextlib.ExitStack() as hooks:
         for name, attentions in groups.items():
             for module in attentions:
-                handles.append(module.register_forward_pre_hook(ask, with_kwargs=True))
+                hooks.enter_context(module.register_forward_pre_hook(ask, with_kwargs=True))
                 keep = lambda _module, _args, output, name=name: found[name].append(output[1])  # noqa: E731
-                handles.append(module.register_forward_hook(keep))
+                hooks.enter_context(module.register_forward_hook(keep))
         run()
-    finally:
-        for handle in handles:
-            handle.remove()
     return {name: torch.stack(weights) for name, weights in found.items()}

@@ -17,7 +17,6 @@ from fastformer.nn.layers import (
     LayerPlan,
     ResidualStream,
     TransformerEncoderLayer,
-    masks_of,
 )
 from fastformer.nn.norm import AddLayerNorm
 
@@ -82,28 +81,11 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
         before = [] if self.norm_placement == "post" else ["norm1", "norm2"]
         return before if self.norm_placement == "pre" else [*before, "post_norm1", "post_norm2"]
 
-    def compute(
-        self,
-        plan: LayerPlan,
-        src: Tensor | ResidualStream,
-        attn_mask: Tensor | None,
-        key_padding_mask: Tensor | None,
-        is_causal: bool,
-        **options: Any,
-    ) -> Tensor | ResidualStream:
-        """See `TransformerEncoderLayer`."""
+    def _join_pre_norm(self, plan: LayerPlan, stream: ResidualStream, calls: Sequence[AttentionCall]) -> ResidualStream:
         if self.is_standard:
-            return super().compute(plan, src, attn_mask, key_padding_mask, is_causal, **options)
-        masks = masks_of(plan, src, attn_mask, key_padding_mask)
-        call = AttentionCall("self_attn", None, *masks, is_causal, options)
-        stream = src if isinstance(src, ResidualStream) else ResidualStream(None, src)
-        if not plan.norms:
-            stream = ResidualStream(None, self._call_blocks(stream.value(), (call,)))
-        elif self.parallel_residual:
-            stream = self._join_parallel(plan, stream, call)
-        else:
-            stream = self._join(plan, stream, call)
-        return stream if isinstance(src, ResidualStream) else stream.value()
+            return super()._join_pre_norm(plan, stream, calls)
+        join = self._join_parallel if self.parallel_residual else self._join
+        return join(plan, stream, *calls)
 
     def _call_blocks(self, x: Tensor, calls: Sequence[AttentionCall]) -> Tensor:
         if self.is_standard:

@@ -430,21 +430,13 @@ class TransformerEncoderLayer(_Layer):
         **options: Any,
     ) -> Tensor | ResidualStream:
         """Computes `forward` for a stack that knows the layer's plan; the options are those of the self-attention."""
-        masks = masks_of(plan, src, attn_mask, key_padding_mask)
-        return self._compute(plan, src, (AttentionCall("self_attn", None, *masks, is_causal, options),))
+        if plan.adds_masks:  # torch.nn's layer passes additive masks to its blocks and its attention
+            dtype = (src.residual if isinstance(src, ResidualStream) else src).dtype
+            attn_mask, key_padding_mask = as_additive(attn_mask, dtype), as_additive(key_padding_mask, dtype)
+        call = AttentionCall("self_attn", None, attn_mask, key_padding_mask, is_causal, options)
+        return self._compute(plan, src, (call,))
 
     _blocks = {"_sa_block": _Layer._sa_block, "_ff_block": _Layer._ff_block}
-
-
-def masks_of(
-    plan: LayerPlan, src: Tensor | ResidualStream, attn_mask: Tensor | None, key_padding_mask: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the masks in the form that an encoder layer passes to its blocks."""
-    if not plan.adds_masks:
-        return attn_mask, key_padding_mask
-    # torch.nn's layer passes additive masks to its blocks and its attention.
-    dtype = (src.residual if isinstance(src, ResidualStream) else src).dtype
-    return as_additive(attn_mask, dtype), as_additive(key_padding_mask, dtype)
 
 
 class TransformerDecoderLayer(_Layer):
