@@ -13,24 +13,20 @@ from fastformer.models.common import (
     IGNORE_INDEX,
     cache_of,
     check_ids,
-    chosen_log_probs,
     draw,
     layer_options,
     norm_of,
     rotations,
 )
 from fastformer.models.gpt_config import GPTConfig as GPTConfig
-from fastformer.models.pretrained import PretrainedModel, placement
+from fastformer.models.next_tokens import NextTokenModel
+from fastformer.models.pretrained import placement
 from fastformer.models.rotary_scaling import RotarySpeeds
 from fastformer.nn.decoder_only import DecoderOnlyLayer
 from fastformer.nn.embedding import Embedding, PositionalEncoding, RotaryEmbedding
 from fastformer.nn.layout import SequenceLayout
-from fastformer.nn.linear import linear
 from fastformer.nn.transformer import TransformerEncoder
-from fastformer.ops._common import soft_capped
 from fastformer.ops._dropout import draws_seeds_together
-from fastformer.ops.linear_cross_entropy import linear_cross_entropy
-from fastformer.ops.linear_topk import TopK, best_of_logits, linear_topk
 
 _LLAMA: dict[str, Any] = {
     "norm": "rms",
@@ -41,7 +37,7 @@ _LLAMA: dict[str, Any] = {
 }
 
 
-class GPT(PretrainedModel):
+class GPT(NextTokenModel):
     """A decoder-only Transformer from token ids to logits: GPT-2, and by its options Llama, Qwen, Gemma and others.
 
     Inputs are padded on the right (batch, seqlen), or packed (total,) with a `SequenceLayout.packed`, where each
@@ -123,12 +119,12 @@ class GPT(PretrainedModel):
 
     @property
     def output_weight(self) -> Tensor:
-        """The projection before the softmax: (vocab_size, d_model)."""
+        """See `NextTokenModel`."""
         return self.embedding.weight if self.output is None else self.output.weight
 
     @property
     def softcap(self) -> float:
-        """The cap of the logits; 0: no cap."""
+        """See `NextTokenModel`."""
         return self.config.logit_softcap or 0.0
 
     @draws_seeds_together
@@ -158,22 +154,6 @@ class GPT(PretrainedModel):
         rotary = rotations(self.rotary, self.local_rotary, self.config.windows, positions)
         return self.decoder(x, is_causal=True, layout=layout, cache=cache, rotary=rotary)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Computes logits (..., vocab_size) from hidden states (..., d_model)."""
-        return soft_capped(linear(hidden, self.output_weight), self.softcap)
-
-    def top_tokens(self, hidden: Tensor, k: int, *, log_probs: bool = True) -> TopK:
-        """Returns the k best next tokens of each position; see `Transformer.top_tokens`."""
-        if type(self).logits is not GPT.logits or "logits" in self.__dict__:
-            return best_of_logits(self.logits(hidden), k, log_probs=log_probs)
-        return linear_topk(hidden, self.output_weight, k, log_probs=log_probs, softcap=self.softcap)
-
-    def token_log_probs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Computes the log-probability of a given next token at each position; see `Transformer.token_log_probs`."""
-        if type(self).logits is not GPT.logits or "logits" in self.__dict__:
-            return chosen_log_probs(self.logits, hidden, tokens)
-        return -linear_cross_entropy(hidden, self.output_weight, tokens, reduction="none", softcap=self.softcap)
-
     def forward(self, tokens: Tensor, *, layout: SequenceLayout | None = None) -> Tensor:
         """Computes the next token's logits at each position, (batch, seqlen, vocab_size) or (total, vocab_size)."""
         return self.logits(self.decode(tokens, layout=layout))
@@ -199,15 +179,13 @@ class GPT(PretrainedModel):
         Returns:
             A scalar, or tokens_out's shape for reduction "none"; fp32.
         """
-        return linear_cross_entropy(
+        return self._cross_entropy(
             self.decode(tokens_in, layout=layout),
-            self.output_weight,
             tokens_out,
             ignore_index=IGNORE_INDEX,
             label_smoothing=label_smoothing,
             smooth_others=smooth_others,
             reduction=reduction,
-            softcap=self.softcap,
         )
 
     def new_cache(self, batch_size: int, max_seqlen: int, *, num_blocks: int | None = None) -> KVCache:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.cache.kv_cache import KVCache
@@ -18,23 +17,20 @@ from fastformer.models.common import (
     cache_of,
     check_heads,
     check_ids,
-    chosen_log_probs,
     layer_options,
     norm_of,
     trailing_padding,
 )
-from fastformer.models.pretrained import PretrainedModel, placement
+from fastformer.models.next_tokens import NextTokenModel
+from fastformer.models.pretrained import placement
 from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.attention_maps import record_attention
 from fastformer.nn.embedding import Embedding, PositionalEncoding, RelativePositionBias, check_buckets
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.layout import SequenceLayout
-from fastformer.nn.linear import linear
 from fastformer.nn.norm import AddLayerNorm
 from fastformer.nn.transformer import TransformerDecoder, TransformerEncoder
 from fastformer.ops._dropout import draws_seeds_together
-from fastformer.ops.linear_cross_entropy import linear_cross_entropy
-from fastformer.ops.linear_topk import TopK, best_of_logits, linear_topk
 from fastformer.settings import Amount, Count, Positive, Probability, Range, check_settings
 from fastformer.special_ids import SpecialIds
 
@@ -127,7 +123,7 @@ class TransformerConfig:
             self.special_ids.check(size, reads_sources=True)
 
 
-class Transformer(PretrainedModel):
+class Transformer(NextTokenModel):
     """Encoder and decoder from token ids to logits.
 
     The config's `special_ids` are the ids of PAD, EOS and the decoder's first token. The decoder's input is `start`
@@ -270,7 +266,7 @@ class Transformer(PretrainedModel):
 
     @property
     def output_weight(self) -> Tensor:
-        """The projection before the softmax: (vocab_size, d_model)."""
+        """See `NextTokenModel`."""
         return self.embedding.weight if self.config.tie_embeddings else self.output.weight
 
     @draws_seeds_together
@@ -354,46 +350,6 @@ class Transformer(PretrainedModel):
             x = self.embedding_dropout(norm(x))
         return x
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Computes logits (..., vocab_size) of hidden (..., d_model), scaled and with a bias if the config says so."""
-        return linear(self._scaled(hidden), self.output_weight, self.output_bias)
-
-    def top_tokens(self, hidden: Tensor, k: int, *, log_probs: bool = True) -> TopK:
-        """Returns each position's k best next tokens with log-probabilities (or logits), without holding all logits.
-
-        If a subclass or an instance overrides `logits`, the tokens are chosen by its results.
-
-        Args:
-            hidden: (..., d_model), from `decode`.
-            k: the number of tokens, from 1 to vocab_size.
-            log_probs: return log-probabilities instead of logits, which are cheaper.
-
-        Returns:
-            (values (..., k), fp32 or fp64, downward; indices (..., k), int64). See `ops.linear_topk`.
-
-        Raises:
-            ValueError: a k that is not an integer from 1 to vocab_size.
-        """
-        if type(self).logits is not Transformer.logits or "logits" in self.__dict__:
-            return best_of_logits(self.logits(hidden), k, log_probs=log_probs)
-        return linear_topk(*self._last_product(hidden), k, log_probs=log_probs)
-
-    def token_log_probs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Computes the log-probability of a given next token at each position, without holding all logits in memory.
-
-        If a subclass or an instance overrides `logits`, its results are used.
-
-        Args:
-            hidden: (..., d_model), from `decode`.
-            tokens: (...) ids.
-
-        Returns:
-            (...), fp32 (fp64 for a model in fp64).
-        """
-        if type(self).logits is not Transformer.logits or "logits" in self.__dict__:
-            return chosen_log_probs(self.logits, hidden, tokens)
-        return -linear_cross_entropy(*self._last_product(hidden), tokens, reduction="none")
-
     @draws_seeds_together
     def forward(
         self,
@@ -442,8 +398,8 @@ class Transformer(PretrainedModel):
             A scalar, or target_out's shape for "none"; fp32.
         """
         hidden = self._hidden(source, target_in, source_layout, target_layout)
-        return linear_cross_entropy(
-            *self._last_product(hidden),
+        return self._cross_entropy(
+            hidden,
             target_out,
             ignore_index=IGNORE_INDEX,
             label_smoothing=label_smoothing,
@@ -451,17 +407,9 @@ class Transformer(PretrainedModel):
             reduction=reduction,
         )
 
-    def _last_product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns two factors whose product is the logits; a bias becomes one more column, multiplied by one."""
-        weight, bias, hidden = self.output_weight, self.output_bias, self._scaled(hidden)
-        if bias is None:
-            return hidden, weight
-        more = F.pad(bias[:, None], (0, 7))  # eight columns, so that rows stay aligned
-        one = F.pad(hidden.new_ones(1), (0, 7)).expand(*hidden.shape[:-1], 8)
-        return torch.cat((hidden, one), -1), torch.cat((weight, more), 1)
-
-    def _scaled(self, hidden: Tensor) -> Tensor:
-        return hidden * self.config.d_model**-0.5 if self.config.scale_output else hidden
+    def _last_layer(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        scaled = hidden * self.config.d_model**-0.5 if self.config.scale_output else hidden
+        return scaled, self.output_weight, self.output_bias
 
     def new_cache(
         self,
