@@ -71,13 +71,15 @@ def _events(ptx: str) -> list[_Ptx]:
     tables: dict[str, list[str]] = {}
     found: list[tuple[str, bool, str]] = []  # kind, whether it always runs, operands
     table: list[str] | None = None
+    name = ""  # the last label: from Triton 3.9 on, that of a table is on a line of its own
     for line in ptx.splitlines():
-        if (targets := re.match(r"\s*([\w$]+)\s*:\s*\.branchtargets(.*)", line)) is not None:
-            table = tables[targets[1]] = re.findall(r"[\w$]+", targets[2])
+        if (targets := re.match(r"\s*(?:([\w$]+)\s*:)?\s*\.branchtargets(.*)", line)) is not None:
+            table = tables[targets[1] or name] = re.findall(r"[\w$]+", targets[2])
         elif table is not None:
             table += re.findall(r"[\w$]+", line.partition("//")[0])
         elif (label := _PTX_LABEL.match(line)) is not None and "::" not in line.partition(";")[0][: label.end() + 1]:
-            labels.setdefault(label[1], []).append(len(found))
+            name = label[1]
+            labels.setdefault(name, []).append(len(found))
         elif (match := _PTX_LINE.match(line)) is not None:
             kind = next((kind for kind, pattern in _KINDS if pattern.match(match[2])), None)
             # Stores to fixed addresses are Triton's: they tell warps their part of a warp-specialised kernel.

@@ -90,12 +90,14 @@ def test_a_store_that_is_read_back_is_not_an_operand(place: str) -> None:
     assert orders(bare.replace("\tret", again + load + "\tret")) == ["1 products read stores without a proxy fence"]
 
 
-def test_roles_of_a_specialised_kernel_are_followed() -> None:
+@pytest.mark.parametrize("table", ["$L_brx_0: .branchtargets", "JTI0_0:\n\t.branchtargets"])  # the latter: Triton 3.9's
+def test_roles_of_a_specialised_kernel_are_followed(table: str) -> None:
     """Control flow goes through a table of branches, and through labels that each copy of inline assembly repeats."""
     waiting = "\t{\n\twaitLoop:\n\tmbarrier.try_wait.parity.shared.b64 c, [%r1], %r2;\n\t@!c bra.uni waitLoop;\n\t}\n"
+    name = table.partition(":")[0]
     kernel = (
-        "\tst.shared.v2.b32 \t[global_smem+10], {0, 5};\n\t$L_brx_0: .branchtargets\n\t\t$L__BB0_5,\n\t\t$L__BB0_6;\n"
-        "\tbrx.idx \t%r1, $L_brx_0;\n$L__BB0_5:\n" + waiting + "FIRST\tret;\n$L__BB0_6:\n" + waiting + STORED
+        f"\tst.shared.v2.b32 \t[global_smem+10], {{0, 5}};\n\t{table}\n\t\t$L__BB0_5,\n\t\t$L__BB0_6;\n"
+        f"\tbrx.idx \t%r1, {name};\n$L__BB0_5:\n" + waiting + "FIRST\tret;\n$L__BB0_6:\n" + waiting + STORED
     )
     assert orders(kernel.replace("FIRST", "")) == []
     copying = LOOP.replace(FENCED, "").replace("BB0_2", "BB0_7").replace("BB0_3", "BB0_8")
