@@ -13,7 +13,7 @@ from fastformer.integrations.engine_encode import StackOnEncoder
 from fastformer.integrations.fused import add_and_norm, fused_feed_forward
 from fastformer.integrations.fused_loss import Seq2SeqLoss
 from fastformer.integrations.heads import KeepsPadding, Seq2SeqModel, derive, replacements
-from fastformer.integrations.known import RETURNS_TUPLES, register
+from fastformer.integrations.known import CACHE, OLD_CACHE, RETURNS_TUPLES, register
 from fastformer.integrations.packing import entered, entered_memory
 from fastformer.integrations.padding import Owner
 from fastformer.integrations.positionwise import register_parts
@@ -72,21 +72,22 @@ class DecoderLayer(_Layer):
         attention_mask: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         use_cache: bool | None = True,
         **kwargs: Any,
     ) -> Any:
+        older = kwargs.pop(OLD_CACHE, None)
+        cache = older if cache is None else cache
         names = {
             "attention_mask": attention_mask, "encoder_hidden_states": encoder_hidden_states,
-            "encoder_attention_mask": encoder_attention_mask, "past_key_values": past_key_values,
-            "use_cache": use_cache,
+            "encoder_attention_mask": encoder_attention_mask, CACHE: cache, "use_cache": use_cache,
         }  # fmt: skip
         is_other = kwargs.get("cross_attn_layer_head_mask") is not None or not is_written_as_known(type(self))
         if is_other or _asks_for_weights(kwargs):
             return super().forward(hidden_states, **names, **kwargs)
         kwargs.pop("cross_attn_layer_head_mask", None)
         x, mask = entered(hidden_states, attention_mask)
-        options = {"past_key_values": past_key_values, **kwargs}
+        options = {CACHE: cache, **kwargs}
         attended = _attended(self.self_attn, x, attention_mask=mask, **options)
         x = self._join(attended, x, self.self_attn_layer_norm)
         if encoder_hidden_states is not None:

@@ -36,6 +36,7 @@ from fastformer.generation.processors import (
 )
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import new_scheduler, run
+from fastformer.integrations.known import CACHE
 
 _LAST_ID = 2**31 - 1  # the engine's ids have 32 bits
 _MOST_DIGITS = 30  # the decimal digits of a power of a length: fp32 holds 38
@@ -289,7 +290,7 @@ class Stepper(GenerationMixin):
 
     def decode(self, loop: Any, config: Any, **kwargs: Any) -> Any:
         """Runs a loop of transformers (`_sample`, `_beam_search`), and omits the cache from the returned output."""
-        cache = {"past_key_values": self} if config.num_beams > 1 else {}
+        cache = {CACHE: self} if config.num_beams > 1 else {}
         found = loop(
             self,
             self._inputs.beginning,
@@ -301,7 +302,7 @@ class Stepper(GenerationMixin):
         )
         if not config.return_dict_in_generate:
             return found
-        return type(found)(**{name: value for name, value in found.items() if name != "past_key_values"})
+        return type(found)(**{name: value for name, value in found.items() if name != CACHE})
 
     # Hooks that transformers' loops call around a model's forward. They have no work to do here.
     def _prefill(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> ModelOutput:

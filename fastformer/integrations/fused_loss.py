@@ -19,7 +19,7 @@ from transformers.loss import loss_utils
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, CausalLMOutputWithPast, Seq2SeqLMOutput
 
-from fastformer.integrations.known import by_name, gives_tuple
+from fastformer.integrations.known import CACHE, by_name, gives_tuple
 from fastformer.integrations.packing import telling
 from fastformer.integrations.replace import original_class
 from fastformer.nn.guards import if_written_in, is_plain, is_traced, is_written_as_known
@@ -104,7 +104,7 @@ class CausalLoss(FusedLoss):
                 **{name: value for name, value in given.items() if name not in ("labels", "logits_to_keep")}
             )
         loss = _loss(out.last_hidden_state, self.lm_head, None, target, ignored, given.get("num_items_in_batch"))
-        parts = {name: out.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
+        parts = {name: out.get(name) for name in (CACHE, "hidden_states", "attentions")}
         if "cross_attentions" in inspect.signature(type(out)).parameters:
             return CausalLMOutputWithCrossAttentions(loss=loss, **parts, cross_attentions=out.get("cross_attentions"))
         return CausalLMOutputWithPast(loss=loss, **parts)

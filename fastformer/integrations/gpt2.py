@@ -19,7 +19,17 @@ from fastformer.integrations.heads import (
     replacements,
     stands_for_original,
 )
-from fastformer.integrations.known import RETURNS_TUPLES, is_known, is_sdpa_known, nothing_else, register
+from fastformer.integrations.known import (
+    CACHE,
+    CACHE_NAMES,
+    RETURNS_TUPLES,
+    cache_of,
+    is_known,
+    is_sdpa_known,
+    nothing_else,
+    register,
+    take_cache,
+)
 from fastformer.integrations.packing import entered, entered_cache, left, writes_plainly
 from fastformer.integrations.products import is_plain_conv1d
 from fastformer.integrations.replace import Replacement
@@ -31,9 +41,7 @@ register(gpt2)
 
 # The names of a block's positional arguments after its hidden states.
 _NAMES = tuple(inspect.signature(gpt2.GPT2Block.forward).parameters)[2:]
-_HARMLESS = frozenset(
-    {"past_key_values", "attention_mask", "use_cache", "position_ids", "cache_position", "num_items_in_batch"}
-)
+_HARMLESS = CACHE_NAMES | {"attention_mask", "use_cache", "position_ids", "cache_position", "num_items_in_batch"}
 # With fewer rows, as in a decode step, PyTorch's product reads weights in Conv1D's layout faster.
 _FEW_ROWS = 16
 
@@ -85,19 +93,17 @@ class GPT2Block(gpt2.GPT2Block):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(_NAMES, args, strict=False)) | kwargs
         if not (
-            is_written_as_known(GPT2Block)
-            and nothing_else((), given, _HARMLESS)
-            and writes_plainly(given.get("past_key_values"))
+            is_written_as_known(GPT2Block) and nothing_else((), given, _HARMLESS) and writes_plainly(cache_of(given))
         ):
             return super().forward(hidden_states, *args, **kwargs)
         x, mask = entered(hidden_states, given.get("attention_mask"))
-        cache = entered_cache(given.get("past_key_values"))
+        cache = entered_cache(take_cache(given))
         normed = self.ln_1(x)
         dropout_p = plain_dropout(self.attn.resid_dropout) if self._attends_plainly() else None
         if dropout_p is not None:
             attended = _attend(self.attn, normed, mask, cache)
         else:
-            options = given | {"past_key_values": cache, "attention_mask": mask}
+            options = given | {CACHE: cache, "attention_mask": mask}
             attended, dropout_p = self.attn(normed, **options)[0], 0.0
         normed, x = join_residual(attended, x, dropout_p, self.ln_2)
         x = left(self, x + self.mlp(normed))

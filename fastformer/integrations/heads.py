@@ -25,7 +25,7 @@ from transformers.loss import loss_utils
 from fastformer.integrations.engine_generate import ENCODING_METHODS, OnEngine
 from fastformer.integrations.engine_models import is_convertible
 from fastformer.integrations.fused_loss import are_losses_known
-from fastformer.integrations.known import record_outputs_of
+from fastformer.integrations.known import cache_of, record_outputs_of
 from fastformer.integrations.padding import Owner
 from fastformer.integrations.replace import Replacement
 from fastformer.nn.guards import is_written_in
@@ -69,7 +69,7 @@ class LanguageModel(Owner):
         if isinstance(kept, Tensor):
             return True
         # A caller with a cache continues from the last logits, as `generate` does, even if it asks for more of them.
-        last = max(kept or 0, int(kwargs.get("past_key_values") is not None))
+        last = max(kept or 0, int(cache_of(kwargs) is not None))
         if last and not bool(mask[:, -last:].all()):
             return True
         if labels is None:

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import activations
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import generic
 
@@ -55,6 +56,10 @@ def major_of(version: str) -> int:
 PLAIN_CALLS.update((GradientCheckpointingLayer.__call__, nn.ParameterDict.__call__, nn.ParameterList.__call__))
 # Before 5, a layer returns a tuple.
 RETURNS_TUPLES = major_of(transformers.__version__) < 5
+# The name of the cache among a model's arguments and outputs: "cache" since 5.24, which also accepts the older name.
+OLD_CACHE = "past_key_values"
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else OLD_CACHE
+CACHE_NAMES = frozenset({CACHE, OLD_CACHE})
 # The functions and losses that classes look up in a module of transformers, by the module's name. None: a foreign
 # function was in its place when the module was registered.
 _FUNCTIONS: dict[str, dict[str, object]] = {}
@@ -193,6 +198,19 @@ def by_name(forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict
         else:
             named[name] = value
     return named
+
+
+def cache_of(given: dict[str, Any]) -> Any:
+    """Returns the cache among a call's arguments by name; None if there is none."""
+    return given.get(CACHE) if CACHE in given else given.get(OLD_CACHE)
+
+
+def take_cache(given: dict[str, Any]) -> Any:
+    """Removes the cache from a call's arguments by name, and returns it; None if there is none."""
+    cache = cache_of(given)
+    for name in CACHE_NAMES:
+        given.pop(name, None)
+    return cache
 
 
 def nothing_else(args: tuple[Any, ...], kwargs: dict[str, Any], harmless: frozenset[str]) -> bool:

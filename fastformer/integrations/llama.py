@@ -22,7 +22,7 @@ from fastformer.integrations.heads import (
     replacements,
     stands_for_original,
 )
-from fastformer.integrations.known import nothing_else, register
+from fastformer.integrations.known import CACHE, CACHE_NAMES, cache_of, nothing_else, register, take_cache
 from fastformer.integrations.packing import entered, entered_cache, entered_positions, left, writes_plainly
 from fastformer.integrations.replace import Replacement
 from fastformer.integrations.stacks import CausalStack
@@ -34,8 +34,8 @@ register(llama)
 _NAMES = tuple(inspect.signature(llama.LlamaDecoderLayer.forward).parameters)[2:]
 _HARMLESS = frozenset(
     {
-        *("past_key_values", "attention_mask", "use_cache", "position_ids", "cache_position", "position_embeddings"),
-        "num_items_in_batch",
+        *("attention_mask", "use_cache", "position_ids", "cache_position", "position_embeddings", "num_items_in_batch"),
+        *CACHE_NAMES,
     }
 )
 
@@ -57,11 +57,11 @@ class LlamaDecoderLayer(llama.LlamaDecoderLayer):
         if not (
             is_written_as_known(LlamaDecoderLayer)
             and nothing_else((), given, _HARMLESS)
-            and writes_plainly(given.get("past_key_values"))
+            and writes_plainly(cache_of(given))
         ):
             return super().forward(hidden_states, *args, **kwargs)
         x, given["attention_mask"] = entered(hidden_states, given.get("attention_mask"))
-        given["past_key_values"] = entered_cache(given.get("past_key_values"))
+        given[CACHE] = entered_cache(take_cache(given))
         given["position_embeddings"] = entered_positions(given.get("position_embeddings"))
         attended = self.self_attn(hidden_states=self.input_layernorm(x), **given)[0]
         normed, x = join_rms(attended, x, 0.0, self.post_attention_layernorm)

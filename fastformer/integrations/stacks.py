@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from fastformer.integrations.attention_interface import is_patched, masks_as_known
-from fastformer.integrations.known import gives_tuple, nothing_else
+from fastformer.integrations.known import CACHE_NAMES, cache_of, gives_tuple, nothing_else
 from fastformer.integrations.packing import packing, told, worth_packing
 from fastformer.integrations.padding import PackingStack
 from fastformer.nn.guards import is_traced
@@ -67,7 +67,8 @@ class Encoder(Stack):
 _HARMLESS = frozenset(
     {
         *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "cache_position"),
-        *("past_key_values", "use_cache", "return_dict", "num_items_in_batch", "is_causal"),
+        *("use_cache", "return_dict", "num_items_in_batch", "is_causal"),
+        *CACHE_NAMES,
     }
 )
 
@@ -91,7 +92,7 @@ class Causal(Stack):
         if ids.dim() != (3 if ids.is_floating_point() else 2):
             return None
         left_out = self._left_out(ids.shape[:2], kwargs)
-        cache = kwargs.get("past_key_values")
+        cache = cache_of(kwargs)
         if left_out is None or (cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length() != 0)):
             return None
         config = self.config
@@ -124,7 +125,7 @@ class Causal(Stack):
     def _fills_cache(self, kwargs: dict[str, Any]) -> bool:
         use_cache = kwargs.get("use_cache")
         use_cache = getattr(self.config, "use_cache", False) if use_cache is None else use_cache
-        return bool(use_cache) or kwargs.get("past_key_values") is not None
+        return bool(use_cache) or cache_of(kwargs) is not None
 
 
 class CausalStack(Causal):

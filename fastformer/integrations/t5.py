@@ -26,7 +26,7 @@ from fastformer.integrations.heads import (
     replacements,
     stands_for_original,
 )
-from fastformer.integrations.known import RETURNS_TUPLES, register
+from fastformer.integrations.known import OLD_CACHE, RETURNS_TUPLES, cache_of, register
 from fastformer.integrations.packing import Packing, attend, current_run, entered, entered_memory
 from fastformer.integrations.padding import Owner
 from fastformer.integrations.positionwise import register_parts
@@ -71,21 +71,23 @@ class T5Attention(t5.T5Attention):
         mask: Tensor | None = None,
         key_value_states: Tensor | None = None,
         position_bias: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> Any:
+        older = kwargs.pop(OLD_CACHE, None)
+        cache = older if cache is None else cache
         run = current_run()
         if run is None or run.padding is None:
-            return super().forward(hidden_states, mask, key_value_states, position_bias, past_key_values, **kwargs)
+            return super().forward(hidden_states, mask, key_value_states, position_bias, cache, **kwargs)
         if key_value_states is not None:
-            return self._to_memory(run, hidden_states, key_value_states, past_key_values), None, None
+            return self._to_memory(run, hidden_states, key_value_states, cache), None, None
         padding = run.padding
         q, k, v = (
             padding.unpack(projection(hidden_states)[0]).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
             for projection in (self.q, self.k, self.v)
         )
-        if past_key_values is not None:
-            k, v = past_key_values.self_attention_cache.update(k, v, self.layer_idx)
+        if cache is not None:
+            k, v = cache.self_attention_cache.update(k, v, self.layer_idx)
         if position_bias is None:
             seqlen = padding.shape[1]
             # All blocks use the first block's bias, which is zero if that block has no table.
@@ -159,7 +161,7 @@ class PackingT5Stack(Encoder, Decoder):
 
     def _fills_cache(self, kwargs: dict[str, Any]) -> bool:
         # The cache that the stack makes itself begins empty, and holds padded keys and values.
-        return kwargs.get("past_key_values") is not None
+        return cache_of(kwargs) is not None
 
     def is_known_layer(self, layer: Any) -> bool:
         memory = [t5.T5LayerCrossAttention] if self.is_decoder else []

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastformer.integrations import accelerate
 from fastformer.integrations.engine_models import ForeignEngine
+from fastformer.integrations.known import CACHE
 from tests.integrations import conversions, decoders
 
 TIE = 1e-4  # logits, or scores of beams, as near as this may come in another order
@@ -68,7 +69,7 @@ class Pair:
         found, expected = self.both(is_served=is_served, output_scores=True, **options)
         plain = self.ours.generate(**self.inputs | options | {"return_dict_in_generate": False})
         assert type(found) is type(expected)
-        assert {*found} | {"past_key_values"} == {*expected} | {"past_key_values"}
+        assert {*found} | {CACHE} == {*expected} | {CACHE}
         for one in (found.sequences, plain):
             assert one.dtype == expected.sequences.dtype and not one.is_inference()
         if is_beam:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fastformer
-from fastformer.integrations.known import RETURNS_TUPLES
+from fastformer.integrations.known import CACHE, RETURNS_TUPLES
 from tests.covering import covering
 from tests.integrations.families import (
     IDS,
@@ -83,7 +83,7 @@ def test_a_decoder_stays_padded_if_a_call_reads_padding(what, family):
             assert PACKED not in ran(lambda: run_both(model, None, BEHIND, **options))
         results.append(run_both(model, None, BEHIND, **options))
     assert_same(results[1].logits, results[0].logits, what, 1e-9)
-    assert bool(results[1].past_key_values) == bool(results[0].past_key_values)
+    assert bool(results[1].get(CACHE)) == bool(results[0].get(CACHE))
 
 
 @families
@@ -111,7 +111,7 @@ def test_generation_continues_from_a_cache(family):
 
     def tokens() -> Tensor:
         first = model.generate(IDS, **options)
-        given = {"decoder_input_ids": first.sequences, "past_key_values": first.past_key_values}
+        given = {"decoder_input_ids": first.sequences, CACHE: first[CACHE]}
         found: Tensor = model.generate(IDS, **given, **options).sequences
         return found
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import BertForQuestionAnswering, BertModel
 
 import fastformer
+from fastformer.integrations.known import CACHE
 from tests.integrations import families
 from tests.integrations.families import (
     FUSED,
@@ -132,7 +133,7 @@ def test_a_decoder_with_a_cache():
     # transformers before 5 writes fp64's lowest number into a mask of the default dtype.
     torch.set_default_dtype(torch.float64)
     try:
-        second = model(IDS[:, 5:], past_key_values=first.past_key_values, use_cache=True)
+        second = model(IDS[:, 5:], **{CACHE: first[CACHE]}, use_cache=True)
     finally:
         torch.set_default_dtype(torch.float32)
     assert_same(second.last_hidden_state, whole[:, 5:], "with a cache", 1e-9)

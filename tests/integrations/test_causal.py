@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastformer
+from fastformer.integrations.known import CACHE
 from tests.integrations.families import (
     CAUSAL,
     IDS,
@@ -50,8 +51,8 @@ def test_a_cache_is_filled_and_goes_on(family):
 
     def both_steps() -> Tensor:
         first = call()
-        assert first.past_key_values.get_seq_length() == 9
-        options = {"attention_mask": longer, "position_ids": behind, "past_key_values": first.past_key_values}
+        assert first[CACHE].get_seq_length() == 9
+        options = {"attention_mask": longer, "position_ids": behind, CACHE: first[CACHE]}
         logits: Tensor = model(more, **options).logits
         return logits
 

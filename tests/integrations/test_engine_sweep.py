@@ -14,6 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import logits_process, stopping_criteria
 
 from fastformer.checkpoints.hf import DECODER_FORMS
+from fastformer.integrations.known import CACHE
 from tests.integrations import conversions
 from tests.integrations.engine_calls import counted, pair_of
 from tests.integrations.test_engine_generate import DRAWN
@@ -123,7 +124,7 @@ def outcome(model: Any, options: Options, seed: int) -> tuple[Any, Tensor]:
     except Exception:
         return "error", torch.empty(0)
     tokens = found if isinstance(found, Tensor) else found.sequences
-    keys = set() if isinstance(found, Tensor) else {*found} - {"past_key_values"}
+    keys = set() if isinstance(found, Tensor) else {*found} - {CACHE}
     return (type(found).__name__, keys, tokens.dtype, tokens.tolist()), torch.get_rng_state()
 
 

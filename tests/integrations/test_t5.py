@@ -22,7 +22,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 import fastformer
 from fastformer.integrations.fused import fused_feed_forward
-from fastformer.integrations.known import RETURNS_TUPLES
+from fastformer.integrations.known import CACHE, RETURNS_TUPLES
 from tests.integrations.families import IDS, PACKED, RIGHT, TARGETS, Wrapped, before_and_after, exactly, make, ran, run
 from tests.nn.comparing import assert_same
 
@@ -192,8 +192,8 @@ def decoded(model: Any, real: Tensor, **options: Any) -> list[Tensor]:
     """Returns the loss, the logits, keys and values at tokens, and gradients."""
     out = run_decoder(model, real, **options)
     found = [out.loss, out.logits[real]]
-    if out.past_key_values is not None:
-        cache = out.past_key_values
+    if out.get(CACHE) is not None:
+        cache = out[CACHE]
         for layers, kept in ((cache.self_attention_cache.layers, real), (cache.cross_attention_cache.layers, RIGHT)):
             found += [each.transpose(1, 2)[kept] for layer in layers for each in (layer.keys, layer.values)]
         assert cache.is_updated == {0: True, 1: True} and cache.get_seq_length() == 6
@@ -226,7 +226,7 @@ def test_a_cache_of_a_packed_decoder_goes_on():
 
     def both_steps() -> Tensor:
         out = run_decoder(model, GAPS)
-        options = {"past_key_values": out.past_key_values, "encoder_outputs": (out.encoder_last_hidden_state,)}
+        options = {CACHE: out[CACHE], "encoder_outputs": (out.encoder_last_hidden_state,)}
         step = model(attention_mask=RIGHT.long(), decoder_input_ids=more, decoder_attention_mask=mask, **options)
         logits: Tensor = step.logits
         return logits
@@ -252,7 +252,7 @@ def test_a_stack_stays_padded_if_a_call_reads_padding(side, what, monkeypatch):
     if what == "labels at padding":
         options["labels"] = TARGETS
     elif what == "a cache":
-        options["past_key_values"] = run_decoder(model, None).past_key_values
+        options[CACHE] = run_decoder(model, None)[CACHE]
     elif what == "hidden states":
         options["output_hidden_states"] = True
     elif what == "checkpointing":
