@@ -179,6 +179,7 @@ def _decode_attention_kernel(
     INTERLEAVED: tl.constexpr,
     UNIT: tl.constexpr,
     TABLE_UNIT: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -193,8 +194,9 @@ def _decode_attention_kernel(
     (row, token, head) in UNITs; integer_strides: those of the lengths, of cache_batch_idx, and of the table's rows and
     columns. rotary: (cos, sin, number of positions, row strides in TABLE_UNITs), or None. ROWS: batch rows per tile;
     more than one only with cache_batch_idx and without rotary. HALF: half of the number of rotated features of a head;
-    0: no rotation. partial_ptr, stats_ptr: see `_merge_kernel`; None without splits. BLOCK_NEW: the number of new
-    tokens that are copied (with rotary, also attended to) at once; 0: there are none.
+    0: no rotation. ALIGNED: every token's keys and values, cached or new, begin at a multiple of 16 bytes. partial_ptr,
+    stats_ptr: see `_merge_kernel`; None without splits. BLOCK_NEW: the number of new tokens that are copied (with
+    rotary, also attended to) at once; 0: there are none.
     """
     batch, seqlen_q, group, num_kv_heads, cache_batch, max_seqlen, num_tokens, seqlen_new, num_splits = sizes
     TABLE: tl.constexpr = table_ptr is not None
@@ -348,6 +350,9 @@ def _decode_attention_kernel(
             new_v = _token_ptrs(v_ptr, v_strides, kv_head, batch_row, tokens, tokens, False, UNIT)
             k_ptrs = tl.where(tokens < 0, k_ptrs, new_k)
             v_ptrs = tl.where(tokens < 0, v_ptrs, new_v)
+            if ALIGNED:  # Triton 3.8 and later don't infer it for a choice between pointers
+                k_ptrs = tl.multiple_of(k_ptrs, 16)
+                v_ptrs = tl.multiple_of(v_ptrs, 16)
         here = seen[:, None]
         if HEAD_DIM != BLOCK_D:
             here = here & (dims < HEAD_DIM)[None, :]
@@ -497,6 +502,7 @@ def decode_attention(
         half, table_unit = cos.shape[1], stride_unit(cos, sin)
         rotary = cos, sin, cos.shape[0], cos.stride(0) // table_unit, sin.stride(0) // table_unit
     unit = stride_unit(q, k_cache, v_cache, k, v)
+    aligned = unit == 8 and all(x.data_ptr() % 16 == 0 for x in (k_cache, v_cache, k, v))
     block_d = max(16, next_power_of_2(head_dim))
     block_new = 0
     if seqlen_new:
@@ -517,8 +523,8 @@ def decode_attention(
         ),
         rotary,
         IS_CAUSAL=is_causal and seqlen_q > 1, ROWS=rows, HEAD_DIM=head_dim, HALF=half, INTERLEAVED=interleaved,
-        UNIT=unit, TABLE_UNIT=table_unit, BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_D=block_d, BLOCK_NEW=block_new,
-        PRECISION=dot_precision(q), num_warps=config.num_warps, num_stages=config.num_stages,
+        UNIT=unit, TABLE_UNIT=table_unit, ALIGNED=aligned, BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_D=block_d,
+        BLOCK_NEW=block_new, PRECISION=dot_precision(q), num_warps=config.num_warps, num_stages=config.num_stages,
         maxnreg=most_registers(q, block_m, block_d, turns, bool(softcap)),
     )  # fmt: skip
     if num_splits > 1:

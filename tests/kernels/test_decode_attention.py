@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from fastformer.kernels import _decode_attention_configs as configs  # noqa: E402
+from fastformer.kernels import _launch  # noqa: E402
 from fastformer.kernels import decode_attention as kernels  # noqa: E402
 from fastformer.ops import decode_attention, rotary  # noqa: E402
 from tests.checks import assert_accurate  # noqa: E402
@@ -134,6 +136,23 @@ BEAM_STEPS = [
     Step("tokens", (33, 7), seqlen_q=3, seqlen_new=None, num_kv_heads=4, cache_batch_idx=(0, 0, 1, 1)),
     Step("tokens-window", (33, 7), seqlen_q=3, seqlen_new=None, window_left=9, cache_batch_idx=(0, 1, 1)),
 ]
+
+
+@pytest.mark.parametrize("shifted", [None, "k_cache", "v_cache", "k", "v"])
+@pytest.mark.parametrize("head_dim", [16, 20])
+def test_no_address_is_said_to_be_aligned_that_is_not(head_dim, shifted, device, monkeypatch) -> None:
+    """A GPU would fault."""
+    told: list[bool] = []
+    monkeypatch.setattr(_launch, "interceptor", lambda kernel, args, options: told.append(options["ALIGNED"]))
+    shapes = {"k_cache": (2, 8, 1, head_dim), "v_cache": (2, 8, 1, head_dim)}
+    shapes |= {name: (2, 1, 1, head_dim) for name in ("k", "v")}
+    given = {
+        name: torch.zeros(math.prod(shape) + 1, device=device)[int(name == shifted) :][: math.prod(shape)].view(shape)
+        for name, shape in shapes.items()
+    }
+    lengths = torch.zeros(2, dtype=torch.int32, device=device)
+    decode_attention(torch.zeros(2, 1, 1, head_dim, device=device), cache_seqlens=lengths, **given)
+    assert told == [shifted is None and head_dim == 16]
 
 
 @pytest.mark.parametrize("step, rows, splits", by_turns(BEAM_STEPS, [(2, 3), (4, 1), (8, 1), (8, 3)]), ids=str)
