@@ -3,8 +3,8 @@
 //   STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) { m.def("name(Tensor x, ...) -> Tensor"); }
 //   STABLE_TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) { m.impl("name", boxed<name>); }
 //
-// std::out_of_range becomes IndexError in Python, std::invalid_argument becomes ValueError, and other exceptions become
-// RuntimeError.
+// std::out_of_range becomes IndexError in Python, std::invalid_argument becomes ValueError (from PyTorch 2.15 on,
+// RuntimeError: see _cpp_call in fastformer/ops/decode_attention.py), and other exceptions become RuntimeError.
 
 #pragma once
 

@@ -109,6 +109,16 @@ def _rotate_to_positions(
 
 
 def _cpp_call(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    try:
+        return _rotated_cpp_call(function, *args)
+    except RuntimeError as error:
+        # PyTorch 2.15 turns the function's std::invalid_argument into RuntimeError, earlier versions into ValueError.
+        if str(error).startswith("expected "):
+            raise ValueError(str(error)) from None
+        raise
+
+
+def _rotated_cpp_call(function: Callable[..., Tensor], *args: Any) -> Tensor:
     *args_of_cpp, cos, sin, interleaved, softcap = args
     if cos is not None:
         # The C++ function has no rotary embedding of its own, which would save next to nothing there.

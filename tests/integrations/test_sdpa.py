@@ -406,15 +406,21 @@ def test_activate_leaves_the_rest_to_pytorch():
         "jvp": lambda: jvp(q, k, v),
         "sdpa_kernel": lambda: with_math(q, k, v),
     }
+    try:
+        calls["both"]()
+    except RuntimeError:  # PyTorch 2.15 refuses a mask beside is_causal
+        refused = calls.pop("both")
+        with fastformer.activate(), pytest.raises(RuntimeError):
+            refused()
     expected = {name: call() for name, call in calls.items()}
     with fastformer.activate():
         for name, call in calls.items():
             assert not ours_ran(call), name
             torch.testing.assert_close(call(), expected[name], msg=name)
-        (dq,) = torch.autograd.grad(calls["values of another head_dim"]().sum(), q)
-        assert dq.abs().sum() > 0
-        (dq,) = torch.autograd.grad(calls["both"]().sum(), q)
-        assert dq.abs().sum() > 0
+        for name in ("values of another head_dim", "both"):
+            if name in calls:
+                (dq,) = torch.autograd.grad(calls[name]().sum(), q)
+                assert dq.abs().sum() > 0
         compiled = torch.compile(Layer(), backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(q, k, v), Layer()(q, k, v))
 

@@ -6,6 +6,7 @@ The report runs in its own process: interpreted kernels can't be compiled.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -64,6 +65,8 @@ def of_each_case(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
 @pytest.fixture
 def rows(request: pytest.FixtureRequest) -> list[Row]:
     """Returns rows for sm_90: one per kernel, and in slow tests one per case."""
+    if not importlib.metadata.version("triton").startswith(("3.6.", "3.7.")):
+        pytest.skip("later versions spill a few registers: the kernels of a released wheel are compiled by 3.7.1")
     is_slow = request.node.get_closest_marker("slow") is not None
     found: list[Row] = request.getfixturevalue("of_each_case" if is_slow else "of_each_kernel")
     return found
