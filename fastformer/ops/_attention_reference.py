@@ -21,25 +21,25 @@ class AttentionOptions:
 
     Attributes:
         softmax_scale: factor of the products.
-        diagonal: key position that query 0 is aligned with; int, or (batch,).
         window_left, window_right: keys before and after the aligned one that are visible; None = open.
+        dropout_p, dropout_seed: the dropout of the attention weights.
+        softcap: c of c * tanh(score / c), which is applied to scaled scores before any mask; 0 = no cap.
+        diagonal: key position that query 0 is aligned with; int, or (batch,).
         keys: (batch,) number of visible keys, or None for all.
         queries: (batch,) number of queries that are real, or None for all.
         attn_mask: boolean (True = attend) or floating (added), broadcastable to (batch, num_heads, seqlen_q, seqlen_k).
-        dropout_p, dropout_seed: the dropout of the attention weights.
-        softcap: c of c * tanh(score / c), which is applied to scaled scores before any mask; 0 = no cap.
     """
 
     softmax_scale: float
-    diagonal: int | Tensor = 0
     window_left: int | None = None
     window_right: int | None = None
-    keys: Tensor | None = None
-    queries: Tensor | None = None
-    attn_mask: Tensor | None = None
     dropout_p: float = 0.0
     dropout_seed: Tensor | None = None
     softcap: float = 0.0
+    diagonal: int | Tensor = 0
+    keys: Tensor | None = None
+    queries: Tensor | None = None
+    attn_mask: Tensor | None = None
 
     def visible(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor | None:
         """Returns bool, broadcastable to (batch, num_heads, seqlen_q, seqlen_k); None if everything is visible."""

@@ -33,7 +33,7 @@ def define_op(
     schema: str,
     reference: Callable[P, T],
     *,
-    stem: str,
+    stem: str | None = None,
     fake: Callable[..., object],
     cpp_unsupported: WhyUnsupported | None = None,
     cpp_call: Callable[..., T] | None = None,
@@ -52,7 +52,8 @@ def define_op(
             Triton module has it: it returns a prepared launch for calls of the same geometry (see `_plans`). The Triton
             module's `why_unsupported` has them as keywords.
         reference: plain PyTorch, correct in every dtype up to fp64.
-        stem: the file name of the op in kernels/, csrc/ops/, ops/, tests/ops/ and benchmarks/.
+        stem: the file name of the op in kernels/, csrc/ops/, ops/, tests/ops/ and benchmarks/. None: the op's name
+            without _fwd and _bwd.
         fake: the shapes, dtypes and strides of the outputs; reads no data.
         cpp_unsupported: (op_name, **arguments) -> why the C++ function can't compute the call, or None.
         cpp_call: (the C++ function, *arguments) -> the op's results, if that function has other arguments.
@@ -77,7 +78,7 @@ def define_op(
     op = Op(
         name=name,
         default=default,
-        stem=stem,
+        stem=name.replace("_fwd", "").replace("_bwd", "") if stem is None else stem,
         arguments=tuple(argument.name for argument in default._schema.arguments),
         defaults=tuple(a.default_value for a in default._schema.arguments if a.has_default_value()),
         reference=reference,

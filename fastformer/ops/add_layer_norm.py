@@ -68,16 +68,8 @@ def _normalise(
     return y, mean, rstd
 
 
-def _fwd_fake(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    rms_norm: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fwd_fake(x: Tensor, residual: Tensor | None, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *_, dropout_p, _, rms_norm = options
     stream = x.dtype if residual is None else residual.dtype
     kept = residual is not None or dropout_p > 0.0
     rows = x.numel() // x.shape[-1]
@@ -135,18 +127,9 @@ def _column_sums(values: Tensor) -> Tensor:
 
 
 def _bwd_fake(
-    dy: Tensor,
-    dresidual_out: Tensor | None,
-    s: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    rms_norm: bool,
-    has_bias: bool,
-    x_dtype: torch.dtype,
+    dy: Tensor, dresidual_out: Tensor | None, s: Tensor, weight: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, _, dropout_p, _, _, has_bias, x_dtype = options
     same = dropout_p == 0.0 and x_dtype == s.dtype
     parameter_dtype = s.dtype if weight is None else weight.dtype
     dim = s.shape[-1]
@@ -178,7 +161,6 @@ _fwd = define_op(
     "add_layer_norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, float dropout_p, "
     "Tensor? dropout_seed, bool rms_norm) -> (Tensor y, Tensor residual_out, Tensor mean, Tensor rstd)",
     add_layer_norm_reference,
-    stem="add_layer_norm",
     fake=_fwd_fake,
     cpp_unsupported=_fwd_cpp_unsupported,
     formula=add_layer_norm_reference,
@@ -188,7 +170,6 @@ _bwd = define_op(
     "float dropout_p, Tensor? dropout_seed, bool rms_norm, bool has_bias, ScalarType x_dtype) "
     "-> (Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias)",
     add_layer_norm_backward_reference,
-    stem="add_layer_norm",
     fake=_bwd_fake,
     cpp_unsupported=_bwd_cpp_unsupported,
 )

@@ -31,32 +31,14 @@ from fastformer.ops._library import define_op
 
 
 def _scores(
-    q: Tensor,
-    k: Tensor,
-    attn_mask: Tensor | None,
-    seqlens_k: Tensor | None,
-    softmax_scale: float,
-    window_left: int | None,
-    window_right: int | None,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    softcap: float = 0.0,
+    q: Tensor, k: Tensor, attn_mask: Tensor | None, seqlens_k: Tensor | None, *options: Any
 ) -> AttentionOptions:
-    return AttentionOptions(
-        softmax_scale=softmax_scale,
-        diagonal=k.shape[1] - q.shape[1],
-        window_left=window_left,
-        window_right=window_right,
-        keys=seqlens_k,
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-        softcap=softcap,
-    )
+    """Returns the options of a call; from attn_mask on, the arguments are the schema's."""
+    return AttentionOptions(*options, diagonal=k.shape[1] - q.shape[1], keys=seqlens_k, attn_mask=attn_mask)
 
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse); the arguments are the schema's, and from attn_mask on those of `_scores`."""
+    """Returns (out, lse); the arguments are the schema's."""
     return attend(q, k, v, _scores(q, k, *options))
 
 
@@ -109,7 +91,6 @@ _fwd = define_op(
     "int? window_left, int? window_right, float dropout_p, Tensor? dropout_seed, float softcap=0.0) "
     "-> (Tensor out, Tensor lse)",
     attention_reference,
-    stem="attention",
     fake=_fwd_fake,
     cpp_unsupported=cpp_unsupported,
     torch_function=_attention_torch,
@@ -123,7 +104,6 @@ _bwd = define_op(
     "Tensor? dropout_seed, bool needs_mask_grad, float softcap=0.0) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
     attention_backward_reference,
-    stem="attention",
     fake=_bwd_fake,
     cpp_unsupported=cpp_unsupported,
     torch_function=_attention_backward_torch,

@@ -27,19 +27,12 @@ from fastformer.ops._library import define_op
 
 
 def _scores(
-    q: Tensor,
-    k: Tensor,
-    attn_mask: Tensor | None,
-    seqlens_k: Tensor | None,
-    softmax_scale: float,
-    window_left: int | None,
-    window_right: int | None,
-    softcap: float = 0.0,
+    q: Tensor, k: Tensor, attn_mask: Tensor | None, seqlens_k: Tensor | None, *options: Any
 ) -> AttentionOptions:
+    """Returns the options of a call; from attn_mask on, the arguments are the schema's."""
+    *window, softcap = options
     diagonal = k.shape[1] - q.shape[1]
-    return AttentionOptions(
-        softmax_scale, diagonal, window_left, window_right, seqlens_k, attn_mask=attn_mask, softcap=softcap
-    )
+    return AttentionOptions(*window, softcap=softcap, diagonal=diagonal, keys=seqlens_k, attn_mask=attn_mask)
 
 
 def attention_weights_reference(q: Tensor, k: Tensor, lse: Tensor, *options: Any) -> Tensor:
@@ -85,7 +78,6 @@ _fwd = define_op(
     "attention_weights_fwd(Tensor q, Tensor k, Tensor lse, Tensor? attn_mask, Tensor? seqlens_k, float softmax_scale, "
     "int? window_left, int? window_right, float softcap=0.0) -> Tensor",
     attention_weights_reference,
-    stem="attention_weights",
     fake=lambda q, k, lse, *options: q.new_empty((q.shape[0], q.shape[2], q.shape[1], k.shape[1])),
     reference_only=dict.fromkeys(("triton", "cpp"), _WHY),
     formula=attention_weights_formula,
@@ -94,7 +86,6 @@ _bwd = define_op(
     "attention_weights_bwd(Tensor dweights, Tensor weights, Tensor q, Tensor k, Tensor? attn_mask, "
     "float softmax_scale, float softcap=0.0) -> (Tensor dq, Tensor dk, Tensor dmask)",
     attention_weights_backward_reference,
-    stem="attention_weights",
     fake=lambda dweights, weights, q, k, attn_mask, *_: (
         q.new_empty(q.shape),
         k.new_empty(k.shape),

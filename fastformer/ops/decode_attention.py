@@ -80,7 +80,9 @@ def decode_attention_reference(
         if cache_batch_idx is not None:
             keys, values = keys[cache_batch_idx], values[cache_batch_idx]
     right = 0 if is_causal else None
-    scores = AttentionOptions(softmax_scale, total - q.shape[1], window_left, right, keys=total, softcap=softcap)
+    scores = AttentionOptions(
+        softmax_scale, window_left, right, softcap=softcap, diagonal=total - q.shape[1], keys=total
+    )
     return attend(q, keys, values, scores)[0]
 
 
@@ -140,7 +142,6 @@ _op = define_op(
     "Tensor? cache_batch_idx, Tensor? slot_table, float softmax_scale, bool is_causal, int? window_left, Tensor? cos, "
     "Tensor? sin, bool interleaved, float softcap=0.0) -> Tensor",
     decode_attention_reference,
-    stem="decode_attention",
     fake=lambda q, *rest: q.new_empty(q.shape),
     cpp_unsupported=_cpp_unsupported,
     cpp_call=_cpp_call,

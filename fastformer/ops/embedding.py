@@ -115,7 +115,6 @@ _fwd = define_op(
     "embedding_fwd(Tensor ids, Tensor weight, Tensor? position_table, Tensor? positions, float scale, int padding_idx, "
     "float dropout_p, Tensor? dropout_seed, bool atomics) -> Tensor",
     embedding_reference,
-    stem="embedding",
     fake=_fwd_fake,
     cpp_unsupported=_fwd_cpp_unsupported,
     formula=embedding_reference,
@@ -125,7 +124,6 @@ _bwd = define_op(
     "float scale, int padding_idx, float dropout_p, Tensor? dropout_seed, ScalarType dtype, bool atomics) "
     "-> (Tensor dweight, Tensor dposition_table)",
     embedding_backward_reference,
-    stem="embedding",
     fake=_bwd_fake,
     cpp_unsupported=_bwd_cpp_unsupported,
 )

@@ -153,7 +153,6 @@ _fwd = define_op(
     "feed_forward_fwd(Tensor x, Tensor weight1, Tensor? bias1, Tensor weight2, Tensor? bias2, str activation, "
     "float dropout_p, Tensor? dropout_seed, bool needs_saved) -> (Tensor out, Tensor saved)",
     feed_forward_reference,
-    stem="feed_forward",
     fake=_fwd_fake,
     cpp_unsupported=cpp_unsupported_dtype,
     formula=feed_forward_reference,
@@ -163,7 +162,6 @@ _bwd = define_op(
     "str activation, float dropout_p, Tensor? dropout_seed, bool has_bias2) "
     "-> (Tensor dx, Tensor dweight1, Tensor dbias1, Tensor dweight2, Tensor dbias2)",
     feed_forward_backward_reference,
-    stem="feed_forward",
     fake=_bwd_fake,
     cpp_unsupported=cpp_unsupported_dtype,
 )

@@ -302,7 +302,6 @@ _fwd = define_op(
     f"linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, {_OPTIONS}, "
     "float softcap=0.0) -> (Tensor losses, Tensor lse)",
     linear_cross_entropy_reference,
-    stem="linear_cross_entropy",
     fake=_fwd_fake,
     cpp_unsupported=cpp_unsupported_dtype,
     formula=linear_cross_entropy_formula,
@@ -311,7 +310,6 @@ _bwd = define_op(
     "linear_cross_entropy_bwd(Tensor dlosses, Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor lse, "
     f"{_OPTIONS}, bool[3] output_mask, float softcap=0.0) -> (Tensor dx, Tensor dweight, Tensor dbias)",
     linear_cross_entropy_backward_reference,
-    stem="linear_cross_entropy",
     fake=_bwd_fake,
     cpp_unsupported=cpp_unsupported_dtype,
     cpp_call=_cpp_masked,
@@ -320,7 +318,6 @@ _fwd_bwd = define_op(
     f"linear_cross_entropy_fwd_bwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, {_OPTIONS}, bool mean, "
     "bool[3] output_mask, float softcap=0.0) -> (Tensor loss, Tensor dx, Tensor dweight, Tensor dbias)",
     linear_cross_entropy_with_gradients_reference,
-    stem="linear_cross_entropy",
     fake=_fwd_bwd_fake,
     cpp_unsupported=cpp_unsupported_dtype,
     cpp_call=_cpp_masked,

@@ -142,7 +142,6 @@ def _fake(x: Tensor, weight: Tensor, k: int, *_: object) -> tuple[Tensor, Tensor
 _op = define_op(
     "linear_topk(Tensor x, Tensor weight, int k, bool log_probs, float softcap=0.0) -> (Tensor values, Tensor indices)",
     linear_topk_reference,
-    stem="linear_topk",
     fake=_fake,
     cpp_unsupported=cpp_unsupported_dtype,
     reference_only={"triton": "there is no Triton kernel for it yet"},

@@ -46,7 +46,6 @@ def _fake(x: Tensor, *options: object) -> Tensor:
 _fwd = define_op(
     "rotary_fwd(Tensor x, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool inverse) -> Tensor",
     rotary_reference,
-    stem="rotary",
     fake=_fake,
     cpp_unsupported=cpp_unsupported_dtype,
     formula=rotary_reference,

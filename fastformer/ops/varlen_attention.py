@@ -63,27 +63,13 @@ def _prepare(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    softmax_scale: float,
-    window_left: int | None,
-    window_right: int | None,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    softcap: float = 0.0,
+    *options: Any,
 ) -> tuple[_Packing, _Packing, AttentionOptions]:
+    """Returns the packings of queries and of keys, and the options; the arguments are the schema's."""
     queries = _Packing(cu_seqlens_q, max_seqlen_q, q.shape[0])
     keys = _Packing(cu_seqlens_k, max_seqlen_k, k.shape[0])
-    scores = AttentionOptions(
-        softmax_scale=softmax_scale,
-        diagonal=keys.seqlens - queries.seqlens,
-        window_left=window_left,
-        window_right=window_right,
-        keys=keys.seqlens,
-        queries=queries.seqlens,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-        softcap=softcap,
-    )
-    return queries, keys, scores
+    diagonal = keys.seqlens - queries.seqlens
+    return queries, keys, AttentionOptions(*options, diagonal=diagonal, keys=keys.seqlens, queries=queries.seqlens)
 
 
 def _is_empty(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> bool:
