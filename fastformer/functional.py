@@ -123,7 +123,7 @@ def attend_heads(
     if attn_mask is not None and is_causal:
         if type(attn_mask) is not Tensor:
             raise ValueError(f"expected a {type(attn_mask).__name__} or is_causal, got both")
-        return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if isinstance(attn_mask, CausalBias):
         right = 0 if attn_mask.variant == CausalVariant.LOWER_RIGHT else query.shape[-2] - key.shape[-2]
         attn_mask = Window(None, right)
@@ -132,7 +132,7 @@ def attend_heads(
     if not _runs_here(query, key, value, attn_mask if isinstance(attn_mask, Tensor) else None, scale, enable_gqa):
         if isinstance(attn_mask, Window):
             attn_mask = _as_mask(attn_mask, query, key)
-        return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     window = Window(None, query.shape[-2] - key.shape[-2]) if is_causal else Window()
     if isinstance(attn_mask, Tensor) and (band := _band_of(attn_mask, query, key)) is not None:
         attn_mask = band
@@ -178,15 +178,12 @@ def _laid_out_as(query: Tensor, out: Tensor) -> Tensor:
 def _block_diagonal(
     query: Tensor, key: Tensor, value: Tensor, blocks: BlockDiagonal, dropout_p: float, scale: float | None
 ) -> Tensor:
-    seqlens: tuple[list[int], list[int]] = (
-        list(blocks.seqlens_q),
-        list(blocks.seqlens_q if blocks.seqlens_k is None else blocks.seqlens_k),
-    )
-    got = (query.shape[-2], key.shape[-2])
-    if query.dim() != 4 or query.shape[0] != 1 or (sum(seqlens[0]), sum(seqlens[1])) != got:
+    seqlens = (blocks.seqlens_q, blocks.seqlens_q if blocks.seqlens_k is None else blocks.seqlens_k)
+    queries, keys = map(sum, seqlens)
+    if query.dim() != 4 or query.shape[0] != 1 or (queries, keys) != (query.shape[-2], key.shape[-2]):
         raise ValueError(
-            f"expected a batch of one with {sum(seqlens[0])} queries and {sum(seqlens[1])} keys, as the blocks have, "
-            f"got query {tuple(query.shape)} and key {tuple(key.shape)}"
+            f"expected a batch of one with {queries} queries and {keys} keys, as the blocks have, got query "
+            f"{tuple(query.shape)} and key {tuple(key.shape)}"
         )
     cu_seqlens_q, cu_seqlens_k = (
         torch.tensor([0, *each], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32).to(query.device)
@@ -198,8 +195,7 @@ def _block_diagonal(
         value[0].transpose(0, 1),
         cu_seqlens_q,
         cu_seqlens_k,
-        max(seqlens[0]),
-        max(seqlens[1]),
+        *map(max, seqlens),
         window_size=(blocks.window.left, blocks.window.right),
         softmax_scale=scale,
         dropout_p=dropout_p,
@@ -287,33 +283,15 @@ def _have_shapes(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | 
     )
 
 
-# PyTorch's own code, even while `activate` routes the name to fastformer's.
-_OVERLOAD = torch.ops.aten.scaled_dot_product_attention.default
-
-
-def _torchs(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
-    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+def _torchs(*args: Any, **options: Any) -> Tensor:
+    """Computes a call by PyTorch's own code, even while `activate` routes the name to fastformer's."""
     if _activation is None:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
-    return _OVERLOAD.decompose(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        return F.scaled_dot_product_attention(*args, **options)
+    return torch.ops.aten.scaled_dot_product_attention.default.decompose(*args, **options)
 
 
 _activation: torch.library.Library | None = None
 _lock = threading.Lock()
-
-
-class _Activated(contextlib.AbstractContextManager[None]):
-    def __exit__(self, *_: object) -> None:
-        deactivate()
 
 
 def activate() -> contextlib.AbstractContextManager[None]:
@@ -340,7 +318,9 @@ def activate() -> contextlib.AbstractContextManager[None]:
         library = _activation = torch.library.Library("aten", "IMPL")
         for key in ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA"):
             library.impl("scaled_dot_product_attention", scaled_dot_product_attention, key)
-    return _Activated()
+    ending = contextlib.ExitStack()
+    ending.callback(deactivate)
+    return ending
 
 
 def deactivate() -> None:

@@ -125,11 +125,12 @@ def translate(
         _draw(translator, text, attention)
     errors = ErrorPolicy(on_error, skip_long)
     source, references = _inputs(text, file, reference, prefix, prefix_file, errors)
-    running = _Run(translator, asked, errors, aligner, n_best, split)
+    remembered = _Remembered(source)
+    answering = translator.answers(remembered, asked, errors, log_probs=n_best > 1, split=split)
+    has_lines, is_scored = not (split and text is not None), references is not None
+    found, lost = _print_all(answering, remembered, aligner, n_best, file, has_lines=has_lines, is_scored=is_scored)
     if references is None:
-        running.print_all(source, file, is_text=text is not None)
         return
-    found, lost = running.print_all(source, file, is_scored=True)
     pairs = [(said, right) for said, right in zip(found, references, strict=True) if isinstance(right, str)]
     texts_found, texts_right = (list(side) for side in zip(*pairs, strict=True))
     _print_scores(texts_found, texts_right, bleu_tokenize)
@@ -197,61 +198,52 @@ def _inputs(
     return IterableSource(as_items((item.text for item in texts), good_lines(prefix_file))), references
 
 
-class _Run:
-    """Translates a source and prints its answers."""
+def _print_all(
+    answering: Iterator[list[Answer]],
+    remembered: _Remembered,
+    aligner: Aligner | None,
+    n_best: int,
+    file: str | None,
+    *,
+    has_lines: bool,
+    is_scored: bool,
+) -> tuple[list[str], OutputLostError | None]:
+    """Prints all answers while they are computed.
 
-    def __init__(
-        self,
-        translator: Translator,
-        config: GenerationConfig,
-        errors: ErrorPolicy,
-        aligner: Aligner | None,
-        n_best: int,
-        split: bool,
-    ) -> None:
-        self._translator, self._config, self._errors = translator, config, errors
-        self._aligner, self._n_best, self._split = aligner, n_best, split
+    Args:
+        answering: yields the answers.
+        remembered: the source of their texts.
+        aligner: aligns words; None: nothing is aligned.
+        n_best: the number of translations of each text to print.
+        file: the file of the texts; None: they are from no file.
+        has_lines: each text is a line; else there is a single one, whose translation may have several lines.
+        is_scored: the translations are scored, even if standard output closes.
 
-    def print_all(
-        self, source: Source[Item], file: str | None, *, is_text: bool = False, is_scored: bool = False
-    ) -> tuple[list[str], OutputLostError | None]:
-        """Prints all answers while they are computed.
+    Returns:
+        The best translation of each text if is_scored, and the error of an output that closed meanwhile.
+    """
+    from fastformer.generation.alignment import align_answers
 
-        Args:
-            source: the source of the texts.
-            file: the file of the texts; None: they are from no file.
-            is_text: the source is a single text, whose translation may have several lines.
-            is_scored: the translations are scored, even if standard output closes.
-
-        Returns:
-            The best translation of each text if is_scored, and the error of an output that closed meanwhile.
-        """
-        from fastformer.generation.alignment import align_answers
-
-        found: list[str] = []
-        total, lost = 0, None
-        remembered = _Remembered(source)
-        answering = self._translator.answers(
-            remembered, self._config, self._errors, log_probs=self._n_best > 1, split=self._split
-        )
-        with _progress(file) as advance:
-            for answers in answering:
-                texts = remembered.take(len(answers))
-                alignments = None if self._aligner is None else align_answers(self._aligner, texts, answers)
-                try:
-                    if self._split and is_text:
-                        print(shown(_best(answers[0]), sys.stdout), flush=True)
-                    else:
-                        _print_answers(answers, self._n_best, total + 1, alignments)
-                except OutputLostError as error:
-                    if not is_scored:
-                        raise
-                    lost = error  # the scores go to standard error
-                if is_scored:
-                    found += [_best(answer) for answer in answers]
-                total += len(answers)
-                advance(len(answers))
-        return found, lost
+    found: list[str] = []
+    total, lost = 0, None
+    with _progress(file) as advance:
+        for answers in answering:
+            texts = remembered.take(len(answers))
+            alignments = None if aligner is None else align_answers(aligner, texts, answers)
+            try:
+                if has_lines:
+                    _print_answers(answers, n_best, total + 1, alignments)
+                else:
+                    print(shown(_best(answers[0]), sys.stdout), flush=True)
+            except OutputLostError as error:
+                if not is_scored:
+                    raise
+                lost = error  # the scores go to standard error
+            if is_scored:
+                found += [_best(answer) for answer in answers]
+            total += len(answers)
+            advance(len(answers))
+    return found, lost
 
 
 def _check_inputs(
@@ -341,9 +333,7 @@ class _Remembered:
         return [self._texts.popleft() for _ in range(count)]
 
 
-def _print_answers(
-    answers: list[Answer], n_best: int, first: int, alignments: list[list[Alignment]] | None = None
-) -> None:
+def _print_answers(answers: list[Answer], n_best: int, first: int, alignments: list[list[Alignment]] | None) -> None:
     """Prints a line for each text, or for each of its n best answers, and flushes the lines at once."""
     from fastformer.generation.alignment import pharaoh
 
