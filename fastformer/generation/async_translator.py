@@ -222,7 +222,7 @@ class AsyncTranslator(HasFront):
             check_one_stream(form, config)
         item = Item(text, target_prefix, source_lang, target_lang)
         builder = self._builder(config, log_probs=False)
-        prepared = self._made([item], builder, split, None, None)
+        prepared = self._made([item], builder, split)
 
         async def pieces() -> AsyncIterator[str]:
             async for piece in self._pieces(prepared, builder, not split):
@@ -300,25 +300,18 @@ class AsyncTranslator(HasFront):
 
         return TextStream(told(), answers)
 
-    async def _prepared(
-        self,
-        items: Sequence[Item],
-        builder: RequestBuilder,
-        split: bool,
-        most_new_tokens: int | None,
-        most_parts: int | None,
-    ) -> _Prepared:
+    async def _prepared(self, items: Sequence[Item], *options: Any) -> _Prepared:
         """Runs `_made`, in another thread if the texts are long, so that the event loop isn't blocked."""
         size = sum(len(item.text) for item in items if isinstance(item.text, str))
-        return await self.front.aside(lambda: self._made(items, builder, split, most_new_tokens, most_parts), size)
+        return await self.front.aside(lambda: self._made(items, *options), size)
 
     def _made(
         self,
         items: Sequence[Item],
         builder: RequestBuilder,
         split: bool,
-        most_new_tokens: int | None,
-        most_parts: int | None,
+        most_new_tokens: int | None = None,
+        most_parts: int | None = None,
     ) -> _Prepared:
         """Prepares texts for `submit`: encodes them and builds their requests.
 

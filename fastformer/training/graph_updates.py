@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -170,10 +170,11 @@ class _Slot:
     graph: Graph | None = None
 
 
+@dataclass
 class GraphUpdates:
     """Runs updates, as graphs from the second update of a size on.
 
-    Args:
+    Attributes:
         graphs: captures the graphs.
         update: (batches, numbers) -> None; reads and writes tensors at fixed addresses.
         model, optimizer: the model and its optimizer. When a module of the model or a hook has changed since the first
@@ -181,18 +182,13 @@ class GraphUpdates:
         check: raises ValueError if a graph would omit a part of an update; called before each capture.
     """
 
-    def __init__(
-        self,
-        graphs: Graphs,
-        update: Callable[[list[Batch], Tensor], None],
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        check: Callable[[], None],
-    ) -> None:
-        self.graphs, self._update, self._check = graphs, update, check
-        self._model, self._optimizer = model, optimizer
-        self._guards: ModelGuards | None = None  # of the model at the first capture
-        self.slots: dict[tuple[Size, int], _Slot] = {}
+    graphs: Graphs
+    update: Callable[[list[Batch], Tensor], None]
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    check: Callable[[], None]
+    _guards: ModelGuards | None = field(default=None, init=False)  # of the model at the first capture
+    slots: dict[tuple[Size, int], _Slot] = field(default_factory=dict, init=False)
 
     def __call__(self, batches: Sequence[Batch], numbers: Sequence[float]) -> None:
         """Runs one update.
@@ -221,23 +217,23 @@ class GraphUpdates:
             if sum(other.graph is not None for other in self.slots.values()) >= MAX_GRAPHS:
                 self.graphs.warm_up(slot.function)
                 return
-            self._check()
+            self.check()
             try:
                 slot.graph = self.graphs.capture(slot.function)
             except CaptureError as error:
                 raise CaptureError(f"an update can't be a CUDA graph, so leave cuda_graphs out: {error}") from error
-            self._guards = self._guards or ModelGuards(self._model)
+            self._guards = self._guards or ModelGuards(self.model)
         slot.graph.replay()
 
     def _is_current(self, guards: ModelGuards) -> bool:
-        return guards.hold(self._model) and _hook_around(self._model, self._optimizer) is None
+        return guards.hold(self.model) and _hook_around(self.model, self.optimizer) is None
 
     def _new_slot(self, batches: Sequence[Batch], values: Sequence[Tensor]) -> _Slot:
         inputs = _Inputs(values, self.graphs.device)
         *tensors, numbers = inputs.tensors
         left = iter(tensors)
         fixed = [_like(batch, left) for batch in batches]
-        return _Slot(inputs, lambda: self._update(fixed, numbers))
+        return _Slot(inputs, lambda: self.update(fixed, numbers))
 
 
 def padded_size(batch: Batch) -> Size:
