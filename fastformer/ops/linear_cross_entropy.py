@@ -40,24 +40,6 @@ from fastformer.ops._library import define_op
 CHUNK_ROWS = 256
 
 
-def _smoothing(label_smoothing: float, smooth_others: bool, vocab_size: int) -> tuple[float, float]:
-    """Returns (a, b): the weights of the target's logit and of the sum of all logits."""
-    if label_smoothing == 0.0:
-        return 1.0, 0.0
-    if smooth_others:
-        each = label_smoothing / (vocab_size - 1)
-        return 1.0 - label_smoothing - each, each
-    return 1.0 - label_smoothing, label_smoothing / vocab_size
-
-
-def _targets(target: Tensor, ignore_index: int, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Returns (target with 0 for ignored rows, which rows count), both (rows,)."""
-    valid = target != ignore_index
-    target = target.long().masked_fill(~valid, 0)
-    check_range(target, vocab_size, f"targets in [0, {vocab_size}) or {ignore_index} (ignored)")
-    return target, valid
-
-
 def _chunks(rows: int) -> Iterator[slice]:
     return (slice(start, start + CHUNK_ROWS) for start in range(0, rows, CHUNK_ROWS))
 
@@ -71,36 +53,50 @@ def _through_cap_(dlogits: Tensor, logits: Tensor, softcap: float) -> Tensor:
     return dlogits.mul_(1.0 - (logits / softcap).square()) if softcap else dlogits
 
 
-def _chunk_losses(
-    log_probs: Tensor, lse: Tensor | None, target: Tensor, valid: Tensor, smoothing: tuple[float, float], z_loss: float
-) -> Tensor:
-    # Computed from log-probabilities: in lse(z) - a z_y - b sum(z), large logits would cancel. (a + b V = 1.)
-    on_target, on_all = smoothing
-    losses = -on_target * log_probs.gather(1, target[:, None]).squeeze(1)
-    if on_all:
-        losses = losses - on_all * log_probs.sum(-1)
-    if lse is not None:
-        losses = losses + z_loss * lse.square()
-    return losses.masked_fill(~valid, 0.0)
+class _Loss:
+    """The losses of rows with these targets and options.
 
+    Attributes:
+        target: the targets, 0 for ignored rows, (rows,).
+        valid: which rows count, (rows,).
+        z_loss: the option.
+    """
 
-def _chunk_dlogits_(
-    log_probs: Tensor,
-    lse: Tensor | None,
-    target: Tensor,
-    row_scale: Tensor,
-    smoothing: tuple[float, float],
-    z_loss: float,
-) -> Tensor:
-    """Overwrites the log-probabilities of a chunk with the logits' gradient, each row times its row_scale."""
-    on_target, on_all = smoothing
-    dlogits = log_probs.exp_()
-    if lse is not None:
-        dlogits.mul_((1.0 + 2.0 * z_loss * lse)[:, None])
-    if on_all:
-        dlogits.sub_(on_all)
-    dlogits.scatter_add_(1, target[:, None], dlogits.new_full((1, 1), -on_target).expand(len(target), 1))
-    return dlogits.mul_(row_scale[:, None])
+    def __init__(
+        self,
+        target: Tensor,
+        vocab_size: int,
+        ignore_index: int,
+        label_smoothing: float,
+        smooth_others: bool,
+        z_loss: float,
+    ) -> None:
+        self.valid, self.z_loss = target != ignore_index, z_loss
+        self.target = target.long().masked_fill(~self.valid, 0)
+        check_range(self.target, vocab_size, f"targets in [0, {vocab_size}) or {ignore_index} (ignored)")
+        # The weights of the target's logit and of the sum of all logits, a and b.
+        self._on_all = label_smoothing / (vocab_size - 1 if smooth_others else vocab_size) if label_smoothing else 0.0
+        self._on_target = 1.0 - label_smoothing - (self._on_all if smooth_others else 0.0)
+
+    def of(self, log_probs: Tensor, lse: Tensor | None, chunk: slice = slice(None)) -> Tensor:
+        """Computes the losses of a chunk of rows; lse is only read for a z_loss."""
+        # Computed from log-probabilities: in lse(z) - a z_y - b sum(z), large logits would cancel. (a + b V = 1.)
+        losses = -self._on_target * log_probs.gather(1, self.target[chunk, None]).squeeze(1)
+        if self._on_all:
+            losses = losses - self._on_all * log_probs.sum(-1)
+        if self.z_loss and lse is not None:
+            losses = losses + self.z_loss * lse.square()
+        return losses.masked_fill(~self.valid[chunk], 0.0)
+
+    def dlogits_(self, log_probs: Tensor, lse: Tensor | None, chunk: slice, row_scale: Tensor) -> Tensor:
+        """Overwrites the log-probabilities of a chunk with the logits' gradient, each row times its row_scale."""
+        target, dlogits = self.target[chunk, None], log_probs.exp_()
+        if self.z_loss and lse is not None:
+            dlogits.mul_((1.0 + 2.0 * self.z_loss * lse)[:, None])
+        if self._on_all:
+            dlogits.sub_(self._on_all)
+        dlogits.scatter_add_(1, target, dlogits.new_full((1, 1), -self._on_target).expand(len(target), 1))
+        return dlogits.mul_(row_scale[chunk, None])
 
 
 class _Gradients:
@@ -136,46 +132,31 @@ class _Gradients:
 
 
 def linear_cross_entropy_reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    smooth_others: bool,
-    z_loss: float,
-    softcap: float = 0.0,
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Returns (losses, lse), both fp32 (rows,) (fp64 for fp64); the loss of an ignored row is 0."""
-    smoothing = _smoothing(label_smoothing, smooth_others, weight.shape[0])
-    target, valid = _targets(target, ignore_index, weight.shape[0])
+    """Returns (losses, lse), both fp32 (rows,) (fp64 for fp64); the loss of an ignored row is 0.
+
+    The arguments are the schema's.
+    """
+    *terms, softcap = options
+    loss = _Loss(target, weight.shape[0], *terms)
     losses = x.new_empty(len(x), dtype=accumulation_dtype(x.dtype))
     lse = torch.empty_like(losses)
     for chunk in _chunks(len(x)):
         logits = _logits(x[chunk], weight, bias, softcap)
         lse[chunk] = logits.logsumexp(-1)
-        log_probs, lse_or_none = logits.log_softmax(-1), lse[chunk] if z_loss else None
-        losses[chunk] = _chunk_losses(log_probs, lse_or_none, target[chunk], valid[chunk], smoothing, z_loss)
+        losses[chunk] = loss.of(logits.log_softmax(-1), lse[chunk], chunk)
     return losses, lse
 
 
 def linear_cross_entropy_formula(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    smooth_others: bool,
-    z_loss: float,
-    softcap: float = 0.0,
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor]:
     """Computes the reference's result with all logits at once."""
-    smoothing = _smoothing(label_smoothing, smooth_others, weight.shape[0])
-    target, valid = _targets(target, ignore_index, weight.shape[0])
+    *terms, softcap = options
     logits = _logits(x, weight, bias, softcap)
     lse = logits.logsumexp(-1)
-    return _chunk_losses(logits.log_softmax(-1), lse if z_loss else None, target, valid, smoothing, z_loss), lse
+    return _Loss(target, weight.shape[0], *terms).of(logits.log_softmax(-1), lse), lse
 
 
 def _fwd_fake(x: Tensor, *options: object) -> tuple[Tensor, Tensor]:
@@ -184,34 +165,20 @@ def _fwd_fake(x: Tensor, *options: object) -> tuple[Tensor, Tensor]:
 
 
 def linear_cross_entropy_backward_reference(
-    dlosses: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    lse: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    smooth_others: bool,
-    z_loss: float,
-    output_mask: Sequence[bool],
-    softcap: float = 0.0,
+    dlosses: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, lse: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (dx, dweight, dbias), and computes the logits again for them.
+    """Returns (dx, dweight, dbias), and computes the logits again for them; the arguments are the schema's.
 
     A gradient is (0,) if output_mask is False; dbias also without a bias.
     """
-    smoothing = _smoothing(label_smoothing, smooth_others, weight.shape[0])
-    target, valid = _targets(target, ignore_index, weight.shape[0])
-    row_scale = dlosses.masked_fill(~valid, 0.0)
+    *terms, output_mask, softcap = options
+    loss = _Loss(target, weight.shape[0], *terms)
+    row_scale = dlosses.masked_fill(~loss.valid, 0.0)
     gradients = _Gradients(x, weight, bias, output_mask)
     for chunk in _chunks(len(x)):
         # exp(z - lse) would suffice, but a large lse has few digits after the point.
         logits = _logits(x[chunk], weight, bias, softcap)
-        lse_or_none = lse[chunk] if z_loss else None
-        dlogits = _chunk_dlogits_(
-            logits.log_softmax(-1), lse_or_none, target[chunk], row_scale[chunk], smoothing, z_loss
-        )
+        dlogits = loss.dlogits_(logits.log_softmax(-1), lse[chunk], chunk, row_scale)
         gradients.add(chunk, _through_cap_(dlogits, logits, softcap))
     return gradients.result()
 
@@ -227,66 +194,47 @@ def _gradients_fake(
     )
 
 
-def _bwd_fake(
-    dlosses: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, lse: Tensor, ignore_index: int,
-    label_smoothing: float, smooth_others: bool, z_loss: float, output_mask: Sequence[bool], softcap: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _gradients_fake(x, weight, bias, output_mask)
+def _bwd_fake(dlosses: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, ...]:
+    return _gradients_fake(x, weight, bias, options[-2])
 
 
 def linear_cross_entropy_with_gradients_reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    smooth_others: bool,
-    z_loss: float,
-    mean: bool,
-    output_mask: Sequence[bool],
-    softcap: float = 0.0,
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns (loss, dx, dweight, dbias), computed in one pass; the loss is the sum or the mean over the rows that
-    count.
+    """Returns (loss, dx, dweight, dbias), computed in one pass; the arguments are the schema's.
 
-    A gradient is (0,) if output_mask is False.
+    The loss is the sum or the mean over the rows that count. A gradient is (0,) if output_mask is False.
     """
-    smoothing = _smoothing(label_smoothing, smooth_others, weight.shape[0])
-    target, valid = _targets(target, ignore_index, weight.shape[0])
-    row_scale = valid.to(accumulation_dtype(x.dtype))
+    *terms, mean, output_mask, softcap = options
+    each = _Loss(target, weight.shape[0], *terms)
+    row_scale = each.valid.to(accumulation_dtype(x.dtype))
     if mean:
-        row_scale = row_scale / valid.sum().clamp(min=1)
+        row_scale = row_scale / each.valid.sum().clamp(min=1)
     loss = row_scale.new_zeros(())
     gradients = _Gradients(x, weight, bias, output_mask)
     for chunk in _chunks(len(x)):
         logits = _logits(x[chunk], weight, bias, softcap)
-        lse = logits.logsumexp(-1) if z_loss else None
+        lse = logits.logsumexp(-1) if each.z_loss else None
         log_probs = logits.log_softmax(-1)
-        losses = _chunk_losses(log_probs, lse, target[chunk], valid[chunk], smoothing, z_loss)
-        loss += (losses * row_scale[chunk]).sum()
-        dlogits = _chunk_dlogits_(log_probs, lse, target[chunk], row_scale[chunk], smoothing, z_loss)
+        loss += (each.of(log_probs, lse, chunk) * row_scale[chunk]).sum()
+        dlogits = each.dlogits_(log_probs, lse, chunk, row_scale)
         gradients.add(chunk, _through_cap_(dlogits, logits, softcap))
     return loss, *gradients.result()
 
 
 def _formula_with_gradients(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int, label_smoothing: float,
-    smooth_others: bool, z_loss: float, mean: bool, output_mask: Sequence[bool], softcap: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes the loss with operations that PyTorch differentiates; the op's own gradients are empty."""
-    options = (ignore_index, label_smoothing, smooth_others, z_loss, softcap)
-    loss = linear_cross_entropy_formula(x, weight, bias, target, *options)[0].sum()
+    *terms, mean, _output_mask, softcap = options
+    loss = linear_cross_entropy_formula(x, weight, bias, target, ignore_index, *terms, softcap)[0].sum()
     if mean:
         loss = loss / (target != ignore_index).sum().clamp(min=1)
     return loss, x.new_empty(0), x.new_empty(0), x.new_empty(0)
 
 
-def _fwd_bwd_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int, label_smoothing: float,
-    smooth_others: bool, z_loss: float, mean: bool, output_mask: Sequence[bool], softcap: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return x.new_empty((), dtype=accumulation_dtype(x.dtype)), *_gradients_fake(x, weight, bias, output_mask)
+def _fwd_bwd_fake(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, ...]:
+    return x.new_empty((), dtype=accumulation_dtype(x.dtype)), *_gradients_fake(x, weight, bias, options[-2])
 
 
 def _cpp_masked(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:
