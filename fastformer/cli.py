@@ -47,19 +47,8 @@ EXTRAS = {
     "matplotlib": "plot",
     "transformers": "hf",
     "jinja2": "chat",
-    **dict.fromkeys(
-        (
-            "fastapi",
-            "starlette",
-            "pydantic",
-            "uvicorn",
-            "httptools",
-            "prometheus_client",
-            "python_multipart",
-            "py3langid",
-        ),
-        "serve",
-    ),
+    **dict.fromkeys(["fastapi", "starlette", "pydantic", "uvicorn", "httptools"], "serve"),
+    **dict.fromkeys(["prometheus_client", "python_multipart", "py3langid"], "serve"),
 }
 # What a command needs beyond "train", so that a user installs once.
 EXTRAS_OF_COMMANDS = {"serve": "serve", "prepare": "train,parquet", "chat": "train,chat"}

@@ -294,6 +294,11 @@ _activation: torch.library.Library | None = None
 _lock = threading.Lock()
 
 
+class _Activated(contextlib.AbstractContextManager[None]):
+    def __exit__(self, *_: object) -> None:
+        deactivate()
+
+
 def activate() -> contextlib.AbstractContextManager[None]:
     """Routes all eager calls of torch's `scaled_dot_product_attention` in this process to fastformer's kernels.
 
@@ -318,9 +323,7 @@ def activate() -> contextlib.AbstractContextManager[None]:
         library = _activation = torch.library.Library("aten", "IMPL")
         for key in ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA"):
             library.impl("scaled_dot_product_attention", scaled_dot_product_attention, key)
-    ending = contextlib.ExitStack()
-    ending.callback(deactivate)
-    return ending
+    return _Activated()
 
 
 def deactivate() -> None:

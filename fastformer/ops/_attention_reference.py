@@ -6,7 +6,7 @@ sequence; here each of these may be one number or one per sequence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ class AttentionOptions:
     dropout_p: float = 0.0
     dropout_seed: Tensor | None = None
     softcap: float = 0.0
+    _: KW_ONLY
     diagonal: int | Tensor = 0
     keys: Tensor | None = None
     queries: Tensor | None = None

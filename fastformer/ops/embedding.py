@@ -130,30 +130,18 @@ _bwd = define_op(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ids, weight, position_table, positions, ctx.scale, ctx.padding_idx, ctx.dropout_p, dropout_seed, atomics = inputs
-    ctx.atomics = atomics
+    ids, weight, position_table, positions, *ctx.options, dropout_seed, ctx.atomics = inputs
     ctx.save_for_backward(ids, positions, dropout_seed)
-    ctx.num_embeddings, ctx.dtype = weight.shape[0], weight.dtype
     table_learns = ctx.needs_input_grad[2]
-    ctx.num_positions = position_table.shape[0] if table_learns else 0
-    ctx.table_dtype = position_table.dtype if table_learns else None
+    ctx.sizes = weight.shape[0], position_table.shape[0] if table_learns else 0
+    ctx.dtype, ctx.table_dtype = weight.dtype, position_table.dtype if table_learns else None
 
 
 def _backward(ctx: Any, dout: Tensor, function: Callable[..., tuple[Tensor, Tensor]] = _bwd) -> tuple[Any, ...]:
     ids, positions, dropout_seed = ctx.saved_tensors
-    dweight, dtable = function(
-        dout,
-        ids,
-        positions,
-        ctx.num_embeddings,
-        ctx.num_positions,
-        ctx.scale,
-        ctx.padding_idx,
-        ctx.dropout_p,
-        dropout_seed,
-        ctx.dtype,
-        ctx.atomics and not torch.are_deterministic_algorithms_enabled(),
-    )
+    atomics = ctx.atomics and not torch.are_deterministic_algorithms_enabled()
+    options = (*ctx.sizes, *ctx.options, dropout_seed, ctx.dtype, atomics)
+    dweight, dtable = function(dout, ids, positions, *options)
     return None, dweight, None if ctx.table_dtype is None else dtable.to(ctx.table_dtype), *(None,) * 6
 
 

@@ -139,7 +139,8 @@ def start(
         world.each(lambda: _check_visible(folder))
         log = RunLog(folder)
         with log.listening():
-            return _start(absolute_paths(config), folder, device, lock, going_on, interrupts, log, world)
+            options = {"lock": lock, "interrupts": interrupts, "log": log}
+            return _start(absolute_paths(config), folder, device, going_on, world, **options)
     except BaseException:
         lock.release()
         if world.rank == 0 and made:  # a mistake leaves no folder behind
@@ -186,14 +187,7 @@ def _check_visible(folder: Path) -> None:
 
 
 def _start(
-    config: TrainConfig,
-    folder: Path,
-    device: torch.device,
-    lock: RunLock,
-    resume: bool,
-    interrupts: Interrupts | None,
-    log: RunLog,
-    world: World,
+    config: TrainConfig, folder: Path, device: torch.device, resume: bool, world: World, **options: Any
 ) -> Trainer:
     world.first(lambda: _tidy(folder))
     beginning = _read_checkpoint(config, folder, world) if resume else _read_origin(config)
@@ -203,7 +197,7 @@ def _start(
     model = build_model(config, data.tokenizer.vocab_size, data.tokenizer.special_ids, source_vocab_size)
     if beginning.weights is not None:
         model.load_state_dict(beginning.weights)
-    trainer = Trainer(config, folder, model, data, device, lock=lock, interrupts=interrupts, log=log, world=world)
+    trainer = Trainer(config, folder, model, data, device, world=world, **options)
     trainer.init_weights = None if beginning.weights is None else digest_of(beginning.weights)
     if config.epochs:
         _count_epochs(trainer)

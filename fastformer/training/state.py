@@ -133,11 +133,6 @@ def fingerprint(examples: Examples | ShardedExamples) -> dict[str, int | str]:
     }
 
 
-def _describe(found: dict[str, int | str]) -> str:
-    """Formats a fingerprint: "20,000 examples of 180,000 and 120,000 tokens"."""
-    return f"{found['examples']:,} examples of {found['source_tokens']:,} and {found['target_tokens']:,} tokens"
-
-
 def check_same(expected: dict[str, int | str], found: dict[str, int | str], run: object, flags: str = "") -> None:
     """Checks that the data of a run that resumes are those that it began with.
 
@@ -151,7 +146,10 @@ def check_same(expected: dict[str, int | str], found: dict[str, int | str], run:
     """
     if expected == found:
         return
-    before, now = _describe(expected), _describe(found)
+    before, now = (
+        f"{each['examples']:,} examples of {each['source_tokens']:,} and {each['target_tokens']:,} tokens"
+        for each in (expected, found)
+    )
     if before == now:
         now = "as many of other content or in another order"
     raise ValueError(
