@@ -30,9 +30,9 @@ def _scores(
     q: Tensor, k: Tensor, attn_mask: Tensor | None, seqlens_k: Tensor | None, *options: Any
 ) -> AttentionOptions:
     """Returns the options of a call; from attn_mask on, the arguments are the schema's."""
-    *window, softcap = options
+    scale, left, right, softcap = options
     diagonal = k.shape[1] - q.shape[1]
-    return AttentionOptions(*window, softcap=softcap, diagonal=diagonal, keys=seqlens_k, attn_mask=attn_mask)
+    return AttentionOptions(scale, left, right, softcap=softcap, diagonal=diagonal, keys=seqlens_k, attn_mask=attn_mask)
 
 
 def attention_weights_reference(q: Tensor, k: Tensor, lse: Tensor, *options: Any) -> Tensor:
