@@ -7,10 +7,11 @@ recompute the weights from lse in the backward pass.
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from fastformer.ops._attention_reference import AttentionOptions, attend, attend_backward
 from fastformer.ops._attention_torch import attend_torch, attend_torch_backward, unsupported
@@ -157,53 +158,35 @@ def why_no_kernel(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, sof
     return _fwd.why_not(backend, (q, k, v, attn_mask, *options))
 
 
+class ScoreOptions(TypedDict, total=False):
+    """The options of every attention op, for its overloads; `attention` describes them."""
+
+    is_causal: bool
+    window_size: tuple[int | None, int | None]
+    softmax_scale: float | None
+    dropout_p: float
+    dropout_seed: Tensor | None
+    softcap: float
+
+
+class MaskedOptions(ScoreOptions, total=False):
+    """The options of `attention`."""
+
+    attn_mask: Tensor | None
+    seqlens_k: Tensor | None
+
+
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    attn_mask: Tensor | None = None,
-    seqlens_k: Tensor | None = None,
-    is_causal: bool = False,
-    window_size: tuple[int | None, int | None] = (None, None),
-    softmax_scale: float | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
-    return_lse: Literal[False] = False,
-    softcap: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[MaskedOptions]
 ) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    attn_mask: Tensor | None = None,
-    seqlens_k: Tensor | None = None,
-    is_causal: bool = False,
-    window_size: tuple[int | None, int | None] = (None, None),
-    softmax_scale: float | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
-    return_lse: Literal[True],
-    softcap: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[MaskedOptions]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    attn_mask: Tensor | None = None,
-    seqlens_k: Tensor | None = None,
-    is_causal: bool = False,
-    window_size: tuple[int | None, int | None] = (None, None),
-    softmax_scale: float | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
-    return_lse: bool,
-    softcap: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[MaskedOptions]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,

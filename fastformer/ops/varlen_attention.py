@@ -13,6 +13,7 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from fastformer.ops._attention_reference import AttentionOptions, attend, attend_backward
 from fastformer.ops._attention_torch import attend_torch, attend_torch_backward, unsupported
@@ -28,7 +29,7 @@ from fastformer.ops._common import (
 from fastformer.ops._dispatch import autocast, is_readable
 from fastformer.ops._dropout import resolve_dropout
 from fastformer.ops._library import define_op
-from fastformer.ops.attention import cpp_unsupported
+from fastformer.ops.attention import ScoreOptions, cpp_unsupported
 
 
 class _Packing:
@@ -198,13 +199,8 @@ def varlen_attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    is_causal: bool = False,
-    window_size: tuple[int | None, int | None] = (None, None),
-    softmax_scale: float | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
     return_lse: Literal[False] = False,
-    softcap: float = 0.0,
+    **options: Unpack[ScoreOptions],
 ) -> Tensor: ...
 @overload
 def varlen_attention(
@@ -216,13 +212,8 @@ def varlen_attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    is_causal: bool = False,
-    window_size: tuple[int | None, int | None] = (None, None),
-    softmax_scale: float | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
     return_lse: Literal[True],
-    softcap: float = 0.0,
+    **options: Unpack[ScoreOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def varlen_attention(
@@ -234,13 +225,8 @@ def varlen_attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    is_causal: bool = False,
-    window_size: tuple[int | None, int | None] = (None, None),
-    softmax_scale: float | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
     return_lse: bool,
-    softcap: float = 0.0,
+    **options: Unpack[ScoreOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def varlen_attention(
     q: Tensor,
