@@ -8,7 +8,6 @@ import os
 import re
 import socket
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from fastformer.files import is_plain_file
@@ -84,9 +83,7 @@ class RunLock:
         self.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def __del__(self) -> None:

@@ -53,7 +53,11 @@ def read_lines(path: str | os.PathLike[str]) -> list[str]:
         ValueError: no such file, an empty file, or bad lines: bytes that are not UTF-8, an empty line, a line of over
             MAX_LINE characters. The message names the file, counts the bad lines, and names the first few.
     """
-    return _all_good(read_rows(path))
+    parsed = read_rows(path)
+    bad = [line for line in parsed if isinstance(line, BadLine)]
+    if bad:
+        raise ValueError(_refusal(bad, len(parsed)))
+    return [line for line in parsed if isinstance(line, str)]
 
 
 def read_rows(
@@ -90,13 +94,6 @@ def stream_rows(
             yield BadLine(name, number, text.kind, text.message)
         else:
             yield judged(text, name, number, allow_empty, max_line)
-
-
-def _all_good(parsed: Sequence[str | BadLine]) -> list[str]:
-    bad = [line for line in parsed if isinstance(line, BadLine)]
-    if bad:
-        raise ValueError(_refusal(bad, len(parsed)))
-    return [line for line in parsed if isinstance(line, str)]
 
 
 def read_pairs(

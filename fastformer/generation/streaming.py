@@ -81,7 +81,7 @@ class TextPieces:
         if not self._stop:
             return self._give(self._grow())
         self._held += self._grow()
-        if self._find_stop(self._held + self._uncertain()) >= 0:
+        if find_stop(self._held + self._uncertain(), self._stop, self._unsearched) >= 0:
             return self._stopped()
         kept = len(self._held) - _beginning(self._held, self._stop)
         piece, self._held = self._held[:kept], self._held[kept:]
@@ -169,10 +169,6 @@ class TextPieces:
             "streamed"
         )
 
-    def _find_stop(self, ahead: str) -> int:
-        """Returns the index of a stop text in the text ahead, or -1."""
-        return find_stop(ahead, self._stop, self._unsearched)
-
     def _uncertain(self) -> str:
         """Returns the current text after the certain part."""
         text, new = self._text, len(self._ids) - self._looked
@@ -185,7 +181,7 @@ class TextPieces:
     def _stopped(self) -> str:
         """Returns the rest of the text, up to a stop text."""
         rest = self._rest()
-        place = self._find_stop(rest)
+        place = find_stop(rest, self._stop, self._unsearched)
         self.is_stopped = place >= 0
         return self._give(rest[:place] if place >= 0 else rest)
 

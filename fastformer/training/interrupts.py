@@ -11,7 +11,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
-from types import FrameType, TracebackType
+from types import FrameType
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")  # Windows lacks the last two
 SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
@@ -68,9 +68,7 @@ class Interrupts:
                     self._previous[signum] = signal.signal(signum, self._on_signal)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if self._depth == 0:
             while self._previous:
