@@ -192,13 +192,7 @@ class _ModelHelp(argparse.Action):
             option_strings, dest, nargs="?", default=argparse.SUPPRESS, choices=list(ARCHITECTURES), **options
         )
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, _: object, values: Any, *__: object) -> None:
         for name in [values] if values else ARCHITECTURES:
             config_class, presets = ARCHITECTURES[name]
             shown = ArgumentParser(usage=argparse.SUPPRESS, add_help=False, formatter_class=Help)
