@@ -131,9 +131,7 @@ def translate(
     found, lost = _print_all(answering, remembered, aligner, n_best, file, has_lines=has_lines, is_scored=is_scored)
     if references is None:
         return
-    pairs = [(said, right) for said, right in zip(found, references, strict=True) if isinstance(right, str)]
-    texts_found, texts_right = (list(side) for side in zip(*pairs, strict=True))
-    _print_scores(texts_found, texts_right, bleu_tokenize)
+    _print_scores(found, references, bleu_tokenize)
     if lost is not None:
         raise lost
 
@@ -370,9 +368,11 @@ def _progress(file: str | None) -> Iterator[Callable[[int], object]]:
         yield bar.update
 
 
-def _print_scores(found: list[str], references: list[str], bleu_tokenize: BleuTokenize) -> None:
+def _print_scores(answers: list[str], wanted: list[str | TextError], bleu_tokenize: BleuTokenize) -> None:
     from fastformer.training.evaluate import corpus_scores, words_hint
 
+    pairs = [(said, right) for said, right in zip(answers, wanted, strict=True) if isinstance(right, str)]
+    found, references = (list(side) for side in zip(*pairs, strict=True))
     scores = corpus_scores(found, references, bleu_tokenize=bleu_tokenize)
     for name, (score, signature) in scores.items():
         print(f"{name} {score:.2f}  {signature}  ({len(references):,} lines)", file=sys.stderr)
