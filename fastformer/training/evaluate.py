@@ -66,16 +66,11 @@ class Scores:
 def model_loss(model: nn.Module, batch: Batch, **options: Any) -> torch.Tensor:
     """Computes the summed loss of a batch, for a model with a source or without."""
     loss: Callable[..., torch.Tensor] = model.loss  # type: ignore[assignment]
+    target = (batch.target_in, batch.target_out)
     if batch.source is None:
-        return loss(batch.target_in, batch.target_out, layout=batch.target_layout, **options)
-    return loss(
-        batch.source,
-        batch.target_in,
-        batch.target_out,
-        source_layout=batch.source_layout,
-        target_layout=batch.target_layout,
-        **options,
-    )
+        return loss(*target, layout=batch.target_layout, **options)
+    layouts = {"source_layout": batch.source_layout, "target_layout": batch.target_layout}
+    return loss(batch.source, *target, **layouts, **options)
 
 
 @torch.inference_mode()

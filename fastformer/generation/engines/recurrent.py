@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -99,33 +100,23 @@ class RecurrentBatch(Batch):
         return choose(self.model.output(hidden[:, -1]), selection)
 
     def fork(self, parents: Sequence[Sequence[int]]) -> None:
-        first = 0
-        index: list[int] = []
-        for rows, places in zip(self._rows, parents, strict=True):
-            index += [first + place for place in places]
-            first += rows
-        self._rows = [len(places) for places in parents]
-        self._keep(index)
-
-    def free(self, groups: Sequence[int]) -> None:
-        leaving, first = set(groups), 0
-        index: list[int] = []
-        for group, rows in enumerate(self._rows):
-            if group not in leaving:
-                index += range(first, first + rows)
-            first += rows
-        self._rows = [rows for group, rows in enumerate(self._rows) if group not in leaving]
-        self._lengths = [length for group, length in enumerate(self._lengths) if group not in leaving]
-        if not index:
-            self._memory = self._mask = self._state = None
-            return
-        self._keep(index)
-
-    def _keep(self, rows: list[int]) -> None:
         assert self._memory is not None and self._mask is not None and self._state is not None
+        starts = itertools.accumulate(self._rows, initial=0)
+        rows = [first + place for first, places in zip(starts, parents, strict=False) for place in places]
         index, width = torch.tensor(rows, device=self.device), max(self._lengths)
         self._memory, self._mask = self._memory[index, :width], self._mask[index, :, :width]
         self._state = (self._state[0][:, index], self._state[1][:, index])
+        self._rows = list(map(len, parents))
+
+    def free(self, groups: Sequence[int]) -> None:
+        leaving = set(groups)
+        self._lengths = [length for group, length in enumerate(self._lengths) if group not in leaving]
+        kept = [range(0 if group in leaving else rows) for group, rows in enumerate(self._rows)]
+        if any(kept):
+            self.fork(kept)
+        else:
+            self._memory = self._mask = self._state = None
+        self._rows = [len(rows) for group, rows in enumerate(kept) if group not in leaving]
 
     def free_tokens(self) -> int:
         """Returns the number of tokens of memory that the rows' sources leave free."""
