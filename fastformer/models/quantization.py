@@ -128,24 +128,21 @@ def to_groups(weight: Tensor) -> Groups:
 def _nearest(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rounds groups of numbers (..., 32) to q (..., 32) uint8 and scale (...) fp16."""
     largest = x.gather(-1, x.abs().argmax(-1, keepdim=True))
-    found: tuple[Tensor, Tensor, Tensor] | None = None
+    best: tuple[Tensor, ...] | None = None
     for end in _ENDS:
         scale = (largest / end).half().float()
         inverse = torch.where(scale != 0, 1 / scale, 0.0)
         q = (x * inverse).round_().clamp_(-8, 7)
         error = torch.addcmul(x, q, scale, value=-1).square_().sum(-1, keepdim=True)
-        if found is None:
-            found = q, scale, error
+        if best is None:
+            best = q, scale, error
         else:
-            is_better = error < found[2]
-            found = (
-                torch.where(is_better, q, found[0]),
-                torch.where(is_better, scale, found[1]),
-                torch.where(is_better, error, found[2]),
-            )
-    assert found is not None
+            pairs, is_better = zip((q, scale, error), best, strict=True), error < best[2]
+            best = tuple(torch.where(is_better, new, old) for new, old in pairs)
+    assert best is not None
+    q, scale, _ = best
     # A group with NaN gets a NaN scale, and any q.
-    return found[0].nan_to_num_().add_(8).to(torch.uint8), found[1].squeeze(-1).half()
+    return q.nan_to_num_().add_(8).to(torch.uint8), scale.squeeze(-1).half()
 
 
 def from_groups(groups: Groups, columns: int, dtype: torch.dtype) -> Tensor:
