@@ -150,12 +150,8 @@ def _masked(row: list[int], mask: list[bool], pad_id: int) -> list[int]:
 
 def _without_ends(row: list[int], pad_id: int | None) -> list[int]:
     """Returns a row without the padding at its ends."""
-    start, end = 0, len(row)
-    while end and row[end - 1] == pad_id:
-        end -= 1
-    while start < end and row[start] == pad_id:
-        start += 1
-    return row[start:end]
+    tokens = [place for place, token in enumerate(row) if token != pad_id]
+    return row[tokens[0] : tokens[-1] + 1] if tokens else []
 
 
 def _kept(attention_mask: Any, shape: tuple[int, int]) -> list[list[bool]]:

@@ -357,14 +357,9 @@ class Running:
 
     def native_searches(self) -> list[NativeSearch] | None:
         """Returns the searches of all requests if C++ code can advance each of them; else None."""
-        searches: list[NativeSearch] = []
-        for request in self.requests:
-            is_native = request.search_suffices and isinstance(request.search, NativeSearch)
-            if not is_native or request.steps_alone() == 0:
-                return None
-            assert isinstance(request.search, NativeSearch)
-            searches.append(request.search)
-        return searches
+        able = (request for request in self.requests if request.search_suffices and request.steps_alone() != 0)
+        searches = [request.search for request in able if isinstance(request.search, NativeSearch)]
+        return searches if len(searches) == len(self.requests) else None
 
     def native_tokens(self, searches: Sequence[NativeSearch]) -> list[int]:
         """Returns the next token of each row, from the native searches of all requests; see `next_tokens`."""
