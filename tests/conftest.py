@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import dataclasses
 import functools
 import inspect
 import os
@@ -156,6 +157,37 @@ def ran(capsys: pytest.CaptureFixture[str]) -> Ran:
         return Printed(*capsys.readouterr())
 
     return run
+
+
+@dataclasses.dataclass
+class Call:
+    """A call of a function that a test watches."""
+
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    result: Any = None
+
+
+CallsOf = Callable[[Any, str], list[Call]]
+
+
+@pytest.fixture
+def calls_of(monkeypatch: pytest.MonkeyPatch) -> CallsOf:
+    """Records the calls of an owner's function from now on."""
+
+    def watch(owner: Any, name: str) -> list[Call]:
+        calls: list[Call] = []
+        function = getattr(owner, name)
+
+        def watched(*args: Any, **options: Any) -> Any:
+            calls.append(call := Call(args, options))  # before it ends, if it ends
+            call.result = function(*args, **options)
+            return call.result
+
+        monkeypatch.setattr(owner, name, watched)
+        return calls
+
+    return watch
 
 
 @pytest.fixture(params=["reference", "cpp", "triton"])

@@ -110,13 +110,8 @@ def test_lines_are_answered_as_they_come() -> None:
         assert lines.get(wait=False) is None
         sink.write(b"a\nb\nhalf")
         assert [lines.get(wait=False) for _ in range(3)] == [b"a", b"b", None]
-        many = threading.Thread(target=sink.write, args=(b" of it\n\n" + b"x\n" * 50_000,))  # more than is read at once
-        many.start()
-        assert [lines.get(wait=True), lines.get(wait=True)] == [b"half of it", b""]
-        for _ in range(50_000):
-            assert lines.get(wait=True) == b"x"
-        many.join()
-        assert lines.get(wait=False) is None
+        sink.write(b" of it\n\n")
+        assert [lines.get(wait=True), lines.get(wait=True), lines.get(wait=False)] == [b"half of it", b"", None]
 
         def end() -> None:
             sink.write(b"the last has no end")
@@ -147,17 +142,11 @@ def test_sampling(run, expected, ran) -> None:
     assert expected("one", **options) != expected("one")
 
 
-def test_device_precision_and_memory(run, ran, monkeypatch) -> None:
-    loaded = []
-    load = Translator.from_pretrained
-
-    def kept(*args, **options):
-        loaded.append(load(*args, **options))
-        return loaded[-1]
-
-    monkeypatch.setattr(Translator, "from_pretrained", kept)
+def test_device_precision_and_memory(run, ran, calls_of) -> None:
+    calls = calls_of(Translator, "from_pretrained")
     for flags in (["--device", "cpu", "--precision", "bf16"], ["--device", "auto", "--precision", "fp32"]):
         ran("translate", run, "one", *flags, *FEW, "--max_batch_size", "77", "--max_batch_bytes", "1234567")
+    loaded = [call.result for call in calls]
     assert [(t.max_batch_size, t.max_batch_bytes) for t in loaded] == 2 * [(77, 1234567)]
     assert [next(t.model.parameters()).dtype for t in loaded] == [torch.bfloat16, torch.float32]
     for device in ("cuda:77", "meta", "toaster"):
@@ -296,16 +285,11 @@ def test_contradictions(run, tmp_path, capsys) -> None:
         ([*file, "--prefix_file", str(tmp_path / "none")], ("none",)),
         (["x", "--prefix", "y", "--attention", "a.png"], ("--prefix", "--attention")),
         (["x", "--prefix", "y" * 40], ("prefix", "max_len 40")),
-        (["x", "--num_beams", "4", "--num_beam_groups", "2"], ("num_beam_groups", "diversity_penalty")),
-        (["x", "--max_time", "0"], ("max_time",)),
         (["x", "--max_batch_bytes", "0"], ("max_batch_bytes",)),
         (["x", "--n_best", "3"], ("--n_best 3", "--num_beams 1", "--do_sample")),
         (["x", "--n_best", "0"], ("--n_best", "0")),
         ([*file, "--reference", "y", "--n_best", "2", "--num_beams", "2"], ("--n_best", "--reference")),
-        (["x", "--do_sample", "--num_beams", "2"], ("do_sample", "num_beams")),
         (["x", "--temperature", "2"], ("do_sample", "temperature")),
-        (["x", "--repetition_penalty", "-1"], ("repetition_penalty",)),
-        (["x", "--repetition_penalty", "nan"], ("repetition_penalty",)),
         (["x", "--max_new_tokens", "41"], ("max_new_tokens", "40")),
         (["x", "--on_error", "ignore"], ("--on_error", "'skip'")),
         (["x", "--precision", "int2"], ("--precision", "'int4'")),

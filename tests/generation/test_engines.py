@@ -305,7 +305,7 @@ def test_a_step_takes_the_memory_of_its_estimate(pair, same, request) -> None:
 
 
 @pytest.mark.parametrize("name", [CPP, "kv_cache"])
-def test_beams_that_shrink_and_grow_again_get_enough_memory(name, model, monkeypatch) -> None:
+def test_beams_that_shrink_and_grow_again_get_enough_memory(name, model, calls_of) -> None:
     # At every other step only the last beam may go on.
     def gate(input_ids: Tensor, scores: Tensor) -> Tensor:
         if input_ids.shape[1] % 2:
@@ -318,15 +318,8 @@ def test_beams_that_shrink_and_grow_again_get_enough_memory(name, model, monkeyp
         return Request(Prompt([5, 6, 7], [0]), partial(BeamSearch, 110, frozenset({VOCAB - 1}), 8), processors=[gate])
 
     small, large = ask(), ask()
-    starts: list[int] = []
     engine = choose_engine(model, name)
-    open_batch = engine.open
-
-    def counted(max_rows: int, num_tokens: int) -> Batch:
-        starts.append(num_tokens)
-        return open_batch(max_rows, num_tokens)
-
-    monkeypatch.setattr(engine, "open", counted)
+    starts = calls_of(engine, "open")
     run(Scheduler(engine, max_rows=8, max_bytes=1), [small])
     assert len(starts) == 2
     run(Scheduler(choose_engine(model, "recompute"), max_rows=8, max_bytes=1), [large])

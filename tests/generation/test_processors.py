@@ -309,16 +309,9 @@ def test_scores_may_be_any_numbers(kind, engine, model) -> None:
         assert torch.equal(found.sequences, due.sequences) and torch.equal(found.scores, due.scores)
 
 
-def test_requests_with_equal_options_are_processed_together(monkeypatch) -> None:
+def test_requests_with_equal_options_are_processed_together(calls_of) -> None:
     # Of three that do, with one between them that only draws, and one that asks for something else.
-    calls: list[tuple[int, ...]] = []
-    plain = MinNewTokens.__call__
-
-    def counted(self, input_ids, scores):
-        calls.append(tuple(scores.shape))
-        return plain(self, input_ids, scores)
-
-    monkeypatch.setattr(MinNewTokens, "__call__", counted)
+    calls = calls_of(MinNewTokens, "__call__")
 
     def requests() -> list[Request]:
         kinds = [(4,), (4,), (), (4,), (2,)]
@@ -338,5 +331,5 @@ def test_requests_with_equal_options_are_processed_together(monkeypatch) -> None
         return [request.results[0].tokens for batch in batches for request in batch]
 
     together = said([requests()])
-    assert calls[:2] == [(3, VOCAB), (1, VOCAB)]
+    assert [tuple(call.result.shape) for call in calls[:2]] == [(3, VOCAB), (1, VOCAB)]
     assert together == said([[request] for request in requests()])

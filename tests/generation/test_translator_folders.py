@@ -7,8 +7,7 @@ import torch
 
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.data import ByteTokenizer
-from fastformer.generation import Translator
-from fastformer.generation.engines import choose_engine
+from fastformer.generation import Translator, request_builder
 from fastformer.generation.engines.cpp_support import why_no_cpp_engine
 from fastformer.models import GPT, Transformer
 from fastformer.models.pretrained import save_model
@@ -38,16 +37,13 @@ def test_from_pretrained_needs_only_the_folder(kind, precision, tmp_path) -> Non
     assert translator.attention("a")[2].dtype == torch.float32
 
 
-def test_an_engine_never_replaces_the_requested_precision(model, tmp_path, monkeypatch) -> None:
-    made: list[tuple[str, str | None]] = []
-    choose = choose_engine
+def test_an_engine_never_replaces_the_requested_precision(model, tmp_path, calls_of) -> None:
+    calls = calls_of(request_builder, "choose_engine")
 
-    def spy(model, name=None, precision=None):
-        engine = choose(model, name, precision)
-        made.append((engine.name, precision))
-        return engine
+    def made() -> tuple[str, str | None]:
+        call = calls.pop()
+        return call.result.name, call.args[2]
 
-    monkeypatch.setattr("fastformer.generation.request_builder.choose_engine", spy)
     model.save_pretrained(tmp_path / "plain", ByteTokenizer())
     model.quantize().save_pretrained(tmp_path / "int8", ByteTokenizer())
     for folder, given, asked in (
@@ -62,17 +58,17 @@ def test_an_engine_never_replaces_the_requested_precision(model, tmp_path, monke
         assert translator.precision == asked
         if asked != "int8" or why_no_cpp_engine() is None:
             translator.translate("a", **FEW)
-            assert made.pop()[1] == asked
+            assert made()[1] == asked
             list(translator.stream("a", **FEW))
-            assert made.pop()[1] == asked
+            assert made()[1] == asked
     translator = Translator(model.train(), ByteTokenizer(), precision="int8")
     for options in ({}, {"num_beams": 2}):  # in training mode too: it is set to evaluation while it translates
         if why_no_cpp_engine() is None:
             translator.translate("a", **options, **FEW)
-            assert made.pop() == ("cpp", "int8")
+            assert made() == ("cpp", "int8")
     assert model.training
     translator.translate("a", precision="fp32", engine="kv_cache", **FEW)
-    assert made.pop() == ("kv_cache", "fp32")
+    assert made() == ("kv_cache", "fp32")
     model.encoder.layers[0].register_forward_hook(lambda module, args, out: None)
     try:
         with pytest.raises(ValueError, match="'cpp'.*int8"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from fastformer.integrations.attention_interface import (
     unpatch_attention,
 )
 from fastformer.integrations.known import RETURNS_TUPLES
-from fastformer.ops import attention as fastformer_attention
 from fastformer.ops import record_backends
 from tests.integrations import conversions
 from tests.integrations import families as small
@@ -72,24 +70,18 @@ def test_outputs_are_the_same_at_real_tokens(family, mask):
     assert not ran(lambda: model(IDS, **options))
 
 
-def test_right_padding_becomes_lengths():
+def test_right_padding_becomes_lengths(calls_of):
     """A causal triangle becomes a bound, also if a mask contains it: no mask reaches the op."""
     model = make("gpt2")
     patch_attention(model)
-    calls: list[dict[str, Any]] = []
-    op = fastformer_attention
-
-    def spied(*args: Any, **options: Any) -> Tensor:
-        calls.append(options)
-        return op(*args, **options)
-
-    with mock.patch.object(attention_interface, "attention", spied):
-        model(IDS, attention_mask=RIGHT.long())
+    calls = calls_of(attention_interface, "attention")
+    model(IDS, attention_mask=RIGHT.long())
     assert len(calls) == 2
-    assert all(c["is_causal"] and c["seqlens_k"].tolist() == [9, 4, 2, 7] and "attn_mask" not in c for c in calls)
+    for call in calls:
+        assert call.options["is_causal"] and call.options["seqlens_k"].tolist() == [9, 4, 2, 7]
+        assert "attn_mask" not in call.options
     calls.clear()
-    with mock.patch.object(attention_interface, "attention", spied):
-        model(IDS, attention_mask=RIGHT.flip(1).long())
+    model(IDS, attention_mask=RIGHT.flip(1).long())
     assert not calls, "left padding is no length"
 
 

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastformer
 import fastformer.functional as FF
 from fastformer import functional as sdpa
-from fastformer import ops
 from fastformer.ops import record_backends
+from tests.conftest import Call, CallsOf
 from tests.nn.comparing import assert_same
 
 B, H, L, S, D = 2, 4, 5, 7, 8
@@ -185,17 +185,10 @@ def additive(mask: Tensor, lowest: float = -torch.inf, dtype: torch.dtype = torc
 
 
 @pytest.fixture
-def masks_given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
-    """Records (attn_mask, window_size) of each call of fastformer's attention."""
-    calls: list[tuple[Any, Any]] = []
-
-    def attention(*args: Any, **options: Any) -> Tensor:
-        calls.append((options["attn_mask"], options["window_size"]))
-        return ops.attention(*args, **options)
-
-    monkeypatch.setattr(sdpa, "attention", attention)
+def calls(calls_of: CallsOf, monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """Records the calls of fastformer's attention, and lets it read short masks, too."""
     monkeypatch.setattr(sdpa, "_WORTH_READING", 0)
-    return calls
+    return calls_of(sdpa, "attention")
 
 
 LOWEST = torch.finfo(torch.float64).min
@@ -214,7 +207,7 @@ BANDS = [
 
 @pytest.mark.parametrize("kind", ["bool", "-inf", "lowest", "four dimensions", "expanded"])
 @pytest.mark.parametrize(("seqlens", "left", "right", "window"), BANDS)
-def test_masks_that_are_windows_skip_work(seqlens, left, right, window, kind, masks_given):
+def test_masks_that_are_windows_skip_work(seqlens, left, right, window, kind, calls):
     q, k, v = inputs(seqlens=seqlens)
     mask = band(seqlens, left, right)
     given = {
@@ -225,7 +218,8 @@ def test_masks_that_are_windows_skip_work(seqlens, left, right, window, kind, ma
     for function in (FF.scaled_dot_product_attention, F.scaled_dot_product_attention):
         out = function(q, k, v, given)
         results.append([out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out).cumsum(-1))])
-    assert masks_given == [(None, window)]
+    (call,) = calls
+    assert call.options["attn_mask"] is None and call.options["window_size"] == window
     for part, ours, theirs in zip(("out", "dq", "dk", "dv"), *results, strict=True):
         assert_same(ours, theirs, part)
 
@@ -257,16 +251,17 @@ CAUSAL = band((S, S), None, 0)
         CAUSAL[:, :1],
     ],
 )
-def test_masks_that_are_not_padding_stay_masks(mask, masks_given):
+def test_masks_that_are_not_padding_stay_masks(mask, calls):
     q, k, v = inputs(seqlens=(S, S))
     expected = F.scaled_dot_product_attention(q, k, v, mask)
     out = FF.scaled_dot_product_attention(q, k, v, mask)
-    assert [window for _, window in masks_given] == [(None, None)] and masks_given[0][0] is mask
+    (call,) = calls
+    assert call.options["attn_mask"] is mask and call.options["window_size"] == (None, None)
     empty = (mask == False) if mask.dtype == torch.bool else mask == -torch.inf  # noqa: E712
     assert_same(out, expected.masked_fill(empty.expand(*empty.shape[:-1], S).all(-1)[..., None], 0), "out")
 
 
-def test_a_mask_is_read_in_each_call_and_a_short_one_never(masks_given, monkeypatch):
+def test_a_mask_is_read_in_each_call_and_a_short_one_never(calls, monkeypatch):
     (q, k, v), mask = inputs(seqlens=(S, S)), CAUSAL.clone()
     FF.scaled_dot_product_attention(q, k, v, mask)
     mask.data[4, 1] = False
@@ -275,7 +270,7 @@ def test_a_mask_is_read_in_each_call_and_a_short_one_never(masks_given, monkeypa
         F.scaled_dot_product_attention(q, k, v, mask),
         "out",
     )
-    assert [window for _, window in masks_given] == [(None, 0), (None, None)]
+    assert [call.options["window_size"] for call in calls] == [(None, 0), (None, None)]
     monkeypatch.undo()
     assert sdpa._WORTH_READING > B * H * S * S * D
 

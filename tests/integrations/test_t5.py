@@ -21,8 +21,9 @@ from transformers import (
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import fastformer
-from fastformer.integrations.fused import fused_feed_forward
+from fastformer.integrations import t5 as t5_module
 from fastformer.integrations.known import CACHE, RETURNS_TUPLES
+from tests.conftest import CallsOf
 from tests.integrations.families import IDS, PACKED, RIGHT, TARGETS, Wrapped, before_and_after, exactly, make, ran, run
 from tests.nn.comparing import assert_same
 
@@ -79,18 +80,11 @@ def test_half_precision_errs_no_more_than_before(dtype, kind):
     assert torch.stack(ratios).log().mean().exp() <= 1.1
 
 
-def rows_computed(monkeypatch: pytest.MonkeyPatch, call: Any, of: slice = slice(2)) -> set[int]:
+def rows_computed(calls_of: CallsOf, call: Any, of: slice = slice(2)) -> set[int]:
     """Returns the number of tokens that the FFNs of the encoder's layers got."""
-    seen: list[int] = []
-
-    def spied(x: Tensor, *args: Any) -> Tensor | None:
-        seen.append(x.numel() // x.shape[-1])
-        return fused_feed_forward(x, *args)
-
-    monkeypatch.setattr("fastformer.integrations.t5.fused_feed_forward", spied)
+    calls = calls_of(t5_module, "fused_feed_forward")
     call()
-    monkeypatch.undo()
-    return {*seen[of]}
+    return {each.args[0].shape[:-1].numel() for each in calls[of]}
 
 
 HOLES = RIGHT & (torch.arange(9) != 2)
@@ -99,11 +93,11 @@ HOLES = RIGHT & (torch.arange(9) != 2)
 @packs
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("mask", [RIGHT, RIGHT.flip(1), HOLES], ids=["right", "left", "holes"])
-def test_the_encoder_leaves_padding_out(mask, mode, monkeypatch):
+def test_the_encoder_leaves_padding_out(mask, mode, calls_of):
     model = getattr(make("t5"), mode)()
     compare(mask, model)
-    assert rows_computed(monkeypatch, lambda: run(model, mask)) == {int(mask.sum())}
-    assert rows_computed(monkeypatch, lambda: run(model, None)) == {mask.numel()}
+    assert rows_computed(calls_of, lambda: run(model, mask)) == {int(mask.sum())}
+    assert rows_computed(calls_of, lambda: run(model, None)) == {mask.numel()}
     assert model.encoder(IDS, attention_mask=mask.long()).last_hidden_state[~mask].any()  # by itself it may be read
     fastformer.accelerate(model.encoder, padding="skip")
     hidden = model.encoder(IDS, attention_mask=mask.long()).last_hidden_state
@@ -119,7 +113,7 @@ def test_the_first_block_decides_on_the_bias(mask):
 
 
 @packs
-def test_a_row_without_tokens_is_kept(monkeypatch):
+def test_a_row_without_tokens_is_kept(calls_of):
     """A decoder takes the mean of the values in such a row."""
     model, mask = make("t5"), RIGHT & (torch.arange(4) != 2)[:, None]
     with exactly("t5"), sdpa_kernel(SDPBackend.MATH):  # whose gradients are right under a mask that hides all
@@ -127,12 +121,12 @@ def test_a_row_without_tokens_is_kept(monkeypatch):
     fastformer.accelerate(model)
     for i, (mine, other) in enumerate(zip(outputs(model, mask), theirs, strict=True)):
         assert_same(mine, other, f"output or gradient {i}", 1e-9)
-    assert rows_computed(monkeypatch, lambda: run(model, mask)) == {mask.numel()}
+    assert rows_computed(calls_of, lambda: run(model, mask)) == {mask.numel()}
 
 
 @packs
 @pytest.mark.parametrize("kind", [T5EncoderModel, T5ForTokenClassification])
-def test_an_encoder_alone(kind, monkeypatch):
+def test_an_encoder_alone(kind, calls_of):
     torch.manual_seed(5)
     model = kind(make("t5").config).double().eval()
     given: dict[str, Any] = {"input_ids": IDS, "attention_mask": RIGHT.long()}
@@ -141,11 +135,11 @@ def test_an_encoder_alone(kind, monkeypatch):
         expected = model(**given)[0]
         loss = model(**given, **counted)[0]
     fastformer.accelerate(model)
-    assert rows_computed(monkeypatch, lambda: model(**given)) == {int(RIGHT.sum())}
+    assert rows_computed(calls_of, lambda: model(**given)) == {int(RIGHT.sum())}
     assert_same(model(**given)[0] * RIGHT[..., None], expected * RIGHT[..., None], "at tokens", 1e-9)
     if counted:  # also at padding
         assert_same(model(**given, **counted)[0], loss, "loss", 1e-6)
-        assert rows_computed(monkeypatch, lambda: model(**given, **counted)) == {RIGHT.numel()}
+        assert rows_computed(calls_of, lambda: model(**given, **counted)) == {RIGHT.numel()}
 
 
 @pytest.mark.parametrize(
@@ -205,7 +199,7 @@ def decoded(model: Any, real: Tensor, **options: Any) -> list[Tensor]:
 @pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "none"])
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("real", [ENDS, BEGINS, GAPS], ids=["right", "left", "gaps"])
-def test_the_decoder_leaves_padding_out(real, mode, use_cache, monkeypatch):
+def test_the_decoder_leaves_padding_out(real, mode, use_cache, calls_of):
     model = getattr(make("t5", use_cache=use_cache), mode)()
     theirs, ours = before_and_after(model, lambda: decoded(model, real))
     assert len(ours) == len(theirs) > 20 + 8 * use_cache
@@ -213,8 +207,8 @@ def test_the_decoder_leaves_padding_out(real, mode, use_cache, monkeypatch):
         assert_same(mine, other, f"output or gradient {i}", 1e-9)
     names = ran(lambda: run_decoder(model, real))
     assert {"attention_fwd", PACKED} <= names
-    assert rows_computed(monkeypatch, lambda: run_decoder(model, real), DECODER) == {int(real.sum())}
-    assert rows_computed(monkeypatch, lambda: run_decoder(model, None), DECODER) == {real.numel()}
+    assert rows_computed(calls_of, lambda: run_decoder(model, real), DECODER) == {int(real.sum())}
+    assert rows_computed(calls_of, lambda: run_decoder(model, None), DECODER) == {real.numel()}
     assert not run_decoder(model, real).logits[~real].any()
 
 
@@ -244,7 +238,7 @@ def test_a_cache_of_a_packed_decoder_goes_on():
         *itertools.product(["decoder"], ["labels at padding", "a cache", "no tokens"]),
     ],
 )
-def test_a_stack_stays_padded_if_a_call_reads_padding(side, what, monkeypatch):
+def test_a_stack_stays_padded_if_a_call_reads_padding(side, what, calls_of):
     model, mask = make("t5").train(), RIGHT
     options: dict[str, Any] = {}
     layers = model.get_submodule(side).block[1].layer
@@ -271,7 +265,7 @@ def test_a_stack_stays_padded_if_a_call_reads_padding(side, what, monkeypatch):
         return model(IDS, decoder_attention_mask=real, **given)
 
     of, whole = (slice(2), RIGHT) if side == "encoder" else (DECODER, ENDS)
-    assert rows_computed(monkeypatch, call, of) == {whole.numel()}
+    assert rows_computed(calls_of, call, of) == {whole.numel()}
 
 
 @packs
@@ -343,7 +337,7 @@ def test_surgery_on_the_decoder(what):
 
 @packs
 @pytest.mark.parametrize("kind", [T5ForSequenceClassification, T5ForQuestionAnswering, T5Model])
-def test_other_heads_of_the_decoder(kind, monkeypatch):
+def test_other_heads_of_the_decoder(kind, calls_of):
     """If a module reads a decoder's outputs at padding, the decoder isn't packed."""
     torch.manual_seed(5)
     model = kind(make("t5", eos_token_id=1).config).double().eval()
@@ -357,7 +351,7 @@ def test_other_heads_of_the_decoder(kind, monkeypatch):
         given["decoder_input_ids"] = TARGETS
     expected, found = before_and_after(model, lambda: model(ids, **given))
     rows = int(real.sum()) if kind is T5Model else shape.numel()
-    assert rows_computed(monkeypatch, lambda: model(ids, **given), DECODER) == {rows}
+    assert rows_computed(calls_of, lambda: model(ids, **given), DECODER) == {rows}
     for ours, theirs in zip(found.to_tuple()[: 1 if kind is T5Model else 2], expected.to_tuple(), strict=False):
         if kind is T5Model:
             ours, theirs = ours[real], theirs[real]

@@ -20,7 +20,7 @@ from fastformer.kernels import attention_backward as backward_kernels  # noqa: E
 from fastformer.kernels._attention_common import which_block  # noqa: E402
 from fastformer.kernels._attention_configs import Config  # noqa: E402
 from tests.checks import keep_mask, keep_scale  # noqa: E402
-from tests.conftest import HAS_GPU  # noqa: E402
+from tests.conftest import HAS_GPU, CallsOf  # noqa: E402
 from tests.covering import by_turns  # noqa: E402
 from tests.kernels.attention_cases import (  # noqa: E402
     OPTIONS,
@@ -300,17 +300,11 @@ def test_visibility_of_keys(window, tile, device, monkeypatch) -> None:
 
 
 @pytest.mark.skipif(HAS_GPU, reason="counts the interpreter's atomics")
-def test_the_deterministic_form_has_no_atomics(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_deterministic_form_has_no_atomics(device: str, calls_of: CallsOf) -> None:
     """This includes dq, and the gradient of a bias however it is shared: all sums have a fixed order."""
     from triton.runtime.interpreter import InterpreterBuilder
 
-    usual, added = InterpreterBuilder.create_atomic_rmw, []
-
-    def counted(*args):
-        added.append(1)
-        return usual(*args)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_atomic_rmw", counted)
+    added = calls_of(InterpreterBuilder, "create_atomic_rmw")
     for options in ((), ("bias",), ("additive_keys",)):
         case = case_of(*options)
         assert case is not None

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from fastformer.kernels import _attention_hopper as hopper  # noqa: E402
 from fastformer.kernels import _plans  # noqa: E402
 from fastformer.kernels import attention as kernels  # noqa: E402
+from tests.conftest import CallsOf  # noqa: E402
 from tests.kernels.attention_cases import SEED, Case, case_of, check, make_inputs, run_triton  # noqa: E402
 from tests.kernels.repeats import assert_repeats  # noqa: E402
 
@@ -121,17 +122,12 @@ def test_backward_repeats_to_the_bit(head_dim: int, dropout_p: float) -> None:
 
 
 @pytest.mark.parametrize("head_dim, dropout_p", BACKWARD)
-def test_backward_beside_the_plain_form(head_dim: int, dropout_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_beside_the_plain_form(
+    head_dim: int, dropout_p: float, calls_of: CallsOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """dk and dv are bit-identical from run to run; atomics sum dq in any order."""
     q, k, v, dout = (torch.randn(4, 1500, 8, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    launched: list[bool] = []
-    launch = hopper.launch_backward
-
-    def launch_backward(*args: object) -> None:
-        launched.append(True)
-        launch(*args)
-
-    monkeypatch.setattr(hopper, "launch_backward", launch_backward)
+    launched = calls_of(hopper, "launch_backward")
     rest = (None, None, 0.125, None, 0, dropout_p, torch.tensor(SEED, device="cuda") if dropout_p else None)
     out, lse = kernels.attention_fwd(q, k, v, *rest)
     runs = [kernels.attention_bwd(dout, q, k, v, out, lse, *rest, False)[:3] for _ in range(20)]

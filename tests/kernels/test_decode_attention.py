@@ -17,6 +17,7 @@ from fastformer.kernels import _launch  # noqa: E402
 from fastformer.kernels import decode_attention as kernels  # noqa: E402
 from fastformer.ops import decode_attention, rotary  # noqa: E402
 from tests.checks import assert_accurate  # noqa: E402
+from tests.conftest import CallsOf  # noqa: E402
 from tests.covering import by_turns, covering  # noqa: E402
 from tests.ops.test_decode_attention import Step, assert_entered, make_inputs, plain_step, run, through_table  # noqa: E402
 
@@ -176,23 +177,16 @@ def test_infinities_stay_in_their_source(device: str, monkeypatch: pytest.Monkey
     assert not out[:2, :, 1:3].isfinite().all(-1).any() and torch.equal(out[:2, :, 0], expected[:2, :, 0])
 
 
-def test_each_source_is_loaded_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_source_is_loaded_once(device: str, calls_of: CallsOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are counted by reads of table entries: one pass per tile and head, and not per row."""
     force(monkeypatch, 1, 8)
-    loads = []
     if device != "cpu":
         pytest.skip("counted in the interpreter")
-    original = kernels._slots
-
-    def counted(table_ptr, strides, row, positions, here, TABLE):
-        loads.append(int(here.handle.data.sum()))
-        return original(table_ptr, strides, row, positions, here, TABLE)
-
-    monkeypatch.setattr(kernels, "_slots", counted)
+    loads = calls_of(kernels, "_slots")
     step = Step("beams", (33, 7), seqlen_new=None, num_kv_heads=2, cache_batch_idx=(0, 0, 0, 0, 1, 1, 1, 1))
     given, _ = through_table(step, make_inputs(step, torch.float32, device))
     run(step, given)
-    assert sum(loads) == 2 * (33 + 7)  # K/V heads x keys
+    assert sum(int(call.args[4].handle.data.sum()) for call in loads) == 2 * (33 + 7)  # K/V heads x keys
 
 
 @pytest.mark.parametrize("shares", [1, 3])

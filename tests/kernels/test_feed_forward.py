@@ -11,7 +11,6 @@ pytest.importorskip("triton")
 from benchmarks.measure.timing import peak_bytes  # noqa: E402
 from fastformer.kernels import _feed_forward_configs as configs  # noqa: E402
 from fastformer.kernels import feed_forward as kernels  # noqa: E402
-from fastformer.kernels._launch import launch  # noqa: E402
 from fastformer.ops import feed_forward  # noqa: E402
 from fastformer.ops.feed_forward import GATED  # noqa: E402
 from tests.conftest import HAS_GPU  # noqa: E402
@@ -56,17 +55,13 @@ def test_wide_tiles(activation: str, programs: int, device: str, monkeypatch: py
         for k, dtype in enumerate([torch.float32, torch.float16])
     ],
 )
-def test_a_fixed_grid_gives_the_same_results(rows, dim, hidden_dim, activation, dtype, device, monkeypatch) -> None:
+def test_a_fixed_grid_gives_the_same_results(
+    rows, dim, hidden_dim, activation, dtype, device, calls_of, monkeypatch
+) -> None:
     """Bit-identical for many tiles per program, more than eight blocks of rows, and fewer tiles than programs."""
     monkeypatch.setattr(kernels, "fuses", lambda *_: True)
     monkeypatch.setattr(kernels, "num_sms", lambda _: 3)
-    grids: list[int] = []
-
-    def recorded(kernel: object, grid: tuple[int, ...], *args: object, **options: object) -> object:
-        grids.append(grid[0])
-        return launch(kernel, grid, *args, **options)
-
-    monkeypatch.setattr(kernels, "launch", recorded)
+    launches = calls_of(kernels, "launch")
     inputs = make_inputs((rows, dim), hidden_dim, activation, device, dtype)
     seed = torch.tensor(SEED, device=device)
     outs = []
@@ -74,7 +69,7 @@ def test_a_fixed_grid_gives_the_same_results(rows, dim, hidden_dim, activation, 
         monkeypatch.setattr(kernels, "config_of", lambda *_, n=programs: configs.Config(32, 64, 32, 4, 1, None, n))
         outs.append(feed_forward(**inputs, activation=activation, dropout_p=0.2, dropout_seed=seed))
     tiles = -(-rows // 32) * -(-hidden_dim // 64)
-    assert grids == [tiles, min(tiles, 3)]
+    assert [call.args[1][0] for call in launches] == [tiles, min(tiles, 3)]
     if device == "cpu":  # a GPU's compiler contracts products and sums of the epilogue as it likes
         assert torch.equal(*outs)
     else:

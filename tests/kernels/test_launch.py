@@ -36,6 +36,7 @@ from fastformer.kernels import (  # noqa: E402
     rotary,
 )
 from fastformer.kernels._launch import Launch, launch  # noqa: E402
+from tests.conftest import CallsOf  # noqa: E402
 
 Ran = tuple[Compiled, tuple[Any, ...]]
 
@@ -269,16 +270,9 @@ def _scale_kernel(x_ptr, y_ptr, count, scale, strides, TWICE: tl.constexpr, BLOC
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="launches on a device")
-def test_a_device_runs_the_cached_binary(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_runs_the_cached_binary(calls_of: CallsOf) -> None:
     """This includes a side stream, a graph, and unaligned addresses, for which 16-byte loads would fault."""
-    ordinary = _launch._resolve
-    runs: list[int] = []
-
-    def counted(*args: Any) -> Any:
-        runs.append(1)
-        return ordinary(*args)
-
-    monkeypatch.setattr(_launch, "_resolve", counted)
+    runs = calls_of(_launch, "_resolve")
 
     def check(offset: int, stride: int, count: int, scale: float, twice: bool) -> None:
         x, y = torch.randn(4096, device="cuda"), torch.zeros(4096, device="cuda")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
 from fastformer.kernels import rotary as kernels  # noqa: E402
 from fastformer.ops import rotary, rotary_tables  # noqa: E402
 from tests.checks import saved_for_backward  # noqa: E402
+from tests.conftest import CallsOf  # noqa: E402
 from tests.ops.test_rotary import compare  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_triton")
@@ -40,21 +40,13 @@ def test_nothing_beyond_the_heads(interleaved: bool, device: str, guarded: None)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_head_major_memory(interleaved: bool, device: str) -> None:
+def test_head_major_memory(interleaved: bool, device: str, calls_of: CallsOf) -> None:
     """(batch, heads, seqlen, dim) in memory is read in place, without a copy."""
     x = torch.randn(2, 3, 9, 16, device=device).transpose(1, 2)
     cos, sin = rotary_tables(9, 16, device=device)
-    seen = []
-    usual = torch.Tensor.contiguous
-
-    def counted(t: Tensor, *args) -> Tensor:
-        seen.append(t)
-        return usual(t, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "contiguous", counted)
-        out = kernels.rotary_fwd(x, cos, sin, None, interleaved, False)
-    assert not seen
+    copies = calls_of(torch.Tensor, "contiguous")
+    out = kernels.rotary_fwd(x, cos, sin, None, interleaved, False)
+    assert not copies
     assert torch.equal(out, kernels.rotary_fwd(x.contiguous(), cos, sin, None, interleaved, False))
 
 

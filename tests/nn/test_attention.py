@@ -11,7 +11,6 @@ from torch import nn
 import fastformer.nn as fnn
 import fastformer.nn.attention as module_under_test
 from fastformer.nn import SequenceLayout
-from fastformer.ops import attention
 from tests.nn.comparing import assert_same, banded, compare, padding_mask, randomised
 
 N, L, S, E, H = 3, 5, 6, 12, 3
@@ -136,20 +135,14 @@ def test_unbatched_equals_torch():
             assert_same(weights, expected_weights, "weights")
 
 
-def test_causal_hint_takes_the_path_without_a_mask(monkeypatch):
+def test_causal_hint_takes_the_path_without_a_mask(calls_of):
     ours, theirs = pair()
-    seen = []
-
-    def counted(*args, **options):
-        seen.append(options)
-        return attention(*args, **options)
-
-    monkeypatch.setattr(module_under_test, "attention", counted)
+    calls = calls_of(module_under_test, "attention")
     x = torch.randn(N, L, E, **DOUBLE)
     for mask in (nn.Transformer.generate_square_subsequent_mask(L, dtype=torch.float64), banded(L, None, 0)):
         out, _ = ours(x, x, x, need_weights=False, attn_mask=mask, is_causal=True)
         assert_same(out, theirs(x, x, x, need_weights=False, attn_mask=mask)[0], "output")
-        assert seen[-1]["attn_mask"] is None and seen[-1]["window_size"] == (None, 0)
+        assert calls[-1].options["attn_mask"] is None and calls[-1].options["window_size"] == (None, 0)
     # Padding along with it costs lengths, or a (batch, 1, 1, seqlen) mask where it has holes, and no triangle.
     padding = padding_mask([5, 3, 2], L)
     holes = padding.clone()
@@ -158,7 +151,7 @@ def test_causal_hint_takes_the_path_without_a_mask(monkeypatch):
         out, _ = ours(x, x, x, mask, need_weights=False, attn_mask=banded(L, None, 0), is_causal=True)
         expected, _ = theirs(x, x, x, mask, need_weights=False, attn_mask=banded(L, None, 0))
         assert_same(out, expected, "output")
-        used = seen[-1]["attn_mask"]
+        used = calls[-1].options["attn_mask"]
         assert shape is None if used is None else used.shape == shape
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fastformer import ops
 from fastformer.nn import MultiheadAttention, TransformerEncoder, TransformerEncoderLayer, masks
 from fastformer.nn import attention as module_of_attention
 from fastformer.nn.masks import attended_lengths, is_causal_mask, right_padding_lengths, square_subsequent_mask
+from tests.conftest import Call, CallsOf
 from tests.no_sync import NoSync
 
 LENGTHS = [5, 7, 0, 1]
@@ -108,16 +108,9 @@ def test_lengths_first_read_in_inference_mode_serve_training() -> None:
 
 
 @pytest.fixture
-def used(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, Tensor | None]]:
-    """Returns for each call of the op whether it has no mask, and its lengths."""
-    found: list[tuple[bool, Tensor | None]] = []
-
-    def recorded(*args: Tensor, **options: Any) -> object:
-        found.append((options["attn_mask"] is None, options["seqlens_k"]))
-        return ops.attention(*args, **options)
-
-    monkeypatch.setattr(module_of_attention, "attention", recorded)
-    return found
+def calls(calls_of: CallsOf) -> list[Call]:
+    """Records the calls of the op."""
+    return calls_of(module_of_attention, "attention")
 
 
 def results_of(module: MultiheadAttention, padding: Tensor, **options: Any) -> list[Tensor]:
@@ -133,13 +126,14 @@ def results_of(module: MultiheadAttention, padding: Tensor, **options: Any) -> l
 
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_lengths_equal_their_mask(need_weights: bool, is_causal: bool, used: Any, monkeypatch: Any) -> None:
+def test_lengths_equal_their_mask(need_weights: bool, is_causal: bool, calls: list[Call], monkeypatch: Any) -> None:
     """A row may consist of padding only; the op gets lengths."""
     module, options = MultiheadAttention(16, 2, dtype=torch.float64), {"need_weights": need_weights}
     ours = results_of(module, right_padded(), is_causal=is_causal, **options)
     monkeypatch.setattr(module_of_attention, "right_padding_lengths", lambda mask: None)
     masked = results_of(module, right_padded(), is_causal=is_causal, **options)
-    assert [(without_mask, lengths is None) for without_mask, lengths in used] == [(True, False), (False, True)]
+    given = [(call.options["attn_mask"] is None, call.options["seqlens_k"] is None) for call in calls]
+    assert given == [(True, False), (False, True)]
     torch.testing.assert_close(ours, masked)
 
 
@@ -171,7 +165,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.usefixtures("on_a_device")
 def test_lengths_beside_a_mask_change_nothing(
-    kind: str, lengths: list[int], is_causal: bool, used: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, lengths: list[int], is_causal: bool, calls: list[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both are used, and the host doesn't wait for the device."""
     module, padding = MultiheadAttention(16, 2, dtype=torch.float64), padded_anyhow()[kind]
@@ -183,9 +177,10 @@ def test_lengths_beside_a_mask_change_nothing(
     counted = results()
     monkeypatch.setattr(module_of_attention, "attended_lengths", lambda mask: None)
     masked = results()
-    assert not any(without_mask for without_mask, _ in used)
-    assert [None if of_call is None else of_call.tolist() for _, of_call in used] == [lengths, lengths, None, None]
-    assert used[0][1].dtype == torch.int32
+    assert not any(call.options["attn_mask"] is None for call in calls)
+    used = [call.options["seqlens_k"] for call in calls]
+    assert [None if each is None else each.tolist() for each in used] == [lengths, lengths, None, None]
+    assert used[0].dtype == torch.int32
     torch.testing.assert_close(counted, masked)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -245,10 +246,7 @@ def test_every_addition_joins_a_norm(monkeypatch):
     """In a pre-norm stack with a final norm, only add_layer_norm writes sums."""
     stack, _ = pair("encoder", 3, fnn.AddLayerNorm, norm_first=True)
 
-    def never(self):
-        raise AssertionError("an addition of its own")
-
-    monkeypatch.setattr(ResidualStream, "value", never)
+    monkeypatch.setattr(ResidualStream, "value", Mock(side_effect=AssertionError("an addition of its own")))
     stack(tensor(L, True))
 
 
@@ -271,30 +269,28 @@ def test_layers_with_a_custom_forward_get_plain_tensors():
 
 
 @both_orders
-def test_checkpointing_changes_nothing_but_runs_layers_again(norm_first, monkeypatch):
+def test_checkpointing_changes_nothing_but_runs_layers_again(norm_first, calls_of):
     torch.manual_seed(0)
     stack, _ = pair("decoder", 2, fnn.AddLayerNorm, norm_first=norm_first, dropout=0.2)
     x, memory = tensor(L, True).requires_grad_(), tensor(S, True)
     dy = torch.randn_like(x)
     results: list[tuple[torch.Tensor, ...]] = []
-    runs: list[None] = []
-    for each in stack.layers:
+    runs = [calls_of(layer, "_feed_forward") for layer in stack.layers]
 
-        def counted(*args, own=each._feed_forward):
-            runs.append(None)
-            return own(*args)
+    def taken() -> list[int]:
+        counts = [*map(len, runs)]
+        for each in runs:
+            each.clear()
+        return counts
 
-        monkeypatch.setattr(each, "_feed_forward", counted)
     for checkpointing in (False, True):
         stack.gradient_checkpointing = checkpointing
         torch.manual_seed(11)
-        runs.clear()
         out = stack(x, memory, tgt_is_causal=True)
         results.append((out, *torch.autograd.grad(out, [x, *stack.parameters()], dy)))
-        assert len(runs) == (4 if checkpointing else 2)
-        runs.clear()
+        assert taken() == ([2, 2] if checkpointing else [1, 1])
         stack.eval()(x, memory), stack.train()
-        assert len(runs) == 2, "in evaluation there is no backward pass to save memory for"
+        assert taken() == [1, 1], "in evaluation there is no backward pass to save memory for"
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
 

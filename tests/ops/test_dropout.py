@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import Linear
 from torch.utils.checkpoint import checkpoint
 
-from fastformer.models.transformer import Transformer, TransformerConfig
+from fastformer.models import Transformer
 from fastformer.ops import _dropout
 from fastformer.ops._dropout import draw_seed, drop, keep_mask, keep_scale, philox, resolve_dropout, threshold
+from tests.conftest import CallsOf
+from tests.generation.small import tiny
+
+DROPOUTS = {"dropout": 0.5, "attention_dropout": 0.5, "activation_dropout": 0.5}
 
 
 # Random123's known answers (kat_vectors, "philox4x32 7").
@@ -49,21 +51,6 @@ def test_keep_mask_is_a_function_of_the_coordinates() -> None:
             counter = tuple(torch.tensor(c) for c in (4 * group + call, row, plane, offset & 0xFFFFFFFF))
             call_bytes = b"".join(int(word).to_bytes(4, "little") for word in philox(counter, key))
             assert bool(mask[plane, row, column]) == (call_bytes[2 * pair + odd] >= 77), (plane, row, column)
-
-
-def test_each_coordinate_and_each_seed_draws_independently() -> None:
-    """No plane, row, call or seed repeats another's mask, and no mask is its neighbour's shifted by a byte."""
-    seed = torch.tensor([5, 6])
-    mask = keep_mask(seed, 0.5, rows=8, columns=128, planes=4)
-    calls = mask.view(4, 8, 2, 8, 4, 2).transpose(3, 4).reshape(-1, 16)
-    assert len(calls.unique(dim=0)) > 0.99 * len(calls)
-    for bit in (0, 31, 32, 61):
-        for place in (0, 1):
-            other = seed.clone()
-            other[place] ^= 1 << bit
-            same = (keep_mask(other, 0.5, rows=8, columns=128, planes=4) == mask).double().mean()
-            # Of the offset the low 32 bits count.
-            assert same == 1 if place == 1 and bit >= 32 else abs(float(same) - 0.5) < 5 * 0.5 / 4096**0.5
 
 
 def test_the_threshold_is_the_nearest_of_256ths_and_exact_at_0_and_1() -> None:
@@ -112,33 +99,6 @@ def test_resolve_dropout_draws_only_if_necessary() -> None:
     assert torch.equal(resolve_dropout(0.5, None, torch.device("cpu"))[1], seed)
 
 
-class CountedDraws:
-    """Counts the launches that draw."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.shapes: list[tuple[int, ...]] = []
-        draw = torch.randint
-
-        def randint(low: int, high: int, size: tuple[int, ...], **options: Any) -> Tensor:
-            self.shapes.append(tuple(size))
-            return draw(low, high, size, **options)
-
-        monkeypatch.setattr(torch, "randint", randint)
-
-    def taken(self) -> list[tuple[int, ...]]:
-        shapes, self.shapes = self.shapes, []
-        return shapes
-
-
-def small_model() -> Transformer:
-    torch.manual_seed(0)
-    config = TransformerConfig(
-        vocab_size=50, d_model=16, num_heads=2, d_ff=32, num_encoder_layers=2, num_decoder_layers=2, dropout=0.5,
-        attention_dropout=0.5, activation_dropout=0.5,
-    )  # fmt: skip
-    return Transformer(config)
-
-
 def gradients(model: Transformer, seed: int = 1) -> Tensor:
     torch.manual_seed(seed)
     tokens = torch.arange(4, 24).view(2, 10)
@@ -147,27 +107,33 @@ def gradients(model: Transformer, seed: int = 1) -> Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-def test_a_forward_pass_draws_its_seeds_at_once_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_pass_draws_its_seeds_at_once_on_a_gpu(calls_of: CallsOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU that behaves like a GPU: one launch draws the same seeds from the same state, and all are used."""
-    draws, model = CountedDraws(monkeypatch), small_model()
+    draws, model = calls_of(torch, "randint"), tiny(**DROPOUTS).train()
+
+    def taken() -> list[tuple[int, ...]]:
+        shapes = [tuple(draw.result.shape) for draw in draws]
+        draws.clear()
+        return shapes
+
     apart = gradients(model)
-    each = draws.taken()
+    each = taken()
     assert set(each) == {(2,)} and len(each) > 15
     assert torch.equal(gradients(model), apart)
-    draws.taken()
+    taken()
     monkeypatch.setattr(_dropout, "_DEVICES", {"cpu"})
     together = gradients(model)
-    assert draws.taken() == [(64, 2)]
+    assert taken() == [(64, 2)]
     assert torch.equal(gradients(model), together) and not torch.equal(gradients(model, seed=2), together)
-    draws.taken()
+    taken()
     monkeypatch.setattr(_dropout, "_TOGETHER", 8)  # a model may have more dropouts than that
     gradients(model)
-    assert draws.taken() == [(8, 2)] * -(-len(each) // 8)
+    assert taken() == [(8, 2)] * -(-len(each) // 8)
     draw_seed("cpu")
-    assert draws.taken() == [(2,)]
+    assert taken() == [(2,)]
     with torch.no_grad():
-        gradients_of_none = model.train()(torch.arange(4, 14)[None], torch.arange(4, 14)[None])
-    assert gradients_of_none.isfinite().all() and draws.taken() == each
+        gradients_of_none = model(torch.arange(4, 14)[None], torch.arange(4, 14)[None])
+    assert gradients_of_none.isfinite().all() and taken() == each
 
 
 @pytest.mark.parametrize("how", ["own", "not reentrant", "reentrant"])
@@ -187,7 +153,7 @@ def test_recomputed_layers_have_the_same_dropout(how: str, monkeypatch: pytest.M
             return drop(self.linear(x), 0.5, seed)
 
     if how == "own":
-        model = small_model()
+        model = tiny(**DROPOUTS).train()
         model.encoder.gradient_checkpointing = True
         first = gradients(model)
         assert first.isfinite().all() and torch.equal(gradients(model), first)

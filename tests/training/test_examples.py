@@ -9,15 +9,15 @@ import shutil
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from fastformer.data import Batch, BPETokenizer, ByteTokenizer, Example, collate, load_tokenizer
+from fastformer.data import BPETokenizer, ByteTokenizer, load_tokenizer
 from fastformer.number_words import english, german
 from fastformer.training import TrainConfig, examples, start
+from fastformer.training import trainer as trainer_module
 from fastformer.training.examples import Data, encode_all, load_data
 from tests.training.tiny import SIZES
 
@@ -71,7 +71,7 @@ def test_a_hundredth_of_each_corpus_is_held_out(tmp_path) -> None:
         assert len(train) == 396 and not {*train} & {*data.val_texts} and data.weights is None
 
 
-def test_corpora_have_weights(tmp_path, monkeypatch) -> None:
+def test_corpora_have_weights(tmp_path, calls_of) -> None:
     long = "x" * 70
     files = [
         lines(tmp_path / name, [*(f"{name}{i}\tt" for i in range(n)), f"{long}\tt"]) for name, n in (("a", 3), ("b", 2))
@@ -85,17 +85,11 @@ def test_corpora_have_weights(tmp_path, monkeypatch) -> None:
     config = TrainConfig(
         train_tsv=",".join(files), **options, settings=SIZES, epochs=4, max_tokens=9, device="cpu", val_examples=0
     )
-    trained: list[str] = []
-
-    def noted(examples: list[Example], **options: Any) -> Batch:
-        trained.extend(data.tokenizer.decode(example.source) for example in examples)
-        return collate(examples, **options)
-
-    monkeypatch.setattr("fastformer.training.trainer.collate", noted)
+    batches = calls_of(trainer_module, "collate")
     trainer = start(config, tmp_path / "run")
     assert trainer.config.steps >= 4 * 3  # nine to eleven examples in an epoch, three in a batch
     trainer.train()
-    counts = Counter(trained)
+    counts = Counter(data.tokenizer.decode(example.source) for batch in batches for example in batch.args[0])
     assert [counts[f"a{i}"] for i in range(3)] == [12] * 3 and 1 <= counts["b0"] + counts["b1"] <= 7
 
 

@@ -96,22 +96,15 @@ def test_average_last_is_the_model_in_the_folder(config, tmp_path, capsys, keep_
     assert [line["step"] for line in lines(run, "validation")] == [4, 8, 12]
 
 
-def test_the_average_with_ema_is_of_the_running_averages(config, tmp_path) -> None:
+def test_the_average_with_ema_is_of_the_running_averages(config, tmp_path, calls_of) -> None:
     run = tmp_path / "run"
     trainer = start(changed(config, steps=4, save_every=2, average_last=2, ema=0.9), run)
-    validated = []
-    validate = trainer.validate
-
-    def counted(model):
-        validated.append(model)
-        return validate(model)
-
-    trainer.validate = counted
+    validated = calls_of(trainer, "validate")
     scores = trainer.train()
     states = [load_checkpoint(path)["ema"]["module.embedding.weight"] for path in checkpoints(run)]
     saved = load_file(run / "model.safetensors")["embedding.weight"]
     assert torch.allclose(saved, (states[0] + states[1]) / 2, atol=1e-7)
-    assert scores.nll == validate(load_model(run)[0]).nll and len(validated) == 2
+    assert len(validated) == 2 and scores.nll == trainer.validate(load_model(run)[0]).nll
 
 
 @pytest.mark.parametrize(("keep_last", "expected"), [(1, [12]), (2, [10, 12]), (3, [5, 10, 12])])

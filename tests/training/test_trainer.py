@@ -132,8 +132,6 @@ def test_gradient_checkpointing_changes_nothing(config, tmp_path) -> None:
 
 def test_bf16_autocast_trains(config, tmp_path) -> None:
     trainer = start(changed(config, precision="bf16", steps=3), tmp_path / "run")
-    seen = []
-    trainer.model.register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
     trainer.train()
     assert all(math.isfinite(loss) for loss in losses(tmp_path / "run")) and trainer.scaler.is_enabled() is False
     plain = start(changed(config, steps=3), tmp_path / "plain")
@@ -186,15 +184,6 @@ def test_ema_forgets_the_random_weights_and_is_saved(config, tmp_path, ema) -> N
 def test_validation_does_not_change_training(config, tmp_path) -> None:
     start(changed(config, val_every=0), tmp_path / "without").train()
     trainer = start(changed(config, val_every=1, val_examples=2), tmp_path / "with")
-    modes = []
-    validate = trainer.validate
-
-    def counted(model):
-        scores = validate(model)
-        modes.append(trainer.model.training)
-        return scores
-
-    trainer.validate = counted
     trainer.train()
     assert losses(tmp_path / "with") == losses(tmp_path / "without")  # dropout came back each time
     assert [line["step"] for line in lines(tmp_path / "with", "validation")] == list(range(1, 13))
@@ -213,17 +202,11 @@ def test_val_examples_limits_the_translations(config, tmp_path, capsys) -> None:
     assert "translated" not in lines(tmp_path / "none", "validation")[0]
 
 
-def test_a_line_of_the_log_is_the_mean_since_the_last_one(config, tmp_path, monkeypatch) -> None:
+def test_a_line_of_the_log_is_the_mean_since_the_last_one(config, tmp_path, calls_of) -> None:
     trainer = start(changed(config, steps=7, log_every=3), tmp_path / "run")
-    update, found = trainer.update, []
-
-    def noted(batches):
-        found.append(update(batches))
-        return found[-1]
-
-    monkeypatch.setattr(trainer, "update", noted)
+    updates = calls_of(trainer, "update")
     trainer.train()
-    each = [float(loss) for loss, _ in found]
+    each = [float(update.result[0]) for update in updates]
     assert [step for step, _ in trainer.losses] == [3, 6, 7]
     means = [sum(each[:3]) / 3, sum(each[3:6]) / 3, each[6]]
     assert [loss for _, loss in trainer.losses] == pytest.approx(means, rel=1e-6)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import time
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 
@@ -54,16 +55,7 @@ async def test_an_error_of_the_model_ends_only_running_requests(translator, erro
 
 async def test_a_request_that_cannot_begin_fails_and_does_not_block_others(translator) -> None:
     front, engine = watched(translator)
-    begun = []
-    open_batch = engine.open
-
-    def failing(max_rows, num_tokens):
-        begun.append(num_tokens)
-        if len(begun) == 1:
-            raise MemoryError("too much")
-        return open_batch(max_rows, num_tokens)
-
-    engine.open = failing
+    engine.open = Mock(wraps=engine.open, side_effect=[MemoryError("too much"), *[DEFAULT] * 9])
     async with front:
         found = await asyncio.gather(*(front.translate(t, **FEW) for t in "abc"), return_exceptions=True)
         assert isinstance(found[0], RuntimeError) and "MemoryError: too much" in str(found[0])
@@ -89,37 +81,24 @@ async def test_ids_that_the_model_does_not_have_are_an_error_of_their_own_task(t
             front.stream("wrong!")
 
 
-async def test_after_a_model_error_the_device_is_not_queried_again(translator, monkeypatch) -> None:
+async def test_after_a_model_error_the_device_is_not_queried_again(translator, calls_of) -> None:
     front, engine = watched(translator)
-    made = []
-    starts: list[tuple[int, int]] = []
-    new_scheduler, open_batch = translator.new_scheduler, engine.open
-
-    def once(*args, **options):
-        made.append(new_scheduler(*args, **options))
-        assert len(made) == 1, "a device that has failed can't say how much memory is free"
-        return made[0]
-
-    def noted(max_rows, num_tokens):
-        starts.append((max_rows, num_tokens))
-        return open_batch(max_rows, num_tokens)
-
-    monkeypatch.setattr(translator, "new_scheduler", once)
-    engine.open, engine.error = noted, RuntimeError("CUDA error")
+    made, starts = calls_of(translator, "new_scheduler"), calls_of(engine, "open")
+    engine.error = RuntimeError("CUDA error")
     async with front:
         with pytest.raises(RuntimeError, match="RuntimeError: CUDA error"):
             await front.translate("a", **FEW)
         assert isinstance(await front.translate("b", **FEW), str)
-    assert len(starts) == 2 and starts[0] == starts[1]
+    assert len(made) == 1, "a device that has failed can't say how much memory is free"
+    assert len(starts) == 2 and starts[0].args == starts[1].args
 
 
 async def test_no_task_waits_for_a_dead_thread(translator, monkeypatch) -> None:
-    def fails(*_, **__):
-        raise SystemExit("nothing works any more")
-
     front, engine = watched(translator, held=True, max_waiting=2)
     engine.error = RuntimeError("broken")
-    monkeypatch.setattr("fastformer.generation.scheduler.Scheduler.renewed", fails)
+    monkeypatch.setattr(
+        "fastformer.generation.scheduler.Scheduler.renewed", Mock(side_effect=SystemExit("nothing works any more"))
+    )
     await front.__aenter__()
     tasks = [asyncio.create_task(front.translate("a", **BIG))]
     await until(lambda: engine.entered == 1)
@@ -140,11 +119,8 @@ async def test_no_task_waits_for_a_dead_thread(translator, monkeypatch) -> None:
 
 
 async def test_if_the_thread_cannot_start_each_caller_gets_an_error(translator, monkeypatch) -> None:
-    def fails(*_, **__):
-        raise MemoryError("no device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(translator, "new_scheduler", fails)
+        patch.setattr(translator, "new_scheduler", Mock(side_effect=MemoryError("no device")))
         async with AsyncTranslator(translator) as front:
             for _ in range(2):
                 with pytest.raises(RuntimeError, match="MemoryError: no device"):
