@@ -48,25 +48,23 @@ def table(device_type: str) -> dict[str, str]:
     return dict(re.findall(r"^  (\w+) +(\w+) ", text.partition("\n\n")[0], re.MULTILINE))
 
 
-def test_every_op_runs_where_the_report_says() -> None:
-    shown = table("cpu")
-    assert set(shown) == set(calls())
+def assert_ops_run_where(shown: dict[str, str]) -> None:
+    assert shown.keys() == calls().keys()
     for name, call in calls().items():
         with _dispatch.record_backends() as ran:
             call()
-        backends = {backend for op, backend in ran if op.removesuffix("_fwd") == name}
-        assert backends == {shown[name]}, name
+        assert {backend for op, backend in ran if op.removesuffix("_fwd") == name} == {shown[name]}, name
+
+
+def test_every_op_runs_where_the_report_says() -> None:
+    assert_ops_run_where(table("cpu"))
 
 
 def test_without_the_extension_the_fallback_is_reported_with_its_reason(no_extension) -> None:
     shown = table("cpu")
-    assert shown == {
-        name: "torch" if name in ("attention", "linear", "varlen_attention") else "reference" for name in calls()
-    }
-    for name, call in calls().items():
-        with _dispatch.record_backends() as ran:
-            call()
-        assert {backend for _, backend in ran} == {shown[name]}, name
+    assert {name for name in shown if shown[name] == "torch"} == {"attention", "linear", "varlen_attention"}
+    assert {*shown.values()} == {"torch", "reference"}
+    assert_ops_run_where(shown)
     assert "the C++ extension is not built" in doctor.report()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+from unittest.mock import Mock
 
 import pytest
 
@@ -40,11 +41,7 @@ def test_a_planted_link_is_never_followed(tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, error) -> None:
     write_atomically(tmp_path / "file", b"old")
-
-    def fail(descriptor: int) -> None:
-        raise error
-
-    monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=error))
     with pytest.raises(type(error), match="No space left" if isinstance(error, OSError) else None):
         write_atomically(tmp_path / "file", b"new")
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_bytes() == b"old"

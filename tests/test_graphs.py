@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -120,12 +121,8 @@ def test_after_a_broken_capture_the_process_captures_no_more(monkeypatch: pytest
 def test_a_function_that_raises_does_not_break_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     stub = StubCuda(monkeypatch)
     graphs = Graphs("cuda")
-
-    def refuse() -> None:
-        raise ValueError("no")
-
     with pytest.raises(CaptureError, match="ValueError: no"):
-        graphs.capture(refuse)
+        graphs.capture(Mock(side_effect=ValueError("no")))
     stub.ended.clear()
     assert not any(stub.alive()) and stub.stream == "current" and stub.generator.state == 0
     assert graphs.capture(lambda: None) is stub.ended[0]

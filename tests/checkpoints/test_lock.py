@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+from unittest.mock import Mock
 
 import pytest
 
@@ -54,10 +55,7 @@ def test_the_file_names_only_its_last_holder(tmp_path) -> None:
 
 
 def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, caplog) -> None:
-    def none(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(module.fcntl, "flock", none)
+    monkeypatch.setattr(module.fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     with caplog.at_level(logging.WARNING), RunLock(tmp_path):
         pass
     assert "can't be locked" in caplog.text and "make sure that no other process trains there" in caplog.text

@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 import zipfile
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -50,12 +51,9 @@ def test_a_kill_while_parts_replace_others_leaves_some(tmp_path, monkeypatch) ->
         (folder / "part").write_bytes(b"1")
         finish_parts(folder, tmp_path, 3, {**state(3, scale), "parts": {}}, keep_last=1)
 
-    def end(path) -> None:
-        raise KeyboardInterrupt
-
     write(1.0)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("shutil.rmtree", end)  # takes long
+        patch.setattr("shutil.rmtree", Mock(side_effect=KeyboardInterrupt))  # takes long
         write(2.0)
     found = latest_checkpoint(tmp_path, lambda folder: {})
     assert found is not None and torch.equal(found[1]["model"]["a"], state(3, 2.0)["model"]["a"])
@@ -226,11 +224,7 @@ def test_numbers_of_more_than_eight_digits_are_sorted_as_numbers(tmp_path) -> No
 def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, monkeypatch) -> None:
     path = save_checkpoint(tmp_path, 2, state(2), keep_last=1)
     before = path.read_bytes()
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
     for step in (2, 3):
         with pytest.raises(OSError, match="No space left"):
             save_checkpoint(tmp_path, step, state(step), keep_last=1)

@@ -104,14 +104,11 @@ def test_contradictions(run, capsys, ran) -> None:
         (["--num_beams", "4", "--top_p", "0.5"], ("--num_beams", "--top_p")),
         (["--greedy", "--num_beams", "4"], ("--greedy", "--num_beams")),
         (["--greedy", "--num_return_sequences", "2"], ("--greedy", "--num_return_sequences")),
-        (["--temperature", "0"], ("temperature",)),
         (["--max_new_tokens", "40"], ("max_new_tokens", "39", "window='slide'")),
         (["--window", "slide"], ("max_new_tokens", "window")),
-        (["--window", "slid"], ("window", "'slide'")),
         (["--file", "somewhere"], ("--file", "'a'", "somewhere")),
         (["--stop", ""], ("stop_strings",)),
         (["--device", "toaster"], ("device", "toaster")),
-        (["--seed", str(2**70)], ("seed",)),
     ):
         assert main(["generate", run, "a", *flags]) in (1, 2), flags
         error = capsys.readouterr().err

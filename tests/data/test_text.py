@@ -46,11 +46,6 @@ def test_broken_lines(tmp_path, data, named) -> None:
         read_lines(write(tmp_path / "a", data))
 
 
-def test_missing_file(tmp_path) -> None:
-    with pytest.raises(ValueError, match="there is no file"):
-        read_lines(tmp_path / "nothing")
-
-
 def test_pairs(tmp_path) -> None:
     source, target = write(tmp_path / "s", b"one\ntwo\n"), write(tmp_path / "t", b"eins\nzwei\n")
     assert read_pairs(source, target) == [("one", "eins"), ("two", "zwei")]
@@ -60,15 +55,10 @@ def test_pairs(tmp_path) -> None:
 
 def test_tsv(tmp_path) -> None:
     assert read_tsv(write(tmp_path / "a", b"one\teins\r\ntwo\tzwei\n")) == [("one", "eins"), ("two", "zwei")]
-    for broken in (b"one\teins\ntwo\n", b"one\teins\ntwo\t \n", b"one\teins\na\tb\tc\n"):
-        with pytest.raises(ValueError, match=r"\bline 2\b.*<TAB>"):
-            read_tsv(write(tmp_path / "a", broken))
 
 
 def test_text(tmp_path) -> None:
     assert read_text(write(tmp_path / "a", b"one\r\n\r\ntwo")) == "one\n\ntwo"
-    with pytest.raises(ValueError, match=r"\bline 3\b.*\b0xfe\b"):
-        read_text(write(tmp_path / "a", b"one\ntwo\n\xfe"))
 
 
 STRANGE = "a\x00b\x0bc\x0cd\x1ce\x1df\x85g\u2028h\u2029i\rj"  # str.splitlines would make ten lines of it

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from fastformer.baseline import LSTMSeq2Seq
-from fastformer.generation import Ensemble
+from fastformer.generation import Ensemble, requests, scheduler
 from fastformer.models import GPT, Transformer
 from tests.generation.small import VOCAB, louder
 
@@ -51,3 +52,12 @@ def ensemble(model) -> Ensemble:
 @pytest.fixture(params=["model", "gpt", "lstm"])
 def any_model(request) -> Any:
     return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A clock that only moves when a test moves it."""
+    found = SimpleNamespace(now=100.0)
+    for module in (requests, scheduler):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: found.now))
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from types import SimpleNamespace
 
@@ -16,10 +15,8 @@ from fastformer.generation import requests as requests_module
 from fastformer.generation import scheduler as scheduler_module
 from fastformer.generation.scheduler import Scheduler
 from fastformer.models import GPT, Transformer
-from fastformer.special_ids import SpecialIds
 from tests.generation.small import CPP, EOS, VOCAB, louder, mixed_sources, new_tokens, plain_greedy, real, watch_steps
-
-OTHER = SpecialIds(pad=3, eos=(7, 9), unk=4, start=5)
+from tests.test_special_ids import OTHER
 
 
 @pytest.fixture(params=["model", "lstm"])
@@ -89,26 +86,20 @@ def test_prefixes_that_do_not_fit(model, gpt) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2, "num_return_sequences": 2}], ids=["greedy", "beams"])
-def test_a_time_limit_cuts_the_output(any_model, options, monkeypatch) -> None:
-    steps = itertools.count()
-    clock = SimpleNamespace(now=0.0)
+def test_a_time_limit_cuts_the_output(any_model, options, clock, monkeypatch) -> None:
     step = Scheduler.step
 
     def stepped(self: Scheduler):
-        next(steps)
         clock.now += 1.0
         return step(self)
 
     monkeypatch.setattr(Scheduler, "step", stepped)
-    for module in (requests_module, scheduler_module):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     sources = mixed_sources(3, 6)
     given = {"max_new_tokens": 30, "eos_token_id": 39, "min_new_tokens": 30, "return_dict_in_generate": True, **options}
     given["engine"] = "kv_cache" if hasattr(any_model, "empty_cache") else None  # one token a step of the scheduler
     cut = generate(any_model, sources, max_time=4.0, **given)
     width = 0 if not isinstance(any_model, GPT) else int((sources != 0).sum(1).max())
-    assert next(steps) == 4 and cut.sequences.shape[1] == width + 4
-    clock.now = 0.0
+    assert clock.now == 104.0 and cut.sequences.shape[1] == width + 4
     assert generate(any_model, sources, max_time=1000.0, **given).sequences.shape[1] == width + 30
     if not options:
         short = generate(any_model, sources, max_new_tokens=4, eos_token_id=39, min_new_tokens=4)
@@ -253,12 +244,10 @@ def test_the_models_own_ids_are_honoured(others, kind) -> None:
     rows = [[10 + (7 * i + j) % 29 for j in range(1 + i % 5)] for i in range(12)]
     found = generate(which, rows, max_new_tokens=12).tolist()
     width = max(map(len, rows)) if kind == "gpt" else 0
-    ended = set()
     for row, source in zip(found, rows, strict=True):
         if kind == "gpt":
             assert row[:width] == [3] * (width - len(source)) + source
         due = plain_greedy(which, source, 12, start=5, ends=(7, 9))
-        ended.add(due[-1])
         assert row[width:] == due + [3] * (len(row) - width - len(due))
     # Others may be named, and then those of the model mean nothing.
     common = next(token for row in found for token in row[width + 1 :] if token not in (0, 3, 7, 9))

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 
@@ -129,10 +130,7 @@ def test_a_listener_gets_the_first_tokens_one_by_one_and_later_ones_after_each_r
 
 
 def test_a_listener_that_fails_ends_its_own_request() -> None:
-    def refuse(token: int) -> None:
-        raise RuntimeError("no more, please")
-
-    engine = engine_of(2, eos=-9.0)
+    engine, refuse = engine_of(2, eos=-9.0), Mock(side_effect=RuntimeError("no more, please"))
     requests = [ask(0, native_greedy(5), on_token=refuse), ask(1, native_greedy(5))]
     finish(Scheduler(engine, max_rows=2, max_bytes=1000), requests)
     assert str(requests[0].error) == "no more, please" and requests[0].results == []

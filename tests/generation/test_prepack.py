@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -330,12 +331,8 @@ def test_each_precision_has_its_own_copy_and_a_failure_leaves_none() -> None:
     assert packed(model, "int8", lambda: "a") == "a" and packed(model, "fp32", lambda: "b") == "b"
     assert packed(model, "int8", lambda: "c") == "a" and packed(copy.deepcopy(model), "int8", lambda: "c") == "c"
     add(model)
-
-    def fails() -> str:
-        raise MemoryError
-
     with pytest.raises(MemoryError):
-        packed(model, "int8", fails)
+        packed(model, "int8", Mock(side_effect=MemoryError))
     assert packed(model, "int8", lambda: "d") == "d"
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
 from collections.abc import Collection
 from functools import partial
 from typing import Any
@@ -21,8 +20,6 @@ from fastformer.generation.engines import Selection
 from fastformer.generation.engines.device_search import DeviceSearch
 from fastformer.generation.engines.sampling import choose
 from fastformer.generation.native_search import NativeSearch, SearchRules
-from fastformer.generation.processors import EndWhereNothingFollows, MinNewTokens, NoRepeatNgrams
-from fastformer.generation.requests import Request
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling, Search, TransformersBeamSearch
 from fastformer.generation.search import Hypothesis as Found
 from fastformer.ops import _extension
@@ -76,19 +73,6 @@ def test_a_wide_beam_equals_brute_force(alpha, kind) -> None:
     engine = ToyEngine(3)
     for source, found in enumerate(beams_of(engine, [3] * 3, 64, kind=kind, alpha=alpha, num_return=64)):
         assert_found(engine, source, found, every_hypothesis(engine, source, 3, alpha)[:64])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_cut_hypotheses_follow_the_finished_ones_with_their_scores(kind) -> None:
-    # EOS may follow the token 3 alone: five hypotheses finish, and the best of those cut fill the rest.
-    engine = ToyEngine(2)
-    engine.table[..., EOS] = -math.inf
-    engine.table[:, :, 3, EOS] = -1.0
-    for source, found in enumerate(beams_of(engine, [3] * 2, 64, kind=kind, num_return=30)):
-        expected = every_hypothesis(engine, source, 3, 0.6)
-        assert sum(tokens[-1] == EOS for _, tokens in expected) == 5
-        assert max(score for score, _ in expected[5:]) > expected[4][0]  # by its score it would stand before
-        assert_found(engine, source, found, expected[:30])
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -186,23 +170,6 @@ def test_by_transformers_rules_a_search_ends_at_the_best_possible(kind, last, ea
     assert search.advance([[EOS, 2, 3, 4, 5, 6]], [[-0.25, -0.75, -1.0, last, -9.0, -9.0]], 0) == goes_on
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_hopeless_rows_are_dropped(kind, monkeypatch) -> None:
-    rows: Counter[int] = Counter()
-    advance = Request.advance
-
-    def counted(*args: Any) -> list[int]:
-        parents = advance(*args)
-        rows[len(parents)] += 1
-        return parents
-
-    monkeypatch.setattr(Request, "advance", counted)
-    engine = ToyEngine(40, vocab=20, eos=1.0)
-    for source, found in enumerate(beams_of(engine, [12] * 40, 4, kind=kind)):
-        assert_found(engine, source, found, plain_beam_search(engine, source, 12, 4, 0.6, 1, False))
-    assert min(rows[1], rows[2], rows[3]) >= 5
-
-
 @pytest.mark.parametrize("early_stopping", [False, True])
 @pytest.mark.parametrize(("beams", "groups", "returned"), [(4, 2, 1), (4, 4, 4), (6, 3, 6), (6, 2, 4)])
 @pytest.mark.parametrize("diversity", [0.0, 0.3, 5.0])
@@ -270,30 +237,6 @@ def test_a_sample_does_not_depend_on_when_its_neighbours_end() -> None:
     for long, short in zip(whole, ended, strict=True):
         assert long[: len(short)] == short
     assert sample({99}) == whole
-
-
-@pytest.mark.parametrize("least", [0, 1, 2, 4])
-@pytest.mark.parametrize("beams", [1, 3])
-def test_min_new_tokens_is_kept_exactly(least, beams) -> None:
-    # A language that wants to end at once ends as soon as it may.
-    def search():
-        return BeamSearch(6, frozenset({EOS}), beams) if beams > 1 else RowSearch(6, frozenset({EOS}))
-
-    processors = [MinNewTokens(least, 1, (EOS,))]
-    for found in decode(ToyEngine(6, eos=20.0), [ask(i, search, processors=processors) for i in range(6)]):
-        assert len(found[0].tokens) == least + 1
-        assert found[0].tokens.index(EOS) == least
-
-
-@pytest.mark.parametrize("beams", [1, 2])
-def test_a_row_without_candidates_ends(beams) -> None:
-    # Without repeating a token there are four to say; then even min_new_tokens can't keep it from ending.
-    def search():
-        return BeamSearch(8, frozenset({EOS}), beams) if beams > 1 else RowSearch(8, frozenset({EOS}))
-
-    processors = [NoRepeatNgrams(1, 1), MinNewTokens(8, 1, (EOS,)), EndWhereNothingFollows((EOS,))]
-    for found in decode(ToyEngine(4), [ask(i, search, processors=processors) for i in range(4)]):
-        assert sorted(found[0].tokens[:4]) == [0, 2, 3, 4] and found[0].tokens[4:] == [EOS]
 
 
 def test_a_row_ends_with_its_tokens_if_nothing_may_follow() -> None:

@@ -73,15 +73,6 @@ def test_the_pieces_add_up_to_the_text_for_any_tokens(tokenizer, runs, cut, is_t
         assert "".join(pieces_of(tokenizer, ids[cut:], ids[:cut], is_told=True)) == tokenizer.decode(ids)[len(before) :]
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.text(st.sampled_from("ab 's.,\n\t日本語é́ä👩‍🚀 ि\u200d"), max_size=200))
-def test_pieces_of_text_add_up_to_the_text(tokenizer, text) -> None:
-    ids = tokenizer.encode(text)
-    pieces = pieces_of(tokenizer, ids)
-    assert "".join(pieces) == tokenizer.decode(ids)
-    assert not any(BROKEN in piece for piece in pieces)
-
-
 @pytest.mark.parametrize("unit", [TEXT, "日本語のテキスト", "\n", ". "], ids=repr)
 def test_the_cost_of_a_token_does_not_grow_with_the_text(tokenizer, unit) -> None:
     cost: list[float] = []

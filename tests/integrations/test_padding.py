@@ -270,22 +270,15 @@ def test_subclasses(kind):
 @pytest.mark.parametrize("around", [False, True], ids=["the encoder", "the model"])
 def test_generate_of_a_model_that_is_not_known_calls_its_encoder(around):
     """No forward of the model is active in this call."""
-    model = drawn(
-        transformers.EncoderDecoderModel(
-            encoder=make("BertModel"), decoder=transformers.GPT2LMHeadModel(gpt2_that_crosses())
-        )
-    )
+    config = config_of("GPT2")
+    config.is_decoder = config.add_cross_attention = True
+    decoder = transformers.GPT2LMHeadModel(config)
+    model = drawn(transformers.EncoderDecoderModel(encoder=make("BertModel"), decoder=decoder))
     model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = 3
     model.config.pad_token_id = model.generation_config.pad_token_id = 1
     fastformer.accelerate(model if around else model.encoder)
     assert packs(lambda: model.generate(IDS, attention_mask=MASK, max_new_tokens=2)) != around
     assert not around or not packs(lambda: model.encoder(IDS, attention_mask=MASK))
-
-
-def gpt2_that_crosses() -> Any:
-    config = config_of("GPT2")
-    config.is_decoder = config.add_cross_attention = True
-    return config
 
 
 def test_a_part_compiles_with_its_head():

@@ -29,14 +29,8 @@ HALF = [torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
-@pytest.mark.parametrize("case", SINGLES, ids=name_of)
-def test_option(case: Case, dtype: torch.dtype) -> None:
-    check(case, dtype, "cuda")
-
-
-@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
-@pytest.mark.parametrize("case", PAIRS, ids=name_of)
-def test_pair(case: Case, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_each_option_and_pair(case: Case, dtype: torch.dtype) -> None:
     check(case, dtype, "cuda")
 
 

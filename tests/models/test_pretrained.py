@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
@@ -70,11 +71,8 @@ def test_the_tokenizer_is_saved_along(model, tmp_path):
 
 
 def test_a_failed_save_keeps_the_old_model(model, folder, monkeypatch):
-    def full(source, target):
-        raise OSError(28, "No space left on device")
-
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(OSError, match=r"\bmodel\.safetensors\b"):
         model.save_pretrained(folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

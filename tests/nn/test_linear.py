@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fastformer
 from fastformer.nn.linear import LINEARS, linear
 from fastformer.ops import _extension
-from tests.checks import assert_accurate
+from tests.checks import assert_accurate, saved_for_backward
 from tests.conftest import skip_without
 from tests.ops.test_outputs import Stop
 from tests.products import notice_products
@@ -193,26 +192,23 @@ def plainly_contiguous() -> tuple[Tensor, Tensor, Tensor]:
     return inputs(5, 20, 24)
 
 
-def transposed_weight() -> tuple[Tensor, Tensor, Tensor]:
-    torch.manual_seed(1)
-    return torch.randn(40, 24), torch.randn(24, 33).t(), torch.randn(33)
-
-
-def strided_input() -> tuple[Tensor, Tensor, None]:
-    torch.manual_seed(2)
-    return torch.randn(24, 50).t(), torch.randn(17, 24), None
+LAYOUTS: dict[str, Callable[[], Any]] = {
+    "contiguous": plainly_contiguous,
+    "transposed weight": lambda: (torch.randn(40, 24), torch.randn(24, 33).t(), torch.randn(33)),
+    "strided input": lambda: (torch.randn(24, 50).t(), torch.randn(17, 24), None),
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("how", ["dense", "expanded", "strided"])
-@pytest.mark.parametrize("make", [plainly_contiguous, transposed_weight, strided_input])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_those_of_the_product(
-    make: Callable[[], Any], how: str, dtype: torch.dtype, learns_small: None, products: Products
+    layout: str, how: str, dtype: torch.dtype, learns_small: None, products: Products
 ) -> None:
-    found = []
+    given, found = LAYOUTS[layout](), []
     for function, own in ((linear, dtype), (F.linear, dtype), (F.linear, torch.float64)):
         # As they lie: what is a view of another layout stays one.
-        tensors = [None if t is None else t.to(dtype).to(own).detach().requires_grad_() for t in make()]
+        tensors = [None if t is None else t.to(dtype).to(own).detach().requires_grad_() for t in given]
         out = function(*tensors)
         torch.manual_seed(3)
         dout = torch.randn(*out.shape, 2)[..., 1] if how == "strided" else torch.randn(out.shape)
@@ -229,26 +225,13 @@ def test_gradients_are_those_of_the_product(
     assert not products
 
 
-@contextlib.contextmanager
-def keeping() -> Iterator[set[int]]:
-    """Records the addresses of the tensors that autograd saves within the block."""
-    kept: set[int] = set()
-
-    def keep(t: Tensor) -> Tensor:
-        kept.add(t.data_ptr())
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        yield kept
-
-
 def test_only_trainable_inputs_get_gradients_and_are_saved(learns_small: None, products: list[int]) -> None:
     x, weight, bias = plainly_contiguous()
     for which in range(1, 8):
         tensors = [t.clone().requires_grad_(bool(which >> i & 1)) for i, t in enumerate((x, weight, bias))]
-        with keeping() as kept:
+        with saved_for_backward() as saved:
             out = linear(*tensors)
-        assert kept == {
+        assert {t.data_ptr() for t in saved} == {
             t.data_ptr() for t, other in ((x_, w_) for x_, w_ in [tensors[:2], tensors[1::-1]]) if other.requires_grad
         }
         products.clear()

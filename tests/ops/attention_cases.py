@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,10 @@ class Case:
 
     def __str__(self) -> str:
         return self.name
+
+    def options(self) -> dict[str, Any]:
+        """Returns the options of the ops, but for dropout's, by name."""
+        return {name: getattr(self, name) for name in ("is_causal", "window_size", "softmax_scale", "softcap")}
 
 
 CASES = [

@@ -31,20 +31,8 @@ def run(case: Case, inputs, dtype: torch.dtype, device: str, plain: bool):
     if plain:
         out, lse = plain_attention(q, k, v, mask, seqlens_k, case, seed)
     else:
-        out, lse = attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            seqlens_k=seqlens_k,
-            is_causal=case.is_causal,
-            window_size=case.window_size,
-            softmax_scale=case.softmax_scale,
-            dropout_p=case.dropout_p,
-            dropout_seed=seed,
-            return_lse=True,
-            softcap=case.softcap,
-        )
+        options = case.options() | {"dropout_p": case.dropout_p, "dropout_seed": seed}
+        out, lse = attention(q, k, v, attn_mask=mask, seqlens_k=seqlens_k, return_lse=True, **options)
     leaves = {"dq": q, "dk": k, "dv": v}
     if mask is not None and mask.requires_grad:
         leaves["dmask"] = mask

@@ -29,14 +29,10 @@ def test_accuracy(case: Case, dtype: torch.dtype, device: str) -> None:
     inputs = make_inputs(case, dtype)
     q, k, v, mask = inputs.cast(dtype, device)
     seqlens_k = None if inputs.seqlens_k is None else inputs.seqlens_k.to(device)
-    options = {
-        "is_causal": case.is_causal, "window_size": case.window_size, "softmax_scale": case.softmax_scale,
-        "softcap": case.softcap,
-    }  # fmt: skip
 
     def ours(q: Tensor, k: Tensor) -> Tensor:
-        _, lse = attention(q, k, k, attn_mask=mask, seqlens_k=seqlens_k, return_lse=True, **options)
-        return attention_weights(q, k, lse, attn_mask=mask, seqlens_k=seqlens_k, **options)
+        _, lse = attention(q, k, k, attn_mask=mask, seqlens_k=seqlens_k, return_lse=True, **case.options())
+        return attention_weights(q, k, lse, attn_mask=mask, seqlens_k=seqlens_k, **case.options())
 
     def plain(q: Tensor, k: Tensor) -> Tensor:
         return plain_weights(q, k, mask, seqlens_k, case)

@@ -9,10 +9,14 @@ from itertools import accumulate
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from fastformer.ops import varlen_attention
-from tests.checks import assert_accurate, keep_mask, keep_scale, small_draws
+from tests.checks import assert_accurate, small_draws
 from tests.conftest import on_backend
+from tests.kernels.attention_cases import Case as PackedCase
+from tests.kernels.attention_cases import pack, visible
 from tests.ops.attention_cases import Case, make_inputs, plain_attention
 from tests.ops.test_attention import skip_unless_supported
 
@@ -71,42 +75,20 @@ def make_packed(case: Packed, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def plain_varlen(q: Tensor, k: Tensor, v: Tensor, case: Packed, seed: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes attention sequence by sequence, with 0 outside of them. Dropout is that of the padded batch."""
-    out = torch.zeros_like(q)
-    lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=q.dtype, device=q.device)
-    options = case.options
-    longest_q, longest_k = max(case.lengths_q), max(case.lengths_k)
-    start_q = start_k = 0
-    pieces = []
-    for index, (n, m) in enumerate(zip(case.lengths_q, case.lengths_k, strict=True)):
-        one = dataclasses.replace(options, batch=1, seqlen_q=n, seqlen_k=m, dropout_p=0.0)
-        sequence = (q[start_q : start_q + n], k[start_k : start_k + m], v[start_k : start_k + m])
-        one_q, one_k, one_v = (x[None] for x in sequence)
-        if n and m and options.dropout_p:
-            planes = len(case.lengths_q) * options.num_heads
-            keep = keep_mask(seed, options.dropout_p, longest_q, longest_k, planes)
-            keep = keep.view(-1, options.num_heads, longest_q, longest_k)[index, :, :n, :m]
-            # One value vector a key and a unit one: attention's weights, dropped and applied by hand.
-            weights = plain_weights(*sequence[:2], one) * keep.to(q.dtype) * keep_scale(options.dropout_p)
-            values = sequence[2].repeat_interleave(options.num_heads // options.num_kv_heads, 1)
-            pieces.append((start_q, n, torch.einsum("hqk,khd->qhd", weights, values)))
-        elif n and m:
-            piece, _ = plain_attention(one_q, one_k, one_v, None, None, one, seed)
-            pieces.append((start_q, n, piece[0]))
-        if n and m:
-            _, piece_lse = plain_attention(one_q.detach(), one_k.detach(), one_v.detach(), None, None, one, seed)
-            lse[:, start_q : start_q + n] = piece_lse[0]
-        start_q, start_k = start_q + n, start_k + m
-    for start, n, piece in pieces:
-        out = torch.cat([out[:start], piece, out[start + n :]])
-    return out, lse
-
-
-def plain_weights(q: Tensor, k: Tensor, case: Case) -> Tensor:
-    """Returns differentiable weights (num_heads, seqlen_q, seqlen_k), as attention to unit vectors."""
-    units = torch.eye(len(k), dtype=q.dtype, device=q.device)[:, None].expand(-1, k.shape[1], -1)
-    out, _ = plain_attention(q[None], k[None], units[None], None, None, case, torch.zeros(2, dtype=torch.int64))
-    return out[0].transpose(0, 1)
+    """Computes attention of the padded batch, whose dropout is that of the op, with 0 outside of the sequences."""
+    q, k, v = (
+        pad_sequence(x[: sum(lengths)].split(lengths), batch_first=True)
+        for x, lengths in ((q, case.lengths_q), (k, case.lengths_k), (v, case.lengths_k))
+    )
+    left, right = case.options.window_size
+    window = (left, min(0, right or 0) if case.options.is_causal else right)
+    sizes = {"seqlen_q": q.shape[1], "seqlen_k": k.shape[1], "lengths_q": case.lengths_q, "lengths": case.lengths_k}
+    seen = visible(PackedCase(window=window, packed=True, **sizes), str(q.device))
+    options = dataclasses.replace(case.options, is_causal=False, window_size=(None, None))
+    out, lse = plain_attention(q, k, v, None, None, options, seed, seen)
+    out, lse = pack(out, case.lengths_q), pack(lse.mT, case.lengths_q).T
+    slack = case.slack[0]
+    return F.pad(out, (0, 0, 0, 0, 0, slack)), F.pad(lse, (0, slack), value=-torch.inf)
 
 
 def run(case: Packed, packed: dict[str, Tensor], dtype: torch.dtype, device: str, plain: bool) -> dict[str, Tensor]:
@@ -117,9 +99,8 @@ def run(case: Packed, packed: dict[str, Tensor], dtype: torch.dtype, device: str
     else:
         out, lse = varlen_attention(
             q, k, v, packed["cu_seqlens_q"].to(device), packed["cu_seqlens_k"].to(device),
-            max(case.lengths_q), max(case.lengths_k), is_causal=options.is_causal, window_size=options.window_size,
-            softmax_scale=options.softmax_scale, dropout_p=options.dropout_p, dropout_seed=seed, return_lse=True,
-            softcap=options.softcap,
+            max(case.lengths_q), max(case.lengths_k), dropout_p=options.dropout_p, dropout_seed=seed, return_lse=True,
+            **options.options(),
         )  # fmt: skip
     gradients = torch.autograd.grad(out, (q, k, v), packed["dout"].to(device, dtype))
     return {"out": out.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}

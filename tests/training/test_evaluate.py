@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -17,13 +20,19 @@ CPU = torch.device("cpu")
 SIZES = {"vocab_size": 12, "d_model": 16, "num_heads": 2, "d_ff": 24, "num_encoder_layers": 1, "num_decoder_layers": 1}
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_nll_is_the_mean_over_all_target_tokens_and_eos(packed) -> None:
-    model = Transformer.from_preset("tiny", **SIZES, dropout=0.5).double()  # training: dropout has to go
+@pytest.mark.parametrize(("kind", "packed"), [("transformer", True), ("transformer", False), ("lstm", False)])
+def test_nll_is_the_mean_over_all_target_tokens_and_eos(kind, packed) -> None:
+    make = (
+        partial(Transformer.from_preset, "tiny", **SIZES)
+        if kind == "transformer"
+        else partial(LSTMSeq2Seq, vocab_size=12, d_model=16)
+    )
+    model = make(dropout=0.5).double()  # training: dropout has to go
     total, tokens = 0.0, 0
     model.eval()
     for example in EXAMPLES:  # one at a time: nothing to pad, nothing to mask
-        logits = model(torch.tensor([example.source]), torch.tensor([[0, *example.target[:-1]]]))
+        out = model(torch.tensor([example.source]), torch.tensor([[0, *example.target[:-1]]]))
+        logits = out if kind == "transformer" else out[0]
         total += F.cross_entropy(logits[0], torch.tensor(example.target), reduction="sum").item()
         tokens += len(example.target)
     model.train()
@@ -40,16 +49,6 @@ def test_nll_of_a_language_model_predicts_each_token_but_the_first() -> None:
     expected = F.cross_entropy(logits[0], torch.tensor(example.target[1:])).item()
     found = nll_of(model, [example, example], max_tokens=20, packed=True)
     assert found == pytest.approx(expected, rel=1e-6) and not model.training
-
-
-def test_nll_of_the_lstm() -> None:
-    model = LSTMSeq2Seq(vocab_size=12, d_model=16).double().eval()
-    total = 0.0
-    for example in EXAMPLES:
-        logits, _ = model(torch.tensor([example.source]), torch.tensor([[0, *example.target[:-1]]]))
-        total += F.cross_entropy(logits[0], torch.tensor(example.target), reduction="sum").item()
-    found = nll_of(model, EXAMPLES, max_tokens=20)
-    assert found == pytest.approx(total / sum(len(example.target) for example in EXAMPLES), rel=1e-6)
 
 
 def test_scores_of_translations() -> None:
@@ -115,11 +114,8 @@ def test_nothing_is_downloaded(tokenize, monkeypatch, tmp_path) -> None:
     import sacrebleu.tokenizers.tokenizer_spm as tokenizers
     import sacrebleu.utils
 
-    def download(*arguments):
-        raise AssertionError("a download")
-
     monkeypatch.setattr(sacrebleu.utils, "SACREBLEU_DIR", str(tmp_path))
-    monkeypatch.setattr(tokenizers, "download_file", download)
+    monkeypatch.setattr(tokenizers, "download_file", Mock(side_effect=AssertionError("a download")))
     with pytest.raises(ValueError, match=rf"\bbleu_tokenize\b.*{tokenize}.*{tmp_path}"):
         corpus_scores(["a"], ["a"], bleu_tokenize=tokenize)
 

@@ -6,9 +6,9 @@ a device.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,7 +29,17 @@ from fastformer.training.schedule import rate_of
 from fastformer.training.trainer import DivergedError
 from tests.no_sync import HostSync
 from tests.tape import TapeGraphs
-from tests.training.tiny import SIZES, assert_same_lines, changed, crash_at, lines, losses, on_padded_batches, weights
+from tests.training.tiny import (
+    SIZES,
+    assert_same_lines,
+    broken_from,
+    changed,
+    crash_at,
+    lines,
+    losses,
+    on_padded_batches,
+    weights,
+)
 
 KEYS = ("step", "loss", "lr", "grad_norm", "padding", "nll")
 
@@ -313,19 +323,11 @@ def test_a_replay_that_gives_nan_is_noticed(graphs, tmp_path) -> None:
     whole = start(graphs, tmp_path / "whole")
     whole.train()
     trainer = start(changed(graphs, save_every=4), tmp_path / "run")
-    update = trainer.update
-
-    def broken(batches):
-        if trainer.step == 9:
-            with torch.no_grad():
-                trainer.model.output_weight.fill_(math.nan)
-        return update(batches)
-
-    trainer.update = broken
+    broken_from(trainer, 9)
     with pytest.raises(DivergedError, match=r"\b10\b"):
         trainer.train()
     assert stand_in(trainer).replays > 0
-    trainer.update = update
+    del trainer.update
     trainer.load_state_dict(load_checkpoint(checkpoints(tmp_path / "run")[-1]))
     trainer.train()
     assert torch.equal(weights(trainer), weights(whole))
@@ -334,24 +336,18 @@ def test_a_replay_that_gives_nan_is_noticed(graphs, tmp_path) -> None:
 # What can't be one.
 
 
-def broken_loss(trainer: Trainer) -> None:
-    model: Any = trainer.model
-    loss = model.loss
-    model.loss = lambda *args, **options: loss(*args, **options) * float(loss(*args, **options).item() > 0)
-
-
 def test_a_loss_that_reads_a_value_is_noticed(graphs, tmp_path) -> None:
     trainer = start(graphs, tmp_path / "run")
-    broken_loss(trainer)
+    model: Any = trainer.model
+    loss = model.loss
+    model.loss = lambda *given, **options: loss(*given, **options) * float(loss(*given, **options).item() > 0)
     with pytest.raises(HostSync):
         trainer.train()
 
 
 def test_the_error_of_a_failed_capture_says_what_to_do(graphs, tmp_path, monkeypatch) -> None:
-    def refuse(graphs, function):
-        raise CaptureError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(TapeGraphs, "capture", refuse)
+    refusal = CaptureError("operation not permitted when stream is capturing")
+    monkeypatch.setattr(TapeGraphs, "capture", Mock(side_effect=refusal))
     with pytest.raises(CaptureError, match="cuda_graphs.*operation not permitted"):
         start(graphs, tmp_path / "run").train()
 

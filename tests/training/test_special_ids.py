@@ -16,14 +16,9 @@ from fastformer.models import Transformer
 from fastformer.special_ids import SpecialIds
 from fastformer.training import TrainConfig, Trainer, start
 from fastformer.training.sections import OF_TOKENIZER
+from tests.test_special_ids import OTHER, RENAMED  # of bytes that no text here has
 from tests.training.tiny import PAIRS, changed, losses
 
-# Bytes that no text here has become special ids.
-OTHER = SpecialIds(pad=3, eos=(7, 9), unk=4, start=5)
-RENAMED = [
-    pytest.param(SpecialIds(), SpecialIds(pad=3, eos=7, unk=4, start=3), id="start is pad"),
-    pytest.param(SpecialIds(pad=0, eos=(1, 6), unk=2, start=8), OTHER, id="start is a token"),
-]
 KINDS: dict[str, dict[str, Any]] = {
     "packed": {},
     "padded": {"batching": "bucketed"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,20 @@ def crash_at(trainer: Trainer, step: int) -> None:
     before_updates(trainer, crash)
     with pytest.raises(Crash):
         trainer.train()
+
+
+def broken_from(trainer: Trainer, step: int, norm: float | None = None) -> None:
+    """Makes the weights NaN from an update on; with `norm`, after an update whose loss is still a number."""
+    update = trainer.update
+
+    def broken(batches: Any) -> Any:
+        loss, found = update(batches) if norm is not None else (None, None)
+        if trainer.step == step:
+            nn.init.constant_(trainer.model.output_weight, math.nan)
+            found = torch.tensor(norm) if norm is not None else None
+        return (loss, found) if norm is not None else update(batches)
+
+    trainer.update = broken
 
 
 def on_padded_batches(trainer: Trainer) -> Trainer:
