@@ -162,9 +162,13 @@ def _steps(
         dp = warpgroup_mma(dout, v.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
         rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
-        # A row beyond the length, or one that sees nothing, has lse +inf: its weights are 0.
-        lse = gl.load(row_lse_ptr + rows, mask=rows < len_q, other=float("inf"))
-        delta = gl.load(delta_ptr + rows, mask=rows < len_q, other=0.0)
+        if CHECK:
+            # A row beyond the length, or one that sees nothing, has lse +inf: its weights are 0.
+            lse = gl.load(row_lse_ptr + rows, mask=rows < len_q, other=float("inf"))
+            delta = gl.load(delta_ptr + rows, mask=rows < len_q, other=0.0)
+        else:
+            lse = gl.load(row_lse_ptr + rows)
+            delta = gl.load(delta_ptr + rows)
         if DROPOUT:
             # The sum is over dS / keep_scale = P (dP - delta / keep_scale), so the factor applies once, not to each dP.
             delta *= drop_scale
@@ -218,9 +222,9 @@ def _steps(
         # A product of a sum and not a sum of products, so that a thread holds none of the products in registers.
         inside += first_row
         dq_at = dq_ptr + (inside.to(gl.int64) * dq_row)[:, None] + dims[None, :]
-        here = (inside < len_q)[:, None]
-        if HEAD_DIM != BLOCK_D:
-            here = here & (dims < HEAD_DIM)[None, :]
+        here = (dims < HEAD_DIM)[None, :]
+        if CHECK:  # otherwise all rows of the block exist
+            here = here & (inside < len_q)[:, None]
         gl.atomic_add(dq_at, dq * grad_scale, mask=here, sem="relaxed")
         dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
         mbarrier.arrive(row_empty.index(stage), count=1)

@@ -267,7 +267,9 @@ def _dkdv_kernel(
                 dq_row = dq_strides[1] * UNIT
                 dq_at = dq_ptr + tl.cast(start, tl.int64) * dq_row
                 dq_at = dq_at + tl.arange(0, BLOCK_M)[:, None] * dq_row + dims[None, :]
-                inside = (rows < len_q)[:, None] & (dims < HEAD_DIM)[None, :]
+                inside = (dims < HEAD_DIM)[None, :]
+                if CHECK:  # otherwise all rows of the block exist
+                    inside = inside & (rows < len_q)[:, None]
                 if DQ == "atomic":
                     tl.atomic_add(dq_at, dq, mask=inside, sem="relaxed")
                 else:
