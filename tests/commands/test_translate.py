@@ -223,13 +223,10 @@ def test_prefixes_of_translations(run, expected, tmp_path, ran) -> None:
 def test_a_progress_bar_on_a_terminal(run, tmp_path, ran, monkeypatch) -> None:
     pytest.importorskip("tqdm", reason="the bar is tqdm's")
 
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     (tmp_path / "in.txt").write_text("one\n\ntwo\n")
     arguments = ["translate", run, "--file", str(tmp_path / "in.txt"), *FEW]
-    screen = Terminal()
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", screen)
     assert len(lines_of(ran(*arguments).out)) == 3 and "3/3" in screen.getvalue()
     monkeypatch.setattr(sys, "stderr", quiet := io.StringIO())

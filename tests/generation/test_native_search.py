@@ -137,15 +137,13 @@ def test_a_listener_that_fails_ends_its_own_request() -> None:
     assert tuple(requests[1].results[0].tokens) == plain_greedy(engine, 1, 5)
 
 
-def test_time_limits_and_cancellation_end_running_searches(monkeypatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
+def test_time_limits_and_cancellation_end_running_searches(clock) -> None:
     engine = engine_of(3, eos=-9.0, patience=2)
     requests = [ask(0, native_greedy(9), max_time=5.0), ask(1, native_beams(9, 2)), ask(2, native_greedy(9))]
     scheduler = Scheduler(engine, max_rows=9, max_bytes=1000)
     scheduler.submit(requests)
     assert scheduler.step() == []
-    now[0] += 5.0  # exactly five
+    clock.now += 5.0  # exactly five
     assert scheduler.step() == [requests[0]]
     assert tuple(requests[0].results[0].tokens) == plain_greedy(engine, 0, 4)
     requests[1].cancel()

@@ -11,7 +11,7 @@ import re
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import Mock
@@ -27,6 +27,7 @@ from fastformer.generation.engines.cpp_support import find_guards, why_not_suppo
 from fastformer.models import GPT, GPTConfig, Transformer
 from fastformer.nn import MultiheadAttention, prepack
 from fastformer.ops import use_backend
+from tests.engine.test_thread_team import in_child
 
 fingerprint = functools.partial(prepack.fingerprint, find=find_guards)
 packed = functools.partial(prepack.packed, find=find_guards)
@@ -374,29 +375,15 @@ def test_threads_share_a_copy_that_is_packed_once() -> None:
     assert len(made) == 1 and len(set(map(id, found))) == 1
 
 
-@pytest.fixture
-def child() -> Iterator[Callable[[Callable[[], bool]], bool]]:
-    if not hasattr(os, "fork"):
-        pytest.skip("there is no fork here")
-
-    def run(test: Callable[[], bool]) -> bool:
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0 if test() else 1)
-        return os.waitpid(pid, 0)[1] == 0
-
-    yield run
-
-
-def test_a_child_is_not_stopped_by_a_lock_of_its_parent(child) -> None:
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_child_is_not_stopped_by_a_lock_of_its_parent() -> None:
     model = fresh()
-    fine = []
+
+    def ask() -> None:
+        assert packed(copy.copy(model), "int8", lambda: "child") == "child"
 
     def pack() -> str:
-        def ask() -> bool:
-            return packed(copy.copy(model), "int8", lambda: "child") == "child"
-
-        fine.append(child(ask))
+        in_child(ask)
         return "parent"
 
-    assert packed(model, "int8", pack) == "parent" and fine == [True]
+    assert packed(model, "int8", pack) == "parent"

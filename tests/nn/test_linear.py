@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -54,11 +54,6 @@ def inputs(*shape: int, out: int = 40) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(*shape), torch.randn(out, shape[-1]), torch.randn(out)
 
 
-class Mode(TorchFunctionMode):
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
-
-
 def test_modes_and_subclasses_see_f_linear(products: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, bias = inputs(20, 24)
     leaf = weight.clone().requires_grad_()
@@ -76,7 +71,7 @@ def test_modes_and_subclasses_see_f_linear(products: list[int], monkeypatch: pyt
     linear(x[:0], weight, bias)
     kind = type("Other", (Tensor,), {})
     assert type(linear(x.as_subclass(kind), weight, bias)) is kind
-    with Mode():
+    with BaseTorchFunctionMode():
         linear(x, weight, bias)
     with FlopCounterMode(display=False) as counter:
         linear(x, weight, bias)
@@ -138,7 +133,7 @@ def test_autocast_to_bf16_is_that_of_the_usual_function(dtype: torch.dtype, prod
         assert linear(x[0, :15], weight, bias).dtype == torch.bfloat16
     with torch.autocast("cpu", torch.float16):
         linear(x, weight, bias)
-    with torch.autocast("cpu", torch.bfloat16), Mode():
+    with torch.autocast("cpu", torch.bfloat16), BaseTorchFunctionMode():
         assert linear(x, weight, bias).dtype == torch.bfloat16
     with torch.autocast("cpu", torch.bfloat16):
         assert linear(x.double(), weight.double(), bias.double()).dtype == torch.float64

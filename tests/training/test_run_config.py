@@ -76,11 +76,7 @@ def test_an_edited_file_is_compared_with_the_checkpoint(config, tmp_path, caplog
     text = file.read_text()
     for old, new, name in (
         ("seed: 0", "seed: 1", "seed"),
-        ("max_tokens: 64", "max_tokens: 65", "max_tokens"),
-        ("accumulate: 1", "accumulate: 2", "accumulate"),
-        ("ema: 0.0", "ema: 0.9", "ema"),
         ("batching: packed", "batching: random", "batching"),
-        ("vocab_size: 8000", "vocab_size: 7999", "vocab_size"),
     ):
         assert old in text
         file.write_text(text.replace(old, new))
