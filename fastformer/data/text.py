@@ -326,15 +326,8 @@ def sort_out(
     Raises:
         ValueError: a bad line that is not to be skipped.
     """
-    good: list[tuple[str, str]] = []
-    bad: list[BadLine] = []
-    for one, other in rows:
-        if isinstance(one, BadLine):
-            bad.append(one)
-        elif isinstance(other, BadLine):
-            bad.append(other)
-        else:
-            good.append((one, other))
+    good = [(one, other) for one, other in rows if isinstance(one, str) and isinstance(other, str)]
+    bad = [next(line for line in row if isinstance(line, BadLine)) for row in rows if BadLine in map(type, row)]
     if bad and not skip_bad:
         raise ValueError(_refusal(bad, len(rows)) + _HINT)
     return good, bad
