@@ -60,6 +60,10 @@ class Server(uvicorn.Server):
             kind = self._service.kind
             logger.info("serving %s, %s %s, on %s", self._service.name, "an" if kind == "encoder" else "a", kind, where)
 
+    async def shutdown(self, sockets: Any = None) -> None:
+        await super().shutdown(sockets)
+        gc.unfreeze()  # Python frees no frozen object when the process ends, and Triton 3.9 would report each of them
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begins to end the server; a second signal ends it at once."""
         if not self._traffic.is_ready or self._loop is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import re
@@ -11,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from fastformer.serving import Limits, open_service
+from fastformer.serving import Limits, make_app, open_service
 from fastformer.serving.gate import read_keys
+from fastformer.serving.run import Server
 from tests.serving import models
 from tests.serving.asking import serving
 
@@ -227,3 +229,17 @@ async def test_an_application_that_ends_refuses(translator_folder) -> None:
         answer = await client.post("/v1/translate", json={"text": "a"})
         assert answer.status_code == 503 and answer.headers["connection"] == "close"
         assert (await client.get("/health")).status_code == 200 and traffic.in_flight == 0
+
+
+async def test_an_ended_server_leaves_no_object_frozen(translator_folder) -> None:
+    """Python doesn't free frozen objects at its end, of which libraries such as Triton's complain on the terminal."""
+    service = open_service(translator_folder)
+    server = Server(make_app(service, service.limits), host="127.0.0.1", port=0)
+    serving_on = asyncio.create_task(server.serve())
+    while not server.started:
+        assert not serving_on.done()
+        await asyncio.sleep(0.01)
+    assert gc.get_freeze_count()
+    server.should_exit = True
+    await serving_on
+    assert not gc.get_freeze_count()
