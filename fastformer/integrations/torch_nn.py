@@ -95,6 +95,8 @@ def described(model: nn.Module) -> dict[str, str]:
         reason = why_no_engine()
         if plan is None or plan.packed is None or precision is None:
             reason = "its layers are not all alike, or one of them has something that the engine doesn't know"
+            if any(each.training for each in module.modules()):
+                reason = "it is in training; call eval() before report to see what computes it in evaluation"
         if not module.packs_weights:
             reason = "you asked for it"
         if reason is not None or precision is None:

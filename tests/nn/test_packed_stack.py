@@ -216,7 +216,8 @@ def test_torch_nns_encoder_after_accelerate(runs: list[bool]) -> None:
     fastformer.accelerate(module)
     torch.testing.assert_close(module(x), plain)
     assert runs == [True] and "C++ engine in fp32" in fastformer.report(module).encode[""]
-    fastformer.accelerate(module, encode=False)
+    assert "in training" in fastformer.report(module.train()).encode[""]
+    fastformer.accelerate(module.eval(), encode=False)
     torch.testing.assert_close(module(x), plain)
     assert runs == [True] and "C++ engine in" not in fastformer.report(module).encode[""]
 
