@@ -43,7 +43,7 @@ def parse(module: ModuleType, name: str, words: Sequence[str]) -> dict[str, Any]
     alone = frozenset(flag[2:] for action in parser._actions if action.nargs == "?" for flag in action.option_strings)
     written = getattr(module, "TEXTS", ())
     try:
-        hint = "; a text like this goes after --" if written else ""
+        hint = "; put a text that begins with - after --" if written else ""
         typed = _words.split(words, flags, short, places, alone, hint)
         _check_listed(typed.flags, getattr(module, "LISTED", ()))
         texts: dict[str, Any] = {}

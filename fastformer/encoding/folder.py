@@ -133,7 +133,8 @@ def _load(place: Path, device: torch.device | str | None) -> tuple[Any, Any]:
     family = None if kind is None else FAMILIES.get(kind)
     if family is None or family.kind != "encoder" or family.read_tokenizer is None:
         known = ", ".join(f.name for f in FAMILIES.values() if f.kind == "encoder")
-        raise ValueError(f"expected the folder of an encoder, one of {known}, got one of {kind!r}: {place}")
+        got = "none of transformers' models" if kind is None else f"one of {kind!r}"
+        raise ValueError(f"expected the folder of an encoder, one of {known}, got {got}: {place}")
     return load_folder(place, family, device=device)
 
 

@@ -202,7 +202,7 @@ def _message(message: MessageBody, place: int, limits: Limits) -> dict[str, Any]
     where = f"messages.{place}"
     for name in ("tool_calls", "function_call"):
         if getattr(message, name):
-            raise ApiError(f"expected no {name}, which this server can't honour", param=f"{where}.{name}")
+            raise ApiError(f"expected no {name}, which this server doesn't support", param=f"{where}.{name}")
     parts = message.content if isinstance(message.content, list) else []
     for part in parts:
         if part.type != "text" or part.text is None:

@@ -1,6 +1,6 @@
 """The bodies of requests to OpenAI's routes and of their responses.
 
-`UNSUPPORTED` has the fields that fastformer knows but can't honour, with the values that ask for nothing. Any other
+`UNSUPPORTED` has the fields that fastformer knows but doesn't support, with the values that ask for nothing. Any other
 value of them is an error, since the client would misread an answer that ignores it. Unknown fields are ignored:
 OpenAI's clients send new ones before servers know them.
 """
@@ -15,7 +15,7 @@ MOST_ALTERNATIVES = 20  # the most alternatives of a token, with their log-proba
 _MOST_STOPS = 16
 _MOST_BIASES = 1024
 
-# Fields of the standard that can't be honoured, with the values that ask for nothing; for all of them None does.
+# Fields of the standard that aren't supported, with the values that ask for nothing; for all of them None does.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "echo": (False,),

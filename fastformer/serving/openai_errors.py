@@ -84,12 +84,12 @@ def check_model(asked: str | None, served: str) -> None:
 
 
 def check_supported(body: Body) -> None:
-    """Raises an ApiError if a field that can't be honoured has a value that asks for something."""
+    """Raises an ApiError if a field that isn't supported has a value that asks for something."""
     for name, neutral in UNSUPPORTED.items():
         value = getattr(body, name, None)
         if value is not None and value not in neutral:
             raise ApiError(
-                f"expected no {name}, which this server can't honour: leave it out",
+                f"expected no {name}, which this server doesn't support: leave it out",
                 param=name,
                 code="unsupported_parameter",
             )

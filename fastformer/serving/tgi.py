@@ -18,7 +18,7 @@ from fastformer.serving.service import Service
 from fastformer.serving.tei import ERRORS, TeiError
 
 _USUAL = 100  # new tokens if the request sets no number
-# Fields that can't be honoured, with the values that ask for nothing; for all of them None does.
+# Fields that aren't supported, with the values that ask for nothing; for all of them None does.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "adapter_id": (), "best_of": (1,), "decoder_input_details": (False,), "grammar": (), "top_n_tokens": (0,),
     "truncate": (), "typical_p": (1.0,), "watermark": (False,),
@@ -142,7 +142,7 @@ def _options(body: GenerateBody, service: GenerateService, limits: Limits) -> di
     for name, neutral in _UNSUPPORTED.items():
         value = getattr(asked, name)
         if value is not None and value not in neutral:
-            raise TeiError("validation", f"expected no {name}, which this server can't honour: leave it out")
+            raise TeiError("validation", f"expected no {name}, which this server doesn't support: leave it out")
     if len(body.inputs) > limits.max_text_chars:
         raise TeiError(
             "validation", f"expected inputs of at most {limits.max_text_chars:,} characters, got {len(body.inputs):,}"

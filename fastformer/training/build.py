@@ -154,7 +154,7 @@ def _enter(folder: Path, resume: bool | str, lock: RunLock) -> tuple[bool, bool]
     if not going_on and resume is True:
         raise ValueError(f"expected a run to continue, but {folder} has no checkpoints")
     if not going_on and (checkpoints(folder) or (folder / WEIGHTS).exists()):
-        raise ValueError(f"{folder} has a run already: give --resume to continue it, or another folder")
+        raise ValueError(f"the folder {folder} already holds a run: give --resume to continue it, or another folder")
     if not going_on and folder.is_dir() and not (folder / LOCK).exists():  # else from a killed run
         found = [name for name in WRITTEN if os.path.lexists(folder / name)]
         if found:
@@ -205,7 +205,7 @@ def _start(
     if beginning.checkpoint is not None:
         path, state = beginning.checkpoint
         world.each(lambda: trainer.load_state_dict(state, path))
-        logger.info("going on from %s", path)
+        logger.info("continuing from %s", path)
         done, rate = trainer.step, trainer.rate
     else:
         world.first(lambda: data.tokenizer.save(folder))

@@ -479,11 +479,11 @@ class Trainer:
         if is_signalled:
             return self.interrupts.name
         if self.step >= self.config.steps:
-            return f"update {self.step} of {self.config.steps} is done; give more --steps to go on"
+            return f"update {self.step} of {self.config.steps} is done; to continue, give more --steps"
         if is_late:
-            return f"it trained for its {self.config.max_minutes:g} minutes; give more --max_minutes to go on"
+            return f"it trained for its {self.config.max_minutes:g} minutes; to continue, give more --max_minutes"
         if self.config.patience and self.best.bad_validations >= self.config.patience:
-            return f"{self.best.bad_validations} validations brought nothing better; give more --patience to go on"
+            return f"{self.best.bad_validations} validations brought nothing better; to continue, give more --patience"
         return None
 
     def _not_finite(self, loss: float, norm: float) -> str:
