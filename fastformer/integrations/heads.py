@@ -50,7 +50,7 @@ class LanguageModel(Owner):
         """Returns whether the call computes a loss that isn't transformers' own: that loss may read any position."""
         if len(args) < 2 and kwargs.get("labels") is None:
             return False
-        loss = getattr(self, "loss_function", None)
+        loss = _loss_of(self)
         is_original = getattr(loss, "__module__", None) == loss_utils.__name__ and is_written_in(loss, transformers)
         return not (is_original and are_losses_known())
 
@@ -78,6 +78,18 @@ class LanguageModel(Owner):
         if not isinstance(labels, Tensor) or labels.shape != mask.shape or "shift_labels" in kwargs:
             return True
         return bool(((labels[:, 1:] != -100) & (mask[:, :-1] == 0)).any())
+
+
+def _loss_of(model: Any) -> Any:
+    """Returns a model's loss function, without the warning that transformers gives if the class's name tells none.
+
+    Such a model may compute its loss in its forward, as Marian does, and then never ask for a function.
+    """
+    asked = getattr(type(model), "loss_function", None)
+    is_default = getattr(model, "loss_type", None) is None and not hasattr(model, "_loss_function")
+    if is_default and isinstance(asked, property) and is_written_in(asked.fget, transformers):
+        return loss_utils.LOSS_MAPPING["ForCausalLM"]
+    return getattr(model, "loss_function", None)
 
 
 class EncoderHead(LanguageModel):

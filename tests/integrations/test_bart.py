@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.utils.logging import warning_once
 
 import fastformer
 from fastformer.integrations.known import CACHE, RETURNS_TUPLES
@@ -60,6 +62,20 @@ def test_a_decoder_leaves_padding_out(mask, own, fused_loss, family):
     fastformer.accelerate(model.model, padding="skip")
     hidden = model.model(input_ids=IDS, **given).last_hidden_state
     assert not hidden[~own].any() and hidden[own].all()
+
+
+@families
+def test_no_warning_is_added(family, caplog, monkeypatch):
+    """A loss of padded sequences says no more than before: a model that asks for no loss function is not asked."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    model, said = make(family), []
+    for _ in range(2):
+        caplog.clear()
+        warning_once.cache_clear()  # which says each warning once a process
+        assert run_both(model, RIGHT, BEHIND).loss.isfinite()
+        said.append([record.getMessage() for record in caplog.records if record.name.startswith("transformers")])
+        fastformer.accelerate(model)
+    assert said[1] == said[0]
 
 
 @families
