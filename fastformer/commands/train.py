@@ -197,6 +197,8 @@ class _ModelHelp(argparse.Action):
             config_class, presets = ARCHITECTURES[name]
             shown = ArgumentParser(usage=argparse.SUPPRESS, add_help=False, formatter_class=Help)
             shown.add_class_arguments(config_class, "model", as_group=False, skip=NO_FLAGS)
+            for action in shown._actions:
+                action.help = (action.help or "").rstrip(".")  # the type and the default follow
             defaults = _defaults(name)
             shown.set_defaults({f"model.{key}": value for key, value in {**defaults, "max_len": None}.items()})
             print(f"--model {name}; the defaults are those of --preset {Model.preset}\n")

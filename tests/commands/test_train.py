@@ -49,7 +49,7 @@ def test_the_help_names_the_default_model(kind, ran) -> None:
     for name, hint in (("d_model", "an integer"), ("dropout", "a number")):
         value = getattr(settings, name)
         flag = shown.partition(f"--model.{name} ")[2].partition("--model.")[0]
-        assert f"default: {value})" in flag and hint in flag
+        assert f"default: {value})" in flag and hint in flag and ". (" not in flag
         flag = everything.partition(f"--model.{name} ")[2].partition("--model.")[0]
         assert re.search(rf"by default {value}|{kind} {value}[,)]", flag), flag
     assert "max_len" not in everything.partition("by default")[0]
