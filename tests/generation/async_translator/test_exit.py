@@ -48,12 +48,15 @@ def in_thread():
 
 def beside_threads():
     # A thread that is no daemon goes on behind the main thread, and its translation comes.
+    opened = threading.Event()
     async def late():
-        await asyncio.sleep(0.2)
         async with front() as one:
+            opened.set()
+            await asyncio.sleep(0.2)
             assert isinstance(await one.translate("a", max_new_tokens=3), str)
             os._exit(7)
     threading.Thread(target=lambda: asyncio.run(late())).start()
+    opened.wait()  # Python 3.12 starts no thread once the main thread has ended
 
 def forked():
     asyncio.run(leave(1))
