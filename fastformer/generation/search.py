@@ -372,7 +372,7 @@ class BeamSearch(Search):
 class TransformersBeamSearch(BeamSearch):
     """Beam search by the rules of Hugging Face transformers' `generate`.
 
-    The rules are those of version 5.23 (`_beam_search` in its generation/utils.py). They differ from tensor2tensor's in
+    The rules are those of version 5.24 (`_beam_search` in its generation/utils.py). They differ from tensor2tensor's in
     these points:
 
     - A score is the sum of the log-probabilities, divided by length ** alpha. The length is that of the new tokens, EOS
