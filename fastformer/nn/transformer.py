@@ -525,21 +525,19 @@ class Transformer(nn.Module):
         Raises:
             InputError: another feature size than d_model, or batches of different sizes.
         """
-        of_decoder = {
-            "tgt_mask": tgt_mask,
-            "memory_mask": memory_mask,
-            "tgt_key_padding_mask": tgt_key_padding_mask,
-            "memory_key_padding_mask": memory_key_padding_mask,
-            "tgt_is_causal": tgt_is_causal,
-        }
         replaced = replacement(type(self))
         if replaced is not None and layout is memory_layout is None:
-            of_encoder = {
-                "src_mask": src_mask,
-                "src_key_padding_mask": src_key_padding_mask,
-                "src_is_causal": src_is_causal,
-            }
-            options = given(**of_encoder, **of_decoder, memory_is_causal=memory_is_causal or None)
+            options = given(
+                src_mask=src_mask,
+                tgt_mask=tgt_mask,
+                memory_mask=memory_mask,
+                src_key_padding_mask=src_key_padding_mask,
+                tgt_key_padding_mask=tgt_key_padding_mask,
+                memory_key_padding_mask=memory_key_padding_mask,
+                src_is_causal=src_is_causal,
+                tgt_is_causal=tgt_is_causal,
+                memory_is_causal=memory_is_causal or None,
+            )
             out: Tensor = replaced.original.forward(self, src, tgt, **options)
             return out
         if src.shape[-1] != self.d_model or tgt.shape[-1] != self.d_model:
@@ -559,8 +557,17 @@ class Transformer(nn.Module):
             is_causal=src_is_causal,
             **given(layout=memory_layout),
         )
-        layouts = given(layout=layout, memory_layout=memory_layout)
-        return self.decoder(tgt, memory, **of_decoder, memory_is_causal=memory_is_causal, **layouts)
+        return self.decoder(
+            tgt,
+            memory,
+            tgt_mask=tgt_mask,
+            memory_mask=memory_mask,
+            tgt_key_padding_mask=tgt_key_padding_mask,
+            memory_key_padding_mask=memory_key_padding_mask,
+            tgt_is_causal=tgt_is_causal,
+            memory_is_causal=memory_is_causal,
+            **given(layout=layout, memory_layout=memory_layout),
+        )
 
     @staticmethod
     def generate_square_subsequent_mask(
