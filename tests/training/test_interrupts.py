@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -22,6 +23,14 @@ from fastformer.training.interrupts import SIGNALS, Interrupted, Interrupts
 from tests.training.tiny import before_updates, changed, lines, losses
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="these signals are POSIX")
+
+
+@pytest.fixture(autouse=True)
+def _is_interruptible() -> Iterator[None]:
+    """Undoes that a shell lets its background processes ignore SIGINT, which a training would respect."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def send(signum: int) -> None:
