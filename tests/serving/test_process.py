@@ -37,7 +37,7 @@ def folder(tmp_path_factory) -> Path:
     """Makes a translator that never ends by itself, at about a token per millisecond."""
     found = tmp_path_factory.mktemp("models") / "talker"
     torch.manual_seed(0)
-    sizes = {"d_model": 256, "d_ff": 1024, "num_heads": 4, "num_encoder_layers": 2, "num_decoder_layers": 4}
+    sizes = {"d_model": 512, "d_ff": 2048, "num_heads": 8, "num_encoder_layers": 2, "num_decoder_layers": 4}
     model = Transformer.from_preset("tiny", vocab_size=259, max_len=1100, **sizes)
     model.embedding.weight.data *= 3
     model.save_pretrained(found)
