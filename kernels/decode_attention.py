@@ -294,6 +294,7 @@ def _decode_attention_kernel(
             k_to = _token_ptrs(k_cache_ptr, k_cache_strides, kv_head, cache_row, positions, slots, TABLE, UNIT)
             v_to = _token_ptrs(v_cache_ptr, v_cache_strides, kv_head, cache_row, positions, slots, TABLE, UNIT)
             if HALF > 0:
+                # `writes`, as a block: with a scalar, the interpreter of Triton 3.9 makes an integer of the mask.
                 stored = stored & (first_inside + tokens * 0 == 0)
                 k = load_turned(new_k, positions, new, rotary, INTERLEAVED, TABLE_UNIT, HALF, HEAD_DIM, BLOCK_D)
                 tl.store(k_to[:, None] + dims[None, :], k, mask=stored[:, None] & (dims < HEAD_DIM)[None, :])
