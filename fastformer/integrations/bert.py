@@ -126,6 +126,8 @@ class BertEncoder(PackingStack, bert.BertEncoder):
         with packing() as run:
             hidden_states, attention_mask = run.enter(hidden_states, attention_mask)
             out = super().forward(hidden_states, attention_mask, *args, **kwargs)
+        if isinstance(out, tuple):  # before transformers 5
+            return (run.leave(out[0]), *out[1:])
         out.last_hidden_state = run.leave(out.last_hidden_state)
         return out
 

@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 
 from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES
+from fastformer.integrations.known import RETURNS_TUPLES
 from fastformer.models import BERT
 from fastformer.nn import SequenceLayout
 from tests.integrations.decoders import Wide, made_wide
@@ -137,6 +138,8 @@ def drawn(kind: str, seed: int) -> Case:
     return Case(kind, draw.choice([BASE, HEAD, WORDS]), options)
 
 
+# The families whose models have no other attention.
+ONLY_EAGER = ("mpnet", "electra") if RETURNS_TUPLES else ("mpnet",)
 _BIASES = dict.fromkeys(("norm_bias", "mlp_bias", "classifier_bias", "attention_bias"), True)
 _TYPED: dict[str, Any] = {"type_vocab_size": 3}
 CASES = {

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.utils.logging import warning_once
 
 import fastformer
-from fastformer.integrations.known import CACHE, RETURNS_TUPLES
+from fastformer.integrations.known import CACHE
 from tests.covering import covering
 from tests.integrations.families import (
     IDS,
@@ -132,16 +132,3 @@ def test_generation_continues_from_a_cache(family):
         return found
 
     assert torch.equal(*before_and_after(model, tokens))
-
-
-@families
-@pytest.mark.skipif(not RETURNS_TUPLES, reason="transformers 5 has no symbolic tracing")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_is_traced_symbolically(family):
-    from transformers.utils import fx
-
-    model = make(family, use_cache=False).eval()
-    fastformer.accelerate(model)
-    given = {"input_ids": IDS, "attention_mask": RIGHT.long(), "decoder_input_ids": TARGETS}
-    traced = fx.symbolic_trace(model, [*given])
-    assert_same(traced(**given)["logits"], model(**given).logits, "logits", 1e-9)

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.integrations import accelerate, report, restore
+from fastformer.integrations.known import RETURNS_TUPLES
 from tests.integrations import conversions
 from tests.integrations import test_engine_encode as encode
 from tests.integrations import test_engine_sources as sources
-from tests.integrations.encoders import BASE, Case
+from tests.integrations.encoders import BASE, ONLY_EAGER, Case
 from tests.integrations.test_engine_encode import inputs
 from tests.integrations.test_engine_sources import whole
 
@@ -28,7 +29,7 @@ MASK = torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [0] * 2 + [1] * 7])
 
 def pair(kind: str = "bert", options: dict[str, Any] | None = None, **asked: Any) -> tuple[Any, Any]:
     """Returns a model, unchanged and accelerated, after one call of each."""
-    attention = "eager" if kind == "mpnet" else "sdpa"
+    attention = "eager" if kind in ONLY_EAGER else "sdpa"
     plain = Case(kind, BASE, options or {}).make(torch.float32, attn_implementation=attention)
     ours = accelerate(copy.deepcopy(plain), **asked)
     with torch.no_grad():
@@ -151,7 +152,7 @@ def of_layer(name: str, attribute: str, value: Any) -> Callable[[Any], None]:
 
 def patched_bound(model: Any) -> None:
     layer = model.encoder.layer[0]
-    layer.forward = types.MethodType(lambda self, x, *args, **kwargs: x * 2, layer)
+    layer.forward = types.MethodType(lambda self, x, *args, **kwargs: (x * 2,) if RETURNS_TUPLES else x * 2, layer)
 
 
 def swapped_layers(model: Any) -> None:
@@ -282,8 +283,9 @@ def test_a_model_that_moves_to_meta_and_back(calls: list[int]) -> None:
     for model in (plain, ours):
         model.to("meta")
     alike(plain, ours)
-    with torch.no_grad():
-        assert ours(input_ids=IDS.to("meta"))[0].is_meta
+    if not RETURNS_TUPLES:  # before transformers 5 the model reads values of its inputs
+        with torch.no_grad():
+            assert ours(input_ids=IDS.to("meta"))[0].is_meta
     assert calls == [1]
     for model in (plain, ours):
         model.load_state_dict(weights, assign=True)

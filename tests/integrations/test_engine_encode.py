@@ -21,7 +21,7 @@ from fastformer.integrations import accelerate, report
 from tests.checks import assert_accurate
 from tests.encoding.folders import MANY, TEXTS, bert
 from tests.integrations.decoders import IS_OLD, Wide
-from tests.integrations.encoders import BASE, CASES, HEAD, VOCAB, Case, drawn, padded, texts_of
+from tests.integrations.encoders import BASE, CASES, HEAD, ONLY_EAGER, VOCAB, Case, drawn, padded, texts_of
 from tests.memory import resident
 
 TOKEN_HEADS = ("ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
@@ -31,7 +31,7 @@ HEADS = (HEAD, CHOICE, *TOKEN_HEADS)
 
 
 def made(case: Case, **options: Any) -> Any:
-    attention = "eager" if case.kind == "mpnet" else "sdpa"  # the only one that it has
+    attention = "eager" if case.kind in ONLY_EAGER else "sdpa"
     return case.make(torch.float32, **{"attn_implementation": attention, **options})
 
 

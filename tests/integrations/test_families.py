@@ -145,13 +145,12 @@ READERS = {
 
 @pytest.mark.parametrize(("family", "name"), [(family, name) for family, names in READERS.items() for name in names])
 def test_heads_that_read_padding_see_it(family, name):
-    model = make(family, getattr(transformers, name)).eval()
+    model = make(family, getattr(transformers, name), use_cache=False).eval()
     ids = IDS.clone()
     ids[:, -1] = 2  # the end token, which a classifier reads
     given: dict[str, Any] = {"input_ids": ids, "attention_mask": RIGHT.long()}
     if family in SEQ2SEQ and "Causal" not in name:
         given |= {"attention_mask": torch.ones(4, 9).long(), "decoder_attention_mask": RIGHT.long()}
-    given |= {} if family == "bert" else {"use_cache": False}
     with torch.no_grad():
         expected, found = before_and_after(model, lambda: model(**given)[0])
     assert_same(found, expected, name, 1e-9)

@@ -176,7 +176,10 @@ def test_another_mask_under_the_name_of_sdpa(monkeypatch):
     assert packs(lambda: model(IDS, attention_mask=MASK))
 
 
-@pytest.mark.parametrize("change", ["eager", "chunks"])
+FIXED = pytest.mark.skipif(RETURNS_TUPLES, reason="before transformers 5 BERT keeps its attention")
+
+
+@pytest.mark.parametrize("change", [pytest.param("eager", marks=FIXED), "chunks"])
 def test_a_report_says_why_padding_is_computed(change):
     model = make("BertModel")
     fastformer.accelerate(model)
