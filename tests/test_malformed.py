@@ -29,15 +29,11 @@ def origin(tmp_path_factory) -> Path:
     (folder / "folder.png").mkdir()
     (folder / "uneven.tsv").write_text("a\tb\nno tab here\n")
     for name, text in {
-        "unknown.yaml": "stepz: 3\n",
         "unknown_model.yaml": "model: {dropuot: 0.1}\n",
         "misplaced.yaml": "d_model: 64\n",
         "type.yaml": "steps: many\n",
-        "bound.yaml": "task: numbers\ndropout: 0.1\n",
         "list.yaml": "- steps\n- 3\n",
-        "broken.yaml": "steps: [3\n",
         "cut.yaml": "",
-        "number_key.yaml": "1: 2\n",
         "deep.yaml": "{" * 2000,
         "tag.yaml": "!!python/object/apply:os.system ['touch hacked']\n",
         "cycle.yaml": "model: &a [*a]\n",
@@ -82,20 +78,15 @@ FLAGS: list[tuple[str, tuple[str, ...]]] = [
     ("--verison", ("unrecognized", "--verison")),
     ("train", ("required", "run")),
     ("train new --stepz 3", ("--stepz", "did you mean '--steps'?", "fastformer train --help")),
-    ("train new --train-surce a", ("--train_surce", "did you mean '--train_source'?")),
     ("train new --d_model 64", ("--d_model", "did you mean '--model.d_model'?")),
     ("train new --model.dropuot 0.1", ("did you mean '--model.dropout'?",)),
     ("train new --settings {}", ("unrecognized arguments: --settings",)),
     ("train new --checkpointing maybe", ("unrecognized arguments: maybe",)),
-    ("train new another", ("unrecognized arguments: another",)),
     ("train new --model gtp", ("'transformer', 'gpt' or 'lstm'", "got 'gtp'", "did you mean 'gpt'?")),
-    ("train new --model.name", ("--model.name", "expected one argument")),
     ("train new --model.help lstmm", ("lstmm", "'lstm'")),
-    ("train new --precision fp8", ("--precision", "'bf16'", "got 'fp8'")),
     ("train new --model.norm batch", ("--model.norm", "'layer' or 'rms'", "got 'batch'")),
     ("translate run x --beams 4", ("--beams", "did you mean '--num_beams'?")),
     ("translate run two words", ("unrecognized arguments: words",)),
-    ("demo folder", ("unrecognized arguments: folder",)),
     # Values of a wrong type.
     ("train new --steps many", ("--steps", "an integer", "got 'many'")),
     ("train new --model.window_size all", ("--model.window_size", "an integer or null", "got 'all'")),
@@ -105,10 +96,7 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     # Out of bounds, or contradicting each other.
     ("train new --task numbers --steps 0", ("steps", "got 0")),
     ("train new --task numbers --seed 9223372036854775808", ("seed",)),
-    ("train new --task numbers --epochs 2 --steps 5", ("steps", "epochs")),
     ("train new --task numbers --average_last 5 --save_every 0", ("save_every",)),
-    ("train new --task numbers --model.dropout 2", ("dropout", "2.0")),
-    ("train new --task numbers --model.num_heads 3", ("d_model", "num_heads", "128", "3")),
     ("train new --task numbers --model.max_len 8", ("max_len", "64", "8")),
     ("train new --task numbers --model.num_layers 3", ("TransformerConfig", "num_layers", "num_encoder_layers")),
     ("train new --task numbers --preset bsae", ("did you mean 'base'?",)),
@@ -121,7 +109,6 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("train new --train_tsv pairs.tsv --tokenizer nothing.json", ("nothing.json",)),
     # Run folders.
     ("train pairs.tsv --task numbers", ("run folder", "pairs.tsv")),
-    ("train run --resume --seed 3", ("seed", "3")),
     ("train run --resume --model.d_model 32", ("settings", "32")),
     ("translate nothing x", ("nothing",)),
     ("translate gpt x", ("Transformer", "'GPT'", "fastformer generate")),
@@ -135,16 +122,11 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("translate run --file broken.txt", ("broken.txt", "line 2", "UTF-8")),
     ("translate run x --attention nowhere/a.png --max_new_tokens 2", ("nowhere/a.png",)),
     # YAML.
-    ("train new --config nothing.yaml", ("nothing.yaml",)),
-    ("train new --config unknown.yaml", ("unknown.yaml", "'stepz'", "did you mean 'steps'?")),
     ("train new --config unknown_model.yaml", ("'dropuot' of the model", "did you mean 'dropout'?")),
     ("train new --config misplaced.yaml", ("'d_model'", "model: {d_model: ...}")),
     ("train new --config type.yaml", ("type.yaml", "steps", "'many'")),
-    ("train new --config bound.yaml", ("'dropout'", "model: {dropout: ...}")),
     ("train new --config list.yaml", ("list.yaml", "name: value")),
-    ("train new --config broken.yaml", ("broken.yaml", "YAML")),
     ("train new --config cut.yaml", ("cut.yaml", "nothing")),
-    ("train new --config number_key.yaml", ("unknown setting 1",)),
     ("train new --config deep.yaml", ("deep.yaml", "no YAML")),
     ("train new --config tag.yaml", ("tag.yaml", "no YAML")),
     ("train new --config cycle.yaml", ("cycle.yaml", "model")),
@@ -189,12 +171,6 @@ def cut(file: Path) -> None:
     file.write_bytes(data[: len(data) * 2 // 3])
 
 
-def flipped(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[len(data) - 9] ^= 4
-    file.write_bytes(data)
-
-
 def piped(file: Path) -> None:
     file.unlink()
     os.mkfifo(file)  # to open it would wait for ever
@@ -207,18 +183,13 @@ def changed(**changes: object) -> Callable[[Path], object]:
 DAMAGE: list[tuple[str, Callable[[Path], object], tuple[str, ...]]] = [
     ("model.safetensors", Path.unlink, ("model.safetensors",)),
     ("model.safetensors", cut, ("model.safetensors", "damaged")),
-    ("model.safetensors", flipped, ("model.safetensors", "damaged")),
-    ("config.json", Path.unlink, ("config.json",)),
     ("config.json", cut, ("config.json",)),
     ("config.json", changed(architecture="Tranformer"), ("'Tranformer'",)),
     ("config.json", changed(d_model=32), ("model.safetensors", "misshapen")),
-    ("config.json", changed(depth=3), ("'depth'",)),
-    ("config.json", changed(special_ids={"pad": -1}), ("pad", "-1")),
     ("config.json", changed(special_ids={"start": 259}), ("259", "start")),
     ("config.json", changed(special_ids={"pad": 3}), ("tokenizer", "pad=3")),
     ("config.json", lambda file: file.write_text("[" * 100_000) and None, ("config.json",)),
     ("config.json", lambda file: file.write_bytes(b"\xff\xfe") and None, ("config.json",)),
-    ("model.safetensors", lambda file: file.write_bytes(b"") and None, ("model.safetensors", "damaged")),
     ("tokenizer.json", lambda file: file.write_text("[" * 100_000) and None, ("tokenizer.json",)),
     ("tokenizer.json", piped, ("tokenizer.json",)),
     ("tokenizer.json", lambda file: file.write_text('{"model": {"type": "BPE"}}') and None, ("tokenizer.json",)),
@@ -237,12 +208,9 @@ def test_damaged_models(name, damage, said, folder, ran) -> None:
     ("name", "damage", "said"),
     [
         ("config.yaml", Path.unlink, ("config.yaml",)),
-        ("config.yaml", cut, ("config.yaml",)),
         ("config.yaml", lambda file: file.write_text("steps: x\n...\n") and None, ("steps",)),
         ("checkpoints/step-00000002.pt", cut, ("damaged",)),
         ("checkpoints/step-00000002.pt", piped, ("damaged",)),
-        ("config.yaml", lambda file: file.write_text("{" * 2000) and None, ("config.yaml", "no YAML")),
-        ("config.yaml", lambda file: file.write_text("- 1\n...\n") and None, ("config.yaml", "list")),
     ],
 )
 def test_damaged_runs_do_not_resume(name, damage, said, folder, ran) -> None:

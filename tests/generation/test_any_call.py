@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator, generate
+from fastformer.generation.config import OPTIONS
 from fastformer.generation.translator import Scored
 from fastformer.models import Transformer
 from tests.generation.small import VOCAB, needs_cpp
@@ -77,15 +78,8 @@ odd = st.one_of(
     st.lists(st.lists(st.integers(-2, 50), max_size=2), max_size=2), st.dictionaries(tokens, tokens, max_size=1),
     st.sampled_from([torch.tensor(2), torch.tensor(2.5), torch.tensor([1, 2]), torch.zeros(0), object()]),
 )  # fmt: skip
-NAMES = (
-    "max_new_tokens", "min_new_tokens", "max_time", "num_beams", "beam_rules", "length_penalty", "early_stopping",
-    "num_beam_groups", "diversity_penalty", "do_sample", "temperature", "top_k", "top_p", "seed",
-    "num_return_sequences", "repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "bad_words_ids",
-    "shortlist", "forced_bos_token_id", "forced_eos_token_id", "logits_processor", "eos_token_id", "pad_token_id",
-    "decoder_start_token_id", "use_cache", "precision", "max_length", "min_length", "renormalize_logits",
-    "stopping_criteria", "generation_config",
-)  # fmt: skip
-wrong = st.dictionaries(st.sampled_from(NAMES), odd, min_size=1, max_size=2)
+NAMES = {*OPTIONS, "generation_config"} - {"engine"}
+wrong = st.dictionaries(st.sampled_from(sorted(NAMES)), odd, min_size=1, max_size=2)
 
 
 @pytest.fixture(scope="module")

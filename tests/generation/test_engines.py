@@ -57,16 +57,13 @@ class Driven(NamedTuple):
     def vocab(self) -> int:
         return VOCAB if self.model is not None else toy.VOCAB
 
-    def reads_source(self) -> bool:
-        return self.model is None or not isinstance(self.model, GPT)
-
     def prompt(self, dice: random.Random) -> Prompt:
         def ids(low: int, high: int) -> list[int]:
             return [dice.randrange(3, self.vocab) for _ in range(dice.randint(low, high))]
 
         if self.model is None:
             return Prompt([dice.randrange(3)], [0, *ids(0, 4)])
-        if not self.reads_source():
+        if isinstance(self.model, GPT):
             return Prompt(None, ids(1, 20))
         return Prompt(ids(1, 20), [0, *(ids(1, 18) if dice.random() < 0.4 else [])])
 
@@ -89,10 +86,14 @@ class Driven(NamedTuple):
 
 @pytest.fixture(params=PAIRS, ids="-".join)
 def driven(request) -> Driven:
-    name, which = request.param
+    name, which, *how = request.param
     if name == "toy":
         return Driven(toy.ToyEngine(3), None)
     model = request.getfixturevalue(which)
+    if how == ["bf16"]:
+        model = copy.deepcopy(model).bfloat16()
+    elif how == ["own logits"]:
+        model = coarse(model)
     return Driven(choose_engine(model, named(name)), model)
 
 
@@ -335,44 +336,28 @@ SEARCHES = {
 
 # As they are; and where an engine has two ways to the best tokens, in 16 bits and with logits of the model's own.
 VARIED = [
-    *((*pair, "as it is") for pair in PAIRS),
+    *PAIRS,
     *((*pair, "bf16") for pair in PAIRS if pair[1] in ("model", "gpt")),
     *((*pair, "own logits") for pair in PAIRS if pair[1] in ("model", "gpt") and pair[0] != "cpp"),
 ]
 
 
-@pytest.fixture(params=VARIED, ids="-".join)
-def varied(request) -> Driven:
-    name, which, how = request.param
-    if name == "toy":
-        return Driven(toy.ToyEngine(3), None)
-    model = copy.deepcopy(request.getfixturevalue(which))
-    if how == "bf16":
-        model = model.bfloat16()
-    if how == "own logits":
-        model = coarse(model)
-    return Driven(choose_engine(model, named(name)), model)
-
-
+@pytest.mark.parametrize("driven", VARIED, ids="-".join, indirect=True)
 @pytest.mark.parametrize("search", SEARCHES)
-def test_a_row_that_joins_midway_decodes_as_if_alone(varied, search) -> None:
-    driven, dice = varied, random.Random(3)
+def test_a_row_that_joins_midway_decodes_as_if_alone(driven, search) -> None:
+    dice = random.Random(3)
     # PyTorch's own products in 16 bits may depend on the number of rows, in their last bits.
     is_narrow = driven.model is not None and next(driven.model.parameters()).dtype == torch.bfloat16
     prompts = [driven.prompt(dice) for _ in range(4)]
-
-    def ask(prompt: Prompt, kind: str) -> Request:
-        return Request(prompt, SEARCHES[kind])
-
     alone = []
     for prompt in prompts:
-        request = ask(prompt, search)
+        request = Request(prompt, SEARCHES[search])
         run(Scheduler(driven.engine, max_rows=8, max_bytes=2**24), [request])
         alone.append(request.results)
     scheduler = Scheduler(driven.engine, max_rows=64, max_bytes=2**24)
     others = [Request(driven.prompt(dice), SEARCHES[kind]) for kind in ("greedy", "beams", "samples") * 3]
     others[0].processors = (lambda input_ids, scores: scores,)
-    requests = [ask(prompt, search) for prompt in prompts]
+    requests = [Request(prompt, SEARCHES[search]) for prompt in prompts]
     scheduler.submit(others[:4])
     # The engine begins with rows for all of those that wait: some of them leave again, and others find room.
     for other in others[4:]:
@@ -408,15 +393,6 @@ def test_the_memory_of_a_dropped_batch_is_free_for_the_next(model, monkeypatch) 
     assert 1000 * engine.token_bytes <= max(held) < 1100 * engine.token_bytes
 
 
-CLASSES: dict[str, type[Engine]] = {
-    "cpp": CppEngine,
-    "graph": GraphEngine,
-    "kv_cache": KVCacheEngine,
-    "recompute": RecomputeEngine,
-    "recurrent": RecurrentEngine,
-}
-
-
 def test_a_registered_engine_decodes_if_its_name_is_given(gpt, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "_REGISTERED", {})  # so that no other test sees the engine
     opened = []
@@ -440,17 +416,17 @@ def test_a_registered_engine_decodes_if_its_name_is_given(gpt, monkeypatch: pyte
 
 
 def test_each_pair_of_an_engine_and_a_model_works_or_says_why_not(model, gpt, lstm) -> None:
-    assert set(ENGINES) == set(CLASSES)
-    decodes = {
-        "cpp": (HAS_CPP, HAS_CPP, False),
-        "graph": (True, True, False),
-        "kv_cache": (True, True, False),
-        "recompute": (True, True, False),
-        "recurrent": (False, False, True),
+    decodes: dict[type[Engine], tuple[bool, bool, bool]] = {
+        CppEngine: (HAS_CPP, HAS_CPP, False),
+        GraphEngine: (True, True, False),
+        KVCacheEngine: (True, True, False),
+        RecomputeEngine: (True, True, False),
+        RecurrentEngine: (False, False, True),
     }
-    for name, engine in CLASSES.items():
-        assert engine.name == name
-        for which, is_able in zip((model, gpt, lstm), decodes[name], strict=True):
+    assert set(ENGINES) == {engine.name for engine in decodes}
+    for engine, is_able_to in decodes.items():
+        name = engine.name
+        for which, is_able in zip((model, gpt, lstm), is_able_to, strict=True):
             reason = engine.why_unsupported(which)
             assert (reason is None) == is_able
             if is_able:
@@ -471,10 +447,8 @@ def test_the_fastest_engine_is_the_default(model, gpt, lstm) -> None:
 
 
 def test_an_engine_that_calls_the_modules_only_has_their_precision(model, gpt, lstm) -> None:
-    for name, engine in CLASSES.items():
-        if engine is CppEngine:
-            continue
-        which = lstm if name == "recurrent" else model
+    for engine in (GraphEngine, KVCacheEngine, RecomputeEngine, RecurrentEngine):
+        which = lstm if engine is RecurrentEngine else model
         assert [engine.why_unsupported(which, p) for p in (None, "fp32")] == [None, None]
         for precision, advice in (("bf16", "model.bfloat16()"), ("fp16", "model.half()"), ("int4", "engine 'cpp'")):
             assert advice in str(engine.why_unsupported(which, precision))

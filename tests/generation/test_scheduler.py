@@ -66,6 +66,17 @@ def random_options(dice: random.Random) -> tuple[dict, Callable[[], Search]]:
     return options, native
 
 
+class Fails(MeteredEngine):
+    """An engine that refuses more than `most` new prompts at once."""
+
+    most = 99
+
+    def prefill(self, prompts: Sequence[Prompt]) -> None:
+        if len(prompts) > self.most:
+            raise ValueError("no such source")
+        super().prefill(prompts)
+
+
 def assert_same(found: Request, alone: Request, scores: bool) -> None:
     assert [hypothesis.tokens for hypothesis in found.results] == [hypothesis.tokens for hypothesis in alone.results]
     if scores:
@@ -221,10 +232,10 @@ def test_a_request_that_needs_more_memory_than_estimated_gets_twice_as_much() ->
 
     engine = Modest(1, vocab=VOCAB, eos=-9.0)
     scheduler = Scheduler(engine, max_rows=4, max_bytes=6)
-    (found,) = decode_with(scheduler, [ask(0, greedy(9))])
+    run(scheduler, [found := ask(0, greedy(9))])
     assert tuple(found.results[0].tokens) == plain_greedy(engine, 0, 9)
     assert engine.starts == [(1, 4), (1, 8), (1, 16)]
-    decode_with(scheduler, [ask(0, greedy(2))])
+    run(scheduler, [ask(0, greedy(2))])
     assert engine.starts[3:] == [(1, 6)]  # the others are content with the budget
 
 
@@ -420,43 +431,28 @@ def test_an_error_ends_all_requests_and_leaves_nothing_behind() -> None:
 
 
 def test_after_a_failed_engine_the_next_batch_starts_fresh() -> None:
-    class Fails(MeteredEngine):
-        fails = False
-
-        def prefill(self, prompts: Sequence[Prompt]) -> None:
-            super().prefill(prompts)
-            if self.fails:
-                raise ValueError("no such source")
-
     engine = Fails(4, vocab=VOCAB, eos=-9.0)
     scheduler = Scheduler(engine, max_rows=4, max_bytes=10_000)
     scheduler.submit([ask(0, greedy(9)), ask(1, greedy(9))])
     scheduler.step()
-    engine.fails = True
+    engine.most = 0
     scheduler.submit([ask(2, greedy(9))])
     with pytest.raises(ValueError, match="no such source"):
         run(scheduler, [])
-    engine.fails = False
+    engine.most = 99
     scheduler.clear()
-    (found,) = decode_with(scheduler, [ask(3, greedy(4))])
+    run(scheduler, [found := ask(3, greedy(4))])
     assert tuple(found.results[0].tokens) == plain_greedy(engine, 3, 4)
     assert_empty(scheduler, engine)
 
 
 def test_requests_that_could_not_be_admitted_still_wait() -> None:
-    class Fails(MeteredEngine):
-        fails = True
-
-        def prefill(self, prompts: Sequence[Prompt]) -> None:
-            if self.fails and len(prompts) > 1:
-                raise ValueError("no such source")
-            super().prefill(prompts)
-
     engine = Fails(4, vocab=VOCAB, eos=-9.0)
     scheduler = Scheduler(engine, max_rows=4, max_bytes=10_000)
     requests = [ask(i, greedy(9)) for i in range(4)]
     scheduler.submit(requests[:1])
     scheduler.step()
+    engine.most = 1
     scheduler.submit(requests[1:])
     for _ in range(2):
         with pytest.raises(ValueError, match="no such source"):
@@ -464,7 +460,7 @@ def test_requests_that_could_not_be_admitted_still_wait() -> None:
                 scheduler.step()
         assert [*scheduler.running, *scheduler.waiting] == [r for r in requests if not r.is_done]
         assert list(scheduler.waiting) == requests[1:] and scheduler.wants_more
-    engine.fails = False
+    engine.most = 99
     run(scheduler, [])
     for i, request in enumerate(requests):
         assert tuple(request.results[0].tokens) == plain_greedy(engine, i, 9)
@@ -501,16 +497,10 @@ def test_a_streamer_does_not_change_results() -> None:
 
     engine = MeteredEngine(1, vocab=VOCAB, eos=-9.0)
     told: list[int] = []
-    (request,) = decode_with(
-        Scheduler(engine, max_rows=1, max_bytes=1000), [ask(0, lambda: Counting(12, ENDS), on_token=told.append)]
-    )
+    request = ask(0, lambda: Counting(12, ENDS), on_token=told.append)
+    run(Scheduler(engine, max_rows=1, max_bytes=1000), [request])
     assert told == request.results[0].tokens == list(plain_greedy(engine, 0, 12))
     assert Counting.asked <= 2  # at the end, not at each token
-
-
-def decode_with(scheduler: Scheduler, requests: list[Request]) -> list[Request]:
-    run(scheduler, requests)
-    return requests
 
 
 def test_only_one_row_can_be_streamed() -> None:

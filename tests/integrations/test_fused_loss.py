@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertModel
 from transformers.loss import loss_utils
 
@@ -36,6 +37,10 @@ def make(family: str) -> Any:
     return model.train()
 
 
+def fused(family: str) -> Any:
+    return fastformer.accelerate(make(family), fused_loss=True)
+
+
 def labels_of(family: str, mask: Tensor | None) -> Tensor:
     """Returns the ids where the mask has tokens; for an encoder-decoder, other targets, some of them ignored."""
     if family in DECODERS:
@@ -50,8 +55,8 @@ def run(model: Any, family: str, mask: Tensor | None = None, **options: Any) -> 
 
 def assert_same_as_plain(family: str, mask: Tensor | None = None, **options: Any) -> None:
     """Checks loss and gradients in fp64."""
-    model, plain = make(family), make(family)
-    report = fastformer.report(fastformer.accelerate(model, fused_loss=True))
+    model, plain = fused(family), make(family)
+    report = fastformer.report(model)
     assert report.swapped[""] == HEADS[family] and not report.left
     with exactly(family):
         expected = run(plain, family, mask, **options)
@@ -75,8 +80,7 @@ def test_the_loss_of_the_plain_model(mask, family):
 @families
 def test_positions_after_the_last_label_are_skipped(family):
     """This needs no mask, because nothing that the loss reads depends on these positions."""
-    model = make(family)
-    fastformer.accelerate(model, fused_loss=True)
+    model = fused(family)
     labels = labels_of(family, RIGHT if family in DECODERS else None)
     packs = lambda **options: "varlen_attention_fwd" in ran(lambda: run(model, family, **options))  # noqa: E731
     assert packs(labels=labels, use_cache=False)
@@ -119,8 +123,7 @@ def test_the_loss_of_a_call_with_options(name, family):
 
 @families
 def test_a_loss_without_labels_is_nan(family):
-    model = make(family)
-    fastformer.accelerate(model, fused_loss=True)
+    model = fused(family)
     loss = run(model, family, labels=torch.full_like(labels_of(family, None), -100)).loss
     assert loss.isnan()
     assert not any(gradient.any() for gradient in gradients(model, loss)), "a step that learns nothing breaks nothing"
@@ -128,9 +131,10 @@ def test_a_loss_without_labels_is_nan(family):
 
 @families
 def test_logits_are_returned_if_no_loss_is_trained(family):
-    model = make(family)
-    fastformer.accelerate(model, fused_loss=True)
+    model = fused(family)
     assert run(model, family, labels=None, **decoder_inputs(family)).logits is not None
+    if family in DECODERS:  # or if some are requested
+        assert run(model, family, labels=IDS[:, -3:], logits_to_keep=3).logits.shape == (4, 3, 60)
     assert run(model.eval(), family).logits is not None
 
 
@@ -143,10 +147,8 @@ def decoder_inputs(family: str) -> dict[str, Tensor]:
 def test_code_that_the_fused_loss_would_skip(surgery, family):
     """If code reads the logits or replaces the head, transformers' own loss runs."""
     results = []
-    for fused in (False, True):
-        model = make(family)
-        if fused:
-            fastformer.accelerate(model, fused_loss=True)
+    for made in (make, fused):
+        model = made(family)
         seen: list[Tensor] = []
         options: dict[str, Any] = {}
         if surgery == "tuple":
@@ -198,8 +200,7 @@ def test_a_users_loss_is_called(family, name, monkeypatch):
     """It acts as without fastformer, and the loss is fused again after its removal."""
     owner = {"cross_entropy": F, "fixed_cross_entropy": loss_utils, "CrossEntropyLoss": source(family)}
     place = owner.get(name, nn.CrossEntropyLoss)
-    model, plain = make(family), make(family)
-    fastformer.accelerate(model, fused_loss=True)
+    model, plain = fused(family), make(family)
     with exactly(family):
         before = run(plain, family).loss
     with monkeypatch.context() as patched:
@@ -223,8 +224,7 @@ def test_a_users_loss_is_called(family, name, monkeypatch):
 )
 def test_another_shift_of_the_labels(family, place, monkeypatch):
     """The decoder reads the result of the shift."""
-    model, plain = make(family), make(family)
-    fastformer.accelerate(model, fused_loss=True)
+    model, plain = fused(family), make(family)
     before = run(model, family).loss
     if place == "function":
         theirs = source(family).shift_tokens_right
@@ -254,9 +254,7 @@ def test_another_shift_of_the_labels(family, place, monkeypatch):
 )
 def test_a_loss_has_the_dtype_of_the_plain_one(dtype, cast, family):
     """Its gradients obey the rule, because the cast of the loss comes after them."""
-    exact = make(family)
-    model, plain = make(family).to(dtype), make(family).to(dtype)
-    fastformer.accelerate(model, fused_loss=True)
+    exact, model, plain = make(family), fused(family).to(dtype), make(family).to(dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast), use_backend("reference"):
         found, expected = run(model, family), run(plain, family)
     assert found.logits is None and found.loss.dtype == expected.loss.dtype
@@ -269,17 +267,9 @@ def test_a_loss_has_the_dtype_of_the_plain_one(dtype, cast, family):
     assert (ours - right).norm() <= 2 * (theirs - right).norm() + bits * right.norm()
 
 
-@decoders
-def test_requested_logits(family):
-    model = make(family)
-    fastformer.accelerate(model, fused_loss=True)
-    assert run(model, family, labels=IDS[:, -3:], logits_to_keep=3).logits.shape == (4, 3, 60)
-
-
 @families
 def test_accelerate_is_undone_by_restore(family):
-    model = make(family)
-    fastformer.accelerate(model, fused_loss=True)
+    model = fused(family)
     before = fastformer.report(model)
     assert fastformer.report(fastformer.accelerate(model, fused_loss=True)) == before
     fastformer.restore(model)
@@ -290,8 +280,6 @@ def test_accelerate_is_undone_by_restore(family):
 @families
 def test_memory(family):
     """No tensor is as large as the logits: none has both the vocabulary and all tokens as dimensions."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     sizes: list[torch.Size] = []
 
     class Sizes(TorchDispatchMode):
@@ -300,9 +288,7 @@ def test_memory(family):
             sizes.extend(t.shape for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, Tensor))
             return out
 
-    model = make(family)
-    fastformer.accelerate(model, fused_loss=True)
-    rows = run(model, family).loss is not None and labels_of(family, None).numel()
+    model, rows = fused(family), labels_of(family, None).numel()
     with Sizes():
         run(model, family).loss.backward()
     assert sizes and not any(size.numel() == rows * 60 and size[-1] == 60 for size in sizes)
@@ -345,8 +331,7 @@ def test_t5_keeps_a_cache_only_on_request(is_scaled):
 @families
 def test_labels_of_another_length_are_refused(family):
     """The plain model refuses them as well, because its loss pairs labels with tokens."""
-    model = make(family)
-    fastformer.accelerate(model, fused_loss=True)
+    model = fused(family)
     labels = labels_of(family, RIGHT if family in DECODERS else None)
     assert (labels == -100).any()
     for other in (labels[:, :-1], torch.cat([labels, labels], 1)):

@@ -119,12 +119,9 @@ def test_a_language_model_in_a_model_that_is_not_known():
 
 
 PARTS = [
-    *(
-        ("BertForMaskedLM", "bert"),
-        ("BertForQuestionAnswering", "bert"),
-        ("BertForTokenClassification", "bert.encoder"),
-    ),
-    *(("GPT2LMHeadModel", "transformer"), ("GPT2ForSequenceClassification", "transformer")),
+    *(("BertForMaskedLM", "bert"), ("BertForQuestionAnswering", "bert")),
+    *(("BertForTokenClassification", "bert.encoder"), ("GPT2ForSequenceClassification", "transformer")),
+    ("GPT2LMHeadModel", "transformer"),
     *(("LlamaForCausalLM", "model"), ("BartForConditionalGeneration", "model"), ("MarianMTModel", "model")),
     *(("BartForConditionalGeneration", "model.decoder"), ("BartForConditionalGeneration", "model.encoder")),
     pytest.param("T5ForConditionalGeneration", "encoder", marks=needs_t5_stacks),
@@ -160,12 +157,8 @@ def test_a_part_that_is_handed_in_alone_keeps_its_rule_inside_of_its_head(name, 
 
 
 HEADS = [
-    *(
-        "BertForMaskedLM",
-        "BertForTokenClassification",
-        "BertForSequenceClassification",
-        "BertForNextSentencePrediction",
-    ),
+    *(f"BertFor{what}" for what in ("MaskedLM", "MultipleChoice", "NextSentencePrediction")),
+    *(f"BertFor{what}Classification" for what in ("Sequence", "Token")),
     *("GPT2LMHeadModel", "LlamaForCausalLM", "BartForConditionalGeneration", "MarianMTModel"),
     *("GPT2ForTokenClassification", "LlamaForTokenClassification", "BertLMHeadModel"),
     *(pytest.param(f"T5For{what}", marks=needs_t5_stacks) for what in ("ConditionalGeneration", "TokenClassification")),
@@ -177,19 +170,15 @@ def test_known_heads_are_packed(name):
     """This also holds if their stacks were accelerated before the heads."""
     model = make(name)
     given = given_to(model, LABELS % 2 - 100 * (LABELS < 0) if "Token" in name else LABELS)
-    if "Sequence" in name or "Next" in name:
+    if any(word in name for word in ("Sequence", "Next", "Choice")):
         del given["labels"]
+    if "Choice" in name:
+        given = {key: value[None] for key, value in given.items()}
     fastformer.accelerate(next(model.children()))
     assert not fastformer.report(fastformer.accelerate(model)).left
     assert packs(lambda: model(**given))
     lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
     assert packs(lambda: lora(**given))
-
-
-def test_multiple_choice_is_packed():
-    model = make("BertForMultipleChoice")
-    fastformer.accelerate(model)
-    assert packs(lambda: model(input_ids=IDS[None], attention_mask=MASK[None]))
 
 
 class Mine(nn.Module):
@@ -204,10 +193,7 @@ class Mine(nn.Module):
         return read
 
 
-BODIES = [
-    *("BertModel", "GPT2Model", "LlamaModel"),
-    *(pytest.param("T5EncoderModel", marks=needs_t5_stacks),),
-]
+BODIES = ["BertModel", "GPT2Model", "LlamaModel", pytest.param("T5EncoderModel", marks=needs_t5_stacks)]
 
 
 @pytest.mark.parametrize("name", BODIES)

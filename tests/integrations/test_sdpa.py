@@ -453,13 +453,3 @@ def test_activate_under_autocast_computes_in_its_dtype():
             out = F.scaled_dot_product_attention(q, k, v)
     assert out.dtype == expected.dtype == torch.bfloat16
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.usefixtures("_deactivated")
-def test_torch_nns_modules_run_on_fastformers_ops_when_active():
-    layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True, dtype=torch.float64)
-    x = torch.randn(2, 5, 16, dtype=torch.float64)
-    expected = layer(x)
-    with fastformer.activate():
-        assert ours_ran(lambda: layer(x))
-        assert_same(layer(x), expected, "output")

@@ -24,6 +24,7 @@ import fastformer
 from fastformer.integrations import t5 as t5_module
 from fastformer.integrations.known import CACHE, RETURNS_TUPLES
 from tests.conftest import CallsOf
+from tests.covering import by_turns
 from tests.integrations.families import IDS, PACKED, RIGHT, TARGETS, Wrapped, before_and_after, exactly, make, ran, run
 from tests.nn.comparing import assert_same
 
@@ -48,15 +49,8 @@ def compare(mask: Tensor | None, model: Any, **options: Any) -> set[str]:
     return ran(lambda: run(model, mask, **options))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kind"),
-    [
-        *((torch.bfloat16, "gated-gelu"), (torch.float16, "relu")),
-        # Each dtype with the other activation: the same rounding at the same places.
-        pytest.param(torch.bfloat16, "relu", marks=pytest.mark.slow),
-        pytest.param(torch.float16, "gated-gelu", marks=pytest.mark.slow),
-    ],
-)
+# Slow: each dtype with the other activation, the same rounding at the same places.
+@pytest.mark.parametrize(("dtype", "kind"), by_turns([torch.bfloat16, torch.float16], ["gated-gelu", "relu"]))
 def test_half_precision_errs_no_more_than_before(dtype, kind):
     """The second weight of the FFN may stay in fp32, as transformers loads it.
 
@@ -142,16 +136,7 @@ def test_an_encoder_alone(kind, calls_of):
         assert rows_computed(calls_of, lambda: model(**given, **counted)) == {RIGHT.numel()}
 
 
-@pytest.mark.parametrize(
-    "kind, mode",
-    [
-        *((T5EncoderModel, "eval"), (T5ForConditionalGeneration, "train")),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in ((T5EncoderModel, "train"), (T5ForConditionalGeneration, "eval"))
-        ),
-    ],
-)
+@pytest.mark.parametrize("kind, mode", by_turns([T5EncoderModel, T5ForConditionalGeneration], ["eval", "train"]))
 def test_compiles_as_one_graph_with_a_mask(kind, mode):
     """The plain model does so, too: no code reads the values of the mask."""
     if kind is T5ForConditionalGeneration and torch.__version__.startswith("2.11."):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 import fastformer
 from fastformer.ops import record_backends
 from tests.integrations.families import PACKED, exactly
-from tests.integrations.test_composition import Step, accelerated, batch, make
+from tests.integrations.test_composition import batch, make
 from tests.nn.comparing import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -23,21 +22,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 FUSED_LOSS = "linear_cross_entropy_fwd_bwd"
 # Rows of 9, 4, 1 and 7 tokens: the mean over a step is not the mean of its batches' means.
 EXAMPLES = [dict(zip(batch(), row, strict=True)) for row in zip(*batch().values(), strict=True)] * 2
-
-
-@pytest.mark.parametrize("family", ["bert", "marian"])
-def test_a_loss_by_num_items_in_batch(family):
-    """Trainer passes the number of tokens of the whole step in this argument, which reaches each layer; stacks still
-    pack.
-    """
-    model = make(family)
-    if "kwargs" not in inspect.signature(model.forward).parameters:
-        pytest.skip("this version's forward takes no such argument")
-    options = batch() | {"num_items_in_batch": torch.tensor(50)}
-    expected = Step(model, **options)
-    step = Step(accelerated(family), **options)
-    step.assert_same(expected)
-    assert PACKED in step.ran
 
 
 class Trained:

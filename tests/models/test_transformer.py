@@ -11,6 +11,7 @@ from torch import nn
 
 from fastformer.models import Transformer, TransformerConfig
 from fastformer.nn import AddLayerNorm, MultiheadAttention, SequenceLayout
+from tests.covering import by_turns
 from tests.models.plain import Plain
 from tests.nn.comparing import assert_same, assert_same_gradients, randomised
 
@@ -283,12 +284,8 @@ def test_dropout_of_embeddings_follows_their_norm():
     assert all(x.all() for x in seen)
 
 
-@pytest.mark.parametrize(
-    ("norm_first", "packed"),
-    # What is packed doesn't depend on where the norms stand: each once.
-    [(True, True), (False, False), *(pytest.param(same, not same, marks=pytest.mark.slow) for same in (True, False))],
-    ids=str,
-)
+# What is packed doesn't depend on where the norms stand.
+@pytest.mark.parametrize(("norm_first", "packed"), by_turns([True, False], [True, False]), ids=str)
 def test_compiles_in_one_graph(norm_first, packed):
     model = model_of(norm_first=norm_first, dropout=0.1, num_decoder_layers=1)
     source, shifted, target = batch()
@@ -410,8 +407,6 @@ def test_bad_input():
         ("positions", {"positions": "rotary"}),
         ("d_model", {"embedding_norm": True, "d_model": 15, "num_heads": 3}),
         ("embedding_norm", {"embedding_norm": "yes"}),
-        ("vocab_size", {"vocab_size": 1}),
-        ("tie_embeddings", {"source_vocab_size": 6}),
     ],
 )
 def test_bad_settings(name, settings):
