@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fastformer.baseline import LSTMSeq2Seq
+from fastformer.data import ByteTokenizer
 from fastformer.generation.engines.base import Candidates, Selection
 from fastformer.generation.engines.cpp import CppBatch
 from fastformer.generation.engines.cpp_support import why_no_cpp_engine
@@ -74,6 +75,21 @@ def tiny(kind: Any = Transformer, *, seed: int = 0, **options: Any) -> Any:
         return kind(**sizes | options).eval()
     sizes |= {"num_heads": 4, "max_len": 64} | ({"num_layers": 2} if issubclass(kind, GPT) else {"d_ff": 64})
     return kind.from_preset("tiny", **sizes | options).eval()
+
+
+def always(letter: str) -> LSTMSeq2Seq:
+    """Returns a model of bytes that says the same one for ever."""
+    model = LSTMSeq2Seq(vocab_size=259, d_model=32)
+    model.output.weight.data.zero_()
+    model.output.bias.data[ord(letter) + 3] = 9.0
+    return model
+
+
+class Foreign(ByteTokenizer):
+    """A tokenizer of bytes that gives "!" an id that no model has."""
+
+    def encode(self, text: str) -> list[int]:
+        return [9999 if i == ord("!") + 3 else i for i in super().encode(text)]
 
 
 def louder(model: Any, factor: float = 2.0) -> Any:

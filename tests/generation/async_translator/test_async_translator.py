@@ -53,9 +53,8 @@ async def test_streams_of_many_tasks(translator) -> None:
 
 
 async def test_pieces_come_before_the_end(translator) -> None:
-    front, engine = watched(translator, held=True)
-    engine.gate.release(3)
-    async with front:
+    async with opened(translator, held=True) as (front, engine):
+        engine.gate.release(3)
         letters = [i for i in range(259) if i not in range(100, 120)]
         pieces = front.stream("a", max_new_tokens=6, suppress_tokens=letters)
         found = [await anext(pieces) for _ in range(3)]
@@ -67,9 +66,8 @@ async def test_pieces_come_before_the_end(translator) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_cancelled_tasks_leave_nothing_behind(translator, seed) -> None:
-    front, engine = watched(translator, held=True, max_waiting=5)
     chance = random.Random(seed)
-    async with front:
+    async with opened(translator, held=True, max_waiting=5) as (front, engine):
 
         async def one(number: int):
             return await front.translate(text_of(number), **options_of(number))
@@ -122,9 +120,8 @@ async def test_the_cancelled_leave_at_once(translator) -> None:
 
 
 async def test_the_queue_is_bounded_and_fair(translator) -> None:
-    front, engine = watched(translator, held=True, max_waiting=2)
     ended: list[int] = []
-    async with front:
+    async with opened(translator, held=True, max_waiting=2) as (front, engine):
 
         async def one(number: int) -> None:
             await front.translate("a", **BIG)

@@ -10,9 +10,9 @@ from unittest.mock import DEFAULT, Mock
 
 import pytest
 
-from fastformer.data import ByteTokenizer
 from fastformer.generation import AsyncTranslator, Translator
-from tests.generation.async_translator.front import BIG, FEW, MANY, play, text_of, until, watched
+from tests.generation.async_translator.front import BIG, FEW, MANY, opened, play, text_of, until, watched
+from tests.generation.small import Foreign
 
 
 async def test_an_error_reaches_only_its_task(translator) -> None:
@@ -38,9 +38,8 @@ async def test_an_error_reaches_only_its_task(translator) -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError("no memory"), SystemExit(1)], ids=repr)
 async def test_an_error_of_the_model_ends_only_running_requests(translator, error) -> None:
-    front, engine = watched(translator, held=True)
-    engine.error = error
-    async with front:
+    async with opened(translator, held=True) as (front, engine):
+        engine.error = error
         first = asyncio.create_task(front.translate("first", **BIG))
         await until(lambda: engine.entered == 1)
         second = asyncio.create_task(front.translate("second", **BIG))
@@ -54,19 +53,14 @@ async def test_an_error_of_the_model_ends_only_running_requests(translator, erro
 
 
 async def test_a_request_that_cannot_begin_fails_and_does_not_block_others(translator) -> None:
-    front, engine = watched(translator)
-    engine.open = Mock(wraps=engine.open, side_effect=[MemoryError("too much"), *[DEFAULT] * 9])
-    async with front:
+    async with opened(translator) as (front, engine):
+        engine.open = Mock(wraps=engine.open, side_effect=[MemoryError("too much"), *[DEFAULT] * 9])
         found = await asyncio.gather(*(front.translate(t, **FEW) for t in "abc"), return_exceptions=True)
         assert isinstance(found[0], RuntimeError) and "MemoryError: too much" in str(found[0])
         assert found[1:] == [translator.translate(t, **FEW) for t in "bc"]
 
 
 async def test_ids_that_the_model_does_not_have_are_an_error_of_their_own_task(translator) -> None:
-    class Foreign(ByteTokenizer):
-        def encode(self, text: str) -> list[int]:
-            return [9999 if i == ord("!") + 3 else i for i in super().encode(text)]
-
     async with AsyncTranslator(Translator(translator.model, Foreign())) as front:
         texts = ["a", "b", "wrong!", "c"]
         *found, prefixed = await asyncio.gather(
@@ -128,9 +122,8 @@ async def test_if_the_thread_cannot_start_each_caller_gets_an_error(translator, 
 
 
 async def test_an_error_inside_the_block_cancels_running_requests(translator) -> None:
-    front, engine = watched(translator, held=True)
     with pytest.raises(KeyError):
-        async with front:
+        async with opened(translator, held=True) as (front, engine):
             task = asyncio.create_task(front.translate("a", max_new_tokens=60))
             await until(lambda: engine.entered == 1)
             threading.Timer(0.02, engine.gate.release, [MANY]).start()
