@@ -20,7 +20,8 @@ from fastformer.generation.text_io import ErrorPolicy, Item, TextError
 from fastformer.generation.translator import Scored, TokenScored
 from fastformer.models import Transformer
 from fastformer.special_ids import SpecialIds
-from tests.generation.small import DEFAULT, Foreign, always, louder, needs_cpp, tiny, watch_steps
+from tests.covering import by_turns
+from tests.generation.small import DEFAULT, HAS_CPP, Foreign, always, louder, tiny, watch_steps
 
 TEXTS = ["a", "a longer text", "mid size", "b" * 40, "x"]
 FEW = {"max_new_tokens": 8}
@@ -463,20 +464,13 @@ def test_one_text_that_cannot_be_streamed(translator, caplog) -> None:
             translator.translate("a", **{name: "yes"})
 
 
-BEAMS, SAMPLES = {"num_beams": 4}, {"do_sample": True, "num_return_sequences": 4}
-QUICK = (("cpp", BEAMS), ("kv_cache", SAMPLES))
+SEARCHES = [{"num_beams": 4}, {"do_sample": True, "num_return_sequences": 4}, {}]
 
 
-def search_by(engine: str, options: dict[str, object]) -> object:
-    """Returns the options of all other searches, which are slow; the same code computes the memory for all of them."""
-    marks = [needs_cpp] if engine == "cpp" else []
-    return pytest.param(engine, options, marks=marks if (engine, options) in QUICK else [*marks, pytest.mark.slow])
-
-
-@pytest.mark.parametrize(
-    ("engine", "options"), [search_by(engine, way) for engine in ("cpp", "kv_cache") for way in ({}, BEAMS, SAMPLES)]
-)
+@pytest.mark.parametrize(("engine", "options"), by_turns(["cpp", "kv_cache"], SEARCHES))
 def test_caches_keep_to_their_memory(model, options, engine, monkeypatch) -> None:
+    if engine == "cpp" and not HAS_CPP:
+        pytest.skip("there is no decoding engine in C++ here")
     taken: list[int] = []
     empty_cache, open_batch = Transformer.empty_cache, CppEngine.open
 

@@ -304,10 +304,8 @@ def test_changed_models_are_refused(name, damage, named) -> None:
         ("relative", {"bias": True}, "bias=False.* True"),
         ("relative", {"scale_embedding": True}, "scale_embedding=False.* True"),
         ("relative", {"window_size": 3}, "window_size=None.* 3"),
-        ("relative", {"num_kv_heads": 1}, "key heads.* 1"),
         ("relative", {"activation_dropout": 0.0}, r"probability of dropout.*\[0\.0, 0\.1\]"),
         ("relative", {"tie_embeddings": False}, "one embedding"),
-        ("relative", {"tie_embeddings": False, "source_vocab_size": 30}, "one vocabulary"),
     ],
 )
 def test_options_that_a_library_lacks_are_refused(positions, options, named) -> None:
