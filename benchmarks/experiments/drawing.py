@@ -23,12 +23,12 @@ LOOKS: tuple[Mapping[str, Any], ...] = (
 )
 
 
-def draw_curves(rows: Sequence[Row], title: str, footer: str, *, looks: Sequence[Mapping[str, Any]] = LOOKS) -> Figure:
+def draw_curves(rows: Sequence[Row], title: str, footer: str) -> Figure:
     """Draws a thick line for each provider, the mean of its seeds, and a thin one for each seed; y is logarithmic."""
     seeds = len({row["shape"]["seed"] for row in rows})
     fig = style.figure(title, footer=f"{footer}; {seeds} seeds, thick: their mean" if seeds > 1 else footer)
     (axes,) = fig.axes
-    for provider, look in zip(dict.fromkeys(row["provider"] for row in rows), looks, strict=False):
+    for provider, look in zip(dict.fromkeys(row["provider"] for row in rows), LOOKS, strict=False):
         curves = [row["curve"] for row in rows if row["provider"] == provider]
         for curve in curves:
             axes.plot(curve["x"], curve["y"], **look, linewidth=0.7, alpha=0.5)

@@ -6,8 +6,8 @@ import argparse
 import importlib
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,7 +29,7 @@ Judge = Callable[[Sequence[Row]], Verdict]
 
 @dataclass(frozen=True)
 class Experiment:
-    """A claim, and the way to judge it by figures.
+    """A claim, the measurement of figures, and the way to judge the claim by them.
 
     Attributes:
         name: the name of the module, of the rows' "op" and of the picture.
@@ -37,6 +37,10 @@ class Experiment:
         claim: the claim of the sources.
         judge: the rows of one run -> the verdict on the claim.
         draw: (the rows of one run, the title, the footer) -> a picture.
+        measure: the options of the command -> "provider", "shape", "curve", "value" and "unit" of each line.
+        flags: the options of this experiment's command, without "--" -> argparse's description of them.
+        quick: the values that --quick gives them.
+        device: "cpu" or "cuda".
     """
 
     name: str
@@ -44,25 +48,29 @@ class Experiment:
     claim: str
     judge: Judge
     draw: Callable[[Sequence[Row], str, str], Figure]
+    measure: Callable[[argparse.Namespace], Iterable[Row]]
+    flags: Mapping[str, Mapping[str, Any]]
+    quick: Mapping[str, Any] = field(default_factory=lambda: {"seeds": 1, "steps": 30})
+    device: str = "cpu"
 
-    def parser(self) -> argparse.ArgumentParser:
-        """Makes a parser with the options that each experiment has."""
+    def main(self, arguments: list[str] | None = None) -> int:
+        """Runs the command: measures, judges, and writes, draws and prints the rows as the options say."""
         parser = parser_of(f"experiments.{self.name}", EXPERIMENTS[self.name], out=True)
         parser.add_argument("--quick", action="store_true", help="small, in seconds: shows that it runs, and no more")
         parser.add_argument("--picture", type=Path, help="draw this run to this file (.svg, .png, .pdf)")
-        return parser
-
-    def conclude(self, rows: list[Row], options: argparse.Namespace, shared: Row) -> Verdict:
-        """Adds the verdict and the shared fields to the rows, and writes, draws and prints them as the options say.
-
-        Args:
-            rows: "provider", "shape", "curve", "value" and "unit" of each line.
-            options: the options of `parser`.
-            shared: the result of `record.environment` when the run began.
-        """
+        for name, flag in self.flags.items():
+            parser.add_argument(f"--{name}", **flag)
+        options = parser.parse_args(arguments)
+        if options.quick:
+            vars(options).update(self.quick)
+        shared: Row = {"suite": "experiments", "op": self.name} | record.environment(self.device)
+        try:
+            rows = list(self.measure(options))
+        except argparse.ArgumentTypeError as error:
+            parser.error(str(error))
         verdict = self.judge(rows)
-        same: Row = {"verdict": verdict} | ({"quick": True} if options.quick else {})
-        rows = [{"suite": "experiments", "op": self.name} | row | same | shared for row in rows]
+        shared |= {"verdict": verdict} | ({"quick": True} if options.quick else {})
+        rows = [shared | row for row in rows]
         for row in rows:
             record.check(row)
         for row in rows:
@@ -76,7 +84,7 @@ class Experiment:
                 figures.insert(0, f"ends at {Spread.of(rows, provider, final)} {rows[0]['curve']['y_label']}")
             print(f"{provider}: {', '.join(figures)}")
         print(f"The sources: {self.claim}\nThe figures: {verdict}")
-        return verdict
+        return 0
 
     def figure(self, rows: Sequence[Row]) -> Figure:
         """Draws the picture of a run's rows, with the machine in its footer."""

@@ -5,13 +5,14 @@ python -m benchmarks.experiments.label_smoothing [--seeds 3] [--steps 300] [--pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import itertools
+from collections.abc import Iterator, Sequence
 
 from benchmarks.experiments.drawing import draw_curves
 from benchmarks.experiments.experiment import Experiment, Row, Spread, Verdict, final, undecided_by_one_seed, value
 from benchmarks.experiments.learning import SMALL, learn
-from benchmarks.measure import record
-from benchmarks.measure.commands import positive
+from benchmarks.measure.commands import count
 
 SMOOTHING = {"no smoothing": 0.0, "smoothing 0.1": 0.1}
 
@@ -26,37 +27,33 @@ def judge(rows: Sequence[Row]) -> Verdict:
     return "contradicts" if smooth.below(plain) or exact_smooth.below(exact) else "undecided"
 
 
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """Trains a model for each smoothing and seed."""
+    dropout = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.1)
+    for seed, (name, smoothing) in itertools.product(range(options.seeds), SMOOTHING.items()):
+        curve, _ = learn(
+            seed, steps=options.steps, num_train=options.pairs, lr=5e-3, label_smoothing=smoothing,
+            model=SMALL | dropout,
+        )  # fmt: skip
+        print(f"{name}, seed {seed}: {curve}")
+        shape = {"seed": seed, "label_smoothing": smoothing, "steps": options.steps, "pairs": options.pairs}
+        yield curve.row(name, shape)
+
+
 EXPERIMENT = Experiment(
     name="label_smoothing",
     title="Label smoothing: validation loss, without smoothing",
     claim="Label smoothing of 0.1 worsens the perplexity and improves accuracy and BLEU.",
     judge=judge,
     draw=draw_curves,
+    measure=measure,
+    flags={
+        "seeds": count(3, "models of each smoothing"),
+        "steps": count(300, "updates of each model"),
+        "pairs": count(3000, "training examples"),
+    },
 )
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Trains a model for each smoothing and seed."""
-    parser = EXPERIMENT.parser()
-    parser.add_argument("--seeds", type=positive, default=3, help="models of each smoothing")
-    parser.add_argument("--steps", type=positive, default=300, help="updates of each model")
-    parser.add_argument("--pairs", type=positive, default=3000, help="training examples")
-    options = parser.parse_args(arguments)
-    shared = record.environment("cpu")
-    seeds, steps = (1, 30) if options.quick else (options.seeds, options.steps)
-    rows = []
-    for seed in range(seeds):
-        for name, smoothing in SMOOTHING.items():
-            curve, _ = learn(
-                seed, steps=steps, num_train=options.pairs, lr=5e-3, label_smoothing=smoothing,
-                model=SMALL | dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.1),
-            )  # fmt: skip
-            print(f"{name}, seed {seed}: {curve}")
-            shape = {"seed": seed, "label_smoothing": smoothing, "steps": steps, "pairs": options.pairs}
-            rows.append(curve.row(name, shape))
-    EXPERIMENT.conclude(rows, options, shared)
-    return 0
-
+main = EXPERIMENT.main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -7,9 +7,10 @@ A model of the built-in task is trained first; then each engine in turn translat
 
 from __future__ import annotations
 
+import argparse
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,8 +18,7 @@ import torch
 from benchmarks.cases.models.bench_decoding import ENGINES
 from benchmarks.experiments.experiment import Experiment, Row, Verdict
 from benchmarks.experiments.learning import learn, numbers
-from benchmarks.measure import record
-from benchmarks.measure.commands import positive
+from benchmarks.measure.commands import count
 from benchmarks.measure.timing import time_interleaved
 from benchmarks.publish import style
 from fastformer.data.examples import encode_pair
@@ -73,30 +73,13 @@ def draw(rows: Sequence[Row], title: str, footer: str) -> Figure:
     return fig
 
 
-EXPERIMENT = Experiment(
-    name="ladder",
-    title="The decoding ladder on a trained model",
-    claim="Encoding once makes decoding 1.33 times as fast, keeping cross-attention's keys and values 1.42 times; "
-    "each further stage is faster, with the same tokens.",
-    judge=judge,
-    draw=draw,
-)
-
-
-def main(arguments: list[str] | None = None) -> int:
+def measure(options: argparse.Namespace) -> Iterator[Row]:
     """Trains, then times the stages side by side."""
-    parser = EXPERIMENT.parser()
-    parser.add_argument("--lines", type=positive, default=64, help="texts that are translated at a time, at most 1000")
-    parser.add_argument("--rounds", type=positive, default=5, help="of each stage")
-    parser.add_argument("--steps", type=positive, default=300, help="updates of the model")
-    options = parser.parse_args(arguments)
-    shared = record.environment("cpu")
-    lines, rounds, steps = (8, 3, 10) if options.quick else (options.lines, options.rounds, options.steps)
     longest, seconds = (8, 5.0) if options.quick else (64, 120.0)
-    curve, model = learn(0, steps=steps, lr=3e-3, model={})
-    print(f"trained for {steps} updates: exact match {curve.exact_match:.3f} on all validation pairs")
+    curve, model = learn(0, steps=options.steps, lr=3e-3, model={})
+    print(f"trained for {options.steps} updates: exact match {curve.exact_match:.3f} on all validation pairs")
     data = numbers(0)
-    pairs = data.val_texts[:lines]
+    pairs = data.val_texts[: options.lines]
     sources = [encode_pair(data.tokenizer.encode(source), []).source for source, _ in pairs]
     found: dict[str, torch.Tensor] = {}
 
@@ -109,28 +92,39 @@ def main(arguments: list[str] | None = None) -> int:
     stages = [stage for stage, (engine, _) in STAGES.items() if engine in ENGINES]
     if "cpp fp32" not in stages:
         print("the C++ extension is not built, so that its stages are missing")
-    timings = time_interleaved(
-        {stage: functools.partial(translate, stage) for stage in stages}, rounds=rounds, device="cpu", seconds=seconds
-    )
+    functions = {stage: functools.partial(translate, stage) for stage in stages}
+    timings = time_interleaved(functions, rounds=options.rounds, device="cpu", seconds=seconds)
     texts = {stage: [data.tokenizer.decode(row) for row in found[stage].tolist()] for stage in stages}
-    rows = []
     for stage in stages:
         speed = int((found[stage] != 0).sum()) / timings[stage].p50
         exact = sum(text == target for text, (_, target) in zip(texts[stage], pairs, strict=True)) / len(pairs)
         same = sum(a == b for a, b in zip(texts[stage], texts[stages[0]], strict=True)) / len(pairs)
         print(f"{stage:>12}: {speed:>10,.0f} tokens/s, exact match {exact:.3f}, as {stages[0]}: {same:.3f}")
-        rows.append(
-            {
-                "provider": stage,
-                "shape": {"lines": len(pairs), "steps": steps, "exact_match": exact, "agreement": same},
-                "value": speed,
-                "unit": "tokens a second",
-                **timings[stage].fields(),
-            }
-        )
-    EXPERIMENT.conclude(rows, options, shared)
-    return 0
+        yield {
+            "provider": stage,
+            "shape": {"lines": len(pairs), "steps": options.steps, "exact_match": exact, "agreement": same},
+            "value": speed,
+            "unit": "tokens a second",
+            **timings[stage].fields(),
+        }
 
+
+EXPERIMENT = Experiment(
+    name="ladder",
+    title="The decoding ladder on a trained model",
+    claim="Encoding once makes decoding 1.33 times as fast, keeping cross-attention's keys and values 1.42 times; "
+    "each further stage is faster, with the same tokens.",
+    judge=judge,
+    draw=draw,
+    measure=measure,
+    flags={
+        "lines": count(64, "texts that are translated at a time, at most 1000"),
+        "rounds": count(5, "of each stage"),
+        "steps": count(300, "updates of the model"),
+    },
+    quick={"lines": 8, "rounds": 3, "steps": 10},
+)
+main = EXPERIMENT.main
 
 if __name__ == "__main__":
     raise SystemExit(main())

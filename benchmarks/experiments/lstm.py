@@ -8,7 +8,8 @@ both learning rate schedules are complete when the time is over.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +17,7 @@ import torch
 from benchmarks.experiments.drawing import draw_curves
 from benchmarks.experiments.experiment import Experiment, Row, Spread, Verdict, final, undecided_by_one_seed, value
 from benchmarks.experiments.learning import SMALL, learn
-from benchmarks.measure import record
-from benchmarks.measure.commands import positive
+from benchmarks.measure.commands import count
 
 TRANSFORMER, LSTM = "Transformer", "LSTM with attention"
 # One layer each, with as many parameters as SMALL; each has the better learning rate of 5e-3 and 1e-2.
@@ -38,47 +38,37 @@ def judge(rows: Sequence[Row]) -> Verdict:
     return "contradicts" if other_loss.below(loss) and exact.below(other_exact) else "undecided"
 
 
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """Trains both models for each seed."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # the CPU time of several threads would add up, including time spent waiting
+    try:
+        for settings in MODELS.values():  # the first updates of a process take longer
+            learn(0, steps=3, batching="bucketed", **settings)
+        for seed in range(options.seeds):
+            # Both are tried before either trains, so that they meet the same conditions.
+            tried = {name: learn(seed, steps=_TRIED, batching="bucketed", **MODELS[name])[0] for name in MODELS}
+            for name, settings in MODELS.items():
+                steps = max(10, round(options.seconds / tried[name].seconds[-1] * _TRIED))
+                curve, _ = learn(seed, steps=steps, batching="bucketed", **settings)
+                print(f"{name}, seed {seed}: {steps} updates in {curve.seconds[-1]:.1f} s of CPU time, {curve}")
+                shape = {"seed": seed, "steps": steps, "lr": settings["lr"]}
+                yield curve.row(name, shape, over="seconds") | {"threads": 1}
+    finally:
+        torch.set_num_threads(before)
+
+
 EXPERIMENT = Experiment(
     name="lstm",
     title="Transformer against LSTM with attention: validation loss over CPU time",
     claim="The Transformer reaches a better quality than recurrent models, at a fraction of their training time.",
     judge=judge,
     draw=draw_curves,
+    measure=measure,
+    flags={"seeds": count(3, "models of each kind"), "seconds": count(30, "of CPU time that each training takes")},
+    quick={"seeds": 1, "seconds": 2},
 )
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Trains both models for each seed."""
-    parser = EXPERIMENT.parser()
-    parser.add_argument("--seeds", type=positive, default=3, help="models of each kind")
-    parser.add_argument("--seconds", type=positive, default=30, help="of CPU time that each training takes")
-    options = parser.parse_args(arguments)
-    shared = record.environment("cpu") | {"threads": 1}
-    seeds, seconds = (1, 2) if options.quick else (options.seeds, options.seconds)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # the CPU time of several threads would add up, including time spent waiting
-    try:
-        rows = _rows(seeds, seconds)
-    finally:
-        torch.set_num_threads(before)
-    EXPERIMENT.conclude(rows, options, shared)
-    return 0
-
-
-def _rows(seeds: int, seconds: float) -> list[Row]:
-    for settings in MODELS.values():  # the first updates of a process take longer
-        learn(0, steps=3, batching="bucketed", **settings)
-    rows = []
-    for seed in range(seeds):
-        # Both are tried before either trains, so that they meet the same conditions.
-        tried = {name: learn(seed, steps=_TRIED, batching="bucketed", **MODELS[name])[0] for name in MODELS}
-        for name, settings in MODELS.items():
-            steps = max(10, round(seconds / tried[name].seconds[-1] * _TRIED))
-            curve, _ = learn(seed, steps=steps, batching="bucketed", **settings)
-            print(f"{name}, seed {seed}: {steps} updates in {curve.seconds[-1]:.1f} s of CPU time, {curve}")
-            rows.append(curve.row(name, {"seed": seed, "steps": steps, "lr": settings["lr"]}, over="seconds"))
-    return rows
-
+main = EXPERIMENT.main
 
 if __name__ == "__main__":
     raise SystemExit(main())

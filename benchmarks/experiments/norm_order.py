@@ -7,15 +7,15 @@ All have the same depth and schedule, with and without warm-up. Each uses the be
 
 from __future__ import annotations
 
+import argparse
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from benchmarks.experiments.drawing import draw_curves
 from benchmarks.experiments.experiment import Experiment, Row, Spread, Verdict, final, undecided_by_one_seed
 from benchmarks.experiments.learning import SMALL, learn
-from benchmarks.measure import record
-from benchmarks.measure.commands import positive
+from benchmarks.measure.commands import count
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,41 +56,39 @@ def draw(rows: Sequence[Row], title: str, footer: str) -> Figure:
     return draw_curves([row | {"provider": names[row["provider"]]} for row in best], title, footer)
 
 
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """Trains a model for each order, with and without warm-up, and each seed."""
+    warm_ups = zip(WARM_UPS, (max(1, options.steps // 3), 0), strict=True)
+    for seed, lr, (warm_up, warmup), order in itertools.product(range(options.seeds), options.lr, warm_ups, ORDERS):
+        sizes = {name: options.layers for name in ("num_encoder_layers", "num_decoder_layers")}
+        model = SMALL | sizes | {"norm_first": ORDERS[order]}
+        curve, _ = learn(seed, steps=options.steps, lr=lr, warmup=warmup, model=model)
+        name = f"{order}, {warm_up}"
+        loss = "diverged" if curve.diverged else f"training loss {curve.losses[-1][1]:.4f}"
+        print(f"{name}, lr {lr:g}, seed {seed}: {loss}, exact match {curve.exact_match:.3f}")
+        shape = {
+            "seed": seed, "norm_first": ORDERS[order], "warmup": warmup, "steps": options.steps,
+            "layers": options.layers, "lr": lr, "diverged": curve.diverged,
+        }  # fmt: skip
+        yield curve.row(name, shape, of="losses")
+
+
 EXPERIMENT = Experiment(
     name="norm_order",
     title="Pre-norm against post-norm: training loss",
     claim="Pre-norm, as tensor2tensor has it today, trains to a visibly lower loss than the paper's post-norm.",
     judge=judge,
     draw=draw,
+    measure=measure,
+    flags={
+        "seeds": count(2, "models of each kind and learning rate"),
+        "steps": count(150, "updates of each model"),
+        "layers": count(6, "of the encoder, and of the decoder"),
+        "lr": {"type": float, "nargs": "+", "default": [1e-3, 3e-3], "help": "learning rates, at their peak"},
+    },
+    quick={"seeds": 1, "steps": 20, "layers": 2},
 )
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Trains a model for each order, with and without warm-up, and each seed."""
-    parser = EXPERIMENT.parser()
-    parser.add_argument("--seeds", type=positive, default=2, help="models of each kind and learning rate")
-    parser.add_argument("--steps", type=positive, default=150, help="updates of each model")
-    parser.add_argument("--layers", type=positive, default=6, help="of the encoder, and of the decoder")
-    parser.add_argument("--lr", type=float, nargs="+", default=[1e-3, 3e-3], help="learning rates, at their peak")
-    options = parser.parse_args(arguments)
-    shared = record.environment("cpu")
-    seeds, steps, layers = (1, 20, 2) if options.quick else (options.seeds, options.steps, options.layers)
-    kinds = itertools.product(range(seeds), options.lr, zip(WARM_UPS, (max(1, steps // 3), 0), strict=True), ORDERS)
-    rows = []
-    for seed, lr, (warm_up, warmup), order in kinds:
-        sizes = {"num_encoder_layers": layers, "num_decoder_layers": layers, "norm_first": ORDERS[order]}
-        curve, _ = learn(seed, steps=steps, lr=lr, warmup=warmup, model=SMALL | sizes)
-        name = f"{order}, {warm_up}"
-        loss = "diverged" if curve.diverged else f"training loss {curve.losses[-1][1]:.4f}"
-        print(f"{name}, lr {lr:g}, seed {seed}: {loss}, exact match {curve.exact_match:.3f}")
-        shape = {
-            "seed": seed, "norm_first": ORDERS[order], "warmup": warmup, "steps": steps, "layers": layers, "lr": lr,
-            "diverged": curve.diverged,
-        }  # fmt: skip
-        rows.append(curve.row(name, shape, of="losses"))
-    EXPERIMENT.conclude(rows, options, shared)
-    return 0
-
+main = EXPERIMENT.main
 
 if __name__ == "__main__":
     raise SystemExit(main())

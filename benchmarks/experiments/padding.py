@@ -12,7 +12,7 @@ import argparse
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +20,7 @@ import torch
 
 from benchmarks.cases.models.bench_training_step import MULTI30K
 from benchmarks.experiments.experiment import Experiment, Row, Verdict
-from benchmarks.measure import record
-from benchmarks.measure.commands import positive
+from benchmarks.measure.commands import count, positive
 from benchmarks.publish import style
 from fastformer.data.batching import Batch, collate, plan_epoch
 from fastformer.data.bpe import train_bpe
@@ -42,6 +41,7 @@ LINES: dict[str, tuple[str, int | None]] = {
 }
 NOTES = {0.6: 250.0, 0.05: 100.0}  # padding -> seconds of an epoch, in the notes of one author
 _SENTENCES, _VOCAB_SIZE = 8192, 8000  # used without a text
+_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def judge(rows: Sequence[Row]) -> Verdict:
@@ -84,15 +84,6 @@ def draw(rows: Sequence[Row], title: str, footer: str) -> Figure:
     return fig
 
 
-EXPERIMENT = Experiment(
-    name="padding",
-    title="Padding against the time of an epoch",
-    claim="At 60 % padding an epoch took 250 s, at 5 % 100 s.",
-    judge=judge,
-    draw=draw,
-)
-
-
 def plan(lengths: torch.Tensor, line: str, max_tokens: int) -> list[list[int]]:
     """Returns the batches of an epoch, as lists of indices."""
     batching, pool = LINES[line]
@@ -104,17 +95,11 @@ def plan(lengths: torch.Tensor, line: str, max_tokens: int) -> list[list[int]]:
     return batches
 
 
-def padding_ratio(lengths: torch.Tensor, batches: Sequence[Sequence[int]], *, packed: bool) -> float:
+def padding_ratio(lengths: torch.Tensor, line: str, batches: Sequence[Sequence[int]]) -> float:
     """Returns the share of padding among all computed tokens of an epoch, over both sides: 1 - real / computed."""
-    if packed:
+    if line == "packed":
         return 0.0
-    computed = sum(len(batch) * int(lengths[batch].max(dim=0).values.sum()) for batch in batches)
-    return 1.0 - int(lengths.sum()) / computed if computed else 0.0
-
-
-def is_packed(line: str) -> bool:
-    """Returns whether a line's batches are packed."""
-    return LINES[line][0] == "packed"
+    return 1.0 - int(lengths.sum()) / sum(len(batch) * int(lengths[batch].max(0).values.sum()) for batch in batches)
 
 
 def examples_of(options: argparse.Namespace) -> tuple[list[Example], int]:
@@ -133,35 +118,19 @@ def examples_of(options: argparse.Namespace) -> tuple[list[Example], int]:
     return [encode_pair(*map(tokenizer.encode, pair)) for pair in pairs], tokenizer.vocab_size
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Prints a line for each batching."""
-    parser = EXPERIMENT.parser()
-    parser.add_argument("--text", type=Path, nargs=2, metavar=("SOURCE", "TARGET"), help="two files, aligned by line")
-    parser.add_argument("--max-tokens", type=positive, default=4096, help="of a batch, on the longer side")
-    parser.add_argument("--d-model", type=positive, default=256, help="of the 3 + 3 layers, a multiple of 64")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16: under autocast")
-    parser.add_argument("--batches", type=positive, default=8, help="of each batching that are trained on")
-    parser.add_argument(
-        "--rounds", type=positive, default=2, help="training steps with each, the faster of which counts"
-    )
-    options = parser.parse_args(arguments)
-    if options.d_model % 64:
-        parser.error(f"argument --d-model: expected a multiple of 64, got {options.d_model}")
-    if options.quick:
-        options.max_tokens, options.d_model, options.batches, options.rounds = 1024, 64, 2, 1
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    shared = record.environment(device)
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """Trains one model on the batches of all lines in turn."""
     try:
         examples, vocab_size = examples_of(options)
     except (OSError, ValueError) as error:
-        parser.error(f"argument --text: {error}")
+        raise argparse.ArgumentTypeError(f"argument --text: {error}") from error
     lengths = torch.tensor([example.lengths for example in examples])
     model = Transformer.from_preset(
         "base", vocab_size=vocab_size, d_model=options.d_model, d_ff=4 * options.d_model,
-        num_heads=options.d_model // 64, num_encoder_layers=3, num_decoder_layers=3, device=device,
+        num_heads=options.d_model // 64, num_encoder_layers=3, num_decoder_layers=3, device=_DEVICE,
     )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    context = torch.autocast(device, torch.bfloat16) if options.precision == "bf16" else contextlib.nullcontext()
+    context = torch.autocast(_DEVICE, torch.bfloat16) if options.precision == "bf16" else contextlib.nullcontext()
 
     def step(batch: Batch) -> float:
         """Returns the seconds of an update."""
@@ -175,7 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
         (loss / batch.num_target_tokens).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if device == "cuda":
+        if _DEVICE == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - began
 
@@ -183,7 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Spread evenly over the whole epoch, so that the small last batch of a pool counts as often as it occurs.
     chosen = {
         line: [
-            collate([examples[i] for i in batches[at * len(batches) // options.batches]], packed=is_packed(line))
+            collate([examples[i] for i in batches[at * len(batches) // options.batches]], packed=line == "packed")
             for at in range(min(options.batches, len(batches)))
         ]
         for line, batches in plans.items()
@@ -193,13 +162,12 @@ def main(arguments: list[str] | None = None) -> int:
         for at in range(options.batches if turn else 1):  # the first is the warm-up
             for line, some in chosen.items():
                 if at < len(some):
-                    seconds = step(some[at].to(device))
+                    seconds = step(some[at].to(_DEVICE))
                     if turn:
                         fastest[line, at] = min(seconds, fastest.get((line, at), math.inf))
 
-    rows = []
     for line, batches in plans.items():
-        padding = padding_ratio(lengths, batches, packed=is_packed(line))
+        padding = padding_ratio(lengths, line, batches)
         taken = sum(seconds for (name, _), seconds in fastest.items() if name == line)
         speed = sum(batch.num_tokens for batch in chosen[line]) / taken
         epoch = int(lengths.sum()) / speed
@@ -212,10 +180,36 @@ def main(arguments: list[str] | None = None) -> int:
             "pairs": len(examples), "text": options.text is not None, "max_tokens": options.max_tokens,
             "d_model": options.d_model, "precision": options.precision,
         }  # fmt: skip
-        rows.append({"provider": line, "shape": shape, "value": epoch, "unit": "s", "tokens_s": speed})
-    EXPERIMENT.conclude(rows, options, shared)
-    return 0
+        yield {"provider": line, "shape": shape, "value": epoch, "unit": "s", "tokens_s": speed}
 
+
+def multiple_of_64(text: str) -> int:
+    """Converts an argument for argparse."""
+    value = positive(text)
+    if value % 64:
+        raise argparse.ArgumentTypeError(f"expected a multiple of 64, got {text}")
+    return value
+
+
+EXPERIMENT = Experiment(
+    name="padding",
+    title="Padding against the time of an epoch",
+    claim="At 60 % padding an epoch took 250 s, at 5 % 100 s.",
+    judge=judge,
+    draw=draw,
+    measure=measure,
+    flags={
+        "text": {"type": Path, "nargs": 2, "metavar": ("SOURCE", "TARGET"), "help": "two files, aligned by line"},
+        "max-tokens": count(4096, "of a batch, on the longer side"),
+        "d-model": count(256, "of the 3 + 3 layers, a multiple of 64") | {"type": multiple_of_64},
+        "precision": {"choices": ("fp32", "bf16"), "default": "fp32", "help": "bf16: under autocast"},
+        "batches": count(8, "of each batching that are trained on"),
+        "rounds": count(2, "training steps with each, the faster of which counts"),
+    },
+    quick={"max_tokens": 1024, "d_model": 64, "batches": 2, "rounds": 1},
+    device=_DEVICE,
+)
+main = EXPERIMENT.main
 
 if __name__ == "__main__":
     raise SystemExit(main())

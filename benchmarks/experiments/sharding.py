@@ -9,11 +9,12 @@ is constant after its warm-up, so that a schedule doesn't hide the effect of the
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import random
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +24,7 @@ from torch import Tensor
 from benchmarks.experiments.drawing import draw_curves
 from benchmarks.experiments.experiment import Experiment, Row, Spread, Verdict, undecided_by_one_seed, value
 from benchmarks.experiments.learning import SMALL, learn
-from benchmarks.measure import record
-from benchmarks.measure.commands import positive
+from benchmarks.measure.commands import count
 from fastformer.data.order import Order
 from fastformer.data.shards.reading import ShardedExamples
 from fastformer.number_words import english, german
@@ -88,48 +88,45 @@ def draw(rows: Sequence[Row], title: str, footer: str) -> Figure:
     return draw_curves([row | {"provider": names[row["provider"]]} for row in rows], title, footer)
 
 
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """Prepares the shards of each seed, and trains both ways."""
+    for seed in range(options.seeds):
+        with tempfile.TemporaryDirectory() as folder:
+            tables = ",".join(sources(Path(folder), options.pairs, seed))
+            out = Path(folder, "shards")
+            prepare(TrainConfig(train_tsv=tables, vocab_size=200, seed=seed), out, shards=_SHARDS, processes=1)
+            data = load_data(TrainConfig(train_data=str(out), shards_at_once=_SHARDS))
+            by_source: Data = dataclasses.replace(data, train=BySource(out, window=_SHARDS))
+            order = Order(by_source.train, max_tokens=_MAX_TOKENS, batching="packed", seed=seed)
+            steps = options.epochs * sum(len(order.plan(0, window)) for window in range(order.num_windows))
+            for name, some in ((FAIR, data), (IN_TURN, by_source)):
+                settings = {"max_tokens": _MAX_TOKENS, "schedule": "constant", "warmup": steps // 8, "lr": options.lr}
+                curve, _ = learn(seed, steps=steps, data=some, points=_POINTS, model=SMALL, **settings)
+                shape = {
+                    "seed": seed, "pairs": options.pairs, "epochs": options.epochs, "steps": steps, "lr": options.lr,
+                    "nll": round(curve.nll[-1], 4), "exact_match": curve.exact_match, "diverged": curve.diverged,
+                }  # fmt: skip
+                swung = round(swing(curve.losses), 5)
+                print(f"{name}, seed {seed}: swing {swung:.3f}, held out {curve.nll[-1]:.3f}")
+                yield curve.row(name, shape, of="losses") | {"value": swung, "unit": "nats from point to point"}
+
+
 EXPERIMENT = Experiment(
     name="sharding",
     title="Fair shards against sources one after the other: training loss",
     claim="Shards that are fair samples of all sources, as tensor2tensor makes them, keep the loss from swinging.",
     judge=judge,
     draw=draw,
+    measure=measure,
+    flags={
+        "seeds": count(2, "trainings of each kind"),
+        "pairs": count(6000, "of all sources"),
+        "epochs": count(2, "passes over the sources"),
+        "lr": {"type": float, "default": 2e-3, "help": "learning rate after the warm-up"},
+    },
+    quick={"seeds": 1, "pairs": 600, "epochs": 1},
 )
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Prepares the shards of each seed, and trains both ways."""
-    parser = EXPERIMENT.parser()
-    parser.add_argument("--seeds", type=positive, default=2, help="trainings of each kind")
-    parser.add_argument("--pairs", type=positive, default=6000, help="of all sources")
-    parser.add_argument("--epochs", type=positive, default=2, help="passes over the sources")
-    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate after the warm-up")
-    options = parser.parse_args(arguments)
-    shared = record.environment("cpu")
-    seeds, pairs, epochs = (1, 600, 1) if options.quick else (options.seeds, options.pairs, options.epochs)
-    rows = []
-    for seed in range(seeds):
-        with tempfile.TemporaryDirectory() as folder:
-            text = TrainConfig(train_tsv=",".join(sources(Path(folder), pairs, seed)), vocab_size=200, seed=seed)
-            out = Path(folder, "shards")
-            prepare(text, out, shards=_SHARDS, processes=1)
-            data = load_data(TrainConfig(train_data=str(out), shards_at_once=_SHARDS))
-            by_source: Data = dataclasses.replace(data, train=BySource(out, window=_SHARDS))
-            order = Order(by_source.train, max_tokens=_MAX_TOKENS, batching="packed", seed=seed)
-            steps = epochs * sum(len(order.plan(0, window)) for window in range(order.num_windows))
-            for name, some in ((FAIR, data), (IN_TURN, by_source)):
-                settings = {"max_tokens": _MAX_TOKENS, "schedule": "constant", "warmup": steps // 8, "lr": options.lr}
-                curve, _ = learn(seed, steps=steps, data=some, points=_POINTS, model=SMALL, **settings)
-                shape = {
-                    "seed": seed, "pairs": pairs, "epochs": epochs, "steps": steps, "lr": options.lr,
-                    "nll": round(curve.nll[-1], 4), "exact_match": curve.exact_match, "diverged": curve.diverged,
-                }  # fmt: skip
-                row = curve.row(name, shape, of="losses")
-                rows.append(row | {"value": round(swing(curve.losses), 5), "unit": "nats from point to point"})
-                print(f"{name}, seed {seed}: swing {rows[-1]['value']:.3f}, held out {curve.nll[-1]:.3f}")
-    EXPERIMENT.conclude(rows, options, shared)
-    return 0
-
+main = EXPERIMENT.main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 
 def parser_of(name: str, about: str | None, *, out: bool = False) -> argparse.ArgumentParser:
@@ -26,3 +27,8 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected an integer above 0, got {text}")
     return value
+
+
+def count(default: int, about: str) -> dict[str, Any]:
+    """Describes an option that is an integer above 0, for `add_argument`."""
+    return {"type": positive, "default": default, "help": about}

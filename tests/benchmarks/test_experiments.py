@@ -185,7 +185,7 @@ def test_each_line_of_padding_reads_every_example_once():
     for name in padding.LINES:
         batches = padding.plan(lengths, name, 4096)
         assert sorted(i for batch in batches for i in batch) == list(range(len(examples)))
-        ratios.append(padding.padding_ratio(lengths, batches, packed=padding.is_packed(name)))
+        ratios.append(padding.padding_ratio(lengths, name, batches))
     assert ratios == sorted(ratios, reverse=True) and ratios[0] > 0.45 and ratios[-1] == 0  # as Multi30k's
 
 
