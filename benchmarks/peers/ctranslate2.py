@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers.job import Decoder, Job, Missing, Model, Tokens
+from benchmarks.peers.job import Decoder, Job, Missing, Model, Tokens, needed
 from fastformer.models import Transformer
 from fastformer.nn.attention import MultiheadAttention
 
@@ -32,10 +32,7 @@ class CTranslate2(Decoder):
     name = "ctranslate2"
 
     def __init__(self, model: Model, precision: str, threads: int, options: dict[str, str]) -> None:
-        try:
-            import ctranslate2
-        except ImportError as error:
-            raise Missing("not installed: pip install ctranslate2") from error
+        ctranslate2 = needed("ctranslate2")
         if not isinstance(model, Transformer):
             raise Missing("compared with models that read sources")
         if _COMPUTE_TYPES[precision] not in ctranslate2.get_supported_compute_types("cpu"):
@@ -54,12 +51,11 @@ class CTranslate2(Decoder):
 
     def decode(self, batch: list[list[str]], job: Job) -> list[list[str]]:
         """Decodes lists of tokens to lists of tokens."""
-        limit = job.new_tokens or max(map(len, batch)) + 100
         found = self.translator.translate_batch(
             batch,
             beam_size=job.num_beams,
             length_penalty=_LENGTH_PENALTY,
-            max_decoding_length=limit,
+            max_decoding_length=job.limit(batch),
             min_decoding_length=0,  # fastformer's outputs may end at once
             return_end_token=True,
         )

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers.job import Decoder, Job, Missing, Model, Tokens, Turn, until_end
+from benchmarks.peers.job import Decoder, Job, Missing, Model, Tokens, Turn, transformers, until_end
 from fastformer.integrations import to_huggingface
 from fastformer.models import GPT, Transformer
 
@@ -29,11 +29,7 @@ class HuggingFace(Decoder):
     settings: ClassVar[dict[str, Any]] = {}  # options of transformers' generate
 
     def __init__(self, model: Model, precision: str, threads: int, options: dict[str, str]) -> None:
-        try:
-            import transformers
-        except ImportError as error:
-            raise Missing("not installed: pip install transformers") from error
-        transformers.utils.logging.set_verbosity_error()
+        transformers()
         torch.set_num_threads(threads)
         self.ids = model.config.special_ids
         self.is_decoder_only = isinstance(model, GPT)
@@ -88,11 +84,7 @@ def convert(model: Model) -> Any:
     Raises:
         Missing: transformers lacks an option, or this function doesn't map it.
     """
-    if not isinstance(model, GPT):
-        return _from_transformer(model)
-    if model.config.norm != "rms":
-        check_gpt2(model)
-    return _converted(model)
+    return _converted(model) if isinstance(model, GPT) else _from_transformer(model)
 
 
 def _converted(model: Model) -> Any:
@@ -120,25 +112,3 @@ def _from_transformer(model: Transformer) -> Any:
             module.eps = config.layer_norm_eps
     theirs.generation_config.forced_eos_token_id = None
     return theirs
-
-
-def check_gpt2(model: GPT) -> None:
-    """Checks that a GPT has GPT-2's form.
-
-    Raises:
-        Missing: it has another form; the message names the option.
-    """
-    config = model.config
-    wanted = {
-        "norm": "layer",
-        "activation": "gelu_tanh",
-        "positions": "learned",
-        "tie_embeddings": True,
-        "bias": True,
-        "window_size": None,
-    }
-    for name, value in wanted.items():
-        if getattr(config, name) != value:
-            raise Missing(f"GPT-2 has {name} {value}, this model {getattr(config, name)}")
-    if config.num_kv_heads not in (None, config.num_heads):
-        raise Missing(f"GPT-2 has as many heads of keys as of queries, this model {config.num_kv_heads}")

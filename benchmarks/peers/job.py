@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -30,7 +32,7 @@ class Job:
     num_beams: int
     new_tokens: int | None
 
-    def limit(self, batch: Tokens) -> int:
+    def limit(self, batch: Sequence[Sequence[object]]) -> int:
         """Returns the most new tokens of an output."""
         return self.new_tokens or max(map(len, batch)) + 100
 
@@ -115,6 +117,25 @@ class Decoder(Peer):
 
 class Missing(Exception):
     """The reason why a peer has no times: a missing package, or an unsupported case."""
+
+
+def needed(module: str, install: str = "") -> Any:
+    """Imports a module.
+
+    Raises:
+        Missing: it is not installed, but `pip install` installs it, or other packages that bring it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise Missing(f"not installed: pip install {install or module}") from error
+
+
+def transformers() -> Any:
+    """Imports transformers, and has it print errors alone."""
+    found = needed("transformers")
+    found.utils.logging.set_verbosity_error()
+    return found
 
 
 def until_end(row: list[int], ends: tuple[int, ...]) -> list[int]:

@@ -16,13 +16,12 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers.hugging_face import check_gpt2
-from benchmarks.peers.job import PRECISIONS, Job, Missing, Model, Peer, Turn
+from benchmarks.peers.job import PRECISIONS, Job, Missing, Model, Peer, Turn, needed
 from fastformer.models import GPT
 from fastformer.models.gpt_config import GPTConfig
 
@@ -106,11 +105,8 @@ def write_gguf(model: GPT, file: Path, kind: str, tokens: Sequence[str] = ()) ->
     Raises:
         Missing: gguf is not installed, or the model has another form.
     """
-    try:
-        import gguf
-    except ImportError as error:
-        raise Missing("not installed: pip install gguf") from error
-    tensors = _llama_tensors(model) if model.config.norm == "rms" else _gpt2_tensors(model)
+    gguf = needed("gguf")
+    tensors = tensors_of(model)
     config = model.config
     assert config.d_ff is not None
     writer = gguf.GGUFWriter(file, tensors.form)
@@ -148,7 +144,7 @@ def write_gguf(model: GPT, file: Path, kind: str, tokens: Sequence[str] = ()) ->
     writer.close()
 
 
-class _Tensors(NamedTuple):
+class Tensors(NamedTuple):
     """The contents of a file.
 
     Attributes:
@@ -162,8 +158,38 @@ class _Tensors(NamedTuple):
     vectors: dict[str, Tensor]
 
 
-def _gpt2_tensors(model: GPT) -> _Tensors:
-    check_gpt2(model)
+# The options of each form; the others, except for sizes, have their defaults.
+_FORMS: dict[str, dict[str, Any]] = {
+    "GPT-2": {"activation": "gelu_tanh"},
+    "Llama": {"norm": "rms", "activation": "swiglu", "positions": "rotary", "bias": False},
+}
+_SIZES = (
+    "d_model", "num_heads", "num_kv_heads", "num_layers", "d_ff", "layer_norm_eps", "rotary_base", "max_len",
+    "special_ids", "dropout", "attention_dropout", "activation_dropout",
+)  # fmt: skip
+
+
+def tensors_of(model: GPT) -> Tensors:
+    """Returns the tensors of a model of GPT-2's or Llama's form.
+
+    Raises:
+        Missing: the model has another form; the message names the option.
+    """
+    config = model.config
+    name = "Llama" if config.norm == "rms" else "GPT-2"
+    for option, value in vars(GPTConfig(config.vocab_size, **_FORMS[name])).items():
+        if option not in _SIZES and getattr(config, option) != value:
+            raise Missing(f"{name} has {option} {value}, this model {getattr(config, option)}")
+    if name == "Llama":
+        return _llama_tensors(model)
+    if config.num_kv_heads not in (None, config.num_heads):
+        raise Missing(
+            f"GPT-2 has as many heads of keys as of queries, this model has num_kv_heads {config.num_kv_heads}"
+        )
+    return _gpt2_tensors(model)
+
+
+def _gpt2_tensors(model: GPT) -> Tensors:
     assert model.embedding.position is not None and model.decoder.norm is not None
     matrices = {"token_embd": model.embedding.weight}
     vectors = {"position_embd.weight": model.embedding.position.table}
@@ -177,25 +203,10 @@ def _gpt2_tensors(model: GPT) -> _Tensors:
         for theirs, linear in linears.items():
             matrices[name + theirs] = linear.weight
             vectors[f"{name}{theirs}.bias"] = linear.bias
-    return _Tensors("gpt2", matrices, vectors | _parameters(norms))
+    return Tensors("gpt2", matrices, vectors | _parameters(norms))
 
 
-def _llama_tensors(model: GPT) -> _Tensors:
-    """Returns the tensors of a model of Llama's form.
-
-    Raises:
-        Missing: the model has another form.
-    """
-    config = model.config
-    plain = GPTConfig(
-        config.vocab_size, config.d_model, config.num_heads, config.num_kv_heads, config.num_layers, config.d_ff,
-        norm="rms", activation="swiglu", positions="rotary", bias=False, layer_norm_eps=config.layer_norm_eps,
-        rotary_base=config.rotary_base, max_len=config.max_len, special_ids=config.special_ids,
-    )  # fmt: skip
-    if other := [
-        name for name, value in vars(plain).items() if getattr(config, name) != value and "dropout" not in name
-    ]:
-        raise Missing(f"Llama has {other[0]} {getattr(plain, other[0])}, this model {getattr(config, other[0])}")
+def _llama_tensors(model: GPT) -> Tensors:
     assert model.decoder.norm is not None
     matrices = {"token_embd": model.output_weight}
     norms: dict[str, nn.Module] = {"output_norm": model.decoder.norm}
@@ -211,7 +222,7 @@ def _llama_tensors(model: GPT) -> _Tensors:
         matrices[f"{name}ffn_gate"], matrices[f"{name}ffn_up"] = layer.linear1.weight.chunk(2)
         matrices[f"{name}ffn_down"] = layer.linear2.weight
         norms |= {f"{name}attn_norm": layer.norm1, f"{name}ffn_norm": layer.norm2}
-    return _Tensors("llama", matrices, _parameters(norms))
+    return Tensors("llama", matrices, _parameters(norms))
 
 
 def _parameters(norms: dict[str, nn.Module]) -> dict[str, Tensor]:

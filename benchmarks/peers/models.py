@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers.job import Missing
+from benchmarks.peers.job import transformers
 
 _DROPOUT = 0.1  # for models in training: the default of all of them
 # The order of sentences whose embeddings are computed: each alone, or in batches, all of which are full.
@@ -142,15 +142,6 @@ def _ids(keep: Tensor, vocab_size: int) -> Tensor:
     return torch.randint(5, vocab_size, keep.shape, generator=torch.Generator().manual_seed(2))
 
 
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise Missing("not installed: pip install transformers") from error
-    transformers.utils.logging.set_verbosity_error()
-    return transformers
-
-
 def _encoder(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Work:
     """Makes a torch.nn.TransformerEncoder."""
     keep, learns = kept(case), case["mode"] == "training"
@@ -195,7 +186,7 @@ def _in_order(sentences: list[list[int]], order: str, size: int) -> list[Batch]:
 
 def _embedder(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Work:
     """Makes a BERT that computes the mean of the states of each sentence's tokens."""
-    library = _transformers()
+    library = transformers()
     config = library.BertConfig(attn_implementation="sdpa", **sizes)
     model = library.BertModel(config, add_pooling_layer=False).to(dtype).eval()
     sentences = _sentences(case, config.vocab_size)
@@ -210,7 +201,7 @@ def _embedder(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **size
 
 
 def _bert(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Work:
-    library = _transformers()
+    library = transformers()
     config = library.BertConfig(
         attn_implementation="sdpa", hidden_dropout_prob=dropout_p, attention_probs_dropout_prob=dropout_p, **sizes
     )
@@ -221,7 +212,7 @@ def _bert(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: i
 
 
 def _gpt2(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Work:
-    library = _transformers()
+    library = transformers()
     config = library.GPT2Config(
         attn_implementation="sdpa", resid_pdrop=dropout_p, embd_pdrop=dropout_p, attn_pdrop=dropout_p,
         **sizes,
@@ -234,7 +225,7 @@ def _gpt2(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: i
 
 
 def _marian(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Work:
-    library = _transformers()
+    library = transformers()
     layers, width = sizes["num_layers"], sizes["d_model"]
     config = library.MarianConfig(
         vocab_size=32000, d_model=width, encoder_layers=layers, decoder_layers=layers,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers.job import Missing
+from benchmarks.peers.job import needed
 from benchmarks.peers.models import Work
 from benchmarks.peers.pytorch import Runtime
 
@@ -38,12 +38,9 @@ class OnnxRuntime(Runtime):
     precisions = ("int8", "fp32")  # the CPU kernels have no bf16
 
     def prepare(self, work: Work) -> Any:
-        try:
-            import onnxruntime
-            import onnxscript  # noqa: F401  (torch.onnx needs it)
-            from onnxruntime.quantization import QuantType, quantize_dynamic
-        except ImportError as error:
-            raise Missing("not installed: pip install onnxruntime onnx onnxscript") from error
+        install = "onnxruntime onnx onnxscript"
+        onnxruntime, quantization = needed("onnxruntime", install), needed("onnxruntime.quantization", install)
+        needed("onnxscript", install)  # for torch.onnx
         onnxruntime.set_default_logger_severity(3)
         settings = onnxruntime.SessionOptions()
         settings.intra_op_num_threads, settings.inter_op_num_threads = self.threads, 1
@@ -62,7 +59,7 @@ class OnnxRuntime(Runtime):
                 )  # fmt: skip
             if self.precision == "int8":
                 rounded = file.with_name("int8.onnx")
-                quantize_dynamic(file, rounded, weight_type=QuantType.QInt8)
+                quantization.quantize_dynamic(file, rounded, weight_type=quantization.QuantType.QInt8)
                 file = rounded
             return onnxruntime.InferenceSession(str(file), settings, providers=["CPUExecutionProvider"])
 

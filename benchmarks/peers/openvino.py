@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.peers.job import Missing
+from benchmarks.peers.job import needed
 from benchmarks.peers.models import Work
 from benchmarks.peers.onnxruntime import FirstOutput
 from benchmarks.peers.pytorch import Runtime
@@ -21,10 +21,7 @@ class OpenVino(Runtime):
     name = "openvino"
 
     def prepare(self, work: Work) -> Any:
-        try:
-            import openvino
-        except ImportError as error:
-            raise Missing("not installed: pip install openvino") from error
+        openvino = needed("openvino")
         plain = FirstOutput(copy.deepcopy(work.model).float()).eval()
         shapes = [[-1, -1] if work.orders else list(each.shape) for each in work.inputs]
         with warnings.catch_warnings():
@@ -37,10 +34,7 @@ class OpenVino(Runtime):
             "PERFORMANCE_HINT": "LATENCY",
         }
         if self.precision == "int8":
-            try:
-                import nncf
-            except ImportError as error:
-                raise Missing("not installed: pip install nncf") from error
+            nncf = needed("nncf")
             converted = nncf.compress_weights(converted, mode=nncf.CompressWeightsMode.INT8_SYM)
             # A scale for each row. The setting accepts no Python int of this size.
             settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = str(2**64 - 1)

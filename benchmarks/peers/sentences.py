@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from benchmarks.peers.job import Missing
+from benchmarks.peers.job import Missing, needed
 from benchmarks.peers.models import CLS, FIRST, SEP, Batch, Work
 from benchmarks.peers.pytorch import Runtime
 
@@ -92,11 +92,7 @@ class SentenceTransformers(OfTexts):
     name = "sentence-transformers"
 
     def load(self, folder: str) -> Any:
-        try:
-            from sentence_transformers import SentenceTransformer
-        except ImportError as error:
-            raise Missing("not installed: pip install sentence-transformers") from error
-        return SentenceTransformer(folder, device="cpu")
+        return needed("sentence_transformers", "sentence-transformers").SentenceTransformer(folder, device="cpu")
 
 
 def _texts(batch: Batch) -> list[str]:

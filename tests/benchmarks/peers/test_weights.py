@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.peers.hugging_face import convert as to_hugging_face
 from benchmarks.peers.job import Job, Missing
-from benchmarks.peers.llama_cpp import write_gguf
+from benchmarks.peers.llama_cpp import tensors_of, write_gguf
 from benchmarks.peers.ours import Ours
 from fastformer.models import GPT, Transformer
 from fastformer.special_ids import SpecialIds
@@ -36,13 +35,10 @@ def transformer(**options) -> Transformer:
     return randomised(Transformer.from_preset("base", vocab_size=60, **SMALL, **options))
 
 
-def gpt() -> GPT:
+def gpt(**options) -> GPT:
     torch.manual_seed(0)
-    return randomised(
-        GPT.from_preset(
-            "tiny", vocab_size=60, d_model=32, num_heads=2, num_layers=2, activation="gelu_tanh", layer_norm_eps=0.1
-        )
-    )
+    sizes = {"d_model": 32, "num_heads": 2, "num_layers": 2, "activation": "gelu_tanh", "layer_norm_eps": 0.1}
+    return randomised(GPT.from_preset("tiny", vocab_size=60, **(sizes | options)))
 
 
 def llama(**options) -> GPT:
@@ -202,11 +198,21 @@ def test_gguf_of_llama_turns_neighbours(tmp_path: Path) -> None:
         torch.testing.assert_close(turned, expected)
 
 
-@pytest.mark.parametrize("options", [{"window_size": 3}, {"tie_embeddings": False}, {"activation": "geglu_tanh"}])
-def test_gguf_of_another_form_is_refused(options: dict, tmp_path: Path) -> None:
-    pytest.importorskip("gguf", reason="not installed: pip install gguf")
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (llama, {"window_size": 3}),
+        (llama, {"tie_embeddings": False}),
+        (llama, {"activation": "geglu_tanh"}),
+        (gpt, {"activation": "gelu"}),
+        (gpt, {"positions": "rotary"}),
+        (gpt, {"bias": False}),
+        (gpt, {"num_kv_heads": 1}),
+    ],
+)
+def test_a_gguf_of_another_form_is_refused(make, options: dict) -> None:
     with pytest.raises(Missing, match=next(iter(options))):
-        write_gguf(llama(**options), tmp_path / "model.gguf", "F32")
+        tensors_of(make(**options))
 
 
 @pytest.mark.parametrize(
@@ -226,13 +232,3 @@ def test_unmapped_memory_is_refused(options: dict) -> None:
     for name in ("ctranslate2", "transformers"):
         with pytest.raises(Missing, match="conversion"):
             peer(name, model)
-
-
-@pytest.mark.parametrize(
-    "options", [{"activation": "gelu"}, {"positions": "rotary"}, {"bias": False}, {"tie_embeddings": False}]
-)
-def test_a_gpt_of_another_form_is_refused(options: dict) -> None:
-    model = GPT.from_preset("tiny", vocab_size=60, **({"activation": "gelu_tanh"} | options))
-    pytest.importorskip("transformers", reason="not installed: pip install transformers")
-    with pytest.raises(Missing, match=next(iter(options))):
-        to_hugging_face(model)
