@@ -1,10 +1,9 @@
 """Measures the host's time for a call of an op: `python -m benchmarks.host_time [--out FILE]`.
 
 A GPU that waits for Python is idle, and at the sizes of a base model an op's kernel takes about as long as its call.
-The
-measurement needs no GPU: the tensors are on the CPU, kernels are not compiled, and fastformer's launcher calls a stub
-of CUDA's driver. A time therefore includes all of fastformer's Python and C++, PyTorch's autograd and Triton's code,
-but neither the driver's own part of a launch nor a GPU's allocator.
+The measurement needs no GPU: the tensors are on the CPU, kernels are not compiled, and fastformer's launcher calls a
+stub of CUDA's driver. A time therefore includes all of fastformer's Python and C++, PyTorch's autograd and Triton's
+code, but neither the driver's own part of a launch nor a GPU's allocator.
 
 A call with a known geometry runs its plan ("plan"); "launcher" is the time to decide again, including the plan.
 
@@ -41,10 +40,12 @@ from fastformer.kernels import (
     add_layer_norm,
     attention,
     attention_backward,
+    decode_attention,
 )
 from fastformer.ops import _dispatch, _extension
 from fastformer.ops import add_layer_norm as add_layer_norm_op
 from fastformer.ops import attention as attention_op
+from fastformer.ops import decode_attention as decode_attention_op
 
 RESULTS = Path(__file__).parent / "results" / "host_time.jsonl"
 # In the modes "run" and "launch", the arguments are those of these kernels' launches.
@@ -111,6 +112,7 @@ def stubbed() -> Iterator[None]:
             (_launch, "_ready", {}),
             (_launch, "INTERPRETED", True),
             (attention, "unsupported_products", lambda x: None),
+            (decode_attention, "unsupported_products", lambda x: None),
             (attention, "architecture", lambda x: 90),
             (attention_backward, "architecture", lambda x: 90),
             (_attention_hopper, "architecture", lambda x: 90),
@@ -199,6 +201,28 @@ def _add_layer_norm() -> dict[str, Callable[[], object]]:
     }
 
 
+def _decode_attention() -> dict[str, Callable[[], object]]:
+    """Makes calls of a decode step with rotary tables and a slot table."""
+    q, k, v = (torch.randn(4, 1, heads, 64, dtype=torch.bfloat16) for heads in (8, 2, 2))
+    k_cache, v_cache = torch.randn(2, 64, 16, 2, 64, dtype=torch.bfloat16)
+    cos, sin = torch.randn(2, 256, 32)
+    lengths, table = torch.full((4,), 100, dtype=torch.int32), torch.zeros(4, 256, dtype=torch.int32)
+    launchers: Any = decode_attention
+    arguments = (q, k_cache, v_cache, lengths, k, v, None, table, 0.125, True, None, cos, sin, False, 0.0)
+
+    def step() -> Tensor:
+        with torch.no_grad():
+            return decode_attention_op(
+                q, k_cache, v_cache, lengths, k=k, v=v, slot_table=table, softmax_scale=0.125, cos=cos, sin=sin
+            )
+
+    return {
+        "decode_attention no_grad": step,
+        "decode_attention launcher": lambda: launchers.decode_attention(*arguments),
+        "decode_attention plan": functools.partial(launchers.plan_decode_attention(*arguments), *arguments),
+    }
+
+
 def _runs(cases: dict[str, Callable[[], object]]) -> dict[str, Callable[[], object]]:
     """Makes calls of Triton's own `run` and `launch`, with the arguments of fastformer's launches."""
     runs: dict[str, Callable[[], object]] = {}
@@ -214,7 +238,7 @@ def _runs(cases: dict[str, Callable[[], object]]) -> dict[str, Callable[[], obje
 
 def cases() -> dict[str, Callable[[], object]]:
     """Returns the calls to measure, by name; inside `stubbed`."""
-    ops = {**_attention(), **_add_layer_norm()}
+    ops = {**_attention(), **_add_layer_norm(), **_decode_attention()}
     return ops | _runs(ops)
 
 

@@ -26,6 +26,8 @@ product. fp32 inputs are multiplied as three TF32 products.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -42,14 +44,15 @@ from fastformer.kernels._decode_attention_configs import (
     splits_of,
 )
 from fastformer.kernels._launch import (
+    Launch,
     cdiv,
     dot_precision,
-    launch,
     next_power_of_2,
     stride_unit,
     unsupported_dtype,
     unsupported_products,
 )
+from fastformer.kernels._plans import Plan
 from fastformer.kernels._softcap import soft_capped
 from fastformer.kernels.rotary import load_turned
 
@@ -448,7 +451,7 @@ def why_unsupported(
     return unsupported_products(q)
 
 
-def decode_attention(
+def plan_decode_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -464,20 +467,16 @@ def decode_attention(
     sin: Tensor | None,
     interleaved: bool,
     softcap: float = 0.0,
-) -> Tensor:
-    """Implements `fastformer::decode_attention`; returns out, and appends k and v to the cache."""
-    out = q.new_empty(q.shape)
-    batch, seqlen_q, num_heads, head_dim = q.shape
+) -> Plan:
+    """Plans `decode_attention` for calls of this geometry."""
+    batch, seqlen_q, num_heads, head_dim = shape = q.shape
     num_kv_heads = k_cache.shape[2]
-    if out.numel() == 0 and (k is None or k.numel() == 0):
-        return out
+    if q.numel() == 0 and (k is None or k.numel() == 0):
+        return lambda q, *_: q.new_empty(shape)
     seqlen_new = 0 if k is None else k.shape[1]
     cache_batch, max_seqlen = (k_cache if slot_table is None else slot_table).shape[:2]
     # Without new tokens, the caches are placeholders for them, which are not read.
-    q, k, v = (
-        x if x.stride(-1) == 1 else x.contiguous()
-        for x in (q, k_cache if k is None else k, v_cache if v is None else v)
-    )
+    q, k, v = _in_rows(q, k_cache if k is None else k, v_cache if v is None else v)
     if window_left is not None:
         # A window that reaches from the last key to the first hides nothing.
         window_left = None if window_left >= max_seqlen - 1 else max(window_left, -FAR)
@@ -493,24 +492,19 @@ def decode_attention(
     tiles = cdiv(batch, rows) if rows > 1 else batch * max(1, cdiv(rows_of_one, block_m))
     wanted = programs_at_once(q, block_m)
     num_splits = splits_of(tiles * num_kv_heads, cdiv(max_seqlen, config.block_n), wanted)
-    partial = stats = None
-    if num_splits > 1:
-        partial = out.new_empty((batch, seqlen_q, num_heads, num_splits, head_dim), dtype=torch.float32)
-        stats = out.new_empty((batch, seqlen_q, num_heads, num_splits, 2), dtype=torch.float32)
-    rotary, half, table_unit = None, 0, 1
+    half, table_unit = 0, 1
+    table_numbers: tuple[int, ...] = ()
     if turns and cos is not None and sin is not None:
-        cos, sin = (t if t.stride(1) == 1 else t.contiguous() for t in (cos, sin))
+        cos, sin = _in_rows(cos, sin)
         half, table_unit = cos.shape[1], stride_unit(cos, sin)
-        rotary = cos, sin, cos.shape[0], cos.stride(0) // table_unit, sin.stride(0) // table_unit
+        table_numbers = cos.shape[0], cos.stride(0) // table_unit, sin.stride(0) // table_unit
     unit = stride_unit(q, k_cache, v_cache, k, v)
     aligned = unit == 8 and all(x.data_ptr() % 16 == 0 for x in (k_cache, v_cache, k, v))
     block_d = max(16, next_power_of_2(head_dim))
     block_new = 0
     if seqlen_new:
         block_new = SMALLEST_TILE if half else min(SMALLEST_TILE, next_power_of_2(seqlen_new))
-    launch(
-        _decode_attention_kernel, (tiles * num_splits * num_kv_heads,),
-        q, k_cache, v_cache, k, v, out, partial, stats, cache_seqlens, cache_batch_idx, slot_table,
+    numbers = (
         (
             batch, seqlen_q, num_heads // num_kv_heads, num_kv_heads, cache_batch, max_seqlen,
             k_cache.shape[0] * k_cache.shape[1], seqlen_new, num_splits,
@@ -522,20 +516,51 @@ def decode_attention(
             0 if cache_batch_idx is None else cache_batch_idx.stride(0),
             *((0, 0) if slot_table is None else slot_table.stride()),
         ),
-        rotary,
+    )  # fmt: skip
+    walk = Launch(
+        _decode_attention_kernel, (tiles * num_splits * num_kv_heads,),
         IS_CAUSAL=is_causal and seqlen_q > 1, ROWS=rows, HEAD_DIM=head_dim, HALF=half, INTERLEAVED=interleaved,
         UNIT=unit, TABLE_UNIT=table_unit, ALIGNED=aligned, BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_D=block_d,
         BLOCK_NEW=block_new, PRECISION=dot_precision(q), num_warps=config.num_warps, num_stages=config.num_stages,
         maxnreg=most_registers(q, block_m, block_d, turns, bool(softcap)),
     )  # fmt: skip
-    if num_splits > 1:
-        splits = next_power_of_2(num_splits)
-        launch(
-            _merge_kernel, (batch * seqlen_q * num_heads,),
-            partial, stats, out, num_splits, HEAD_DIM=head_dim, SPLITS=splits, BLOCK_S=min(16, splits), BLOCK_D=block_d,
-            num_warps=4 if block_d > 64 else 2,
-        )  # fmt: skip
+    splits = next_power_of_2(num_splits)
+    merge = Launch(
+        _merge_kernel, (batch * seqlen_q * num_heads,),
+        HEAD_DIM=head_dim, SPLITS=splits, BLOCK_S=min(16, splits), BLOCK_D=block_d, num_warps=4 if block_d > 64 else 2,
+    )  # fmt: skip
+
+    def run(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, k: Tensor | None, v: Tensor | None,
+        cache_batch_idx: Tensor | None, slot_table: Tensor | None, _scale: float, _causal: bool, _left: int | None,
+        cos: Any, sin: Any, *_: object,
+    ) -> Tensor:  # fmt: skip
+        out = q.new_empty(shape)
+        q, k, v = _in_rows(q, k_cache if k is None else k, v_cache if v is None else v)
+        partial = stats = None
+        if num_splits > 1:
+            partial = q.new_empty((*shape[:3], num_splits, head_dim), dtype=torch.float32)
+            stats = q.new_empty((*shape[:3], num_splits, 2), dtype=torch.float32)
+        rotary = (*_in_rows(cos, sin), *table_numbers) if half else None
+        walk(
+            q, k_cache, v_cache, k, v, out, partial, stats, cache_seqlens, cache_batch_idx, slot_table, *numbers, rotary
+        )
+        if num_splits > 1:
+            merge(partial, stats, out, num_splits)
+        return out
+
+    return run
+
+
+def decode_attention(*args: Any) -> Tensor:
+    """Implements `fastformer::decode_attention`; returns out, and appends k and v to the cache."""
+    out: Tensor = plan_decode_attention(*args)(*args)
     return out
+
+
+def _in_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Returns tensors whose last dimension is contiguous."""
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
 def strides_of(x: Tensor, unit: int) -> tuple[int, int, int]:

@@ -14,7 +14,14 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fastformer.kernels import _plans  # noqa: E402
-from fastformer.ops import add_layer_norm, attention, record_backends, use_backend, varlen_attention  # noqa: E402
+from fastformer.ops import (  # noqa: E402
+    add_layer_norm,
+    attention,
+    decode_attention,
+    record_backends,
+    use_backend,
+    varlen_attention,
+)
 from tests.conftest import leave_out_extension  # noqa: E402
 
 Call = tuple[Callable[..., Any], dict[str, Any]]
@@ -100,7 +107,50 @@ def norm_calls(device: str) -> Iterator[Call]:
         yield add_layer_norm, whole | change
 
 
-CALLS = {"attention": attention_calls, "varlen_attention": varlen_calls, "add_layer_norm": norm_calls}
+def decode_step(**arguments: Any) -> tuple[Tensor, ...]:
+    """Returns what the op computes, and what it leaves in the caches."""
+    out = decode_attention(**arguments)
+    return out, arguments["k_cache"].clone(), arguments["v_cache"].clone()
+
+
+def decode_calls(device: str) -> Iterator[Call]:
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device)
+
+    def whole(*numbers: int) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+    step = {"q": drawn(2, 1, 4, 16), "k": drawn(2, 1, 2, 16), "v": drawn(2, 1, 2, 16)}
+    caches = {"k_cache": drawn(2, 40, 2, 16), "v_cache": drawn(2, 40, 2, 16), "cache_seqlens": whole(3, 38)}
+    tables = {"cos": drawn(40, 4), "sin": drawn(40, 4)}
+    for change in (
+        {},
+        {"k": None, "v": None},
+        {"k": None, "v": None, "cache_batch_idx": whole(1, 1)},
+        {"k": unaligned(step["k"])},
+        {"v_cache": drawn(2, 2, 40, 16).transpose(1, 2)},
+        {"q": drawn(2, 1, 4, 32)[..., ::2]},
+        {"window_left": 5},
+        {"softmax_scale": 0.5},
+        {"softcap": 2.0},
+        {"slot_table": torch.arange(80, dtype=torch.int32, device=device).flip(0).view(2, 40)},
+        {name: drawn(2, 90, 2, 16) for name in ("k_cache", "v_cache")},
+        tables,
+        tables | {"interleaved": True},
+        {name: table[:, ::2] for name, table in tables.items()},
+        {name: drawn(2, 3, heads, 16) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
+        | {"cache_seqlens": whole(0, 9)},
+        {name: drawn(0, *x.shape[1:]) for name, x in (step | caches).items()} | {"cache_seqlens": whole()},
+    ):
+        yield decode_step, step | caches | change
+
+
+CALLS = {
+    "attention": attention_calls,
+    "varlen_attention": varlen_calls,
+    "add_layer_norm": norm_calls,
+    "decode_attention": decode_calls,
+}
 
 
 def with_other_numbers(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -119,17 +169,18 @@ def with_other_numbers(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(call: Call, backend: str) -> list[Tensor]:
-    """Returns the outputs and all gradients."""
+    """Returns the outputs and all gradients. A decode step has none."""
     function, arguments = call
     leaves = {
         name: value.detach().requires_grad_()
         for name, value in arguments.items()
-        if isinstance(value, Tensor) and value.is_floating_point()
+        if function is not decode_step and isinstance(value, Tensor) and value.is_floating_point()
     }
     with use_backend(backend), record_backends() as ran:
         outputs = function(**arguments | leaves)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        gradients = torch.autograd.grad(outputs, list(leaves.values()), [torch.ones_like(y) for y in outputs])
+        ones = [torch.ones_like(y) for y in outputs]
+        gradients = torch.autograd.grad(outputs, list(leaves.values()), ones) if leaves else ()
     assert {name for _, name in ran} == {backend}
     return [*(output.detach() for output in outputs), *gradients]
 
