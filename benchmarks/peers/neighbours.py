@@ -6,9 +6,10 @@ import functools
 from collections.abc import Iterator
 
 from benchmarks.measure.timing import Timing
-from benchmarks.peers.cases import make_job
+from benchmarks.peers.cases import jobs
 from benchmarks.peers.compare import PAUSE, beside, busy_neighbours, num_tokens, take_turns
-from benchmarks.peers.side_by_side import Row, close, start
+from benchmarks.peers.job import Job
+from benchmarks.peers.side_by_side import Row, started, without_time
 from benchmarks.peers.suite import Plan
 from benchmarks.peers.worker import Worker
 
@@ -21,37 +22,33 @@ def measure(plan: Plan, rounds: int, neighbours: int) -> Iterator[Row]:
     Raises:
         Failed: fastformer raised an error.
     """
-    workers, missing = start([place for place in plan.places(plan.precisions) if place.peer == "fastformer"])
+    places = [place for place in plan.places(plan.precisions) if place.peer == "fastformer"]
     shared = {"suite": "decoding", "op": "peers_neighbours", "model": plan.case["name"], "provider": "fastformer"}
-    try:
-        for num_beams in plan.beams:
-            for batch in plan.batches:
-                job = make_job(plan.case, batch, num_beams)
-                shared["shape"] = {"batch": batch, "num_beams": num_beams}
-                yield from ({**shared, "precision": t.precision, "missing": why} for t, why in missing.items())
-                tokens = {key: worker.turn(job).tokens for key, worker in workers.items()}
+    with started(places) as (workers, missing):
+        for shape, job in jobs(plan.case, plan.batches, plan.beams):
+            yield from (shared | {"shape": shape} | row for row in without_time(missing, "precision"))
+            tokens = {key: worker.turn(job).tokens for key, worker in workers.items()}
 
-                def turn(worker: Worker, count: int, job: object = job) -> float:
-                    taken: list[float] = []
-                    with busy_neighbours(count):
-                        while sum(taken) < _BUSY_SECONDS:
-                            taken.append(worker.turn(job).seconds)  # type: ignore[arg-type]
-                    return sum(taken) / len(taken)
+            def turn(worker: Worker, count: int, job: Job = job) -> float:
+                taken: list[float] = []
+                with busy_neighbours(count):
+                    while sum(taken) < _BUSY_SECONDS:
+                        taken.append(worker.turn(job).seconds)
+                return sum(taken) / len(taken)
 
-                turns = {
-                    (key, count): functools.partial(turn, worker, count)
-                    for key, worker in workers.items()
-                    for count in (0, neighbours)
+            turns = {
+                (key, count): functools.partial(turn, worker, count)
+                for key, worker in workers.items()
+                for count in (0, neighbours)
+            }
+            measured = take_turns(turns, rounds, PAUSE)
+            for key in workers:
+                thing, threads = key
+                quiet, busy = (Timing.of(measured[key, count]) for count in (0, neighbours))
+                yield shared | {
+                    "shape": shape,
+                    "precision": thing.precision,
+                    "threads": threads,
+                    "tokens_s": num_tokens(job, tokens[key]) / busy.p50,
+                    **beside(quiet, busy, threads, neighbours),
                 }
-                measured = take_turns(turns, rounds, PAUSE)
-                for key in workers:
-                    thing, threads = key
-                    quiet, busy = (Timing.of(measured[key, count]) for count in (0, neighbours))
-                    yield shared | {
-                        "precision": thing.precision,
-                        "threads": threads,
-                        "tokens_s": num_tokens(job, tokens[key]) / busy.p50,
-                        **beside(quiet, busy, threads, neighbours),
-                    }
-    finally:
-        close(workers)

@@ -6,6 +6,7 @@ Otherwise the difference is reported, and the peer is not timed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
 import tempfile
@@ -44,8 +45,9 @@ OURS = ("fastformer", "as it is", "accelerated", "read")  # errors of these are 
 _TOLERANCES = {"fp32": 2e-3, "bf16": 0.1, "int8": 0.5}
 
 
-def start(places: Sequence[Place]) -> tuple[Workers, dict[Thing, str]]:
-    """Starts the workers of the peers; returns those that can run, and the reasons of the others."""
+@contextlib.contextmanager
+def started(places: Sequence[Place]) -> Iterator[tuple[Workers, dict[Thing, str]]]:
+    """Starts the workers of the peers, which end with the block; yields those that can run, and why others can't."""
     workers: Workers = {}
     missing: dict[Thing, str] = {}
     try:
@@ -63,16 +65,16 @@ def start(places: Sequence[Place]) -> tuple[Workers, dict[Thing, str]]:
             if why is not None:
                 workers.pop((thing, place.threads)).close()
                 missing[thing] = why
-    except BaseException:
-        close(workers)
-        raise
-    return workers, missing
+        yield workers, missing
+    finally:
+        for worker in workers.values():
+            worker.close()
 
 
-def close(workers: Workers) -> None:
-    """Ends all workers."""
-    for worker in workers.values():
-        worker.close()
+def without_time(reasons: Mapping[Thing, str], precision: str, reason: str = "missing") -> Iterator[Row]:
+    """Yields rows of programs that are not timed, with the names of the fields of their precision and of the reason."""
+    for thing, why in reasons.items():
+        yield {"provider": thing.peer, precision: thing.precision, reason: why}
 
 
 @dataclass
@@ -148,12 +150,13 @@ def models(workers: Workers, rounds: int, order: str | None = None) -> Iterator[
     base = next(thing for thing, _ in workers if thing.peer == "as it is")
     first = _first_turns(workers, Step(order=order))
     errors = {thing: found.error(first.found[base]) for thing, found in first.found.items()}
-    wrong = [thing for thing, error in errors.items() if not error <= _TOLERANCES[thing.precision]]
-    for thing, why in first.refused.items():
-        yield {"provider": thing.peer, "dtype": thing.precision, "missing": why}
-    for thing in wrong:
-        how = f"its results are off by {errors[thing]:.2g} of their size"
-        yield {"provider": thing.peer, "dtype": thing.precision, "wrong": how}
+    wrong = {
+        thing: f"its results are off by {error:.2g} of their size"
+        for thing, error in errors.items()
+        if not error <= _TOLERANCES[thing.precision]
+    }
+    yield from without_time(first.refused, "dtype")
+    yield from without_time(wrong, "dtype", "wrong")
     measured = _timed(workers, Step(order=order), first, wrong, {}, rounds)
     best = better_threads(measured)
     for thing, found in sorted(best.items(), key=lambda item: item[0].precision == "int8"):
@@ -185,16 +188,13 @@ def decoders(workers: Workers, job: Job, rounds: int, weights: Mapping[str, int]
     total = sum(map(len, job.batches))
     # If outputs end by themselves, the beam searches of other programs differ from fastformer's.
     is_comparable = job.num_beams == 1 or job.new_tokens is not None
-    wrong = [
-        thing
+    wrong = {
+        thing: f"{count} of {total} outputs are ours"
         for thing, count in same.items()
         if thing.precision == "fp32" and is_comparable and count is not None and is_wrong(count, total)
-    ]
-    for thing, why in first.refused.items():
-        yield {"provider": thing.peer, "precision": thing.precision, "missing": why}
-    for thing in wrong:
-        how = f"{same[thing]} of {total} outputs are ours"
-        yield {"provider": thing.peer, "precision": thing.precision, "wrong": how}
+    }
+    yield from without_time(first.refused, "precision")
+    yield from without_time(wrong, "precision", "wrong")
 
     def read(worker: Worker, count: int) -> float:
         return count / worker.turn(Job([[[count]]], 1, 1)).seconds

@@ -5,7 +5,7 @@ for row in run("decoding", quick=True): ...
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +13,9 @@ import torch
 
 from benchmarks.peers import models, side_by_side
 from benchmarks.peers.cases import jobs, make_model
-from benchmarks.peers.compare import Thing
 from benchmarks.peers.job import PRECISIONS, USUAL
 from benchmarks.peers.reading import bytes_per_step
-from benchmarks.peers.side_by_side import Row
+from benchmarks.peers.side_by_side import Row, started, without_time
 from benchmarks.peers.worker import Place, peers
 
 SUITES = ("decoding", "model")
@@ -72,12 +71,8 @@ def plans(suite: str, *, quick: bool) -> list[Plan]:
     if suite == "model":
         # No user would run these batches with only one thread.
         if quick:
-            small = (
-                "accelerated",
-                "accelerated, fused loss",
-                "onnxruntime",
-                "openvino",
-            )  # compiling would take longer than all the rest
+            # Compiling would take longer than all the rest.
+            small = ("accelerated", "accelerated, fused loss", "onnxruntime", "openvino")
             return [Plan(case, ("fp32",), (cores,), only=small) for case in models.QUICK]
         return [Plan(case, ("fp32",) if case["mode"] == "training" else USUAL, (cores,)) for case in models.CASES]
     raise ValueError(f"expected a suite that has peers, one of {', '.join(SUITES)}, got {suite!r}")
@@ -93,8 +88,7 @@ def run(suite: str, *, quick: bool = False, rounds: int | None = None) -> Iterat
 
     Yields:
         Rows of `record.FIELDS` without the environment. A row with "missing" says why a peer has no times. A row with
-        "wrong"
-        must not be stored: the peer's result differed, and it was not timed.
+        "wrong" must not be stored: the peer's result differed, and it was not timed.
 
     Raises:
         ValueError: the suite has no peers.
@@ -126,15 +120,12 @@ def _models(plan: Plan, rounds: int) -> Iterator[Row]:
         ]
         if not asked:
             continue
-        workers, missing = side_by_side.start(places)
-        try:
+        with started(places) as (workers, missing):
             for case in cases:
-                yield from (shared(case) | row for row in _absent(missing, "dtype"))
+                yield from (shared(case) | row for row in without_time(missing, "dtype"))
                 if workers:
                     found = side_by_side.models(workers, rounds, case.get("order"))
                     yield from (shared(case) | row for row in found)
-        finally:
-            side_by_side.close(workers)
 
 
 def _decoders(plan: Plan, rounds: int) -> Iterator[Row]:
@@ -142,15 +133,7 @@ def _decoders(plan: Plan, rounds: int) -> Iterator[Row]:
     model = make_model(plan.case)
     weights = {precision: bytes_per_step(model, precision) for precision in plan.precisions}
     del model
-    workers, missing = side_by_side.start(plan.places(plan.precisions))
-    try:
+    with started(plan.places(plan.precisions)) as (workers, missing):
         for shape, job in jobs(plan.case, plan.batches, plan.beams):
-            yield from (shared | {"shape": shape} | row for row in _absent(missing, "precision"))
+            yield from (shared | {"shape": shape} | row for row in without_time(missing, "precision"))
             yield from (shared | {"shape": shape} | row for row in side_by_side.decoders(workers, job, rounds, weights))
-    finally:
-        side_by_side.close(workers)
-
-
-def _absent(missing: Mapping[Thing, str], key: str) -> Iterator[Row]:
-    for thing, why in missing.items():
-        yield {"provider": thing.peer, key: thing.precision, "missing": why}
