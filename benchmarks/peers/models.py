@@ -117,17 +117,12 @@ def bounds(seqlen: str) -> tuple[int, int]:
     return int(low), int(high or low)
 
 
-def lengths_of(batch: int, low: int, high: int) -> Tensor:
-    """Returns lengths from low to high, the same in each call; the first is high."""
-    lengths = torch.randint(low, high + 1, (batch,), generator=torch.Generator().manual_seed(1))
-    lengths[0] = high
-    return lengths
-
-
 def kept(case: dict[str, Any]) -> Tensor:
-    """Returns a mask (batch, seqlen) for a case, True at real tokens."""
+    """Returns a mask (batch, seqlen) for a case, True at real tokens, the same in each call; the first row is full."""
     low, high = bounds(case["seqlen"])
-    return torch.arange(high) < lengths_of(case["batch"], low, high)[:, None]
+    lengths = torch.randint(low, high + 1, (case["batch"],), generator=torch.Generator().manual_seed(1))
+    lengths[0] = high
+    return torch.arange(high) < lengths[:, None]
 
 
 def padding(case: dict[str, Any]) -> float:
@@ -138,8 +133,10 @@ def padding(case: dict[str, Any]) -> float:
     return 1 - sum(float(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks)
 
 
-def _ids(keep: Tensor, vocab_size: int) -> Tensor:
-    return torch.randint(5, vocab_size, keep.shape, generator=torch.Generator().manual_seed(2))
+def _batch(case: dict[str, Any], vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns `kept` of a case, ids (batch, seqlen), and the mask for transformers."""
+    keep = kept(case)
+    return keep, torch.randint(5, vocab_size, keep.shape, generator=torch.Generator().manual_seed(2)), keep.long()
 
 
 def _encoder(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Work:
@@ -186,10 +183,8 @@ def _in_order(sentences: list[list[int]], order: str, size: int) -> list[Batch]:
 
 def _embedder(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Work:
     """Makes a BERT that computes the mean of the states of each sentence's tokens."""
-    library = transformers()
-    config = library.BertConfig(attn_implementation="sdpa", **sizes)
-    model = library.BertModel(config, add_pooling_layer=False).to(dtype).eval()
-    sentences = _sentences(case, config.vocab_size)
+    model = _bert_model(dtype, sizes)
+    sentences = _sentences(case, model.config.vocab_size)
     orders = {order: _in_order(sentences, order, case["batch"]) for order in ORDERS}
 
     def call(m: Any) -> Tensor:
@@ -201,14 +196,15 @@ def _embedder(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **size
 
 
 def _bert(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Work:
+    model = _bert_model(dtype, sizes)
+    keep, ids, mask = _batch(case, model.config.vocab_size)
+    return Work(model, lambda m: m(ids, attention_mask=mask).last_hidden_state, keep, (ids, mask), False)
+
+
+def _bert_model(dtype: torch.dtype, sizes: dict[str, int]) -> Any:
     library = transformers()
-    config = library.BertConfig(
-        attn_implementation="sdpa", hidden_dropout_prob=dropout_p, attention_probs_dropout_prob=dropout_p, **sizes
-    )
-    model = library.BertModel(config, add_pooling_layer=False).to(dtype)
-    keep = kept(case)
-    ids, mask = _ids(keep, config.vocab_size), keep.long()
-    return Work(model.eval(), lambda m: m(ids, attention_mask=mask).last_hidden_state, keep, (ids, mask), False)
+    config = library.BertConfig(attn_implementation="sdpa", **sizes)
+    return library.BertModel(config, add_pooling_layer=False).to(dtype).eval()
 
 
 def _gpt2(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Work:
@@ -218,8 +214,7 @@ def _gpt2(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: i
         **sizes,
     )  # fmt: skip
     model = library.GPT2LMHeadModel(config).to(dtype)
-    keep = kept(case)
-    ids, mask = _ids(keep, config.vocab_size), keep.long()
+    keep, ids, mask = _batch(case, config.vocab_size)
     labels = ids.masked_fill(~keep, -100)
     return Work(model.train(), lambda m: m(ids, attention_mask=mask, labels=labels).loss, keep, (), True)
 
@@ -234,15 +229,10 @@ def _marian(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes:
         attn_implementation="sdpa",
     )  # fmt: skip
     model = library.MarianMTModel(config).to(dtype)
-    keep = kept(case)
-    ids, mask = _ids(keep, 32000).masked_fill(~keep, 1), keep.long()
+    keep, ids, mask = _batch(case, config.vocab_size)
+    inputs = {"input_ids": ids.masked_fill(~keep, 1), "attention_mask": mask, "decoder_attention_mask": mask}
     labels = ids.masked_fill(~keep, -100)
-
-    def call(m: Any) -> Tensor:
-        loss: Tensor = m(ids, attention_mask=mask, decoder_attention_mask=mask, labels=labels).loss
-        return loss
-
-    return Work(model.train(), call, keep, (), True)
+    return Work(model.train(), lambda m: m(**inputs, labels=labels).loss, keep, (), True)
 
 
 _MINILM = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
@@ -290,7 +280,7 @@ QUICK: list[dict[str, Any]] = [
 
 def is_exported(case: dict[str, Any]) -> bool:
     """Returns whether a case is for runtimes that export a model: forward passes of transformers' models."""
-    return case["mode"] != "training" and _MODELS[case["name"]][0] in (_bert, _embedder)
+    return _MODELS[case["name"]][0] in (_bert, _embedder)
 
 
 def is_embedding(case: dict[str, Any]) -> bool:
@@ -305,7 +295,7 @@ def in_orders(case: dict[str, Any]) -> list[dict[str, Any]]:
 
 def has_vocabulary(case: dict[str, Any]) -> bool:
     """Returns whether a case trains a language model, whose loss may be fused with the logits."""
-    return case["mode"] == "training" and _MODELS[case["name"]][0] in (_gpt2, _marian)
+    return _MODELS[case["name"]][0] in (_gpt2, _marian)
 
 
 def shape_of(case: dict[str, Any]) -> dict[str, Any]:
