@@ -128,6 +128,30 @@ def stubbed() -> Iterator[None]:
     _plans.forget()
 
 
+def _calls(
+    op: str, forward: Callable[[], object], backward: Callable[[], object], launchers: Any, *given: tuple[Any, ...]
+) -> dict[str, Callable[[], object]]:
+    """Makes the calls of an op, and of its launchers' module with the arguments of forward and backward."""
+
+    def without() -> object:
+        with torch.no_grad():
+            return forward()
+
+    found = {f"{op} fwd": forward, f"{op} bwd": backward, f"{op} fwd no_grad": without}
+    for way, arguments in zip(("fwd", "bwd"), given, strict=True):
+        found |= _launched(f"{op} {way}", launchers, f"{op}_{way}", arguments)
+    return found
+
+
+def _launched(name: str, launchers: Any, launcher: str, arguments: tuple[Any, ...]) -> dict[str, Callable[[], object]]:
+    """Makes the calls of a launcher and of its plan."""
+    plan = getattr(launchers, f"plan_{launcher}")(*arguments)
+    return {
+        f"{name} launcher": functools.partial(getattr(launchers, launcher), *arguments),
+        f"{name} plan": functools.partial(plan, *arguments),
+    }
+
+
 def _attention() -> dict[str, Callable[[], object]]:
     """Makes calls of causal self-attention, whose heads are split from one projection.
 
@@ -137,32 +161,11 @@ def _attention() -> dict[str, Callable[[], object]]:
     q, k, v = (x.detach().requires_grad_() for x in qkv.unbind(2))
     dout = torch.randn(1, 192, 2, 64, dtype=torch.bfloat16)
     out = attention_op(q, k, v, is_causal=True)
-    launchers: Any = attention
     saved = [x.detach() for x in (q, k, v, out)]
-    lse = torch.randn(1, 2, 192)
-
-    def without() -> Tensor:
-        with torch.no_grad():
-            return attention_op(q, k, v, is_causal=True)
-
     options = (None, 64**-0.5, None, 0, 0.0, None)
     arguments = (*saved[:3], None, *options)
-    gradients = (dout, *saved, lse, None, *options, False)
-    return {
-        **_attention_hopper_plans(arguments, gradients),
-        "attention fwd": lambda: attention_op(q, k, v, is_causal=True),
-        "attention bwd": lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
-        "attention fwd no_grad": without,
-        "attention fwd launcher": lambda: launchers.attention_fwd(*arguments),
-        "attention bwd launcher": lambda: launchers.attention_bwd(*gradients),
-        "attention fwd plan": functools.partial(launchers.plan_attention_fwd(*arguments), *arguments),
-        "attention bwd plan": functools.partial(launchers.plan_attention_bwd(*gradients), *gradients),
-    }
-
-
-def _attention_hopper_plans(arguments: tuple[Any, ...], gradients: tuple[Any, ...]) -> dict[str, Callable[[], object]]:
-    """Makes the same calls with the kernels for sm_90."""
-    with (
+    gradients = (dout, *saved, torch.randn(1, 2, 192), None, *options, False)
+    with (  # the same with the kernels for sm_90
         mock.patch.object(_attention_hopper, "FORWARD", (64, 128)),
         mock.patch.object(_attention_hopper, "BACKWARD", (64, 128)),
     ):
@@ -170,6 +173,14 @@ def _attention_hopper_plans(arguments: tuple[Any, ...], gradients: tuple[Any, ..
     return {
         "attention hopper fwd plan": functools.partial(fwd, *arguments),
         "attention hopper bwd plan": functools.partial(bwd, *gradients),
+        **_calls(
+            "attention",
+            lambda: attention_op(q, k, v, is_causal=True),
+            lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
+            attention,
+            arguments,
+            gradients,
+        ),
     }
 
 
@@ -181,24 +192,15 @@ def _add_layer_norm() -> dict[str, Callable[[], object]]:
     inputs = (x, residual, weight, bias)
     outputs = add_layer_norm_op(*inputs)
     stream, statistic = outputs[1].detach(), torch.randn(192)
-    launchers: Any = add_layer_norm
     saved = [t.detach() for t in inputs]
-    arguments = (*saved, 1e-5, 0.0, None, False)
-    gradients = (dy, dresidual, stream, saved[2], statistic, statistic, 0.0, None, False, True, torch.bfloat16)
-
-    def without() -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            return add_layer_norm_op(*inputs)
-
-    return {
-        "add_layer_norm fwd": lambda: add_layer_norm_op(*inputs),
-        "add_layer_norm bwd": lambda: torch.autograd.grad(outputs, inputs, (dy, dresidual), retain_graph=True),
-        "add_layer_norm fwd no_grad": without,
-        "add_layer_norm fwd launcher": lambda: launchers.add_layer_norm_fwd(*arguments),
-        "add_layer_norm bwd launcher": lambda: launchers.add_layer_norm_bwd(*gradients),
-        "add_layer_norm fwd plan": functools.partial(launchers.plan_add_layer_norm_fwd(*arguments), *arguments),
-        "add_layer_norm bwd plan": functools.partial(launchers.plan_add_layer_norm_bwd(*gradients), *gradients),
-    }
+    return _calls(
+        "add_layer_norm",
+        lambda: add_layer_norm_op(*inputs),
+        lambda: torch.autograd.grad(outputs, inputs, (dy, dresidual), retain_graph=True),
+        add_layer_norm,
+        (*saved, 1e-5, 0.0, None, False),
+        (dy, dresidual, stream, saved[2], statistic, statistic, 0.0, None, False, True, torch.bfloat16),
+    )
 
 
 def _decode_attention() -> dict[str, Callable[[], object]]:
@@ -207,7 +209,6 @@ def _decode_attention() -> dict[str, Callable[[], object]]:
     k_cache, v_cache = torch.randn(2, 64, 16, 2, 64, dtype=torch.bfloat16)
     cos, sin = torch.randn(2, 256, 32)
     lengths, table = torch.full((4,), 100, dtype=torch.int32), torch.zeros(4, 256, dtype=torch.int32)
-    launchers: Any = decode_attention
     arguments = (q, k_cache, v_cache, lengths, k, v, None, table, 0.125, True, None, cos, sin, False, 0.0)
 
     def step() -> Tensor:
@@ -216,11 +217,8 @@ def _decode_attention() -> dict[str, Callable[[], object]]:
                 q, k_cache, v_cache, lengths, k=k, v=v, slot_table=table, softmax_scale=0.125, cos=cos, sin=sin
             )
 
-    return {
-        "decode_attention no_grad": step,
-        "decode_attention launcher": lambda: launchers.decode_attention(*arguments),
-        "decode_attention plan": functools.partial(launchers.plan_decode_attention(*arguments), *arguments),
-    }
+    launched = _launched("decode_attention", decode_attention, "decode_attention", arguments)
+    return {"decode_attention no_grad": step, **launched}
 
 
 def _runs(cases: dict[str, Callable[[], object]]) -> dict[str, Callable[[], object]]:
