@@ -20,42 +20,24 @@ _NEW_GPT = 128
 _NEW_LLAMA = 32
 # The prompts that are decoded together, and the tokens of each.
 _LLAMA_PROMPTS = ((1, 32), (1, 512), (16, 32))
-_LLAMA = {
-    "dropout": 0.0,
-    "attention_dropout": 0.0,
-    "norm": "rms",
-    "activation": "swiglu",
-    "positions": "rotary",
-    "bias": False,
-    "num_kv_heads": 4,
-}
+
+
+def _llama(vocab_size: int = 32000, **sizes: int) -> dict[str, Any]:
+    """Returns the settings of Llama's form."""
+    form = {"norm": "rms", "activation": "swiglu", "positions": "rotary", "bias": False, "num_kv_heads": 4}
+    return {"vocab_size": vocab_size, "dropout": 0.0, "attention_dropout": 0.0, **form, **sizes}
+
 
 _MODELS: dict[str, tuple[type[Transformer] | type[GPT], str, dict[str, Any]]] = {
     "base": (Transformer, "base", {"vocab_size": 32000}),
     "base-paper": (Transformer, "base-paper", {"vocab_size": 32000}),
     "tiny": (Transformer, "tiny", {"vocab_size": 500}),
     "gpt2": (GPT, "gpt2", {"vocab_size": 50257}),
-    # Llama's form, 168 M parameters.
-    "llama": (
-        GPT,
-        "small",
-        {
-            "vocab_size": 32000,
-            "d_model": 1024,
-            "num_heads": 16,
-            "num_layers": 12,
-            "d_ff": 2816,
-            "max_len": 1024,
-            **_LLAMA,
-        },
-    ),
-    # The same form with 41 M parameters, for servers that answer many.
-    "llama-small": (
-        GPT,
-        "small",
-        {"vocab_size": 32000, "d_model": 512, "num_heads": 8, "num_layers": 8, "d_ff": 1408, "max_len": 512, **_LLAMA},
-    ),
-    "llama-tiny": (GPT, "tiny", {"vocab_size": 500, "num_heads": 8, "d_ff": 96, "num_layers": 2, **_LLAMA}),
+    # 168 M parameters.
+    "llama": (GPT, "small", _llama(d_model=1024, num_heads=16, num_layers=12, d_ff=2816, max_len=1024)),
+    # 41 M parameters, for servers that answer many.
+    "llama-small": (GPT, "small", _llama(d_model=512, num_heads=8, num_layers=8, d_ff=1408, max_len=512)),
+    "llama-tiny": (GPT, "tiny", _llama(500, num_heads=8, d_ff=96, num_layers=2)),
     "gpt-tiny": (GPT, "tiny", {"vocab_size": 500, "activation": "gelu_tanh"}),
 }
 CASES = (*_MODELS, "run")

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from benchmarks.measure.timing import Timing
@@ -33,8 +32,7 @@ class Thing(NamedTuple):
         return f"{self.peer} {self.precision}"
 
 
-@dataclass(frozen=True)
-class Best:
+class Best(NamedTuple):
     """A program's result with its better number of threads."""
 
     threads: int
@@ -104,16 +102,6 @@ def num_tokens(job: Job, tokens: Tokens | None) -> int:
         return sum(map(len, tokens))
     assert job.new_tokens is not None  # a peer that returns no tokens only does jobs of a fixed length
     return job.new_tokens * sum(map(len, job.batches))
-
-
-def agreeing(ours: Tokens, theirs: Tokens) -> int:
-    """Returns the number of equal outputs."""
-    return sum(a == b for a, b in zip(ours, theirs, strict=True))
-
-
-def is_wrong(same: int, total: int) -> bool:
-    """Returns whether too few outputs agree for equal weights; in fp32, near-ties always change some outputs."""
-    return 4 * same < 3 * total
 
 
 def fair_share(threads: int, neighbours: int, cores: int) -> float:

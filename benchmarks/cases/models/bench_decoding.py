@@ -11,6 +11,7 @@ Rounded weights give other tokens at near-ties, of which random weights have man
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -67,11 +68,20 @@ STAGES = {
 }
 ONLY_ON = {**dict.fromkeys(("cpp", *ROUNDED), "cpu"), "graph": "cuda"}
 
+COMMON: dict[str, Any] = {
+    "suite": "decoding",
+    "compares_stages": True,
+    "make_inputs": make_inputs,
+    "modes": ("fwd",),
+    "dtypes": ("float32",),
+    "tokens": lambda shape: shape["batch"] * shape["new_tokens"],
+    "only_on": ONLY_ON,
+    "agreement": dict.fromkeys(ROUNDED, 0.5),
+}
+
 BENCHMARKS = [
     Benchmark(
         name="decoding",
-        suite="decoding",
-        compares_stages=True,
         shapes={
             device: [
                 {"preset": preset, "batch": batch, "source": 24, "new_tokens": 24, "num_beams": beams}
@@ -82,32 +92,20 @@ BENCHMARKS = [
                 "cuda": (("base", 64, 1), ("base", 64, 4)),
             }.items()
         },
-        make_inputs=make_inputs,
         providers=STAGES,
         baseline="recompute",
-        modes=("fwd",),
-        dtypes=("float32",),
-        tokens=lambda shape: shape["batch"] * shape["new_tokens"],
-        only_on=ONLY_ON,
-        agreement=dict.fromkeys(ROUNDED, 0.5),
+        **COMMON,
     ),
     # Without the engines that recompute, which take minutes here. The tokens of kv_cache are checked above.
     Benchmark(
         name="decoding_batches",
-        suite="decoding",
-        compares_stages=True,
         shapes={
             "cpu": [{**GREEDY, "batch": n, "threads": t} for n in (1, 4, 16, 64) for t in (1, 2)],
             "cuda": [{**GREEDY, "new_tokens": 64, "batch": n} for n in (1, 4, 16, 64)],
         },
-        make_inputs=make_inputs,
         providers={name: call for name, call in STAGES.items() if name == "kv_cache" or name in ONLY_ON},
         baseline="kv_cache",
-        modes=("fwd",),
-        dtypes=("float32",),
         quick=2,
-        tokens=lambda shape: shape["batch"] * shape["new_tokens"],
-        only_on=ONLY_ON,
-        agreement=dict.fromkeys(ROUNDED, 0.5),
+        **COMMON,
     ),
 ]

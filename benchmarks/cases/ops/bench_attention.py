@@ -100,7 +100,6 @@ def make_masked_inputs(shape: Shape, device: str) -> Inputs:
     """Makes q, k, v (batch, seqlen, heads, head_dim) and a mask: of the keys, or added to the scores of each head."""
     seqlen = shape["seqlen"]
     inputs = make_inputs(shape, device)
-    del inputs["seed"]
     if shape["mask"] == "bool_keys":  # (batch, 1, 1, seqlen), True: attend
         inputs["mask"] = key_mask(shape, device)
     else:
@@ -229,7 +228,7 @@ SDPA = {
     "sdpa cudnn": sdpa("CUDNN_ATTENTION"),
     "sdpa efficient": sdpa("EFFICIENT_ATTENTION"),
 }
-CUDA_ONLY = (*SDPA, "flex", "torch varlen")
+ONLY_ON = dict.fromkeys((*SDPA, "flex", "torch varlen"), "cuda")
 
 BENCHMARKS = [
     Benchmark(
@@ -252,7 +251,7 @@ BENCHMARKS = [
         quick=2,
         flops=flops,
         moved=moved,
-        only_on=dict.fromkeys(CUDA_ONLY, "cuda"),
+        only_on=ONLY_ON,
         checked=checked,
         **beside_eager(ours, eager, sdpa=sdpa(), **SDPA, flex=flex, **{"torch varlen": varlen})
         | {"compiled": ("torch.compile", "flex")},
@@ -270,7 +269,7 @@ BENCHMARKS = [
         modes=("fwd", "bwd", "fwdbwd"),
         flops=masked_flops,
         moved=masked_moved,
-        only_on=dict.fromkeys(SDPA, "cuda"),
+        only_on=ONLY_ON,
         checked=checked,
         **beside_eager(ours_masked, eager, sdpa=sdpa(), **SDPA),
     ),
@@ -287,7 +286,7 @@ BENCHMARKS = [
         modes=("fwd", "bwd", "fwdbwd"),
         flops=packed_flops,
         moved=packed_moved,
-        only_on=dict.fromkeys((*SDPA, "torch varlen"), "cuda"),
+        only_on=ONLY_ON,
         checked=checked,
         **beside_eager(
             ours_packed,

@@ -127,7 +127,6 @@ BENCHMARKS = [
         },
         make_inputs=make_inputs,
         modes=("fwd", "replay"),
-        quick=1,
         flops=flops,
         moved=moved,
         only_on=dict.fromkeys(("sdpa flash in order", "sdpa cudnn in order"), "cuda"),
