@@ -71,7 +71,7 @@ def small_draws() -> int:
 
 def is_interpreted() -> bool:
     """Returns whether the ops are forced onto Triton without a GPU, and so run in its interpreter."""
-    return _dispatch.forced_backend() == "triton" and not torch.cuda.is_available()
+    return _dispatch.forced_backend.get() == "triton" and not torch.cuda.is_available()
 
 
 def assert_op_accurate(

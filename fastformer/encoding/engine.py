@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from fastformer.encoding import batches
 from fastformer.generation.engines.cpp import arrays_of, bias_by_distance, shared_options
-from fastformer.generation.engines.cpp_support import find_guards, forget_guards, why_not_in, why_not_now
+from fastformer.generation.engines.cpp_support import find_guards, forget_guards, why_not_in
 from fastformer.generation.engines.kv_cache import packed as packed_ids
 from fastformer.generation.model_protocols import check_precision, dtype_precision, own_precision, why_not_by_modules
 from fastformer.models import BERT
 from fastformer.models.pooling import POOLINGS, Pooling
-from fastformer.nn.model_guards import ModelGuards
+from fastformer.nn.guards import ModelGuards, why_not_now
 from fastformer.nn.prepack import packed
 from fastformer.ops import _extension
 

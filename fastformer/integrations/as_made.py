@@ -20,11 +20,8 @@ import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fastformer.generation.engines.cpp_support import why_not_now
 from fastformer.integrations.known import (
-    attends_as_known,
     code_of,
-    is_recording,
     is_unhooked_or_recorded,
     own_function,
     register,
@@ -32,8 +29,7 @@ from fastformer.integrations.known import (
     sources_of,
 )
 from fastformer.integrations.replace import has_own_class, original_class
-from fastformer.nn.guards import is_traced, is_watched, is_written_as_known, is_written_in
-from fastformer.nn.model_guards import ModelGuards
+from fastformer.nn.guards import ModelGuards, is_written_as_known, is_written_in
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _SCALARS = (bool, int, float, str, tuple, types.NoneType)
@@ -51,38 +47,15 @@ _FREE = frozenset(
 register(torch.nn.modules.sparse)  # `guards` doesn't know this module
 
 
-def why_not_at_this_moment() -> str | None:
-    """Returns why no call of any model can run on the engine at this moment; None if calls can."""
-    if is_traced():
-        return "it is being traced"
-    if (reason := why_not_now()) is not None:
-        return reason
-    if is_watched() or is_recording() or not attends_as_known():
-        return "a mode, a global hook, a recording or a replaced function would see none of the engine's work"
-    return None
-
-
-class ConfigGuards(ModelGuards):
-    """`ModelGuards` of a model of transformers that also watch the lists and dictionaries in its configs."""
-
-    def __init__(self, model: nn.Module, functions: Iterable[tuple[object, str]]) -> None:
-        super().__init__(model, functions)
-        values = [value for config in _configs(model) for value in vars(config).values()]
-        self._held = [(value, copy.deepcopy(value)) for value in values if isinstance(value, list | dict)]
-
-    def hold(self, model: nn.Module) -> bool:
-        """See `ModelGuards`."""
-        return super().hold(model) and all(value == before for value, before in self._held)
-
-
-def guards_of(model: nn.Module) -> ConfigGuards:
+def guards_of(model: nn.Module) -> ModelGuards:
     """Returns guards that hold as long as nothing that `why_not_as_made` examined has changed."""
     kinds = {type(module) for module in model.modules()}
     places: list[tuple[object, str]] = [(space, name) for space, functions in sources_of(kinds) for name in functions]
     places += [(vars(kind), name) for kind, name in _methods(kinds)]
-    for config in _configs(model):
-        places += [(vars(config), name) for name in vars(config)]
-    return ConfigGuards(model, places)
+    configs = [*map(vars, _configs(model))]
+    places += [(config, name) for config in configs for name in config]
+    values = [value for config in configs for value in config.values() if isinstance(value, list | dict)]
+    return ModelGuards(model, places, values)
 
 
 def _configs(model: nn.Module) -> list[Any]:

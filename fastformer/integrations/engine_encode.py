@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES
 from fastformer.encoding.engine import Gaps, PackedEncoder, pack_encoder, why_no_encoder
 from fastformer.encoding.source_engine import pack_source
-from fastformer.integrations.as_made import why_not_as_made, why_not_at_this_moment
+from fastformer.integrations.as_made import why_not_as_made
 from fastformer.integrations.conversion import from_huggingface
 from fastformer.integrations.engine_models import (
     NO_END,
@@ -34,7 +34,7 @@ from fastformer.integrations.engine_models import (
     model_type_of,
 )
 from fastformer.integrations.engine_sources import AROUND, is_source, tell_encoders, weights_of_decoding, whole_of
-from fastformer.integrations.known import RETURNS_TUPLES, by_name, gives_tuple
+from fastformer.integrations.known import RETURNS_TUPLES, by_name, gives_tuple, why_not_at_this_moment
 from fastformer.integrations.padding import Owner, PackingStack
 from fastformer.integrations.replace import original_class
 from fastformer.models import BERT, Transformer

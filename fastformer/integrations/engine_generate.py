@@ -28,7 +28,6 @@ from transformers import GenerationConfig, GenerationMixin
 from fastformer.generation.engines.base import Prompt
 from fastformer.generation.engines.cpp_support import PACKED_PRECISIONS
 from fastformer.generation.model_protocols import is_decoder_only
-from fastformer.integrations.as_made import why_not_at_this_moment
 from fastformer.integrations.engine_loops import Inputs, Stepper, search_whole, whole_search
 from fastformer.integrations.engine_models import (
     ENGINE_MODELS,
@@ -38,6 +37,7 @@ from fastformer.integrations.engine_models import (
     UnfitError,
     counts_words,
 )
+from fastformer.integrations.known import why_not_at_this_moment
 from fastformer.models import GPT
 
 logger = logging.getLogger("fastformer")

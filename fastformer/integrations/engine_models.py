@@ -25,8 +25,7 @@ from fastformer.integrations.as_made import PRECISIONS, guards_of, tables_of, wh
 from fastformer.integrations.conversion import convert, from_huggingface, settings_of
 from fastformer.integrations.replace import original_class
 from fastformer.models import GPT, Transformer
-from fastformer.nn.guards import Kept
-from fastformer.nn.model_guards import ModelGuards
+from fastformer.nn.guards import Kept, ModelGuards
 from fastformer.nn.prepack import packed, packed_before, repack
 
 # The max_len of a model whose positions have no limit: the engine counts tokens in 32 bits.

@@ -27,10 +27,13 @@ from fastformer.nn.guards import (
     has_plain_call,
     is_called_plainly,
     is_its_own,
+    is_traced,
     is_unhooked,
+    is_watched,
     is_written_as_known,
     is_written_in,
     watched_names,
+    why_not_now,
 )
 
 try:
@@ -119,6 +122,17 @@ def is_sdpa_known() -> bool:
 def is_recording() -> bool:
     """Returns whether transformers is recording outputs of modules, by the hooks that it put on them."""
     return output_capturing is not None and bool(output_capturing._active_collector.get())
+
+
+def why_not_at_this_moment() -> str | None:
+    """Returns why no call of any model can run on the engine at this moment; None if calls can."""
+    if is_traced():
+        return "it is being traced"
+    if (reason := why_not_now()) is not None:
+        return reason
+    if is_watched() or is_recording() or not attends_as_known():
+        return "a mode, a global hook, a recording or a replaced function would see none of the engine's work"
+    return None
 
 
 def record_outputs_of(derived: type[nn.Module]) -> None:

@@ -5,10 +5,14 @@ instance, an override in a subclass or a parametrization. The predicates below c
 this is safe for a module or a class. A plan decides for a whole tree of modules which parts may be fused and which
 padding may be omitted. It walks the tree once and holds as long as its `Guards` hold. Checking them is one flat
 comparison of identities; `Plans` makes a new plan when they fail.
+
+The C++ engine, which reads a whole model's weights, and CUDA graphs, which replay the work of one call, call no module.
+They depend on the model's tensors, too, which `ModelGuards` watch.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import weakref
@@ -16,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, repeat, starmap
 from operator import is_
 from types import BuiltinFunctionType, MappingProxyType, ModuleType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +30,7 @@ from torch.utils._device import DeviceContext
 
 import fastformer
 from fastformer.ops import _extension
+from fastformer.ops._dispatch import forced_backend
 
 LINEARS = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 # The modules that `active_dropout` describes.
@@ -86,10 +91,27 @@ def is_watched() -> bool:
         return False
     if _functions() != _FUNCTIONS:
         return True
+    return _has_function_mode()
+
+
+def _has_function_mode() -> bool:
     # The mode of `with torch.device(...)` only sets the device of new tensors.
     return torch._C._len_torch_function_stack() > 0 and any(
         type(mode) is not DeviceContext for mode in overrides._get_current_function_mode_stack()
     )
+
+
+def why_not_now() -> str | None:
+    """Returns the reason why the C++ engine may run no model now (an active mode would miss its work), or None."""
+    if (backend := forced_backend.get()) in ("reference", "triton"):
+        return f"use_backend({backend!r}) asks for other code"
+    if torch._C._len_torch_dispatch_stack():
+        return "a TorchDispatchMode is on, which would see none of its operations"
+    if _has_function_mode():
+        return "a TorchFunctionMode is on, which would see none of its operations"
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return "a global forward hook is registered, which it would not call"
+    return None
 
 
 def is_called_plainly(module: nn.Module) -> bool:
@@ -374,6 +396,72 @@ class _Columns:
 
 def _look_up(holder: object, name: str) -> object:
     return holder.get(name) if isinstance(holder, dict | MappingProxyType) else getattr(holder, name, None)
+
+
+_SCALARS = (bool, int, float, str, tuple)
+
+
+class ModelGuards:
+    """A snapshot of a model: its modules with their settings and hooks, and the addresses of its tensors.
+
+    The values of tensors may change. The guards keep the tensors and the modules inside of the model alive, but not the
+    model, so that a weak dictionary of models can hold them.
+
+    Args:
+        model: the model. If one of its methods is an attribute of the instance, the guards keep it alive.
+        functions: other watched functions; see `Guards`.
+        values: lists and dictionaries whose contents are watched.
+
+    Attributes:
+        tensors: the parameters and buffers; a shared one is listed once for each of its names.
+        layout: the addresses and strides of the tensors; see `layout_of`.
+    """
+
+    def __init__(
+        self, model: nn.Module, functions: Iterable[tuple[object, str]] = (), values: Iterable[object] = ()
+    ) -> None:
+        every = [*model.modules()]
+        stores: list[dict[str, Any]] = []
+        for module in every:
+            stores += (cast(dict[str, Any], module._parameters), module._buffers)
+        self._guards = Guards(model, (), functions, wholly=every[1:], spaces=stores)
+        self._own, self._values = _own_state(model), [*values]
+        self._values_before = copy.deepcopy(self._values)
+        self.tensors = [tensor for store in stores for tensor in store.values() if tensor is not None]
+        self.layout = layout_of(self.tensors)
+
+    def hold(self, model: nn.Module) -> bool:
+        """Returns whether the model is unchanged."""
+        return (
+            self._guards.hold(model)
+            and self._own == _own_state(model)
+            and self.layout == layout_of(self.tensors)
+            and self._values == self._values_before
+        )
+
+
+def layout_of(tensors: list[Tensor]) -> object:
+    """Returns the identities of tensors, their addresses, and the layout by which their memory is read."""
+    in_cpp = _extension.host_function("tensor_layout")
+    found = None if in_cpp is None else in_cpp(tensors)
+    if found is not None:
+        return found
+    return (
+        [*map(id, tensors)],
+        [tensor.data_ptr() for tensor in tensors],
+        [tensor.shape for tensor in tensors],
+        [tensor.stride() for tensor in tensors],
+        [tensor.dtype for tensor in tensors],
+    )
+
+
+def _own_state(model: nn.Module) -> list[object]:
+    """Returns the owner's state that `Guards` doesn't watch: its settings and its hooks."""
+    own = vars(model)
+    return [
+        *(value for value in own.values() if isinstance(value, _SCALARS)),
+        *(hook for name in _HOOKS for hook in own[name].values()),
+    ]
 
 
 class Kept(dict[bool, tuple[Any, Guards]]):

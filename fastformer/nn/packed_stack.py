@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from fastformer.nn.model_guards import layout_of
+from fastformer.nn.guards import layout_of
 from fastformer.nn.prepack import packed, unpack
 from fastformer.ops import _extension
 

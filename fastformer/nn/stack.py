@@ -73,7 +73,7 @@ class Evaluation(NamedTuple):
         if torch.compiler.is_compiling():
             return None
         function = _extension.function("encoder_stack")
-        forced = _dispatch.forced_backend()
+        forced = _dispatch.forced_backend.get()
         if function is None or forced not in (None, "cpp") or not _dispatch.nothing_sees_ops():
             return None
         if type(x) is not Tensor or x.device.type != "cpu":

@@ -39,7 +39,8 @@ BACKENDS = ("triton", "cpp", "reference")
 # The backend of each device type unless `use_backend` forces another; other devices use the reference.
 PREFERRED = {"cuda": "triton", "cpu": "cpp"}
 
-_forced_backend: ContextVar[str | None] = ContextVar("fastformer_backend", default=None)
+# The backend that `use_backend` forces here, or None.
+forced_backend: ContextVar[str | None] = ContextVar("fastformer_backend", default=None)
 # Shared by all threads: on a GPU the backward pass runs in a thread of autograd.
 _recorders: list[set[tuple[str, str]]] = []
 
@@ -58,16 +59,11 @@ def use_backend(name: str | None) -> Iterator[None]:
     """
     if name is not None and name not in BACKENDS:
         raise ValueError(f"expected a backend in {BACKENDS} or None, got {name!r}")
-    token = _forced_backend.set(name)
+    token = forced_backend.set(name)
     try:
         yield
     finally:
-        _forced_backend.reset(token)
-
-
-def forced_backend() -> str | None:
-    """Returns the backend that `use_backend` forces here, or None."""
-    return _forced_backend.get()
+        forced_backend.reset(token)
 
 
 @contextlib.contextmanager
@@ -341,7 +337,7 @@ class Op(Backends, Generic[P, T]):
     def save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         """Saves for the backward pass what `setup_context` names, and the forced backend."""
         # A context variable does not reach the thread in which autograd runs a GPU's backward pass.
-        ctx.forced_backend = forced_backend()
+        ctx.forced_backend = forced_backend.get()
         # Zeros instead of None would give unused parameters a gradient, and an optimizer would then change them.
         ctx.set_materialize_grads(False)
         if self.setup_context is not None:
@@ -360,7 +356,7 @@ class Op(Backends, Generic[P, T]):
             # The public function has cast already. Inside a backend, autocast would cast fp32 products down again.
             with torch.autocast(device.type, enabled=False):
                 return self.run(preferred, args)
-        forced = _forced_backend.get()
+        forced = forced_backend.get()
         if forced is None and self.fastest is not None and device.type in _fastest.DEVICES:
             key = _geometry(args) if key is None else key
             faster = self.fastest.find(self.name, key, lambda: self.bind(args))
@@ -377,11 +373,11 @@ class Op(Backends, Generic[P, T]):
     def _run_cpp(self, args: tuple[Any, ...], key: Hashable | None) -> Any:
         function = _extension.function(self.name)
         if function is None:
-            return self._run_plain(self.choose("cpp", _forced_backend.get(), args), args)
+            return self._run_plain(self.choose("cpp", forced_backend.get(), args), args)
         # The geometry decides whether C++ supports a call, so this is determined once for each geometry.
         key = _geometry(args) if key is None else key
         if key not in self.taken:
-            backend = self.choose("cpp", _forced_backend.get(), args)
+            backend = self.choose("cpp", forced_backend.get(), args)
             if backend != "cpp":
                 return self._run_plain(backend, args)
             _remember(self.taken, key)
@@ -392,7 +388,7 @@ class Op(Backends, Generic[P, T]):
         key = _geometry(args) if key is None else key
         plan = self.plans.get(key)
         if plan is None:
-            backend = self.choose("triton", _forced_backend.get(), args)
+            backend = self.choose("triton", forced_backend.get(), args)
             if backend != "triton":
                 return self._run_plain(backend, args)
             kernel = triton_kernel(self.stem)

@@ -149,7 +149,7 @@ def why_no_kernel(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, sof
 
     It is for callers that have another way to compute the result. The arguments are checked as in `attention`.
     """
-    if forced_backend() is not None:
+    if forced_backend.get() is not None:
         return None
     backend = {"cpu": "cpp", "cuda": "triton"}.get(q.device.type)
     if backend is None:

@@ -151,7 +151,7 @@ def runs_as_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """
     if torch.compiler.is_compiling() or not isinstance(x, Tensor):  # torch.fx passes proxies
         return False
-    forced = forced_backend()
+    forced = forced_backend.get()
     if forced is None:
         return cpp_is_faster(x, weight, bias)
     return forced != "triton" and _fits(x, weight, bias)

@@ -27,7 +27,7 @@ from fastformer.data import Batch
 from fastformer.data.batching import IGNORE_INDEX
 from fastformer.graphs import CaptureError, Graph, Graphs
 from fastformer.nn import SequenceLayout
-from fastformer.nn.model_guards import ModelGuards
+from fastformer.nn.guards import ModelGuards
 
 # The most graphs: each takes some megabytes, and a size that is still new after so many is too rare to gain from one.
 MAX_GRAPHS = 64

@@ -8,16 +8,13 @@ patches.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
+from types import NoneType
 from typing import Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 from fastformer.generation.model_protocols import check_precision, own_precision
 from fastformer.models import BERT, GPT, Transformer
@@ -28,11 +25,11 @@ from fastformer.nn.attention_parameters import AttentionParameters
 from fastformer.nn.decoder_only import DecoderOnlyLayer
 from fastformer.nn.embedding import Embedding, PositionalEncoding, RelativePositionBias, RotaryEmbedding
 from fastformer.nn.feed_forward import fused_name
+from fastformer.nn.guards import ModelGuards, why_not_now
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
-from fastformer.nn.model_guards import ModelGuards
 from fastformer.nn.norm import AddLayerNorm
 from fastformer.nn.transformer import TransformerDecoder, TransformerEncoder
-from fastformer.ops import _dispatch, _extension
+from fastformer.ops import _extension
 
 PACKED_PRECISIONS = ("fp32", "bf16", "int8", "int4")
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -47,33 +44,11 @@ _FREE = {
     "enable_nested_tensor",
     "mask_check",
     "atomics",
+    "_is_full_backward_hook",
 }
-_INTERNALS = frozenset(vars(nn.Module()))
+_VALUES = (int, float, str, tuple, NoneType)
 
 Kind: TypeAlias = Any  # a class of modules, which mypy doesn't take for hashable
-Value: TypeAlias = int | float | str | tuple[object, ...] | None
-
-
-@dataclass(frozen=True)
-class _Part:
-    """The properties of a module that the config makes.
-
-    Attributes:
-        kind: its type.
-        methods: the names of methods that an instance must not override.
-        values: its attributes that determine how it computes.
-        activation: the name of its activation; None if it has no activation.
-        parameters, buffers: their shapes by name; None for a name that is registered without a tensor.
-        children: its modules' names and parts.
-    """
-
-    kind: type[nn.Module]
-    methods: frozenset[str]
-    values: dict[str, Value]
-    activation: str | None
-    parameters: dict[str, tuple[int, ...] | None]
-    buffers: dict[str, tuple[int, ...] | None]
-    children: dict[str, _Part | None]
 
 
 def why_no_cpp_engine() -> str | None:
@@ -106,19 +81,6 @@ def why_not_in(precision: str | None, model: object) -> str | None:
         precision = own_precision(model)
     if precision is not None and precision not in PACKED_PRECISIONS:
         return f"it computes in fp32, bf16, int8 and int4, not in {precision}"
-    return None
-
-
-def why_not_now() -> str | None:
-    """Returns the reason why the C++ engine may decode no model now (an active mode would miss its work), or None."""
-    if (backend := _dispatch.forced_backend()) in ("reference", "triton"):
-        return f"use_backend({backend!r}) asks for other code"
-    if torch._C._len_torch_dispatch_stack():
-        return "a TorchDispatchMode is on, which would see none of its operations"
-    if any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
-        return "a TorchFunctionMode is on, which would see none of its operations"
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-        return "a global forward hook is registered, which it would not call"
     return None
 
 
@@ -158,10 +120,10 @@ def _why_not_as_made(model: Transformer | GPT | BERT) -> str | None:
     except (TypeError, ValueError) as error:  # the config was changed after the model was made
         return f"no model can be made from its config: {error}"
     dtypes: dict[torch.dtype, str] = {}
-    for name, module, part in _walk(model, made):
-        if isinstance(part, str):
-            return part
-        reason = _why_not_module(module, part) or _why_not_tensors(module, part, name, dtypes)
+    for name, module, other in _walk(model, made):
+        if isinstance(other, str):
+            return other
+        reason = _why_not_module(module, other) or _why_not_tensors(module, other, name, dtypes)
         if reason is not None:
             return f"{_called(name)} {reason}"
     if len(dtypes) > 1:
@@ -170,44 +132,49 @@ def _why_not_as_made(model: Transformer | GPT | BERT) -> str | None:
     return None
 
 
-def _walk(model: nn.Module, made: _Part) -> Iterator[tuple[str, nn.Module, _Part | str]]:
-    """Yields each module, its name, and the part that the config makes in its place or the reason for a mismatch."""
-    stack: list[tuple[str, nn.Module, _Part]] = [("", model, made)]
+def _walk(model: nn.Module, made: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module | str]]:
+    """Yields each module, its name, and the module that the config makes in its place or the reason for a mismatch."""
+    stack: list[tuple[str, nn.Module, nn.Module]] = [("", model, made)]
     while stack:
-        name, module, part = stack.pop()
-        yield name, module, part
+        name, module, other = stack.pop()
+        yield name, module, other
         prefix = f"{name}." if name else ""
         found = module._modules
-        for child in part.children.keys() | found.keys() if found.keys() != part.children.keys() else found:
-            expected, inner, place = part.children.get(child), found.get(child), prefix + child
+        for child in other._modules.keys() | found.keys() if found.keys() != other._modules.keys() else found:
+            expected, inner, place = other._modules.get(child), found.get(child), prefix + child
             if child == "activation" and fused_name(inner) is not None:  # type: ignore[arg-type]
                 # nn.ReLU() in place of F.relu: the layer's own name for it says whether it is the same.
-                expected = _part(inner)  # type: ignore[arg-type]
+                expected = inner
             if expected is None and inner is None:
                 continue
             if expected is None or inner is None:
                 what = "has no" if inner is None else "has an additional"
                 yield name, module, f"{_called(name)} {what} module {child!r}, which contradicts its config"
                 return
-            if type(inner) is not expected.kind:
-                yield place, inner, f"{_called(place)} is a {_full_name(type(inner))}, not {_full_name(expected.kind)}"
+            if type(inner) is not type(expected):
+                yield place, inner, f"{_called(place)} is a {_full_name(type(inner))}, not {_full_name(type(expected))}"
                 return
             stack.append((place, inner, expected))
 
 
-def _why_not_module(module: nn.Module, part: _Part) -> str | None:
-    own = vars(module)
+def _why_not_module(module: nn.Module, made: nn.Module) -> str | None:
+    own, theirs = vars(module), vars(made)
     if module._forward_hooks or module._forward_pre_hooks:
         return "has a forward hook, which it would not call"
-    if not part.methods.isdisjoint(own):
-        return f"has its own {min(part.methods & own.keys())}"
-    for name, value in part.values.items():
+    methods = _methods(cast(Kind, type(made)))
+    if not methods.isdisjoint(own):
+        return f"has its own {min(methods & own.keys())}"
+    activation = fused_name(theirs["activation"]) if "activation" in theirs else None
+    for name, value in theirs.items():
+        # An activation that isn't fused is compared by its name.
+        if name in _FREE or not isinstance(value, _VALUES) or (name == "activation" and activation is not None):
+            continue
         found = own.get(name)
         # If a tensor stood for a number, it could be changed without detection.
-        if found is not value and (found != value if isinstance(found, int | float | str | tuple) else True):
+        if found is not value and not (isinstance(found, _VALUES) and found == value):
             return f"has {name} {found!r}, while its config says {value!r}"
-    if part.activation is not None and fused_name(module.activation) != part.activation:  # type: ignore[arg-type]
-        return f"has the activation {module.activation!r}, while its config says {part.activation!r}"
+    if activation is not None and fused_name(module.activation) != activation:  # type: ignore[arg-type]
+        return f"has the activation {module.activation!r}, while its config says {activation!r}"
     if module.training:
         probability = own.get("p", 0) if type(module) is nn.Dropout else own.get("dropout", 0)
         if probability and type(module) in (nn.Dropout, Embedding, MultiheadAttention, AddLayerNorm):
@@ -215,18 +182,18 @@ def _why_not_module(module: nn.Module, part: _Part) -> str | None:
     return None
 
 
-def _why_not_tensors(module: nn.Module, part: _Part, name: str, dtypes: dict[torch.dtype, str]) -> str | None:
+def _why_not_tensors(module: nn.Module, made: nn.Module, name: str, dtypes: dict[torch.dtype, str]) -> str | None:
     for kind, expected, found in (
-        (nn.Parameter, part.parameters, module._parameters),
-        (Tensor, part.buffers, module._buffers),
+        (nn.Parameter, made._parameters, module._parameters),
+        (Tensor, made._buffers, module._buffers),
     ):
         if expected.keys() != found.keys():
             return f"has the tensors {[*found]}, while its config says {[*expected]}"
         for key, tensor in found.items():
-            shape = expected[key]
-            if tensor is None or shape is None:
-                if tensor is not None or shape is not None:
-                    return f"has {'a' if shape is None else 'no'} {key}, which contradicts its config"
+            other = expected[key]
+            if tensor is None or other is None:
+                if tensor is not None or other is not None:
+                    return f"has {'a' if other is None else 'no'} {key}, which contradicts its config"
                 continue
             if type(tensor) is not kind or tensor.layout != torch.strided:
                 return f"has a {key} that is a {_full_name(type(tensor))} of layout {tensor.layout}"
@@ -234,8 +201,8 @@ def _why_not_tensors(module: nn.Module, part: _Part, name: str, dtypes: dict[tor
                 return f"has a {key} on {tensor.device}: it runs on a CPU"
             if tensor.dtype not in _DTYPES:
                 return f"has a {key} of {str(tensor.dtype).removeprefix('torch.')}: it packs fp32 and bf16"
-            if tensor.shape != shape:
-                return f"has a {key} of shape {tuple(tensor.shape)}, while its config says {shape}"
+            if tensor.shape != other.shape:
+                return f"has a {key} of shape {tuple(tensor.shape)}, while its config says {tuple(other.shape)}"
             if tensor.is_inference():
                 return f"has a {key} made in inference mode, whose changes it could not notice"
             dtypes.setdefault(tensor.dtype, f"{name}.{key}" if name else key)
@@ -251,31 +218,11 @@ def _full_name(kind: type) -> str:
 
 
 @cache
-def _made(kind: Kind, config: tuple[tuple[str, Any], ...]) -> _Part:
-    """Returns the part that a config makes, on "meta": its tensors use no memory and draw no random numbers."""
+def _made(kind: Kind, config: tuple[tuple[str, Any], ...]) -> nn.Module:
+    """Returns the model that a config makes, on "meta": its tensors use no memory and draw no random numbers."""
     with torch.inference_mode(False), Undrawn():  # to draw on "meta" would import a compiler, which takes a second
-        return _part(kind(kind.config_class(**dict(config)), device="meta"))
-
-
-def _part(module: nn.Module) -> _Part:
-    kind, own = type(module), vars(module)
-    values: dict[str, Value] = {
-        name: value
-        for name, value in own.items()
-        if name not in _INTERNALS | _FREE and (value is None or isinstance(value, int | float | str | tuple))
-    }
-    activation = fused_name(own["activation"]) if "activation" in own else None
-    if activation is not None:  # one that isn't fused stays in the values, by its name
-        values.pop("activation", None)
-    return _Part(
-        kind,
-        _methods(cast(Kind, kind)),
-        values,
-        activation,
-        {name: None if tensor is None else tuple(tensor.shape) for name, tensor in module._parameters.items()},
-        {name: None if tensor is None else tuple(tensor.shape) for name, tensor in module._buffers.items()},
-        {name: None if child is None else _part(child) for name, child in module._modules.items()},
-    )
+        model: nn.Module = kind(kind.config_class(**dict(config)), device="meta")
+    return model
 
 
 @cache

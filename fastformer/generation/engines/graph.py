@@ -43,7 +43,7 @@ from fastformer.generation.model_protocols import DecoderOnly, EncoderDecoder, M
 from fastformer.generation.native_search import NativeSearch, last_tokens
 from fastformer.graphs import CaptureError, Graphs
 from fastformer.nn import KVCache
-from fastformer.nn.model_guards import ModelGuards
+from fastformer.nn.guards import ModelGuards
 from fastformer.ops import _backends, _dispatch
 
 logger = logging.getLogger("fastformer")
@@ -315,7 +315,7 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         if cache.has_memory:
             source_width = min(cache.max_source_seqlen, power_of_two(max(1, cache.longest_source)))
         width = min(cache.max_seqlen, max(_LEAST_WIDTH, power_of_two(length)))
-        return bucket(num_groups), width, source_width, _dispatch.forced_backend()
+        return bucket(num_groups), width, source_width, _dispatch.forced_backend.get()
 
     def _captured_of(self, shape: Shape) -> CapturedStep:
         if self._number != self._state.num_batches:
