@@ -18,7 +18,7 @@ from torch import Tensor
 from fastformer.generation.config import Processor
 from fastformer.generation.engines.base import Candidates, Prompt, Sample, Selection
 from fastformer.generation.native_search import NativeSearch, last_tokens, places_of_done
-from fastformer.generation.processors import AtOneLength, RowWise
+from fastformer.generation.processors import AtOneLength, ForcedToken, RowWise
 from fastformer.generation.search import Hypothesis, Search
 
 _EXPECTED = 32  # new tokens that a beginning request gets memory for, unless its source is longer
@@ -105,8 +105,10 @@ class Request(Asked):
         results: the hypotheses found, best first; empty before the end.
         before: the ids before the new tokens.
         num_told: the number of tokens that on_token has received.
+        stops_at: the lengths at which its processors act although the search suffices.
         cached_tokens: the number of prompt tokens that were not read when the request began, because the batch had them
             in its cache.
+        reserved_tokens: the tokens of memory that the scheduler has reserved for the request.
     """
 
     def __init__(
@@ -127,16 +129,20 @@ class Request(Asked):
         super().__init__(max_time)
         self.prompt, self.processors, self.log_probs, self.on_token = prompt, processors, log_probs, on_token
         self.search_suffices = search_suffices or not processors
-        self._stops_at = [one.position for one in processors if isinstance(one, AtOneLength)]
         self.window, self.stop_strings = window, stop_strings
         self.before = prompt.tokens if before is None else before
+        self.stops_at = [one.position for one in processors if isinstance(one, AtOneLength)]
         self._first_prompt, self._slid_at = prompt, 0
         self.keeps_scores = keeps_scores and bool(processors)
         self.results: list[Hypothesis] = []
         self._make_search = make_search
-        self.num_told = self._steps = self._kept_steps = self.cached_tokens = 0
+        self.num_told = self._steps = self._kept_steps = self.cached_tokens = self.reserved_tokens = 0
         self._kept: list[Hypothesis] = []  # the results at the restart
         self.search = make_search()
+        last = processors[-1] if processors else None
+        self._last_token: int | None = None  # the id that a processor forces before the limit
+        if isinstance(last, ForcedToken) and last.position == len(self.before) + self.search.limit - 1:
+            self._last_token = last.token
         if on_token is not None:
             self.listen(on_token)
 
@@ -196,11 +202,6 @@ class Request(Asked):
         """The number of ids in each row that the decoder has read."""
         return len(self.before) + self._steps
 
-    def steps_alone(self) -> int | None:
-        """Returns the number of steps that the search may take before the processors must be called; None: all."""
-        length = self.length
-        return min((position - length for position in self._stops_at if position >= length), default=None)
-
     def history(self) -> list[list[int]]:
         """Returns for each row the ids that the decoder has read, including the prompt."""
         before = list(self.before)
@@ -236,6 +237,11 @@ class Request(Asked):
         if error is not None:
             self.fail(error)
             return False
+        if not is_done and self._last_token is not None and self._steps == self.search.limit - 1:
+            # No logits are needed for a last token that a processor forces.
+            rows = self.search.num_rows
+            self.search.advance([[self._last_token]] * rows, [[0.0]] * rows, 0)
+            self._steps, is_done = self._steps + 1, True
         return self._goes_on(is_done)
 
     def _goes_on(self, is_done: bool) -> bool:
@@ -350,15 +356,16 @@ class Running:
                 leaving.append(place)
         return leaving, parents if is_changed else None
 
-    def steps_alone(self) -> int | None:
-        """Returns the smallest `Request.steps_alone` of the requests."""
-        counts = [count for request in self.requests if (count := request.steps_alone()) is not None]
-        return min(counts, default=None)
+    def steps_alone(self, most: int) -> int:
+        """Returns the number of steps, `most` at most, that searches may take before a processor must be called."""
+        for request in self.requests:
+            most = min([most, *(at - request.length for at in request.stops_at if at >= request.length)])
+        return most
 
     def native_searches(self) -> list[NativeSearch] | None:
         """Returns the searches of all requests if C++ code can advance each of them; else None."""
-        able = (request for request in self.requests if request.search_suffices and request.steps_alone() != 0)
-        searches = [request.search for request in able if isinstance(request.search, NativeSearch)]
+        able = (request.search for request in self.requests if request.search_suffices)
+        searches = [search for search in able if isinstance(search, NativeSearch)]
         return searches if len(searches) == len(self.requests) else None
 
     def native_tokens(self, searches: Sequence[NativeSearch]) -> list[int]:

@@ -180,9 +180,7 @@ class Scheduler:
     def _max_steps(self) -> int:
         """Returns the most steps before listeners must get their tokens, or a processor must be called."""
         is_first = any(request.num_told < _FIRST_TOLD for request in self.running if request.on_token is not None)
-        steps = 1 if is_first else _RUN_STEPS
-        alone = self._running.steps_alone()
-        return steps if alone is None else min(steps, max(1, alone))
+        return self._running.steps_alone(1 if is_first else _RUN_STEPS)
 
     def clear(self) -> None:
         """Drops all requests and the batch, which an error may have left in the middle of a step."""
@@ -211,7 +209,7 @@ class Scheduler:
         gone = [self.running[place] for place in places]
         for request in gone:
             self._running_rows -= request.search.peak_rows
-            self._reserved_tokens -= self._likely_tokens(request)
+            self._reserved_tokens -= request.reserved_tokens
         leaving = set(places)
         self._running.requests = [request for place, request in enumerate(self.running) if place not in leaving]
         return gone
@@ -265,7 +263,9 @@ class Scheduler:
         new: list[Request] = []
         for request in self.waiting:
             known = batch.known_prefix(request.prompt)
-            rows, needed = request.search.peak_rows, self._likely_tokens(request) - known.held
+            rows = request.search.peak_rows
+            request.reserved_tokens = self.engine.tokens_needed(request.prompt, rows, request.expected_tokens)
+            needed = request.reserved_tokens - known.held
             most_tokens -= request.prompt.num_tokens - known.cached
             # The first request of a batch is always admitted: the batch was opened for it.
             if (self.running or new) and (needed > tokens or rows > idle_rows or most_tokens < 0):
@@ -292,7 +292,7 @@ class Scheduler:
             self._waiting_rows -= request.search.peak_rows
             self.waiting_tokens -= request.num_tokens
             self._running_rows += request.search.peak_rows
-            self._reserved_tokens += self._likely_tokens(request)
+            self._reserved_tokens += request.reserved_tokens
 
     @property
     def _usable_rows(self) -> int:
@@ -306,9 +306,6 @@ class Scheduler:
         """
         rows = self._usable_rows
         return rows - min(rows // 4, self._waiting_rows) + 1 if self.waiting else 0
-
-    def _likely_tokens(self, request: Request) -> int:
-        return self.engine.tokens_needed(request.prompt, request.search.peak_rows, request.expected_tokens)
 
     def _largest_tokens(self, request: Request) -> int:
         return self.engine.tokens_needed(request.prompt, request.search.peak_rows, request.most_tokens)

@@ -32,7 +32,6 @@ from fastformer.generation.processors import (
     MinNewTokens,
     SuppressTokens,
     SuppressTokensAt,
-    does_search,
 )
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import new_scheduler, run
@@ -160,9 +159,9 @@ def whole_search(
     positions = [one.position for one in at_lengths]
     if len({*positions}) < len(positions) or (least and limit - begun < least):
         return None
-    found = WholeSearch(ends, max(0, least), tuple(sorted(suppressed)), tuple(at_lengths), renormalizes)
-    rules = found.processors(begun, has_beams=has_beams)
-    return found if does_search(rules, keeps_scores=has_beams and not renormalizes) else None
+    if has_beams and (suppressed or least > 0) and not renormalizes:
+        return None  # the engine always normalises the tokens that are allowed to log-probabilities
+    return WholeSearch(ends, max(0, least), tuple(sorted(suppressed)), tuple(at_lengths), renormalizes)
 
 
 def _has_usual_powers(length_penalty: Any, limit: int) -> bool:

@@ -12,6 +12,7 @@ import pytest
 
 from fastformer.generation.config import GenerationConfig
 from fastformer.generation.native_search import NativeSearch, last_tokens, places_of_done
+from fastformer.generation.processors import ForcedToken
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.search import RowSearch, Search
@@ -88,6 +89,19 @@ def test_a_request_alone_takes_one_call() -> None:
         request = ask(0, search)
         run(Scheduler(engine, max_rows=4, max_bytes=1000), [request])
         assert engine.runs == [20] and len(request.results[0].tokens) == 20
+
+
+def test_a_forced_last_token_needs_no_step_of_the_model() -> None:
+    for search in (native_greedy(20), native_beams(20, 3)):
+        engine, forced = engine_of(1, eos=-9.0), [ForcedToken(4, 20)]
+        told: list[int] = []
+        request, plain = ask(0, search, processors=forced, search_suffices=True), ask(0, search, processors=forced)
+        if plain.search.peak_rows == 1:
+            request.listen(told.append)
+        for each in (request, plain):
+            run(Scheduler(engine, max_rows=4, max_bytes=1000), [each])
+        assert sum(engine.runs) == 19 and request.results == plain.results
+        assert request.results[0].tokens[-1] == 4 and told in ([], request.results[0].tokens)
 
 
 @pytest.mark.parametrize(

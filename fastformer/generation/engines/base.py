@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fastformer.cache.block_table import blocks_of
-
 if TYPE_CHECKING:
     from fastformer.generation.native_search import NativeSearch
     from fastformer.generation.requests import Running
@@ -92,7 +90,7 @@ class Limits(NamedTuple):
     """The limits of a run of several steps: it returns when it reaches any of them.
 
     Attributes:
-        max_steps: the most steps, at least 1.
+        max_steps: the most steps; 0: the next step, which is taken all the same, needs a processor.
         seconds: the time after which no further step begins.
         min_rows: the run returns when fewer rows than this continue, counted by the peaks of their searches.
     """
@@ -204,7 +202,7 @@ class SearchingBatch(Batch):
 
     def run(self, work: Running, limits: Limits) -> list[int]:
         """Takes as many steps as the limits allow if it can run all searches, else one step; see `Batch.run`."""
-        searches = work.native_searches()
+        searches = work.native_searches() if limits.max_steps else None
         if searches is None:
             return super().run(work, limits)
         steps = self.run_searches(searches, work.native_tokens(searches), work.wants_log_probs(), limits)
@@ -251,8 +249,8 @@ class Engine(ABC):
         size = self.block_size
         if size is None:
             return 0
-        own = num_rows * (blocks_of(new_tokens, size) + 1)
-        return (blocks_of(len(prompt.source or ()), size) + blocks_of(len(prompt.tokens), size) + own) * size
+        own = num_rows * (-(-new_tokens // size) + 1)
+        return (-(-len(prompt.source or ()) // size) + -(-len(prompt.tokens) // size) + own) * size
 
     def runs_searches(self) -> bool:
         """Returns whether the engine's batches are `SearchingBatch`es, which advance native searches themselves."""

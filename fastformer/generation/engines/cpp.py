@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from fastformer.cache.block_table import blocks_of
 from fastformer.generation.engines.base import (
     Candidates,
     Engine,
@@ -140,8 +139,9 @@ class CppEngine(Engine):
         return True
 
     def open(self, max_rows: int, num_tokens: int) -> CppBatch:
-        most = (2**31 - 1) // (self._cached_heads * BLOCK_SIZE) * BLOCK_SIZE  # the session counts places in 32 bits
-        return CppBatch(self, self._config.vocab_size, min(num_tokens, most), self._shortlist)
+        most = (2**31 - 1) // (self._cached_heads * BLOCK_SIZE)  # the session counts places in 32 bits
+        blocks = min(max(1, -(-num_tokens // BLOCK_SIZE)), most)
+        return CppBatch(self, self._config.vocab_size, blocks * BLOCK_SIZE, self._shortlist)
 
 
 class CppBatch(SearchingBatch):
@@ -229,7 +229,7 @@ class CppBatch(SearchingBatch):
 
     def free_tokens(self) -> int:
         if self._session is None:
-            return max(1, blocks_of(self._num_tokens, BLOCK_SIZE)) * BLOCK_SIZE  # whole blocks, as in the session
+            return self._num_tokens
         return self._session.free_tokens()
 
     def step_tokens(self) -> int:
