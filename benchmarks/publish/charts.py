@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.experiments import EXPERIMENTS
 from benchmarks.measure.scaling_fits import fit
 from benchmarks.publish import style
 from benchmarks.publish.latest import Results, Row, case_of, grouped, machine, was_timed
@@ -164,9 +165,7 @@ def draw_scaling(rows: list[Row]) -> Figure:
                 x, y, color=style.color_of(name), linestyle=_dashes(name), marker="o", markersize=3,
                 label=_grown(name, points),
             )  # fmt: skip
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        _plain_numbers(axes, "both")
+        _logarithmic(axes, x=2, y=10)
         axes.set(xlabel="n, positions", ylabel=label)
         style.label_lines(axes)
     return fig
@@ -179,10 +178,12 @@ def _dashes(name: str) -> Any:
     return "-"
 
 
-def _plain_numbers(axes: Axes, which: str) -> None:
+def _logarithmic(axes: Axes, **bases: int) -> None:
+    """Makes axes logarithmic, "x" or "y" with these bases, with plain numbers at their ticks."""
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
-    for name in ("x", "y") if which == "both" else (which,):
+    for name, base in bases.items():
+        getattr(axes, f"set_{name}scale")("log", base=base)
         axis = getattr(axes, f"{name}axis")
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}" if value < 1000 else f"{value:,.0f}"))
         axis.set_minor_formatter(NullFormatter())
@@ -190,8 +191,7 @@ def _plain_numbers(axes: Axes, which: str) -> None:
 
 # Decoding
 
-STAGES = ("recompute", "encode_once", "cross_cache", "kv_cache", "cpp", "cpp_bf16", "cpp_int8")
-_STEPS = {
+STAGES = {
     "recompute": "recompute: everything, for each token",
     "encode_once": "encode_once: the encoder's output is kept",
     "cross_cache": "cross_cache: its keys and values are kept",
@@ -204,13 +204,13 @@ _STEPS = {
 
 def select_stages(results: Results) -> list[Row]:
     """Selects greedy decoding with the base model: the case with the most steps, its latest run, its most threads."""
-    greedy = results.find(was_timed, op="decoding", preset="base", num_beams=1, provider=STAGES)
+    greedy = results.find(was_timed, op="decoding", preset="base", num_beams=1, provider=tuple(STAGES))
 
     def rank(rows: list[Row]) -> tuple[int, str, int, int]:
         return len(rows), rows[0]["time"], rows[0]["threads"], -rows[0]["shape"]["batch"]
 
     best = max(grouped(greedy, case_of).values(), key=rank, default=[])
-    return sorted(best, key=lambda row: STAGES.index(row["provider"]))
+    return sorted(best, key=lambda row: list(STAGES).index(row["provider"]))
 
 
 def draw_stages(rows: list[Row]) -> Figure:
@@ -227,11 +227,10 @@ def draw_stages(rows: list[Row]) -> Figure:
         axes.barh(place, row["tokens_s"], height=0.7, color=style.OURS if ours else style.GREY)
         text = f"{row['tokens_s']:,.0f} tokens/s, {style.two_digits(first / row['ms_p50'])}x"
         axes.text(row["tokens_s"] * 1.05, place, text, va="center", fontsize=9)
-    axes.set_xscale("log")
+    _logarithmic(axes, x=10)
     low, high = min(row["tokens_s"] for row in rows), max(row["tokens_s"] for row in rows)
     axes.set(xlim=(low / 2, high * 6), ylim=(len(rows) - 0.4, -0.6), xlabel="tokens a second")
-    axes.set_yticks(range(len(rows)), [_STEPS[row["provider"]] for row in rows])
-    _plain_numbers(axes, "x")
+    axes.set_yticks(range(len(rows)), [STAGES[row["provider"]] for row in rows])
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="y", visible=False)
     return fig
@@ -240,7 +239,7 @@ def draw_stages(rows: list[Row]) -> Figure:
 def select_throughput(results: Results) -> list[Row]:
     """Selects greedy decoding with the base model: shapes that differ only in the batch size, with the most sizes."""
     operations = ("decoding", "decoding_batches")
-    greedy = results.find(was_timed, op=operations, preset="base", num_beams=1, provider=STAGES)
+    greedy = results.find(was_timed, op=operations, preset="base", num_beams=1, provider=tuple(STAGES))
 
     def family(row: Row) -> str:
         rest = {key: value for key, value in row["shape"].items() if key not in ("batch", "threads")}
@@ -260,16 +259,13 @@ def draw_throughput(rows: list[Row]) -> Figure:
     most = max(row["threads"] for row in rows)
     for (name, threads), own in grouped(rows, itemgetter("provider", "threads")).items():
         points = sorted((row["shape"]["batch"], row["tokens_s"]) for row in own)
+        label = name.replace("_", ", ") if name.startswith("cpp") else name
         axes.plot(
             *zip(*points, strict=True), color=_engine_color(name), marker="o", markersize=4,
             linestyle="-" if threads == most else (0, (4, 1.5)),
-            label=name.replace("_", ", ") if name.startswith("cpp") else name,
+            label=label if threads == most else f"{label}, {threads} thread{'s' * (threads > 1)}",
         )  # fmt: skip
-        if threads != most:
-            axes.lines[-1].set_label(f"{axes.lines[-1].get_label()}, {threads} thread{'s' * (threads > 1)}")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    _plain_numbers(axes, "both")
+    _logarithmic(axes, x=2, y=10)
     axes.set(xlabel="sentences in the batch", ylabel="tokens a second")
     style.label_lines(axes)
     return fig
@@ -291,8 +287,7 @@ def draw_token_times(rows: list[Row]) -> Figure:
         label = f"{name}, {row['precision']}" if name == "cpp" else name
         dashes = {"bf16": (0, (4, 1.5)), "int8": (0, (1, 1.2))}.get(row["precision"], "-")
         axes.plot(curve["x"], curve["y"], color=_engine_color(name), linestyle=dashes, linewidth=1.4, label=label)
-    axes.set_yscale("log")
-    _plain_numbers(axes, "y")
+    _logarithmic(axes, y=10)
     axes.set(xlabel=rows[0]["curve"]["x_label"], ylabel=rows[0]["curve"]["y_label"])
     style.label_lines(axes)
     return fig
@@ -336,8 +331,6 @@ CHARTS: dict[str, Chart] = {
 
 def charts() -> dict[str, Chart]:
     """Returns all pictures; those of the experiments come last, each drawn by its own module."""
-    from benchmarks.experiments import EXPERIMENTS
-
     return CHARTS | {f"experiment_{name}": _experiment(name) for name in EXPERIMENTS}
 
 

@@ -70,13 +70,13 @@ def color_of(provider: str) -> str:
     return _OTHERS[int(hashlib.sha256(name.encode()).hexdigest(), 16) % len(_OTHERS)]
 
 
-def figure(title: str, *, footer: str = "", rows: int = 1, columns: int = 1, height: float = 4.0) -> Figure:
-    """Makes an empty picture, 8 inches wide (768 pixels in a browser), with `rows * columns` axes in `.axes`.
+def figure(title: str, *, footer: str = "", columns: int = 1, height: float = 4.0) -> Figure:
+    """Makes an empty picture, 8 inches wide (768 pixels in a browser), with `columns` axes in `.axes`.
 
     Args:
         title: the title.
         footer: the machine, the threads, the model.
-        rows, columns: the numbers of rows and columns of axes.
+        columns: the number of axes beside each other.
         height: the height in inches.
 
     Raises:
@@ -89,7 +89,7 @@ def figure(title: str, *, footer: str = "", rows: int = 1, columns: int = 1, hei
     fig = Figure(figsize=(8, height), layout="constrained")
     _reserve(fig, 0.0)
     fig.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
-    for axes in fig.subplots(rows, columns, squeeze=False).flat:
+    for axes in fig.subplots(1, columns, squeeze=False).flat:
         axes.patch.set_visible(False)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(which="both", colors=INK, labelsize=9)
