@@ -10,6 +10,7 @@ of the first token includes the encoder, or the prompt.
 
 from __future__ import annotations
 
+import statistics
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -79,12 +80,6 @@ def token_times(model: Model, source: list[int], tokens: int, line: Line, *, may
     return clock.per_token(began)
 
 
-def medians(rounds: list[list[float]]) -> list[float]:
-    """Returns the median of each position over the rounds, (tokens,)."""
-    found: list[float] = torch.tensor(rounds, dtype=torch.float64).quantile(0.5, dim=0).tolist()
-    return found
-
-
 def lines(engines: list[str] | None, precisions: list[Precision]) -> list[Line]:
     """Returns the lines to draw: the C++ engine in each precision, the other engines in the model's own."""
     drawn = []
@@ -129,10 +124,10 @@ def main(arguments: list[str] | None = None) -> int:
     for _ in range(options.rounds):
         for line in drawn:
             rounds[line].append(token_times(model, source, options.tokens, line, may_end=not is_case))
-    found = {line: medians(each) for line, each in rounds.items()}
     shared = record.environment("cpu")
     rows = []
-    for line, seconds in found.items():
+    for line, measured in rounds.items():
+        seconds = [statistics.median(of_token) for of_token in zip(*measured, strict=True)]
         # Single positions are noisy, so the first and the last eighth are averaged.
         share = max(1, (len(seconds) - 1) // 8)
         first, last = (1e3 * sum(part) / share for part in (seconds[1 : 1 + share], seconds[-share:]))

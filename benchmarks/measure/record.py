@@ -49,7 +49,6 @@ FIELDS: dict[str, Field] = {
     "precision": Field(_TEXT, "of the weights"),
     "model": Field(_TEXT, "the model, where a case has several"),
     "data": Field(_TEXT, "what it was trained or measured on"),
-    "batching": Field(_TEXT, "how batches were made up"),
     "neighbours": Field(_COUNT, "busy processes beside it"),
     # Its time: medians and percentiles of undisturbed turns, if there are enough of them.
     "ms_p50": Field(_NUMBER, "milliseconds of a call, the median"),
@@ -94,7 +93,6 @@ FIELDS: dict[str, Field] = {
     "backends": Field(_TABLE, "ops of this library that it called -> where they ran"),
     "kernels": Field((list,), "the Triton kernels that ours launched on a GPU, by name"),
     "padding": Field(_NUMBER, "the share of positions that are padding"),
-    "batches": Field(_COUNT, "batches of an epoch"),
     "error": Field(_NUMBER, "largest difference to what `baseline` gives, as a share of its size"),
     "same_tokens": Field(_COUNT + _UNKNOWN, "outputs that are as ours in fp32"),
     "missing": Field(_TEXT, "how to install a provider that isn't there; such a line has no times"),
@@ -238,7 +236,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 # The fields that identify the measured work, unlike its result and the machine: each program's lines have some of them.
 _IDENTITY = (
-    "suite", "op", "mode", "dtype", "precision", "shape", "batching", "model", "data", "provider",
+    "suite", "op", "mode", "dtype", "precision", "shape", "model", "data", "provider",
     "kernel", "arch", "triton", "cases",
 )  # fmt: skip
 

@@ -99,24 +99,13 @@ def platform_of(row: Mapping[str, Any]) -> str:
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
-    """Returns the lines of each case's latest run. Of lines without a time, the last of its kind counts."""
-    timed: dict[str, str] = {}
-    last: dict[tuple[str, ...], Row] = {}
+    """Returns the lines of each case's latest run; lines without a time are of one run, the earliest."""
     rows = list(rows)
+    last: dict[str, str] = {}
     for row in rows:
-        if time := row.get("time"):
-            case = case_of(row)
-            timed[case] = max(time, timed.get(case, ""))
-        else:
-            last[record.key(row)] = row
-    kept = []
-    for row in rows:
-        if row.get("time"):
-            if timed[case_of(row)] == row["time"]:
-                kept.append(row)
-        elif last[record.key(row)] is row:
-            kept.append(row)
-    return kept
+        case = case_of(row)
+        last[case] = max(row.get("time") or "", last.get(case, ""))
+    return [row for row in rows if (row.get("time") or "") == last[case_of(row)]]
 
 
 def matches(row: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:

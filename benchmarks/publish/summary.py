@@ -6,7 +6,7 @@ To show another case, add a line; to show another rival, add its name to the cas
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from benchmarks.cases.models.bench_small_work import SIZES, THREADS
@@ -79,7 +79,7 @@ class Case:
     where: Fields
     against: tuple[str, ...]
     ours: str = "fastformer"
-    panels: tuple[Panel, ...] = field(default=(FP32, BF16))
+    panels: tuple[Panel, ...] = (FP32, BF16)
 
     def rows(self, rows: Iterable[Row]) -> list[Row]:
         """Returns the rows of the case, on a CPU."""
@@ -152,17 +152,14 @@ OPS = (
 )  # fmt: skip
 
 
-def _module(name: str, op: str, padding: str, *, learns: bool) -> Case:
-    what = ("training with dropout" if learns else "evaluation") + (", half of it padding" if padding == "half" else "")
-    where: dict[str, Any] = {"op": f"{op}_training", "dropout_p": 0.1} if learns else {"op": op, "mode": "fwd"}
-    return Case(f"{name}, {what}", where | {"padding": padding}, ("baseline", "torch.nn", "torch.compile"))
-
-
-MODULES = (
-    _module("MultiheadAttention", "multihead_attention", "half", learns=False),
-    _module("TransformerEncoder", "encoder", "half", learns=False),
-    _module("TransformerDecoder", "decoder", "half", learns=False),
-    _module("TransformerDecoder", "decoder", "half", learns=True),
+MODULES = tuple(
+    Case(f"{name}, {what}, half of it padding", {**where, "padding": "half"}, ("baseline", "torch.nn", "torch.compile"))
+    for name, what, where in (
+        ("MultiheadAttention", "evaluation", {"op": "multihead_attention", "mode": "fwd"}),
+        ("TransformerEncoder", "evaluation", {"op": "encoder", "mode": "fwd"}),
+        ("TransformerDecoder", "evaluation", {"op": "decoder", "mode": "fwd"}),
+        ("TransformerDecoder", "training with dropout", {"op": "decoder_training", "dropout_p": 0.1}),
+    )
 )
 
 
@@ -193,35 +190,26 @@ SMALL_WORK = {
     for size in SIZES
 }
 
-MODELS = (
-    Case("training step of base, 64 sentences of 32 tokens", {"op": "training_step", "lengths": "equal"},
-         ("baseline", "torch.compile")),
-    Case("training step of base, 64 sentences of mixed length", {"op": "training_step", "lengths": "multi30k"},
-         ("baseline", "torch.compile")),
+MODELS = tuple(
+    Case(f"training step of base, 64 sentences of {what}", {"op": "training_step", "lengths": lengths},
+         ("baseline", "torch.compile"))
+    for what, lengths in (("32 tokens", "equal"), ("mixed length", "multi30k"))
 )  # fmt: skip
 
 
-def _model(
-    label: str,
-    model: str,
-    seqlen: str,
-    against: str = "as it is",
-    panels: tuple[Panel, ...] = (FP32,),
-    ours: str = "accelerated",
-    **fields: Any,
-) -> Case:
+def _model(label: str, model: str, seqlen: str, against: str = "as it is", *panels: Panel, **fields: Any) -> Case:
     where = {"op": "drop_in", "model": model, "seqlen": seqlen, **fields}
-    return Case(label, where, tuple(against.split(", ")), ours, panels)
+    return Case(label, where, tuple(against.split(", ")), "accelerated", panels or (FP32,))
 
 
 DROP_IN = (
-    _model("BERT-base, 8 sequences of 32 to 128 tokens", "bert_base", "32 to 128", "as it is, openvino", (FP32, BF16)),
-    _model("BERT-base, 8 sequences of 512 tokens", "bert_base", "512", "as it is, openvino", (FP32, BF16)),
+    _model("BERT-base, 8 sequences of 32 to 128 tokens", "bert_base", "32 to 128", "as it is, openvino", FP32, BF16),
+    _model("BERT-base, 8 sequences of 512 tokens", "bert_base", "512", "as it is, openvino", FP32, BF16),
     _model("GPT-2 small, training step, 4 sequences of 256 tokens", "gpt2_small", "256", mode="training"),
     _model("GPT-2 small, training step, 16 to 256 tokens", "gpt2_small", "16 to 256", mode="training"),
     _model("Marian's base shape, training step, 16 pairs of 8 to 64 tokens", "marian_base", "8 to 64", mode="training"),
     *(
-        _model(label, model, seqlen, ours="accelerated, fused loss", mode="training")
+        replace(_model(label, model, seqlen, mode="training"), ours="accelerated, fused loss")
         for label, model, seqlen in (
             ("GPT-2 small, 4 sequences of 256 tokens, with the fused loss", "gpt2_small", "256"),
             ("GPT-2 small, 16 to 256 tokens, with the fused loss", "gpt2_small", "16 to 256"),
@@ -236,7 +224,7 @@ DROP_IN = (
 )
 
 ENCODERS_INT8 = tuple(
-    _model(f"BERT-base, 8 sequences of {seqlen} tokens", "bert_base", seqlen, "onnxruntime, openvino", (INT8,))
+    _model(f"BERT-base, 8 sequences of {seqlen} tokens", "bert_base", seqlen, "onnxruntime, openvino", INT8)
     for seqlen in ("32 to 128", "512")
 )
 

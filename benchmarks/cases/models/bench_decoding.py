@@ -20,7 +20,7 @@ from benchmarks.measure.case import Benchmark, Inputs, Provider, Shape
 from fastformer.generation import generate
 from fastformer.generation.config import Precision
 from fastformer.generation.engines import ENGINES as OURS
-from fastformer.models import Transformer
+from fastformer.models import GPT, Transformer
 
 ENGINES = (*OURS, *(engine.name for engine in RECOMPUTING))
 GREEDY = {"preset": "base", "source": 24, "new_tokens": 16, "num_beams": 1}
@@ -44,18 +44,21 @@ def make_inputs(shape: Shape, device: str) -> Inputs:
     return {"source": source}
 
 
+def decoded(
+    model: Transformer | GPT, ids: torch.Tensor, shape: Shape, engine: str, precision: Precision | None = None
+) -> torch.Tensor:
+    """Decodes sources, or prompts, with an engine."""
+    sizes = {"max_new_tokens": shape["new_tokens"], "num_beams": shape["num_beams"]}
+    found = generate(model, ids, engine=engine, precision=precision, **sizes)
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
 def engine(name: str, precision: Precision | None = None) -> Provider:
     """Makes the provider of an engine."""
-
-    def provider(x: Inputs, shape: Shape) -> torch.Tensor:
-        found = generate(
-            model(shape["preset"], str(x["source"].device)), x["source"], max_new_tokens=shape["new_tokens"],
-            num_beams=shape["num_beams"], engine=name, precision=precision,
-        )  # fmt: skip
-        assert isinstance(found, torch.Tensor)
-        return found
-
-    return provider
+    return lambda x, shape: decoded(
+        model(shape["preset"], str(x["source"].device)), x["source"], shape, name, precision
+    )
 
 
 ROUNDED = ("cpp_bf16", "cpp_int8")

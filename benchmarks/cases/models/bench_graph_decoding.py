@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.cases.models.bench_decoding import decoded
 from benchmarks.measure.case import Benchmark, Inputs, Provider, Shape
 from benchmarks.peers.cases import make_model
 from benchmarks.peers.hugging_face import convert
 from benchmarks.peers.job import Missing, Model
-from fastformer.generation import generate
 from fastformer.models import GPT
 
 _PROMPT = 32
@@ -44,14 +44,7 @@ def make_inputs(shape: Shape, device: str) -> Inputs:
 
 def engine(name: str) -> Provider:
     """Makes the provider of an engine."""
-
-    def provider(x: Inputs, shape: Shape) -> torch.Tensor:
-        ours = model(shape["model"], x["ids"].device.type)
-        tokens = generate(ours, x["ids"], max_new_tokens=shape["new_tokens"], num_beams=shape["num_beams"], engine=name)
-        assert isinstance(tokens, torch.Tensor)
-        return tokens
-
-    return provider
+    return lambda x, shape: decoded(model(shape["model"], x["ids"].device.type), x["ids"], shape, name)
 
 
 @torch.no_grad()
