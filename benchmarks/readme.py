@@ -16,12 +16,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.measure import record
 from benchmarks.measure.commands import parser_of
 from benchmarks.publish.latest import RESULTS, Results
 from benchmarks.publish.tables import TABLES, Numbers, tables_of
 
-ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "benchmarks").glob("*.md")))
+PAGES = (record.ROOT / "README.md", *sorted((record.ROOT / "docs" / "benchmarks").glob("*.md")))
 _BLOCK = re.compile(r"<!-- numbers: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 

@@ -16,8 +16,7 @@ passes over cases that disagree.
 The end of the output compares fastformer with each rival, and names the cases that it loses, and those that were
 disturbed, unsteady, refused, wrong or missing. A provider with a wrong result is not timed; if it is fastformer or the
 baseline, the exit status is 1. A rival that torch.compile left uncompiled is not timed either, nor is fastformer if
-plain
-PyTorch ran instead of every kernel: the reason is printed.
+plain PyTorch ran instead of every kernel: the reason is printed.
 """
 
 from __future__ import annotations
@@ -38,17 +37,15 @@ from tqdm import tqdm  # noqa: E402
 
 from benchmarks import plot, readme  # noqa: E402
 from benchmarks.experiments import EXPERIMENTS  # noqa: E402
-from benchmarks.measure import (
-    record,  # noqa: E402
-    scaling_fits,  # noqa: E402
-)
+from benchmarks.measure import record, scaling_fits  # noqa: E402
 from benchmarks.measure.case import SUITES  # noqa: E402
-from benchmarks.measure.commands import parser_of
+from benchmarks.measure.commands import parser_of  # noqa: E402
 from benchmarks.measure.comparing import compare  # noqa: E402
 from benchmarks.measure.console import summary, table, title  # noqa: E402
 from benchmarks.measure.execute import Outcome, run_cases  # noqa: E402
 from benchmarks.measure.suites import DEFAULT, Case, benchmarks, chosen_cases, key_value, listing, nothing_fits  # noqa: E402
 from benchmarks.measure.timing import keep_freed_memory  # noqa: E402
+from benchmarks.peers import suite as peers  # noqa: E402
 from benchmarks.publish.latest import RESULTS  # noqa: E402
 
 
@@ -100,7 +97,7 @@ class Run:
     def peers(self, suite: str) -> None:
         """Measures the peers of a suite, each in a process of its own."""
         before = ""
-        for row in _peers().run(suite, quick=self._options.quick):
+        for row in peers.run(suite, quick=self._options.quick):
             if title(row) != before:
                 before = title(row)
                 _say(f"\n{before}")
@@ -141,7 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
     suites = options.suite or DEFAULT
     # Peers run only if no filter selects cases.
     is_filtered = any((options.op, options.mode, options.dtype, options.shape, options.provider))
-    with_peers = [suite for suite in _PEERS if suite in suites and options.device == "cpu" and not is_filtered]
+    with_peers = [suite for suite in peers.SUITES if suite in suites and options.device == "cpu" and not is_filtered]
     experiments = list(EXPERIMENTS) if "experiments" in suites and not is_filtered else []
     chosen = list(chosen_cases(known, options))
     if not (with_peers or experiments) and (complaint := nothing_fits(known, options, chosen)) is not None:
@@ -150,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(listing(chosen, options.device, options.provider or ()))
         for suite in with_peers:
             print(f"{suite}, peers, each of which says whether it is there when it starts:")
-            for plan in _peers().plans(suite, quick=options.quick):
+            for plan in peers.plans(suite, quick=options.quick):
                 precisions, threads = ", ".join(plan.precisions), ", ".join(map(str, plan.threads))
                 print(f"    {plan.case['name']}: {precisions}; threads {threads}")
         for name in experiments:
@@ -181,13 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if run.failed else 0
 
 
-_PEERS = ("decoding", "model")  # the suites that have peers
 _TOGETHER = 24  # the most cases in a pass: their modules and compiled functions stay in memory
-
-
-def _peers() -> Any:
-    """Imports the module of the peers, which checks which programs are installed."""
-    return importlib.import_module("benchmarks.peers.suite")
 
 
 def _say(text: str) -> None:

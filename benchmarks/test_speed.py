@@ -19,20 +19,13 @@ import torch  # noqa: E402
 
 from benchmarks.measure.case import cast, timed_call  # noqa: E402
 from benchmarks.measure.checking import Verdicts, verdicts_of  # noqa: E402
-from benchmarks.measure.suites import Case, benchmarks, chosen_cases, chosen_providers  # noqa: E402
+from benchmarks.measure.suites import benchmarks, chosen_cases, chosen_providers  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def cases() -> list[Case]:
-    """Returns the cases of `--suite ops --quick`."""
-    options = argparse.Namespace(
-        suite=["ops"], op=None, mode=None, dtype=None, shape=[], device=DEVICE, quick=True, provider=None
-    )
-    return list(chosen_cases(benchmarks(), options))
-
-
-CASES = cases()
+OPTIONS = argparse.Namespace(suite=["ops"], op=None, mode=None, dtype=None, shape=[], device=DEVICE, quick=True)
+CASES = list(chosen_cases(benchmarks(), OPTIONS))
 
 
 @functools.cache

@@ -41,11 +41,6 @@ class Outcome:
     wrong: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def timed(self) -> list[dict[str, Any]]:
-        """Returns the rows that have a time."""
-        return [row for row in self.rows if "missing" not in row]
-
 
 def run_cases(
     cases: Iterable[Case],
@@ -193,7 +188,7 @@ class _Running:
         benchmark, shape, mode = self.case.benchmark, self.case.shape, self.case.mode
         timings, calls = self._timer.rounds, self._copies()()
         flops, moved = benchmark.flops(shape, mode), benchmark.moved(shape, mode, self._dtype.itemsize)
-        machine = measure_machine(self._dtype, self._device) if flops or moved else None
+        machine = measure_machine(self._dtype, self._device, torch.get_num_threads()) if flops or moved else None
         floor = machine.floor(flops, moved) if machine else None
         on_device = device_seconds({name: calls[name] for name in timings}) if self._device == "cuda" else {}
         for name, timing in timings.items():

@@ -31,14 +31,9 @@ class Machine:
         return "compute" if flops / self.flops >= moved / self.bandwidth else "memory"
 
 
-def measure_machine(dtype: torch.dtype, device: str) -> Machine:
-    """Measures the machine with PyTorch's current number of threads; once for each number of threads."""
-    return _measure(dtype, device, torch.get_num_threads())
-
-
 @functools.cache
-def _measure(dtype: torch.dtype, device: str, threads: int) -> Machine:
-    """Measures the rates of products and copies.
+def measure_machine(dtype: torch.dtype, device: str, threads: int) -> Machine:
+    """Measures the rates of products and copies, once for each of PyTorch's numbers of threads.
 
     The products are the faster of torch.mm and fastformer's feed_forward, since each may be far below the possible
     rate. The times are those of the best fifth of turns: a roof is the best that is reached, not the average.

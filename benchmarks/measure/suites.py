@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.cases.ops.installed import with_installed
 from benchmarks.measure.case import SUITES, Benchmark, Shape
+from benchmarks.measure.record import ROOT
 
-ROOT = Path(__file__).parents[2]
 DEFAULT = tuple(suite for suite in SUITES if suite != "experiments")  # most experiments measure no speed
 
 

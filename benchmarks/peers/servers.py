@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.measure import record
 from benchmarks.peers import ctranslate2, llama_cpp
 from benchmarks.peers.cases import make_model
 from benchmarks.peers.hugging_face import convert
@@ -33,7 +34,6 @@ from benchmarks.peers.load import Body
 from fastformer.data.tokenizer_files import ForeignIds, ForeignTokenizer, HuggingFaceModel
 from fastformer.models import GPT, Transformer
 
-ROOT = Path(__file__).parents[2]
 OURS = "fastformer serve"
 TRANSLATORS = {"base": "base", "tiny": "tiny"}
 LANGUAGE_MODELS = {"llama-small": "llama-small", "llama-tiny": "llama-tiny"}
@@ -114,7 +114,7 @@ class Server:
         self._log = log
         with open(log, "wb") as out:
             self._process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+                command, cwd=record.ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
             )
 
     def wait(self) -> None:

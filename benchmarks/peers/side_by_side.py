@@ -18,17 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure.timing import Timing
-from benchmarks.peers.compare import (
-    PAUSE,
-    TURN,
-    Best,
-    Thing,
-    better_threads,
-    num_tokens,
-    rival,
-    steps,
-    take_turns,
-)
+from benchmarks.peers.compare import PAUSE, TURN, Best, Thing, better_threads, num_tokens, rival, steps, take_turns
 from benchmarks.peers.job import Job, Missing, Step, Tokens
 from benchmarks.peers.models import Results
 from benchmarks.peers.reading import DRAM

@@ -19,7 +19,6 @@ from benchmarks.peers.side_by_side import Row, started, without_time
 from benchmarks.peers.worker import Place, peers
 
 SUITES = ("decoding", "model")
-_ROUNDS, _QUICK_ROUNDS = 7, 3
 
 
 @dataclass(frozen=True)
@@ -78,13 +77,12 @@ def plans(suite: str, *, quick: bool) -> list[Plan]:
     raise ValueError(f"expected a suite that has peers, one of {', '.join(SUITES)}, got {suite!r}")
 
 
-def run(suite: str, *, quick: bool = False, rounds: int | None = None) -> Iterator[Row]:
+def run(suite: str, *, quick: bool = False) -> Iterator[Row]:
     """Measures the peers of a suite on the CPU, each in a process of its own, at torch.get_num_threads() at most.
 
     Args:
         suite: one of SUITES.
         quick: use small models, which take seconds.
-        rounds: the turns of each peer; by default 7, or 3 with quick.
 
     Yields:
         Rows of `record.FIELDS` without the environment. A row with "missing" says why a peer has no times. A row with
@@ -95,7 +93,7 @@ def run(suite: str, *, quick: bool = False, rounds: int | None = None) -> Iterat
         Failed: fastformer, or the unchanged model, raised an error.
     """
     for plan in plans(suite, quick=quick):
-        yield from measure(plan, rounds or (_QUICK_ROUNDS if quick else _ROUNDS))
+        yield from measure(plan, rounds=3 if quick else 7)
 
 
 def measure(plan: Plan, rounds: int) -> Iterator[Row]:

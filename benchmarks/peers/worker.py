@@ -14,14 +14,12 @@ import subprocess
 import sys
 import warnings
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import IO, Any
 
+from benchmarks.measure import record
 from benchmarks.peers import models
 from benchmarks.peers.cases import GPTS, LLAMAS, make_model
 from benchmarks.peers.job import Job, Missing, Peer, Step, Turn
-
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class Worker:
         environment = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.peers.worker", json.dumps(asdict(place))],
-            cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            cwd=record.ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
     def ready(self) -> str | None:

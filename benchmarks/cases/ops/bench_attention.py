@@ -228,7 +228,6 @@ SDPA = {
     "sdpa cudnn": sdpa("CUDNN_ATTENTION"),
     "sdpa efficient": sdpa("EFFICIENT_ATTENTION"),
 }
-ONLY_ON = dict.fromkeys((*SDPA, "flex", "torch varlen"), "cuda")
 
 BENCHMARKS = [
     Benchmark(
@@ -251,7 +250,7 @@ BENCHMARKS = [
         quick=2,
         flops=flops,
         moved=moved,
-        only_on=ONLY_ON,
+        only_on=dict.fromkeys((*SDPA, "flex", "torch varlen"), "cuda"),
         checked=checked,
         **beside_eager(ours, eager, sdpa=sdpa(), **SDPA, flex=flex, **{"torch varlen": varlen})
         | {"compiled": ("torch.compile", "flex")},
@@ -269,7 +268,7 @@ BENCHMARKS = [
         modes=("fwd", "bwd", "fwdbwd"),
         flops=masked_flops,
         moved=masked_moved,
-        only_on=ONLY_ON,
+        only_on=dict.fromkeys(SDPA, "cuda"),
         checked=checked,
         **beside_eager(ours_masked, eager, sdpa=sdpa(), **SDPA),
     ),
@@ -286,7 +285,7 @@ BENCHMARKS = [
         modes=("fwd", "bwd", "fwdbwd"),
         flops=packed_flops,
         moved=packed_moved,
-        only_on=ONLY_ON,
+        only_on=dict.fromkeys((*SDPA, "torch varlen"), "cuda"),
         checked=checked,
         **beside_eager(
             ours_packed,
