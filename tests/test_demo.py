@@ -46,12 +46,6 @@ def test_a_users_folder_is_not_changed(project, out, monkeypatch, ran) -> None:
     assert contents(project) == before
 
 
-def test_a_file_is_not_a_folder(tmp_path, ran) -> None:
-    (tmp_path / "file").write_text("mine")
-    assert "got the file" in ran("demo", "--out", str(tmp_path / "file"), code=1).err
-    assert (tmp_path / "file").read_text() == "mine"
-
-
 def test_a_second_demo_replaces_only_its_own_files(tmp_path) -> None:
     folder = tmp_path / "demo"
     demo.run_demo(folder)

@@ -144,8 +144,6 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("translate run --file text.txt --reference pairs.tsv", ("20", "30", "aligned")),
     ("translate run --file text.txt --reference nothing.txt", ("nothing.txt",)),
     ("average text.txt", ("text.txt",)),
-    ("demo --out .", ("--out",)),
-    ("demo --out ''", ("--out",)),
 ]
 
 

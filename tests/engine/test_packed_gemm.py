@@ -42,11 +42,6 @@ def packed_linear() -> Callable[..., np.ndarray]:
     return function
 
 
-def cpu_features() -> list[str]:
-    names: list[str] = extension().cpu_features()
-    return names
-
-
 def draw(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
 
@@ -394,13 +389,13 @@ def test_other_paths(path: str, tmp_path: Path) -> None:
     for name, weight_of in in_int4.items():
         np.testing.assert_array_equal(found.pop(f"{name} int4"), linear_int4(weight_of[0], weight_of[1:]), err_msg=name)
     takes_brgemm = settings.get("FASTFORMER_BRGEMM") == "1"
-    assert (found.pop("int4 brgemm") > 0) == (takes_brgemm and "avx512_vnni" in cpu_features())
+    assert (found.pop("int4 brgemm") > 0) == (takes_brgemm and "avx512_vnni" in extension().cpu_features())
     cases = {name: part for name, part in cases.items() if name.endswith((" x", " weight", " bias"))}
 
     allowed = settings.get("FASTFORMER_CPU_FEATURES")
     in_use = found.pop("features").tolist()
     if allowed is not None:
-        assert in_use == [name for name in cpu_features() if name in allowed.split(",")]
+        assert in_use == [name for name in extension().cpu_features() if name in allowed.split(",")]
     assert found.pop("brgemm without oneDNN") == 0
     taken = {name.removesuffix(" brgemm"): int(found.pop(name)) for name in list(found) if name.endswith(" brgemm")}
     assert len(found) == len(taken) == len(cases)

@@ -99,24 +99,10 @@ def louder(model: Any, factor: float = 2.0) -> Any:
     return model.eval()
 
 
-class Coarse(Transformer):
-    """A model that replaces its logits by coarse ones, many of which are equal."""
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().logits(hidden).round()
-
-
-class CoarseGPT(GPT):
-    """A coarse model without a source."""
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().logits(hidden).round()
-
-
 def coarse(model: Transformer | GPT) -> Any:
-    """Returns a copy of a model with coarse logits."""
-    other = copy.deepcopy(model)
-    other.__class__ = CoarseGPT if isinstance(model, GPT) else Coarse
+    """Returns a copy of a model that replaces its logits by coarse ones, many of which are equal."""
+    kind, other = type(model), copy.deepcopy(model)
+    other.__class__ = type("Coarse", (kind,), {"logits": lambda self, hidden: kind.logits(self, hidden).round()})
     return other
 
 

@@ -13,6 +13,7 @@ from transformers import Trainer, TrainingArguments
 
 import fastformer
 from fastformer.ops import record_backends
+from tests.covering import by_turns
 from tests.integrations.families import PACKED, exactly
 from tests.integrations.test_composition import batch, make
 from tests.nn.comparing import assert_same
@@ -49,20 +50,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-MODELS = [("bert", ""), ("marian", ""), ("gpt2", ""), ("llama", ""), ("gpt2", "fused loss"), ("gpt2", "LoRA")]
-QUICK = [
-    *(("accumulated", family, how) for family, how in MODELS if how or family in ("bert", "marian")),
-    *(("plain", "gpt2", ""), ("checkpointed", "bert", "")),
-]
+MODELS = [("marian", ""), ("bert", ""), ("gpt2", ""), ("llama", ""), ("gpt2", "fused loss"), ("gpt2", "LoRA")]
 
 
-@pytest.mark.parametrize(
-    ("options", "family", "how"),
-    [
-        pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
-        for case in ((options, *model) for options in OPTIONS for model in MODELS)
-    ],
-)
+@pytest.mark.parametrize(("options", "family", "how"), by_turns(list(OPTIONS), MODELS))
 def test_trainer(options, family, how, tmp_path):
     results: list[Trained] = []
     begun: dict[str, Tensor] = {}

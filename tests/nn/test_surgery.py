@@ -402,6 +402,18 @@ def test_global_changes_of_modules_take_effect(name, kind, norm_first):
     assert torch.equal(run(ours, kind, *x), before)
 
 
+def override(layer: Any, name: str) -> set[Any]:
+    """Gives a layer a class that overrides a method. Returns the forms of the arguments that it gets."""
+    made, seen = type(layer), set()
+
+    def block(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        seen.add((len(args), *kwargs))
+        return bent(getattr(made, name)(self, *args, **kwargs))
+
+    layer.__class__ = type("Mine", (made,), {name: block})
+    return seen
+
+
 @both_orders
 @kinds
 def test_the_edges_of_blocks(kind, norm_first):
@@ -410,20 +422,7 @@ def test_the_edges_of_blocks(kind, norm_first):
     ours, theirs = pair(kind, norm_first)
     for name in blocks:
         changed = [copy.deepcopy(stack) for stack in (ours, theirs)]
-        forms: list[set[Any]] = []
-        for stack in changed:
-            layer = stack.layers[0]
-            made = type(layer)
-            seen: set[Any] = set()
-            forms.append(seen)
-
-            def block(
-                self: Any, *args: Any, made: type = made, name: str = name, seen: set[Any] = seen, **kwargs: Any
-            ) -> Tensor:
-                seen.add((len(args), *kwargs))
-                return bent(getattr(made, name)(self, *args, **kwargs))
-
-            layer.__class__ = type("Mine", (made,), {name: block})
+        forms = [override(stack.layers[0], name) for stack in changed]
         first = assert_alike(changed[0], changed[1], kind)
         assert forms[0] == forms[1] != set()  # the method may name its arguments as it likes
         patched = [copy.deepcopy(stack) for stack in (ours, theirs)]
