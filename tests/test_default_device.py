@@ -14,14 +14,14 @@ from fastformer.data.examples import Example
 from fastformer.generation import generate
 from fastformer.nn import TransformerEncoder, TransformerEncoderLayer
 from tests.generation.small import CPP
-from tests.integrations.test_products import IDS, MAKE
+from tests.integrations.families import FAMILIES, IDS, make
 
 MASK = torch.arange(9) < torch.tensor([[9], [4], [1], [7]])
 
 
-@pytest.mark.parametrize("family", MAKE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_padded_batches_of_transformers_models(family: str) -> None:
-    model = MAKE[family]().float().eval()
+    model = make(family).float().eval()
     decodes = {"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {}
     fastformer.accelerate(model)
     with torch.no_grad():

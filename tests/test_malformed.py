@@ -127,7 +127,6 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("train new --config .", (" .",)),
     ("train new --config run/model.safetensors", ("model.safetensors", "no YAML")),
     # Sizes that nothing can have.
-    ("train new --train_tsv pairs.tsv --model.window_size 99999999999999999999", ("window_size", "64 bits")),
     ("train new --train_tsv pairs.tsv --tokenizer bytes --max_tokens 3", ("max_tokens", "8 tokens", "3")),
     # Names of missing files, and files of a wrong kind.
     ("train new --train_tsv .", ("text file",)),

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.training.tiny import write_pairs
 
 # A user's steps on such a machine, in one process: the extension's modules are not found, as if never built.
@@ -36,14 +34,9 @@ assert not any("fastformer/_" in line for line in open("/proc/self/maps"))
 """
 
 
-@pytest.fixture
-def pairs(tmp_path: Path) -> str:
-    return write_pairs(tmp_path / "train.tsv")
-
-
-def test_everything_works_with_one_warning(tmp_path: Path, pairs: str) -> None:
+def test_everything_works_with_one_warning(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "run"), pairs],
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "run"), write_pairs(tmp_path / "train.tsv")],
         capture_output=True,
         text=True,
         env={**os.environ, "FASTFORMER_STRICT": "0"},

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 import fastformer
@@ -72,21 +74,19 @@ KINDS: dict[str, tuple[str, str, dict[str, bool]]] = {
 }
 
 
-def hooked(kind: str, module: nn.Module, seen: list) -> RemovableHandle:
-    """Registers a hook that keeps what it sees."""
+def hooked(kind: str, module: nn.Module | None, seen: list) -> RemovableHandle:
+    """Registers a hook that keeps what it sees, on all modules if none is given."""
     _, method, options = KINDS[kind]
-    hook = doubling(seen) if kind == "forward that changes" else lambda _, *args: seen.append(args)
+    hook: Any = lambda _, *args: seen.append(args)  # noqa: E731
+    if kind == "forward that changes":
+        hook = doubling(seen, nn.Linear if module is None else nn.Module)
+    if module is None:
+        module, method = torch_module, method.replace("_", "_module_", 1)
     handle: RemovableHandle = getattr(module, method)(hook, **options)
     return handle
 
 
-GLOBAL: dict[str, Callable[[list], RemovableHandle]] = {
-    "forward": lambda seen: torch_module.register_module_forward_hook(lambda m, *a: seen.append(a)),
-    "forward that changes": lambda seen: torch_module.register_module_forward_hook(doubling(seen, nn.Linear)),
-    "pre": lambda seen: torch_module.register_module_forward_pre_hook(lambda m, *a: seen.append(a)),
-    "backward": lambda seen: torch_module.register_module_full_backward_hook(lambda m, *a: seen.append(a)),
-    "backward pre": lambda seen: torch_module.register_module_full_backward_pre_hook(lambda m, *a: seen.append(a)),
-}
+GLOBAL = ("forward", "forward that changes", "pre", "backward", "backward pre")
 
 
 def make(family: str) -> Any:
@@ -100,15 +100,6 @@ def run(family: str, model: Any) -> Tensor:
     if family == "marian":
         return model(input_ids=IDS, attention_mask=RIGHT.long(), decoder_input_ids=TARGETS).logits
     return model(IDS, attention_mask=RIGHT.long()).logits * RIGHT[..., None]
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value.detach().clone()
-    elif isinstance(value, dict | tuple | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from tensors(each)
 
 
 class Step:
@@ -126,7 +117,8 @@ class Step:
             handle.remove()
         self.ran = {name for name, _ in ran}
         self.values = [out, *(p.grad for p in model.parameters() if p.grad is not None)]
-        self.seen = [list(tensors(each)) for each in saw]
+        tensors = ([leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)] for each in saw)
+        self.seen = [[each.detach().clone() for each in own if each.is_floating_point()] for own in tensors]
 
     def assert_same(self, other: Step, *, with_padding: bool) -> None:
         close = {"rtol": 1e-7, "atol": 1e-9}
@@ -160,8 +152,8 @@ def test_a_hook_sees_and_changes_the_same_tensors(family, place, kind):
     line = f"hooked, and called as before: {place or 'the model'}: {said}"
     assert (line in str(report)) == inside
     kept.remove()
-    ours = Step(family, model, lambda seen: hooked(kind, model.get_submodule(place), seen), is_plain=False)
-    theirs = Step(family, plain, lambda seen: hooked(kind, plain.get_submodule(place), seen), is_plain=True)
+    ours = Step(family, model, partial(hooked, kind, model.get_submodule(place)), is_plain=False)
+    theirs = Step(family, plain, partial(hooked, kind, plain.get_submodule(place)), is_plain=True)
     # Where a module gives no tensor, PyTorch calls no hook of its gradients.
     assert theirs.seen or (kind.startswith("backward") and place in OUTSIDE)
     ours.assert_same(theirs, with_padding=place not in OUTSIDE)
@@ -188,7 +180,7 @@ def test_fusion_continues_after_a_hook_is_removed(family):
 @pytest.mark.parametrize("family", PLACES)
 def test_a_hook_on_all_modules(family, kind):
     plain, model = make(family), make(family)
-    handle = GLOBAL[kind]([])
+    handle = hooked(kind, None, [])
     try:
         report = fastformer.report(fastformer.accelerate(model))
     finally:
@@ -196,10 +188,10 @@ def test_a_hook_on_all_modules(family, kind):
     assert report.hooked.keys() == report.swapped.keys()
     assert set(report.hooked.values()) == {"a hook on all modules"}
     assert "hooked, and called as before: " in str(report) and "more: a hook on all modules" in str(report)
-    ours = Step(family, model, GLOBAL[kind], is_plain=False)
+    ours = Step(family, model, partial(hooked, kind, None), is_plain=False)
     assert ours.seen and not ours.ran & {PACKED, FUSED}
     if family != "torch.nn":  # which calls no out_proj, as ours does: see DIFFERENCES.md
-        ours.assert_same(Step(family, plain, GLOBAL[kind], is_plain=True), with_padding=True)
+        ours.assert_same(Step(family, plain, partial(hooked, kind, None), is_plain=True), with_padding=True)
     assert not fastformer.report(fastformer.accelerate(model)).hooked
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections import Counter
 from typing import Any
@@ -24,7 +23,6 @@ linear_op = importlib.import_module("fastformer.ops.linear")
 
 DRAWS = 8
 IDS = torch.randint(5, 60, (4, 9), generator=torch.Generator().manual_seed(0))
-MAKE: dict[str, Any] = {family: functools.partial(small.make, family) for family in small.FAMILIES}
 # (Linear, Conv1D): of the layers, and the head.
 MAPS = {
     "bart": (2 * 6 + 2 * 10 + 1, 0),
@@ -36,11 +34,11 @@ MAPS = {
 }
 # Products: forward and two gradients of each map, but for those of feed-forward networks, which are an op.
 PRODUCTS = {"bart": 3 * 25, "marian": 3 * 25, "bert": 3 * 10, "gpt2": 3 * 5, "llama": 3 * 15, "t5": 3 * 25}
-families = pytest.mark.parametrize("family", MAKE)
+families = pytest.mark.parametrize("family", small.FAMILIES)
 
 
 def make(family: str, dtype: torch.dtype = torch.float32) -> Any:
-    return MAKE[family]().to(dtype).train()
+    return small.make(family).to(dtype).train()
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -11,16 +10,8 @@ import torch.nn.functional as F
 
 from fastformer.models import GPT, GPTConfig
 from fastformer.nn import SequenceLayout
-from tests.models.test_gpt_options import SMALL as SIZES
-from tests.models.test_gpt_options import V, batch
-from tests.models.test_gpt_options import model_of as made
+from tests.models.test_gpt_options import SMALL, V, batch, model_of
 from tests.nn.comparing import assert_same
-
-SMALL = {**SIZES, "num_heads": 4}
-
-
-def model_of(**options: Any) -> GPT:
-    return made(**{"num_heads": 4, **options})
 
 
 def test_each_option_of_the_loss_takes_effect():

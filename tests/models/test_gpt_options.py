@@ -22,7 +22,7 @@ from tests.models.plain_gpt import plain_logits
 from tests.nn.comparing import assert_same, assert_same_gradients, randomised
 
 V, LENGTHS = 23, [4, 7, 1]
-SMALL: dict[str, Any] = {"vocab_size": V, "d_model": 16, "num_layers": 2, "d_ff": 24, "max_len": 12}
+SMALL: dict[str, Any] = {"vocab_size": V, "d_model": 16, "num_layers": 2, "num_heads": 4, "d_ff": 24, "max_len": 12}
 LLAMA3 = {
     "kind": "llama3", "factor": 4, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8,
 }  # fmt: skip
@@ -332,7 +332,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("options", "named"), OPTIONS, ids=lambda part: str(part))
 def test_invalid_configs(options, named):
     with pytest.raises(ValueError, match=rf"\b{named}\b"):
-        GPTConfig(**{**SMALL, "num_heads": 4, **options})
+        GPTConfig(**{**SMALL, **options})
 
 
 def test_the_embeddings_scale_is_rounded_to_their_dtype():
