@@ -119,6 +119,15 @@ def _poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(owner, name, poisoned)
 
 
+@pytest.fixture
+def torch_as_before() -> Iterator[None]:
+    """Restores PyTorch's number of threads and default dtype after a test that sets them."""
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_default_dtype(dtype)
+
+
 def _settings() -> dict[str, Any]:
     return {
         "threads": torch.get_num_threads(),

@@ -109,9 +109,10 @@ def test_settings_in_a_saved_model_are_checked_too(tmp_path) -> None:
     GPT(GPTConfig(9, d_model=8, num_heads=2, num_layers=1)).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     saved = json.loads(file.read_text())
-    for name, value in (("dropout", 2), ("window_size", -1), ("bias", "no"), ("d_model", None), ("num_heads", 3)):
+    wrong = (("dropout", 2), ("window_size", -1), ("bias", "no"), ("d_model", None), ("num_heads", 3), ("num_head", 3))
+    for name, value in wrong:
         file.write_text(json.dumps(saved | {name: value}))
-        with pytest.raises(ValueError, match=name):
+        with pytest.raises(ValueError, match=rf"\b{name}\b"):
             GPT.from_pretrained(tmp_path)
     del saved["vocab_size"]
     file.write_text(json.dumps(saved))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -22,16 +22,9 @@ from tests.generation.small import EOS, needs_cpp
 from tests.generation.toy import finish
 from tests.generation.weights import drawn
 
-pytestmark = needs_cpp
+pytestmark = [needs_cpp, pytest.mark.usefixtures("torch_as_before")]
 
 VOCAB, BAD_WORD, ROWS = 1100, 7, 54  # as many rows as three threads are given to themselves, and some more
-
-
-@pytest.fixture(autouse=True)
-def threads_as_before() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @cache
@@ -114,7 +107,6 @@ def test_each_search_takes_at_least_one_step() -> None:
         if not going:
             break
         more = iter(batch.run_searches(going, last_tokens(going), False, Limits(10**6, 0.005, 0)))
-        gone = []
         for place, search in enumerate(searches):
             if search in going:
                 taken[place] += next(more)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -30,16 +29,6 @@ PRECISIONS = ("fp32", "bf16", "int8", "int4")
 def configured(name: str) -> Any:
     kind, options = CONFIGS[name]
     return drawn(kind, **options)
-
-
-@contextmanager
-def num_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def ids(dice: random.Random, count: int, size: int) -> list[int]:
@@ -174,6 +163,7 @@ DIVIDED: list[tuple[type, dict[str, Any]]] = [
 
 
 # Slow: each model in each precision. Products are divided by precision, and attention by model.
+@pytest.mark.usefixtures("torch_as_before")
 @pytest.mark.parametrize(("precision", "kind", "positions"), by_turns(PRECISIONS, DIVIDED))
 def test_bits_depend_neither_on_the_batch_nor_on_the_number_of_threads(kind, positions, precision) -> None:
     # Large enough for a second thread to take part in each step, which begins in the middle of a row's heads.
@@ -183,15 +173,13 @@ def test_bits_depend_neither_on_the_batch_nor_on_the_number_of_threads(kind, pos
     new = [ids(dice, 3, 1100) for _ in prompts]
     engine = CppEngine(model, precision)
     assert 6 * engine.prepacked().step_bytes > 4 << 20  # type: ignore[attr-defined]  # see threads_for
-    with num_threads(1):
-        alone = [said(engine, [prompt], [row])[0] for prompt, row in zip(prompts, new, strict=True)]
-        together = said(engine, prompts, new)
-        backwards = said(engine, prompts[::-1], new[::-1])[::-1]
-    with num_threads(2):
-        threads = said(engine, prompts, new)
-    with num_threads(3):
-        more = said(engine, prompts, new)
-    for others in (together, backwards, threads, more):
+    torch.set_num_threads(1)
+    alone = [said(engine, [prompt], [row])[0] for prompt, row in zip(prompts, new, strict=True)]
+    found = [said(engine, prompts, new), said(engine, prompts[::-1], new[::-1])[::-1]]
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        found.append(said(engine, prompts, new))
+    for others in found:
         assert all(torch.equal(one, other) for one, other in zip(alone, others, strict=True))
 
 
@@ -266,15 +254,13 @@ def test_suppressed_tokens_may_be_in_many_panels(kind, options) -> None:
             assert not torch.isin(new, torch.tensor(suppressed)).logical_and(new != 0).any()
 
 
+@pytest.mark.usefixtures("torch_as_before")
 def test_default_dtype_and_modes_do_not_change_results() -> None:
     model = configured(next(iter(CONFIGS)))
+    with torch.overrides.BaseTorchFunctionMode():
+        assert "TorchFunctionMode" in str(CppEngine.why_unsupported(model))
     options: dict[str, Any] = {"engine": "cpp", "do_sample": True, "seed": 1, "max_new_tokens": 5}
     due = generate(model, [[5, 6, 7]], **options)
     for dtype in (torch.bfloat16, torch.float64):
         torch.set_default_dtype(dtype)
-        try:
-            assert torch.equal(generate(model, [[5, 6, 7]], **options), due)
-        finally:
-            torch.set_default_dtype(torch.float32)
-    with torch.overrides.BaseTorchFunctionMode():
-        assert "TorchFunctionMode" in str(CppEngine.why_unsupported(model))
+        assert torch.equal(generate(model, [[5, 6, 7]], **options), due)

@@ -42,39 +42,15 @@ from tests.tape import TapeGraphs
 pytestmark = pytest.mark.skipif(_extension.module() is None, reason="no C++ extension for this CPU")
 
 
-class Watched:
-    """Records of engines.
+class Watched(TapeGraphs):
+    """The graphs of all engines, which also count the steps that ran one by one on the host."""
 
-    Attributes:
-        graphs: the graphs of each engine.
-        single: the steps that ran one by one on the host.
-    """
-
-    def __init__(self) -> None:
-        self.graphs: list[TapeGraphs] = []
-        self.single = 0
-
-    @property
-    def captures(self) -> int:
-        return sum(graphs.captures for graphs in self.graphs)
-
-    @property
-    def replays(self) -> int:
-        return sum(graphs.replays for graphs in self.graphs)
-
-    @property
-    def plain(self) -> int:
-        return sum(graphs.warm_ups for graphs in self.graphs)
+    single = 0
 
 
 @pytest.fixture(autouse=True)
 def watched(monkeypatch) -> Iterator[Watched]:
-    seen = Watched()
-
-    def tapes(device: torch.device) -> TapeGraphs:
-        seen.graphs.append(TapeGraphs(device))
-        return seen.graphs[-1]
-
+    seen = Watched("cpu")
     run_searches = GraphBatch.run_searches
 
     def watched_run(self: GraphBatch, *args: Any) -> list[int]:
@@ -82,7 +58,7 @@ def watched(monkeypatch) -> Iterator[Watched]:
         seen.single += not any(steps)
         return steps
 
-    monkeypatch.setattr(graph_module, "Graphs", tapes)
+    monkeypatch.setattr(graph_module, "Graphs", lambda device: seen)
     monkeypatch.setattr(GraphBatch, "run_searches", watched_run)
     yield seen
 
@@ -142,7 +118,7 @@ def test_the_tokens_are_those_of_recomputing(place, name, watched) -> None:
         assert_same(*both(model, ids(3, 9, 14, 1, 6), max_new_tokens=20, **way))
     assert watched.single == 0
     # Of each shape a first step that warms up; all others are replays.
-    assert watched.plain <= 8 and watched.captures <= watched.plain and watched.replays > 20
+    assert watched.warm_ups <= 8 and watched.captures <= watched.warm_ups and watched.replays > 20
 
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
@@ -206,9 +182,8 @@ def test_groups_that_leave_and_join_use_few_graphs(model, watched) -> None:
     expected = said(plain)
     for turn in range(3):
         assert said(engine) == expected
-        (graphs,) = watched.graphs
         # 5 groups in captured for 8, then 4, 2 and 1; tables for 64 tokens are wide enough.
-        assert graphs.captures == graphs.warm_ups == 4, turn
+        assert watched.captures == watched.warm_ups == 4, turn
     assert watched.single == 0
     shapes = engine.shapes
     assert sorted(shape.num_groups for shape in shapes) == [1, 2, 4, 8] and {shape.width for shape in shapes} == {64}
@@ -278,7 +253,7 @@ def test_choices_of_the_host_are_replayed_too(model, watched) -> None:
             for own in (engine, plain)
         )
         assert found == due
-    assert watched.replays > 25 and watched.captures <= watched.plain <= 6
+    assert watched.replays > 25 and watched.captures <= watched.warm_ups <= 6
 
 
 def test_searches_of_several_kinds_go_step_by_step(model, watched) -> None:
@@ -377,7 +352,7 @@ def test_the_next_engine_of_a_model_finds_the_graphs(model, watched, monkeypatch
     inputs = ids(3, 9, 5, vocab=VOCAB)
     found = [generate(own, inputs, engine="graph", num_beams=2, max_new_tokens=10) for _ in range(3)]
     before = watched.captures
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]) and watched.captures == watched.plain
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]) and watched.captures == watched.warm_ups
     generate(own, inputs[:2], engine="graph", num_beams=2, max_new_tokens=10)
     assert watched.captures == before + 1  # for fewer groups
     busy = GraphEngine(own)

@@ -16,10 +16,10 @@ from fastformer.generation.processors import ForcedToken
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.search import RowSearch, Search
-from fastformer.ops import _extension
+from tests.generation.small import needs_cpp
 from tests.generation.toy import EOS, VALUES, RunningEngine, ToyEngine, ask, candidates, finish, plain_greedy
 
-pytestmark = pytest.mark.skipif(_extension.module() is None, reason="no C++ extension for this CPU")
+pytestmark = needs_cpp
 
 VOCAB = 9
 ENDS = frozenset({EOS})

@@ -22,7 +22,7 @@ from fastformer.generation.engines.sampling import choose
 from fastformer.generation.native_search import NativeSearch, SearchRules
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling, Search, TransformersBeamSearch
 from fastformer.generation.search import Hypothesis as Found
-from fastformer.ops import _extension
+from tests.generation.small import needs_cpp
 from tests.generation.toy import (
     EOS,
     VALUES,
@@ -49,7 +49,6 @@ def beams_of(engine: ToyEngine, limits: list[int], beams: int, *, ends: Collecti
     return decode(engine, requests, max_rows=10_000)
 
 
-needs_cpp = pytest.mark.skipif(_extension.module() is None, reason="no C++ extension for this CPU")
 KINDS = [pytest.param(BeamSearch, id="python"), pytest.param(NativeSearch.beams, id="cpp", marks=needs_cpp)]
 BY_TRANSFORMERS_RULES = [
     pytest.param(TransformersBeamSearch, id="python"),

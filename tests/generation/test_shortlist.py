@@ -13,7 +13,7 @@ from fastformer.generation.engines import ENGINES, choose_engine
 from fastformer.generation.engines.kv_cache import KVCacheEngine
 from fastformer.generation.model_protocols import as_model
 from fastformer.generation.request_builder import RequestBuilder
-from tests.generation.small import EOS, mixed_sources, new_tokens, next_logits, real, tiny
+from tests.generation.small import CPP, EOS, mixed_sources, new_tokens, next_logits, real, tiny
 
 ALLOWED = [4, 7, 9, 11, 12, 13, 20, 25, 31, 38]
 
@@ -60,20 +60,18 @@ def test_a_shortlist_may_be_shorter_than_the_number_of_beams(gpt) -> None:
         assert out.scores.isfinite().all() and len({*found[:4]}) == len({*found[4:]}) == 4, name
 
 
-def test_a_shortlist_combines_with_other_options(model) -> None:
+@pytest.mark.parametrize("engine", [CPP, "kv_cache"])
+def test_a_shortlist_combines_with_other_options(model, engine) -> None:
     source, allowed = mixed_sources(3), {*ALLOWED, EOS, 0}
-    for name in ("cpp", "kv_cache"):
-        if name not in engines_of(model):
-            continue
-        options = {"shortlist": ALLOWED, "engine": name, "max_new_tokens": 6}
-        out = generate(model, source, suppress_tokens=[7, 9], min_new_tokens=6, **options)
-        said = {token for row in out.tolist() for token in row}
-        assert said <= allowed - {7, 9, EOS} and out.shape[1] == 6
-        out = generate(model, source, forced_bos_token_id=5, forced_eos_token_id=6, min_new_tokens=6, **options)
-        assert {*out[:, 0].tolist()} == {5} and {*out[:, -1].tolist()} == {6}
-        assert {token for row in out[:, 1:-1].tolist() for token in row} <= allowed
-        ends = generate(model, source, eos_token_id=3, **options)
-        assert {token for row in ends.tolist() for token in row} <= allowed - {EOS} | {3}
+    options = {"shortlist": ALLOWED, "engine": engine, "max_new_tokens": 6}
+    out = generate(model, source, suppress_tokens=[7, 9], min_new_tokens=6, **options)
+    said = {token for row in out.tolist() for token in row}
+    assert said <= allowed - {7, 9, EOS} and out.shape[1] == 6
+    out = generate(model, source, forced_bos_token_id=5, forced_eos_token_id=6, min_new_tokens=6, **options)
+    assert {*out[:, 0].tolist()} == {5} and {*out[:, -1].tolist()} == {6}
+    assert {token for row in out[:, 1:-1].tolist() for token in row} <= allowed
+    ends = generate(model, source, eos_token_id=3, **options)
+    assert {token for row in ends.tolist() for token in row} <= allowed - {EOS} | {3}
 
 
 def test_an_engine_that_supports_shortlists_gets_no_processor(model) -> None:

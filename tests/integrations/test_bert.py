@@ -124,6 +124,7 @@ def test_a_custom_scale(mask):
     assert_same(after * real, before * real, "hidden states", 1e-9)
 
 
+@pytest.mark.usefixtures("torch_as_before")
 def test_a_decoder_with_a_cache():
     model = make(is_decoder=True).eval()
     whole = model(IDS).last_hidden_state
@@ -132,10 +133,7 @@ def test_a_decoder_with_a_cache():
     first = model(IDS[:, :5], use_cache=True)
     # transformers before 5 writes fp64's lowest number into a mask of the default dtype.
     torch.set_default_dtype(torch.float64)
-    try:
-        second = model(IDS[:, 5:], **{CACHE: first[CACHE]}, use_cache=True)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    second = model(IDS[:, 5:], **{CACHE: first[CACHE]}, use_cache=True)
     assert_same(second.last_hidden_state, whole[:, 5:], "with a cache", 1e-9)
 
 

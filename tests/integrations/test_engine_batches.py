@@ -81,20 +81,18 @@ def test_a_source_has_the_same_bits_as_alone(name: str, side: str, calls: list[i
     assert calls[0] >= 2 + count
 
 
+@pytest.mark.usefixtures("torch_as_before")
 @pytest.mark.parametrize("threads", [2, 3])
 @torch.no_grad()
 def test_bits_do_not_depend_on_the_threads(threads: int) -> None:
     case = encoders.Case("bert", encoders.BASE, {"hidden_size": 96, "intermediate_size": 200})
-    model, before = accelerate(case.make(torch.float32, attn_implementation="sdpa")), torch.get_num_threads()
+    model = accelerate(case.make(torch.float32, attn_implementation="sdpa"))
     batch = {"input_ids": torch.randint(5, 60, (20, 40), generator=torch.Generator().manual_seed(0))}
-    try:
-        torch.set_num_threads(1)
-        due = model(**batch)[0]
-        torch.set_num_threads(threads)
-        assert torch.equal(model(**batch)[0], due)
-        assert torch.equal(model(input_ids=batch["input_ids"][:1])[0], due[:1])
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(1)
+    due = model(**batch)[0]
+    torch.set_num_threads(threads)
+    assert torch.equal(model(**batch)[0], due)
+    assert torch.equal(model(input_ids=batch["input_ids"][:1])[0], due[:1])
 
 
 @pytest.mark.slow  # every option with every other, at unusual sizes
