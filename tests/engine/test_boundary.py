@@ -104,7 +104,7 @@ test_many_models_are_packed_or_it_is_said_why_not = pytest.mark.slow(MANY(shapes
 
 
 SIZES_OF = ("d_model", "num_heads", "num_kv_heads", "num_decoder_layers")
-WRONG_SIZES = [(name, value) for name in SIZES_OF for value in (0, -1, 2**62)]
+WRONG_SIZES: list[tuple[str, Any]] = [(name, value) for name in SIZES_OF for value in (0, -1, 2**62)]
 WRONG_SIZES += [("num_heads", 5), ("num_kv_heads", 3), ("num_encoder_layers", 2), ("precision", "fp64")]
 # Cross-attention has no norm of its output.
 WRONG_SIZES += [("norm_placement", "post"), ("norm_placement", "both")]

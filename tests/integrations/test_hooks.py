@@ -81,8 +81,8 @@ def hooked(kind: str, module: nn.Module | None, seen: list) -> RemovableHandle:
     if kind == "forward that changes":
         hook = doubling(seen, nn.Linear if module is None else nn.Module)
     if module is None:
-        module, method = torch_module, method.replace("_", "_module_", 1)
-    handle: RemovableHandle = getattr(module, method)(hook, **options)
+        method = method.replace("_", "_module_", 1)
+    handle: RemovableHandle = getattr(module or torch_module, method)(hook, **options)
     return handle
 
 
