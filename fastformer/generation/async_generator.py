@@ -269,14 +269,7 @@ class AsyncGenerator(HasFront):
         config = GenerationConfig.from_options(options, self.config if config is None else config)
         if config.num_beams > 1:
             raise ValueError(f"expected num_beams 1, got {config.num_beams}: a beam search has no stream of tokens")
-        if config.precision not in (None, self.precision):
-            raise ValueError(
-                f"expected no precision: AsyncGenerator(..., precision=) chooses it, got {config.precision!r}"
-            )
-        if config.engine not in (None, self._engine.name) or not config.use_cache:
-            raise ValueError(
-                f"expected neither engine nor use_cache: AsyncGenerator(..., engine=) chooses, here {self._engine.name}"
-            )
+        config.check_engine(self, self._engine.name, self.precision)
         ids, is_chat = self.encode(prompt), isinstance(prompt, ChatIds)
         if config.max_new_tokens is None and config.max_length is None:
             config = replace(config, max_new_tokens=min(MAX_NEW_TOKENS, self.max_len - len(ids)))

@@ -352,16 +352,7 @@ class AsyncTranslator(HasFront):
             ValueError: see `Translator.settings`; or another engine or precision.
         """
         found = self.translator.settings(options, config)
-        if found.precision != self.translator.precision:
-            raise ValueError(
-                f"expected no precision: all requests decode in one batch, in {self.translator.precision or 'the '}"
-                f"{'' if self.translator.precision else 'precision of the model'}; Translator(..., precision=) chooses"
-            )
-        if found.engine not in (None, self._engine.name) or not found.use_cache:
-            raise ValueError(
-                f"expected neither engine nor use_cache: all requests decode in one batch, by engine "
-                f"{self._engine.name!r}; AsyncTranslator(..., engine=) chooses another"
-            )
+        found.check_engine(self, self._engine.name, self.translator.precision)
         return found
 
 

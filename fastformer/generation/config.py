@@ -281,6 +281,26 @@ class GenerationConfig:
         if self.num_beams > vocab_size:
             raise ValueError(f"expected num_beams of at most the vocabulary's {vocab_size}, got {self.num_beams}")
 
+    def check_engine(self, owner: object, engine: str, precision: Precision | None) -> None:
+        """Checks that an object which decodes all its requests with one engine can apply the options.
+
+        Args:
+            owner: the object.
+            engine: the name of its engine.
+            precision: the precision of its engine; None: the model's own.
+
+        Raises:
+            ValueError: the options ask for another engine or another precision.
+        """
+        all_alike = f"with which this {type(owner).__name__} decodes all requests"
+        if self.precision not in (None, precision):
+            own = "the model's own precision" if precision is None else f"precision {precision!r}"
+            raise ValueError(f"expected {own}, {all_alike}, got {self.precision!r}")
+        if self.engine not in (None, engine):
+            raise ValueError(f"expected engine {engine!r}, {all_alike}, got {self.engine!r}")
+        if not self.use_cache:
+            raise ValueError(f"expected use_cache=True, {all_alike}, got False")
+
     def _check_combinations(self) -> None:
         beams, groups, by_transformers_rules = self.num_beams, self.num_beam_groups, self.beam_rules == "transformers"
         if self.engine is not None and not self.use_cache:

@@ -188,10 +188,5 @@ class Generator:
 
     def _config(self, options: GenerationOptions, config: GenerationConfig | None, foreign: Any) -> GenerationConfig:
         found = config_of(options, config, foreign)
-        if found.precision not in (None, self.precision):
-            raise ValueError(f"expected no precision: Generator(..., precision=) chooses it, got {found.precision!r}")
-        if found.engine not in (None, self._engine.name) or not found.use_cache:
-            raise ValueError(
-                f"expected neither engine nor use_cache: Generator(..., engine=) chooses, here {self._engine.name!r}"
-            )
+        found.check_engine(self, self._engine.name, self.precision)
         return found
