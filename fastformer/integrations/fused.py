@@ -88,16 +88,13 @@ class RMSNorm(nn.Module):
         return add_layer_norm(hidden_states, weight=self.weight, eps=self.variance_epsilon, rms_norm=True)[0]
 
 
-def join_rms(x: Tensor, residual: Tensor, dropout_p: float, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """Computes `join_residual` with an `RMSNorm`."""
+def join_rms(x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """Computes (norm(x + residual), the sum), in one op if the norm is a plain `RMSNorm`."""
     dtype = torch.promote_types(x.dtype, residual.dtype)
     if not (isinstance(norm, RMSNorm) and is_known(norm, type(norm)) and _fits(norm, residual.to(dtype))):
-        total = F.dropout(x, dropout_p) + residual
+        total = x + residual
         return norm(total), total
-    return add_layer_norm(
-        x.to(dtype), residual.to(dtype), norm.weight, eps=norm.variance_epsilon, dropout_p=dropout_p,
-        rms_norm=True,
-    )  # fmt: skip
+    return add_layer_norm(x.to(dtype), residual.to(dtype), norm.weight, eps=norm.variance_epsilon, rms_norm=True)
 
 
 def _fits(norm: RMSNorm, x: Tensor) -> bool:

@@ -21,27 +21,20 @@ from fastformer.integrations.heads import (
 )
 from fastformer.integrations.known import (
     CACHE,
-    CACHE_NAMES,
     RETURNS_TUPLES,
-    cache_of,
     is_known,
     is_sdpa_known,
-    nothing_else,
     register,
-    take_cache,
 )
-from fastformer.integrations.packing import entered, entered_cache, left, writes_plainly
+from fastformer.integrations.packing import left
 from fastformer.integrations.products import is_plain_conv1d
 from fastformer.integrations.replace import Replacement
-from fastformer.integrations.stacks import CausalStack
+from fastformer.integrations.stacks import CausalLayer, CausalStack
 from fastformer.nn.guards import is_written_as_known
 from fastformer.ops import feed_forward
 
 register(gpt2)
 
-# The names of a block's positional arguments after its hidden states.
-_NAMES = tuple(inspect.signature(gpt2.GPT2Block.forward).parameters)[2:]
-_HARMLESS = CACHE_NAMES | {"attention_mask", "use_cache", "position_ids", "cache_position", "num_items_in_batch"}
 # With fewer rows, as in a decode step, PyTorch's product reads weights in Conv1D's layout faster.
 _FEW_ROWS = 16
 
@@ -82,29 +75,22 @@ def _attend(attention: Any, x: Tensor, mask: Tensor | None, cache: Any) -> Tenso
     return projected
 
 
-class GPT2Block(gpt2.GPT2Block):
+class GPT2Block(CausalLayer, gpt2.GPT2Block):
     """GPT-2's block for packed tokens or a padded batch."""
 
+    names = tuple(inspect.signature(gpt2.GPT2Block.forward).parameters)[2:]
     ln_1: nn.Module
     ln_2: nn.Module
     attn: Any
     mlp: nn.Module
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(_NAMES, args, strict=False)) | kwargs
-        if not (
-            is_written_as_known(GPT2Block) and nothing_else((), given, _HARMLESS) and writes_plainly(cache_of(given))
-        ):
-            return super().forward(hidden_states, *args, **kwargs)
-        x, mask = entered(hidden_states, given.get("attention_mask"))
-        cache = entered_cache(take_cache(given))
+    def _computed(self, x: Tensor, given: dict[str, Any]) -> Any:
         normed = self.ln_1(x)
         dropout_p = plain_dropout(self.attn.resid_dropout) if self._attends_plainly() else None
         if dropout_p is not None:
-            attended = _attend(self.attn, normed, mask, cache)
+            attended = _attend(self.attn, normed, given["attention_mask"], given[CACHE])
         else:
-            options = given | {CACHE: cache, "attention_mask": mask}
-            attended, dropout_p = self.attn(normed, **options)[0], 0.0
+            attended, dropout_p = self.attn(normed, **given)[0], 0.0
         normed, x = join_residual(attended, x, dropout_p, self.ln_2)
         x = left(self, x + self.mlp(normed))
         return (x,) if RETURNS_TUPLES else x

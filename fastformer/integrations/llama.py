@@ -22,49 +22,31 @@ from fastformer.integrations.heads import (
     replacements,
     stands_for_original,
 )
-from fastformer.integrations.known import CACHE, CACHE_NAMES, cache_of, nothing_else, register, take_cache
-from fastformer.integrations.packing import entered, entered_cache, entered_positions, left, writes_plainly
+from fastformer.integrations.known import register
+from fastformer.integrations.packing import entered_positions, left
 from fastformer.integrations.replace import Replacement
-from fastformer.integrations.stacks import CausalStack
-from fastformer.nn.guards import is_written_as_known
+from fastformer.integrations.stacks import CausalLayer, CausalStack
 
 register(llama)
-
-# The names of a layer's positional arguments after its hidden states.
-_NAMES = tuple(inspect.signature(llama.LlamaDecoderLayer.forward).parameters)[2:]
-_HARMLESS = frozenset(
-    {
-        *("attention_mask", "use_cache", "position_ids", "cache_position", "position_embeddings", "num_items_in_batch"),
-        *CACHE_NAMES,
-    }
-)
 
 
 class LlamaRMSNorm(RMSNorm, llama.LlamaRMSNorm):
     """Llama's RMSNorm as one op."""
 
 
-class LlamaDecoderLayer(llama.LlamaDecoderLayer):
+class LlamaDecoderLayer(CausalLayer, llama.LlamaDecoderLayer):
     """Llama's layer for packed tokens or a padded batch."""
 
+    names = tuple(inspect.signature(llama.LlamaDecoderLayer.forward).parameters)[2:]
     input_layernorm: nn.Module
     post_attention_layernorm: nn.Module
     self_attn: Any
     mlp: nn.Module
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(_NAMES, args, strict=False)) | kwargs
-        if not (
-            is_written_as_known(LlamaDecoderLayer)
-            and nothing_else((), given, _HARMLESS)
-            and writes_plainly(cache_of(given))
-        ):
-            return super().forward(hidden_states, *args, **kwargs)
-        x, given["attention_mask"] = entered(hidden_states, given.get("attention_mask"))
-        given[CACHE] = entered_cache(take_cache(given))
+    def _computed(self, x: Tensor, given: dict[str, Any]) -> Any:
         given["position_embeddings"] = entered_positions(given.get("position_embeddings"))
         attended = self.self_attn(hidden_states=self.input_layernorm(x), **given)[0]
-        normed, x = join_rms(attended, x, 0.0, self.post_attention_layernorm)
+        normed, x = join_rms(attended, x, self.post_attention_layernorm)
         return left(self, x + self.mlp(normed))
 
 

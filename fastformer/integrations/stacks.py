@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from fastformer.integrations.attention_interface import is_patched, masks_as_known
-from fastformer.integrations.known import CACHE_NAMES, cache_of, gives_tuple, nothing_else
-from fastformer.integrations.packing import packing, told, worth_packing
+from fastformer.integrations.known import CACHE, CACHE_NAMES, cache_of, gives_tuple, nothing_else, take_cache
+from fastformer.integrations.packing import entered, entered_cache, packing, told, worth_packing, writes_plainly
 from fastformer.integrations.padding import PackingStack
-from fastformer.nn.guards import is_traced
+from fastformer.nn.guards import is_traced, is_written_as_known
 from fastformer.nn.layout import Padding, read_padding
 
 
@@ -64,6 +64,13 @@ class Encoder(Stack):
 
 
 # Arguments of a stack that don't decide whether its tokens can be packed.
+# Arguments that don't change what a layer computes here, or are among what it reads.
+_HARMLESS_TO_LAYERS = frozenset(
+    {
+        *("attention_mask", "use_cache", "position_ids", "cache_position", "position_embeddings", "num_items_in_batch"),
+        *CACHE_NAMES,
+    }
+)
 _HARMLESS = frozenset(
     {
         *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "cache_position"),
@@ -146,6 +153,37 @@ class CausalStack(Causal):
         return super().is_known_layer(layer) and all(
             bool(getattr(getattr(layer, name), "is_causal", False)) for name in self.attentions
         )
+
+
+class CausalLayer(nn.Module):
+    """A layer of a `CausalStack`, for packed tokens or a padded batch.
+
+    Attributes:
+        names: the names of a layer's positional arguments after its hidden states.
+    """
+
+    names: ClassVar[tuple[str, ...]]
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        if not (
+            is_written_as_known(type(self))
+            and nothing_else((), given, _HARMLESS_TO_LAYERS)
+            and writes_plainly(cache_of(given))
+        ):
+            return super().forward(hidden_states, *args, **kwargs)
+        x, given["attention_mask"] = entered(hidden_states, given.get("attention_mask"))
+        given[CACHE] = entered_cache(take_cache(given))
+        return self._computed(x, given)
+
+    def _computed(self, x: Tensor, given: dict[str, Any]) -> Any:
+        """Returns the output for tokens that may be packed.
+
+        Args:
+            x: the hidden states.
+            given: the other arguments by name, with the mask and the cache that belong to x.
+        """
+        raise NotImplementedError
 
 
 _MEMORY = ("encoder_hidden_states", "encoder_attention_mask")
