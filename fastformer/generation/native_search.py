@@ -33,7 +33,8 @@ class SearchHandle(Protocol):
         """Returns the hypotheses found, each as its tokens, their log-probabilities and its score."""
 
 
-def _extension_module() -> Any:
+def extension_module() -> Any:
+    """Returns the extension; raises a RuntimeError if there is none for this CPU."""
     module = _extension.module()
     if module is None:
         raise RuntimeError("no C++ extension for this CPU: see `fastformer doctor`")
@@ -84,7 +85,7 @@ class NativeSearch(Search):
                 this rule; else processors do.
             suppressed: ids that are never chosen, applied in the same way.
         """
-        handle = _extension_module().greedy_search(limit, sorted(eos), min_tokens, suppressed)
+        handle = extension_module().greedy_search(limit, sorted(eos), min_tokens, suppressed)
         return cls(handle, SearchRules(0, tuple(sorted(eos)), min_tokens, tuple(sorted(suppressed))))
 
     @classmethod
@@ -107,7 +108,7 @@ class NativeSearch(Search):
         min_tokens and suppressed are as in `greedy`; begun is as in `TransformersBeamSearch`, and ignored by the other
         rules.
         """
-        handle = _extension_module().beam_search(
+        handle = extension_module().beam_search(
             limit,
             sorted(eos),
             num_beams,
@@ -154,11 +155,11 @@ class NativeSearch(Search):
 
 def last_tokens(searches: Iterable[NativeSearch]) -> list[int]:
     """Returns the last token of each row of each search. Every search has taken a step."""
-    tokens: list[int] = _extension_module().last_tokens([search.handle for search in searches])
+    tokens: list[int] = extension_module().last_tokens([search.handle for search in searches])
     return tokens
 
 
 def places_of_done(searches: Iterable[NativeSearch]) -> list[int]:
     """Returns the places of the searches that are done."""
-    places: list[int] = _extension_module().places_of_done([search.handle for search in searches])
+    places: list[int] = extension_module().places_of_done([search.handle for search in searches])
     return places

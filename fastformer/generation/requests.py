@@ -104,6 +104,7 @@ class Request(Asked):
     Attributes:
         results: the hypotheses found, best first; empty before the end.
         before: the ids before the new tokens.
+        steps: the number of steps that the search has taken.
         num_told: the number of tokens that on_token has received.
         stops_at: the lengths at which its processors act although the search suffices.
         cached_tokens: the number of prompt tokens that were not read when the request began, because the batch had them
@@ -136,7 +137,7 @@ class Request(Asked):
         self.keeps_scores = keeps_scores and bool(processors)
         self.results: list[Hypothesis] = []
         self._make_search = make_search
-        self.num_told = self._steps = self._kept_steps = self.cached_tokens = self.reserved_tokens = 0
+        self.num_told = self.steps = self._kept_steps = self.cached_tokens = self.reserved_tokens = 0
         self._kept: list[Hypothesis] = []  # the results at the restart
         self.search = make_search()
         last = processors[-1] if processors else None
@@ -160,16 +161,6 @@ class Request(Asked):
         return sum(len(found.tokens) for found in self.results)
 
     @property
-    def num_rows(self) -> int:
-        """The number of rows in the next step."""
-        return self.search.num_rows
-
-    @property
-    def is_new(self) -> bool:
-        """Whether the request has not yet taken its first step."""
-        return self._steps == 0
-
-    @property
     def expected_tokens(self) -> int:
         """The approximate number of new tokens that the request is likely to get."""
         return min(self.most_tokens, max(_EXPECTED, len(self.prompt.source or ())))
@@ -184,37 +175,37 @@ class Request(Asked):
     @property
     def is_full(self) -> bool:
         """Whether the window has no room for another token."""
-        return self.window is not None and len(self.prompt.tokens) + self._steps - self._slid_at >= self.window
+        return self.window is not None and len(self.prompt.tokens) + self.steps - self._slid_at >= self.window
 
     def slide(self) -> None:
         """Makes the last half of a full window the new prompt."""
         tokens = [*self.before, *self.search.tokens(0)]
-        self.prompt, self._slid_at = Prompt(None, window_end(tokens, self.window or 0)), self._steps
+        self.prompt, self._slid_at = Prompt(None, window_end(tokens, self.window or 0)), self.steps
 
     def next_tokens(self) -> list[int]:
         """Returns the next input token of each row."""
-        if self._steps:
+        if self.steps:
             return self.search.last_tokens()
-        return [self.prompt.tokens[-1]] * self.num_rows
+        return [self.prompt.tokens[-1]] * self.search.num_rows
 
     @property
     def length(self) -> int:
         """The number of ids in each row that the decoder has read."""
-        return len(self.before) + self._steps
+        return len(self.before) + self.steps
 
     def history(self) -> list[list[int]]:
         """Returns for each row the ids that the decoder has read, including the prompt."""
         before = list(self.before)
-        if not self._steps:
-            return [before] * self.num_rows
-        return [before + self.search.tokens(row) for row in range(self.num_rows)]
+        if not self.steps:
+            return [before] * self.search.num_rows
+        return [before + self.search.tokens(row) for row in range(self.search.num_rows)]
 
     def advance(self, candidates: Candidates, first: int) -> list[int]:
         """Advances the search by a step; see `Search.advance`. An error is stored in `error` and ends the request."""
         if self.error is not None:  # its processors have failed
             self.is_done = True
             return []
-        self._steps += 1
+        self.steps += 1
         try:
             parents = self.search.advance(candidates.ids, candidates.values, first)
         except Exception as error:  # the error ends only this request
@@ -233,15 +224,15 @@ class Request(Asked):
         Returns:
             Whether the request continues.
         """
-        self._steps += steps
+        self.steps += steps
         if error is not None:
             self.fail(error)
             return False
-        if not is_done and self._last_token is not None and self._steps == self.search.limit - 1:
+        if not is_done and self._last_token is not None and self.steps == self.search.limit - 1:
             # No logits are needed for a last token that a processor forces.
             rows = self.search.num_rows
             self.search.advance([[self._last_token]] * rows, [[0.0]] * rows, 0)
-            self._steps, is_done = self._steps + 1, True
+            self.steps, is_done = self.steps + 1, True
         return self._goes_on(is_done)
 
     def _goes_on(self, is_done: bool) -> bool:
@@ -255,7 +246,7 @@ class Request(Asked):
                 # While the search runs, its row holds the tokens; the results exist only at the end.
                 if is_done:
                     new = self.search.results()[0].tokens[self.num_told :]
-                elif self.num_told == self._steps - 1:  # the common case; its cost doesn't grow with the text
+                elif self.num_told == self.steps - 1:  # the common case; its cost doesn't grow with the text
                     new = self.search.last_tokens()
                 else:  # after a restart, on_token has received the first tokens
                     new = self.search.tokens(0)[self.num_told :]
@@ -274,13 +265,13 @@ class Request(Asked):
         self.is_done = True
         if not self.is_cancelled:
             # If a restarted request runs out of time, the longer attempt counts: on_token may have received its tokens.
-            self.results = self.search.results() if self._steps >= self._kept_steps else self._kept
+            self.results = self.search.results() if self.steps >= self._kept_steps else self._kept
 
     def restart(self) -> None:
         """Resets the request after an older one took its memory. Decoding is deterministic: results do not change."""
-        if self._steps > self._kept_steps:
-            self._kept, self._kept_steps = self.search.results(), self._steps
-        self.search, self._steps = self._make_search(), 0
+        if self.steps > self._kept_steps:
+            self._kept, self._kept_steps = self.search.results(), self.steps
+        self.search, self.steps = self._make_search(), 0
         self.prompt, self._slid_at = self._first_prompt, 0
 
 
@@ -315,7 +306,7 @@ class Running:
         edited: list[tuple[Request, range]] = []  # each request with its part of logit_rows
         first, is_sampled = 0, False
         for request in self.requests:
-            rows = range(first, first + request.num_rows)
+            rows = range(first, first + request.search.num_rows)
             first = rows.stop
             own = request.search.samples()
             if own is None and not request.processors:
@@ -346,7 +337,7 @@ class Running:
         parents: list[list[int]] = []
         first, is_changed = 0, False
         for place, request in enumerate(self.requests):
-            rows = request.num_rows
+            rows = request.search.num_rows
             kept = request.advance(candidates, first)
             first += rows
             if kept and not request.is_full:
@@ -372,7 +363,7 @@ class Running:
         """Returns the next token of each row, from the native searches of all requests; see `next_tokens`."""
         requests = self.requests
         begun = len(requests)
-        while begun and requests[begun - 1].is_new:  # the new ones were admitted last
+        while begun and not requests[begun - 1].steps:  # the new ones were admitted last
             begun -= 1
         tokens = last_tokens(searches[:begun])
         return tokens + [token for request in requests[begun:] for token in request.next_tokens()]

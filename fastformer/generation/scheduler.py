@@ -164,7 +164,9 @@ class Scheduler:
         self._make_room()
         if not self.running:
             return ended
-        limits = Limits(self._max_steps(), _RUN_SECONDS, min(self._refill_below(), self._running_rows))
+        is_first = any(request.on_token is not None and request.num_told < _FIRST_TOLD for request in self.running)
+        steps = self._running.steps_alone(1 if is_first else _RUN_STEPS)
+        limits = Limits(steps, _RUN_SECONDS, min(self._refill_below(), self._running_rows))
         left = self._remove(self._open_batch.run(self._running, limits))
         for request in reversed(left):
             if not request.is_done:  # its window is full: the model reads its last half again
@@ -176,11 +178,6 @@ class Scheduler:
     def _open_batch(self) -> Batch:
         assert self._batch is not None
         return self._batch
-
-    def _max_steps(self) -> int:
-        """Returns the most steps before listeners must get their tokens, or a processor must be called."""
-        is_first = any(request.num_told < _FIRST_TOLD for request in self.running if request.on_token is not None)
-        return self._running.steps_alone(1 if is_first else _RUN_STEPS)
 
     def clear(self) -> None:
         """Drops all requests and the batch, which an error may have left in the middle of a step."""
@@ -278,9 +275,9 @@ class Scheduler:
         """Prefills requests from the head of the queue, and then removes them from it, when no error is possible."""
         batch = self._open_batch
         cached = batch.prefill([request.prompt for request in new]) or [0] * len(new)
-        if any(request.num_rows > 1 for request in new):
-            stay = [list(range(request.num_rows)) for request in self.running]
-            batch.fork([*stay, *([0] * request.num_rows for request in new)])
+        if any(request.search.num_rows > 1 for request in new):
+            stay = [list(range(request.search.num_rows)) for request in self.running]
+            batch.fork([*stay, *([0] * request.search.num_rows for request in new)])
         self.running.extend(new)
         now = time.monotonic()
         for request, count in zip(new, cached, strict=True):

@@ -23,14 +23,13 @@ from fastformer.generation.engines.base import (
 from fastformer.generation.engines.cpp_support import find_guards, why_not_supported
 from fastformer.generation.engines.sampling import choose
 from fastformer.generation.model_protocols import Model, own_precision
-from fastformer.generation.native_search import NativeSearch
+from fastformer.generation.native_search import NativeSearch, extension_module
 from fastformer.models import GPT, Transformer
 from fastformer.models.gpt import GPTConfig
 from fastformer.models.quantization import INT4, SCALE, ZERO, groups_of
 from fastformer.nn import Embedding, MultiheadAttention, RelativePositionBias
 from fastformer.nn.feed_forward import fused_name
 from fastformer.nn.prepack import packed
-from fastformer.ops import _extension
 
 BLOCK_SIZE = 16  # tokens; csrc/engine/prefix_table.h's kBlockTokens
 
@@ -68,10 +67,6 @@ class Session(Protocol):
     def step_tokens(self) -> int: ...
     def shared_tokens(self) -> int: ...
     def known(self, tokens: Sequence[int]) -> tuple[int, int]: ...
-
-
-def _extension_module() -> Any:
-    return _extension.module()
 
 
 class CppEngine(Engine):
@@ -162,7 +157,7 @@ class CppBatch(SearchingBatch):
         if self._session is None or packed is not self._packed:
             self._session = None  # there may not be enough memory for two sessions
             self._packed = packed
-            session: Session = _extension_module().Session(packed, self._num_tokens)
+            session: Session = extension_module().Session(packed, self._num_tokens)
             if self._shortlist:
                 session.set_shortlist(self._shortlist)
             self._session = session
@@ -248,7 +243,7 @@ def _attention(model: Transformer | GPT) -> MultiheadAttention:
 def pack(model: nn.Module, precision: str) -> object:
     """Packs the weights of a model for which `why_not_supported` returns None."""
     assert isinstance(model, Transformer | GPT)
-    packed: object = _extension_module().PackedModel(pack_options(model, precision), pack_tensors(model, precision))
+    packed: object = extension_module().PackedModel(pack_options(model, precision), pack_tensors(model, precision))
     return packed
 
 

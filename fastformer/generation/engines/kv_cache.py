@@ -24,29 +24,36 @@ from fastformer.generation.model_protocols import (
 from fastformer.nn import KVCache, SequenceLayout
 
 
-class KVCacheEngine(Engine):
-    """Steps a `models.Transformer` or a `models.GPT`, or a model that decodes like one.
+class ModuleEngine(Engine):
+    """Calls the modules of a `models.Transformer` or a `models.GPT`, or a model that decodes like one.
 
     Args:
         model: the model to decode.
         precision: the model's own precision, or None.
     """
 
-    name: ClassVar[str] = "kv_cache"
-
     def __init__(self, model: Model, precision: str | None = None) -> None:
         assert is_encoder_decoder(model) or is_decoder_only(model)
         self.model: EncoderDecoder | DecoderOnly = model
         self.device = device_of(model)
-        self._empty = new_cache(self.model, 1, 1)  # gives the bytes of a token
-        self.block_size = self._empty.block_size
 
     @classmethod
     def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
-        """Returns a reason if the model has no KV cache or doesn't compute in this precision, or None."""
+        """Returns a reason if the model has a recurrent state or doesn't compute in this precision, or None."""
         if is_encoder_decoder(model) or is_decoder_only(model):
             return why_not_by_modules(model, precision)
-        return "it has no cache of keys and values (new_cache)"
+        return "it has no cache of keys and values (empty_cache), and may have a state in its place"
+
+
+class KVCacheEngine(ModuleEngine):
+    """Steps a model with a `KVCache`; see `ModuleEngine`."""
+
+    name: ClassVar[str] = "kv_cache"
+
+    def __init__(self, model: Model, precision: str | None = None) -> None:
+        super().__init__(model, precision)
+        self._empty = new_cache(self.model, 1, 1)  # gives the bytes of a token
+        self.block_size = self._empty.block_size
 
     @property
     def token_bytes(self) -> int:

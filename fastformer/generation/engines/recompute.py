@@ -11,40 +11,15 @@ from typing import ClassVar
 
 import torch
 
-from fastformer.generation.engines.base import Batch, Candidates, Engine, Prompt, Selection
-from fastformer.generation.engines.kv_cache import choose_from_hidden, decode_whole
-from fastformer.generation.model_protocols import (
-    DecoderOnly,
-    EncoderDecoder,
-    Model,
-    device_of,
-    is_decoder_only,
-    is_encoder_decoder,
-    why_not_by_modules,
-)
+from fastformer.generation.engines.base import Batch, Candidates, Prompt, Selection
+from fastformer.generation.engines.kv_cache import ModuleEngine, choose_from_hidden, decode_whole
+from fastformer.generation.model_protocols import DecoderOnly, EncoderDecoder
 
 
-class RecomputeEngine(Engine):
-    """Runs the whole model over all tokens for each new token.
-
-    Args:
-        model: a `models.Transformer` or a `models.GPT`, or a model that decodes like one.
-        precision: the model's own precision, or None.
-    """
+class RecomputeEngine(ModuleEngine):
+    """Runs the whole model over all tokens for each new token; see `ModuleEngine`."""
 
     name: ClassVar[str] = "recompute"
-
-    def __init__(self, model: Model, precision: str | None = None) -> None:
-        assert is_encoder_decoder(model) or is_decoder_only(model)
-        self.model: EncoderDecoder | DecoderOnly = model
-        self.device = device_of(model)
-
-    @classmethod
-    def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
-        """Returns a reason if the model can't read all tokens at once or compute in this precision, or None."""
-        if is_encoder_decoder(model) or is_decoder_only(model):
-            return why_not_by_modules(model, precision)
-        return "it has a state, and can't continue without it"
 
     def open(self, max_rows: int, num_tokens: int) -> Batch:
         return RecomputeBatch(self.model, self.device)
