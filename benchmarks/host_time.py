@@ -12,13 +12,11 @@ Times are minima of medians, for a machine that has other work too (`chrt -f 50`
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -31,6 +29,7 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.machine_code.stub_driver import Device, library, uncompiled
 from benchmarks.measure import record
+from benchmarks.measure.commands import parser_of
 from fastformer.kernels import (
     _attention_hopper,
     _binaries,
@@ -47,7 +46,6 @@ from fastformer.ops import add_layer_norm as add_layer_norm_op
 from fastformer.ops import attention as attention_op
 from fastformer.ops import decode_attention as decode_attention_op
 
-RESULTS = Path(__file__).parent / "results" / "host_time.jsonl"
 # In the modes "run" and "launch", the arguments are those of these kernels' launches.
 _KERNELS = {
     "attention fwd": attention._attention_fwd_kernel,
@@ -255,11 +253,10 @@ def seconds(function: Callable[[], object], calls: int, rounds: int) -> float:
 
 def main() -> None:
     """Runs the command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = parser_of("host_time", __doc__, out=True)
     parser.add_argument("--only", help="one case, by its name")
     parser.add_argument("--calls", type=int, default=200, help="calls a round (default 200)")
     parser.add_argument("--rounds", type=int, default=15, help="rounds, of whose medians the least counts (default 15)")
-    parser.add_argument("--out", type=Path, help=f"append a JSON line to this file, such as {RESULTS.name}")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with stubbed():

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.machine_code import report, sass, schedule
-from benchmarks.machine_code.cases.attention import attention_call, launched_call
+from benchmarks.machine_code.cases.attention import attention_call
 from benchmarks.measure.commands import parser_of
 
 # The sustained speed of a large bf16 product of cuBLAS on one H100 SXM, which has a peak of 989.
@@ -83,10 +83,11 @@ def line_of(launch: report.Launch, head_dim: int) -> dict[str, Any]:
 def lines() -> Iterator[dict[str, Any]]:
     """Yields a line for each kernel with products that a causal call launches: generic kernels, then Gluon kernels."""
     for head_dim in REACHED:
-        for call in (attention_call, launched_call):
-            for launch in report.launches_of(call(torch.bfloat16, head_dim, ("causal",), 4096), 90):
+        for generic in (True, False):
+            call = attention_call(torch.bfloat16, head_dim, ("causal",), 4096, generic=generic)
+            for launch in report.launches_of(call, 90):
                 is_gluon = launch.kernel.fn.__name__.startswith("_attention_hopper")
-                if report.products_of(launch) and is_gluon == (call is launched_call):
+                if report.products_of(launch) and is_gluon != generic:
                     yield line_of(launch, head_dim)
 
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from fastformer.models.gpt_config import GPTConfig
 
 _TYPES = {"int4": "Q4_0", "int8": "Q8_0", "bf16": "BF16", "fp32": "F32"}
 _ATTEMPTS = 10
+Tensors = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 class LlamaCpp(Peer):
@@ -106,10 +107,11 @@ def write_gguf(model: GPT, file: Path, kind: str, tokens: Sequence[str] = ()) ->
         Missing: gguf is not installed, or the model has another form.
     """
     gguf = needed("gguf")
-    tensors = tensors_of(model)
+    matrices, vectors = tensors_of(model)
     config = model.config
+    form = "llama" if config.norm == "rms" else "gpt2"
     assert config.d_ff is not None
-    writer = gguf.GGUFWriter(file, tensors.form)
+    writer = gguf.GGUFWriter(file, form)
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_len)
     writer.add_embedding_length(config.d_model)
@@ -124,7 +126,7 @@ def write_gguf(model: GPT, file: Path, kind: str, tokens: Sequence[str] = ()) ->
         writer.add_eos_token_id(model.config.special_ids.first_eos)
     else:
         writer.add_tokenizer_model("no_vocab")
-    if tensors.form == "llama":
+    if form == "llama":
         attention = model.decoder.layers[0].self_attn
         writer.add_head_count_kv(attention.num_kv_heads)
         writer.add_layer_norm_rms_eps(config.layer_norm_eps)
@@ -133,29 +135,15 @@ def write_gguf(model: GPT, file: Path, kind: str, tokens: Sequence[str] = ()) ->
     else:
         writer.add_layer_norm_eps(config.layer_norm_eps)
     quantized = getattr(gguf.GGMLQuantizationType, kind)
-    for name, matrix in tensors.matrices.items():
+    for name, matrix in matrices.items():
         data = gguf.quants.quantize(matrix.detach().to(torch.float32).numpy(), quantized)
         writer.add_tensor(f"{name}.weight", data, raw_dtype=quantized)
-    for name, vector in tensors.vectors.items():
+    for name, vector in vectors.items():
         writer.add_tensor(name, vector.detach().to(torch.float32).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-class Tensors(NamedTuple):
-    """The contents of a file.
-
-    Attributes:
-        form: GGUF's name of the architecture.
-        matrices: the matrices to quantise, by name without ".weight".
-        vectors: the vectors, by name, in fp32.
-    """
-
-    form: str
-    matrices: dict[str, Tensor]
-    vectors: dict[str, Tensor]
 
 
 # The options of each form; the others, except for sizes, have their defaults.
@@ -170,10 +158,10 @@ _SIZES = (
 
 
 def tensors_of(model: GPT) -> Tensors:
-    """Returns the tensors of a model of GPT-2's or Llama's form.
+    """Returns the matrices to quantise, by GGUF's names without ".weight", and the vectors, which are in fp32.
 
     Raises:
-        Missing: the model has another form; the message names the option.
+        Missing: the model has neither GPT-2's nor Llama's form; the message names the option.
     """
     config = model.config
     name = "Llama" if config.norm == "rms" else "GPT-2"
@@ -203,7 +191,7 @@ def _gpt2_tensors(model: GPT) -> Tensors:
         for theirs, linear in linears.items():
             matrices[name + theirs] = linear.weight
             vectors[f"{name}{theirs}.bias"] = linear.bias
-    return Tensors("gpt2", matrices, vectors | _parameters(norms))
+    return matrices, vectors | _parameters(norms)
 
 
 def _llama_tensors(model: GPT) -> Tensors:
@@ -222,7 +210,7 @@ def _llama_tensors(model: GPT) -> Tensors:
         matrices[f"{name}ffn_gate"], matrices[f"{name}ffn_up"] = layer.linear1.weight.chunk(2)
         matrices[f"{name}ffn_down"] = layer.linear2.weight
         norms |= {f"{name}attn_norm": layer.norm1, f"{name}ffn_norm": layer.norm2}
-    return Tensors("llama", matrices, _parameters(norms))
+    return matrices, _parameters(norms)
 
 
 def _parameters(norms: dict[str, nn.Module]) -> dict[str, Tensor]:

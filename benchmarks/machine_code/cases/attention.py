@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -9,25 +10,19 @@ import torch
 
 
 def attention_call(
-    dtype: torch.dtype, head_dim: int, options: tuple[str, ...], seqlen: int, deterministic: bool = False
+    dtype: torch.dtype,
+    head_dim: int,
+    options: tuple[str, ...],
+    seqlen: int,
+    deterministic: bool = False,
+    *,
+    generic: bool = True,
 ) -> Callable[[], object]:
-    """Makes a forward and a backward call of the attention launchers with these options, with the generic kernels."""
+    """Makes a forward and a backward call of the attention launchers with these options.
+
+    generic: whether the generic kernels run on all devices, instead of the device's own.
+    """
     from fastformer.kernels import _attention_hopper
-
-    def call() -> None:
-        with (
-            mock.patch.object(_attention_hopper, "FORWARD", ()),
-            mock.patch.object(_attention_hopper, "BACKWARD", ()),
-        ):
-            launched_call(dtype, head_dim, options, seqlen, deterministic)()
-
-    return call
-
-
-def launched_call(
-    dtype: torch.dtype, head_dim: int, options: tuple[str, ...], seqlen: int, deterministic: bool = False
-) -> Callable[[], object]:
-    """Makes a forward and a backward call of the attention launchers with these options, with the device's kernels."""
     from fastformer.kernels import attention as kernels
 
     def call() -> None:
@@ -41,9 +36,11 @@ def launched_call(
             (0.1, new(2, dtype=torch.int64)) if "dropout" in options else (0.0, None)
         )
         softcap = 50.0 if "softcap" in options else 0.0
-        was = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(deterministic)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+            torch.use_deterministic_algorithms(deterministic)
+            for name in ("FORWARD", "BACKWARD") if generic else ():
+                stack.enter_context(mock.patch.object(_attention_hopper, name, ()))
             if "packed" in options:
                 q, k = new(batch * seqlen, heads, head_dim), new(batch * seqlen, kv_heads, head_dim)
                 cu = new(batch + 1, dtype=torch.int32)
@@ -63,8 +60,6 @@ def launched_call(
             out, lse = kernels.attention_fwd(q, k, k, *dense_rest, softcap)
             learned = bool({"additive", "additive_keys"} & set(options))
             kernels.attention_bwd(out, q, k, k, out, lse, *dense_rest, learned, softcap)
-        finally:
-            torch.use_deterministic_algorithms(was)
 
     return call
 
