@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.measure import record
@@ -86,11 +86,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of JSON lines")
     parser.add_argument("--pages", type=Path, nargs="+", default=PAGES, help="the files to check or to write")
     options = parser.parse_args(arguments)
-    say: Callable[[str], None] = print
     try:
         if options.tables:
             tables = tables_of(Results(options.tables, with_quick=True))
-            say(tables or f"{options.tables} has no line of the published tables")
+            print(tables or f"{options.tables} has no line of the published tables")
             return 0
         numbers = Numbers(Results(options.results))
         texts = read(options.pages)
@@ -104,11 +103,11 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     if options.list:
         for figure in numbers.figures:
-            say(f"{figure.text:>8}  {figure.what}\n          {figure.origin}: {figure.command}")
+            print(f"{figure.text:>8}  {figure.what}\n          {figure.origin}: {figure.command}")
     for what in dict.fromkeys(numbers.missing):
-        say(f"not measured: {what}")
+        print(f"not measured: {what}")
     if stale:
-        say(f"{stale}\nthe pages are not as the results have them: python -m benchmarks.readme --write")
+        print(f"{stale}\nthe pages are not as the results have them: python -m benchmarks.readme --write")
     return 1 if stale else 0
 
 

@@ -153,7 +153,6 @@ def main(arguments: list[str] | None = None) -> int:
         for name in experiments:
             print(f"experiment {name}: {EXPERIMENTS[name]}")
         return 0
-    options.rounds = options.rounds or 16
     options.seconds = options.seconds if options.seconds is not None else (9.0 if options.quick else 60.0)
     keep_freed_memory()
     run = Run(options)
@@ -203,7 +202,7 @@ def _parser(ops: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--provider", nargs="+", help="which providers, besides ours and the baseline (all)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="few shapes, one dtype, less time")
-    parser.add_argument("--rounds", type=int, help="passes, with a turn of each provider or several (16)")
+    parser.add_argument("--rounds", type=int, default=16, help="passes, with a turn of each provider or several (16)")
     parser.add_argument("--seconds", type=float, help="about how long one case may be timed (60; 9 with --quick)")
     parser.add_argument(
         "--publish",

@@ -135,9 +135,8 @@ def learn(
         | {"save_every": 0, "val_examples": 0, "device": "cpu"}
     )
     data = numbers(seed) if data is None else data
-    few = dataclasses.replace(data, val=Examples(data.val[:VALIDATED]))
-    if num_train is not None:
-        few = dataclasses.replace(few, train=Examples(data.train[:num_train]))
+    train = data.train if num_train is None else Examples(data.train[:num_train])
+    few = dataclasses.replace(data, train=train, val=Examples(data.val[:VALIDATED]))
     model = build_model(config, data.tokenizer.vocab_size, data.tokenizer.special_ids)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):  # hides the trainer's log
         trainer = _Trainer(config, Path(folder), model, few, torch.device("cpu"))

@@ -87,12 +87,12 @@ def run_cases(
                     time.sleep(left)
                 began = time.perf_counter()
                 for each in more:
-                    told(f"pass {each.passes + 1}", each.case)
+                    told(f"pass {each.timer.passes + 1}", each.case)
                     each.take(rounds, seconds)
         except BaseException as error:  # the results of minutes of passes are not lost
             stopped = error
         for each in running:
-            if stopped is None or each.passes >= ENOUGH:
+            if stopped is None or each.timer.passes >= ENOUGH:
                 yield each.case, each.finish()
         if stopped is not None:
             raise stopped
@@ -103,7 +103,7 @@ class _Running:
 
     def __init__(self, case: Case, device: str, providers: Sequence[str]) -> None:
         self.case, self._device, self._dtype = case, device, getattr(torch, case.dtype)
-        self._outcome, self._timer = Outcome(), Interleaved(device)
+        self._outcome, self.timer = Outcome(), Interleaved(device)
         benchmark = case.benchmark
         with _threads(case):
             self._same = {
@@ -131,36 +131,31 @@ class _Running:
         if not (verdicts.passed(benchmark.ours) and verdicts.passed(benchmark.baseline)):
             self._right = {}  # nothing can be compared
 
-    @property
-    def passes(self) -> int:
-        """The number of passes that were taken."""
-        return self._timer.passes
-
     def wants_more(self, rounds: int, seconds: float) -> bool:
         """Returns whether another pass is needed."""
-        if not self._right or self.passes >= _MOST * rounds:
+        if not self._right or self.timer.passes >= _MOST * rounds:
             return False
-        if self.passes < min(ENOUGH, rounds):
+        if self.timer.passes < min(ENOUGH, rounds):
             return True
-        if self._timer.seconds > seconds:
+        if self.timer.seconds > seconds:
             return False
-        return self.passes < rounds or any(
+        return self.timer.passes < rounds or any(
             ratio.quiet is False for name in self._right for ratio in (self._speedup(name), self._ours(name)) if ratio
         )
 
     def _speedup(self, name: str) -> Ratio:
-        return self._timer.rounds.ratio(name, self.case.benchmark.baseline)
+        return self.timer.rounds.ratio(name, self.case.benchmark.baseline)
 
     def _ours(self, name: str) -> Ratio | None:
         """Returns how many times faster fastformer is; None if all providers are fastformer's."""
         benchmark = self.case.benchmark
-        return None if benchmark.compares_stages else self._timer.rounds.ratio(benchmark.ours, name)
+        return None if benchmark.compares_stages else self.timer.rounds.ratio(benchmark.ours, name)
 
     def take(self, rounds: int, seconds: float) -> None:
         """Takes a pass, on inputs at other addresses than in the last one."""
         with _threads(self.case):
             copies = self._copies()
-            self._timer.take(
+            self.timer.take(
                 copies(), rounds=1, seconds=seconds / rounds, anew=copies,
                 lasting=_LASTING if self._device == "cpu" else 0.0,
             )  # fmt: skip
@@ -186,7 +181,7 @@ class _Running:
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         benchmark, shape, mode = self.case.benchmark, self.case.shape, self.case.mode
-        timings, calls = self._timer.rounds, self._copies()()
+        timings, calls = self.timer.rounds, self._copies()()
         flops, moved = benchmark.flops(shape, mode), benchmark.moved(shape, mode, self._dtype.itemsize)
         machine = measure_machine(self._dtype, self._device, torch.get_num_threads()) if flops or moved else None
         floor = machine.floor(flops, moved) if machine else None

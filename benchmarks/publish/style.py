@@ -22,7 +22,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -181,13 +181,6 @@ def digest(rows: Iterable[Mapping[str, Any]]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-class Stamp(NamedTuple):
-    """The digests in a picture."""
-
-    rows: str  # the digest of the rows that it was drawn from
-    drawing: str  # the digest of the SVG without its metadata
-
-
 def save(fig: Figure, name: str, rows: Sequence[Mapping[str, Any]], folder: Path = PICTURES) -> Path:
     """Writes `folder/name.svg`: the same bytes for the same rows and the same matplotlib.
 
@@ -230,8 +223,7 @@ def svg(fig: Figure, rows: Sequence[Mapping[str, Any]]) -> str:
     head, tag, body = re.split(r"(<svg\b[^>]*>)", plain, maxsplit=1)
     title = "" if fig.get_suptitle() is None else html.escape(fig.get_suptitle())
     marked = head + tag + f"\n<title>{title}</title>\n<style>\n{_scheme()}</style>" + body
-    stamp = Stamp(digest(rows), _drawing(marked))
-    metadata = f"<metadata>rows {stamp.rows} drawing {stamp.drawing}</metadata>"
+    metadata = f"<metadata>rows {digest(rows)} drawing {_drawing(marked)}</metadata>"
     return marked.replace("</title>", f"</title>\n{metadata}", 1)
 
 
@@ -247,17 +239,15 @@ def _scheme() -> str:
     )
 
 
-def stamp_of(text: str) -> Stamp:
-    """Returns the digests of an SVG: that of the rows, as its text claims, and that of its current drawing.
-
-    The digest of the drawing is computed from the text. Compare it with `claimed_drawing`.
+def rows_of(text: str) -> str:
+    """Returns the digest of the rows that an SVG was drawn from.
 
     Raises:
-        ValueError: the text isn't a picture from `save`.
+        ValueError: the text isn't a picture from `save`, or was changed since.
     """
     found = re.search(r"\n<metadata>rows (\w+) drawing (\w+)</metadata>", text)
     if found is None:
         raise ValueError("expected an SVG with the digests that `save` writes, got none")
     if _drawing(text.replace(found.group(0), "", 1)) != found.group(2):
         raise ValueError("the picture was changed after it was drawn")
-    return Stamp(found.group(1), found.group(2))
+    return found.group(1)

@@ -146,9 +146,9 @@ def _batch(kind: str, shape: Shape, device: str) -> Batch:
     return _collated(_pairs(shape), kind == "fastformer" and shape["lengths"] == "multi30k", device)
 
 
-def _loss(kind: str, model: Any, batch: Batch, dtype: torch.dtype, device: str) -> Tensor:
+def _loss(kind: str, model: Any, batch: Batch, dtype: torch.dtype) -> Tensor:
     layouts = {"source_layout": batch.source_layout, "target_layout": batch.target_layout}
-    with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=dtype == torch.bfloat16):
+    with torch.autocast(batch.target_in.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
         loss: Tensor = model.loss(
             batch.source, batch.target_in, batch.target_out, label_smoothing=LABEL_SMOOTHING,
             **(layouts if kind == "fastformer" else {}),
@@ -156,10 +156,10 @@ def _loss(kind: str, model: Any, batch: Batch, dtype: torch.dtype, device: str) 
     return loss
 
 
-def _step(kind: str, batch: Batch, dtype: torch.dtype, device: str) -> Tensor:
+def _step(kind: str, batch: Batch, dtype: torch.dtype) -> Tensor:
     """Runs forward, backward and Adam, and returns the loss."""
-    model, optimizer = _trained(kind, dtype, device)
-    loss = _loss(kind, model, batch, dtype, device)
+    model, optimizer = _trained(kind, dtype, str(batch.target_in.device))
+    loss = _loss(kind, model, batch, dtype)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -170,9 +170,8 @@ def step(kind: str) -> Provider:
     """Makes the provider of one model."""
 
     def run(x: Inputs, shape: Shape) -> Tensor:
-        dtype, device = x["like"].dtype, str(x["like"].device)
         torch.manual_seed(0)  # the same dropout in every step, so that backends can be compared
-        return _step(kind, _batch(kind, shape, device), dtype, device)
+        return _step(kind, _batch(kind, shape, str(x["like"].device)), x["like"].dtype)
 
     return run
 
@@ -182,7 +181,7 @@ def evaluation(kind: str) -> Provider:
 
     def run(x: Inputs, shape: Shape) -> Tensor:
         dtype, device = x["like"].dtype, str(x["like"].device)
-        return _loss(kind, _evaluated(kind, dtype, device), _batch(kind, shape, device), dtype, device)
+        return _loss(kind, _evaluated(kind, dtype, device), _batch(kind, shape, device), dtype)
 
     return run
 
@@ -190,16 +189,15 @@ def evaluation(kind: str) -> Provider:
 @functools.cache
 def _captured(kind: str, lengths: str, dtype: torch.dtype, device: str) -> tuple[Graph, Tensor]:
     """Captures a step as a graph; returns it and the tensor that receives the loss."""
-    packed = kind == "fastformer" and lengths == "multi30k"
-    batch = collate(_examples(_pairs({"lengths": lengths})), packed=packed)
-    if packed:
+    batch = _batch(kind, {"lengths": lengths}, "cpu")
+    if kind == "fastformer" and lengths == "multi30k":  # packed
         most = max(batch.num_source_tokens, batch.num_target_tokens)
         batch = pad_batch(batch, size_of([batch], 2 * most, 512), pad=0)
     batch = batch.to(device)
     loss = torch.zeros((), device=device, dtype=torch.promote_types(dtype, torch.float32))
 
     def once() -> None:
-        loss.copy_(_step(kind, batch, dtype, device))
+        loss.copy_(_step(kind, batch, dtype))
 
     graphs = Graphs(device)
     for _ in range(3):  # torch.compile compiles in the first call, and may again later

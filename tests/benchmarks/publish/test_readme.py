@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib", reason="not installed: pip install matplotlib"
 
 from benchmarks.publish.charts import charts
 from benchmarks.publish.latest import AT_FULL_RATE, WITHOUT_AVX512, Results
-from benchmarks.publish.style import PICTURES, digest, stamp_of
+from benchmarks.publish.style import PICTURES, digest, rows_of
 from benchmarks.publish.summary import Case
 from benchmarks.publish.tables import NOT_MEASURED, TABLES, Numbers, losses, small_work
 from benchmarks.readme import PAGES, all_written, differences, main, read
@@ -47,7 +47,7 @@ def test_a_picture_matches_its_rows(name: str, results: Results) -> None:
     rows, path = charts()[name].select(results), PICTURES / f"{name}.svg"
     assert path.is_file() == bool(rows), STALE
     if rows:
-        assert stamp_of(path.read_text(encoding="utf-8")).rows == digest(rows), STALE
+        assert rows_of(path.read_text(encoding="utf-8")) == digest(rows), STALE
 
 
 # The same, on results and a page of their own.

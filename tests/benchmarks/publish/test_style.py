@@ -35,14 +35,14 @@ def test_the_same_rows_give_the_same_bytes(tmp_path: Path) -> None:
 
 def test_the_digests_notice_changes() -> None:
     text = style.svg(picture(), ROWS)
-    assert style.stamp_of(text).rows == style.digest(ROWS)
+    assert style.rows_of(text) == style.digest(ROWS)
     assert style.digest([ROWS[0], {**ROWS[1], "ms_p50": 3.1}]) != style.digest(ROWS) != style.digest(ROWS[:1])
     moved = re.sub(r'd="M (\d+)', r'd="M 9\1', text, count=1)
     assert moved != text
     with pytest.raises(ValueError, match="changed after it was drawn"):
-        style.stamp_of(moved)
+        style.rows_of(moved)
     with pytest.raises(ValueError, match="digests"):
-        style.stamp_of("<svg></svg>")
+        style.rows_of("<svg></svg>")
 
 
 def test_ink_adapts_and_nothing_is_black_or_white() -> None:
