@@ -11,9 +11,10 @@ graph can't contain them either.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -43,6 +44,16 @@ READS = {
 INDEXING = (_ATEN.index, _ATEN.index_put, _ATEN.index_put_, _ATEN._index_put_impl_)
 # Functions that read values only if these are on a CPU: each checks the device first.
 CHECKS_OF_CPU_VALUES = {"check_range", "check_ids", "trailing_padding", "_check_lengths", "_check_sequences"}
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """Makes PyTorch raise an error at each operation that waits for a real GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 class HostSync(AssertionError):

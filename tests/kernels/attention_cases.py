@@ -36,6 +36,9 @@ class Case:
     softcap: float = 0.0
     options: tuple[str, ...] = field(default=())
 
+    def __str__(self) -> str:
+        return "-".join(self.options) or "plain"
+
     def times(self, factor: int) -> Case:
         """Returns the same options with sequences, lengths and windows that are `factor` times as long."""
 

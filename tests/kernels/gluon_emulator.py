@@ -369,12 +369,12 @@ def _where(condition: Value, x: Any, y: Any) -> Value:
     return Value(np.where(condition.array, x.array, y.array).astype(x.array.dtype), dtype)
 
 
-def _assembly(text: str, constraints: str, operands: list[Value], dtype: Any, is_pure: bool, pack: int) -> Value:
+def _assembly(asm: str, constraints: str, args: list[Value], dtype: Any, is_pure: bool, pack: int) -> Value:
     """Emulates the instructions that the kernels use, as defined by PTX."""
-    match = re.fullmatch(r"(\S+) \$0, \$(\d), \$(\d)(?:, (\w+))?;", text)
-    assert match is not None and pack == 1, text
+    match = re.fullmatch(r"(\S+) \$0, \$(\d), \$(\d)(?:, (\w+))?;", asm)
+    assert match is not None and pack == 1, asm
     name, first, second, selector = match.groups()
-    a, b = operands[int(first) - 1].array, operands[int(second) - 1].array
+    a, b = args[int(first) - 1].array, args[int(second) - 1].array
     if name == "prmt.b32":
         source = [(x & 0xFFFFFFFF) >> 8 * i & 0xFF for x in (a, b) for i in range(4)]
         words = np.zeros(a.shape, dtype=np.int64)
@@ -386,6 +386,10 @@ def _assembly(text: str, constraints: str, operands: list[Value], dtype: Any, is
         half = {"cvt.rn.bf16x2.f32": gl.bfloat16, "cvt.rn.f16x2.f32": gl.float16}[name]
         words = bits_of(rounded(a, half), half) << 16 | bits_of(rounded(b, half), half)  # the first is the upper half
     return Value(wrapped(words, dtype), dtype)
+
+
+def _join(x: Value, y: Value) -> Value:
+    return Value(np.stack(np.broadcast_arrays(x.array, y.array), -1), x.dtype)
 
 
 def _split(x: Value) -> tuple[Value, Value]:
@@ -442,8 +446,8 @@ class _Language:
         self.max = lambda x, axis: Value(np.fmax.reduce(x.array, axis), x.dtype)
         self.sum = lambda x, axis: Value(x.array.sum(axis, dtype=np.float32), x.dtype)
         self.exp2, self.log2 = _elementwise(np.exp2), _elementwise(np.log2)
-        self.where, self.join, self.split = _where, self._join, _split
-        self.convert_layout, self.inline_asm_elementwise = _convert, self._inline
+        self.where, self.join, self.split = _where, _join, _split
+        self.convert_layout, self.inline_asm_elementwise = _convert, _assembly
         self.load, self.store, self.atomic_add = _load, _store, _atomic_add
         self.cast = lambda x, dtype: value(x).to(dtype)
         self.mul = lambda x, y, sanitize_overflow=True: value(x) * y
@@ -451,14 +455,6 @@ class _Language:
         self.umulhi = lambda x, y: Value(
             ((x.array.astype(np.uint64) * np.uint64(y)) >> np.uint64(32)).astype(np.int64), gl.uint32
         )
-
-    @staticmethod
-    def _join(x: Value, y: Value) -> Value:
-        return Value(np.stack(np.broadcast_arrays(x.array, y.array), -1), x.dtype)
-
-    @staticmethod
-    def _inline(asm: str, constraints: str, args: list[Value], dtype: Any, is_pure: bool, pack: int) -> Value:
-        return _assembly(asm, constraints, args, dtype, is_pure, pack)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(gl, name)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +27,10 @@ def problem_of(
     q = torch.zeros(1, seqlen, 2, head_dim)
     seed = torch.tensor([1, 2]) if dropout_p else None
     return kernels.describe_dense(q, q, None, 0.1, left, right, dropout_p, seed, softcap)
+
+
+def chosen_of(row: Row, mask: str = "none", **options: Any) -> Config:
+    return row.config(call_of(90, problem_of(**options), torch.bfloat16, mask))
 
 
 @pytest.fixture(autouse=True)
@@ -54,11 +60,7 @@ def test_a_mask_and_dropout_choose_separately(row, chosen, monkeypatch) -> None:
 
 def test_bare_models() -> None:
     """Calls without options that need registers may have a separate tile, which other calls don't use."""
-    row = Row(PLAIN, bare=MASKED)
-
-    def chosen(mask: str = "none", **options: object) -> Config:
-        return row.config(call_of(90, problem_of(**options), torch.bfloat16, mask))
-
+    chosen = partial(chosen_of, Row(PLAIN, bare=MASKED))
     assert chosen() == chosen(right=0) == MASKED
     for mask in ("bool_keys", "bool", "additive_keys", "additive"):
         assert chosen(mask) == PLAIN
@@ -67,18 +69,13 @@ def test_bare_models() -> None:
 
 def test_dropout_beside_a_left_window() -> None:
     """It may have a separate tile, which calls with a mask, or with only dropout or a window, don't use."""
-    row = Row(PLAIN, dropout=DROPOUT, both=BOTH, windowed_dropout=MASKED)
-
-    def chosen(mask: str = "none", **options: object) -> Config:
-        return row.config(call_of(90, problem_of(**options), torch.bfloat16, mask))
-
+    chosen = partial(chosen_of, Row(PLAIN, dropout=DROPOUT, both=BOTH, windowed_dropout=MASKED))
     assert chosen(dropout_p=0.1, left=70) == chosen(dropout_p=0.1, left=70, right=0) == MASKED
     assert chosen(dropout_p=0.1) == chosen(dropout_p=0.1, right=0) == DROPOUT
     assert chosen(left=70) == PLAIN
     assert chosen("bool", dropout_p=0.1, left=70) == chosen("bool_keys", dropout_p=0.1, left=70) == BOTH
-    bool_keys = call_of(90, problem_of(0.1, left=70), torch.bfloat16, "bool_keys")
-    assert Row(PLAIN, MASKED, windowed_dropout=BOTH).config(bool_keys) == BOTH
-    assert Row(PLAIN, dropout=DROPOUT).config(call_of(90, problem_of(0.1, left=70), torch.bfloat16, "none")) == DROPOUT
+    assert chosen_of(Row(PLAIN, MASKED, windowed_dropout=BOTH), "bool_keys", dropout_p=0.1, left=70) == BOTH
+    assert chosen_of(Row(PLAIN, dropout=DROPOUT), dropout_p=0.1, left=70) == DROPOUT
 
 
 def test_every_call_has_a_tile() -> None:

@@ -18,6 +18,7 @@ CALL = (90, "bf16")
 @pytest.fixture(autouse=True)
 def _own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FASTFORMER_TUNING_FILE", str(tmp_path / "tuning.json"))
+    forget()
     yield
     forget()
 
@@ -29,7 +30,6 @@ def forget() -> None:
 
 
 def test_failing_configurations_are_skipped() -> None:
-    forget()
     failures = {(1,): PTXASError("no registers"), (2,): OutOfResources(9, 8, "shared"), (3,): RuntimeError("a pass")}
 
     def run(config: tuple) -> None:
@@ -45,8 +45,6 @@ def test_failing_configurations_are_skipped() -> None:
 
 
 def test_an_interruption_keeps_the_results_so_far() -> None:
-    forget()
-
     def run(config: tuple) -> None:
         if config == (1,):
             raise KeyboardInterrupt
@@ -58,8 +56,6 @@ def test_an_interruption_keeps_the_results_so_far() -> None:
 
 
 def test_if_nothing_runs_nothing_is_recorded() -> None:
-    forget()
-
     def run(config: tuple) -> None:
         raise RuntimeError("never")
 

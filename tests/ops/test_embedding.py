@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fastformer.ops import embedding, sinusoidal_positions
 from tests.checks import assert_equals_plain, assert_op_accurate, keep_mask, keep_scale
+from tests.no_sync import no_waiting
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OP = torch.ops.fastformer
@@ -178,11 +179,8 @@ def test_no_host_sync() -> None:
     weight = inputs.pop("weight").requires_grad_()
     call = partial(embedding, weight=weight, **inputs, padding_idx=0, dropout_p=0.1)
     call().sum().backward()  # compiled by now
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         call().sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("dim", [1, 2, 3, 8, 9])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ import torch
 from fastformer.training import TrainConfig, Trainer, start
 from fastformer.training import trainer as trainer_module
 from fastformer.training.schedule import rate_of
+from tests.no_sync import no_waiting
 from tests.training.tiny import PAIRS, changed, crash_at, lines, losses, on_padded_batches, weights, write_pairs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -29,16 +28,6 @@ def config(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     train_tsv = write_pairs(tmp_path / "train.tsv", PAIRS * 5)
     options = {"settings": SIZES, "max_tokens": 192, "steps": 30, "device": "cuda", "cuda_graphs": True}
     return changed(config, train_tsv=train_tsv, **options)
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Makes PyTorch raise an error at each operation that waits for the GPU."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def assert_same_run(one: Trainer, other: Trainer, moved: float) -> None:
