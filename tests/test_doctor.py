@@ -8,12 +8,15 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-from fastformer import doctor, ops
+from fastformer import doctor
 from fastformer.ops import _dispatch, _extension
+from tests.ops.calls import BY_NAME
 
 # The packages of the extras; a bare `pip install` has none of them.
 ADDED = ("jsonargparse", "docstring_parser", "yaml", "numpy", "tokenizers", "safetensors", "sacrebleu", "tqdm")
@@ -21,25 +24,12 @@ HIDE = f"import sys; sys.modules.update(dict.fromkeys({(*ADDED, 'matplotlib', 't
 
 
 def calls() -> dict[str, Callable[[], object]]:
-    """Returns a plain call of each op, by its name in the report."""
-    x, heads = torch.randn(4, 16), torch.randn(2, 5, 2, 8)
-    packed, ends = torch.randn(10, 2, 8), torch.tensor([0, 5, 10], dtype=torch.int32)
-    square, ids = torch.randn(16, 16), torch.tensor([[1, 2, 3]])
-    lengths = torch.tensor([4, 4], dtype=torch.int32)
-    large = torch.randn(64, 256), torch.randn(256, 256)  # smaller products are PyTorch's on any CPU
-    return {
-        "attention": lambda: ops.attention(heads, heads, heads),
-        "varlen_attention": lambda: ops.varlen_attention(packed, packed, packed, ends, ends, 5, 5),
-        "attention_weights": lambda: ops.attention_weights(heads, heads, torch.zeros(2, 2, 5)),
-        "decode_attention": lambda: ops.decode_attention(heads[:, :1], heads, heads, lengths),
-        "add_layer_norm": lambda: ops.add_layer_norm(x, x, torch.ones(16), torch.zeros(16)),
-        "feed_forward": lambda: ops.feed_forward(x, square, None, square, None),
-        "linear": lambda: ops.linear(*large),
-        "linear_cross_entropy": lambda: ops.linear_cross_entropy(x, square, torch.tensor([0, 1, 2, 3])),
-        "linear_topk": lambda: ops.linear_topk(x, square, 2),
-        "embedding": lambda: ops.embedding(ids, square),
-        "rotary": lambda: ops.rotary(heads, *ops.rotary_tables(5, 8)),
+    """Returns a call of each op without dropout, by its name in the report."""
+    changes: dict[str, dict[str, Any]] = {
+        "varlen_attention": {"dropout_p": 0.0},
+        "linear": {"x": torch.randn(64, 256), "weight": torch.randn(256, 256), "bias": None},  # smaller ones: PyTorch's
     }
+    return {name: partial(call, 5, **changes.get(name, {})) for name, call in BY_NAME.items() if "," not in name}
 
 
 def table(device_type: str) -> dict[str, str]:

@@ -53,19 +53,6 @@ def test_a_language_model_too(tmp_path, ran) -> None:
     assert ran("generate", str(tmp_path / "out"), "a", "--greedy", *FEW).out.splitlines()[1].startswith("a")
 
 
-def test_int8_is_a_flag_of_the_command(run, capsys) -> None:
-    missing = why_no_cpp_engine()
-    words = ["translate", run, "abc", "--precision", "int8", "--max_new_tokens", "6"]  # on the CPU, GPU or not
-    assert main(words) == (0 if missing is None else 1)
-    said = capsys.readouterr()
-    if missing is None:
-        model, tokenizer = load_model(run)
-        expected = Translator(model, tokenizer, precision="int8").translate("abc", max_new_tokens=6)
-        assert said.out == expected + "\n"
-    else:
-        assert missing in said.err
-
-
 def test_existing_files_stay(run, tmp_path, ran) -> None:
     (tmp_path / "mine").write_text("x")
     for out in (run, str(tmp_path), str(tmp_path / "mine")):

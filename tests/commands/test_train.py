@@ -166,13 +166,6 @@ def test_a_signal_while_data_is_read(command, monkeypatch, ran) -> None:
     assert signal.getsignal(signal.SIGTERM) is before and not Path(command[1]).exists()
 
 
-def test_resume_alone_before_another_flag(command) -> None:
-    assert main([*command, "--steps", "1"]) == 0
-    assert main(["train", "--resume", command[1], "--steps", "2"]) == 0
-    assert main(["train", command[1], "--resume", "--steps", "3"]) == 0
-    assert step(command[1]) == 3
-
-
 def test_epochs_instead_of_steps(command, ran) -> None:
     assert "expected steps or epochs, got both" in ran(*command, "--epochs", "1", "--steps", "3", code=1).err
     assert main([*command, "--epochs", "1"]) == 0

@@ -100,19 +100,23 @@ def test_special_ids_that_the_file_lacks_get_ids_of_their_own(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "pad", "eos", "unk"),
+    ("config", "mapped", "pad", "eos", "unk"),
     [
-        ({}, None, "</s>", "<unk>"),
-        ({"eos_token": "<end>", "pad_token": {"content": "<fill>", "special": True}}, "<fill>", "<end>", "<unk>"),
-        ({"sep_token": "<end>"}, None, "<end>", "<unk>"),
-        ({"eos_token": "not there"}, None, "</s>", "<unk>"),
-        ({"pad_token": "<unk>"}, None, "</s>", "<unk>"),
-        ({"unk_token": "<fill>", "pad_token": "<end>", "eos_token": "<end>"}, None, "<end>", "<fill>"),
+        ({}, {}, None, "</s>", "<unk>"),
+        ({"eos_token": "<end>", "pad_token": {"content": "<fill>", "special": True}}, {}, "<fill>", "<end>", "<unk>"),
+        ({"sep_token": "<end>"}, {}, None, "<end>", "<unk>"),
+        ({"eos_token": "not there"}, {}, None, "</s>", "<unk>"),
+        ({"pad_token": "<unk>"}, {}, None, "</s>", "<unk>"),
+        ({"unk_token": "<fill>", "pad_token": "<end>", "eos_token": "<end>"}, {}, None, "<end>", "<fill>"),
+        ({"eos_token": "<end>"}, {"pad_token": "<fill>", "eos_token": "</s>"}, "<fill>", "<end>", "<unk>"),
     ],
 )
-def test_names_of_special_tokens(tmp_path, config, pad, eos, unk) -> None:
+def test_names_of_special_tokens(tmp_path, config, mapped, pad, eos, unk) -> None:
     backend = byte_level(["<unk>", "<fill>", "<end>", "</s>"])
-    tokenizer = load_tokenizer(saved(tmp_path, backend, **config))
+    saved(tmp_path, backend, **config)
+    if mapped:
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(mapped))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
     theirs = [None if name is None else backend.token_to_id(name) for name in (pad, eos, unk)]
     assert isinstance(tokenizer, ForeignTokenizer) and tokenizer.backend_ids[:3] == theirs
     rest = [i for i in range(backend.get_vocab_size()) if i not in theirs]
@@ -130,15 +134,6 @@ def test_the_model_names_its_unknown_token(tmp_path, model) -> None:
     tokenizer = load_tokenizer(saved(tmp_path, tokenizers.Tokenizer(model)))
     assert isinstance(tokenizer, ForeignTokenizer) and tokenizer.backend_ids == [None, None, 1, 0, 2]
     assert [tokenizer.encode(text) for text in ("a", "b", "x")] == [[3], [4], [2]]
-
-
-def test_the_map_of_special_tokens_is_read_too(tmp_path) -> None:
-    backend = byte_level(["<unk>", "<fill>", "<end>", "</s>"])
-    saved(tmp_path, backend, eos_token="<end>")
-    (tmp_path / "special_tokens_map.json").write_text('{"pad_token": "<fill>", "eos_token": "</s>"}')
-    ids = [backend.token_to_id(name) for name in ("<fill>", "<end>", "<unk>")]
-    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
-    assert isinstance(tokenizer, ForeignTokenizer) and tokenizer.backend_ids[:3] == ids
 
 
 def test_a_run_needs_no_other_file(tmp_path) -> None:

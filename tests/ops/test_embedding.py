@@ -17,7 +17,6 @@ from tests.checks import assert_equals_plain, assert_op_accurate, keep_mask, kee
 from tests.no_sync import no_waiting
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-OP = torch.ops.fastformer
 
 
 def plain(

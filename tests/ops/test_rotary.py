@@ -12,7 +12,6 @@ from fastformer.ops import rotary, rotary_tables
 from tests.checks import assert_op_accurate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-OP = torch.ops.fastformer
 
 
 def plain(x: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None, interleaved: bool = False) -> Tensor:

@@ -16,7 +16,7 @@ from fastformer.models import Transformer
 from fastformer.special_ids import SpecialIds
 from fastformer.training import TrainConfig, Trainer, start
 from fastformer.training.sections import OF_TOKENIZER
-from tests.test_special_ids import OTHER, RENAMED  # of bytes that no text here has
+from tests.test_special_ids import OTHER, RENAMED, renaming  # of bytes that no text here has
 from tests.training.tiny import PAIRS, changed, losses
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -38,16 +38,6 @@ class RenamedBytes(ByteTokenizer):
         return [self.names[i] for i in super().encode(text)]
 
 
-def renaming(before: SpecialIds, after: SpecialIds) -> list[int]:
-    """Returns the new name of each id."""
-    names = list(range(259))
-    for b, a in zip((before.pad, *before.eos, before.start), (after.pad, *after.eos, after.start), strict=True):
-        place = names.index(a)
-        names[b], names[place] = a, names[b]
-    assert sorted(names) == list(range(259))
-    return names
-
-
 def begin(config: TrainConfig, run, tokenizer: ByteTokenizer, monkeypatch, **options) -> Trainer:
     monkeypatch.setattr("fastformer.training.examples.make_tokenizer", lambda config, texts: tokenizer)
     monkeypatch.setattr("fastformer.training.build.load_tokenizer", lambda folder: tokenizer)
@@ -66,14 +56,14 @@ def any_config(request, config, tmp_path) -> TrainConfig:
 
 @pytest.mark.parametrize(("before", "after"), RENAMED)
 def test_renamed_ids_do_not_change_the_loss(any_config, tmp_path, monkeypatch, before, after) -> None:
-    names = renaming(before, after)
+    names = renaming(before, after, 259)
     one = begin(any_config, tmp_path / "one", RenamedBytes(before), monkeypatch)
-    two = begin(any_config, tmp_path / "two", RenamedBytes(after, names), monkeypatch)
+    two = begin(any_config, tmp_path / "two", RenamedBytes(after, names.tolist()), monkeypatch)
     assert (SpecialIds.of(one.model.config), SpecialIds.of(two.model.config)) == (before, after)
     weights = one.model.state_dict()
     for name in ("embedding.weight", "output.weight", "output.bias"):
         if name in weights:
-            weights[name] = weights[name][torch.tensor(names).argsort()]
+            weights[name] = weights[name][names.argsort()]
     two.model.load_state_dict(weights)
     for trainer in (one, two):
         torch.manual_seed(0)  # of dropout

@@ -64,12 +64,13 @@ def test_clipping_bounds_the_update_and_shows_the_norm_before(config, tmp_path) 
 
 
 def test_the_optimizer_has_the_settings(config, tmp_path) -> None:
+    start(changed(config, steps=1), tmp_path / "old").train()
     config = changed(config, beta1=0.7, beta2=0.8, eps=1e-3, weight_decay=0.3)
-    trainer = start(config, tmp_path / "run")
-    (group,) = trainer.optimizer.param_groups
-    assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.7, 0.8), 1e-3, 0.3)
-    assert sum(p.numel() for p in group["params"]) == sum(p.numel() for p in trainer.model.parameters())
-    assert isinstance(trainer.optimizer, torch.optim.AdamW)
+    for trainer in (start(config, tmp_path / "new"), start(config, tmp_path / "old", resume=True)):
+        (group,) = trainer.optimizer.param_groups
+        assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.7, 0.8), 1e-3, 0.3)
+        assert sum(p.numel() for p in group["params"]) == sum(p.numel() for p in trainer.model.parameters())
+        assert isinstance(trainer.optimizer, torch.optim.AdamW)
 
 
 @pytest.mark.parametrize("schedule", ["noam", "linear"])

@@ -59,6 +59,7 @@ def tiny_shapes() -> list[tuple[str, dict[str, Any]]]:
         for padding in ("none", "half")
     ]
     scaling = {"heads": 2, "head_dim": 64, "window": 127, "materialised": True}
+    heads = {"batch": 3, "seqlen": 33, "heads": 2, "head_dim": 16}
     return [
         ("scaling", {"seqlen": 300, **scaling}),  # longer than the window
         ("scaling_lstm", {"seqlen": 5, "width": 16}),
@@ -67,23 +68,14 @@ def tiny_shapes() -> list[tuple[str, dict[str, Any]]]:
             (name, {"dim": 16, "layers": 2, "heads": 2, "batch": 2, "seqlen": 5, "threads": 1, **options})
             for name, options in (("small_work", {}), ("small_work_training", {"dropout_p": 0.1}))
         ),
-        *(
-            ("attention", {"batch": 1, "seqlen": 9, "heads": 2, "head_dim": 16, "causal": causal, "dropout_p": 0.0})
-            for causal in (True, False)
-        ),
-        *(
-            ("masked_attention", {"batch": 3, "seqlen": 33, "heads": 2, "head_dim": 16, "mask": mask})
-            for mask in ("bool_keys", "additive")
-        ),
-        *(
-            ("packed_attention", {"batch": 3, "seqlen": 9, "heads": 2, "head_dim": 16, "causal": causal})
-            for causal in (True, False)
-        ),
+        *(("attention", heads | {"causal": causal, "dropout_p": 0.0}) for causal in (True, False)),
+        *(("masked_attention", heads | {"mask": mask}) for mask in ("bool_keys", "additive")),
+        *(("packed_attention", heads | {"causal": causal}) for causal in (True, False)),
         *(("add_layer_norm", {"rows": 5, "dim": 16, "dropout_p": p}) for p in (0.0, 0.1)),
         ("feed_forward", {"rows": 5, "dim": 16, "hidden_dim": 64, "activation": "gelu", "dropout_p": 0.0}),
         ("linear_cross_entropy", {"rows": 12, "dim": 16, "vocab_size": 40}),
         ("embedding", {"batch": 2, "seqlen": 5, "dim": 16, "vocab_size": 40, "dropout_p": 0.0}),
-        ("rotary", {"batch": 2, "seqlen": 5, "heads": 2, "head_dim": 16}),
+        ("rotary", heads),
         *(("linear_topk", {"rows": 4, "dim": 16, "vocab_size": 40, "k": k}) for k in (1, 8)),
         *(
             ("decode_attention", {"batch": 4, "beams": b, "seqlen": 20, "heads": 4, "kv_heads": 2, "head_dim": 16})
