@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastformer.checkpoints.lock import RunLock
 from fastformer.checkpoints.training_state import checkpoints, load_checkpoint, save_checkpoint
 from fastformer.cli import main
 from fastformer.models import Transformer
@@ -39,6 +40,9 @@ def mean(paths: list[Path]) -> torch.Tensor:
 def test_the_number_of_averaged_checkpoints(run, capsys, caplog) -> None:
     found = checkpoints(run)
     assert len(found) == 3  # what --keep_last keeps
+    with RunLock(run):
+        assert main(["average", str(run)]) == 1 and "is being trained by process" in capsys.readouterr().err
+    assert read_notes(run)["model"] == "update 4"
     for words, paths in (([], found), (["--last", "2"], found[1:]), (["--last", "10"], found)):
         caplog.clear()
         assert main(["average", str(run), *words]) == 0

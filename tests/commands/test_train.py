@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from fastformer.checkpoints.lock import RunLock
 from fastformer.checkpoints.training_state import latest_checkpoint
 from fastformer.cli import main
 from fastformer.data import load_tokenizer
-from fastformer.models.weights import read_notes
 from fastformer.training import TrainConfig, Trainer
 from fastformer.training.run_config import load_config
 from tests.training.tiny import contents
@@ -184,13 +182,3 @@ def test_fine_tuning(command, tmp_path, ran) -> None:
     assert "nowhere" in ran(*bad, "--init_from", str(tmp_path / "nowhere"), code=1).err
     error = ran(*bad, "--init_from", command[1], "--model.d_model", "32", code=1).err
     assert "has d_model 16, got 32: leave d_model out" in error
-
-
-def test_average_describes_the_model_and_does_not_affect_a_training(command, capsys) -> None:
-    assert main([*command, "--steps", "4", "--save_every", "1"]) == 0
-    with RunLock(Path(command[1])):
-        assert main(["average", command[1], "--last", "2"]) == 1
-    assert "is being trained by process" in capsys.readouterr().err
-    assert read_notes(command[1])["model"] == "update 4"
-    assert main(["average", command[1], "--last", "2"]) == 0
-    assert read_notes(command[1])["model"] == "the average of updates 3, 4"

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -38,11 +40,17 @@ class Machine:
         self.stolen += stolen * seconds
         self.write()
 
-    def watcher(self, threads: int) -> NoiseMonitor:
+    def watcher(self, threads: int, fixed_work: Callable[[], float] | None = None) -> NoiseMonitor:
         return NoiseMonitor(
             threads, proc=self.folder, clock=lambda: self.now, own=lambda: self.own,
-            fixed_work=lambda: self.work, cores=2,
+            fixed_work=fixed_work or (lambda: self.work), cores=2,
         )  # fmt: skip
+
+    def turn(self, watcher: NoiseMonitor, seconds: float, **used: float) -> bool | None:
+        """Lets time pass during a turn, and returns whether it was disturbed."""
+        watcher.begin()
+        self.run(seconds, **used)
+        return watcher.end()
 
 
 @pytest.fixture
@@ -64,22 +72,15 @@ def machine(tmp_path: Path) -> Machine:
     ],
 )
 def test_the_load_of_other_processes_on_needed_cores(machine, threads, took, disturbed) -> None:
-    watcher = machine.watcher(threads)
-    watcher.begin()
-    machine.run(1.0, **took)
-    assert watcher.end() is disturbed
+    assert machine.turn(machine.watcher(threads), 1.0, **took) is disturbed
 
 
 def test_a_short_turn_is_judged_by_the_last_quarter_of_a_second(machine: Machine) -> None:
     """A neighbour's tick is a large part of a turn of 25 ms; half a core for a quarter of a second is a real
     disturbance.
     """
-    watcher, found = machine.watcher(2), []
-    for turn in range(80):
-        busy = 40 <= turn < 56
-        watcher.begin()
-        machine.run(0.025, own=1.0, others=1.0 if busy else 0.02)
-        found.append(watcher.end())
+    watcher = machine.watcher(2)
+    found = [machine.turn(watcher, 0.025, others=1.0 if 40 <= turn < 56 else 0.02) for turn in range(80)]
     assert not any(found[:40]) and all(found[44:56]) and not any(found[67:])
 
 
@@ -87,21 +88,15 @@ def test_a_slow_clock_is_noticed_until_it_ends(machine: Machine) -> None:
     """It doesn't count as a disturbance, after which the turn would be repeated."""
     watcher, found = machine.watcher(1), []
     for machine.work in (1.0, 1.2, 1.4, 1.4, 1.2):
-        watcher.begin()
-        machine.run(0.3)
-        found.append((watcher.end(), watcher.is_slow))
+        found.append((machine.turn(watcher, 0.3), watcher.is_slow))
     assert found == [(False, slow) for slow in (False, False, True, True, False)]
 
 
 @pytest.mark.parametrize("tries, slow", [((1.4, 1.4, 1.0), False), ((1.4, 1.4, 1.4), True)])
 def test_a_hiccup_is_not_a_slow_clock(tries: tuple[float, ...], slow: bool, machine: Machine) -> None:
-    works = iter((1.0, *tries))
-    watcher = NoiseMonitor(1, proc=machine.folder, clock=lambda: machine.now, own=lambda: machine.own,
-                      fixed_work=lambda: next(works), cores=2)  # fmt: skip
+    watcher = machine.watcher(1, partial(next, iter((1.0, *tries))))
     for expected in (False, slow):
-        watcher.begin()
-        machine.run(0.3)
-        watcher.end()
+        machine.turn(watcher, 0.3)
         assert watcher.is_slow == expected
 
 
@@ -112,9 +107,7 @@ def test_the_best_time_of_the_machine_persists(machine: Machine, monkeypatch: py
         watcher = NoiseMonitor(1, proc=machine.folder, clock=lambda: machine.now, own=lambda: machine.own, cores=2)
         found = []
         for machine.work in works:
-            watcher.begin()
-            machine.run(0.3)
-            watcher.end()
+            machine.turn(watcher, 0.3)
             found.append(watcher.is_slow)
         return found
 
