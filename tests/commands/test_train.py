@@ -56,15 +56,6 @@ def test_the_help_names_the_default_model(kind, ran) -> None:
         assert re.search(r"tiny d_model 128, .*num_encoder_layers 2", presets)
 
 
-def test_epochs_are_counted_from_one(command, caplog) -> None:
-    caplog.set_level(logging.INFO)
-    for epochs, said in (("1", "1 epoch is "), ("0.01", "0.01 epochs are 1 update")):
-        caplog.clear()
-        run = [command[0], f"{command[1]}{epochs}", *command[2:]]
-        assert main([*run, "--epochs", epochs, "--max_minutes", "1e-9"]) == 0
-        assert said in caplog.text and "1 updates" not in caplog.text
-
-
 def test_a_text_with_fewer_tokens_than_requested(command, caplog) -> None:
     caplog.set_level(logging.INFO)
     command[command.index("bytes")] = "bpe"

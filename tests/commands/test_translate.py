@@ -135,13 +135,6 @@ def test_n_best_with_scores(run, expected, tmp_path, ran) -> None:
         assert [float(row[1]) for row in found] == pytest.approx([answer.score for answer in best], abs=1e-4)
 
 
-def test_sampling(run, expected, ran) -> None:
-    flags = ["--do_sample", "--temperature", "2", "--top_k", "50", "--top_p", "0.9", "--seed", "4"]
-    options = {"do_sample": True, "temperature": 2.0, "top_k": 50, "top_p": 0.9, "seed": 4}
-    assert ran("translate", run, "one", *flags, *FEW).out == shown(expected("one", **options)) + "\n"
-    assert expected("one", **options) != expected("one")
-
-
 def test_device_precision_and_memory(run, ran, calls_of) -> None:
     calls = calls_of(Translator, "from_pretrained")
     for flags in (["--device", "cpu", "--precision", "bf16"], ["--device", "auto", "--precision", "fp32"]):

@@ -88,12 +88,6 @@ def test_few_examples(batching, count) -> None:
     assert sorted(batches) == [[i] for i in range(count)]
 
 
-def test_padding_decreases_from_random_to_bucketed_to_packed() -> None:
-    random, bucketed = (padding_ratio(LENGTHS, plan(b, max_tokens=1024), packed=False) for b in ("random", "bucketed"))
-    assert random > 0.35 and bucketed < 0.7 * random
-    assert padding_ratio(LENGTHS, plan("packed"), packed=True) == 0.0
-
-
 def test_padding_is_weighted_by_tokens() -> None:
     lengths = torch.tensor([[10, 10], [2, 2], [1, 1]])
     # (10 + 2) of 20 slots and 1 of 1, on each side

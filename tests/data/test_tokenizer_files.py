@@ -165,19 +165,6 @@ def test_unknown_parts_are_named(tmp_path) -> None:
     assert silent.unknown("ab xa x", silent.encode("ab xa x")) == ["x", "x"]
 
 
-def test_older_runs(tmp_path) -> None:
-    # A BPE without bytes, whose first ids are ours already.
-    backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    special = ["<pad>", "</s>", "<unk>"]
-    backend.train_from_iterator(
-        TEXTS[:2], trainers.BpeTrainer(vocab_size=60, special_tokens=special, show_progress=False)
-    )
-    tokenizer = load_tokenizer(saved(tmp_path, backend))
-    assert tokenizer.encode("two dogs") == backend.encode("two dogs").ids and 2 in tokenizer.encode("漢")
-    assert tokenizer.decode(tokenizer.encode("two dogs")) == "two dogs"
-
-
 @pytest.fixture(scope="module")
 def sentencepiece_model() -> bytes:
     sentencepiece = pytest.importorskip("sentencepiece", reason="the sentencepiece library is not installed")

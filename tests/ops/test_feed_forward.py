@@ -23,12 +23,9 @@ OP = torch.ops.fastformer
 
 
 def activate(pre: Tensor, activation: str) -> Tensor:
-    if activation == "swiglu":
+    if activation in GATED:
         gate, up = pre.chunk(2, dim=-1)
-        return F.silu(gate) * up
-    if activation == "geglu_tanh":
-        gate, up = pre.chunk(2, dim=-1)
-        return F.gelu(gate, approximate="tanh") * up
+        return activate(gate, {"swiglu": "silu", "geglu_tanh": "gelu_tanh"}[activation]) * up
     if activation in ("relu", "silu"):
         return F.relu(pre) if activation == "relu" else F.silu(pre)
     return F.gelu(pre, approximate="tanh" if activation == "gelu_tanh" else "none")

@@ -82,7 +82,6 @@ KOREAN = ["나는 사과를 좋아한다.", "어제 서울에 갔다."]
     ("references", "tokenize", "advice"),
     [
         (CHINESE, "13a", "zh"),
-        (CHINESE, "intl", "zh"),
         (CHINESE, "none", "zh"),
         (CHINESE, "zh", None),
         (CHINESE, "char", None),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import pytest
 from benchmarks.measure import noise_monitor
 from benchmarks.measure.noise_monitor import NoiseMonitor
 from benchmarks.measure.timing import time_interleaved
+from tests.benchmarks.running import neighbours
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -149,15 +149,10 @@ def test_child_processes_count_as_this_process() -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_busy_process_is_noticed() -> None:
-    """There are as many as cores, and none counts as a child of this process, because their parents have ended."""
+    """There are as many as cores."""
     count = os.cpu_count() or 1
-    command = f'for i in $(seq {count}); do "{sys.executable}" -c "while True: pass" >/dev/null 2>&1 & echo $!; done'
-    started = subprocess.run(["sh", "-c", command], stdout=subprocess.PIPE, text=True, check=True)
-    try:
+    with neighbours(count, "while True: pass"):
         watcher = NoiseMonitor(count)
         watcher.begin()
         time.sleep(1.0)
         assert watcher.end() is True
-    finally:
-        for pid in started.stdout.split():
-            os.kill(int(pid), signal.SIGKILL)

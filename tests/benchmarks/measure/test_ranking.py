@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from benchmarks.measure.case import Benchmark, Inputs, Shape
-from tests.benchmarks.running import run_case
+from tests.benchmarks.running import neighbours, run_case
 
 BUSY = """
 import time
@@ -23,17 +18,6 @@ while True:
         pass
     time.sleep(1.0)
 """
-
-
-@pytest.fixture
-def neighbour() -> Iterator[None]:
-    """Starts a process like another user's: its parent ends, so that it is not a child of this process."""
-    command = f'"{sys.executable}" -c "$BUSY" >/dev/null 2>&1 & echo $!'
-    started = subprocess.run(
-        ["sh", "-c", command], env={**os.environ, "BUSY": BUSY}, stdout=subprocess.PIPE, text=True, check=True
-    )
-    yield
-    os.kill(int(started.stdout), signal.SIGKILL)
 
 
 def make_inputs(shape: Shape, device: str) -> Inputs:
@@ -48,7 +32,7 @@ def work(x: Inputs, shape: Shape) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_difference_of_a_fifth_is_noticed_beside_a_neighbour(threads, neighbour, capsys) -> None:
+def test_a_difference_of_a_fifth_is_noticed_beside_a_neighbour(threads, capsys) -> None:
     """The rounds and seconds are those of a case with --quick."""
     shape = {"threads": threads}
     inputs = make_inputs(shape, "cpu")
@@ -60,7 +44,8 @@ def test_a_difference_of_a_fifth_is_noticed_beside_a_neighbour(threads, neighbou
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    pause = 0.2 * min(seconds() for _ in range(30))
+    with neighbours(1, BUSY):
+        pause = 0.2 * min(seconds() for _ in range(30))
     torch.set_num_threads(before)
 
     def slower(x: Inputs, shape: Shape) -> torch.Tensor:
@@ -72,9 +57,10 @@ def test_a_difference_of_a_fifth_is_noticed_beside_a_neighbour(threads, neighbou
         baseline="slower",
     )  # fmt: skip
     found = []
-    for _ in range(10):
-        ours, _ = run_case(benchmark, shape, "fwd", rounds=16, seconds=9.0).rows
-        found.append((round(ours["speedup"], 3), ours["quiet"], ours["passes"], ours["rounds"], ours["disturbed"]))
+    with neighbours(1, BUSY):
+        for _ in range(10):
+            ours, _ = run_case(benchmark, shape, "fwd", rounds=16, seconds=9.0).rows
+            found.append((round(ours["speedup"], 3), ours["quiet"], ours["passes"], ours["rounds"], ours["disturbed"]))
     with capsys.disabled():
         print(f"\n{threads} threads: ratio, quiet, passes, rounds, disturbed: {found}")
     assert all(ratio > 1 for ratio, *_ in found)

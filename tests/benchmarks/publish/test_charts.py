@@ -67,6 +67,10 @@ def run(folder: Path, *names: str) -> int:
     return main([*names, "--results", str(folder), "--out", str(folder / "pictures")])
 
 
+def axes_of(name: str, folder: Path, rows: list[dict[str, Any]]) -> list[Any]:
+    return CHARTS[name].draw(CHARTS[name].select(Results(write(folder, rows)))).axes
+
+
 def test_pictures_without_rows_name_their_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(write(tmp_path, ROWS)) == 0
     assert {path.stem for path in (tmp_path / "pictures").iterdir()} == DRAWN
@@ -79,8 +83,7 @@ def test_pictures_without_rows_name_their_command(tmp_path: Path, capsys: pytest
 
 
 def test_bars_are_ratios_and_losses_go_to_the_left(tmp_path: Path) -> None:
-    results = Results(write(tmp_path, ROWS))
-    rows = CHARTS["ops"].select(results)
+    rows = CHARTS["ops"].select(Results(write(tmp_path, ROWS)))
     assert [(row["provider"], row["dtype"]) for row in rows] == [
         (name, dtype) for dtype in ("float32", "bfloat16") for name in ("fastformer", "eager")
     ]
@@ -93,22 +96,20 @@ def test_bars_are_ratios_and_losses_go_to_the_left(tmp_path: Path) -> None:
 
 
 def test_a_single_provider_gives_no_bars(tmp_path: Path) -> None:
-    results = Results(write(tmp_path, [rotary("fastformer", 2.0), rotary("eager", None, missing="pip install eager")]))
-    assert not CHARTS["ops"].select(results)
+    rows = [rotary("fastformer", 2.0), rotary("eager", None, missing="pip install eager")]
+    assert not CHARTS["ops"].select(Results(write(tmp_path, rows)))
 
 
 def test_exponents_follow_the_names(tmp_path: Path) -> None:
     rows = [*ROWS, scaling("sdpa", 128, 1.0)]
-    time, memory = CHARTS["scaling"].draw(CHARTS["scaling"].select(Results(write(tmp_path, rows)))).axes
+    time, memory = axes_of("scaling", tmp_path, rows)
     assert {text.get_text() for text in time.texts} == {"fastformer: n^2.0", "lstm: n^1.0", "sdpa"}
     assert {text.get_text() for text in memory.texts} == {"fastformer: n^1.0", "lstm: n^1.0", "sdpa"}
 
 
 def test_threads_and_batches_are_distinguished(tmp_path: Path) -> None:
     rows = [*ROWS, *(decoding("cpp", batch, 15.0, threads=1) for batch in (1, 8))]
-    (axes,) = (
-        CHARTS["decoding_throughput"].draw(CHARTS["decoding_throughput"].select(Results(write(tmp_path, rows)))).axes
-    )
+    (axes,) = axes_of("decoding_throughput", tmp_path, rows)
     points = {line.get_label(): line.get_xydata().tolist() for line in axes.lines if line.get_label()[0] != "_"}
     assert points["cpp, 1 thread"] == [[1, 1600.0], [8, 12800.0]]
     assert set(points) == {"recompute", "kv_cache", "cpp", "cpp, 1 thread"}
