@@ -8,6 +8,7 @@ import pytest
 
 from fastformer import demo
 from fastformer.training.config import TrainConfig
+from tests.training.tiny import SIZES
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
@@ -15,9 +16,8 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 
 
 def small(seed: int) -> TrainConfig:
-    settings = {"d_model": 16, "d_ff": 16, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 1}
     return TrainConfig(
-        task="numbers", settings=settings, tokenizer="bytes", max_len=140, steps=1, val_examples=0, seed=seed
+        task="numbers", settings=SIZES, tokenizer="bytes", max_len=140, steps=1, val_examples=0, seed=seed
     )
 
 

@@ -33,6 +33,7 @@ from benchmarks.experiments.drawing import mean_curve
 from benchmarks.experiments.experiment import RESULTS, Spread, final, last_run, load
 from benchmarks.experiments.learning import Curve, learn
 from benchmarks.measure import record
+from tests.benchmarks.running import checked_rows
 
 FOLDER = Path(learning.__file__).parent
 
@@ -253,6 +254,13 @@ def test_the_mean_of_curves_ends_with_the_shortest():
 # Commands
 
 
+def run(module, folder, *words):
+    """Runs a module's command, and returns its rows, each of which follows the schema."""
+    out, drawn = folder / "rows.jsonl", folder / "drawn.svg"
+    assert module.main([*words, "--out", str(out), "--picture", str(drawn)]) == 0
+    return checked_rows(out)
+
+
 def fake_learn(seed, *, steps, **settings):
     curve = Curve(updates=[1, steps], seconds=[0.5, 1.0], nll=[3.0, 2.0], losses=[(1, 3.0), (steps, 2.0)])
     return curve, torch.nn.Identity()
@@ -263,14 +271,11 @@ def test_trainings_become_rows_and_a_picture(module, monkeypatch, tmp_path, caps
     pytest.importorskip("matplotlib", reason="not installed: pip install matplotlib")
     monkeypatch.setattr(module, "learn", fake_learn)
     threads = torch.get_num_threads()
-    out, drawn = tmp_path / "rows.jsonl", tmp_path / "drawn.svg"
-    assert module.main(["--seeds", "2", "--out", str(out), "--picture", str(drawn)]) == 0
-    assert torch.get_num_threads() == threads and drawn.stat().st_size > 1000
-    rows = record.read(out)
+    rows = run(module, tmp_path, "--seeds", "2")
+    assert torch.get_num_threads() == threads and (tmp_path / "drawn.svg").stat().st_size > 1000
     name = module.EXPERIMENT.name
     assert last_run(rows, name) == rows and {row["shape"]["seed"] for row in rows} == {0, 1}
     for row in rows:
-        record.check(row)
         assert row["verdict"] == module.judge(rows) and "quick" not in row
     printed = capsys.readouterr().out
     assert rows[0]["verdict"] in printed and all(row["provider"] in printed for row in rows)
@@ -290,24 +295,20 @@ def test_sharding_trains_on_the_same_examples_both_ways(monkeypatch, tmp_path):
         return fake_learn(seed, **settings)
 
     monkeypatch.setattr(sharding, "learn", noted)
-    out, drawn = tmp_path / "rows.jsonl", tmp_path / "drawn.svg"
-    assert sharding.main(["--quick", "--out", str(out), "--picture", str(drawn)]) == 0
+    rows = run(sharding, tmp_path, "--quick")
     fair, in_turn = seen
     assert len(fair) == 1 and len(in_turn) == 3
     assert sorted(fair[0]) == sorted(example for window in in_turn for example in window)
-    assert [row["provider"] for row in record.read(out)] == [sharding.FAIR, sharding.IN_TURN]
+    assert [row["provider"] for row in rows] == [sharding.FAIR, sharding.IN_TURN]
 
 
 def test_padding_runs(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib", reason="not installed: pip install matplotlib")
     monkeypatch.setattr(padding, "_SENTENCES", 300)
     monkeypatch.setattr(padding, "_VOCAB_SIZE", 50)
-    out, drawn = tmp_path / "rows.jsonl", tmp_path / "drawn.svg"
-    assert padding.main(["--quick", "--out", str(out), "--picture", str(drawn)]) == 0
-    rows = record.read(out)
+    rows = run(padding, tmp_path, "--quick")
     assert [row["provider"] for row in rows] == list(padding.LINES) and all(row["quick"] for row in rows)
     for row in rows:
-        record.check(row)
         tokens = sum(sum(example.lengths) for example in padding.examples_of(argparse.Namespace(text=None))[0])
         assert row["value"] == pytest.approx(tokens / row["tokens_s"])
 
@@ -325,12 +326,9 @@ def test_the_ladder_runs(monkeypatch, few_numbers, tmp_path):
     monkeypatch.setattr(
         ladder, "learn", lambda seed, **settings: learn(seed, steps=1, max_tokens=256, model=learning.SMALL)
     )
-    out, drawn = tmp_path / "rows.jsonl", tmp_path / "drawn.svg"
-    assert ladder.main(["--quick", "--lines", "3", "--out", str(out), "--picture", str(drawn)]) == 0
-    rows = record.read(out)
+    rows = run(ladder, tmp_path, "--quick", "--lines", "3")
     assert [row["provider"] for row in rows] == [r for r, (engine, _) in ladder.STAGES.items() if engine in ENGINES]
     for row in rows:
-        record.check(row)
         assert row["provider"] in ladder.ROUNDED or row["shape"]["agreement"] == 1
 
 

@@ -229,22 +229,17 @@ def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, monkeypatch) -> None:
 
 
 def test_the_average_is_the_mean_in_each_dtype(tmp_path) -> None:
-    scales = {1: 1.0, 2: 2.0, 3: 6.0}
+    scales = {1: 256.0, 2: 1.0, 3: 1.0}  # in bf16 256 + 1 is 256
     paths = [save_checkpoint(tmp_path, step, state(step, scale), keep_last=9) for step, scale in scales.items()]
     found = average_weights(paths)
-    assert torch.equal(found["a"], torch.arange(6.0).reshape(2, 3) * 3)
-    assert found["b"].dtype == torch.bfloat16 and found["b"].item() == 3.0
-    assert average_weights(paths[:1])["a"].tolist() == state(1)["model"]["a"].tolist()
+    assert torch.equal(found["a"], torch.arange(6.0).reshape(2, 3) * 86)
+    assert found["b"].dtype == torch.bfloat16 and found["b"].item() == 86.0
+    assert average_weights(paths[:1])["a"].tolist() == state(1, 256.0)["model"]["a"].tolist()
     with pytest.raises(ValueError, match=r"\bcheckpoint\b"):
         average_weights([])
     other = save_checkpoint(tmp_path, 4, state(4) | {"model": {"a": torch.zeros(3)}}, keep_last=9)
     with pytest.raises(ValueError, match=r"\bstep-00000004\.pt\b.*\bstep-00000001\.pt\b.*\bb\b"):
         average_weights([*paths, other])
-
-
-def test_the_average_is_summed_in_a_wider_dtype(tmp_path) -> None:
-    paths = [save_checkpoint(tmp_path, i, state(i, scale), keep_last=9) for i, scale in enumerate((256.0, 1, 1, 1, 1))]
-    assert average_weights(paths)["b"].item() == 52.0  # in bf16 256 + 1 is 256
 
 
 def test_the_average_of_running_averages(tmp_path) -> None:

@@ -13,8 +13,8 @@ from fastformer.special_ids import SpecialIds
 LENGTHS = torch.randint(1, 40, (700, 2), generator=torch.Generator().manual_seed(0))
 
 
-def plan(batching: str, **options):
-    return plan_epoch(LENGTHS, **{"max_tokens": 256, "batching": batching, "seed": 0, "epoch": 0, **options})
+def plan(batching: str, lengths: torch.Tensor = LENGTHS, **options):
+    return plan_epoch(lengths, **{"max_tokens": 256, "batching": batching, "seed": 0, "epoch": 0, **options})
 
 
 @pytest.mark.parametrize("batching", BATCHINGS)
@@ -41,7 +41,7 @@ def test_neighbouring_seeds_and_epochs_share_no_order(batching) -> None:
 def test_the_order_of_batches_does_not_depend_on_length(batching) -> None:
     lengths = torch.arange(1, 801)[:, None].expand(-1, 2)  # sorted, as some corpora are
     for epoch in range(2):
-        batches = plan_epoch(lengths, max_tokens=1000, batching=batching, seed=0, epoch=epoch)
+        batches = plan(batching, lengths, max_tokens=1000, epoch=epoch)
         means = torch.tensor([float(lengths[batch, 0].float().mean()) for batch in batches])
         place = torch.arange(len(means)).float()
         assert len(means) > 100 and abs(float(torch.corrcoef(torch.stack([place, means]))[0, 1])) < 0.3
@@ -52,10 +52,8 @@ def test_the_order_of_batches_does_not_depend_on_length(batching) -> None:
 def test_bucketed_batches_differ_in_each_epoch() -> None:
     # No two lengths are alike: sorted as one pool, every epoch would consist of the same batches.
     lengths = torch.randperm(2000, generator=torch.Generator().manual_seed(0))[:, None].expand(-1, 2) + 1
-    first, second = (
-        {tuple(sorted(b)) for b in plan_epoch(lengths, max_tokens=4000, batching="bucketed", seed=0, epoch=epoch)}
-        for epoch in range(2)
-    )
+    plans = (plan("bucketed", lengths, max_tokens=4000, epoch=epoch) for epoch in range(2))
+    first, second = ({tuple(sorted(batch)) for batch in batches} for batches in plans)
     assert len(first & second) < 0.1 * len(first)
 
 
@@ -64,7 +62,7 @@ def test_bucketed_batches_differ_in_each_epoch() -> None:
 def test_batches_are_filled_to_the_last_token(batching, max_tokens) -> None:
     # 4 tokens each: four examples make 16 exactly, and a fifth would be too many for 19.
     lengths = torch.full((42, 2), 4)
-    sizes = [len(b) for b in plan_epoch(lengths, max_tokens=max_tokens, batching=batching, seed=0, epoch=0)]
+    sizes = [len(b) for b in plan(batching, lengths, max_tokens=max_tokens)]
     assert sorted(sizes) == [2] + [4] * 10
 
 
@@ -75,17 +73,15 @@ def test_budgets_include_padding(batching, fits, side) -> None:
     lengths = torch.ones(3, 2, dtype=torch.long)
     lengths[:, side] = torch.tensor([6, 2, 2])
     for epoch in range(4):
-        batches = plan_epoch(lengths, max_tokens=10, batching=batching, seed=0, epoch=epoch)
+        batches = plan(batching, lengths, max_tokens=10, epoch=epoch)
         assert (len(batches) == 1) == fits
-    assert len(plan_epoch(lengths, max_tokens=9, batching=batching, seed=0, epoch=0)) > 1
+    assert len(plan(batching, lengths, max_tokens=9)) > 1
 
 
 @pytest.mark.parametrize("batching", BATCHINGS)
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
 def test_few_examples(batching, count) -> None:
-    lengths = torch.full((count, 2), 5)
-    batches = plan_epoch(lengths, max_tokens=5, batching=batching, seed=0, epoch=0)
-    assert sorted(batches) == [[i] for i in range(count)]
+    assert sorted(plan(batching, torch.full((count, 2), 5), max_tokens=5)) == [[i] for i in range(count)]
 
 
 def test_padding_is_weighted_by_tokens() -> None:

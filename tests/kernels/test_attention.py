@@ -67,12 +67,11 @@ def _order_kernel(out_ptr, num_blocks, num_planes, together, LAST_FIRST: tl.cons
     tl.atomic_add(out_ptr + plane * num_blocks + block, 1)
 
 
-@pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uses tiles of 32 x 32 everywhere, also on a GPU."""
-    monkeypatch.setattr(kernels, "forward_config", lambda *_: Config(32, 32, 4, 1))
+def use_tiles(monkeypatch: pytest.MonkeyPatch, tile: tuple[int, int]) -> None:
+    """Uses tiles of this size everywhere, also on a GPU."""
+    monkeypatch.setattr(kernels, "forward_config", lambda *_: Config(*tile, 4, 1))
     for chooser in ("backward_config", "choose_dq_config"):
-        monkeypatch.setattr(backward_kernels, chooser, lambda *_: Config(32, 32, 4, 1))
+        monkeypatch.setattr(backward_kernels, chooser, lambda *_: Config(*tile, 4, 1))
 
 
 def forward_problem(q: Tensor, k: Tensor, window: tuple[int | None, int | None], seqlens_k: Tensor | None = None):
@@ -203,10 +202,11 @@ def test_poison_beyond_each_length(device: str) -> None:
 
 
 @pytest.mark.parametrize("deterministic_form", [False, True])
-def test_poison_beyond_the_bound(deterministic_form: bool, small_tiles: None, device: str) -> None:
+def test_poison_beyond_the_bound(deterministic_form: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in keys from block J on doesn't affect rows before J; NaN in rows before J doesn't affect dk and dv from J
     on.
     """
+    use_tiles(monkeypatch, (32, 32))
     case = Case(batch=1, heads=1, kv_heads=1, head_dim=16, seqlen_q=96, seqlen_k=96, window=(None, 0))
     inputs = make_inputs(case, torch.float32, device)
     torch.use_deterministic_algorithms(deterministic_form)
@@ -270,10 +270,7 @@ WINDOWS = [(None, 0), (40, 0), (61, 0), (64, -10), (33, 31), (31, 34), (32, None
 )
 def test_visibility_of_keys(window, tile, device, monkeypatch) -> None:
     """With equal scores and K = V = identity, out is P and dq is dS, element by element, in all three kernels."""
-    config = Config(tile[0], tile[1], 4, 1)
-    monkeypatch.setattr(kernels, "forward_config", lambda *_: config)
-    for chooser in ("backward_config", "choose_dq_config"):
-        monkeypatch.setattr(backward_kernels, chooser, lambda *_: config)
+    use_tiles(monkeypatch, tile)
     seqlen_q, seqlen_k = 97, 128
     # The last key that exists: at a tile's end, before and behind it.
     lengths = (96, 97) if window == (None, None) else (100,)

@@ -11,6 +11,7 @@ import triton.language as tl  # noqa: E402
 from fastformer.kernels._dropout import keep_mask_tile, load_dropout  # noqa: E402
 from fastformer.kernels._launch import dropout_arguments  # noqa: E402
 from fastformer.ops._dropout import keep_mask, keep_scale, threshold  # noqa: E402
+from tests.covering import by_turns  # noqa: E402
 
 
 @triton.jit
@@ -36,12 +37,7 @@ TILES += [(m, n, not transposed) for m, n, transposed in TILES]
 
 @pytest.mark.parametrize(
     "dropout_p, block_m, block_n, transposed",
-    # The threshold is compared after the tile has been drawn: each tile takes a probability, by turns.
-    [
-        pytest.param(dropout_p, *tile, marks=() if i % len(PROBABILITIES) == j else pytest.mark.slow)
-        for i, tile in enumerate(TILES)
-        for j, dropout_p in enumerate(PROBABILITIES)
-    ],
+    by_turns(PROBABILITIES, TILES),  # the threshold is compared after the tile has been drawn
 )
 def test_a_tile_equals_the_reference(block_m, block_n, dropout_p, transposed, device) -> None:
     rows, columns, planes = block_m + 3, 149, 2  # two groups of 64 and a part of one

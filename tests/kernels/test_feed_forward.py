@@ -14,7 +14,7 @@ from fastformer.kernels import feed_forward as kernels  # noqa: E402
 from fastformer.ops import feed_forward  # noqa: E402
 from fastformer.ops.feed_forward import GATED  # noqa: E402
 from tests.conftest import HAS_GPU  # noqa: E402
-from tests.covering import covering  # noqa: E402
+from tests.covering import by_turns, covering  # noqa: E402
 from tests.ops.test_feed_forward import ACTIVATIONS, compare, make_inputs, plain  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_triton")
@@ -30,15 +30,8 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return request.param
 
 
-@pytest.mark.parametrize(
-    "activation, programs",
-    # Each activation once; both ways of giving tiles to programs.
-    [
-        pytest.param(activation, programs, marks=() if (place + programs) % 2 == 0 else pytest.mark.slow)
-        for place, activation in enumerate(ACTIVATIONS)
-        for programs in (0, 1)
-    ],
-)
+# Each activation once; both ways of giving tiles to programs.
+@pytest.mark.parametrize("activation, programs", by_turns(ACTIVATIONS, [0, 1]))
 def test_wide_tiles(activation: str, programs: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles are so wide that epilogues have as many parts as on a GPU; the last part is incomplete."""
     monkeypatch.setattr(kernels, "fuses", lambda *_: True)

@@ -113,9 +113,6 @@ def test_keep_last(config, tmp_path, keep_last, expected) -> None:
     assert [step_of(path) for path in checkpoints(tmp_path / "run")] == expected
 
 
-# Going on.
-
-
 def test_average_of_one_checkpoint_is_itself(config, tmp_path, caplog) -> None:
     start(changed(config, steps=2, save_every=5, average_last=3), tmp_path / "run").train()
     assert "average_last" in caplog.text
