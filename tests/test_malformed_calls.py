@@ -68,7 +68,6 @@ CALLS: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
     ("a saved model in no dtype", lambda: GPT.from_pretrained("x", dtype=torch.int8), ("floating", "int8")),
     ("a size beyond 64 bits", lambda: GPTConfig(10**30), ("vocab_size", "64 bits")),
     # Ids and layouts.
-    ("a source as a list", lambda: MODEL(IDS.tolist(), IDS), ("source", "list")),
     ("ids as a list", lambda: MODEL(IDS, IDS.tolist()), ("target ids", "list")),
     ("a source as a list", lambda: MODEL(IDS.tolist(), IDS), ("source", "list")),
     ("text", lambda: LM("text"), ("token ids", "str")),

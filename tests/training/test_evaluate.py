@@ -82,7 +82,6 @@ KOREAN = ["나는 사과를 좋아한다.", "어제 서울에 갔다."]
     ("references", "tokenize", "advice"),
     [
         (CHINESE, "13a", "zh"),
-        (CHINESE, "none", "zh"),
         (CHINESE, "zh", None),
         (CHINESE, "char", None),
         ([" ".join(text) for text in CHINESE], "13a", None),  # cut into words already
