@@ -30,8 +30,9 @@ def _place(tensor: Tensor) -> int:
 class Tape(TorchDispatchMode):
     """Records operations while it is active, and afterwards restores the tensors that existed before."""
 
-    def __init__(self) -> None:
+    def __init__(self, graphs: TapeGraphs) -> None:
         super().__init__()
+        self._graphs = graphs
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
         self.written: dict[int, tuple[Tensor, Tensor]] = {}  # place -> (tensor, its values before)
         self._own: set[int] = set()  # addresses of tensors that the recorded operations created
@@ -63,6 +64,7 @@ class Tape(TorchDispatchMode):
     @torch.no_grad()
     def replay(self) -> None:
         """Runs the operations again, and writes each result to its old address."""
+        self._graphs.replays += 1
         for func, args, options, outputs in self.calls:
             for output, again in zip(outputs, _tensors(func(*args, **options)), strict=True):
                 if _place(output) != _place(again):
@@ -81,20 +83,11 @@ class TapeGraphs:
         with NoSync():
             function()
 
-    def capture(self, function: Callable[[], None]) -> _Counted:
+    def capture(self, function: Callable[[], None]) -> Tape:
         self.captures += 1
-        random, tape = torch.get_rng_state(), Tape()
+        random, tape = torch.get_rng_state(), Tape(self)
         with NoSync(), tape:
             function()
         tape.restore()
         torch.set_rng_state(random)
-        return _Counted(self, tape)
-
-
-class _Counted:
-    def __init__(self, graphs: TapeGraphs, tape: Tape) -> None:
-        self._graphs, self._tape = graphs, tape
-
-    def replay(self) -> None:
-        self._graphs.replays += 1
-        self._tape.replay()
+        return tape

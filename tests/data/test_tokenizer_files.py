@@ -310,9 +310,8 @@ def test_ids_with_gaps_are_accepted(tmp_path) -> None:
     backend["model"]["vocab"]["zzz"] = 1000
     (tmp_path / "tokenizer.json").write_text(json.dumps(backend))
     tokenizer = load_tokenizer(tmp_path)
-    assert (
-        tokenizer.decode(tokenizer.encode("two dogs")) == "two dogs" and tokenizer.vocab_size == 1001 + 2
-    )  # and two special ids
+    assert tokenizer.decode(tokenizer.encode("two dogs")) == "two dogs"
+    assert tokenizer.vocab_size == 1001 + 2  # and two special ids
 
 
 def test_invalid_ids_are_refused(tmp_path, sentencepiece_model) -> None:

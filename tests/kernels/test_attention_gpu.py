@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -30,16 +30,9 @@ def test_each_option_and_pair(case: Case, dtype: torch.dtype) -> None:
     check(case, dtype, "cuda")
 
 
-@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
-@pytest.mark.parametrize("case", SINGLES, ids=str)
+@pytest.mark.parametrize("case, dtype", [*product(SINGLES, [*HALF, torch.float32]), *product(PAIRS, HALF)], ids=str)
 def test_several_blocks(case: Case, dtype: torch.dtype) -> None:
     """Every option runs over several tiles of rows and keys: pipelined steps, atomics, both ends of a range."""
-    check(case.times(11), dtype, "cuda")
-
-
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("case", PAIRS, ids=str)
-def test_several_blocks_of_a_pair(case: Case, dtype: torch.dtype) -> None:
     check(case.times(11), dtype, "cuda")
 
 

@@ -48,9 +48,7 @@ def attention_calls(device: str) -> Iterator[Call]:
         make = make or (lambda: torch.randn(HEADS, device=device))
         return attention, {"q": make(), "k": make(), "v": make(), "is_causal": True} | options
 
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device)
-
+    drawn = partial(torch.randn, device=device)
     seed = torch.tensor([2**40, 9], device=device)
     yield call()
     yield call(lambda: drawn(1, 6, 3, 2, 16)[:, :, 1])  # out of one projection for three
@@ -84,9 +82,7 @@ def varlen_calls(device: str) -> Iterator[Call]:
 
 
 def norm_calls(device: str) -> Iterator[Call]:
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device)
-
+    drawn = partial(torch.randn, device=device)
     seed = torch.tensor([2**40, 9], device=device)
     whole = {"x": drawn(3, 5, 24), "residual": drawn(3, 5, 24), "weight": drawn(24), "bias": drawn(24)}
     for change in (

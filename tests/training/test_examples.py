@@ -114,6 +114,7 @@ def test_filters_count_by_reason(tmp_path, caplog) -> None:
     assert texts_of(data, "train") == [("one", "eins"), ("three", "drei")] and len(data.val) == 5
     said = next(message for message in caplog.messages if message.startswith("filters left out 3 of 5"))
     assert all(part in said for part in ("1 duplicate", "1 with identical sides", "1 of a length ratio above 4"))
+    assert "training text: 16 characters in 16 tokens (" in caplog.text and "validation text: 80 char" in caplog.text
     with pytest.raises(ValueError, match=r"\b5\b.*\b100\b"):
         load_data(TrainConfig(**options, min_chars=100))
 
@@ -281,10 +282,3 @@ def test_a_bar_on_a_terminal(capsys, monkeypatch) -> None:
         monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
         assert list(encode_all(ByteTokenizer(), ["a"] * 9000, "training")) == [[100]] * 9000
         assert ("tokenizing training text" in capsys.readouterr().err) == terminal
-
-
-def test_reading_reports_its_counts(tmp_path, caplog) -> None:
-    file = lines(tmp_path / "a", ["abc\tde", "f\tg"])
-    with caplog.at_level(logging.INFO):
-        load_data(TrainConfig(train_tsv=file, val_tsv=file, tokenizer="bytes"))
-    assert "training text: 7 characters in 7 tokens (" in caplog.text and "validation text: 7 characters" in caplog.text

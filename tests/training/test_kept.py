@@ -107,12 +107,6 @@ def test_the_average_with_ema_is_of_the_running_averages(config, tmp_path, calls
     assert len(validated) == 2 and scores.nll == trainer.validate(load_model(run)[0]).nll
 
 
-@pytest.mark.parametrize(("keep_last", "expected"), [(1, [12]), (2, [10, 12]), (3, [5, 10, 12])])
-def test_keep_last(config, tmp_path, keep_last, expected) -> None:
-    start(changed(config, save_every=5, keep_last=keep_last), tmp_path / "run").train()
-    assert [step_of(path) for path in checkpoints(tmp_path / "run")] == expected
-
-
 def test_average_of_one_checkpoint_is_itself(config, tmp_path, caplog) -> None:
     start(changed(config, steps=2, save_every=5, average_last=3), tmp_path / "run").train()
     assert "average_last" in caplog.text

@@ -15,9 +15,9 @@ from benchmarks.measure import execute, record, timing
 from benchmarks.measure.case import Benchmark, Inputs, Provider, Shape
 from benchmarks.measure.console import table
 from benchmarks.measure.execute import Outcome, run_cases
-from benchmarks.measure.noise_monitor import NoiseMonitor
 from benchmarks.measure.suites import Case
 from benchmarks.measure.timing import STEADY
+from tests.benchmarks.measure.test_timing import Script
 
 
 class Clock:
@@ -41,15 +41,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     for module in (execute, timing):
         monkeypatch.setattr(module, "time", types.SimpleNamespace(perf_counter=clock.perf_counter, sleep=clock.sleep))
-
-    class Undisturbed(NoiseMonitor):
-        def __init__(self, threads: int, **_: object) -> None:
-            super().__init__(threads, proc=None)
-
-        def end(self) -> bool:
-            return False
-
-    monkeypatch.setattr(timing, "NoiseMonitor", Undisturbed)
+    monkeypatch.setattr(timing, "NoiseMonitor", lambda *_, **__: Script())
     return clock
 
 

@@ -22,14 +22,6 @@ TIMES = {"ms_p20": 1.0, "ms_p50": 2.0, "ms_p80": 2.0}
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{}, TIMES, {**TIMES, "share": 0.5, "floor_ms": 1.0, "bound": "memory"}, {"missing": "pip install it"}, {"x": ...}],
-)
-def test_rows_that_follow_the_schema(fields: dict[str, Any]) -> None:
-    record.check(line(**fields))
-
-
-@pytest.mark.parametrize(
     "fields, named",
     [
         ({"milliseconds": 1.0}, "milliseconds"),
