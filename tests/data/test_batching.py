@@ -87,7 +87,7 @@ def test_few_examples(batching, count) -> None:
 def test_padding_is_weighted_by_tokens() -> None:
     lengths = torch.tensor([[10, 10], [2, 2], [1, 1]])
     # (10 + 2) of 20 slots and 1 of 1, on each side
-    assert padding_ratio(lengths, [[0, 1], [2]], packed=False) == pytest.approx(1 - 26 / 42)
+    assert padding_ratio(lengths, "random", [[0, 1], [2]]) == pytest.approx(1 - 26 / 42)
 
 
 @pytest.mark.parametrize(

@@ -152,9 +152,13 @@ def test_a_learned_token_is_never_a_user_token() -> None:
 
 
 def test_damaged_files(tmp_path) -> None:
-    wrong = ({"user_tokens": 3}, {"user_tokens": [""]}, {"user_tokens": ["a"], "drop_user_tokens": 1})
-    kinds = ({"type": kind} for kind in (None, 3, ["bytes"], {"type": "bytes"}, "unknown"))
-    for values in (*wrong, *kinds):
-        (tmp_path / "tokenizer.json").write_text(json.dumps({"type": "bytes", **values}))
+    tokens: list[dict[str, object]] = [
+        {"user_tokens": 3},
+        {"user_tokens": [""]},
+        {"user_tokens": ["a"], "drop_user_tokens": 1},
+    ]
+    kinds: list[object] = [None, 3, ["bytes"], {"type": "bytes"}, "unknown"]
+    for values in (*({"type": "bytes", **each} for each in tokens), *({"type": kind} for kind in kinds)):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(values))
         with pytest.raises(ValueError, match=r"tokenizer\.json|expected user tokens"):
             load_tokenizer(tmp_path)
