@@ -78,6 +78,14 @@ def test_all_checkpoints_damaged(config, tmp_path) -> None:
             start(config, run, resume=resume)
 
 
+def test_going_on_from_another_folder(config, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    start(changed(config, steps=1, train_tsv="train.tsv", val_tsv="val.tsv"), "run").train()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    start(changed(load_config("../run"), steps=2), "../run", resume=True).train()
+
+
 def test_the_remains_of_a_killed_write_are_removed(config, tmp_path) -> None:
     run = tmp_path / "run"
     start(changed(config, steps=1), run).train()
