@@ -14,8 +14,7 @@ import pytest
 
 from fastformer.cli import main
 from fastformer.training.config import TrainConfig
-
-TINY = {"d_model": 16, "d_ff": 16, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 1}
+from tests.training.tiny import SIZES, contents
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +36,7 @@ def origin(tmp_path_factory) -> Path:
     }.items():
         (folder / name).write_text(text)
     run = ["train", str(folder / "run"), "--train_tsv", str(folder / "pairs.tsv"), "--tokenizer", "bytes"]
-    run += [word for name, value in TINY.items() for word in (f"--model.{name}", str(value))]
+    run += [word for name, value in SIZES.items() for word in (f"--model.{name}", str(value))]
     assert main([*run, "--steps", "2", "--max_len", "40", "--val_examples", "2"]) == 0
     gpt = ["train", str(folder / "gpt"), "--model", "gpt", "--train_text", str(folder / "text.txt"), "--tokenizer"]
     gpt += ["bytes", "--model.d_model", "16", "--model.num_layers", "1", "--seqlen", "16", "--steps", "1"]
@@ -52,20 +51,15 @@ def folder(origin, tmp_path, monkeypatch) -> Path:
     return tmp_path / "work"
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    # The lock names the process that trained last; refused commands lock too.
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
-
-
 def refused(words: list[str], code: int, said: tuple[str, ...], folder: Path, ran) -> None:
-    before = files(folder)
+    before = contents(folder)
     error = ran(*words, code=code).err
     last = error.splitlines()[-1]
     assert last.startswith("fastformer: "), error
     assert error.count("fastformer: ") == 1 and "Traceback" not in error and "a bug" not in error, error
     for word in said:
         assert word in last, f"{words} should say {word!r}: {error}"
-    assert files(folder) == before, "a refused command wrote something"
+    assert contents(folder) == before, "a refused command wrote something"
 
 
 FLAGS: list[tuple[str, tuple[str, ...]]] = [

@@ -26,8 +26,7 @@ def test_the_root_offers_its_names_lazily() -> None:
 
 def test_every_exported_name_is_there() -> None:
     assert fastformer.GPT is fastformer.models.GPT and fastformer.generate is fastformer.generation.generate
-    for name in fastformer.__all__:
-        assert getattr(fastformer, name) is not None
+    assert all(getattr(fastformer, name) is not None for name in fastformer.__all__)
     with pytest.raises(AttributeError, match="'Tranformer'"):
         fastformer.Tranformer  # noqa: B018
 

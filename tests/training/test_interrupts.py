@@ -33,17 +33,13 @@ def _is_interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def send(signum: int) -> None:
-    os.kill(os.getpid(), signum)
-
-
 def at_step(trainer, step: int, *signals: int) -> None:
     """Sends signals in the middle of the update after `step`."""
 
     def signal_now(_):
         if trainer.step == step:
             for signum in signals:
-                send(signum)
+                signal.raise_signal(signum)
 
     before_updates(trainer, signal_now)
 
@@ -77,7 +73,7 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(config, tmp_path) -> 
 
     def interrupted(model):
         if second.step == 8:
-            send(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGUSR1)
         return validate(model)
 
     second.validate = interrupted
@@ -100,7 +96,7 @@ def test_a_signal_before_the_first_update_is_not_lost(config, tmp_path) -> None:
     start(config, tmp_path / "whole").train()
     trainer = start(config, tmp_path / "run")
     with trainer.interrupts, trainer.interrupts.held():
-        send(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         trainer.train()
     assert trainer.step == 0 and trainer.interrupts.exit_code == 143
     start(config, tmp_path / "run", resume=True).train()
@@ -109,7 +105,7 @@ def test_a_signal_before_the_first_update_is_not_lost(config, tmp_path) -> None:
 
 def test_a_signal_while_data_is_read_ends_at_once() -> None:
     with Interrupts() as interrupts, pytest.raises(Interrupted) as caught:
-        send(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
     assert caught.value.signum == signal.SIGHUP and interrupts.exit_code == 129
     assert isinstance(caught.value, KeyboardInterrupt)
 
@@ -128,7 +124,7 @@ def test_ignored_signals_stay_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
     try:
         with Interrupts() as interrupts:
-            send(signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
         assert interrupts.signum is None and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -141,7 +137,7 @@ def test_entered_again_inside() -> None:
         with interrupts:
             pass
         with interrupts.held():
-            send(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
             assert (interrupts.signum, interrupts.name) == (signal.SIGTERM, "SIGTERM")
             with pytest.raises(Interrupted), interrupts.at_once():
                 raise AssertionError("it had come before")
