@@ -17,7 +17,7 @@ from benchmarks.measure.case import SUITES, Benchmark, Inputs, Need, Provider, S
 from benchmarks.measure.comparing import compare
 from benchmarks.measure.console import table
 from benchmarks.measure.execute import Outcome
-from benchmarks.measure.suites import ROOT, Case, benchmarks, chosen_cases, listing, nothing_fits
+from benchmarks.measure.suites import Case, benchmarks, chosen_cases, listing, nothing_fits
 from benchmarks.run import main
 from fastformer.ops import add_layer_norm, use_backend
 from fastformer.ops._dispatch import forced_backend
@@ -281,7 +281,7 @@ def test_a_case_is_timed_on_copies_of_its_inputs(monkeypatch: pytest.MonkeyPatch
 
 
 def test_every_benchmark_knows_its_providers_and_shapes() -> None:
-    stems = {path.stem.removeprefix("bench_") for path in (ROOT / "benchmarks").glob("cases/*/bench_*.py")}
+    stems = {path.stem.removeprefix("bench_") for path in (record.ROOT / "benchmarks").glob("cases/*/bench_*.py")}
     known = benchmarks()
     ops = {"attention", "add_layer_norm", "embedding", "feed_forward", "linear_cross_entropy", "rotary"}
     assert stems - {"modules"} <= known.keys() and ops | {"decoding"} <= stems
