@@ -12,7 +12,7 @@ from fastformer.cache.block_pool import Ints
 from fastformer.cache.fixed_shape import FixedShapeCache
 from fastformer.generation.engines.device_search import DeviceSearch
 from fastformer.generation.native_search import SearchRules
-from fastformer.graphs import Graph
+from fastformer.graphs import CaptureError, Graph
 from fastformer.nn import KVCache
 
 
@@ -97,12 +97,11 @@ def rounded(count: int) -> int:
     return -(-count // step) * step
 
 
-def why_not_captured(model: object) -> str | None:
-    """Returns the reason why replays would omit something that a call of the model does now, or None."""
+def check_capturable(model: object) -> None:
+    """Raises CaptureError if replays would omit something that a call of the model does now."""
     if isinstance(model, nn.Module):
         for name, module in model.named_modules():
             if module._forward_hooks or module._forward_pre_hooks:
-                return f"its {name or 'model'} has a forward hook, which a replay would not call"
+                raise CaptureError(f"its {name or 'model'} has a forward hook, which a replay would not call")
     if torch._C._len_torch_dispatch_stack():
-        return "a TorchDispatchMode is on, which a replay would not show its operations"
-    return None
+        raise CaptureError("a TorchDispatchMode is on, which a replay would not show its operations")

@@ -8,14 +8,13 @@ sizes, so that few graphs serve a batch whose requests come and go.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -27,9 +26,9 @@ from fastformer.generation.engines.captured_step import (
     CapturedStep,
     Shape,
     bucket,
+    check_capturable,
     power_of_two,
     rounded,
-    why_not_captured,
 )
 from fastformer.generation.engines.device_search import Record
 from fastformer.generation.engines.kv_cache import (
@@ -61,21 +60,21 @@ class _Kept:
 
     Attributes:
         cache: the model's cache.
+        graphs: captures the graphs.
         room: the numbers of rows and tokens that the cache was made for.
         spare: slots of the cache for batch slots without a row.
         captured: the step of each shape, the most recently used last.
         guards: the guards of the model, made after the first step; None: no step was taken.
-        graphs: captures the graphs.
         is_plain: whether all steps must run without a graph.
         num_batches: the number of batches that were opened with this state.
     """
 
     cache: KVCache
-    room: tuple[int, int]
-    spare: Ints
-    captured: OrderedDict[Shape, CapturedStep]
-    guards: ModelGuards | None
     graphs: Graphs
+    room: tuple[int, int] = (0, 0)
+    spare: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
+    captured: OrderedDict[Shape, CapturedStep] = field(default_factory=OrderedDict)
+    guards: ModelGuards | None = None
     is_plain: bool = False
     num_batches: int = 0
 
@@ -114,8 +113,12 @@ class GraphEngine(KVCacheEngine):
 
     def __init__(self, model: Model, precision: str | None = None) -> None:
         super().__init__(model, precision)
-        self._state = _Kept(self._empty, (0, 0), np.zeros(0, np.int32), OrderedDict(), None, Graphs(self.device))
-        self._keeper: weakref.finalize[..., GraphEngine] | None = None
+        self._state = _Kept(self._empty, Graphs(self.device))
+        if self.device.type in _KEPT_ON and isinstance(self.model, nn.Module):
+            kept = _kept.pop(self.model, None)
+            if kept is not None and kept.cache.k.device == self._empty.k.device:
+                self._state = kept
+            weakref.finalize(self, _keep, weakref.ref(self.model), self._state).atexit = False
 
     @classmethod
     def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
@@ -136,12 +139,6 @@ class GraphEngine(KVCacheEngine):
         return True
 
     def open(self, max_rows: int, num_tokens: int) -> GraphBatch:
-        if self._keeper is None and self.device.type in _KEPT_ON and isinstance(self.model, nn.Module):
-            kept = _kept.pop(self.model, None)
-            if kept is not None and kept.cache.k.device == self._empty.k.device:
-                self._state = kept
-            self._keeper = weakref.finalize(self, _keep, weakref.ref(self.model), self._state)
-            self._keeper.atexit = False
         self._make_room(max_rows, num_tokens)
         return GraphBatch(self.model, self.device, self._state)
 
@@ -169,36 +166,20 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         self._state = state
         state.num_batches += 1
         self._number = state.num_batches
-        self._rows: list[int] = []  # of each group, the rows that are decoded; the cache may have more
-        self._loaded: CapturedStep | None = None  # the step whose tensors hold the state of the searches
-
-    # Groups come and go.
+        # The step whose tensors hold the state of searches, and these searches.
+        self._loaded: tuple[CapturedStep, Sequence[NativeSearch]] | None = None
 
     def prefill(self, prompts: Sequence[Prompt]) -> None:
         state = self._state
-        if not self._rows and state.guards is not None and not state.is_current(self.model):
+        if not self._cache.num_groups and state.guards is not None and not state.is_current(self.model):
             state.forget()
-        self._loaded = None
         super().prefill(prompts)
-        self._rows += [1] * len(prompts)
-
-    def free(self, groups: Sequence[int]) -> None:
-        self._loaded = None
-        super().free(groups)
-        self._rows = np.delete(self._rows, groups).tolist()
-
-    def fork(self, parents: Sequence[Sequence[int]]) -> None:
-        self._trim()
-        self._loaded = None
-        super().fork(parents)
-        self._rows = list(map(len, parents))
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
         self._loaded = None
-        with self._on_device():
-            self._trim()
-            captured = self._captured_of(Shape(*self._sizes(len(tokens), self._cache.length_bound + 1)))
+        with torch.cuda.device_of(self._cache.k):
+            captured = self._captured_for(len(tokens), self._cache.length_bound + 1)
             last = np.full(len(tokens), captured.cache.width - 1, np.int32)
             captured.cache.reserve_run(1, last)
             captured.give(tokens)
@@ -206,16 +187,6 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
             captured.cache.sync(np.arange(captured.cache.num_rows, dtype=np.int32)[None])
             assert captured.hidden is not None
             return choose_from_hidden(self.model, captured.hidden[: len(tokens)], selection)
-
-    def _trim(self) -> None:
-        """Removes rows whose search has ended."""
-        if self._cache.group_sizes != self._rows:
-            self._cache.fork([range(rows) for rows in self._rows])
-
-    def _on_device(self) -> contextlib.AbstractContextManager[object]:
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
-
-    # Searches run.
 
     @torch.inference_mode()
     def run_searches(
@@ -228,14 +199,17 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         end, steps = time.monotonic() + limits.seconds, 0
         is_one_kind = len({search.rules._replace(min_tokens=0) for search in searches}) == 1
         while is_one_kind:
-            with self._on_device():
+            with torch.cuda.device_of(self._cache.k):
                 count = min(STEPS_PER_LOOK, limits.max_steps - steps)
                 taken = self._run_captured(searches, tokens, log_probs, count)
             steps += taken
             is_done = taken == 0 or steps >= limits.max_steps or any(search.handle.is_done for search in searches)
-            if is_done or time.monotonic() >= end or self.step_tokens() > self.free_tokens():
+            if is_done or time.monotonic() >= end:
                 break
             tokens = last_tokens(searches)
+        rows = [max(1, search.num_rows) for search in searches]
+        if rows != self._cache.group_sizes:
+            self._cache.fork(list(map(range, rows)))
         return [steps] * len(searches)
 
     def _run_captured(
@@ -255,7 +229,11 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         said = np.array([search.handle.num_tokens for search in searches], np.int32)
         last = lengths + limits - said - 1  # the position of the last token that may be given
         num_steps = min(num_steps, int((limits - said).max()))
-        captured = self._captured_for(searches, log_probs, int(lengths.max()) + num_steps)
+        rules = searches[0].rules._replace(min_tokens=0)
+        is_edited = bool(rules.suppressed) or any(search.rules.min_tokens for search in searches)
+        count = min(searches[0].num_candidates, self.model.config.vocab_size)
+        longest = int(lengths.max()) + num_steps
+        captured = self._captured_for(len(searches), longest, rules, count, log_probs, is_edited)
         search = captured.search
         assert search is not None
         while True:
@@ -266,14 +244,14 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
                 if num_steps == 1:
                     return 0
                 num_steps //= 2
-        if self._loaded is not captured:
+        if self._loaded != (captured, searches):
             search.load(tokens, searches, said)
         self._loaded = None  # until nothing can fail any more
         for _ in range(num_steps):
             self._replay(captured)
         record = search.read(num_steps)
         captured.cache.sync(record.parents)
-        self._loaded = captured
+        self._loaded = captured, searches
         self._catch_up(searches, record, beams)
         return num_steps
 
@@ -283,52 +261,38 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         Raises:
             RuntimeError: the host's searches chose other tokens than the device's.
         """
-        for step, (ids, values) in enumerate(zip(record.ids, record.values, strict=True)):
-            going = [place for place, search in enumerate(searches) if not search.handle.is_done]
-            if not going:
-                break
-            some_ids, some_values, parents = ids.tolist(), values.tolist(), record.parents[step].tolist()
-            slots: list[int] = []
-            for place in going:
+        for ids, values, parents, tokens in zip(*(part.tolist() for part in record), strict=True):
+            for place, search in enumerate(searches):
+                if search.handle.is_done:
+                    continue
                 first = place * beams
-                kept = searches[place].handle.advance(some_ids, some_values, first)
-                if [first + parent for parent in kept] != parents[first : first + len(kept)]:
-                    raise RuntimeError(f"expected the beams of group {place} to go on from {kept} on the device too")
-                slots += range(first, first + len(kept))
-            said = last_tokens([searches[place] for place in going if not searches[place].handle.is_done])
-            if said != record.tokens[step, slots].tolist():
-                raise RuntimeError(f"expected the tokens {said} on the device too")
-        self._rows = [max(1, search.num_rows) for search in searches]
+                kept = search.handle.advance(ids, values, first)
+                slots = slice(first, first + len(kept))
+                said = [] if search.handle.is_done else last_tokens([search])
+                if ([first + parent for parent in kept], said) != (parents[slots], tokens[slots]):
+                    raise RuntimeError(f"expected group {place} to go on from {kept} with {said} on the device too")
 
-    # Captured steps.
+    def _captured_for(self, num_groups: int, length: int, *needs: Any) -> CapturedStep:
+        """Returns the captured step for num_groups groups, and rows up to this length.
 
-    def _captured_for(self, searches: Sequence[NativeSearch], log_probs: bool, length: int) -> CapturedStep:
-        """Returns the captured step of the shape of these searches, for rows up to this length."""
-        rules = searches[0].rules._replace(min_tokens=0)
-        is_edited = bool(rules.suppressed) or any(search.rules.min_tokens for search in searches)
-        count = min(searches[0].num_candidates, self.model.config.vocab_size)
-        return self._captured_of(Shape(*self._sizes(len(searches), length), rules, count, log_probs, is_edited))
-
-    def _sizes(self, num_groups: int, length: int) -> tuple[int, int, int, str | None]:
-        """Returns the first fields of a `Shape` for num_groups groups, and rows up to this length."""
+        Args:
+            num_groups, length: see above.
+            needs: the fields of `Shape` about the searches; none if the host chooses the candidates.
+        """
+        if self._number != self._state.num_batches:
+            raise RuntimeError("expected the batch that was opened last: another one has its cache by now")
         cache, source_width = self._cache, 0
         if cache.has_memory:
             source_width = min(cache.max_source_seqlen, power_of_two(max(1, cache.longest_source)))
         width = min(cache.max_seqlen, max(_LEAST_WIDTH, power_of_two(length)))
-        return bucket(num_groups), width, source_width, _dispatch.forced_backend.get()
-
-    def _captured_of(self, shape: Shape) -> CapturedStep:
-        if self._number != self._state.num_batches:
-            raise RuntimeError("expected the batch that was opened last: another one has its cache by now")
+        shape = Shape(bucket(num_groups), width, source_width, _dispatch.forced_backend.get(), *needs)
         kept = self._state.captured
-        captured = kept.get(shape)
-        if captured is None:
-            num_steps, vocab_size = STEPS_PER_LOOK, self.model.config.vocab_size
-            captured = kept[shape] = CapturedStep(shape, self._cache, self._state.spare, vocab_size, num_steps)
+        if shape not in kept:
+            kept[shape] = CapturedStep(shape, cache, self._state.spare, self.model.config.vocab_size, STEPS_PER_LOOK)
             if len(kept) > MAX_SHAPES:
                 kept.popitem(last=False)
         kept.move_to_end(shape)
-        return captured
+        return kept[shape]
 
     def _replay(self, captured: CapturedStep) -> None:
         if captured.graph is None and captured.is_warm and not self._state.is_plain:
@@ -342,17 +306,15 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
             self._state.guards = ModelGuards(self.model)  # not earlier: modules store state in their first call
 
     def _capture(self, captured: CapturedStep) -> None:
-        if (reason := why_not_captured(self.model)) is None:
-            try:
-                captured.graph = self._state.graphs.capture(lambda: self._step_once(captured))
-                return
-            except CaptureError as error:
-                reason = str(error)
-        self._state.is_plain = True
-        message = f"engine 'graph' steps without graphs: {reason}"
-        if _backends.is_strict():
-            raise RuntimeError(message)
-        logger.warning(message)
+        try:
+            check_capturable(self.model)
+            captured.graph = self._state.graphs.capture(lambda: self._step_once(captured))
+        except CaptureError as error:
+            self._state.is_plain = True
+            message = f"engine 'graph' steps without graphs: {error}"
+            if _backends.is_strict():
+                raise RuntimeError(message) from error
+            logger.warning(message)
 
     def _step_once(self, captured: CapturedStep) -> None:
         """Takes a step, including its search. The host reads no value."""
@@ -377,5 +339,4 @@ def _keep(reference: weakref.ref[nn.Module], state: _Kept) -> None:
     if model is None or any(getattr(value, "__self__", None) is model for value in vars(model).values()):
         return  # the guards would keep a model with methods of its own alive
     if 2 * state.cache.k.nbytes <= _KEPT_BYTES:
-        state.cache.reset()
         _kept[model] = state
