@@ -116,7 +116,7 @@ def stubbed() -> Iterator[None]:
             (_attention_hopper, "architecture", lambda x: 90),
             (_attention_hopper, "FORWARD", ()),  # the plain form, except where the kernels for sm_90 are asked for
             (_attention_hopper, "BACKWARD", ()),
-            (_attention_hopper, "_processors", lambda device: 132),
+            (_attention_hopper, "num_sms", lambda device: 132),
             (JITFunction, "_do_compile", stub_compile),
         ):
             stack.enter_context(mock.patch.object(where, name, value))

@@ -387,7 +387,6 @@ class Problem(NamedTuple):
 def describe(
     q: Tensor,
     k: Tensor,
-    *,
     lengths: str,
     seqlens_q: Tensor | None,
     seqlens_k: Tensor | None,

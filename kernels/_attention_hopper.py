@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastformer.kernels._attention_common import Problem, plane_strides, planes_of
-from fastformer.kernels._launch import Dropout, Launch, architecture, cdiv, stride_unit
+from fastformer.kernels._launch import Dropout, Launch, architecture, cdiv, num_sms, stride_unit
 
 # The head_dims, rounded up to a power of two, that each direction computes.
 FORWARD, BACKWARD = (128,), (64, 128)
@@ -133,11 +133,6 @@ def takes_backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tens
     )
 
 
-@functools.lru_cache
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def _batch_rows(x: Tensor, packed: bool) -> int:
     """Returns the number of rows from one batch to the next."""
     return 0 if packed else x.stride(0) // x.stride(1)
@@ -175,7 +170,7 @@ class Plan:
         if self._run is None:
             problem = self._problem._replace(seqlens_q=lengths[0], seqlens_k=lengths[1], dropout=dropout)
             arguments, constants, num_tiles = self._arguments_of(*tensors, problem)
-            programs = min(num_tiles, _processors(tensors[0].device))
+            programs = min(num_tiles, num_sms(tensors[0].device))
             self._run = Launch(self._kernel(), (programs,), **constants, num_warps=4)
             self._boxes = [tuple(each.block_shape[-2:]) for each in arguments[:count]]
             self._rest = arguments[len(tensors) :]

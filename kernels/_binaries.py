@@ -215,7 +215,4 @@ def files(arch: int) -> tuple[BinaryFile, ...]:
 
 def find(arch: int, key: str) -> Binary | None:
     """Returns the binary of a launch from any file, or None if no file has it."""
-    for file in files(arch):
-        if (binary := file.get(key)) is not None:
-            return binary
-    return None
+    return next((binary for file in files(arch) if (binary := file.get(key)) is not None), None)

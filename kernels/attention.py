@@ -290,30 +290,17 @@ def why_unsupported(
 
 
 def plan_attention_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None,
-    seqlens_k: Tensor | None,
-    softmax_scale: float,
-    window_left: int | None,
-    window_right: int | None,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    softcap: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, seqlens_k: Tensor | None, *options: Any
 ) -> Plan:
-    """Plans `attention_fwd` for calls of this geometry."""
-    problem = describe_dense(
-        q, k, seqlens_k, softmax_scale, window_left, window_right, dropout_p, dropout_seed, softcap
-    )
+    """Plans `attention_fwd` for calls of this geometry. The options are the schema's, from softmax_scale on."""
+    problem = describe_dense(q, k, seqlens_k, *options)
     forward = plan_forward(q, k, v, attn_mask, problem)
     drops = problem.dropout[0] is not None
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, seqlens_k: Tensor | None, softmax_scale: float,
-        window_left: int | None, window_right: int | None, dropout_p: float, dropout_seed: Tensor | None,
-        softcap: float = 0.0,
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, seqlens_k: Tensor | None, *options: Any
     ) -> Any:  # fmt: skip
+        _scale, _left, _right, _p, dropout_seed, *_ = options
         seed = contiguous(dropout_seed) if drops else None
         return forward(q, k, v, attn_mask, None, contiguous(seqlens_k), seed)
 
@@ -326,34 +313,20 @@ def attention_fwd(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def plan_attention_bwd(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    attn_mask: Tensor | None,
-    seqlens_k: Tensor | None,
-    softmax_scale: float,
-    window_left: int | None,
-    window_right: int | None,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    needs_mask_grad: bool,
-    softcap: float = 0.0,
-) -> Plan:
-    """Plans `attention_bwd` for calls of this geometry."""
-    problem = describe_dense(
-        q, k, seqlens_k, softmax_scale, window_left, window_right, dropout_p, dropout_seed, softcap
-    )
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, attn_mask: Tensor | None,
+    seqlens_k: Tensor | None, *options: Any,
+) -> Plan:  # fmt: skip
+    """Plans `attention_bwd` for calls of this geometry. The options are the schema's, from softmax_scale on."""
+    *options_of_scores, needs_mask_grad = options[:6]
+    problem = describe_dense(q, k, seqlens_k, *options_of_scores, *options[6:])
     backward = plan_backward(dout, q, k, v, out, lse, attn_mask, problem, needs_mask_grad)
     drops = problem.dropout[0] is not None
 
     def run(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, attn_mask: Tensor | None,
-        seqlens_k: Tensor | None, softmax_scale: float, window_left: int | None, window_right: int | None,
-        dropout_p: float, dropout_seed: Tensor | None, needs_mask_grad: bool, softcap: float = 0.0,
+        seqlens_k: Tensor | None, *options: Any,
     ) -> Any:  # fmt: skip
+        _scale, _left, _right, _p, dropout_seed, *_ = options
         seed = contiguous(dropout_seed) if drops else None
         return backward(dout, q, k, v, out, lse, attn_mask, None, contiguous(seqlens_k), seed)
 
@@ -366,34 +339,15 @@ def attention_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def plan_varlen_attention_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    window_left: int | None,
-    window_right: int | None,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    softcap: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *options: Any
 ) -> Plan:
-    """Plans `varlen_attention_fwd` for calls of this geometry."""
-    problem = describe(
-        q, k, lengths="packed", seqlens_q=cu_seqlens_q, seqlens_k=cu_seqlens_k, seqlen_q=max_seqlen_q,
-        seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, window_left=window_left, window_right=window_right,
-        dropout_p=dropout_p, dropout_seed=dropout_seed, softcap=softcap,
-    )  # fmt: skip
+    """Plans `varlen_attention_fwd` for calls of this geometry. The options are the schema's, from max_seqlen_q on."""
+    problem = describe(q, k, "packed", cu_seqlens_q, cu_seqlens_k, *options)
     forward = plan_forward(q, k, v, None, problem)
     drops = problem.dropout[0] is not None
 
-    def run(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-        max_seqlen_k: int, softmax_scale: float, window_left: int | None, window_right: int | None, dropout_p: float,
-        dropout_seed: Tensor | None, softcap: float = 0.0,
-    ) -> Any:  # fmt: skip
+    def run(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *options: Any) -> Any:
+        _max_q, _max_k, _scale, _left, _right, _p, dropout_seed, *_ = options
         seed = contiguous(dropout_seed) if drops else None
         return forward(q, k, v, None, contiguous(cu_seqlens_q), contiguous(cu_seqlens_k), seed)
 
@@ -406,37 +360,19 @@ def varlen_attention_fwd(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def plan_varlen_attention_bwd(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    window_left: int | None,
-    window_right: int | None,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    softcap: float = 0.0,
-) -> Plan:
-    """Plans `varlen_attention_bwd` for calls of this geometry."""
-    problem = describe(
-        q, k, lengths="packed", seqlens_q=cu_seqlens_q, seqlens_k=cu_seqlens_k, seqlen_q=max_seqlen_q,
-        seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, window_left=window_left, window_right=window_right,
-        dropout_p=dropout_p, dropout_seed=dropout_seed, softcap=softcap,
-    )  # fmt: skip
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor, *options: Any,
+) -> Plan:  # fmt: skip
+    """Plans `varlen_attention_bwd` for calls of this geometry. The options are the schema's, from max_seqlen_q on."""
+    problem = describe(q, k, "packed", cu_seqlens_q, cu_seqlens_k, *options)
     backward = plan_backward(dout, q, k, v, out, lse, None, problem, False)
     drops = problem.dropout[0] is not None
 
     def run(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, window_left: int | None,
-        window_right: int | None, dropout_p: float, dropout_seed: Tensor | None, softcap: float = 0.0,
+        cu_seqlens_k: Tensor, *options: Any,
     ) -> Any:  # fmt: skip
+        _max_q, _max_k, _scale, _left, _right, _p, dropout_seed, *_ = options
         seed = contiguous(dropout_seed) if drops else None
         return backward(dout, q, k, v, out, lse, None, contiguous(cu_seqlens_q), contiguous(cu_seqlens_k), seed)[:3]
 
@@ -448,20 +384,7 @@ def varlen_attention_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return plan_varlen_attention_bwd(*args)(*args)
 
 
-def describe_dense(
-    q: Tensor,
-    k: Tensor,
-    seqlens_k: Tensor | None,
-    softmax_scale: float,
-    window_left: int | None,
-    window_right: int | None,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    softcap: float = 0.0,
-) -> Problem:
-    """Returns the description of a dense call, given the arguments of the op."""
-    return describe(
-        q, k, lengths="dense" if seqlens_k is None else "seqlens_k", seqlens_q=None, seqlens_k=seqlens_k,
-        seqlen_q=q.shape[1], seqlen_k=k.shape[1], softmax_scale=softmax_scale, window_left=window_left,
-        window_right=window_right, dropout_p=dropout_p, dropout_seed=dropout_seed, softcap=softcap,
-    )  # fmt: skip
+def describe_dense(q: Tensor, k: Tensor, seqlens_k: Tensor | None, *options: Any) -> Problem:
+    """Returns the description of a dense call; the options are the last arguments of `describe`."""
+    lengths = "dense" if seqlens_k is None else "seqlens_k"
+    return describe(q, k, lengths, None, seqlens_k, q.shape[1], k.shape[1], *options)

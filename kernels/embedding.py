@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fastformer.kernels._dropout import drop_tile
 from fastformer.kernels._launch import (
+    Dropout,
     cdiv,
     contiguous,
     dropout_arguments,
@@ -306,8 +307,7 @@ def _sum_by_key(
     num_rows: int,
     scale: float,
     skipped: int,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
+    dropout: Dropout,
     dtype: torch.dtype,
 ) -> Tensor:
     """Returns (num_rows, dim): row k is the sum of rows order[i] of dropout(dout) for keys[i] == k. keys: sorted."""
@@ -332,7 +332,7 @@ def _sum_by_key(
         skipped,
         dout.stride(0) // unit,
         scale,
-        dropout_arguments(dropout_p, dropout_seed),
+        dropout,
         UNIT=unit,
         DIM=dim,
         CHUNK=CHUNK,
@@ -355,8 +355,7 @@ def _sum_by_atomics(
     num_rows: int,
     scale: float,
     skipped: int,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
+    dropout: Dropout,
     dtype: torch.dtype,
 ) -> Tensor:
     """Returns the result of `_sum_by_key` for keys in any order."""
@@ -375,7 +374,7 @@ def _sum_by_atomics(
         skipped,
         dout.stride(0) // unit,
         scale,
-        dropout_arguments(dropout_p, dropout_seed),
+        dropout,
         UNIT=unit,
         DIM=dim,
         BLOCK_M=block_m,
@@ -409,24 +408,19 @@ def embedding_bwd(
         empty = dout.new_zeros(*((num_positions, dim) if num_positions else (0,)), dtype=dtype)
         return dout.new_zeros(num_embeddings, dim, dtype=dtype), empty
     dout = as_rows(dout)
-    dropout = (dropout_p, dropout_seed)
+    dropout = dropout_arguments(dropout_p, dropout_seed)
     if atomics:
-        dweight = _sum_by_atomics(ids, dout, num_embeddings, scale, padding_idx, *dropout, dtype)
+        dweight = _sum_by_atomics(ids, dout, num_embeddings, scale, padding_idx, dropout, dtype)
     else:
-        dweight = _sum_by_key(*_sorted(ids), dout, num_embeddings, scale, padding_idx, *dropout, dtype)
+        dweight = _sum_by_key(*_sorted(ids), dout, num_embeddings, scale, padding_idx, dropout, dtype)
     if num_positions == 0:
         return dweight, dout.new_empty(0, dtype=dtype)
     if positions is not None:
         if atomics:
-            return dweight, _sum_by_atomics(positions, dout, num_positions, 1.0, -1, *dropout, dtype)
+            return dweight, _sum_by_atomics(positions, dout, num_positions, 1.0, -1, dropout, dtype)
         keys, order = _sorted(positions)
     else:
         seqlen = ids.shape[-1]
         order = torch.arange(num_tokens, device=ids.device).view(-1, seqlen).T.reshape(-1)
-        keys = (
-            torch.arange(seqlen, dtype=torch.int32, device=ids.device)
-            .view(-1, 1)
-            .expand(-1, num_tokens // seqlen)
-            .reshape(-1)
-        )
-    return dweight, _sum_by_key(keys, order, dout, num_positions, 1.0, -1, *dropout, dtype)
+        keys = torch.arange(seqlen, dtype=torch.int32, device=ids.device).repeat_interleave(num_tokens // seqlen)
+    return dweight, _sum_by_key(keys, order, dout, num_positions, 1.0, -1, dropout, dtype)

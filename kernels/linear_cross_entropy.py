@@ -17,7 +17,7 @@ exponentials; dlogits are rounded to x's dtype. The number of rows that are not 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -279,7 +279,7 @@ class _Chunks:
 
     def __init__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int, label_smoothing: float,
-        smooth_others: bool, z_loss: float, softcap: float, sums_dweight: bool,
+        smooth_others: bool, z_loss: float, softcap: float = 0.0, sums_dweight: bool = False,
     ) -> None:  # fmt: skip
         self.x, self.weight = x, weight
         self.bias = None if bias is None else bias.contiguous()
@@ -405,19 +405,9 @@ def why_unsupported(op_name: str, *, x: Tensor, weight: Tensor, bias: Tensor | N
     return unsupported_device(x)
 
 
-def linear_cross_entropy_fwd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    smooth_others: bool,
-    z_loss: float,
-    softcap: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+def linear_cross_entropy_fwd(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     """Implements `fastformer::linear_cross_entropy_fwd`; returns (losses, lse), which are 0 for ignored rows."""
-    chunks = _Chunks(x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss, softcap, False)
+    chunks = _Chunks(x, *args)
     losses = x.new_empty(len(x), dtype=torch.float32)
     lse = torch.empty_like(losses)
     for chunk, _ in chunks:

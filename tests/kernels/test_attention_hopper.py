@@ -396,7 +396,7 @@ def test_a_plan_passes_each_calls_own_tensors(packed: bool, monkeypatch: pytest.
     """A plan stores no tensor and no address of a call; descriptors are cached by address."""
     launched: list[tuple[Any, ...]] = []
     monkeypatch.setattr(hopper, "Launch", lambda *_, **__: lambda *arguments: launched.append(arguments))
-    monkeypatch.setattr(hopper, "_processors", lambda device: 132)
+    monkeypatch.setattr(hopper, "num_sms", lambda device: 132)
     case = Case(window=(None, 0), dropout_p=0.25, packed=packed, seqlen_q=56)
     plans: dict[str, Any] = {}
     for turn in range(3):
