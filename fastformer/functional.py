@@ -157,9 +157,7 @@ def attend_heads(
 def _lies_by_head(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:
     """Returns whether the heads can be passed as a batch. fastformer's output has a token's heads side by side."""
     return (
-        query.is_contiguous()
-        and key.is_contiguous()
-        and value.is_contiguous()
+        all(each.is_contiguous() for each in (query, key, value))
         and key.shape[1] == query.shape[1]
         and (attn_mask is None or attn_mask.shape[:-2].numel() == 1)
     )
@@ -294,11 +292,6 @@ _activation: torch.library.Library | None = None
 _lock = threading.Lock()
 
 
-class _Activated(contextlib.AbstractContextManager[None]):
-    def __exit__(self, *_: object) -> None:
-        deactivate()
-
-
 def activate() -> contextlib.AbstractContextManager[None]:
     """Routes all eager calls of torch's `scaled_dot_product_attention` in this process to fastformer's kernels.
 
@@ -323,7 +316,9 @@ def activate() -> contextlib.AbstractContextManager[None]:
         library = _activation = torch.library.Library("aten", "IMPL")
         for key in ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA"):
             library.impl("scaled_dot_product_attention", scaled_dot_product_attention, key)
-    return _Activated()
+    active = contextlib.ExitStack()
+    active.callback(deactivate)
+    return active
 
 
 def deactivate() -> None:

@@ -17,7 +17,6 @@ from fastformer.nn.embedding import Embedding, PositionalEncoding, RelativePosit
 from fastformer.nn.layers import TransformerEncoderLayer
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.linear import linear
-from fastformer.nn.norm import AddLayerNorm
 from fastformer.nn.transformer import TransformerEncoder
 from fastformer.ops._dropout import draws_seeds_together
 
@@ -58,9 +57,7 @@ class ClassificationHead(nn.Module):
         size, bias = config.d_model, config.head != "modernbert" or config.bias
         self.kind = config.head
         self.dense = None if self.kind == "bert" else Dense(size, size, bias=bias, **factory)
-        self.norm: AddLayerNorm | None = None
-        if self.kind == "modernbert":
-            self.norm = norm_of(config, size, factory)
+        self.norm = norm_of(config, size, factory) if self.kind == "modernbert" else None
         self.dropout = nn.Dropout(config.head_dropout)
         self.out = Dense(size, config.num_labels, **factory)
 
@@ -120,12 +117,9 @@ class BERT(PretrainedModel):
             kind = "interleaved" if config.positions == "sinusoidal" else "learned"
             position = PositionalEncoding(config.width, config.max_len, kind=kind, batch_first=True, **factory)
         self.embedding = Embedding(config.vocab_size, config.width, position=position, **factory)
-        self.token_type_embedding: nn.Embedding | None = None
-        if config.token_types:
-            self.token_type_embedding = nn.Embedding(config.token_types, config.width, **factory)
-        self.embedding_norm: AddLayerNorm | None = None
-        if config.embedding_norm:
-            self.embedding_norm = norm_of(config, config.width, factory)
+        types = config.token_types
+        self.token_type_embedding = nn.Embedding(types, config.width, **factory) if types else None
+        self.embedding_norm = norm_of(config, config.width, factory) if config.embedding_norm else None
         self.embedding_dropout = nn.Dropout(config.dropout)
         self.embedding_projection: nn.Linear | None = None
         if config.embedding_size is not None:

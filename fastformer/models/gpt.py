@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from fastformer.cache.kv_cache import KVCache
 from fastformer.models.common import (
-    IGNORE_INDEX,
     cache_of,
     check_ids,
     draw,
@@ -182,7 +181,6 @@ class GPT(NextTokenModel):
         return self._cross_entropy(
             self.decode(tokens_in, layout=layout),
             tokens_out,
-            ignore_index=IGNORE_INDEX,
             label_smoothing=label_smoothing,
             smooth_others=smooth_others,
             reduction=reduction,

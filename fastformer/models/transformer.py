@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from fastformer.cache.kv_cache import KVCache
 from fastformer.models.common import (
-    IGNORE_INDEX,
     Activation,
     Norm,
     cache_of,
@@ -401,7 +400,6 @@ class Transformer(NextTokenModel):
         return self._cross_entropy(
             hidden,
             target_out,
-            ignore_index=IGNORE_INDEX,
             label_smoothing=label_smoothing,
             smooth_others=smooth_others,
             reduction=reduction,

@@ -209,7 +209,8 @@ class GraphUpdates:
             self.graphs.warm_up(slot.function)
             return
         slot.inputs.fill(values)
-        if self._guards is not None and not self._is_current(self._guards):
+        guards = self._guards
+        if guards and not (guards.hold(self.model) and _hook_around(self.model, self.optimizer) is None):
             self._guards = None
             for each in self.slots.values():
                 each.graph = None
@@ -224,9 +225,6 @@ class GraphUpdates:
                 raise CaptureError(f"an update can't be a CUDA graph, so leave cuda_graphs out: {error}") from error
             self._guards = self._guards or ModelGuards(self.model)
         slot.graph.replay()
-
-    def _is_current(self, guards: ModelGuards) -> bool:
-        return guards.hold(self.model) and _hook_around(self.model, self.optimizer) is None
 
     def _new_slot(self, batches: Sequence[Batch], values: Sequence[Tensor]) -> _Slot:
         inputs = _Inputs(values, self.graphs.device)

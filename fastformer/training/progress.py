@@ -51,8 +51,7 @@ class Meter:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Excludes the time of the code inside, which doesn't train."""
-        began = time.perf_counter()
-        self._paused = began
+        began = self._paused = time.perf_counter()
         try:
             yield
         finally:

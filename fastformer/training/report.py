@@ -146,11 +146,8 @@ def _facts(rows: Sequence[Row], scores: Sequence[Row]) -> list[tuple[str, str]]:
 
 def _signatures(scores: Sequence[Row]) -> list[tuple[str, str]]:
     """Returns sacreBLEU's signatures, which say how scores were computed."""
-    found: dict[str, str] = {}
-    for row in scores:
-        for key, label in (("bleu_signature", "BLEU"), ("chrf_signature", "chrF")):
-            if isinstance(row.get(key), str):
-                found[label] = row[key]
+    keys = (("bleu_signature", "BLEU"), ("chrf_signature", "chrF"))
+    found = {label: row[key] for row in scores for key, label in keys if isinstance(row.get(key), str)}
     return list(found.items())
 
 

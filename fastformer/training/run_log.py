@@ -55,14 +55,11 @@ class RunLog(logging.Handler):
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Records the messages that are logged inside."""
-        is_new = self not in logger.handlers
-        if is_new:
-            logger.addHandler(self)
+        logger.addHandler(self)
         try:
             yield
         finally:
-            if is_new:
-                logger.removeHandler(self)
+            logger.removeHandler(self)
 
     def __enter__(self) -> RunLog:
         logger.addHandler(self)
@@ -96,11 +93,8 @@ class RunLog(logging.Handler):
 
 def _own_path(run: Path) -> Path:
     """Returns the first name that is free, or whose file a run wrote."""
-    for number in itertools.count(1):
-        path = run / ("train.log" if number == 1 else f"train-{number}.log")
-        if not os.path.lexists(path) or wrote(path):
-            return path
-    raise AssertionError("numbers don't end")
+    paths = (run / ("train.log" if number == 1 else f"train-{number}.log") for number in itertools.count(1))
+    return next(path for path in paths if not os.path.lexists(path) or wrote(path))
 
 
 def wrote(path: Path) -> bool:

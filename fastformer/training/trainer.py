@@ -229,7 +229,7 @@ class Trainer:
             scores = self._average(progress) or scores
         if self._is_signalled():
             if not self.world.first((self.run / WEIGHTS).exists):
-                self._save_model(self._model(), self._notes("not validated"))
+                self._save_model(self._model(), "not validated")
             self._wait_for_parts()
             logger.warning("%s: saved at update %d; continue with --resume", self.interrupts.name, self.step)
             return scores
@@ -406,7 +406,7 @@ class Trainer:
         record, measure = self.best.record, self.best.measure
         assert record is not None
         if kept:
-            self._save_model(model, self._notes(record.show(measure)))
+            self._save_model(model, record.show(measure))
             progress.say(f"kept update {self.step}: {record.show(measure)}; best so far")
         else:
             progress.say(f"not kept: update {record.step} is better ({record.show(measure)})")
@@ -427,7 +427,7 @@ class Trainer:
         progress.validation(self.step, scores, kept=True, average=True)
         best, shown = self.best.record, self.best.of(self.step, scores).show(self.best.measure)
         what = describe_average(paths)
-        self._save_model(model, {"model": what, "scores": shown})
+        self._save_model(model, shown, what)
         single = f"; the best single update, {best.step}: {best.show(self.best.measure)}" if best else ""
         progress.say(f"the model in {self.run} is {what}: {shown}{single}")
         return scores
@@ -435,14 +435,8 @@ class Trainer:
     def _validate_unless_interrupted(self, model: nn.Module) -> Scores | None:
         # A validation may take minutes and can be repeated, so a signal aborts it.
         part: Part | None = None
-        try:
-            with self.interrupts.at_once():
-                if self.world.size == 1:
-                    return self.validate(model)
-                part = self._validate_part(model)
-        except Interrupted:
-            if self.world.size == 1:
-                return None
+        with contextlib.suppress(Interrupted), self.interrupts.at_once():
+            part = self._validate_part(model)
         parts = self.world.gather(part)
         whole = [each for each in parts if each is not None]
         if len(whole) < len(parts):  # one process was interrupted, so all stop
@@ -450,14 +444,12 @@ class Trainer:
             return None
         return self.world.first(lambda: scores_of(whole, self.data, self.pairs, self.config))
 
-    def _notes(self, scores: str) -> dict[str, str]:
-        return {"model": f"update {self.step}", "scores": scores}
-
     def _wait_for_parts(self) -> None:
         if self.parts is not None:
             self.parts.wait()
 
-    def _save_model(self, model: nn.Module, notes: dict[str, str]) -> None:
+    def _save_model(self, model: nn.Module, scores: str, what: str | None = None) -> None:
+        notes = {"model": what or f"update {self.step}", "scores": scores}
         self.world.first(lambda: save_model(model, self.run, self.data.tokenizer, notes=notes))
 
     def _is_signalled(self) -> bool:

@@ -194,7 +194,8 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            if self.size == 1 or not _is_of_lost_ranks(error):
+            is_of_loss = isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS_OF_LOSS)
+            if self.size == 1 or not is_of_loss:
                 raise
             raise LostRanksError(
                 f"rank {self.rank} lost the other processes: one ended, or didn't answer for {self.timeout:g} seconds "
@@ -560,10 +561,6 @@ def read_parts(folder: Path) -> dict[str, Tensor]:
     except Exception as error:  # the reader passes on the errors of unpicklers and files
         raise ValueError(f"{folder} is damaged ({_first_line(error)})") from error
     return found
-
-
-def _is_of_lost_ranks(error: BaseException) -> bool:
-    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS_OF_LOSS)
 
 
 def _first_line(error: BaseException) -> str:
