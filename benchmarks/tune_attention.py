@@ -51,13 +51,15 @@ def tune(shape: dict[str, Any], kernel: str) -> list[tuple[float, Any]]:
     seed = torch.arange(1, 3, device="cuda") if shape["dropout_p"] else None
     scale, window_right = shape["head_dim"] ** -0.5, 0 if shape["causal"] else None
     problem = kernels.describe_dense(q, k, None, scale, None, window_right, shape["dropout_p"], seed)
-    out, lse = kernels.launch_forward(q, k, v, None, problem)
+    rest = (None, None, seed)  # lengths of queries and of keys, and the seed of dropout
+    out, lse = kernels.plan_forward(q, k, v, None, problem)(q, k, v, None, *rest)
     call = configs.call_of(architecture(q), problem, q.dtype, "none")
 
     def launch(config: configs.Config) -> object:
         if kernel == "attention_bwd":
-            return backward_kernels.launch_backward(dout, q, k, v, out, lse, None, problem, False, config=config)
-        return kernels.launch_forward(q, k, v, None, problem, config=config)
+            inputs = (dout, q, k, v, out, lse, None)
+            return backward_kernels.plan_backward(*inputs, problem, False, config=config)(*inputs, *rest)
+        return kernels.plan_forward(q, k, v, None, problem, config=config)(q, k, v, None, *rest)
 
     def milliseconds(function: Callable[[], object]) -> float:
         return 1e3 * time_interleaved({"it": function}, rounds=8, device="cuda", seconds=0.5)["it"].p50

@@ -292,6 +292,11 @@ _activation: torch.library.Library | None = None
 _lock = threading.Lock()
 
 
+class _Activated(contextlib.AbstractContextManager[None]):
+    def __exit__(self, *_: object) -> None:
+        deactivate()
+
+
 def activate() -> contextlib.AbstractContextManager[None]:
     """Routes all eager calls of torch's `scaled_dot_product_attention` in this process to fastformer's kernels.
 
@@ -316,9 +321,7 @@ def activate() -> contextlib.AbstractContextManager[None]:
         library = _activation = torch.library.Library("aten", "IMPL")
         for key in ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA"):
             library.impl("scaled_dot_product_attention", scaled_dot_product_attention, key)
-    active = contextlib.ExitStack()
-    active.callback(deactivate)
-    return active
+    return _Activated()
 
 
 def deactivate() -> None:

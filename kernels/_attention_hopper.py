@@ -204,7 +204,7 @@ def plan_forward(problem: Problem) -> Plan:
 def launch_forward(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: tuple[Any, ...], dropout: Dropout
 ) -> None:
-    """Fills out and lse (as `attention.launch_forward` allocates them) of a call for which `takes` is true."""
+    """Fills out and lse (as `attention.plan_forward` allocates them) of a call for which `takes` is true."""
     plan((q, k, v, out, lse), lengths, dropout)
 
 
@@ -249,7 +249,7 @@ def launch_backward(
     plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, row_lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor,
     dv: Tensor, lengths: tuple[Any, ...], dropout: Dropout,
 ) -> None:  # fmt: skip
-    """Fills dk and dv, and adds to dq (fp32), as `attention_backward.launch_backward` allocates them."""
+    """Fills dk and dv, and adds to dq (fp32), as `attention_backward.plan_backward` allocates them."""
     plan((dout, q, k, v, row_lse, delta, dq, dk, dv), lengths, dropout)
 
 

@@ -184,8 +184,8 @@ def plan_forward(
     """Plans the forward pass for calls of this geometry.
 
     Returns:
-        (q, k, v, attn_mask, seqlens_q, seqlens_k, dropout_seed, work_counter=None) -> (out, lse). For `work_counter`,
-        see `launch_forward`.
+        (q, k, v, attn_mask, seqlens_q, seqlens_k, dropout_seed, work_counter=None) -> (out, lse). Tests pass
+        `work_counter` (int32), which counts block products.
     """
     packed = problem.lengths == "packed"
     is_copied = not all(is_readable(x) for x in (q, k, v))
@@ -244,21 +244,6 @@ def plan_forward(
         return out, lse
 
     return forward
-
-
-def launch_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None,
-    problem: Problem,
-    *,
-    config: Config | None = None,
-    work_counter: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Runs the forward kernel. Tests pass `config`, and `work_counter` (int32), which counts block products."""
-    forward = plan_forward(q, k, v, attn_mask, problem, config=config)
-    return forward(q, k, v, attn_mask, problem.seqlens_q, problem.seqlens_k, problem.dropout[0], work_counter)
 
 
 def why_unsupported(

@@ -301,7 +301,7 @@ def plan_backward(
 
     Returns:
         (dout, q, k, v, out, lse, attn_mask, seqlens_q, seqlens_k, dropout_seed, work_counter=None) -> (dq, dk, dv,
-        dmask). For `work_counter`, see `launch_backward`.
+        dmask). For `work_counter`, see `attention.plan_forward`.
     """
     packed = problem.lengths == "packed"
     is_copied = not all(is_readable(x) for x in (q, k, v, dout, out))
@@ -443,30 +443,6 @@ def _nothing(
     """Returns the gradients if there are no queries or no keys."""
     mask = attn_mask if needs_mask_grad and attn_mask is not None else q.new_empty(0)
     return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), mask.new_zeros(mask.shape)
-
-
-def launch_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    attn_mask: Tensor | None,
-    problem: Problem,
-    needs_mask_grad: bool,
-    *,
-    config: Config | None = None,
-    dq_config: Config | None = None,
-    work_counter: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Runs the backward kernels. Tests pass configs and `work_counter`, as for `launch_forward`."""
-    backward = plan_backward(
-        dout, q, k, v, out, lse, attn_mask, problem, needs_mask_grad, config=config, dq_config=dq_config
-    )
-    return backward(
-        dout, q, k, v, out, lse, attn_mask, problem.seqlens_q, problem.seqlens_k, problem.dropout[0], work_counter
-    )
 
 
 def _dmask_buffer(attn_mask: Tensor, problem: Problem, deterministic: bool) -> tuple[str, tuple[int, ...], torch.dtype]:

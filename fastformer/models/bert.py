@@ -130,7 +130,16 @@ class BERT(PretrainedModel):
             self.position_bias = RelativePositionBias(config.num_heads, *buckets, **factory)
         # Post-norm layers end with a norm of their own.
         final_norm = norm_of(config, config.d_model, factory) if config.norm_first else None
-        self.encoder = TransformerEncoder(_layer(config, factory), config.num_layers, final_norm)
+        layer = TransformerEncoderLayer(
+            config.d_model,
+            config.num_heads,
+            config.d_ff or 4 * config.d_model,
+            norm_first=config.norm_first,
+            attention_bias=config.attention_bias,
+            head_dim=config.head_dim,
+            **layer_options(config, factory),
+        )
+        self.encoder = TransformerEncoder(layer, config.num_layers, final_norm)
         if not config.first_norm:
             self.encoder.layers[0].norm1 = nn.Identity()
         for each, has_window in zip(self.encoder.layers, config.windows, strict=True):
@@ -310,16 +319,3 @@ def label_loss(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tenso
         if wrong.numel():
             raise ValueError(f"expected labels from 0 to {num_labels - 1}, or {IGNORE_INDEX}, got {int(wrong[0])}")
     return F.cross_entropy(logits, labels.long(), ignore_index=IGNORE_INDEX, reduction=reduction)
-
-
-def _layer(config: BERTConfig, factory: dict[str, Any]) -> TransformerEncoderLayer:
-    """Builds the layer of which the model has num_layers copies; windows are set in the copies."""
-    return TransformerEncoderLayer(
-        config.d_model,
-        config.num_heads,
-        config.d_ff or 4 * config.d_model,
-        norm_first=config.norm_first,
-        attention_bias=config.attention_bias,
-        head_dim=config.head_dim,
-        **layer_options(config, factory),
-    )

@@ -100,13 +100,29 @@ class GPT(NextTokenModel):
             position=position,
             **factory,
         )
-        layer = _layer(config, factory)
+        layer = DecoderOnlyLayer(
+            config.d_model,
+            config.num_heads,
+            config.d_ff or 4 * config.d_model,
+            attention_bias=config.qkv_bias,
+            num_kv_heads=config.num_kv_heads,
+            norm_placement=config.norm_placement,
+            parallel_residual=config.parallel_residual,
+            self_attention={
+                "head_dim": config.head_dim,
+                "out_bias": config.bias if config.out_bias is None else config.out_bias,
+                "qk_norm": config.qk_norm,
+                "qk_norm_eps": config.layer_norm_eps,
+                "softmax_scale": config.attention_scale,
+                "softcap": config.attention_softcap or 0.0,
+            },
+            **layer_options(config, factory),
+        )
         self.decoder = TransformerEncoder(layer, config.num_layers, norm_of(config, config.d_model, factory))
         for each, has_window in zip(self.decoder.layers, config.windows, strict=True):
             each.self_attn.window_size = (config.window_size, 0) if has_window else (None, None)
-        self.output = None
-        if not config.tie_embeddings:
-            self.output = nn.Linear(config.d_model, config.vocab_size, bias=False, **factory)
+        sizes = (config.d_model, config.vocab_size)
+        self.output = None if config.tie_embeddings else nn.Linear(*sizes, bias=False, **factory)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -195,25 +211,3 @@ class GPT(NextTokenModel):
     def empty_cache(self, max_rows: int, max_seqlen: int, num_blocks: int | None = None) -> KVCache:
         """Creates a `KVCache` of this model's sizes without rows, in the dtype of autocast or of the weights."""
         return cache_of(self, max_rows, max_seqlen, max_source_seqlen=0, num_blocks=num_blocks)
-
-
-def _layer(config: GPTConfig, factory: dict[str, Any]) -> DecoderOnlyLayer:
-    """Builds the layer of which the model has num_layers copies; windows are set in the copies."""
-    return DecoderOnlyLayer(
-        config.d_model,
-        config.num_heads,
-        config.d_ff or 4 * config.d_model,
-        attention_bias=config.qkv_bias,
-        num_kv_heads=config.num_kv_heads,
-        norm_placement=config.norm_placement,
-        parallel_residual=config.parallel_residual,
-        self_attention={
-            "head_dim": config.head_dim,
-            "out_bias": config.bias if config.out_bias is None else config.out_bias,
-            "qk_norm": config.qk_norm,
-            "qk_norm_eps": config.layer_norm_eps,
-            "softmax_scale": config.attention_scale,
-            "softcap": config.attention_softcap or 0.0,
-        },
-        **layer_options(config, factory),
-    )

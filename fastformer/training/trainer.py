@@ -435,8 +435,14 @@ class Trainer:
     def _validate_unless_interrupted(self, model: nn.Module) -> Scores | None:
         # A validation may take minutes and can be repeated, so a signal aborts it.
         part: Part | None = None
-        with contextlib.suppress(Interrupted), self.interrupts.at_once():
-            part = self._validate_part(model)
+        try:
+            with self.interrupts.at_once():
+                if self.world.size == 1:
+                    return self.validate(model)
+                part = self._validate_part(model)
+        except Interrupted:
+            if self.world.size == 1:
+                return None
         parts = self.world.gather(part)
         whole = [each for each in parts if each is not None]
         if len(whole) < len(parts):  # one process was interrupted, so all stop

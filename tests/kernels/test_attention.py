@@ -233,10 +233,12 @@ def count_work(window: tuple[int | None, int | None], n: int, tile: tuple[int, i
     problem = forward_problem(q, q, window)
     counters = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2)]
     config = Config(*tile, 4, 1)
-    out, lse = kernels.launch_forward(q, q, q, None, problem, config=config, work_counter=counters[0])
-    backward_kernels.launch_backward(
-        q, q, q, q, out, lse, None, problem, False, config=config, dq_config=config, work_counter=counters[1]
-    )
+    lengths_and_seed = (None, None, None)
+    forward = kernels.plan_forward(q, q, q, None, problem, config=config)
+    results = forward(q, q, q, None, *lengths_and_seed, counters[0])
+    inputs = (q, q, q, q, *results, None)
+    backward = backward_kernels.plan_backward(*inputs, problem, False, config=config, dq_config=config)
+    backward(*inputs, *lengths_and_seed, counters[1])
     return int(counters[0]), int(counters[1])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from fastformer.generation.engines.device_search import DeviceSearch
 from fastformer.generation.native_search import SearchRules
 from fastformer.graphs import CaptureError, Graph
 from fastformer.nn import KVCache
+from fastformer.ops import _dispatch
+
+_LEAST_WIDTH = 64  # the least width of a table of tokens
 
 
 class Shape(NamedTuple):
@@ -38,6 +41,21 @@ class Shape(NamedTuple):
     num_candidates: int = 0
     log_probs: bool = False
     is_edited: bool = False
+
+    @classmethod
+    def of(cls, cache: KVCache, num_groups: int, length: int, *needs: Any) -> Shape:
+        """Returns the shape of a step of some groups of a cache, with rows up to a length.
+
+        Args:
+            cache: the cache of the rows.
+            num_groups, length: the numbers, which are rounded up.
+            needs: the fields about the searches; none if the host chooses the candidates.
+        """
+        source_width = 0
+        if cache.has_memory:
+            source_width = min(cache.max_source_seqlen, power_of_two(max(1, cache.longest_source)))
+        width = min(cache.max_seqlen, max(_LEAST_WIDTH, power_of_two(length)))
+        return cls(bucket(num_groups), width, source_width, _dispatch.forced_backend.get(), *needs)
 
 
 class CapturedStep:

@@ -14,7 +14,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -22,14 +22,7 @@ from torch import nn
 
 from fastformer.cache.block_pool import CacheFullError, Ints
 from fastformer.generation.engines.base import Candidates, Limits, Prompt, SearchingBatch, Selection
-from fastformer.generation.engines.captured_step import (
-    CapturedStep,
-    Shape,
-    bucket,
-    check_capturable,
-    power_of_two,
-    rounded,
-)
+from fastformer.generation.engines.captured_step import CapturedStep, Shape, check_capturable, rounded
 from fastformer.generation.engines.device_search import Record
 from fastformer.generation.engines.kv_cache import (
     KVCacheBatch,
@@ -43,7 +36,7 @@ from fastformer.generation.native_search import NativeSearch, last_tokens
 from fastformer.graphs import CaptureError, Graphs
 from fastformer.nn import KVCache
 from fastformer.nn.guards import ModelGuards
-from fastformer.ops import _backends, _dispatch
+from fastformer.ops import _backends
 
 logger = logging.getLogger("fastformer")
 
@@ -51,7 +44,6 @@ STEPS_PER_LOOK = 8  # steps before the host looks for searches that have ended; 
 MAX_SHAPES = 32  # shapes of an engine, each with a graph; the graphs share the working memory of their operations
 _KEPT_BYTES = 2**32  # the most bytes of a model's cache that stay allocated between two calls
 _KEPT_ON = ("cuda",)  # the device types on which caches and graphs stay between calls
-_LEAST_WIDTH = 64  # the least width of a table of tokens
 
 
 @dataclass
@@ -139,15 +131,10 @@ class GraphEngine(KVCacheEngine):
         return True
 
     def open(self, max_rows: int, num_tokens: int) -> GraphBatch:
-        self._make_room(max_rows, num_tokens)
-        return GraphBatch(self.model, self.device, self._state)
-
-    def _make_room(self, max_rows: int, num_tokens: int) -> None:
-        """Empties the cache, or makes a new one, with new graphs, if it is too small or the weights have moved."""
         state, wanted = self._state, (max_rows, num_tokens)
         if state.is_current(self.model) and all(new <= old for new, old in zip(wanted, state.room, strict=True)):
             state.cache.reset()
-            return
+            return GraphBatch(self.model, self.device, state)
         # Somewhat more than the caller asks for, so that a slightly longer request later needs no new graphs.
         rows, tokens = (max(rounded(new), old) for new, old in zip(wanted, state.room, strict=True))
         state.forget()
@@ -156,6 +143,7 @@ class GraphEngine(KVCacheEngine):
         # At most as many batch slots are empty as there are rows, because `bucket` rounds up by no more than that.
         state.cache = new_cache(self.model, rows, tokens + rows)
         state.spare, state.room = state.cache.take_slots(rows), (rows, tokens)
+        return GraphBatch(self.model, self.device, state)
 
 
 class GraphBatch(KVCacheBatch, SearchingBatch):
@@ -179,9 +167,8 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
     def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
         self._loaded = None
         with torch.cuda.device_of(self._cache.k):
-            captured = self._captured_for(len(tokens), self._cache.length_bound + 1)
-            last = np.full(len(tokens), captured.cache.width - 1, np.int32)
-            captured.cache.reserve_run(1, last)
+            captured = self._captured_of(Shape.of(self._cache, len(tokens), self._cache.length_bound + 1))
+            captured.cache.reserve_run(1, np.full(len(tokens), captured.cache.width - 1, np.int32))
             captured.give(tokens)
             self._replay(captured)
             captured.cache.sync(np.arange(captured.cache.num_rows, dtype=np.int32)[None])
@@ -232,8 +219,8 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         rules = searches[0].rules._replace(min_tokens=0)
         is_edited = bool(rules.suppressed) or any(search.rules.min_tokens for search in searches)
         count = min(searches[0].num_candidates, self.model.config.vocab_size)
-        longest = int(lengths.max()) + num_steps
-        captured = self._captured_for(len(searches), longest, rules, count, log_probs, is_edited)
+        needs = (rules, count, log_probs, is_edited)
+        captured = self._captured_of(Shape.of(cache, len(searches), int(lengths.max()) + num_steps, *needs))
         search = captured.search
         assert search is not None
         while True:
@@ -272,23 +259,12 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
                 if ([first + parent for parent in kept], said) != (parents[slots], tokens[slots]):
                     raise RuntimeError(f"expected group {place} to go on from {kept} with {said} on the device too")
 
-    def _captured_for(self, num_groups: int, length: int, *needs: Any) -> CapturedStep:
-        """Returns the captured step for num_groups groups, and rows up to this length.
-
-        Args:
-            num_groups, length: see above.
-            needs: the fields of `Shape` about the searches; none if the host chooses the candidates.
-        """
+    def _captured_of(self, shape: Shape) -> CapturedStep:
         if self._number != self._state.num_batches:
             raise RuntimeError("expected the batch that was opened last: another one has its cache by now")
-        cache, source_width = self._cache, 0
-        if cache.has_memory:
-            source_width = min(cache.max_source_seqlen, power_of_two(max(1, cache.longest_source)))
-        width = min(cache.max_seqlen, max(_LEAST_WIDTH, power_of_two(length)))
-        shape = Shape(bucket(num_groups), width, source_width, _dispatch.forced_backend.get(), *needs)
-        kept = self._state.captured
+        kept, vocab_size = self._state.captured, self.model.config.vocab_size
         if shape not in kept:
-            kept[shape] = CapturedStep(shape, cache, self._state.spare, self.model.config.vocab_size, STEPS_PER_LOOK)
+            kept[shape] = CapturedStep(shape, self._cache, self._state.spare, vocab_size, STEPS_PER_LOOK)
             if len(kept) > MAX_SHAPES:
                 kept.popitem(last=False)
         kept.move_to_end(shape)
