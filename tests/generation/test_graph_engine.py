@@ -402,11 +402,14 @@ def test_few_words_leave_lanes_without_a_hypothesis(steps_per_look, num_beams, m
     assert watched.single == 0
 
 
-def test_beams_continue_after_steps_with_other_requests(model, watched, monkeypatch) -> None:
+@pytest.mark.parametrize("words", [{*range(VOCAB)}, {1, 7, 20}], ids=["many words", "fewer words than beams"])
+def test_beams_continue_after_steps_with_other_requests(words, model, watched, monkeypatch) -> None:
     monkeypatch.setattr(scheduler_module, "_RUN_SECONDS", 0.0)
+    monkeypatch.setattr(graph_module, "STEPS_PER_LOOK", 1)
     engine, plain = GraphEngine(model), RecomputeEngine(model)
     scheduler = Scheduler(engine, max_rows=64, max_bytes=2**24, is_endless=True)
     options: dict[str, Any] = {"max_new_tokens": 40, "num_beams": 4, "num_return_sequences": 4, "eos_token_id": 39}
+    options["suppress_tokens"] = sorted({*range(VOCAB)} - words)
     ((found,), (expected,)) = (asked(model, own, ids(7, vocab=VOCAB), **options) for own in (engine, plain))
     run(Scheduler(plain, max_rows=8, max_bytes=2**24), [expected])
     scheduler.submit([found])
