@@ -27,10 +27,12 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="these signals are PO
 
 @pytest.fixture(autouse=True)
 def _is_interruptible() -> Iterator[None]:
-    """Undoes that a shell lets its background processes ignore SIGINT, which a training would respect."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Undoes that a shell lets background processes ignore SIGINT, or nohup SIGHUP, which a training would respect."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {signum: signal.signal(signum, handler) for signum, handler in usual.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
 
 
 def at_step(trainer, step: int, *signals: int) -> None:
