@@ -36,7 +36,8 @@ def compare(before: Path, after: Path) -> str:
     old = {key: line for key, line in old.items() if _group(key) in again}
     changes: dict[tuple[str | int, ...], list[Change]] = {}
     for key in old.keys() & new.keys():
-        if (change := _change(key, old[key], new[key])) is not None:
+        if fields := list(_fields(old[key], new[key])):
+            change = Change(_title(key), [text for text, _ in fields], sum(size for _, size in fields))
             # Cases that launch the same kernel change together and share an entry.
             changes.setdefault((key.triton, key.arch, key.kernel, *change.fields), []).append(change)
     lines = []
@@ -83,13 +84,6 @@ def _by_case(path: Path) -> dict[Key, Line]:
 
 def _title(key: Key) -> str:
     return f"sm_{key.arch} triton {key.triton} {key.kernel}: {key.op} {key.case}"
-
-
-def _change(key: Key, old: Line, new: Line) -> Change | None:
-    fields = list(_fields(old, new))
-    if not fields:
-        return None
-    return Change(_title(key), [text for text, _ in fields], sum(size for _, size in fields))
 
 
 def _fields(old: Line, new: Line) -> Iterator[tuple[str, float]]:

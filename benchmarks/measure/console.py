@@ -121,10 +121,9 @@ def _ratios(what: str, rows: Sequence[Row], ratio: Callable[[Row], tuple[str, fl
         return []
     rivals = list(dict.fromkeys(rival for each in cells.values() for rival in each))
     widths = [max(8, len(rival) + 1) for rival in rivals]
-    wide = max(len(name) for name in cells)
-    wide = max(wide, len(what))
-    header = f"{what:<{wide}}"
-    lines = ["", header + "".join(f"  {rival:>{width}}" for rival, width in zip(rivals, widths, strict=True))]
+    wide = max(map(len, [what, *cells]))
+    header = "".join(f"  {rival:>{width}}" for rival, width in zip(rivals, widths, strict=True))
+    lines = ["", f"{what:<{wide}}{header}"]
     for name, each in cells.items():
         row_cells = (f"  {each.get(rival, ''):>{width}}" for rival, width in zip(rivals, widths, strict=True))
         lines.append((f"{name:<{wide}}" + "".join(row_cells)).rstrip())

@@ -70,12 +70,9 @@ def run_cases(
     # torch.compile gives up on a function after eight shapes and runs it eagerly. The compiled code of these cases is
     # kept.
     torch._dynamo.reset()
-    limits: dict[str, Any] = {
-        "recompile_limit": 10**6,
-        "accumulated_recompile_limit": 10**6,
-        "fail_on_recompile_limit_hit": True,
-    }
-    with torch._dynamo.config.patch(**limits):
+    with torch._dynamo.config.patch(
+        recompile_limit=10**6, accumulated_recompile_limit=10**6, fail_on_recompile_limit_hit=True
+    ):
         running, stopped = [], None
         for case in cases:
             told("check", case)

@@ -21,6 +21,7 @@ import math
 import os
 import platform
 import time
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -157,12 +158,7 @@ def _remember(seconds: float) -> None:
 def _fixed_work() -> float:
     """Returns the seconds of a fixed piece of work of one thread, the best of three."""
     time.sleep(0.002)  # the threads of the last turn may spin this long, perhaps on the same core
-    tries = []
-    for _ in range(3):
-        began = time.perf_counter()
-        sum(range(20_000))
-        tries.append(time.perf_counter() - began)
-    return min(tries)
+    return min(timeit.repeat(lambda: sum(range(20_000)), number=1, repeat=3))
 
 
 def own_seconds() -> float:

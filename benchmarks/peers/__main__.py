@@ -69,7 +69,6 @@ def _rows(options: argparse.Namespace) -> Iterator[Row]:
 
 def _plans(options: argparse.Namespace) -> list[Plan]:
     all_threads = torch.get_num_threads()
-    llama = {"llama_bench": options.llama_bench}
     if options.case in models.MODELS:
         threads = options.threads or (all_threads,)
         of_model = [case for case in (*models.CASES, *models.QUICK) if case["name"] == options.case]
@@ -82,6 +81,7 @@ def _plans(options: argparse.Namespace) -> list[Plan]:
     batches, beams = options.batch or many[0], options.beams or many[1]
     # The models of Llama's form are so large that one thread is never the better number.
     threads = options.threads or ((all_threads,) if options.case in LLAMAS else sorted({1, all_threads}))
+    llama = {"llama_bench": options.llama_bench}
     return [Plan(case, options.precision, threads, batches, beams, options.peer or (), llama)]
 
 
@@ -96,11 +96,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=positive, nargs="+", help="the better number counts (decoders: 1 and all)")
     parser.add_argument("--peer", nargs="+", help="which ones (all)")
     parser.add_argument("--llama_bench", default="", metavar="PATH", help="llama.cpp's llama-bench, if not on PATH")
-    parser.add_argument("--neighbours", type=int, default=0, help="time ours alone and beside so many busy processes")
+    parser.add_argument("--neighbours", type=positive, help="time ours alone and beside so many busy processes")
     parser.add_argument("--rounds", type=positive, default=5, help="turns of each (5)")
     options = parser.parse_args(arguments)
-    if options.neighbours < 0:
-        parser.error(f"expected --neighbours of at least 0, got {options.neighbours}")
     if (options.case == "run") != (options.run is not None and options.text is not None):
         parser.error("expected --run and --text along with --case run, and only there")
     if options.case in models.MODELS:

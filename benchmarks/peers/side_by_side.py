@@ -204,31 +204,22 @@ def decoders(workers: Workers, job: Job, rounds: int, weights: Mapping[str, int]
         row: Row = {"provider": thing.peer, "precision": thing.precision, "baseline": str(against) if against else None}
         row |= _times(found, thing, measured, best[against] if against else None)
         row |= {"same_tokens": same[thing]}
-        yield row | rates(thing, found.timing.p50, job, first.found[thing], weights, bandwidth)
+        yield row | rates(weights[thing.precision], found.timing.p50, job, first.found[thing], bandwidth)
 
 
-def rates(
-    thing: Thing,
-    seconds: float,
-    job: Job,
-    tokens: Tokens | None,
-    weights: Mapping[str, int],
-    bandwidth: Mapping[int, float],
-) -> Row:
+def rates(size: int, seconds: float, job: Job, tokens: Tokens | None, bandwidth: Mapping[int, float]) -> Row:
     """Returns the tokens a second, and the share of the speed of only reading the weights.
 
     Args:
-        thing: the program of the row.
+        size: the bytes of weights that a step reads.
         seconds: the seconds of the job.
         job: the job.
         tokens: the outputs, if they are known.
-        weights: precision -> the bytes that a step reads.
         bandwidth: number of bytes -> bytes a second when this many are read repeatedly.
     """
     row: Row = {"tokens_s": num_tokens(job, tokens) / seconds}
     if (count := steps(job, tokens)) is not None:
         # The encoder's time counts as part of the steps, so the share may be a little too low, but never too high.
-        size = weights[thing.precision]
         row |= {"ms_step": 1e3 * seconds / count, "weight_bytes_step": size}
         if bandwidth:
             rate = size * count / seconds

@@ -81,7 +81,7 @@ def test_bytes_of_a_step() -> None:
 
 def test_a_row_shows_its_distance_from_the_floor() -> None:
     job = Job([[[3], [4]]], 4, 10)
-    row = rates(Thing("fastformer", "int8"), 0.5, job, None, {"int8": 1000}, {DRAM: 40_000.0, 1000: 80_000.0})
+    row = rates(1000, 0.5, job, None, {DRAM: 40_000.0, 1000: 80_000.0})
     assert row["tokens_s"] == 40
     # 10 steps of 1000 bytes in half a second.
     assert row["ms_step"] == 50.0 and (row["share_of_dram"], row["share_of_cached"]) == (0.5, 0.25)
