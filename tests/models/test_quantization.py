@@ -80,13 +80,16 @@ def test_matrices_are_rounded_and_nothing_else(kind, precision) -> None:
     assert names == matrices and len(names) == len(quantized_names(model))
     attentions = sum(isinstance(module, MultiheadAttention) for module in model.modules())
     assert sum(name.endswith("in_proj_weight") for name in names) == attentions
+    rounded = {
+        "int8": lambda weight: from_grid(*to_grid(weight), weight.dtype),
+        "int4": lambda weight: from_groups(to_groups(weight), weight.shape[1], weight.dtype),
+    }
     found = model.quantize(precision)
     assert type(found) is type(model) and found.config == model.config and found.precision == precision
     assert model.precision is None
     for name, value in found.state_dict().items():
         assert torch.equal(model.state_dict()[name], before[name])
-        if precision == "int8" and name in names:
-            assert torch.equal(value, from_grid(*to_grid(before[name]), value.dtype))
+        assert torch.equal(value, rounded[precision](before[name]) if name in names else before[name])
         assert torch.equal(value, before[name]) == (name not in names)
     model.load_state_dict(found.state_dict())
     assert model.precision is None  # a state_dict contains only the weights

@@ -127,6 +127,8 @@ def test_feed_forward(activation, fixed_seed):
         assert_same(module(x), module.linear2(drop(hidden, 0.25)), "training")
     module.eval()
     assert_same(module(x), module.linear2(hidden), "evaluation")
+    with module.linear2.register_forward_hook(lambda *_: None):  # each module is called
+        assert_same(module(x), module.linear2(hidden), "a hook")
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
