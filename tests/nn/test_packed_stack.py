@@ -65,14 +65,13 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @torch.no_grad()
-def check(module: Any, call: Callable[[Any], Tensor], keep: Tensor | None = None) -> None:
+def check(module: Any, padding: Tensor | None = None, mask: Tensor | None = None) -> None:
     """Checks that the engine errs no more than torch.nn's layers, against fp64."""
-    found = call(module)
+    x, kept = inputs().to(module.layers[0].linear1.weight.dtype), slice(None) if padding is None else ~padding
+    found = module(x, mask, padding)[kept]
     plain = copy.deepcopy(module)
     plain.packs_weights = False
-    exact = call(copy.deepcopy(plain).double())
-    kept = slice(None) if keep is None else keep
-    assert_accurate(found[kept], call(plain)[kept], exact[kept])
+    assert_accurate(found, plain(x, mask, padding)[kept], plain.double()(x.double(), mask, padding)[kept])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -94,27 +93,20 @@ def test_the_engine_equals_the_layers(options: dict[str, Any], dtype: torch.dtyp
     # Tokens on both sides of a hole are neighbours to a window of packed ones: these go by the layers.
     paddings = [None, *(MASKS[name] for name in ("right", "left", *([] if "window_size" in options else ["holes"])))]
     for padding in paddings:
-
-        def call(m: Any, padding: Tensor | None = padding) -> Tensor:
-            out: Tensor = m(inputs().to(dtype).to(m.layers[0].linear1.weight.dtype), src_key_padding_mask=padding)
-            return out
-
-        check(module, call, None if padding is None else ~padding)
+        check(module, padding)
     assert runs == [True] * len(paddings)
 
 
 def test_calls_that_the_engine_does_not_support_use_the_layers(runs: list[bool]) -> None:
-    x, causal = inputs(), nn.Transformer.generate_square_subsequent_mask(SEQLEN)
-    module = made()
-    check(module, lambda m: m(x.to(m.layers[0].linear1.weight.dtype), mask=causal.to(m.layers[0].linear1.weight.dtype)))
+    check(made(), mask=torch.ones(SEQLEN, SEQLEN).triu(1).bool())
     mixed = made()
     mixed.layers[1].norm1.eps = 0.5
-    check(mixed, lambda m: m(x.to(m.layers[0].linear1.weight.dtype)))
+    check(mixed)
     assert not any(runs)
 
 
 def test_changed_weights_are_packed_again(runs: list[bool]) -> None:
-    module, x = made(), inputs()
+    module = made()
     weight = module.layers[1].linear1.weight
     changes: list[Callable[[], object]] = [
         lambda: None,
@@ -127,7 +119,7 @@ def test_changed_weights_are_packed_again(runs: list[bool]) -> None:
     for change in changes:
         change()
         for _ in range(4):
-            check(module, lambda m: m(x.to(m.layers[0].linear1.weight.dtype)))
+            check(module)
     assert all(runs) and len(runs) == 4 * len(changes)
 
 
@@ -136,7 +128,7 @@ def test_weights_that_change_with_each_call_are_not_packed_for_each(runs: list[b
     module, x = made(), inputs()
     for _ in range(8):
         module.layers[0].linear1.weight.mul_(1.1)
-        check(module, lambda m: m(x.to(m.layers[0].linear1.weight.dtype)))
+        check(module)
     assert runs[0] and not any(runs[4:])
     for _ in range(4):
         module(x)
