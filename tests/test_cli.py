@@ -59,9 +59,7 @@ def raising(error: BaseException):
     ],
 )
 def test_each_error_is_one_line(error, code, message, monkeypatch, ran) -> None:
-    from fastformer.commands import doctor
-
-    monkeypatch.setattr(doctor, "doctor", raising(error))
+    monkeypatch.setattr("fastformer.commands.doctor.doctor", raising(error))
     said = ran("doctor", code=code).err
     assert message in said and said.count("\n") == 1, said
     assert ("--debug" in said) == ("a bug" in said)
@@ -71,15 +69,13 @@ def test_each_error_is_one_line(error, code, message, monkeypatch, ran) -> None:
 
 
 def test_libraries_are_quiet_and_fastformers_messages_are_not(monkeypatch, ran) -> None:
-    from fastformer.commands import doctor
-
     def noisy() -> None:
         warnings.warn("a glyph is missing", UserWarning, stacklevel=1)
         logging.getLogger("torch._subclasses.fake_tensor").info("FakeTensor cache stats:")
         logging.getLogger("some.library").info("opened a file")
         logging.getLogger("fastformer").info("left out 3 examples")
 
-    monkeypatch.setattr(doctor, "doctor", noisy)
+    monkeypatch.setattr("fastformer.commands.doctor.doctor", noisy)
     # pytest has handlers of its own, with which basicConfig does nothing.
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     monkeypatch.setattr(logging.getLogger(), "level", logging.WARNING)

@@ -86,15 +86,8 @@ def test_an_unnamed_block_is_found_if_it_is_the_missing_one() -> None:
 def test_the_best_k_are_the_first_of_all(vocab, threads) -> None:
     # Equal ones too, in the order of their ids, wherever the parts of the vocabulary begin and whoever looks at them;
     # the largest is large enough for a second thread.
-    model = drawn(
-        GPT,
-        vocab_size=vocab,
-        d_model=12 if vocab < 5000 else 80,
-        num_heads=2,
-        d_ff=8,
-        num_layers=1,
-        tie_embeddings=False,
-    )
+    width = 12 if vocab < 5000 else 80
+    model = drawn(GPT, vocab_size=vocab, d_model=width, num_heads=2, d_ff=8, num_layers=1, tie_embeddings=False)
     weight = model.output_weight.data
     weight[vocab // 2 :] = weight[: vocab - vocab // 2].clone()
     session = _extension.module().Session(pack(model, "fp32"), 20 * BLOCK)
