@@ -15,7 +15,7 @@ class Array {
 
   Dtype dtype() const { return dtype_; }
   const std::vector<int64_t>& shape() const { return shape_; }
-  int64_t ndim() const { return static_cast<int64_t>(shape_.size()); }
+  int64_t ndim() const { return std::ssize(shape_); }
   int64_t shape(size_t dimension) const { return shape_[dimension]; }
   bool is_dense() const { return is_dense_; }  // C-contiguous, aligned, in native byte order
   bool is_writable() const { return is_writable_; }

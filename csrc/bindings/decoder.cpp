@@ -161,7 +161,7 @@ Object step(GuardedSession& guarded, const Ids& tokens, int64_t k, bool log_prob
       throw std::invalid_argument("expected a writable, contiguous float32 array for logits");
     Selection selection{k, log_probs, logit_rows};
     if (!logit_rows.empty()) {
-      if (!logits || logits->ndim() != 2 || logits->shape(0) != static_cast<int64_t>(logit_rows.size()) ||
+      if (!logits || logits->ndim() != 2 || logits->shape(0) != std::ssize(logit_rows) ||
           logits->shape(1) != session.model().vocab_size())
         throw std::invalid_argument("expected a logits array with a row for each of logit_rows");
       for (const int32_t row : logit_rows)

@@ -54,7 +54,7 @@ std::unique_ptr<Search> beam_search(int64_t limit, std::vector<int32_t> eos, int
                                     std::optional<bool> by_transformers_rules, std::optional<bool> never_stops,
                                     std::optional<int64_t> begun) {
   constexpr int64_t kMost = 1 << 20;  // candidates; counts derived from this number are 64-bit
-  if (num_beams > kMost || static_cast<int64_t>(eos.size()) >= kMost / std::max<int64_t>(1, num_beams))
+  if (num_beams > kMost || std::ssize(eos) >= kMost / std::max<int64_t>(1, num_beams))
     throw std::invalid_argument("expected fewer beams or end ids");
   if (num_return < 1 || num_return > num_beams)
     throw std::invalid_argument("expected num_return from 1 to num_beams = " + std::to_string(num_beams) + ", got " +

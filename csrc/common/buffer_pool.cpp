@@ -67,8 +67,8 @@ PooledMemory::~PooledMemory() {
     std::free(data_);
     return;
   }
-  std::vector<Chunk>
-      gone;  // evict the oldest: a pool full of small buffers would otherwise never keep a large one again
+  // Evict the oldest: a pool full of small buffers would otherwise never keep a large one again.
+  std::vector<Chunk> gone;
   Kept& all = kept();
   {
     const std::lock_guard lock(all.mutex);

@@ -116,7 +116,9 @@ void widen_panel(const bfloat16* panel, int64_t depth, float* to) {
 
 void gemm_widened(int64_t m, int64_t n, int64_t k, const bfloat16* a, int64_t lda, const bfloat16* packed, float* c,
                   int64_t ldc, bool accumulate, int64_t panel_size) {
-  static const auto of_bf16_panels = widened_kernels(kRowNumbers);
+  static const auto of_bf16_panels = []<int... i>(std::integer_sequence<int, i...>) {
+    return std::array{rows_times_panel<bfloat16, i + 1>...};
+  }(kRowNumbers);
   alignas(64) float rows[kWidenedRows * kWidenedApart], panel[kWidenedDepth * kPanel];
   for (int64_t p = 0; p < k; p += kWidenedDepth) {
     const int64_t depth = std::min(kWidenedDepth, k - p);
@@ -178,7 +180,7 @@ template <typename T>
 void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* packed, acc_t<T>* c, int64_t ldc,
           bool accumulate, int64_t packed_k) {
   if (m <= 0 || n <= 0) return;
-  const int64_t panel_size = round_up(packed_k, kPair<T>) * kPanel;
+  const int64_t panel_size = round_up(packed_k ? packed_k : k, kPair<T>) * kPanel;
   if constexpr (std::is_same_v<T, bfloat16>) {
     if (use_brgemm() && k % 2 == 0 && n % kPanel == 0) {
       for (int64_t j = 0; j < n; j += kPanel, packed += panel_size)

@@ -46,10 +46,10 @@ template <typename T>
 void pack(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int64_t n, T* packed);
 
 // C = A * B, or C += A * B with `accumulate`. lda and ldc are row strides in elements. To multiply by rows [i, i + k)
-// of a B that was packed with packed_k rows, pass packed + i * kPanel (i a multiple of kPair) and packed_k.
+// of a B that was packed with packed_k rows, pass packed + i * kPanel (i a multiple of kPair) and packed_k; 0: k.
 template <typename T>
 void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* packed, acc_t<T>* c, int64_t ldc,
-          bool accumulate, int64_t packed_k);
+          bool accumulate, int64_t packed_k = 0);
 
 // Returns a row stride for A, in elements and at least k, with which gemm() reads the rows in place. Rows that map to
 // the same sets of the first-level cache (4 KB per way) evict each other, and gemm() copies them if they are many.
@@ -57,12 +57,6 @@ template <typename T>
 int64_t row_stride(int64_t k) {
   constexpr int64_t kWay = 4096, kLine = 64, kSize = sizeof(T);
   return k * kSize % kWay == 0 ? k + kLine / kSize : k;
-}
-
-template <typename T>
-void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* packed, acc_t<T>* c, int64_t ldc,
-          bool accumulate) {
-  gemm<T>(m, n, k, a, lda, packed, c, ldc, accumulate, k);
 }
 
 // C = A * B^T for at most kFewRows rows of A and an unpacked B (n, k) with row stride ldb, in float or bf16: packing

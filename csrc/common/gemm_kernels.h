@@ -65,23 +65,27 @@ inline void store_sums(const Vec<float> (&sum)[kRows][kVecs], float* c, int64_t 
 
 // The micro-kernels: kRows rows of A against one panel. `columns` of the result are written.
 
-template <int kRows>
-void rows_times_panel(Left<float> a, const float* b, int64_t k, float* c, int64_t ldc, int64_t columns,
-                      bool accumulate) {
+// Widens a bf16 panel on the fly: for a single group of rows, a widened copy of the panel would not pay off.
+template <typename T, int kRows>
+void rows_times_panel(Left<float> a, const T* b, int64_t k, float* c, int64_t ldc, int64_t columns, bool accumulate) {
   using V = Vec<float>;
   constexpr int kVecs = kPanel / V::size;
   V sum[kRows][kVecs];
   for (int i = 0; i < kRows; ++i)
     for (int j = 0; j < kVecs; ++j) sum[i][j] = V(0.f);
   Rows<float, kRows> rows(a);
-  for (int64_t p = 0; p < k; ++p, b += kPanel, rows.advance()) {
-    V right[kVecs];
-    for (int j = 0; j < kVecs; ++j) right[j] = V::load(b + j * V::size);
-    __builtin_prefetch(a.ahead(p));
+  for (int64_t p = 0; p < k; p += kPair<T>, b += kPair<T> * kPanel) {
+    const int64_t depth = std::min(kPair<T>, k - p);
+    // The rows of a pair one after the other, because both at once need more registers than AVX2 has.
+    for (int64_t odd = 0; odd < depth; ++odd, rows.advance()) {
+      V right[kVecs];
+      for (int j = 0; j < kVecs; ++j) right[j] = load_row<T>(b + j * V::size * kPair<T>, odd);
+      if constexpr (std::is_same_v<T, float>) __builtin_prefetch(a.ahead(p));
 #pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i) {
-      const V left(*rows[i]);
-      for (int j = 0; j < kVecs; ++j) sum[i][j] = fmadd(left, right[j], sum[i][j]);
+      for (int i = 0; i < kRows; ++i) {
+        const V left(*rows[i]);
+        for (int j = 0; j < kVecs; ++j) sum[i][j] = fmadd(left, right[j], sum[i][j]);
+      }
     }
   }
   store_sums(sum, c, ldc, columns, accumulate);
@@ -125,36 +129,6 @@ __attribute__((target("avx512bf16"))) void rows_times_panel_bf16(Left<bfloat16> 
 }
 #endif
 
-// Multiplies widened rows of A by a bf16 panel that it widens on the fly: for a single group of rows, a widened copy of
-// the panel would not pay off. The low half of a 32-bit unit is the even row of k, the high half the odd one.
-template <int kRows>
-void rows_times_panel_widened(Left<float> a, const bfloat16* b, int64_t k, float* c, int64_t ldc, int64_t columns,
-                              bool accumulate) {
-  using V = Vec<float>;
-  constexpr int kVecs = kPanel / V::size;
-  V sum[kRows][kVecs];
-  for (int i = 0; i < kRows; ++i)
-    for (int j = 0; j < kVecs; ++j) sum[i][j] = V(0.f);
-  Rows<float, kRows> rows(a);
-  for (int64_t p = 0; p < k; p += 2, b += 2 * kPanel) {
-    const bool whole = p + 2 <= k;
-    // First the even rows of k, then the odd ones, because both at once need more registers than AVX2 has.
-    for (int odd = 0; odd < (whole ? 2 : 1); ++odd, rows.advance()) {
-      V right[kVecs];
-      for (int j = 0; j < kVecs; ++j) {
-        const Lanes x = load_lanes(b + j * 2 * V::size);
-        right[j] = odd ? upper_halves(x) : lower_halves(x);
-      }
-#pragma GCC unroll 16
-      for (int i = 0; i < kRows; ++i) {
-        const V left(*rows[i]);
-        for (int j = 0; j < kVecs; ++j) sum[i][j] = fmadd(left, right[j], sum[i][j]);
-      }
-    }
-  }
-  store_sums(sum, c, ldc, columns, accumulate);
-}
-
 template <int kRows>
 void rows_times_panel_double(Left<double> a, const double* b, int64_t k, double* c, int64_t ldc, int64_t columns,
                              bool accumulate) {
@@ -172,39 +146,19 @@ using Kernel = void (*)(Left<T>, const T*, int64_t, acc_t<T>*, int64_t, int64_t,
 template <typename T>
 using Kernels = std::array<Kernel<T>, kMaxRows>;
 
-template <int... i>
-Kernels<float> float_kernels(std::integer_sequence<int, i...>) {
-  return {rows_times_panel<i + 1>...};
-}
-template <int... i>
-Kernels<double> double_kernels(std::integer_sequence<int, i...>) {
-  return {rows_times_panel_double<i + 1>...};
-}
-template <int... i>
-Kernels<bfloat16> bfloat16_kernels(std::integer_sequence<int, i...>) {
-#if defined(CPU_CAPABILITY_AVX512)
-  return {rows_times_panel_bf16<i + 1>...};
-#else
-  return {};  // never called: see has_bf16_dot
-#endif
-}
-
-using WidenedKernel = void (*)(Left<float>, const bfloat16*, int64_t, float*, int64_t, int64_t, bool);
-
-template <int... i>
-std::array<WidenedKernel, kMaxRows> widened_kernels(std::integer_sequence<int, i...>) {
-  return {rows_times_panel_widened<i + 1>...};
-}
-
 constexpr auto kRowNumbers = std::make_integer_sequence<int, kMaxRows>{};
 
 template <typename T>
 const Kernels<T>& kernels() {
-  static const Kernels<T> table = [] {
-    if constexpr (std::is_same_v<T, float>) return float_kernels(kRowNumbers);
-    else if constexpr (std::is_same_v<T, double>) return double_kernels(kRowNumbers);
-    else return bfloat16_kernels(kRowNumbers);
-  }();
+  static const Kernels<T> table = []<int... i>(std::integer_sequence<int, i...>) -> Kernels<T> {
+    if constexpr (std::is_same_v<T, double>) return {rows_times_panel_double<i + 1>...};
+    else if constexpr (std::is_same_v<T, float>) return {rows_times_panel<float, i + 1>...};
+#if defined(CPU_CAPABILITY_AVX512)
+    else return {rows_times_panel_bf16<i + 1>...};
+#else
+    else return {};  // never called: see has_bf16_dot
+#endif
+  }(kRowNumbers);
   return table;
 }
 

@@ -47,41 +47,21 @@ struct Rows {
   const T* at(int i, int64_t p) const { return base[i / 4] + i % 4 * stride + p; }
 };
 
-// Computes sums (kRows, kBlock) = A (kRows, elements [first, last) of k) * B.
-
-template <int kRows>
-void multiply_columns(const Rows<float, kRows> a, const Columns<float>& b, int64_t first, int64_t last, float* sums) {
+// Computes sums (kRows, kBlock) = A (kRows, elements [first, last) of k) * B. Widens bf16.
+template <typename T, int kRows>
+void multiply_columns(const T* a, int64_t lda, const Columns<T>& b, int64_t first, int64_t last, float* sums) {
   using V = Vec<float>;
+  const Rows<T, kRows> rows(a, lda);
   V sum[kRows];
   for (int i = 0; i < kRows; ++i) sum[i] = V(0.f);
   alignas(64) uint32_t slice[kBlock * kBlock];
-  for (int64_t p = first; p < last; p += kBlock) {
-    const int64_t depth = std::min(kBlock, last - p);
+  for (int64_t p = first; p < last; p += kStep<T>) {
+    const int64_t depth = std::min(kStep<T>, last - p);
     b.transpose(p, depth, slice);
     for (int64_t j = 0; j < depth; ++j) {
-      const V right = V::load(reinterpret_cast<const float*>(slice) + j * kBlock);
+      const V right = load_row<T>(slice + j / kPair<T> * kBlock, j % kPair<T>);
 #pragma GCC unroll 16
-      for (int i = 0; i < kRows; ++i) sum[i] = fmadd(V(*a.at(i, p + j)), right, sum[i]);
-    }
-  }
-  for (int i = 0; i < kRows; ++i) sum[i].store(sums + i * kBlock);
-}
-
-template <int kRows>
-void multiply_columns_widened(const Rows<bfloat16, kRows> a, const Columns<bfloat16>& b, int64_t first, int64_t last,
-                              float* sums) {
-  using V = Vec<float>;
-  V sum[kRows];
-  for (int i = 0; i < kRows; ++i) sum[i] = V(0.f);
-  alignas(64) uint32_t slice[kBlock * kBlock];
-  for (int64_t p = first; p < last; p += 2 * kBlock) {
-    const int64_t depth = std::min(2 * kBlock, last - p);
-    b.transpose(p, depth, slice);
-    for (int64_t j = 0; j < depth; ++j) {
-      const Lanes both = load_lanes(slice + j / 2 * kBlock);
-      const V right = j % 2 ? upper_halves(both) : lower_halves(both);
-#pragma GCC unroll 16
-      for (int i = 0; i < kRows; ++i) sum[i] = fmadd(V(static_cast<float>(*a.at(i, p + j))), right, sum[i]);
+      for (int i = 0; i < kRows; ++i) sum[i] = fmadd(V(static_cast<float>(*rows.at(i, p + j))), right, sum[i]);
     }
   }
   for (int i = 0; i < kRows; ++i) sum[i].store(sums + i * kBlock);
@@ -89,9 +69,10 @@ void multiply_columns_widened(const Rows<bfloat16, kRows> a, const Columns<bfloa
 
 #if defined(CPU_CAPABILITY_AVX512)
 template <int kRows>
-__attribute__((target("avx512bf16"))) void multiply_columns_bf16(const Rows<bfloat16, kRows> a,
+__attribute__((target("avx512bf16"))) void multiply_columns_bf16(const bfloat16* a, int64_t lda,
                                                                  const Columns<bfloat16>& b, int64_t first,
                                                                  int64_t last, float* sums) {
+  const Rows<bfloat16, kRows> rows(a, lda);
   __m512 sum[kRows];
   for (int i = 0; i < kRows; ++i) sum[i] = _mm512_setzero_ps();
   alignas(64) uint32_t slice[kBlock * kBlock];
@@ -103,14 +84,14 @@ __attribute__((target("avx512bf16"))) void multiply_columns_bf16(const Rows<bflo
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i) {
         uint32_t both;
-        std::memcpy(&both, a.at(i, p + j), 4);
+        std::memcpy(&both, rows.at(i, p + j), 4);
         sum[i] = _mm512_dpbf16_ps(sum[i], (__m512bh)_mm512_set1_epi32(static_cast<int>(both)), right);
       }
     }
     if (depth % 2) {
       const __m512bh right = (__m512bh)load_lanes(slice + depth / 2 * kBlock);
       for (int i = 0; i < kRows; ++i)
-        sum[i] = _mm512_dpbf16_ps(sum[i], (__m512bh)_mm512_set1_epi32(a.at(i, p + depth - 1)->x), right);
+        sum[i] = _mm512_dpbf16_ps(sum[i], (__m512bh)_mm512_set1_epi32(rows.at(i, p + depth - 1)->x), right);
     }
   }
   for (int i = 0; i < kRows; ++i) _mm512_storeu_ps(sums + i * kBlock, sum[i]);
@@ -122,21 +103,11 @@ using Kernel = void (*)(const T*, int64_t, const Columns<T>&, int64_t, int64_t, 
 
 template <typename T, int... i>
 std::array<Kernel<T>, kFewRows> kernels(std::integer_sequence<int, i...>) {
-  if constexpr (std::is_same_v<T, float>) {
-    return {[](const T* a, int64_t lda, const Columns<T>& b, int64_t first, int64_t last, float* sums) {
-      multiply_columns<i + 1>({a, lda}, b, first, last, sums);
-    }...};
-  } else {
 #if defined(CPU_CAPABILITY_AVX512)
-    if (has_bf16_dot())
-      return {[](const T* a, int64_t lda, const Columns<T>& b, int64_t first, int64_t last, float* sums) {
-        multiply_columns_bf16<i + 1>({a, lda}, b, first, last, sums);
-      }...};
+  if constexpr (std::is_same_v<T, bfloat16>)
+    if (has_bf16_dot()) return {multiply_columns_bf16<i + 1>...};
 #endif
-    return {[](const T* a, int64_t lda, const Columns<T>& b, int64_t first, int64_t last, float* sums) {
-      multiply_columns_widened<i + 1>({a, lda}, b, first, last, sums);
-    }...};
-  }
+  return {multiply_columns<T, i + 1>...};
 }
 
 }  // namespace

@@ -57,16 +57,16 @@ struct Dropout {
     Decisions decisions;
     int64_t r = 0, g = 0;  // row and index of the next group, in row-major order
     for (int64_t done = 0; done < total; done += kTogether) {
-      uint32_t group_of[kTogether] = {}, row_of[kTogether] = {};
+      uint32_t first_call[kTogether] = {}, row_of[kTogether] = {};
       acc* to[kTogether];
       const int64_t here = std::min(kTogether, total - done), first = g;
       for (int64_t t = 0; t < here; ++t) {
-        group_of[t] = static_cast<uint32_t>(first_group + g);
+        first_call[t] = static_cast<uint32_t>(4 * (first_group + g));
         row_of[t] = static_cast<uint32_t>(row + r);
         to[t] = out + r * stride + g * kGroup - before;
         if (++g == groups) g = 0, ++r;
       }
-      decide(group_of, row_of, static_cast<uint32_t>(plane), decisions);
+      decide(first_call, row_of, static_cast<uint32_t>(plane), decisions);
       for (int64_t t = 0; t < here; ++t) {
         if (before == 0 || (first + t) % groups > 0) {
           write(decisions, t, kept, to[t]);
@@ -102,46 +102,6 @@ struct Dropout {
       }
     }
   }
-
-  // The decisions of a group of columns of a row each, in the columns' order.
-  void decide(const uint32_t* group_of, const uint32_t* row_of, uint32_t plane, Decisions& out) const {
-    const auto broadcast_each = [](const uint32_t* each) {  // one value to the four lanes of each 128 bits
-      const __m128i four = _mm_loadu_si128(reinterpret_cast<const __m128i*>(each));
-      return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3),
-                                      _mm512_castsi128_si512(four));
-    };
-    const __m512i call = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 1, 2, 3));
-    __m512i c0 = _mm512_add_epi32(_mm512_slli_epi32(broadcast_each(group_of), 2), call);
-    __m512i c1 = broadcast_each(row_of);
-    __m512i c2 = _mm512_set1_epi32(static_cast<int>(plane));
-    __m512i c3 = _mm512_set1_epi32(static_cast<int>(offset));
-    const __m512i m0 = _mm512_set1_epi32(static_cast<int>(0xD2511F53u)),
-                  m1 = _mm512_set1_epi32(static_cast<int>(0xCD9E8D57u));
-    uint32_t k0 = key0, k1 = key1;
-    const auto multiply = [](__m512i a, __m512i m, __m512i& low, __m512i& high) {
-      const __m512i even = _mm512_mul_epu32(a, m);
-      const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), m);
-      low = _mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
-      high = _mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
-    };
-    for (int round = 0; round < 7; ++round) {
-      __m512i low0, high0, low1, high1;
-      multiply(c0, m0, low0, high0);
-      multiply(c2, m1, low1, high1);
-      c0 = _mm512_ternarylogic_epi32(high1, c1, _mm512_set1_epi32(static_cast<int>(k0)), 0x96);
-      c1 = low1;
-      c2 = _mm512_ternarylogic_epi32(high0, c3, _mm512_set1_epi32(static_cast<int>(k1)), 0x96);
-      c3 = low0;
-      k0 += 0x9E3779B9u;
-      k1 += 0xBB67AE85u;
-    }
-    const __m512i order = _mm512_broadcast_i32x4(pairs_in_order());
-    const __m512i words[4] = {_mm512_shuffle_epi8(c0, order), _mm512_shuffle_epi8(c1, order),
-                              _mm512_shuffle_epi8(c2, order), _mm512_shuffle_epi8(c3, order)};
-    // A threshold of 256 doesn't fit in a byte; all elements that it keeps are multiplied by 0.
-    const __m512i limit = _mm512_set1_epi8(static_cast<char>(std::min(threshold, 255u)));
-    for (int w = 0; w < 4; ++w) out[w] = _mm512_cmpge_epu8_mask(words[w], limit);
-  }
 #else
   static constexpr int64_t kTogether = 2;  // groups: 8 calls of Philox at once
   struct Decisions {
@@ -154,40 +114,61 @@ struct Dropout {
   static void write(const Decisions& decisions, int64_t t, acc kept, acc* to) {
     for (int64_t i = 0; i < kGroup; ++i) to[i] = decisions.of[t][i] >= decisions.limit ? kept : acc(0);
   }
+#endif
 
-  // The decisions of a group of columns of a row each, in the columns' order.
-  void decide(const uint32_t* group_of, const uint32_t* row_of, uint32_t plane, Decisions& out) const {
-    const auto broadcast_each = [](const uint32_t* each) {  // one value to the four lanes of each 128 bits
-      return _mm256_set_m128i(_mm_set1_epi32(static_cast<int>(each[1])), _mm_set1_epi32(static_cast<int>(each[0])));
-    };
-    const __m256i call = _mm256_broadcastsi128_si256(_mm_setr_epi32(0, 1, 2, 3));
-    __m256i c0 = _mm256_add_epi32(_mm256_slli_epi32(broadcast_each(group_of), 2), call);
-    __m256i c1 = broadcast_each(row_of);
-    __m256i c2 = _mm256_set1_epi32(static_cast<int>(plane));
-    __m256i c3 = _mm256_set1_epi32(static_cast<int>(offset));
-    const __m256i m0 = _mm256_set1_epi32(static_cast<int>(0xD2511F53u)),
-                  m1 = _mm256_set1_epi32(static_cast<int>(0xCD9E8D57u));
+  // The decisions of a group of columns of a row each, in the columns' order. first_call: 4 times the group.
+  void decide(const uint32_t* first_call, const uint32_t* row_of, uint32_t plane, Decisions& out) const {
+    Lanes c0 = broadcast_each(first_call) | sixteen_bytes(_mm_setr_epi32(0, 1, 2, 3)), c1 = broadcast_each(row_of);
+    Lanes c2 = broadcast(plane), c3 = broadcast(offset);
     uint32_t k0 = key0, k1 = key1;
-    const auto multiply = [](__m256i a, __m256i m, __m256i& low, __m256i& high) {
-      const __m256i even = _mm256_mul_epu32(a, m);
-      const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), m);
-      low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
-      high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
-    };
     for (int round = 0; round < 7; ++round) {
-      __m256i low0, high0, low1, high1;
-      multiply(c0, m0, low0, high0);
-      multiply(c2, m1, low1, high1);
-      c0 = _mm256_xor_si256(_mm256_xor_si256(high1, c1), _mm256_set1_epi32(static_cast<int>(k0)));
-      c1 = low1;
-      c2 = _mm256_xor_si256(_mm256_xor_si256(high0, c3), _mm256_set1_epi32(static_cast<int>(k1)));
-      c3 = low0;
+      const Product first = multiply(c0, 0xD2511F53), second = multiply(c2, 0xCD9E8D57);
+      c0 = exclusive_or(second.high, c1, broadcast(k0)), c1 = second.low;
+      c2 = exclusive_or(first.high, c3, broadcast(k1)), c3 = first.low;
       k0 += 0x9E3779B9u;
       k1 += 0xBB67AE85u;
     }
-    const __m256i order = _mm256_broadcastsi128_si256(pairs_in_order());
-    const __m256i words[4] = {_mm256_shuffle_epi8(c0, order), _mm256_shuffle_epi8(c1, order),
-                              _mm256_shuffle_epi8(c2, order), _mm256_shuffle_epi8(c3, order)};
+    // Of four words in 128 bits: the low halves of all, then the high halves.
+    const Lanes order = sixteen_bytes(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+    keep({look_up(c0, order), look_up(c1, order), look_up(c2, order), look_up(c3, order)}, out);
+  }
+
+ private:
+  using Words = Lanes[4];
+  struct Product {
+    Lanes low, high;
+  };
+
+#if defined(CPU_CAPABILITY_AVX512)
+  static Lanes broadcast_each(const uint32_t* each) {  // one value to the four lanes of each 128 bits
+    const __m128i four = _mm_loadu_si128(reinterpret_cast<const __m128i*>(each));
+    return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3),
+                                    _mm512_castsi128_si512(four));
+  }
+  static Product multiply(Lanes a, uint32_t b) {
+    const Lanes even = _mm512_mul_epu32(a, broadcast(b)),
+                odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), broadcast(b));
+    return {_mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32)),
+            _mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd)};
+  }
+  static Lanes exclusive_or(Lanes a, Lanes b, Lanes c) { return _mm512_ternarylogic_epi32(a, b, c, 0x96); }
+  void keep(const Words& words, Decisions& out) const {
+    // A threshold of 256 doesn't fit in a byte; all elements that it keeps are multiplied by 0.
+    const Lanes limit = _mm512_set1_epi8(static_cast<char>(std::min(threshold, 255u)));
+    for (int w = 0; w < 4; ++w) out[w] = _mm512_cmpge_epu8_mask(words[w], limit);
+  }
+#else
+  static Lanes broadcast_each(const uint32_t* each) {  // one value to the four lanes of each 128 bits
+    return _mm256_set_m128i(_mm_set1_epi32(static_cast<int>(each[1])), _mm_set1_epi32(static_cast<int>(each[0])));
+  }
+  static Product multiply(Lanes a, uint32_t b) {
+    const Lanes even = _mm256_mul_epu32(a, broadcast(b)),
+                odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), broadcast(b));
+    return {_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA),
+            _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA)};
+  }
+  static Lanes exclusive_or(Lanes a, Lanes b, Lanes c) { return a ^ b ^ c; }
+  void keep(const Words& words, Decisions& out) const {
     out.limit = threshold;
     for (int w = 0; w < 4; ++w) {
       _mm_store_si128(reinterpret_cast<__m128i*>(out.of[0] + 16 * w), _mm256_castsi256_si128(words[w]));
@@ -195,10 +176,6 @@ struct Dropout {
     }
   }
 #endif
-
- private:
-  // Of four words in 128 bits: the low halves of all, then the high halves.
-  static __m128i pairs_in_order() { return _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15); }
 };
 
 }  // namespace fastformer

@@ -18,6 +18,23 @@
 
 namespace fastformer {
 
+// Returns the largest of n numbers, or -inf if n is 0. If one is NaN, the result may be NaN or any of them.
+template <typename acc>
+acc largest_of(const acc* x, int64_t n) {
+  using V = Vec<acc>;
+  acc most = -std::numeric_limits<acc>::infinity();
+  if (n < V::size) {
+    for (int64_t c = 0; c < n; ++c) most = std::max(most, x[c]);
+    return most;
+  }
+  V even(most), odd(most);
+  int64_t c = 0;
+  for (; c + 2 * V::size <= n; c += 2 * V::size)
+    even = max(even, V::load(x + c)), odd = max(odd, V::load(x + c + V::size));
+  if (c + V::size <= n) even = max(even, V::load(x + c));
+  return max(max(odd, V::load(x + n - V::size)), even).max();
+}
+
 // Computes s and y of one row from x and the residual, and returns mean and rstd. Each way to read a row is a separate
 // instantiation, because a branch in the inner loop costs as much as the arithmetic.
 template <bool kDropout, bool kResidual, typename T, typename R, typename acc>
@@ -149,26 +166,22 @@ void weighted_columns(const acc_t<T>* weight, const T* v, int64_t stride, Tokens
 template <typename Q, typename Tokens>
 void weighted_pairs(const float* weight, const bfloat16* v, int64_t stride, Tokens tokens, int64_t keys, float factor,
                     Q* out) {
-  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u));
-  __m512 sum[2][2];  // [even or odd keys][even or odd columns]
-  for (auto& of_keys : sum)
-    for (auto& s : of_keys) s = _mm512_setzero_ps();
-  const auto add = [=](int64_t j, __m512* s) {
-    const __m512i row = _mm512_loadu_si512(v + tokens(j) * stride);
-    const __m512 w = _mm512_set1_ps(weight[j]);
-    s[0] = _mm512_fmadd_ps(w, _mm512_castsi512_ps(_mm512_slli_epi32(row, 16)), s[0]);
-    s[1] = _mm512_fmadd_ps(w, _mm512_castsi512_ps(_mm512_and_si512(row, high)), s[1]);
+  using V = Vec<float>;
+  V sum[2][2] = {{V(0.f), V(0.f)}, {V(0.f), V(0.f)}};  // [even or odd keys][even or odd columns]
+  const auto add = [=](int64_t j, V* s) {
+    const Lanes row = load_lanes(v + tokens(j) * stride);
+    const V w(weight[j]);
+    s[0] = fmadd(w, lower_halves(row), s[0]);
+    s[1] = fmadd(w, upper_halves(row), s[1]);
   };
   int64_t j = 0;
   for (; j + 2 <= keys; j += 2) add(j, sum[0]), add(j + 1, sum[1]);
   if (j < keys) add(j, sum[0]);
-  const __m512 scale = _mm512_set1_ps(factor);
-  const __m512 even = _mm512_mul_ps(_mm512_add_ps(sum[0][0], sum[1][0]), scale);
-  const __m512 odd = _mm512_mul_ps(_mm512_add_ps(sum[0][1], sum[1][1]), scale);
+  const V even = (sum[0][0] + sum[1][0]) * V(factor), odd = (sum[0][1] + sum[1][1]) * V(factor);
   const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
   const __m512i up = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-  Vec<float>(_mm512_permutex2var_ps(even, low, odd)).store(out);
-  Vec<float>(_mm512_permutex2var_ps(even, up, odd)).store(out + 16);
+  V(_mm512_permutex2var_ps(even.v, low, odd.v)).store(out);
+  V(_mm512_permutex2var_ps(even.v, up, odd.v)).store(out + 16);
 }
 
 #endif
@@ -283,7 +296,7 @@ void attend_heads_of(Heads<const T> q, Heads<const T> k, Heads<const T> v, int64
                      int64_t keys, Dim dim, acc_t<T> scale2, Heads<Q> out, Bias bias) {
   using acc = acc_t<T>;
   static thread_local std::vector<acc> memory;
-  if (static_cast<int64_t>(memory.size()) < keys + kScoreRoom) memory.resize(2 * keys + kScoreRoom);
+  if (std::ssize(memory) < keys + kScoreRoom) memory.resize(2 * keys + kScoreRoom);
   acc* scores = memory.data();
   for (int64_t h = 0; h < heads; ++h) {
     const int64_t kv_head = h / group;

@@ -138,6 +138,16 @@ struct Vec<float> {
   float max() const { return _mm512_reduce_max_ps(v); }
 };
 
+// A vector of integers.
+using Lanes = __m512i;
+inline Lanes load_lanes(const void* p) { return _mm512_loadu_si512(p); }
+inline void store_lanes(void* p, Lanes x) { _mm512_storeu_si512(p, x); }
+inline Lanes broadcast(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+inline Lanes sixteen_bytes(__m128i x) { return _mm512_broadcast_i32x4(x); }  // the same in each 128 bits
+inline Lanes look_up(Lanes table, Lanes index) { return _mm512_shuffle_epi8(table, index); }  // within 128 bits
+inline Lanes shift_left_by_16(Lanes x) { return _mm512_slli_epi32(x, 16); }
+inline Vec<float> as_floats(Lanes x) { return _mm512_castsi512_ps(x); }
+
 #else
 
 template <>
@@ -231,7 +241,28 @@ struct Vec<float> {
   }
 };
 
+// A vector of integers.
+using Lanes = __m256i;
+inline Lanes load_lanes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline void store_lanes(void* p, Lanes x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
+inline Lanes broadcast(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+inline Lanes sixteen_bytes(__m128i x) { return _mm256_broadcastsi128_si256(x); }  // the same in each 128 bits
+inline Lanes look_up(Lanes table, Lanes index) { return _mm256_shuffle_epi8(table, index); }  // within 128 bits
+inline Lanes shift_left_by_16(Lanes x) { return _mm256_slli_epi32(x, 16); }
+inline Vec<float> as_floats(Lanes x) { return _mm256_castsi256_ps(x); }
+
 #endif
+
+// Widen the bf16 in the lower or upper half of each 32 bits to floats.
+inline Vec<float> lower_halves(Lanes x) { return as_floats(shift_left_by_16(x)); }
+inline Vec<float> upper_halves(Lanes x) { return as_floats(x & broadcast(0xFFFF0000)); }
+
+// Reads a row of a packed matrix from units of 32 bits: a float each, or an even and an odd row of bf16.
+template <typename T>
+Vec<float> load_row(const void* units, bool is_odd) {
+  if constexpr (std::is_same_v<T, float>) return Vec<float>::load(static_cast<const float*>(units));
+  else return is_odd ? upper_halves(load_lanes(units)) : lower_halves(load_lanes(units));
+}
 
 // Computes 2**x to about 1 ulp: x = n + f with |f| <= 1/2, and a Taylor polynomial of degree 6 in f ln 2 for 2**f. It
 // is 0 from -inf to -126; NaN stays NaN; and +inf gives inf or NaN, depending on the CPU. The result is never denormal:

@@ -8,19 +8,9 @@
 
 namespace fastformer {
 
+constexpr int64_t kBlock = Vec<float>::size;  // 32-bit elements per vector
+
 #if defined(CPU_CAPABILITY_AVX512)
-
-using Lanes = __m512i;
-constexpr int64_t kBlock = 16;  // 32-bit elements per vector
-
-inline Lanes load_lanes(const void* p) { return _mm512_loadu_si512(p); }
-inline void store_lanes(void* p, Lanes x) { _mm512_storeu_si512(p, x); }
-
-// Widens the bf16 in the lower or upper half of each 32 bits to floats.
-inline Vec<float> lower_halves(Lanes x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
-inline Vec<float> upper_halves(Lanes x) {
-  return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xFFFF0000u))));
-}
 
 // Transposes 16 x 16 elements of 32 bits.
 inline void transpose_block(const uint32_t* from, int64_t from_stride, uint32_t* to, int64_t to_stride) {
@@ -49,17 +39,6 @@ inline void transpose_block(const uint32_t* from, int64_t from_stride, uint32_t*
 }
 
 #else
-
-using Lanes = __m256i;
-constexpr int64_t kBlock = 8;
-
-inline Lanes load_lanes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
-inline void store_lanes(void* p, Lanes x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
-
-inline Vec<float> lower_halves(Lanes x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
-inline Vec<float> upper_halves(Lanes x) {
-  return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u))));
-}
 
 // Transposes 8 x 8 elements of 32 bits.
 inline void transpose_block(const uint32_t* from, int64_t from_stride, uint32_t* to, int64_t to_stride) {

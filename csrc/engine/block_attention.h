@@ -31,8 +31,8 @@ class PackedHead {
   void pack(const T* keys, const T* values, int64_t count, int64_t dim) {
     count_ = count, dim_ = dim;
     const int64_t k_size = packed_size<T>(dim, count), v_size = packed_size<T>(count, dim);
-    if (static_cast<int64_t>(keys_.size()) < k_size) keys_.resize(k_size);
-    if (static_cast<int64_t>(values_.size()) < v_size) values_.resize(v_size);
+    if (std::ssize(keys_) < k_size) keys_.resize(k_size);
+    if (std::ssize(values_) < v_size) values_.resize(v_size);
     fastformer::pack<T>(keys, 1, dim, dim, count, keys_.data());
     fastformer::pack<T>(values, dim, 1, count, dim, values_.data());
   }

@@ -63,7 +63,7 @@ Forward& Session::forward(size_t worker) {
 
 int64_t Session::num_rows() const {
   int64_t rows = 0;
-  for (const TokenCache::Group& group : cache_.groups) rows += static_cast<int64_t>(group.rows.size());
+  for (const TokenCache::Group& group : cache_.groups) rows += std::ssize(group.rows);
   return rows;
 }
 
@@ -74,10 +74,10 @@ void Session::check(const std::vector<Ids>& sources, const std::vector<Ids>& tok
   if (model_->options.has_encoder() && sources.size() != tokens.size())
     throw std::invalid_argument("expected a source for each prompt");
   for (const Ids& source : sources)
-    if (!inside(source, model_->source_vocab_size()) || static_cast<int64_t>(source.size()) > model_->max_len())
+    if (!inside(source, model_->source_vocab_size()) || std::ssize(source) > model_->max_len())
       throw std::invalid_argument("expected sources with ids in the vocabulary and at most max_len tokens");
   for (const Ids& prompt : tokens)
-    if (!inside(prompt, model_->vocab_size()) || static_cast<int64_t>(prompt.size()) > model_->max_len())
+    if (!inside(prompt, model_->vocab_size()) || std::ssize(prompt) > model_->max_len())
       throw std::invalid_argument("expected prompts with ids in the vocabulary and at most max_len tokens");
 }
 
@@ -103,7 +103,7 @@ std::vector<int64_t> Session::admit(const std::vector<Ids>& sources, const std::
     if (pending_.count() == 0) end_pending();
     return cached;
   } catch (...) {
-    for (; cache_.groups.size() > first;) cache_.release({static_cast<int64_t>(cache_.groups.size()) - 1});
+    for (; cache_.groups.size() > first;) cache_.release({std::ssize(cache_.groups) - 1});
     throw;
   }
 }
@@ -112,7 +112,7 @@ std::vector<int64_t> Session::admit(const std::vector<Ids>& sources, const std::
 // sources are distributed among the threads.
 void Session::read_sources(const std::vector<Ids>& sources, size_t first, int threads) {
   int64_t total = 0, most = kPrefillTokens;
-  for (const Ids& source : sources) total += static_cast<int64_t>(source.size());
+  for (const Ids& source : sources) total += std::ssize(source);
   const bool is_apart = threads > 1 && total > kPrefillTokens;
   if (is_apart) {
     const int64_t rounds = (total + kPrefillTokens * threads - 1) / (kPrefillTokens * threads);
@@ -187,8 +187,7 @@ const Candidates& Session::step_of(Batch batch, Forward& forward, const Selectio
 }
 
 void Session::begin_step(const Ids& tokens) {
-  if (static_cast<int64_t>(tokens.size()) != num_rows() || tokens.empty())
-    throw std::invalid_argument("expected a token for each row");
+  if (std::ssize(tokens) != num_rows() || tokens.empty()) throw std::invalid_argument("expected a token for each row");
   for (const int32_t token : tokens)
     if (token < 0 || token >= model_->vocab_size()) throw std::invalid_argument("expected tokens in the vocabulary");
   for (const TokenCache::Group& group : cache_.groups) check_length(group);
@@ -198,8 +197,7 @@ void Session::begin_step(const Ids& tokens) {
 
 void Session::check_length(const TokenCache::Group& group) const {
   for (const TokenCache::Row& row : group.rows)
-    if (static_cast<int64_t>(row.slots.size()) >= model_->max_len())
-      throw std::length_error("a row already has max_len tokens");
+    if (std::ssize(row.slots) >= model_->max_len()) throw std::length_error("a row already has max_len tokens");
 }
 
 Batch Session::batch_of(const Places& groups, const Ids& tokens) const {
@@ -207,8 +205,7 @@ Batch Session::batch_of(const Places& groups, const Ids& tokens) const {
   const int32_t* token = tokens.data();
   for (const int64_t place : groups) {
     const TokenCache::Group& group = cache_.groups[place];
-    for (const TokenCache::Row& row : group.rows)
-      batch.add(token++, 1, static_cast<int64_t>(row.slots.size()) - 1, &group, &row, false);
+    for (const TokenCache::Row& row : group.rows) batch.add(token++, 1, std::ssize(row.slots) - 1, &group, &row, false);
   }
   return batch;
 }
@@ -227,12 +224,10 @@ const Candidates& Session::step(const Ids& tokens, const Selection& selection, i
 std::vector<int64_t> Session::run(const std::vector<Search*>& searches, const Ids& tokens, const RunLimits& limits,
                                   bool log_probs, int threads) {
   check_threads(threads);
-  if (static_cast<int64_t>(searches.size()) != num_groups())
-    throw std::invalid_argument("expected one search per group");
+  if (std::ssize(searches) != num_groups()) throw std::invalid_argument("expected one search per group");
   int64_t peak_rows = 0;
   for (size_t i = 0; i < searches.size(); ++i) {
-    if (!searches[i] || searches[i]->is_done ||
-        searches[i]->num_rows != static_cast<int64_t>(cache_.groups[i].rows.size()))
+    if (!searches[i] || searches[i]->is_done || searches[i]->num_rows != std::ssize(cache_.groups[i].rows))
       throw std::invalid_argument("expected unfinished searches with as many rows as their groups");
     peak_rows += searches[i]->peak_rows;
   }
@@ -248,7 +243,7 @@ std::vector<int64_t> Session::run(const std::vector<Search*>& searches, const Id
   const int32_t* token = tokens.data();
   for (const Places& worker : workers) {
     int64_t count = 0;
-    for (const int64_t place : worker) count += static_cast<int64_t>(cache_.groups[place].rows.size());
+    for (const int64_t place : worker) count += std::ssize(cache_.groups[place].rows);
     worker_tokens.emplace_back(token, token + count);
     token += count;
     forward(worker_tokens.size() - 1);
@@ -256,7 +251,7 @@ std::vector<int64_t> Session::run(const std::vector<Search*>& searches, const Id
   const auto step = [&](int64_t worker) {
     run_worker(run, workers[worker], worker_tokens[worker], *forwards_[worker], 1);
   };
-  if (workers.size() > 1 && run_workers({static_cast<int64_t>(workers.size()), step})) return run.steps;
+  if (workers.size() > 1 && run_workers({std::ssize(workers), step})) return run.steps;
   Places all(searches.size());
   std::iota(all.begin(), all.end(), 0);
   run_worker(run, all, tokens, *forwards_[0], threads_for(rows, threads));
@@ -269,7 +264,7 @@ std::vector<Session::Places> Session::partition(const std::vector<Search*>& sear
   for (const Search* search : searches) all += search->peak_rows;
   std::vector<Places> dealt;
   for (size_t i = 0; i < searches.size(); ++i) {
-    if (dealt.empty() || before * workers >= all * static_cast<int64_t>(dealt.size())) dealt.emplace_back();
+    if (dealt.empty() || before * workers >= all * std::ssize(dealt)) dealt.emplace_back();
     dealt.back().push_back(static_cast<int64_t>(i));
     before += searches[i]->peak_rows;
   }
@@ -298,14 +293,14 @@ void Session::run_worker(Run& run, Places groups, Ids tokens, Forward& forward, 
       Search& search = *run.searches[place];
       TokenCache::Group& group = cache_.groups[place];
       const int64_t at = row * candidates.k;
-      row += static_cast<int64_t>(group.rows.size());
+      row += std::ssize(group.rows);
       const Ids& kept = search.advance(candidates.ids.data() + at, candidates.values.data() + at, candidates.k);
       ++run.steps[place];
       if (kept.empty()) {
         run.rows_left -= search.peak_rows;
         continue;
       }
-      if (static_cast<int64_t>(kept.size()) != 1 || group.rows.size() != 1) cache_.reorder(group, kept);
+      if (kept.size() != 1 || group.rows.size() != 1) cache_.reorder(group, kept);
       const size_t before = tokens.size();
       tokens.resize(before + kept.size());
       search.last_tokens(tokens.data() + before);

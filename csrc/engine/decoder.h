@@ -55,7 +55,7 @@ class Session {
   // The part of a prompt that admit() would find in the cache.
   TokenCache::Known known(const Ids& tokens) const { return cache_.known(tokens); }
   int64_t num_rows() const;
-  int64_t num_groups() const { return static_cast<int64_t>(cache_.groups.size()); }
+  int64_t num_groups() const { return std::ssize(cache_.groups); }
   const PackedModel& model() const { return *model_; }
 
  private:

@@ -105,9 +105,9 @@ int64_t Encoder::num_rows(const Texts& texts, Pooling pooling) const {
   };
   if (!texts.embedded && model_->source_vocab_size() == 0)
     throw std::invalid_argument("expected embeddings instead of ids: the model has no embedding table");
-  if (!texts.types.empty() && static_cast<int64_t>(texts.types.size()) != texts.count())
+  if (!texts.types.empty() && std::ssize(texts.types) != texts.count())
     throw std::invalid_argument("token_types: expected one list for each of " + number(texts.count()) + " texts, got " +
-                                number(static_cast<int64_t>(texts.types.size())));
+                                number(std::ssize(texts.types)));
   check_sparse(texts, pooling);
   int64_t tokens = 0;
   for (int64_t i = 0; i < texts.count(); ++i) {
@@ -117,7 +117,7 @@ int64_t Encoder::num_rows(const Texts& texts, Pooling pooling) const {
                                   number(length) + " in text " + number(i));
     if (!texts.embedded) check("ids", i, texts.ids[i], model_->source_vocab_size());
     if (!texts.types.empty()) {
-      const auto types = static_cast<int64_t>(texts.types[i].size());
+      const auto types = std::ssize(texts.types[i]);
       if (types != length)
         throw std::invalid_argument("token_types: expected one for each of " + number(length) + " tokens, got " +
                                     number(types) + " in text " + number(i));
@@ -130,12 +130,12 @@ int64_t Encoder::num_rows(const Texts& texts, Pooling pooling) const {
 
 void Encoder::check_sparse(const Texts& texts, Pooling pooling) const {
   const auto check = [&](const char* name, const std::vector<Ids>& lists, int64_t size, bool rises) {
-    if (!lists.empty() && static_cast<int64_t>(lists.size()) != texts.count())
+    if (!lists.empty() && std::ssize(lists) != texts.count())
       throw std::invalid_argument(std::string(name) + ": expected one list for each text");
     for (size_t i = 0; i < lists.size(); ++i) {
       const Ids& list = lists[i];
       if (list.empty()) continue;
-      if (static_cast<int64_t>(list.size()) != texts.length(static_cast<int64_t>(i)))
+      if (std::ssize(list) != texts.length(static_cast<int64_t>(i)))
         throw std::invalid_argument(std::string(name) + ": expected one for each token, in text " + std::to_string(i));
       for (size_t t = 0; t < list.size(); ++t)
         if (list[t] < 0 || list[t] >= size || (rises && t > 0 && list[t] <= list[t - 1]))
@@ -147,7 +147,7 @@ void Encoder::check_sparse(const Texts& texts, Pooling pooling) const {
   check("positions", texts.positions, model_->num_positions(), false);
   check("places", texts.places, model_->num_places(), true);
   if (texts.unseen.empty()) return;
-  if (static_cast<int64_t>(texts.unseen.size()) != texts.count())
+  if (std::ssize(texts.unseen) != texts.count())
     throw std::invalid_argument("unseen: expected one number for each text");
   for (int64_t i = 0; i < texts.count(); ++i)
     if (texts.unseen[i] != 0 &&
@@ -219,7 +219,7 @@ void Encoder::encode(const Texts& texts, Pooling pooling, bool normalise, int th
                            }
                          }});
   };
-  const int64_t parts = static_cast<int64_t>(ends.size()), workers = is_apart ? std::min<int64_t>(threads, parts) : 1;
+  const int64_t parts = std::ssize(ends), workers = is_apart ? std::min<int64_t>(threads, parts) : 1;
   std::atomic<size_t> next{0};
   const auto work = [&](int64_t) {
     std::unique_ptr<Lane> lane = take();

@@ -44,7 +44,7 @@ struct Texts {
   bool is_sparse(int64_t text) const { return !places.empty() && !places[text].empty(); }
   int64_t num_unseen(int64_t text) const { return unseen.empty() ? 0 : unseen[text]; }
   int64_t count() const { return static_cast<int64_t>(embedded ? lengths.size() : ids.size()); }
-  int64_t length(int64_t text) const { return embedded ? lengths[text] : static_cast<int64_t>(ids[text].size()); }
+  int64_t length(int64_t text) const { return embedded ? lengths[text] : std::ssize(ids[text]); }
 };
 
 // Thread-safe: several threads may use one encoder at once.

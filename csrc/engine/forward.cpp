@@ -151,7 +151,7 @@ void Forward::join(int64_t first, int64_t index, const float* given, const Join&
 }
 
 void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_encoder, int threads, float* states) {
-  const int64_t rows = batch.count(), spans = static_cast<int64_t>(batch.spans.size());
+  const int64_t rows = batch.count(), spans = std::ssize(batch.spans);
   const Pass pass{.stack = stack,
                   .batch = batch,
                   .is_encoder = is_encoder,

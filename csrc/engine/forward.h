@@ -31,7 +31,7 @@ struct Batch {
   Ids ids, positions, types;           // types: for encoder tokens; empty: all are 0
   std::vector<const float*> embedded;  // embeddings of encoder tokens, d_model floats each; or empty
   std::vector<Span> spans;
-  int64_t count() const { return static_cast<int64_t>(ids.size()); }
+  int64_t count() const { return std::ssize(ids); }
   // The number of decode steps, which are the first spans and have one token each.
   int64_t steps() const;
   // tokens: null if they are embedded already.

@@ -34,8 +34,7 @@ struct HeadScratch {
 template <typename T>
 HeadScratch<T>& head_scratch(int64_t elements) {
   static thread_local HeadScratch<T> scratch;
-  if (static_cast<int64_t>(scratch.keys.size()) < elements)
-    scratch.keys.resize(elements), scratch.values.resize(elements);
+  if (std::ssize(scratch.keys) < elements) scratch.keys.resize(elements), scratch.values.resize(elements);
   return scratch;
 }
 
@@ -68,7 +67,7 @@ struct Scores {
 }  // namespace
 
 void normalise_heads(const Norm& norm, float eps, int64_t heads, float* x) {
-  const auto size = static_cast<int64_t>(norm.weight.size());
+  const auto size = std::ssize(norm.weight);
   for (int64_t h = 0; h < heads; ++h, x += size)
     normalise_row<false, false, float, float, float>(x, nullptr, nullptr, norm.weight.data(), norm.bias.data(), eps,
                                                      true, size, nullptr, x);
@@ -215,9 +214,8 @@ void Forward::attend_source(int64_t layer, const Span& span, int64_t begin, int6
   const ModelOptions& o = model_.options;
   const std::vector<int32_t>& source = span.group->source;
   for (int64_t t = span.begin; t < span.end; ++t)
-    attend_token<T>(layer, qkv_.data() + t * padded(o.q_dim()), begin, end, source.data(),
-                    static_cast<int64_t>(source.size()), context_.data() + t * o.q_dim(), kLog2e * o.attention_scale,
-                    NoBias());
+    attend_token<T>(layer, qkv_.data() + t * padded(o.q_dim()), begin, end, source.data(), std::ssize(source),
+                    context_.data() + t * o.q_dim(), kLog2e * o.attention_scale, NoBias());
 }
 
 template void Forward::store_cache<float>(int64_t, int64_t, int64_t, const float*, const float*);

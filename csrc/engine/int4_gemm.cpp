@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "common/cpu_features.h"
+#include "common/gemm.h"
 #include "engine/int4_kernels.h"
 #include "engine/packed_brgemm.h"
 
@@ -14,14 +14,8 @@ namespace {
 constexpr int64_t kHalf = kInt4Group / 2;
 
 const GroupedKernels& grouped_kernels() {
-  static const GroupedKernels found = [] {
-#if defined(CPU_CAPABILITY_AVX512)
-    const bool dot = cpu_features().avx512_vnni;
-#else
-    const bool dot = cpu_features().avx_vnni;
-#endif
-    return dot ? grouped_kernels_of<DotInt4>() : grouped_kernels_of<MultiplyInt4>();
-  }();
+  static const GroupedKernels found =
+      has_int8_dot() ? grouped_kernels_of<DotInt4>() : grouped_kernels_of<MultiplyInt4>();
   return found;
 }
 
@@ -45,8 +39,8 @@ void pack_column(const Int4Matrix& w, int64_t column, char* panel, int64_t group
   }
   int exponent = 0;
   if (is_finite) std::frexp(largest, &exponent);
-  exponent = largest > 0 ? 15 - exponent
-                         : 0;  // the largest becomes at least 2^14, which leaves most of fp16's range to the others
+  // The largest becomes at least 2^14, which leaves most of fp16's range to the others.
+  exponent = largest > 0 ? 15 - exponent : 0;
   double sum = 0;
   for (int64_t g = 0; g < groups; ++g, panel += group_bytes) {
     const float scale = is_finite ? std::ldexp(scales[g], exponent) : 0;
@@ -80,18 +74,18 @@ void gemm_by_tiles(const PackedRows& x, int64_t rows, const PackedWeight& w, int
     const auto& tail = *reinterpret_cast<const GroupedTail*>(group + groups * group_bytes);
     for (int64_t g = 0; g < groups; ++g, group += group_bytes) {
       for (int64_t at = 0; at < kNibbleBytes; at += sizeof(V)) {
-        const StepPair pair = signed_nibbles(load_ints(group + at));
+        const StepPair pair = signed_nibbles(load_lanes(group + at));
         char* to = bytes + at / kStepBytes * 2 * kStepBytes + at % kStepBytes;
         as_floats(pair.low).store(reinterpret_cast<float*>(to));
         as_floats(pair.high).store(reinterpret_cast<float*>(to + kStepBytes));
       }
       for (int64_t first = 0; first < rows; first += kMostBrgemmRows) {
         const int64_t count = std::min(kMostBrgemmRows, rows - first);
-        brgemm_panel(Precision::int8, (count + kTileRows - 1) / kTileRows * kTileRows,
-                     x.data() + first * x.stride() + g * kGroupBytes, x.stride(), bytes, 2 * kGroupBlocks, sums);
+        brgemm_panel(Precision::int8, round_up(count, kTileRows), x.data() + first * x.stride() + g * kGroupBytes,
+                     x.stride(), bytes, 2 * kGroupBlocks, sums);
         for (int64_t r = 0; r < count; ++r)
           for (int64_t c = 0; c < kPanelColumns; c += V::size) {
-            Ints sum = load_ints(sums + r * kPanelColumns + c);
+            Lanes sum = load_lanes(sums + r * kPanelColumns + c);
             if (w.has_zeros)
               sum = add_words(sum, multiply_pairs(widen_bytes(group + kNibbleBytes + kScaleBytes + c),
                                                   broadcast(x.sums()[g * x.rows() + first + r])));

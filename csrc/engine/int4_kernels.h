@@ -49,15 +49,13 @@ using GroupedKernel = void (*)(const GroupedTile&);
 #if defined(CPU_CAPABILITY_AVX512)
 
 constexpr int kMostKept = 24;  // accumulators that stay in registers from group to group
-inline Ints and_bits(Ints a, Ints b) { return _mm512_and_si512(a, b); }
-inline Ints left_by_4(Ints x) { return _mm512_slli_epi16(x, 4); }
-inline Ints right_by_4(Ints x) { return _mm512_srli_epi16(x, 4); }
-inline Ints add_words(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
-inline Ints multiply_pairs(Ints a, Ints b) { return _mm512_madd_epi16(a, b); }
-inline Ints multiply_bytes(Ints u8, Ints s8) { return _mm512_maddubs_epi16(u8, s8); }
-inline Ints look_up(Ints table, Ints index) { return _mm512_shuffle_epi8(table, index); }
-inline Ints sixteen_bytes(__m128i x) { return _mm512_broadcast_i32x4(x); }
-inline Ints widen_bytes(const char* p) {
+constexpr std::array<Shape, 2> kShapesOfGroups{{{4, 3}, {2, 6}}};
+inline Lanes left_by_4(Lanes x) { return _mm512_slli_epi16(x, 4); }
+inline Lanes right_by_4(Lanes x) { return _mm512_srli_epi16(x, 4); }
+inline Lanes add_words(Lanes a, Lanes b) { return _mm512_add_epi32(a, b); }
+inline Lanes multiply_pairs(Lanes a, Lanes b) { return _mm512_madd_epi16(a, b); }
+inline Lanes multiply_bytes(Lanes u8, Lanes s8) { return _mm512_maddubs_epi16(u8, s8); }
+inline Lanes widen_bytes(const char* p) {
   return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 inline V load_halves(const char* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
@@ -65,15 +63,13 @@ inline V load_halves(const char* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(
 #else
 
 constexpr int kMostKept = 4;
-inline Ints and_bits(Ints a, Ints b) { return _mm256_and_si256(a, b); }
-inline Ints left_by_4(Ints x) { return _mm256_slli_epi16(x, 4); }
-inline Ints right_by_4(Ints x) { return _mm256_srli_epi16(x, 4); }
-inline Ints add_words(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
-inline Ints multiply_pairs(Ints a, Ints b) { return _mm256_madd_epi16(a, b); }
-inline Ints multiply_bytes(Ints u8, Ints s8) { return _mm256_maddubs_epi16(u8, s8); }
-inline Ints look_up(Ints table, Ints index) { return _mm256_shuffle_epi8(table, index); }
-inline Ints sixteen_bytes(__m128i x) { return _mm256_broadcastsi128_si256(x); }
-inline Ints widen_bytes(const char* p) {
+constexpr std::array<Shape, 3> kShapesOfGroups{{{8, 1}, {4, 2}, {2, 4}}};
+inline Lanes left_by_4(Lanes x) { return _mm256_slli_epi16(x, 4); }
+inline Lanes right_by_4(Lanes x) { return _mm256_srli_epi16(x, 4); }
+inline Lanes add_words(Lanes a, Lanes b) { return _mm256_add_epi32(a, b); }
+inline Lanes multiply_pairs(Lanes a, Lanes b) { return _mm256_madd_epi16(a, b); }
+inline Lanes multiply_bytes(Lanes u8, Lanes s8) { return _mm256_maddubs_epi16(u8, s8); }
+inline Lanes widen_bytes(const char* p) {
   return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 }
 inline V load_halves(const char* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
@@ -82,32 +78,28 @@ inline V load_halves(const char* p) { return _mm256_cvtph_ps(_mm_loadu_si128(rei
 
 // The two steps that a vector of a block contains.
 struct StepPair {
-  Ints low, high;
+  Lanes low, high;
 };
 
-inline StepPair signed_nibbles(Ints x) {
-  const Ints table = sixteen_bytes(_mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1));
-  const Ints mask = broadcast(0x0F0F0F0F);
-  return {look_up(table, and_bits(x, mask)), look_up(table, and_bits(right_by_4(x), mask))};
+inline StepPair signed_nibbles(Lanes x) {
+  const Lanes table = sixteen_bytes(_mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1));
+  const Lanes mask = broadcast(0x0F0F0F0F);
+  return {look_up(table, x & mask), look_up(table, right_by_4(x) & mask)};
 }
 
 // Uses vpdpbusd with the weights in the upper half of each byte. The sums are 16 times too large, which the scale
 // compensates at no cost.
 struct DotInt4 {
   static constexpr float kUnit = 1.f / 16;
-#if defined(CPU_CAPABILITY_AVX512)
-  static constexpr std::array<Shape, 2> kShapes{{{4, 3}, {2, 6}}};
-#else
-  static constexpr std::array<Shape, 3> kShapes{{{8, 1}, {4, 2}, {2, 4}}};
-#endif
-  static StepPair unpack(Ints x) {
-    const Ints mask = broadcast(0xF0F0F0F0);
-    return {and_bits(left_by_4(x), mask), and_bits(x, mask)};
+  static constexpr auto kShapes = kShapesOfGroups;
+  static StepPair unpack(Lanes x) {
+    const Lanes mask = broadcast(0xF0F0F0F0);
+    return {left_by_4(x) & mask, x & mask};
   }
-  static Ints add(Ints sum, Ints w, Ints x) { return DotInt8::add(sum, w, x); }
-  static Ints of_group(Ints sum) { return sum; }
-  static Ints zeros(const char* p) { return left_by_4(widen_bytes(p)); }
-  static Ints add_pairs(Ints sum, Ints a, Ints b) {
+  static Lanes add(Lanes sum, Lanes w, Lanes x) { return DotInt8::add(sum, w, x); }
+  static Lanes of_group(Lanes sum) { return sum; }
+  static Lanes zeros(const char* p) { return left_by_4(widen_bytes(p)); }
+  static Lanes add_pairs(Lanes sum, Lanes a, Lanes b) {
 #if defined(CPU_CAPABILITY_AVX512)
     asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
 #else
@@ -120,24 +112,20 @@ struct DotInt4 {
 // Without dot products, pmaddubsw adds two products in 16 bits. The sum of a whole group fits: 16 * 255 * 8 < 2^15.
 struct MultiplyInt4 {
   static constexpr float kUnit = 1;
-#if defined(CPU_CAPABILITY_AVX512)
-  static constexpr std::array<Shape, 2> kShapes{{{4, 3}, {2, 6}}};
-#else
-  static constexpr std::array<Shape, 3> kShapes{{{8, 1}, {4, 2}, {2, 4}}};
-#endif
-  static StepPair unpack(Ints x) { return signed_nibbles(x); }
-  static Ints add(Ints sum, Ints w, Ints x) {
-    const Ints pairs = multiply_bytes(x, w);
+  static constexpr auto kShapes = kShapesOfGroups;
+  static StepPair unpack(Lanes x) { return signed_nibbles(x); }
+  static Lanes add(Lanes sum, Lanes w, Lanes x) {
+    const Lanes pairs = multiply_bytes(x, w);
     asm("vpaddw %1, %0, %0" : "+v"(sum) : "v"(pairs));
     return sum;
   }
 #if defined(CPU_CAPABILITY_AVX512)
-  static Ints of_group(Ints sum) { return multiply_pairs(sum, _mm512_set1_epi16(1)); }
+  static Lanes of_group(Lanes sum) { return multiply_pairs(sum, _mm512_set1_epi16(1)); }
 #else
-  static Ints of_group(Ints sum) { return multiply_pairs(sum, _mm256_set1_epi16(1)); }
+  static Lanes of_group(Lanes sum) { return multiply_pairs(sum, _mm256_set1_epi16(1)); }
 #endif
-  static Ints zeros(const char* p) { return widen_bytes(p); }
-  static Ints add_pairs(Ints sum, Ints a, Ints b) { return add_words(sum, multiply_pairs(a, b)); }
+  static Lanes zeros(const char* p) { return widen_bytes(p); }
+  static Lanes add_pairs(Lanes sum, Lanes a, Lanes b) { return add_words(sum, multiply_pairs(a, b)); }
 };
 
 // Returns a row's product with a vector of columns, given the sum over groups.
@@ -169,7 +157,7 @@ void rows_times_groups(const GroupedTile& tile) {
     }
 #pragma GCC unroll 1
   for (int64_t g = 0; g < t.groups; ++g, group += t.group_bytes, left_sums += t.sums_stride) {
-    Ints sum[kRows][kVecs];
+    Lanes sum[kRows][kVecs];
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
@@ -181,22 +169,22 @@ void rows_times_groups(const GroupedTile& tile) {
       for (int line = 0; line < kLines; ++line) _mm_prefetch(ahead + line * 64, _MM_HINT_T0);
       ahead += kLines * 64;
       if constexpr (kRows < kVecs) {
-        Ints low[kRows], high[kRows];
+        Lanes low[kRows], high[kRows];
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) low[r] = DotInt8::left(left[r]), high[r] = DotInt8::left(left[r] + 4);
 #pragma GCC unroll 8
         for (int v = 0; v < kVecs; ++v) {
-          const StepPair w = Path::unpack(load_ints(right + v * sizeof(V)));
+          const StepPair w = Path::unpack(load_lanes(right + v * sizeof(V)));
 #pragma GCC unroll 16
           for (int r = 0; r < kRows; ++r) sum[r][v] = Path::add(Path::add(sum[r][v], w.low, low[r]), w.high, high[r]);
         }
       } else {
         StepPair w[kVecs];
 #pragma GCC unroll 8
-        for (int v = 0; v < kVecs; ++v) w[v] = Path::unpack(load_ints(right + v * sizeof(V)));
+        for (int v = 0; v < kVecs; ++v) w[v] = Path::unpack(load_lanes(right + v * sizeof(V)));
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) {
-          const Ints low = DotInt8::left(left[r]), high = DotInt8::left(left[r] + 4);
+          const Lanes low = DotInt8::left(left[r]), high = DotInt8::left(left[r] + 4);
 #pragma GCC unroll 8
           for (int v = 0; v < kVecs; ++v) sum[r][v] = Path::add(Path::add(sum[r][v], w[v].low, low), w[v].high, high);
         }
@@ -207,13 +195,13 @@ void rows_times_groups(const GroupedTile& tile) {
 #pragma GCC unroll 8
       for (int v = 0; v < kVecs; ++v) sum[r][v] = Path::of_group(sum[r][v]);
     if (has_zeros) {
-      Ints zeros[kVecs];
+      Lanes zeros[kVecs];
 #pragma GCC unroll 8
       for (int v = 0; v < kVecs; ++v)
         zeros[v] = Path::zeros(group + kNibbleBytes + kScaleBytes + t.column + v * V::size);
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
-        const Ints of_row = broadcast(static_cast<uint32_t>(left_sums[r]));
+        const Lanes of_row = broadcast(static_cast<uint32_t>(left_sums[r]));
 #pragma GCC unroll 8
         for (int v = 0; v < kVecs; ++v) sum[r][v] = Path::add_pairs(sum[r][v], zeros[v], of_row);
       }

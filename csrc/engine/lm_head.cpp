@@ -21,7 +21,7 @@ void insert(float value, int32_t column, int64_t k, float* values, int32_t* colu
 
 template <typename T>
 void reserve(std::vector<T>& v, int64_t n) {
-  if (static_cast<int64_t>(v.size()) < n) v.resize(n);
+  if (std::ssize(v) < n) v.resize(n);
 }
 
 }  // namespace

@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "common/cpu_features.h"
+#include "common/gemm.h"
 #include "engine/int4_gemm.h"
 #include "engine/packed_brgemm.h"
 #include "engine/packed_kernels.h"
@@ -24,8 +25,6 @@ constexpr int64_t kAhead = 8192;      // bytes that a stream prefetches: the bes
 constexpr int64_t kPartSteps = 128;   // steps of a part of a panel: 32 KiB, which stay in L1 for all rows
 constexpr int64_t kMostInParts = 64;  // rows; the parts of more rows don't stay in L1
 constexpr int64_t kMostInt8 = 66311;  // k * 255 * 127 < 2^31
-
-int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
 // The number of consecutive elements of k in 4 bytes of a row.
 int64_t group(Precision precision) { return precision == Precision::fp32 ? 1 : precision == Precision::bf16 ? 2 : 4; }
@@ -163,14 +162,7 @@ const Kernels& kernels(Precision precision) {
 #endif
     return kernels_of<WidenedBf16>();
   }();
-  static const Kernels int8 = [] {
-#if defined(CPU_CAPABILITY_AVX512)
-    const bool dot = cpu_features().avx512_vnni;
-#else
-    const bool dot = cpu_features().avx_vnni;
-#endif
-    return dot ? kernels_of<DotInt8>() : kernels_of<MultiplyInt8>();
-  }();
+  static const Kernels int8 = has_int8_dot() ? kernels_of<DotInt8>() : kernels_of<MultiplyInt8>();
   return precision == Precision::fp32 ? fp32 : precision == Precision::bf16 ? bf16 : int8;
 }
 
@@ -207,8 +199,8 @@ void gemm_by_tiles(const PackedRows& x, int64_t rows, const PackedWeight& w, int
           for (int64_t c = 0; c < kPanelColumns; c += V::size) {
             const void* sum = sums + r * kPanelColumns + c;
             float* to = out + (first + r) * ld + c;
-            if constexpr (std::is_same_v<Path, DotInt8>) Path::finish(load_ints(sum), tile, c, r, to, block).store(to);
-            else Path::finish(as_floats(load_ints(sum)), tile, c, r, to, block).store(to);
+            if constexpr (std::is_same_v<Path, DotInt8>) Path::finish(load_lanes(sum), tile, c, r, to, block).store(to);
+            else Path::finish(as_floats(load_lanes(sum)), tile, c, r, to, block).store(to);
           }
       }
     }
@@ -264,28 +256,22 @@ PackedWeight::PackedWeight(const Int4Matrix& weight, const float* bias)
 
 PackedWeight PackedWeight::columns(const std::vector<int32_t>& candidates) const {
   PackedWeight some = *this;
-  some.n = static_cast<int64_t>(candidates.size());
+  some.n = std::ssize(candidates);
   some.num_panels = round_up(some.n, kPanelColumns) / kPanelColumns;
   const std::shared_ptr<char> memory = allocate_panels(some.num_panels * panel_bytes_);
   std::memset(memory.get(), 0, static_cast<size_t>(some.num_panels * panel_bytes_));
-  if (precision == Precision::int4) {
-    for (int64_t i = 0; i < some.n; ++i)
-      copy_int4_column(k, has_zeros, panel(candidates[i] / kPanelColumns), candidates[i] % kPanelColumns,
-                       memory.get() + i / kPanelColumns * panel_bytes_, i % kPanelColumns);
-    some.panels_ = memory;
-    return some;
-  }
-  // A panel, including its tail, interleaves its columns in units of 4 bytes.
   for (int64_t i = 0; i < some.n; ++i) {
-    const char* from = panel(candidates[i] / kPanelColumns) + candidates[i] % kPanelColumns * 4;
-    char* to = memory.get() + i / kPanelColumns * panel_bytes_ + i % kPanelColumns * 4;
-    for (int64_t at = 0; at < panel_bytes_; at += kStepBytes) std::memcpy(to + at, from + at, 4);
+    const char* from = panel(candidates[i] / kPanelColumns);
+    char* to = memory.get() + i / kPanelColumns * panel_bytes_;
+    const int64_t from_lane = candidates[i] % kPanelColumns, lane = i % kPanelColumns;
+    if (precision == Precision::int4) copy_int4_column(k, has_zeros, from, from_lane, to, lane);
+    else  // a panel, including its tail, interleaves its columns in units of 4 bytes
+      for (int64_t at = 0; at < panel_bytes_; at += kStepBytes)
+        std::memcpy(to + at + lane * 4, from + at + from_lane * 4, 4);
   }
   some.panels_ = memory;
   return some;
 }
-
-void PackedRows::Free::operator()(char* p) const { std::free(p); }
 
 void PackedRows::resize(int64_t rows, int64_t k, Precision precision) {
   rows_ = rows, k_ = k, precision_ = precision;
@@ -294,17 +280,16 @@ void PackedRows::resize(int64_t rows, int64_t k, Precision precision) {
   if (stride_ / 64 % 2 == 0) stride_ += 64;
   const int64_t bytes = round_up(rows, kTileRows) * stride_;
   if (bytes > capacity_) {
+    data_ = Buffer<char>(bytes);
     capacity_ = bytes;
-    data_.reset(static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>(capacity_))));
-    if (!data_) throw std::bad_alloc();
   }
-  if (static_cast<int64_t>(scales_.size()) < rows) scales_.resize(rows), zeros_.resize(rows);
+  if (std::ssize(scales_) < rows) scales_.resize(rows), zeros_.resize(rows);
   const int64_t sums = precision == Precision::int4 ? rows * int4_groups(k) : 0;
-  if (static_cast<int64_t>(sums_.size()) < sums) sums_.resize(sums);
+  if (std::ssize(sums_) < sums) sums_.resize(sums);
 }
 
 void PackedRows::store(int64_t row, const float* x) {
-  char* to = data_.get() + row * stride_;
+  char* to = data_.data() + row * stride_;
   if (precision_ == Precision::fp32) {
     std::memcpy(to, x, static_cast<size_t>(k_) * 4);
   } else if (precision_ == Precision::bf16) {

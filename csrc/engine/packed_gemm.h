@@ -27,6 +27,7 @@
 #include <vector>
 
 #include "common/bfloat16.h"
+#include "common/buffer.h"
 
 namespace fastformer {
 
@@ -106,19 +107,16 @@ class PackedRows {
   int64_t k() const { return k_; }
   Precision precision() const { return precision_; }
   int64_t stride() const { return stride_; }  // bytes from one row to the next
-  const char* data() const { return data_.get(); }
+  const char* data() const { return data_.data(); }
   const float* scales() const { return scales_.data(); }  // int8: the scale of each row; zeros(): its zero point
   const int32_t* zeros() const { return zeros_.data(); }
   // int4: (groups, rows), minus the sum of the bytes of each group of inputs, in the low 16 bits.
   const int32_t* sums() const { return sums_.data(); }
 
  private:
-  struct Free {
-    void operator()(char* p) const;
-  };
   int64_t rows_ = 0, k_ = 0, stride_ = 0, capacity_ = 0;
   Precision precision_ = Precision::fp32;
-  std::unique_ptr<char, Free> data_;
+  Buffer<char> data_;
   std::vector<float> scales_;
   std::vector<int32_t> zeros_, sums_;
 };

@@ -67,31 +67,24 @@ inline uint32_t four_bytes(const char* p) {
 
 #if defined(CPU_CAPABILITY_AVX512)
 
-using Ints = __m512i;
 constexpr int kFewest = 4;  // vectors per row of a panel
-inline Ints load_ints(const void* p) { return _mm512_loadu_si512(p); }
-inline Ints broadcast(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
-inline Ints add_product(Ints sum, Ints a, int32_t b) {
+// The shapes of paths whose operands are one vector each.
+constexpr std::array<Shape, 2> kLeanShapes{{{4, 6}, {2, 13}}};
+inline bool has_int8_dot() { return cpu_features().avx512_vnni; }
+inline Lanes add_product(Lanes sum, Lanes a, int32_t b) {
   return _mm512_add_epi32(sum, _mm512_mullo_epi32(a, _mm512_set1_epi32(b)));
 }
-inline V as_floats(Ints x) { return _mm512_castsi512_ps(x); }
-inline V to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
-inline V even_bf16(Ints x) { return as_floats(_mm512_slli_epi32(x, 16)); }
-inline V odd_bf16(Ints x) { return as_floats(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xFFFF0000)))); }
+inline V to_floats(Lanes x) { return _mm512_cvtepi32_ps(x); }
 
 #else
 
-using Ints = __m256i;
 constexpr int kFewest = 8;
-inline Ints load_ints(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
-inline Ints broadcast(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
-inline Ints add_product(Ints sum, Ints a, int32_t b) {
+constexpr std::array<Shape, 3> kLeanShapes{{{8, 1}, {4, 3}, {2, 6}}};
+inline bool has_int8_dot() { return cpu_features().avx_vnni; }
+inline Lanes add_product(Lanes sum, Lanes a, int32_t b) {
   return _mm256_add_epi32(sum, _mm256_mullo_epi32(a, _mm256_set1_epi32(b)));
 }
-inline V as_floats(Ints x) { return _mm256_castsi256_ps(x); }
-inline V to_floats(Ints x) { return _mm256_cvtepi32_ps(x); }
-inline V even_bf16(Ints x) { return as_floats(_mm256_slli_epi32(x, 16)); }
-inline V odd_bf16(Ints x) { return as_floats(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xFFFF0000)))); }
+inline V to_floats(Lanes x) { return _mm256_cvtepi32_ps(x); }
 
 #endif
 
@@ -112,11 +105,11 @@ struct FloatSums {
 // that a path subtracts from the bytes of x.
 template <int32_t kOffset>
 struct IntegerSums {
-  using Sum = Ints;
+  using Sum = Lanes;
   static constexpr int64_t block_steps() { return std::numeric_limits<int64_t>::max(); }
   static Sum zero() { return broadcast(0); }
   static V finish(Sum sum, const Tile& t, int64_t column, int row, const float*, Block) {
-    const Ints whole = add_product(sum, load_ints(t.tail->correction + column), t.left_zero[row] - kOffset);
+    const Lanes whole = add_product(sum, load_lanes(t.tail->correction + column), t.left_zero[row] - kOffset);
     const V scale = V::load(t.tail->scale + column) * V(t.left_scale[row]);
     return fmadd(to_floats(whole), scale, V::load(t.tail->bias + column));
   }
@@ -125,11 +118,7 @@ struct IntegerSums {
 struct Fma : FloatSums<64> {
   using Right = V;
   using Left = V;
-#if defined(CPU_CAPABILITY_AVX512)
-  static constexpr std::array<Shape, 2> kShapes{{ {4, 6}, {2, 13} }};
-#else
-  static constexpr std::array<Shape, 3> kShapes{{{8, 1}, {4, 3}, {2, 6}}};
-#endif
+  static constexpr auto kShapes = kLeanShapes;
   static Right right(const char* p) { return V::load(reinterpret_cast<const float*>(p)); }
   static Left left(const char* p) { return as_floats(broadcast(four_bytes(p))); }
   static Sum add(Sum sum, Right w, Left x) { return fmadd(x, w, sum); }
@@ -147,8 +136,8 @@ struct WidenedBf16 : FloatSums<64> {
 #else
   static constexpr std::array<Shape, 3> kShapes{{{8, 1}, {4, 2}, {2, 4}}};
 #endif
-  static Pair widen(Ints x) { return {even_bf16(x), odd_bf16(x)}; }
-  static Right right(const char* p) { return widen(load_ints(p)); }
+  static Pair widen(Lanes x) { return {lower_halves(x), upper_halves(x)}; }
+  static Right right(const char* p) { return widen(load_lanes(p)); }
   static Left left(const char* p) { return widen(broadcast(four_bytes(p))); }
   static Sum add(Sum sum, Right w, Left x) { return fmadd(x.odd, w.odd, fmadd(x.even, w.even, sum)); }
 };
@@ -166,10 +155,10 @@ struct DotSums : FloatSums<64> {
 #if defined(CPU_CAPABILITY_AVX512)
 
 struct DotBf16 : DotSums {
-  using Right = Ints;
-  using Left = Ints;
-  static constexpr std::array<Shape, 2> kShapes{{{4, 6}, {2, 13}}};
-  static Right right(const char* p) { return load_ints(p); }
+  using Right = Lanes;
+  using Left = Lanes;
+  static constexpr auto kShapes = kLeanShapes;
+  static Right right(const char* p) { return load_lanes(p); }
   static Left left(const char* p) { return broadcast(four_bytes(p)); }
   static Sum add(Sum sum, Right w, Left x) {
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum.v) : "v"(w), "v"(x));
@@ -181,14 +170,10 @@ struct DotBf16 : DotSums {
 
 // vpdpbusd adds four products of a u8 of x and an s8 of W to each 32-bit sum.
 struct DotInt8 : IntegerSums<0> {
-  using Right = Ints;
-  using Left = Ints;
-#if defined(CPU_CAPABILITY_AVX512)
-  static constexpr std::array<Shape, 2> kShapes{{ {4, 6}, {2, 13} }};
-#else
-  static constexpr std::array<Shape, 3> kShapes{{{8, 1}, {4, 3}, {2, 6}}};
-#endif
-  static Right right(const char* p) { return load_ints(p); }
+  using Right = Lanes;
+  using Left = Lanes;
+  static constexpr auto kShapes = kLeanShapes;
+  static Right right(const char* p) { return load_lanes(p); }
   static Left left(const char* p) { return broadcast(four_bytes(p)); }
   static Sum add(Sum sum, Right w, Left x) {
 #if defined(CPU_CAPABILITY_AVX512)
@@ -203,46 +188,46 @@ struct DotInt8 : IntegerSums<0> {
 // int8 without dot products: pmaddubsw multiplies u8 by s8 and adds adjacent products in 16 bits. These sums could
 // saturate with the bytes of x. So |x - 128| is multiplied by W with the sign of x - 128: 2 * 128 * 127 < 2^15.
 struct MultiplyInt8 : IntegerSums<128> {
-  using Right = Ints;
+  using Right = Lanes;
 #if defined(CPU_CAPABILITY_AVX512)
   struct Left {
-    Ints magnitude;
+    Lanes magnitude;
     __mmask64 negative;
   };
   static constexpr std::array<Shape, 2> kShapes{{ {4, 5}, {2, 11} }};
   static Left left(const char* p) {
-    const Ints x = _mm512_xor_si512(broadcast(four_bytes(p)), broadcast(0x80808080));
+    const Lanes x = _mm512_xor_si512(broadcast(four_bytes(p)), broadcast(0x80808080));
     return {_mm512_abs_epi8(x), _mm512_movepi8_mask(x)};
   }
   static Sum add(Sum sum, Right w, Left x) {
-    const Ints signed_w = _mm512_mask_sub_epi8(w, x.negative, _mm512_setzero_si512(), w);
-    const Ints pairs = _mm512_maddubs_epi16(x.magnitude, signed_w);
+    const Lanes signed_w = _mm512_mask_sub_epi8(w, x.negative, _mm512_setzero_si512(), w);
+    const Lanes pairs = _mm512_maddubs_epi16(x.magnitude, signed_w);
     return add_products(sum, pairs);
   }
 #else
   struct Left {
-    Ints value, magnitude;
+    Lanes value, magnitude;
   };
   static constexpr std::array<Shape, 3> kShapes{{{8, 1}, {4, 2}, {2, 4}}};
   static Left left(const char* p) {
-    const Ints x = _mm256_xor_si256(broadcast(four_bytes(p)), broadcast(0x80808080));
+    const Lanes x = _mm256_xor_si256(broadcast(four_bytes(p)), broadcast(0x80808080));
     return {x, _mm256_abs_epi8(x)};
   }
   static Sum add(Sum sum, Right w, Left x) {
-    const Ints pairs = _mm256_maddubs_epi16(x.magnitude, _mm256_sign_epi8(w, x.value));
+    const Lanes pairs = _mm256_maddubs_epi16(x.magnitude, _mm256_sign_epi8(w, x.value));
     return add_products(sum, pairs);
   }
 #endif
-  static Right right(const char* p) { return load_ints(p); }
+  static Right right(const char* p) { return load_lanes(p); }
 
  private:
   // Adds adjacent 16-bit products. Without inline assembly, GCC 12 keeps the sum in a second register and spills
   // others.
-  static Sum add_products(Sum sum, Ints pairs) {
+  static Sum add_products(Sum sum, Lanes pairs) {
 #if defined(CPU_CAPABILITY_AVX512)
-    const Ints products = _mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+    const Lanes products = _mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
 #else
-    const Ints products = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    const Lanes products = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #endif
     asm("vpaddd %1, %0, %0" : "+v"(sum) : "v"(products));
     return sum;

@@ -40,6 +40,9 @@ class Names {
     }
     return values;
   }
+  Norm norm(const std::string& name, int64_t size) const {
+    return {vector(name + ".weight", size, 1), vector(name + ".bias", size, 0)};
+  }
   // Returns a tensor of two dimensions, and checks the second one if `columns` is given.
   const ModelTensor& table(const std::string& name, int64_t columns = -1) const {
     const ModelTensor& tensor = get(name);
@@ -96,9 +99,6 @@ PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross
   const auto linear = [&](const Names& where, const std::string& name, int64_t n, int64_t k) {
     return where.weight(name + ".weight", name + ".bias", 0, n, n, k, o.precision);
   };
-  const auto norm = [&](const std::string& name) {
-    return Norm{names.vector(name + ".weight", dim, 1), names.vector(name + ".bias", dim, 0)};
-  };
   const auto head_norm = [&](const Names& where, const std::string& name, int64_t heads) {
     // Either one weight that all heads share, or one for each feature of all heads.
     const bool is_shared = where.get(name).shape == std::vector<int64_t>{o.head_dim};
@@ -114,17 +114,19 @@ PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross
     layer.q_norm.push_back(head_norm(own, "q_norm.weight", o.num_heads));
     layer.k_norm.push_back(head_norm(own, "k_norm.weight", o.num_kv_heads));
     const bool all = layer.norms_all_heads(o);
-    if (static_cast<int64_t>(layer.k_norm[0].weight.size()) != (all ? o.kv_dim() : o.head_dim))
+    if (std::ssize(layer.k_norm[0].weight) != (all ? o.kv_dim() : o.head_dim))
       throw std::invalid_argument("the tensors q_norm.weight and k_norm.weight have unexpected shapes");
   }
   if (has_cross) {
     layer.cross_q = cross.weight("in_proj_weight", "in_proj_bias", 0, q_dim, rows, dim, o.precision);
     layer.cross_kv = cross.weight("in_proj_weight", "in_proj_bias", q_dim, rows, rows, dim, o.precision);
     layer.cross_out = linear(cross, "out_proj", dim, q_dim);
-    layer.norm3 = norm("norm3");
+    layer.norm3 = names.norm("norm3", dim);
   }
-  if (o.norm_placement != NormPlacement::post) layer.norm1 = norm("norm1"), layer.norm2 = norm("norm2");
-  if (o.has_norms_behind()) layer.post_norm1 = norm("post_norm1"), layer.post_norm2 = norm("post_norm2");
+  if (o.norm_placement != NormPlacement::post)
+    layer.norm1 = names.norm("norm1", dim), layer.norm2 = names.norm("norm2", dim);
+  if (o.has_norms_behind())
+    layer.post_norm1 = names.norm("post_norm1", dim), layer.post_norm2 = names.norm("post_norm2", dim);
   const int64_t inner = names.table("linear1.weight", dim).shape[0];
   layer.ff1 = linear(names, "linear1", inner, dim);
   layer.ff2 = linear(names, "linear2", dim, is_gated(o.activation) ? inner / 2 : inner);
@@ -138,7 +140,7 @@ PackedStack pack_stack(const ModelOptions& o, const Names& names, bool has_cross
     stack.layers.push_back(pack_layer(o, names.within("layers." + std::to_string(i)), has_cross, windows[i]));
   // The layers of torch.nn end without a norm, unless one is given.
   if (names.find("norm.weight") || (o.norm_placement != NormPlacement::sum && !o.is_bare))
-    stack.final_norm.push_back({names.vector("norm.weight", o.d_model, 1), names.vector("norm.bias", o.d_model, 0)});
+    stack.final_norm.push_back(names.norm("norm", o.d_model));
   return stack;
 }
 
@@ -150,7 +152,7 @@ PositionBias position_bias(const ModelOptions& o, const Names& names, const std:
     throw std::invalid_argument(
         "expected a position bias for each head that reaches as far before a query as after it");
   std::vector<float> values(o.num_heads * distances);
-  for (int64_t i = 0; i < static_cast<int64_t>(values.size()); ++i) values[i] = at(tensor, i);
+  for (int64_t i = 0; i < std::ssize(values); ++i) values[i] = at(tensor, i);
   return {std::move(values), distances / 2};
 }
 
@@ -164,9 +166,9 @@ const ModelOptions& checked(const ModelOptions& o) {
   if (!has_sizes || o.num_heads % o.num_kv_heads)
     throw std::invalid_argument(
         "expected at least one layer, and a number of kv heads that divides the number of query heads");
-  if (static_cast<int64_t>(o.decoder_windows.size()) != o.num_decoder_layers)
+  if (std::ssize(o.decoder_windows) != o.num_decoder_layers)
     throw std::invalid_argument("expected a window for each decoder layer");
-  if (static_cast<int64_t>(o.encoder_windows.size()) != std::max<int64_t>(0, o.num_encoder_layers))
+  if (std::ssize(o.encoder_windows) != std::max<int64_t>(0, o.num_encoder_layers))
     throw std::invalid_argument("expected a window for each encoder layer");
   if (o.is_bare && (o.has_decoder() || !o.has_encoder()))
     throw std::invalid_argument("expected a model without embeddings to be an encoder without a decoder");
@@ -262,8 +264,8 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
       max_len_ = max_len_ ? std::min(max_len_, found.positions.rows()) : found.positions.rows();
     }
     if (names.find(side + "_types")) found.types = table(side + "_types", width);
-    const Names norm = names.within(side + "_embedding_norm");
-    if (norm.find("weight")) found.norm.push_back({norm.vector("weight", width, 1), norm.vector("bias", width, 0)});
+    const std::string norm = side + "_embedding_norm";
+    if (names.find(norm + ".weight")) found.norm.push_back(names.norm(norm, width));
     return found;
   };
   if (o.has_encoder() && !o.is_bare) source_ = input("source");
@@ -306,18 +308,11 @@ void PackedModel::embed(bool is_source, int32_t token, int32_t type, int64_t pos
   }
 }
 
-int64_t PackedModel::step_bytes() const {
-  int64_t bytes = output.bytes();
-  for (const PackedLayer& layer : decoder.layers)
+int64_t PackedStack::token_bytes() const {
+  int64_t bytes = 0;
+  for (const PackedLayer& layer : layers)
     for (const PackedWeight* w : {&layer.qkv, &layer.out, &layer.cross_q, &layer.cross_out, &layer.ff1, &layer.ff2})
       bytes += w->bytes();
-  return bytes;
-}
-
-int64_t PackedModel::encoder_bytes() const {
-  int64_t bytes = 0;
-  for (const PackedLayer& layer : encoder.layers)
-    for (const PackedWeight* w : {&layer.qkv, &layer.out, &layer.ff1, &layer.ff2}) bytes += w->bytes();
   return bytes;
 }
 

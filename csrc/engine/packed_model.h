@@ -84,7 +84,7 @@ struct PackedLayer {
 
   int64_t inner_columns() const { return ff1.num_panels * kPanelColumns; }  // of the product with ff1
   bool norms_all_heads(const ModelOptions& o) const {
-    return !q_norm.empty() && static_cast<int64_t>(q_norm[0].weight.size()) != o.head_dim;
+    return !q_norm.empty() && std::ssize(q_norm[0].weight) != o.head_dim;
   }
 };
 
@@ -108,6 +108,8 @@ struct PackedStack {
   std::vector<PackedLayer> layers;
   std::vector<Norm> final_norm;  // one or none
   PositionBias position_bias;    // of self-attention in all layers; empty: none
+
+  int64_t token_bytes() const;  // of the weights that each token reads
 };
 
 // A copy of a lookup table, in fp32, or in bf16 for the lower precisions.
@@ -134,7 +136,7 @@ class RotaryTable {
   // cos, sin: (positions, dim / 2).
   RotaryTable(const ModelTensor& cos, const ModelTensor& sin);
   explicit operator bool() const { return dim_ > 0; }
-  int64_t rows() const { return dim_ ? static_cast<int64_t>(cos_.size()) / dim_ : 0; }
+  int64_t rows() const { return dim_ ? std::ssize(cos_) / dim_ : 0; }
   // Rotates one head of queries or keys.
   void turn(int64_t position, float* head) const;
 
@@ -169,8 +171,8 @@ class PackedModel {
   int64_t num_positions() const { return source_.positions ? source_.positions.rows() : kNoEnd; }
   int64_t num_places() const { return rotary_ ? rotary_.rows() : kNoEnd; }
   // The bytes of weights that a decode step of one row reads, and those that the encoder reads for a token.
-  int64_t step_bytes() const;
-  int64_t encoder_bytes() const;
+  int64_t step_bytes() const { return decoder.token_bytes() + output.bytes(); }
+  int64_t encoder_bytes() const { return encoder.token_bytes(); }
 
   const ModelOptions options;
   std::vector<PackedWeight> source_projection;  // one or none: from the embeddings to d_model

@@ -30,8 +30,8 @@ int32_t PrefixTable::find(int32_t before, const int32_t* tokens) const {
 
 void PrefixTable::insert(int32_t block, int32_t before, const int32_t* tokens, int32_t wave) {
   // Statements that may throw come before any change.
-  if (block >= static_cast<int64_t>(entries_.size())) entries_.resize(std::max<size_t>(block + 1, 2 * entries_.size()));
-  if (num_listed_ == static_cast<int64_t>(slots_.size())) grow();
+  if (block >= std::ssize(entries_)) entries_.resize(std::max<size_t>(block + 1, 2 * entries_.size()));
+  if (num_listed_ == std::ssize(slots_)) grow();
   Entry& entry = entries_[block];
   entry.before = before, entry.holders = 1, entry.wave = wave, entry.is_listed = true;
   std::copy_n(tokens, kBlockTokens, entry.tokens.begin());

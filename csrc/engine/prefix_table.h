@@ -61,9 +61,7 @@ class PrefixTable {
   // Seeded, so that a client can't choose prompts with colliding hashes, which would make lookups slow.
   static uint64_t seeded_hash(int32_t before, const int32_t* tokens);
 
-  bool is_listed(int32_t block) const {
-    return block < static_cast<int64_t>(entries_.size()) && entries_[block].is_listed;
-  }
+  bool is_listed(int32_t block) const { return block < std::ssize(entries_) && entries_[block].is_listed; }
   int32_t& slot_of(const Entry& entry) {
     return slots_[hash_(entry.before, entry.tokens.data()) & (slots_.size() - 1)];
   }

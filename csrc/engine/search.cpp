@@ -51,7 +51,7 @@ class BeamSearch : public Search {
         early_stopping_(early_stopping),
         best_penalty_(length_penalty(alpha > 0 ? limit : 1, alpha)) {
     // So many that num_beams of them continue, even if all others end.
-    num_candidates = (1 + static_cast<int64_t>(eos_.size())) * num_beams;
+    num_candidates = (1 + std::ssize(eos_)) * num_beams;
     num_ending_ = num_candidates;
     num_rows = 1;  // all beams start identical
     peak_rows = num_beams;
@@ -80,7 +80,7 @@ class BeamSearch : public Search {
     for (auto candidate = pool_.begin(); candidate != wanted && candidate->negative != kInfinity; ++candidate) {
       const bool is_end = ends(candidate->token);
       if (is_end && candidate - pool_.begin() >= num_ending_) continue;
-      if (!is_end && static_cast<int64_t>(next_.size()) == num_beams_) continue;
+      if (!is_end && std::ssize(next_) == num_beams_) continue;
       const int32_t node = append(last_[candidate->beam], candidate->token, candidate->value);
       if (is_end) {
         finished_.push_back({node, -candidate->negative / penalty});
@@ -95,12 +95,12 @@ class BeamSearch : public Search {
     scores_.swap(next_scores_);
     if (ended) {
       best_first(finished_);
-      if (static_cast<int64_t>(finished_.size()) > num_beams_) finished_.resize(num_beams_);
+      if (std::ssize(finished_) > num_beams_) finished_.resize(num_beams_);
     }
     if (last_.empty() || num_tokens >= limit) return finish();
     drop_hopeless();
     if (last_.empty()) return finish();
-    num_rows = static_cast<int64_t>(last_.size());
+    num_rows = std::ssize(last_);
     return parents_;
   }
 
@@ -110,7 +110,7 @@ class BeamSearch : public Search {
     for (size_t row = 0; has_begun() && row < last_.size(); ++row)  // live beams are already sorted, best first
       all.push_back({last_[row], scores_[row] / penalty});
     order(all);
-    if (static_cast<int64_t>(all.size()) > num_return_) all.resize(num_return_);
+    if (std::ssize(all) > num_return_) all.resize(num_return_);
     std::vector<Hypothesis> found;
     for (const Scored& one : all) {
       found.push_back(line_of(one.node));
@@ -134,12 +134,12 @@ class BeamSearch : public Search {
 
   // Whether the search is decided, no matter how the live hypotheses continue.
   virtual bool is_decided() const {
-    return early_stopping_ == EarlyStopping::kYes && static_cast<int64_t>(finished_.size()) == num_beams_;
+    return early_stopping_ == EarlyStopping::kYes && std::ssize(finished_) == num_beams_;
   }
 
   // Whether no continuation of a hypothesis with this score can be among the results.
   virtual bool is_hopeless(double score) const {
-    return early_stopping_ != EarlyStopping::kYes && static_cast<int64_t>(finished_.size()) >= num_return_ &&
+    return early_stopping_ != EarlyStopping::kYes && std::ssize(finished_) >= num_return_ &&
            finished_[num_return_ - 1].score >= score / best_penalty_;
   }
 
@@ -193,13 +193,13 @@ class TransformersBeamSearch final : public BeamSearch {
   double penalty_of(int64_t length) const override { return std::pow(begun_ + static_cast<double>(length), alpha_); }
 
   bool is_decided() const override {
-    if (static_cast<int64_t>(finished_.size()) < num_beams_) return false;
+    if (std::ssize(finished_) < num_beams_) return false;
     return early_stopping_ == EarlyStopping::kYes ||
            finished_.back().score >= scores_[0] / penalty_of(looks_ahead_ ? limit : num_tokens);
   }
 
   bool is_hopeless(double score) const override {
-    return static_cast<int64_t>(finished_.size()) == num_beams_ &&
+    return std::ssize(finished_) == num_beams_ &&
            finished_.back().score >= score / penalty_of(alpha_ > 0 ? limit : num_tokens);
   }
 

@@ -7,13 +7,12 @@
 #include <stdexcept>
 
 namespace fastformer {
+
 TokenCache::TokenCache(int64_t layers, int64_t kv_heads, int64_t head_dim, int64_t element_size, int64_t num_blocks)
     : kv_heads_(kv_heads), token_bytes_(head_dim * element_size), block_slots_(layers * 2 * kv_heads * kBlockTokens) {
   if (num_blocks > std::numeric_limits<int32_t>::max() / block_slots_)
     throw std::length_error("expected a smaller cache: slots are 32-bit numbers");
   seen_.resize(num_blocks);
-  if (block_slots_ > std::numeric_limits<int32_t>::max() / std::max<int64_t>(1, num_blocks))
-    throw std::length_error("expected a smaller cache: slots are 32-bit numbers");
   // Untouched pages use no memory, so the whole budget can be allocated at once.
   memory_ = PooledMemory(block_slots_ * num_blocks * token_bytes_);
   for (int64_t block = num_blocks; block-- > 0;) free_.push_back(static_cast<int32_t>(block));
@@ -74,7 +73,7 @@ void TokenCache::append(Group& group, int64_t tokens) {
 }
 
 TokenCache::Beginning TokenCache::begin_prompt(Group& group, const std::vector<int32_t>& tokens) {
-  const int64_t length = static_cast<int64_t>(tokens.size()), whole = length / kBlockTokens * kBlockTokens;
+  const int64_t length = std::ssize(tokens), whole = length / kBlockTokens * kBlockTokens;
   Beginning beginning;
   int32_t before = PrefixTable::kNoBlock;
   Row& row = group.rows[0];
@@ -104,7 +103,7 @@ void TokenCache::set_read(const Group& group) {
 TokenCache::Known TokenCache::known(const std::vector<int32_t>& tokens) const {
   Known known;
   int32_t before = PrefixTable::kNoBlock;
-  for (int64_t behind = kBlockTokens; behind <= static_cast<int64_t>(tokens.size()); behind += kBlockTokens) {
+  for (int64_t behind = kBlockTokens; behind <= std::ssize(tokens); behind += kBlockTokens) {
     before = prefixes_.find(before, tokens.data() + known.cached);
     if (before == PrefixTable::kNoBlock) break;
     known.cached = behind;
@@ -145,7 +144,7 @@ void TokenCache::sweep(Group& group) {
 void TokenCache::release(const std::vector<int64_t>& leaving) {
   std::vector<char> leaves(groups.size());  // if any index is invalid, no group is released
   for (const int64_t at : leaving) {
-    if (at < 0 || at >= static_cast<int64_t>(groups.size()) || leaves[at])
+    if (at < 0 || at >= std::ssize(groups) || leaves[at])
       throw std::invalid_argument("expected unique indices of existing groups");
     leaves[at] = 1;
   }

@@ -47,7 +47,7 @@ class TokenCache {
   TokenCache& operator=(const TokenCache&) = delete;
 
   // The number of tokens that fit into blocks that no group holds, including cached prefixes of earlier prompts.
-  int64_t free_tokens() const { return (static_cast<int64_t>(free_.size()) + prefixes_.num_idle()) * kBlockTokens; }
+  int64_t free_tokens() const { return (std::ssize(free_) + prefixes_.num_idle()) * kBlockTokens; }
   // The additional tokens that the groups would need if they shared nothing.
   int64_t shared_tokens() const { return prefixes_.num_shared() * kBlockTokens; }
   // The number of tokens needed to append one to each row, for all groups or for some. If that is more than there is,
