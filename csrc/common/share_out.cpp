@@ -1,8 +1,6 @@
 #include "common/share_out.h"
 
 #include <omp.h>
-#include <pthread.h>
-#include <signal.h>
 #include <torch/csrc/stable/c/shim.h>
 #include <torch/headeronly/util/shim_utils.h>
 
@@ -11,10 +9,9 @@
 #include <chrono>
 #include <condition_variable>
 #include <exception>
-#include <memory>
 #include <mutex>
-#include <thread>
 
+#include "common/helpers.h"
 #include "common/long_waits.h"
 #include "common/thread_team.h"
 
@@ -37,15 +34,7 @@ class Hush {
     changed_.notify_one();
     const int idle = omp_get_num_procs() - omp_get_max_threads() + 1;
     if (is_on_ || idle > kMostIdle) return;
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);  // the program's own threads handle signals
-    try {
-      std::thread([this, idle] { hold(std::max(idle, 1) + 1); }).detach();
-      is_on_ = true;
-    } catch (const std::exception&) {  // no thread can be started: OpenMP's continue to spin
-    }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    is_on_ = start_helper([this, idle] { hold(std::max(idle, 1) + 1); });
   }
 
  private:
@@ -64,8 +53,7 @@ class Hush {
   bool is_on_ = false;
 };
 
-// Records whether callers wait for OpenMP's threads. It is never deleted, because a thread of Hush uses it. A forked
-// child makes a new one.
+// Records whether callers wait for OpenMP's threads.
 class Load {
  public:
   bool prefers_team() const { return Clock::now().time_since_epoch().count() < team_until_.load(kAnyOrder); }
@@ -91,17 +79,7 @@ class Load {
   Hush hush_;
 };
 
-std::atomic<Load*> the_load{nullptr};
-[[maybe_unused]] const int watches_fork =
-    pthread_atfork(nullptr, nullptr, [] { the_load.store(nullptr, std::memory_order_relaxed); });
-
-Load& load() {
-  Load* found = the_load.load(std::memory_order_acquire);
-  if (found != nullptr) return *found;
-  auto made = std::make_unique<Load>();
-  if (the_load.compare_exchange_strong(found, made.get(), std::memory_order_acq_rel)) return *made.release();
-  return *found;
-}
+Load& load() { return of_process<Load>(); }
 
 std::atomic<Sharing> the_sharing{Sharing::by_load};
 thread_local int ops_alone = 0;

@@ -2,20 +2,18 @@
 
 #include <dlfcn.h>
 #include <immintrin.h>
-#include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
 #include <exception>
-#include <memory>
 #include <thread>
 #include <utility>
 
 #include "common/contention.h"
+#include "common/helpers.h"
 
 namespace fastformer {
 namespace {
@@ -111,9 +109,9 @@ class ThreadTeam {
     is_finished_.store(false, std::memory_order_relaxed);
     wanted_.store(helpers, std::memory_order_seq_cst);  // before checking which helpers are asleep: see idle()
     for (int i = 0; i < helpers; ++i) {
-      if (helpers_[i]->is_asleep.load(std::memory_order_seq_cst) == 0) continue;
-      helpers_[i]->is_asleep.store(0, std::memory_order_seq_cst);
-      helpers_[i]->is_asleep.notify_one();
+      if (helpers_[i].is_asleep.load(std::memory_order_seq_cst) == 0) continue;
+      helpers_[i].is_asleep.store(0, std::memory_order_seq_cst);
+      helpers_[i].is_asleep.notify_one();
     }
     int64_t own = go_on();
     Duration waited{0};
@@ -247,16 +245,17 @@ class ThreadTeam {
   }
 
   // The loop of a helper thread.
-  void help(Helper& self, int place) {
+  void help(int place) {
     while (true) {
       work(place);
       Waiting waiting;
       while (!is_open() && wanted_.load(std::memory_order_relaxed) >= place) waiting.once();
-      if (wanted_.load(std::memory_order_relaxed) < place) idle(self, place);
+      if (wanted_.load(std::memory_order_relaxed) < place) idle(place);
     }
   }
 
-  void idle(Helper& self, int place) {
+  void idle(int place) {
+    Helper& self = helpers_[place - 1];
     const auto begun = Clock::now();
     for (Waiting waiting; wanted_.load(std::memory_order_relaxed) < place;) {
       waiting.once();
@@ -271,27 +270,14 @@ class ThreadTeam {
 
   // Starts helpers until there are `count`, or as many as the system allows. Returns how many this run uses.
   int grow(int count) {
-    while (static_cast<int>(helpers_.size()) < count) {
-      sigset_t all, before;
-      sigfillset(&all);
-      pthread_sigmask(SIG_SETMASK, &all, &before);  // the program's own threads handle signals
-      bool has_begun = false;
-      try {
-        helpers_.reserve(helpers_.size() + 1);
-        auto helper = std::make_unique<Helper>();
-        const int place = static_cast<int>(helpers_.size()) + 1;
-        std::thread([this, self = helper.get(), place] {
-          leave_bound_core();
-          help(*self, place);
-        }).detach();
-        helpers_.push_back(std::move(helper));
-        has_begun = true;
-      } catch (const std::exception&) {  // out of threads or memory: the run uses the existing helpers
-      }
-      pthread_sigmask(SIG_SETMASK, &before, nullptr);
-      if (!has_begun) break;
-    }
-    return std::min(static_cast<int>(helpers_.size()), count);
+    const auto start = [this](int place) {
+      return start_helper([this, place] {
+        leave_bound_core();
+        help(place);
+      });
+    };
+    while (num_helpers_ < count && start(num_helpers_ + 1)) ++num_helpers_;
+    return std::min(num_helpers_, count);
   }
 
   // These share one cache line: ending a stage, opening the next one and taking a task transfers it three times. Two
@@ -311,22 +297,12 @@ class ThreadTeam {
 
   // Used by callers, not by helpers.
   alignas(64) std::atomic<bool> is_busy_{false};
-  std::vector<std::unique_ptr<Helper>> helpers_;
+  int num_helpers_ = 0;
+  std::array<Helper, kMostThreads> helpers_;  // those up to num_helpers_ have threads
   Contention contention_;
 };
 
-// Never deleted, because helpers use it until the process ends. A forked child has no helpers and makes a new team.
-std::atomic<ThreadTeam*> the_team{nullptr};
-[[maybe_unused]] const int watches_fork =
-    pthread_atfork(nullptr, nullptr, [] { the_team.store(nullptr, std::memory_order_relaxed); });
-
-ThreadTeam& team() {
-  ThreadTeam* found = the_team.load(std::memory_order_acquire);
-  if (found != nullptr) return *found;
-  auto made = std::make_unique<ThreadTeam>();
-  if (the_team.compare_exchange_strong(found, made.get(), std::memory_order_acq_rel)) return *made.release();
-  return *found;
-}
+ThreadTeam& team() { return of_process<ThreadTeam>(); }
 
 }  // namespace
 
