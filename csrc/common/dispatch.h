@@ -15,6 +15,13 @@ auto dispatch(ScalarType dtype, const char* op, F&& f) {
   return f.template operator()<bfloat16>();
 }
 
+// Calls f.operator()<a, b>() with both flags as constants.
+template <typename F>
+auto with_constants(bool a, bool b, F&& f) {
+  if (a) return b ? f.template operator()<true, true>() : f.template operator()<true, false>();
+  return b ? f.template operator()<false, true>() : f.template operator()<false, false>();
+}
+
 // The dtype of statistics, losses and sums: fp64 for fp64 inputs, else fp32.
 inline ScalarType accumulation_dtype(ScalarType dtype) { return dtype == kDouble ? kDouble : kFloat; }
 

@@ -46,7 +46,7 @@ class Dims {
     if (count > kFew) many_.resize(count);
     std::copy_n(from, count, data());
   }
-  Dims(std::initializer_list<int64_t> from) : Dims(from.begin(), static_cast<int64_t>(from.size())) {}
+  Dims(std::initializer_list<int64_t> from) : Dims(from.begin(), std::ssize(from)) {}
 
   int64_t size() const { return size_; }
   const int64_t* data() const { return size_ > kFew ? many_.data() : few_; }

@@ -68,25 +68,18 @@ void forward(const Tensor& x, const RowPlaces& places, const OptionalTensor& res
   acc* mp = rms_norm ? nullptr : mean.mutable_data_ptr<acc>();
   acc* rstdp = rstd.mutable_data_ptr<acc>();
 
-  const auto normalise_rows = [&]<bool kDropout, bool kResidual>(int64_t begin, int64_t end) {
-    std::vector<acc> keep(kDropout ? dim + Dropout::kGroup : 0);
-    for (int64_t r = begin; r < end; ++r) {
-      if constexpr (kDropout) dropout.multipliers(r, 0, 0, dim, keep.data());
-      const auto [mu, inverse] = normalise_row<kDropout, kResidual>(
-          xp + places.at(r), rp + (kResidual ? r * dim : 0), keep.data(), w.data(), b.data(), static_cast<acc>(eps),
-          rms_norm, dim, sp + (kDropout || kResidual ? r * dim : 0), yp + r * dim);
-      if (mp) mp[r] = mu;
-      rstdp[r] = inverse;
-    }
-  };
   for_row_ranges(rows, dim, [&](int64_t begin, int64_t end) {
-    if (dropout.on) {
-      if (rp) normalise_rows.template operator()<true, true>(begin, end);
-      else normalise_rows.template operator()<true, false>(begin, end);
-    } else {
-      if (rp) normalise_rows.template operator()<false, true>(begin, end);
-      else normalise_rows.template operator()<false, false>(begin, end);
-    }
+    with_constants(dropout.on, rp != nullptr, [&]<bool kDropout, bool kResidual>() {
+      std::vector<acc> keep(kDropout ? dim + Dropout::kGroup : 0);
+      for (int64_t r = begin; r < end; ++r) {
+        if constexpr (kDropout) dropout.multipliers(r, 0, 0, dim, keep.data());
+        const auto [mu, inverse] = normalise_row<kDropout, kResidual>(
+            xp + places.at(r), rp + (kResidual ? r * dim : 0), keep.data(), w.data(), b.data(), static_cast<acc>(eps),
+            rms_norm, dim, sp + (kDropout || kResidual ? r * dim : 0), yp + r * dim);
+        if (mp) mp[r] = mu;
+        rstdp[r] = inverse;
+      }
+    });
   });
 }
 
@@ -138,33 +131,26 @@ void backward(const Tensor& dy, const OptionalTensor& dresidual_out, const Tenso
   // The number of blocks of rows doesn't depend on the threads. Their partial sums are added in order below.
   const int64_t block = std::max<int64_t>(64, (rows + 63) / 64), blocks = (rows + block - 1) / block;
   std::vector<acc> partial(blocks * 2 * dim, acc(0));
-  const auto differentiate_blocks = [&]<bool kDropout, bool kStream>(auto next) {
-    std::vector<acc> keep(kDropout ? dim + Dropout::kGroup : 0), group(2 * dim, acc(0));
-    for (int64_t i = next(); i < blocks; i = next()) {
-      acc* sums = partial.data() + i * 2 * dim;
-      const int64_t first = i * block, last = std::min(rows, first + block);
-      for (int64_t r = first; r < last; ++r) {
-        if constexpr (kDropout) dropout.multipliers(r, 0, 0, dim, keep.data());
-        backward_row<kDropout, kStream>(dyp + r * dim, dsp + (kStream ? r * dim : 0), sp + r * dim, keep.data(),
-                                        w.data(), mp ? mp[r] : acc(0), rstdp[r], rms_norm, dim, group.data(),
-                                        group.data() + dim, dxp + r * dim, drp ? drp + r * dim : nullptr);
-        if ((r - first) % kGroup == kGroup - 1 || r == last - 1) {
-          for (int64_t c = 0; c < 2 * dim; ++c) {
-            sums[c] += group[c];
-            group[c] = acc(0);
+  for_each_worker(blocks, rows * dim > kSerialElements, [&](auto next) {
+    with_constants(dropout.on, dsp != nullptr, [&]<bool kDropout, bool kStream>() {
+      std::vector<acc> keep(kDropout ? dim + Dropout::kGroup : 0), group(2 * dim, acc(0));
+      for (int64_t i = next(); i < blocks; i = next()) {
+        acc* sums = partial.data() + i * 2 * dim;
+        const int64_t first = i * block, last = std::min(rows, first + block);
+        for (int64_t r = first; r < last; ++r) {
+          if constexpr (kDropout) dropout.multipliers(r, 0, 0, dim, keep.data());
+          backward_row<kDropout, kStream>(dyp + r * dim, dsp + (kStream ? r * dim : 0), sp + r * dim, keep.data(),
+                                          w.data(), mp ? mp[r] : acc(0), rstdp[r], rms_norm, dim, group.data(),
+                                          group.data() + dim, dxp + r * dim, drp ? drp + r * dim : nullptr);
+          if ((r - first) % kGroup == kGroup - 1 || r == last - 1) {
+            for (int64_t c = 0; c < 2 * dim; ++c) {
+              sums[c] += group[c];
+              group[c] = acc(0);
+            }
           }
         }
       }
-    }
-  };
-  for_each_worker(blocks, rows * dim > kSerialElements, [&](auto next) {
-    if (dropout.on) {
-      if (dsp) differentiate_blocks.template operator()<true, true>(next);
-      else differentiate_blocks.template operator()<true, false>(next);
-    } else {
-      if (dsp) differentiate_blocks.template operator()<false, true>(next);
-      else differentiate_blocks.template operator()<false, false>(next);
-    }
+    });
   });
   for (int64_t i = 1; i < blocks; ++i)
     for (int64_t c = 0; c < 2 * dim; ++c) partial[c] += partial[i * 2 * dim + c];
@@ -239,19 +225,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_bwd(const Tensor& dy_i
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
-  m.def(
-      "add_layer_norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, float dropout_p, "
-      "Tensor? dropout_seed, bool rms_norm) -> (Tensor, Tensor, Tensor, Tensor)");
-  m.def(
-      "add_layer_norm_bwd(Tensor dy, Tensor? dresidual_out, Tensor s, Tensor? weight, Tensor mean, Tensor rstd, "
-      "float dropout_p, Tensor? dropout_seed, bool rms_norm, bool has_bias, ScalarType x_dtype) "
-      "-> (Tensor, Tensor, Tensor, Tensor)");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {
-  m.impl("add_layer_norm_fwd", boxed<add_layer_norm_fwd>);
-  m.impl("add_layer_norm_bwd", boxed<add_layer_norm_bwd>);
-}
+FASTFORMER_OP(add_layer_norm_fwd)
+FASTFORMER_OP(add_layer_norm_bwd)
 
 }  // namespace fastformer

@@ -17,6 +17,7 @@
 
 #include "ops/attention.h"
 
+#include "common/rows.h"
 #include "common/softcap.h"
 #include "ops/forward.h"
 #include "ops/library.h"
@@ -121,23 +122,6 @@ void apply(const Mask& mask, int64_t b, int64_t h, int64_t i, int64_t j, int64_t
       masked.store(x + c, n);
     }
   });
-}
-
-// Returns the largest of n numbers, or -inf if n is 0. If one is NaN, the result may be NaN or any of them.
-template <typename acc>
-acc largest_of(const acc* x, int64_t n) {
-  using V = Vec<acc>;
-  acc most = -std::numeric_limits<acc>::infinity();
-  if (n < V::size) {
-    for (int64_t c = 0; c < n; ++c) most = std::max(most, x[c]);
-    return most;
-  }
-  V even(most), odd(most);
-  int64_t c = 0;
-  for (; c + 2 * V::size <= n; c += 2 * V::size)
-    even = max(even, V::load(x + c)), odd = max(odd, V::load(x + c + V::size));
-  if (c + V::size <= n) even = max(even, V::load(x + c));
-  return max(max(odd, V::load(x + n - V::size)), even).max();
 }
 
 // Updates the running maxima of `rows` rows with the largest scores of a block, and rescales their running sums. `unit`
@@ -313,9 +297,9 @@ void forward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& q,
       // The last queries come first, because they have the most work under a causal mask.
       for (int64_t n = (p.sequences[b].seqlen_q + kQueries - 1) / kQueries; n > 0; --n)
         tasks.push_back({b, h, (n - 1) * kQueries});
-  for_each_worker(static_cast<int64_t>(tasks.size()), parallel, [&](auto next) {
+  for_each_worker(std::ssize(tasks), parallel, [&](auto next) {
     Tile<T> tile(p.head_dim);
-    for (int64_t i = next(); i < static_cast<int64_t>(tasks.size()); i = next()) {
+    for (int64_t i = next(); i < std::ssize(tasks); i = next()) {
       const auto [b, h, first] = tasks[i];
       attend<T>(p, mask, q_rows, packed[b * p.num_kv_heads + p.kv_head(h)], out_rows, lse_data, b, h, first, tile);
     }
@@ -361,21 +345,7 @@ std::tuple<Tensor, Tensor> varlen_attention_fwd(const Tensor& q, const Tensor& k
   return run(p, std::nullopt, q, k, v, {q.size(1), q.size(0)});
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
-  m.def(
-      "attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, Tensor? seqlens_k, float softmax_scale, "
-      "int? window_left, int? window_right, float dropout_p, Tensor? dropout_seed, float softcap=0.0) "
-      "-> (Tensor, Tensor)");
-  m.def(
-      "varlen_attention_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, "
-      "int max_seqlen_k, float softmax_scale, int? window_left, int? window_right, float dropout_p, Tensor? "
-      "dropout_seed, float softcap=0.0) "
-      "-> (Tensor, Tensor)");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {
-  m.impl("attention_fwd", boxed<attention_fwd>);
-  m.impl("varlen_attention_fwd", boxed<varlen_attention_fwd>);
-}
+FASTFORMER_OP(attention_fwd)
+FASTFORMER_OP(varlen_attention_fwd)
 
 }  // namespace fastformer

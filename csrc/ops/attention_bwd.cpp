@@ -198,14 +198,6 @@ void tile_gradients(const Problem& p, const Mask& mask, const Sequence& s, const
   }
 }
 
-// Turns the gradient of capped scores into the gradient of the products.
-template <typename T>
-void through_cap(int64_t keys, Tile<T>& tile) {
-  using V = Vec<acc_t<T>>;
-  for (int64_t c = 0; c < keys * kPanel; c += V::size)
-    (V::load(tile.dscores + c) * V::load(tile.slope + c)).store(tile.dscores + c);
-}
-
 template <typename T>
 void add_mask_gradient(const Tensor& dmask, const Sequence& s, int64_t b, int64_t h, int64_t i, int64_t j, int64_t keys,
                        const acc_t<T>* dscores) {
@@ -252,7 +244,9 @@ KeyGradients<acc_t<T>> attend_backward(const Problem& p, const Mask& mask, const
         if (mask.on) transposed_mask<T>(mask, b, h, i, j, queries, keys, tile);
         tile_gradients<T>(p, mask, s, head, i, j, keys, tile);
         if (dmask.defined()) add_mask_gradient<T>(dmask, s, b, h, i, j, keys, tile.dscores);
-        if (p.softcap > 0) through_cap<T>(keys, tile);
+        if (p.softcap > 0)  // from the gradient of capped scores to that of the products
+          for (int64_t c = 0; c < keys * kPanel; c += V::size)
+            (V::load(tile.dscores + c) * V::load(tile.slope + c)).store(tile.dscores + c);
         const T* probabilities = tile.operand(tile.scores, tile.left, keys * kPanel);
         gemm<T>(keys, dim, round_up(queries, kPair<T>), probabilities, kPanel, head.dout.data() + i * kPanel,
                 dv.data() + j * dim, dim, true, s.seqlen_q);
@@ -391,23 +385,7 @@ std::tuple<Tensor, Tensor, Tensor> varlen_attention_bwd(const Tensor& dout, cons
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
-  m.def(
-      "attention_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? attn_mask, Tensor? "
-      "seqlens_k, "
-      "float softmax_scale, int? window_left, int? window_right, float dropout_p, Tensor? dropout_seed, bool "
-      "needs_mask_grad, float softcap=0.0) "
-      "-> (Tensor, Tensor, Tensor, Tensor)");
-  m.def(
-      "varlen_attention_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens_q, "
-      "Tensor cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, float softmax_scale, int? window_left, int? "
-      "window_right, "
-      "float dropout_p, Tensor? dropout_seed, float softcap=0.0) -> (Tensor, Tensor, Tensor)");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {
-  m.impl("attention_bwd", boxed<attention_bwd>);
-  m.impl("varlen_attention_bwd", boxed<varlen_attention_bwd>);
-}
+FASTFORMER_OP(attention_bwd)
+FASTFORMER_OP(varlen_attention_bwd)
 
 }  // namespace fastformer

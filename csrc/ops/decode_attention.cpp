@@ -52,15 +52,6 @@ struct Cache {
   T* at(int64_t row, int64_t head) const { return data + row * row_stride + head * head_stride; }
 };
 
-// Writes the new tokens of one row and kv head to the cache.
-template <typename T, typename Tokens>
-void append(const Rows<const T>& fresh, const Cache<T>& cache, Tokens tokens, int64_t row, int64_t head, int64_t count,
-            int64_t dim) {
-  for (int64_t i = 0; i < count; ++i)
-    std::memcpy(static_cast<void*>(cache.at(row, head) + tokens(i) * cache.stride), fresh.at(row, i, head),
-                dim * sizeof(T));
-}
-
 // The checked arguments of one call. Each query row is a Sequence whose k_batch is its cache row.
 struct Call {
   Problem p;
@@ -95,24 +86,25 @@ struct Call {
   }
 };
 
-// Scales and caps the scores of a query with `keys` keys, as attend_heads calls it.
-template <typename acc>
-struct SoftCap {
-  acc factor, cap;
-  int64_t keys;
-
-  SoftCap(const Problem& p, int64_t keys)
-      : factor(static_cast<acc>(p.softmax_scale / p.softcap)), cap(static_cast<acc>(p.softcap)), keys(keys) {}
-  void operator()(int64_t, acc* scores) const { cap_row(scores, keys, factor, cap); }
-};
+// Writes the new tokens of a sequence to heads [first, last) of a cache.
+template <typename T, typename Tokens>
+void append(const Call& call, const Sequence& s, Tokens tokens, const Rows<const T>& fresh, const Cache<T>& cache,
+            int64_t first, int64_t last) {
+  for (int64_t head = first; head < last; ++head)
+    for (int64_t i = 0; i < call.fresh; ++i)
+      std::memcpy(static_cast<void*>(cache.at(s.k_batch, head) + tokens(s.keys - call.fresh + i) * cache.stride),
+                  fresh.at(s.k_batch, i, head), call.p.head_dim * sizeof(T));
+}
 
 template <typename T>
 void decode(const Call& call, const Tensor& q, const Cache<T>& k_cache, const Cache<T>& v_cache, const Tensor& k,
             const Tensor& v, Tensor& out) {
+  using acc = acc_t<T>;
   const Problem& p = call.p;
   const Rows<const T> q_rows(q), k_rows(k), v_rows(v);
   const Rows<T> out_rows(out);
   const int64_t group = p.num_heads / p.num_kv_heads;
+  const acc factor = static_cast<acc>(p.softmax_scale / p.softcap), cap = static_cast<acc>(p.softcap);
   int64_t elements = 0;
   for (int64_t b = 0; b < p.batch; ++b) elements += call.sequence(b).keys * p.num_kv_heads * p.head_dim;
   // If there are enough rows, each task computes whole rows, because the tokens of a row are close together, and
@@ -123,12 +115,8 @@ void decode(const Call& call, const Tensor& q, const Cache<T>& k_cache, const Ca
     const Sequence s = call.sequence(b);
     const int64_t row = s.k_batch;
     call.places.with(row, [&](auto tokens) {
-      if (call.fresh)
-        for (int64_t kv_head = first; kv_head < first + heads; ++kv_head) {
-          const auto places = tokens.from(s.keys - call.fresh);
-          append<T>(k_rows, k_cache, places, row, kv_head, call.fresh, p.head_dim);
-          append<T>(v_rows, v_cache, places, row, kv_head, call.fresh, p.head_dim);
-        }
+      append<T>(call, s, tokens, k_rows, k_cache, first, first + heads);
+      append<T>(call, s, tokens, v_rows, v_cache, first, first + heads);
       // Several queries read the keys of a head in turn, so their heads are computed one at a time.
       const int64_t together = s.seqlen_q == 1 ? heads : 1;
       for (int64_t kv_head = first; kv_head < first + heads; kv_head += together) {
@@ -137,13 +125,14 @@ void decode(const Call& call, const Tensor& q, const Cache<T>& k_cache, const Ca
         for (int64_t i = 0; i < s.seqlen_q; ++i) {
           const Interval seen = p.keys_of(s, i);
           const int64_t count = std::max<int64_t>(0, seen.end - seen.begin);
-          const auto attend = [&](acc_t<T> scale2, auto bias) {
+          const auto attend = [&](acc scale2, auto bias) {
             attend_heads<T, T>({q_rows.at(b, i, kv_head * group), q_rows.head_stride}, keys, values, together * group,
                                group, tokens.from(seen.begin), count, p.head_dim, scale2,
                                {out_rows.at(b, i, kv_head * group), out_rows.head_stride}, bias);
           };
-          if (p.softcap > 0) attend(acc_t<T>(1.4426950408889634), SoftCap<acc_t<T>>(p, count));
-          else attend(p.scale2<acc_t<T>>(), NoBias());
+          const auto capped = [=](int64_t, acc* scores) { cap_row(scores, count, factor, cap); };
+          if (p.softcap > 0) attend(acc(1.4426950408889634), capped);
+          else attend(p.scale2<acc>(), NoBias());
         }
       }
     });
@@ -184,14 +173,10 @@ void decode_blocked(Call& call, const Tensor& q, const Tensor& k_cache, const Te
   int64_t tokens = 0;
   for (int64_t b = 0; b < p.batch; ++b) {
     Sequence s = call.sequence(b);
-    if (call.fresh)
-      call.places.with(s.k_batch, [&](auto tokens) {
-        for (int64_t h = 0; h < p.num_kv_heads; ++h) {
-          const auto places = tokens.from(s.keys - call.fresh);
-          append<T>(k_rows, k_to, places, s.k_batch, h, call.fresh, p.head_dim);
-          append<T>(v_rows, v_to, places, s.k_batch, h, call.fresh, p.head_dim);
-        }
-      });
+    call.places.with(s.k_batch, [&](auto tokens) {
+      append<T>(call, s, tokens, k_rows, k_to, 0, p.num_kv_heads);
+      append<T>(call, s, tokens, v_rows, v_to, 0, p.num_kv_heads);
+    });
     if (call.places.table) {
       const int64_t unseen = std::min(call.first_seen(s), s.keys) / kPanel * kPanel;
       s.k_batch = 0, s.k_start = tokens;
@@ -207,7 +192,7 @@ void decode_blocked(Call& call, const Tensor& q, const Tensor& k_cache, const Te
   attention_forward(p, std::nullopt, q, keys, values, out, lse);
 }
 
-Tensor decode_attention(const Tensor& q_in, Tensor k_cache, Tensor v_cache, const Tensor& cache_seqlens,
+Tensor decode_attention(const Tensor& q_in, Tensor& k_cache, Tensor& v_cache, const Tensor& cache_seqlens,
                         const OptionalTensor& k_in, const OptionalTensor& v_in, const OptionalTensor& cache_batch_idx,
                         const OptionalTensor& slot_table, double softmax_scale, bool is_causal,
                         std::optional<int64_t> window_left, double softcap) {
@@ -244,14 +229,6 @@ Tensor decode_attention(const Tensor& q_in, Tensor k_cache, Tensor v_cache, cons
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
-  m.def(
-      "decode_attention(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, Tensor? k, Tensor? "
-      "v, "
-      "Tensor? cache_batch_idx, Tensor? slot_table, float softmax_scale, bool is_causal, int? window_left, "
-      "float softcap=0.0) -> Tensor");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) { m.impl("decode_attention", boxed<decode_attention>); }
+FASTFORMER_OP(decode_attention)
 
 }  // namespace fastformer

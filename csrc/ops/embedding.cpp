@@ -7,6 +7,7 @@
 // are fp32 (fp64 for fp64), in groups.
 
 #include <optional>
+#include <ranges>
 #include <vector>
 
 #include "common/dispatch.h"
@@ -77,18 +78,13 @@ template <typename T>
 void sum_rows(const T* dout, int64_t dim, const ByRow& tokens, int64_t skipped, double scale, const Dropout& dropout,
               T* to) {
   using acc = acc_t<T>;
-  const int64_t rows = static_cast<int64_t>(tokens.start.size()) - 1, all = static_cast<int64_t>(tokens.order.size());
+  const int64_t rows = std::ssize(tokens.start) - 1, all = std::ssize(tokens.order);
   const acc factor = static_cast<acc>(scale);
   // Each part covers an equal number of tokens + rows, so that no thread gets all the frequent tokens.
   const auto first_row = [&](int64_t share) {
     const int64_t work = share * (all + rows) / kShares;
-    int64_t low = 0, high = rows;
-    while (low < high) {
-      const int64_t middle = (low + high) / 2;
-      if (tokens.start[middle] + middle < work) low = middle + 1;
-      else high = middle;
-    }
-    return low;
+    return *std::ranges::partition_point(std::views::iota(int64_t{0}, rows),
+                                         [&](int64_t r) { return tokens.start[r] + r < work; });
   };
   for_each_worker(kShares, (all + rows) * dim >= kSerialElements, [&](auto next) {
     std::vector<acc> total(dim), group(dim), keep(dropout.on ? dim + Dropout::kGroup : 0);
@@ -108,8 +104,10 @@ void sum_rows(const T* dout, int64_t dim, const ByRow& tokens, int64_t skipped, 
         else add_row(dout + token * dim, kept, of_group, of_row, acc(1), dim, (finishes ? total : group).data());
       }
     };
-    for (int64_t share = next(); share < kShares; share = next())
-      for (int64_t r = first_row(share); r < (share + 1 == kShares ? rows : first_row(share + 1)); ++r) sum_row(r);
+    for (int64_t share = next(); share < kShares; share = next()) {
+      const int64_t end = share + 1 == kShares ? rows : first_row(share + 1);
+      for (int64_t r = first_row(share); r < end; ++r) sum_row(r);
+    }
   });
 }
 
@@ -161,19 +159,7 @@ std::tuple<Tensor, Tensor> embedding_bwd(const Tensor& dout_in, const Tensor& id
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
-  m.def(
-      "embedding_fwd(Tensor ids, Tensor weight, Tensor? position_table, Tensor? positions, float scale, int "
-      "padding_idx, "
-      "float dropout_p, Tensor? dropout_seed, bool atomics) -> Tensor");
-  m.def(
-      "embedding_bwd(Tensor dout, Tensor ids, Tensor? positions, int num_embeddings, int num_positions, float scale, "
-      "int padding_idx, float dropout_p, Tensor? dropout_seed, ScalarType dtype, bool atomics) -> (Tensor, Tensor)");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {
-  m.impl("embedding_fwd", boxed<embedding_fwd>);
-  m.impl("embedding_bwd", boxed<embedding_bwd>);
-}
+FASTFORMER_OP(embedding_fwd)
+FASTFORMER_OP(embedding_bwd)
 
 }  // namespace fastformer

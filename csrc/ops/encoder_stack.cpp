@@ -187,13 +187,6 @@ OptionalTensor encoder_stack(const Tensor& x, const std::vector<OptionalTensor>&
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
-  m.def(
-      "encoder_stack(Tensor x, Tensor?[] tensors, float[] eps, int num_heads, int num_kv_heads, str activation, bool "
-      "norm_first, bool rms_norm, bool? final_rms_norm, bool[2] multiplies, Tensor? attn_mask, "
-      "Tensor? cu_seqlens, int max_seqlen, int? window_left, int? window_right) -> Tensor?");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) { m.impl("encoder_stack", boxed<encoder_stack>); }
+FASTFORMER_OP(encoder_stack)
 
 }  // namespace fastformer

@@ -112,9 +112,6 @@ void forward(const Tensor& x, const Tensor& weight1, const OptionalTensor& bias1
               out.mutable_data_ptr<T>());
 }
 
-// Returns the weight itself if one of its strides is 1 (it may be a transposed view), else a contiguous copy.
-Tensor strided(const Tensor& weight) { return weight.t().is_contiguous() ? weight : weight.contiguous(); }
-
 // Returns dy^T x: a contiguous matrix if the weight is contiguous, else a transposed view of one.
 template <typename T>
 Tensor gradient_like(const Tensor& weight, const Tensor& dy, const Tensor& x) {
@@ -145,16 +142,13 @@ void backward_row(Activation activation, const Dropout& dropout, int64_t hidden,
     V multiplier(acc(1));
     if (drops) multiplier = V::load(keep + c, n);
     dh = dh * multiplier;
-    V h;
+    V h = activate<acc>(activation, x);
     if (gated) {
-      const V up = V::load(saved + hidden + c, n), open = activate<acc>(activation, x);
-      h = open * up;
-      (dh * up * activation_derivative<acc>(activation, x)).store(dpre + c, n);
-      (dh * open).store(dpre + hidden + c, n);
-    } else {
-      h = activate<acc>(activation, x);
-      (dh * activation_derivative<acc>(activation, x)).store(dpre + c, n);
+      const V up = V::load(saved + hidden + c, n);
+      (dh * h).store(dpre + hidden + c, n);
+      h = h * up, dh = dh * up;
     }
+    (dh * activation_derivative<acc>(activation, x)).store(dpre + c, n);
     (h * multiplier).store(hidden_row + c, n);
   });
 }
@@ -185,7 +179,7 @@ Gradients backward(const Tensor& dout, const Tensor& x, const Tensor& weight1, b
   multiply<T>(dpre, Right<T>::as_is(strided1, rows), nullptr, dx.mutable_data_ptr<T>());
   const Tensor none = empty({0}, x.scalar_type());
   return {dx, gradient_like<T>(weight1, dpre, x), has_bias1 ? column_sums<T>(dpre) : none,
-          gradient_like<T>(weight2, dout, hidden_rows), has_bias2 ? column_sums<T>(dout) : empty({0}, x.scalar_type())};
+          gradient_like<T>(weight2, dout, hidden_rows), has_bias2 ? column_sums<T>(dout) : none};
 }
 
 Tensor as_rows(const Tensor& t) { return t.flattened(1).contiguous(); }
@@ -223,18 +217,7 @@ Gradients feed_forward_bwd(const Tensor& dout, const Tensor& x, const Tensor& we
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
-  m.def(
-      "feed_forward_fwd(Tensor x, Tensor weight1, Tensor? bias1, Tensor weight2, Tensor? bias2, str activation, float "
-      "dropout_p, Tensor? dropout_seed, bool needs_saved) -> (Tensor, Tensor)");
-  m.def(
-      "feed_forward_bwd(Tensor dout, Tensor x, Tensor weight1, Tensor? bias1, Tensor weight2, Tensor saved, str "
-      "activation, float dropout_p, Tensor? dropout_seed, bool has_bias2) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {
-  m.impl("feed_forward_fwd", boxed<feed_forward_fwd>);
-  m.impl("feed_forward_bwd", boxed<feed_forward_bwd>);
-}
+FASTFORMER_OP(feed_forward_fwd)
+FASTFORMER_OP(feed_forward_bwd)
 
 }  // namespace fastformer

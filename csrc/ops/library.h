@@ -1,7 +1,5 @@
-// Turns a function into an op of `torch.ops.fastformer_cpp` with PyTorch's stable C functions:
-//
-//   STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) { m.def("name(Tensor x, ...) -> Tensor"); }
-//   STABLE_TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) { m.impl("name", boxed<name>); }
+// Turns a function into an op of `torch.ops.fastformer_cpp` with PyTorch's stable C functions. FASTFORMER_OP(function)
+// registers it under its own name. Its type determines the schema; a parameter of type `Tensor&` is written to.
 //
 // std::out_of_range becomes IndexError in Python, std::invalid_argument becomes ValueError (from PyTorch 2.15 on,
 // RuntimeError: see _cpp_call in fastformer/ops/decode_attention.py), and other exceptions become RuntimeError.
@@ -111,11 +109,45 @@ constexpr size_t arity(Results (*)(Arguments...)) {
 }
 
 template <auto function>
-void boxed(StableIValue* stack, uint64_t num_arguments, uint64_t) {
-  constexpr size_t kArguments = arity(function);
-  check(num_arguments == kArguments, "an op's schema has ", num_arguments, " arguments, but its function has ",
-        kArguments);
-  call_boxed<function>(stack, function, std::make_index_sequence<kArguments>{});
+void boxed(StableIValue* stack, uint64_t, uint64_t) {
+  call_boxed<function>(stack, function, std::make_index_sequence<arity(function)>{});
 }
+
+// Returns the name of a type in a schema.
+template <typename T>
+std::string schema_type() {
+  if constexpr (std::is_same_v<T, Tensor>) return "Tensor";
+  else if constexpr (std::is_same_v<T, ScalarType>) return "ScalarType";
+  else if constexpr (std::is_same_v<T, std::string>) return "str";
+  else if constexpr (std::is_same_v<T, double>) return "float";
+  else if constexpr (std::is_same_v<T, int64_t>) return "int";
+  else if constexpr (std::is_same_v<T, bool>) return "bool";
+  else if constexpr (requires { std::tuple_size<T>::value; }) {
+    std::string types;
+    [&]<typename... Each>(std::tuple<Each...>*) {
+      (types.append(types.empty() ? "(" : ", ").append(schema_type<Each>()), ...);
+    }(static_cast<T*>(nullptr));
+    return types.append(")");
+  } else if constexpr (std::is_same_v<T, std::optional<typename T::value_type>>)
+    return schema_type<typename T::value_type>().append("?");
+  else return schema_type<typename T::value_type>().append("[]");
+}
+
+// Returns the schema of a function.
+template <typename Results, typename... Arguments>
+std::string schema_of(std::string schema, Results (*)(Arguments...)) {
+  char letter = 'a';  // names the argument, and the alias set of a tensor that is written to
+  const auto add = [&](const std::string& type, bool is_written) {
+    schema.append(letter == 'a' ? "(" : ", ").append(type);
+    if (is_written) schema.append("(").append(1, letter).append("!)");
+    schema.append(" ").append(1, letter++);
+  };
+  (add(schema_type<Kept<Arguments>>(), std::is_same_v<Arguments, Tensor&>), ...);
+  return schema.append(") -> ").append(schema_type<Results>());
+}
+
+#define FASTFORMER_OP(function)                                                                                   \
+  STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) { m.def(fastformer::schema_of(#function, function).c_str()); } \
+  STABLE_TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) { m.impl(#function, fastformer::boxed<function>); }
 
 }  // namespace fastformer

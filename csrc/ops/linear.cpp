@@ -33,17 +33,14 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias)
     out.copy_from(bias->view(shape, strides));
     return out;
   }
-  const Tensor rows = x.flattened(1);
-  // oneDNN's brgemm doesn't support overlapping rows.
-  const Tensor from = rows.stride(1) == 1 && rows.stride(0) >= rows.size(1) ? rows : rows.contiguous();
-  const Tensor strided = weight.stride(0) == 1 || weight.stride(1) == 1 ? weight : weight.contiguous();
-  const Tensor added = bias ? bias->contiguous() : Tensor();
+  const Tensor from = separate_rows(x.flattened(1)), read = strided(weight);
+  const OptionalTensor added = contiguous(bias);
   const int64_t n = weight.size(0), m = from.size(0), most = weight.numel() > kMostPacked ? most_tall_rows() : m;
   dispatch(x.scalar_type(), "linear", [&]<typename T>() {
-    const T* bias_data = bias ? added.const_data_ptr<T>() : nullptr;
+    const T* bias_data = added ? added->const_data_ptr<T>() : nullptr;
     for (int64_t first = 0; first < m; first += most) {
       const int64_t count = std::min(most, m - first);
-      multiply<T>(from.narrow(0, first, count), Right<T>::transposed(strided, count), bias_data,
+      multiply<T>(from.narrow(0, first, count), Right<T>::transposed(read, count), bias_data,
                   out.mutable_data_ptr<T>() + first * n);
     }
   });
@@ -56,21 +53,13 @@ Tensor linear_weight_grad(const Tensor& dout, const Tensor& x) {
   check(dout.dim() == 2 && x.dim() == 2 && dout.size(0) == x.size(0) && dout.scalar_type() == x.scalar_type(),
         "linear_weight_grad: expected (rows, out_features) and (rows, in_features) of one dtype, got ", dout.sizes(),
         " of ", dout.scalar_type(), " and ", x.sizes(), " of ", x.scalar_type());
-  const auto rows = [](const Tensor& t) { return t.stride(1) == 1 ? t : t.contiguous(); };
   return dispatch(x.scalar_type(), "linear_weight_grad",
-                  [&]<typename T>() { return weight_gradient<T>(rows(dout), rows(x)); });
+                  [&]<typename T>() { return weight_gradient<T>(rows_of(dout), rows_of(x)); });
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
-  m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
-  m.def("linear_weight_grad(Tensor dout, Tensor x) -> Tensor");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {
-  m.impl("linear", boxed<linear>);
-  m.impl("linear_weight_grad", boxed<linear_weight_grad>);
-}
+FASTFORMER_OP(linear)
+FASTFORMER_OP(linear_weight_grad)
 
 }  // namespace fastformer

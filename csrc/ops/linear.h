@@ -75,6 +75,22 @@ void for_each_tile(int64_t m, int64_t n, int64_t k, F&& f) {
   });
 }
 
+// Whether gemm_unpacked() can read a B with this stride in k.
+template <typename T>
+bool reads_unpacked(int64_t stride_k) {
+  return stride_k == 1 && !std::is_same_v<T, double> && !(std::is_same_v<T, bfloat16> && use_brgemm());
+}
+
+// Returns x (rows, columns) itself if its rows are dense and don't overlap, which oneDNN doesn't support, else a copy.
+inline Tensor separate_rows(const Tensor& x) {
+  return x.stride(1) == 1 && x.stride(0) >= x.size(1) ? x : x.contiguous();
+}
+
+// Returns the weight itself if one of its strides is 1 (it may be a transposed view), else a contiguous copy.
+inline Tensor strided(const Tensor& weight) {
+  return weight.stride(0) == 1 || weight.stride(1) == 1 ? weight : weight.contiguous();
+}
+
 // B (k, n) for products x * B with a given number of rows: packed as a whole, or slice by slice for tall tiles, or not
 // at all for a few rows. The sums are bit-identical, so the result of a row does not depend on the others.
 template <typename T>
@@ -83,8 +99,7 @@ class Right {
   // B is the matrix whose element (i, j) is b[i * stride_k + j * stride_n].
   Right(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int64_t n, int64_t rows)
       : b_(b), stride_k_(stride_k), stride_n_(stride_n), k_(k), n_(n), packed_(rows > most_tall_rows()) {
-    unpacked_ = rows <= kFewRows / 2 && stride_k == 1 && !std::is_same_v<T, double> &&
-                !(std::is_same_v<T, bfloat16> && use_brgemm());
+    unpacked_ = rows <= kFewRows / 2 && reads_unpacked<T>(stride_k);
     if (packed_) panels_ = packed<T>(b, stride_k, stride_n, k, n);
   }
   // The weight (out_features, in_features) of a linear layer for x * weight^T, and for dy * weight. One of its strides
@@ -157,8 +172,8 @@ Tensor weight_gradient(const Tensor& dy, const Tensor& x) {
   constexpr int64_t kWidest = 128;
   static_assert(kWidest * kWidest <= kTileSize && kWidest % kPanel == 0);
   const int64_t m = dy.size(0), n = dy.size(1), k = x.size(1);
-  Tensor dweight = m == 0 ? zeros({n, k}, x.scalar_type()) : empty({n, k}, x.scalar_type());
-  if (m == 0) return dweight;
+  if (m == 0) return zeros({n, k}, x.scalar_type());
+  const Tensor dweight = empty({n, k}, x.scalar_type());
   const bool cuts_dy = n >= k;
   const Tensor &wide = cuts_dy ? dy : x, &narrow = cuts_dy ? x : dy;
   const int64_t columns = wide.size(1), panel = packed_size<T>(m, kPanel),

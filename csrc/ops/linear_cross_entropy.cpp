@@ -19,6 +19,7 @@
 
 #include "common/dispatch.h"
 #include "common/indices.h"
+#include "common/rows.h"
 #include "common/softcap.h"
 #include "ops/library.h"
 #include "ops/linear.h"
@@ -40,16 +41,17 @@ int64_t chunk_rows(int64_t vocab_size) {
 
 struct Options {
   int64_t ignore_index;
-  double on_target, on_all;  // the weights of the target's logit and of the sum of all logits
+  double on_target = 1, on_all = 0;  // the weights of the target's logit and of the sum of all logits
   double z_loss, softcap;
-};
 
-Options make_options(int64_t ignore_index, double label_smoothing, bool smooth_others, double z_loss, double softcap,
-                     int64_t vocab_size) {
-  if (label_smoothing == 0.0) return {ignore_index, 1.0, 0.0, z_loss, softcap};
-  const double each = label_smoothing / static_cast<double>(smooth_others ? vocab_size - 1 : vocab_size);
-  return {ignore_index, smooth_others ? 1.0 - label_smoothing - each : 1.0 - label_smoothing, each, z_loss, softcap};
-}
+  Options(int64_t ignore_index, double label_smoothing, bool smooth_others, double z_loss, double softcap,
+          int64_t vocab_size)
+      : ignore_index(ignore_index), z_loss(z_loss), softcap(softcap) {
+    if (label_smoothing == 0.0) return;
+    on_all = label_smoothing / static_cast<double>(smooth_others ? vocab_size - 1 : vocab_size);
+    on_target = smooth_others ? 1.0 - label_smoothing - on_all : 1.0 - label_smoothing;
+  }
+};
 
 // Statistics of a row in one tile of logits: max, sum of exp(z - max), sum of z - max.
 template <typename acc>
@@ -67,26 +69,11 @@ struct RowSums {
 template <typename T, typename acc = acc_t<T>>
 TileSums<acc> sum_up(acc* z, int64_t n, const T* bias, acc softcap) {
   using V = Vec<acc>;
-  constexpr acc kNone = -std::numeric_limits<acc>::infinity();
-  V top(kNone);
-  acc tail = kNone;  // the maximum of the tail is separate, because lanes beyond the end read as zero
-  const V cap(softcap), inverse(acc(1) / softcap);
-  for_each_vec<acc>(n, [&](int64_t c, int64_t w) {
-    V v = V::load(z + c, w);
-    if (bias) {
-      v = v + V::load(bias + c, w);
-      v.store(z + c, w);
-    }
-    if (softcap > 0) {
-      v = tanh(v * inverse) * cap;
-      v.store(z + c, w);
-    }
-    if (w == V::size) top = max(top, v);
-    else
-      for (int64_t i = c; i < c + w; ++i) tail = std::max(tail, z[i]);
-  });
-  const acc largest = std::max(top.max(), tail);
-  const V shift(largest == kNone ? acc(0) : largest);
+  if (bias)
+    for_each_vec<acc>(n, [=](int64_t c, int64_t w) { (V::load(z + c, w) + V::load(bias + c, w)).store(z + c, w); });
+  if (softcap > 0) cap_row(z, n, acc(1) / softcap, softcap);
+  const acc largest = largest_of(z, n);
+  const V shift(largest == -std::numeric_limits<acc>::infinity() ? acc(0) : largest);
   V exps(acc(0)), shifted(acc(0));
   for_each_vec<acc>(n, [&](int64_t c, int64_t w) {
     const V v = V::load(z + c, w) - shift;
@@ -339,7 +326,7 @@ std::tuple<Tensor, Tensor> linear_cross_entropy_fwd(const Tensor& x, const Tenso
                                                     const Tensor& target, int64_t ignore_index, double label_smoothing,
                                                     bool smooth_others, double z_loss, double softcap) {
   const Inputs in(x, weight, bias, target,
-                  make_options(ignore_index, label_smoothing, smooth_others, z_loss, softcap, weight.size(0)));
+                  {ignore_index, label_smoothing, smooth_others, z_loss, softcap, weight.size(0)});
   Tensor losses = empty({x.size(0)}, in.wide()), lse = empty({x.size(0)}, in.wide());
   dispatch(x.scalar_type(), "linear_cross_entropy", [&]<typename T>() {
     using acc = acc_t<T>;
@@ -357,7 +344,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_bwd(const Tensor& dlosse
                                                             int64_t ignore_index, double label_smoothing,
                                                             bool smooth_others, double z_loss, double softcap) {
   const Inputs in(x, weight, bias, target,
-                  make_options(ignore_index, label_smoothing, smooth_others, z_loss, softcap, weight.size(0)));
+                  {ignore_index, label_smoothing, smooth_others, z_loss, softcap, weight.size(0)});
   Gradients gradients(in);
   const Tensor of_losses = dlosses.to(in.wide());
   if (x.size(0) > 0)
@@ -378,7 +365,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_fwd_bwd(const Te
                                                                         double label_smoothing, bool smooth_others,
                                                                         double z_loss, bool mean, double softcap) {
   const Inputs in(x, weight, bias, target,
-                  make_options(ignore_index, label_smoothing, smooth_others, z_loss, softcap, weight.size(0)));
+                  {ignore_index, label_smoothing, smooth_others, z_loss, softcap, weight.size(0)});
   Gradients gradients(in);
   Tensor loss = empty({}, in.wide()), losses = empty({x.size(0)}, in.wide()), scale = empty({x.size(0)}, in.wide());
   dispatch(x.scalar_type(), "linear_cross_entropy", [&]<typename T>() {
@@ -399,25 +386,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_fwd_bwd(const Te
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
-  m.def(
-      "linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float "
-      "label_smoothing, "
-      "bool smooth_others, float z_loss, float softcap=0.0) -> (Tensor, Tensor)");
-  m.def(
-      "linear_cross_entropy_bwd(Tensor dlosses, Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor lse, int "
-      "ignore_index, "
-      "float label_smoothing, bool smooth_others, float z_loss, float softcap=0.0) -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "linear_cross_entropy_fwd_bwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float "
-      "label_smoothing, "
-      "bool smooth_others, float z_loss, bool mean, float softcap=0.0) -> (Tensor, Tensor, Tensor, Tensor)");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {
-  m.impl("linear_cross_entropy_fwd", boxed<linear_cross_entropy_fwd>);
-  m.impl("linear_cross_entropy_bwd", boxed<linear_cross_entropy_bwd>);
-  m.impl("linear_cross_entropy_fwd_bwd", boxed<linear_cross_entropy_fwd_bwd>);
-}
+FASTFORMER_OP(linear_cross_entropy_fwd)
+FASTFORMER_OP(linear_cross_entropy_bwd)
+FASTFORMER_OP(linear_cross_entropy_fwd_bwd)
 
 }  // namespace fastformer

@@ -5,8 +5,7 @@
 // it is read in place), and all rows are multiplied by it while it is in the cache. Of a row's logits,
 //
 //   - those above the k-th best that this thread has seen for the row enter a heap of size k. Few do, so most logits
-//   only
-//     cost a comparison per vector. The indices of a thread ascend, so a value equal to the k-th best never enters.
+//     only cost a comparison per vector. A thread's indices ascend, so a value equal to the k-th best never enters.
 //   - with log_probs, the maximum and the sum of exp(z - maximum) are stored per tile
 //
 // At the end, the threads' heaps are merged, and the sums of the tiles are added in order. This takes 2 rows dim
@@ -19,6 +18,7 @@
 #include <vector>
 
 #include "common/dispatch.h"
+#include "common/rows.h"
 #include "common/softcap.h"
 #include "ops/library.h"
 #include "ops/linear.h"
@@ -113,8 +113,7 @@ struct LinearTopK {
   // Rows [first, first + count): values and indices are those of the chunk, (count, k).
   void chunk(int64_t first, int64_t count, acc* values, int64_t* indices) const {
     Buffer<acc> maxima(log_probs ? tiles() * count : 0), sums(log_probs ? tiles() * count : 0);  // (tiles, count)
-    const bool few = count <= kFewRows && stride_dim == 1 && !std::is_same_v<T, double> &&
-                     !(std::is_same_v<T, bfloat16> && use_brgemm());
+    const bool few = count <= kFewRows && reads_unpacked<T>(stride_dim);
     std::vector<Best<acc>> best(num_threads());
     std::atomic<int64_t> workers{0};
     for_each_worker(tiles(), 2 * count * vocab_size * dim >= kSerialFlops, [&](auto next) {
@@ -182,16 +181,8 @@ struct LinearTopK {
 
   // Computes the maximum of n logits and the sum of exp(z - maximum).
   static void sum_up(const acc* z, int64_t n, acc& maximum, acc& sum) {
-    constexpr acc kNone = -std::numeric_limits<acc>::infinity();
-    V top(kNone);
-    acc tail = kNone;  // the maximum of the tail is separate, because lanes beyond the end read as zero
-    for_each_vec<acc>(n, [&](int64_t c, int64_t w) {
-      if (w == V::size) top = max(top, V::load(z + c));
-      else
-        for (int64_t i = c; i < c + w; ++i) tail = std::max(tail, z[i]);
-    });
-    maximum = std::max(top.max(), tail);
-    const V shift(maximum == kNone ? acc(0) : maximum);
+    maximum = largest_of(z, n);
+    const V shift(maximum == -std::numeric_limits<acc>::infinity() ? acc(0) : maximum);
     sum = sum_vecs<acc>(n, [&](int64_t c, int64_t w) { return exp(V::load(z + c, w) - shift).first_lanes(w); }).sum();
   }
 
@@ -224,9 +215,7 @@ struct LinearTopK {
 
 std::tuple<Tensor, Tensor> linear_topk(const Tensor& x_in, const Tensor& weight_in, int64_t k, bool log_probs,
                                        double softcap) {
-  // Rows may have any stride but must not overlap, because oneDNN doesn't support that.
-  const Tensor x = x_in.stride(1) == 1 && x_in.stride(0) >= x_in.size(1) ? x_in : x_in.contiguous();
-  const Tensor weight = weight_in.stride(0) == 1 || weight_in.stride(1) == 1 ? weight_in : weight_in.contiguous();
+  const Tensor x = separate_rows(x_in), weight = strided(weight_in);
   const int64_t rows = x.size(0);
   Tensor values = empty({rows, k}, accumulation_dtype(x.scalar_type()));
   Tensor indices = empty({rows, k}, kLong);
@@ -251,10 +240,6 @@ std::tuple<Tensor, Tensor> linear_topk(const Tensor& x_in, const Tensor& weight_
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
-  m.def("linear_topk(Tensor x, Tensor weight, int k, bool log_probs, float softcap=0.0) -> (Tensor, Tensor)");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) { m.impl("linear_topk", boxed<linear_topk>); }
+FASTFORMER_OP(linear_topk)
 
 }  // namespace fastformer

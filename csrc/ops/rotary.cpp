@@ -63,10 +63,6 @@ Tensor rotary_fwd(const Tensor& x, const Tensor& cos, const Tensor& sin, const O
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
-  m.def("rotary_fwd(Tensor x, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool inverse) -> Tensor");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) { m.impl("rotary_fwd", boxed<rotary_fwd>); }
+FASTFORMER_OP(rotary_fwd)
 
 }  // namespace fastformer

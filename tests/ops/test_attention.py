@@ -255,10 +255,10 @@ def test_the_ops_themselves_take_windows_of_all_sizes() -> None:
     skip_without("cpp", "attention")
     q, k = torch.randn(1, 5, 1, 16), torch.randn(1, 7, 1, 16)
     far, options = 2**63 - 1, (0.0, None)
-    expected = torch.ops.fastformer_cpp.attention_fwd(q, k, k, None, None, 0.25, None, None, *options)
-    found = torch.ops.fastformer_cpp.attention_fwd(q, k, k, None, None, 0.25, far, far, *options)
+    expected = torch.ops.fastformer_cpp.attention_fwd(q, k, k, None, None, 0.25, None, None, *options, 0.0)
+    found = torch.ops.fastformer_cpp.attention_fwd(q, k, k, None, None, 0.25, far, far, *options, 0.0)
     gradients = [
-        torch.ops.fastformer_cpp.attention_bwd(q, q, k, k, *found, None, None, 0.25, side, side, *options, False)
+        torch.ops.fastformer_cpp.attention_bwd(q, q, k, k, *found, None, None, 0.25, side, side, *options, False, 0.0)
         for side in (far, None)
     ]
     for a, b in zip((*found, *gradients[0]), (*expected, *gradients[1]), strict=True):

@@ -41,8 +41,8 @@ def _attention(
     query, key = (len(seqlens), 150, 4, 32), (len(seqlens), 170, num_kv_heads, 32)
     q, k, v, dout = _heads(dtype, query, key, key, query)
     options = (torch.tensor(seqlens, dtype=torch.int32), 0.2, *window, dropout_p, SEED)
-    out, lse = CPP.attention_fwd(q, k, v, mask, *options)
-    return out, lse, *CPP.attention_bwd(dout, q, k, v, out, lse, mask, *options, mask is not None)
+    out, lse = CPP.attention_fwd(q, k, v, mask, *options, 0.0)
+    return out, lse, *CPP.attention_bwd(dout, q, k, v, out, lse, mask, *options, mask is not None, 0.0)
 
 
 def _shared_mask(dtype: torch.dtype, mask: tuple[int, ...], seqlens: tuple[int, ...], num_kv_heads: int) -> tuple:
@@ -53,7 +53,7 @@ def _shared_mask(dtype: torch.dtype, mask: tuple[int, ...], seqlens: tuple[int, 
 def _varlen(dtype: torch.dtype) -> tuple[Tensor, ...]:
     q, k, v, dout = _heads(dtype, (300, 4, 32), (310, 2, 32), (310, 2, 32), (300, 4, 32))
     cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32) for cu in ((0, 10, 200, 290), (0, 150, 300, 300)))
-    options = (cu_q, cu_k, 190, 150, 0.2, None, 0, 0.1, SEED)
+    options = (cu_q, cu_k, 190, 150, 0.2, None, 0, 0.1, SEED, 0.0)
     out, lse = CPP.varlen_attention_fwd(q, k, v, *options)
     return out, lse, *CPP.varlen_attention_bwd(dout, q, k, v, out, lse, *options)
 
@@ -63,7 +63,7 @@ def _decode(dtype: torch.dtype, seqlen_q: int, table: bool = False, rows: int = 
     q, k, v, k_cache, v_cache = _heads(dtype, (rows, seqlen_q, 4, 64), new, new, cache, cache)
     lengths = torch.tensor([400, 11, 300] * (rows // 3), dtype=torch.int32)
     slots = torch.randperm(rows * 440, dtype=torch.int32).view(rows, 440) if table else None
-    out = CPP.decode_attention(q, k_cache, v_cache, lengths, k, v, None, slots, 0.2, True, 350)
+    out = CPP.decode_attention(q, k_cache, v_cache, lengths, k, v, None, slots, 0.2, True, 350, 0.0)
     return out, k_cache, v_cache
 
 
@@ -93,15 +93,15 @@ def _linear_cross_entropy(dtype: torch.dtype) -> tuple[Tensor, ...]:
     x, weight, bias = _heads(dtype, (600, 48), (3000, 48), (3000,))
     target = torch.randint(3000, (600,)).masked_fill_(torch.rand(600) < 0.2, -100)
     options = (-100, 0.1, False, 0.01)
-    losses, lse = CPP.linear_cross_entropy_fwd(x, weight, bias, target, *options)
-    gradients = CPP.linear_cross_entropy_bwd(torch.randn(600), x, weight, bias, target, lse, *options)
-    return losses, lse, *gradients, *CPP.linear_cross_entropy_fwd_bwd(x, weight, bias, target, *options, True)
+    losses, lse = CPP.linear_cross_entropy_fwd(x, weight, bias, target, *options, 0.0)
+    gradients = CPP.linear_cross_entropy_bwd(torch.randn(600), x, weight, bias, target, lse, *options, 0.0)
+    return losses, lse, *gradients, *CPP.linear_cross_entropy_fwd_bwd(x, weight, bias, target, *options, True, 0.0)
 
 
 def _linear_topk(dtype: torch.dtype, rows: int) -> tuple[Tensor, ...]:
     x, weight = _heads(dtype, (rows, 48), (7000, 48))
-    integers = CPP.linear_topk(x.round(), weight.round(), 20, True)  # many ties
-    return *CPP.linear_topk(x, weight, 8, True), *CPP.linear_topk(x, weight, 1, False), *integers
+    integers = CPP.linear_topk(x.round(), weight.round(), 20, True, 0.0)  # many ties
+    return *CPP.linear_topk(x, weight, 8, True, 0.0), *CPP.linear_topk(x, weight, 1, False, 0.0), *integers
 
 
 def _rotary(dtype: torch.dtype, interleaved: bool) -> tuple[Tensor, ...]:
