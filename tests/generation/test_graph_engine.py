@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from fastformer.cache import KVCache
+from fastformer.cache.block_pool import CacheFullError
+from fastformer.cache.fixed_shape import FixedShapeCache
 from fastformer.generation import GenerateOutput, GenerationConfig, generate
 from fastformer.generation import requests as requests_module
 from fastformer.generation import scheduler as scheduler_module
@@ -420,6 +422,26 @@ def test_beams_continue_after_steps_with_other_requests(words, model, watched, m
     assert tokens_of([found]) == tokens_of([expected])
     assert found.results[0].score == pytest.approx(expected.results[0].score, abs=1e-4)
     assert watched.single == 0  # the device goes on with the scores that the host knows
+
+
+def test_a_run_has_the_steps_that_there_is_memory_for(gpt, watched, monkeypatch) -> None:
+    monkeypatch.setattr(requests_module, "_EXPECTED", 2)  # more requests are admitted than have memory to the end
+    engine, plain = GraphEngine(gpt), RecomputeEngine(gpt)
+    options: dict[str, Any] = {"max_new_tokens": 90, "min_new_tokens": 90}
+    found, due = (asked(gpt, own, ids(1, 5, 9, 13, vocab=VOCAB), **options) for own in (engine, plain))
+    refused, reserve = Mock(), FixedShapeCache.reserve_run
+
+    def watched_reserve(self: FixedShapeCache, *args: Any) -> None:
+        try:
+            reserve(self, *args)
+        except CacheFullError:
+            refused(args[0])
+            raise
+
+    monkeypatch.setattr(FixedShapeCache, "reserve_run", watched_reserve)
+    run(Scheduler(engine, max_rows=64, max_bytes=engine.token_bytes * 250), found)
+    assert tokens_of(found) == served(plain, due)
+    assert refused.call_args_list and watched.single == 0
 
 
 def test_log_probabilities_are_available_on_request(model) -> None:

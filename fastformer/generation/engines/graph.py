@@ -223,14 +223,10 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         captured = self._captured_of(Shape.of(cache, len(searches), int(lengths.max()) + num_steps, *needs))
         search = captured.search
         assert search is not None
-        while True:
-            try:
-                captured.cache.reserve_run(num_steps, last)
-                break
-            except CacheFullError:
-                if num_steps == 1:
-                    return 0
-                num_steps //= 2
+        try:
+            captured.cache.reserve_run(num_steps, last)
+        except CacheFullError:
+            return self._run_captured(searches, tokens, log_probs, num_steps // 2) if num_steps > 1 else 0
         if self._loaded != (captured, searches):
             search.load(tokens, searches, said)
         self._loaded = None  # until nothing can fail any more
