@@ -10,6 +10,7 @@ of the first token includes the encoder, or the prompt.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from pathlib import Path
@@ -57,8 +58,7 @@ class Clock(Streamer):
 
     def per_token(self, began: float) -> list[float]:
         """Returns the seconds of each token, the first from the beginning of the call."""
-        ends = self.times[1:]
-        return [end - start for start, end in zip([began, *ends[:-1]], ends, strict=True)]
+        return [end - start for start, end in itertools.pairwise([began, *self.times[1:]])]
 
 
 def token_times(model: Model, source: list[int], tokens: int, line: Line, *, may_end: bool = False) -> list[float]:

@@ -79,10 +79,14 @@ def key_value(text: str) -> tuple[str, str]:
 
 def has_values(shape: Shape, wanted: Iterable[tuple[str, str]]) -> bool:
     """Returns whether a shape has the wanted values; if a name has several wanted values, any of them."""
-    values: dict[str, set[str]] = {}
-    for name, value in wanted:
-        values.setdefault(name, set()).add(value)
-    return all(str(shape.get(name)) in each for name, each in values.items())
+    return all(str(shape.get(name)) in each for name, each in _by_name(wanted).items())
+
+
+def _by_name(pairs: Iterable[tuple[str, Any]]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for name, value in pairs:
+        found.setdefault(name, set()).add(str(value))
+    return found
 
 
 def nothing_fits(known: dict[str, Benchmark], options: argparse.Namespace, chosen: Sequence[Case]) -> str | None:
@@ -98,10 +102,7 @@ def nothing_fits(known: dict[str, Benchmark], options: argparse.Namespace, chose
     if chosen:
         return None
     shapes = [shape for benchmark in asked for shape in benchmark.shapes.get(options.device, [])]
-    values: dict[str, set[str]] = {}
-    for shape in shapes:
-        for name, value in shape.items():
-            values.setdefault(name, set()).add(str(value))
+    values = _by_name(pair for shape in shapes for pair in shape.items())
     of_shape = ", ".join(f"{name}={'|'.join(sorted(each))}" for name, each in values.items())
     return (
         f"no case on {options.device} fits all of that. {', '.join(benchmark.name for benchmark in asked)} have "

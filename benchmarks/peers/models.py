@@ -41,12 +41,6 @@ class Work:
     orders: dict[str, list[Batch]] = field(default_factory=dict)
     order: str | None = None
 
-    @property
-    def batches(self) -> list[Batch]:
-        """Returns the batches in the requested order."""
-        assert self.order is not None
-        return self.orders[self.order]
-
     def through(self, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Runs a forward pass with a function that computes the states (batch, seqlen, d_model) of ids and mask.
 
@@ -56,8 +50,8 @@ class Work:
         if not self.orders:
             ids, mask = self.inputs
             return run(ids, mask)[self.keep]
-        rows = [means(run(ids, mask).float(), mask) for ids, mask in self.batches]
-        return torch.cat(rows)
+        assert self.order is not None
+        return torch.cat([means(run(ids, mask).float(), mask) for ids, mask in self.orders[self.order]])
 
     def step(self, model: nn.Module) -> Tensor:
         """Returns the outputs at real tokens; or the loss, with gradients in the parameters."""
