@@ -76,18 +76,10 @@ def checked(shape: Shape) -> Shape:
 
 
 def make_lstm_inputs(shape: Shape, device: str) -> Inputs:
-    """Makes x (1, seqlen, width), and parameters of an LSTM, uniform like torch.nn's."""
-    width = shape["width"]
-    parameters = {
-        "input": (4 * width, width),
-        "hidden": (4 * width, width),
-        "bias1": (4 * width,),
-        "bias2": (4 * width,),
-    }
-    bound = width**-0.5
-    inputs = {name: torch.empty(size, device=device).uniform_(-bound, bound) for name, size in parameters.items()}
-    inputs["x"] = torch.randn(1, shape["seqlen"], width, device=device)
-    return {name: tensor.requires_grad_() for name, tensor in inputs.items()}
+    """Makes x (1, seqlen, width), and the parameters of torch.nn's LSTM."""
+    width, names = shape["width"], ("input", "hidden", "bias1", "bias2")
+    inputs: Inputs = dict(zip(names, torch.nn.LSTM(width, width, device=device).parameters(), strict=True))
+    return inputs | {"x": torch.randn(1, shape["seqlen"], width, device=device, requires_grad=True)}
 
 
 def lstm(x: Inputs, shape: Shape) -> Tensor:
