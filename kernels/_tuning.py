@@ -46,6 +46,7 @@ def remembered(choose: Callable[[Any], _Config]) -> Callable[[Any], _Config]:
 
 def forget() -> None:
     """Makes the next call read the file again."""
+    _table.cache_clear()
     measured.cache_clear()
     for clear in _chosen:
         clear()

@@ -63,7 +63,6 @@ def make_processors(
     """
     by_transformers_rules = config.beam_rules == "transformers"
     ignored = 0 if by_transformers_rules else prompt_length
-    own = config.logits_processor
     min_tokens = config.least_tokens(prompt_length) if min_tokens is None else min_tokens
     found: list[Processor] = []
     if config.shortlist and not has_shortlist:
@@ -88,10 +87,15 @@ def make_processors(
         found.append(ForcedToken(config.forced_bos_token_id, 1 if by_transformers_rules else prompt_length))
     if config.forced_eos_token_id is not None:
         found.append(ForcedToken(config.forced_eos_token_id, prompt_length + limit - 1))
-    found += (own,) if callable(own) else own
+    found += _own(config)
     if found and by_transformers_rules and config.num_beams > 1:
         found.insert(1 if isinstance(found[0], Shortlist) else 0, LogProbs())
     return tuple(found)
+
+
+def _own(config: GenerationConfig) -> Sequence[Processor]:
+    given = config.logits_processor
+    return (given,) if callable(given) else given
 
 
 @dataclass(frozen=True)
@@ -266,15 +270,17 @@ class SuppressTokensAt(AtOneLength):
 SEARCH_RULES = (LogProbs, SuppressTokens, MinNewTokens, EndWhereNothingFollows)
 
 
-def does_search(processors: Sequence[Processor], *, keeps_scores: bool) -> bool:
-    """Returns whether a C++ search does the same as these processors, except at the steps of an `AtOneLength`.
+def does_search(config: GenerationConfig, processors: Sequence[Processor]) -> bool:
+    """Returns whether a C++ search does the same as a request's processors, except at the steps of an `AtOneLength`.
 
-    Args:
-        processors: the processors of a request.
-        keeps_scores: see `Request`. The engine normalises the tokens that are allowed to log-probabilities.
+    The engine normalises the tokens that are allowed to log-probabilities.
     """
+    if any(isinstance(one, SEARCH_RULES) for one in _own(config)):  # the search knows only those of the config
+        return False
     masks = any(isinstance(one, SuppressTokens | MinNewTokens) for one in processors)
-    return not (keeps_scores and masks) and all(isinstance(one, (*SEARCH_RULES, AtOneLength)) for one in processors)
+    return not (config.keeps_scores and masks) and all(
+        isinstance(one, (*SEARCH_RULES, AtOneLength)) for one in processors
+    )
 
 
 def make_stop(

@@ -220,12 +220,11 @@ class RequestBuilder:
         processors = make_processors(
             config, self.ids.eos, len(begin), limit, min_tokens=checked.least, has_shortlist=self._has_shortlist
         )
-        search_does = does_search(processors, keeps_scores=config.keeps_scores)
         return kind(
             prompt,
             self._search_maker(checked, begin, place, sample, is_native=self._is_native and window is None),
             processors=processors,
-            search_suffices=self._leaves_words and search_does,
+            search_suffices=self._leaves_words and does_search(config, processors),
             keeps_scores=config.keeps_scores,
             log_probs=self.log_probs,
             max_time=config.max_time,

@@ -309,6 +309,18 @@ def test_scores_may_be_any_numbers(kind, engine, model) -> None:
         assert torch.equal(found.sequences, due.sequences) and torch.equal(found.scores, due.scores)
 
 
+@pytest.mark.parametrize("make", [lambda word: SuppressTokens([word]), lambda word: MinNewTokens(4, 1, (word,))])
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("engine", [CPP])
+def test_the_callers_own_rules_count_as_the_configs_do(engine, beams, make, model) -> None:
+    options = {"engine": engine, "max_new_tokens": 6, "num_beams": beams}
+    (plain,) = generate(model, [[5, 6, 7]], **options).tolist()
+    rule = make(plain[1])
+    (found,) = generate(model, [[5, 6, 7]], logits_processor=rule, **options).tolist()
+    (due,) = generate(model, [[5, 6, 7]], logits_processor=lambda *given: rule(*given), **options).tolist()
+    assert found == due != plain
+
+
 def test_requests_with_equal_options_are_processed_together(calls_of) -> None:
     # Of three that do, with one between them that only draws, and one that asks for something else.
     calls = calls_of(MinNewTokens, "__call__")

@@ -18,15 +18,9 @@ CALL = (90, "bf16")
 @pytest.fixture(autouse=True)
 def _own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FASTFORMER_TUNING_FILE", str(tmp_path / "tuning.json"))
-    forget()
+    _tuning.forget()
     yield
-    forget()
-
-
-def forget() -> None:
-    """Behaves as a new process would."""
-    _tuning._table.cache_clear()
-    _tuning.measured.cache_clear()
+    _tuning.forget()
 
 
 def test_failing_configurations_are_skipped() -> None:
@@ -40,7 +34,7 @@ def test_failing_configurations_are_skipped() -> None:
     assert timed == [(4.0, (4,)), (5.0, (5,))]
     assert list(failed) == ["(1,)", "(2,)", "(3,)"]
     assert "PTXASError" in failed["(1,)"] and "a pass" in failed["(3,)"]
-    forget()
+    _tuning.forget()
     assert _tuning.measured("k", CALL) == (4,)
 
 
@@ -51,7 +45,7 @@ def test_an_interruption_keeps_the_results_so_far() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         _tuning.tune("k", CALL, [(5,), (3,), (4,), (1,)], run, lambda f: float(f.args[0][0]))
-    forget()
+    _tuning.forget()
     assert _tuning.measured("k", CALL) == (3,)
 
 
