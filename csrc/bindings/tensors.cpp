@@ -1,5 +1,5 @@
 // Inspects the arguments of every call for fastformer/ops/_dispatch.py and kernels/_plans.py, and the tensors of a
-// model for nn/model_guards.py and prepack.py. Each function also has a version in Python, which takes as long for six
+// model for nn/guards.py and prepack.py. Each function also has a version in Python, which takes as long for six
 // tensors as a kernel launch. Tensors are read through DLPack's function table and their attributes, without PyTorch's
 // C++.
 
@@ -192,7 +192,7 @@ Object device_of(PyObject* args, PyObject* tensor_indices) {
   return found(seen == torch.cuda_keys ? torch.cuda : torch.cpu, requires_grad);
 }
 
-// Implements `model_guards.layout_of`: returns the identity, address and memory layout of the tensors, or None if
+// Implements `guards.layout_of`: returns the identity, address and memory layout of the tensors, or None if
 // DLPack can't describe one of them.
 Object tensor_layout(PyObject* tensors) {
   if (!PyList_Check(tensors)) throw python::Unexpected{"a list"};

@@ -35,7 +35,7 @@ Object device_of(PyObject* args, PyObject* places) {
     auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(PyTuple_GET_ITEM(args, i)));
     PyTuple_SET_ITEM(kinds.get(), i, Object::borrowed(type).release());
   }
-  // PyDict_GetItem would skip `Places.__missing__`, which handles new kinds.
+  // PyDict_GetItem would skip `TensorIndices.__missing__`, which handles new kinds.
   const Object where(python::sure(PyObject_GetItem(places, kinds.get())));
   const auto found = [](PyObject* device, bool requires_grad) {
     return Object(python::sure(PyTuple_Pack(2, device, requires_grad ? Py_True : Py_False)));
