@@ -283,9 +283,9 @@ def plan_attention_fwd(
     drops = problem.dropout[0] is not None
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, seqlens_k: Tensor | None, *options: Any
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, seqlens_k: Tensor | None, _scale: float,
+        _left: int | None, _right: int | None, _p: float, dropout_seed: Tensor | None, *_: object,
     ) -> Any:  # fmt: skip
-        _scale, _left, _right, _p, dropout_seed, *_ = options
         seed = contiguous(dropout_seed) if drops else None
         return forward(q, k, v, attn_mask, None, contiguous(seqlens_k), seed)
 
@@ -299,19 +299,21 @@ def attention_fwd(*args: Any) -> tuple[Tensor, Tensor]:
 
 def plan_attention_bwd(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, attn_mask: Tensor | None,
-    seqlens_k: Tensor | None, *options: Any,
+    seqlens_k: Tensor | None, softmax_scale: float, window_left: int | None, window_right: int | None,
+    dropout_p: float, dropout_seed: Tensor | None, needs_mask_grad: bool, softcap: float = 0.0,
 ) -> Plan:  # fmt: skip
-    """Plans `attention_bwd` for calls of this geometry. The options are the schema's, from softmax_scale on."""
-    *options_of_scores, needs_mask_grad = options[:6]
-    problem = describe_dense(q, k, seqlens_k, *options_of_scores, *options[6:])
+    """Plans `attention_bwd` for calls of this geometry."""
+    problem = describe_dense(
+        q, k, seqlens_k, softmax_scale, window_left, window_right, dropout_p, dropout_seed, softcap
+    )
     backward = plan_backward(dout, q, k, v, out, lse, attn_mask, problem, needs_mask_grad)
     drops = problem.dropout[0] is not None
 
     def run(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, attn_mask: Tensor | None,
-        seqlens_k: Tensor | None, *options: Any,
+        seqlens_k: Tensor | None, _scale: float, _left: int | None, _right: int | None, _p: float,
+        dropout_seed: Tensor | None, *_: object,
     ) -> Any:  # fmt: skip
-        _scale, _left, _right, _p, dropout_seed, *_ = options
         seed = contiguous(dropout_seed) if drops else None
         return backward(dout, q, k, v, out, lse, attn_mask, None, contiguous(seqlens_k), seed)
 
@@ -331,8 +333,10 @@ def plan_varlen_attention_fwd(
     forward = plan_forward(q, k, v, None, problem)
     drops = problem.dropout[0] is not None
 
-    def run(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *options: Any) -> Any:
-        _max_q, _max_k, _scale, _left, _right, _p, dropout_seed, *_ = options
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, _max_q: int, _max_k: int,
+        _scale: float, _left: int | None, _right: int | None, _p: float, dropout_seed: Tensor | None, *_: object,
+    ) -> Any:  # fmt: skip
         seed = contiguous(dropout_seed) if drops else None
         return forward(q, k, v, None, contiguous(cu_seqlens_q), contiguous(cu_seqlens_k), seed)
 
@@ -355,9 +359,9 @@ def plan_varlen_attention_bwd(
 
     def run(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor, *options: Any,
+        cu_seqlens_k: Tensor, _max_q: int, _max_k: int, _scale: float, _left: int | None, _right: int | None,
+        _p: float, dropout_seed: Tensor | None, *_: object,
     ) -> Any:  # fmt: skip
-        _max_q, _max_k, _scale, _left, _right, _p, dropout_seed, *_ = options
         seed = contiguous(dropout_seed) if drops else None
         return backward(dout, q, k, v, out, lse, None, contiguous(cu_seqlens_q), contiguous(cu_seqlens_k), seed)[:3]
 

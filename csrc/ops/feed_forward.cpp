@@ -177,9 +177,12 @@ Gradients backward(const Tensor& dout, const Tensor& x, const Tensor& weight1, b
   });
   Tensor dx = empty(x.sizes(), x.scalar_type());
   multiply<T>(dpre, Right<T>::as_is(strided1, rows), nullptr, dx.mutable_data_ptr<T>());
-  const Tensor none = empty({0}, x.scalar_type());
-  return {dx, gradient_like<T>(weight1, dpre, x), has_bias1 ? column_sums<T>(dpre) : none,
-          gradient_like<T>(weight2, dout, hidden_rows), has_bias2 ? column_sums<T>(dout) : none};
+  // A missing bias has an empty gradient; no two results of an op may share memory.
+  const auto sums = [&](bool exists, const Tensor& d) {
+    return exists ? column_sums<T>(d) : empty({0}, x.scalar_type());
+  };
+  return {dx, gradient_like<T>(weight1, dpre, x), sums(has_bias1, dpre), gradient_like<T>(weight2, dout, hidden_rows),
+          sums(has_bias2, dout)};
 }
 
 Tensor as_rows(const Tensor& t) { return t.flattened(1).contiguous(); }

@@ -292,7 +292,7 @@ class GenerationConfig:
         Raises:
             ValueError: the options ask for another engine or another precision.
         """
-        all_alike = f"with which this {type(owner).__name__} decodes all requests"
+        all_alike = f"with which this {type(owner).__name__} was made and decodes all requests"
         if self.precision not in (None, precision):
             own = "the model's own precision" if precision is None else f"precision {precision!r}"
             raise ValueError(f"expected {own}, {all_alike}, got {self.precision!r}")

@@ -63,7 +63,6 @@ class Encoder(Stack):
         return is_patched(self) and not any(asked) and self.may_leave_out()
 
 
-# Arguments of a stack that don't decide whether its tokens can be packed.
 # Arguments that don't change what a layer computes here, or are among what it reads.
 _HARMLESS_TO_LAYERS = frozenset(
     {
@@ -71,6 +70,7 @@ _HARMLESS_TO_LAYERS = frozenset(
         *CACHE_NAMES,
     }
 )
+# Arguments of a stack that don't decide whether its tokens can be packed.
 _HARMLESS = frozenset(
     {
         *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "cache_position"),

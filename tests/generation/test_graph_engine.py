@@ -355,6 +355,11 @@ def test_the_next_engine_of_a_model_finds_the_graphs(model, watched, monkeypatch
     found = [generate(own, inputs, engine="graph", num_beams=2, max_new_tokens=10) for _ in range(3)]
     before = watched.captures
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]) and watched.captures == watched.warm_ups
+    idle = GraphEngine(own)  # leaves the graphs to others, since it opens no batch
+    generate(own, inputs, engine="graph", num_beams=2, max_new_tokens=10)
+    del idle
+    generate(own, inputs, engine="graph", num_beams=2, max_new_tokens=10)
+    assert watched.captures == before
     generate(own, inputs[:2], engine="graph", num_beams=2, max_new_tokens=10)
     assert watched.captures == before + 1  # for fewer groups
     busy = GraphEngine(own)

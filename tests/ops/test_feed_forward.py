@@ -89,6 +89,13 @@ def test_biases_are_optional(bias1: bool, bias2: bool, activation: str, backend:
     compare(make_inputs((9, 24), 40, activation, device, bias1=bias1, bias2=bias2), activation=activation)
 
 
+def test_results_share_no_memory_without_biases(backend: str, device: str) -> None:
+    x, weight1, weight2 = (torch.randn(shape, device=device) for shape in ((3, 8), (16, 8), (8, 16)))
+    _, saved = OP.feed_forward_fwd(x, weight1, None, weight2, None, "gelu", 0.0, None, True)
+    args = (x, x, weight1, None, weight2, saved, "gelu", 0.0, None, False)
+    torch.library.opcheck(OP.feed_forward_bwd.default, args, test_utils="test_schema")
+
+
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
 @pytest.mark.parametrize(
     "shape, hidden_dim, out_dim",

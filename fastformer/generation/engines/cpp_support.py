@@ -8,7 +8,7 @@ patches.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from types import NoneType
 from typing import Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
@@ -217,7 +217,7 @@ def _full_name(kind: type) -> str:
     return f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
 
 
-@cache
+@lru_cache(maxsize=8)
 def _made(kind: Kind, config: tuple[tuple[str, Any], ...]) -> nn.Module:
     """Returns the model that a config makes, on "meta": its tensors use no memory and draw no random numbers."""
     with torch.inference_mode(False), Undrawn():  # to draw on "meta" would import a compiler, which takes a second

@@ -106,11 +106,7 @@ class GraphEngine(KVCacheEngine):
     def __init__(self, model: Model, precision: str | None = None) -> None:
         super().__init__(model, precision)
         self._state = _Kept(self._empty, Graphs(self.device))
-        if self.device.type in _KEPT_ON and isinstance(self.model, nn.Module):
-            kept = _kept.pop(self.model, None)
-            if kept is not None and kept.cache.k.device == self._empty.k.device:
-                self._state = kept
-            weakref.finalize(self, _keep, weakref.ref(self.model), self._state).atexit = False
+        self._keeper: weakref.finalize[..., GraphEngine] | None = None
 
     @classmethod
     def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
@@ -131,6 +127,13 @@ class GraphEngine(KVCacheEngine):
         return True
 
     def open(self, max_rows: int, num_tokens: int) -> GraphBatch:
+        # Not earlier: an engine without a batch leaves the model's state to others.
+        if self._keeper is None and self.device.type in _KEPT_ON and isinstance(self.model, nn.Module):
+            kept = _kept.pop(self.model, None)
+            if kept is not None and kept.cache.k.device == self._empty.k.device:
+                self._state = kept
+            self._keeper = weakref.finalize(self, _keep, weakref.ref(self.model), self._state)
+            self._keeper.atexit = False
         state, wanted = self._state, (max_rows, num_tokens)
         if state.is_current(self.model) and all(new <= old for new, old in zip(wanted, state.room, strict=True)):
             state.cache.reset()
@@ -160,8 +163,13 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
     def prefill(self, prompts: Sequence[Prompt]) -> None:
         state = self._state
         if not self._cache.num_groups and state.guards is not None and not state.is_current(self.model):
+            self._loaded = None
             state.forget()
         super().prefill(prompts)
+
+    def free(self, groups: Sequence[int]) -> None:
+        self._loaded = None  # it would keep the searches alive
+        super().free(groups)
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
@@ -245,15 +253,17 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
             RuntimeError: the host's searches chose other tokens than the device's.
         """
         for ids, values, parents, tokens in zip(*(part.tolist() for part in record), strict=True):
-            for place, search in enumerate(searches):
-                if search.handle.is_done:
-                    continue
-                first = place * beams
+            going = [(place * beams, search) for place, search in enumerate(searches) if not search.handle.is_done]
+            here: list[int] = []  # the slots of the rows that go on
+            for first, search in going:
                 kept = search.handle.advance(ids, values, first)
-                slots = slice(first, first + len(kept))
-                said = [] if search.handle.is_done else last_tokens([search])
-                if ([first + parent for parent in kept], said) != (parents[slots], tokens[slots]):
-                    raise RuntimeError(f"expected group {place} to go on from {kept} with {said} on the device too")
+                slots = range(first, first + len(kept))
+                if [first + parent for parent in kept] != parents[first : slots.stop]:
+                    raise RuntimeError(f"expected group {first // beams} to go on from {kept} on the device too")
+                here += slots
+            said = last_tokens([search for _, search in going if not search.handle.is_done])
+            if said != [tokens[slot] for slot in here]:
+                raise RuntimeError(f"expected the tokens {said} on the device too")
 
     def _captured_of(self, shape: Shape) -> CapturedStep:
         if self._number != self._state.num_batches:
