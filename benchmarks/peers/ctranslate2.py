@@ -71,8 +71,6 @@ def convert(model: Transformer, folder: Path) -> None:
     Raises:
         Missing: CTranslate2 lacks an option, or this function doesn't map it.
     """
-    from ctranslate2.specs import TransformerSpec, common_spec
-
     config = model.config
     unmapped = {
         "norm": config.norm != "layer",
@@ -90,6 +88,8 @@ def convert(model: Transformer, folder: Path) -> None:
     }
     if any(unmapped.values()):
         raise Missing(f"its conversion has no {', '.join(name for name, is_so in unmapped.items() if is_so)} like this")
+    from ctranslate2.specs import TransformerSpec, common_spec  # refusals need no CTranslate2
+
     spec = TransformerSpec.from_config(
         (config.num_encoder_layers, config.num_decoder_layers),
         config.num_heads,

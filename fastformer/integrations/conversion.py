@@ -146,12 +146,13 @@ def to_huggingface(model: Transformer | GPT | BERT) -> PreTrainedModel:
     Args:
         model: a `GPT` becomes the first decoder in the list of `from_huggingface` that has its options, a `BERT` the
             first encoder, or its ForSequenceClassification if it has a head. A `Transformer` has to have full
-            attention, and LayerNorm of eps 1e-5. With positions "halves" it becomes a MarianMTModel, or if it is
+            attention. With positions "relative" it becomes a T5ForConditionalGeneration, for which it has to be
+            pre-norm, with norm "rms", no biases and no scale_embedding. With other positions it has to have biases, no
+            scale_output, and LayerNorm of eps 1e-5. With positions "halves" it becomes a MarianMTModel, or if it is
             pre-norm a PegasusForConditionalGeneration. With positions "concatenated", which begin after PAD's id
             (`first_position`), and pre-norm it becomes an M2M100ForConditionalGeneration. With positions "learned" and
             `embedding_norm` it becomes a BartForConditionalGeneration, or if it is pre-norm an
-            MBartForConditionalGeneration. With positions "relative" it becomes a T5ForConditionalGeneration, for which
-            it has to be pre-norm, with norm "rms", no biases and no scale_embedding.
+            MBartForConditionalGeneration.
 
     Raises:
         ImportError: transformers is not installed.

@@ -296,6 +296,8 @@ def test_changed_models_are_refused(name, damage, named) -> None:
         ("halves", {"window_size": 3}, "window_size=None.* 3"),
         ("halves", {"num_kv_heads": 1}, "key heads.* 1"),
         ("halves", {"head_dim": 6}, "head_dim=None.* 6"),
+        ("halves", {"bias": False}, r"\bbias=True.* False"),
+        ("learned", {"scale_output": True}, "scale_output=False.* True"),
         ("halves", {"activation": "swiglu"}, "activation .*'swiglu'"),
         ("concatenated", {"norm_first": True, "first_position": 2}, "M2M100.*first_position=1.* 2"),
         ("concatenated", {"norm_first": True, "first_position": 1, "output_bias": True}, "M2M100.*output_bias"),

@@ -43,6 +43,15 @@ from fastformer.ops.embedding import sinusoidal_positions
 from fastformer.special_ids import SpecialIds
 
 _EPS = 1e-5  # of the norms; the settings don't contain it
+# The options of `TransformerConfig` that all these families have.
+_OPTIONS: dict[str, Any] = {
+    "norm": "layer",
+    "layer_norm_eps": _EPS,
+    "bias": True,
+    "scale_output": False,
+    "window_size": None,
+    "head_dim": None,
+}
 _NEVER = -30_000.0  # a bias that no logit outweighs, and that fp16 can represent
 
 
@@ -159,8 +168,7 @@ def bart_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str,
     """
     config, ids = model.config, model.config.special_ids
     kind, form = _form(config)
-    wanted = {"norm": "layer", "layer_norm_eps": _EPS, "window_size": None, "head_dim": None}
-    check_options(config, wanted, form.name, one_vocabulary=kind != "marian")
+    check_options(config, _OPTIONS, form.name, one_vocabulary=kind != "marian")
     if config.activation not in THEIR_ACTIVATIONS:
         raise ValueError(
             f"expected a {form.name}, with an activation in {(*THEIR_ACTIVATIONS,)}, got {config.activation!r}"
