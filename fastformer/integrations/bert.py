@@ -19,7 +19,6 @@ from fastformer.nn.guards import is_written_as_known
 register(bert)
 register_parts(bert.BertPooler, bert.BertOnlyNSPHead, bert.BertOnlyMLMHead, bert.BertPreTrainingHeads)
 register_parts(bert.BertLMPredictionHead, bert.BertPredictionHeadTransform)
-_CHUNK = bert.BertLayer.feed_forward_chunk
 
 # Arguments of a forward that don't change what it computes here.
 _HARMLESS = frozenset({"position_ids", "cache_position", "return_dict", "num_items_in_batch"})
@@ -93,9 +92,8 @@ class BertLayer(bert.BertLayer):
     def feed_forward_chunk(self, attention_output: Tensor) -> Tensor:
         """Computes the feed-forward network with its residual and norm."""
         inner, outer = self.intermediate, self.output
-        if bert.BertLayer.feed_forward_chunk is not _CHUNK:
-            return super().feed_forward_chunk(attention_output)
-        if is_known(inner, bert.BertIntermediate) and is_known(outer, BertOutput, bert.BertOutput):
+        is_original = is_written_as_known(BertLayer)
+        if is_original and is_known(inner, bert.BertIntermediate) and is_known(outer, BertOutput, bert.BertOutput):
             out = fused_feed_forward(attention_output, inner.dense, inner.intermediate_act_fn, outer.dense)
             if out is not None:
                 return _output(outer, out, attention_output)
@@ -117,7 +115,6 @@ class BertEncoder(PackingStack, bert.BertEncoder):
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         if not (
             nothing_else(args, kwargs, _HARMLESS)
-            and bert.BertLayer.feed_forward_chunk is _CHUNK
             and (_Attention is not bert.BertSelfAttention or self.config._attn_implementation == "sdpa")
             and self.may_leave_out()
             and _starts_real(attention_mask)

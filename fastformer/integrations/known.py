@@ -22,9 +22,11 @@ from transformers.utils import generic
 
 from fastformer.nn.guards import (
     ATTENTIONS,
+    BLOCKS,
     FORWARDS,
     PLAIN_CALLS,
     has_plain_call,
+    if_written_in,
     is_called_plainly,
     is_its_own,
     is_traced,
@@ -56,7 +58,8 @@ def major_of(version: str) -> int:
 
 # Before 5, layers have a __call__ of their own, for checkpoints; stacks ask for checkpoints themselves. The containers,
 # in which peft keeps adapters, are never called.
-PLAIN_CALLS.update((GradientCheckpointingLayer.__call__, nn.ParameterDict.__call__, nn.ParameterList.__call__))
+_CALLS = (GradientCheckpointingLayer.__call__, nn.ParameterDict.__call__, nn.ParameterList.__call__)
+PLAIN_CALLS.update(if_written_in(_CALLS, transformers, nn))
 # Before 5, a layer returns a tuple.
 RETURNS_TUPLES = major_of(transformers.__version__) < 5
 # The name of the cache among a model's arguments and outputs: "cache" since 5.24, which also accepts the older name.
@@ -67,19 +70,25 @@ CACHE_NAMES = frozenset({CACHE, OLD_CACHE})
 # function was in its place when the module was registered.
 _FUNCTIONS: dict[str, dict[str, object]] = {}
 _LOSSES = frozenset({"CrossEntropyLoss", "BCEWithLogitsLoss", "MSELoss"})
+_BLOCK = "feed_forward_chunk"  # the method that a layer's forward passes to transformers' apply_chunking_to_forward
 
 
 def register(source: ModuleType) -> None:
-    """Remembers the forwards and functions in a module of transformers, so that a replaced one is noticed."""
+    """Remembers the forwards and functions in a module of transformers, so that a replaced one is noticed.
+
+    One that was replaced before is remembered by a later call, once it is transformers' own again.
+    """
+    known = _FUNCTIONS.setdefault(source.__name__, {})
     for kind in vars(source).values():
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)) or kind.forward is nn.Module.forward:
             continue
         if FORWARDS.get(kind) is None:
             # Some decorators of forwards are written in torch.utils.
             FORWARDS[kind] = kind.forward if is_its_own(kind, transformers, nn, torch.utils) else None
+        if _BLOCK in vars(kind) and BLOCKS.setdefault(kind, {}).get(_BLOCK) is None:
+            BLOCKS[kind][_BLOCK] = getattr(kind, _BLOCK) if is_its_own(kind, transformers, method=_BLOCK) else None
     if not source.__name__.startswith("transformers.models."):
         return
-    known = _FUNCTIONS.setdefault(source.__name__, {})
     for name, value in vars(source).items():
         is_asked = (
             isinstance(value, FunctionType) and (value.__module__ or "").split(".")[0] not in sys.stdlib_module_names
@@ -90,9 +99,14 @@ def register(source: ModuleType) -> None:
 
 
 def sources_of(kinds: Iterable[type[nn.Module]]) -> list[tuple[dict[str, Any], dict[str, object]]]:
-    """Returns the variables and the registered functions of the modules of transformers that define some classes."""
-    names = {each.__module__ for kind in kinds for each in kind.__mro__}
-    return [(vars(sys.modules[name]), _FUNCTIONS[name]) for name in sorted(names & _FUNCTIONS.keys())]
+    """Returns the variables and the functions of the registered modules that define some classes.
+
+    The modules are registered again, since a function that was replaced at first sight may be transformers' own now.
+    """
+    names = sorted({each.__module__ for kind in kinds for each in kind.__mro__} & _FUNCTIONS.keys())
+    for name in names:
+        register(sys.modules[name])
+    return [(vars(sys.modules[name]), _FUNCTIONS[name]) for name in names]
 
 
 def replaced_function(sources: Iterable[tuple[dict[str, Any], dict[str, object]]]) -> str | None:

@@ -38,8 +38,8 @@ from fastformer.nn.guards import (
     has_plain_call,
     is_traced,
     is_watched,
-    is_written_as_known,
     is_written_in,
+    replacement,
 )
 
 
@@ -206,8 +206,8 @@ def _first_reason(owner: nn.Module, reading: dict[nn.Module, bool]) -> str | Non
     names = {module: name for name, module in owner.named_modules()}
     for module, may_hold in {owner: True, **reading}.items():
         kind = type(module).__name__
-        if not is_written_as_known(type(module)):
-            return f"the forward of {kind} was replaced"
+        if (replaced := replacement(type(module))) is not None:
+            return f"{replaced.replaced} was replaced"
         if (own := own_function(module)) is not None:
             return f"{names[module] or kind}.{own} is your own function, which may read several positions"
         if module is owner:

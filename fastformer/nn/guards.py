@@ -48,7 +48,6 @@ BLOCKS: dict[type[nn.Module], dict[str, object]] = {
     kind: {name: getattr(kind, name) for name in ("_sa_block", "_mha_block", "_ff_block") if hasattr(kind, name)}
     for kind in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 }
-_CALL = nn.Module.__call__
 # The `__call__` functions of other libraries' classes that are equivalent to it.
 PLAIN_CALLS: set[object] = set()
 # Hooks that only gather a layer's parameters before its forward and shard them again after it; the classes of sharded
@@ -80,7 +79,7 @@ def if_written_in(functions: Iterable[object], *packages: ModuleType) -> tuple[o
 
 
 _FUNCTIONS = if_written_in(_functions(), nn)
-(_MULTI_HEAD_ATTENTION,) = if_written_in([F.multi_head_attention_forward], nn)
+_CALL, _MULTI_HEAD_ATTENTION = if_written_in([nn.Module.__call__, F.multi_head_attention_forward], nn)
 
 
 def is_watched() -> bool:

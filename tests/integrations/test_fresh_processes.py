@@ -122,6 +122,13 @@ calls.clear()
 torch.testing.assert_close(model(ids, attention_mask=mask).logits * mask[..., None], expected, rtol=1e-4, atol=1e-5)
 assert calls == [True, True], calls
 """
+# NUMBER: that of a function that is replaced while the first model of the process is accelerated.
+RESTORED = """
+from pytest import MonkeyPatch
+from tests.integrations import test_padding_changes as changes
+with MonkeyPatch.context() as patch:
+    changes.test_a_replaced_function_of_transformers_may_read_padding(*changes.PATCHES[NUMBER], patch)
+"""
 # WHAT: the loss that is replaced.
 LOSSES = """
 import functools
@@ -203,6 +210,7 @@ ALL = [
 
 
 EARLY = [TORCHS_FUNCTIONS, TRANSFORMERS_FORWARDS, LOSSES.replace("WHAT", "'function'")]
+EARLY += [RESTORED.replace("NUMBER", str(i)) for i in (0, 2, 3)]
 ALL_EARLY = [*EARLY, *(LOSSES.replace("WHAT", repr(what)) for what in ("class", "nothing"))]
 
 
