@@ -63,8 +63,15 @@ def title(row: Row) -> str:
     return " ".join([*(str(row[part]) for part in ("op", "model", "mode", "dtype") if part in row), *sizes])
 
 
+def does_same_work(row: Row) -> bool:
+    """Returns whether all providers of a row's case do the same work: in the suite "scaling" they don't."""
+    return row.get("suite") != "scaling"
+
+
 def against(row: Row) -> tuple[str, float] | None:
     """Returns (a rival, how many times faster fastformer is), if the row has this ratio."""
+    if not does_same_work(row):
+        return None
     if "ours" in row:
         if row["provider"] == "accelerated":
             return f"{row['baseline']}, accelerated", row["speedup"]

@@ -17,7 +17,7 @@ from benchmarks.experiments.experiment import last_run, load
 from benchmarks.measure import record
 from benchmarks.measure.case import SUITES
 from benchmarks.measure.commands import parser_of
-from benchmarks.measure.console import doubt
+from benchmarks.measure.console import does_same_work, doubt
 from benchmarks.publish.charts import charts, name_of
 from benchmarks.publish.latest import RESULTS, Results, Row, case_of, grouped, was_timed
 from benchmarks.publish.style import svg, two_digits
@@ -159,8 +159,7 @@ def _cells(row: Row) -> Iterator[str]:
 
 def slower(results: Results) -> Iterator[tuple[float, Row, Row]]:
     """Yields (ratio, fastformer, rival) for each comparison that fastformer loses, in one format and one run."""
-    # In the suite "scaling", providers do different things.
-    compared = (row for row in results.rows if was_timed(row) and row.get("suite") != "scaling")
+    compared = (row for row in results.rows if was_timed(row) and does_same_work(row))
     for rows in grouped(compared, case_of).values():
         for ours in (row for row in rows if row["provider"] in ("fastformer", "accelerated")):
             for rival in rows:

@@ -52,6 +52,12 @@ def test_stages_are_compared_with_the_plainest_and_never_lose() -> None:
     assert line.split() == ["decoding", "batch=8", "6.00x", "16.00x"]
 
 
+def test_providers_that_do_different_work_are_not_compared() -> None:
+    lengths = [row(name, 0.5) | {"suite": "scaling"} for name in ("fastformer", "fastformer window", "torch.nn.LSTM")]
+    assert summary(lengths) == ""
+    assert summary([*lengths, row("eager", 2.0)]).splitlines()[1].split()[-1] == "eager"
+
+
 def test_a_row_shows_its_share_of_the_roofline() -> None:
     times = {"ms_p50": 2.0, "ms_p20": 1.5, "ms_p80": 3.0, "tflop_s": 0.12, "gb_s": 7.0, "share": 0.42}
     assert "120 GFLOP/s (42%)" in table(row("eager", 1.0, bound="compute", **times))
