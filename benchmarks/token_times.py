@@ -6,18 +6,21 @@
 MODEL is a case of `benchmarks.peers` (base, base-paper, tiny, gpt2) or a run folder of a Transformer. One input is
 decoded greedily, and a clock is read at each token; engines take turns, and the median of the rounds counts. The time
 of the first token includes the encoder, or the prompt.
+
+Each step is a call of the engine, which takes some microseconds. `generate` lets an engine that searches by itself
+("cpp") take many steps in one call.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from benchmarks.cases.models.bench_decoding import ENGINES
 from benchmarks.measure import record
@@ -25,9 +28,11 @@ from benchmarks.measure.commands import parser_of
 from benchmarks.peers.cases import CASES, make_job, make_model
 from benchmarks.peers.job import PRECISIONS, Model
 from benchmarks.publish.charts import draw_token_times
-from fastformer.generation import generate
-from fastformer.generation.config import Precision
-from fastformer.generation.generate import Streamer
+from fastformer.generation.config import GenerationConfig, Precision
+from fastformer.generation.engines.base import Limits
+from fastformer.generation.model_protocols import evaluating
+from fastformer.generation.request_builder import RequestBuilder
+from fastformer.generation.requests import Running
 
 _SOURCE = 32  # tokens of the source, for a run
 _ENGINES = ("recompute", "encode_once", "cross_cache", "kv_cache", "cpp")  # from the plainest to the fastest
@@ -43,26 +48,8 @@ class Line(NamedTuple):
         return self.engine if self.precision is None else f"{self.engine}, {self.precision}"
 
 
-class Clock(Streamer):
-    """A streamer that records the time of each token."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: Tensor) -> None:
-        """Receives first the ids that decoding begins with, then each token."""
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Does nothing."""
-
-    def per_token(self, began: float) -> list[float]:
-        """Returns the seconds of each token, the first from the beginning of the call."""
-        return [end - start for start, end in itertools.pairwise([began, *self.times[1:]])]
-
-
 def token_times(model: Model, source: list[int], tokens: int, line: Line, *, may_end: bool = False) -> list[float]:
-    """Measures the seconds of each new token of one input, (tokens,).
+    """Measures the seconds of each new token of one input, (tokens,), the first from the beginning of the call.
 
     Args:
         model, source: the model and its input.
@@ -70,14 +57,21 @@ def token_times(model: Model, source: list[int], tokens: int, line: Line, *, may
         line: the engine and precision.
         may_end: whether the model might end earlier, which is then prevented.
     """
-    clock = Clock()
     least = tokens if may_end else 0
-    began = time.perf_counter()
-    generate(
-        model, [source], max_new_tokens=tokens, min_new_tokens=least, engine=line.engine, precision=line.precision,
-        streamer=clock,
-    )  # fmt: skip
-    return clock.per_token(began)
+    config = GenerationConfig(max_new_tokens=tokens, min_new_tokens=least, engine=line.engine, precision=line.precision)
+    work, times = Running(), [time.perf_counter()]
+    with evaluating(model), torch.inference_mode():
+        builder = RequestBuilder(model, config, log_probs=False)
+        request = builder.build(builder.check(source))
+        batch = builder.engine.open(1, builder.engine.tokens_needed(request.prompt, 1, tokens))
+        batch.prefill([request.prompt])
+        work.requests.append(request)
+        while not request.is_done:
+            batch.run(work, Limits(work.steps_alone(1), math.inf, 1))
+            times.append(time.perf_counter())
+    if request.error is not None:
+        raise request.error
+    return [end - start for start, end in itertools.pairwise(times)]
 
 
 def lines(engines: list[str] | None, precisions: list[Precision]) -> list[Line]:
@@ -131,7 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
         # Single positions are noisy, so the first and the last eighth are averaged.
         share = max(1, (len(seconds) - 1) // 8)
         first, last = (1e3 * sum(part) / share for part in (seconds[1 : 1 + share], seconds[-share:]))
-        print(f"{line!s:>18}: {first:.2f} ms a token at the start, {last:.2f} ms at the end")
+        print(f"{line!s:>18}: {first:.3g} ms a token at the start, {last:.3g} ms at the end")
         row = {
             "suite": "decoding",
             "op": "token_times",

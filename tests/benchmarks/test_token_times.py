@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from benchmarks import token_times as token_times_module
 from benchmarks.cases.models.bench_decoding import ENGINES
-from benchmarks.token_times import lines, main
+from benchmarks.peers.cases import make_model
+from benchmarks.token_times import Line, lines, main, token_times
+from fastformer.generation.requests import Running
 from tests.benchmarks.running import checked_rows
 
 
@@ -20,6 +24,17 @@ def test_lines() -> None:
     assert [line.engine for line in drawn if line.engine != "cpp"] == ["recompute", "cross_cache", "kv_cache"]
     if "cpp" in ENGINES:
         assert {line.precision for line in drawn if line.engine == "cpp"} == {"fp32", "int8"}
+
+
+@pytest.mark.parametrize("engine", [name for name in ENGINES if name in ("kv_cache", "cpp", "recompute")])
+def test_each_token_is_timed_by_itself(engine, monkeypatch) -> None:
+    steps = mock.Mock()  # take_steps is called for an engine that searches by itself
+    for name in ("advance", "take_steps"):
+        call = getattr(steps, name)
+        call.side_effect = getattr(Running, name)
+        monkeypatch.setattr(Running, name, lambda *args, call=call: call(*args))
+    monkeypatch.setattr(token_times_module, "time", SimpleNamespace(perf_counter=lambda: len(steps.mock_calls)))
+    assert token_times(make_model({"name": "tiny"}), [5, 6, 7], 9, Line(engine, None)) == [1] * 9
 
 
 def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
