@@ -24,7 +24,7 @@ from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES
 from fastformer.encoding.engine import Gaps, PackedEncoder, pack_encoder, why_no_encoder
 from fastformer.encoding.source_engine import pack_source
 from fastformer.integrations.as_made import why_not_as_made
-from fastformer.integrations.conversion import from_huggingface
+from fastformer.integrations.conversion import from_huggingface, settings_of
 from fastformer.integrations.engine_models import (
     NO_END,
     FoundModel,
@@ -66,7 +66,7 @@ class EncoderModel(FoundModel[PackedEncoder]):
         self.pad_position: int | None = None
         if self.pad is not None and self.reads_first:
             self.pad_position = len(_positions_of(model)) - _unused(model)
-        self.window = model.config.local_attention // 2 if model.config.model_type == "modernbert" else None
+        self.window = _window_of(model)
 
     def skipped(self, model: Any) -> int | None:
         """Returns the id that a model skips when it counts positions; None: it counts all ids."""
@@ -111,6 +111,15 @@ class SourceModel(EncoderModel):
         if isinstance(found, str):
             raise UnfitError(found)
         return found
+
+
+def _window_of(model: Any) -> int | None:
+    """Returns the window of some layers of a model, by its family's form; None: no layer has one."""
+    form = ENCODER_FORMS.get(model.config.model_type)
+    try:
+        return None if form is None else cast("int | None", form.options(settings_of(model)).get("window_size"))
+    except ValueError:  # which the conversion reports
+        return None
 
 
 def _unused(model: Any) -> int:

@@ -171,6 +171,14 @@ def test_padding_may_be_anywhere(name: str, side: str, calls: list[int]) -> None
     assert (calls[0] == 0) == sees_nothing
 
 
+def test_a_window_is_that_of_the_familys_form(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    form, batch, plain = ENCODER_FORMS["bert"], batch_of(CASES["bert"], "left"), made(CASES["bert"])
+    local = form._replace(options=lambda settings: form.options(settings) | {"window_size": 3})
+    monkeypatch.setitem(ENCODER_FORMS, "bert", local)
+    agree(plain, accelerate(copy.deepcopy(plain)), batch)
+    assert calls == [0]  # because a padded first position would see no token
+
+
 def test_a_row_without_tokens_runs_the_modules(calls: list[int]) -> None:
     plain, ours = pair("bert")
     agree(plain, ours, inputs() | {"attention_mask": torch.tensor([[0] * 9, [1] * 9, [0] * 4 + [1] * 5])})
