@@ -23,13 +23,30 @@ def unsupported(
     op_name: str,
     *,
     q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    window_left: int | None,
+    window_right: int | None,
     dropout_p: float,
+    dropout_seed: Tensor | None,
     attn_mask: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     needs_mask_grad: bool = False,
     softcap: float = 0.0,
-    **_: object,
+    dout: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> str | None:
-    """Returns why these kernels can't compute a call; None if they can."""
+    """Returns why these kernels can't compute a call of a dense or packed attention op; None if they can.
+
+    All arguments are named, those that these kernels support with any value, too: one that the ops get later must not
+    be left out silently.
+    """
     if q.device.type != "cpu" or not (hasattr(_ATEN, _FORWARD) and hasattr(_ATEN, _BACKWARD)):
         return "this PyTorch has no fused attention for CPUs"
     if dropout_p > 0.0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
 
@@ -51,6 +52,16 @@ named = define_op(
 )
 # They work on without their entries, which other tests take for the package's own.
 TOYS = {name: _dispatch.OPS.pop(name) for name, op in list(_dispatch.OPS.items()) if op.stem == "toy"}
+
+
+@pytest.mark.parametrize("name", [name for name, op in _dispatch.OPS.items() if op.torch_unsupported is not None])
+def test_a_new_argument_is_not_withheld_from_pytorchs_function(name: str) -> None:
+    op = _dispatch.OPS[name]
+    assert op.torch_unsupported is not None
+    accepted, known = inspect.signature(op.torch_unsupported), dict.fromkeys(op.arguments)
+    accepted.bind(name, **known)
+    with pytest.raises(TypeError, match="new_option"):
+        accepted.bind(name, **known, new_option=None)
 
 
 @pytest.fixture(autouse=True)
