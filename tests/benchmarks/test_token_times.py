@@ -28,12 +28,9 @@ def test_lines() -> None:
 
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name in ("kv_cache", "cpp", "recompute")])
 def test_each_token_is_timed_by_itself(engine, monkeypatch) -> None:
-    steps = mock.Mock()  # take_steps is called for an engine that searches by itself
-    for name in ("advance", "take_steps"):
-        call = getattr(steps, name)
-        call.side_effect = getattr(Running, name)
-        monkeypatch.setattr(Running, name, lambda *args, call=call: call(*args))
-    monkeypatch.setattr(token_times_module, "time", SimpleNamespace(perf_counter=lambda: len(steps.mock_calls)))
+    steps = mock.Mock(return_value=False)  # asked once for each call of the engine
+    monkeypatch.setattr(Running, "wants_log_probs", steps)
+    monkeypatch.setattr(token_times_module, "time", SimpleNamespace(perf_counter=lambda: steps.call_count))
     assert token_times(make_model({"name": "tiny"}), [5, 6, 7], 9, Line(engine, None)) == [1] * 9
 
 

@@ -54,14 +54,11 @@ named = define_op(
 TOYS = {name: _dispatch.OPS.pop(name) for name, op in list(_dispatch.OPS.items()) if op.stem == "toy"}
 
 
-@pytest.mark.parametrize("name", [name for name, op in _dispatch.OPS.items() if op.torch_unsupported is not None])
-def test_a_new_argument_is_not_withheld_from_pytorchs_function(name: str) -> None:
-    op = _dispatch.OPS[name]
-    assert op.torch_unsupported is not None
-    accepted, known = inspect.signature(op.torch_unsupported), dict.fromkeys(op.arguments)
-    accepted.bind(name, **known)
-    with pytest.raises(TypeError, match="new_option"):
-        accepted.bind(name, **known, new_option=None)
+def test_a_new_argument_is_not_withheld_from_pytorchs_function() -> None:
+    for name, op in _dispatch.OPS.items():
+        if op.torch_unsupported is not None:
+            with pytest.raises(TypeError, match="new_option"):
+                inspect.signature(op.torch_unsupported).bind(name, **dict.fromkeys(op.arguments), new_option=None)
 
 
 @pytest.fixture(autouse=True)
