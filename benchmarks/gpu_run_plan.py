@@ -105,7 +105,7 @@ def work_through(
     run: Callable[[Step, Path, float], dict[str, Any]] = run_step,
 ) -> int:
     """Runs the steps that are not in `resume`. Returns the exit status (see the module)."""
-    done = _done(resume)
+    done = {line["key"]: line["ok"] for line in record.read(resume)} if resume.is_file() else {}
     for step in todo:
         if step.key in done:
             continue
@@ -121,10 +121,6 @@ def work_through(
         print(json.dumps(line), flush=True)
     (out / "now.json").unlink(missing_ok=True)
     return 0 if all(done.values()) else 1
-
-
-def _done(resume: Path) -> dict[str, bool]:
-    return {line["key"]: line["ok"] for line in record.read(resume)} if resume.is_file() else {}
 
 
 # Detached runs.

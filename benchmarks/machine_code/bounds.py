@@ -36,12 +36,6 @@ REACHED = {64: 0.68, 128: 0.81}
 PLAIN_WARPS = 2
 
 
-def _consumers(launch: report.Launch) -> int | None:
-    if not launch.kernel.fn.__name__.startswith("_attention_hopper"):
-        return None
-    return 2
-
-
 def line_of(launch: report.Launch, head_dim: int) -> dict[str, Any]:
     """Returns the line of one launch."""
     import triton
@@ -54,7 +48,7 @@ def line_of(launch: report.Launch, head_dim: int) -> dict[str, Any]:
     loops = [loop for loop in sass.loops(instructions) if sass.count(loop).wgmma]
     loop = min(loops, key=len)  # the loop without a mask, of one consumer
     counts = sass.count(loop)
-    consumers = _consumers(launch)
+    consumers = 2 if launch.kernel.fn.__name__.startswith("_attention_hopper") else None
     programs, _ = sass.ctas_an_sm(90, metadata.num_warps, int(usage["REG"]), metadata.shared)
     warps = consumers or PLAIN_WARPS
     found = schedule.shares(loop, warps, 1 if consumers else programs)

@@ -18,7 +18,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -303,7 +303,9 @@ def language_models(case: str, folder: Path, precisions: Sequence[str], threads:
     try:
         if not program:
             raise Missing("no llama-server: build it from llama.cpp, and have it on PATH or name it by --llama_server")
-        llama_cpp.write_gguf(model, folder / "model.gguf", "Q8_0", [*_SPECIAL, *_words(vocab_size)])
+        # "Ġ" is how GPT-2's tokenizer writes a space.
+        words = [*_SPECIAL, *(f"Ġt{i}" for i in range(len(_SPECIAL), vocab_size))]
+        llama_cpp.write_gguf(model, folder / "model.gguf", "Q8_0", words)
     except Missing as error:
         missing.append(("llama.cpp's server", "int8", str(error)))
     else:
@@ -321,8 +323,3 @@ def language_models(case: str, folder: Path, precisions: Sequence[str], threads:
         )
     lengths = range(16, 49) if case == "llama-small" else range(3, 9)
     return Asked(servers, missing, requests(vocab_size, lengths=lengths, new_tokens=lambda length: 8 + length % 17))
-
-
-def _words(vocab_size: int) -> Iterator[str]:
-    # "Ġ" is how GPT-2's tokenizer writes a space.
-    return (f"Ġt{i}" for i in range(len(_SPECIAL), vocab_size))
