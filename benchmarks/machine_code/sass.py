@@ -151,7 +151,7 @@ def loops(instructions: list[Instruction]) -> list[list[Instruction]]:
     working = {
         head: body
         for head, body in bodies.items()
-        if any(_does_work(instructions[i]) for block in body for i in blocks.spans[block])
+        if any(instructions[i].base in _WORK for block in body for i in blocks.spans[block])
     }
     inner = [
         body
@@ -177,13 +177,8 @@ _INTEGER = {
 }  # fmt: skip
 _FP32 = {"FFMA", "FMUL", "FADD", "HFMA2", "HADD2", "HMUL2"}  # 128 per clock
 _IMAD = {"IMAD"}  # on the fp32 lanes, 64 per clock
-
-
-def _does_work(instruction: Instruction) -> bool:
-    return (
-        instruction.base in _WGMMA | _TCGEN05 | _MMA_SYNC | _GLOBAL_STORES | _ASYNC_LOADS | _ATOMICS | _FP32
-        or instruction.base in ("LDG", "LD", "MUFU")
-    )  # fmt: skip
+# A loop without any of these does no work.
+_WORK = {"LDG", "LD", "MUFU"}.union(_WGMMA, _TCGEN05, _MMA_SYNC, _GLOBAL_STORES, _ASYNC_LOADS, _ATOMICS, _FP32)
 
 
 class Counts(NamedTuple):

@@ -282,11 +282,6 @@ def is_embedding(case: dict[str, Any]) -> bool:
     return bool(case["mode"] == "embedding")
 
 
-def in_orders(case: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns a case in each of its orders, or the case itself if it has none."""
-    return [{**case, "order": order} for order in ORDERS] if is_embedding(case) else [case]
-
-
 def has_vocabulary(case: dict[str, Any]) -> bool:
     """Returns whether a case trains a language model, whose loss may be fused with the logits."""
     return _MODELS[case["name"]][0] in (_gpt2, _marian)

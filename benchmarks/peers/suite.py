@@ -106,7 +106,8 @@ def _models(plan: Plan, rounds: int) -> Iterator[Row]:
         model, shape = case["name"], models.shape_of(case)
         return {"suite": "model", "op": "drop_in", "model": model, "shape": shape, "padding": models.padding(case)}
 
-    cases = models.in_orders(plan.case)
+    is_ordered = models.is_embedding(plan.case)
+    cases = [{**plan.case, "order": order} for order in models.ORDERS] if is_ordered else [plan.case]
     # int8 is measured with fp32, from which it is rounded; bf16 separately: half as many processes take half the
     # memory.
     for base, group in (("fp32", {"fp32", "int8"}), ("bf16", {"bf16"})):
