@@ -268,7 +268,8 @@ def _dkdv_kernel(
                 dq_at = dq_ptr + tl.cast(start, tl.int64) * dq_row
                 dq_at = dq_at + tl.arange(0, BLOCK_M)[:, None] * dq_row + dims[None, :]
                 inside = (dims < HEAD_DIM)[None, :]
-                if CHECK:  # otherwise all rows of the block exist
+                # Otherwise all rows of the block exist. In fp32, ptxas spills unless both loops are alike.
+                if CHECK or q_ptr.dtype.element_ty == tl.float32:
                     inside = inside & (rows < len_q)[:, None]
                 if DQ == "atomic":
                     tl.atomic_add(dq_at, dq, mask=inside, sem="relaxed")
