@@ -292,14 +292,14 @@ class GenerationConfig:
         Raises:
             ValueError: the options ask for another engine or another precision.
         """
-        all_alike = f"with which this {type(owner).__name__} was made and decodes all requests"
+        as_made = f"as chosen for all requests of this {type(owner).__name__}"
         if self.precision not in (None, precision):
             own = "the model's own precision" if precision is None else f"precision {precision!r}"
-            raise ValueError(f"expected {own}, {all_alike}, got {self.precision!r}")
+            raise ValueError(f"expected {own}, {as_made}, got {self.precision!r}")
         if self.engine not in (None, engine):
-            raise ValueError(f"expected engine {engine!r}, {all_alike}, got {self.engine!r}")
+            raise ValueError(f"expected engine {engine!r}, {as_made}, got {self.engine!r}")
         if not self.use_cache:
-            raise ValueError(f"expected use_cache=True, {all_alike}, got False")
+            raise ValueError(f"expected use_cache=True, {as_made}, got False")
 
     def _check_combinations(self) -> None:
         beams, groups, by_transformers_rules = self.num_beams, self.num_beam_groups, self.beam_rules == "transformers"

@@ -44,8 +44,8 @@ def unsupported(
 ) -> str | None:
     """Returns why these kernels can't compute a call of a dense or packed attention op; None if they can.
 
-    All arguments are named, those that these kernels support with any value, too: one that the ops get later must not
-    be left out silently.
+    Every argument is named, even if these kernels support all of its values, so that one that the ops gain later
+    is a TypeError instead of being ignored.
     """
     if q.device.type != "cpu" or not (hasattr(_ATEN, _FORWARD) and hasattr(_ATEN, _BACKWARD)):
         return "this PyTorch has no fused attention for CPUs"

@@ -39,7 +39,7 @@ class ModuleEngine(Engine):
 
     @classmethod
     def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
-        """Returns a reason if the model isn't one of these or doesn't compute in this precision, or None."""
+        """Returns a reason if the model doesn't decode like these or compute in this precision, or None."""
         if is_encoder_decoder(model) or is_decoder_only(model):
             return why_not_by_modules(model, precision)
         return "it is neither an encoder-decoder nor a decoder with keys and values (empty_cache): it may have a state"
