@@ -186,9 +186,11 @@ class BuildLibraries(build_ext):
     def _ninja_file(self, folder: Path) -> Iterator[str]:
         torch = _package("torch") / "include"
         includes = ["-Icsrc", f"-isystem{torch}", f"-isystem{torch / 'torch/csrc/api/include'}"]
+        # Headers put their own paths into messages of errors; those get none of this machine's folders.
+        paths = [f"-fmacro-prefix-map={folder}/=" for folder in (torch, sysconfig.get_paths()["include"])]
         yield f"builddir = {_escaped(folder)}"
         yield f"cxx = {os.environ.get('CXX', 'c++')}"
-        yield f"flags = {shlex.join([*FLAGS, *includes])}"
+        yield f"flags = {shlex.join([*FLAGS, *includes, *paths])}"
         yield f"links = {' '.join(LINK_FLAGS)}"
         yield "rule compile\n command = $cxx -MMD -MF $out.d $header $flags $more -c $in -o $out"
         yield " depfile = $out.d\n deps = gcc\n description = compiling $out"
