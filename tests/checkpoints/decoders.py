@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from tests.checkpoints.families import ENGLISH, byte_level, write_pieces
+from tests.checkpoints.families import ENGLISH, byte_level, of_files, write_pieces
 
 tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
 
@@ -71,18 +71,10 @@ def llama3(folder: Path) -> None:
 
 def llama2(folder: Path) -> None:
     """Makes a folder with a SentencePiece BPE in a tokenizer.json, in which PAD is a token."""
-    processor = _llama_pieces(folder)
-    vocab = {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}
-    ranked = {piece: i for piece, i in vocab.items() if len(piece) > 1 and not processor.is_byte(i) and i > 2}
-    pairs = [
-        (piece[:cut], piece[cut:])
-        for piece, _ in sorted(ranked.items(), key=lambda each: each[1])
-        for cut in range(1, len(piece))
-        if piece[:cut] in vocab and piece[cut:] in vocab
-    ]
-    tokenizer = transformers.LlamaTokenizerFast(vocab=vocab, merges=pairs, add_bos_token=True, pad_token="<unk>")
+    _llama_pieces(folder)
+    tokenizer = of_files("LlamaTokenizer", folder, add_bos_token=True, pad_token="<unk>")
+    _llama(folder, tokenizer, len(tokenizer), pad_token_id=0)
     (folder / "tokenizer.model").unlink()
-    _llama(folder, tokenizer, len(vocab), pad_token_id=0)
 
 
 def pieces(folder: Path) -> None:

@@ -14,13 +14,24 @@ from transformers import (
     M2M100Tokenizer,
     MBartConfig,
     MBartForConditionalGeneration,
+    PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
-    T5Tokenizer,
 )
 
 from tests.checkpoints import families
-from tests.checkpoints.families import SIZES, T5_IDS, TEXTS, Saved, draw, of_files, saved, without, write_pieces
+from tests.checkpoints.families import (
+    SIZES,
+    T5_IDS,
+    TEXTS,
+    Saved,
+    draw,
+    of_files,
+    saved,
+    tokenizers,
+    without,
+    write_pieces,
+)
 
 BOTH = [*families.ENGLISH, *families.GERMAN]
 NLLB = ["eng_Latn", "deu_Latn", "zho_Hans", "zho_Hant", "fra_Latn"]
@@ -80,10 +91,9 @@ def _model(kind: str, vocab_size: int, seed: int, **options: Any) -> Any:
         "mbart": (MBartConfig, MBartForConditionalGeneration),
     }[kind]
     ids = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
-    torch.manual_seed(seed)
     config: Any = config_class(vocab_size=vocab_size, scale_embedding=True, **SIZES | ids | options)
     model = model_class(config).eval()
-    draw(model, 0.2, 0.8)
+    draw(model, seed, 0.2, 0.8)
     with torch.no_grad():
         model.model.decoder.layer_norm.weight.mul_(2)
         model.model.shared.weight[1] = 0  # PAD isn't said, for M2M100 counts none of it
@@ -131,15 +141,21 @@ def madlad(folder: Path) -> Spoken:
     symbols = [f"<2{name}>" for name in ("de", "fr", "zh", "zh_Hant")]
     processor = write_pieces(folder / "spiece.model", BOTH, vocab_size=70, user_defined_symbols=symbols, **T5_IDS)
     pieces = [(processor.id_to_piece(i), processor.get_score(i)) for i in range(processor.get_piece_size())]
-    tokenizer = T5Tokenizer(vocab=pieces, extra_ids=0)
-    torch.manual_seed(4)
+    # Not `of_files`, which would read the symbols before it cuts the text, and SentencePiece doesn't.
+    backend = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=2, byte_fallback=False))
+    backend.pre_tokenizer, backend.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", T5_IDS["eos_id"])]
+    )
+    names = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
     model = T5ForConditionalGeneration(
         T5Config(
             vocab_size=len(pieces), d_model=32, d_kv=16, num_heads=3, d_ff=48, num_layers=2, decoder_start_token_id=0,
             feed_forward_proj="gated-gelu", relative_attention_max_distance=20, tie_word_embeddings=False,
         )
     ).eval()  # fmt: skip
-    draw(model, 0.3, 0.5)
+    draw(model, 4, 0.3, 0.5)
     with torch.no_grad():
         model.decoder.final_layer_norm.weight.mul_(9)
         model.shared.weight[0] = 0
