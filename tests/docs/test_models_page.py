@@ -9,6 +9,7 @@ import transformers
 
 import fastformer
 from fastformer.checkpoints.hf import FAMILIES
+from fastformer.integrations.known import RETURNS_TUPLES
 from tests.docs.pages import DOCS
 
 _SIZES = {
@@ -42,6 +43,8 @@ def test_every_family_has_a_row(rows: dict[str, list[str]]) -> None:
 
 @pytest.mark.parametrize("kind", list(FAMILIES))
 def test_a_row_matches_accelerate_and_the_engine(rows: dict[str, list[str]], kind: str) -> None:
+    if RETURNS_TUPLES and kind == "t5":
+        pytest.skip("the page says below the table what differs with transformers 4.57")
     family = FAMILIES[kind]
     config = getattr(transformers, family.config_class)(**_SIZES)
     report = fastformer.report(fastformer.accelerate(getattr(transformers, family.model_class)(config).eval()))

@@ -156,7 +156,7 @@ def compare(kind: str, seed: int, calls: int) -> None:
             for i, model in enumerate(models):
                 torch.manual_seed(0)  # of new rows of an embedding
                 made = change(model)
-                models[i] = made if isinstance(made, nn.Module) else model
+                models[i] = made if isinstance(made, type(model)) else model  # a resize returns the embedding
         options = drawn_inputs(dice, pad, is_decoder=is_decoder) | {"max_new_tokens": dice.choice([1, 2, 5, 9])}
         options |= {name: dice.choice(every[name]) for name in dice.sample([*every], dice.choice([0, 1, 2, 3, 5]))}
         if kind == "M2M100":  # whose positions don't count a PAD that was generated: see the differences
