@@ -302,6 +302,14 @@ def _decoding(call: Call, name: str, input_ids: Tensor, kwargs: dict[str, Any]) 
     # Without beams, the model reads the PAD behind a row's end as long as others go on.
     if config.num_beams == 1 and len(input_ids) > 1 and pad is not None and not 0 <= int(pad) < vocab_size:
         raise _DeclinedError(f"PAD ({int(pad)}) is not in the vocabulary of {vocab_size}")
+
+    def step_by_step() -> Any:
+        options: dict[str, Any] = {"logits_processor": processors, "stopping_criteria": criteria}
+        if name == "_sample":
+            options["streamer"] = streamer
+        with torch.no_grad():
+            return Stepper(engine, inputs).decode(getattr(GenerationMixin, name), config, **options)
+
     rules = whole_search(processors, criteria, config, input_ids, vocab_size)
     if rules is not None and (streamer is None or len(input_ids) == 1):
 
@@ -312,13 +320,6 @@ def _decoding(call: Call, name: str, input_ids: Tensor, kwargs: dict[str, Any]) 
             return _as_asked(found, config, engine)
 
         return whole
-
-    def step_by_step() -> Any:
-        options: dict[str, Any] = {"logits_processor": processors, "stopping_criteria": criteria}
-        if name == "_sample":
-            options["streamer"] = streamer
-        with torch.no_grad():
-            return Stepper(engine, inputs).decode(getattr(GenerationMixin, name), config, **options)
 
     return step_by_step
 

@@ -138,6 +138,16 @@ def test_options_have_transformers_meaning(name, beams):
     assert pair.near_ties <= pair.rows // 10
 
 
+@pytest.mark.parametrize("kind", ["Marian real", "gpt2 plain"])
+def test_a_search_that_finds_fewer_hypotheses_than_asked(kind):
+    """One token is forced, so no second hypothesis has a score; transformers returns rows of -inf."""
+    pair = pair_of(kind, left=kind == "gpt2 plain")
+    found, expected = pair.both(
+        max_new_tokens=1, num_beams=3, num_return_sequences=2, forced_eos_token_id=2, do_sample=False
+    )
+    assert torch.equal(found, expected)
+
+
 def test_what_the_caller_makes_has_its_own_ends(monkeypatch):
     """The call's ends are those of its config, whatever those of a processor or a criterion are."""
     pair = pair_of("gpt2 plain", left=True)
