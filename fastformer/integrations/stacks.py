@@ -24,11 +24,13 @@ class Stack(PackingStack):
         layers_name: the name of the attribute that holds the layers.
         kinds: the exact classes of a layer and of its attentions; see `is_known_layer`.
         attentions: the names of a layer's attentions.
+        crossing: the name of the attention to an encoder's output.
     """
 
     layers_name: ClassVar[str] = "layers"
     kinds: ClassVar[tuple[type[nn.Module], ...]]
     attentions: ClassVar[tuple[str, ...]] = ("self_attn",)
+    crossing: ClassVar[str | None] = None
     config: Any
 
     def has_known_layers(self) -> bool:
@@ -38,10 +40,13 @@ class Stack(PackingStack):
         """Returns whether a layer accepts packed tokens.
 
         A layer with a wrapper around its attention doesn't: the wrapper may call the attention again after the stack
-        has ended, as a checkpoint does.
+        has ended, as a checkpoint does. Nor does one whose attention was made causal, or no longer is: packed tokens
+        have no mask, which otherwise overrules that.
         """
         return type(layer) in self.kinds and all(
-            type(getattr(layer, name, None)) in self.kinds for name in self.attentions
+            type(attention := getattr(layer, name, None)) in self.kinds
+            and bool(getattr(attention, "is_causal", False)) == (self.is_causal_stack() and name != self.crossing)
+            for name in self.attentions
         )
 
 
@@ -149,11 +154,6 @@ class CausalStack(Causal):
         out.last_hidden_state = out.last_hidden_state.masked_fill(left_out[..., None], 0)  # the norm adds its bias
         return out.to_tuple() if gives_tuple(self.config, kwargs) else out
 
-    def is_known_layer(self, layer: Any) -> bool:
-        return super().is_known_layer(layer) and all(
-            bool(getattr(getattr(layer, name), "is_causal", False)) for name in self.attentions
-        )
-
 
 class CausalLayer(nn.Module):
     """A layer of a `CausalStack`, for packed tokens or a padded batch.
@@ -193,6 +193,7 @@ class Decoder(Causal):
     """A decoder whose layers see packed tokens, its own and the encoder's. Its output is zeros at its padding."""
 
     attentions = ("self_attn", "encoder_attn")
+    crossing = "encoder_attn"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         own = {name: value for name, value in kwargs.items() if name not in _MEMORY}

@@ -103,6 +103,18 @@ def test_a_decoder_stays_padded_if_a_call_reads_padding(what, family):
 
 
 @families
+@pytest.mark.parametrize("name", ["encoder.self_attn", "decoder.self_attn", "decoder.encoder_attn"])
+def test_an_attention_that_was_made_causal_or_no_longer_is(name, family):
+    """A mask, if there is one, overrules this attribute; packed tokens have none."""
+    model = make(family)
+    stack, name = name.split(".")
+    attention = getattr(getattr(model.model, stack).layers[1], name)
+    attention.is_causal = not attention.is_causal
+    expected, found = before_and_after(model, lambda: run_both(model, RIGHT, BEHIND).logits[BEHIND])
+    assert_same(found, expected, name, 1e-9)
+
+
+@families
 def test_a_row_without_memory_is_unchanged(family):
     """Before transformers 5, such a row attends to all ignored keys, and since then to none."""
     decoder = make(family).model.decoder.eval()
