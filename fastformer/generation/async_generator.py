@@ -41,6 +41,10 @@ _SHOWN = 40  # the maximum number of characters of a prompt in an error message
 _ONE_ANSWER = ("num_beams", "num_return_sequences", "max_length")  # not taken from a folder
 
 
+class PromptTooLong(ValueError):
+    """Raised if a prompt leaves no room for an answer among the model's positions."""
+
+
 class AsyncGenerator(HasFront):
     """Continues prompts and chats, for many tasks at once.
 
@@ -158,6 +162,7 @@ class AsyncGenerator(HasFront):
         """Returns the ids of a prompt; a list of ids is returned as it was given.
 
         Raises:
+            PromptTooLong, a ValueError: the prompt leaves no room for an answer.
             ValueError: an empty prompt, or one that the model can't read.
         """
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -165,7 +170,7 @@ class AsyncGenerator(HasFront):
             raise ValueError("expected a prompt of at least one token, got an empty one")
         check_vocabulary(ids, self.model.config.vocab_size, "token")
         if len(ids) >= self.max_len and self.config.window == "stop":
-            raise ValueError(
+            raise PromptTooLong(
                 f"expected a prompt of fewer tokens than the model's {self.max_len:,} positions, got {len(ids):,}"
             )
         return ids

@@ -7,7 +7,7 @@ import importlib
 import itertools
 import logging
 import re
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import asdict
 from types import ModuleType
 from typing import Any
@@ -31,7 +31,7 @@ from fastformer.serving.service import Service
 
 logger = logging.getLogger("fastformer")
 
-_BRANCH = re.compile(r"str|int|bool|float|.*[\[(].*")  # pydantic's names of the possible types of a field
+_BRANCH = re.compile(r"(constrained-)?(str|int|bool|float)|.*[\[(].*")  # pydantic's names of the possible types of a field
 _UNMATCHED = "unmatched"  # the name of a path without a route, in metrics and the log
 # The formats of each kind of service: modules with `router(service, limits)` and `error_response(status, message)`.
 # BODY_KEYS of a module are the paths whose bodies may hold a key; UNQUEUED are paths whose POST requests need no place
@@ -200,11 +200,22 @@ def _add_errors(app: FastAPI) -> None:
 
 def schema_message(error: RequestValidationError | pydantic.ValidationError) -> tuple[str, str]:
     """Returns the first error in a body as one line, without the body's content, and the place of the error."""
-    first = error.errors()[0]
+    errors = error.errors()
+    first = errors[0]
     if first["type"] == "json_invalid":  # its place is a number of characters
         return f"expected JSON, got something else: {first['ctx']['error']}", ""
-    if first["type"] == "model_attributes_type" and tuple(first["loc"]) == ("body",):
+    if first["type"] in ("model_attributes_type", "missing") and tuple(first["loc"]) == ("body",):
         return "expected a JSON object with the header Content-Type: application/json", ""
-    named = itertools.takewhile(lambda part: not _BRANCH.fullmatch(str(part)), first["loc"])
-    place = ".".join(str(part) for part in named if part != "body")
-    return f"{place}: {first['msg']}" if place else str(first["msg"]), place
+    # A field of several types has an error for each of them. That of the type that the value has says more.
+    alike = [one for one in errors if _field(one) == _field(first)]
+    told = next((one for one in alike if not one["type"].endswith("_type")), first)
+    place = ".".join(str(part) for part in told["loc"] if part != "body" and not _is_branch(part))
+    return f"{place}: {told['msg']}" if place else str(told["msg"]), place
+
+
+def _field(error: Mapping[str, Any]) -> list[int | str]:
+    return list(itertools.takewhile(lambda part: not _is_branch(part), error["loc"]))
+
+
+def _is_branch(part: int | str) -> bool:
+    return _BRANCH.fullmatch(str(part)) is not None

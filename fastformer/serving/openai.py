@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request, Response
 
 from fastformer import __version__
 from fastformer.encoding.modules import Array
+from fastformer.generation.async_generator import PromptTooLong
 from fastformer.generation.completions import ChatIds, Completion, Piece, ScoredToken, merged
 from fastformer.serving.answers import EventStream, answer, behind, event, until_gone
 from fastformer.serving.encoder_service import EmbedService
@@ -118,7 +119,7 @@ def _add_chat(found: APIRouter, service: GenerateService, limits: Limits) -> Non
         try:
             ids = await until_gone(http, service.chat_ids(messages))
         except ValueError as error:
-            raise ApiError(str(error), param="messages") from error
+            raise _unread(error, "messages") from error
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         alternatives = (body.top_logprobs or 0) if body.logprobs else None
         asked = _Asked(service, body, [ids], [new_tokens(body, ids, service, most, None)], alternatives, deadline)
@@ -193,8 +194,13 @@ async def _encoded(service: GenerateService, prompts: Sequence[str | list[int]])
     try:
         return [await service.prompt_ids(prompt) for prompt in prompts]
     except ValueError as error:
-        is_long = "positions" in str(error)
-        raise ApiError(str(error), param="prompt", code="context_length_exceeded" if is_long else None) from error
+        raise _unread(error, "prompt") from error
+
+
+def _unread(error: ValueError, param: str) -> ApiError:
+    """Returns the error of a prompt or a chat that the model can't read."""
+    code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+    return ApiError(str(error), param=param, code=code)
 
 
 def _message(message: MessageBody, place: int, limits: Limits) -> dict[str, Any]:

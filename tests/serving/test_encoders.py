@@ -162,7 +162,7 @@ def test_errors_have_teis_format(path, body, status, kind, request) -> None:
 @pytest.mark.parametrize(
     "change, param",
     [
-        ({"input": ""}, "input"), ({"input": []}, "input"), ({"input": [1, 2]}, "input"), ({"input": [[1]]}, "input"),
+        ({"input": ""}, "input"), ({"input": []}, "input"), ({"input": ["a", ""]}, "input.1"), ({"input": [1, 2]}, "input"), ({"input": [[1]]}, "input"),
         ({"input": "a bird " * 30}, "input"), ({"input": ["a"] * 65}, "input"), ({"input": "a" * 20_001}, "input"),
         ({"dimensions": 99}, "dimensions"), ({"dimensions": 0}, "dimensions"), ({"dimensions": 10**400}, "dimensions"),
         ({"encoding_format": "int8"}, "encoding_format"), ({"model": "other"}, "model"),
@@ -172,7 +172,7 @@ def test_errors_have_teis_format(path, body, status, kind, request) -> None:
 def test_wrong_embeddings_are_named(change, param, server) -> None:
     answer = httpx.post(f"{server.url}/v1/embeddings", json={"model": "mini", "input": "a"} | change)
     assert answer.status_code == (404 if param == "model" else 400), answer.text
-    assert str(answer.json()["error"]["param"]).partition(".")[0] == param
+    assert answer.json()["error"]["param"] == param
 
 
 async def test_a_full_queue_refuses_and_ends_empty(folder) -> None:

@@ -209,7 +209,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("completions", COMPLETION | {"best_of": 3}, "best_of"),
     ("completions", COMPLETION | {"logit_bias": {"99999": 1}}, "logit_bias"),
     ("completions", COMPLETION | {"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
-    ("completions", COMPLETION | {"stop": [""]}, "stop"),
+    ("completions", COMPLETION | {"stop": [""]}, "stop.0"),
+    ("completions", COMPLETION | {"stop": "a" * 1001}, "stop"),
+    ("completions", COMPLETION | {"stop": ["a"] * 17}, "stop"),
     ("completions", COMPLETION | {"prompt": ""}, "prompt"),
     ("completions", COMPLETION | {"prompt": []}, "prompt"),
     ("completions", COMPLETION | {"prompt": [10**6]}, "prompt"),
@@ -221,9 +223,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("completions", {"model": "tiny"}, "prompt"),
     ("completions", COMPLETION | {"model": "other"}, "model"),
     ("chat/completions", CHAT | {"messages": []}, "messages"),
-    ("chat/completions", CHAT | {"messages": [{"role": "wizard", "content": "a"}]}, "messages"),
-    ("chat/completions", CHAT | {"messages": [{"role": "user", "content": None}]}, "messages"),
-    ("chat/completions", CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    ("chat/completions", CHAT | {"messages": [{"role": "wizard", "content": "a"}]}, "messages.0.role"),
+    ("chat/completions", CHAT | {"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+    ("chat/completions", CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
     ("chat/completions", CHAT | {"messages": [{"role": "assistant", "content": "loop"}]}, "messages"),
     ("chat/completions", CHAT | {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ("chat/completions", CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
@@ -240,7 +242,16 @@ def test_errors_name_the_cause(path, body, param, server) -> None:
     )
     assert answer.status_code == (404 if param == "model" else 400), answer.text
     error = answer.json()["error"]
-    assert str(error["param"]).partition(".")[0] == param and error["message"] and "code" in error and error["type"]
+    assert error["param"] == param and error["message"] and "code" in error and error["type"]
+
+
+def test_a_prompt_or_chat_beyond_the_models_positions_has_openais_code(client) -> None:
+    long = "dog " * 600
+    with pytest.raises(openai.BadRequestError) as of_text:
+        client.completions.create(model="tiny", prompt=long)
+    with pytest.raises(openai.BadRequestError) as of_chat:
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": long}])
+    assert of_text.value.code == of_chat.value.code == "context_length_exceeded"
 
 
 def test_unknown_fields_and_neutral_values_are_accepted(client) -> None:
@@ -257,6 +268,12 @@ def test_an_invalid_body_is_an_error_in_the_routes_format(body, server) -> None:
     answer = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers, timeout=20)
     assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error", answer.text
     assert answer.json()["error"]["param"] in (None, "prompt")
+
+
+@pytest.mark.parametrize("headers", [{"content-type": "application/json"}, {}])
+def test_a_request_without_a_body_is_told_that_it_needs_json(headers, server) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", headers=headers)
+    assert answer.status_code == 400 and "JSON" in answer.json()["error"]["message"]
 
 
 def test_a_model_without_a_template_has_no_chat(tmp_path) -> None:
