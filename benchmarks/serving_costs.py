@@ -102,13 +102,14 @@ def _one(folder: Path, requests: list[Request], options: argparse.Namespace) -> 
 def _of_one(folder: Path, requests: list[Request], precision: Any, turns: int) -> Iterator[Row]:
     from fastformer.serving import Limits, make_app
     from fastformer.serving.run import Server as Http
+    from fastformer.serving.run import bound
     from fastformer.serving.service import TranslateService
 
     translator = Translator.from_pretrained(folder, precision=precision)
     service = TranslateService(translator, "model", limits=Limits(drain_delay_s=0))
-    server = Http(make_app(service), host="127.0.0.1", port=0)
+    server = Http(make_app(service))
     loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_until_complete, args=(server.serve(),), daemon=True)
+    thread = threading.Thread(target=loop.run_until_complete, args=(server.serve(bound("127.0.0.1", 0)),), daemon=True)
     thread.start()
     while not server.started:
         time.sleep(0.01)

@@ -86,8 +86,9 @@ def serve(folder: str, *, config: str | None = None, **flags: Any) -> None:
 
     from fastformer.devices import choose_device
     from fastformer.serving import make_app, open_service
-    from fastformer.serving.run import Server
+    from fastformer.serving.run import Server, bound
 
+    sockets = bound(listening.host, listening.port)  # before the model, which may take minutes to load
     service = open_service(
         folder,
         precision=listening.precision,
@@ -108,7 +109,7 @@ def serve(folder: str, *, config: str | None = None, **flags: Any) -> None:
         origins=[origin.strip() for origin in (listening.origins or "").split(",") if origin.strip()],
         access_log=listening.access_log,
     )
-    Server(app, host=listening.host, port=listening.port).run()
+    Server(app).run(sockets)
 
 
 def _sections() -> tuple[type[Any], ...]:

@@ -48,14 +48,18 @@ def read_keys(file: str | os.PathLike[str] | None = None) -> tuple[str, ...]:
         file: the file, in which empty lines and lines that begin with # are ignored; None: no file.
 
     Raises:
-        ValueError: the file does not exist or has no key.
+        ValueError: the file does not exist, is not in UTF-8 or has no key.
     """
     found = os.environ.get(KEYS, "").replace(",", " ").split()
     if file is not None:
         path = Path(file).expanduser()
         if not path.is_file():
             raise ValueError(f"expected a file of keys, one a line, but there is no file {path}")
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        try:
+            text = path.read_text(encoding="utf-8-sig")  # Windows' editors begin a file with a mark
+        except UnicodeDecodeError as error:
+            raise ValueError(f"expected keys in UTF-8 in {path}, got other bytes: {error.reason}") from error
+        lines = [line.strip() for line in text.splitlines()]
         given = [line for line in lines if line and not line.startswith("#")]
         if not given:
             raise ValueError(f"expected a key in each line of {path}, got none")
@@ -117,7 +121,9 @@ class Watch:
         counts = path not in OPEN
         self.traffic.in_flight += counts
         try:
-            await self.app(scope, receive, watched)
+            # The routes answer a HEAD like a GET, and the server sends the head of the response alone.
+            inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+            await self.app(inner, receive, watched)
         except EndedEarly:  # already logged; the server closes a connection whose response isn't complete
             pass
         except Exception as error:  # an error that no route is known to raise

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import logging
+import os
+import socket
 import time
 from types import FrameType
 from typing import Any
@@ -23,15 +26,55 @@ _LOOK_SECONDS = 0.02
 _CLOSE_SECONDS = 5  # for connections whose requests have been answered or cancelled
 
 
+def bound(host: str, port: int) -> list[socket.socket]:
+    """Binds a socket to each address of a host. A connection is refused until a server listens on them.
+
+    Raises:
+        ValueError: the host is unknown or not this machine's, or the port is taken or not allowed.
+    """
+    found: list[socket.socket] = []
+    try:
+        places = socket.getaddrinfo(host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, address in dict.fromkeys((place[0], place[4]) for place in places):
+            try:
+                found.append(_bound(family, address))
+            except OSError as error:
+                # A machine may have a name for IPv6's localhost, and no IPv6.
+                if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL) or len(places) == 1:
+                    raise
+        if not found:
+            raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+    except OSError as error:
+        for one in found:
+            one.close()
+        reason = (error.strerror or str(error)).lower()
+        raise ValueError(f"expected a host and a port to listen on, got {host} and {port}: {reason}") from error
+    return found
+
+
+def _bound(family: socket.AddressFamily, address: Any) -> socket.socket:
+    found = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if os.name == "posix":  # a port is free again as soon as its last server has ended
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:  # IPv4's addresses have sockets of their own
+            found.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        found.bind(address)
+    except OSError:
+        found.close()
+        raise
+    return found
+
+
 class Server(uvicorn.Server):
-    """Serves an application of `make_app` until a signal comes.
+    """Serves an application of `make_app` until a signal comes; `run` takes the sockets of `bound`.
 
     At SIGTERM or SIGINT /ready answers 503 at once, so that a load balancer chooses other servers. After
     `limits.drain_delay_s` new requests are answered 503. When the running requests have ended, or after
     `limits.drain_s`, the process ends with exit code 0. A second signal ends it at once.
     """
 
-    def __init__(self, app: FastAPI, *, host: str, port: int) -> None:
+    def __init__(self, app: FastAPI) -> None:
         self.limits: Limits = app.state.limits
         self._service: Service = app.state.service
         self._traffic: Traffic = app.state.traffic
@@ -42,8 +85,8 @@ class Server(uvicorn.Server):
         # asyncio's own event loop: if many clients connect at once, the last ones wait half as long again with uvloop.
         super().__init__(
             uvicorn.Config(
-                app, host=host, port=port, loop="asyncio", http=protocol_of(self.limits), ws="none", access_log=False,
-                log_level="error", server_header=False, timeout_graceful_shutdown=_CLOSE_SECONDS,
+                app, loop="asyncio", http=protocol_of(self.limits), ws="none", access_log=False, log_level="error",
+                server_header=False, timeout_graceful_shutdown=_CLOSE_SECONDS,
             )
         )  # fmt: skip
 
@@ -55,8 +98,7 @@ class Server(uvicorn.Server):
         gc.collect()
         gc.freeze()
         if self.started:
-            places = [one.getsockname() for server in self.servers for one in server.sockets]
-            where = ", ".join(f"http://{place[0]}:{place[1]}" for place in places)
+            where = ", ".join(_url(one.getsockname()) for server in self.servers for one in server.sockets)
             kind = self._service.kind
             logger.info("serving %s, %s %s, on %s", self._service.name, "an" if kind == "encoder" else "a", kind, where)
 
@@ -90,3 +132,8 @@ class Server(uvicorn.Server):
             while traffic.in_flight and time.monotonic() < end:
                 await asyncio.sleep(_LOOK_SECONDS)
         self.should_exit = True
+
+
+def _url(address: Any) -> str:
+    host, port = address[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

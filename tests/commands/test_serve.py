@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,15 @@ pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Records the servers that the command would run."""
+    """Records the servers that the command would run, and the addresses as `places` of each."""
     found: list[Any] = []
-    monkeypatch.setattr("fastformer.serving.run.Server.run", lambda self: found.append(self))
+
+    def run(server: Any, places: Any) -> None:
+        server.places = places
+        found.append(server)
+
+    monkeypatch.setattr("fastformer.serving.run.Server.run", run)
+    monkeypatch.setattr("fastformer.serving.run.bound", lambda host, port: (host, port))
     monkeypatch.delenv("FASTFORMER_API_KEYS", raising=False)
     return found
 
@@ -32,7 +39,7 @@ def test_flags_override_the_file_and_the_file_overrides_defaults(translator_fold
     assert main(["serve", str(translator_folder), *words]) == 0
     (server,) = started
     service = server.config.app.state.service
-    assert (server.config.host, server.config.port) == ("127.0.0.1", 8000)
+    assert server.places == ("127.0.0.1", 8000)
     limits = service.limits
     assert (limits.max_waiting, limits.max_texts, limits.timeout_s, limits.max_beams) == (256, 9, 5.0, 8)
     assert (service.config.num_beams, service.config.length_penalty) == (2, 0.5)
@@ -95,3 +102,39 @@ def test_other_machines_need_a_key(translator_folder, started, tmp_path, ran, mo
 def test_a_missing_file_of_keys_is_an_error(started, tmp_path: Path, capsys) -> None:
     assert main(["serve", str(tmp_path), "--keys_file", str(tmp_path / "nowhere")]) == 1
     assert "nowhere" in capsys.readouterr().err and not started
+
+
+def test_a_port_that_is_taken_and_an_unknown_host_are_errors_before_the_model_is_read(tmp_path: Path, ran) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = ran("serve", str(tmp_path / "nowhere"), "--port", str(port), code=1).err
+        assert str(port) in said and "nowhere" not in said
+    said = ran("serve", str(tmp_path / "nowhere"), "--no_auth", "--host", "server.invalid", code=1).err
+    assert "server.invalid" in said and "nowhere" not in said
+
+
+def test_sockets_are_bound_to_all_addresses_of_a_host() -> None:
+    from fastformer.serving.run import bound
+
+    for host, names in (("127.0.0.1", {"127.0.0.1"}), ("localhost", {"127.0.0.1", "::1"}), ("[::1]", {"::1"})):
+        if "::1" in names and not _has_ipv6():
+            names = names - {"::1"}
+        if not names:
+            continue
+        found = bound(host, 0)
+        try:
+            assert {one.getsockname()[0] for one in found} <= names and found
+            with pytest.raises(ConnectionRefusedError):  # nothing listens yet
+                socket.create_connection(found[0].getsockname()[:2], timeout=5)
+        finally:
+            for one in found:
+                one.close()
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as own:
+            own.bind(("::1", 0))
+    except OSError:
+        return False
+    return True

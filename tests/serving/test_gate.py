@@ -10,13 +10,15 @@ import re
 import threading
 from typing import Any
 
+import httpx
 import pytest
 
 from fastformer.serving import Limits, make_app, open_service
 from fastformer.serving.gate import read_keys
-from fastformer.serving.run import Server
+from fastformer.serving.run import Server, bound
 from tests.serving import models
 from tests.serving.asking import serving
+from tests.serving.servers import running
 
 KEYS = ("one-key", "another")
 
@@ -78,6 +80,11 @@ def test_keys_of_files_and_of_the_environment(tmp_path, monkeypatch) -> None:
     for wrong in (tmp_path / "nowhere", tmp_path):
         with pytest.raises(ValueError, match=tmp_path.name):
             read_keys(wrong)
+    file.write_bytes(b"\xef\xbb\xbffourth\r\n")  # as Windows' editors save it
+    assert "fourth" in read_keys(file)
+    file.write_bytes("fourth".encode("utf-16"))
+    with pytest.raises(ValueError, match=file.name):
+        read_keys(file)
     file.write_text("# none\n")
     with pytest.raises(ValueError, match="key"):
         read_keys(file)
@@ -187,6 +194,16 @@ async def test_unexpected_errors_are_500_in_the_routes_format(translator_folder,
     assert "KeyError" in caplog.text and "fails" in caplog.text and "secret" not in caplog.text
 
 
+def test_a_head_request_gets_the_head_of_the_response(translator_folder) -> None:
+    """As `curl -I` and `wget --spider` ask for it."""
+    with running(translator_folder) as found, httpx.Client(base_url=found.url) as client:
+        for path in ("/health", "/ready", "/metrics", "/languages", "/"):
+            head, whole = client.head(path), client.get(path)
+            assert head.status_code == whole.status_code == 200 and not head.content and whole.content
+            assert head.headers["content-type"] == whole.headers["content-type"]
+        assert client.head("/v1/translate").status_code == 405
+
+
 async def test_a_path_with_a_trailing_slash_is_another(translator_folder) -> None:
     async with serving(open_service(translator_folder)) as client:
         for path in ("/v1/translate/", "/translate/", "/health/"):
@@ -234,8 +251,8 @@ async def test_an_application_that_ends_refuses(translator_folder) -> None:
 async def test_an_ended_server_leaves_no_object_frozen(translator_folder) -> None:
     """Python doesn't free frozen objects at its end, of which libraries such as Triton's complain on the terminal."""
     service = open_service(translator_folder)
-    server = Server(make_app(service, service.limits), host="127.0.0.1", port=0)
-    serving_on = asyncio.create_task(server.serve())
+    server = Server(make_app(service, service.limits))
+    serving_on = asyncio.create_task(server.serve(bound("127.0.0.1", 0)))
     while not server.started:
         assert not serving_on.done()
         await asyncio.sleep(0.01)
