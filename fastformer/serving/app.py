@@ -31,7 +31,9 @@ from fastformer.serving.service import Service
 
 logger = logging.getLogger("fastformer")
 
-_BRANCH = re.compile(r"(constrained-)?(str|int|bool|float)|.*[\[(].*")  # pydantic's names of the possible types of a field
+_BRANCH = re.compile(
+    r"(constrained-)?(str|int|bool|float)|.*[\[(].*"
+)  # pydantic's names of the possible types of a field
 _UNMATCHED = "unmatched"  # the name of a path without a route, in metrics and the log
 # The formats of each kind of service: modules with `router(service, limits)` and `error_response(status, message)`.
 # BODY_KEYS of a module are the paths whose bodies may hold a key; UNQUEUED are paths whose POST requests need no place

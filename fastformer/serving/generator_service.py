@@ -59,11 +59,15 @@ def open_generator(
     device: Any,
     engine: str | None,
     limits: Limits | None,
+    options: Mapping[str, Any] | None = None,
+    max_rows: int | None = None,
+    max_bytes: int | None = None,
 ) -> GenerateService:
     """Opens the service of a language model's folder.
 
     Args:
-        folder: see `AsyncGenerator.from_pretrained`, also for precision, device and engine.
+        folder: see `AsyncGenerator.from_pretrained`, also for precision, device, engine, options, max_rows and
+            max_bytes.
         name: the name of the model.
         limits: see `Limits`.
 
@@ -75,7 +79,10 @@ def open_generator(
         folder,
         device=device,
         precision=precision,
+        options=options,
         engine=engine,
+        max_rows=max_rows,
+        max_bytes=max_bytes,
         max_waiting=limits.max_waiting,
         max_waiting_tokens=limits.max_waiting_tokens,
         when_full="refuse",

@@ -231,27 +231,34 @@ def open_service(
         device: the model's device; None: the CPU.
         engine: one of `engines.ENGINES`; None: the fastest that can.
         limits: see `Limits`.
-        options: the decoding options that a request may override.
+        options: the decoding options that a request may override; those of beams are for a translator.
         source_lang, target_lang: the languages of a request that names none; for a model of one pair, their codes.
-        max_batch_size, max_batch_bytes: see `Translator`.
+        max_batch_size, max_batch_bytes: the most rows that are decoded together, and the memory for their caches; see
+            `Translator` and `AsyncGenerator`.
 
     Raises:
-        ValueError: the folder holds no model that can be served.
+        ValueError: the folder holds no model that can be served, or an argument doesn't apply to its kind.
     """
     name = Path(folder).resolve().name
     kind = _kind_of(Path(folder))
+    options = dict(options or {})
     if kind != "translator":
-        for what, value in (("source_lang", source_lang), ("target_lang", target_lang)):
-            if value is not None:
-                raise ValueError(f"expected no {what} for a model that translates nothing, got {value!r}")
+        _refuse("a model that translates nothing", source_lang=source_lang, target_lang=target_lang)
     if kind == "encoder":
         from fastformer.serving.encoder_service import open_encoder
 
+        unused = {"engine": engine, "max_batch_size": max_batch_size, "max_batch_bytes": max_batch_bytes, **options}
+        _refuse("an encoder, which decodes nothing", **unused)
         return open_encoder(folder, name, precision=precision, device=device, limits=limits)
     if kind == "generator":
         from fastformer.serving.generator_service import open_generator
 
-        return open_generator(folder, name, precision=precision, device=device, engine=engine, limits=limits)
+        beams = {name: options.get(name) for name in ("num_beams", "length_penalty")}
+        _refuse("a language model, which is served without beams", **beams)
+        return open_generator(
+            folder, name, precision=precision, device=device, engine=engine, limits=limits, options=options,
+            max_rows=max_batch_size, max_bytes=max_batch_bytes,
+        )  # fmt: skip
     translator = Translator.from_pretrained(
         folder, device=device, precision=precision, max_batch_size=max_batch_size, max_batch_bytes=max_batch_bytes
     )
@@ -262,6 +269,12 @@ def open_service(
         translator.check_languages(source_lang, target_lang)
         translator.source_lang, translator.target_lang = source_lang, target_lang
     return TranslateService(translator, name, engine=engine, limits=limits, options=options, pair=pair)
+
+
+def _refuse(kind: str, **given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"expected no {name} for {kind}, got {value!r}")
 
 
 def _kind_of(folder: Path) -> Kind:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fastformer import CrossEncoder, Encoder
-from fastformer.serving import Limits
+from fastformer.serving import Limits, open_service
 from tests.encoding.folders import D_MODEL, MANY
 from tests.serving import models
 from tests.serving.servers import Running, running, until
@@ -162,7 +162,8 @@ def test_errors_have_teis_format(path, body, status, kind, request) -> None:
 @pytest.mark.parametrize(
     "change, param",
     [
-        ({"input": ""}, "input"), ({"input": []}, "input"), ({"input": ["a", ""]}, "input.1"), ({"input": [1, 2]}, "input"), ({"input": [[1]]}, "input"),
+        ({"input": ""}, "input"), ({"input": []}, "input"), ({"input": ["a", ""]}, "input.1"),
+        ({"input": [1, 2]}, "input"), ({"input": [[1]]}, "input"),
         ({"input": "a bird " * 30}, "input"), ({"input": ["a"] * 65}, "input"), ({"input": "a" * 20_001}, "input"),
         ({"dimensions": 99}, "dimensions"), ({"dimensions": 0}, "dimensions"), ({"dimensions": 10**400}, "dimensions"),
         ({"encoding_format": "int8"}, "encoding_format"), ({"model": "other"}, "model"),
@@ -192,3 +193,11 @@ def test_base64_is_fp32_in_little_endian(server, encoder) -> None:
     body = {"input": "a bird", "encoding_format": "base64"}
     row = httpx.post(f"{server.url}/v1/embeddings", json=body).json()["data"][0]["embedding"]
     np.testing.assert_array_equal(np.frombuffer(base64.b64decode(row), "<f4"), encoder.encode("a bird"))
+
+
+@pytest.mark.parametrize("option", ["engine", "max_batch_size", "max_batch_bytes", "num_beams"])
+def test_options_of_decoding_are_refused_for_an_encoder(option, folder) -> None:
+    value = "cpp" if option == "engine" else 2
+    given = {"options": {option: value}} if option == "num_beams" else {option: value}
+    with pytest.raises(ValueError, match=option):
+        open_service(folder, **given)

@@ -15,8 +15,8 @@ import torch
 
 from fastformer import Chat
 from fastformer.checkpoints import load_model
-from fastformer.generation import generate
-from fastformer.serving import Limits
+from fastformer.generation import AsyncGenerator, generate
+from fastformer.serving import Limits, open_service
 from tests.serving import models
 from tests.serving.servers import post_head, running, until
 
@@ -225,7 +225,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", CHAT | {"messages": []}, "messages"),
     ("chat/completions", CHAT | {"messages": [{"role": "wizard", "content": "a"}]}, "messages.0.role"),
     ("chat/completions", CHAT | {"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
-    ("chat/completions", CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
+    (
+        "chat/completions",
+        CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages.0.content",
+    ),
     ("chat/completions", CHAT | {"messages": [{"role": "assistant", "content": "loop"}]}, "messages"),
     ("chat/completions", CHAT | {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ("chat/completions", CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
@@ -331,3 +335,22 @@ async def test_a_full_queue_and_a_deadline_are_errors_in_openais_format(folder) 
         assert b'"timeout_error"' in said and b"[DONE]" not in said
         assert said.count(b"event: error") == said.count(b'"error":{') == 1
         until(lambda: found.service.stats().running == 0 == found.service.stats().waiting)
+
+
+async def test_the_operators_options_apply_to_a_language_model(folder) -> None:
+    found: dict[int | None, int] = {}
+    for most in (None, 1 << 20):
+        service: Any = open_service(folder, max_batch_bytes=most, options={"repetition_penalty": 1.5})
+        async with service:
+            own = await service.generator.complete("the dog", max_new_tokens=8)
+            found[most] = service.stats().capacity_tokens
+        async with AsyncGenerator.from_pretrained(folder) as plain:
+            assert own == await plain.complete("the dog", max_new_tokens=8, repetition_penalty=1.5)
+            assert own != await plain.complete("the dog", max_new_tokens=8)
+    assert found[1 << 20] < found[None]
+
+
+@pytest.mark.parametrize("option", ["num_beams", "length_penalty"])
+def test_options_of_beams_are_refused_for_a_language_model(option, folder) -> None:
+    with pytest.raises(ValueError, match=option):
+        open_service(folder, options={option: 2})
