@@ -145,6 +145,8 @@ class Translator(Judge):
 
         check_precision(precision)
         dtype, is_one = DTYPES.get(precision or ""), isinstance(run, str | os.PathLike)
+        if not isinstance(run, str | os.PathLike | Sequence):
+            raise ValueError(f"expected a folder, or a list of folders, got {type(run).__name__}")
         runs = [run] if isinstance(run, str | os.PathLike) else list(run)
         if ensemble_weights is not None and is_one:
             raise ValueError("expected ensemble_weights for several folders, got one folder")
@@ -227,9 +229,8 @@ class Translator(Judge):
         Args:
             texts: a text, or texts: a list, an array, a column, a generator, ...
             target_prefix: the beginning of the translation of a text; for texts one for each, "" or None for no prefix.
-                The
-                end of the prefix is the end of a token: the translation continues with the next word, not within the
-                last one. Scores are those of the tokens after it.
+                The end of the prefix is the end of a token: the translation continues with the next word, not within
+                the last one. Scores are those of the tokens after it.
             source_lang, target_lang: the languages, for a model of many: one for all texts, or one for each, with None
                 for the object's. The target's token is not part of the translation. With beam_rules="transformers",
                 lengths and their penalty count it as the first token, as in transformers.

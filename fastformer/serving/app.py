@@ -34,6 +34,7 @@ logger = logging.getLogger("fastformer")
 _BRANCH = re.compile(
     r"(constrained-)?(str|int|bool|float)|.*[\[(].*"
 )  # pydantic's names of the possible types of a field
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/]+|null")  # as a browser sends it
 _UNMATCHED = "unmatched"  # the name of a path without a route, in metrics and the log
 # The formats of each kind of service: modules with `router(service, limits)` and `error_response(status, message)`.
 # BODY_KEYS of a module are the paths whose bodies may hold a key; UNQUEUED are paths whose POST requests need no place
@@ -66,8 +67,14 @@ def make_app(
         page_public: answer the page at / without a key too; the page's own requests still need one.
         origins: the origins of other web pages whose scripts may read answers; "*" allows all.
         access_log: write a line of JSON for each request to the logger "fastformer.access".
+
+    Raises:
+        ValueError: an origin has no scheme, or has a path: no browser would send it.
     """
     limits = limits or service.limits
+    for origin in origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ValueError(f"expected origins such as https://example.com, or *, got {origin!r:.80}")
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

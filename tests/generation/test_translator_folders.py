@@ -86,3 +86,9 @@ def test_errors_of_from_pretrained_say_what_is_wrong(tmp_path) -> None:
     for bad in ("int2", "INT8", 8, torch.float32):
         with pytest.raises(ValueError, match=r"\bprecision\b"):
             Translator.from_pretrained(tmp_path, precision=bad)
+
+
+@pytest.mark.parametrize("wrong", [None, 5])
+def test_a_folder_is_a_path_or_a_list_of_paths(wrong) -> None:
+    with pytest.raises(ValueError, match="folder"):
+        Translator.from_pretrained(wrong)

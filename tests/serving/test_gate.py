@@ -236,6 +236,20 @@ async def test_metrics_have_no_labels_from_clients(translator_folder) -> None:
         assert "fastformer_new_tokens_total" in text and "yyy" not in text
 
 
+async def test_scripts_of_named_origins_may_read_answers(translator_folder) -> None:
+    async with serving(open_service(translator_folder), origins=["https://a.example"], keys=KEYS) as client:
+        for origin, is_let in (("https://a.example", True), ("https://b.example", False)):
+            answer = await client.get("/v1/info", headers={"Origin": origin})
+            assert answer.status_code == 401  # the script may read the error too
+            assert answer.headers.get("access-control-allow-origin") == (origin if is_let else None)
+
+
+@pytest.mark.parametrize("origin", ["a.example", "https://a.example/", "https://a.example/page", ""])
+def test_an_origin_that_no_browser_sends_is_refused(origin, translator_folder) -> None:
+    with pytest.raises(ValueError, match="origin"):
+        make_app(open_service(translator_folder), origins=[origin])
+
+
 async def test_an_application_that_ends_refuses(translator_folder) -> None:
     async with serving(open_service(translator_folder)) as client:
         traffic = client.app.state.traffic
