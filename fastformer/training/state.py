@@ -105,7 +105,7 @@ def restore(trainer: Trainer, state: dict[str, Any], origin: object) -> None:
         trainer.window = counters["window"]
         trainer.validated, trainer.finished = counters["validated"], bool(counters["finished"])
         batches = trainer.step * trainer.config.accumulate
-        for name, most in (("epoch", batches), ("batch", batches), ("validated", trainer.step), ("finished", 1)):
+        for name, most in (("batch", batches), ("validated", trainer.step), ("finished", 1)):
             if counters[name] > most:
                 raise ValueError(f"expected {name} of at most {most} after update {trainer.step}, got {counters[name]}")
         trainer.init_weights = state.get("init_weights")

@@ -174,6 +174,14 @@ def test_more_batches_than_an_epoch_has(config, tmp_path) -> None:
         again.train()
 
 
+def test_a_run_whose_epochs_have_few_batches_resumes(config, tmp_path) -> None:
+    config = changed(config, data_weights="0.005", val_every=0)  # an epoch of 40 pairs has one in five times
+    start(changed(config, steps=2), tmp_path / "run").train()
+    again = start(changed(config, steps=3), tmp_path / "run", resume=True)
+    assert again.epoch > 2
+    again.train()
+
+
 def test_a_state_that_is_written_later_belongs_to_its_update() -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
