@@ -173,9 +173,9 @@ def _enter(folder: Path, resume: bool | str, lock: RunLock) -> tuple[bool, bool]
 
 
 def _leave(folder: Path) -> None:
-    """Removes a run folder that nothing was written into."""
-    (folder / LOCK).unlink(missing_ok=True)
-    if not any(folder.iterdir()):
+    """Removes a run folder that nothing was written into; else the lock stays, by which the next start knows its files."""
+    if {path.name for path in folder.iterdir()} <= {LOCK}:
+        (folder / LOCK).unlink(missing_ok=True)
         folder.rmdir()
 
 

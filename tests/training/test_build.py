@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 import shutil
@@ -94,6 +95,16 @@ def test_the_remains_of_a_killed_write_are_removed(config, tmp_path) -> None:
         file.touch()
     start(config, run, resume=True)
     assert not any(file.exists() for file in left)
+
+
+def test_a_start_that_failed_midway_is_repeated(config, tmp_path, monkeypatch) -> None:
+    def full(*given: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="space"):
+        patch.setattr("fastformer.training.build.save_config", full)
+        start(config, tmp_path / "run")
+    start(changed(config, steps=1), tmp_path / "run").train()
 
 
 # Epochs.
