@@ -34,7 +34,7 @@ from fastformer.data.shards.reading import read_examples
 from fastformer.data.streams import PairBlock, TextBlock, stream_documents, stream_pairs, stream_tsv
 from fastformer.data.tables import file_of
 from fastformer.data.tokenizer import TOKENIZER, line_pieces
-from fastformer.files import read_json, write_atomically
+from fastformer.files import read_json, remove_left_overs, write_atomically
 from fastformer.training.config import TrainConfig, paths_of
 from fastformer.training.examples import make_tokenizer, tokenizer_of, validation_data
 from fastformer.training.sections import Tokens
@@ -119,6 +119,8 @@ def prepare(
     lock.acquire()
     try:
         _check_same(work, settings, origins)
+        for place in (folder, work):  # of an interrupted call
+            remove_left_overs(place, ["*"])
         with Pool(processes or usable_cores()) as pool:
             manifest = _Preparation(config, kind, origins, folder, settings, pool).run()
     finally:

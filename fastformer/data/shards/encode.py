@@ -114,7 +114,8 @@ def encode_block(
         for name, key in zip(KEYS, keys, strict=True):
             columns[name] = arrow().array(key[order])
         if recipe.hold_out:
-            lowest = numpy.lexsort(keys[::-1])[:MOST_HELD_OUT]
+            # Each content once: else one that a text repeats would leave no room for others.
+            lowest = numpy.unique(numpy.stack(keys, axis=1), axis=0, return_index=True)[1][:MOST_HELD_OUT]
             candidates = [[f"{keys[0][i]:016x}{keys[1][i]:016x}", *texts(i)] for i in lowest.tolist()]
     about = {"read": read, "left_out": dict(left_out), "ends": ends.tolist(), "candidates": candidates}
     table = arrow().table(columns).replace_schema_metadata({"block": json.dumps(about)})

@@ -115,6 +115,15 @@ def test_only_the_first_duplicate_stays_and_none_in_validation(tmp_path) -> None
     assert sorted(found) == sorted(pair for pair in one + again if pair not in validation)
 
 
+def test_a_pair_that_is_often_repeated_is_one_of_those_to_hold_out(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(encode, "MOST_HELD_OUT", 5)
+    pairs = pairs_of("x", 6)
+    made(config_of(tsv(tmp_path / "a.tsv", pairs * 40)), tmp_path / "out")
+    found, validation = texts_of(ShardedExamples(tmp_path / "out")), held_out(tmp_path / "out")
+    assert sorted({*found} | {*validation}) == sorted(pairs) and not {*found} & {*validation}
+    assert len(validation) == 2 and len(found) == 160
+
+
 def test_pairs_with_equal_concatenations_are_not_duplicates(tmp_path) -> None:
     file = tsv(tmp_path / "a.tsv", [("a", "bc"), ("ab", "c"), ("a", "bc"), ("1 a", "b"), ("1", "a b")])
     assert made(config_of(file, drop_duplicates=True), tmp_path / "out", 1).sources[0].left_out == {"duplicate": 1}
@@ -294,6 +303,7 @@ def test_the_same_command_continues_and_writes_the_same_bytes(tmp_path, monkeypa
         before = calls.count("block")
     with pytest.raises(ValueError, match=r"\bseed\b"):
         made(config_of(*files, drop_duplicates=True, seed=1), tmp_path / "ended")
+    (tmp_path / "ended" / ".shard-00000.arrow.0123456789abcdef.tmp").touch()  # of a killed write
     monkeypatch.setattr(preparing, "encode_task", ending("again", task))
     made(config, tmp_path / "ended")
     assert hashes(tmp_path / "ended") == hashes(tmp_path / "whole")
