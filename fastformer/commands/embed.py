@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 from fastformer.console import OutputLostError, is_terminal, progress_bar
+from fastformer.files import check_places
 from fastformer.settings import Range
 
 if TYPE_CHECKING:
@@ -90,30 +91,45 @@ def _written(out: str | None) -> Iterator[Callable[[Array], None]]:
         out: the file; None: standard output.
     """
     path = None if out is None else Path(out)
-    if path is not None and not path.parent.is_dir():
-        raise ValueError(f"expected --out in an existing folder, got {out}")
+    if path is not None:
+        if not path.parent.is_dir():
+            raise ValueError(f"expected --out in an existing folder, got {out}")
+        check_places(path.parent, [path.name])
     with tempfile.NamedTemporaryFile(dir=None if path is None else path.parent, delete=False) as rows:
+        place = path or rows.name
         try:
             rows.write(bytes(_HEADER))
             shape: list[int] = []
 
             def write(part: Array) -> None:
                 shape[:] = [part.shape[0] + (shape[0] if shape else 0), part.shape[1]]
-                part.tofile(rows)
+                with _named(place):
+                    rows.write(part.tobytes())
 
             yield write
-            rows.seek(0)
-            rows.write(_header((shape[0], shape[1])))
-            rows.seek(0)
+            with _named(place):
+                rows.seek(0)
+                rows.write(_header((shape[0], shape[1])))
+                rows.seek(0)
             if path is None:
                 _to_output(rows)
             else:
-                rows.flush()
                 os.chmod(rows.name, 0o666 & ~_umask())
                 os.replace(rows.name, path)
         finally:
+            with contextlib.suppress(OSError):  # what a full disk didn't take has its error already
+                rows.close()
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(rows.name)
+
+
+@contextlib.contextmanager
+def _named(place: object) -> Iterator[None]:
+    """Names the file in the error of a write that failed."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"could not write {place} ({error.strerror}): free some space") from error
 
 
 def _header(shape: tuple[int, int]) -> bytes:

@@ -75,6 +75,28 @@ def test_an_error_leaves_the_old_file(encoder, tmp_path, capsys, ran) -> None:
     assert "--out" in ran("embed", str(encoder), "--out", str(tmp_path / "none" / "v.npy"), code=1).err
 
 
+def test_a_place_that_is_no_file_stays(encoder, tmp_path, monkeypatch, ran) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("folder", "pipe"):
+        given(monkeypatch, TEXTS)
+        assert name in ran("embed", str(encoder), "--out", str(tmp_path / name), code=1).err
+        assert sys.stdin.buffer.tell() == 0  # nothing was computed first
+    assert (tmp_path / "pipe").is_fifo() and len([*tmp_path.iterdir()]) == 2
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="file size limits are POSIX")
+def test_a_full_disk_is_named_and_keeps_the_old_file(encoder, tmp_path) -> None:
+    out = tmp_path / "v.npy"
+    out.write_bytes(b"old")
+    command = [sys.executable, "-m", "fastformer.cli", "embed", str(encoder), "--out", str(out)]
+    found = subprocess.run(
+        ["sh", "-c", 'ulimit -f 8; exec "$@"', "sh", *command], input=b"a\n" * 5000, capture_output=True, check=False
+    )
+    assert found.returncode == 1 and out.name in found.stderr.decode()
+    assert out.read_bytes() == b"old" and [*tmp_path.iterdir()] == [out]
+
+
 def test_cut_texts_are_counted(encoder, tmp_path, monkeypatch, ran) -> None:
     given(monkeypatch, ["bird " * 50, "a", "bird " * 60])
     assert "2 were cut" in ran("embed", str(encoder), "--out", str(tmp_path / "v.npy")).err
