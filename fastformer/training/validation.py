@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fastformer.generation import Translator
+from fastformer.nn.packed_stack import forget
 from fastformer.training.config import TrainConfig
 from fastformer.training.evaluate import Scores, losses_of, mean_of, translation_scores
 from fastformer.training.examples import Data, Pairs
@@ -41,12 +42,18 @@ def validate_part(
         rank, size: the rank of the process, and the number of processes.
     """
     packed = config.batching == "packed"
-    losses = losses_of(
-        model, data.val, max_tokens=config.max_tokens, packed=packed, device=device, rank=rank, size=size
-    )
-    mine, texts = range(rank, len(pairs), size), []
-    if mine:
-        texts = Translator(model, data.tokenizer).translate([pairs[place][0] for place in mine])
+    try:
+        losses = losses_of(
+            model, data.val, max_tokens=config.max_tokens, packed=packed, device=device, rank=rank, size=size
+        )
+        mine, texts = range(rank, len(pairs), size), []
+        if mine:
+            texts = Translator(model, data.tokenizer).translate([pairs[place][0] for place in mine])
+    finally:
+        # Copies of the weights would take memory until the next validation. Their history would decide how that one
+        # computes: its last bits would differ in a run that resumed in between.
+        for module in model.modules():
+            forget(module)
     return Part(losses, dict(zip(mine, texts, strict=True)))
 
 

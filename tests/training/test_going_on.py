@@ -174,6 +174,21 @@ def test_more_batches_than_an_epoch_has(config, tmp_path) -> None:
         again.train()
 
 
+def test_a_score_depends_on_the_weights_alone(config, tmp_path, monkeypatch) -> None:
+    trainer = start(changed(config, steps=30, val_every=1, max_tokens=256), tmp_path / "run")
+    validate = trainer.validate
+    found = []
+
+    def twice(model):
+        scores = validate(model)
+        found.append((scores.nll, validate(copy.deepcopy(model)).nll))
+        return scores
+
+    monkeypatch.setattr(trainer, "validate", twice)
+    trainer.train()
+    assert len(found) == 30 and [one for one, _ in found] == [other for _, other in found]
+
+
 def test_a_run_whose_epochs_have_few_batches_resumes(config, tmp_path) -> None:
     config = changed(config, data_weights="0.005", val_every=0)  # an epoch of 40 pairs has one in five times
     start(changed(config, steps=2), tmp_path / "run").train()
