@@ -173,7 +173,7 @@ def _enter(folder: Path, resume: bool | str, lock: RunLock) -> tuple[bool, bool]
 
 
 def _leave(folder: Path) -> None:
-    """Removes a run folder that nothing was written into; else the lock stays, by which the next start knows its files."""
+    """Removes a run folder that nothing was written into; else the lock stays, so that a next start may use it."""
     if {path.name for path in folder.iterdir()} <= {LOCK}:
         (folder / LOCK).unlink(missing_ok=True)
         folder.rmdir()

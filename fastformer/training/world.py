@@ -195,7 +195,7 @@ class World:
             yield
         except RuntimeError as error:
             is_of_loss = isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS_OF_LOSS)
-            if self.size == 1 or not is_of_loss:
+            if self.size == 1 or not is_of_loss or isinstance(error, LostRanksError):  # it says so already
                 raise
             raise LostRanksError(
                 f"rank {self.rank} lost the other processes: one ended, or didn't answer for {self.timeout:g} seconds "

@@ -16,7 +16,7 @@ from fastformer.data import Example, collate
 from fastformer.training import start
 from fastformer.training.run_config import load_config
 from fastformer.training.updates import Update, dropout_seed, places_of
-from fastformer.training.world import World
+from fastformer.training.world import LostRanksError, World
 from tests.training import worlds
 from tests.training.tiny import changed, lines
 
@@ -48,6 +48,13 @@ def test_batches_that_do_not_divide_are_refused(accumulate, size) -> None:
     with pytest.raises(ValueError, match=r"\baccumulate\b"):
         World(size=size).check_accumulate(accumulate)
     World(size=size).check_accumulate(2 * size)
+
+
+def test_a_loss_is_reported_once() -> None:
+    world = World(size=2)
+    with pytest.raises(LostRanksError) as found, world.reporting_loss(), world.reporting_loss():
+        raise RuntimeError("gloo: Connection reset by peer")
+    assert type(found.value.__cause__) is RuntimeError
 
 
 def test_cuda_graphs_are_for_one_process(config, tmp_path) -> None:
