@@ -17,6 +17,7 @@ from fastformer.integrations import torch_nn
 from fastformer.integrations.replace import (
     Replacement,
     by_original,
+    forget_restored_forwards,
     is_accelerated,
     is_derived,
     original_class,
@@ -156,6 +157,7 @@ def accelerate(
     if fused_loss:
         known |= _fused_losses(model)
     products = _products(model)
+    forget_restored_forwards(model.modules())
     for module in list(model.modules()):
         by = products.get(module) or known.get(type(module))
         if by is not None and why_left(module, {by.original: by}) is None:

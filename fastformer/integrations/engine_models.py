@@ -23,7 +23,7 @@ from fastformer.generation.engines.cpp import CppEngine, pack
 from fastformer.generation.engines.cpp_support import forget_guards, why_no_cpp_engine, why_not_supported
 from fastformer.integrations.as_made import PRECISIONS, guards_of, tables_of, why_not_as_made
 from fastformer.integrations.conversion import convert, from_huggingface, settings_of
-from fastformer.integrations.replace import original_class
+from fastformer.integrations.replace import forget_restored_forwards, original_class
 from fastformer.models import GPT, Transformer
 from fastformer.nn.guards import Kept, ModelGuards
 from fastformer.nn.prepack import packed, packed_before, repack
@@ -285,6 +285,7 @@ class FoundModels(Generic[Found]):
             kept = own[self._attribute] = Kept()
         plan: tuple[Found | str, ModelGuards] | None = kept.get(True)
         if plan is None or not plan[1].hold(model):
+            forget_restored_forwards(model.modules())
             reason = self._find(model)
             guards = guards_of(model)
             plan = kept[True] = (self._kind(model, guards) if reason is None else reason, guards)

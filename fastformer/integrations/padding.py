@@ -20,7 +20,6 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from torch import nn
 
 from fastformer.integrations.known import (
-    RETURNS_TUPLES,
     attends_as_known,
     code_of,
     is_recording,
@@ -31,7 +30,7 @@ from fastformer.integrations.known import (
 )
 from fastformer.integrations.packing import Grant, telling, told
 from fastformer.integrations.positionwise import is_positionwise, is_positionwise_part
-from fastformer.integrations.replace import forget_restored_forward
+from fastformer.integrations.replace import forget_restored_forwards
 from fastformer.nn.guards import (
     Guards,
     Plans,
@@ -177,9 +176,7 @@ def _is_called_plainly(owner: nn.Module) -> bool:
 
 def _planned(owner: nn.Module) -> _Plan:
     inside = [module for module in owner.modules() if module is not owner]
-    if RETURNS_TUPLES:
-        for module in inside:
-            forget_restored_forward(module)
+    forget_restored_forwards(inside)
     reading = _reading(owner)
     sources = sources_of({type(module) for module in (owner, *reading)})
     checkpointed = [module for module in inside if getattr(module, "gradient_checkpointing", False)]

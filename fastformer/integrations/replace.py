@@ -124,13 +124,15 @@ def restore_class(module: nn.Module) -> bool:
     return is_ours
 
 
-def forget_restored_forward(module: nn.Module) -> None:
-    """Removes a forward from a module's attributes if it is the same as the class's forward.
+def forget_restored_forwards(modules: Iterable[nn.Module]) -> None:
+    """Removes a forward from each module's attributes if it is the same as its class's forward.
 
-    Code that records a module's output by patching its forward leaves this attribute on the module.
+    Code that records a module's output by patching its forward leaves this attribute on the module, as transformers
+    does before version 5.
     """
-    if _is_of_its_class(module, "forward"):
-        del module.__dict__["forward"]
+    for module in modules:
+        if _is_of_its_class(module, "forward"):
+            del module.__dict__["forward"]
 
 
 def _is_of_its_class(module: nn.Module, name: str) -> bool:

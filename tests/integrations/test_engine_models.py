@@ -138,6 +138,20 @@ def test_a_resized_vocabulary_stays_on_the_engine(name):
     agree(pair, is_served=True)
 
 
+@pytest.mark.parametrize("is_early", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("name", ["llama grouped heads", "qwen3 wide heads"])
+def test_hidden_states_that_were_recorded_change_nothing(name, is_early):
+    """Before version 5 transformers records them by a forward on each layer, and leaves the layer's own one there."""
+    pair = pair_of(name, left=True)
+    expected = report(pair.ours)
+    recorded = pair.plain if is_early else pair.ours
+    recorded(**pair.inputs, output_hidden_states=True)
+    if is_early:
+        pair.ours = accelerate(copy.deepcopy(pair.plain))
+    assert report(pair.ours) == expected
+    agree(pair, is_served=True)
+
+
 @pytest.mark.parametrize("is_late", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["later", "before"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_changed_model_uses_transformers_code(pair, name, is_late):
