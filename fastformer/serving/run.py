@@ -23,6 +23,9 @@ from fastformer.serving.service import Service
 logger = logging.getLogger("fastformer")
 
 _LOOK_SECONDS = 0.02
+# An idle connection lives longer than the 60 s for which nginx and load balancers keep theirs. If the server closed it
+# first, a request that a proxy sends at that moment would be lost.
+_IDLE_SECONDS = 75
 _CLOSE_SECONDS = 5  # for connections whose requests have been answered or cancelled
 
 
@@ -86,7 +89,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app, loop="asyncio", http=protocol_of(self.limits), ws="none", access_log=False, log_level="error",
-                server_header=False, timeout_graceful_shutdown=_CLOSE_SECONDS,
+                server_header=False, timeout_keep_alive=_IDLE_SECONDS, timeout_graceful_shutdown=_CLOSE_SECONDS,
             )
         )  # fmt: skip
 

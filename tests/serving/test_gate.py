@@ -262,6 +262,12 @@ async def test_an_application_that_ends_refuses(translator_folder) -> None:
         assert (await client.get("/health")).status_code == 200 and traffic.in_flight == 0
 
 
+def test_an_idle_connection_outlives_those_of_proxies(translator_folder) -> None:
+    """If the server closed it first, a proxy could send a request into a connection that is being closed."""
+    service = open_service(translator_folder)
+    assert Server(make_app(service)).config.timeout_keep_alive > 60  # the default of nginx and of load balancers
+
+
 async def test_an_ended_server_leaves_no_object_frozen(translator_folder) -> None:
     """Python doesn't free frozen objects at its end, of which libraries such as Triton's complain on the terminal."""
     service = open_service(translator_folder)
