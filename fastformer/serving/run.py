@@ -95,7 +95,13 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: Any = None) -> None:
         self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            await self.lifespan.shutdown()
+            raise ValueError(
+                f"expected a port that stays free while the model is loaded: {(error.strerror or str(error)).lower()}"
+            ) from error
         # The objects of imports and of the model live on: a garbage collection that traversed all of them would
         # delay requests.
         gc.collect()

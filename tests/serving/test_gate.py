@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import re
+import socket
 import threading
 from typing import Any
 
@@ -260,6 +261,19 @@ async def test_an_application_that_ends_refuses(translator_folder) -> None:
         answer = await client.post("/v1/translate", json={"text": "a"})
         assert answer.status_code == 503 and answer.headers["connection"] == "close"
         assert (await client.get("/health")).status_code == 200 and traffic.in_flight == 0
+
+
+async def test_a_port_that_is_taken_while_the_model_loads_is_an_error(translator_folder) -> None:
+    places = bound("127.0.0.1", 0)
+    service = open_service(translator_folder)
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(places[0].getsockname())
+        other.listen()
+        with pytest.raises(ValueError, match="port"):
+            await Server(make_app(service)).serve(places)
+    places[0].close()
+    assert not service.is_alive
 
 
 def test_an_idle_connection_outlives_those_of_proxies(translator_folder) -> None:
