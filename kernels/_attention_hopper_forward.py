@@ -6,11 +6,19 @@ masks, the heaviest tiles come first) and gives its warps roles:
 
 - A producer warp copies Q, K and V to shared memory by TMA. K and V go through rings of STAGES buffers, each with two
   barriers: `full` (the copy has arrived) and `empty` (all consumers have read it).
-- Two consumers, a warpgroup each, own 64 rows each. A consumer issues Q K^T of block j, then P V of block j - 1,
-  waits for only the first, and computes the softmax of block j while the second runs.
-  ptxas moves that softmax after the wait for the second, so that it overlaps with the products of the other consumer. A
-  branch before that wait would hold it in place, at the cost of six instructions per block. By the model of
-  `benchmarks/machine_code/schedule.py` that gains nothing, so there is no such branch.
+- Two consumers, a warpgroup each, own 64 rows each.
+
+There are two forms of a consumer's loop:
+
+- With one program per SM (`_attend`), a consumer issues Q K^T of block j, then P V of block j - 1, waits for only the
+  first, and computes the softmax of block j while the second runs. ptxas moves that softmax after the wait for the
+  second, so that it overlaps with the products of the other consumer. A branch before that wait would hold it in place,
+  at the cost of six instructions per block. By the model of `benchmarks/machine_code/schedule.py` that gains nothing,
+  so there is no such branch.
+- With two programs per SM (`_attend_in_turn`), at head_dim 64, a consumer finishes a block before it begins the next.
+  Its softmax overlaps with the products of the three other consumers of the SM, and the first copies and the last
+  stores of a tile with the work of the other program. Nothing but the accumulator is carried from block to block,
+  because a consumer has only 104 registers per thread.
 
 Blocks run from the last to the first, so that those at the diagonal and at the tail, the only masked ones, come first.
 TMA descriptors are "ragged": the hardware returns zeros beyond the length of each sequence, dense or packed.
@@ -39,10 +47,12 @@ _philox = gluon.jit(_dropout._philox.fn)
 # Triton 3.8 renamed this function, and 3.9 removed the old name.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
-# For the compile report. Each consumer has a copy of the first Q K^T, of both products in each of the two or three
-# copies of the loop, and of the last P V.
+# For the compile report. Each consumer has a copy of both products in each of the two or three copies of the loop and,
+# with one program per SM, of the first Q K^T and the last P V.
 PRODUCTS = {
-    "_attention_hopper_fwd_kernel": lambda a: [64] * 2 * (6 if a["window"][0] is None else 8),
+    "_attention_hopper_fwd_kernel": lambda a: (
+        [64] * 2 * ((4 if a["window"][0] is None else 6) + (2 if a["PROGRAMS"] == 1 else 0))
+    ),
 }
 # The 128 threads of a consumer share 64 rows of the scores of a block.
 SCORES = {"_attention_hopper_fwd_kernel": lambda arguments: arguments["k_desc"].block_shape[3] / 2}
@@ -199,10 +209,21 @@ def _keep_words(first_row, first_column, plane, drawn, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def _no_sums():
+    """Returns zeros (64, 8): eight partial sums of each row, where column c is for all columns c + 8 * i of a block."""
+    LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [8, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 8]
+    )
+    return gl.zeros([CONSUMER_ROWS, 8], gl.float32, LAYOUT)
+
+
+@gluon.jit
 def _weights(s, start, rows, peak, total, bounds, window, factor, S_LAYOUT: gl.constexpr, CHECK: gl.constexpr):
     """Runs a step of the online softmax; returns (p, fade, peak, total).
 
     peak: in the units of the scores. factor: scale * log2(e).
+    total: eight partial sums of each row, as `_no_sums` lays them out. So a thread only adds what it holds itself, and
+    the threads of a row exchange their sums once, after all blocks, instead of once per block.
     """
     len_q, len_k, diagonal = bounds
     if CHECK:
@@ -225,7 +246,10 @@ def _weights(s, start, rows, peak, total, bounds, window, factor, S_LAYOUT: gl.c
         base = gl.where(new_peak == float("-inf"), 0.0, new_peak)
     p = gl.exp2(s * factor - (base * factor)[:, None])
     fade = gl.exp2((peak - base) * factor)
-    return p, fade, new_peak, total * fade + gl.sum(p, 1)
+    SUMS: gl.constexpr = total.type.layout
+    sums = gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 8]), 1)
+    total *= gl.convert_layout(fade, gl.SliceLayout(1, SUMS), assert_trivial=True)[:, None]
+    return p, fade, new_peak, total + gl.convert_layout(sums, SUMS, assert_trivial=True)
 
 
 @gluon.jit
@@ -249,38 +273,51 @@ def _unpack(words, DTYPE: gl.constexpr, P_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _issue_scores(q, buffers, barriers, at, S_LAYOUT: gl.constexpr, STAGES: gl.constexpr):
+    """Waits for the K of the at-th block since the start, and issues Q K^T."""
+    k_buffers, k_full = buffers[1], barriers[2]
+    BLOCK_N: gl.constexpr = k_buffers.shape[4]
+    stage = at & (STAGES - 1)
+    mbarrier.wait(k_full.index(stage), (at // STAGES) & 1)
+    k = k_buffers.index(stage).reshape([BLOCK_N, k_buffers.shape[5]])
+    s = gl.zeros([CONSUMER_ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+    return warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _issue_sum(p, acc, buffers, barriers, at, STAGES: gl.constexpr):
+    """Waits for the V of the at-th block since the start, and issues acc + P V."""
+    v_buffers, v_full = buffers[2], barriers[4]
+    stage = at & (STAGES - 1)
+    mbarrier.wait(v_full.index(stage), (at // STAGES) & 1)
+    v = v_buffers.index(stage).reshape([v_buffers.shape[4], v_buffers.shape[5]])
+    return warpgroup_mma(p, v, acc, is_async=True)
+
+
+@gluon.jit
 def _steps(
     first_step, last_step, q, buffers, barriers, count, start, rows, state, bounds, window, factor, first_row, plane,
     drawn, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, STAGES: gl.constexpr, CHECK: gl.constexpr,
     DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Runs steps [first_step, last_step) of a consumer: each issues Q K^T of its block and P V of the previous one."""
-    _, k_buffers, v_buffers = buffers
-    _, _, k_full, k_empty, v_full, v_empty = barriers
+    k_buffers, k_empty, v_empty = buffers[1], barriers[3], barriers[5]
     words, acc, peak, total = state
-    BLOCK_N: gl.constexpr = k_buffers.shape[4]
-    BLOCK_D: gl.constexpr = k_buffers.shape[5]
     for step in range(first_step, last_step):
-        stage = (count + step) & (STAGES - 1)
-        before = (count + step - 1) & (STAGES - 1)
+        at = count + step
         p = _unpack(words, k_buffers.dtype, P_LAYOUT)
-        mbarrier.wait(k_full.index(stage), ((count + step) // STAGES) & 1)
-        k = k_buffers.index(stage).reshape([BLOCK_N, BLOCK_D])
-        s = gl.zeros([CONSUMER_ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-        s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
-        mbarrier.wait(v_full.index(before), ((count + step - 1) // STAGES) & 1)
-        v = v_buffers.index(before).reshape([BLOCK_N, BLOCK_D])
-        acc = warpgroup_mma(p, v, acc, is_async=True)
-        first_column = start - step * BLOCK_N
+        s = _issue_scores(q, buffers, barriers, at, S_LAYOUT, STAGES)
+        acc = _issue_sum(p, acc, buffers, barriers, at - 1, STAGES)
+        first_column = start - step * k_buffers.shape[4]
         if DROPOUT:
-            keep = _keep_words(first_row, first_column, plane, drawn, BLOCK_N)
+            keep = _keep_words(first_row, first_column, plane, drawn, k_buffers.shape[4])
         s = warpgroup_mma_wait(1, deps=[s])
-        mbarrier.arrive(k_empty.index(stage), count=1)
+        mbarrier.arrive(k_empty.index(at & (STAGES - 1)), count=1)
         weights, fade, peak, total = _weights(
             s, first_column, rows, peak, total, bounds, window, factor, S_LAYOUT, CHECK
         )
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(v_empty.index(before), count=1)
+        mbarrier.arrive(v_empty.index((at - 1) & (STAGES - 1)), count=1)
         acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, acc.type.layout))[:, None]
         words = _pack(weights, k_buffers.dtype)
         if DROPOUT:
@@ -289,10 +326,78 @@ def _steps(
 
 
 @gluon.jit
+def _attend(
+    q, buffers, barriers, count, tile_blocks, rows, state, bounds, window, factor, first_row, plane, drawn,
+    S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, STAGES: gl.constexpr, DROPOUT: gl.constexpr,
+):  # fmt: skip
+    """Runs all blocks of a tile up to P V of the last one, which the caller issues; returns (words, acc, peak, total).
+
+    words: P of the last block, packed. count: the number of blocks before this tile. tile_blocks: see `_blocks_of`.
+    """
+    k_buffers, k_empty = buffers[1], barriers[3]
+    acc, peak, total = state
+    start, masked, masked_or_full, blocks = tile_blocks
+    s = _issue_scores(q, buffers, barriers, count, S_LAYOUT, STAGES)
+    if DROPOUT:
+        keep = _keep_words(first_row, start, plane, drawn, k_buffers.shape[4])
+    s = warpgroup_mma_wait(0, deps=[s])
+    mbarrier.arrive(k_empty.index(count & (STAGES - 1)), count=1)
+    weights, fade, peak, total = _weights(s, start, rows, peak, total, bounds, window, factor, S_LAYOUT, True)
+    words = _pack(weights, k_buffers.dtype)
+    if DROPOUT:
+        words = words & gl.convert_layout(keep, words.type.layout, assert_trivial=True)
+    state = (words, acc, peak, total)
+    state = _steps(
+        1, masked, q, buffers, barriers, count, start, rows, state, bounds, window, factor, first_row, plane, drawn,
+        S_LAYOUT, P_LAYOUT, STAGES, True, DROPOUT,
+    )  # fmt: skip
+    state = _steps(
+        gl.maximum(masked, 1), masked_or_full, q, buffers, barriers, count, start, rows, state, bounds, window, factor,
+        first_row, plane, drawn, S_LAYOUT, P_LAYOUT, STAGES, False, DROPOUT,
+    )  # fmt: skip
+    if window[0] is not None:
+        state = _steps(
+            gl.maximum(masked_or_full, 1), blocks, q, buffers, barriers, count, start, rows, state, bounds, window,
+            factor, first_row, plane, drawn, S_LAYOUT, P_LAYOUT, STAGES, True, DROPOUT,
+        )  # fmt: skip
+    return state
+
+
+@gluon.jit
+def _attend_in_turn(
+    q, buffers, barriers, count, tile_blocks, rows, state, bounds, window, factor, S_LAYOUT: gl.constexpr,
+    P_LAYOUT: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Runs all blocks of a tile without dropout, both products of a block before the next; returns (acc, peak, total).
+
+    count: the number of blocks before this tile. tile_blocks: see `_blocks_of`.
+    """
+    k_buffers, k_empty, v_empty = buffers[1], barriers[3], barriers[5]
+    acc, peak, total = state
+    start, masked, masked_or_full, blocks = tile_blocks
+    ends = (0, masked, masked_or_full, blocks)
+    for part in gl.static_range(3 if window[0] is not None else 2):
+        for step in range(ends[part], ends[part + 1]):
+            at = count + step
+            s = _issue_scores(q, buffers, barriers, at, S_LAYOUT, STAGES)
+            s = warpgroup_mma_wait(0, deps=[s])
+            mbarrier.arrive(k_empty.index(at & (STAGES - 1)), count=1)
+            weights, fade, peak, total = _weights(
+                s, start - step * k_buffers.shape[4], rows, peak, total, bounds, window, factor, S_LAYOUT, part != 1
+            )
+            acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, acc.type.layout))[:, None]
+            p = _unpack(_pack(weights, k_buffers.dtype), k_buffers.dtype, P_LAYOUT)
+            acc = _issue_sum(p, acc, buffers, barriers, at, STAGES)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(v_empty.index(at & (STAGES - 1)), count=1)
+    return acc, peak, total
+
+
+@gluon.jit
 def _consume(
     consumer: gl.constexpr, out_ptr, lse_ptr, buffers, barriers, planes, lengths, window, dropout, softmax_scale,
     out_strides, lse_strides, num_tiles, LENGTHS: gl.constexpr, HEAD_DIM: gl.constexpr, UNIT: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     """Runs a consumer: 64 rows of each tile, from their scores to out and lse."""
     q_buffers, k_buffers, v_buffers = buffers
@@ -316,60 +421,40 @@ def _consume(
         start_q, start_k = starts
         len_q, len_k, diagonal = bounds
         if first_row < len_q:
-            start, masked, masked_or_full, blocks = _blocks_of(first_row, bounds, window, TILE, BLOCK_N)
+            tile_blocks = _blocks_of(first_row, bounds, window, TILE, BLOCK_N)
             first_row += consumer * CONSUMER_ROWS
             rows = first_row + gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
             mbarrier.wait(q_full.index(consumer), tiles & 1)
             q = q_buffers.index(consumer).reshape([CONSUMER_ROWS, BLOCK_D])
             peak = gl.full([CONSUMER_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-            total = gl.zeros([CONSUMER_ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
             acc = gl.zeros([CONSUMER_ROWS, BLOCK_D], gl.float32, O_LAYOUT)
-
-            stage = count & (STAGES - 1)
-            mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
-            k = k_buffers.index(stage).reshape([BLOCK_N, BLOCK_D])
-            s = gl.zeros([CONSUMER_ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-            s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
-            if DROPOUT:
-                keep = _keep_words(first_row, start, plane, drawn, BLOCK_N)
-            s = warpgroup_mma_wait(0, deps=[s])
-            mbarrier.arrive(k_empty.index(stage), count=1)
-            weights, fade, peak, total = _weights(s, start, rows, peak, total, bounds, window, factor, S_LAYOUT, True)
-            words = _pack(weights, k_buffers.dtype)
-            if DROPOUT:
-                words = words & gl.convert_layout(keep, words.type.layout, assert_trivial=True)
-
-            state = (words, acc, peak, total)
-            state = _steps(
-                1, masked, q, buffers, barriers, count, start, rows, state, bounds, window, factor, first_row, plane,
-                drawn, S_LAYOUT, P_LAYOUT, STAGES, True, DROPOUT,
-            )  # fmt: skip
-            state = _steps(
-                gl.maximum(masked, 1), masked_or_full, q, buffers, barriers, count, start, rows, state, bounds, window,
-                factor, first_row, plane, drawn, S_LAYOUT, P_LAYOUT, STAGES, False, DROPOUT,
-            )  # fmt: skip
-            if window[0] is not None:
-                state = _steps(
-                    gl.maximum(masked_or_full, 1), blocks, q, buffers, barriers, count, start, rows, state, bounds,
-                    window, factor, first_row, plane, drawn, S_LAYOUT, P_LAYOUT, STAGES, True, DROPOUT,
+            state = (acc, peak, _no_sums())
+            if PROGRAMS == 2:
+                acc, peak, total = _attend_in_turn(
+                    q, buffers, barriers, count, tile_blocks, rows, state, bounds, window, factor, S_LAYOUT, P_LAYOUT,
+                    STAGES,
                 )  # fmt: skip
-            words, acc, peak, total = state
+            else:
+                words, acc, peak, total = _attend(
+                    q, buffers, barriers, count, tile_blocks, rows, state, bounds, window, factor, first_row, plane,
+                    drawn, S_LAYOUT, P_LAYOUT, STAGES, DROPOUT,
+                )  # fmt: skip
             # All products with Q are done, so the producer may load the Q of the next tile.
             mbarrier.arrive(q_empty.index(consumer), count=1)
-            count += blocks
-            stage = (count - 1) & (STAGES - 1)
-            mbarrier.wait(v_full.index(stage), ((count - 1) // STAGES) & 1)
-            v = v_buffers.index(stage).reshape([BLOCK_N, BLOCK_D])
-            p = _unpack(words, k_buffers.dtype, P_LAYOUT)
-            acc = warpgroup_mma(p, v, acc, is_async=True)
+            count += tile_blocks[3]
+            if PROGRAMS == 1:
+                p = _unpack(words, k_buffers.dtype, P_LAYOUT)
+                acc = _issue_sum(p, acc, buffers, barriers, count - 1, STAGES)
             # A row that sees no key has total 0, out 0 and lse -inf.
+            total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, S_LAYOUT))
             lse = peak * softmax_scale + gl.log2(total) * 0.6931471805599453
             lse = gl.where(total > 0, lse, gl.where(total == 0, float("-inf"), total))
             lse_ptrs = lse_ptr + batch.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1]
             gl.store(lse_ptrs + start_q + rows, lse, mask=rows < len_q)
             scale = drawn[4] / gl.where(total == 0, 1.0, total)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(v_empty.index(stage), count=1)
+            if PROGRAMS == 1:
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                mbarrier.arrive(v_empty.index((count - 1) & (STAGES - 1)), count=1)
             out = (acc * gl.convert_layout(scale, gl.SliceLayout(1, O_LAYOUT))[:, None]).to(k_buffers.dtype)
             _store_rows(
                 out, out_ptr, out_strides, batch, start_q, first_row, head, len_q, HEAD_DIM, UNIT,
@@ -417,8 +502,12 @@ def _attention_hopper_fwd_kernel(
     HEAD_DIM: gl.constexpr,
     UNIT: gl.constexpr,
     STAGES: gl.constexpr,
+    PROGRAMS: gl.constexpr,
 ):
-    """Computes out and lse of every num_programs-th tile, starting with the program's own."""
+    """Computes out and lse of every num_programs-th tile, starting with the program's own.
+
+    PROGRAMS: the programs that share an SM, 1 or 2.
+    """
     q_buffers = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS] + q_desc.block_type.shape, q_desc.layout)
     k_buffers = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
     v_buffers = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
@@ -440,21 +529,22 @@ def _attention_hopper_fwd_kernel(
     buffers = (q_buffers, k_buffers, v_buffers)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[3]
-    # The registers of the workers. The first consumer is not a worker and gets the remaining registers.
+    # The registers of the second consumer and of the producer. The first consumer gets the remaining ones: 232, or 112.
+    REGISTERS: gl.constexpr = [232, 40] if PROGRAMS == 1 else [104, 24]
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
                     0, out_ptr, lse_ptr, buffers, barriers, planes, lengths, window, dropout, softmax_scale,
-                    out_strides, lse_strides, num_tiles, LENGTHS, HEAD_DIM, UNIT, STAGES,
+                    out_strides, lse_strides, num_tiles, LENGTHS, HEAD_DIM, UNIT, STAGES, PROGRAMS,
                 ),
             ),
             (
                 _consume,
                 (
                     1, out_ptr, lse_ptr, buffers, barriers, planes, lengths, window, dropout, softmax_scale,
-                    out_strides, lse_strides, num_tiles, LENGTHS, HEAD_DIM, UNIT, STAGES,
+                    out_strides, lse_strides, num_tiles, LENGTHS, HEAD_DIM, UNIT, STAGES, PROGRAMS,
                 ),
             ),
             (
@@ -466,5 +556,5 @@ def _attention_hopper_fwd_kernel(
             ),
         ],
         [4, 1],
-        [232, 40],
+        REGISTERS,
     )  # fmt: skip

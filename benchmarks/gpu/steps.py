@@ -182,6 +182,12 @@ def _off_by_default(out: Path) -> Iterator[Step]:
                 flag="FASTFORMER_PERSISTENT_FEED_FORWARD")  # fmt: skip
     yield times("feed_forward", out, "dropout_p=0.1", "activation=relu", label="persistent", rivals=("fastformer",),
                 flag="FASTFORMER_PERSISTENT_FEED_FORWARD", kernel="[persistent]", after="tests persistent")  # fmt: skip
+    yield tests("hopper 64", TESTS["attention_hopper"], 15, 40, only=f"64 and not ({_LATER})",
+                flag="FASTFORMER_HOPPER_FORWARD_64")  # fmt: skip
+    yield times("attention", out, "causal=True", "head_dim=64", "dropout_p=0.0", "seqlen=2048", "seqlen=8192",
+                label="hopper64", rivals=("fastformer",), modes=("fwd",), seconds=6,
+                flag="FASTFORMER_HOPPER_FORWARD_64", kernel="_attention_hopper_fwd_kernel",
+                after="tests hopper 64")  # fmt: skip
 
 
 def _later(out: Path) -> Iterator[Step]:

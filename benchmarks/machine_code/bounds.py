@@ -31,9 +31,9 @@ SUSTAINED_TFLOPS = 798
 # The share of a bound that is assumed to remain after all effects that the model omits, by head_dim: a scale for
 # comparisons. It compares FlashAttention-3's published speed of the forward pass with a count of its units' clocks.
 REACHED = {64: 0.68, 128: 0.81}
-# The consumers of a Gluon program run the loop concurrently. A program of the generic kernel has eight warps, two in
-# each quarter of an SM.
-PLAIN_WARPS = 2
+# The warps of a program that run the loop in a quarter of an SM: one of each consumer of a Gluon program, and a quarter
+# of the eight warps of a program of the generic kernel.
+CONSUMERS, PLAIN_WARPS = 2, 2
 
 
 def line_of(launch: report.Launch, head_dim: int) -> dict[str, Any]:
@@ -48,17 +48,17 @@ def line_of(launch: report.Launch, head_dim: int) -> dict[str, Any]:
     loops = [loop for loop in sass.loops(instructions) if sass.count(loop).wgmma]
     loop = min(loops, key=len)  # the loop without a mask, of one consumer
     counts = sass.count(loop)
-    consumers = 2 if launch.kernel.fn.__name__.startswith("_attention_hopper") else None
+    is_gluon = launch.kernel.fn.__name__.startswith("_attention_hopper")
     programs, _ = sass.ctas_an_sm(90, metadata.num_warps, int(usage["REG"]), metadata.shared)
-    warps = consumers or PLAIN_WARPS
-    found = schedule.shares(loop, warps, 1 if consumers else programs)
+    warps = CONSUMERS if is_gluon else PLAIN_WARPS
+    found = schedule.shares(loop, warps, programs)
     clocks = sass.clocks(counts, 4 * warps)
     return {
         "kernel": launch.kernel.fn.__name__,
         "head_dim": head_dim,
         "triton": triton.__version__,
         "tile": "x".join(str(launch.arguments[name]) for name in ("BLOCK_M", "BLOCK_N") if name in launch.arguments)
-        or f"{consumers} consumers",
+        or f"{CONSUMERS} consumers{', 2 programs' if programs == 2 else ''}",
         "registers": int(usage["REG"]),
         "stack": int(usage["STACK"]),
         "shared": metadata.shared,

@@ -180,14 +180,18 @@ def test_backward_in_any_order_of_events(schedule: str) -> None:
     check(case, torch.bfloat16, SCHEDULES[schedule], run_backward)
 
 
+def swapped(first: str, second: str, indent: int) -> tuple[str, str]:
+    """Returns the mistake of two lines of code in the wrong order."""
+    first, second = " " * indent + first, " " * indent + second
+    return f"{first}\n{second}\n", f"{second}\n{first}\n"
+
+
 # What a slip of the pen would do to the kernel, as (text, what it becomes). Each must be noticed: as an error of the
 # emulator (a deadlock, a race), or, for a few, by the numbers, which test_agrees_with_fp64 compares.
 MISTAKES = {
-    "K's phase": ("k_full.index(stage), ((count + step) // STAGES) & 1", "k_full.index(stage), (count + step) & 1"),
-    "V's phase": (
-        "v_full.index(before), ((count + step - 1) // STAGES) & 1",
-        "v_full.index(before), ((count + step) // STAGES) & 1",
-    ),
+    "K's phase": ("k_full.index(stage), (at // STAGES) & 1", "k_full.index(stage), at & 1"),
+    "V's phase": ("v_full.index(stage), (at // STAGES) & 1", "v_full.index(stage), at & 1"),
+    "V of another block": ("buffers, barriers, at - 1, STAGES", "buffers, barriers, at, STAGES"),
     "Q's phase": ("q_full.index(consumer), tiles & 1", "q_full.index(consumer), 0"),
     "producer's phase": (
         "((count // STAGES) & 1) ^ 1)\n                    mbarrier.expect(k",
@@ -196,10 +200,10 @@ MISTAKES = {
     "no wait for a free K": ("mbarrier.wait(k_empty.index(stage), ((count // STAGES) & 1) ^ 1)", "pass"),
     "no wait for a free V": ("mbarrier.wait(v_empty.index(stage), (((count - 1) // STAGES) & 1) ^ 1)", "pass"),
     "no wait for a free Q": ("mbarrier.wait(q_empty.index(consumer), (tiles & 1) ^ 1)", "pass"),
-    "no wait for K": ("mbarrier.wait(k_full.index(stage), ((count + step) // STAGES) & 1)", "pass"),
-    "no wait for V": ("mbarrier.wait(v_full.index(before), ((count + step - 1) // STAGES) & 1)", "pass"),
-    "no arrive after V": ("mbarrier.arrive(v_empty.index(before), count=1)", "pass"),
-    "no arrive after the last V": ("mbarrier.arrive(v_empty.index(stage), count=1)", "pass"),
+    "no wait for K": ("mbarrier.wait(k_full.index(stage), (at // STAGES) & 1)", "pass"),
+    "no wait for V": ("mbarrier.wait(v_full.index(stage), (at // STAGES) & 1)", "pass"),
+    "no arrive after V": ("mbarrier.arrive(v_empty.index((at - 1) & (STAGES - 1)), count=1)", "pass"),
+    "no arrive after the last V": ("mbarrier.arrive(v_empty.index((count - 1) & (STAGES - 1)), count=1)", "pass"),
     "no arrive after Q": ("mbarrier.arrive(q_empty.index(consumer), count=1)", "pass"),
     "one arrival for all consumers": (
         "mbarrier.init(k_empty.index(i), count=CONSUMERS)",
@@ -210,18 +214,37 @@ MISTAKES = {
         "acc = warpgroup_mma_wait(0, deps=[acc])\n        mbarrier",
         "acc = warpgroup_mma_wait(1, deps=[acc])\n        mbarrier",
     ),
-    "K released early": (
-        "        s = warpgroup_mma_wait(1, deps=[s])\n        mbarrier.arrive(k_empty.index(stage), count=1)",
-        "        mbarrier.arrive(k_empty.index(stage), count=1)\n        s = warpgroup_mma_wait(1, deps=[s])",
+    "K released early": swapped(
+        "s = warpgroup_mma_wait(1, deps=[s])", "mbarrier.arrive(k_empty.index(at & (STAGES - 1)), count=1)", 8
     ),
-    "V released early": (
-        "        acc = warpgroup_mma_wait(0, deps=[acc])\n        mbarrier.arrive(v_empty.index(before), count=1)",
-        "        mbarrier.arrive(v_empty.index(before), count=1)\n        acc = warpgroup_mma_wait(0, deps=[acc])",
+    "V released early": swapped(
+        "acc = warpgroup_mma_wait(0, deps=[acc])", "mbarrier.arrive(v_empty.index((at - 1) & (STAGES - 1)), count=1)", 8
     ),
-    "expected bytes": ("mbarrier.expect(v_full.index(stage), v_desc", "mbarrier.expect(v_full.index(stage), q_desc"),
+    "expected bytes": ("v_desc.block_type.nbytes)", "v_desc.block_type.nbytes // 2)"),
     "dropout's words": ("gl.join(gl.join(w0, w2), gl.join(w1, w3))", "gl.join(gl.join(w0, w1), gl.join(w2, w3))"),
     "the last key": ("rows + (diagonal + window[1] + 1)", "rows + (diagonal + window[1])"),
     "a tile counted for a block": ("            count -= 1\n", ""),
+}  # fmt: skip
+# The same in the loop of the form with two programs per SM, which takes calls without dropout.
+MISTAKES_IN_TURN = {
+    "K's phase": MISTAKES["K's phase"],
+    "no wait for V": MISTAKES["no wait for V"],
+    "scores used early": (
+        "            s = warpgroup_mma_wait(0, deps=[s])\n            mbarrier.arrive(k",
+        "            s = warpgroup_mma_wait(1, deps=[s])\n            mbarrier.arrive(k",
+    ),
+    "K released early": swapped(
+        "s = warpgroup_mma_wait(0, deps=[s])", "mbarrier.arrive(k_empty.index(at & (STAGES - 1)), count=1)", 12
+    ),
+    "V released early": swapped(
+        "acc = warpgroup_mma_wait(0, deps=[acc])", "mbarrier.arrive(v_empty.index(at & (STAGES - 1)), count=1)", 12
+    ),
+    "no wait for the sum": (
+        "acc = warpgroup_mma_wait(0, deps=[acc])\n            mbarrier",
+        "acc = warpgroup_mma_wait(1, deps=[acc])\n            mbarrier",
+    ),
+    "no arrive after V": ("mbarrier.arrive(v_empty.index(at & (STAGES - 1)), count=1)", "pass"),
+    "no mask at the diagonal": ("S_LAYOUT, part != 1", "S_LAYOUT, part == 1"),
 }  # fmt: skip
 
 
@@ -280,7 +303,7 @@ def test_a_mistake_in_the_backward_is_noticed(mistake: str) -> None:
             check(case, torch.bfloat16, schedule, run_backward, kernel=kernel)
 
 
-MISTAKE_CASE = replace(BASE, heads=2, seqlen_q=300, seqlen_k=700, window=(None, 0))
+MISTAKE_CASE = replace(BASE, heads=2, seqlen_q=300, seqlen_k=700, window=(None, 0), dropout_p=0.2)
 MISTAKE_SCHEDULES = (SCHEDULES["producer first"], SCHEDULES["consumers first"], shuffled(5))
 
 
@@ -306,17 +329,28 @@ def kernel_with(right: str, wrong: str, module: types.ModuleType = forward) -> A
 )  # fmt: skip
 def test_a_mistake_is_noticed(mistake: str) -> None:
     kernel = kernel_with(*MISTAKES[mistake])
-    case = replace(MISTAKE_CASE, dropout_p=0.2 if mistake.startswith("dropout") else 0.0)
     with pytest.raises((GluonError, AssertionError)):
         for schedule in MISTAKE_SCHEDULES:
-            check(case, torch.bfloat16, schedule, kernel=kernel)
+            check(MISTAKE_CASE, torch.bfloat16, schedule, kernel=kernel)
 
 
-def test_without_a_mistake() -> None:
+@pytest.mark.parametrize(
+    "mistake",
+    few(MISTAKES_IN_TURN, "no wait for V", "K released early", "no arrive after V", "no mask at the diagonal"),
+)
+def test_a_mistake_in_turn_is_noticed(mistake: str) -> None:
+    kernel = kernel_with(*MISTAKES_IN_TURN[mistake])
+    with pytest.raises((GluonError, AssertionError)):
+        for schedule in MISTAKE_SCHEDULES:
+            check(replace(MISTAKE_CASE, dropout_p=0.0), torch.bfloat16, schedule, kernel=kernel)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+def test_without_a_mistake(dropout_p: float) -> None:
     """This is the reference in which no mistake is detected."""
     kernel = kernel_with("first_row += consumer * CONSUMER_ROWS", "first_row += CONSUMER_ROWS * consumer")
     for schedule in MISTAKE_SCHEDULES:
-        check(MISTAKE_CASE, torch.bfloat16, schedule, kernel=kernel)
+        check(replace(MISTAKE_CASE, dropout_p=dropout_p), torch.bfloat16, schedule, kernel=kernel)
 
 
 def fits(**changes: Any) -> bool:
@@ -361,6 +395,11 @@ def test_accepted_values(monkeypatch: pytest.MonkeyPatch) -> None:
         for capability in (80, 89, 90, 100, 120):
             monkeypatch.setattr(hopper, "architecture", lambda _, capability=capability: capability)
             assert hopper.takes(problem, q, k, v, None) == (capability == 90 and head_dim > 64)
+            with monkeypatch.context() as patch:  # as if the environment asked for the form for 64
+                patch.setattr(hopper, "FORWARD", (64, 128))
+                assert hopper.takes(problem, q, k, v, None) == (capability == 90)
+                dropping = problem_of(replace(wide, dropout_p=0.1), q, k)
+                assert hopper.takes(dropping, q, k, v, None) == (capability == 90 and head_dim > 64)
             assert hopper.takes_backward(problem, q, k, v, q, None) == (capability == 90)
     monkeypatch.setattr(hopper, "architecture", lambda _: 90)
     inputs = make_inputs(case, torch.bfloat16)
@@ -380,6 +419,26 @@ def test_accepted_values(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hopper.takes(problem, q, k, v, None) and hopper.takes_backward(problem, q, k, v, q, None)
     problem = problem_of(replace(case, head_dim=128, dropout_p=0.1), q, k)
     assert hopper.takes(problem, q, k, v, None) and not hopper.takes_backward(problem, q, k, v, q, None)
+
+
+@pytest.mark.parametrize("head_dim, together", [(64, 2), (128, 1)])
+def test_programs_that_share_an_sm(head_dim: int, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grid fills every SM, and two programs on an SM divide its registers."""
+    launched: list[tuple[Any, dict[str, Any]]] = []
+    monkeypatch.setattr(hopper, "num_sms", lambda device: 5)
+    monkeypatch.setattr(hopper, "Launch", lambda kernel, grid, **options: lambda *_: launched.append((grid, options)))
+    case = Case(head_dim=head_dim, heads=16, kv_heads=16, seqlen_q=200, seqlen_k=200)
+    inputs = make_inputs(case, torch.bfloat16)
+    q, k, v = (inputs[name] for name in ("q", "k", "v"))
+    problem = problem_of(case, q, k)
+    lse = torch.zeros(q.shape[0], q.shape[2], q.shape[1])
+    lengths = (None, None, problem.seqlen_q, problem.seqlen_k)
+    hopper.launch_forward(hopper.plan_forward(problem), q, k, v, torch.zeros_like(q), lse, lengths, problem.dropout)
+    ((grid, options),) = launched
+    assert grid == (5 * together,)
+    registers = options.get("maxnreg", 168)
+    # A program has 12 warps, with the idle ones of the producer's group.
+    assert together * 12 * 32 * registers <= 2**16 and registers % 8 == 0
 
 
 def test_descriptors_are_kept_and_keep_no_tensor() -> None:

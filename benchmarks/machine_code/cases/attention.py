@@ -20,7 +20,8 @@ def attention_call(
 ) -> Callable[[], object]:
     """Makes a forward and a backward call of the attention launchers with these options.
 
-    generic: whether the generic kernels run on all devices, instead of the device's own.
+    generic: whether the generic kernels run on all devices; otherwise the device's own run, with those that are off by
+        default.
     """
     from fastformer.kernels import _attention_hopper
     from fastformer.kernels import attention as kernels
@@ -39,8 +40,8 @@ def attention_call(
         with contextlib.ExitStack() as stack:
             stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
             torch.use_deterministic_algorithms(deterministic)
-            for name in ("FORWARD", "BACKWARD") if generic else ():
-                stack.enter_context(mock.patch.object(_attention_hopper, name, ()))
+            for name in ("FORWARD", "BACKWARD"):
+                stack.enter_context(mock.patch.object(_attention_hopper, name, () if generic else (64, 128)))
             if "packed" in options:
                 q, k = new(batch * seqlen, heads, head_dim), new(batch * seqlen, kv_heads, head_dim)
                 cu = new(batch + 1, dtype=torch.int32)
