@@ -270,10 +270,10 @@ def _dtype(model: Any) -> torch.dtype:
 
 def _why_not_call(model: Any, given: dict[str, Any]) -> str | None:
     """Returns why a call falls back to the modules, by its arguments' names and types alone; None if it needn't."""
+    ids, shape = given.get("input_ids"), _shape_of_ids(model, given)
     for name, value in given.items():
-        if name not in _READ and value is not None and value is not False:
+        if name not in _READ and value is not None and value is not False and (name, value) not in shape:
             return f"the engine doesn't know {name}"
-    ids = given.get("input_ids")
     if type(ids) is not Tensor or ids.device.type != "cpu":
         return "the ids are not a tensor on the CPU"
     if ids.dim() != 2 or not ids.numel() or ids.dtype not in (torch.int64, torch.int32):
@@ -288,6 +288,14 @@ def _why_not_call(model: Any, given: dict[str, Any]) -> str | None:
     if config.output_hidden_states or config.output_attentions:
         return "its config asks for hidden states or attentions"
     return None
+
+
+def _shape_of_ids(model: Any, given: dict[str, Any]) -> list[tuple[str, int]]:
+    """Returns the arguments that repeat the shape of the ids. Before version 5, heads of ModernBERT pass them on."""
+    ids = given.get("input_ids")
+    if model.config.model_type != "modernbert" or not isinstance(ids, Tensor):
+        return []
+    return [*zip(("batch_size", "seq_len"), ids.shape, strict=False)]
 
 
 def _texts(model: Any, found: EncoderModel, given: dict[str, Any]) -> _Texts | str:
