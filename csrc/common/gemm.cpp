@@ -180,6 +180,10 @@ template <typename T>
 void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* packed, acc_t<T>* c, int64_t ldc,
           bool accumulate, int64_t packed_k) {
   if (m <= 0 || n <= 0) return;
+  if (k == 0) {
+    for (int64_t i = 0; i < m && !accumulate; ++i) std::fill_n(c + i * ldc, n, acc_t<T>(0));
+    return;
+  }
   const int64_t panel_size = round_up(packed_k ? packed_k : k, kPair<T>) * kPanel;
   if constexpr (std::is_same_v<T, bfloat16>) {
     if (use_brgemm() && k % 2 == 0 && n % kPanel == 0) {

@@ -45,8 +45,9 @@ int64_t packed_size(int64_t k, int64_t n) {
 template <typename T>
 void pack(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int64_t n, T* packed);
 
-// C = A * B, or C += A * B with `accumulate`. lda and ldc are row strides in elements. To multiply by rows [i, i + k)
-// of a B that was packed with packed_k rows, pass packed + i * kPanel (i a multiple of kPair) and packed_k; 0: k.
+// C = A * B, or C += A * B with `accumulate`; A * B is 0 if k is. lda and ldc are row strides in elements. To multiply
+// by rows [i, i + k) of a B that was packed with packed_k rows, pass packed + i * kPanel (i a multiple of kPair) and
+// packed_k; 0: k.
 template <typename T>
 void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* packed, acc_t<T>* c, int64_t ldc,
           bool accumulate, int64_t packed_k = 0);

@@ -121,7 +121,7 @@ void gemm_unpacked(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, con
   alignas(64) float sums[kFewRows * kBlock];
   for (int64_t j = 0; j < n; j += kBlock) {
     const Columns<T> columns{b + j * ldb, ldb, std::min(kBlock, n - j), b + (j + kBlock) * ldb};
-    for (int64_t first = 0; first < k; first += kDepth<T>) {
+    for (int64_t first = 0; first == 0 || first < k; first += kDepth<T>) {  // once for k = 0, whose sums are 0
       table[m - 1](a, lda, columns, first, std::min(first + kDepth<T>, k), sums);
       for (int64_t i = 0; i < m; ++i) {
         float* to = c + i * ldc + j;

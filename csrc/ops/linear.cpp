@@ -25,14 +25,6 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias)
   Dims shape = x.sizes();
   shape.back() = weight.size(0);
   Tensor out = empty(shape, x.scalar_type());
-  if (weight.size(1) == 0) {
-    Dims strides = shape;
-    std::fill_n(strides.data(), strides.size(), 0);
-    if (!bias) return out.zero(), out;
-    strides.back() = bias->stride(0);
-    out.copy_from(bias->view(shape, strides));
-    return out;
-  }
   const Tensor from = separate_rows(x.flattened(1)), read = strided(weight);
   const OptionalTensor added = contiguous(bias);
   const int64_t n = weight.size(0), m = from.size(0), most = weight.numel() > kMostPacked ? most_tall_rows() : m;

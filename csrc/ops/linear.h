@@ -126,11 +126,13 @@ class Right {
     // Split k like gemm(). brgemm splits k itself.
     const int64_t most = std::is_same_v<T, bfloat16> && use_brgemm() ? k_ : std::min(k_, kDepth<T>);
     Buffer<T> slice(packed_size<T>(most, wide));
-    for (int64_t p = 0; p < k_; p += most) {
+    int64_t p = 0;
+    do {
       const int64_t depth = std::min(most, k_ - p);
       pack<T>(columns + p * stride_k_, stride_k_, stride_n_, depth, t.columns, slice.data());
       gemm<T>(t.rows, wide, depth, left + p, ldx, slice.data(), to, t.ld, p > 0);
-    }
+      p += most;
+    } while (p < k_);
   }
 
  private:

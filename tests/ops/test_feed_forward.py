@@ -113,6 +113,17 @@ def test_shapes(shape, hidden_dim, out_dim, activation, backend, device) -> None
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_without_hidden_features_the_result_is_the_bias(activation: str, backend: str, device: str) -> None:
+    for rows in (5, 1000):
+        shapes = {"x": (rows, 24), "weight1": (0, 24), "bias1": (0,), "weight2": (16, 0), "bias2": (16,)}
+        leaves = {name: torch.randn(shape, device=device, requires_grad=True) for name, shape in shapes.items()}
+        out = feed_forward(**leaves, activation=activation)
+        assert out.equal(leaves["bias2"].expand(rows, 16))
+        dx, dbias = torch.autograd.grad(out.sum(), (leaves["x"], leaves["bias2"]))
+        assert not dx.any() and dbias.equal(torch.full_like(dbias, rows))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_whole_kilobytes(dtype: torch.dtype, activation: str, device: str) -> None:
     """On a CPU, the rows of the hidden layer then have a larger stride than their length."""
