@@ -2,7 +2,10 @@
 
 #include <dlfcn.h>
 
+#include <cstdlib>
 #include <type_traits>
+
+#include "common/cpu_features.h"
 
 namespace fastformer {
 namespace {
@@ -39,10 +42,6 @@ bool find_all() {
 }
 
 constexpr Brgemm kFunctions{
-    [] { return found.is_enabled(found.context()); },
-    // PyTorch has no function that tells whether it sees AMX, but only with AMX do weights need packing.
-    [] { return found.could_pack(kBFloat16); },
-    [] { return found.could_pack(kByte); },
     [](int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool adds, const bfloat16* a,
        const bfloat16* b, float* c) { found.bf16(m, n, k, lda, ldb, ldc, adds, a, b, c, true); },
     [](int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool adds, const uint8_t* a,
@@ -50,11 +49,28 @@ constexpr Brgemm kFunctions{
     [] { found.release(true); },
 };
 
+// Whether brgemm may run now for a dtype, on a CPU that has AMX or AVX-512's dot products for it, or neither.
+bool can_brgemm(bool has_amx, bool has_dot, int8_t dtype) {
+  static const bool is_asked = [] {
+    const char* asked = std::getenv("FASTFORMER_BRGEMM");
+    return asked != nullptr && asked[0] == '1';
+  }();
+  const bool is_forced = is_asked && has_dot;
+  if ((!has_amx && !is_forced) || brgemm() == nullptr) return false;
+  // brgemm throws while oneDNN is switched off (torch.backends.mkldnn); users may switch it between two products.
+  if (!found.is_enabled(found.context())) return false;
+  // PyTorch has no function that tells whether it sees AMX, but only with AMX do weights need packing.
+  return is_forced || found.could_pack(dtype);
+}
+
 }  // namespace
 
 const Brgemm* brgemm() {
   static const bool has_all = find_all();
   return has_all ? &kFunctions : nullptr;
 }
+
+bool can_brgemm_bf16() { return can_brgemm(cpu_features().amx_bf16, cpu_features().avx512_bf16, kBFloat16); }
+bool can_brgemm_u8s8() { return can_brgemm(cpu_features().amx_int8, cpu_features().avx512_vnni, kByte); }
 
 }  // namespace fastformer

@@ -12,9 +12,6 @@
 namespace fastformer {
 
 struct Brgemm {
-  bool (*is_enabled)();  // users can switch oneDNN off (torch.backends.mkldnn); products throw while it is off
-  bool (*has_bf16)();    // whether the CPU has AMX for bf16, according to PyTorch; has_u8s8: for int8
-  bool (*has_u8s8)();
   // C = A * B, or C += A * B if `adds`. A is (m, k), and B (k, n) with rows interleaved in pairs (bf16) or fours
   // (int8).
   void (*bf16)(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool adds, const bfloat16* a,
@@ -26,5 +23,10 @@ struct Brgemm {
 
 // Returns null if PyTorch is not loaded or has other functions.
 FASTFORMER_API const Brgemm* brgemm();
+
+// Whether products of bf16 (or of u8 times s8) may use brgemm now: the CPU has AMX for them, and oneDNN is switched on.
+// brgemm also runs on AVX-512: FASTFORMER_BRGEMM=1 enables it on a CPU with dot products of the type, for tests.
+FASTFORMER_API bool can_brgemm_bf16();
+FASTFORMER_API bool can_brgemm_u8s8();
 
 }  // namespace fastformer

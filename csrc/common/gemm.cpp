@@ -3,10 +3,10 @@
 #include "common/gemm.h"
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "common/brgemm.h"
 #include "common/buffer.h"
+#include "common/cpu_features.h"
 #include "common/gemm_kernels.h"
 #include "common/transpose.h"
 
@@ -72,23 +72,16 @@ void pack_panel(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int64
 
 bool has_bf16_dot() {
 #if defined(CPU_CAPABILITY_AVX512)
-  static const bool has = __builtin_cpu_supports("avx512bf16");
+  static const bool has = cpu_features().avx512_bf16;
   return has;
 #else
   return false;
 #endif
 }
 
-// brgemm also runs on AVX512_BF16. FASTFORMER_BRGEMM=1 enables it there, for tests.
 bool use_brgemm() {
 #if defined(CPU_CAPABILITY_AVX512)
-  static const bool wanted = [] {
-    const char* asked = std::getenv("FASTFORMER_BRGEMM");
-    const bool amx = __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-tile");
-    const bool on = asked ? asked[0] == '1' : amx;
-    return on && brgemm() != nullptr && brgemm()->has_bf16();
-  }();
-  return wanted;
+  return can_brgemm_bf16();
 #else
   return false;
 #endif

@@ -76,7 +76,7 @@ void gemm_unpacked(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, con
 template <typename T>
 void gemm_transposed(int64_t m, int64_t n, int64_t k, const T* packed_a, const T* packed_b, acc_t<T>* c, int64_t ldc);
 
-// Whether bf16 products use oneDNN's brgemm. They do if the CPU has AMX, which no other code here uses.
+// Whether bf16 products use oneDNN's brgemm now (brgemm.h).
 bool use_brgemm();
 
 // Whether both the CPU and this build have vdpbf16ps. Otherwise bf16 is widened and runs at the speed of fp32.

@@ -1,9 +1,6 @@
 #include "engine/packed_brgemm.h"
 
-#include <cstdlib>
-
 #include "common/brgemm.h"
-#include "common/cpu_features.h"
 
 namespace fastformer {
 namespace {
@@ -14,18 +11,8 @@ thread_local int64_t num_products = 0;
 
 bool can_brgemm(Precision precision) {
 #if defined(CPU_CAPABILITY_AVX512)
-  static const bool forced = [] {
-    const char* asked = std::getenv("FASTFORMER_BRGEMM");
-    return asked != nullptr && asked[0] == '1';
-  }();
-  if (precision == Precision::fp32 || brgemm() == nullptr) return false;
-  // brgemm throws while oneDNN is switched off (torch.backends.mkldnn); users may switch it between two products.
-  if (!brgemm()->is_enabled()) return false;
-  const CpuFeatures& cpu = cpu_features();
-  const bool bf16 = precision == Precision::bf16;
-  if (forced && (bf16 ? cpu.avx512_bf16 : cpu.avx512_vnni)) return true;
-  // PyTorch has no function that tells whether it sees AMX, but only with AMX do weights need packing.
-  return bf16 ? cpu.amx_bf16 && brgemm()->has_bf16() : cpu.amx_int8 && brgemm()->has_u8s8();
+  if (precision == Precision::fp32) return false;
+  return precision == Precision::bf16 ? can_brgemm_bf16() : can_brgemm_u8s8();
 #else
   return false;
 #endif

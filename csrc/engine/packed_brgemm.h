@@ -9,8 +9,7 @@ namespace fastformer {
 constexpr int64_t kTileRows = 16;        // rows of an AMX tile; products always have whole tiles
 constexpr int64_t kMostBrgemmRows = 64;  // rows of one product
 
-// Whether products of the precision may use brgemm: the CPU has AMX for it, and oneDNN is enabled in PyTorch. brgemm
-// also runs on AVX-512: FASTFORMER_BRGEMM=1 enables it on a CPU with dot products of the precision, for tests.
+// Whether products of the precision may use brgemm now (common/brgemm.h), which needs the panels of an AVX-512 build.
 bool can_brgemm(Precision precision);
 
 // Writes the products of `rows` rows from `left` on (a multiple of kTileRows) with `steps` steps of a panel from
