@@ -105,6 +105,8 @@ int64_t Encoder::num_rows(const Texts& texts, Pooling pooling) const {
   };
   if (!texts.embedded && model_->source_vocab_size() == 0)
     throw std::invalid_argument("expected embeddings instead of ids: the model has no embedding table");
+  if (texts.embedded && !model_->source_projection.empty())
+    throw std::invalid_argument("expected ids instead of embeddings: the model projects its embeddings");
   if (!texts.types.empty() && std::ssize(texts.types) != texts.count())
     throw std::invalid_argument("token_types: expected one list for each of " + number(texts.count()) + " texts, got " +
                                 number(std::ssize(texts.types)));

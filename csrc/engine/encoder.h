@@ -58,8 +58,8 @@ class Encoder {
 
   // Returns the number of rows that encode() writes. Throws std::invalid_argument for texts that are empty or longer
   // than max_len, or have ids outside of the vocabulary or types that the model lacks; for ids if the model has no
-  // embedding table; for positions or places that don't fit the tokens or the model's tables; and for unseen tokens in
-  // a text without other tokens or without places, or with pooling.
+  // embedding table, and for embeddings if it projects its own; for positions or places that don't fit the tokens or
+  // the model's tables; and for unseen tokens in a text without other tokens or without places, or with pooling.
   int64_t num_rows(const Texts& texts, Pooling pooling) const;
 
   // Writes rows of d_model floats for texts that num_rows() accepts. normalise: divides each row by its L2 norm. The

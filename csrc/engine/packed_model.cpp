@@ -34,9 +34,10 @@ class Names {
   }
   std::vector<float> vector(const std::string& name, int64_t size, float otherwise) const {
     std::vector<float> values(size, otherwise);
-    if (const ModelTensor* tensor = find(name)) {
-      check(name, *tensor, {size});
-      for (int64_t i = 0; i < size; ++i) values[i] = at(*tensor, i);
+    if (find(name)) {
+      const ModelTensor& tensor = numbers(name);
+      check(name, tensor, {size});
+      for (int64_t i = 0; i < size; ++i) values[i] = at(tensor, i);
     }
     return values;
   }
@@ -45,11 +46,13 @@ class Names {
   }
   // Returns a tensor of two dimensions, and checks the second one if `columns` is given.
   const ModelTensor& table(const std::string& name, int64_t columns = -1) const {
-    const ModelTensor& tensor = get(name);
-    if (tensor.kind == ModelTensor::Kind::bytes && columns >= 0) columns = nibble_bytes(columns);
-    if (tensor.shape.size() != 2 || tensor.shape[0] < 1 || (columns >= 0 && tensor.shape[1] != columns))
-      throw std::invalid_argument("the tensor " + prefix_ + name + " has an unexpected shape");
-    return tensor;
+    check_table(name, columns);
+    return numbers(name);
+  }
+  // Returns the number of rows of a weight with k columns.
+  int64_t rows(const std::string& name, int64_t k) const {
+    check_table(name, get(name).kind == ModelTensor::Kind::bytes ? nibble_bytes(k) : k);
+    return get(name).shape[0];
   }
   // Returns rows [begin, end) of a matrix with k columns.
   Matrix matrix(const std::string& name, int64_t begin, int64_t end, int64_t rows, int64_t k) const {
@@ -63,7 +66,10 @@ class Names {
                       int64_t k, Precision precision) const {
     const std::vector<float> biases = find(bias) ? vector(bias, rows, 0) : std::vector<float>();
     const float* from = biases.empty() ? nullptr : biases.data() + begin;
-    if (get(name).kind == ModelTensor::Kind::bytes) return PackedWeight(int4(name, begin, end, rows, k), from);
+    if (get(name).kind == ModelTensor::Kind::bytes) {
+      if (precision != Precision::int4) throw_unexpected(name, "dtype");
+      return PackedWeight(int4(name, begin, end, rows, k), from);
+    }
     // In an int4 model, matrices without groups are packed as int8.
     return PackedWeight(matrix(name, begin, end, rows, k), from,
                         precision == Precision::int4 ? Precision::int8 : precision);
@@ -75,8 +81,7 @@ class Names {
     const int64_t groups = int4_groups(k);
     const auto part = [&](const std::string& part, Kind kind, int64_t columns) {
       check(part, get(part), {rows, columns});
-      if (get(part).kind != kind)
-        throw std::invalid_argument("the tensor " + prefix_ + part + " has an unexpected dtype");
+      if (get(part).kind != kind) throw_unexpected(part, "dtype");
       return static_cast<const char*>(get(part).data) + begin * columns * (kind == Kind::bytes ? 1 : 4);
     };
     const auto bytes = [](const char* data) { return reinterpret_cast<const uint8_t*>(data); };
@@ -86,8 +91,20 @@ class Names {
     return {nibbles, scales, zeros, end - begin, k};
   }
 
+  // Returns a tensor whose elements at() can read.
+  const ModelTensor& numbers(const std::string& name) const {
+    if (get(name).kind == ModelTensor::Kind::bytes) throw_unexpected(name, "dtype");
+    return get(name);
+  }
   void check(const std::string& name, const ModelTensor& tensor, const std::vector<int64_t>& shape) const {
-    if (tensor.shape != shape) throw std::invalid_argument("the tensor " + prefix_ + name + " has an unexpected shape");
+    if (tensor.shape != shape) throw_unexpected(name, "shape");
+  }
+  void check_table(const std::string& name, int64_t columns) const {
+    const std::vector<int64_t>& shape = get(name).shape;
+    if (shape.size() != 2 || shape[0] < 1 || (columns >= 0 && shape[1] != columns)) throw_unexpected(name, "shape");
+  }
+  [[noreturn]] void throw_unexpected(const std::string& name, const char* what) const {
+    throw std::invalid_argument("the tensor " + prefix_ + name + " has an unexpected " + what);
   }
 
   const ModelTensors& tensors_;
@@ -127,7 +144,7 @@ PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross
     layer.norm1 = names.norm("norm1", dim), layer.norm2 = names.norm("norm2", dim);
   if (o.has_norms_behind())
     layer.post_norm1 = names.norm("post_norm1", dim), layer.post_norm2 = names.norm("post_norm2", dim);
-  const int64_t inner = names.table("linear1.weight", dim).shape[0];
+  const int64_t inner = names.rows("linear1.weight", dim);
   layer.ff1 = linear(names, "linear1", inner, dim);
   layer.ff2 = linear(names, "linear2", dim, is_gated(o.activation) ? inner / 2 : inner);
   return layer;
@@ -255,9 +272,7 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
     if (is_new) place->second = Table(tensor, o.precision);
     return place->second;
   };
-  const auto input = [&](const std::string& side) {
-    const std::string projection = side + "_projection.weight";
-    const int64_t width = names.find(projection) ? names.table(side + "_embedding").shape[1] : o.d_model;
+  const auto input = [&](const std::string& side, int64_t width) {
     Input found{table(side + "_embedding", width), {}, {}, {}};
     if (names.find(side + "_positions")) {
       found.positions = table(side + "_positions", width);
@@ -268,13 +283,16 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
     if (names.find(norm + ".weight")) found.norm.push_back(names.norm(norm, width));
     return found;
   };
-  if (o.has_encoder() && !o.is_bare) source_ = input("source");
-  if (o.has_encoder() && names.find("source_projection.weight"))
-    source_projection.push_back(names.weight("source_projection.weight", "source_projection.bias", 0, o.d_model,
-                                             o.d_model, source_.embedding.dim(), o.precision));
+  if (o.has_encoder() && !o.is_bare) {
+    const bool is_projected = names.find("source_projection.weight") != nullptr;
+    source_ = input("source", is_projected ? names.table("source_embedding").shape[1] : o.d_model);
+    if (is_projected)
+      source_projection.push_back(names.weight("source_projection.weight", "source_projection.bias", 0, o.d_model,
+                                               o.d_model, source_.embedding.dim(), o.precision));
+  }
   if (o.has_decoder()) {
-    target_ = input("target");
-    const int64_t vocab = names.table("output").shape[0];
+    target_ = input("target", o.d_model);
+    const int64_t vocab = names.rows("output", o.d_model);
     if (target_.embedding.rows() < vocab) throw std::invalid_argument("expected an embedding for each output token");
     output = names.weight("output", "output_bias", 0, vocab, vocab, o.d_model, o.precision);
   }

@@ -69,7 +69,7 @@ arrays = st.one_of(
     st.builds(
         lambda shape, dtype, has_gaps: (with_gaps if has_gaps else np.zeros)(shape, dtype),
         st.lists(st.integers(0, 13), max_size=3),
-        st.sampled_from([np.float32, np.uint16, np.float64, np.int64, np.float16, bool]),
+        st.sampled_from([np.float32, np.uint16, np.uint8, np.float64, np.int64, np.float16, bool]),
         st.booleans(),
     ),
 )  # fmt: skip
@@ -148,6 +148,31 @@ def test_each_tensor_has_to_be_of_its_shape_and_a_known_dtype(which) -> None:
             EXT.PackedModel(options, {**tensors, name: with_gaps(array.shape)})
     with pytest.raises(ValueError, match=r"\bembedding\b"):
         EXT.PackedModel(options, {**tensors, "target_embedding": np.zeros((VOCAB - 1, 12), np.float32)})
+
+
+@pytest.mark.parametrize("which", ["gpt", "transformer"])
+def test_bytes_are_weights_of_int4_alone(which) -> None:
+    options, tensors = parts(which)
+    for name, array in tensors.items():
+        for columns in {array.shape[-1], 16}:
+            with pytest.raises(ValueError, match=r"\b(dtype|shape|has no tensor)\b"):
+                EXT.PackedModel(options, {**tensors, name: np.zeros([*array.shape[:-1], columns], np.uint8)})
+    nibbles = parts(which, "int4")[1]
+    nibbles |= {
+        name.removesuffix(".scale") + ".zero": np.full(scale.shape, 8, np.uint8)
+        for name, scale in nibbles.items() if name.endswith(".scale")
+    }  # fmt: skip
+    EXT.PackedModel({**options, "precision": "int4"}, nibbles)
+    for precision in ("fp32", "bf16", "int8"):
+        with pytest.raises(ValueError, match=r"\bdtype\b"):
+            EXT.PackedModel({**options, "precision": precision}, nibbles)
+
+
+def test_a_decoders_embeddings_have_the_models_width() -> None:
+    options, tensors = parts("gpt")
+    tensors |= {"target_projection.weight": np.zeros((12, 40), np.float32)}  # decoders have none
+    with pytest.raises(ValueError, match=r"\btarget_embedding\b"):
+        EXT.PackedModel(options, {**tensors, "target_embedding": np.zeros((VOCAB, 40), np.float32)})
 
 
 lists = st.lists(st.integers(-3, 14), max_size=4)

@@ -296,6 +296,17 @@ def test_states_that_do_not_fit_get_an_error(states: Any, lengths: Any) -> None:
     assert encoder.encode_states(np.ones((5, 32), np.float32), [3, 2], 1).shape == (5, 32)
 
 
+def test_states_of_a_model_that_projects_embeddings_are_refused() -> None:
+    encoder = packed(EXT, *drawn(**CONFIGS["electra"]))
+    with pytest.raises(ValueError, match=r"\bids\b"):
+        encoder.encode_states(np.ones((5, 32), np.float32), [5], 1)
+    options, tensors = bare()
+    tensors |= {"source_projection.weight": np.zeros((32, 0), np.float32)}  # which a model without embeddings ignores
+    alone = EXT.Encoder(EXT.PackedModel(*bare()))
+    other = EXT.Encoder(EXT.PackedModel(options, tensors))
+    assert np.array_equal(*(each.encode_states(np.ones((5, 32), np.float32), [5], 1) for each in (alone, other)))
+
+
 def encoded_in_int8() -> np.ndarray:
     o, t = drawn(precision="int8", types=2)
     ids, types = texts_of(random.Random(0), o, t, [5, 1, 33, 70])
