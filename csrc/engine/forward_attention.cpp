@@ -200,8 +200,7 @@ void Forward::attend_own_span(int64_t layer, const Span& span, int64_t kv_head) 
   };
   if (!places)
     return attend([=](int64_t i) { return window < 0 ? 0 : std::max<int64_t>(0, i - window); },
-                  [=](int64_t i) { return window < 0 || window >= length ? length : std::min(length, i + window + 1); },
-                  change);
+                  [=](int64_t i) { return window < 0 ? length : std::min(length, i + window + 1); }, change);
   const auto keys_before = [=](int64_t place) { return std::lower_bound(keys, keys + num_keys, place) - keys; };
   attend(
       [=](int64_t i) { return window < 0 ? 0 : keys_before(places[i] - window); },

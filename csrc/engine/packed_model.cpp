@@ -152,9 +152,11 @@ PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross
 
 // windows: the window of each layer.
 PackedStack pack_stack(const ModelOptions& o, const Names& names, bool has_cross, const std::vector<int64_t>& windows) {
+  constexpr int64_t kWidest = int64_t(1) << 32;  // more than any text has tokens; sums with positions can't overflow
   PackedStack stack;
   for (size_t i = 0; i < windows.size(); ++i)
-    stack.layers.push_back(pack_layer(o, names.within("layers." + std::to_string(i)), has_cross, windows[i]));
+    stack.layers.push_back(
+        pack_layer(o, names.within("layers." + std::to_string(i)), has_cross, std::min(windows[i], kWidest)));
   // The layers of torch.nn end without a norm, unless one is given.
   if (names.find("norm.weight") || (o.norm_placement != NormPlacement::sum && !o.is_bare))
     stack.final_norm.push_back(names.norm("norm", o.d_model));

@@ -117,6 +117,19 @@ def test_gaps_between_tokens_equal_hidden_tokens_of_a_longer_text(name: str) -> 
         assert np.concatenate(alone).tobytes() == found.tobytes()
 
 
+def test_the_widest_window_shows_everything() -> None:
+    o, t = drawn(**CONFIGS["modernbert"])
+    ids, types = texts_of(random.Random(0), o, t, [7])
+    for places in (None, [[0, 3, 4, 9, 30, 31, 77]]):
+        found = [
+            packed(EXT, {**o, "encoder_windows": [-1, window]}, t).encode(
+                ids, types, "none", False, 1, None, places, None
+            )
+            for window in (1000, 2**63 - 1)
+        ]
+        assert np.array_equal(*found)
+
+
 @pytest.mark.parametrize(
     ("gaps", "named"),
     [
