@@ -1,4 +1,4 @@
-// Helper threads, and objects that they use.
+// Helper threads, and objects of which a process has one.
 
 #pragma once
 
@@ -31,7 +31,7 @@ bool start_helper(F f) {
 }
 
 // Returns the only instance of T in the process. It is never deleted, because helpers use it until the process ends. A
-// forked child has no helpers and makes a new one.
+// forked child makes a new one: it has no helpers, and locks that other threads held stay locked.
 template <typename T>
 T& of_process() {
   static std::atomic<T*> instance{nullptr};

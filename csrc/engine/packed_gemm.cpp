@@ -13,6 +13,7 @@
 
 #include "common/cpu_features.h"
 #include "common/gemm.h"
+#include "common/helpers.h"
 #include "engine/int4_gemm.h"
 #include "engine/packed_brgemm.h"
 #include "engine/packed_kernels.h"
@@ -32,26 +33,33 @@ int64_t group(Precision precision) { return precision == Precision::fp32 ? 1 : p
 // Allocates memory for panels: in huge pages if the system has them, because a decode step reads all weights and would
 // miss the TLB with 4 KiB pages; and contiguously, so that prefetches beyond the end of one weight mostly reach the
 // next one. A chunk is freed together with the last weight in it.
-std::shared_ptr<char> allocate_panels(int64_t bytes) {
-  constexpr int64_t kChunk = int64_t(32) << 20;  // pages that are never written use no memory
-  static std::mutex mutex;
-  static std::weak_ptr<char> current;
-  static int64_t used = 0, size = 0;
-
-  const std::lock_guard lock(mutex);
-  std::shared_ptr<char> chunk = current.lock();
-  if (!chunk || size - used < bytes) {
-    const int64_t wanted = round_up(std::max(bytes, kChunk), kHugePage);
-    void* memory = std::aligned_alloc(kHugePage, static_cast<size_t>(wanted));
-    if (memory == nullptr) throw std::bad_alloc();
-    madvise(memory, static_cast<size_t>(wanted), MADV_HUGEPAGE);
-    chunk = std::shared_ptr<char>(static_cast<char*>(memory), std::free);
-    current = chunk, size = wanted, used = 0;
+class PanelMemory {
+ public:
+  std::shared_ptr<char> allocate(int64_t bytes) {
+    constexpr int64_t kChunk = int64_t(32) << 20;  // pages that are never written use no memory
+    const std::lock_guard lock(mutex_);
+    std::shared_ptr<char> chunk = current_.lock();
+    if (!chunk || size_ - used_ < bytes) {
+      const int64_t wanted = round_up(std::max(bytes, kChunk), kHugePage);
+      void* memory = std::aligned_alloc(kHugePage, static_cast<size_t>(wanted));
+      if (memory == nullptr) throw std::bad_alloc();
+      madvise(memory, static_cast<size_t>(wanted), MADV_HUGEPAGE);
+      chunk = std::shared_ptr<char>(static_cast<char*>(memory), std::free);
+      current_ = chunk, size_ = wanted, used_ = 0;
+    }
+    char* first = chunk.get() + used_;
+    used_ += bytes;
+    return {std::move(chunk), first};
   }
-  char* first = chunk.get() + used;
-  used += bytes;
-  return {std::move(chunk), first};
-}
+
+ private:
+  std::mutex mutex_;
+  std::weak_ptr<char> current_;
+  int64_t used_ = 0, size_ = 0;
+};
+
+// A child that was forked while a thread allocated has an instance of its own: the lock of the other stays locked.
+std::shared_ptr<char> allocate_panels(int64_t bytes) { return of_process<PanelMemory>().allocate(bytes); }
 
 // The quantisation of a column of W to int8: whole = round(x * inverse), x ~ whole * scale. Scale and inverse are 0 if
 // all x are (nearly) 0, because 127 / largest would overflow. The scale is NaN if any x is not finite.

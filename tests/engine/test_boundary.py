@@ -403,6 +403,24 @@ def test_a_forked_child_continues_with_its_own_copy_while_helpers_run() -> None:
     check()
 
 
+def test_a_child_packs_a_model_while_another_thread_did() -> None:
+    of_model = parts("gpt")
+    goes_on = True
+
+    def keep_packing() -> None:
+        while goes_on:
+            EXT.PackedModel(*of_model)
+
+    packer = threading.Thread(target=keep_packing)
+    packer.start()
+    try:
+        for _ in range(20):
+            in_child(lambda: EXT.PackedModel(*of_model))
+    finally:
+        goes_on = False
+        packer.join()
+
+
 @pytest.mark.parametrize("where", ["embedding.weight", "decoder.layers.0.linear1.weight", "output.weight"])
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 def test_only_rows_with_broken_numbers_are_errors(number, where) -> None:
