@@ -178,20 +178,28 @@ void Session::end_pending() {
   pending_from_ = cache_.groups.size();
 }
 
-const Candidates& Session::step_of(Batch batch, Forward& forward, const Selection& selection, int threads) {
+const Candidates& Session::step_of(const Places& groups, const Ids& tokens, Forward& forward,
+                                   const Selection& selection, int threads) try {
+  Batch batch = batch_of(groups, tokens);
   if (pending_.count() == 0) return forward.step(batch, selection, threads);
   batch.append(pending_);
   const Candidates& found = forward.step(batch, selection, std::max(threads, pending_threads_));
   end_pending();
   return found;
+} catch (...) {
+  for (const int64_t place : groups) cache_.take_back(cache_.groups[place]);
+  throw;
 }
 
-void Session::begin_step(const Ids& tokens) {
+void Session::check_step(const Ids& tokens) {
   if (std::ssize(tokens) != num_rows() || tokens.empty()) throw std::invalid_argument("expected a token for each row");
   for (const int32_t token : tokens)
     if (token < 0 || token >= model_->vocab_size()) throw std::invalid_argument("expected tokens in the vocabulary");
   for (const TokenCache::Group& group : cache_.groups) check_length(group);
   if (cache_.step_tokens() > cache_.free_tokens()) throw std::length_error("the cache has no room for another token");
+}
+
+void Session::begin_step() {
   for (TokenCache::Group& group : cache_.groups) cache_.append(group, 1);
 }
 
@@ -213,10 +221,12 @@ Batch Session::batch_of(const Places& groups, const Ids& tokens) const {
 const Candidates& Session::step(const Ids& tokens, const Selection& selection, int threads) {
   check_threads(threads);
   if (selection.k < 1) throw std::invalid_argument("expected k to be at least 1");
-  begin_step(tokens);
+  check_step(tokens);
   Places all(cache_.groups.size());
   std::iota(all.begin(), all.end(), 0);
-  return step_of(batch_of(all, tokens), forward(0), selection, threads_for(num_rows(), threads));
+  Forward& first = forward(0);
+  begin_step();
+  return step_of(all, tokens, first, selection, threads_for(num_rows(), threads));
 }
 
 // ---- searches ----
@@ -233,7 +243,7 @@ std::vector<int64_t> Session::run(const std::vector<Search*>& searches, const Id
   }
   if (std::set<Search*>(searches.begin(), searches.end()).size() != searches.size())
     throw std::invalid_argument("expected a different search for each group");
-  begin_step(tokens);
+  check_step(tokens);
   Run run{.searches = searches, .limits = limits, .log_probs = log_probs, .rows_left = peak_rows};
   run.steps.resize(searches.size());
   const int64_t rows = num_rows();
@@ -251,9 +261,10 @@ std::vector<int64_t> Session::run(const std::vector<Search*>& searches, const Id
   const auto step = [&](int64_t worker) {
     run_worker(run, workers[worker], worker_tokens[worker], *forwards_[worker], 1);
   };
-  if (workers.size() > 1 && run_workers({std::ssize(workers), step})) return run.steps;
   Places all(searches.size());
   std::iota(all.begin(), all.end(), 0);
+  begin_step();
+  if (workers.size() > 1 && run_workers({std::ssize(workers), step})) return run.steps;
   run_worker(run, all, tokens, *forwards_[0], threads_for(rows, threads));
   return run.steps;
 }
@@ -285,7 +296,7 @@ void Session::run_worker(Run& run, Places groups, Ids tokens, Forward& forward, 
         for (const int32_t id : search.eos()) selection.bans.push_back({id, first, behind});
       first = behind;
     }
-    const Candidates& candidates = step_of(batch_of(groups, tokens), forward, selection, threads);
+    const Candidates& candidates = step_of(groups, tokens, forward, selection, threads);
     Places going;
     int64_t row = 0;
     tokens.clear();

@@ -70,10 +70,14 @@ class Session {
                      int threads);
   void read_pending();
   void end_pending();
-  // Runs a step of a batch together with the pending prompts.
-  const Candidates& step_of(Batch batch, Forward& forward, const Selection& selection, int threads);
+  // Runs a step of these groups, whose rows have slots for their tokens, together with the pending prompts. If it
+  // fails, the rows lose these slots again.
+  const Candidates& step_of(const Places& groups, const Ids& tokens, Forward& forward, const Selection& selection,
+                            int threads);
+  // Throws unless each row can take one of these tokens.
+  void check_step(const Ids& tokens);
   // Begins a step: gives each row a slot for another token.
-  void begin_step(const Ids& tokens);
+  void begin_step();
   void check_length(const TokenCache::Group& group) const;
   Batch batch_of(const Places& groups, const Ids& tokens) const;
   std::vector<Places> partition(const std::vector<Search*>& searches, int workers) const;

@@ -72,6 +72,10 @@ void TokenCache::append(Group& group, int64_t tokens) {
     }
 }
 
+void TokenCache::take_back(Group& group) {
+  for (Row& row : group.rows) row.slots.pop_back(), --row.used;
+}
+
 TokenCache::Beginning TokenCache::begin_prompt(Group& group, const std::vector<int32_t>& tokens) {
   const int64_t length = std::ssize(tokens), whole = length / kBlockTokens * kBlockTokens;
   Beginning beginning;

@@ -59,6 +59,8 @@ class TokenCache {
   Group& add(int64_t source_tokens);
   // Gives each row of the group slots for `tokens` more tokens.
   void append(Group& group, int64_t tokens);
+  // Takes the last slot of each row back.
+  void take_back(Group& group);
   // Gives the row of a new group the slots of a prompt: those of its longest cached prefix, and new ones for the rest,
   // whose whole blocks later prompts share, including those of the same admission. The caller calls set_read when the
   // rest has been computed. If the group is released before that, none of the rest stays in the cache.
