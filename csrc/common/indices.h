@@ -25,10 +25,8 @@ inline Tensor checked_indices(const Tensor& indices, int64_t size, const char* w
   }
   if (wide.numel() == 0 || (low >= 0 && high < size)) return wide;
   const int64_t bad = low < 0 ? low : high;
-  if (ignored)
-    check<std::out_of_range>(false, "expected ", what, " in [0, ", size, ") or ", *ignored, " (ignored), got ", bad);
-  check<std::out_of_range>(false, "expected ", what, " in [0, ", size, "), got ", bad);
-  return wide;
+  if (ignored) fail<std::out_of_range>("expected ", what, " in [0, ", size, ") or ", *ignored, " (ignored), got ", bad);
+  fail<std::out_of_range>("expected ", what, " in [0, ", size, "), got ", bad);
 }
 
 // Copies a small vector of integers with any stride, for example lengths that are a column of a larger tensor.

@@ -190,10 +190,7 @@ AtenTensorHandle Tensor::borrowed() const {
   return handle;
 }
 
-void Tensor::throw_unexpected(ScalarType dtype) const {
-  check(false, "expected ", dtype, ", got ", dtype_);
-  throw;
-}
+void Tensor::throw_unexpected(ScalarType dtype) const { fail("expected ", dtype, ", got ", dtype_); }
 
 Tensor torch_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
   const auto added = bias ? std::make_optional(bias->borrowed()) : std::nullopt;

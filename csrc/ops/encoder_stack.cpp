@@ -12,6 +12,7 @@
 #include <tuple>
 #include <vector>
 
+#include "common/activation_kinds.h"
 #include "common/dispatch.h"
 #include "common/parallel.h"
 #include "common/share_out.h"
@@ -81,9 +82,8 @@ struct Stack {
   // Returns whether all tensors have the shapes and the dtype that the kernels expect.
   bool takes(const Layer& layer, const Tensor& x) const {
     const int64_t dim = x.size(-1), kv_dim = dim / num_heads * num_kv_heads;
-    const bool gated = activation == "swiglu" || activation == "geglu_tanh";
     if (!layer.weight2 || layer.weight2->dim() != 2) return false;
-    const int64_t hidden = layer.weight2->size(1), wide = gated ? 2 * hidden : hidden;
+    const int64_t hidden = layer.weight2->size(1), wide = is_gated(activation_named(activation)) ? 2 * hidden : hidden;
     return is_vector(layer.norm1_weight, x, dim) && is_vector(layer.norm1_bias, x, dim) &&
            is_matrix(layer.in_weight, x, dim + 2 * kv_dim, dim) && is_vector(layer.in_bias, x, dim + 2 * kv_dim) &&
            is_matrix(layer.out_weight, x, dim, dim) && is_vector(layer.out_bias, x, dim) &&

@@ -120,8 +120,8 @@ Tensor gradient_like(const Tensor& weight, const Tensor& dy, const Tensor& x) {
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// Computes dpre and, if it was not saved, the hidden state, from a tile of dhidden = dout W2, for the columns of a row
-// from `column` on.
+// Computes dpre and, if it was not saved (else hidden_row is null), the hidden state, from a tile of dhidden = dout W2,
+// for the columns of a row from `column` on.
 template <typename T>
 void backward_row(Activation activation, const Dropout& dropout, int64_t hidden, int64_t r, int64_t column,
                   int64_t columns, const acc_t<T>* dhidden, const T* saved, T* dpre, T* hidden_row) {
@@ -164,15 +164,17 @@ Gradients backward(const Tensor& dout, const Tensor& x, const Tensor& weight1, b
   const T* doutp = left.const_data_ptr<T>();
   const Tensor strided1 = strided(weight1), strided2 = strided(weight2);
   const auto w2 = Right<T>::as_is(strided2, rows);
+  const T* savedp = saved.const_data_ptr<T>();
+  T *dprep = dpre.mutable_data_ptr<T>(),
+    *hiddenp = activation == Activation::relu ? nullptr : hidden_rows.mutable_data_ptr<T>();
   for_each_tile(rows, hidden, dim_out, [&](const TileOf& t) {
     acc dhidden[kTileSize];
     w2.multiply_tile(t, doutp, left.stride(0), dhidden);
     for (int64_t r = 0; r < t.rows; ++r) {
       const int64_t row = t.row + r;
       backward_row<T>(activation, dropout, hidden, row, t.column, t.columns, dhidden + r * t.ld,
-                      saved.const_data_ptr<T>() + row * wide + t.column,
-                      dpre.mutable_data_ptr<T>() + row * dpre.stride(0) + t.column,
-                      hidden_rows.mutable_data_ptr<T>() + row * hidden + t.column);
+                      savedp + row * wide + t.column, dprep + row * dpre.stride(0) + t.column,
+                      hiddenp ? hiddenp + row * hidden + t.column : nullptr);
     }
   });
   Tensor dx = empty(x.sizes(), x.scalar_type());
