@@ -96,7 +96,8 @@ def tune(
         except Exception as error:  # PTXASError, OutOfResources or, if a compiler pass fails, RuntimeError
             failed[str(tuple(config))] = f"{type(error).__name__}: {str(error)[:200]}"
             continue
-        if not results or took < min(results)[0]:
+        if all(took < fastest for fastest, _ in results):
             record(kernel, call, config)
         results.append((took, config))
-    return sorted(results), failed
+    # Not by the configs as well, whose fields may be None in one and a number in another.
+    return sorted(results, key=lambda result: result[0]), failed

@@ -38,6 +38,13 @@ def test_failing_configurations_are_skipped() -> None:
     assert _tuning.measured("k", CALL) == (4,)
 
 
+def test_configurations_of_the_same_speed_need_no_order() -> None:
+    configs = [(64, None), (64, 168), (32, None)]
+    timed, failed = _tuning.tune("k", CALL, configs, lambda config: None, lambda f: 1.0)
+    assert timed == [(1.0, config) for config in configs] and not failed
+    assert _tuning.measured("k", CALL) == configs[0]
+
+
 def test_an_interruption_keeps_the_results_so_far() -> None:
     def run(config: tuple) -> None:
         if config == (1,):
