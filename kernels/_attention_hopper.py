@@ -168,9 +168,9 @@ class Plan:
     ) -> None:
         self._kernel, self._arguments_of, self._problem, self._order = kernel, arguments_of, problem, order
         self._descriptors: tuple[dict[int, Any], ...] = tuple({} for _ in order)
-        self._run: Launch | None = None
-        self._boxes: list[tuple[int, int]] = []
-        self._rest: tuple[Any, ...] = ()
+        # From the first call: the launch, the box of each descriptor, and the arguments after the tensors. They are set
+        # together, because another thread may call at the same time.
+        self._ready: tuple[Launch, list[tuple[int, int]], tuple[Any, ...]] | None = None
 
     def __call__(self, tensors: tuple[Tensor, ...], lengths: tuple[Any, ...], dropout: Dropout) -> None:
         """Launches the kernel.
@@ -181,19 +181,20 @@ class Plan:
             dropout: the kernel's argument.
         """
         count = len(self._order)
-        if self._run is None:
+        if self._ready is None:
             problem = self._problem._replace(seqlens_q=lengths[0], seqlens_k=lengths[1], dropout=dropout)
             arguments, constants, num_tiles = self._arguments_of(*tensors, problem)
             together = constants.get("PROGRAMS", 1)
             programs = min(num_tiles, together * num_sms(tensors[0].device))
             limit = {"maxnreg": SHARED_REGISTERS} if together == 2 else {}
-            self._run = Launch(self._kernel(), (programs,), **constants, num_warps=4, **limit)
-            self._boxes = [tuple(each.block_shape[-2:]) for each in arguments[:count]]
-            self._rest = arguments[len(tensors) :]
-            self._run(*arguments)
+            run = Launch(self._kernel(), (programs,), **constants, num_warps=4, **limit)
+            boxes = [tuple(each.block_shape[-2:]) for each in arguments[:count]]
+            self._ready = run, boxes, arguments[len(tensors) :]
+            run(*arguments)
             return
+        run, boxes, rest = self._ready
         descriptors = []
-        for place, known, box in zip(self._order, self._descriptors, self._boxes, strict=True):
+        for place, known, box in zip(self._order, self._descriptors, boxes, strict=True):
             x = tensors[place]
             address = x.data_ptr()
             descriptor = known.get(address)
@@ -202,8 +203,8 @@ class Plan:
                     known.clear()
                 descriptor = known[address] = ragged_descriptor(x, *box)
             descriptors.append(descriptor)
-        planes, _, window, _, *others = self._rest
-        self._run(*descriptors, *tensors[count:], planes, lengths, window, dropout, *others)
+        planes, _, window, _, *others = rest
+        run(*descriptors, *tensors[count:], planes, lengths, window, dropout, *others)
 
 
 def plan_forward(problem: Problem) -> Plan:

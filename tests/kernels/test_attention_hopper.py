@@ -480,6 +480,33 @@ def test_a_plan_passes_each_calls_own_tensors(packed: bool, monkeypatch: pytest.
                 assert compared(given) == compared(due), (turn, repeated)
 
 
+def test_another_thread_may_call_a_plan_during_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(hopper, "Launch", lambda *_, **__: lambda *arguments: launched.append(arguments))
+    inputs = make_inputs(case := Case(), torch.bfloat16)
+    q, k, v = (inputs[name] for name in ("q", "k", "v"))
+    problem = problem_of(case, q, k)
+    lse = torch.zeros(q.shape[0], q.shape[2], q.shape[1])
+    plan = hopper.plan_forward(problem)
+
+    def call() -> None:
+        lengths = (None, None, problem.seqlen_q, problem.seqlen_k)
+        hopper.launch_forward(plan, q, k, v, torch.zeros_like(q), lse, lengths, problem.dropout)
+
+    class Descriptor:
+        @property
+        def block_shape(self) -> list[int]:
+            if not launched:
+                launched.append(())
+                call()  # as the other thread, at the moment when the first one stores what it has found
+            return [1, 1, 1, 64, 128]
+
+    monkeypatch.setattr(hopper, "ragged_descriptor", lambda x, rows, block_d: Descriptor())
+    call()
+    call()
+    assert len(launched) == 4 and {len(arguments) for arguments in launched[1:]} == {len(launched[-1])}
+
+
 def compared(value: Any) -> Any:
     """Returns a comparable form of a launch's argument: tensors by their memory, descriptors by their contents."""
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
