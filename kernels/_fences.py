@@ -3,9 +3,8 @@
 On sm_90, cp.async writes a tile to shared memory through the generic proxy, and wgmma reads it through the async proxy.
 PTX requires a `fence.proxy.async` in between; otherwise the product may read stale values. Triton 3.6.0 emits no fence
 (fixed by its pull request 9610, in 3.7.1). So each kernel that is compiled inside `inserted` gets a fence after each
-wait
-for copies: it makes a thread's own copies visible to the async proxy, and the barrier that follows extends this to all
-threads.
+wait for copies: it makes a thread's own copies visible to the async proxy, and the barrier that follows extends this
+to all threads.
 """
 
 from __future__ import annotations

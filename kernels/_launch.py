@@ -112,8 +112,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object)
 
 
 class Launch:
-    """A launch for a plan (see `_plans`): every call has arguments of the same specialisation, so it finds the binary
-    once. Args:
+    """A launch for a plan (see `_plans`), which finds the binary once: all calls' arguments are specialised alike.
+
+    Args:
         kernel, grid, options: see `launch`.
     """
 

@@ -1,5 +1,4 @@
-"""The properties for which a kernel is compiled: the types of its arguments, known properties of their values,
-constants.
+"""The properties for which a kernel is compiled: the types of its arguments, what is known of their values, constants.
 
 Triton's own launch uses the same properties, but ignores `do_not_specialize` inside of a tuple, so that each number of
 tiles, and a batch of one, would lead to another binary. So kernels are compiled by the signatures of this module, which

@@ -87,8 +87,7 @@ def _rows_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Computes delta = rowsum(out * dout), lse with +inf for empty rows, and dq = 0, for BLOCK_M rows of a plane of
-    lse.
+    """Computes delta = rowsum(out * dout), lse with +inf for empty rows, and dq = 0, for BLOCK_M rows of a plane.
 
     dq_ptr: None if no program adds to dq.
     """
@@ -162,9 +161,9 @@ def _dkdv_kernel(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Computes dk and dv of BLOCK_N keys of one query head, and their part of dq and dmask. Arguments are as in
-    forward.
+    """Computes dk and dv of BLOCK_N keys of one query head, and their part of dq and dmask.
 
+    Arguments are as in forward.
     DQ: "atomic", "store" (there is only one block of keys) or "none"; DMASK: "atomic", "store" or "none".
     """
     # Under a causal mask, most rows see the first keys, so these blocks start first.

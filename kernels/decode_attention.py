@@ -189,8 +189,7 @@ def _decode_attention_kernel(
     BLOCK_NEW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Runs one split of the walk of a tile and K/V head. It writes rows of out or, with splits, input of
-    `_merge_kernel`.
+    """Runs one split of the walk of a tile and K/V head; writes rows of out or, with splits, input of `_merge_kernel`.
 
     sizes: (batch, seqlen_q, group, num_kv_heads, cache_batch, max_seqlen, num_tokens, seqlen_new, num_splits), where
     num_tokens is the number of slots; scale, softcap (or None): those of the scores, times log2(e); strides:
