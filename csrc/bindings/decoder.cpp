@@ -189,15 +189,26 @@ std::vector<int64_t> run(GuardedSession& guarded, const std::vector<Search*>& se
   return guarded.with([&](Session& session) { return session.run(searches, tokens, limits, log_probs, threads); });
 }
 
+// These two only compute if prompts are pending. Else they are so short that another thread, which may keep the GIL for
+// milliseconds, would cost more.
 void reorder(GuardedSession& guarded, const std::vector<Ids>& parents) {
-  guarded.with([&](Session& session) { session.reorder(parents); });
+  guarded.with([&](Session& session) {
+    std::optional<Released> released;
+    if (session.has_pending()) released.emplace();
+    session.reorder(parents);
+  });
 }
 
 void release(GuardedSession& guarded, const std::vector<int64_t>& groups) {
-  guarded.with([&](Session& session) { session.release(groups); });
+  guarded.with([&](Session& session) {
+    std::optional<Released> released;
+    if (session.has_pending()) released.emplace();
+    session.release(groups);
+  });
 }
 
 void set_shortlist(GuardedSession& guarded, const Ids& ids) {
+  const Released released;
   guarded.with([&](Session& session) { session.set_shortlist(ids); });
 }
 

@@ -167,7 +167,7 @@ Batch Session::read_prompts(const std::vector<Ids>& tokens, const std::vector<To
 }
 
 void Session::read_pending() {
-  if (pending_.count() == 0) return;
+  if (!has_pending()) return;
   forward(0).read_prompts(pending_, pending_threads_);
   end_pending();
 }
@@ -181,7 +181,7 @@ void Session::end_pending() {
 const Candidates& Session::step_of(const Places& groups, const Ids& tokens, Forward& forward,
                                    const Selection& selection, int threads) try {
   Batch batch = batch_of(groups, tokens);
-  if (pending_.count() == 0) return forward.step(batch, selection, threads);
+  if (!has_pending()) return forward.step(batch, selection, threads);
   batch.append(pending_);
   const Candidates& found = forward.step(batch, selection, std::max(threads, pending_threads_));
   end_pending();

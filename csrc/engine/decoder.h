@@ -56,6 +56,8 @@ class Session {
   TokenCache::Known known(const Ids& tokens) const { return cache_.known(tokens); }
   int64_t num_rows() const;
   int64_t num_groups() const { return std::ssize(cache_.groups); }
+  // Whether prompts wait for the next step; see admit.
+  bool has_pending() const { return pending_.count() > 0; }
   const PackedModel& model() const { return *model_; }
 
  private:

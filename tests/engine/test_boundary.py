@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -403,6 +405,36 @@ def test_a_forked_child_continues_with_its_own_copy_while_helpers_run() -> None:
 
     in_child(check)
     check()
+
+
+def others_run_during(call: Callable[[], object]) -> bool:
+    """Returns whether other Python threads run during a call, which takes milliseconds."""
+    called = threading.Event()
+
+    def wait_and_call() -> None:
+        called.wait()
+        call()
+
+    caller = threading.Thread(target=wait_and_call)
+    caller.start()
+    called.set()
+    turns = 0
+    while caller.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    return turns > 3
+
+
+def test_other_threads_run_while_a_session_computes() -> None:
+    sizes = {"vocab_size": 4000, "d_model": 256, "num_heads": 4, "d_ff": 2000, "num_layers": 3, "max_len": 512}
+    model = drawn(GPT, **sizes)
+    packed = EXT.PackedModel(pack_options(model, "fp32"), pack_tensors(model, "fp32"))
+    session = EXT.Session(packed, 3000)
+    assert others_run_during(lambda: session.admit([[]], [[5 + i] * 511 for i in range(4)], 1))
+    for name, *arguments in (("step", [5], 1, True, [], None, 1), ("reorder", [[0]]), ("release", [0])):
+        session = EXT.Session(packed, 3000)
+        session.admit([[]], [[5] * 511], 1)  # which the next call computes
+        assert others_run_during(functools.partial(getattr(session, name), *arguments)), name
 
 
 def test_a_child_packs_a_model_while_another_thread_did() -> None:
