@@ -173,7 +173,6 @@ def compare(kind: str, seed: int, calls: int) -> None:
     assert served and ties <= calls // 10
 
 
-@pytest.mark.skipif(conversions.IS_OLD, reason="version 4 reads fewer of the settings that are drawn")
 @pytest.mark.parametrize("kind", ["llama", "Bart"])
 def test_random_calls(kind):
     compare(kind, 0, 12)
