@@ -210,6 +210,7 @@ class Trainer:
                     # A run that saves its best model must also be able to resume from that update.
                     if not self.world.first(lambda: checkpoints(self.run)):
                         self.save()
+                        self._wait_for_parts()
                     scores = self._validate_and_keep(progress) or scores
                 self.model.train()
             if saving and not last:

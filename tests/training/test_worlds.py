@@ -142,6 +142,16 @@ def test_a_full_disk_ends_all_and_loses_nothing(tmp_path, sharding) -> None:
     assert not [*(run / "checkpoints").glob(".step*")]
 
 
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+def test_no_model_is_kept_before_there_is_a_checkpoint(tmp_path, sharding) -> None:
+    """A folder with a model and without a checkpoint could neither be resumed nor be trained in anew."""
+    run = tmp_path / "run"
+    options = {"full": 2, "late": 1.0}
+    worlds.train(2, run, options=options, save_every=9, val_every=2, sharding=sharding, fails=True)
+    assert not checkpoints(run) and not (run / "model.safetensors").exists()
+    worlds.train(2, run, resume="auto", steps=3, sharding=sharding)
+
+
 @pytest.mark.parametrize(("sharding", "rank"), [("ddp", 0), ("fsdp", 0), ("fsdp", 1)])
 def test_a_file_that_may_not_grow_ends_all_and_loses_nothing(tmp_path, sharding, rank) -> None:
     """The system refuses to write more, as if a disk were full or a quota used up."""
