@@ -29,7 +29,7 @@ from fastformer.data import Batch, collate
 from fastformer.data.order import Order
 from fastformer.graphs import Graphs
 from fastformer.models.pretrained import save_model
-from fastformer.models.weights import WEIGHTS
+from fastformer.models.weights import WEIGHTS, read_notes
 from fastformer.special_ids import SpecialIds
 from fastformer.training.best import Best, choose_measure
 from fastformer.training.config import TrainConfig
@@ -243,7 +243,11 @@ class Trainer:
             progress.say(f"wrote {self.world.first(lambda: write_report(self.run))}")
         best = self.best.record
         if best is not None and (self.config.average_last == 1 or len(checkpoints(self.run)) == 1):
-            progress.say(f"the model in {self.run} is update {best.step}: {best.show(self.best.measure)}")
+            own, shown = f"update {best.step}", best.show(self.best.measure)
+            # `fastformer average`, or an earlier average_last, may have left another model there.
+            found = self.world.first(lambda: read_notes(self.run)).get("model", own)
+            single = "" if found == own else f"; the best single update, {best.step}"
+            progress.say(f"the model in {self.run} is {found}{single}: {shown}")
         return scores
 
     def updates(self) -> Iterator[Update]:

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from fastformer.checkpoints import load_model
 from fastformer.checkpoints.training_state import average_weights, checkpoints, load_checkpoint, step_of
+from fastformer.commands.average import average
 from fastformer.models.weights import read_notes
 from fastformer.training import start
 from fastformer.training.config import TrainConfig
@@ -74,6 +75,16 @@ def test_a_worse_model_does_not_overwrite_the_best_after_resuming(config, tmp_pa
         trainer.train()
         assert trainer.best.bad_validations == bad + 1 and trainer.best.record.step == 12
     assert (run / "model.safetensors").read_bytes() == before
+
+
+def test_an_average_that_stays_is_named(config, tmp_path, capsys) -> None:
+    run = tmp_path / "run"
+    scripted(start(changed(config, save_every=4), run), {12: 1.0}).train()
+    average(str(run))
+    scripted(start(changed(config, save_every=4, steps=13), run, resume=True), {13: 2.0}).train()
+    assert read_notes(run)["model"] == "the average of updates 4, 8, 12"
+    *_, last = capsys.readouterr().out.splitlines()
+    assert all(word in last for word in (str(run), "4, 8, 12", "update, 12", "nll 1.0000"))
 
 
 @pytest.mark.parametrize("keep_last", [1, 5])
