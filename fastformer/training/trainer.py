@@ -95,6 +95,8 @@ class Trainer:
         self.packed = config.batching == "packed"
         if config.sharding == "fsdp" and config.precision == "fp16" and self.world.size > 1:
             raise ValueError("expected precision bf16 or fp32 for sharding fsdp, got fp16: its scale is not shared")
+        if config.model == "lstm" and config.precision == "fp16" and device.type == "cpu":
+            raise ValueError("expected precision bf16 or fp32 for an LSTM on a CPU, got fp16: PyTorch has no such LSTM")
         self.ema = AveragedModel(model) if config.ema else None
         averages = [] if self.ema is None else [self.ema.module]
         self.runner = self.world.wrap(self.model, config.sharding, *averages)

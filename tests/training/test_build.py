@@ -32,6 +32,10 @@ def test_errors(config, tmp_path) -> None:
             {"model": "lstm", "batching": "random", "settings": {}, "checkpointing": True},
             r"\bcheckpointing\b.*\blstm\b",
         ),
+        (
+            {"model": "lstm", "batching": "random", "settings": {}, "precision": "fp16"},
+            r"\bprecision\b.*\bLSTM\b.*\bfp16\b",
+        ),
     ):
         with pytest.raises(ValueError, match=named):
             start(changed(config, **changes), tmp_path / "run")
