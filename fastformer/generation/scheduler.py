@@ -310,7 +310,8 @@ class Scheduler:
     def _open(self) -> None:
         """Opens or enlarges an empty batch for all requests that wait, within the budget.
 
-        The batch always has memory for the first request, whatever the budget.
+        The batch always has memory for the first request, whatever the budget. For a model that has changed its dtype
+        or its layers, it is opened again.
         """
         first = self.waiting[0]
         rows, tokens = self.max_rows, self.max_tokens
@@ -327,9 +328,10 @@ class Scheduler:
         # A batch doesn't shrink, except that memory beyond the budget, for a single request, is given back.
         rows = max(rows, min(self._capacity_rows, self.max_rows))
         tokens = max(tokens, min(self._capacity_tokens, self.max_tokens))
-        if rows <= self._capacity_rows and self.max_tokens < tokens <= self._capacity_tokens:
+        is_current = self._batch is not None and self._batch.is_current()
+        if is_current and rows <= self._capacity_rows and self.max_tokens < tokens <= self._capacity_tokens:
             return  # another request beyond the budget; the batch is large enough for it
-        if self._batch is None or (rows, tokens) != (self._capacity_rows, self._capacity_tokens):
+        if not is_current or (rows, tokens) != (self._capacity_rows, self._capacity_tokens):
             self._batch = None  # there may be no memory for two batches
             self._batch = self.engine.open(rows, tokens)
             self._free_at_first = self._batch.free_tokens()

@@ -57,6 +57,26 @@ def test_each_turn_of_a_chat_reads_only_new_tokens(chatty, options, precision) -
     assert stats.cached_tokens > 4 * 190 and stats.running == stats.waiting == 0
 
 
+@pytest.mark.parametrize("engine", ["kv_cache", "graph"])
+def test_a_model_may_change_its_dtype_and_its_layers(chatty, engine: str) -> None:
+    """The memory of the last call has the old form."""
+    generator, prompt = Generator(chatty, engine=engine), ids(random.Random(2), 20)
+    layers = chatty.decoder.layers
+    changes = (chatty.bfloat16, chatty.double, lambda: layers.pop(len(layers) - 1), chatty.float)
+    for change in (lambda: None, *changes):
+        change()
+        found = generator.generate(prompt, **LONG)
+        assert torch.equal(found, generate(chatty, prompt, engine="recompute", **LONG))
+
+
+def test_autocast_may_be_on_in_some_calls(chatty) -> None:
+    generator, prompt = Generator(chatty, engine="kv_cache"), ids(random.Random(2), 20)
+    for is_on in (False, True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+            found = generator.generate(prompt, **LONG)
+            assert torch.equal(found, generate(chatty, prompt, engine="recompute", **LONG))
+
+
 @needs_cpp
 def test_changed_weights_are_read_again(chatty) -> None:
     generator, prompt = Generator(chatty, max_bytes=MEGABYTE), ids(random.Random(2), 60)

@@ -144,6 +144,10 @@ class Batch(ABC):
     def free(self, groups: Sequence[int]) -> None:
         """Removes groups and frees their memory; later groups move up."""
 
+    def is_current(self) -> bool:
+        """Returns whether the batch's memory still has the form in which the model computes. The batch is empty."""
+        return True
+
     def free_tokens(self) -> int:
         """Returns the number of free tokens of memory, including the cached prompts of requests that have left."""
         return 0

@@ -97,6 +97,11 @@ class KVCacheBatch(Batch):
     def free(self, groups: Sequence[int]) -> None:
         self._cache.free(groups)
 
+    def is_current(self) -> bool:
+        # The model's dtype or its layers may have changed, and autocast may be on or off since.
+        own, new = self._cache.k, new_cache(self.model, 1, 1).k
+        return (own.dtype, own.shape[0], own.shape[2:]) == (new.dtype, new.shape[0], new.shape[2:])
+
     def free_tokens(self) -> int:
         return self._cache.free_blocks * self._cache.block_size
 
