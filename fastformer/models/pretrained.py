@@ -373,5 +373,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"expected the file {file}, which isn't there: is {folder} a model's folder?")
     values = read_json(file)
     if "architecture" not in values:
-        raise ValueError(f"expected {file} to name an 'architecture': it wasn't written by fastformer")
+        reason = "it wasn't written by fastformer"
+        if "model_type" in values:
+            reason = "it is of transformers: load it there, then use fastformer.integrations.from_huggingface"
+        raise ValueError(f"expected {file} to name an 'architecture': {reason}")
     return values

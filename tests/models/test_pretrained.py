@@ -129,6 +129,9 @@ def test_another_architecture(folder):
         Transformer.from_pretrained(folder)
     with pytest.raises(ValueError, match=r"\barchitecture\b"):
         read_architecture(folder)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match=r"\bfrom_huggingface\b"):  # the way to load it
+        GPT.from_pretrained(folder)
 
 
 def test_truncated_anywhere(folder):
