@@ -118,6 +118,7 @@ CASES = {
     "window": replace(BASE, seqlen_q=270, seqlen_k=400, window=(130, 7)),
     "before": replace(BASE, seqlen_q=130, window=(150, -40)),
     "seqlens_k": replace(BASE, batch=2, seqlen_q=70, lengths=(129, 0)),
+    "tiles without keys": replace(BASE, batch=5, seqlen_q=70, lengths=(0, 0, 0, 0, 129)),
     "packed": replace(BASE, batch=3, packed=True, lengths_q=(130, 0, 200), lengths=(257, 40, 300), window=(None, 0)),
     "dropout": replace(BASE, dropout_p=0.3, window=(None, 0)),
     "dropout, seqlens_k": replace(BASE, batch=2, seqlen_q=70, window=(100, 5), lengths=(129, 0), dropout_p=0.5),
