@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastformer.generation import Generator, generate
+from fastformer.generation import Ensemble, Generator, generate
 from fastformer.generation.engines import Prompt, choose_engine
 from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.requests import Request
@@ -67,6 +67,15 @@ def test_a_model_may_change_its_dtype_and_its_layers(chatty, engine: str) -> Non
         change()
         found = generator.generate(prompt, **LONG)
         assert torch.equal(found, generate(chatty, prompt, engine="recompute", **LONG))
+
+
+def test_the_models_of_an_ensemble_may_change_their_dtype(chatty) -> None:
+    both = Ensemble([chatty, drawn(GPT, positions="rotary", norm="rms", **SIZES)])
+    generator, prompt = Generator(both, engine="kv_cache"), ids(random.Random(2), 20)
+    for change in (lambda: None, *(part for model in both.members for part in (model.bfloat16, model.double))):
+        change()
+        found = generator.generate(prompt, **LONG)
+        assert torch.equal(found, generate(both, prompt, engine="recompute", **LONG))
 
 
 def test_autocast_may_be_on_in_some_calls(chatty) -> None:

@@ -70,6 +70,9 @@ class EnsembleBatch(Batch):
         for batch in self._batches:
             batch.free(groups)
 
+    def is_current(self) -> bool:
+        return all(batch.is_current() for batch in self._batches)
+
     def free_tokens(self) -> int:
         """Returns the number of free tokens of memory in the model's batch that has the fewest."""
         return min(batch.free_tokens() for batch in self._batches)
