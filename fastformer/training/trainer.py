@@ -244,7 +244,9 @@ class Trainer:
 
             progress.say(f"wrote {self.world.first(lambda: write_report(self.run))}")
         best = self.best.record
-        if best is not None and (self.config.average_last == 1 or len(checkpoints(self.run)) == 1):
+        # One process looks: a file system on a network may show others an older folder.
+        averaged = self.config.average_last > 1 and self.world.first(lambda: len(checkpoints(self.run))) > 1
+        if best is not None and not averaged:
             own, shown = f"update {best.step}", best.show(self.best.measure)
             # `fastformer average`, or an earlier average_last, may have left another model there.
             found = self.world.first(lambda: read_notes(self.run)).get("model", own)
