@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 from fastformer.console import OutputLostError, is_terminal, progress_bar
-from fastformer.files import check_places
 from fastformer.settings import Range
 
 if TYPE_CHECKING:
@@ -94,7 +93,8 @@ def _written(out: str | None) -> Iterator[Callable[[Array], None]]:
     if path is not None:
         if not path.parent.is_dir():
             raise ValueError(f"expected --out in an existing folder, got {out}")
-        check_places(path.parent, [path.name])
+        if path.exists() and not path.is_file():  # also behind a link, as /dev/stdout is one
+            raise ValueError(f"expected --out to be a file, got the folder, the pipe or the device {out}")
     with tempfile.NamedTemporaryFile(dir=None if path is None else path.parent, delete=False) as rows:
         place = path or rows.name
         try:

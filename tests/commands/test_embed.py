@@ -78,11 +78,12 @@ def test_an_error_leaves_the_old_file(encoder, tmp_path, capsys, ran) -> None:
 def test_a_place_that_is_no_file_stays(encoder, tmp_path, monkeypatch, ran) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    for name in ("folder", "pipe"):
+    (tmp_path / "link").symlink_to("pipe")
+    for name in ("folder", "pipe", "link"):
         given(monkeypatch, TEXTS)
         assert name in ran("embed", str(encoder), "--out", str(tmp_path / name), code=1).err
         assert sys.stdin.buffer.tell() == 0  # nothing was computed first
-    assert (tmp_path / "pipe").is_fifo() and len([*tmp_path.iterdir()]) == 2
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink() and len([*tmp_path.iterdir()]) == 3
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="file size limits are POSIX")
