@@ -31,9 +31,8 @@ from fastformer.serving.service import Service
 
 logger = logging.getLogger("fastformer")
 
-_BRANCH = re.compile(
-    r"(constrained-)?(str|int|bool|float)|.*[\[(].*"
-)  # pydantic's names of the possible types of a field
+# pydantic's names of the possible types of a field
+_BRANCH = re.compile(r"(constrained-)?(str|int|bool|float)|.*[\[(].*")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/]+|null")  # as a browser sends it
 _UNMATCHED = "unmatched"  # the name of a path without a route, in metrics and the log
 # The formats of each kind of service: modules with `router(service, limits)` and `error_response(status, message)`.
