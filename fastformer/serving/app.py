@@ -215,8 +215,8 @@ def schema_message(error: RequestValidationError | pydantic.ValidationError) -> 
     if first["type"] in ("model_attributes_type", "missing") and tuple(first["loc"]) == ("body",):
         return "expected a JSON object with the header Content-Type: application/json", ""
     # A field of several types has an error for each of them. That of the type that the value has says more.
-    alike = [one for one in errors if _field(one) == _field(first)]
-    told = next((one for one in alike if not one["type"].endswith("_type")), first)
+    others = (one for one in errors if not one["type"].endswith("_type"))
+    told = next((one for one in others if _field(one) == _field(first)), first)
     place = ".".join(str(part) for part in told["loc"] if part != "body" and not _is_branch(part))
     return f"{place}: {told['msg']}" if place else str(told["msg"]), place
 
