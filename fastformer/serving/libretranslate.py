@@ -15,6 +15,7 @@ from fastformer.serving.answers import answer, error_schemas, until_gone
 from fastformer.serving.codes import AUTO, Detected
 from fastformer.serving.html_text import HtmlPage
 from fastformer.serving.limits import Limits
+from fastformer.serving.openai_bodies import Texts
 from fastformer.serving.service import TranslateService
 
 BODY_KEYS = ("/translate", "/detect", "/languages", "/frontend/settings")  # paths whose bodies may hold the api_key
@@ -26,7 +27,7 @@ class TranslateBody(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    q: str | list[str]
+    q: str | Texts
     source: str
     target: str
     format: Literal["text", "html"] = "text"

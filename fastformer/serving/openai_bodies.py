@@ -44,6 +44,10 @@ Text: TypeAlias = Annotated[str, Field(min_length=1)]
 LEAST_LOG_PROB = -9999.0  # JSON has no infinity
 Stop: TypeAlias = Annotated[str, Field(min_length=1, max_length=1000)]
 Token: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
+# Lists fail fast: to list the errors of all elements of a long one, in each type that it may have, takes seconds, in
+# which no other request is answered.
+TokenIds: TypeAlias = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+Texts: TypeAlias = Annotated[list[str], Field(fail_fast=True)]
 
 
 class Body(BaseModel):
@@ -71,7 +75,7 @@ class GenerateBody(Body):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     presence_penalty: Penalty | None = None
@@ -92,9 +96,9 @@ class CompletionBody(GenerateBody):
 
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1)]
-        | Annotated[list[Token], Field(min_length=1)]
-        | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
     )
     logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
@@ -113,7 +117,7 @@ class MessageBody(Body):
     """A message of a chat."""
 
     role: Literal["developer", "system", "user", "assistant"]
-    content: str | Annotated[list[ContentPart], Field(min_length=1)]
+    content: str | Annotated[list[ContentPart], Field(min_length=1, fail_fast=True)]
     name: str | None = None
     tool_calls: Any = None
     function_call: Any = None
@@ -123,7 +127,7 @@ class MessageBody(Body):
 class ChatBody(GenerateBody):
     """The body of a POST /v1/chat/completions request."""
 
-    messages: Annotated[list[MessageBody], Field(min_length=1)]
+    messages: Annotated[list[MessageBody], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
@@ -150,9 +154,9 @@ class EmbeddingsBody(Body):
 
     input: (
         Text
-        | Annotated[list[Text], Field(min_length=1)]
-        | Annotated[list[int], Field(min_length=1)]
-        | Annotated[list[list[int]], Field(min_length=1)]
+        | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[int], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[Annotated[list[int], Field(fail_fast=True)]], Field(min_length=1, fail_fast=True)]
     )
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None

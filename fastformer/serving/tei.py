@@ -14,7 +14,7 @@ from fastformer.encoding.scheduler import STEP_TOKENS
 from fastformer.serving.answers import answer, error_schemas, until_gone
 from fastformer.serving.encoder_service import NOTHING, SIGMOID, EmbedService, RankService
 from fastformer.serving.limits import Limits
-from fastformer.serving.openai_bodies import Body
+from fastformer.serving.openai_bodies import Body, Texts
 from fastformer.serving.service import Service
 
 # The HTTP status of each of TEI's error types, and the type for a status that comes from elsewhere.
@@ -43,7 +43,7 @@ class EmbedBody(_Body):
         normalize: divide each embedding by its length.
     """
 
-    inputs: str | list[str]
+    inputs: str | Texts
     prompt_name: str | None = None
     normalize: bool | None = True
     dimensions: Annotated[int, Field(ge=1)] | None = None
@@ -58,12 +58,12 @@ class RerankBody(_Body):
     """
 
     query: str
-    texts: list[str]
+    texts: Texts
     raw_scores: bool = False
     return_text: bool = False
 
 
-Single: TypeAlias = Annotated[list[str], Field(min_length=1, max_length=2)]
+Single: TypeAlias = Annotated[list[str], Field(min_length=1, max_length=2, fail_fast=True)]
 
 
 class PredictBody(_Body):
@@ -74,7 +74,7 @@ class PredictBody(_Body):
         raw_scores: see `RerankBody`.
     """
 
-    inputs: str | Single | list[Single]
+    inputs: str | Single | Annotated[list[Single], Field(fail_fast=True)]
     raw_scores: bool = False
 
 

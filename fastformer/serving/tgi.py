@@ -35,7 +35,7 @@ class Parameters(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    stop: Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop: Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
     return_full_text: bool | None = None
     details: bool | None = None
     adapter_id: Any = None

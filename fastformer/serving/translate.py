@@ -14,7 +14,7 @@ from fastformer.serving.answers import ErrorBody, EventStream, answer, error_sch
 from fastformer.serving.answers import error_response as error_response
 from fastformer.serving.codes import AUTO
 from fastformer.serving.limits import Limits
-from fastformer.serving.openai_bodies import EVENTS
+from fastformer.serving.openai_bodies import EVENTS, Texts
 from fastformer.serving.service import TranslateService
 
 _OPTIONS = (
@@ -28,10 +28,10 @@ class Ask(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    text: str | list[str]
+    text: str | Texts
     source_lang: str | None = Field(None, description="a code of /languages, or auto")
     target_lang: str | None = None
-    prefix: str | list[str] | None = Field(None, description="what the translation begins with, of each text")
+    prefix: str | Texts | None = Field(None, description="what the translation begins with, of each text")
     split: bool | None = Field(
         None, description="cut texts into sentences; by default so unless prefix, scores or alternatives are asked for"
     )
