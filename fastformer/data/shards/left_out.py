@@ -8,6 +8,7 @@ example during the passes.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,13 +104,18 @@ class _Lowest:
     def chosen(self, total: int) -> dict[int, list[str]]:
         """Returns a hundredth of all examples, at most MOST_HELD_OUT, in ascending order of their hashes.
 
+        In a text that repeats its examples, a hundredth may be more than there are different ones. Only those in the
+        lowest tenth of the hashes are taken, which are about a tenth of the different ones, and at least one.
+
         Raises:
             ValueError: no example would be left.
         """
-        most = min(MOST_HELD_OUT, max(1, total // 100), len(self._found) - 1)
-        if most < 1:
+        if len(self._found) < 2:
             raise ValueError(f"expected at least 2 different examples, or validation files, got {len(self._found)}")
-        return {key: self._found[key] for key in sorted(self._found)[:most]}
+        lowest = sorted(self._found)
+        tenth = bisect.bisect_left(lowest, (1 << 128) // 10)
+        most = max(1, min(MOST_HELD_OUT, total // 100, tenth, len(lowest) - 1))
+        return {key: self._found[key] for key in lowest[:most]}
 
 
 def _keys_of(paths: Sequence[Path], starts: Array, number: int, passes: int) -> tuple[Array, Array, Array]:

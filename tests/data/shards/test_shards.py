@@ -121,7 +121,15 @@ def test_a_pair_that_is_often_repeated_is_one_of_those_to_hold_out(tmp_path, mon
     made(config_of(tsv(tmp_path / "a.tsv", pairs * 40)), tmp_path / "out")
     found, validation = texts_of(ShardedExamples(tmp_path / "out")), held_out(tmp_path / "out")
     assert sorted({*found} | {*validation}) == sorted(pairs) and not {*found} & {*validation}
-    assert len(validation) == 2 and len(found) == 160
+    assert len(validation) == 1 and len(found) == 200
+
+
+def test_of_text_that_repeats_its_pairs_most_different_ones_stay_in_the_training(tmp_path) -> None:
+    pairs = pairs_of("x", 50)
+    made(config_of(tsv(tmp_path / "a.tsv", pairs * 120)), tmp_path / "out")  # a hundredth of all are 60
+    found, validation = texts_of(ShardedExamples(tmp_path / "out")), held_out(tmp_path / "out")
+    assert sorted({*found} | {*validation}) == sorted(pairs) and not {*found} & {*validation}
+    assert 1 <= len(validation) <= 10
 
 
 def test_pairs_with_equal_concatenations_are_not_duplicates(tmp_path) -> None:
