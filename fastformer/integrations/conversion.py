@@ -150,8 +150,8 @@ def to_huggingface(model: Transformer | GPT | BERT) -> PreTrainedModel:
             pre-norm, with norm "rms", no biases and no scale_embedding. With other positions it has to have biases, no
             scale_output, and LayerNorm of eps 1e-5. With positions "halves" it becomes a MarianMTModel, or if it is
             pre-norm a PegasusForConditionalGeneration. With positions "concatenated", which begin after PAD's id
-            (`first_position`), and pre-norm it becomes an M2M100ForConditionalGeneration. With positions "learned" and
-            `embedding_norm` it becomes a BartForConditionalGeneration, or if it is pre-norm an
+            (`first_position`), a start other than PAD, and pre-norm it becomes an M2M100ForConditionalGeneration. With
+            positions "learned" and `embedding_norm` it becomes a BartForConditionalGeneration, or if it is pre-norm an
             MBartForConditionalGeneration.
 
     Raises:

@@ -164,7 +164,7 @@ def test_generates_the_same_tokens(name, search, options, engine) -> None:
     }.items(),
 )  # fmt: skip
 def test_every_end_id_survives_the_conversion(kind, options, eos) -> None:
-    special = SpecialIds(pad=0, eos=eos, unk=None, start=0)
+    special = SpecialIds(pad=0, eos=eos, unk=None, start=1 if kind == "m2m_100" else 0)
     sizes = {"vocab_size": 40, "d_model": 16, "num_heads": 2, "d_ff": 24, "max_len": 12, "special_ids": special}
     torch.manual_seed(0)
     ours = Transformer.from_preset("tiny", **({"layer_norm_eps": 1e-5} | options | sizes)).eval()
@@ -181,7 +181,7 @@ def test_every_end_id_survives_the_conversion(kind, options, eos) -> None:
         found = theirs.generate(
             source, max_new_tokens=4, logits_processor=[lambda ids, logits, bias=bias: logits + bias]
         )
-        assert found[0].tolist() == [0, end]
+        assert found[0].tolist() == [special.start, end]
 
 
 @pytest.mark.parametrize("eos", [(0,), (0, 3), ()])
@@ -253,6 +253,7 @@ def test_other_families_are_refused() -> None:
         ("Marian real", {"activation_function": "tanh"}, "activation_function .*'tanh'"),
         ("Bart real", {"decoder_ffn_dim": 44}, "decoder_ffn_dim .*40 and 44"),
         ("Bart real", {"decoder_start_token_id": None}, r"\bdecoder_start_token_id\b"),
+        ("M2M100 real", {"decoder_start_token_id": 1}, r"\bdecoder starts\b"),
         ("T5 1.0", {"feed_forward_proj": "gated-relu"}, "feed_forward_proj .*'gated-relu'"),
         ("T5 1.0", {"pad_token_id": None}, r"\bpad_token_id\b"),
         ("T5 1.0", {"relative_attention_max_distance": 4}, r"\bmax_distance\b.* 4"),
@@ -301,6 +302,7 @@ def test_changed_models_are_refused(name, damage, named) -> None:
         ("halves", {"activation": "swiglu"}, "activation .*'swiglu'"),
         ("concatenated", {"norm_first": True, "first_position": 2}, "M2M100.*first_position=1.* 2"),
         ("concatenated", {"norm_first": True, "first_position": 1, "output_bias": True}, "M2M100.*output_bias"),
+        ("concatenated", {"norm_first": True, "first_position": 1}, "M2M100.*decoder starts"),  # with PAD
         ("learned", {"source_vocab_size": 50, "tie_embeddings": False}, "one vocabulary"),
         ("relative", {"norm": "layer"}, "norm='rms'.* 'layer'"),
         ("relative", {"bias": True}, "bias=False.* True"),

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastformer.checkpoints.hf import DECODER_FORMS
 from fastformer.checkpoints.hf.rope import of_version
 from fastformer.integrations import from_huggingface, to_huggingface
-from fastformer.models import GPT
+from fastformer.models import GPT, GPTConfig
 from fastformer.nn import SequenceLayout
 from tests.checks import assert_accurate
 from tests.integrations.conversions import until_end
@@ -177,3 +177,26 @@ def check_tokens(case: Case, engine: str, count: int = 64, *, is_lively: bool = 
 @cases
 def test_generates_the_same_tokens(case, engine) -> None:
     check_tokens(case, engine)
+
+
+GATED: dict[str, Any] = {"norm": "rms", "activation": "geglu_tanh", "positions": "rotary", "bias": False}
+SIZES: dict[str, Any] = {"vocab_size": 31, "d_model": 16, "num_heads": 4, "num_layers": 2}
+
+
+@pytest.mark.parametrize("options", [{}, {"qk_norm": "head"}], ids=["gemma2", "gemma3"])
+def test_a_family_of_windows_computes_a_model_without_one(options) -> None:
+    config = GPTConfig(**SIZES, **GATED, **options, norm_placement="both", embedding_scale=4.0, layer_norm_eps=1e-6)
+    ours = GPT(config).eval()
+    theirs = to_huggingface(ours)
+    ids = torch.randint(3, 31, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids).index_fill_(1, torch.tensor([0]), 0)
+    torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=1e-4, atol=1e-4)
+    assert theirs(ids, attention_mask=mask).logits.isfinite().all()
+    assert from_huggingface(theirs).config.windows == config.windows
+
+
+def test_a_scaling_of_positions_that_no_family_has_is_refused() -> None:
+    scaling = {"kind": "linear", "factor": 2.0}
+    options = {**GATED, "activation": "swiglu", "rotary_fraction": 0.5, "rotary_scaling": scaling}
+    with pytest.raises(ValueError, match=r"\brotary_scaling\b"):
+        to_huggingface(GPT(GPTConfig(**SIZES, **options)))

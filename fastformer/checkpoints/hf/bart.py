@@ -109,6 +109,7 @@ def transformer_from_bart(saved: Checkpoint) -> Transformer:
     form, left = FORMS[settings["model_type"]], _with_prefix(state)
     check_floating(settings, left)
     start, pad, eos = (_id(settings, f"{name}_token_id", form) for name in ("decoder_start", "pad", "eos"))
+    _check_start(start, pad, form)
     special_ids = SpecialIds(pad=pad, eos=eos, unk=saved.unk, start=start)
     source_embedding, target_embedding, output = _embeddings(settings, left, form)
     tied = source_embedding is target_embedding is output
@@ -180,6 +181,7 @@ def bart_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str,
         raise ValueError(f"expected a {form.name}, with first_position={expected}, got {config.first_position}")
     if form.behind_pad and config.output_bias:
         raise ValueError(f"expected a {form.name}, with output_bias=False, got True")
+    _check_start(ids.start, ids.pad, form)
     source = state.pop("embedding.weight") if tied else state.pop("source_embedding.weight")
     target = source if tied else state.pop("target_embedding.weight")
     output = source if tied else state.pop("output.weight")
@@ -228,6 +230,12 @@ def bart_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str,
         "forced_eos_token_id": None,
     }
     return settings, weights
+
+
+def _check_start(start: int, pad: int, form: Form) -> None:
+    """Raises ValueError if the decoder's first token has no position: an M2M100 counts none for PAD."""
+    if form.behind_pad and start == pad:
+        raise ValueError(f"expected a {form.name}, whose decoder starts with another id than PAD's, got {start}")
 
 
 def _form(config: TransformerConfig) -> tuple[str, Form]:

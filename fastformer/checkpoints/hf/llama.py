@@ -11,7 +11,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fastformer.checkpoints.hf.common import flag_of, number_of
-from fastformer.checkpoints.hf.decoder import EMBEDDING, Form, as_it_is, check_form, layer_names, same_dropout
+from fastformer.checkpoints.hf.decoder import (
+    EMBEDDING,
+    Form,
+    MisfitError,
+    as_it_is,
+    check_form,
+    layer_names,
+    same_dropout,
+)
 from fastformer.checkpoints.hf.rope import longest, read_rope, write_lengths, write_rope
 from fastformer.models import GPTConfig
 
@@ -253,7 +261,10 @@ class Variant(NamedTuple):
 
     def _window_settings(self, config: GPTConfig) -> dict[str, Any]:
         window = None if config.window_size is None else config.window_size + 1
-        found: dict[str, Any] = {"sliding_window": window}
+        found: dict[str, Any] = {}
+        # With layer_types, the window may be missing: no layer reads the usual one, and Gemma's masks refuse None.
+        if window is not None or not self.has_layer_types:
+            found["sliding_window"] = window
         if self.has_layer_types:
             found["layer_types"] = [SLIDING if has_window else FULL for has_window in config.windows]
             if self.layer_types is _after_some:
@@ -312,6 +323,14 @@ def _phi3(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def _phi3_settings(config: GPTConfig) -> dict[str, Any]:
+    """Returns no settings; refuses kinds of rotary scaling that Phi-3 doesn't have."""
+    kind = (config.rotary_scaling or {}).get("kind", "longrope")
+    if kind != "longrope":
+        raise MisfitError("rotary_scaling", f"expected a Phi-3, with rotary_scaling of 'longrope', got {kind!r}")
+    return {}
+
+
 _MISTRAL = {"num_key_value_heads": 8, "sliding_window": 4096}
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096}
 _OLMO: dict[str, Any] = {
@@ -346,6 +365,7 @@ VARIANTS = (
         partial=True,
         usual={"rms_norm_eps": 1e-5},
         more=_phi3,
+        more_settings=_phi3_settings,
     ),
 )
 FORMS = {variant.kind: variant.form for variant in VARIANTS}
