@@ -235,9 +235,7 @@ class Encoder(FolderModel):
         """Returns the number of tokens at the beginning of each text that are omitted from its embedding as prompt."""
         if self._pooling.includes_prompt or not prompt:
             return 0
-        alone, nothing = self._reader.tokenizer.encode_batch([prompt, ""])
-        # The special tokens at the end of every text, such as [SEP].
-        return len(alone) - int(bool(nothing) and alone[-1] == nothing[-1])
+        return self._reader.num_prompt_tokens(prompt)
 
     def _pooled(self, rows: Rows, skipped: int) -> Array:
         """Returns the pooled states of texts, each of which has tokens: (texts, d_model * kinds)."""

@@ -129,12 +129,12 @@ class EncoderEngine:
             ValueError: the precision doesn't exist.
         """
         check_precision(precision)
-        return why_not_encoded(BERT, model, precision) or find_guards(cast(BERT, model))[1]
+        return _why_not(model, precision)
 
     @property
     def name(self) -> str:
         """The engine that runs the model in its current state: "cpp" or "modules"."""
-        return "cpp" if self.why_unsupported(self.model, self.precision) is None else "modules"
+        return "cpp" if _why_not(self.model, self.precision) is None else "modules"
 
     def encode(
         self,
@@ -206,7 +206,7 @@ class EncoderEngine:
     def _check_modules(self) -> None:
         reason = why_not_by_modules(self.model, self.precision)
         if reason is not None and self.precision != dtype_precision(self.model):
-            why = self.why_unsupported(self.model, self.precision)
+            why = _why_not(self.model, self.precision)
             raise ValueError(f"expected a model that computes in {self.precision}; the C++ code doesn't run it: {why}")
 
     def _by_modules(self, ids: Rows, token_types: Rows | None, pooling: str, normalize: bool) -> Array:
@@ -251,6 +251,11 @@ def _guards_of(model: BERT) -> tuple[ModelGuards | None, str | None]:
     if guards is None:
         raise _Unsupported(reason)
     return guards, None
+
+
+def _why_not(model: object, precision: str | None) -> str | None:
+    """Returns what `EncoderEngine.why_unsupported` does, also for a model's own precision, such as "float64"."""
+    return why_not_encoded(BERT, model, precision) or find_guards(cast(BERT, model))[1]
 
 
 def why_not_encoded(kind: type[nn.Module], model: object, precision: str | None) -> str | None:

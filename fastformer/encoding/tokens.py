@@ -96,6 +96,12 @@ class Reader:
             texts = [lowered(text) for text in texts]
         return Rows(self._encoded(self.tokenizer.encode_batch, texts, len, cuts))
 
+    def num_prompt_tokens(self, prompt: str) -> int:
+        """Returns the number of tokens at the beginning of a row that come from a prompt in front of its text."""
+        alone, nothing = self.tokenizer.encode_batch([lowered(prompt) if self._lowers else prompt, ""], self.max_len)
+        # The last token is of every text, such as [SEP].
+        return len(alone) - int(bool(nothing) and alone[-1] == nothing[-1])
+
     def pairs(self, pairs: Sequence[Pair], *, cuts: bool = True) -> Rows:
         """Makes a row from each pair, with the types of its tokens if the model has types.
 

@@ -127,6 +127,23 @@ def test_a_prompt_precedes_each_text(folder, plain) -> None:
     torch.testing.assert_close(torch.from_numpy(found), mean(exact).float(), atol=2e-5, rtol=0)
 
 
+def test_a_prompt_that_is_lower_cased_is_left_out_whole(folder) -> None:
+    modules(folder, ("Pooling", {**MEAN, "include_prompt": False}))
+    write(folder / "sentence_bert_config.json", {"do_lower_case": True})
+    encoder = fastformer.Encoder(folder)
+    expected = encoder.encode(TEXTS, prompt="birdly hills ")
+    assert np.array_equal(encoder.encode(TEXTS, prompt="BIRDLY Hills "), expected)
+
+
+def test_a_prompt_that_fills_a_row_leaves_the_last_token(folder, plain) -> None:
+    modules(folder, ("Pooling", {**MEAN, "include_prompt": False}))
+    encoder = fastformer.Encoder(folder)
+    encoder.max_seq_length = 4
+    found = encoder.encode("a bird", prompt="the hills and the river ")
+    exact = states(plain[1], plain[0], ["the hills"], torch.float64)[0][-1]
+    torch.testing.assert_close(torch.from_numpy(found), exact.float(), atol=2e-5, rtol=0)
+
+
 def test_a_long_text_is_cut_counted_and_reported_once(plain, caplog) -> None:
     encoder = fastformer.Encoder(plain[0])
     long = "bird " * 50

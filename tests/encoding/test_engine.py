@@ -170,6 +170,10 @@ def test_unsupported_models_get_an_error() -> None:
         EncoderEngine(engine.model, "fp64")
 
 
+def test_a_model_of_another_dtype_runs_by_its_modules() -> None:
+    assert EncoderEngine(model_of("bert").double()).name == "modules"
+
+
 def test_modules_give_the_same_rows_in_the_same_order() -> None:
     model = model_of("bert")
     ids, types = texts_of(model, [7, 1, 40, 3])
