@@ -169,7 +169,8 @@ class OnEncoder(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See transformers."""
-        if self.training or torch.is_grad_enabled() or not self.is_encoder_stack():  # the cheapest first
+        # The cheapest first. A graph can't have the line of the log below.
+        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or not self.is_encoder_stack():
             return super().forward(*args, **kwargs)
         found = _encoded(self, args, kwargs)
         if isinstance(found, str):

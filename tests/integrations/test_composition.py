@@ -126,6 +126,15 @@ def test_compiles_as_one_graph_and_once(family):
     assert PACKED in step.ran, "beside the compiled model the same one packs"
 
 
+@families
+def test_a_model_in_evaluation_compiles_as_one_graph(family):
+    """The engine, which runs an encoder in evaluation without gradients, leaves the call to the modules."""
+    expected, model = make(family, num_layers=1).eval(), accelerated(family, num_layers=1).eval()
+    with torch.no_grad():
+        loss = torch.compile(model, backend="eager", fullgraph=True)(**batch())[0]
+        torch.testing.assert_close(loss, expected(**batch())[0], rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.parametrize("family", ["bert", pytest.param("marian", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["compile()", "class"])
 def test_layers_compiled_one_by_one(family, how, monkeypatch):
