@@ -28,7 +28,7 @@ def server(model: str) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "fastformer.cli", "serve", model, "--port", str(port)]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command)
     try:
         wait(f"http://127.0.0.1:{port}/ready", process)
         yield f"http://127.0.0.1:{port}"

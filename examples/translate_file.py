@@ -17,9 +17,10 @@ import fastformer
 
 def lines(path: Path) -> Iterator[str]:
     """Yields the lines of a file one by one, so that the file need not fit in memory."""
-    with path.open(encoding="utf-8") as file:
+    # A line that is not UTF-8 is yielded with surrogates, which `stream` takes for a bad text.
+    with path.open(encoding="utf-8", errors="surrogateescape", newline="\n") as file:
         for line in file:
-            yield line.rstrip("\n")
+            yield line.removesuffix("\n").removesuffix("\r")
 
 
 def main(arguments: list[str] | None = None) -> int:

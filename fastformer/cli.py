@@ -116,8 +116,8 @@ def _explained(error: BaseException, command: str) -> tuple[int, str]:
     if isinstance(error, KeyboardInterrupt):  # or another signal, as training/interrupts.py catches them
         return 128 + getattr(error, "signum", signal.SIGINT), "interrupted"
     text = " ".join(str(error).split())
-    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
-        text = f"{error.filename}: {error.strerror}"  # without the number
+    if isinstance(error, OSError) and error.strerror is not None:  # without the number
+        text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != "fastformer":
         package = (error.name or "a package").partition(".")[0]
         extra = EXTRAS.get(package) or EXTRAS_OF_COMMANDS.get(command, "train")

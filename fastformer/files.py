@@ -41,7 +41,7 @@ def write_atomically(path: Path, data: bytes | bytearray | memoryview) -> None:
         _sync_folder(path.parent)
     except OSError as error:
         raise OSError(
-            error.errno, f"could not write {path} ({error.strerror}): free some space; the old file is unchanged"
+            error.errno, f"could not write {path} ({error.strerror}): an earlier file of this name is unchanged"
         ) from error
 
 

@@ -45,6 +45,7 @@ def raising(error: BaseException):
     [
         (ValueError("expected this, got\nthat"), 1, "fastformer: expected this, got that"),
         (FileNotFoundError(2, "No such file", "x.txt"), 1, "fastformer: x.txt: No such file"),
+        (PermissionError(13, "could not write x.txt"), 1, "fastformer: could not write x.txt"),
         (ImportError("drawing needs matplotlib"), 1, "fastformer: drawing needs matplotlib"),
         (ModuleNotFoundError("No module named 'yaml'", name="yaml"), 1, "pip install 'fastformer[train]'"),
         (ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib.figure"), 1, "fastformer[plot]'"),

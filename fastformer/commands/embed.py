@@ -129,7 +129,7 @@ def _named(place: object) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OSError(error.errno, f"could not write {place} ({error.strerror}): free some space") from error
+        raise OSError(error.errno, f"could not write {place} ({error.strerror})") from error
 
 
 def _header(shape: tuple[int, int]) -> bytes:

@@ -19,7 +19,7 @@ CALLS = {
     "new_op.py": ([], "squared_relu is right"),
     "serve_and_call.py": (["numbers", "six zero"], "whole: sechs null"),
     "train_on_two_processes.py": (["shared", "train.tsv", "--steps", "2"], "2 updates by two processes"),
-    "translate_file.py": (["numbers", "test.en", "test.hyp", "--num_beams", "2"], "7 lines"),
+    "translate_file.py": (["numbers", "test.en", "test.hyp", "--num_beams", "2"], "8 lines"),
 }
 
 
@@ -33,6 +33,8 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
     """It runs as a user would run it: in a separate process, from another folder."""
     words, due = CALLS[name]
     place = workshop(tmp_path)
+    with (place / "test.en").open("ab") as file:
+        file.write(b"si\xfc\n")  # not UTF-8
     found = subprocess.run(
         [sys.executable, str(EXAMPLES / name), *words], cwd=place, env=environment(), capture_output=True, text=True,
         timeout=300,
