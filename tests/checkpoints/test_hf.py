@@ -21,6 +21,7 @@ from fastformer.cli import main
 from fastformer.data import load_tokenizer
 from fastformer.data.model_tokenizers import byte_level_bpe
 from fastformer.generation import Translator
+from fastformer.integrations import to_huggingface
 from tests.checkpoints import families
 from tests.checkpoints.families import FOLDERS, GERMAN, Saved
 from tests.models.test_weights import shard
@@ -75,6 +76,16 @@ def test_a_folder_converts_to_fastformers_format(kind, made, tmp_path) -> None:
     assert found[0].startswith(prefix) and found[1] == again.translate("men", max_new_tokens=4)
     assert main(["quantize", str(saved.folder), str(tmp_path / "int8")]) == 0
     assert Translator.from_pretrained(tmp_path / "int8").translate("two birds", max_new_tokens=4)
+
+
+@pytest.mark.parametrize("kind", ["bart", "marian", "t5"])
+def test_a_model_that_was_converted_back_translates_with_its_tokenizer(kind, made, copy) -> None:
+    saved, folder = made(kind), copy(kind)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    translator = Translator.from_pretrained(saved.folder)
+    to_huggingface(translator.model).save_pretrained(folder)
+    again = Translator.from_pretrained(folder)
+    assert again.translate(saved.texts, max_new_tokens=16) == translator.translate(saved.texts, max_new_tokens=16)
 
 
 @plain

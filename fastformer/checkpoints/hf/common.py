@@ -234,7 +234,9 @@ def special_tokens(
             named[key.removesuffix("_token")] = name
     for kind, name in named.items():
         found[kind], said = vocab.get(name), settings.get(f"{kind}_token_id")
-        is_right = kind == "unk" or found[kind] in (said if isinstance(said, list) else [said])
+        # A model needs no bos of its own, so that its settings may have a null: to_huggingface writes one.
+        is_free = kind == "unk" or (kind == "bos" and said is None)
+        is_right = is_free or found[kind] in (said if isinstance(said, list) else [said])
         if found[kind] is None or not is_right:
             raise ValueError(
                 f"expected the vocabulary of {folder} to have {name!r}"
