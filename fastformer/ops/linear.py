@@ -84,10 +84,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.is_transposed = not weight.is_contiguous()
 
 
+def _as_rows(dout: Tensor) -> Tensor:
+    return dout.reshape(dout.shape[:-1].numel(), dout.shape[-1])  # -1 is no size for 0 features
+
+
 def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     dx = None if weight is None else _op(dout, weight.t(), None)
-    rows = dout.reshape(-1, dout.shape[-1])
+    rows = _as_rows(dout)
     dweight = None
     if x is not None:
         x = x.reshape(-1, x.shape[-1])
@@ -99,7 +103,7 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
 def _differentiable_backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     dx = None if weight is None else F.linear(dout, weight.t())
-    rows = dout.reshape(-1, dout.shape[-1])
+    rows = _as_rows(dout)
     dweight = None if x is None else rows.T @ x.reshape(-1, x.shape[-1])
     return dx, dweight, rows.sum(0) if ctx.needs_input_grad[2] else None
 

@@ -55,6 +55,13 @@ def _assert_accurate(found: Tensor, plain: Tensor, exact: Tensor) -> None:
         assert_accurate(found, plain, exact)
 
 
+def test_a_map_to_no_features_has_gradients(backend: str) -> None:
+    x, weight, bias = (torch.ones(shape, requires_grad=True) for shape in ((2, 5, 3), (0, 3), (0,)))
+    linear(x, weight, bias).sum().backward()
+    for tensor in (x, weight, bias):
+        assert tensor.grad is not None and torch.equal(tensor.grad, torch.zeros_like(tensor))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("features", [192, 700, 1025])
 def test_a_row_does_not_depend_on_other_rows(features: int, dtype: torch.dtype) -> None:
