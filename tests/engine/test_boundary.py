@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -499,6 +500,7 @@ print("the same")
 """
 
 
+@pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer itself needs the memory")
 def test_a_step_that_runs_out_of_memory_changes_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, check=False)
     assert done.stdout.split("\n")[:2] == ["no memory", "the same"], done.stderr
