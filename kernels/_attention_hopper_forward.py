@@ -375,8 +375,9 @@ def _attend_in_turn(
     k_buffers, k_empty, v_empty = buffers[1], barriers[3], barriers[5]
     acc, peak, total = state
     start, masked, masked_or_full, blocks = tile_blocks
-    # The producer copies a block, which is masked, also for a tile without keys.
-    ends = (0, gl.maximum(masked, 1), gl.maximum(masked_or_full, 1), blocks)
+    # The producer copies a block, which is masked, also for a tile without keys. With a left window, it is in the last
+    # part.
+    ends = (0, gl.maximum(masked, 1) if window[0] is None else masked, masked_or_full, blocks)
     for part in gl.static_range(3 if window[0] is not None else 2):
         for step in range(ends[part], ends[part + 1]):
             at = count + step

@@ -119,6 +119,7 @@ CASES = {
     "before": replace(BASE, seqlen_q=130, window=(150, -40)),
     "seqlens_k": replace(BASE, batch=2, seqlen_q=70, lengths=(129, 0)),
     "tiles without keys": replace(BASE, batch=5, seqlen_q=70, lengths=(0, 0, 0, 0, 129)),
+    "tiles without keys, window": replace(BASE, batch=5, seqlen_q=70, lengths=(0, 0, 0, 0, 129), window=(100, 5)),
     "packed": replace(BASE, batch=3, packed=True, lengths_q=(130, 0, 200), lengths=(257, 40, 300), window=(None, 0)),
     "dropout": replace(BASE, dropout_p=0.3, window=(None, 0)),
     "dropout, seqlens_k": replace(BASE, batch=2, seqlen_q=70, window=(100, 5), lengths=(129, 0), dropout_p=0.5),
