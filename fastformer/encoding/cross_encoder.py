@@ -115,7 +115,7 @@ class CrossEncoder(FolderModel):
                 scores = self._activated(torch.from_numpy(logits), activation)
                 parts.append(scores.softmax(1) if apply_softmax and scores.dim() > 1 else scores)
         shape = (0,) if self.num_labels == 1 else (0, self.num_labels)
-        found = torch.cat(parts) if parts else torch.zeros(shape)
+        found = torch.cat(parts) if parts else torch.from_numpy(np.zeros(shape, np.float32))
         return self._given(found, is_one, convert_to_numpy, convert_to_tensor)
 
     def rank(
@@ -180,7 +180,7 @@ class CrossEncoder(FolderModel):
             found = found.squeeze(-1)
         if found.dim() == 0 or len(found) != len(logits):
             raise ValueError(f"expected activation_fn to keep the {len(logits)} rows, got {tuple(found.shape)}")
-        return found.clone()
+        return found.to(torch.float32, copy=True)
 
     def _logits(
         self, inputs: Iterable[Input], limits: tuple[int, int | None], advance: Callable[[int], object]

@@ -110,6 +110,14 @@ def test_the_activation_is_the_folders(one, tmp_path) -> None:
             fastformer.CrossEncoder(tmp_path)
 
 
+def test_scores_are_fp32_on_the_cpu(one) -> None:
+    encoder = fastformer.CrossEncoder(one[0])
+    for activation in (lambda logits: logits.bfloat16(), lambda logits: logits.double()):
+        assert encoder.predict(PAIRS, activation_fn=activation).dtype == np.float32
+    with torch.device("meta"):  # a default device holds for factories such as torch.zeros
+        assert encoder.predict([]).shape == (0,)
+
+
 def test_wrong_inputs_are_named(one, tmp_path) -> None:
     ranker = fastformer.CrossEncoder(one[0])
     wrong: Any
