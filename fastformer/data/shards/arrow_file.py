@@ -47,7 +47,10 @@ def write_table(path: Path, table: Any) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         try:
-            with library.OSFile(str(temporary), "wb") as sink, library.ipc.new_file(sink, table.schema) as writer:
+            with (
+                library.OSFile(os.fsencode(temporary), "wb") as sink,
+                library.ipc.new_file(sink, table.schema) as writer,
+            ):
                 writer.write_table(table, max_chunksize=max(1, table.num_rows))
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
@@ -71,7 +74,7 @@ def read_table(path: Path) -> Any:
     """
     library = arrow()
     try:
-        return library.ipc.open_file(library.memory_map(str(path))).read_all()
+        return library.ipc.open_file(library.memory_map(os.fsencode(path))).read_all()
     except (OSError, library.ArrowInvalid) as error:
         raise ValueError(f"{path} is missing or damaged ({error}): prepare the data again, or copy the file") from error
 

@@ -440,3 +440,10 @@ def test_killed_again_and_again(tmp_path) -> None:
     process.join()
     assert hashes(tmp_path / "out") == hashes(tmp_path / "whole")
     assert encode.MOST_HELD_OUT == 500
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of other systems are Unicode")
+def test_the_name_of_a_folder_need_not_be_utf8(tmp_path) -> None:
+    pairs, folder = pairs_of("x", 6), tmp_path / os.fsdecode(b"p\xfc")
+    made(config_of(tsv(tmp_path / "a.tsv", pairs)), folder)
+    assert sorted(texts_of(ShardedExamples(folder)) + held_out(folder)) == sorted(pairs)
