@@ -45,6 +45,15 @@ def test_a_padded_batch_on_the_default_device() -> None:
             assert torch.equal(encoder(x, src_key_padding_mask=mask), expected)
 
 
+def test_a_loaded_model_is_on_the_cpu(tmp_path) -> None:
+    model = models.Transformer.from_preset("tiny", vocab_size=40)
+    model.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        loaded = models.Transformer.from_pretrained(tmp_path)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
 @pytest.mark.parametrize("engine", ["kv_cache", "recompute", "graph", CPP])
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_generation(engine: str, num_beams: int) -> None:

@@ -312,12 +312,12 @@ def make_to_load(
 
     Args:
         make: builds the model on a device.
-        device: the device of the model.
+        device: the device of the model; None: the CPU, whatever the default device is.
         check: raises a ValueError for a model that doesn't fit the weights.
     """
     with Undrawn():
         check(make("meta"))
-        return make(device)
+        return make("cpu" if device is None else device)
 
 
 def check_depth(name: str, value: object, num_tensors: int, origin: object) -> None:
