@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -51,6 +53,13 @@ def test_a_text_has_the_same_bits_in_any_batch(plain) -> None:
     assert encoder.encode(TEXTS[::-1]).tobytes() == np.ascontiguousarray(whole[::-1]).tobytes()
     assert encoder.encode(text for text in TEXTS).tobytes() == whole.tobytes()
     assert encoder.encode(TEXTS[3]).tobytes() == whole[3].tobytes()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda encoder: pickle.loads(pickle.dumps(encoder))])
+def test_a_copy_gives_the_same_embeddings(plain, copied) -> None:
+    encoder = fastformer.Encoder(plain[0])
+    found = encoder.encode(TEXTS)
+    assert copied(encoder).encode(TEXTS).tobytes() == found.tobytes()
 
 
 @pytest.mark.parametrize("place", ["", "0_Transformer"])
