@@ -16,7 +16,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any, Generic, Literal, TypeVar
 
@@ -29,6 +28,7 @@ from fastformer.generation.async_jobs import Place as Place
 from fastformer.generation.async_jobs import QueueFull as QueueFull
 from fastformer.generation.async_jobs import Stats as Stats
 from fastformer.generation.async_jobs import TooLate as TooLate
+from fastformer.generation.async_texts import TextQueue
 from fastformer.generation.model_protocols import Evaluation, Model, evaluating
 from fastformer.generation.scheduler import Load
 from fastformer.settings import Positive, check_value
@@ -98,8 +98,7 @@ class AsyncFront(Generic[R]):
         self._step_seconds = self._queue_seconds = 0.0
         self._queue_counts = [0] * (len(QUEUE_BOUNDS) + 1)
         self._rate, self._rate_tokens, self._rate_seconds = 0.0, 0, 0.0  # tokens that leave the queue a second
-        self._aside: ThreadPoolExecutor | None = None
-        self._num_aside = 0
+        self._texts = TextQueue(f"{name}-texts")
 
     # Opening and closing
 
@@ -132,9 +131,7 @@ class AsyncFront(Generic[R]):
             if self._thread is thread:
                 self._thread = None
                 _open.discard(self)
-                if self._aside is not None:
-                    self._aside.shutdown(wait=False)
-                    self._aside = None
+        self._texts.close()
 
     def _ask_to_end(self, *, cancel: bool) -> threading.Thread | None:
         """Tells the thread to end when its work is done, or at once. Returns the thread, or None if there is none."""
@@ -265,40 +262,46 @@ class AsyncFront(Generic[R]):
             with self._changed:
                 self._places.discard(place)
 
-    async def aside(self, work: Callable[[], T], size: int) -> T:
+    async def aside(
+        self, work: Callable[[], T], size: int, *, deadline: float | None = None, is_slow: bool = False
+    ) -> T:
         """Runs a function of text without blocking the event loop for long.
 
-        For a short text it runs at once, else in a thread that all these functions share.
+        For a short text it runs at once, else in a thread that all these functions share; see `TextQueue`.
 
         Args:
             work: the function.
             size: the number of characters that it reads.
+            deadline: a time of `time.monotonic`; None: no deadline.
+            is_slow: whether it may take long even for a short text.
 
         Raises:
             QueueFull: as many functions wait for that thread as requests may wait, and the front refuses requests.
+            TooLate: the deadline passed before the end.
+            NotRunning: the front was closed before the function began.
         """
-        if size <= _INLINE:
+        if size <= _INLINE and not is_slow:
             return work()
-        with self._changed:
-            if self.when_full == "refuse" and self._num_aside >= self.max_waiting:
-                self._refused += 1
-                message = f"the texts of {self._num_aside} requests are still to be read: try again later"
-                raise QueueFull(message, self._retry_after())
-            if self._aside is None:
-                self._aside = ThreadPoolExecutor(1, thread_name_prefix=f"{self.name}-texts")
-            self._num_aside += 1
-            executor = self._aside
+        if self.when_full == "refuse" and len(self._texts) >= self.max_waiting:
+            self._refused += 1
+            message = f"the texts of {len(self._texts)} requests are still to be read: try again later"
+            raise QueueFull(message, self._retry_after())
         try:
-            return await asyncio.get_running_loop().run_in_executor(executor, work)
-        finally:
-            with self._changed:
-                self._num_aside -= 1
+            return await self._texts.run(work, size, deadline)
+        except TooLate:
+            self._late += 1
+            raise
 
-    async def call(self, function: Callable[[], T]) -> T:
+    async def call(self, function: Callable[[], T], *, deadline: float | None = None) -> T:
         """Runs a function in the thread that steps the model, between two steps. All requests wait for it.
 
+        Args:
+            function: the function.
+            deadline: a time of `time.monotonic`; None: no deadline. A function that runs already isn't stopped.
+
         Raises:
-            NotRunning: see `ask`.
+            NotRunning: see `ask`; or the thread ended before it ran the function.
+            TooLate: the deadline passed before the end.
         """
         call = Call(function)
         with self._changed:
@@ -308,7 +311,11 @@ class AsyncFront(Generic[R]):
                 raise self._broken(self._failure)
             self._calls.append(call)
             self._changed.notify()
-        return await call.future
+        try:
+            return await call.ended(deadline)
+        except TooLate:
+            self._late += 1
+            raise
 
     def stats(self) -> Stats:
         """Returns the current counters. Any thread may call this."""
@@ -414,22 +421,22 @@ class AsyncFront(Generic[R]):
                     self._inbox.append(self._parked.popleft())
                 arrived = list(self._inbox)
                 self._inbox.clear()
-                calls = list(self._calls)
-                self._calls.clear()
+                num_calls = len(self._calls)
                 self._load = load._replace(
                     waiting=load.waiting + sum(len(box.requests) for box in arrived),
                     waiting_tokens=load.waiting_tokens + sum(box.num_tokens for box in arrived),
                 )
                 is_cancelling = self._is_cancelling
-            for box in arrived:
+            for box in arrived:  # all of them before an error: `_give_up` fails only those that it knows
                 self._boxes |= {request: (box, place) for place, request in enumerate(box.requests)}
+            for box in arrived:
                 batching.submit(box.requests)
             if is_cancelling:
                 for request in self._boxes:
                     request.cancel()
-            for call in calls:
+            for _ in range(num_calls):
                 mode.hold()
-                call.run()
+                self._calls.popleft().run()
             if batching.is_idle:
                 return batching
             began = time.monotonic()
@@ -544,9 +551,11 @@ class HasFront:
         """
         await self.front.close(cancel=cancel)
 
-    async def aside(self, work: Callable[[], T], size: int) -> T:
+    async def aside(
+        self, work: Callable[[], T], size: int, *, deadline: float | None = None, is_slow: bool = False
+    ) -> T:
         """Runs a function of text without blocking the event loop for long; see `AsyncFront.aside`."""
-        return await self.front.aside(work, size)
+        return await self.front.aside(work, size, deadline=deadline, is_slow=is_slow)
 
     @property
     def is_alive(self) -> bool:

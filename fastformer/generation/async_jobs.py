@@ -241,6 +241,32 @@ class Answers(Generic[R]):
             await box.woken.wait()
 
 
+async def in_time(future: asyncio.Future[T], deadline: float | None, late: Callable[[], TooLate]) -> T:
+    """Returns a future's result, and cancels the future if its task is cancelled or its deadline passes.
+
+    Args:
+        future: the future.
+        deadline: a time of `time.monotonic`; None: no deadline.
+        late: makes the error of a deadline that has passed.
+    """
+    try:
+        await asyncio.wait((future,), timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if not future.done():
+            raise late()
+        return future.result()
+    finally:
+        future.cancel()
+
+
+def for_task(error: BaseException) -> Exception:
+    """Returns an error of another thread as one that a task can raise: no StopIteration, and none that ends a loop."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    found = RuntimeError(f"the function ended with {type(error).__name__}: {error}")
+    found.__cause__ = error
+    return found
+
+
 class Call(Generic[T]):
     """A function that runs in the thread, and the task that waits for its result."""
 
@@ -248,20 +274,32 @@ class Call(Generic[T]):
         self._function, self._loop = function, asyncio.get_running_loop()
         self.future: asyncio.Future[T] = self._loop.create_future()
 
+    async def ended(self, deadline: float | None) -> T:
+        """Returns the function's result.
+
+        Raises:
+            TooLate: the deadline passed before the end; the function no longer begins.
+        """
+        return await in_time(
+            self.future, deadline, lambda: TooLate("expected an answer within the time that it has, which is over")
+        )
+
     def run(self) -> None:
         """Runs the function, unless its task no longer waits for it."""
         if self.future.cancelled():
             return
         try:
             found = self._function()
-        except Exception as error:
+        except BaseException as error:
             self.fail(error)
+            if not isinstance(error, Exception):  # ends the thread
+                raise
         else:
             self._settle(lambda: self.future.set_result(found))
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Fails with an error."""
-        self._settle(lambda: self.future.set_exception(error))
+        self._settle(lambda: self.future.set_exception(for_task(error)))
 
     def _settle(self, settle: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed

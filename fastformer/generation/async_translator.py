@@ -175,7 +175,7 @@ class AsyncTranslator(HasFront):
             QueueFull, TooLate, NotRunning, RuntimeError: see `AsyncFront.ask`.
         """
         builder = self._builder(config, log_probs=log_probs)
-        prepared = await self._prepared(items, builder, split, most_new_tokens, most_parts)
+        prepared = await self._prepared(deadline, items, builder, split, most_new_tokens, most_parts)
         texts = prepared.texts
         if not prepared.requests:
             return [[PartAnswer(None, part.space) for part in parts] for parts in texts]
@@ -257,7 +257,7 @@ class AsyncTranslator(HasFront):
         if not split:
             check_one_stream(as_form(config, False, False), config)
         builder = self._builder(config, log_probs=False)
-        prepared = await self._prepared([item], builder, split, most_new_tokens, most_parts)
+        prepared = await self._prepared(deadline, [item], builder, split, most_new_tokens, most_parts)
         return self._pieces(prepared, builder, by_token, deadline)
 
     def _pieces(
@@ -300,10 +300,10 @@ class AsyncTranslator(HasFront):
 
         return TextStream(told(), answers)
 
-    async def _prepared(self, items: Sequence[Item], *options: Any) -> _Prepared:
+    async def _prepared(self, deadline: float | None, items: Sequence[Item], *options: Any) -> _Prepared:
         """Runs `_made`, in another thread if the texts are long, so that the event loop isn't blocked."""
         size = sum(len(item.text) for item in items if isinstance(item.text, str))
-        return await self.front.aside(lambda: self._made(items, *options), size)
+        return await self.front.aside(lambda: self._made(items, *options), size, deadline=deadline)
 
     def _made(
         self,

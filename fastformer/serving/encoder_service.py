@@ -60,7 +60,7 @@ class _EncoderService(Service):
 
     async def _ask(self, build: Callable[[], EncodeRequest], size: int, timeout: float | None) -> Encoded:
         deadline = self.deadline(timeout)
-        request = await self.aside(build, size)
+        request = await self.aside(build, size, deadline=deadline)
         await self.front.ask(request, deadline=deadline, name="the texts")
         return Encoded(request.results, request.num_tokens)
 

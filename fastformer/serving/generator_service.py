@@ -9,8 +9,11 @@ from typing import Any
 from fastformer.generation.async_generator import AsyncGenerator, Prompt
 from fastformer.generation.completions import ChatIds
 from fastformer.generation.config import Precision
+from fastformer.serving.answers import TooLarge
 from fastformer.serving.limits import Limits
 from fastformer.serving.service import Kind, Service
+
+_MARKS = 16  # about the characters that a template writes around a message
 
 
 class GenerateService(Service):
@@ -33,22 +36,40 @@ class GenerateService(Service):
         """Whether the model's folder has a chat template."""
         return self.generator.template is not None
 
-    async def prompt_ids(self, prompt: Prompt) -> list[int]:
+    async def prompt_ids(self, prompt: Prompt, deadline: float) -> list[int]:
         """Returns the ids of a prompt.
+
+        Args:
+            prompt: the prompt.
+            deadline: a result of `deadline`.
 
         Raises:
             ValueError: see `AsyncGenerator.encode`.
+            QueueFull, TooLate: see `AsyncFront.aside`.
         """
-        return await self.aside(lambda: self.generator.encode(prompt), len(prompt))
+        return await self.aside(lambda: self.generator.encode(prompt), len(prompt), deadline=deadline)
 
-    async def chat_ids(self, messages: Sequence[Mapping[str, Any]]) -> ChatIds:
+    async def chat_ids(self, messages: Sequence[Mapping[str, Any]], deadline: float) -> ChatIds:
         """Returns the ids of a chat.
 
+        Args:
+            messages: the messages, whose contents are texts.
+            deadline: a result of `deadline`.
+
         Raises:
+            TooLarge: the messages have more characters together than the limits allow.
             ValueError: see `AsyncGenerator.chat_ids`.
+            QueueFull, TooLate: see `AsyncFront.aside`.
         """
+        size = sum(len(text) for message in messages for text in message.values())
+        if size > self.limits.max_chat_chars:
+            raise TooLarge(
+                f"expected messages of at most {self.limits.max_chat_chars:,} characters together, got {size:,}"
+            )
         # A template is a program: even for a short chat it may take seconds, until its bounds end it.
-        return await self.aside(lambda: self.generator.chat_ids(messages), _A_LOT)
+        return await self.aside(
+            lambda: self.generator.chat_ids(messages), size + _MARKS * len(messages), deadline=deadline, is_slow=True
+        )
 
 
 def open_generator(
@@ -88,6 +109,3 @@ def open_generator(
         when_full="refuse",
     )
     return GenerateService(generator, name, limits=limits)
-
-
-_A_LOT = 1_000_000  # characters

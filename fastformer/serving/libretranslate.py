@@ -103,9 +103,9 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
             options = {"num_return_sequences": count, "num_beams": max(count, service.config.num_beams)}
         config, target = service.settings(options), codes.target(ask.target)
         kind = HtmlPage if ask.format == "html" else _Plain
-        pages = await service.aside(lambda: [kind(text) for text in texts], sum(map(len, texts)))
+        pages = await service.aside(lambda: [kind(text) for text in texts], sum(map(len, texts)), deadline=deadline)
         detected: list[Detected | None] = [
-            (await service.detect(page.plain()))[0] if ask.source == AUTO else None for page in pages
+            (await service.detect(page.plain(), deadline))[0] if ask.source == AUTO else None for page in pages
         ]
         items = [
             Item(text, None, _source(service, ask.source, one), target)
@@ -131,7 +131,7 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
         if not ask.q:
             raise ValueError("expected a text as q, got an empty one")
         service.check_texts([ask.q])
-        return answer([_detected(one) for one in await service.detect(ask.q)])
+        return answer([_detected(one) for one in await service.detect(ask.q, service.deadline())])
 
     known: dict[int | str, dict[str, Any]] = {status: errors[status] for status in (401, 503)}
 

@@ -18,6 +18,7 @@ class Limits:
         max_body_bytes: the size of a request's body; a larger one is answered 413
         max_texts: texts in one request
         max_text_chars: characters of each text
+        max_chat_chars: characters of all messages of a chat together
         max_sentences: sentences in one request to a translator, in all of its texts
         max_new_tokens: new tokens that a request may ask for
         max_alternatives: further answers for one text
@@ -34,6 +35,7 @@ class Limits:
     max_body_bytes: Positive = 2 << 20
     max_texts: Positive = 64
     max_text_chars: Positive = 20_000
+    max_chat_chars: Positive = 500_000
     max_sentences: Positive = 4_096
     max_new_tokens: Positive = 1_024
     max_alternatives: Count = 4

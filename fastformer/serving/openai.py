@@ -91,7 +91,7 @@ def _add_completions(found: APIRouter, service: GenerateService, limits: Limits)
         for prompt in prompts:
             check_length(prompt, limits, "prompt")
         deadline = service.deadline(body.timeout)
-        rows = await until_gone(http, _encoded(service, prompts))
+        rows = await until_gone(http, _encoded(service, prompts, deadline))
         most = [new_tokens(body, row, service, body.max_tokens, 16) for row in rows]
         asked = _Asked(service, body, rows, most, body.logprobs, deadline)
         return await _respond(asked, http, _TextForm(asked))
@@ -117,7 +117,7 @@ def _add_chat(found: APIRouter, service: GenerateService, limits: Limits) -> Non
         messages = [_message(message, place, limits) for place, message in enumerate(body.messages)]
         deadline = service.deadline(body.timeout)
         try:
-            ids = await until_gone(http, service.chat_ids(messages))
+            ids = await until_gone(http, service.chat_ids(messages, deadline))
         except ValueError as error:
             raise _unread(error, "messages") from error
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -190,9 +190,9 @@ def _prompts(given: str | list[Any]) -> list[str | list[int]]:
     return given
 
 
-async def _encoded(service: GenerateService, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+async def _encoded(service: GenerateService, prompts: Sequence[str | list[int]], deadline: float) -> list[list[int]]:
     try:
-        return [await service.prompt_ids(prompt) for prompt in prompts]
+        return [await service.prompt_ids(prompt, deadline) for prompt in prompts]
     except ValueError as error:
         raise _unread(error, "prompt") from error
 
@@ -216,6 +216,7 @@ def _message(message: MessageBody, place: int, limits: Limits) -> dict[str, Any]
     content = "\n".join(part.text or "" for part in parts) if parts else message.content
     assert isinstance(content, str)
     check_length(content, limits, f"{where}.content")
+    check_length(message.name or "", limits, f"{where}.name")
     role = "system" if message.role == "developer" else message.role
     return {"role": role, "content": content, **({} if message.name is None else {"name": message.name})}
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 MOST_ALTERNATIVES = 20  # the most alternatives of a token, with their log-probabilities
 _MOST_STOPS = 16
 _MOST_BIASES = 1024
+_MOST_MESSAGES = 2048  # messages of a chat, and parts of them; OpenAI takes as many messages
 
 # Fields of the standard that aren't supported, with the values that ask for nothing; for all of them None does.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -124,10 +126,22 @@ class MessageBody(Body):
     refusal: Any = None
 
 
+def _countable(messages: Any) -> Any:
+    """Refuses too many messages, or parts of them, before each is read: that would take a second for a large body."""
+    if isinstance(messages, list):
+        contents = [one.get("content") for one in messages if isinstance(one, dict)]
+        parts = sum(len(content) for content in contents if isinstance(content, list))
+        if max(len(messages), parts) > _MOST_MESSAGES:
+            raise PydanticCustomError("too_long", f"expected at most {_MOST_MESSAGES:,} messages, and parts of them")
+    return messages
+
+
 class ChatBody(GenerateBody):
     """The body of a POST /v1/chat/completions request."""
 
-    messages: Annotated[list[MessageBody], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[
+        list[MessageBody], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True), BeforeValidator(_countable)
+    ]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -125,10 +124,12 @@ class TranslateService(Service):
         """The codes of the languages."""
         return [entry["code"] for entry in self.codes.entries()]
 
-    async def detect(self, text: str) -> list[Detected]:
-        """Returns the languages that a text may be in, the likeliest first."""
+    async def detect(self, text: str, deadline: float) -> list[Detected]:
+        """Returns the languages that a text may be in, the likeliest first. For the deadline, see `deadline`."""
         # The first call loads the detector's model, which takes a moment, so it runs beside the event loop.
-        found = await self.aside(lambda: self.codes.detect(text), len(text) if self._has_detected else sys.maxsize)
+        found = await self.aside(
+            lambda: self.codes.detect(text), len(text), deadline=deadline, is_slow=not self._has_detected
+        )
         self._has_detected = True
         return found
 
@@ -170,15 +171,20 @@ class TranslateService(Service):
             most_new_tokens=self.limits.max_new_tokens, most_parts=self.limits.max_sentences,
         )  # fmt: skip
 
-    async def attention(self, parts: Sequence[PartAnswer]) -> Attention:
+    async def attention(self, parts: Sequence[PartAnswer], deadline: float) -> Attention:
         """Computes a translation's attention: the weights of the last decoder layer, averaged over its heads.
+
+        Args:
+            parts: the answers of the text's sentences.
+            deadline: a result of `deadline`.
 
         Raises:
             ValueError: the model has no attention maps.
+            NotRunning, TooLate: see `AsyncFront.call`.
         """
         pairs = [part.answer.sequences[0] for part in parts if part.answer is not None and part.answer.sequences]
         # The model's thread runs this between two steps.
-        weights = await self.front.call(lambda: cross_attention(self.translator.model, pairs))
+        weights = await self.front.call(lambda: cross_attention(self.translator.model, pairs), deadline=deadline)
         tokenizer = self.translator.tokenizer
         source_tokens = getattr(tokenizer, "source_tokens", tokenizer.tokens)
         found = Attention([], [], [])

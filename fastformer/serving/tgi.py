@@ -114,7 +114,7 @@ def router(service: Service, limits: Limits) -> APIRouter:
         """Continues a text."""
         options = _options(body, service, limits)
         deadline = service.deadline(body.timeout)
-        ids = await until_gone(http, service.prompt_ids(body.inputs))
+        ids = await until_gone(http, service.prompt_ids(body.inputs, deadline))
         room = service.generator.max_len - len(ids)
         usual = min(room, _USUAL, limits.max_new_tokens)
         options["max_new_tokens"] = min(room, body.parameters.max_new_tokens or usual)

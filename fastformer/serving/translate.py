@@ -93,7 +93,7 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
         config = service.settings(_options(ask, limits))
         texts = [ask.text] if isinstance(ask.text, str) else ask.text
         service.check_texts(texts)
-        items, detected = await _items(service, ask, texts)
+        items, detected = await _items(service, ask, texts, deadline)
         split = _split(ask)
         if ask.attention:
             _expect_one(ask, "attention")
@@ -103,7 +103,7 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
             if ask.scores or ask.alternatives:
                 raise ValueError("expected neither scores nor alternatives along with stream: the end tells them")
             pieces = await service.stream(items[0], config, split=split, deadline=deadline)
-            return EventStream(_events(service, pieces, ask.attention, detected))
+            return EventStream(_events(service, pieces, ask.attention, detected, deadline))
 
         async def work() -> list[dict[str, Any]]:
             answers = await service.translate(items, config, scores=ask.scores, split=split, deadline=deadline)
@@ -111,7 +111,7 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
             for one, code in zip(told, detected, strict=True):
                 one |= {"detected_lang": code} if code is not None else {}
             if ask.attention:
-                told[0]["attention"] = (await service.attention(answers[0]))._asdict()
+                told[0]["attention"] = (await service.attention(answers[0], deadline))._asdict()
             return told
 
         told = await until_gone(http, work())
@@ -145,7 +145,9 @@ def _expect_one(ask: Ask, name: str) -> None:
         raise ValueError(f"expected one text along with {name}, got a list")
 
 
-async def _items(service: TranslateService, ask: Ask, texts: Sequence[str]) -> tuple[list[Item], list[str | None]]:
+async def _items(
+    service: TranslateService, ask: Ask, texts: Sequence[str], deadline: float
+) -> tuple[list[Item], list[str | None]]:
     """Returns the texts with their prefixes and languages, and the codes of the detected languages."""
     prefixes = ask.prefix if isinstance(ask.prefix, list) else [ask.prefix] * len(texts)
     if isinstance(ask.prefix, list) != isinstance(ask.text, list) and ask.prefix is not None:
@@ -157,7 +159,7 @@ async def _items(service: TranslateService, ask: Ask, texts: Sequence[str]) -> t
     for text, prefix in zip(texts, prefixes, strict=True):
         source, code = service.codes.source(None if ask.source_lang == AUTO else ask.source_lang), None
         if ask.source_lang == AUTO:
-            code = (await service.detect(text))[0].code
+            code = (await service.detect(text, deadline))[0].code
             source = None if service.codes.known is None else service.codes.source(code)
         items.append(Item(text, prefix or None, source, target))
         detected.append(code)
@@ -180,7 +182,7 @@ def _told(parts: Sequence[PartAnswer], ask: Ask) -> dict[str, Any]:
 
 
 async def _events(
-    service: TranslateService, pieces: TextStream, attention: bool, detected: Sequence[str | None]
+    service: TranslateService, pieces: TextStream, attention: bool, detected: Sequence[str | None], deadline: float
 ) -> AsyncGenerator[bytes, None]:
     said: list[str] = []
     async for piece in pieces:
@@ -190,5 +192,5 @@ async def _events(
     if detected[0] is not None:
         last["detected_lang"] = detected[0]
     if attention:
-        last["attention"] = (await service.attention(pieces.parts))._asdict()
+        last["attention"] = (await service.attention(pieces.parts, deadline))._asdict()
     yield event(last)

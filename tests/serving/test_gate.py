@@ -148,6 +148,56 @@ async def test_a_full_queue_is_429_with_a_time_and_reads_no_body(translator_fold
         assert 'fastformer_queue_seconds_bucket{le="+Inf"} 4.0' in text and "fastformer_queue_seconds_sum" in text
 
 
+LONG = "a b " * 1000  # too long to be read on the event loop
+WAITING: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "translator": [
+        ("/v1/translate", {"text": LONG}), ("/v1/translate", {"text": LONG, "stream": True}),
+        ("/v1/translate", {"text": "a", "source_lang": "auto"}), ("/detect", {"q": "a"}),
+        ("/translate", {"q": LONG, "source": "und", "target": "und", "format": "html"}),
+    ],
+    "generator": [
+        ("/v1/completions", {"prompt": LONG}), ("/generate", {"inputs": LONG}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ],
+    "encoder": [("/v1/embeddings", {"input": LONG}), ("/embed", {"inputs": LONG})],
+    "cross-encoder": [("/predict", {"inputs": LONG})],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WAITING)
+async def test_the_deadline_of_a_request_counts_while_its_text_waits(kind, tmp_path, translator_folder) -> None:
+    if kind != "translator":
+        pytest.importorskip("transformers", reason="the folders are written by transformers")
+    folder = models.folder_of(kind, tmp_path / "model", translator_folder)
+    async with serving(open_service(folder, limits=Limits(timeout_s=0.1))) as client:
+        gate, service = threading.Event(), client.app.state.service
+        held = asyncio.ensure_future(service.aside(lambda: gate.wait(10), 10**6))
+        answers = await asyncio.gather(*(client.post(path, json=body) for path, body in WAITING[kind]))
+        assert {answer.status_code for answer in answers} == {504}
+        assert service.stats().late == len(answers) and not gate.is_set()
+        gate.set()
+        assert await held
+
+
+async def test_the_deadline_of_a_request_counts_while_it_waits_for_its_attention(translator_folder) -> None:
+    service: Any = open_service(translator_folder, limits=Limits(timeout_s=0.3))
+    async with serving(service) as client:
+        gate, attend = threading.Event(), service.front.call
+
+        async def held(*arguments: Any, **options: Any) -> Any:
+            blocking = asyncio.ensure_future(attend(lambda: gate.wait(10)))
+            await asyncio.sleep(0)
+            try:
+                return await attend(*arguments, **options)
+            finally:
+                gate.set()
+                await blocking
+
+        service.front.call = held
+        answer = await client.post("/v1/translate", json={"text": "a", "attention": True, "max_new_tokens": 2})
+        assert answer.status_code == 504
+
+
 async def test_if_the_thread_has_died_every_request_is_503(translator_folder) -> None:
     service: Any = open_service(translator_folder)
     async with serving(service) as client:

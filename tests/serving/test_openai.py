@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import time
 import urllib.parse
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fastformer.checkpoints import load_model
 from fastformer.generation import AsyncGenerator, generate
 from fastformer.serving import Limits, open_service
 from tests.serving import models
+from tests.serving.asking import serving
 from tests.serving.servers import post_head, running, until
 
 httpx = pytest.importorskip("httpx", reason="the httpx library is not installed")
@@ -247,6 +249,44 @@ def test_errors_name_the_cause(path, body, param, server) -> None:
     assert answer.status_code == (404 if param == "model" else 400), answer.text
     error = answer.json()["error"]
     assert error["param"] == param and error["message"] and "code" in error and error["type"]
+
+
+async def test_chats_of_many_messages_delay_no_other_chat(server) -> None:
+    many = json.dumps({"messages": [{"role": "user", "content": "a"}] * 40_000})
+    kind = {"content-type": "application/json"}
+    clients = httpx.Limits(max_connections=7)
+    async with httpx.AsyncClient(base_url=f"{server.url}/v1", timeout=60, limits=clients) as http:
+        long = [asyncio.create_task(http.post("/chat/completions", content=many, headers=kind)) for _ in range(6)]
+        await asyncio.wait(long, timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
+        began = time.monotonic()
+        answer = await http.post("/chat/completions", json=CHAT)
+        assert answer.status_code == 200 and time.monotonic() - began < 2
+        assert [each.status_code for each in await asyncio.gather(*long)] == [400] * 6
+
+
+LETTERS = [{"type": "text", "text": "a"}]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "a"}] * 2049,
+        [{"role": "user", "content": LETTERS * 1025}] * 2,
+        [{"role": "user", "content": "a" * 31}, {"role": "user", "content": "a" * 30}],
+        [{"role": "user", "content": "a" * 31, "name": "a" * 30}],
+        [{"role": "user", "content": "a", "name": "a" * 41}],
+    ],
+    ids=["messages", "parts", "characters", "with a name", "a name"],
+)
+async def test_a_chat_is_bounded_before_it_is_read(messages, folder, calls_of) -> None:
+    service: Any = open_service(folder, limits=Limits(max_chat_chars=60, max_text_chars=40))
+    read = calls_of(service.generator, "chat_ids")
+    async with serving(service) as client:
+        answer = await client.post("/v1/chat/completions", json={"messages": messages})
+        assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("messages") and not read
+        fitting = [{"role": "user", "content": "a" * 20, "name": "a" * 10}, {"role": "user", "content": LETTERS * 10}]
+        answer = await client.post("/v1/chat/completions", json={"messages": fitting, "max_tokens": 1})
+        assert answer.status_code == 200 and len(read) == 1
 
 
 def test_a_prompt_or_chat_beyond_the_models_positions_has_openais_code(client) -> None:

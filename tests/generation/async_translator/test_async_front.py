@@ -8,6 +8,8 @@ import contextvars
 import gc
 import threading
 import time
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -91,16 +93,79 @@ async def test_the_waiting_time_of_requests_is_counted(translator) -> None:
         assert 0.05 < stats.queue_seconds < 2 * (time.monotonic() - begun)
 
 
+@contextlib.asynccontextmanager
+async def reading(translator, **options) -> AsyncIterator[tuple[Any, threading.Event]]:
+    """Yields an open front that reads a text until the event is set."""
+    gate, begun = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        gate.wait(10)
+
+    async with AsyncTranslator(translator, **options) as found:
+        held = asyncio.create_task(found.front.aside(hold, 10**6))
+        await until(begun.is_set)
+        try:
+            yield found.front, gate
+        finally:
+            gate.set()
+            await held
+
+
 async def test_texts_that_are_still_to_be_read_are_bounded_too(translator) -> None:
-    gate = threading.Event()
-    async with AsyncTranslator(translator, max_waiting=2, when_full="refuse") as front:
-        held = [asyncio.create_task(front.front.aside(lambda: gate.wait(5), 10**6)) for _ in range(3)]
+    async with reading(translator, max_waiting=2, when_full="refuse") as (front, gate):
+        waiting = asyncio.create_task(front.aside(lambda: 1, 10**6))
+        await asyncio.sleep(0)
         with pytest.raises(QueueFull):
-            await held[2]
-        assert await front.front.aside(lambda: 1, 10) == 1  # a short one is read at once
+            await front.aside(lambda: 1, 10**6)
+        assert await front.aside(lambda: 2, 10) == 2  # a short one is read at once
+        waiting.cancel()
+        await asyncio.sleep(0)
+        left = asyncio.create_task(front.aside(lambda: 3, 10**6))  # has the place of the one that left
         gate.set()
-        assert await held[0] and await held[1] and front.stats().refused == 1
-        assert await front.front.aside(lambda: 2, 10**6) == 2
+        assert await left == 3 and front.stats().refused == 1
+
+
+async def test_a_short_text_waits_for_few_long_ones(translator) -> None:
+    order: list[str] = []
+    async with reading(translator) as (front, gate):
+
+        def ask(name: str, size: int) -> asyncio.Task[None]:
+            return asyncio.create_task(front.aside(lambda: order.append(name), size, is_slow=True))
+
+        tasks = [ask("long", 10**6), ask("longer", 10**7), ask("long again", 10**6), ask("early", 2_000)]
+        await asyncio.sleep(0.05)  # in which a short text would have been read
+        tasks += [ask("short", 1)]
+        await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(*tasks)
+    assert order == ["early", "short", "long", "long again", "longer"]
+
+
+async def test_what_waits_for_a_thread_ends_at_its_deadline(translator) -> None:
+    run: list[int] = []
+    async with reading(translator) as (front, gate):
+        held = asyncio.create_task(front.call(lambda: gate.wait(10)))
+        soon = time.monotonic() + 0.05
+        text = front.aside(lambda: run.append(1), 10**6, deadline=soon)
+        for task in [asyncio.create_task(text), asyncio.create_task(front.call(lambda: run.append(2), deadline=soon))]:
+            with pytest.raises(TooLate):
+                await task
+        assert front.stats().late == 2
+        gate.set()
+        assert await held and await front.aside(lambda: True, 10**6) and await front.call(lambda: not run)
+
+
+async def test_texts_that_wait_when_the_front_closes_are_not_read(translator) -> None:
+    gate, run = threading.Event(), []
+    async with AsyncTranslator(translator) as found:
+        held = asyncio.create_task(found.front.aside(lambda: gate.wait(10), 10**6))
+        waiting = asyncio.create_task(found.front.aside(lambda: run.append(1), 10**6))
+        await asyncio.sleep(0)
+    with pytest.raises(NotRunning):
+        await waiting
+    gate.set()
+    assert await held and not run
 
 
 async def test_many_sentences_cost_the_event_loop_little(translator) -> None:
@@ -175,8 +240,11 @@ async def test_functions_run_in_the_thread_between_steps(translator) -> None:
     async with AsyncTranslator(translator) as front:
         task = asyncio.create_task(front.translate("a", **LONG))
         assert await front.front.call(lambda: threading.current_thread().name) == "AsyncTranslator"
-        with pytest.raises(KeyError, match="broken"):
-            await front.front.call(lambda: {}["broken"])
+        for function, error in ((lambda: {}["broken"], KeyError), (lambda: next(iter(())), RuntimeError)):
+            with pytest.raises(error):
+                await front.front.call(function)
+            with pytest.raises(error):
+                await front.front.aside(function, 10**6)
         assert await task == translator.translate("a", **LONG)
     with pytest.raises(NotRunning):
         await front.front.call(lambda: None)
@@ -203,7 +271,22 @@ async def test_a_front_is_alive_as_long_as_its_thread(translator) -> None:
     assert not front.front.is_alive
     async with front:
         assert front.front.is_alive
-        await front.front.call(lambda: setattr(front.front, "_run", None))  # the next turn of the thread fails
+        begun, held = threading.Event(), threading.Event()
+
+        def breaks() -> None:
+            begun.set()
+            held.wait(10)
+            front.front._run = None  # the next turn of the thread fails
+
+        calls = [asyncio.create_task(front.front.call(breaks))]
+        await until(begun.is_set)
+        calls += [asyncio.create_task(front.front.call(lambda: None)) for _ in range(2)]
+        await asyncio.sleep(0)
+        held.set()
+        await calls[0]
+        for call in calls[1:]:
+            with pytest.raises(NotRunning):
+                await call
         with pytest.raises(NotRunning):
             await front.translate("a", **FEW)
         assert not front.front.is_alive

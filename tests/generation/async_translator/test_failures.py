@@ -112,6 +112,21 @@ async def test_no_task_waits_for_a_dead_thread(translator, monkeypatch) -> None:
         assert await front.translate("a", **FEW) == translator.translate("a", **FEW)
 
 
+async def test_no_task_waits_if_the_thread_dies_while_it_takes_requests(translator, monkeypatch) -> None:
+    front, engine = watched(translator, held=True)
+    async with front:
+        tasks = [asyncio.create_task(front.translate("a", **BIG))]
+        await until(lambda: engine.entered == 1)
+        monkeypatch.setattr("fastformer.generation.scheduler.Scheduler.submit", Mock(side_effect=MemoryError))
+        tasks += [asyncio.create_task(front.translate(text, **BIG)) for text in "bc"]
+        tasks.append(asyncio.create_task(front.front.call(lambda: None)))
+        await until(lambda: front.num_queued == 3)
+        engine.gate.release(MANY)
+        for task in tasks[1:]:
+            with pytest.raises(RuntimeError, match="MemoryError"):
+                await task
+
+
 async def test_if_the_thread_cannot_start_each_caller_gets_an_error(translator, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(translator, "new_scheduler", Mock(side_effect=MemoryError("no device")))
