@@ -79,6 +79,20 @@ def assert_case_accurate(case: Case, dtype: torch.dtype, device: str, draws: int
         assert_accurate(value, plain[name], exact[name], name)
 
 
+def test_a_soft_cap_is_right_to_the_last_bits(backend, device) -> None:
+    """The log of the sum of a row with one key is its score, which is an exponent of softmax everywhere else."""
+    scores = torch.cat([torch.linspace(-12, 12, 700), torch.logspace(-8, 0, 300), torch.tensor([0.625, -0.625])])
+    q = torch.zeros(1, len(scores), 1, 8, device=device)
+    q[0, :, 0, 0] = scores.to(device)
+    k = torch.zeros(1, 1, 1, 8, device=device)
+    k[..., 0] = 1
+    _, lse = attention(q, k, k, softmax_scale=1.0, softcap=1.0, return_lse=True)
+    exact = scores.double().tanh()
+    ulp = torch.finfo(torch.float32).eps * 2.0 ** exact.abs().log2().floor()
+    # A GPU's quotient is right to 2 ulp, and that of a value near the border is as large as the result.
+    assert ((lse.flatten().cpu() - exact).abs() / ulp).max() < (3 if device == "cuda" else 1.25)
+
+
 @pytest.mark.parametrize("key", [0, 15, 16, 31, 36, 127, 128, 149])
 @pytest.mark.parametrize("masked", [False, True])
 def test_one_key_far_above_the_others(key, masked, backend, device) -> None:
