@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint docs bench peers report sanitize sanitize-memory sanitize-threads format clean
+.PHONY: demo test test-cpus lint docs bench peers report sanitize sanitize-memory sanitize-threads format clean
 
 demo: $(INSTALLED)
 	$(BIN)/fastformer demo --out demo
@@ -12,6 +12,16 @@ demo: $(INSTALLED)
 # Two processes of one thread each: the tests are many and small.
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+
+# The numeric tests as on other kinds of CPU. NumPy's OpenBLAS, which makes the products of Triton's interpreter, has
+# kernels for each kind; torch, oneDNN and the extension have AVX2 forms. Half an hour on two cores.
+AS_AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 FASTFORMER_CPU_FEATURES= OPENBLAS_CORETYPE=Haswell
+test-cpus: $(INSTALLED)
+	for kind in Haswell Zen SkylakeX Cooperlake; do \
+		OPENBLAS_CORETYPE=$$kind OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests/kernels tests/ops \
+			-k "kernels or triton" || exit; \
+	done
+	$(AS_AVX2) OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
