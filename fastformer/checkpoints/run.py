@@ -74,6 +74,18 @@ def load_model(
     return model, tokenizer
 
 
+def architecture_of(run: str | os.PathLike[str]) -> str | None:
+    """Returns the architecture as which `load_model` loads a folder, such as "GPT"; None: loading it is an error."""
+    kind = model_type(Path(run))
+    if kind is not None:
+        family = FAMILIES.get(kind)
+        return None if family is None else _ARCHITECTURE[family.kind]
+    try:
+        return read_architecture(run)
+    except ValueError:
+        return None
+
+
 def load_models(
     runs: Sequence[str | os.PathLike[str]],
     expected: tuple[str, ...] = (),

@@ -25,11 +25,11 @@ def command_line(*words: object) -> str:
 
 
 def listed_paths(text: str) -> list[str]:
-    """Splits a text at its commas into paths; if the whole text is an existing path, it is the only one."""
-    if "," not in text or Path(text).exists():
-        return [text]
-    paths = text.split(",")
-    if not all(paths):
+    """Splits a list of paths at its commas; see `paths_of`."""
+    from fastformer.data.tables import paths_of
+
+    paths = paths_of(text)
+    if len(paths) > 1 and not all(paths):
         raise ValueError(f"expected paths separated by commas, got an empty one in {text!r}")
     return paths
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from fastformer.console import is_terminal
 from fastformer.data import files
-from fastformer.data.tables import column_of
-from fastformer.data.text import BadLine, check_plain, read_rows
+from fastformer.data.tables import column_of, file_of
+from fastformer.data.text import BadLine, check_plain, stream_rows
 from fastformer.generation.text_io import TextError
 
 if TYPE_CHECKING:
@@ -21,25 +21,30 @@ if TYPE_CHECKING:
     from fastformer.generation.text_io import ErrorPolicy, Item
 
 
-def file_lines(path: str) -> Iterator[bytes | BadLine]:
+def file_lines(path: str) -> Iterator[bytes | str | BadLine]:
     """Yields the lines of a file without LF, empty and long ones included; or the rows of a table's column.
 
     Raises:
         ValueError: the file does not exist, is empty or damaged, or is a table without that column.
     """
-    if column_of(path) is not None:
-        for row in read_rows(path, allow_empty=True, max_line=None):
-            yield row.encode() if isinstance(row, str) else row
-        return
-    number = 0
+    is_empty = True
+    is_table = column_of(path) is not None
+    lines = stream_rows(path, allow_empty=True, max_line=None) if is_table else _plain_lines(path)
+    for line in lines:
+        is_empty = False
+        yield line
+    if is_empty:
+        expected = "row" if is_table else "line of text"
+        raise ValueError(f"{files.shown(file_of(path))} is empty: expected at least one {expected}")
+
+
+def _plain_lines(path: str) -> Iterator[bytes]:
     with files.open_bytes(path) as file:
         for number, line in enumerate(_without_ends(file), 1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
                 check_plain(path, line)
             yield line
-    if not number:
-        raise ValueError(f"{files.shown(path)} is empty: expected at least one line of text")
 
 
 def all_lines(file: str) -> list[str | TextError]:
@@ -71,7 +76,7 @@ def each_line(file: str | None) -> Iterator[str]:
         ValueError: standard input is closed, or an error of `file_lines`.
         TextError: a line is not UTF-8; the message has its number.
     """
-    lines: Iterable[bytes | BadLine]
+    lines: Iterable[bytes | str | BadLine]
     if file is None or file == files.STDIN:
         file, lines = files.STDIN, _waited(arriving())
     else:
@@ -92,7 +97,9 @@ def _waited(source: Source[bytes]) -> Iterator[bytes]:
 class Texts:
     """A source of lines as texts. A line that is not UTF-8 is a bad text; if it is skipped, it becomes an empty one."""
 
-    def __init__(self, lines: Source[bytes | BadLine], name: str, errors: ErrorPolicy, prefix: str | None) -> None:
+    def __init__(
+        self, lines: Source[bytes | str | BadLine], name: str, errors: ErrorPolicy, prefix: str | None
+    ) -> None:
         self._lines, self._name, self._errors, self._prefix = lines, name, errors, prefix
         self._number = 0
 
@@ -122,7 +129,9 @@ def typed(what: str, name: str, errors: ErrorPolicy, prefix: str | None = None) 
     return Texts(arriving(), name, errors, prefix)
 
 
-def _as_text(line: bytes | BadLine, name: str, number: int) -> str | TextError:
+def _as_text(line: bytes | str | BadLine, name: str, number: int) -> str | TextError:
+    if isinstance(line, str):  # of a column, where line ends are text
+        return line
     if isinstance(line, BadLine):
         return TextError(f"{line.name}, line {line.number:,}: {line.message}")
     line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line

@@ -52,8 +52,9 @@ def score(
     perplexity, separated by tabs; with a language model, one line for the whole --file. Totals go to standard error.
 
     Args:
-        run: the run folder of a translator or of a language model, or a folder with a BART, a Marian or a T5 that
-            transformers saved; several, separated by commas, score together, by the mean of their probabilities
+        run: the run folder of a translator or of a language model, or a folder with a BART, a Marian, a T5 or a Llama,
+            say, that transformers saved; several, separated by commas, score together, by the mean of their
+            probabilities
         file: a UTF-8 file: the sources of --target, one a line; or the text that a language model reads
         target: translations of --file by any system, one a line; the translation of an empty line is empty
         source_lang: the language of --file, for a translator of many, such as NLLB: eng_Latn, or in short en
@@ -86,11 +87,16 @@ def score(
     if run is None or file is None:
         raise ValueError("expected RUN together with --file")
 
+    from fastformer.checkpoints.run import architecture_of
+    from fastformer.commands import listed_paths
     from fastformer.devices import choose_device
     from fastformer.generation.text_io import ErrorPolicy
 
     place = choose_device(device)
-    if _is_language_model(run):
+    architecture = architecture_of(listed_paths(run)[0])
+    if architecture == "BERT":
+        raise ValueError(f"expected a folder of a translator or of a language model, got an encoder: {run}")
+    if architecture == "GPT":
         if source_lang is not None or target_lang is not None:
             raise ValueError(f"expected no --source_lang and --target_lang for the language model in {run}")
         if target is not None:
@@ -104,16 +110,6 @@ def score(
         raise ValueError("expected --by_line and --context only for a language model")
     languages = source_lang, target_lang
     _score_translations(run, file, target, languages, token_scores, place, precision, on_error, skip_long, max_tokens)
-
-
-def _is_language_model(run: str) -> bool:
-    from fastformer.commands import listed_paths
-    from fastformer.models import read_architecture
-
-    try:
-        return read_architecture(listed_paths(run)[0]) == "GPT"
-    except ValueError:  # a transformers folder, or not a model; loading it raises a clearer error
-        return False
 
 
 def _score_translations(

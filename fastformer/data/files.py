@@ -38,6 +38,7 @@ _BEGINNINGS = (b"\x1f\x8b\x08", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd")
 _OTHERS = {
     b"PK\x03\x04": "a zip archive: unpack it, and name the file in it",
     b"PAR1": "a Parquet file: name one of its columns, FILE.parquet:COLUMN",
+    b"ARROW1": "an Arrow file: write it as Parquet, and name one of its columns, FILE.parquet:COLUMN",
     b"\xff\xfe": "UTF-16: expected UTF-8; convert it, for example with iconv -f UTF-16 -t UTF-8",
     b"\xfe\xff": "UTF-16: expected UTF-8; convert it, for example with iconv -f UTF-16 -t UTF-8",
 }

@@ -5,12 +5,12 @@ keys of the YAML file.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, get_type_hints
 
 from fastformer.data.filters import Filters, PairFilter
+from fastformer.data.tables import paths_of as paths_of
 from fastformer.data.user_tokens import UserTokens
 from fastformer.models.pretrained import config_from_dict
 from fastformer.settings import check_settings, suggestion, why_not
@@ -192,11 +192,6 @@ class TrainConfig(Machine, Validation, Optimisation, Tokens, Filters, Data, Mode
 def split_at_commas(text: str | None) -> list[str]:
     """Splits the value of a setting that takes several values; None has no values."""
     return [] if text is None else [value.strip() for value in text.split(",")]
-
-
-def paths_of(text: str) -> list[str]:
-    """Splits a setting of several paths at commas, unless the whole is an existing path."""
-    return [text] if os.path.exists(text) else split_at_commas(text)
 
 
 def _suited(nested: dict[str, Any]) -> dict[str, Any]:

@@ -118,5 +118,5 @@ def _absolute(name: str, path: str) -> str:
     paths = paths_of(path) if name in SEVERAL else [path]
     # The shell expands ~ only at the beginning of a word.
     found = [os.path.abspath(one if os.path.exists(one) else os.path.expanduser(one)) for one in paths]
-    # A folder with a comma in its name can't stand in a list.
-    return ",".join(paths if len(found) > 1 and any("," in one for one in found) else found)
+    # A comma in the name of a folder is no separator while the folder exists.
+    return ",".join(found if len(found) == 1 or paths_of(",".join(found)) == found else paths)

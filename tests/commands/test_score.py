@@ -6,6 +6,7 @@ import json
 import math
 
 import pytest
+import torch
 
 from fastformer.checkpoints import load_model
 from fastformer.cli import main
@@ -164,6 +165,26 @@ def test_each_line_of_a_text_is_read_by_itself(language_model, tmp_path, ran, ca
     assert [found[0][0], found[3][0]] == pytest.approx([sum(row) for row in due], abs=1e-5)
     assert found[5] == found[0] and found[1][0] == found[2][0] == 0 and math.isnan(found[1][2])
     assert found[4] == [-math.inf, -math.inf, math.inf] and "skipped 1 of 6" in caplog.text
+
+
+def test_a_folder_of_transformers_is_scored_as_transformers_does(tmp_path, ran) -> None:
+    transformers = pytest.importorskip("transformers", reason="the folder is written by transformers")
+    from tests.checkpoints.decoders import TEXTS, llama3
+
+    llama3(tmp_path / "run")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run", dtype=torch.float64)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run")
+    given = ["score", str(tmp_path / "run"), "--file", write(tmp_path / "texts", TEXTS), "--by_line"]
+    found = rows_of(ran(*given).out)
+    for text, (total, *_) in zip(TEXTS, found, strict=True):
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        with torch.inference_mode():
+            logits = model(ids).logits[:, :-1].log_softmax(2)
+        assert total == pytest.approx(float(logits.gather(2, ids[:, 1:, None]).sum()), rel=1e-4)
+    assert "language model" in ran(*given, "--target", str(tmp_path / "texts"), code=1).err
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "bert" / "config.json").write_text('{"model_type": "bert"}')
+    assert "encoder" in ran("score", str(tmp_path / "bert"), *given[2:4], code=1).err
 
 
 def test_flags_that_belong_to_another_purpose_are_named(translator, language_model, tmp_path, ran) -> None:

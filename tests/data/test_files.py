@@ -65,6 +65,7 @@ def test_zstandard_without_its_library(tmp_path, monkeypatch) -> None:
         (b"PK\x03\x04...", "zip archive"),
         ("one\ntwo\n".encode("utf-16"), "UTF-16"),
         (b"PAR1....", "Parquet"),
+        (b"ARROW1\0\0...", "Arrow"),
         (b"a.txt".ljust(257, b"\0") + b"ustar\x0000" + b"\0" * 300, "tar archive"),
     ],
 )

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 import logging
+import random
 
 import pytest
 
-from fastformer.data.tables import column_of
-from fastformer.data.text import read_documents, read_lines, read_pairs, read_text, read_tsv
+from fastformer.commands._lines import all_lines, file_lines
+from fastformer.data.streams import stream_pairs
+from fastformer.data.tables import column_of, paths_of
+from fastformer.data.text import read_documents, read_lines, read_pairs, read_rows, read_text, read_tsv
 
 ROWS = [
     {"id": 1, "en": "one", "de": "eins", "translation": {"en": "one!", "de": "eins!"}, "a.b": "x"},
@@ -116,6 +121,10 @@ def test_parquet(tmp_path) -> None:
         read_lines(f"{file}:fr")
     with pytest.raises(ValueError, match=r"a column of|one of its columns"):
         read_lines(file)
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["en", "en"])
+    parquet.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(ValueError, match=r"\bcolumn en\b.*twice"):
+        read_lines(tmp_path / "twice.parquet:en")
     file.write_bytes(file.read_bytes()[:-30])
     with pytest.raises(ValueError, match="damaged"):
         read_lines(f"{file}:en")
@@ -126,6 +135,129 @@ def test_parquet_without_its_library(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
     with pytest.raises(ImportError, match=r"fastformer\[parquet\]"):
         read_lines(tmp_path / "p.parquet:en")
+
+
+PIECES = ["one", "a b", "", "x, y", "k;l", "a\tb", 'say "no"', "1", "zwei\nZeilen", " ", "ü"]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_csv_has_the_fields_of_the_csv_module(tmp_path, seed) -> None:
+    draw = random.Random(seed)
+    delimiter, end, width = draw.choice(",;\t"), draw.choice(["\n", "\r\n"]), draw.randint(1, 4)
+    names = ["a", "b;c" if width > 2 else "b", "c,d" if delimiter != ";" else "c", "e f"][:width]
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, delimiter=delimiter, lineterminator=end)
+    rows = [[draw.choice(PIECES) for _ in names] for _ in range(draw.randint(1, 6))]
+    writer.writerows([names, *rows])
+    begin = f"sep={delimiter}{end}" if draw.random() < 0.3 else ""
+    file = tmp_path / "t.csv"
+    file.write_bytes((begin + text.getvalue()).encode(draw.choice(["utf-8", "utf-8-sig"])))
+    for place, name in enumerate(names):
+        expected = [row[place] for row in csv.reader(io.StringIO(text.getvalue(), newline=""), delimiter=delimiter)]
+        assert expected[1:] == [row[place] for row in rows]
+        if width == 1 and delimiter != "," and not begin:
+            continue  # a single name shows no delimiter
+        assert read_rows(f"{file}:{name}", allow_empty=True) == expected[1:]
+        assert read_rows(f"{file}:{place + 1}", allow_empty=True) == expected
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv"])
+@pytest.mark.parametrize("names", [("en", "de"), ("2", "3")])
+def test_rows_with_more_fields_than_the_first_are_bad(tmp_path, caplog, kind, names) -> None:
+    file = tmp_path / f"p.{kind}"
+    lines = ["id,en,de", "1,Hello, my friend,Hallo mein Freund", "2,good,gut", "3,a,b,,", "4,red,rot,colour"]
+    file.write_text("\n".join(lines).replace(",", "," if kind == "csv" else "\t"))
+    sides = [f"{file}:{name}" for name in names]
+    with pytest.raises(ValueError, match=r"\bline 2\b.*\b3 fields\b.*\bgot 4\b.*\b2 of \d\b.*\b5 \("):
+        read_pairs(*sides)
+    good = [*([("en", "de")] if names[0] == "2" else []), ("good", "gut"), ("a", "b")]
+    assert read_pairs(*sides, skip_bad=True) == good
+    streamed = [pair for block in stream_pairs(*sides) for pair in block.pairs(skip_bad=True)[0]]
+    assert streamed == good
+    with pytest.raises(ValueError, match=r"\bline 2\b"):
+        read_documents(sides[0])
+
+
+def test_blank_rows_keep_their_places(tmp_path, caplog) -> None:
+    """A file with a cell a line is refused as the plain file with the same lines is."""
+    sides = {"e": "one\n\nthree\nfour\n", "d": "eins\nzwei\n\nvier\n"}
+    for kind, head in (("txt", None), ("csv", "text"), ("csv", "1"), ("tsv", "text"), ("tsv", "1")):
+        files = [tmp_path / f"{name}.{kind}" for name in sides]
+        for file, text in zip(files, sides.values(), strict=True):
+            file.write_text(text if head in (None, "1") else f"{head}\n{text}")
+        paths = [f"{file}:{head}" if head else file for file in files]
+        first = 1 + (head == "text")
+        with pytest.raises(ValueError, match=rf"\be\.{kind}.*\bline {1 + first}\b.*\b2 of 4\b.*\b{2 + first} \(empty"):
+            read_pairs(*paths)
+        assert read_pairs(*paths, skip_bad=True) == [("one", "eins"), ("four", "vier")]
+        assert list(file_lines(str(paths[0])))[1] in ("", b"") and len(all_lines(str(paths[1]))) == 4
+    lines = [json.dumps({"en": text, "de": text}) for text in ("one", "two")]
+    (tmp_path / "p.jsonl").write_text(f"{lines[0]}\n\n{lines[1]}\n\n")
+    with pytest.raises(ValueError, match=r"\bline 2\b"):
+        read_lines(tmp_path / "p.jsonl:en")
+    for kind in ("csv", "tsv"):  # a blank line behind several columns is no row
+        rows = "en,de\n1 a,b\n\n2 a,b\n\n\n".replace(",", "," if kind == "csv" else "\t")
+        (tmp_path / f"p.{kind}").write_text(rows)
+        for column, texts in (("en", ["1 a", "", "2 a"]), ("de", ["b", "", "b"])):
+            assert all_lines(f"{tmp_path}/p.{kind}:{column}") == texts
+
+
+def test_a_column_that_may_be_two_is_refused(tmp_path) -> None:
+    file = tmp_path / "p.csv"
+    for head, column, expected in (
+        ("id,text,text", "text", None),
+        ("id,text,text", "id", ["1"]),
+        ("2,Go.,Geh.", "2", None),  # the number of the second column, or a name
+        ("id,1,2", "2", None),
+        ("0,1,2", "1", ["x"]),  # names of columns that had none
+        ("0,1,2", "3", ["2", "y"]),
+        ('"a;b;c",de', "de", ["x"]),
+    ):
+        file.write_text(f"{head}\n1,x,y\n" if head.count(",") == 2 else f"{head}\n1,x\n")
+        if expected is None:
+            with pytest.raises(ValueError, match=rf"\bcolumn\b.*\b{column}\b"):
+                read_lines(f"{file}:{column}")
+        else:
+            assert read_lines(f"{file}:{column}") == expected
+
+
+def test_the_text_of_a_column_keeps_its_ends(tmp_path) -> None:
+    rows = ["\ufeffa\r", "b\r\n", "\n", "c "]
+    (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"a": row}) for row in rows))
+    assert all_lines(f"{tmp_path}/p.jsonl:a") == rows == read_rows(f"{tmp_path}/p.jsonl:a", allow_empty=True)
+
+
+@pytest.mark.parametrize("indent", [None, 1, 4])
+def test_whole_json_values(tmp_path, indent) -> None:
+    file = tmp_path / "p.json"
+    for rows in (ROWS[:1], ROWS):
+        shown = [json.dumps(row, indent=indent) for row in rows]
+        for text in (json.dumps(rows, indent=indent), "\n".join(shown), "\n\n".join(shown) + "\n"):
+            file.write_text("\ufeff" + text)
+            if indent is None and "\n\n" in text:
+                continue  # JSON lines with a blank one
+            assert read_lines(f"{file}:translation.de") == [row["translation"]["de"] for row in rows]
+            with pytest.raises(ValueError, match=r"\bcolumn fr\b.*\bde\b"):
+                read_lines(f"{file}:fr")
+    for text in ('{"en": ["one", "two"]}', '{\n"en": "one"', "[" * 9999, '{"data": [{"en": "one"}]}'):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=r"p\.json"):
+            read_lines(f"{file}:en")
+    file.write_text('{"en": "one}\n{"en": "two"}\n')  # JSON lines, the first of which is bad
+    assert read_documents(f"{file}:en", skip_bad=True) == ["two"]
+
+
+def test_commas_in_the_names_of_folders(tmp_path) -> None:
+    folder = tmp_path / "a,b"
+    folder.mkdir()
+    (folder / "p.csv").write_text("en,de\none,eins\n")
+    (folder / "x.txt").write_text("one\n")
+    (tmp_path / "y.txt").write_text("one\n")
+    table, text, other = f"{folder}/p.csv:en", f"{folder}/x.txt", f"{tmp_path}/y.txt"
+    for paths in ([table], [text], [other], [table, f"{folder}/p.csv:de"], [other, table, text, other]):
+        assert paths_of(",".join(paths)) == paths
+    assert paths_of(f"{folder}/none.txt, {other}") == [f"{tmp_path}/a", "b/none.txt", other]
+    assert paths_of(f"{folder}/p.csv:en,de") == [table, "de"]
 
 
 @pytest.mark.parametrize(
