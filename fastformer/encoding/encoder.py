@@ -79,6 +79,11 @@ class Encoder(FolderModel):
         """The kinds of pooling that turn the states of a text's tokens into its embedding, joined with +."""
         return "+".join(self._pooling.kinds)
 
+    @property
+    def normalizes(self) -> bool:
+        """Whether embeddings are divided by their lengths unless a call says otherwise: the folder's setting."""
+        return bool(self._folder.steps) and isinstance(self._folder.steps[-1], Normalize)
+
     def get_embedding_dimension(self) -> int:
         """Returns the number of dimensions of an embedding."""
         return self._finish(None, False, None)(None).shape[1]

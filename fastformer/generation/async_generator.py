@@ -153,6 +153,10 @@ class AsyncGenerator(HasFront):
         """The ids that end a text or an answer."""
         return self._ends.union(self._chat_ends)
 
+    def ends_of(self, *, is_chat: bool) -> tuple[int, ...]:
+        """Returns the ids that end a text, or an answer in a chat."""
+        return self._chat_ends if is_chat else self._special.eos
+
     @property
     def max_len(self) -> int:
         """The model's number of positions, which a prompt and its continuation share."""

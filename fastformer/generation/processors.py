@@ -17,6 +17,7 @@ nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -152,6 +153,25 @@ class TokenBias(RowWise):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         ids = torch.tensor([i for i, _ in self.biases], device=scores.device)
         return scores.index_add(1, ids, scores.new_tensor([[bias for _, bias in self.biases]]).expand(len(scores), -1))
+
+
+@dataclass(frozen=True)
+class LeastShare(RowWise):
+    """Forbids tokens that are less likely than a share of the likeliest token's probability: min_p.
+
+    Source: Nguyen et al. 2024, "Turning Up the Heat: Min-p Sampling", section 3.
+
+    Attributes:
+        share: the share, between 0 and 1.
+        temperature: the temperature at which the probabilities count.
+    """
+
+    share: float
+    temperature: float = 1.0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        least = scores.amax(-1, keepdim=True) + self.temperature * math.log(self.share)
+        return scores.masked_fill(scores < least, -torch.inf)
 
 
 @dataclass(frozen=True)

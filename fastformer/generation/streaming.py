@@ -12,7 +12,7 @@ from torch import Tensor
 # A detokenizer may change the text after the last word: remove spaces, or join an apostrophe with the next word.
 _UNSETTLED = re.compile(r"\s\W*\Z")
 _LOOK_BACK = 16  # the number of characters that are searched for a change of this kind
-_BROKEN = "\N{REPLACEMENT CHARACTER}"
+BROKEN = "\N{REPLACEMENT CHARACTER}"
 _MOST_BROKEN = 3  # the maximum number of bytes of an incomplete character
 _PROBES = ("\U0010ffff", "\ue000", "\u0378")  # unassigned characters: hardly any vocabulary has one as a whole
 
@@ -59,7 +59,7 @@ class TextPieces:
         self, tokenizer: Detokenizer, begin: Sequence[int] = (), *, is_told: bool = False, stop: Sequence[str] = ()
     ) -> None:
         self._tokenizer, self._ids, self._begin, self._stop = tokenizer, list(begin), len(begin), tuple(stop)
-        self._runs = _ByteRuns(tokenizer)
+        self._runs = ByteRuns(tokenizer)
         before = tokenizer.decode(self._ids) if begin and (is_told or stop) else ""
         self._unsearched = 0 if is_told else len(before)  # characters that aren't searched for stop texts
         self._before = before if is_told else ""
@@ -137,7 +137,7 @@ class TextPieces:
         end = len(text)
         if not self._runs.are_whole:
             least = end - _MOST_BROKEN
-            while end > max(least, 0) and text[end - 1] == _BROKEN:
+            while end > max(least, 0) and text[end - 1] == BROKEN:
                 end -= 1
         found = _UNSETTLED.search(text, max(0, end - _LOOK_BACK), end)
         return len(text[: found.start()].rstrip()) if found else end
@@ -273,7 +273,7 @@ def _beginning(text: str, stop: Sequence[str]) -> int:
     return next((n for n in range(most, 0, -1) if any(one.startswith(text[-n:]) for one in stop)), 0)
 
 
-class _ByteRuns:
+class ByteRuns:
     """The handling of tokens for single bytes in a tokenizer.
 
     Some tokenizers decode a run of byte tokens as a whole: if any byte is not valid UTF-8, none of the run is decoded.
@@ -292,7 +292,7 @@ class _ByteRuns:
             except ValueError:
                 continue
             # A byte that is not text by itself.
-            self._byte = next((i for i in self._ids if tokenizer.decode([i]) == _BROKEN), None)
+            self._byte = next((i for i in self._ids if tokenizer.decode([i]) == BROKEN), None)
             if self._byte is not None:
                 self.are_whole = self.go_on_behind(self._byte)
                 return

@@ -49,26 +49,30 @@ class GenerateService(Service):
         """
         return await self.aside(lambda: self.generator.encode(prompt), len(prompt), deadline=deadline)
 
-    async def chat_ids(self, messages: Sequence[Mapping[str, Any]], deadline: float) -> ChatIds:
-        """Returns the ids of a chat.
+    async def chat_ids(self, messages: Sequence[Mapping[str, Any]], deadline: float, **variables: Any) -> ChatIds:
+        """Returns the ids of a chat, whose template reads the variables too.
 
         Args:
             messages: the messages, whose contents are texts.
             deadline: a result of `deadline`.
+            variables: see `ChatTemplate.render`.
 
         Raises:
             TooLarge: the messages have more characters together than the limits allow.
             ValueError: see `AsyncGenerator.chat_ids`.
             QueueFull, TooLate: see `AsyncFront.aside`.
         """
-        size = sum(len(text) for message in messages for text in message.values())
+        size = sum(len(text) for message in messages for text in message.values()) + len(str(variables))
         if size > self.limits.max_chat_chars:
             raise TooLarge(
                 f"expected messages of at most {self.limits.max_chat_chars:,} characters together, got {size:,}"
             )
         # A template is a program: even for a short chat it may take seconds, until its bounds end it.
         return await self.aside(
-            lambda: self.generator.chat_ids(messages), size + _MARKS * len(messages), deadline=deadline, is_slow=True
+            lambda: self.generator.chat_ids(messages, **variables),
+            size + _MARKS * len(messages),
+            deadline=deadline,
+            is_slow=True,
         )
 
 

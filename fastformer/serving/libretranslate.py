@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -15,7 +15,7 @@ from fastformer.serving.answers import answer, error_schemas, until_gone
 from fastformer.serving.codes import AUTO, Detected
 from fastformer.serving.html_text import HtmlPage
 from fastformer.serving.limits import Limits
-from fastformer.serving.openai_bodies import Texts
+from fastformer.serving.openai_bodies import Int, Texts
 from fastformer.serving.service import TranslateService
 
 BODY_KEYS = ("/translate", "/detect", "/languages", "/frontend/settings")  # paths whose bodies may hold the api_key
@@ -31,7 +31,7 @@ class TranslateBody(BaseModel):
     source: str
     target: str
     format: Literal["text", "html"] = "text"
-    alternatives: int = Field(0, ge=0)
+    alternatives: Annotated[Int, Field(ge=0)] = 0
     api_key: str | None = None
 
 

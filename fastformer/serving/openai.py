@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from fastformer import __version__
 from fastformer.encoding.modules import Array
 from fastformer.generation.async_generator import PromptTooLong
 from fastformer.generation.completions import ChatIds, Completion, Piece, ScoredToken, merged
+from fastformer.generation.streaming import behind_ends
+from fastformer.generation.token_texts import Spelled, SpelledToken, TokenTexts
 from fastformer.serving.answers import EventStream, answer, behind, event, until_gone
 from fastformer.serving.encoder_service import EmbedService
 from fastformer.serving.generator_service import GenerateService
@@ -117,7 +120,7 @@ def _add_chat(found: APIRouter, service: GenerateService, limits: Limits) -> Non
         messages = [_message(message, place, limits) for place, message in enumerate(body.messages)]
         deadline = service.deadline(body.timeout)
         try:
-            ids = await until_gone(http, service.chat_ids(messages, deadline))
+            ids = await until_gone(http, service.chat_ids(messages, deadline, **_variables(body)))
         except ValueError as error:
             raise _unread(error, "messages") from error
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -131,6 +134,7 @@ def _add_embeddings(found: APIRouter, service: EmbedService, limits: Limits) -> 
     async def embeddings(body: EmbeddingsBody, http: Request) -> Response:
         """Returns the embeddings of texts."""
         check_model(body.model, service.name)
+        check_supported(body)
         texts = _embedded_texts(body.input)
         if len(texts) > limits.max_texts:
             raise ApiError(f"expected at most {limits.max_texts} texts, got {len(texts):,}", param="input")
@@ -151,8 +155,10 @@ def _add_embeddings(found: APIRouter, service: EmbedService, limits: Limits) -> 
             work = service.embed(
                 texts,
                 prompt_name=body.prompt_name,
+                # An embedding that is cut is no longer of length 1.
+                normalize=(body.dimensions is not None and service.encoder.normalizes) or None,
                 truncate_dim=body.dimensions,
-                cuts=body.truncate,
+                cuts=bool(body.truncate),
                 timeout=body.timeout,
             )
             encoded = await until_gone(http, work)
@@ -206,9 +212,6 @@ def _unread(error: ValueError, param: str) -> ApiError:
 def _message(message: MessageBody, place: int, limits: Limits) -> dict[str, Any]:
     """Converts a message into the form that chat templates read."""
     where = f"messages.{place}"
-    for name in ("tool_calls", "function_call"):
-        if getattr(message, name):
-            raise ApiError(f"expected no {name}, which this server doesn't support", param=f"{where}.{name}")
     parts = message.content if isinstance(message.content, list) else []
     for part in parts:
         if part.type != "text" or part.text is None:
@@ -219,6 +222,14 @@ def _message(message: MessageBody, place: int, limits: Limits) -> dict[str, Any]
     check_length(message.name or "", limits, f"{where}.name")
     role = "system" if message.role == "developer" else message.role
     return {"role": role, "content": content, **({} if message.name is None else {"name": message.name})}
+
+
+def _variables(body: ChatBody) -> dict[str, Any]:
+    """Returns the variables of the chat template that a request sets."""
+    found = dict(body.chat_template_kwargs or {})
+    if own := {"messages", "add_generation_prompt", "continue_final_message", "tools", "mark"}.intersection(found):
+        raise ApiError(f"expected variables of a chat template, got {min(own)!r}", param="chat_template_kwargs")
+    return found | {"add_generation_prompt": body.add_generation_prompt is not False}
 
 
 class _Asked:
@@ -247,7 +258,7 @@ class _Asked:
         self.alternatives, self.count = alternatives, body.n or 1
         self.is_chat = isinstance(rows[0], ChatIds)
         self._options = [
-            {**options_of(body, service, len(row)), "max_new_tokens": each}
+            {**options_of(body, service, len(row), is_chat=self.is_chat), "max_new_tokens": each}
             for row, each in zip(rows, most, strict=True)
         ]
         # All greedy answers to a prompt are the same, so only one is computed.
@@ -294,29 +305,42 @@ class _Asked:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-    def token_text(self, token: int) -> tuple[str, bool]:
-        """Returns the text of a token; or its name and False if it is a part of a character or has no text."""
-        tokenizer = self.service.generator.tokenizer
-        text: str = tokenizer.decode([token])
-        is_text = bool(text) and "\N{REPLACEMENT CHARACTER}" not in text
-        return (text, True) if is_text or not hasattr(tokenizer, "tokens") else (tokenizer.tokens([token])[0], False)
+    def texts_of(self, index: int) -> TokenTexts:
+        """Returns what finds the texts of a choice's tokens."""
+        generator, row = self.service.generator, self.rows[index // self.count]
+        return TokenTexts(generator.tokenizer, () if self.is_chat else behind_ends(row, generator.ends))
 
 
-class _TextForm:
+class _Form:
+    """The JSON of answers in one of OpenAI's formats."""
+
+    def __init__(self, asked: _Asked) -> None:
+        self._asked = asked
+        self._texts: dict[int, TokenTexts] = {}  # by choice
+
+    def spelled(self, index: int, tokens: Sequence[ScoredToken], *, is_end: bool) -> list[SpelledToken] | None:
+        """Returns a choice's next tokens whose texts are certain; None if the request asks for no log-probabilities."""
+        if self._asked.alternatives is None:
+            return None
+        texts = self._texts.get(index) or self._texts.setdefault(index, self._asked.texts_of(index))
+        return texts.add(tokens) + (texts.end() if is_end else [])
+
+
+class _TextForm(_Form):
     """The JSON of completions in OpenAI's format."""
 
     kind = chunk = "text_completion"
 
     def __init__(self, asked: _Asked) -> None:
-        self._asked = asked
-        self._offsets: dict[int, int] = {}  # the characters of each choice's tokens so far, by choice
+        super().__init__(asked)
+        self._offsets: Counter[int] = Counter()  # the characters of each choice's tokens so far, by choice
 
     def whole(self, index: int, found: Completion) -> dict[str, Any]:
         """Returns a complete choice."""
         return {
             "index": index,
             "text": found.text,
-            "logprobs": self._logprobs(index, found.tokens),
+            "logprobs": self._logprobs(index, self.spelled(index, found.tokens, is_end=True)),
             "finish_reason": found.finish_reason,
         }
 
@@ -326,49 +350,46 @@ class _TextForm:
 
     def piece(self, index: int, piece: Piece) -> dict[str, Any]:
         """Returns a piece of a choice."""
-        logprobs = self._logprobs(index, piece.tokens)
+        spelled = self.spelled(index, piece.tokens, is_end=piece.finish_reason is not None)
+        logprobs = self._logprobs(index, spelled)
         return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
-    def _logprobs(self, index: int, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
-        if self._asked.alternatives is None:
+    def _logprobs(self, index: int, tokens: Sequence[SpelledToken] | None) -> dict[str, Any] | None:
+        if tokens is None:
             return None
-        names = [self._asked.token_text(one.token)[0] for one in tokens]
-        offsets, offset = [], self._offsets.get(index, 0)
-        for name in names:
-            offsets.append(offset)
-            offset += len(name)
-        self._offsets[index] = offset
-        tops = [
-            self._top(one, name) if self._asked.alternatives else {} for one, name in zip(tokens, names, strict=True)
-        ]
+        offsets = []
+        for one in tokens:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(one.spelled.text)
         return {
-            "tokens": names,
-            "token_logprobs": [max(LEAST_LOG_PROB, one.log_prob) for one in tokens],
-            "top_logprobs": tops if self._asked.alternatives else None,
+            "tokens": [one.spelled.shown for one in tokens],
+            "token_logprobs": [_number(one.scored.log_prob) for one in tokens],
+            "top_logprobs": [self._top(index, one) for one in tokens] if self._asked.alternatives else None,
             "text_offset": offsets,
         }
 
-    def _top(self, one: ScoredToken, name: str) -> dict[str, float]:
-        found = {name: max(LEAST_LOG_PROB, one.log_prob)}
-        for token, log_prob in one.alternatives:
-            found.setdefault(self._asked.token_text(token)[0], max(LEAST_LOG_PROB, log_prob))
+    def _top(self, index: int, one: SpelledToken) -> dict[str, float]:
+        """Returns the log-probabilities of the likeliest tokens by their texts; if texts are equal, by names."""
+        found = {one.spelled.shown: _number(one.scored.log_prob)}
+        for (token, log_prob), other in zip(one.scored.alternatives, one.alternatives, strict=True):
+            if token != one.scored.token:
+                names = (other.shown, self._texts[index].name(token))
+                name = next((name for name in names if name and name not in found), f"token_id:{token}")
+                found[name] = _number(log_prob)
         return found
 
 
-class _ChatForm:
+class _ChatForm(_Form):
     """The JSON of a chat's answers in OpenAI's format."""
 
     kind, chunk = "chat.completion", "chat.completion.chunk"
-
-    def __init__(self, asked: _Asked) -> None:
-        self._asked = asked
 
     def whole(self, index: int, found: Completion) -> dict[str, Any]:
         """Returns a complete choice; see `_TextForm`, also for the other methods."""
         return {
             "index": index,
             "message": {"role": "assistant", "content": found.text, "refusal": None},
-            "logprobs": self._logprobs(found.tokens),
+            "logprobs": self._logprobs(self.spelled(index, found.tokens, is_end=True)),
             "finish_reason": found.finish_reason,
         }
 
@@ -378,22 +399,31 @@ class _ChatForm:
 
     def piece(self, index: int, piece: Piece) -> dict[str, Any]:
         delta = {"content": piece.text} if piece.text or piece.finish_reason is None else {}
-        logprobs = self._logprobs(piece.tokens) if piece.tokens else None
+        spelled = self.spelled(index, piece.tokens, is_end=piece.finish_reason is not None)
+        logprobs = self._logprobs(spelled) if spelled else None
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
-    def _logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
-        if self._asked.alternatives is None:
+    def _logprobs(self, tokens: Sequence[SpelledToken] | None) -> dict[str, Any] | None:
+        if tokens is None:
             return None
         content = []
         for one in tokens:
-            top = [self._entry(token, log_prob) for token, log_prob in one.alternatives]
-            content.append({**self._entry(one.token, one.log_prob), "top_logprobs": top})
+            likely = zip(one.scored.alternatives, one.alternatives, strict=True)
+            top = [
+                _entry(one.spelled if token == one.scored.token else other, log_prob)
+                for (token, log_prob), other in likely
+            ]
+            content.append({**_entry(one.spelled, one.scored.log_prob), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def _entry(self, token: int, log_prob: float) -> dict[str, Any]:
-        text, is_text = self._asked.token_text(token)
-        spelled = list(text.encode("utf-8", "replace")) if is_text else None
-        return {"token": text, "logprob": max(LEAST_LOG_PROB, log_prob), "bytes": spelled}
+
+def _entry(spelled: Spelled, log_prob: float) -> dict[str, Any]:
+    data = None if spelled.data is None else list(spelled.data)
+    return {"token": spelled.shown, "logprob": _number(log_prob), "bytes": data}
+
+
+def _number(log_prob: float) -> float:
+    return max(LEAST_LOG_PROB, log_prob)
 
 
 async def _respond(asked: _Asked, http: Request, form: _TextForm | _ChatForm) -> Response:

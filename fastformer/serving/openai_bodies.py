@@ -1,13 +1,15 @@
 """The bodies of requests to OpenAI's routes and of their responses.
 
-`UNSUPPORTED` has the fields that fastformer knows but doesn't support, with the values that ask for nothing. Any other
-value of them is an error, since the client would misread an answer that ignores it. Unknown fields are ignored:
-OpenAI's clients send new ones before servers know them.
+A field that this server doesn't support and that would change the answer is an error, since the client would misread an
+answer that ignores it. `UNSUPPORTED` and `UNSUPPORTED_OF_ENCODERS` have the names of such fields, in the formats that
+clients send, with the values that ask for nothing. Other unknown fields are ignored: OpenAI's clients send new ones
+before servers know them.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -17,24 +19,54 @@ _MOST_STOPS = 16
 _MOST_BIASES = 1024
 _MOST_MESSAGES = 2048  # messages of a chat, and parts of them; OpenAI takes as many messages
 
-# Fields of the standard that aren't supported, with the values that ask for nothing; for all of them None does.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "moderation": (),
-    "prediction": (),
-    "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
-    "store": (False,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
+# Fields of OpenAI, vLLM, SGLang, llama.cpp, TGI and transformers that change what a language model answers. Each has
+# the values that ask for nothing; for all of them None does. A field that a body takes isn't looked up here.
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    # OpenAI
+    "audio": (), "echo": (False,), "function_call": ("none",), "functions": ([],), "modalities": (["text"],),
+    "moderation": (), "prediction": (), "reasoning": (), "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},), "store": (False,), "suffix": ("",), "tool_choice": ("none", "auto"),
+    "tools": ([],), "verbosity": ("medium",), "web_search_options": (),
+    # vLLM and SGLang
+    "allowed_token_ids": ([],), "bad_words": ([],), "chat_template": (), "continue_final_message": (False,),
+    "documents": ([],), "ebnf": (), "guided_choice": (), "guided_decoding_backend": (), "guided_grammar": (),
+    "guided_json": (), "guided_regex": (), "guided_whitespace_pattern": (), "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,), "length_penalty": (1,), "logits_processors": ([],), "lora_path": (),
+    "mm_processor_kwargs": ({},), "no_stop_trim": (False,), "prompt_embeds": (), "prompt_logprobs": (), "regex": (),
+    "return_token_ids": (False,), "return_tokens_as_token_ids": (False,), "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,), "structural_tag": (), "structured_outputs": (),
+    "truncate_prompt_tokens": (), "use_beam_search": (False,), "vllm_xargs": ({},),
+    # TGI
+    "adapter_id": (), "best_of": (1,), "decoder_input_details": (False,), "grammar": (), "guideline": ("",),
+    "stop_sequences": ([],), "tool_prompt": (), "top_n_tokens": (0,), "truncate": (), "typical_p": (1,),
+    "watermark": (False,),
+    # llama.cpp
+    "dry_multiplier": (0,), "dynatemp_range": (0,), "json_schema": (), "logit_bias": ([], {}), "mirostat": (0,),
+    "mirostat_mode": (0,), "n_predict": (-1,), "n_probs": (0,), "repeat_penalty": (1,), "samplers": (), "tfs": (1,),
+    "tfs_z": (1,), "top_a": (0,), "top_n_sigma": (-1,), "typical": (1,), "xtc_probability": (0,),
+    # transformers
+    "bad_words_ids": (), "decoder_start_token_id": (), "diversity_penalty": (0,), "early_stopping": (False,),
+    "encoder_repetition_penalty": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "forced_bos_token_id": (),
+    "forced_eos_token_id": (), "frequency_penalty": (0,), "max_length": (), "max_time": (), "min_length": (0,),
+    "min_new_tokens": (0,), "no_repeat_ngram_size": (0,), "num_beams": (1,), "num_return_sequences": (1,),
+    "penalty_alpha": (0,), "presence_penalty": (0,), "suppress_tokens": ([],),
+    # Others
+    "enable_thinking": (), "format": ("",), "images": ([],), "options": ({},), "think": (False,),
+    "thinking": ({"type": "disabled"},),
+    # Fields of one of this server's formats in a request of another
+    "chat_template_kwargs": ({},), "max_completion_tokens": (), "max_new_tokens": (), "min_p": (0,), "min_tokens": (0,),
+    "n": (1,), "stop_token_ids": ([],), "top_logprobs": (0,),
+}  # fmt: skip
+
+# The same of embeddings, scores and rankings.
+UNSUPPORTED_OF_ENCODERS: Mapping[str, tuple[Any, ...]] = {
+    "activation": (), "add_special_tokens": (True,), "dimensions": (), "documents": (), "embedding_type": ("float",),
+    "embedding_types": (["float"],), "encoding_format": ("float",), "function_to_apply": (), "input_type": (),
+    "instruction": (), "late_chunking": (False,), "max_chunks_per_doc": (), "max_tokens_per_doc": (), "normalize": (),
+    "normalized": (), "output_dimension": (), "output_dtype": ("float",), "parameters": ({},), "prompt_name": (),
+    "rank_fields": (["text"],), "return_multivector": (False,), "softmax": (), "task": (), "task_type": (),
+    "top_k": (), "top_n": (), "truncate_prompt_tokens": (), "truncation": (), "use_activation": (),
+}  # fmt: skip
 
 # The schema of a response of server-sent events: each event is an object with these fields.
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}, "event": {"type": "string"}}}
@@ -45,7 +77,16 @@ Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
 Text: TypeAlias = Annotated[str, Field(min_length=1)]
 LEAST_LOG_PROB = -9999.0  # JSON has no infinity
 Stop: TypeAlias = Annotated[str, Field(min_length=1, max_length=1000)]
-Token: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+def _whole(value: Any) -> Any:
+    """Returns 16 for 16.0: JSON has one kind of number, and JavaScript, Lua, R and Go's maps write either."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+# An integer. Texts and booleans are refused, as is 16.5.
+Int: TypeAlias = Annotated[int, BeforeValidator(_whole)]
+Token: TypeAlias = Annotated[Int, Field(ge=0, lt=2**31)]
 # Lists fail fast: to list the errors of all elements of a long one, in each type that it may have, takes seconds, in
 # which no other request is answered.
 TokenIds: TypeAlias = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
@@ -53,9 +94,36 @@ Texts: TypeAlias = Annotated[list[str], Field(fail_fast=True)]
 
 
 class Body(BaseModel):
-    """The base of request bodies."""
+    """The base of request bodies. Fields that it doesn't have are kept for `unsupported_field`.
 
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+    Attributes:
+        unsupported: fields that it doesn't have and that would change the answer, with the values that ask for nothing.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+
+def unsupported_field(body: Body) -> str | None:
+    """Returns the place of a field that isn't supported and has a value that asks for something; None without one."""
+    for name, value in (body.model_extra or {}).items():
+        neutral = body.unsupported.get(name)
+        if neutral is not None and value is not None and not any(_is_same(value, one) for one in neutral):
+            return name
+    for name in type(body).model_fields:
+        value = getattr(body, name)
+        parts = [(name, value)] if isinstance(value, Body) else []
+        if isinstance(value, list) and value and isinstance(value[0], Body):
+            parts = [(f"{name}.{place}", one) for place, one in enumerate(value)]
+        for place, part in parts:
+            if (inner := unsupported_field(part)) is not None:
+                return f"{place}.{inner}"
+    return None
+
+
+def _is_same(value: Any, neutral: Any) -> bool:
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 class StreamOptions(Body):
@@ -65,18 +133,23 @@ class StreamOptions(Body):
         include_usage: end the stream with a chunk that counts the tokens.
     """
 
+    unsupported = {"continuous_usage_stats": (False,)}
+
     include_usage: bool | None = None
 
 
 class GenerateBody(Body):
-    """The fields of completions and chats; top_k, repetition_penalty, min_tokens and timeout aren't OpenAI's."""
+    """The fields of completions and chats.
+
+    top_k, min_p, repetition_penalty, min_tokens, stop_token_ids and timeout aren't OpenAI's.
+    """
 
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[Int, Field(ge=1)] | None = None
     temperature: Temperature | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    n: Annotated[Int, Field(ge=1)] | None = None
+    seed: Annotated[Int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -85,16 +158,18 @@ class GenerateBody(Body):
     logit_bias: (
         Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=_MOST_BIASES)] | None
     ) = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[Int, Field(ge=-1)] | None = None  # vLLM's -1 is all, as 0 is
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Annotated[Int, Field(ge=0)] | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=_MOST_STOPS, fail_fast=True)] | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
-    response_format: Any = None
-    store: Any = None
 
 
 class CompletionBody(GenerateBody):
     """The body of a POST /v1/completions request."""
+
+    unsupported = {**UNSUPPORTED, "add_special_tokens": (True,)}
 
     prompt: (
         str
@@ -102,10 +177,8 @@ class CompletionBody(GenerateBody):
         | TokenIds
         | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
     )
-    logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
-    best_of: Annotated[int, Field(ge=1)] | None = None
-    echo: Any = None
-    suffix: Any = None
+    logprobs: Annotated[Int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
+    best_of: Annotated[Int, Field(ge=1)] | None = None
 
 
 class ContentPart(Body):
@@ -118,12 +191,15 @@ class ContentPart(Body):
 class MessageBody(Body):
     """A message of a chat."""
 
+    # prefix and partial ask to continue a message
+    unsupported = {
+        "audio": (), "function_call": (), "partial": (False,), "prefix": (False,), "reasoning": ("",),
+        "reasoning_content": ("",), "refusal": ("",), "tool_calls": ([],),
+    }  # fmt: skip
+
     role: Literal["developer", "system", "user", "assistant"]
     content: str | Annotated[list[ContentPart], Field(min_length=1, fail_fast=True)]
     name: str | None = None
-    tool_calls: Any = None
-    function_call: Any = None
-    refusal: Any = None
 
 
 def _countable(messages: Any) -> Any:
@@ -137,25 +213,23 @@ def _countable(messages: Any) -> Any:
 
 
 class ChatBody(GenerateBody):
-    """The body of a POST /v1/chat/completions request."""
+    """The body of a POST /v1/chat/completions request; the last two fields aren't OpenAI's.
+
+    Attributes:
+        add_generation_prompt: end the prompt with the beginning of an answer.
+        chat_template_kwargs: further variables of the chat template.
+    """
+
+    unsupported = {**UNSUPPORTED, "add_special_tokens": (False,)}
 
     messages: Annotated[
         list[MessageBody], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True), BeforeValidator(_countable)
     ]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
-    audio: Any = None
-    function_call: Any = None
-    functions: Any = None
-    modalities: Any = None
-    moderation: Any = None
-    prediction: Any = None
-    reasoning_effort: Any = None
-    tool_choice: Any = None
-    tools: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
+    top_logprobs: Annotated[Int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class EmbeddingsBody(Body):
@@ -166,17 +240,19 @@ class EmbeddingsBody(Body):
         truncate: cut texts that are too long; without it they are an error.
     """
 
+    unsupported = UNSUPPORTED_OF_ENCODERS
+
     input: (
         Text
         | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
-        | Annotated[list[int], Field(min_length=1, fail_fast=True)]
-        | Annotated[list[Annotated[list[int], Field(fail_fast=True)]], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[Int], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[Annotated[list[Int], Field(fail_fast=True)]], Field(min_length=1, fail_fast=True)]
     )
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1)] | None = None
+    dimensions: Annotated[Int, Field(ge=1)] | None = None
     prompt_name: str | None = None
-    truncate: bool = False
+    truncate: bool | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
 
 

@@ -8,7 +8,7 @@ from fastapi import Response
 from starlette.exceptions import HTTPException
 
 from fastformer.serving.answers import answer, error_schemas
-from fastformer.serving.openai_bodies import UNSUPPORTED, Body, ErrorBody
+from fastformer.serving.openai_bodies import Body, ErrorBody, unsupported_field
 
 _TYPES = {
     401: ("authentication_error", "invalid_api_key"),
@@ -85,11 +85,10 @@ def check_model(asked: str | None, served: str) -> None:
 
 def check_supported(body: Body) -> None:
     """Raises an ApiError if a field that isn't supported has a value that asks for something."""
-    for name, neutral in UNSUPPORTED.items():
-        value = getattr(body, name, None)
-        if value is not None and value not in neutral:
-            raise ApiError(
-                f"expected no {name}, which this server doesn't support: leave it out",
-                param=name,
-                code="unsupported_parameter",
-            )
+    name = unsupported_field(body)
+    if name is not None:
+        raise ApiError(
+            f"expected no {name}, which this server doesn't support: leave it out",
+            param=name,
+            code="unsupported_parameter",
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastformer.generation.processors import CountPenalties, TokenBias
+from fastformer.generation.processors import CountPenalties, LeastShare, TokenBias
 from fastformer.serving.generator_service import GenerateService
 from fastformer.serving.limits import Limits
 from fastformer.serving.openai_bodies import GenerateBody
@@ -57,7 +57,7 @@ def new_tokens(
     return asked or min(room, limits.max_new_tokens, usual or room)
 
 
-def options_of(body: GenerateBody, service: GenerateService, prompt_length: int) -> dict[str, Any]:
+def options_of(body: GenerateBody, service: GenerateService, prompt_length: int, *, is_chat: bool) -> dict[str, Any]:
     """Returns the decoding options for a request; the model's folder has those that the request omits.
 
     If neither sets a temperature, tokens are drawn at temperature 1, as OpenAI does. Temperature 0 is greedy decoding.
@@ -66,6 +66,7 @@ def options_of(body: GenerateBody, service: GenerateService, prompt_length: int)
         body: the request's body.
         service: completes the prompt.
         prompt_length: the number of the prompt's tokens, which penalties don't count.
+        is_chat: whether the answer is one in a chat, which ends with its turn.
     """
     found: dict[str, Any] = {"seed": body.seed}
     if body.temperature == 0:
@@ -77,13 +78,18 @@ def options_of(body: GenerateBody, service: GenerateService, prompt_length: int)
         if body.top_p is not None:
             found["top_p"] = max(body.top_p, _LEAST_TOP_P)
         if body.top_k is not None:
-            found["top_k"] = body.top_k
+            found["top_k"] = max(body.top_k, 0)
     if body.stop:
         found["stop_strings"] = [body.stop] if isinstance(body.stop, str) else body.stop
     if body.repetition_penalty is not None:
         found["repetition_penalty"] = body.repetition_penalty
     if body.min_tokens is not None:
         found["min_new_tokens"] = body.min_tokens
+    if body.stop_token_ids:
+        size = service.generator.model.config.vocab_size
+        if (largest := max(body.stop_token_ids)) >= size:
+            raise ApiError(f"expected ids of tokens below {size:,}, got {largest:,}", param="stop_token_ids")
+        found["eos_token_id"] = [*service.generator.ends_of(is_chat=is_chat), *body.stop_token_ids]
     if processors := _processors(body, service, prompt_length):
         found["logits_processor"] = processors
     return found
@@ -102,4 +108,7 @@ def _processors(body: GenerateBody, service: GenerateService, prompt_length: int
                 raise ApiError(f"expected ids of tokens below {size:,}, got {name!r:.40}", param="logit_bias")
             biases.append((int(name), bias))
         found.append(TokenBias(tuple(sorted(biases))))
+    if body.min_p and body.temperature != 0:  # as in vLLM, of the probabilities at the request's temperature
+        temperature = service.generator.config.temperature if body.temperature is None else body.temperature
+        found.append(LeastShare(body.min_p, temperature))
     return found

@@ -14,7 +14,7 @@ from fastformer.encoding.scheduler import STEP_TOKENS
 from fastformer.serving.answers import answer, error_schemas, until_gone
 from fastformer.serving.encoder_service import NOTHING, SIGMOID, EmbedService, RankService
 from fastformer.serving.limits import Limits
-from fastformer.serving.openai_bodies import Body, Texts
+from fastformer.serving.openai_bodies import UNSUPPORTED_OF_ENCODERS, Body, Int, Texts, unsupported_field
 from fastformer.serving.service import Service
 
 # The HTTP status of each of TEI's error types, and the type for a status that comes from elsewhere.
@@ -31,8 +31,10 @@ class _Body(Body):
         timeout: seconds after which the request fails; at most the server's limit.
     """
 
+    unsupported = UNSUPPORTED_OF_ENCODERS
+
     truncate: bool | None = None
-    truncation_direction: Literal["left", "right", "Left", "Right"] = "right"
+    truncation_direction: Literal["left", "right", "Left", "Right"] | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
 
 
@@ -46,7 +48,7 @@ class EmbedBody(_Body):
     inputs: str | Texts
     prompt_name: str | None = None
     normalize: bool | None = True
-    dimensions: Annotated[int, Field(ge=1)] | None = None
+    dimensions: Annotated[Int, Field(ge=1)] | None = None
 
 
 class RerankBody(_Body):
@@ -59,8 +61,8 @@ class RerankBody(_Body):
 
     query: str
     texts: Texts
-    raw_scores: bool = False
-    return_text: bool = False
+    raw_scores: bool | None = None
+    return_text: bool | None = None
 
 
 Single: TypeAlias = Annotated[list[str], Field(min_length=1, max_length=2, fail_fast=True)]
@@ -75,7 +77,7 @@ class PredictBody(_Body):
     """
 
     inputs: str | Single | Annotated[list[Single], Field(fail_fast=True)]
-    raw_scores: bool = False
+    raw_scores: bool | None = None
 
 
 class ErrorBody(BaseModel):
@@ -277,6 +279,8 @@ def _predictions(row: Sequence[float], labels: Sequence[str]) -> list[dict[str, 
 
 def _check(body: _Body, inputs: Sequence[Sequence[str]], limits: Limits) -> None:
     """Checks the fields that all bodies share."""
+    if (name := unsupported_field(body)) is not None:
+        raise TeiError("validation", f"expected no {name}, which this server doesn't support: leave it out")
     if not inputs:
         raise TeiError("empty", "expected at least one text, got none")
     if len(inputs) > limits.max_texts:
@@ -286,5 +290,5 @@ def _check(body: _Body, inputs: Sequence[Sequence[str]], limits: Limits) -> None
         raise TeiError(
             "validation", f"expected texts of at most {limits.max_text_chars:,} characters, got one of {longest:,}"
         )
-    if body.truncate and body.truncation_direction.lower() == "left":
+    if body.truncate and (body.truncation_direction or "right").lower() == "left":
         raise TeiError("validation", "expected truncation_direction right: texts are cut at their end")

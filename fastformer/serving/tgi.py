@@ -6,54 +6,48 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from fastformer.generation.completions import FinishReason, Piece, ScoredToken
+from fastformer.generation.streaming import behind_ends
+from fastformer.generation.token_texts import TokenTexts
 from fastformer.serving import tei
 from fastformer.serving.answers import EventStream, answer, behind, event, until_gone
 from fastformer.serving.generator_service import GenerateService
 from fastformer.serving.limits import Limits
-from fastformer.serving.openai_bodies import EVENTS, LEAST_LOG_PROB, Body, Stop
+from fastformer.serving.openai_bodies import EVENTS, LEAST_LOG_PROB, UNSUPPORTED, Body, Int, Stop, unsupported_field
 from fastformer.serving.service import Service
 from fastformer.serving.tei import ERRORS, TeiError
 
 _USUAL = 100  # new tokens if the request sets no number
-# Fields that aren't supported, with the values that ask for nothing; for all of them None does.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "adapter_id": (), "best_of": (1,), "decoder_input_details": (False,), "grammar": (), "top_n_tokens": (0,),
-    "truncate": (), "typical_p": (1.0,), "watermark": (False,),
-}  # fmt: skip
 
 
 class Parameters(Body):
     """The options of a text's continuation."""
 
-    max_new_tokens: Annotated[int, Field(ge=1)] | None = None
+    unsupported = UNSUPPORTED
+
+    max_new_tokens: Annotated[Int, Field(ge=1)] | None = None
     do_sample: bool | None = None
     temperature: Annotated[float, Field(gt=0, le=100)] | None = None
-    top_k: Annotated[int, Field(ge=1)] | None = None
+    top_k: Annotated[Int, Field(ge=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    seed: Annotated[Int, Field(ge=0, lt=2**63)] | None = None
     stop: Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
     return_full_text: bool | None = None
     details: bool | None = None
-    adapter_id: Any = None
-    best_of: Any = None
-    decoder_input_details: Any = None
-    grammar: Any = None
-    top_n_tokens: Any = None
-    truncate: Any = None
-    typical_p: Any = None
-    watermark: Any = None
 
 
 class GenerateBody(Body):
     """The body of a POST /generate request."""
 
+    # Options belong into parameters.
+    unsupported = {**UNSUPPORTED, **dict.fromkeys(Parameters.model_fields, ())}
+
     inputs: Annotated[str, Field(min_length=1)]
-    parameters: Parameters = Parameters()
-    stream: bool = False
+    parameters: Annotated[Parameters, BeforeValidator(lambda value: {} if value is None else value)] = Parameters()
+    stream: bool | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
 
 
@@ -130,8 +124,8 @@ def router(service: Service, limits: Limits) -> APIRouter:
         if not body.parameters.details:
             return answer({"generated_text": text})
         details = said.details(whole.tokens, whole.finish_reason)
-        tokens = [said.token(one, said.text_of(one.token)) for one in whole.tokens]
-        return answer({"generated_text": text, "details": {**details, "prefill": [], "tokens": tokens}})
+        details |= {"prefill": [], "tokens": said.tokens(ids, whole.tokens)}
+        return answer({"generated_text": text, "details": details})
 
     return found
 
@@ -139,10 +133,8 @@ def router(service: Service, limits: Limits) -> APIRouter:
 def _options(body: GenerateBody, service: GenerateService, limits: Limits) -> dict[str, Any]:
     """Returns the decoding options for a request: greedy decoding unless an option asks for sampling."""
     asked = body.parameters
-    for name, neutral in _UNSUPPORTED.items():
-        value = getattr(asked, name)
-        if value is not None and value not in neutral:
-            raise TeiError("validation", f"expected no {name}, which this server doesn't support: leave it out")
+    if (name := unsupported_field(body)) is not None:
+        raise TeiError("validation", f"expected no {name}, which this server doesn't support: leave it out")
     if len(body.inputs) > limits.max_text_chars:
         raise TeiError(
             "validation", f"expected inputs of at most {limits.max_text_chars:,} characters, got {len(body.inputs):,}"
@@ -169,17 +161,16 @@ class _Said:
         self.prompt = body.inputs if self._full else ""
         self.has_details = bool(body.parameters.details)
         self._generator = service.generator
+        self._names = TokenTexts(service.generator.tokenizer)
 
-    def text_of(self, token: int) -> str:
-        """Returns the text of a token, or its name if it has no text."""
-        text: str = self._generator.tokenizer.decode([token])
-        if not text and hasattr(self._generator.tokenizer, "tokens"):
-            text = self._generator.tokenizer.tokens([token])[0]
-        return text
+    def tokens(self, ids: Sequence[int], tokens: Sequence[ScoredToken]) -> list[dict[str, Any]]:
+        """Returns the JSON values of an answer's tokens, behind the ids of its prompt."""
+        texts = TokenTexts(self._generator.tokenizer, behind_ends(ids, self._generator.ends))
+        return [self.token(one.scored, one.spelled.shown) for one in texts.add(tokens) + texts.end()]
 
     def token(self, one: ScoredToken, text: str) -> dict[str, Any]:
         """Returns the JSON value of a token."""
-        is_special = not self._generator.tokenizer.decode([one.token])
+        is_special = self._names.is_special(one.token)
         return {"id": one.token, "text": text, "logprob": max(LEAST_LOG_PROB, one.log_prob), "special": is_special}
 
     def details(self, tokens: Sequence[ScoredToken], reason: FinishReason) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from fastformer.serving.answers import ErrorBody, EventStream, answer, error_sch
 from fastformer.serving.answers import error_response as error_response
 from fastformer.serving.codes import AUTO
 from fastformer.serving.limits import Limits
-from fastformer.serving.openai_bodies import EVENTS, Texts
+from fastformer.serving.openai_bodies import EVENTS, Int, Texts
 from fastformer.serving.service import TranslateService
 
 _OPTIONS = (
@@ -36,20 +36,20 @@ class Ask(BaseModel):
         None, description="cut texts into sentences; by default so unless prefix, scores or alternatives are asked for"
     )
     scores: bool = Field(False, description="the log-probability of each translation")
-    alternatives: int = Field(0, ge=0, description="further translations, of beams or samples")
+    alternatives: Int = Field(0, ge=0, description="further translations, of beams or samples")
     attention: bool = Field(False, description="what each token of the translation looked at, of one text")
     stream: bool = Field(False, description="server-sent events with pieces of the translation, of one text")
     timeout: float | None = Field(None, gt=0, description="seconds")
-    num_beams: int | None = Field(None, ge=1)
+    num_beams: Int | None = Field(None, ge=1)
     length_penalty: float | None = None
-    max_new_tokens: int | None = Field(None, ge=1)
+    max_new_tokens: Int | None = Field(None, ge=1)
     repetition_penalty: float | None = None
-    no_repeat_ngram_size: int | None = Field(None, ge=0)
+    no_repeat_ngram_size: Int | None = Field(None, ge=0)
     do_sample: bool | None = None
     temperature: float | None = None
-    top_k: int | None = Field(None, ge=0)
+    top_k: Int | None = Field(None, ge=0)
     top_p: float | None = None
-    seed: int | None = Field(None, ge=0)
+    seed: Int | None = Field(None, ge=0)
 
 
 class Alternative(BaseModel):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fastformer.data.prompt_tokenizers import PromptTokenizer
+from fastformer.data.prompt_tokenizers import PiecePromptTokenizer, PromptTokenizer
 from fastformer.models import GPT
 from fastformer.special_ids import SpecialIds
 from tests.encoding import folders
@@ -32,10 +33,25 @@ def tokenizer(template: str | None = TEMPLATE) -> PromptTokenizer:
     return PromptTokenizer(trained._tokenizer, trained.get_vocab_size(), ids, None, chat=chat)
 
 
+def piece_tokenizer() -> PiecePromptTokenizer:
+    """Makes a SentencePiece tokenizer, whose tokens have other texts alone than behind others."""
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES), model_writer=model, vocab_size=300, hard_vocab_limit=False, byte_fallback=True,
+        pad_id=3, minloglevel=2,
+    )  # fmt: skip
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    return PiecePromptTokenizer(processor, processor.get_piece_size(), SpecialIds(pad=3, eos=2, unk=0), 1)
+
+
 @torch.inference_mode(False)  # whichever test comes first
-def generator(folder: Path, *, template: str | None = TEMPLATE, num_layers: int = 2, max_len: int = MAX_LEN) -> Path:
+def generator(
+    folder: Path, *, template: str | None = TEMPLATE, num_layers: int = 2, max_len: int = MAX_LEN, own: Any = None
+) -> Path:
     """Makes a language model that generates different tokens."""
-    own = tokenizer(template)
+    own = tokenizer(template) if own is None else own
     torch.manual_seed(3)
     sizes = {"d_model": 32, "num_heads": 4, "num_layers": num_layers, "max_len": max_len, "tie_embeddings": False}
     model = GPT.from_preset("tiny", vocab_size=own.vocab_size, special_ids=own.special_ids, **sizes).eval()

@@ -8,6 +8,7 @@ import json
 import socket
 import time
 import urllib.parse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,11 @@ from fastformer.checkpoints import load_model
 from fastformer.generation import AsyncGenerator, generate
 from fastformer.serving import Limits, open_service
 from tests.serving import models
+<<<<<<< HEAD
 from tests.serving.asking import serving
+=======
+from tests.serving.asking import events
+>>>>>>> bc20979f (serving: line log-probabilities up with the text, cut before normalising, refuse unknown fields by name)
 from tests.serving.servers import post_head, running, until
 
 httpx = pytest.importorskip("httpx", reason="the httpx library is not installed")
@@ -117,6 +122,48 @@ def test_log_probabilities_are_those_of_the_model(client, library) -> None:
         each for chunk in streamed for choice in chunk.choices if choice.logprobs for each in choice.logprobs.content
     ]
     assert entries == content
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory) -> Iterator[Any]:
+    pytest.importorskip("sentencepiece", reason="the sentencepiece library is not installed")
+    folder = models.generator(tmp_path_factory.mktemp("models") / "pieces", own=models.piece_tokenizer())
+    with running(folder) as found:
+        yield found
+
+
+@pytest.mark.parametrize("kind", ["server", "pieces"])
+def test_tokens_with_log_probabilities_line_up_with_the_text(kind, request) -> None:
+    server = request.getfixturevalue(kind)
+    tokenizer = server.service.generator.tokenizer
+    for seed in range(6):
+        body = {"prompt": PROMPTS[0], "max_tokens": 24, "logprobs": 5, "seed": seed, "stream": seed % 2 == 0}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body).text
+        chunks = events(answer) if body["stream"] else [json.loads(answer)]
+        text = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+        parts = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"]]
+        names = ("tokens", "text_offset", "top_logprobs")
+        tokens, offsets, likely = ([one for part in parts for one in part[name]] for name in names)
+        special = tokenizer.special_tokens
+        said = ["" if token in special else token for token in tokens]
+        assert "".join(said) == text
+        assert offsets == [len("".join(said[:place])) for place in range(len(said))]
+        # The drawn token and the five likeliest, which may be the same: no two of them have one name.
+        assert all(len(each) in (5, 6) and token in each for token, each in zip(tokens, likely, strict=True))
+
+
+def test_the_bytes_of_a_chats_tokens_are_the_text(server) -> None:
+    body = {**CHAT, "max_tokens": 24, "logprobs": True, "top_logprobs": 4, "temperature": 1}
+    seen = 0
+    for seed in range(4):
+        choice = httpx.post(f"{server.url}/v1/chat/completions", json=body | {"seed": seed}).json()["choices"][0]
+        content = choice["logprobs"]["content"]
+        data = b"".join(bytes(one["bytes"] or ()) for one in content)
+        assert data.decode("utf-8", "replace") == choice["message"]["content"]
+        for one in content:
+            seen += one["bytes"] not in (None, list(one["token"].encode()))  # a part of a character
+            assert [other for other in one["top_logprobs"] if other["bytes"] == one["bytes"]] or one["logprob"] < -0.1
+    assert seen
 
 
 def test_chats_equal_the_librarys(client, folder) -> None:
