@@ -42,7 +42,7 @@ _FORMATS = {
     "translator": ("translate", "libretranslate"),
     "generator": ("openai", "tgi"),
     "encoder": ("openai", "tei"),
-    "cross-encoder": ("openai", "tei"),
+    "cross-encoder": ("openai", "rerank", "tei"),
 }
 
 

@@ -32,12 +32,12 @@ class Limits:
 
     max_waiting: Positive = 256
     max_waiting_tokens: Positive = 65_536
-    max_body_bytes: Positive = 2 << 20
-    max_texts: Positive = 64
-    max_text_chars: Positive = 20_000
+    max_body_bytes: Positive = 8 << 20
+    max_texts: Positive = 2_048
+    max_text_chars: Positive = 200_000
     max_chat_chars: Positive = 500_000
     max_sentences: Positive = 4_096
-    max_new_tokens: Positive = 1_024
+    max_new_tokens: Positive = 4_096
     max_alternatives: Count = 4
     max_beams: Positive = 8
     timeout_s: Annotated[float, Range(above=0)] = 60.0

@@ -45,6 +45,7 @@ _STREAMED: dict[str, Any] = {
     "description": "JSON, or with stream the same in pieces as server-sent events, of which the last is [DONE].",
     "content": EVENTS,
 }
+_CHAT_TOKENS = 1_024  # the most new tokens of a chat's answer if the request sets no number
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -89,14 +90,15 @@ def _add_completions(found: APIRouter, service: GenerateService, limits: Limits)
             raise ApiError(f"expected best_of to be n, {body.n or 1}, got {body.best_of}", param="best_of")
         check_count(body, limits)
         prompts = _prompts(body.prompt)
-        if len(prompts) * (body.n or 1) > limits.max_texts:
-            raise ApiError(f"expected at most {limits.max_texts} completions in a request", param="prompt")
+        most = min(limits.max_texts, limits.max_waiting)  # each completion takes a place in the queue
+        if len(prompts) * (body.n or 1) > most:
+            raise ApiError(f"expected at most {most:,} completions in a request", param="prompt")
         for prompt in prompts:
             check_length(prompt, limits, "prompt")
         deadline = service.deadline(body.timeout)
         rows = await until_gone(http, _encoded(service, prompts, deadline))
-        most = [new_tokens(body, row, service, body.max_tokens, 16) for row in rows]
-        asked = _Asked(service, body, rows, most, body.logprobs, deadline)
+        lengths = [new_tokens(body, row, service, body.max_tokens, 16) for row in rows]
+        asked = _Asked(service, body, rows, lengths, body.logprobs, deadline)
         return await _respond(asked, http, _TextForm(asked))
 
 
@@ -125,7 +127,8 @@ def _add_chat(found: APIRouter, service: GenerateService, limits: Limits) -> Non
             raise _unread(error, "messages") from error
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         alternatives = (body.top_logprobs or 0) if body.logprobs else None
-        asked = _Asked(service, body, [ids], [new_tokens(body, ids, service, most, None)], alternatives, deadline)
+        lengths = [new_tokens(body, ids, service, most, _CHAT_TOKENS)]
+        asked = _Asked(service, body, [ids], lengths, alternatives, deadline)
         return await _respond(asked, http, _ChatForm(asked))
 
 
@@ -137,7 +140,7 @@ def _add_embeddings(found: APIRouter, service: EmbedService, limits: Limits) -> 
         check_supported(body)
         texts = _embedded_texts(body.input)
         if len(texts) > limits.max_texts:
-            raise ApiError(f"expected at most {limits.max_texts} texts, got {len(texts):,}", param="input")
+            raise ApiError(f"expected at most {limits.max_texts:,} texts, got {len(texts):,}", param="input")
         longest = max(map(len, texts))
         if longest > limits.max_text_chars:
             raise ApiError(

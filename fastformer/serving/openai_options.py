@@ -31,7 +31,7 @@ def check_count(body: GenerateBody, limits: Limits) -> None:
 
 
 def new_tokens(
-    body: GenerateBody, ids: list[int], service: GenerateService, asked: int | None, usual: int | None
+    body: GenerateBody, ids: list[int], service: GenerateService, asked: int | None, usual: int
 ) -> int:
     """Returns the most new tokens of a prompt's answer.
 
@@ -40,7 +40,7 @@ def new_tokens(
         ids: the ids of the prompt.
         service: its model limits the number of positions.
         asked: the number in the request; None: the request has none.
-        usual: the number for a request without one; None: as many as the model has positions for.
+        usual: the number for a request without one, if the model has positions for as many.
     """
     limits = service.limits
     name = "max_completion_tokens" if getattr(body, "max_completion_tokens", None) is not None else "max_tokens"
@@ -54,7 +54,7 @@ def new_tokens(
             param=name,
             code="context_length_exceeded",
         )
-    return asked or min(room, limits.max_new_tokens, usual or room)
+    return asked or min(room, limits.max_new_tokens, usual)
 
 
 def options_of(body: GenerateBody, service: GenerateService, prompt_length: int, *, is_chat: bool) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Discriminator, Field, Tag
 from starlette.exceptions import HTTPException
 
 from fastformer import __version__
@@ -15,6 +15,7 @@ from fastformer.serving.answers import answer, error_schemas, until_gone
 from fastformer.serving.encoder_service import NOTHING, SIGMOID, EmbedService, RankService
 from fastformer.serving.limits import Limits
 from fastformer.serving.openai_bodies import UNSUPPORTED_OF_ENCODERS, Body, Int, Texts, unsupported_field
+from fastformer.serving.rerank import DocumentsBody, Ranking, ranking
 from fastformer.serving.service import Service
 
 # The HTTP status of each of TEI's error types, and the type for a status that comes from elsewhere.
@@ -64,6 +65,16 @@ class RerankBody(_Body):
     raw_scores: bool | None = None
     return_text: bool | None = None
 
+
+def _form(body: Any) -> str:
+    is_own = not isinstance(body, dict) or "texts" in body or "documents" not in body
+    return "[texts]" if is_own else "[documents]"
+
+
+# The brackets keep the names of both forms out of the places of errors.
+RankBody: TypeAlias = Annotated[
+    Annotated[RerankBody, Tag("[texts]")] | Annotated[DocumentsBody, Tag("[documents]")], Discriminator(_form)
+]
 
 Single: TypeAlias = Annotated[list[str], Field(min_length=1, max_length=2, fail_fast=True)]
 
@@ -222,9 +233,11 @@ def _add_predict(found: APIRouter, service: RankService, limits: Limits) -> None
 
 
 def _add_rerank(found: APIRouter, service: RankService, limits: Limits) -> None:
-    @found.post("/rerank", response_model=None, responses={200: {"model": list[Rank]}, **ERRORS})
-    async def rerank(body: RerankBody, http: Request) -> Response:
-        """Ranks texts by how well they answer a query, the best first."""
+    @found.post("/rerank", response_model=None, responses={200: {"model": list[Rank] | Ranking}, **ERRORS})
+    async def rerank(body: RankBody, http: Request) -> Response:
+        """Ranks texts by how well they answer a query, the best first; with documents, as /v1/rerank does."""
+        if isinstance(body, DocumentsBody):
+            return answer(await ranking(body, http, service, limits))
         if service.encoder.num_labels != 1:
             raise TeiError("backend", f"expected a model of one label to rank with, got {service.encoder.num_labels}")
         pairs = [[body.query, text] for text in body.texts]

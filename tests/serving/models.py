@@ -14,9 +14,10 @@ from fastformer.special_ids import SpecialIds
 from tests.encoding import folders
 
 LINES = ["two men walk the dog in the park", "a woman reads a book", "the dog sees two birds", "men read in the park"]
-TEMPLATE = """{% for m in messages %}{% if m.role == 'assistant' and m.content == 'loop' %}
+TEMPLATE = """{% if note %}{{ note }}{% endif %}{% for m in messages %}
+{% if m.role == 'assistant' and m.content == 'loop' %}
 {% for i in range(99999) %}{% for j in range(99999) %}{{ m.content }}{% endfor %}{% endfor %}{% endif %}
-{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}
+{{ '<|im_start|>' + m.role + (':' + m.name if m.name else '') + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 MAX_LEN = 512
 

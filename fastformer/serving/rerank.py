@@ -1,0 +1,113 @@
+"""The route of Cohere's and Jina's rerankers, which vLLM has too: POST /v1/rerank and /v2/rerank."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, Field
+
+from fastformer.serving.answers import answer, until_gone
+from fastformer.serving.encoder_service import SIGMOID, RankService
+from fastformer.serving.limits import Limits
+from fastformer.serving.openai_bodies import UNSUPPORTED_OF_ENCODERS, Body, EmbeddingsUsage, Int, Text
+from fastformer.serving.openai_errors import ERRORS, ApiError, check_model, check_supported
+from fastformer.serving.openai_errors import error_response as error_response
+from fastformer.serving.openai_options import check_length
+from fastformer.serving.service import Service
+
+
+class Document(Body):
+    """A text to rank."""
+
+    text: str
+
+
+class DocumentsBody(Body):
+    """The body of a request; a document that is too long is cut at its end, as Cohere and Jina do.
+
+    Attributes:
+        documents: texts, or objects with a text.
+        top_n: the number of the best documents to return; None: all.
+        return_documents: return each document with its score; None: yes.
+        timeout: seconds after which the request fails; at most the server's limit.
+    """
+
+    unsupported = UNSUPPORTED_OF_ENCODERS
+
+    model: str | None = None
+    query: Text
+    documents: Annotated[list[str | Document], Field(min_length=1, fail_fast=True)]
+    top_n: Annotated[Int, Field(ge=1)] | None = None
+    return_documents: bool | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
+
+
+class Ranked(BaseModel):
+    """A document's index in the request, and its score from 0 to 1."""
+
+    index: int
+    relevance_score: float
+    document: Document | None = None
+
+
+class Ranking(BaseModel):
+    """The body of a response: the best documents first."""
+
+    id: str
+    object: str
+    model: str
+    results: list[Ranked]
+    usage: EmbeddingsUsage
+
+
+def router(service: Service, limits: Limits) -> APIRouter:
+    """Makes the routes of a cross-encoder."""
+    found = APIRouter()
+    assert isinstance(service, RankService)
+
+    @found.post("/v1/rerank", response_model=None, responses={200: {"model": Ranking}, **ERRORS})
+    @found.post("/v2/rerank", response_model=None, responses={200: {"model": Ranking}, **ERRORS})
+    async def rerank(body: DocumentsBody, http: Request) -> Response:
+        """Ranks documents by how well they answer a query, the best first."""
+        return answer(await ranking(body, http, service, limits))
+
+    return found
+
+
+async def ranking(body: DocumentsBody, http: Request, service: RankService, limits: Limits) -> dict[str, Any]:
+    """Returns the JSON value of the answer to a request.
+
+    Raises:
+        ApiError: the request is wrong, or the model has several labels.
+        ClientGone: see `until_gone`.
+    """
+    check_model(body.model, service.name)
+    check_supported(body)
+    if service.encoder.num_labels != 1:
+        raise ApiError(f"expected a model of one label to rank with, got {service.encoder.num_labels}")
+    texts = [one if isinstance(one, str) else one.text for one in body.documents]
+    if len(texts) > limits.max_texts:
+        raise ApiError(f"expected at most {limits.max_texts:,} documents, got {len(texts):,}", param="documents")
+    check_length(body.query, limits, "query")
+    check_length(max(texts, key=len), limits, "documents")
+    pairs = [[body.query, text] for text in texts]
+    try:
+        work = service.scores(pairs, activation=SIGMOID, cuts=True, timeout=body.timeout)
+        encoded = await until_gone(http, work)
+    except ValueError as error:
+        raise ApiError(str(error), param="documents") from error
+    scores = encoded.rows.tolist()
+    order = sorted(range(len(scores)), key=lambda place: -scores[place])[: body.top_n]
+    results: list[dict[str, Any]] = [{"index": place, "relevance_score": scores[place]} for place in order]
+    for result in results if body.return_documents is not False else ():
+        result["document"] = {"text": texts[result["index"]]}
+    usage = {"prompt_tokens": encoded.num_tokens, "total_tokens": encoded.num_tokens}
+    return {
+        "id": "rerank-" + uuid.uuid4().hex,
+        "object": "list",
+        "model": service.name,
+        "results": results,
+        "usage": usage,
+    }

@@ -1,0 +1,262 @@
+"""Each field of each route does something: another value of it gives another answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastformer.serving import open_service
+from tests.serving import models
+from tests.serving.asking import serving
+
+pytest.importorskip("httpx", reason="the httpx library is not installed")
+pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
+pytest.importorskip("transformers", reason="the folders are written by transformers")
+
+LONG, DOG = "a bird " * 40, "the dog reads"
+D = models.tokenizer().encode("d")[0]
+FORCED = {"logit_bias": {str(D): 100}}  # the answer is "dddddddd"
+LIKELY = {"logit_bias": {str(D): 20}}
+ENDED = {"logit_bias": {"1": 100}}  # the answer is empty
+DRAWN = {"temperature": 1.5, "seed": 1}
+# By route: a body, and for each of its fields two values with different answers. A third item is further fields.
+# The value ... is an absent field.
+Case = tuple[Any, ...]
+OF_COMPLETIONS: dict[str, Case] = {
+    "model": (None, "other"),
+    "max_tokens": (3, 8),
+    "temperature": (0.2, 2, DRAWN),
+    "top_p": (0.01, 1, DRAWN),
+    "n": (1, 2),
+    "seed": (1, 2, DRAWN),
+    "stop": (["e", "dd"], "ddd", FORCED),
+    "stream": (False, True),
+    "stream_options.include_usage": (False, True, {"stream": True}),
+    "presence_penalty": (0, 2, LIKELY),
+    "frequency_penalty": (0, 2, LIKELY),
+    "logit_bias": ({}, FORCED["logit_bias"]),
+    "top_k": (1, 0, DRAWN),
+    "min_p": (1, 0, DRAWN),
+    "repetition_penalty": (1, 100, LIKELY),
+    "min_tokens": (0, 4, ENDED),
+    "stop_token_ids": ([], [D], FORCED),
+    "timeout": (1e-9, 20),
+}
+OF_ENCODERS: dict[str, Case] = {
+    "truncate": (False, True, {"": LONG}),
+    "truncation_direction": ("right", "left", {"truncate": True}),
+    "timeout": (1e-9, 20),
+}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Case]]] = {
+    "/v1/completions": (
+        "generator",
+        {"prompt": DOG, "max_tokens": 8, "temperature": 0, "logprobs": 1},
+        {**OF_COMPLETIONS, "prompt": ("two birds", DOG), "logprobs": (0, 2), "best_of": (1, 3)},
+    ),
+    "/v1/chat/completions": (
+        "generator",
+        {"messages": [{"role": "user", "content": DOG}], "max_tokens": 8, "temperature": 0, "logprobs": True},
+        {
+            **OF_COMPLETIONS,
+            "messages": ([{"role": "user", "content": DOG}], [{"role": "user", "content": DOG}] * 2),
+            "messages.role": ("user", "assistant"),
+            "messages.content": ("two birds", DOG),
+            "messages.content.text": ("two birds", DOG),
+            "messages.content.type": ("text", "image_url"),
+            "messages.name": (None, "ann"),
+            "max_completion_tokens": (2, 3),
+            "logprobs": (False, True),
+            "top_logprobs": (0, 2),
+            "add_generation_prompt": (True, False),
+            "chat_template_kwargs": ({}, {"note": "two"}),
+        },
+    ),
+    "/generate": (
+        "generator",
+        {"inputs": DOG, "parameters": {"max_new_tokens": 8, "details": True}},
+        {
+            "inputs": ("two birds", DOG),
+            "stream": (False, True),
+            "timeout": (1e-9, 20),
+            "parameters": ({}, {"max_new_tokens": 1}),
+            "parameters.max_new_tokens": (3, 8),
+            "parameters.do_sample": (False, True, {"seed": 1}),
+            "parameters.temperature": (0.2, 2, {"seed": 1}),
+            "parameters.top_k": (1, 100, DRAWN),
+            "parameters.top_p": (0.01, 1, DRAWN),
+            "parameters.repetition_penalty": (1, 100),
+            "parameters.seed": (1, 2, DRAWN),
+            "parameters.stop": ([], ["e", "a", "t", "d", "s", " "]),
+            "parameters.return_full_text": (False, True),
+            "parameters.details": (False, True),
+        },
+    ),
+    "/v1/embeddings": (
+        "encoder",
+        {"input": "a bird"},
+        {
+            "input": ("a bird", "two birds"),
+            "model": (None, "other"),
+            "encoding_format": ("float", "base64"),
+            "dimensions": (3, 4),
+            "prompt_name": (None, "query"),
+            "truncate": (False, True, {"input": LONG}),
+            "timeout": (1e-9, 20),
+        },
+    ),
+    "/embed": (
+        "encoder",
+        {"inputs": "a bird"},
+        {
+            **OF_ENCODERS,
+            "inputs": ("a bird", "two birds"),
+            "prompt_name": (None, "query"),
+            "normalize": (True, False),
+            "dimensions": (3, 4),
+        },
+    ),
+    "/rerank": (
+        "ranker",
+        {"query": "a bird", "texts": ["the hills", "a bird sings"]},
+        {
+            **OF_ENCODERS,
+            "query": ("a bird", "two"),
+            "texts": (["the hills"], ["a bird"]),
+            "raw_scores": (False, True),
+            "return_text": (False, True),
+            "documents": (["the hills"], ["a bird"], {"texts": ...}),
+            "model": (None, "other", {"documents": ["a"], "texts": ...}),
+            "top_n": (1, 2, {"documents": ["a", "b"], "texts": ...}),
+            "return_documents": (True, False, {"documents": ["a", "b"], "texts": ...}),
+            "documents.text": ("a", "two birds", {"documents": [{"text": "a"}], "texts": ...}),
+        },
+    ),
+    "/predict": (
+        "ranker",
+        {"inputs": "a bird"},
+        {**OF_ENCODERS, "inputs": ("a bird", ["a bird", "two"]), "raw_scores": (False, True)},
+    ),
+    "/v1/translate": (
+        "translator",
+        {"text": "One two. Three"},
+        {
+            "text": ("one", "two"),
+            "source_lang": ("en", "fr"),
+            "target_lang": ("de", "fr"),
+            "prefix": (None, "ab"),
+            "split": (True, False),
+            "scores": (False, True),
+            "alternatives": (0, 1),
+            "attention": (False, True),
+            "stream": (False, True),
+            "timeout": (1e-9, 20),
+            "num_beams": (1, 4, {"scores": True}),
+            "length_penalty": (0, 2, {"num_beams": 4, "scores": True}),
+            "max_new_tokens": (2, 9),
+            "repetition_penalty": (1, 5),
+            "no_repeat_ngram_size": (0, 1),
+            "do_sample": (False, True, {"seed": 1}),
+            "temperature": (0.1, 5, {"do_sample": True, "seed": 1}),
+            "top_k": (1, 0, {"do_sample": True, "seed": 1, "temperature": 5}),
+            "top_p": (0.01, 1, {"do_sample": True, "seed": 1, "temperature": 5}),
+            "seed": (1, 2, {"do_sample": True, "temperature": 5}),
+        },
+    ),
+    "/translate": (
+        "translator",
+        {"q": "<b>One</b>", "source": "en", "target": "de"},
+        {
+            "q": ("one", "two"),
+            "source": ("en", "auto"),
+            "target": ("de", "fr"),
+            "format": ("text", "html"),
+            "alternatives": (0, 1),
+            "api_key": ("the-key", "other"),
+        },
+    ),
+    "/detect": ("translator", {"q": "Das ist ein Satz."}, {"q": ("Das ist ein Satz.", "This is a line of a text."),
+                                                          "api_key": ("the-key", "other")}),
+}  # fmt: skip
+CASES["/v1/rerank"] = CASES["/v2/rerank"] = (
+    "ranker",
+    {"query": "a bird", "documents": ["the hills", "a bird sings"]},
+    {
+        name: case[:2] if name != "documents.text" else (*case[:2], {"documents": [{"text": "a"}]})
+        for name, case in CASES["/rerank"][2].items()
+        if name not in ("texts", "raw_scores", "return_text", "truncate", "truncation_direction")
+    },
+)
+ROUTES = {kind: [route for route, case in CASES.items() if case[0] == kind] for kind, *_ in CASES.values()}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, translator_folder) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "translator": translator_folder,
+        "generator": models.generator(folder / "tiny"),
+        "encoder": models.encoder(folder / "mini"),
+        "ranker": models.classifier(folder / "ranker", 1),
+    }
+
+
+def fields_of(schema: dict[str, Any], known: dict[str, Any], before: str = "") -> Iterator[str]:
+    """Yields the fields of a schema by their places, those of objects in lists too."""
+    if "$ref" in schema:
+        yield from fields_of(known[schema["$ref"].rpartition("/")[2]], known, before)
+    for each in [*schema.get("anyOf", ()), *schema.get("oneOf", ()), *filter(None, [schema.get("items")])]:
+        yield from fields_of(each, known, before)
+    for name, each in schema.get("properties", {}).items():
+        yield before + name
+        yield from fields_of(each, known, f"{before}{name}.")
+
+
+def changed(body: Any, place: str, value: Any) -> Any:
+    """Returns a body with another value in a place; lists on the way have one element."""
+    name, _, rest = place.partition(".")
+    if isinstance(body, list):
+        return [changed(body[0], place, value)]
+    if rest and name == "content":
+        return {**body, name: [changed({"type": "text", "text": "a"}, rest, value)]}
+    value = changed(body.get(name) or {}, rest, value) if rest else value
+    return {key: one for key, one in {**body, name: value}.items() if one is not ...}
+
+
+@pytest.mark.parametrize("kind", ROUTES)
+async def test_another_value_of_a_field_gives_another_answer(kind, folders) -> None:
+    pair = {"source_lang": "en", "target_lang": "de"} if kind == "translator" else {}
+    options: dict[str, Any] = {"keys": ["the-key"]} if kind == "translator" else {}
+    async with serving(open_service(folders[kind], **pair), **options) as client:
+        head = {"Authorization": "bearer the-key"}
+        paths = client.app.openapi()
+        known, posts = paths.get("components", {}).get("schemas", {}), {}
+        for path, methods in paths["paths"].items():
+            if "post" in methods:
+                body = methods["post"]["requestBody"]["content"]["application/json"]["schema"]
+                posts[path] = {*fields_of(body, known)}
+        assert posts == {
+            route: {*CASES[route][2], *(name.partition(".")[0] for name in CASES[route][2])} for route in ROUTES[kind]
+        }
+        for route in ROUTES[kind]:
+            _, right, cases = CASES[route]
+            plain = await client.post(route, json=right, headers=head)
+            assert plain.status_code == 200, (route, plain.text)
+            for place, (first, second, *rest) in cases.items():
+                more = dict(*rest)
+                if "" in more:  # the text
+                    more[next(name for name in ("inputs", "query") if name in right)] = more.pop("")
+                body = {**right, **more}
+                if place.startswith("parameters."):
+                    body = {**right, "parameters": {**right["parameters"], **more}}
+                answers = []
+                for value in (first, second):
+                    asked = changed(body, place, value)
+                    found = await client.post(route, json=asked, headers=head if place != "api_key" else {})
+                    told = re.sub(r'"(id|created|cached_tokens)":("[^"]*"|\d+),?', "", found.text)
+                    answers.append((found.status_code, told))
+                assert answers[0] != answers[1], (route, place, answers[0])
+                assert 200 in (answers[0][0], answers[1][0]), (route, place, answers)
