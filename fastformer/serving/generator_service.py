@@ -62,7 +62,8 @@ class GenerateService(Service):
             ValueError: see `AsyncGenerator.chat_ids`.
             QueueFull, TooLate: see `AsyncFront.aside`.
         """
-        size = sum(len(text) for message in messages for text in message.values()) + len(str(variables))
+        size = sum(len(text) for message in messages for text in message.values())
+        size += sum(len(str(value)) for value in variables.values() if not isinstance(value, bool))
         if size > self.limits.max_chat_chars:
             raise TooLarge(
                 f"expected messages of at most {self.limits.max_chat_chars:,} characters together, got {size:,}"

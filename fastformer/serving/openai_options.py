@@ -30,9 +30,7 @@ def check_count(body: GenerateBody, limits: Limits) -> None:
         raise ApiError(f"expected n of at most {limits.max_beams}", param="n")
 
 
-def new_tokens(
-    body: GenerateBody, ids: list[int], service: GenerateService, asked: int | None, usual: int
-) -> int:
+def new_tokens(body: GenerateBody, ids: list[int], service: GenerateService, asked: int | None, usual: int) -> int:
     """Returns the most new tokens of a prompt's answer.
 
     Args:

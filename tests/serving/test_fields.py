@@ -246,7 +246,7 @@ async def test_another_value_of_a_field_gives_another_answer(kind, folders) -> N
             plain = await client.post(route, json=right, headers=head)
             assert plain.status_code == 200, (route, plain.text)
             for place, (first, second, *rest) in cases.items():
-                more = dict(*rest)
+                more: dict[str, Any] = dict(*rest)
                 if "" in more:  # the text
                     more[next(name for name in ("inputs", "query") if name in right)] = more.pop("")
                 body = {**right, **more}

@@ -20,11 +20,7 @@ from fastformer.checkpoints import load_model
 from fastformer.generation import AsyncGenerator, generate
 from fastformer.serving import Limits, open_service
 from tests.serving import models
-<<<<<<< HEAD
-from tests.serving.asking import serving
-=======
-from tests.serving.asking import events
->>>>>>> bc20979f (serving: line log-probabilities up with the text, cut before normalising, refuse unknown fields by name)
+from tests.serving.asking import events, serving
 from tests.serving.servers import post_head, running, until
 
 httpx = pytest.importorskip("httpx", reason="the httpx library is not installed")
