@@ -24,6 +24,7 @@ class Limits:
         max_alternatives: further answers for one text
         max_beams: beams of a search; also the most samples, and the most of both together
         timeout_s: seconds that a request may take; a request may ask for less by its field `timeout`
+        max_connections: connections at a time, or fewer if the process may open few files; one more is answered 503
         body_s: seconds in which the head of a request has to arrive, and then its body
         write_s: seconds without progress after which a client that doesn't read its answer is disconnected
         drain_s: seconds that running requests have to end after SIGTERM
@@ -41,6 +42,7 @@ class Limits:
     max_alternatives: Count = 4
     max_beams: Positive = 8
     timeout_s: Annotated[float, Range(above=0)] = 60.0
+    max_connections: Positive = 1_024
     body_s: Annotated[float, Range(above=0)] = 30.0
     write_s: Annotated[float, Range(above=0)] = 30.0
     drain_s: Amount = 30.0

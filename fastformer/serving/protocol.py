@@ -1,30 +1,70 @@
 """HTTP/1.1 as uvicorn implements it with httptools, with limits on what a client can do to a connection.
 
-uvicorn itself waits for a head without a time limit, accepts a head of any size, and buffers its output for a client
-that never reads.
+uvicorn itself takes any number of connections, waits for a head without a time limit, accepts a head of any size, and
+buffers its output for a client that never reads.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from fastformer.serving.answers import error_response
 from fastformer.serving.limits import Limits
+
+logger = logging.getLogger("fastformer")
 
 _HEAD_BYTES = 64 << 10  # the most bytes of a head, and of anything else between two pieces of a body
 _MOST_PIPELINED = 16  # requests that a connection may send before the first is answered
 _IGNORED_BYTES = 64 << 20  # the most bytes of the body of a request that has been answered
+_TOO_LARGE = "Request header fields too large."
+_REFUSED_SECONDS = 1.0  # for a client to read that its connection is refused
+_QUIET_SECONDS = 60.0  # between two lines of the log about the same
 
 
-def protocol_of(limits: Limits) -> type[HttpToolsProtocol]:
-    """Returns the protocol class of connections within the limits."""
+def protocol_of(limits: Limits, most_connections: int | None = None) -> type[HttpToolsProtocol]:
+    """Returns the protocol class of connections within the limits.
+
+    Args:
+        limits: the limits.
+        most_connections: the most connections at a time; None: those of the limits.
+    """
 
     class Protocol(_Protocol):
         seconds, write_seconds = limits.body_s, limits.write_s
+        most = limits.max_connections if most_connections is None else most_connections
+        refused, log = set[Any](), Seldom()
 
     return Protocol
+
+
+class Seldom:
+    """Writes a warning to the log at most once in a while, so that clients can't fill it."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def warn(self, message: str, *args: object) -> None:
+        """Writes a warning, unless the last one came a moment ago."""
+        if (now := time.monotonic()) >= self._next:
+            self._next = now + _QUIET_SECONDS
+            logger.warning(message, *args)
+
+
+def _as_http(response: Any) -> bytes:
+    """Returns a response as the bytes of HTTP/1.1."""
+    lines = [b"HTTP/1.1 503 Service Unavailable", *(name + b": " + value for name, value in response.raw_headers)]
+    return b"\r\n".join([*lines, b"", bytes(response.body)])
+
+
+_HEADERS = {"Connection": "close", "Retry-After": "1"}
+_FULL = _as_http(
+    error_response(503, "the server has as many connections as it takes: try again later", headers=_HEADERS)
+)
 
 
 class _Together:
@@ -69,24 +109,34 @@ class _Protocol(HttpToolsProtocol):
     Attributes:
         seconds: the time limit of a head.
         write_seconds: seconds without progress after which the connection of a client that doesn't read is closed.
+        most: the most connections at a time; a further one is answered 503 and closed.
+        refused: the connections that were refused and aren't closed yet.
+        log: writes that connections are refused.
     """
 
     seconds: float
     write_seconds: float
+    most: int
+    refused: set[Any]
+    log: Seldom
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._late: asyncio.TimerHandle | None = None  # ends the wait for a head
         self._stuck: asyncio.TimerHandle | None = None  # ends the wait for a client that doesn't read
-        self._in_message = False  # between the end of a head and the end of its body
-        self._head_bytes = self._ignored_bytes = self._unsent = 0
+        self._in_head = self._in_message = False  # the latter between the end of a head and the end of its body
+        self._head_bytes = self._field_bytes = self._ignored_bytes = self._unsent = 0
         self._running: RequestResponseCycle | None = None  # the other requests wait in `pipeline`
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if len(self.connections) >= self.most:
+            self._turn_away(transport)
+            return
         super().connection_made(_Together(transport, self.loop))  # type: ignore[arg-type]
         self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.refused.discard(self)
         self._forget_late()
         self._forget_stuck()
         super().connection_lost(exc)
@@ -95,9 +145,28 @@ class _Protocol(HttpToolsProtocol):
             self._running.disconnected = True
             self._running.message_event.set()
 
+    @property
+    def is_new(self) -> bool:
+        """Whether the client has sent no request yet."""
+        return self.cycle is None
+
+    def _turn_away(self, transport: Any) -> None:
+        self.log.warn("refusing connections: %d are open, which is the most", len(self.connections))
+        self.transport = transport
+        transport.write(_FULL)
+        if len(self.refused) >= max(1, self.most // 16) or not transport.can_write_eof():
+            transport.close()
+            return
+        # The client still sends its request. If its data met a closed socket, it might not read the answer.
+        transport.write_eof()
+        self.refused.add(self)
+        self._late = self.loop.call_later(_REFUSED_SECONDS, transport.close)
+
     # Incoming data
 
     def data_received(self, data: bytes) -> None:
+        if self in self.refused:
+            return
         if not self._in_message and self._late is None:
             self._wait_for_head()
         self._head_bytes += len(data)
@@ -105,18 +174,28 @@ class _Protocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._head_bytes > _HEAD_BYTES:
-            self._refuse("Request header fields too large.")
+            self.send_400_response(_TOO_LARGE)
         elif len(self.pipeline) > _MOST_PIPELINED or self._ignored_bytes > _IGNORED_BYTES:
             self.transport.abort()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._ignored_bytes = 0
+        self._in_head, self._ignored_bytes, self._field_bytes = True, 0, 0
+        if self._late is None:  # it came in the same piece as the end of another request
+            self._wait_for_head()
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count_field(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._count_field(len(name) + len(value))
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         self._forget_late()
-        self._in_message, self._head_bytes = True, 0
+        self._in_head, self._in_message, self._head_bytes = False, True, 0
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
@@ -127,6 +206,21 @@ class _Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._in_message, self._head_bytes = False, 0
+
+    def _count_field(self, size: int) -> None:
+        """Counts a part of a head, which may come whole in a piece with other data."""
+        self._field_bytes += size
+        if self._field_bytes > _HEAD_BYTES:
+            raise ValueError(_TOO_LARGE)  # the parser stops, and uvicorn calls `send_400_response`
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers a request that can't be read, unless another is being answered, and closes the connection."""
+        is_its_own = self._running is self.cycle and self._running is not None and not self._running.response_started
+        if not self._is_idle and not is_its_own:
+            self.transport.abort()
+            return
+        super().send_400_response(_TOO_LARGE if self._field_bytes > _HEAD_BYTES else msg)
+        self._watch_writing()
 
     def _unsupported_upgrade_warning(self) -> None:
         """Answers a request to change the protocol over HTTP, and closes the connection after it."""
@@ -150,13 +244,6 @@ class _Protocol(HttpToolsProtocol):
         """Whether no answer is being sent."""
         return self._running is None or bool(self._running.response_complete)
 
-    def _refuse(self, message: str) -> None:
-        if self._is_idle:
-            self.send_400_response(message)
-            self._watch_writing()
-        else:
-            self.transport.abort()  # another answer is being sent
-
     # Outgoing data
 
     def pause_writing(self) -> None:
@@ -173,6 +260,8 @@ class _Protocol(HttpToolsProtocol):
         super().on_response_complete()
         if self.transport.is_closing():
             self._watch_writing()
+        elif self._in_head and self._late is None and self._is_idle:  # its time was over while others were answered
+            self._wait_for_head()
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import logging
 import re
@@ -330,17 +329,3 @@ def test_an_idle_connection_outlives_those_of_proxies(translator_folder) -> None
     """If the server closed it first, a proxy could send a request into a connection that is being closed."""
     service = open_service(translator_folder)
     assert Server(make_app(service)).config.timeout_keep_alive > 60  # the default of nginx and of load balancers
-
-
-async def test_an_ended_server_leaves_no_object_frozen(translator_folder) -> None:
-    """Python doesn't free frozen objects at its end, of which libraries such as Triton's complain on the terminal."""
-    service = open_service(translator_folder)
-    server = Server(make_app(service, service.limits))
-    serving_on = asyncio.create_task(server.serve(bound("127.0.0.1", 0)))
-    while not server.started:
-        assert not serving_on.done()
-        await asyncio.sleep(0.01)
-    assert gc.get_freeze_count()
-    server.should_exit = True
-    await serving_on
-    assert not gc.get_freeze_count()

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,10 @@ class Process(subprocess.Popen[str]):
 
 
 @contextlib.contextmanager
-def served(folder: Path, *flags: str) -> Iterator[tuple[Process, str]]:
+def served(folder: Path, *flags: str, before: Sequence[str] = ()) -> Iterator[tuple[Process, str]]:
     """Starts a server, and returns its process and its address."""
     words = [sys.executable, "-m", "fastformer.cli", "serve", str(folder), "--port", "0", "--access_log", "false"]
-    process = Process([*words, *flags], stderr=subprocess.PIPE, text=True)
+    process = Process([*before, *words, *flags], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         line = ""
@@ -201,6 +201,34 @@ def test_a_client_that_never_reads_leaves_the_batch(tmp_path) -> None:
             stats = server.service.stats()
             assert stats.free_tokens == stats.capacity_tokens
             print(f"its request left the batch after {seconds:.1f} s")
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["a limit at the start", "a limit that comes later"])
+def test_a_thousand_connections_fill_no_log(is_known, folder) -> None:
+    """Without a limit at the start, the server learns of it only when it can accept no connection."""
+    limit = ("prlimit", "--nofile=256") if is_known else ()
+    with served(folder, before=limit) as (process, url), contextlib.ExitStack() as held:
+        if not is_known:
+            psutil.Process(process.pid).rlimit(psutil.RLIMIT_NOFILE, (256, 256))
+        place = httpx.URL(url)
+        for _ in range(1000):
+            client = held.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex((place.host, place.port))
+        time.sleep(4)
+        assert process.poll() is None
+        held.close()
+        answer = None
+        for _ in range(100):
+            with contextlib.suppress(httpx.TransportError):
+                answer = httpx.get(f"{url}/health", timeout=5)
+                if answer.status_code == 200:
+                    break
+            time.sleep(0.1)
+        assert answer is not None and answer.status_code == 200
+        size = sum(map(len, process.said))
+        print(f"{size} characters in the log")
+        assert size < 2000
 
 
 def test_ten_thousand_requests_leave_nothing_behind(folder) -> None:

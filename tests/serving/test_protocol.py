@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import time
 from collections.abc import Iterator
@@ -20,7 +21,8 @@ LARGE = 64 << 20  # bytes that no socket's buffers hold
 
 
 class App:
-    """Answers /PATH with the path, /large with much data, and /wait when the client has left or `go` is set.
+    """Answers /PATH with the path, /large with much data, and /wait when the client has left or `go` is set;
+    /begun begins an answer, and then waits in the same way.
 
     Attributes:
         paths: the paths of requests that were begun.
@@ -40,8 +42,13 @@ class App:
         try:
             while (await receive()).get("more_body"):
                 pass
-            if path.startswith("/wait"):
+            if path == "/begun":
+                await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"999")]})
+                await send({"type": "http.response.body", "body": b"x", "more_body": True})
+            if path.startswith(("/wait", "/begun")):
                 await self._wait(path, receive)
+            if path == "/begun":
+                return
             body = b"x" * LARGE if path == "/large" else path.encode()
             headers = [(b"content-length", str(len(body)).encode())]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -136,6 +143,62 @@ def test_a_head_comes_in_time(served) -> None:
             client.sendall(head)
             began = time.monotonic()
             assert everything(client) == b"" and time.monotonic() - began > 0.2
+
+
+def test_a_head_behind_another_request_comes_in_time_too(served) -> None:
+    with served.connected() as client:
+        client.sendall(get("/a") + b"GET /b HTTP/1.1\r\nHost:")
+        began = time.monotonic()
+        assert everything(client).endswith(b"/a") and 0.2 < time.monotonic() - began < 1.5
+    with served.connected() as client:  # its time is over before the answer is
+        client.sendall(get("/wait") + b"GET /c HTTP/1.1\r\nHost:")
+        until(lambda: "/wait" in served.app.paths)
+        time.sleep(0.6)
+        served.app.go = True
+        began = time.monotonic()
+        assert everything(client).endswith(b"/wait") and time.monotonic() - began < 1.5
+    assert not {"/b", "/c"} & {*served.app.paths}
+
+
+@pytest.mark.parametrize(
+    "line", [b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n", b"GET /a HTTP/1.1\r\n" + b"A: b\r\n" * 50_000]
+)
+def test_a_head_stays_within_its_size_in_one_piece_too(patient, line) -> None:
+    with patient.connected() as client:
+        until(patient.connections)
+        [connection] = patient.server.server_state.connections
+        connection.loop.call_soon_threadsafe(connection.data_received, line + b"\r\n")
+        assert everything(client).startswith(b"HTTP/1.1 400") and not patient.app.paths
+
+
+def test_an_error_is_not_sent_into_an_answer(patient) -> None:
+    with patient.connected() as client:
+        client.sendall(get("/begun"))
+        said = client.recv(1000)
+        client.sendall(b"no HTTP\r\n\r\n")
+        assert b"HTTP/1.1 400" not in said + everything(client)
+
+
+def test_connections_beyond_the_most_are_refused_and_fill_no_log(caplog) -> None:
+    limits = Limits(max_connections=32, body_s=60)
+    with serving(limits) as found, contextlib.ExitStack() as held:
+        first, *_ = [held.enter_context(found.connected()) for _ in range(32)]
+        until(lambda: found.connections() == 32)
+        for place in range(100):
+            refused = held.enter_context(found.connected())
+            if place < 2:  # whether the client has asked or not
+                refused.sendall(get("/refused") * place)
+            if place in (0, 1, 99):
+                head, _, body = everything(refused).partition(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 503") and b"retry-after" in head.lower()
+                assert json.loads(body)["error"]["code"] == 503
+        lines = [one for one in caplog.records if "connections" in one.getMessage()]
+        assert len(lines) == 1 and found.connections() == 32 and not found.app.paths
+        first.close()
+        until(lambda: found.connections() == 31)
+        with found.connected() as client:
+            client.sendall(get("/a", "Connection: close"))
+            assert everything(client).endswith(b"/a")
 
 
 def test_a_head_stays_within_its_size(patient) -> None:

@@ -1,0 +1,175 @@
+"""Tests how a server begins and ends: signals, running requests, the connections that it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import gc
+import os
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+from unittest import mock
+
+import httpx
+import pytest
+
+from fastformer.serving import Limits, make_app, open_service
+from fastformer.serving.run import Server, bound
+
+GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+class Running(Server):
+    """A server in the test's own event loop.
+
+    Attributes:
+        at_end: is called in the turn of the event loop in which the server stops listening.
+    """
+
+    at_end: Any = None
+    place: tuple[str, int]
+    url: str
+
+    async def on_tick(self, counter: int) -> bool:
+        found = await super().on_tick(counter)
+        if found and self.at_end is not None:
+            self.at_end()
+        return found
+
+
+@contextlib.asynccontextmanager
+async def run(
+    folder: Any, collect: Any = lambda: 0, **limits: Any
+) -> AsyncIterator[tuple[Running, asyncio.Task[None], httpx.AsyncClient]]:
+    service = open_service(folder, limits=Limits(**limits))
+    server, [place] = Running(make_app(service)), bound("127.0.0.1", 0)
+    server.place = place.getsockname()[:2]
+    with mock.patch.object(gc, "collect", collect):
+        ended = asyncio.create_task(server.serve([place]))
+        while not server.started:
+            assert not ended.done()
+            await asyncio.sleep(0.005)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.place[1]}", timeout=20) as client:
+        try:
+            yield server, ended, client
+        finally:
+            server.should_exit = True
+            await asyncio.wait_for(ended, 20)
+
+
+def connected(server: Running) -> socket.socket:
+    """Makes a connection, which the system takes for the server."""
+    found = socket.create_connection(server.place, timeout=20)
+    found.sendall(GET)
+    return found
+
+
+async def test_an_ended_server_leaves_no_object_frozen(translator_folder) -> None:
+    """Python doesn't free frozen objects at its end, of which libraries such as Triton's complain on the terminal."""
+    async with run(translator_folder, gc.collect):
+        assert gc.get_freeze_count()
+    assert not gc.get_freeze_count()
+
+
+async def test_requests_that_run_longer_than_the_drain_are_cancelled(translator_folder) -> None:
+    async with run(translator_folder, drain_s=0, drain_delay_s=0) as (server, ended, client):
+        gate, front = threading.Event(), server.config.app.state.service.front
+        held = asyncio.create_task(front.call(lambda: gate.wait(10)))
+        asked = asyncio.create_task(client.post("/v1/translate", json={"text": "a"}))
+        while not front.num_queued:
+            await asyncio.sleep(0.005)
+        server.handle_exit(signal.SIGTERM, None)
+        await asyncio.sleep(0.05)
+        gate.set()
+        assert (await asked).status_code == 503 and await held
+        await ended
+
+
+async def test_requests_that_end_within_the_drain_are_answered(translator_folder) -> None:
+    async with run(translator_folder, drain_s=60, drain_delay_s=0) as (server, ended, client):
+        gate, front = threading.Event(), server.config.app.state.service.front
+        held = asyncio.create_task(front.call(lambda: gate.wait(10)))
+        asked = asyncio.create_task(client.post("/v1/translate", json={"text": "a"}))
+        while not front.num_queued:
+            await asyncio.sleep(0.005)
+        server.handle_exit(signal.SIGTERM, None)
+        while (answer := await client.post("/v1/translate", json={"text": "b"})).status_code != 503:
+            pass
+        assert not asked.done() and answer.headers["connection"] == "close"
+        gate.set()
+        assert (await asked).status_code == 200 and await held
+        await ended
+
+
+async def test_new_requests_are_taken_until_load_balancers_know(translator_folder) -> None:
+    async with run(translator_folder, drain_delay_s=60) as (server, ended, client):
+        server.handle_exit(signal.SIGHUP, None)
+        await asyncio.sleep(0.05)
+        server.handle_exit(signal.SIGHUP, None)  # a terminal that closes may send two
+        assert (await client.get("/ready")).status_code == 503
+        assert (await client.post("/v1/translate", json={"text": "a"})).status_code == 200
+        assert not ended.done()
+        server.handle_exit(signal.SIGTERM, None)  # a second one, which ends it at once
+        await asyncio.wait_for(ended, 20)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="the system has no SIGHUP")
+@pytest.mark.parametrize("earlier", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_hangup_drains_unless_it_is_ignored(earlier, translator_folder) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("signals need the main thread")
+    server, before = Server(make_app(open_service(translator_folder))), signal.signal(signal.SIGHUP, earlier)
+    try:
+        with server.capture_signals():
+            heard = signal.getsignal(signal.SIGHUP)
+            assert heard == (server.handle_exit if earlier == signal.SIG_DFL else earlier)
+            assert signal.getsignal(signal.SIGTERM) == server.handle_exit
+        assert signal.getsignal(signal.SIGHUP) == earlier
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+async def test_connections_that_wait_when_the_server_stops_listening_are_answered(translator_folder) -> None:
+    async with run(translator_folder) as (server, ended, _):
+        clients: list[socket.socket] = []
+        server.at_end = lambda: clients.extend(connected(server) for _ in range(8))
+        server.should_exit = True
+        await ended
+        assert len(clients) == 8
+        for client in clients:
+            with client:
+                assert client.recv(1000).startswith(b"HTTP/1.1 200")
+        with pytest.raises(ConnectionError):
+            connected(server)
+
+
+async def test_connections_leave_descriptors_free(translator_folder, monkeypatch) -> None:
+    resource = pytest.importorskip("resource", reason="the system has no limit of descriptors")
+    files = len(os.listdir("/dev/fd")) + 40
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (files, files))
+    async with run(translator_folder) as (server, _, client):
+        with contextlib.ExitStack() as held:
+            held.callback(gc.collect)
+            for _ in range(files):
+                held.enter_context(connected(server))
+            while len(server.server_state.connections) < 20:
+                await asyncio.sleep(0.005)
+            answer = await client.get("/health")
+            assert answer.status_code == 503 and len(server.server_state.connections) < 36
+        while (await client.get("/health")).status_code != 200:
+            pass
+
+
+async def test_a_system_without_descriptors_fills_no_log(translator_folder, caplog) -> None:
+    async with run(translator_folder):
+        for number in range(1000):
+            error = OSError(errno.EMFILE, "Too many open files")
+            context = {"message": "socket.accept() out of system resource", "exception": error, "socket": number}
+            asyncio.get_running_loop().call_exception_handler(context)
+        assert len(caplog.records) == 1 and "files" in caplog.text and "Traceback" not in caplog.text
+        asyncio.get_running_loop().call_exception_handler({"message": "another", "exception": KeyError("one")})
+        assert "KeyError" in caplog.text
