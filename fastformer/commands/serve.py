@@ -30,6 +30,8 @@ class Listening:
         metrics_public: answer /metrics without a key
         page_public: serve the page at / without a key; the page asks for one itself
         origins: the origins of web pages whose scripts may use this server, separated by commas; * is all
+        hosts: the names by which clients may call the server, separated by commas; * is all. By default all names, but
+            only localhost and addresses on a server without keys that other machines can't reach
         access_log: write a line of JSON for each request to standard error, without its texts
         device: such as auto (a GPU if there is one), cpu, cuda or cuda:1
         precision: convert the weights to this; int8 and int4 are for a CPU; by default they stay as they were saved
@@ -47,6 +49,7 @@ class Listening:
     metrics_public: bool = False
     page_public: bool = False
     origins: str | None = None
+    hosts: str | None = None
     access_log: bool = True
     device: str = "auto"
     precision: Precision | None = None
@@ -106,7 +109,8 @@ def serve(folder: str, *, config: str | None = None, **flags: Any) -> None:
         keys=keys,
         metrics_public=listening.metrics_public,
         page_public=listening.page_public,
-        origins=[origin.strip() for origin in (listening.origins or "").split(",") if origin.strip()],
+        origins=_listed(listening.origins),
+        hosts=_hosts(listening, keys),
         access_log=listening.access_log,
     )
     Server(app).run(sockets)
@@ -172,6 +176,21 @@ def _keys(host: str, file: str | None, no_auth: bool) -> tuple[str, ...]:
             f"the environment variable {KEYS}, or --no_auth to let everyone in"
         )
     return keys
+
+
+def _hosts(listening: Listening, keys: Collection[str]) -> list[str] | None:
+    """Returns the names that requests may call; None: any.
+
+    Without keys, a web page could read answers by a name of its own that it lets point to this machine.
+    """
+    if listening.hosts is None:
+        return None if keys or not _is_loopback(listening.host) else []
+    names = _listed(listening.hosts)
+    return None if "*" in names else names
+
+
+def _listed(text: str | None) -> list[str]:
+    return [one.strip() for one in (text or "").split(",") if one.strip()]
 
 
 def _is_loopback(host: str) -> bool:

@@ -24,7 +24,7 @@ from starlette.routing import compile_path
 from fastformer import __version__
 from fastformer.serving import answers, page
 from fastformer.serving.answers import ClientGone, answer, explained, headers_of
-from fastformer.serving.gate import Gate, Traffic, Watch
+from fastformer.serving.gate import Gate, Traffic, Watch, host_name
 from fastformer.serving.limits import Limits
 from fastformer.serving.metrics import Metrics
 from fastformer.serving.service import Service
@@ -33,7 +33,9 @@ logger = logging.getLogger("fastformer")
 
 # pydantic's names of the possible types of a field
 _BRANCH = re.compile(r"(constrained-)?(str|int|bool|float)|.*[\[(].*")
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/]+|null")  # as a browser sends it
+# As a browser sends them: in small letters, with a port only if it isn't the scheme's own.
+_ORIGIN = re.compile(r"(?!http://.*:80$|https://.*:443$)[a-z][a-z0-9+.-]*://[a-z0-9._\[\]:-]+|null")
+_HOST = re.compile(r"[a-z0-9._:-]+")
 _UNMATCHED = "unmatched"  # the name of a path without a route, in metrics and the log
 # The formats of each kind of service: modules with `router(service, limits)` and `error_response(status, message)`.
 # BODY_KEYS of a module are the paths whose bodies may hold a key; UNQUEUED are paths whose POST requests need no place
@@ -54,6 +56,7 @@ def make_app(
     metrics_public: bool = False,
     page_public: bool = False,
     origins: Sequence[str] = (),
+    hosts: Sequence[str] | None = None,
     access_log: bool = False,
 ) -> FastAPI:
     """Makes the application that serves a model. Its lifespan opens and closes the service.
@@ -65,15 +68,25 @@ def make_app(
         metrics_public: answer /metrics without a key too.
         page_public: answer the page at / without a key too; the page's own requests still need one.
         origins: the origins of other web pages whose scripts may read answers; "*" allows all.
+        hosts: the names that a request may have in its Host header, in addition to localhost and addresses; None: any.
+            Without keys, this keeps web pages from reading answers by a name that they have resolved anew.
         access_log: write a line of JSON for each request to the logger "fastformer.access".
 
     Raises:
-        ValueError: an origin has no scheme, or has a path: no browser would send it.
+        ValueError: no browser would send the origin, because it has no scheme, or has a path, a usual port, capital
+            letters or a *; or a host is no name.
     """
     limits = limits or service.limits
     for origin in origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
-            raise ValueError(f"expected origins such as https://example.com, or *, got {origin!r:.80}")
+            raise ValueError(
+                "expected origins as browsers send them, such as https://example.com, or * alone for all, got "
+                f"{origin!r:.80}"
+            )
+    names = None if hosts is None else {host_name(host) for host in hosts}
+    for name in names or ():
+        if not _HOST.fullmatch(name):
+            raise ValueError(f"expected hosts such as example.com, got {name!r:.80}")
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -107,8 +120,8 @@ def make_app(
     body_keys = {path for module in modules for path in getattr(module, "BODY_KEYS", ())}
     queued = {path for path in posted if not any(path in getattr(module, "UNQUEUED", ()) for module in modules)}
     app.add_middleware(
-        Gate, limits=limits, traffic=state.traffic, keys=tuple(keys), open_paths=public, body_key_paths=body_keys,
-        queued_paths=queued, place=service.front.place, respond=state.paths.respond,
+        Gate, limits=limits, traffic=state.traffic, keys=tuple(keys), hosts=names, open_paths=public,
+        body_key_paths=body_keys, queued_paths=queued, place=service.front.place, respond=state.paths.respond,
     )  # fmt: skip
     if origins:
         app.add_middleware(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import json
 import logging
 import os
@@ -65,6 +66,21 @@ def read_keys(file: str | os.PathLike[str] | None = None) -> tuple[str, ...]:
             raise ValueError(f"expected a key in each line of {path}, got none")
         found += given
     return tuple(dict.fromkeys(found))
+
+
+def host_name(text: str) -> str:
+    """Returns the name or the address in a Host header, in small letters and without its port."""
+    name = text.strip().lower()
+    if name.rpartition(":")[2].isdecimal() and (name.count(":") == 1 or "]:" in name):
+        name = name.rpartition(":")[0]
+    return name.strip("[]").rstrip(".")
+
+
+def _is_own(name: str) -> bool:
+    """Whether a name is this machine's, or an address. A web page can't have its own name resolved to these."""
+    with suppress(ValueError):
+        return bool(ipaddress.ip_address(name))
+    return name == "localhost" or name.endswith(".localhost")
 
 
 @dataclass
@@ -166,7 +182,7 @@ class Watch:
 
 @dataclass(eq=False)
 class Gate:
-    """Checks a request's key, the time and size of its body, and that the server still accepts requests.
+    """Checks a request's host, its key, the time and size of its body, and that the server still accepts requests.
 
     The routes that it protects receive the whole body at once.
 
@@ -175,6 +191,8 @@ class Gate:
         limits: the limits of the body.
         traffic: says whether new requests are refused.
         keys: a request needs one of them; empty: no request needs a key.
+        hosts: the names of the server that a request may have in its Host header, in addition to localhost and
+            addresses; None: any name.
         open_paths: paths that need no key.
         body_key_paths: paths whose bodies may hold the key, as `api_key`.
         queued_paths: paths whose POST requests need a place in the queue.
@@ -187,6 +205,7 @@ class Gate:
     limits: Limits
     traffic: Traffic
     keys: Collection[str]
+    hosts: Collection[str] | None
     open_paths: Collection[str]
     body_key_paths: Collection[str]
     queued_paths: Collection[str]
@@ -207,6 +226,10 @@ class Gate:
             message = "the server is about to end and takes no more requests"
             await self._closing(path, 503, message)(scope, receive, send)
             return
+        if (host := self._unknown_host(scope)) is not None:
+            message = f"expected a host that the server knows, got {host!r:.80}: name it by --hosts, or use keys"
+            await self._closing(path, 403, message)(scope, receive, send)
+            return
         needs_key = bool(self.keys) and path not in self.open_paths and not self._has_key(scope)
         if needs_key and path not in self.body_key_paths:
             await self._unknown(path)(scope, receive, send)
@@ -222,6 +245,10 @@ class Gate:
         if body is _TOO_LARGE:
             message = f"expected a body of at most {self.limits.max_body_bytes:,} bytes"
             await self._closing(path, 413, message)(scope, receive, send)
+            return
+        if body.count(b"[") + body.count(b"{") > _MOST_NESTED:
+            message = f"expected a body of at most {_MOST_NESTED:,} lists and objects"
+            await self.respond(path, 413, message)(scope, receive, send)
             return
         if needs_key and not self._is_key(await _body_key(scope, body)):
             await self._unknown(path)(scope, receive, send)
@@ -245,6 +272,13 @@ class Gate:
             "expected a key of this server, as `Authorization: Bearer KEY`",
             headers={"WWW-Authenticate": "Bearer"},
         )
+
+    def _unknown_host(self, scope: Scope) -> str | None:
+        """Returns the name in the Host header if it isn't the server's: a web page may have had it resolved anew."""
+        if self.hosts is None:
+            return None
+        names = [host_name(value.decode("latin-1")) for name, value in scope["headers"] if name == b"host"]
+        return next((name for name in names if name not in self.hosts and not _is_own(name)), None)
 
     def _has_key(self, scope: Scope) -> bool:
         for name, value in scope["headers"]:
@@ -291,6 +325,7 @@ async def _in_time(work: Coroutine[Any, Any, T], seconds: float) -> T:
         return await work
 
 
+_MOST_NESTED = 100_000  # lists and objects in a body: reading millions of them takes a second
 _TOO_LARGE = bytes(bytearray(b"too large"))  # an object of its own, compared by identity
 
 

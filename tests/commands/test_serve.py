@@ -99,6 +99,22 @@ def test_other_machines_need_a_key(translator_folder, started, tmp_path, ran, mo
     assert "FASTFORMER_API_KEYS" in ran("serve", folder, "--no_auth", code=1).err and not started
 
 
+@pytest.mark.parametrize(
+    ("flags", "is_let"),
+    [
+        ([], False), (["--hosts=a.example"], False), (["--hosts=b.example, evil.example"], True), (["--hosts=*"], True),
+        (["--host=::1"], False), (["--host=0.0.0.0", "--no_auth"], True),
+        (["--host=0.0.0.0", "--no_auth", "--hosts=a.example"], False),
+    ],
+)  # fmt: skip
+def test_without_keys_other_names_of_this_machine_are_refused(flags, is_let, translator_folder, started) -> None:
+    testclient = pytest.importorskip("starlette.testclient", reason="the httpx library is not installed")
+    assert main(["serve", str(translator_folder), *flags]) == 0
+    client = testclient.TestClient(started.pop().config.app)
+    for host, status in (("evil.example", 200 if is_let else 403), ("localhost:8000", 200)):
+        assert client.get("/v1/info", headers={"Host": host}).status_code == status
+
+
 def test_a_missing_file_of_keys_is_an_error(started, tmp_path: Path, capsys) -> None:
     assert main(["serve", str(tmp_path), "--keys_file", str(tmp_path / "nowhere")]) == 1
     assert "nowhere" in capsys.readouterr().err and not started

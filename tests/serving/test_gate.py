@@ -294,10 +294,56 @@ async def test_scripts_of_named_origins_may_read_answers(translator_folder) -> N
             assert answer.headers.get("access-control-allow-origin") == (origin if is_let else None)
 
 
-@pytest.mark.parametrize("origin", ["a.example", "https://a.example/", "https://a.example/page", ""])
+OWN = ["localhost", "LOCALHOST:8000", "a.localhost", "127.0.0.1:8000", "[::1]:8000", "192.168.1.2", "localhost.:80"]
+
+
+@pytest.mark.parametrize("hosts", [[], ["Model.example:8000"], None], ids=str)
+async def test_a_web_page_cannot_call_the_server_by_its_own_name(hosts, translator_folder) -> None:
+    async with serving(open_service(translator_folder), hosts=hosts) as client:
+        names = {name: 200 for name in OWN} | {"model.example": 200 if hosts != [] else 403}
+        names |= {
+            name: 200 if hosts is None else 403 for name in ("evil.example", "evil.example:80", "127.0.0.1.evil", "")
+        }
+        for name, status in names.items():
+            for path in ("/", "/v1/info", "/v1/translate"):
+                answer = await client.request(
+                    "POST" if "tr" in path else "GET", path, json={"text": "a"}, headers={"Host": name}
+                )
+                assert answer.status_code == status, (name, path)
+            assert (await client.get("/health", headers={"Host": name})).status_code == 200  # an orchestrator's
+
+
+def test_a_host_that_is_no_name_is_refused(translator_folder) -> None:
+    for wrong in ("*.example", "http://a.example", "a b", ""):
+        with pytest.raises(ValueError, match="hosts"):
+            make_app(open_service(translator_folder), hosts=[wrong])
+
+
+NO_ORIGINS = ["a.example", "https://a.example/", "https://a.example/page", "", "https://*.example", "https://A.example"]
+
+
+@pytest.mark.parametrize("origin", [*NO_ORIGINS, "https://a.example:443", "http://a.example:80", "https://b@a.example"])
 def test_an_origin_that_no_browser_sends_is_refused(origin, translator_folder) -> None:
     with pytest.raises(ValueError, match="origin"):
         make_app(open_service(translator_folder), origins=[origin])
+
+
+async def test_a_body_of_many_lists_is_not_read(translator_folder) -> None:
+    async with serving(open_service(translator_folder, limits=Limits(max_text_chars=10**6))) as client:
+        for count, status in ((90_000, 400), (110_000, 413)):  # too many texts for the model; too many lists
+            answer = await client.post("/v1/translate", json={"text": ["a"] * 65, "prefix": "[" * count})
+            assert answer.status_code in (400, 413)
+            told = answer.json()["error"]["message"]
+            assert ("lists" in told) == (status == 413), told
+
+
+async def test_of_a_key_that_a_body_has_twice_the_last_counts(translator_folder) -> None:
+    """As JSON's readers in Python and JavaScript have it; the check of keys reads bodies in the same way."""
+    async with serving(open_service(translator_folder), keys=KEYS) as client:
+        for first, last, status in ((*KEYS, 200), (KEYS[0], "wrong", 401), ("wrong", KEYS[0], 200)):
+            body = f'{{"api_key": "{first}", "q": "", "source": "und", "target": "und", "api_key": "{last}", "q": "a"}}'
+            answer = await client.post("/translate", content=body, headers={"Content-Type": "application/json"})
+            assert answer.status_code == status
 
 
 async def test_an_application_that_ends_refuses(translator_folder) -> None:
