@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterable, Iterator
 
@@ -30,18 +31,12 @@ def check_texts(texts: Iterable[str]) -> None:
 
 
 def until_eos(ids: Iterable[int], special_ids: SpecialIds, vocab_size: int) -> list[int]:
-    """Returns the ids before the first EOS of any kind, without PAD.
+    """Returns the ids before the first EOS of any kind.
 
     Raises:
         ValueError: something that is not an id of the vocabulary.
     """
-    kept = []
-    for i in checked_ids(ids, vocab_size):
-        if i in special_ids.eos:
-            break
-        if i != special_ids.pad:
-            kept.append(i)
-    return kept
+    return list(itertools.takewhile(lambda i: i not in special_ids.eos, checked_ids(ids, vocab_size)))
 
 
 def checked_ids(ids: Iterable[int], vocab_size: int) -> Iterator[int]:

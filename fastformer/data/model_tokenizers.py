@@ -45,12 +45,17 @@ class ModelTokenizer:
     """
 
     type: ClassVar[str]  # in tokenizer.json
+    # The tokenizer of an encoder-decoder names PAD as a special token. A language model's may have none: its PAD can be
+    # any token, even a word, and only what the tokenizer marks as special is omitted from its text.
+    _pad_is_special: ClassVar[bool] = True
 
     def __init__(self, vocab_size: int, special_ids: SpecialIds, languages: Languages | None = None) -> None:
         self.vocab_size, self.special_ids, self.languages = vocab_size, special_ids, languages
         tokens = () if languages is None else languages.ids.values()
         check_largest(max(tokens, default=0), vocab_size)
         self._unsaid = frozenset(() if languages is None or languages.places == "asked" else tokens)
+        if self._pad_is_special:
+            self._unsaid |= {special_ids.pad}
 
     def encode(self, text: str) -> list[int]:
         """Encodes a source to its ids, without EOS."""
@@ -303,7 +308,7 @@ class MarianTokenizer(ModelTokenizer):
         return [vocab.get(piece, self._unk) for piece in [*pieces, *processor.encode(text, out_type=str)]]
 
     def decode(self, ids: Iterable[int]) -> str:
-        kept = [i for i in until_eos(ids, self.special_ids, self.vocab_size) if i != self._unk]
+        kept = [i for i in self._said(ids) if i != self._unk]
         pieces = [self._target_pieces[i] for i in kept if i in self._target_pieces]
         return str(self._target.decode_pieces(pieces)).replace("▁", " ").strip()
 

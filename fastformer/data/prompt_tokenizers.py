@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastformer.data.checks import check_text, checked_ids, until_eos
+from fastformer.data.checks import check_text, checked_ids
 from fastformer.data.model_tokenizers import BackendTokenizer, SentencePieceTokenizer, piece_model, read_piece_model
 from fastformer.data.tokenizer import library_errors, read_backend, visible
 from fastformer.special_ids import SpecialIds
@@ -41,6 +41,7 @@ class PromptTokenizer(BackendTokenizer):
     """
 
     type = "prompts"
+    _pad_is_special = False
 
     def __init__(
         self,
@@ -136,6 +137,7 @@ class PiecePromptTokenizer(SentencePieceTokenizer):
     """
 
     type = "prompt pieces"
+    _pad_is_special = False
 
     def __init__(
         self,
@@ -154,6 +156,8 @@ class PiecePromptTokenizer(SentencePieceTokenizer):
         self._special = own | {token: i for token, (i, is_special) in self._added.items() if is_special}
         self._plain = {token: i for token, (i, is_special) in self._added.items() if not is_special}
         self._names = {i: token for token, (i, _) in self._added.items()}
+        pieces = {token: processor.piece_to_id(token) for token in self.chat.values() if token not in self._added}
+        self._unsaid |= {i for token, i in pieces.items() if processor.id_to_piece(i) == token}  # what the folder names
 
     def encode(self, text: str) -> list[int]:
         """Encodes a text to BOS and its ids, without EOS."""
@@ -186,10 +190,10 @@ class PiecePromptTokenizer(SentencePieceTokenizer):
         """Decodes ids to text: skips special tokens and ids without a token, stops at EOS."""
         said = ""
         run: list[int] = []
-        for i in [*until_eos(ids, self.special_ids, self.vocab_size), None]:
+        for i in [*self._said(ids), None]:
             token = None if i is None else self._names.get(i)
             if i is not None and token is None:
-                if i < self._size and i != self.special_ids.unk:
+                if i < self._size and i != self._processor.unk_id():
                     run.append(i)
                 continue
             said, run = said + str(self._processor.decode(run)), []

@@ -131,7 +131,7 @@ class ForeignTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Decodes ids to text: skips special tokens, stops at EOS."""
         kept = until_eos(ids, self.special_ids, self.vocab_size)
-        theirs = [self.backend_ids[i] for i in kept if i != self.special_ids.unk]
+        theirs = [self.backend_ids[i] for i in kept if i not in (self.special_ids.pad, self.special_ids.unk)]
         return self._model.decode([i for i in theirs if i is not None])
 
     def tokens(self, ids: Iterable[int]) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastformer.checkpoints.hf.common import flag_of, read_file
-from fastformer.data.model_tokenizers import byte_level_bpe, check_vocab, read_sentencepiece
+from fastformer.data.model_tokenizers import added_tokens, byte_level_bpe, check_vocab, read_sentencepiece
 from fastformer.data.prompt_tokenizers import CHAT_NAMES, PiecePromptTokenizer, PromptTokenizer
 from fastformer.data.tokenizer import TOKENIZER, library_errors, read_backend, tokenizers_library
 from fastformer.files import read_json
@@ -40,6 +40,10 @@ def read_tokenizer(
         return _from_pieces(folder, config, chat)
     if (folder / TOKENIZER).is_file():
         backend = read_backend(folder / TOKENIZER, read_json(folder / TOKENIZER))
+        # A token that the folder names is special, unless the file says that it was added as an ordinary one.
+        vocab, known = backend.get_vocab(), added_tokens(backend)
+        named = [token for name in CHAT_NAMES[1:] if (token := chat.get(name)) in vocab and token not in known]
+        backend.add_special_tokens([*dict.fromkeys(named)])
     elif (folder / _VOCAB).is_file():
         vocab = check_vocab(folder / _VOCAB, read_json(folder / _VOCAB))
         has_space = flag_of(config, "add_prefix_space", False)
