@@ -169,7 +169,8 @@ class BPETokenizer:
         """Decodes ids to text: skips special tokens, stops at EOS; broken UTF-8 becomes U+FFFD."""
         parts: list[str] = []
         spelled = bytearray()  # bytes of characters that no token spells
-        kept = [i for i in until_eos(ids, self.special_ids, self.vocab_size) if i >= _FIRST_BYTE]
+        said = until_eos(ids, self.special_ids, self.vocab_size)
+        kept = [i for i in said if i >= _FIRST_BYTE and i != self.special_ids.pad]
         for i in kept:
             if i in _BYTE_IDS:
                 spelled.append(i - _FIRST_BYTE)

@@ -113,7 +113,7 @@ class ByteTokenizer:
         for i in until_eos(ids, self.special_ids, self.vocab_size):
             if i >= self._first + NUM_BYTES:
                 found += b"" if self._user.is_dropped else self._user_token(i).encode("utf-8")
-            elif i >= self._first:
+            elif i >= self._first and i != self.special_ids.pad:
                 found += bytes([i - self._first])
         return found.decode("utf-8", errors="replace")
 
