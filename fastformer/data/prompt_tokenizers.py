@@ -1,8 +1,8 @@
 """Tokenizers of pretrained language models, for prompts and for the output of chat templates.
 
 A prompt begins with BOS if the model expects it, and a special token that is spelled out in a prompt is ordinary text.
-In the output of a chat template, special tokens that are spelled out count: `encode_template` recognises them, and adds
-none of its own.
+In the output of a chat template, special tokens that the template itself spells out count: `encode_template` recognises
+them, and adds none of its own. Those that a message spells stay text.
 """
 
 from __future__ import annotations
@@ -54,74 +54,153 @@ class PromptTokenizer(BackendTokenizer):
     ) -> None:
         super().__init__(backend, vocab_size, special_ids, bos, name)
         self.chat = dict(chat or {})
-        self._of_templates: tokenizers.Tokenizer | None = None
-        self._of_marked: _RenamedTokens | None = None
+        self._parsing: tokenizers.Tokenizer | None = None
+        self._guards: dict[frozenset[str], _Guard] = {}
 
     @property
-    def special_tokens(self) -> list[str]:
-        """The spellings that `encode_template` recognises as special tokens."""
-        return [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
+    def added_tokens(self) -> dict[str, bool]:
+        """The tokens that the library recognises before all others, and whether each of them is special."""
+        return {token.content: bool(token.special) for token in self._backend.get_added_tokens_decoder().values()}
 
-    def encode_template(self, text: str, mark: str | None = None) -> list[int]:
+    def encode_template(
+        self, text: str, written: bytes | None = None, controls: frozenset[str] = frozenset()
+    ) -> list[int]:
         """Encodes the output of a chat template: recognises its special tokens, and adds no BOS.
 
         Args:
             text: the template's output.
-            mark: a character. A special token with the mark in it is ordinary text, and is encoded without the mark.
+            written: for each character 1 if the template wrote it, else 0; None: it wrote all of them.
+            controls: the added tokens that are control tokens: no character that the template didn't write becomes a
+                part of one.
 
         Raises:
             ValueError: a lone surrogate, or a text that the tokenizer can't encode.
         """
         check_text(text)
-        if mark is not None and mark in text:
-            if self._of_marked is None:
-                self._of_marked = _RenamedTokens(self._backend)
-            with library_errors(f"{self._name} can't encode this text"):
-                return self._of_marked.encode(text, mark)
-        if self._of_templates is None:  # a copy: the list of special tokens belongs to the object
+        if self._parsing is None:  # a copy: the list of special tokens belongs to the object
             found = type(self._backend).from_str(self._backend.to_str())
             found.encode_special_tokens = False
-            self._of_templates = found
+            self._parsing = found
         with library_errors(f"{self._name} can't encode this text"):
-            return list(self._of_templates.encode(text, add_special_tokens=False).ids)
+            if written is not None and 0 in written and controls:
+                if controls not in self._guards:
+                    self._guards[controls] = _Guard(self._parsing, controls)
+                return self._guards[controls].encode(text, written)
+            return list(self._parsing.encode(text, add_special_tokens=False).ids)
 
     def _values(self) -> dict[str, Any]:
         return {**super()._values(), "chat": self.chat}
 
 
-class _RenamedTokens:
-    """A copy of a tokenizer whose special tokens have names that no text holds, so that their own names are text.
+class _Guard:
+    """Encodes texts in which only some characters may become control tokens.
 
-    The library cuts a text at special tokens before it does anything else. With other names it cuts the text at the
-    same places, and the parts between them get the same ids.
+    The library looks for added tokens before it does anything else. `_finder` does this alone, with the tokenizer's own
+    normaliser, in each part that the template wrote, apart from the rest: what it finds depends on no message. If the
+    tokenizer finds the same in the whole text, its ids are right. Otherwise `_copy` encodes the text. It has other
+    names for the control tokens, secret ones, which stand in the text where a control token was found: it cuts the text
+    there as the tokenizer would, and whatever else spells a control token is ordinary text for it.
+
+    Args:
+        backend: the tokenizer, which recognises special tokens.
+        controls: the control tokens.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        values, nonce = json.loads(backend.to_str()), secrets.token_hex(8)
-        values["post_processor"] = values["truncation"] = values["padding"] = None
-        known = {token["content"]: token["id"] for token in values["added_tokens"]}
-        self._renamed: dict[str, str] = {}
-        for token in values["added_tokens"]:
-            if token["special"]:
-                name = f"\U000f1000{nonce}.{token['id']}\U000f1000"
-                self._renamed[token["content"]] = name
-                token["content"] = name
-        self._copy = type(backend).from_str(json.dumps(values))
-        found = {token: self._copy.token_to_id(self._renamed.get(token, token)) for token in known}
-        self._ids = {found[token]: i for token, i in known.items()}
-        self._special = {known[token] for token in self._renamed}
-        longest_first = "|".join(re.escape(token) for token in sorted(known, key=len, reverse=True))
-        self._known = re.compile(longest_first or r"(?!)")
+    def __init__(self, backend: tokenizers.Tokenizer, controls: frozenset[str]) -> None:
+        self._backend = backend
+        self._known = {str(token.content): int(i) for i, token in backend.get_added_tokens_decoder().items()}
+        self._controls = {token: i for token, i in self._known.items() if token in controls}
+        values = self._values()
+        # The model says "unknown" itself, and some call that a special token.
+        unk = {values["model"].get("unk_id"), self._known.get(values["model"].get("unk_token"))}
+        self._watched = {*self._controls.values()} - unk
+        unknown = self._secret(0)
+        values |= {"pre_tokenizer": None, "model": {"type": "WordLevel", "vocab": {unknown: 0}, "unk_token": unknown}}
+        self._finder = type(backend).from_str(json.dumps(values))
+        self._found = {self._finder.token_to_id(token): token for token in self._controls}
+        self._copy: tokenizers.Tokenizer | None = None
+        self._names: dict[str, str] = {}
+        self._ids: dict[int, int] = {}
 
-    def encode(self, text: str, mark: str) -> list[int]:
-        """Encodes a text; a special token with the mark in it is ordinary text."""
-        text = self._known.sub(lambda match: self._renamed.get(match[0], match[0]), text).replace(mark, "")
-        ids = []
-        for i in self._copy.encode(text, add_special_tokens=False).ids:
-            if i not in self._ids and i in self._special:
-                raise ValueError("the name of a special token in a text has no other ids than the token's")
-            ids.append(self._ids.get(i, i))
+    def encode(self, text: str, written: bytes) -> list[int]:
+        """Encodes a text; `written` has a 1 for each character that may become a part of a control token."""
+        own = [
+            (run.start() + start, run.start() + end, token)
+            for run in re.finditer(b"\1+", written)
+            for start, end, token in self._find(text[run.start() : run.end()])
+        ]
+        expected = [i for _, _, token in own if (i := self._controls[token]) in self._watched]
+        if self._find(text) == own:
+            ids = list(self._backend.encode(text, add_special_tokens=False).ids)
+            if [i for i in ids if i in self._watched] == expected:
+                return ids
+        copy, parts, last = self._renamed(), [], 0
+        for start, end, token in own:
+            parts += [text[last:start], self._names[token]]
+            last = end
+        marked = "".join([*parts, text[last:]])
+        ids = [self._ids.get(i, i) for i in copy.encode(marked, add_special_tokens=False).ids]
+        if [i for i in ids if i in self._watched] != expected:
+            raise ValueError("a message changes the control tokens of the chat, whatever their names are")
         return ids
+
+    def _find(self, text: str) -> list[tuple[int, int, str]]:
+        """Returns the control tokens in a text with their places, without the white space that they take away."""
+        encoding, found = self._finder.encode(text, add_special_tokens=False), []
+        for i, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if i in self._found:
+                said = text[start:end]
+                start += len(said) - len(said.lstrip())
+                found.append((start, max(start, end - len(said) + len(said.rstrip())), self._found[i]))
+        return found
+
+    def _renamed(self) -> tokenizers.Tokenizer:
+        """Makes the copy, when a message first needs it."""
+        if self._copy is None:
+            values = self._values()
+            self._names = {token: self._secret(number) for number, token in enumerate(self._controls)}
+            for token in values["added_tokens"]:
+                token["content"] = self._names.get(token["content"], token["content"])
+            _rename(values["model"], self._names, self._controls)
+            copy = type(self._backend).from_str(json.dumps(values))
+            found = {token: copy.token_to_id(self._names.get(token, token)) for token in self._known}
+            self._ids = {new: self._known[token] for token, new in found.items() if new is not None}
+            self._copy = copy
+        return self._copy
+
+    def _values(self) -> dict[str, Any]:
+        values: dict[str, Any] = json.loads(self._backend.to_str())
+        return values | {"post_processor": None, "truncation": None, "padding": None}
+
+    @staticmethod
+    def _secret(number: int) -> str:
+        """Returns a name that no text has, and that no normaliser changes or joins with its neighbours."""
+        letters = "qxzjkvwf"
+        counted = "".join(letters[int(digit)] for digit in f"{number:08o}")
+        return f"|{''.join(secrets.choice(letters) for _ in range(24))}{counted}|"
+
+
+def _rename(model: dict[str, Any], names: Mapping[str, str], ids: Mapping[str, int]) -> None:
+    """Gives tokens other names in the JSON values of a tokenizer's model, which then makes none of them from a text."""
+    vocab = model.get("vocab")
+    if isinstance(vocab, list):
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
+    elif isinstance(vocab, dict):
+        model["vocab"] = {names.get(token, token): i for token, i in vocab.items()}
+        taken = {*vocab.values()}
+        model["vocab"] |= {names[token]: i for token, i in ids.items() if i not in taken}
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if "merges" in model:
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        prefix = model.get("continuing_subword_prefix") or ""
+        model["merges"] = [
+            pair for pair in pairs if not {*pair, pair[0] + pair[1].removeprefix(prefix)}.intersection(names)
+        ]
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) or r"(?!)")
 
 
 class PiecePromptTokenizer(SentencePieceTokenizer):
@@ -156,6 +235,18 @@ class PiecePromptTokenizer(SentencePieceTokenizer):
         self._special = own | {token: i for token, (i, is_special) in self._added.items() if is_special}
         self._plain = {token: i for token, (i, is_special) in self._added.items() if not is_special}
         self._names = {i: token for token, (i, _) in self._added.items()}
+        # Pieces that the model takes whole out of any text, whatever is around them.
+        self._symbols = {
+            piece: i
+            for i in range(self._size)
+            if not (
+                processor.is_control(i) or processor.is_unknown(i) or processor.is_unused(i) or processor.is_byte(i)
+            )
+            and processor.get_score(i) == 0
+            and len(piece := processor.id_to_piece(i)) > 1
+            and "▁" not in piece
+            and i in processor.encode(f"a{piece}a")
+        }
         pieces = {token: processor.piece_to_id(token) for token in self.chat.values() if token not in self._added}
         self._unsaid |= {i for token, i in pieces.items() if processor.id_to_piece(i) == token}  # what the folder names
 
@@ -165,25 +256,62 @@ class PiecePromptTokenizer(SentencePieceTokenizer):
         return [*([] if self._bos is None else [self._bos]), *self._split(text, self._plain)]
 
     @property
-    def special_tokens(self) -> list[str]:
-        """See `PromptTokenizer.special_tokens`."""
-        return [*self._special]
+    def added_tokens(self) -> dict[str, bool]:
+        """See `PromptTokenizer.added_tokens`."""
+        return {
+            **dict.fromkeys(self._symbols, False),
+            **dict.fromkeys(self._plain, False),
+            **dict.fromkeys(self._special, True),
+        }
 
-    def encode_template(self, text: str, mark: str | None = None) -> list[int]:
+    def encode_template(
+        self, text: str, written: bytes | None = None, controls: frozenset[str] = frozenset()
+    ) -> list[int]:
         """See `PromptTokenizer.encode_template`."""
         check_text(text)
-        return self._split(text, self._special | self._plain, mark or "")
+        known = self._special | self._plain
+        if written is None or 0 not in written:
+            return self._split(text, known)
+        watched = {token: i for token, i in (known | self._symbols).items() if token in controls}
+        own = [
+            (run.start() + found.start(), run.start() + found.end())
+            for run in re.finditer(b"\1+", written)
+            for found in _any_of(watched).finditer(text[run.start() : run.end()])
+        ]
+        expected, unsaid = [watched[text[start:end]] for start, end in own], {*watched.values()}
+        if [found.span() for found in _any_of(watched).finditer(text)] == own:
+            ids = self._split(text, known)
+            if [i for i in ids if i in unsaid] == expected:
+                return ids
+        ids, last = [], 0
+        plain = {token: i for token, i in self._plain.items() if token not in controls}
+        for start, end in [*own, (len(text), len(text))]:
+            for i in self._split(text[last:start], plain):
+                ids += self._letters(i) if i in unsaid else [i]
+            ids += [watched[text[start:end]]] if start < end else []
+            last = end
+        if [i for i in ids if i in unsaid] != expected:
+            raise ValueError("a message changes the control tokens of the chat: one of them is a single letter")
+        return ids
 
-    def _split(self, text: str, known: Mapping[str, int], mark: str = "") -> list[int]:
+    def _split(self, text: str, known: Mapping[str, int]) -> list[int]:
         if not known:
-            return list(self._processor.encode(text.replace(mark, "") if mark else text))
-        longest_first = "|".join(re.escape(token) for token in sorted(known, key=len, reverse=True))
+            return list(self._processor.encode(text))
         ids: list[int] = []
-        for place, part in enumerate(re.split(f"({longest_first})", text)):
+        for place, part in enumerate(re.split(f"({_any_of(known).pattern})", text)):
             if place % 2:
                 ids.append(known[part])
-            elif part := part.replace(mark, "") if mark else part:
+            elif part:
                 ids.extend(self._processor.encode(part))
+        return ids
+
+    def _letters(self, i: int) -> list[int]:
+        """Returns the ids of the letters of a piece, or of their bytes."""
+        own, ids = self._processor, []
+        for letter in own.id_to_piece(i):
+            spelled = [own.piece_to_id(f"<0x{byte:02X}>") for byte in letter.encode()]
+            whole = own.piece_to_id(letter)
+            ids += [whole] if whole != own.unk_id() or own.unk_id() in spelled else spelled
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import jinja2
 
+    from fastformer.generation.chat_text import Text
+
 Message: TypeAlias = Mapping[str, Any]  # "role" and "content", and any other keys that a template reads
 
 _MAX_SOURCE = 1_000_000  # characters in a template
 _MAX_DEPTH = 50  # levels of nesting in a message
-_MARKS = range(0xF0000, 0xF0100)  # private-use characters; one that the chat doesn't contain is used as a mark
+# The roles of a message that a template may write into a control token, as in "<|user|>". Others are a message's text.
+_ROLES = (
+    "assistant", "context", "developer", "document", "environment", "function", "ipython", "model", "observation",
+    "system", "tool", "tool_call", "tool_response", "user",
+)  # fmt: skip
 
 
 class TemplateTokenizer(Protocol):
@@ -22,13 +28,18 @@ class TemplateTokenizer(Protocol):
     chat: Mapping[str, str]
 
     @property
-    def special_tokens(self) -> Sequence[str]:
-        """The special tokens that `encode_template` recognises in a text."""
+    def added_tokens(self) -> Mapping[str, bool]:
+        """The tokens that are recognised as a whole in a text, and whether each of them is special."""
 
-    def encode_template(self, text: str, mark: str | None = None) -> list[int]:
+    def encode_template(
+        self, text: str, written: bytes | None = None, controls: frozenset[str] = frozenset()
+    ) -> list[int]:
         """Returns the ids of a text, without adding BOS.
 
-        A special token that contains `mark` is encoded as text, without the mark.
+        Args:
+            text: the text.
+            written: for each character 1 if the template wrote it, else 0; None: it wrote all of them.
+            controls: the added tokens that only characters of the template can spell.
         """
 
 
@@ -65,6 +76,7 @@ class ChatTemplate:
         self.source, self.tokens, self._name = source, dict(tokens or {}), name
         self._sandbox = Sandbox()
         self._template: jinja2.Template = self._guarded(lambda: self._sandbox.from_string(source))
+        self._controls: dict[frozenset[tuple[str, bool]], frozenset[str]] = {}
 
     @classmethod
     def of(cls, tokenizer: TemplateTokenizer) -> ChatTemplate:
@@ -100,13 +112,33 @@ class ChatTemplate:
         Raises:
             ValueError: an item isn't a message; the template refuses the messages, fails, or exceeds a bound.
         """
-        values = _plain(list(messages), "messages")
+        return str.__str__(self._render(messages, tools, add_generation_prompt=add_generation_prompt, **variables))
+
+    def _render(
+        self,
+        messages: Iterable[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        add_generation_prompt: bool,
+        **variables: Any,
+    ) -> Text:
+        from fastformer.generation.chat_text import Text, as_texts
+
+        values = as_texts(_plain(list(messages), "messages"))
         for place, message in enumerate(values):
             if not isinstance(message, dict):
                 raise ValueError(f"expected messages[{place}] to be a mapping, got {message!r:.60}")
-        given = {"tools": _plain(tools, "tools"), "documents": None, **_plain(variables, "variables")}
-        names = {**self.tokens, "messages": values, "add_generation_prompt": bool(add_generation_prompt), **given}
-        return self._guarded(lambda: self._sandbox.render(self._template, names))
+            if (role := message.get("role")) in _ROLES:
+                message["role"] = Text.written(role)
+        tokens = {name: Text.written(token) for name, token in self.tokens.items()}
+        given = {
+            "tools": as_texts(_plain(tools, "tools")),
+            "documents": None,
+            **as_texts(_plain(variables, "variables")),
+        }
+        names = {**tokens, "messages": values, "add_generation_prompt": bool(add_generation_prompt), **given}
+        found: Text = self._guarded(lambda: self._sandbox.render(self._template, names))
+        return found
 
     def encode(
         self,
@@ -117,10 +149,15 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> list[int]:
-        """Encodes a chat: special tokens that the template writes become their ids, and all messages become text.
+        """Encodes a chat: control tokens that the template writes become their ids, and all messages become text.
 
-        If a message spells a special token, it is encoded as text, so that a message can't end its turn and begin
-        another. transformers encodes it as the special token.
+        Control tokens are the special tokens, and other added tokens that the template writes to mark turns. Whatever
+        the template does with a message, and whatever the tokenizer's normaliser does then, no character of a message
+        becomes a part of a control token: a message can't end its turn and begin another. transformers encodes a
+        message that spells a control token as the token.
+
+        A role that templates know, such as "user", may be a part of a control token; any other is a message's text, as
+        are the variables, which a template may print.
 
         Args:
             tokenizer: the tokenizer of the model.
@@ -129,22 +166,20 @@ class ChatTemplate:
         Raises:
             ValueError: see `render`; or the tokenizer can't encode the text.
         """
-        messages = _plain(list(messages), "messages")
-        options = {**variables, "add_generation_prompt": add_generation_prompt}
-        special = [token for token in tokenizer.special_tokens if len(token) > 1]
-        spelled = [token for token in special if _holds(messages, token)]
-        if not spelled:
-            return tokenizer.encode_template(self.render(messages, tools, **options))
-        mark = next((chr(code) for code in _MARKS if not _holds(messages, chr(code))), None)
-        if mark is None:
-            raise ValueError("expected messages that leave one of Unicode's private characters free, got all of them")
+        from fastformer.generation.chat_text import mask_of
 
-        def marked(text: str) -> str:
-            for token in sorted(spelled, key=len, reverse=True):
-                text = text.replace(token, token[0] + mark + token[1:])
-            return text
+        text = self._render(messages, tools, add_generation_prompt=add_generation_prompt, **variables)
+        return tokenizer.encode_template(str.__str__(text), mask_of(text), self._controls_of(tokenizer))
 
-        return tokenizer.encode_template(self.render(_mapped(messages, marked), tools, **options), mark)
+    def _controls_of(self, tokenizer: TemplateTokenizer) -> frozenset[str]:
+        """Returns the added tokens of a tokenizer that only the template can write."""
+        known = frozenset(tokenizer.added_tokens.items())
+        if known not in self._controls:
+            named, literals = {*self.tokens.values()}, _folded("\0".join(self._sandbox.literals))
+            self._controls[known] = frozenset(
+                token for token, is_special in known if is_special or token in named or _writes(literals, token)
+            )
+        return self._controls[known]
 
     def end_ids(self, tokenizer: TemplateTokenizer, own: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the ids that end an answer: the model's own, and the tokenizer's eos_token, if it is one token."""
@@ -156,7 +191,8 @@ class ChatTemplate:
         """Runs jinja2. Its errors become a ValueError with one line that names the problem in the template."""
         import jinja2
 
-        from fastformer.generation.chat_sandbox import BoundExceeded, TemplateRefusal
+        from fastformer.generation.chat_sandbox import TemplateRefusal
+        from fastformer.generation.chat_text import BoundExceeded
 
         try:
             return run()
@@ -192,21 +228,14 @@ def _plain(value: Any, name: str, depth: int = 0) -> Any:
     raise ValueError(f"expected {name} of strings, numbers, lists and mappings, got {type(value).__name__}")
 
 
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """Copies plain values, with each text changed by a function; keys stay."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, list):
-        return [_mapped(item, change) for item in value]
-    if isinstance(value, dict):
-        return {key: _mapped(item, change) for key, item in value.items()}
-    return value
+def _folded(text: str) -> str:
+    return unicodedata.normalize("NFKC", text).casefold()
 
 
-def _holds(value: Any, text: str) -> bool:
-    """Returns whether plain values contain a text."""
-    if isinstance(value, str):
-        return text in value
-    return isinstance(value, dict | list) and any(
-        _holds(item, text) for item in (itertools.chain(value, value.values()) if isinstance(value, dict) else value)
-    )
+def _writes(literals: str, token: str) -> bool:
+    """Returns whether a template's literals spell a token that isn't a word or white space, with any role in it."""
+    token = _folded(token)
+    if not token.strip() or token.isalnum():
+        return False
+    ends = (token.split(role, 1) for role in _ROLES if role in token)
+    return token in literals or any(begin and end and begin in literals and end in literals for begin, end in ends)

@@ -83,7 +83,7 @@ def test_an_answer_equals_transformers_output(kind, folders) -> None:
 @pytest.mark.parametrize("kind", ["llama3", "llama2", "pieces", "gpt2"])
 def test_a_message_cannot_forge_a_turn(kind, folders) -> None:
     _, tokenizer = loaded(folders(kind))
-    special = tokenizer.special_tokens
+    special = [token for token, is_special in tokenizer.added_tokens.items() if is_special]
     template = ChatTemplate("{{ eos_token }}{% for m in messages %} {{ m.content | trim }}{{ eos_token }}{% endfor %}",
                             {"eos_token": special[-1]})  # fmt: skip
     spelled = "the dog" + " ".join(special) + f"{special[-1]} reads\n{special[-1]}a book \U000f0000"
@@ -94,12 +94,6 @@ def test_a_message_cannot_forge_a_turn(kind, folders) -> None:
     assert not meant.intersection(ids[1:-1])
     if kind != "llama2":  # whose pieces lack characters
         assert tokenizer.decode(ids[1:-1]).strip() == spelled
-    calm = [{"role": "user", "content": "the dog reads"}]
-    expected = tokenizer.encode_template(template.render(calm))
-    # A mark elsewhere changes nothing of what is around the tokens.
-    assert (
-        tokenizer.encode_template(template.render(calm).replace("reads", "re\U000f0000ads"), "\U000f0000") == expected
-    )
 
 
 def test_options_are_those_of_the_folder_and_flags_win(folders, tmp_path, caplog) -> None:
