@@ -289,12 +289,15 @@ def _torchs(*args: Any, **options: Any) -> Tensor:
 
 
 _activation: torch.library.Library | None = None
+_activated: set[_Activated] = set()  # the calls of `activate` that haven't ended
 _lock = threading.Lock()
 
 
 class _Activated(contextlib.AbstractContextManager[None]):
     def __exit__(self, *_: object) -> None:
-        deactivate()
+        with _lock:
+            _activated.discard(self)
+            _end_if_unused()
 
 
 def activate() -> contextlib.AbstractContextManager[None]:
@@ -307,27 +310,33 @@ def activate() -> contextlib.AbstractContextManager[None]:
         with fastformer.activate():
             model(x)
 
-    Returns:
-        A context manager that deactivates on leaving.
+    Blocks may overlap, inside of each other or in several threads: the last one to end ends it.
 
-    Raises:
-        RuntimeError: it is active already.
+    Returns:
+        A context manager that ends this activation on leaving.
     """
     global _activation
+    block = _Activated()
     with _lock:
-        if _activation is not None:
-            raise RuntimeError("fastformer is active already; fastformer.deactivate() ends that")
-        # Set before the name is routed to fastformer's, and until it no longer is: another thread may be calling it.
-        library = _activation = torch.library.Library("aten", "IMPL")
-        for key in ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA"):
-            library.impl("scaled_dot_product_attention", scaled_dot_product_attention, key)
-    return _Activated()
+        _activated.add(block)
+        if _activation is None:
+            # Set before the name is routed to fastformer's, and until it no longer is: another thread may be calling
+            # it.
+            library = _activation = torch.library.Library("aten", "IMPL")
+            for key in ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA"):
+                library.impl("scaled_dot_product_attention", scaled_dot_product_attention, key)
+    return block
 
 
 def deactivate() -> None:
-    """Undoes `activate`; does nothing if it isn't active."""
-    global _activation
+    """Ends every activation, also those of blocks that are running; does nothing if there is none."""
     with _lock:
-        if _activation is not None:
-            _activation._destroy()
+        _activated.clear()
+        _end_if_unused()
+
+
+def _end_if_unused() -> None:
+    global _activation
+    if _activation is not None and not _activated:
+        _activation._destroy()
         _activation = None

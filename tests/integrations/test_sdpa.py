@@ -365,14 +365,41 @@ def test_activate_catches_every_call():
             assert_same(ours, theirs, "its gradients")
         for name, call in calls.items():
             assert call().view(B * H, L, D).shape == (B * H, L, D), f"{name} lies as PyTorch's"
-        with pytest.raises(RuntimeError):
-            fastformer.activate()
     assert not any(ours_ran(call) for call in calls.values())
+
+
+@pytest.mark.usefixtures("_deactivated")
+def test_activations_last_until_the_last_one_ends():
+    """A library may activate inside of a caller's block, and in other threads."""
+    q, k, v = inputs()
+
+    def is_active() -> bool:
+        return ours_ran(lambda: F.scaled_dot_product_attention(q, k, v))
+
+    def library() -> None:
+        with fastformer.activate():
+            assert is_active()
+
+    with fastformer.activate():
+        library()
+        thread = threading.Thread(target=library)
+        thread.start()
+        thread.join()
+        assert is_active()
+        outlasts = fastformer.activate()
+    assert is_active()
+    with outlasts:
+        pass
+    assert not is_active()
     fastformer.activate()
-    assert ours_ran(calls["in a module"])
+    with fastformer.activate():
+        fastformer.deactivate()
+        assert not is_active()
+        fastformer.activate()
+    assert is_active(), "a block ends only its own activation"
     fastformer.deactivate()
     fastformer.deactivate()
-    assert not ours_ran(calls["in a module"])
+    assert not is_active()
 
 
 def with_math(*data: Any) -> Tensor:
