@@ -45,7 +45,7 @@ class Report:
         attention: the models of transformers whose attention runs on the ops of this library, whatever their family.
         hooked: the hooks on an accelerated module, or on a module inside of it. They see and change the same values as
             before: nothing is fused across a hooked module, and the stacks around it compute padding.
-        padding: for each stack of transformers that may omit padding, its output at padded positions, and the reason.
+        padding: for each stack that may skip padding, when it does so and what it returns there, or why it never does.
         generate: for each model of transformers that `from_huggingface` converts, how its `generate` decodes, and why.
             If the options of a call make it fall back to transformers' own decoding, the debug log names them.
         encode: for each encoder of transformers that `from_huggingface` converts, whether the engine or the modules
@@ -99,7 +99,7 @@ def accelerate(
     forward of its own, is not changed. Hooks and replaced methods inside of a module are called as before. `report`
     lists the changes.
 
-    A stack of transformers that omits padding returns zeros at padded positions. Whether it may do so depends on the
+    A stack of transformers that skips padding returns zeros at padded positions. Whether it may do so depends on the
     model that you pass here. A model that you build around an accelerated one later doesn't change that.
 
     `generate` of the models that `from_huggingface` converts runs on the C++ engine of the CPU: transformers prepares
@@ -119,8 +119,8 @@ def accelerate(
     side, or between tokens. The packed copy takes about as much memory as the encoder's matrices in the engine's
     precision, in addition to the model itself; `report` says how much. The first call on the engine packs the copy,
     unless `generate` has packed it already. The encoders of torch.nn run on the engine, too, if their layers are alike
-    and a call has no mask except that of padding. They know fp32, bf16 and int8; asked for int4 they keep their own
-    precision.
+    and a call has no mask, or one of padding that it skips. They know fp32, bf16 and int8; asked for int4 they keep
+    their own precision.
 
     Args:
         model: any module. Known are those of torch.nn (`MultiheadAttention`, `TransformerEncoderLayer`,
@@ -131,11 +131,14 @@ def accelerate(
             T5ForConditionalGeneration (of transformers 5) compute the loss of their labels without ever holding the
             logits: in training the output's `logits` is None. In evaluation, without labels, and under torch.compile
             the output has its logits as before.
-        padding: how transformers' stacks treat padding. "auto" omits padding if the model is of a known class (also
-            inside of peft's models and DistributedDataParallel), if all parts that read its stacks work on one position
-            at a time, and if a call asks for nothing at padded positions, such as labels there. Otherwise padding is
-            computed as in the plain model. "skip" omits it everywhere: you promise that nothing reads padded
-            positions. "compute" omits it nowhere.
+        padding: how stacks treat padding. By "auto" they skip it where nothing reads their output there. A stack of
+            torch.nn then equals the plain one at every position: padding is skipped where torch.nn itself skips it (an
+            encoder in evaluation without gradients), in the encoder of a `Transformer` whose memory_key_padding_mask
+            hides what src_key_padding_mask hides, and in the memory of a decoder. A stack of transformers skips it, and
+            returns zeros there, if the model is of a known class (also inside of peft's models and
+            DistributedDataParallel), if all parts that read its stacks work on one position at a time, and if a call
+            asks for nothing at padded positions, such as labels there. "skip" skips it in every call: you promise that
+            nothing reads padded positions. "compute" skips it nowhere.
         generate: whether `generate` runs on the engine if it can; with False it stays transformers' own.
         encode: whether encoders run on the engine if they can; with False their modules compute them, and none is
             packed.
@@ -162,7 +165,7 @@ def accelerate(
         by = products.get(module) or known.get(type(module))
         if by is not None and why_left(module, {by.original: by}) is None:
             replace_class(module, by)
-    torch_nn.decide(model, precision, wanted=encode)
+    torch_nn.decide(model, precision, wanted=encode, padding=padding)
     if "transformers" in sys.modules:
         from fastformer.integrations import engine_encode, engine_generate
         from fastformer.integrations.attention_interface import patch_attention
@@ -199,14 +202,14 @@ def report(model: nn.Module) -> Report:
         reason = why_left(module, known if by is None else {by.original: by})
         if reason is not None:
             found.left[name] = reason
-    found.encode = torch_nn.described(model)
+    found.encode, found.padding = torch_nn.described(model), torch_nn.described_padding(model)
     if "transformers" in sys.modules:
         from fastformer.integrations import engine_encode, engine_generate
         from fastformer.integrations.attention_interface import patched_attention
         from fastformer.integrations.padding import described
 
         found.attention = patched_attention(model)
-        found.padding = described(model)
+        found.padding |= described(model)
         found.generate = engine_generate.described(model)
         found.encode |= engine_encode.described(model)
     inside = {inner for module in model.modules() if is_accelerated(module) for inner in module.modules()}

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 import fastformer.nn as fnn
-from fastformer.integrations.replace import Replacement
+from fastformer.integrations.replace import Replacement, is_accelerated
 from fastformer.nn import packed_stack
 from fastformer.nn.guards import BLOCKS, is_its_own
 from fastformer.nn.packed_stack import copy_bytes, megabytes, precision_of, why_no_engine
@@ -55,11 +55,12 @@ def _why_not(module: nn.Module) -> str | None:
     return None
 
 
-def decide(model: nn.Module, precision: str | None, *, wanted: bool) -> None:
-    """Gives the stacks inside of a module their setting.
+def decide(model: nn.Module, precision: str | None, *, wanted: bool, padding: str) -> None:
+    """Gives the stacks inside of a module their settings.
 
     Args:
         model: the argument of `accelerate`.
+        padding: the argument of `accelerate`; by "auto" the stacks of fastformer.nn keep their own setting.
         precision: the engine's precision; None leaves that of an earlier call. In int4 a stack keeps its own: the
             engine takes weights in groups from whole models alone.
         wanted: whether the engine may hold copies of the stacks' weights.
@@ -67,6 +68,10 @@ def decide(model: nn.Module, precision: str | None, *, wanted: bool) -> None:
     for module in model.modules():
         if not isinstance(module, Stack):
             continue
+        if padding != "auto":
+            module.padding = padding
+        elif is_accelerated(module):
+            vars(module).pop("padding", None)
         if precision is not None:
             module.packed_precision = None if precision == "int4" else precision
         if wanted:
@@ -80,9 +85,36 @@ def forget(model: nn.Module) -> None:
     """Undoes `decide`, and drops the weights that were packed."""
     for module in model.modules():
         if isinstance(module, Stack):
-            for name in ("packs_weights", "packed_precision"):
+            for name in ("packs_weights", "packed_precision", *(["padding"] if is_accelerated(module) else [])):
                 vars(module).pop(name, None)
             packed_stack.forget(module)
+
+
+def described_padding(model: nn.Module) -> dict[str, str]:
+    """Returns for each stack of torch.nn or fastformer in a module, by name, which padding it skips, and why."""
+    return {name: _padding_of(module) for name, module in model.named_modules() if isinstance(module, Stack)}
+
+
+def _padding_of(stack: Stack) -> str:
+    if stack.padding == "compute":
+        return 'padding is computed: you asked for padding="compute"'
+    plan = STACK_PLANS.of(stack)
+    reason = plan.why_padded
+    if plan.replaced is not None:
+        reason = f"{plan.replaced.replaced} was replaced"
+    if stack.padding == "skip":
+        zeros = "padding is skipped, and the output is zero there"
+        return zeros if reason is None else f"padding is computed: {reason}"
+    if isinstance(stack, fnn.TransformerDecoder):
+        if reason is None:
+            return "padding of the target is computed, and that of the memory is skipped"
+        return f"padding is computed: {reason}"
+    places = []
+    if getattr(stack, "use_nested_tensor", False):
+        places.append("in evaluation without gradients, as in torch.nn")
+    if reason is None:
+        places.append("in a Transformer whose decoder's mask hides it")
+    return f"padding is computed, except {', and '.join(places)}" if places else f"padding is computed: {reason}"
 
 
 def described(model: nn.Module) -> dict[str, str]:

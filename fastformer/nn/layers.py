@@ -14,6 +14,7 @@ from fastformer.nn.attention import AttentionPlan, MultiheadAttention, plan_insi
 from fastformer.nn.attention_parameters import WindowSize
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError
+from fastformer.nn.fast_path import fast_dtype
 from fastformer.nn.feed_forward import (
     Activation,
     FeedForwardPlan,
@@ -418,7 +419,8 @@ class TransformerEncoderLayer(_Layer):
             return opened.close(values)
         own = None if cache is None else cache.self_attention
         options = given(layout=layout, cache=own, rotary=rotary, position_bias=position_bias)
-        return _handed_over(plan, self.compute(plan, src, src_mask, src_key_padding_mask, is_causal, **options))
+        found = _handed_over(plan, self.compute(plan, src, src_mask, src_key_padding_mask, is_causal, **options))
+        return found.to(fast_dtype(self, found)) if isinstance(found, Tensor) else found
 
     def compute(
         self,

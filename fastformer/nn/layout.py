@@ -223,10 +223,11 @@ class Padding(NamedTuple):
         """Packs the real tokens of x (*shape, ...) to (total, ...)."""
         return x.flatten(0, 1).index_select(0, self.tokens)
 
-    def unpack(self, x: Tensor) -> Tensor:
-        """Pads packed tokens (total, ...) to (*shape, ...), with zeros at padding."""
-        rows = self.shape[0] * self.shape[1]
-        return x.new_zeros((rows, *x.shape[1:])).index_copy(0, self.tokens, x).unflatten(0, self.shape)
+    def unpack(self, x: Tensor, fill: Tensor | None = None) -> Tensor:
+        """Pads packed tokens (total, ...) to (*shape, ...), with zeros or a token `fill` (...) at padding."""
+        size = (self.shape[0] * self.shape[1], *x.shape[1:])
+        out = x.new_zeros(size) if fill is None else fill.to(x.dtype).expand(size).clone()
+        return out.index_copy(0, self.tokens, x).unflatten(0, self.shape)
 
 
 def read_padding(x: Tensor, key_padding_mask: Tensor | None, batch_first: bool) -> Padding | None:

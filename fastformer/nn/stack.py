@@ -20,7 +20,7 @@ from fastformer.nn.layers import (
     find_layer_plan,
 )
 from fastformer.nn.layout import SequenceLayout
-from fastformer.nn.masks import merge_masks
+from fastformer.nn.masks import is_causal_mask, merge_masks
 from fastformer.nn.norm import NormPlan, find_norm_plan
 from fastformer.nn.packed_stack import PRECISIONS, StackSettings, run_packed, why_no_engine
 from fastformer.ops import _dispatch, _extension
@@ -55,6 +55,7 @@ class Evaluation(NamedTuple):
         stack: Stack,
         x: Tensor,
         mask: Tensor | None,
+        key_padding_mask: Tensor | None,
         is_causal: bool,
         layout: SequenceLayout | None,
         *,
@@ -66,6 +67,7 @@ class Evaluation(NamedTuple):
             stack: the stack of this plan.
             x: (batch, seqlen, dim), or packed (total, dim).
             mask: (seqlen, seqlen) or (batch * num_heads, seqlen, seqlen), bool (True = ignore) or additive.
+            key_padding_mask: (batch, seqlen), bool (True = ignore) or additive.
             is_causal: whether attention is causal, instead of a mask.
             layout: how x lies in memory.
             is_trusted: whether nothing in the layout needs a check.
@@ -80,14 +82,19 @@ class Evaluation(NamedTuple):
             return None
         attention = self.attention
         is_batch = attention.batch_first and x.dim() == 3
+        if is_causal and mask is not None and key_padding_mask is not None:
+            is_causal = is_causal_mask(mask)  # torch.nn reads the mask there
         if is_causal:
             mask = None
         if not is_batch and (layout is None or not layout.is_packed):
             return None
-        if mask is not None:
-            if not is_batch or layout is not None or mask.dtype not in (torch.bool, x.dtype) or mask.device != x.device:
+        given = [each for each in (mask, key_padding_mask) if each is not None]
+        if given:
+            if not is_batch or layout is not None:
                 return None
-            mask = merge_masks(mask, None, x.shape[0], attention.num_heads, x.shape[1], x.shape[1])
+            if any(each.dtype not in (torch.bool, x.dtype) or each.device != x.device for each in given):
+                return None
+            mask = merge_masks(mask, key_padding_mask, x.shape[0], attention.num_heads, x.shape[1], x.shape[1])
         left, right = attention.window_size
         if is_causal:
             right = 0 if right is None else min(right, 0)
@@ -298,6 +305,8 @@ class Stack(nn.Module):
 
     layers: Any  # an nn.ModuleList of layers: fastformer's, torch.nn's or the caller's
     norm: nn.Module | None
+    # "auto", "skip" or "compute"; see `nn.padding`.
+    padding: str = "auto"
     # Whether the engine may hold a copy of an encoder's weights, for evaluation; see `packed_stack`.
     packs_weights = True
     # The precision of that copy: "fp32", "bf16" or "int8"; None: the weights' own.

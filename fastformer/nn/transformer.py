@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +15,14 @@ from fastformer.cache.layer_view import StepTables
 from fastformer.nn.cached_step import check_layers, check_masks, next_tokens
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError
+from fastformer.nn.fast_path import fast_dtype, nests
 from fastformer.nn.feed_forward import Activation
-from fastformer.nn.guards import given, is_traced, replacement
+from fastformer.nn.guards import given, is_called_plainly, replacement
 from fastformer.nn.layers import LayerPlan, ResidualStream, TransformerDecoderLayer, TransformerEncoderLayer
-from fastformer.nn.layout import Padding, SequenceLayout, open_nested, read_padding
+from fastformer.nn.layout import SequenceLayout, open_nested
 from fastformer.nn.masks import as_additive, is_causal_mask, square_subsequent_mask
 from fastformer.nn.norm import AddLayerNorm
+from fastformer.nn.padding import hides, may_pack, skipped_by_decoder, skipped_by_encoder
 from fastformer.nn.stack import STACK_PLANS, Stack, StackPlan
 
 # The type of the values between layers.
@@ -27,7 +30,11 @@ State = Tensor | ResidualStream
 
 
 def _run(
-    stack: Stack, plan: StackPlan, x: Tensor, call: Callable[[nn.Module, LayerPlan | None, int, State], State]
+    stack: Stack,
+    plan: StackPlan,
+    x: Tensor,
+    call: Callable[[nn.Module, LayerPlan | None, int, State], State],
+    zeroed: Tensor | None = None,
 ) -> Tensor:
     """Computes a stack's layers and its norm; an addition is fused with the next norm if the layers allow it.
 
@@ -36,6 +43,7 @@ def _run(
         plan: its plan.
         x: the input of the first layer.
         call: (layer, its plan, its index, the state) -> the state after the layer.
+        zeroed: (batch, seqlen), True where the state is zero before the norm; None: nowhere.
     """
     saving = stack.gradient_checkpointing and stack.training and torch.is_grad_enabled()
     state: State = ResidualStream(None, x) if plan.streams else x
@@ -49,6 +57,9 @@ def _run(
             state = call(layer, own, i, state)
         if plan.why_padded is not None and not torch.compiler.is_compiling():
             plan = STACK_PLANS.of(stack)  # a called module or hook may have changed the next layers
+    if zeroed is not None:
+        state = state.value() if isinstance(state, ResidualStream) else state
+        state = state.masked_fill(zeroed[..., None], 0)
     if not isinstance(state, ResidualStream):
         return state if stack.norm is None else stack.norm(state)
     if stack.norm is None:
@@ -65,18 +76,9 @@ def _as_rows(plan: StackPlan, x: Tensor) -> Tensor | None:
 
     The layers get the first two dimensions separately.
     """
-    if torch.compiler.is_compiling() or plan.gathers or not _may_pack(plan, x) or not x.is_contiguous():
+    if torch.compiler.is_compiling() or plan.gathers or not may_pack(plan, x) or not x.is_contiguous():
         return None
     return x.view(-1, x.shape[-1])
-
-
-def _may_pack(plan: StackPlan, *inputs: Tensor) -> bool:
-    """Returns whether the layers compute the same for packed tokens, and no other code sees the packing."""
-    return (
-        plan.why_padded is None
-        and all(type(each) in (Tensor, nn.Parameter) and each.dim() == 3 for each in inputs)
-        and not is_traced()
-    )
 
 
 class TransformerEncoder(Stack):
@@ -86,10 +88,13 @@ class TransformerEncoder(Stack):
         encoder_layer: a `TransformerEncoderLayer` (fastformer's or torch.nn's), copied num_layers times.
         num_layers: number of layers.
         norm: applied to the output.
-        enable_nested_tensor, mask_check: only complete torch.nn's signature. A `src_key_padding_mask` omits
-            padding without them, and a packed `layout=` has none.
+        enable_nested_tensor: whether evaluation without gradients skips padding as torch.nn does; see `padding`.
+        mask_check: only completes torch.nn's signature.
 
     Attributes:
+        padding: "auto": the output is torch.nn's at every position; padding is skipped where torch.nn skips it, and in
+            a `Transformer` whose decoder doesn't read it. "skip": you promise that nothing reads the output at padding;
+            it is skipped in every call, and the output is zero there. "compute": it is never skipped.
         gradient_checkpointing: recompute each layer in the backward pass, to save memory while training.
         packs_weights: in evaluation without gradients on a CPU, compute all layers in one call over a packed copy of
             their weights, which takes as much memory as they do. False makes no copy.
@@ -106,6 +111,7 @@ class TransformerEncoder(Stack):
     ) -> None:
         super().__init__(encoder_layer, num_layers, norm)
         self.enable_nested_tensor = enable_nested_tensor
+        self.use_nested_tensor = enable_nested_tensor and nests(encoder_layer)
         self.mask_check = mask_check
 
     def forward(
@@ -152,30 +158,44 @@ class TransformerEncoder(Stack):
             return opened.close(
                 self._encode(plan, opened.values, None, None, is_causal, opened.layout, is_trusted=True)
             )
+        out = self.encode(plan, src, mask, src_key_padding_mask, is_causal, *others)
+        last = self.layers[-1] if len(self.layers) else None
+        return out.to(fast_dtype(last, out))
+
+    def encode(
+        self,
+        plan: StackPlan,
+        src: Tensor,
+        mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool | None,
+        layout: SequenceLayout | None = None,
+        *others: Any,
+        is_unread: bool = False,
+    ) -> Tensor:
+        """Computes `forward` by the stack's plan, for an input that isn't nested.
+
+        Args:
+            plan, src, mask, key_padding_mask, is_causal, layout: see `forward`.
+            others: the cache, the rotary positions and the position bias.
+            is_unread: whether nothing reads the output at padding.
+        """
         if is_causal is None:
             is_causal = mask is not None and is_causal_mask(mask, self._seqlen(src, layout))
-        if src_key_padding_mask is not None and is_bare:
-            padding = self._padding(plan, src, mask, src_key_padding_mask, is_causal)
+        zeroed = None
+        if key_padding_mask is not None and layout is None and all(option is None for option in others):
+            padding, zeroed = skipped_by_encoder(
+                self, plan, src, mask, key_padding_mask, is_causal=is_causal, is_unread=is_unread
+            )
             if padding is not None and padding.is_none:
-                src_key_padding_mask = None
+                key_padding_mask = zeroed = None
             elif padding is not None:
-                return padding.unpack(
-                    self._encode(plan, padding.pack(src), None, None, is_causal, padding.layout, is_trusted=True)
-                )
-        return self._encode(plan, src, mask, src_key_padding_mask, is_causal, *others)
-
-    def _padding(
-        self, plan: StackPlan, src: Tensor, mask: Tensor | None, key_padding_mask: Tensor, is_causal: bool
-    ) -> Padding | None:
-        """Returns the padding that the layers need not compute; None if they compute everything."""
-        # torch.nn reads a mask that it is also told to be causal, where there is padding.
-        says_all = mask is None or (is_causal and is_causal_mask(mask))
-        if not says_all or not _may_pack(plan, src):
-            return None
-        padding = read_padding(src, key_padding_mask, self.layers[0].self_attn.batch_first)
-        if padding is None or not (padding.is_none or padding.is_contiguous or not plan.is_windowed):
-            return None
-        return padding
+                packed = (padding.pack(src), None, None, is_causal, padding.layout)
+                out = self._encode(plan, *packed, is_trusted=True)
+                if zeroed is None or self.norm is None:
+                    return padding.unpack(out)
+                return padding.unpack(out, self.norm(out.new_zeros(out.shape[-1])))
+        return self._encode(plan, src, mask, key_padding_mask, is_causal, layout, *others, zeroed=zeroed)
 
     def _encode(
         self,
@@ -190,25 +210,26 @@ class TransformerEncoder(Stack):
         position_bias: Tensor | None = None,
         *,
         is_trusted: bool = False,
+        zeroed: Tensor | None = None,
     ) -> Tensor:
         """Passes the input through the layers without packing it.
 
         Args:
             is_trusted: whether the layout was read from a mask, so that nothing in it needs a check.
+            zeroed: see `Skipped`.
         """
-        if plan.evaluation is not None and not torch.is_grad_enabled():
-            is_plain = all(each is None for each in (key_padding_mask, cache, rotary, position_bias))
-            if is_plain:
-                out = plan.evaluation.run(self, src, mask, is_causal, layout, is_trusted=is_trusted)
-                if out is not None:
-                    return out
+        is_plain = all(each is None for each in (zeroed, cache, rotary, position_bias))
+        if is_plain and plan.evaluation is not None and not torch.is_grad_enabled():
+            out = plan.evaluation.run(self, src, mask, key_padding_mask, is_causal, layout, is_trusted=is_trusted)
+            if out is not None:
+                return out
         step = None
         if cache is not None:
             check_masks(mask, key_padding_mask, is_causal)
             mask = None
             step = cache.begin(*next_tokens(cache, src, self.layers, layout))
         rows = None
-        if all(each is None for each in (cache, layout, rotary, position_bias)):
+        if all(each is None for each in (cache, layout, rotary, position_bias, zeroed)):
             rows = _as_rows(plan, src)
         shape = None if rows is None else src.shape[:2]
 
@@ -228,7 +249,7 @@ class TransformerEncoder(Stack):
         if rows is not None:
             return _run(self, plan, rows, call).view(src.shape)
         if cache is None or step is None:
-            return _run(self, plan, src, call)
+            return _run(self, plan, src, call, zeroed)
         # A cache records no graph, so gradients would be wrong: none are computed.
         with torch.no_grad():
             out = _run(self, plan, src, call)
@@ -310,7 +331,7 @@ class TransformerDecoder(Stack):
         tgt_is_causal = is_causal_mask(tgt_mask, self._seqlen(tgt, layout)) if tgt_is_causal is None else tgt_is_causal
         masks, memory_masks = (tgt_mask, tgt_key_padding_mask), (memory_mask, memory_key_padding_mask)
         if is_bare and memory is not None and not memory_is_causal:
-            padding = self._padding(plan, tgt, memory, masks, memory_masks, tgt_is_causal)
+            padding = skipped_by_decoder(self, plan, tgt, memory, masks, memory_masks, tgt_is_causal)
             if padding is not None:
                 own, other = padding
                 none = (None, None)
@@ -339,34 +360,6 @@ class TransformerDecoder(Stack):
             )  # fmt: skip
         cache.commit(step)
         return out
-
-    def _padding(
-        self,
-        plan: StackPlan,
-        tgt: Tensor,
-        memory: Tensor,
-        masks: tuple[Tensor | None, Tensor | None],
-        memory_masks: tuple[Tensor | None, Tensor | None],
-        is_causal: bool,
-    ) -> tuple[Padding, Padding] | None:
-        """Returns the padding of tgt and memory that the layers need not compute; None if they compute everything."""
-        mask, key_padding_mask = masks
-        memory_mask, memory_key_padding_mask = memory_masks
-        if (key_padding_mask is None and memory_key_padding_mask is None) or memory_mask is not None:
-            return None
-        # torch.nn reads a mask that it is also told to be causal, where there is padding.
-        says_all = mask is None or (is_causal and is_causal_mask(mask))
-        if not says_all or not _may_pack(plan, tgt, memory):
-            return None
-        batch_first = self.layers[0].self_attn.batch_first
-        own, other = read_padding(tgt, key_padding_mask, batch_first), None
-        if own is not None:
-            other = read_padding(memory, memory_key_padding_mask, batch_first)
-        if own is None or other is None or own.layout.batch_size != other.layout.batch_size:
-            return None
-        if not (own.is_contiguous or not plan.is_windowed) or (own.is_none and other.is_none):
-            return None
-        return own, other
 
     def _decode(
         self,
@@ -550,13 +543,13 @@ class Transformer(nn.Module):
             raise InputError(
                 f"expected src and tgt of one batch size, got {src.shape[batch_dim]} and {tgt.shape[batch_dim]}"
             )
-        memory = self.encoder(
-            src,
-            mask=src_mask,
-            src_key_padding_mask=src_key_padding_mask,
-            is_causal=src_is_causal,
-            **given(layout=memory_layout),
-        )
+        encoder: Any = self.encoder
+        if memory_layout is None and self._leaves_padding_unread(src, src_key_padding_mask, memory_key_padding_mask):
+            plan = STACK_PLANS.of(encoder)
+            memory = encoder.encode(plan, src, src_mask, src_key_padding_mask, src_is_causal, is_unread=True)
+        else:
+            options = {"mask": src_mask, "src_key_padding_mask": src_key_padding_mask, "is_causal": src_is_causal}
+            memory = encoder(src, **options, **given(layout=memory_layout))
         return self.decoder(
             tgt,
             memory,
@@ -569,6 +562,19 @@ class Transformer(nn.Module):
             **given(layout=layout, memory_layout=memory_layout),
         )
 
+    def _leaves_padding_unread(
+        self, src: Tensor, key_padding_mask: Tensor | None, memory_key_padding_mask: Tensor | None
+    ) -> bool:
+        """Returns whether nothing reads the encoder's output at padding: the decoder's mask hides it."""
+        stacks = (self.encoder, TransformerEncoder), (self.decoder, TransformerDecoder)
+        for stack, kind in stacks:
+            if not (isinstance(stack, kind) and type(stack).forward is _FORWARDS[kind] and is_called_plainly(stack)):
+                return False
+            plan = STACK_PLANS.of(stack)
+            if plan.replaced is not None or plan.why_padded is not None:
+                return False
+        return not src.is_nested and hides(memory_key_padding_mask, key_padding_mask)
+
     @staticmethod
     def generate_square_subsequent_mask(
         sz: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -580,3 +586,7 @@ class Transformer(nn.Module):
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.xavier_uniform_(parameter)
+
+
+# The forwards of this module, recorded because other code may replace them.
+_FORWARDS = {kind: kind.forward for kind in (TransformerEncoder, TransformerDecoder)}

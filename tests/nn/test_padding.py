@@ -1,4 +1,4 @@
-"""Stacks skip the padding that a mask names: the same results at real tokens, and zeros elsewhere."""
+"""By padding="skip", stacks skip the padding that a mask names: torch.nn's results at real tokens, zeros elsewhere."""
 
 from __future__ import annotations
 
@@ -49,11 +49,15 @@ def by_position(mask: Tensor, batch_first: bool) -> Tensor:
 
 
 def encoders(norm_first: bool = True, batch_first: bool = True) -> tuple[Any, Any]:
-    return pair("encoder", 2, nn.LayerNorm, norm_first=norm_first, batch_first=batch_first)
+    ours, theirs = pair("encoder", 2, nn.LayerNorm, norm_first=norm_first, batch_first=batch_first)
+    ours.padding = "skip"
+    return ours, theirs
 
 
 def decoders(norm_first: bool = True, batch_first: bool = True) -> tuple[Any, Any]:
-    return pair("decoder", 2, norm_first=norm_first, batch_first=batch_first)
+    ours, theirs = pair("decoder", 2, norm_first=norm_first, batch_first=batch_first)
+    ours.padding = "skip"
+    return ours, theirs
 
 
 def assert_alike(

@@ -3,8 +3,8 @@
 The rivals are torch.nn, torch.nn under torch.compile, and `fastformer.baseline`. All get torch.nn's weights. The
 attention biases, which the baseline doesn't have, are 0, as they are at first in torch.nn. With half padding, the
 lengths are spread evenly. The outputs at padding don't count: all modules write zeros there before they return, and the
-gradient of the output is zero there. torch.nn has its own fast path for the evaluation of an encoder, which also skips
-padding; the settings here enable it.
+gradient of the output is zero there, so fastformer's stacks are told to skip it. torch.nn has its own fast path for the
+evaluation of an encoder, which also skips padding; the settings here enable it.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ def make_rival(kind: str, name: str, shape: Shape) -> nn.Module:
     torch.set_rng_state(generator)
     if kind == "fastformer":
         module = make(name, fastformer.nn, shape)
+        if name in STACKED:
+            module.padding = "skip"  # type: ignore[assignment]
         module.load_state_dict(original.state_dict())
     elif kind == "baseline":
         module = make_baseline(name, shape)

@@ -42,6 +42,8 @@ _FREE = {
     "inplace",
     "gradient_checkpointing",
     "enable_nested_tensor",
+    "use_nested_tensor",
+    "padding",
     "mask_check",
     "atomics",
     "_is_full_backward_hook",
