@@ -159,10 +159,10 @@ def accelerate(
     known = known_replacements()
     if fused_loss:
         known |= _fused_losses(model)
-    products = _products(model)
+    products, unknown = _products(model), _with_new_fields(model)
     forget_restored_forwards(model.modules())
     for module in list(model.modules()):
-        by = products.get(module) or known.get(type(module))
+        by = products.get(module) or (None if module in unknown else known.get(type(module)))
         if by is not None and why_left(module, {by.original: by}) is None:
             replace_class(module, by)
     torch_nn.decide(model, precision, wanted=encode, padding=padding)
@@ -192,7 +192,7 @@ def report(model: nn.Module) -> Report:
         ValueError: `model` is not a module.
     """
     _check_module(model)
-    known, products = known_replacements(), _products(model)
+    known, products, unknown = known_replacements(), _products(model), _with_new_fields(model)
     found = Report()
     for name, module in model.named_modules():
         if is_accelerated(module):
@@ -200,6 +200,8 @@ def report(model: nn.Module) -> Report:
             continue
         by = products.get(module)
         reason = why_left(module, known if by is None else {by.original: by})
+        if type(module) in known and reason is None:
+            reason = unknown.get(module)
         if reason is not None:
             found.left[name] = reason
     found.encode, found.padding = torch_nn.described(model), torch_nn.described_padding(model)
@@ -217,6 +219,22 @@ def report(model: nn.Module) -> Report:
         if module in inside and (replaced := replacement(type(module))) is not None:
             found.left[name] = f"{replaced.replaced} was replaced"
     found.hooked = _hooked(model, inside)
+    return found
+
+
+def _with_new_fields(model: nn.Module) -> dict[nn.Module, str]:
+    """Returns the modules of transformers' models whose configs have fields of a later version, with the reason."""
+    found: dict[nn.Module, str] = {}
+    if "transformers" in sys.modules:
+        from transformers import PreTrainedModel
+
+        from fastformer.integrations.conversion import new_fields
+
+        for around in model.modules():
+            if isinstance(around, PreTrainedModel) and around not in found and (named := new_fields(around.config)):
+                found |= dict.fromkeys(
+                    around.modules(), f"its config has a field that fastformer doesn't know: {named}"
+                )
     return found
 
 

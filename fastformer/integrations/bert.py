@@ -36,7 +36,10 @@ class BertSelfAttention(_Attention):
             linear(hidden_states).unflatten(-1, (-1, self.attention_head_size))
             for linear in (self.query, self.key, self.value)
         )
-        is_causal = attention_mask is None and bool(getattr(self, "is_causal", self.is_decoder))
+        told = kwargs.get("is_causal")
+        is_causal = attention_mask is None and bool(
+            getattr(self, "is_causal", self.is_decoder) if told is None else told
+        )
         dropout_p = self.dropout.p if self.training else 0.0
         scale = getattr(self, "scaling", None)  # models have it from version 5 on
         out = attend(q, k, v, attention_mask, dropout_p=dropout_p, scale=scale, is_causal=is_causal)

@@ -10,6 +10,7 @@ from torch import nn
 
 from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES, UNSUPPORTED, from_model
 from fastformer.checkpoints.hf.common import Checkpoint, with_search_ids
+from fastformer.checkpoints.hf.fields import FIELDS, unknown_fields
 from fastformer.checkpoints.hf.rope import of_version
 from fastformer.integrations.replace import original_class
 from fastformer.models import BERT, GPT, Transformer
@@ -91,6 +92,8 @@ def convert(model: nn.Module, change: Callable[[dict[str, Any]], dict[str, Any]]
         known = ", ".join(name for each in FAMILIES.values() for name in (each.model_class, *each.others))
         raise ValueError(f"expected one of transformers' {known}, got {type(model).__name__}{why}")
     found: Any = model
+    if unknown := new_fields(found.config):
+        raise ValueError(f"expected a config without {unknown}, which this version of fastformer doesn't know")
     eps = {module.eps for module in model.modules() if isinstance(module, nn.LayerNorm)}
     if len(eps) > 1:
         raise ValueError(f"expected norms of one eps, got {sorted(eps)}")
@@ -119,6 +122,19 @@ def _check_first_position(model: Any, settings: dict[str, Any]) -> None:
         raise ValueError(
             f"expected config.pad_token_id {first}, from which the model's embeddings count positions, got {pad}"
         )
+
+
+def new_fields(config: Any) -> str | None:
+    """Returns the fields of a config that a later version of transformers added and that don't have their defaults.
+
+    Args:
+        config: a config of transformers. One of an unknown class, and of a version before 5, has no such fields.
+    """
+    kind = type(config)
+    if kind.__module__.partition(".")[0] != "transformers" or _major_version() < 5 or config.model_type not in FIELDS:
+        return None
+    found = unknown_fields(config.to_dict(), kind().to_dict())
+    return ", ".join(f"{name} = {value!r:.40}" for name, value in found.items()) or None
 
 
 def settings_of(model: Any) -> dict[str, Any]:

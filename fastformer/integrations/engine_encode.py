@@ -151,8 +151,6 @@ def _why_not(model: Any) -> str | None:
         return why_not_as_made(model)
     if not is_encoder(kind) or model_type != model_type_of(kind):
         return f"{kind.__name__} is not an encoder that from_huggingface converts"
-    if getattr(model.config, "is_causal", False):
-        return "its config says is_causal"
     has_pooler = "add_pooling_layer" in inspect.signature(kind).parameters
     return why_not_as_made(model, **({"add_pooling_layer": model.pooler is not None} if has_pooler else {}))
 

@@ -191,6 +191,8 @@ class EngineModel(FoundModel[PackedWeights]):
         reason = why_not_supported(converted, precision)
         if reason is not None:
             raise UnfitError(reason)
+        if isinstance(converted, GPT) and converted.config.window_size == 0:
+            raise UnfitError("transformers' cache keeps all tokens for layers with a sliding_window of 1")
         if not isinstance(converted, GPT) and converted.config.positions == "relative":
             converted.config.max_len = NO_END  # their positions have no limit
         weights = pack(converted, precision)

@@ -62,15 +62,17 @@ class GPT2MLP(gpt2.GPT2MLP):
         return feed_forward(x, weight1.t(), self.c_fc.bias, weight2.t(), self.c_proj.bias, activation=activation)
 
 
-def _attend(attention: Any, x: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
+def _attend(attention: Any, x: Tensor, given: dict[str, Any]) -> Tensor:
     """Computes the output of a self-attention before its last dropout."""
+    cache, mask = given[CACHE], given["attention_mask"]
     shape = (*x.shape[:-1], -1, attention.head_dim)
     q, k, v = (each.view(shape).transpose(1, 2) for each in attention.c_attn(x).split(attention.split_size, dim=2))
     if cache is not None:
         k, v = cache.update(k, v, attention.layer_idx)
     dropout_p = attention.attn_dropout.p if attention.training else 0.0
     scale = getattr(attention, "scaling", None)
-    out, _ = attention_forward(attention, q, k, v, mask, dropout=dropout_p, scaling=scale)
+    told = given.get("is_causal")
+    out, _ = attention_forward(attention, q, k, v, mask, dropout=dropout_p, scaling=scale, is_causal=told)
     projected: Tensor = attention.c_proj(out.flatten(-2))
     return projected
 
@@ -88,7 +90,7 @@ class GPT2Block(CausalLayer, gpt2.GPT2Block):
         normed = self.ln_1(x)
         dropout_p = plain_dropout(self.attn.resid_dropout) if self._attends_plainly() else None
         if dropout_p is not None:
-            attended = _attend(self.attn, normed, given["attention_mask"], given[CACHE])
+            attended = _attend(self.attn, normed, given)
         else:
             attended, dropout_p = self.attn(normed, **given)[0], 0.0
         normed, x = join_residual(attended, x, dropout_p, self.ln_2)

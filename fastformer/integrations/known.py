@@ -204,7 +204,7 @@ def code_of(function: object) -> object:
 def gives_tuple(config: Any, kwargs: dict[str, Any]) -> bool:
     """Returns whether the caller of a stack, or else the stack's config, asks for a tuple."""
     told = kwargs.get("return_dict")
-    return not (config.return_dict and not getattr(config, "torchscript", False) if told is None else told)
+    return not (config.return_dict and not (RETURNS_TUPLES and config.torchscript) if told is None else told)
 
 
 @functools.cache

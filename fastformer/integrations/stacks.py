@@ -54,8 +54,8 @@ class Encoder(Stack):
     """An encoder whose layers see packed tokens. Its output is zeros at padding."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        asked = kwargs.get("output_hidden_states") or kwargs.get("output_attentions")
-        if asked or not self._may_pack():
+        asked = (kwargs.get(name) for name in ("output_hidden_states", "output_attentions", "is_causal"))
+        if any(asked) or not self._may_pack():
             return super().forward(*args, **kwargs)
         with packing() as run:
             out = super().forward(*args, **kwargs | {"return_dict": True})
@@ -64,7 +64,8 @@ class Encoder(Stack):
         return out.to_tuple() if gives_tuple(self.config, kwargs) else out
 
     def _may_pack(self) -> bool:
-        asked = (self.config.output_hidden_states, self.config.output_attentions)
+        config = self.config
+        asked = (config.output_hidden_states, config.output_attentions, getattr(config, "is_causal", False))
         return is_patched(self) and not any(asked) and self.may_leave_out()
 
 

@@ -235,6 +235,18 @@ def test_biases_of_zero_that_the_model_lacks(tmp_path) -> None:
         read(tmp_path, settings, {**rounded, bias: torch.ones(128)})
 
 
+@pytest.mark.parametrize("flag, place", [("attention_bias", "self_attn"), ("mlp_bias", "mlp")])
+def test_biases_of_zero_that_the_model_has(flag, place, tmp_path) -> None:
+    settings, rounded, _ = checkpoint("gptq", 128)
+    zeros = {
+        name.replace("scales", "bias"): torch.zeros(tensor.shape[1])
+        for name, tensor in rounded.items()
+        if name.endswith("scales") and place in name
+    }
+    model = read(tmp_path, {**settings, flag: True}, {**rounded, **zeros})
+    assert sum(name.endswith("bias") for name in model.state_dict()) and model.precision == "int4"
+
+
 def test_layers_that_are_transposed(tmp_path) -> None:
     """GPT-2's weights are (in, out), and a square one must not be mistaken for its transpose."""
     config = transformers.GPT2Config(vocab_size=40, n_positions=16, n_embd=64, n_layer=1, n_head=2, bos_token_id=1)

@@ -25,12 +25,14 @@ from fastformer.checkpoints.hf import (
     t5,
 )
 from fastformer.checkpoints.hf.bart import bart_from_transformer, transformer_from_bart
+from fastformer.checkpoints.hf.common import Checkpoint
 from fastformer.checkpoints.hf.common import Family as Family
 from fastformer.checkpoints.hf.common import generation_settings as generation_settings
 from fastformer.checkpoints.hf.common import load_folder as load_folder
 from fastformer.checkpoints.hf.common import model_type as model_type
 from fastformer.checkpoints.hf.decoder import Form
 from fastformer.checkpoints.hf.encoder import CLASSIFIER, EncoderForm
+from fastformer.checkpoints.hf.fields import check_fields
 from fastformer.checkpoints.hf.t5 import t5_from_transformer, transformer_from_t5
 from fastformer.models import BERT, GPT, Transformer
 
@@ -55,7 +57,17 @@ def _encoder(kind: str, *others: str) -> Family:
     )
 
 
-FAMILIES = {
+def _checked(family: Family) -> Family:
+    """Returns the family with a conversion that refuses settings of which its form knows nothing."""
+
+    def to_model(saved: Checkpoint) -> Transformer | GPT | BERT:
+        check_fields(saved.settings, family.kind)
+        return family.to_model(saved)
+
+    return family._replace(to_model=to_model)
+
+
+_FAMILIES = {
     "bart": Family("BART", "BartConfig", "BartForConditionalGeneration", transformer_from_bart, bart.read_tokenizer),
     "marian": Family("Marian", "MarianConfig", "MarianMTModel", transformer_from_bart, marian.read_tokenizer),
     "mbart": Family(
@@ -92,6 +104,7 @@ FAMILIES = {
     "electra": _encoder("electra", "ForPreTraining"),
     "modernbert": _encoder("modernbert"),
 }
+FAMILIES = {kind: _checked(family) for kind, family in _FAMILIES.items()}
 # Families that you may try to load, and the reason why fastformer's models can't compute them.
 UNSUPPORTED = {
     "umt5": "UMT5 has a table of relative positions in each layer",

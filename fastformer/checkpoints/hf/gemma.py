@@ -14,7 +14,7 @@ from torch import Tensor
 from fastformer.checkpoints.hf.llama import MODULES, QK_NORMS, Variant, all_but_each
 from fastformer.models import GPTConfig
 
-_ACTIVATIONS = {"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu_tanh", "gelu_new": "geglu_tanh", "silu": "swiglu"}
+_ACTIVATIONS = {"gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh", "silu": "swiglu", "swish": "swiglu"}
 _FOUR_NORMS = {
     **MODULES,
     "norm2": ("pre_feedforward_layernorm",),
@@ -111,7 +111,8 @@ VARIANTS = (
         more=_options,
         more_settings=lambda config: {**_settings(config), "hidden_act": "gelu_pytorch_tanh"},
         free=_FREE[:1],
-        **_GEMMA,
+        # The first Gemma alone means the approximation by this name.
+        **{**_GEMMA, "activations": {**_ACTIVATIONS, "gelu": "geglu_tanh"}},
     ),
     Variant(
         "gemma2",

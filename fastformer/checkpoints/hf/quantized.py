@@ -124,8 +124,8 @@ def dequantized(
         else:
             matrices.append(groups)
         bias = left.get(f"{name}.bias")
-        is_unbiased = settings.get("model_type") in _UNBIASED
-        if bias is not None and is_unbiased and not settings.get("attention_bias") and not bias.any():
+        flag = "mlp_bias" if ".mlp." in name else "attention_bias"
+        if bias is not None and settings.get("model_type") in _UNBIASED and not settings.get(flag) and not bias.any():
             del left[f"{name}.bias"]
     if not matrices and not shuffled:
         raise ValueError(f"expected qweight tensors, as quant_method {rounded['quant_method']!r} has them, got none")

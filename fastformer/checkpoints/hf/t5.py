@@ -53,8 +53,8 @@ _MAX_LEN = 512  # for a config without n_positions
 
 _ACTIVATIONS = {
     **{name: ACTIVATIONS[name] for name in ("relu", "gelu", "gelu_new", "silu")},
-    "gated-gelu": "geglu_tanh",
     "gated-gelu_new": "geglu_tanh",
+    "gated-gelu_pytorch_tanh": "geglu_tanh",
     "gated-silu": "swiglu",
 }
 _THEIR_ACTIVATIONS = {**THEIR_ACTIVATIONS, "geglu_tanh": "gated-gelu", "swiglu": "gated-silu"}
@@ -114,7 +114,7 @@ def transformer_from_t5(saved: Checkpoint) -> Transformer:
             depth if settings.get("num_decoder_layers") is None else depth_of(settings, "num_decoder_layers", state)
         ),
         layer_norm_eps=settings.get("layer_norm_epsilon", 1e-6),
-        activation=activation_of(settings, "feed_forward_proj", "relu", _ACTIVATIONS),
+        activation=_activation(settings),
         dropout=dropout,
         attention_dropout=dropout,
         activation_dropout=dropout,
@@ -199,6 +199,16 @@ def t5_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str, T
         "decoder_start_token_id": ids.start,
     }
     return settings, weights
+
+
+def _activation(settings: Mapping[str, Any]) -> Any:
+    """Returns the activation. The settings may also contain its two parts, which have priority."""
+    said = settings.get("feed_forward_proj", "gated-gelu" if settings["model_type"] == "mt5" else "relu")
+    inner = "gelu_new" if said == "gated-gelu" else str(said).removeprefix("gated-")
+    inner = settings.get("dense_act_fn", inner)
+    is_gated = flag_of(settings, "is_gated_act", str(said).startswith("gated-"))
+    named = {"feed_forward_proj": f"gated-{inner}" if is_gated else inner}
+    return activation_of(named, "feed_forward_proj", "relu", _ACTIVATIONS)
 
 
 def _scales_output(settings: Mapping[str, Any]) -> bool:

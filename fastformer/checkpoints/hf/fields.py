@@ -1,0 +1,131 @@
+"""The fields of transformers' configs: those that the families here read, and those that change no pass.
+
+A later version of transformers may add a field to a config. A model whose config has another value there than a new
+config is refused, because this library doesn't know what the field means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Every config has these. None changes the result of a pass, though some change what a pass returns.
+_ALL = (
+    "model_type transformers_version architectures output_hidden_states output_attentions return_dict dtype "
+    "chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type vocab_size pad_token_id bos_token_id "
+    "eos_token_id tie_word_embeddings"
+)
+_LAYERS = "hidden_size num_hidden_layers num_attention_heads intermediate_size max_position_embeddings"
+_LLAMA = (
+    f"{_ALL} {_LAYERS} num_key_value_heads hidden_act initializer_range rms_norm_eps use_cache rope_parameters "
+    "attention_dropout"
+)
+_QWEN = f"{_LLAMA} use_sliding_window sliding_window max_window_layers layer_types"
+_GEMMA = f"{_LLAMA} head_dim attention_bias use_bidirectional_attention"
+_GEMMA2 = (
+    f"{_GEMMA} hidden_activation query_pre_attn_scalar sliding_window layer_types final_logit_softcapping "
+    "attn_logit_softcapping"
+)
+_BERT = (
+    f"{_ALL} {_LAYERS} hidden_act hidden_dropout_prob attention_probs_dropout_prob type_vocab_size initializer_range "
+    "layer_norm_eps use_cache classifier_dropout is_decoder add_cross_attention"
+)
+_BART = (
+    f"{_ALL} max_position_embeddings encoder_layers encoder_ffn_dim encoder_attention_heads decoder_layers "
+    "decoder_ffn_dim decoder_attention_heads encoder_layerdrop decoder_layerdrop activation_function d_model dropout "
+    "attention_dropout activation_dropout init_std classifier_dropout scale_embedding use_cache decoder_start_token_id "
+    "forced_eos_token_id is_decoder"
+)
+_T5 = (
+    f"{_ALL} d_model d_kv d_ff num_layers num_decoder_layers num_heads relative_attention_num_buckets "
+    "relative_attention_max_distance dropout_rate layer_norm_epsilon initializer_factor feed_forward_proj dense_act_fn "
+    "is_gated_act scale_decoder_outputs use_cache decoder_start_token_id classifier_dropout is_decoder"
+)
+# By the model_type.
+FIELDS: dict[str, frozenset[str]] = {
+    kind: frozenset(names.split())
+    for kind, names in {
+        "gpt2": f"{_ALL} n_positions n_embd n_layer n_head n_inner activation_function resid_pdrop embd_pdrop "
+        "attn_pdrop layer_norm_epsilon initializer_range summary_type summary_use_proj summary_activation "
+        "summary_proj_to_labels summary_first_dropout scale_attn_weights use_cache scale_attn_by_inverse_layer_idx "
+        "reorder_and_upcast_attn add_cross_attention",
+        "llama": f"{_LLAMA} pretraining_tp attention_bias mlp_bias head_dim",
+        "mistral": f"{_LLAMA} head_dim sliding_window",
+        "ministral": f"{_LLAMA} head_dim sliding_window layer_types",
+        "qwen2": _QWEN,
+        "qwen3": f"{_QWEN} head_dim attention_bias",
+        "olmo2": f"{_LLAMA} attention_bias",
+        "olmo3": f"{_LLAMA} attention_bias sliding_window layer_types",
+        "phi3": f"{_LLAMA} resid_pdrop embd_pdrop original_max_position_embeddings sliding_window",
+        "gemma": _GEMMA,
+        "gemma2": _GEMMA2,
+        "gemma3_text": _GEMMA2,
+        "gpt_neox": f"{_ALL} {_LAYERS} hidden_act attention_dropout hidden_dropout classifier_dropout "
+        "initializer_range layer_norm_eps use_cache use_parallel_residual rope_parameters attention_bias is_decoder",
+        "starcoder2": f"{_LLAMA} norm_epsilon sliding_window residual_dropout embedding_dropout use_bias",
+        "bert": _BERT,
+        "roberta": _BERT,
+        "xlm-roberta": _BERT,
+        "camembert": _BERT,
+        "distilbert": f"{_ALL} max_position_embeddings sinusoidal_pos_embds n_layers n_heads dim hidden_dim dropout "
+        "attention_dropout activation initializer_range qa_dropout seq_classif_dropout",
+        "mpnet": f"{_BERT} relative_attention_num_buckets",
+        "electra": f"{_BERT} embedding_size summary_type summary_use_proj summary_activation summary_last_dropout",
+        "modernbert": f"{_ALL} {_LAYERS} hidden_activation initializer_range initializer_cutoff_factor norm_eps "
+        "norm_bias cls_token_id sep_token_id attention_bias attention_dropout layer_types rope_parameters "
+        "local_attention embedding_dropout mlp_bias mlp_dropout decoder_bias classifier_pooling classifier_dropout "
+        "classifier_bias classifier_activation deterministic_flash_attn sparse_prediction sparse_pred_ignore_index",
+        "bart": _BART,
+        "mbart": _BART,
+        "pegasus": _BART,
+        "m2m_100": _BART,
+        "marian": f"{_BART} decoder_vocab_size share_encoder_decoder_embeddings",
+        "t5": _T5,
+        "mt5": _T5,
+    }.items()
+}
+# Settings that the caches of transformers read in any config: which of the keys before a token they keep.
+_WINDOWS = ("sliding_window", "attention_chunk_size")
+
+
+def check_fields(settings: Mapping[str, Any], kind: str) -> None:
+    """Checks the settings that code of all of transformers' models reads, whether or not a family's config has them.
+
+    Args:
+        settings: the settings of a model.
+        kind: what its family makes of them: "seq2seq", "decoder" or "encoder".
+
+    Raises:
+        ValueError: a decoder sees later tokens, an encoder only earlier ones, or a cache forgets tokens that the layers
+            see.
+    """
+    # In an encoder-decoder both values contradict one of its stacks.
+    usual = {"decoder": True, "encoder": False}.get(kind)
+    told = settings.get("is_causal", usual)
+    if told is not usual:
+        raise ValueError(
+            f"expected {'no is_causal' if usual is None else f'is_causal to be {usual}'} in the settings of "
+            f"{'an encoder-decoder' if usual is None else f'this {kind}'}, got {told!r}"
+        )
+    known = FIELDS.get(str(settings.get("model_type")), frozenset())
+    limit = settings.get("max_position_embeddings", settings.get("n_positions"))
+    for name in _WINDOWS:
+        value = settings.get(name)
+        is_wide = isinstance(value, int) and isinstance(limit, int) and value >= limit
+        if kind == "decoder" and name not in known and value is not None and not is_wide:
+            raise ValueError(f"expected no {name} in a model without windows, got {value!r}")
+
+
+def unknown_fields(settings: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a model's config that are new to this library and have other values than a new config's.
+
+    Args:
+        settings: the settings of a model of a family in `FIELDS`.
+        usual: the settings of a new config of the same class.
+    """
+    known = FIELDS[settings["model_type"]]
+    return {
+        name: settings[name]
+        for name, value in usual.items()
+        if name not in known and name[0] != "_" and name in settings and settings[name] != value
+    }

@@ -1,0 +1,121 @@
+"""Every field of every config of transformers: its other values are computed as transformers does, or refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from fastformer.checkpoints.hf import FAMILIES
+from fastformer.checkpoints.hf.fields import FIELDS
+from fastformer.integrations import accelerate, from_huggingface, report
+from tests.integrations.config_fields import (
+    IDS,
+    LEFT,
+    RIGHT,
+    TARGETS,
+    Change,
+    changes,
+    config_of,
+    differences,
+    made,
+    outcomes,
+    results,
+)
+from tests.integrations.decoders import IS_OLD
+
+pytestmark = pytest.mark.skipif(IS_OLD, reason="version 4 of transformers has other fields")
+kinds = pytest.mark.parametrize("kind", FAMILIES)
+# The rest of these take ten minutes together.
+FAST = [
+    *(Change(kind, "is_causal", value) for kind in ("bert", "bart", "t5", "gpt2", "llama") for value in (True, False)),
+    Change("mistral", "sliding_window", 1),
+    Change("llama", "sliding_window", 4),
+    Change("gpt2", "attention_chunk_size", 4),
+    Change("t5", "dense_act_fn", "silu"),
+    Change("mt5", "is_gated_act", False),
+    Change("gemma2", "hidden_activation", "gelu"),
+    Change("gemma3_text", "hidden_activation", "gelu"),
+    Change("bert", "torchscript", True),
+    Change("bart", "torchscript", True),
+]
+LATER: dict[str, tuple[str, Any]] = {
+    "gpt2": ("n_inner", 5),
+    "llama": ("mlp_bias", True),
+    "bert": ("type_vocab_size", 5),
+    "bart": ("dropout", 0.3),
+    "t5": ("layer_norm_epsilon", 0.25),
+}
+
+
+def check(change: Change, folder: Any) -> bool:
+    """Checks all uses of a model with a change; returns whether transformers computes such a model at all."""
+    found = outcomes(change, folder)
+    if "plain" in found:
+        return False
+    for way, result in found.items():
+        is_refused = isinstance(result, ValueError) and way != "accelerated"
+        assert result == {} or is_refused, (change, way, result)
+    return True
+
+
+@pytest.mark.parametrize("change", FAST, ids=str)
+def test_a_changed_field_gives_the_results_of_transformers(change, tmp_path) -> None:
+    assert check(change, tmp_path)
+
+
+@pytest.mark.slow
+@kinds
+def test_each_field_gives_the_results_of_transformers(kind, tmp_path) -> None:
+    """Proves for each family that each value of each field is computed as transformers does, or refused: by
+    conversions, saved folders and accelerated models, in forwards and in `generate`."""
+    found = [check(change, tmp_path / str(i)) for i, change in enumerate(changes(kind))]
+    assert sum(found) > len(found) / 2
+
+
+@kinds
+def test_each_field_is_known(kind) -> None:
+    fields = {name for name in config_of(kind, {}).to_dict() if name[0] != "_"}
+    assert fields <= FIELDS[kind]
+
+
+@kinds
+def test_an_is_causal_that_contradicts_the_family_is_refused(kind) -> None:
+    wrong = {"decoder": (False,), "encoder": (True,), "seq2seq": (True, False)}[FAMILIES[kind].kind]
+    for value in wrong:
+        with pytest.raises(ValueError, match=r"\bis_causal\b"):
+            from_huggingface(made(Change(kind, "is_causal", value)))
+
+
+@pytest.mark.parametrize("kind", LATER)
+def test_a_field_of_a_later_version_is_refused(kind, monkeypatch) -> None:
+    """A field that is missing in the table stands for one that a later version adds."""
+    name, value = LATER[kind]
+    monkeypatch.setitem(FIELDS, kind, FIELDS[kind] - {name})
+    theirs = made(Change(kind, name, value))
+    with pytest.raises(ValueError, match=rf"\b{name} = {value}"):
+        from_huggingface(theirs)
+    expected = results(theirs, kind)
+    fast = accelerate(copy.deepcopy(theirs))
+    assert all(name in reason for reason in report(fast).left.values())
+    assert fast.__class__ is theirs.__class__ and not differences(results(fast, kind), expected)
+    from_huggingface(made(Change(kind, "use_cache", False)))  # the field has its default
+
+
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize("kind", LATER)
+def test_is_causal_as_an_argument_of_a_forward(kind, value) -> None:
+    plain = made(Change(kind, "use_cache", False))
+    ours = accelerate(copy.deepcopy(plain))
+    rows = {"decoder_input_ids": TARGETS} if FAMILIES[kind].kind == "seq2seq" else {}
+    for mask in (None, RIGHT, LEFT):
+        for is_training in (True, False):
+            outs = []
+            for model in (plain, ours):
+                with torch.set_grad_enabled(is_training):
+                    out = model(IDS, attention_mask=mask, is_causal=value, **rows)[0]
+                real = torch.ones_like(out[..., :1]) if mask is None or rows else mask[..., None]
+                outs.append(out.detach() * real)
+            assert not differences({"out": outs[1]}, {"out": outs[0]}), (mask, is_training)
