@@ -194,7 +194,7 @@ def _pooling(place: Path, d_model: int) -> tuple[Pooling, int]:
             raise ValueError(f"expected {file} to have poolings in {sorted(known)}, got {sorted(asked - known)}")
         kinds = [kind for name, kind in _LEGACY_POOLINGS.items() if _LEGACY + name in asked] or ["mean"]
     kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
-    for kind in kinds:
+    for kind in kinds or ([],):
         if kind not in POOLINGS:
             raise ValueError(f"expected {file} to have a pooling_mode in {POOLINGS}, got {kind!r}")
     said = settings.get("embedding_dimension", settings.get("word_embedding_dimension", d_model))

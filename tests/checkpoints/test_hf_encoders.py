@@ -95,6 +95,37 @@ def test_it_may_be_cut_on_the_left(made, tmp_path) -> None:
         assert tokenizer.encode(text, 6) != tokenizer.encode("the dog", 6)
 
 
+_CUT = {"direction": "Left", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+_PADDED = {"strategy": {"Fixed": 20}, "direction": "Left", "pad_to_multiple_of": 8, "pad_id": 0, "pad_type_id": 0}
+
+
+@pytest.mark.parametrize(
+    ("saved", "named"),
+    [
+        ({"truncation": _CUT}, {}), ({"truncation": _CUT}, {"truncation_side": "right"}),
+        ({"truncation": _CUT | {"direction": "Right"}}, {"truncation_side": "left"}),
+        ({"truncation": _CUT | {"strategy": "OnlyFirst", "stride": 3}}, {}),
+        ({"truncation": _CUT, "padding": _PADDED | {"pad_token": "[PAD]"}}, {"padding_side": "left"}),
+        ({"truncation": _CUT | {"direction": "Right"}}, {"max_len": 10}),
+        ({"truncation": _CUT}, {"model_max_length": 9, "max_len": 10}), ({}, {"model_max_length": 10**30}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_its_files_remember_counts_as_in_transformers(saved, named, made, tmp_path) -> None:
+    folder = shutil.copytree(made("bert"), tmp_path / "model")
+    for name, values in (("tokenizer.json", saved), ("tokenizer_config.json", {"model_max_length": None} | named)):
+        kept = {key: value for key, value in (read_json(folder / name) | values).items() if value is not None}
+        (folder / name).write_text(json.dumps(kept))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = load(folder)
+    assert tokenizer.max_len == min(theirs.model_max_length, model.config.max_len)
+    for limit in (tokenizer.max_len, 7):
+        cut = {"truncation": True, "max_length": limit}
+        for pair in PAIRS:
+            assert tokenizer.encode_pair(*pair, limit)[0] == theirs(*pair, **cut)["input_ids"]
+        assert tokenizer.encode_batch(TEXTS, limit) == [theirs(text, **cut)["input_ids"] for text in TEXTS]
+
+
 def test_bad_calls_are_named(made) -> None:
     _, tokenizer = load(made("bert"))
     for call in (

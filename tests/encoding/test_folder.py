@@ -67,6 +67,7 @@ def test_missing_and_unknown_modules(folder, listed) -> None:
     ("settings", "named"),
     [
         ({"pooling_mode": "median"}, "median"),
+        ({"pooling_mode": []}, "pooling_mode"),
         ({"pooling_mode_median_tokens": True}, "median"),
         ({"pooling_mode": "mean", "embedding_dimension": D_MODEL + 1}, str(D_MODEL)),
         ({"pooling_mode": "mean", "include_prompt": "no"}, "include_prompt"),

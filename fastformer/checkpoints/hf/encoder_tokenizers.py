@@ -1,6 +1,7 @@
 """The tokenizer of an encoder's folder.
 
-tokenizer.json               of the tokenizers library; its post-processor puts special tokens around texts
+tokenizer.json               of the tokenizers library; its post-processor puts special tokens around texts, and its
+                             truncation gives the side on which texts are cut, if tokenizer_config.json does not
 vocab.txt                    a WordPiece vocabulary, one token a line, in older folders of BERT and its relatives
 vocab.json, merges.txt       a byte-level BPE, in older folders of RoBERTa
 sentencepiece.bpe.model      a SentencePiece model, in older folders of XLM-RoBERTa
@@ -44,12 +45,16 @@ def read_tokenizer(
     named = tokenizer_settings(folder)
     inputs = named.get("model_input_names")
     has_types = "token_type_ids" in inputs if isinstance(inputs, list) else kind in _TYPED
-    limit = named.get("model_max_length")
+    limit = named.get("model_max_length", named.get("max_len"))  # the latter in older files
     if isinstance(limit, bool) or not isinstance(limit, int | float) or limit < 1:
         limit = None
 
+    if (side := named.get("truncation_side", "right")) not in ("left", "right"):
+        raise ValueError(
+            f"expected the tokenizer's files in {folder} to have truncation_side left or right, got {side!r}"
+        )
+
     def options(model: BERTConfig) -> dict[str, Any]:
-        side = "left" if named.get("truncation_side") == "left" else "right"
         return {"has_token_types": has_types and model.token_types > 1, "side": side}
 
     def longest(model: BERTConfig) -> int:
@@ -61,6 +66,8 @@ def read_tokenizer(
             processor, model.vocab_size, model.special_ids, longest(model), **options(model)
         )
     file, backend = _read_backend(folder, named)
+    # tokenizer.json remembers how it last cut. Only the side outlives a call in transformers: each call says the rest.
+    side = named.get("truncation_side") or (backend.truncation or {}).get("direction", "right")
     unk = getattr(backend.model, "unk_token", None) or next(
         (token for token in _SPECIAL["unk"] if backend.token_to_id(token) is not None), None
     )
