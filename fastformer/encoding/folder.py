@@ -276,7 +276,8 @@ def _labels(foreign: Mapping[str, Any]) -> tuple[str, ...]:
     if not isinstance(named, Mapping) or not all(str(place).isdecimal() for place in named):
         return ()
     by_place = {int(place): str(label) for place, label in named.items()}
-    return tuple(by_place[place] for place in sorted(by_place))
+    # Other numbers than 0, 1, ... name no outputs of the head.
+    return tuple(by_place[place] for place in range(len(by_place))) if set(by_place) == {*range(len(by_place))} else ()
 
 
 def _read(file: Path) -> dict[str, Any]:

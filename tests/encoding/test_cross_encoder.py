@@ -92,6 +92,18 @@ def test_labels_of_single_texts_and_pairs(three) -> None:
         classifier.rank("a", ["b"])
 
 
+def test_labels_are_named_by_their_numbers(three, tmp_path) -> None:
+    shutil.copytree(three[0], tmp_path, dirs_exist_ok=True)
+    config = json.loads((three[0] / "config.json").read_text())
+    usual = ("LABEL_0", "LABEL_1", "LABEL_2")
+    for named, labels in (
+        ({"2": "odd", "0": "good", "1": "bad"}, ("good", "bad", "odd")), ({"1": "good", "2": "bad", "3": "odd"}, usual),
+        ({"0": "good"}, usual),
+    ):  # fmt: skip
+        write(tmp_path / "config.json", {**config, "id2label": named, "num_labels": 3})
+        assert fastformer.CrossEncoder(tmp_path).labels == labels
+
+
 def test_the_activation_is_the_folders(one, tmp_path) -> None:
     shutil.copytree(one[0], tmp_path, dirs_exist_ok=True)
     config = json.loads((one[0] / "config.json").read_text())

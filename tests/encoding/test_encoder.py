@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -130,10 +131,31 @@ def test_a_prompt_precedes_each_text(folder, plain) -> None:
     pairwise = encoder.similarity_pairwise(bare, query)
     torch.testing.assert_close(pairwise, torch.from_numpy((bare * query).sum(1)))
 
-    modules(folder, ("Pooling", {**MEAN, "include_prompt": False}))
-    found = fastformer.Encoder(folder).encode(TEXTS, prompt_name="query")
-    exact = [each[3:] for each in states(plain[1], plain[0], ["query : " + text for text in TEXTS], torch.float64)]
-    torch.testing.assert_close(torch.from_numpy(found), mean(exact).float(), atol=2e-5, rtol=0)
+
+@pytest.mark.parametrize("ends", ["[CLS] $A [SEP]", "[CLS] $A", "$A"])
+def test_a_prompt_is_left_out_of_each_pooling(folder, plain, ends) -> None:
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokens = [
+        {"Sequence": {"id": "A", "type_id": 0}} if name == "$A" else {"SpecialToken": {"id": name, "type_id": 0}}
+        for name in ends.split()
+    ]
+    tokenizer["post_processor"]["single"] = tokens
+    (folder / "tokenizer.json").unlink()
+    write(folder / "tokenizer.json", tokenizer)
+    texts = [text for text in TEXTS if text]
+    skipped = 2 + ends.startswith("[CLS]")
+    exact = states(plain[1], folder, ["query : " + text for text in texts], torch.float64)
+
+    def expected(kind: str, each: torch.Tensor) -> torch.Tensor:
+        if kind != "weightedmean":
+            return pooled(kind, each[skipped:])
+        weights = torch.arange(1, len(each) + 1)[skipped:, None]  # of the positions in the whole text
+        return (each[skipped:] * weights).sum(0) / weights.sum()
+
+    modules(folder, ("Pooling", {"embedding_dimension": D_MODEL, "pooling_mode": [*POOLINGS], "include_prompt": False}))
+    found = fastformer.Encoder(folder).encode(texts, prompt="query : ")
+    rows = [torch.cat([expected(kind, each) for kind in POOLINGS]) for each in exact]
+    torch.testing.assert_close(torch.from_numpy(found), torch.stack(rows).float(), atol=2e-5, rtol=0)
 
 
 def test_a_prompt_that_is_lower_cased_is_left_out_whole(folder) -> None:
