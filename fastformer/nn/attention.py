@@ -238,7 +238,7 @@ class MultiheadAttention(AttentionParameters):
             q, k = rotary.rotate(q, k)
         if is_causal and attn_mask is not None and (need_weights or key_padding_mask is not None):
             # torch.nn uses the hint only if neither weights nor a key_padding_mask is given.
-            is_causal = is_causal_mask(attn_mask)
+            is_causal = attn_mask.shape == (q.shape[1], k.shape[1]) and is_causal_mask(attn_mask)
         if is_causal:
             attn_mask = None
         if self.bias_k is not None or self.add_zero_attn:

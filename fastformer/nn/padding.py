@@ -77,9 +77,7 @@ def skipped_by_encoder(
         key_padding_mask = zeroed
     elif choice == "auto" and not is_unread:
         return Skipped()
-    # torch.nn reads a mask that it is also told to be causal, where there is padding.
-    says_all = mask is None or (is_causal and is_causal_mask(mask))
-    if not says_all or not may_pack(plan, src):
+    if not (_says_all(stack, src, mask, is_causal) and may_pack(plan, src)):
         return Skipped(None, zeroed)
     padding = read_padding(src, key_padding_mask, stack.layers[0].self_attn.batch_first)
     if padding is None or not (padding.is_none or padding.is_contiguous or not plan.is_windowed):
@@ -104,9 +102,7 @@ def skipped_by_decoder(
     choice = _choice(stack)
     if choice == "compute" or (choice == "auto" and key_padding_mask is not None):
         return None
-    # torch.nn reads a mask that it is also told to be causal, where there is padding.
-    says_all = mask is None or (is_causal and is_causal_mask(mask))
-    if not says_all or not may_pack(plan, tgt, memory):
+    if not (_says_all(stack, tgt, mask, is_causal) and may_pack(plan, tgt, memory)):
         return None
     batch_first = stack.layers[0].self_attn.batch_first
     own, other = read_padding(tgt, key_padding_mask, batch_first), None
@@ -117,6 +113,13 @@ def skipped_by_decoder(
     if not (own.is_contiguous or not plan.is_windowed) or (own.is_none and other.is_none):
         return None
     return own, other
+
+
+def _says_all(stack: Stack, x: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
+    """Returns whether `is_causal` says all that a mask does: torch.nn reads the mask where there is padding."""
+    if mask is None:
+        return True
+    return is_causal and is_causal_mask(mask, stack._seqlen(x, None))
 
 
 def _choice(stack: Stack) -> str:

@@ -83,7 +83,7 @@ class Evaluation(NamedTuple):
         attention = self.attention
         is_batch = attention.batch_first and x.dim() == 3
         if is_causal and mask is not None and key_padding_mask is not None:
-            is_causal = is_causal_mask(mask)  # torch.nn reads the mask there
+            is_causal = is_causal_mask(mask, x.shape[1])  # torch.nn reads the mask there
         if is_causal:
             mask = None
         if not is_batch and (layout is None or not layout.is_packed):

@@ -71,6 +71,15 @@ def assert_equal(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)  # RMSNorms of transformers round to fp32
 
 
+def assert_real_outputs_equal(ours: Any, theirs: Any) -> None:
+    """Compares the losses and logits of outputs; by position, only those of tokens."""
+    names = [name for name in ("loss", "logits") if theirs.get(name) is not None]
+    assert "logits" in names
+    for name in names:
+        by_token = theirs[name].shape[:2] == MASK.shape and theirs[name].dim() == 3
+        assert_equal(*(each[name][MASK.bool()] if by_token else each[name] for each in (ours, theirs)))
+
+
 def given_to(model: Any, labels: Tensor) -> dict[str, Tensor]:
     given = {"input_ids": IDS, "attention_mask": MASK, "labels": labels}
     is_seq2seq = model.config.is_encoder_decoder
@@ -174,11 +183,14 @@ def test_known_heads_are_packed(name):
         del given["labels"]
     if "Choice" in name:
         given = {key: value[None] for key, value in given.items()}
+    plain = copy.deepcopy(model)
     fastformer.accelerate(next(model.children()))
     assert not fastformer.report(fastformer.accelerate(model)).left
     assert packs(lambda: model(**given))
+    assert_real_outputs_equal(model(**given), plain(**given))
     lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
     assert packs(lambda: lora(**given))
+    assert_real_outputs_equal(lora(**given), plain(**given))
 
 
 class Mine(nn.Module):

@@ -195,6 +195,23 @@ def test_causal_needs_no_mask() -> None:
     assert torch.allclose(ours(x, x, x, is_causal=True, need_weights=False)[0], expected, atol=1e-6)
 
 
+def test_causal_means_the_same_in_every_mode() -> None:
+    """torch.nn's layers ignore is_causal in evaluation without gradients."""
+    theirs = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2)
+    ours = fastformer.accelerate(copy.deepcopy(theirs))
+    x, wrong = torch.randn(2, 3, 8), torch.zeros(3, 3)
+    causal = nn.Transformer.generate_square_subsequent_mask(3)
+    expected = theirs(x, causal)
+    for training, grad in ((True, True), (False, True), (False, False)):
+        ours.train(training)
+        with torch.set_grad_enabled(grad):
+            for mask in (None, causal, wrong):
+                torch.testing.assert_close(ours(x, mask, is_causal=True), expected)
+            torch.testing.assert_close(ours.layers[1](ours.layers[0](x, is_causal=True), is_causal=True), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs.eval()(x, is_causal=True), theirs(x))
+
+
 def test_the_output_projection_is_called() -> None:
     x = torch.randn(2, 3, 8)
     for module, factor in zip(attentions(0.0), (2, 1), strict=True):

@@ -82,6 +82,9 @@ def test_shapes_of_a_transformer(library: Any, norm_first: bool) -> None:
     }
     for name, mask in masks.items():  # triangles, of which those of a square would be causal
         refused(partial(model, source, target, **{name: mask.triu(1)}), library)
+    for of, size in (("src", MEMORY), ("tgt", SEQLEN)):  # beside padding the mask is read, whatever it is said to be
+        padding = {f"{of}_key_padding_mask": torch.zeros(BATCH, size, dtype=torch.bool), f"{of}_is_causal": True}
+        refused(partial(model, source, target, **{f"{of}_mask": ones(size - 1, size - 1).triu(1)}, **padding), library)
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
