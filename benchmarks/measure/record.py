@@ -1,7 +1,7 @@
 """Results as JSON lines of one schema: the work, its result, the machine, the commit and the command.
 
-`FIELDS` is the schema. `check` raises if a line breaks it, and a test checks the committed files. The lines of
-`machine_code` and `host_time`, which have no provider, have forms of their own.
+`FIELDS` is the schema. `check` raises if a line breaks it. The lines of `machine_code` and `host_time`, which have no
+provider, have forms of their own.
 """
 
 from __future__ import annotations

@@ -360,15 +360,15 @@ def test_nan_weights_give_nan(calls: list[int]) -> None:
     assert calls == [1]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
-def test_a_precision_is_that_of_evaluation(precision: Any, calls: list[int]) -> None:
+# Each bound is below twice the error that the precision has, as one lost bit would double it.
+@pytest.mark.parametrize("precision, bound", [("bf16", 0.009), ("int8", 0.032), ("int4", 0.3)])
+def test_a_precision_is_that_of_evaluation(precision: Any, bound: float, calls: list[int]) -> None:
     plain, ours = pair("bert types", precision=precision)
     with torch.no_grad():
         found, expected = ours(**inputs()), plain(**inputs())
     assert calls == [1] and found[0].dtype == torch.float32
     assert not torch.equal(found[0], expected[0])
-    cosine = nn.functional.cosine_similarity(found[0], expected[0], dim=-1)
-    assert cosine.min() > (0.9 if precision == "int4" else 0.98)
+    assert (found[0] - expected[0]).norm() <= bound * expected[0].norm()
     # A pooler stays what it is.
     torch.testing.assert_close(found[1], ours.pooler(found[0]))
     accelerate(ours)  # which leaves it
