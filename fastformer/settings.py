@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 INT64_MAX = 2**63 - 1
+LEAST_WEIGHT = 0.001  # of a corpus; the greatest one is its inverse
 
 
 @dataclasses.dataclass(frozen=True)

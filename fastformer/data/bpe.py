@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fastformer.data.checks import SPECIAL_TOKENS, check_text, check_texts, checked_ids, until_eos
+from fastformer.data.cuts import AT_LINES, AT_LINES_AND_WORDS, AT_WORDS_WITHOUT_SPACE, pieces
 from fastformer.data.tokenizer import (
     NUM_BYTES,
     TOKENIZER,
     encode_batch,
     library_errors,
-    line_pieces,
     tokenizers_library,
     visible,
 )
@@ -35,6 +35,7 @@ Normalization = Literal["nfkc", "nfc", "none", "nfkc_lower", "nfc_lower", "lower
 Spaces = Literal["keep", "collapse"]
 
 MAX_TOKEN_LENGTH = 32  # no token of Multi30k's 32,000 most useful ones is longer
+LEARNING = AT_LINES_AND_WORDS  # where text that a BPE learns from may be cut
 _UNK = SPECIAL_TOKENS[2]
 _FIRST_BYTE = len(SPECIAL_TOKENS)
 _BYTE_IDS = range(_FIRST_BYTE, _FIRST_BYTE + NUM_BYTES)
@@ -162,8 +163,15 @@ class BPETokenizer:
         ]
 
     def pieces(self, text: str) -> list[str]:
-        """Cuts a long text after line ends; doesn't cut it if spaces are collapsed, which changes a text's ends."""
-        return line_pieces(text) if self._form.spaces == "keep" else [text]
+        """Cuts a long text between lines or words."""
+        return pieces(text, self.cuts)
+
+    @property
+    def cuts(self) -> re.Pattern[str] | None:
+        """Where a text may be cut: where the library puts a space before the part behind the cut, too."""
+        if self._form.spaces == "keep":
+            return AT_LINES if self._user else AT_LINES_AND_WORDS
+        return None if self._user else AT_WORDS_WITHOUT_SPACE
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decodes ids to text: skips special tokens, stops at EOS; broken UTF-8 becomes U+FFFD."""

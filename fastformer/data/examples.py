@@ -58,6 +58,14 @@ class Examples(Sequence[Example]):
         self._ids.extend(others._ids)
         self._ends.extend(before + end for end in others._ends[1:])
 
+    def take(self, places: Iterable[int]) -> Examples:
+        """Returns the examples at some places."""
+        found = Examples()
+        for place in places:
+            example = self._example(place)
+            found.append(example.source, example.target)
+        return found
+
     def __len__(self) -> int:
         return len(self._ends) // 2
 

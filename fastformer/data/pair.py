@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastformer.data.tokenizer import TOKENIZER, Tokenizer
+from fastformer.data.tokenizer import TOKENIZER, Tokenizer, cuts_of
 from fastformer.files import write_atomically
 from fastformer.special_ids import SpecialIds
 
@@ -74,6 +75,11 @@ class PairTokenizer:
         """Cuts a long source as the source's tokenizer does."""
         return self.source.pieces(text)
 
+    @property
+    def cuts(self) -> re.Pattern[str] | None:
+        """Where a source may be cut."""
+        return cuts_of(self.source)
+
     def decode(self, ids: Iterable[int]) -> str:
         """Decodes the ids of a translation to text: skips special tokens, stops at EOS."""
         return self.target.decode(ids)
@@ -90,6 +96,19 @@ class PairTokenizer:
         """Writes both tokenizers into one tokenizer.json."""
         values = {"type": TYPE, "source": contents(self.source), "target": contents(self.target)}
         write_atomically(Path(folder, TOKENIZER), json.dumps(values, ensure_ascii=False).encode() + b"\n")
+
+
+def sides(tokenizer: Tokenizer) -> tuple[Tokenizer, Tokenizer]:
+    """Returns the tokenizers of sources and of translations, for examples of a new translator.
+
+    Raises:
+        ValueError: a pretrained model's tokenizer with two vocabularies.
+    """
+    if isinstance(tokenizer, PairTokenizer):
+        return tokenizer.source, tokenizer.target
+    if hasattr(tokenizer, "encode_target"):
+        raise ValueError("expected a tokenizer of both sides, or one for each, got that of a Marian")
+    return tokenizer, tokenizer
 
 
 def contents(tokenizer: Tokenizer) -> Any:

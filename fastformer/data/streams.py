@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy
 
+from fastformer.data.cuts import parts
 from fastformer.data.files import open_bytes, shown
 from fastformer.data.tables import column_of
 from fastformer.data.text import (
     BadLine,
     check_plain,
     check_tsv,
+    decoded,
     misaligned,
     parse_lines,
     parse_tsv,
@@ -30,10 +33,10 @@ from fastformer.data.text import (
 
 Row = str | BadLine
 LINES = 16_384  # lines of a block of pairs
-TEXT = 4 << 20  # bytes of a block of running text
+TEXT = 4 << 20  # characters of a block of running text
 _CHUNK = 1 << 20
 _MOST = 1 << 26  # the most bytes that are read for a block, unless a line is longer
-_LONGEST = 1 << 28  # the most bytes of a line, or of a part of a text without line ends
+_LONGEST = 1 << 28  # the most bytes of a line
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -82,53 +85,34 @@ class PairBlock:
 
 
 @dataclass
-class Passage:
-    """A document or a part of one.
+class TextBlock:
+    """A block of running text.
 
     Attributes:
-        text: its lines.
-        ends: whether the document ends with it.
+        passages: documents or parts of documents, each with a flag that says whether its document ends there.
+        bad: bad lines, or rows of a column.
+        size: the number of characters.
     """
 
-    text: Lines | str
-    ends: bool
-
-
-@dataclass
-class TextBlock:
-    """A block of running text."""
-
-    passages: list[Passage] = field(default_factory=list)
-    bad: list[BadLine] = field(default_factory=list)  # rows of a column
+    passages: list[tuple[str, bool]] = field(default_factory=list)
+    bad: list[BadLine] = field(default_factory=list)
     size: int = 0
 
-    def add(self, passage: Passage) -> None:
-        """Adds a document or a part of one."""
-        self.passages.append(passage)
-        self.size += len(passage.text.data if isinstance(passage.text, Lines) else passage.text)
+    def add(self, found: tuple[str, bool] | BadLine) -> None:
+        """Adds a passage or a bad line."""
+        if isinstance(found, BadLine):
+            self.bad.append(found)
+        else:
+            self.passages.append(found)
+        self.size += len(found.message if isinstance(found, BadLine) else found[0])
 
     def documents(self, *, skip_bad: bool) -> tuple[list[tuple[str, bool]], list[BadLine]]:
-        """Returns the texts, each with a flag that says whether its document ends there, and the bad lines.
+        """Returns the passages and the bad lines.
 
         Raises:
             ValueError: a bad line that is not to be skipped.
         """
-        found: list[tuple[str, bool]] = []
-        bad = sort_out([(line, line) for line in self.bad], skip_bad=skip_bad)[1]
-        for passage in self.passages:
-            raw = passage.text
-            if isinstance(raw, str):
-                found.append((raw, passage.ends))
-                continue
-            try:
-                text = raw.data.decode("utf-8").replace("\r\n", "\n")
-            except UnicodeDecodeError:
-                lines = parse_lines(raw.data, raw.name, first=raw.first, allow_empty=True, max_line=None)
-                good, more = sort_out([(line, line) for line in lines], skip_bad=skip_bad)
-                bad += more
-                text = "".join(f"{line}\n" for line, _ in good)
-            found.append((text, passage.ends))
-        return found, bad
+        return self.passages, sort_out([(line, line) for line in self.bad], skip_bad=skip_bad)[1]
 
 
 def stream_pairs(source: str, target: str) -> Iterator[PairBlock]:
@@ -157,20 +141,22 @@ def stream_tsv(path: str) -> Iterator[PairBlock]:
         yield PairBlock(lines.take(count), None)
 
 
-def stream_documents(path: str) -> Iterator[TextBlock]:
+def stream_documents(path: str, cuts: re.Pattern[str] | None) -> Iterator[TextBlock]:
     """Yields blocks of running text: of a file, of a folder's *.txt files in the order of their names, or of a column.
 
+    Args:
+        path: the file, the folder or the column.
+        cuts: where the tokenizer's ids don't depend on a cut (see `cuts`); None: nowhere.
+
     Raises:
-        ValueError: no such file, folder or column, one without text, a damaged file.
+        ValueError: no such file, folder or column, one without text, a damaged file, a document that is too long to be
+            encoded whole.
         ImportError: the library that reads the file is not installed.
     """
     block, is_empty = TextBlock(), True
-    for passage in _passages(path):
+    for found in _passages(path, cuts):
         is_empty = False
-        if isinstance(passage, BadLine):
-            block.bad.append(passage)
-        else:
-            block.add(passage)
+        block.add(found)
         if block.size >= TEXT:
             yield block
             block = TextBlock()
@@ -180,48 +166,55 @@ def stream_documents(path: str) -> Iterator[TextBlock]:
         raise ValueError(f"expected a text file or a folder of *.txt files with text in them, got {path}")
 
 
-def _passages(path: str) -> Iterator[Passage | BadLine]:
+def _passages(path: str, cuts: re.Pattern[str] | None) -> Iterator[tuple[str, bool] | BadLine]:
     if column_of(path) is not None:
         for row in stream_rows(path, max_line=None):
-            yield row if isinstance(row, BadLine) else Passage(row, ends=True)
+            if isinstance(row, BadLine):
+                yield row
+            else:
+                yield from parts([row], cuts, TEXT, path)
     elif os.path.isdir(path):
         for file in sorted(Path(path).iterdir()):
-            if why_no_document(file) is None and file.stat().st_size:
-                yield from _parts(str(file))
+            if why_no_document(file) is None:
+                yield from _of_file(str(file), cuts)
     else:
-        yield from _parts(path)
+        yield from _of_file(path, cuts)
 
 
-def _parts(path: str) -> Iterator[Passage]:
-    """Yields parts of a file that end after a line, but not before an empty one: a BPE may join two line ends."""
-    name, rest, first = shown(path), b"", 1
+def _of_file(path: str, cuts: re.Pattern[str] | None) -> Iterator[tuple[str, bool] | BadLine]:
+    bad: list[BadLine] = []
+
+    def texts() -> Iterator[str]:
+        first = 1
+        for lines in _whole_lines(path):
+            text, some = decoded(lines, shown(path), first)
+            bad.extend(some)
+            first += lines.count(b"\n")
+            yield text
+
+    for part in parts(texts(), cuts, TEXT, shown(path)):
+        yield from bad
+        bad.clear()
+        yield part
+    yield from bad
+
+
+def _whole_lines(path: str) -> Iterator[bytes]:
+    """Yields the lines of a file, many at a time."""
     with open_bytes(path) as file:
-        while True:
-            chunk = file.read(TEXT)
-            if not rest and first == 1:
-                chunk = chunk.removeprefix(_BOM)
-                check_plain(path, chunk)
-            rest += chunk
-            if not chunk:
-                break
-            end = _last_line(rest)
-            if end == 0 and len(rest) > _LONGEST:
-                end = len(rest) - 4
-                while rest[end] & 0xC0 == 0x80:  # within a character
-                    end -= 1
+        rest = file.read(_CHUNK).removeprefix(_BOM)
+        check_plain(path, rest)
+        while chunk := file.read(_CHUNK):
+            end = chunk.rfind(b"\n") + 1
             if end:
-                yield Passage(Lines(name, first, rest[:end]), ends=False)
-                first, rest = first + rest.count(b"\n", 0, end), rest[end:]
+                yield rest + chunk[:end]
+                rest = chunk[end:]
+            else:
+                rest += chunk
+            if len(rest) > _LONGEST:
+                raise ValueError(f"{shown(path)}: expected lines of text, got one of over {_LONGEST:,} bytes")
         if rest:
-            yield Passage(Lines(name, first, rest), ends=True)
-
-
-def _last_line(data: bytes) -> int:
-    """Returns the start of the last line that isn't empty and has text before it; 0 if no line is."""
-    end = data.rfind(b"\n", 0, len(data) - 1)
-    while end > 0 and data[end + 1 : end + 2] in (b"\n", b"\r"):
-        end = data.rfind(b"\n", 0, end)
-    return end + 1 if end > 0 else 0
+            yield rest
 
 
 class _Lines:

@@ -7,6 +7,7 @@ are text. Files may be compressed, pipes, or standard input ("-"; see `files`). 
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -173,13 +174,36 @@ def read_text(path: str | os.PathLike[str], *, skip_bad: bool = False) -> str:
     if column_of(path) is not None:
         rows = [(line, line) for line in read_rows(path, allow_empty=True, max_line=None)]
         return "\n".join(line for line, _ in _good(rows, str(path), skip_bad)) + "\n"
-    data = _read(path)
+    data, name = _read(path), shown(os.fspath(path))
+    text, bad = decoded(data, name)
+    total = data.count(b"\n") + (not data.endswith(b"\n"))
+    if bad and not skip_bad:
+        raise ValueError(_refusal(bad, total) + _HINT)
+    _report(bad, total, name, has_good=bool(text.strip()))
+    return text
+
+
+def decoded(data: bytes, name: str, first: int = 1) -> tuple[str, list[BadLine]]:
+    """Decodes whole lines: line ends become LF, and a line that is not UTF-8 is left out with its end.
+
+    Args:
+        data: the bytes, which begin at the beginning of a line.
+        name: the name of the file.
+        first: the number of the first line.
+    """
     try:
-        return data.decode("utf-8").replace("\r\n", "\n")
+        return data.decode("utf-8").replace("\r\n", "\n"), []
     except UnicodeDecodeError:
-        lines = [(line, line) for line in parse_lines(data, str(path), allow_empty=True, max_line=None)]
-        text = "\n".join(line for line, _ in _good(lines, str(path), skip_bad))
-        return text + "\n" if data.endswith(b"\n") else text
+        pass
+    good: list[str] = []
+    bad: list[BadLine] = []
+    for number, line in enumerate(io.BytesIO(data), first):
+        row = next(parse_lines(line, name, allow_empty=True, first=number, max_line=None))
+        if isinstance(row, BadLine):
+            bad.append(row)
+        else:
+            good.append(line.decode("utf-8"))
+    return "".join(good).replace("\r\n", "\n"), bad
 
 
 def read_documents(path: str | os.PathLike[str], *, skip_bad: bool = False) -> list[str]:
@@ -311,11 +335,20 @@ def judged(text: str, name: str, number: int, allow_empty: bool, max_line: int |
 def _good(rows: Sequence[tuple[str | BadLine, str | BadLine]], where: str, skip_bad: bool) -> list[tuple[str, str]]:
     """Returns the rows without a bad line; logs the other ones, or raises."""
     good, bad = sort_out(rows, skip_bad=skip_bad)
-    if not good:
-        raise NothingError(f"every line of {where} is bad: {_by_kind(bad)}", bad[0].kind)
-    if bad:
-        logger.warning("skipped %s of %s lines of %s: %s", f"{len(bad):,}", f"{len(rows):,}", where, _by_kind(bad))
+    _report(bad, len(rows), where, has_good=bool(good))
     return good
+
+
+def _report(bad: Sequence[BadLine], total: int, where: str, *, has_good: bool) -> None:
+    """Logs bad lines that are skipped.
+
+    Raises:
+        NothingError: there is no other line.
+    """
+    if not has_good:
+        raise NothingError(f"every line of {where} is bad: {_by_kind(bad) or 'empty'}", bad[0].kind if bad else "empty")
+    if bad:
+        logger.warning("skipped %s of %s lines of %s: %s", f"{len(bad):,}", f"{total:,}", where, _by_kind(bad))
 
 
 def sort_out(

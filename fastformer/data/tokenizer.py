@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastformer.data.checks import SPECIAL_TOKENS, check_text, check_texts, checked_ids, until_eos
+from fastformer.data.cuts import ANYWHERE, AT_SPACES, pieces
 from fastformer.data.user_tokens import UserTokens
 from fastformer.files import write_atomically
 from fastformer.special_ids import SpecialIds
@@ -27,7 +29,6 @@ _UNK = SPECIAL_TOKENS[2]
 TOKENIZER = "tokenizer.json"
 BYTES = "bytes"  # the type in tokenizer.json
 NUM_BYTES = 256
-PIECE = 50_000  # characters of a long text that are encoded at a time
 _GAPS = 2**16  # ids without a token that a file may have
 
 
@@ -53,7 +54,7 @@ class Tokenizer(Protocol):
         """Encodes many texts, on all cores if the library can."""
 
     def pieces(self, text: str) -> list[str]:
-        """Cuts a long text so that the ids of the pieces, one after another, are the ids of the text."""
+        """Cuts a long text so that the ids of the pieces, one after another, are the ids of the text (see `cuts`)."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decodes ids to text: skips PAD, stops at EOS."""
@@ -103,9 +104,12 @@ class ByteTokenizer:
 
     def pieces(self, text: str) -> list[str]:
         """Cuts a long text at any place but within a user token."""
-        if self._user:
-            return line_pieces(text)
-        return [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
+        return pieces(text, self.cuts)
+
+    @property
+    def cuts(self) -> re.Pattern[str]:
+        """Where a text may be cut."""
+        return AT_SPACES if self._user else ANYWHERE
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decodes ids to text: skips PAD and UNK, stops at EOS; broken UTF-8 becomes U+FFFD."""
@@ -152,18 +156,10 @@ def saved_bytes(file: Path, values: Mapping[str, Any]) -> ByteTokenizer:
     return ByteTokenizer(tokens, drop_user_tokens=is_dropped)
 
 
-def line_pieces(text: str) -> list[str]:
-    """Cuts a long text after line ends, but not before another line end: a BPE may have a token for two."""
-    found, start = [], 0
-    while len(text) - start > PIECE:
-        end = text.find("\n", start + PIECE)
-        while end >= 0 and text[end + 1 : end + 2] == "\n":
-            end += 1
-        if end < 0 or end + 1 == len(text):
-            break
-        found.append(text[start : end + 1])
-        start = end + 1
-    return [*found, text[start:]]
+def cuts_of(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """Returns where a tokenizer's texts may be cut (see `cuts`); None: nowhere, or it isn't known where."""
+    found: re.Pattern[str] | None = getattr(tokenizer, "cuts", None)
+    return found
 
 
 def encode_batch(backend: tokenizers.Tokenizer, texts: Sequence[str], name: str = "the tokenizer") -> list[list[int]]:

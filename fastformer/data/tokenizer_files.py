@@ -7,8 +7,11 @@ foreign model and the three ids into one tokenizer.json, so that a run needs no 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fastformer.data import pair
 from fastformer.data.bpe import BPETokenizer, form_of
 from fastformer.data.checks import SPECIAL_TOKENS, check_text, checked_ids, until_eos
+from fastformer.data.cuts import cuts_of, pieces
 from fastformer.data.encoder_tokenizers import ENCODER_TOKENIZERS, saved_encoder_tokenizer
 from fastformer.data.model_tokenizers import (
     MODEL_TOKENIZERS,
@@ -84,6 +88,10 @@ class ForeignModel(Protocol):
     def unknown(self, text: str, unk: int) -> list[str]:
         """Returns the parts of a text that were encoded as `unk`."""
 
+    @property
+    def cuts(self) -> re.Pattern[str] | None:
+        """Where a text may be cut (see `cuts`); None: that isn't known."""
+
     def to_json(self) -> dict[str, Any]:
         """Returns the values to save."""
 
@@ -125,8 +133,13 @@ class ForeignTokenizer:
         return [[ours[i] for i in ids] for ids in self._model.encode_batch(texts)]
 
     def pieces(self, text: str) -> list[str]:
-        """Returns the text uncut: the places where another library's ids don't depend on neighbours are not known."""
-        return [text]
+        """Cuts a long text where it is known that the library's ids don't depend on the text beyond."""
+        return pieces(text, self.cuts)
+
+    @property
+    def cuts(self) -> re.Pattern[str] | None:
+        """Where a text may be cut; None: nowhere."""
+        return self._model.cuts
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decodes ids to text: skips special tokens, stops at EOS."""
@@ -157,6 +170,14 @@ class ForeignTokenizer:
         """Writes tokenizer.json."""
         values = {"type": "foreign", "special_ids": asdict(self._ids), **self._model.to_json()}
         write_atomically(Path(folder, TOKENIZER), json.dumps(values, ensure_ascii=False).encode() + b"\n")
+
+
+def count_unknown(tokenizer: Tokenizer, texts: Sequence[str], encoded: Sequence[Sequence[int]]) -> Counter[str]:
+    """Counts the characters of texts that a foreign tokenizer has no token for; `encoded` are the ids of the texts."""
+    if not isinstance(tokenizer, ForeignTokenizer):
+        return Counter()
+    parts = (part for text, ids in zip(texts, encoded, strict=True) for part in tokenizer.unknown(text, ids))
+    return Counter("".join(parts))
 
 
 class HuggingFaceModel:
@@ -196,6 +217,11 @@ class HuggingFaceModel:
             encoding = self._backend.encode(text, add_special_tokens=False)
         return [text[start:end] for i, (start, end) in zip(encoding.ids, encoding.offsets, strict=True) if i == unk]
 
+    @functools.cached_property
+    def cuts(self) -> re.Pattern[str] | None:
+        """Where a text may be cut."""
+        return cuts_of(json.loads(self._backend.to_str()))
+
     def to_json(self) -> dict[str, Any]:
         """Returns the contents of the original tokenizer.json."""
         return {"library": "tokenizers", "model": json.loads(self._backend.to_str())}
@@ -203,6 +229,8 @@ class HuggingFaceModel:
 
 class SentencePieceModel:
     """A model of the `sentencepiece` library."""
+
+    cuts = None  # the library adds up scores in fp32, so that pieces may depend on all text before them
 
     def __init__(self, processor: sentencepiece.SentencePieceProcessor) -> None:
         self._processor = processor

@@ -13,7 +13,7 @@ from fastformer.data.filters import Filters, PairFilter
 from fastformer.data.tables import paths_of as paths_of
 from fastformer.data.user_tokens import UserTokens
 from fastformer.models.pretrained import config_from_dict
-from fastformer.settings import check_settings, suggestion, why_not
+from fastformer.settings import LEAST_WEIGHT, check_settings, suggestion, why_not
 from fastformer.special_ids import SpecialIds
 from fastformer.training.sections import (
     ARCHITECTURES,
@@ -30,8 +30,6 @@ from fastformer.training.sections import (
     Tokens,
     Validation,
 )
-
-_LEAST_WEIGHT = 0.001  # of a corpus
 
 
 @dataclass
@@ -115,9 +113,9 @@ class TrainConfig(Machine, Validation, Optimisation, Tokens, Filters, Data, Mode
             found = [float(word) for word in split_at_commas(self.data_weights)]
         except ValueError:
             found = [math.nan]
-        if not all(_LEAST_WEIGHT <= weight <= 1 / _LEAST_WEIGHT for weight in found):
+        if not all(LEAST_WEIGHT <= weight <= 1 / LEAST_WEIGHT for weight in found):
             raise ValueError(
-                f"expected data_weights from {_LEAST_WEIGHT} to {1 / _LEAST_WEIGHT:g}, one for each corpus with commas "
+                f"expected data_weights from {LEAST_WEIGHT} to {1 / LEAST_WEIGHT:g}, one for each corpus with commas "
                 f"between them, got {self.data_weights!r}"
             )
         return found

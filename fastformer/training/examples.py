@@ -6,9 +6,10 @@ import json
 import logging
 import random
 import time
+import unicodedata
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +18,16 @@ from torch import Tensor
 
 from fastformer import console
 from fastformer.data import ByteTokenizer, Examples, PairTokenizer, Tokenizer, load_tokenizer, train_bpe
-from fastformer.data.bpe import Spaces
-from fastformer.data.examples import encode_pair, windows
+from fastformer.data.bpe import LEARNING, Spaces
+from fastformer.data.cuts import pieces as pieces_of
+from fastformer.data.examples import Example, encode_pair, windows
+from fastformer.data.held_out import different_from, first_ones, keys_of, lowest_keys, number_held_out
+from fastformer.data.pair import sides
+from fastformer.data.shards.manifest import Manifest
 from fastformer.data.shards.reading import ShardedExamples, read_examples
 from fastformer.data.text import read_documents, read_pairs, read_tsv
-from fastformer.data.tokenizer import NUM_BYTES, line_pieces
-from fastformer.data.tokenizer_files import ForeignTokenizer
+from fastformer.data.tokenizer import NUM_BYTES
+from fastformer.data.tokenizer_files import count_unknown
 from fastformer.number_words import english, german, number_pairs
 from fastformer.training.config import TrainConfig, paths_of, split_at_commas
 from fastformer.training.sections import WORDS
@@ -75,6 +80,10 @@ def load_data(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Data:
         tokenizer = tokenizer_of(config, train_texts)
     train, places = _encode_pairs(tokenizer, train_texts, config.max_len, "training")
     val, kept = _encode_pairs(tokenizer, val_texts, config.max_len, "validation")
+    if config.drop_duplicates:
+        train, places = _kept(train, places, first_ones(keys_of(train)), "that repeat others, by their tokens")
+    if not (config.task or config.val_tsv or config.val_source):
+        train, places = _kept(train, places, different_from(train, val), "that equal held-out ones")
     weights = _weights(config, map(len, corpora))
     return Data(
         tokenizer, train, val, [val_texts[place] for place in kept], None if weights is None else weights[places]
@@ -85,8 +94,7 @@ def _load_shards(config: TrainConfig, tokenizer: Tokenizer | None) -> Data:
     """Opens the shards that `fastformer prepare` made; they are read when they are needed."""
     assert config.train_data is not None
     folder = Path(config.train_data)
-    examples = ShardedExamples(folder, window=config.shards_at_once, weights=config.weights() or None)
-    manifest = examples.manifest
+    manifest = Manifest.load(folder)
     kind = "text" if config.model == "gpt" else "pairs"
     if manifest.kind != kind:
         raise ValueError(f"expected {kind} for model {config.model}, but {folder} holds {manifest.kind}")
@@ -98,6 +106,9 @@ def _load_shards(config: TrainConfig, tokenizer: Tokenizer | None) -> Data:
         )
     own = load_tokenizer(folder)
     manifest.check_tokenizer(own, f"that of {folder}")
+    sizes = sides(own)[0].vocab_size, own.vocab_size
+    weights = config.weights() or None
+    examples = ShardedExamples(folder, window=config.shards_at_once, weights=weights, vocab_sizes=sizes)
     if tokenizer is not None:
         manifest.check_tokenizer(tokenizer, "that of the run")
     elif config.tokenizer not in WORDS:
@@ -106,10 +117,22 @@ def _load_shards(config: TrainConfig, tokenizer: Tokenizer | None) -> Data:
     texts: Pairs = []
     if manifest.validation_texts is not None:
         manifest.validation_texts.check_content(folder)
-        lines = (folder / manifest.validation_texts.file).read_text(encoding="utf-8").split("\n")
-        texts = [(source, target) for source, target in map(json.loads, filter(None, lines))]
-    val = read_examples(folder / manifest.validation.file)
+        texts = _pairs_of(folder / manifest.validation_texts.file)
+    val = read_examples(folder / manifest.validation.file, sizes)
+    if not val or (texts and len(texts) != len(val)) or (val.num_tokens[0] == 0) != (kind == "text"):
+        raise ValueError(f"expected {kind} in {folder / manifest.validation.file}, got others: prepare the data again")
     return Data(own, examples, val, texts, None, manifest.validation_characters)
+
+
+def _pairs_of(path: Path) -> Pairs:
+    """Reads pairs from a file of JSON lines that `prepare` wrote."""
+    try:
+        found = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}): prepare the data again") from error
+    if not all(isinstance(pair, list) and len(pair) == 2 and all(isinstance(s, str) for s in pair) for pair in found):
+        raise ValueError(f"expected two texts on each line of {path}, got others: prepare the data again")
+    return [(source, target) for source, target in found]
 
 
 def validation_data(config: TrainConfig, tokenizer: Tokenizer) -> tuple[Examples, Pairs, int]:
@@ -124,6 +147,20 @@ def validation_data(config: TrainConfig, tokenizer: Tokenizer) -> tuple[Examples
     return examples, [pairs[place] for place in kept], 0
 
 
+def _kept(examples: Examples, places: list[int], kept: list[int], which: str) -> tuple[Examples, list[int]]:
+    """Returns the training examples that are kept, and their places; the log counts the others.
+
+    Raises:
+        ValueError: none is kept.
+    """
+    if not kept:
+        raise ValueError(f"expected other training examples than those {which}, got none: give validation files")
+    if len(kept) < len(examples):
+        logger.info("left out %s training examples %s", f"{len(examples) - len(kept):,}", which)
+        examples, places = examples.take(kept), [places[i] for i in kept]
+    return examples, places
+
+
 def _weights(config: TrainConfig, sizes: Iterable[int]) -> Tensor | None:
     """Computes how often an epoch contains each example from the weights and sizes of the corpora; None: each once."""
     weights = config.weights()
@@ -135,11 +172,10 @@ def _weights(config: TrainConfig, sizes: Iterable[int]) -> Tensor | None:
 def _encode_pairs(tokenizer: Tokenizer, pairs: Pairs, max_len: int, what: str) -> tuple[Examples, list[int]]:
     """Encodes pairs; returns the examples of at most max_len tokens and the indices of their pairs."""
     examples, kept = Examples(), []
-    if isinstance(tokenizer, PairTokenizer):
-        sources = encode_all(tokenizer.source, [source for source, _ in pairs], f"{what} source")
-        targets = encode_all(tokenizer.target, [target for _, target in pairs], f"{what} target")
-    elif hasattr(tokenizer, "encode_target"):
-        raise ValueError("expected a tokenizer of both sides, or one for each, got that of a Marian")
+    of_source, of_target = sides(tokenizer)
+    if of_source is not of_target:
+        sources = encode_all(of_source, [source for source, _ in pairs], f"{what} source")
+        targets = encode_all(of_target, [target for _, target in pairs], f"{what} target")
     else:  # one iterator, two steps at a time
         sources = targets = encode_all(tokenizer, [text for pair in pairs for text in pair], what)
     for place, (source, target) in enumerate(zip(sources, targets, strict=True)):
@@ -166,23 +202,34 @@ def encode_all(tokenizer: Tokenizer, texts: Sequence[str], what: str) -> Iterato
     bar = console.progress_bar(is_shown=len(starts) > 1, iterable=starts, desc=title, dynamic_ncols=True, leave=False)
     for start in starts if bar is None else bar:
         batch = texts[start : start + ENCODED_AT_ONCE]
-        for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
-            if isinstance(tokenizer, ForeignTokenizer):
-                unknown.update("".join(tokenizer.unknown(text, ids)))
+        encoded = tokenizer.encode_batch(batch)
+        unknown += count_unknown(tokenizer, batch, encoded)
+        for ids in encoded:
             tokens += len(ids)
             yield ids
     logger.info(
         "%s text: %s characters in %s tokens (%.1f s)",
         what, f"{sum(map(len, texts)):,}", f"{tokens:,}", time.perf_counter() - began,
     )  # fmt: skip
+    warn_of_unknown(unknown, sum(map(len, texts)), what)
+
+
+def warn_of_unknown(unknown: Counter[str], characters: int, what: str) -> None:
+    """Logs the characters that a tokenizer has no token for, if there are any among those of a text."""
     if unknown:
         logger.warning(
             "%s characters of %s in the %s text are unknown to the tokenizer, e.g. %s: the model never sees them",
             f"{unknown.total():,}",
-            f"{sum(map(len, texts)):,}",
+            f"{characters:,}",
             what,
             " ".join(repr(character) for character, _ in unknown.most_common(5)),
         )
+
+
+def warn_of_line_ends(tokenizer: Tokenizer) -> None:
+    """Logs that a language model will write no line ends, if its tokenizer drops them."""
+    if "\n" not in tokenizer.decode(tokenizer.encode("a\nb")):
+        logger.warning("the tokenizer drops line ends, so the model will write none: train a bpe, or use bytes")
 
 
 def tokenizer_of(config: TrainConfig, pairs: Pairs) -> Tokenizer:
@@ -278,35 +325,54 @@ def _filtered(config: TrainConfig, corpora: list[Pairs]) -> list[Pairs]:
 def _hold_out(config: TrainConfig, corpora: list[Pairs]) -> tuple[list[Pairs], Pairs]:
     """Moves a hundredth of each corpus (at most 500 lines in all) from the training data to missing validation data.
 
-    The choice of the lines depends on the seed and on the numbers of lines, so a run that resumes makes the same
-    choice.
+    Lines that differ by their spaces or by upper case alone count as copies. A copy of a held-out line goes with it,
+    into neither part. The choice of the lines depends on the seed and on the numbers of lines, so a run that resumes
+    makes the same choice.
     """
     total = sum(map(len, corpora))
-    most = min(500, max(1, total // 100))
-    if total <= most:
+    if total < 2:
         raise ValueError(f"expected at least 2 training lines, or validation files, got {total}")
-    train: list[Pairs] = []
-    val: Pairs = []
+    keys = [[_folded(pair) for pair in corpus] for corpus in corpora]
+    different = len(set().union(*keys))
+    most = number_held_out(total, max(1, different // 10) if different < total else total, different)
+    held_out: dict[int, tuple[str, str]] = {}
     before = 0
-    for corpus in corpora:
+    for corpus, own in zip(corpora, keys, strict=True):
         count = most * (before + len(corpus)) // total - most * before // total
         before += len(corpus)
-        held_out = set(range(len(corpus) - count, len(corpus)))
-        if config.held_out == "random":
-            held_out = _drawn(len(corpus), count, config.seed)
-        train.append([pair for place, pair in enumerate(corpus) if place not in held_out])
-        val += [corpus[place] for place in sorted(held_out)]
+        chosen = _drawn(own, count, config.seed if config.held_out == "random" else None, held_out)
+        held_out |= {own[place]: corpus[place] for place in chosen}
+    train = [
+        [pair for pair, key in zip(corpus, own, strict=True) if key not in held_out]
+        for corpus, own in zip(corpora, keys, strict=True)
+    ]
     how = f"drawn at random by seed {config.seed}" if config.held_out == "random" else "the last ones"
-    logger.info("held out %s of %s training pairs for validation: %s", f"{len(val):,}", f"{total:,}", how)
-    return train, val
+    logger.info("held out %s of %s training pairs for validation: %s", f"{len(held_out):,}", f"{total:,}", how)
+    copies = total - len(held_out) - sum(map(len, train))
+    if copies:
+        logger.info("left out %s copies of held-out pairs", f"{copies:,}")
+    return train, [*held_out.values()]
 
 
-def _drawn(total: int, count: int, seed: int) -> set[int]:
-    """Draws some of the first numbers by methods of Python's generator that are the same in every version."""
-    chooser, found = random.Random(seed), set[int]()
+def _folded(pair: tuple[str, str]) -> int:
+    """Returns a number that copies of a pair have in common."""
+    return hash(tuple(" ".join(unicodedata.normalize("NFKC", side).casefold().split()) for side in pair))
+
+
+def _drawn(keys: Sequence[int], count: int, seed: int | None, taken: Container[int]) -> list[int]:
+    """Draws the places of some different keys that aren't taken, or finds the last ones, if there are as many.
+
+    Python's generator draws these numbers in every version.
+    """
+    left = {key for key in keys if key not in taken}
+    count, chooser, found = min(count, len(left)), random.Random(seed), list[int]()
+    at = len(keys)
     while len(found) < count:
-        found.add(int(chooser.random() * total))
-    return found
+        at = at - 1 if seed is None else int(chooser.random() * len(keys))
+        if keys[at] in left:
+            left.remove(keys[at])
+            found.append(at)
+    return sorted(found)
 
 
 def number_texts(seed: int) -> tuple[Pairs, Pairs]:
@@ -335,17 +401,45 @@ def _load_text(config: TrainConfig, tokenizer: Tokenizer | None) -> Data:
             "held out %s of %s characters for validation: the last ones", f"{held_out:,}", f"{total + held_out:,}"
         )
     if tokenizer is None:
-        pieces = [piece for texts in corpora for text in texts for piece in line_pieces(text)]
+        pieces = [piece for texts in corpora for text in texts for piece in pieces_of(text, LEARNING)]
         tokenizer = make_tokenizer(config, pieces)
-    if "\n" not in tokenizer.decode(tokenizer.encode("a\nb")):
-        logger.warning("the tokenizer drops line ends, so the model will write none: train a bpe, or use bytes")
+    warn_of_line_ends(tokenizer)
     train, sizes = Examples(), []
     for texts in corpora:
         found = windows(_document_ids(tokenizer, texts, "training"), config.seqlen)
         sizes.append(len(found))
         train.extend(found)
-    val = windows(_document_ids(tokenizer, val_texts, "validation"), config.seqlen)
-    return Data(tokenizer, train, val, [], _weights(config, sizes), sum(map(len, val_texts)))
+    val, weights = windows(_document_ids(tokenizer, val_texts, "validation"), config.seqlen), _weights(config, sizes)
+    characters = sum(map(len, val_texts))
+    if config.val_text:
+        return Data(tokenizer, train, val, [], weights, characters)
+    return _without_copies(Data(tokenizer, train, val, [], weights, characters), config.seed)
+
+
+def _without_copies(data: Data, seed: int) -> Data:
+    """Leaves the windows out of held-out text that are training examples, too.
+
+    If all are, because the text repeats itself, some of the different windows are held out instead.
+    """
+    assert isinstance(data.train, Examples)
+    train, weights, kept = data.train, data.weights, different_from(data.val, data.train)
+    if len(kept) == len(data.val):
+        return data
+    logger.info("left out %s held-out windows that the training text has, too", f"{len(data.val) - len(kept):,}")
+    val = data.val.take(kept)
+    if not kept:
+        keys = keys_of(train, seed)
+        held_out = lowest_keys(keys, len(keys))
+        val = train.take(keys.index(key) for key in sorted(held_out))
+        places = [place for place, key in enumerate(keys) if key not in held_out]
+        train, weights = train.take(places), None if weights is None else weights[places]
+        logger.info("held out %s windows, because the last tenth of the text repeats the rest", f"{len(val):,}")
+    return Data(data.tokenizer, train, val, [], weights, characters_of(val, data.tokenizer))
+
+
+def characters_of(examples: Iterable[Example], tokenizer: Tokenizer) -> int:
+    """Counts the characters that windows of a text predict."""
+    return sum(len(tokenizer.decode(example.target[1:])) for example in examples)
 
 
 def _cut_tenth(documents: list[str], path: str) -> tuple[list[str], list[str]]:

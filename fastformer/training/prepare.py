@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,21 +23,31 @@ import numpy
 from fastformer import console
 from fastformer.checkpoints.lock import LOCK, RunLock
 from fastformer.data import Examples, Tokenizer, load_tokenizer
+from fastformer.data.bpe import LEARNING
+from fastformer.data.cuts import pieces as pieces_of
 from fastformer.data.files import STDIN
 from fastformer.data.filters import Filters
+from fastformer.data.pair import sides
 from fastformer.data.shards.arrow_file import arrow, lists, write_table
 from fastformer.data.shards.deal import Piles, write_rows, write_shard
-from fastformer.data.shards.encode import Recipe, open_block
+from fastformer.data.shards.encode import TOO_LONG, Recipe, open_block
 from fastformer.data.shards.left_out import LeftOut, find_left_out
 from fastformer.data.shards.manifest import INDEX, Manifest, Shard, Source, Stored, tokenizer_digest
 from fastformer.data.shards.pool import Pool, encode_task, usable_cores
 from fastformer.data.shards.reading import read_examples
 from fastformer.data.streams import PairBlock, TextBlock, stream_documents, stream_pairs, stream_tsv
 from fastformer.data.tables import file_of
-from fastformer.data.tokenizer import TOKENIZER, line_pieces
+from fastformer.data.tokenizer import TOKENIZER, cuts_of
 from fastformer.files import read_json, remove_left_overs, write_atomically
 from fastformer.training.config import TrainConfig, paths_of
-from fastformer.training.examples import make_tokenizer, tokenizer_of, validation_data
+from fastformer.training.examples import (
+    characters_of,
+    make_tokenizer,
+    tokenizer_of,
+    validation_data,
+    warn_of_line_ends,
+    warn_of_unknown,
+)
 from fastformer.training.sections import Tokens
 
 logger = logging.getLogger("fastformer")
@@ -48,6 +59,7 @@ BPE_CHARACTERS = 50_000_000
 VALIDATION, VALIDATION_TEXTS = "validation.arrow", "validation.jsonl"
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".parquet", ".pq")
 _PACKED_BY = 4  # the approximate compression ratio of text
+_WORK_VERSION = 2  # of the blocks' files, whose hashes and counts a preparation continues with
 _LEAST_SHARDS = 8  # the assumed size of a pipe
 
 
@@ -59,9 +71,9 @@ class _Origin:
     paths: tuple[str, ...]
     weight: float
 
-    def blocks(self, kind: str) -> Iterator[PairBlock | TextBlock]:
+    def blocks(self, kind: str, cuts: re.Pattern[str] | None) -> Iterator[PairBlock | TextBlock]:
         if kind == "text":
-            return stream_documents(self.paths[0])
+            return stream_documents(self.paths[0], cuts)
         return stream_pairs(*self.paths) if len(self.paths) == 2 else stream_tsv(self.paths[0])
 
     def files(self) -> list[str]:
@@ -159,7 +171,8 @@ class _Preparation:
 
     def run(self) -> Manifest:
         tokenizer = self._tokenizer()
-        paths, sources = self._encode()
+        paths, sources = self._encode(cuts_of(tokenizer))
+        self._warn(paths, sources)
         left_out = find_left_out(paths, self.recipe)
         mask = self.work / "left_out.bin"
         write_atomically(mask, left_out.mask.tobytes())
@@ -182,7 +195,12 @@ class _Preparation:
         if (self.work / TOKENIZER).is_file():
             return load_tokenizer(self.work)
         make = make_tokenizer if self.recipe.kind == "text" else tokenizer_of
-        make(self.config, self._sample() if self.config.tokenizer == "bpe" else []).save(self.work)
+        tokenizer = make(self.config, self._sample() if self.config.tokenizer == "bpe" else [])
+        if self.recipe.kind == "text":
+            warn_of_line_ends(tokenizer)
+        else:
+            sides(tokenizer)
+        tokenizer.save(self.work)
         return load_tokenizer(self.work)
 
     def _sample(self) -> list[Any]:
@@ -193,7 +211,7 @@ class _Preparation:
         most, size, limit = self.settings["bpe_characters"], 0, 1.0
         for number, origin in enumerate(self.origins):
             for place, block in enumerate(
-                _bar(origin.blocks(self.recipe.kind), f"reading {origin.name} for the BPE", "block")
+                _bar(origin.blocks(self.recipe.kind, LEARNING), f"reading {origin.name} for the BPE", "block")
             ):
                 texts = self._texts(block)
                 drawn = numpy.random.default_rng([self.config.seed, 3, number, place]).random(len(texts))
@@ -208,13 +226,15 @@ class _Preparation:
     def _texts(self, block: PairBlock | TextBlock) -> list[Any]:
         if isinstance(block, TextBlock):
             return [
-                piece for text, _ in block.documents(skip_bad=self.recipe.skip_bad)[0] for piece in line_pieces(text)
+                piece
+                for text, _ in block.documents(skip_bad=self.recipe.skip_bad)[0]
+                for piece in pieces_of(text, LEARNING)
             ]
         pairs = block.pairs(skip_bad=self.recipe.skip_bad)[0]
         filters = self.recipe.filters
         return [pair for pair in pairs if filters.why_not(pair) is None] if filters else pairs
 
-    def _encode(self) -> tuple[list[Path], list[int]]:
+    def _encode(self, cuts: re.Pattern[str] | None) -> tuple[list[Path], list[int]]:
         """Encodes all sources to blocks; returns the blocks and the number of each block's source."""
         paths, sources = [], []
         done = 0
@@ -222,7 +242,7 @@ class _Preparation:
         def tasks() -> Iterator[tuple[Any, ...]]:
             nonlocal done
             for number, origin in enumerate(self.origins):
-                for place, block in enumerate(origin.blocks(self.recipe.kind)):
+                for place, block in enumerate(origin.blocks(self.recipe.kind, cuts)):
                     path = self.work / f"block-{number:04}-{place:07}.arrow"
                     paths.append(path)
                     sources.append(number)
@@ -237,6 +257,27 @@ class _Preparation:
             logger.info("%s of %s blocks were there already", f"{done:,}", f"{len(paths):,}")
         return paths, sources
 
+    def _warn(self, paths: Sequence[Path], sources: Sequence[int]) -> None:
+        """Logs what a training would warn of: bad lines, long examples, characters that the tokenizer lacks."""
+        bad, read = [Counter[str]() for _ in self.origins], Counter[int]()
+        long, unknown, characters = Counter[str](), Counter[str](), 0
+        for path, source in zip(paths, sources, strict=True):
+            block = open_block(path)[1]
+            bad[source].update(block.bad)
+            read[source] += block.read
+            long.update({reason: count for reason, count in block.left_out.items() if reason.startswith(TOO_LONG)})
+            unknown.update(block.unknown)
+            characters += block.characters
+        for number, origin in enumerate(self.origins):
+            if bad[number]:
+                logger.warning(
+                    "skipped %s of %s lines of %s: %s",
+                    f"{bad[number].total():,}", f"{read[number]:,}", origin.name, _told([bad[number]]),
+                )  # fmt: skip
+        for reason, count in long.items():
+            logger.warning("left out %s training examples %s", f"{count:,}", reason)
+        warn_of_unknown(unknown, characters, "training")
+
     def _validation(self, tokenizer: Tokenizer, piles: Piles, left_out: LeftOut) -> tuple[Stored, Stored | None, int]:
         """Writes the validation examples and their texts."""
         path, characters = self.folder / VALIDATION, 0
@@ -247,7 +288,7 @@ class _Preparation:
             write_rows(piles, [row for _, row in left_out.validation], path)
             texts = [(source, target) for found, _ in left_out.validation if found for source, target in [found]]
             if self.recipe.kind == "text":
-                characters = sum(len(tokenizer.decode(example.target[1:])) for example in read_examples(path))
+                characters = characters_of(read_examples(path), tokenizer)
         if self.recipe.kind == "text":
             return Stored.of(path), None, characters
         lines = "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in texts)
@@ -366,9 +407,11 @@ def _check_same(work: Path, settings: dict[str, Any], origins: Sequence[_Origin]
         for file in (origin.files() if origin.paths != (STDIN,) else [STDIN])
     }
     sources = [[origin.name, origin.weight] for origin in origins]
-    now = {"settings": settings, "sources": sources, "files": files}
+    now = {"version": _WORK_VERSION, "settings": settings, "sources": sources, "files": files}
     if state.is_file():
         before = read_json(state)
+        if before.get("version") != _WORK_VERSION:
+            raise ValueError(f"{work.parent} was begun by another version of fastformer: give another folder")
         for name in settings:
             was, is_now = before["settings"].get(name), settings[name]
             if was != is_now:

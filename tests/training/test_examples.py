@@ -137,7 +137,7 @@ def test_settings_of_the_tokenizer_stay_with_the_run(tmp_path, tokenizer) -> Non
 
 
 def test_spaces_are_text_only_for_a_language_model(tmp_path) -> None:
-    pairs, text = lines(tmp_path / "a", ["a  b\tc "] * 40), lines(tmp_path / "t", ["a  b "] * 40)
+    pairs, text = lines(tmp_path / "a", ["a  b\tc ", "b  a\td "] * 20), lines(tmp_path / "t", ["a  b "] * 40)
     for spaces, of_pairs, of_text in (("auto", "a b", "a  b "), ("keep", "a  b ", "a  b ")):
         translator = load_data(TrainConfig(train_tsv=pairs, vocab_size=20, spaces=spaces)).tokenizer
         gpt = load_data(TrainConfig(model="gpt", train_text=text, vocab_size=20, spaces=spaces)).tokenizer
@@ -181,7 +181,7 @@ def test_bad_lines_stop_or_are_dropped(tmp_path, caplog) -> None:
 
 @pytest.mark.parametrize("tokenizer", ["bpe", "bytes"])
 def test_line_ends_are_text_and_eos_ends_documents(tmp_path, tokenizer, monkeypatch) -> None:
-    monkeypatch.setattr("fastformer.data.tokenizer.PIECE", 50)  # documents are cut into pieces
+    monkeypatch.setattr("fastformer.data.cuts.PIECE", 50)  # documents are cut into pieces
     folder = tmp_path / "poems"
     folder.mkdir()
     for i in range(3):

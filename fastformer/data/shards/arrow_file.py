@@ -79,6 +79,31 @@ def read_table(path: Path) -> Any:
         raise ValueError(f"{path} is missing or damaged ({error}): prepare the data again, or copy the file") from error
 
 
+def read_examples_table(path: Path) -> Any:
+    """Reads a table of examples, and checks that its columns are those of `prepare`, with sound lists of ids.
+
+    Raises:
+        ValueError: the file is missing, damaged, or not of examples.
+    """
+    library, table = arrow(), read_table(path)
+    ids = library.list_(library.int32())
+    expected = {"source": ids, "target": ids, "origin": library.uint16()}
+    found = dict(zip(table.schema.names, table.schema.types, strict=True))
+    if found != expected:
+        columns = ", ".join(f"{name} ({kind})" for name, kind in found.items())
+        raise ValueError(f"expected {path} to have the columns source, target and origin, got {columns or 'none'}")
+    try:
+        table.validate(full=True)
+    except library.ArrowInvalid as error:
+        raise ValueError(f"{path} is damaged ({error}): prepare the data again, or copy the file") from error
+    if any(
+        column.null_count or (name != "origin" and column.combine_chunks().values.null_count)
+        for name, column in zip(table.schema.names, table.columns, strict=True)
+    ):
+        raise ValueError(f"expected {path} to have a value in every row, got rows without one")
+    return table
+
+
 def views(column: Any) -> tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any]]:
     """Returns the ids and the ends of a column of lists, as numpy arrays that share its memory."""
     chunk = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)

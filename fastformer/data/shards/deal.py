@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy
 
-from fastformer.data.shards.arrow_file import arrow, read_table, views, write_table
+from fastformer.data.shards.arrow_file import arrow, read_examples_table, read_table, write_table
 from fastformer.data.shards.encode import open_block
 from fastformer.data.shards.left_out import bits
-from fastformer.data.shards.manifest import Shard, Stored
+from fastformer.data.shards.manifest import Shard, Stored, counts_of
 
 
 @dataclass(frozen=True)
@@ -75,16 +74,5 @@ def write_rows(piles: Piles, rows: Sequence[tuple[int, int]], path: Path) -> Non
 
 def describe(path: Path, sources: int) -> Shard:
     """Makes a shard's entry in the index by reading the shard."""
-    table = read_table(path)
-    lengths: list[Any] = [numpy.diff(views(table.column(name))[1]) for name in ("source", "target")]
-    lengths[1] = lengths[1] - (lengths[0] == 0)  # the last token of a window is only predicted
-    by_source = numpy.bincount(table.column("origin").to_numpy(), minlength=sources)
     stored = Stored.of(path)
-    return Shard(
-        stored.file, stored.sha256, stored.size,
-        examples=table.num_rows,
-        source_tokens=int(lengths[0].sum()),
-        target_tokens=int(lengths[1].sum()),
-        longest=max((int(side.max()) for side in lengths if len(side)), default=0),
-        by_source=by_source.tolist(),
-    )  # fmt: skip
+    return Shard(stored.file, stored.sha256, stored.size, **counts_of(read_examples_table(path), sources))

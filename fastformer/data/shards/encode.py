@@ -6,7 +6,6 @@ preparation that was interrupted continues with the existing files.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -17,16 +16,17 @@ from typing import Any, Literal
 
 import numpy
 
-from fastformer.data.examples import Example, encode_pair
+from fastformer.data.examples import encode_pair
 from fastformer.data.filters import PairFilter
-from fastformer.data.pair import PairTokenizer
+from fastformer.data.held_out import MOST, key_of
+from fastformer.data.pair import sides
 from fastformer.data.shards.arrow_file import arrow, lists, read_table, write_table
 from fastformer.data.streams import PairBlock, TextBlock
 from fastformer.data.tokenizer import Tokenizer
-from fastformer.special_ids import SpecialIds
+from fastformer.data.tokenizer_files import count_unknown
 
 Array = numpy.ndarray[Any, Any]
-MOST_HELD_OUT = 500
+TOO_LONG = "of more than max_len"  # the beginning of a reason
 KEYS = ("key_high", "key_low")  # columns of a block's file: 128 bits, which are equal for equal examples
 
 
@@ -66,14 +66,20 @@ class Block:
 
     Attributes:
         read: the number of pairs or passages that were read.
-        left_out: the number of omitted ones, by reason.
+        bad: the number of bad lines, by reason.
+        left_out: the number of omitted ones, by reason, bad lines included.
+        characters: the number of characters of the text.
+        unknown: how often the text has characters that the tokenizer has no token for.
         ends: (shards + 1,): shard s has the rows from ends[s] to ends[s + 1].
         candidates: [key, source text, target text] of the examples that may be held out; without texts for a language
             model.
     """
 
     read: int
+    bad: dict[str, int]
     left_out: dict[str, int]
+    characters: int
+    unknown: dict[str, int]
     ends: list[int]
     candidates: list[list[str]]
 
@@ -98,27 +104,27 @@ def encode_block(
     Raises:
         ValueError: a line is bad, and bad lines are not skipped.
     """
-    if isinstance(block, PairBlock):
-        sides, keys, texts, read, left_out = _of_pairs(block, recipe, tokenizer)
-    else:
-        sides, keys, texts, read, left_out = _of_text(block, recipe, tokenizer)
-    count = len(sides[1])
+    found = (_of_pairs if isinstance(block, PairBlock) else _of_text)(block, recipe, tokenizer)  # type: ignore[operator]
+    count = len(found.targets)
     # Examples are dealt to the shards in turn, in random order, beginning with a random shard.
     chooser = numpy.random.default_rng([recipe.seed, 1, *seeds])
     shard = (chooser.integers(recipe.shards) + chooser.permutation(count)) % recipe.shards
     order = numpy.argsort(shard, kind="stable")
     ends = numpy.concatenate([[0], numpy.bincount(shard, minlength=recipe.shards).cumsum()])
-    columns = {name: lists(side).take(order) for name, side in zip(("source", "target"), sides, strict=True)}
+    columns = {"source": lists(found.sources).take(order), "target": lists(found.targets).take(order)}
     candidates: list[list[str]] = []
     if recipe.has_keys:
+        keys = _keys(found, recipe.seed)
         for name, key in zip(KEYS, keys, strict=True):
             columns[name] = arrow().array(key[order])
         if recipe.hold_out:
             # Each content once: else one that a text repeats would leave no room for others.
-            lowest = numpy.unique(numpy.stack(keys, axis=1), axis=0, return_index=True)[1][:MOST_HELD_OUT]
-            candidates = [[f"{keys[0][i]:016x}{keys[1][i]:016x}", *texts(i)] for i in lowest.tolist()]
-    about = {"read": read, "left_out": dict(left_out), "ends": ends.tolist(), "candidates": candidates}
-    table = arrow().table(columns).replace_schema_metadata({"block": json.dumps(about)})
+            lowest = numpy.unique(numpy.stack(keys, axis=1), axis=0, return_index=True)[1][:MOST]
+            candidates = [[f"{keys[0][i]:016x}{keys[1][i]:016x}", *found.texts[i]] for i in lowest.tolist()]
+    about = Block(
+        found.read, found.bad, found.bad + found.left_out, found.characters, found.unknown, ends.tolist(), candidates
+    )
+    table = arrow().table(columns).replace_schema_metadata({"block": json.dumps(vars(about))})
     write_table(path, table)
 
 
@@ -128,55 +134,63 @@ def open_block(path: Path) -> tuple[Any, Block]:
     return table, Block(**json.loads(table.schema.metadata[b"block"]))
 
 
-def _of_pairs(block: PairBlock, recipe: Recipe, tokenizer: Tokenizer) -> Any:
+@dataclass
+class _Found:
+    """The examples of a block, their texts (none for a language model), and counts of what was read."""
+
+    sources: list[list[int]]
+    targets: list[list[int]]
+    texts: list[tuple[str, ...]]
+    read: int
+    bad: Counter[str]
+    left_out: Counter[str]
+    characters: int
+    unknown: Counter[str]
+
+
+def _of_pairs(block: PairBlock, recipe: Recipe, tokenizer: Tokenizer) -> _Found:
     pairs, bad = block.pairs(skip_bad=recipe.skip_bad)
-    left_out = Counter(line.kind for line in bad)
-    read = len(pairs) + len(bad)
+    read, left_out = len(pairs) + len(bad), Counter[str]()
     if recipe.filters:
         # Duplicates are found among all blocks, by their keys.
-        (pairs,), reasons = replace(recipe.filters, drop_duplicates=False).apply([pairs])
-        left_out += reasons
-    kept, examples = [], []
-    for pair, example in zip(pairs, _encoded(pairs, tokenizer), strict=True):
+        (pairs,), left_out = replace(recipe.filters, drop_duplicates=False).apply([pairs])
+    found = _Found([], [], [], read, Counter(line.kind for line in bad), left_out, 0, Counter())
+    encoded: list[list[list[int]]] = []
+    for side, own in enumerate(sides(tokenizer)):
+        texts = [pair[side] for pair in pairs]
+        encoded.append(own.encode_batch(texts))
+        found.unknown += count_unknown(own, texts, encoded[-1])
+        found.characters += sum(map(len, texts))
+    for pair, source, target in zip(pairs, *encoded, strict=True):
+        example = encode_pair(source, target, special_ids=tokenizer.special_ids)
         if max(example.lengths) <= recipe.max_len:
-            kept.append(pair)
-            examples.append(example)
-    if len(kept) < len(pairs):
-        left_out[f"of more than max_len {recipe.max_len} tokens"] += len(pairs) - len(kept)
-    sides = ([example.source for example in examples], [example.target for example in examples])
-    # The length of the source distinguishes ("a", "bc") from ("ab", "c").
-    keys = _keys((f"{len(s)} {s}{t}".encode() for s, t in kept), recipe) if recipe.has_keys else None
-    return sides, keys, lambda i: kept[i], read, left_out
+            found.sources.append(example.source)
+            found.targets.append(example.target)
+            found.texts.append(pair)
+    if len(found.texts) < len(pairs):
+        found.left_out[f"{TOO_LONG} {recipe.max_len} tokens"] += len(pairs) - len(found.texts)
+    return found
 
 
-def _encoded(pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> list[Example]:
-    sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
-    if isinstance(tokenizer, PairTokenizer):
-        encoded = tokenizer.source.encode_batch(sources), tokenizer.target.encode_batch(targets)
-    else:
-        encoded = tokenizer.encode_batch(sources), tokenizer.encode_batch(targets)
-    special_ids: SpecialIds = tokenizer.special_ids
-    return [encode_pair(source, target, special_ids=special_ids) for source, target in zip(*encoded, strict=True)]
-
-
-def _of_text(block: TextBlock, recipe: Recipe, tokenizer: Tokenizer) -> Any:
+def _of_text(block: TextBlock, recipe: Recipe, tokenizer: Tokenizer) -> _Found:
     documents, bad = block.documents(skip_bad=recipe.skip_bad)
     pieces = [tokenizer.pieces(text) for text, _ in documents]
-    encoded = iter(tokenizer.encode_batch([piece for some in pieces for piece in some]))
+    texts = [piece for some in pieces for piece in some]
+    encoded = tokenizer.encode_batch(texts)
+    unknown, each = count_unknown(tokenizer, texts, encoded), iter(encoded)
     parts: list[list[int]] = []
     for some, (_, ends) in zip(pieces, documents, strict=True):
-        parts += [next(encoded) for _ in some]
+        parts += [next(each) for _ in some]
         parts += [[tokenizer.special_ids.first_eos]] if ends else []
     ids = numpy.fromiter(chain.from_iterable(parts), numpy.int32)
-    targets = [ids[i : i + recipe.seqlen + 1] for i in range(0, len(ids) - 1, recipe.seqlen)]
-    keys = _keys((target.tobytes() for target in targets), recipe) if recipe.has_keys else None
-    sides = ([()] * len(targets), [target.tolist() for target in targets])
-    return sides, keys, lambda i: (), len(documents) + len(bad), Counter(line.kind for line in bad)
+    targets = [ids[i : i + recipe.seqlen + 1].tolist() for i in range(0, len(ids) - 1, recipe.seqlen)]
+    count, reasons = len(targets), Counter(line.kind for line in bad)
+    read, characters = len(documents) + len(bad), sum(len(text) for text, _ in documents)
+    return _Found([[]] * count, targets, [()] * count, read, reasons, Counter(), characters, unknown)
 
 
-def _keys(contents: Any, recipe: Recipe) -> tuple[Array, Array]:
-    """Computes 128 bits of each content, in high and low halves. The seed decides which contents have low values."""
-    salt = recipe.seed.to_bytes(16, "little", signed=True)
-    digests = b"".join(hashlib.blake2b(content, digest_size=16, salt=salt).digest() for content in contents)
-    both = numpy.frombuffer(digests, ">u8").astype(numpy.uint64).reshape(-1, 2)
-    return numpy.ascontiguousarray(both[:, 0]), numpy.ascontiguousarray(both[:, 1])
+def _keys(found: _Found, seed: int) -> tuple[Array, Array]:
+    """Returns the keys of the examples, in high and low halves."""
+    both = b"".join(key_of(*example, seed) for example in zip(found.sources, found.targets, strict=True))
+    halves = numpy.frombuffer(both, ">u8").astype(numpy.uint64).reshape(-1, 2)
+    return numpy.ascontiguousarray(halves[:, 0]), numpy.ascontiguousarray(halves[:, 1])

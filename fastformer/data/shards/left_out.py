@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy
 
+from fastformer.data.held_out import MOST, number_held_out
 from fastformer.data.shards.arrow_file import read_table
-from fastformer.data.shards.encode import KEYS, MOST_HELD_OUT, Recipe, open_block
+from fastformer.data.shards.encode import KEYS, Recipe, open_block
 
 Array = numpy.ndarray[Any, Any]
 MOST_KEYS = 1 << 21  # hashes that are compared in one pass, at about 60 bytes each
@@ -98,24 +99,20 @@ class _Lowest:
         """Adds the candidates of a block."""
         for key, *texts in candidates:
             self._found.setdefault(int(key, 16), texts)
-        if len(self._found) > 8 * MOST_HELD_OUT:
-            self._found = {key: self._found[key] for key in sorted(self._found)[: MOST_HELD_OUT + 1]}
+        if len(self._found) > 8 * MOST:
+            self._found = {key: self._found[key] for key in sorted(self._found)[: MOST + 1]}
 
     def chosen(self, total: int) -> dict[int, list[str]]:
-        """Returns a hundredth of all examples, at most MOST_HELD_OUT, in ascending order of their hashes.
+        """Returns the examples to hold out, in ascending order of their hashes.
 
-        In a text that repeats its examples, a hundredth may be more than there are different ones. Only those in the
-        lowest tenth of the hashes are taken, which are about a tenth of the different ones, and at least one.
+        Those in the lowest tenth of the hashes are about a tenth of the different ones.
 
         Raises:
             ValueError: no example would be left.
         """
-        if len(self._found) < 2:
-            raise ValueError(f"expected at least 2 different examples, or validation files, got {len(self._found)}")
         lowest = sorted(self._found)
         tenth = bisect.bisect_left(lowest, (1 << 128) // 10)
-        most = max(1, min(MOST_HELD_OUT, total // 100, tenth, len(lowest) - 1))
-        return {key: self._found[key] for key in lowest[:most]}
+        return {key: self._found[key] for key in lowest[: number_held_out(total, tenth, len(lowest))]}
 
 
 def _keys_of(paths: Sequence[Path], starts: Array, number: int, passes: int) -> tuple[Array, Array, Array]:

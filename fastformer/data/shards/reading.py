@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fastformer.data.examples import Example, Examples
-from fastformer.data.shards.arrow_file import read_table, views
-from fastformer.data.shards.manifest import Manifest
+from fastformer.data.shards.arrow_file import read_examples_table, read_table, views
+from fastformer.data.shards.manifest import Manifest, check_ids
 
 WINDOW = 4  # shards
 
@@ -53,13 +53,19 @@ class ShardedExamples(Sequence[Example]):
         folder: the folder.
         window: the number of shards that are shuffled together.
         weights: how often an epoch has each example of a source; None: the weights in the index.
+        vocab_sizes: the numbers of source and target ids that a shard is checked against; None: any.
 
     Raises:
         ValueError: the folder or a shard is missing, a shard has another size, or the number of weights is wrong.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], *, window: int = WINDOW, weights: Sequence[float] | None = None
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        window: int = WINDOW,
+        weights: Sequence[float] | None = None,
+        vocab_sizes: tuple[int, int] | None = None,
     ) -> None:
         self.folder, self.manifest = Path(folder), Manifest.load(folder)
         sources = self.manifest.sources
@@ -69,7 +75,7 @@ class ShardedExamples(Sequence[Example]):
                 f"expected data_weights for the {len(sources)} sources of {folder}, got {len(weights)} numbers"
             )
         self._weights = None if set(weights) == {1.0} else torch.tensor(weights, dtype=torch.float32, device="cpu")
-        self._window = window
+        self._window, self._vocab_sizes = window, vocab_sizes
         self._starts = [0]
         for shard in self.manifest.shards:
             self._starts.append(self._starts[-1] + shard.examples)
@@ -101,7 +107,7 @@ class ShardedExamples(Sequence[Example]):
         if found is None:
             stored = self.manifest.shards[shard]
             if shard not in self._checked:
-                stored.check_content(self.folder)
+                stored.check_examples(self.folder, self._vocab_sizes)
                 self._checked.add(shard)
             found = _Mapped(self.folder / stored.file)
         self._open[shard] = found
@@ -165,8 +171,15 @@ class ShardedExamples(Sequence[Example]):
         return self.manifest.fingerprint()
 
 
-def read_examples(path: Path) -> Examples:
-    """Reads all examples of one file into memory."""
+def read_examples(path: Path, vocab_sizes: tuple[int, int] | None = None) -> Examples:
+    """Reads all examples of one file into memory.
+
+    Raises:
+        ValueError: the file is damaged, or has other ids than those below `vocab_sizes`.
+    """
+    table = read_examples_table(path)
+    if vocab_sizes is not None:
+        check_ids(table, path, vocab_sizes)
     mapped, found = _Mapped(path), Examples()
     for row in range(len(mapped.origin)):
         example = mapped.example(row)

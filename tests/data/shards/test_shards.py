@@ -21,7 +21,7 @@ import pytest
 
 from fastformer.data import ByteTokenizer, load_tokenizer
 from fastformer.data.order import Order
-from fastformer.data.shards import encode, left_out
+from fastformer.data.shards import left_out
 from fastformer.data.shards.arrow_file import read_table, views
 from fastformer.data.shards.deal import write_shard
 from fastformer.data.shards.manifest import Manifest
@@ -116,7 +116,7 @@ def test_only_the_first_duplicate_stays_and_none_in_validation(tmp_path) -> None
 
 
 def test_a_pair_that_is_often_repeated_is_one_of_those_to_hold_out(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(encode, "MOST_HELD_OUT", 5)
+    monkeypatch.setattr(left_out, "MOST", 5)
     pairs = pairs_of("x", 6)
     made(config_of(tsv(tmp_path / "a.tsv", pairs * 40)), tmp_path / "out")
     found, validation = texts_of(ShardedExamples(tmp_path / "out")), held_out(tmp_path / "out")
@@ -439,7 +439,7 @@ def test_killed_again_and_again(tmp_path) -> None:
     process.start()
     process.join()
     assert hashes(tmp_path / "out") == hashes(tmp_path / "whole")
-    assert encode.MOST_HELD_OUT == 500
+    assert left_out.MOST == 500
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of other systems are Unicode")
