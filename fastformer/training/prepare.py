@@ -259,21 +259,18 @@ class _Preparation:
 
     def _warn(self, paths: Sequence[Path], sources: Sequence[int]) -> None:
         """Logs what a training would warn of: bad lines, long examples, characters that the tokenizer lacks."""
-        bad, read = [Counter[str]() for _ in self.origins], Counter[int]()
+        bad = [Counter[str]() for _ in self.origins]
         long, unknown, characters = Counter[str](), Counter[str](), 0
         for path, source in zip(paths, sources, strict=True):
             block = open_block(path)[1]
             bad[source].update(block.bad)
-            read[source] += block.read
             long.update({reason: count for reason, count in block.left_out.items() if reason.startswith(TOO_LONG)})
             unknown.update(block.unknown)
             characters += block.characters
         for number, origin in enumerate(self.origins):
             if bad[number]:
-                logger.warning(
-                    "skipped %s of %s lines of %s: %s",
-                    f"{bad[number].total():,}", f"{read[number]:,}", origin.name, _told([bad[number]]),
-                )  # fmt: skip
+                skipped = f"{bad[number].total():,}"
+                logger.warning("skipped %s lines of %s: %s", skipped, origin.name, _told([bad[number]]))
         for reason, count in long.items():
             logger.warning("left out %s training examples %s", f"{count:,}", reason)
         warn_of_unknown(unknown, characters, "training")

@@ -12,6 +12,8 @@ def test_each_filter_alone() -> None:
         ({"max_length_ratio": 8.9}, {3: "of a length ratio above 8.9"}),
         ({"max_length_ratio": 9.0}, {}),
         ({"min_chars": 2}, {3: "of fewer than 2 characters", 4: "of fewer than 2 characters"}),
+        ({"min_chars": 1}, {}),
+        ({"min_chars": 3}, {3: "of fewer than 3 characters", 4: "of fewer than 3 characters"}),  # "one" has three
         ({"max_chars": 19}, {5: "of more than 19 characters"}),
         ({"max_chars": 20}, {}),
         ({"drop_duplicates": True}, {2: "duplicate"}),

@@ -14,6 +14,7 @@ import pytest
 from fastformer.data import Tokenizer, cuts, streams
 from fastformer.data.shards import left_out
 from fastformer.data.shards.reading import ShardedExamples
+from fastformer.data.tokenizer import cuts_of
 from fastformer.training import TrainConfig
 from fastformer.training.examples import Data, load_data
 from fastformer.training.prepare import prepare
@@ -94,7 +95,7 @@ def check_text(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert contents(data.val) == windows_of(ids_of(tokenizer, val.read_text()), seqlen)
     # In blocks of a few words, too, for which shards have other windows.
     monkeypatch.setattr(streams, "TEXT", 30)
-    blocks = [block.documents(skip_bad=True)[0] for block in streams.stream_documents(path, tokenizer.cuts)]
+    blocks = [block.documents(skip_bad=True)[0] for block in streams.stream_documents(path, cuts_of(tokenizer))]
     ids = [[i for text, ends in block for i in ids_of(tokenizer, text)[: None if ends else -1]] for block in blocks]
     assert [i for block in ids for i in block] == whole, (seed, name)
     prepare(TrainConfig(**common, val_text=str(val)), folder / "blocks", shards=2, processes=1)

@@ -104,7 +104,10 @@ def encode_block(
     Raises:
         ValueError: a line is bad, and bad lines are not skipped.
     """
-    found = (_of_pairs if isinstance(block, PairBlock) else _of_text)(block, recipe, tokenizer)  # type: ignore[operator]
+    if isinstance(block, PairBlock):
+        found = _of_pairs(block, recipe, tokenizer)
+    else:
+        found = _of_text(block, recipe, tokenizer)
     count = len(found.targets)
     # Examples are dealt to the shards in turn, in random order, beginning with a random shard.
     chooser = numpy.random.default_rng([recipe.seed, 1, *seeds])

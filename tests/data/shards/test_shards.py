@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import dataclasses
 import gzip
 import hashlib
 import json
@@ -10,16 +11,20 @@ import lzma
 import multiprocessing
 import os
 import random
+import re
+import shutil
 import signal
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 
 from fastformer.data import ByteTokenizer, load_tokenizer
+from fastformer.data.held_out import MOST
 from fastformer.data.order import Order
 from fastformer.data.shards import left_out
 from fastformer.data.shards.arrow_file import read_table, views
@@ -29,7 +34,9 @@ from fastformer.data.shards.pool import encode_task
 from fastformer.data.shards.reading import ShardedExamples
 from fastformer.training import TrainConfig
 from fastformer.training import prepare as preparing
+from fastformer.training.examples import load_data, tokenizer_of
 from fastformer.training.prepare import prepare
+from tests.data import odd_tokenizers
 
 pytest.importorskip("pyarrow", reason="shards are files of Arrow")
 
@@ -125,11 +132,27 @@ def test_a_pair_that_is_often_repeated_is_one_of_those_to_hold_out(tmp_path, mon
 
 
 def test_of_text_that_repeats_its_pairs_most_different_ones_stay_in_the_training(tmp_path) -> None:
-    pairs = pairs_of("x", 50)
-    made(config_of(tsv(tmp_path / "a.tsv", pairs * 120)), tmp_path / "out")  # a hundredth of all are 60
+    pairs = pairs_of("x", 20)
+    made(config_of(tsv(tmp_path / "a.tsv", pairs * 60)), tmp_path / "out")  # a hundredth of all are 12
     found, validation = texts_of(ShardedExamples(tmp_path / "out")), held_out(tmp_path / "out")
     assert sorted({*found} | {*validation}) == sorted(pairs) and not {*found} & {*validation}
-    assert 1 <= len(validation) <= 10
+    assert 1 <= len(validation) <= 5
+
+
+def test_copies_are_known_by_their_ids(tmp_path) -> None:
+    spaces = [lambda t: f"{t} ", lambda t: t.replace(" ", "  "), lambda t: t.replace(" ", "\u00a0")]
+    pairs = pairs_of("x", 300)
+    copies = [(spaces[i % 3](source), spaces[i % 2](target)) for i, (source, target) in enumerate(pairs)]
+    file = tsv(tmp_path / "a.tsv", [pair for pair in pairs + copies if all(side.strip() for side in pair)])
+    for number, options in enumerate(({}, {"drop_duplicates": True})):
+        config = TrainConfig(train_tsv=file, tokenizer="bpe", vocab_size=80, **options)
+        out = made(config, tmp_path / f"{number}").sources[0]
+        loaded = load_data(config), load_data(TrainConfig(train_data=str(tmp_path / f"{number}")))
+        for data in loaded:
+            train, val = ([(tuple(e.source), tuple(e.target)) for e in part] for part in (data.train, data.val))
+            assert val and {*val}.isdisjoint(train)
+            assert len(train) == len({*train}) * (1 if options else 2)
+        assert out.left_out == ({"duplicate": 300} if options else {})
 
 
 def test_pairs_with_equal_concatenations_are_not_duplicates(tmp_path) -> None:
@@ -268,15 +291,14 @@ def test_a_changed_shard(folder, damage) -> None:
         planned(ShardedExamples(folder), 0)
 
 
-def test_a_damaged_index(folder) -> None:
-    index = json.loads((folder / "index.json").read_text())
-    for broken in ({**index, "version": 9}, {**index, "shards": [1]}, {k: index[k] for k in list(index)[:4]}):
-        (folder / "index.json").write_text(json.dumps(broken))
-        with pytest.raises(ValueError, match=r"index\.json"):
-            ShardedExamples(folder)
-    (folder / "index.json").unlink()
-    with pytest.raises(ValueError, match=r"fastformer prepare"):
-        ShardedExamples(folder)
+def test_neighbouring_seeds_share_no_order(folder) -> None:
+    examples = ShardedExamples(folder, window=1)
+
+    def order(seed: int, epoch: int) -> tuple[int, ...]:
+        return tuple(int(examples.window(seed, epoch, number)[0]) for number in range(7))
+
+    orders = {order(seed, epoch) for seed in range(5) for epoch in range(5)}
+    assert len(orders) >= 24  # of 5,040
 
 
 # A preparation that was ended.
@@ -408,6 +430,72 @@ def test_documents_end_with_eos(tmp_path) -> None:
     assert 50 <= ends <= 60
 
 
+def test_a_bpe_learns_from_all_of_a_long_text(tmp_path) -> None:
+    # A letter a tenth: a sample that favours a part of the text lacks the letters of the others.
+    text = "".join(f"{chr(97 + i // 100) * 3} {i % 9}\n" for i in range(1000))
+    (tmp_path / "a.txt").write_text(text)
+    pairs = [tuple(line.split(" ")) for line in text.splitlines()]
+    common = {"tokenizer": "bpe", "vocab_size": 200}
+    for config in (
+        TrainConfig(model="gpt", train_text=f"{tmp_path}/a.txt", seqlen=16, **common),
+        TrainConfig(train_tsv=tsv(tmp_path / "a.tsv", pairs), **common),
+    ):
+        found = []
+        for seed in range(2):
+            config = dataclasses.replace(config, seed=seed)
+            out = tmp_path / f"{config.model}{seed}"
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("fastformer.data.cuts.PIECE", 4)
+                patch.setattr(preparing, "tokenizer_of", note := Noted(tokenizer_of))
+                patch.setattr(preparing, "make_tokenizer", note)
+                prepare(config, out, shards=2, processes=1, bpe_characters=len(text) // 4)
+            sample = "".join(map(str, note.texts))
+            found.append([sample.count(chr(97 + i) * 3) for i in range(10)])
+            assert len(text) // 8 < sum(map(len, map("".join, note.texts))) <= len(text) // 4
+        assert all(min(counts) > 0.3 * sum(counts) / 10 for counts in found) and found[0] != found[1]
+
+
+class Noted:
+    def __init__(self, function) -> None:
+        self.function = function
+        self.texts: list[Any] = []
+
+    def __call__(self, config, texts):
+        self.texts = texts
+        return self.function(config, texts)
+
+
+def test_a_bad_line_far_behind_is_named_by_its_number(tmp_path) -> None:
+    lines = [f"line {i}".encode() for i in range(500)]
+    lines[417] = b"\xff"
+    for end in (b"\n", b"\r\n"):
+        (tmp_path / "a.txt").write_bytes(end.join(lines))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fastformer.data.streams._CHUNK", 64)
+            config = TrainConfig(model="gpt", train_text=f"{tmp_path}/a.txt", tokenizer="bytes", seqlen=8)
+            for read in (load_data, lambda config: made(config, tmp_path / "out")):
+                with pytest.raises(ValueError, match=r"a\.txt, line 418\b"):
+                    read(config)
+        shutil.rmtree(tmp_path / "out")
+
+
+def test_a_preparation_warns_of_what_a_training_warns_of(tmp_path, caplog) -> None:
+    (tmp_path / "a.tsv").write_bytes(b"the dog\tsees\n\n" * 3 + "the red cat\t漢字\n".encode() * 2 + b"\xff\tx\n")
+    (tmp_path / "a.txt").write_bytes("the dog\n漢字\n".encode() * 9 + b"\xff\n")
+    (tmp_path / "v").write_text("the\tdog\n")
+    common = {"tokenizer": odd_tokenizers.saved("bert", tmp_path / "tokenizer"), "skip_bad_lines": True}
+    pairs = {"train_tsv": f"{tmp_path}/a.tsv", "max_len": 3, "val_tsv": f"{tmp_path}/v"}
+    text = {"train_text": f"{tmp_path}/a.txt", "model": "gpt", "val_text": f"{tmp_path}/v"}
+    for number, config in enumerate((TrainConfig(**pairs, **common), TrainConfig(**text, **common))):
+        said = []
+        for run in (load_data, lambda config, number=number: made(config, tmp_path / f"{number}")):
+            caplog.clear()
+            with caplog.at_level("WARNING"):
+                run(config)
+            said.append([re.sub(r" \(lines? .*?\)| of \d+(?= lines)", "", line) for line in caplog.messages])
+        assert len(said[0]) == 3 and {*said[0]} == {*said[1]}
+
+
 # Longer proofs.
 
 
@@ -439,7 +527,7 @@ def test_killed_again_and_again(tmp_path) -> None:
     process.start()
     process.join()
     assert hashes(tmp_path / "out") == hashes(tmp_path / "whole")
-    assert left_out.MOST == 500
+    assert MOST == 500
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of other systems are Unicode")
