@@ -1,4 +1,4 @@
-"""A wrong body has few errors, however long it is: making them would delay the requests of others."""
+"""What bodies take: integers with a point, no field that would go unheeded; and few errors, however long a body is."""
 
 from __future__ import annotations
 
@@ -8,9 +8,74 @@ import pydantic
 import pytest
 
 from fastformer.serving.libretranslate import TranslateBody
-from fastformer.serving.openai_bodies import ChatBody, CompletionBody, EmbeddingsBody
+from fastformer.serving.openai_bodies import ChatBody, CompletionBody, EmbeddingsBody, unsupported_field
+from fastformer.serving.rerank import DocumentsBody
 from fastformer.serving.tei import EmbedBody, PredictBody, RerankBody
+from fastformer.serving.tgi import GenerateBody, Parameters
 from fastformer.serving.translate import Ask
+
+RIGHT: dict[Any, dict[str, Any]] = {
+    CompletionBody: {"prompt": "a"},
+    ChatBody: {"messages": [{"role": "user", "content": "a"}]},
+    EmbeddingsBody: {"input": "a"},
+    EmbedBody: {"inputs": "a"},
+    RerankBody: {"query": "a", "texts": ["b"]},
+    PredictBody: {"inputs": "a"},
+    DocumentsBody: {"query": "a", "documents": ["b"]},
+    GenerateBody: {"inputs": "a"},
+    Parameters: {},
+    Ask: {"text": "a"},
+    TranslateBody: {"q": "a", "source": "en", "target": "de"},
+}
+INTEGERS = [
+    (kind, name)
+    for kind in RIGHT
+    for name, field in kind.model_json_schema()["properties"].items()
+    if "integer" in {one.get("type") for one in (field, *field.get("anyOf", ()))}
+]
+
+
+@pytest.mark.parametrize("kind, name", INTEGERS, ids=[f"{kind.__name__}-{name}" for kind, name in INTEGERS])
+def test_an_integer_may_have_a_point(kind, name) -> None:
+    right = RIGHT[kind]
+    found = getattr(kind.model_validate({**right, name: 2.0}), name)
+    assert found == 2 and type(found) is int
+    for wrong in (2.5, True, "2", "2.0", [2]):
+        with pytest.raises(pydantic.ValidationError):
+            kind.model_validate({**right, name: wrong})
+
+
+def test_ids_of_tokens_may_have_points() -> None:
+    assert CompletionBody.model_validate({"prompt": [1.0, 2]}).prompt == [1, 2]
+    assert CompletionBody.model_validate({"prompt": [[1.0], [2]]}).prompt == [[1], [2]]
+    assert CompletionBody.model_validate({"prompt": "a", "stop_token_ids": [7.0]}).stop_token_ids == [7]
+    with pytest.raises(pydantic.ValidationError):
+        CompletionBody.model_validate({"prompt": [1, 2.5]})
+
+
+UNKNOWN = [kind for kind in RIGHT if getattr(kind, "unsupported", None)]
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_fields_that_would_change_an_answer_are_refused_by_name(kind) -> None:
+    for name, neutral in kind.unsupported.items():
+        if name not in kind.model_fields:
+            for value in (*neutral, None):
+                assert unsupported_field(kind.model_validate({**RIGHT[kind], name: value})) is None, name
+            assert unsupported_field(kind.model_validate({**RIGHT[kind], name: {"a": 1}})) == name
+    assert unsupported_field(kind.model_validate({**RIGHT[kind], "newest_field": {"a": 1}})) is None
+
+
+def test_fields_of_parts_are_refused_by_their_places() -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [{"id": "1"}]}]
+    assert unsupported_field(ChatBody.model_validate({"messages": messages})) == "messages.1.tool_calls"
+    usage = {"stream_options": {"continuous_usage_stats": True}}
+    assert unsupported_field(CompletionBody.model_validate({"prompt": "a", **usage})) == (
+        "stream_options.continuous_usage_stats"
+    )
+    of_parameters = GenerateBody.model_validate({"inputs": "a", "parameters": {"num_beams": 2}})
+    assert unsupported_field(of_parameters) == "parameters.num_beams"
+    assert unsupported_field(GenerateBody.model_validate({"inputs": "a", "temperature": 2.0})) == "temperature"
 
 
 @pytest.mark.parametrize("elements", [[None] * 1000, [1] * 1000 + [0.5], [[1] * 1000 + [None]], [["a"] * 3] * 1000])

@@ -24,6 +24,7 @@ openai = pytest.importorskip("openai", reason="the openai library is not install
 pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
 pytest.importorskip("transformers", reason="the folders are written by transformers")
 
+JSON = {"content-type": "application/json"}
 LABELS = ("good", "bad", "odd")
 
 
@@ -83,6 +84,13 @@ def test_inference_client_embeds(server, encoder) -> None:
     np.testing.assert_array_equal(client.feature_extraction(texts), encoder.encode(texts, normalize=True))
     plain = client.feature_extraction(texts[0], normalize=False, prompt_name="query")
     np.testing.assert_array_equal(plain, encoder.encode(texts[:1], prompt_name="query", normalize=False))
+    null = httpx.post(f"{server.url}/embed", json={"inputs": texts, "normalize": None}).json()
+    np.testing.assert_array_equal(np.array(null, np.float32), encoder.encode(texts, normalize=True))
+    short = httpx.post(f"{server.url}/embed", json={"inputs": texts, "dimensions": 5.0}).json()
+    np.testing.assert_array_equal(np.array(short, np.float32), encoder.encode(texts, normalize=True, truncate_dim=5))
+    width = encoder.get_embedding_dimension()
+    full = httpx.post(f"{server.url}/embed", json={"inputs": texts, "dimensions": width}).json()
+    assert len(full[0]) == width
     info = httpx.get(f"{server.url}/info").json()
     assert info["model_type"] == {"embedding": {"pooling": "mean"}} and info["max_input_length"] == 24
 
@@ -97,6 +105,36 @@ def test_rerank_equals_the_librarys(ranker) -> None:
     expected = library.rank("a bird", MANY[:12], activation_fn=torch.nn.Identity())
     assert raw == [{"index": one["corpus_id"], "score": one["score"]} for one in expected]
     assert httpx.get(f"{ranker.url}/info").json()["model_type"].keys() == {"reranker"}
+
+
+@pytest.mark.parametrize("route", ["/v1/rerank", "/v2/rerank", "/rerank"])
+def test_documents_are_ranked_as_the_library_ranks_them(route, ranker) -> None:
+    library = CrossEncoder(ranker.service.encoder._folder.path)
+    documents = [*MANY[:11], "a bird " * 60]  # the last is cut
+    body: dict[str, Any] = {"model": "ranker", "query": "a bird", "documents": documents}
+    found = httpx.post(f"{ranker.url}{route}", json=body).json()
+    expected = library.rank("a bird", documents, return_documents=True, activation_fn=torch.nn.Sigmoid())
+    assert found["results"] == [
+        {"index": one["corpus_id"], "relevance_score": one["score"], "document": {"text": one["text"]}}
+        for one in expected
+    ]
+    assert found["usage"]["total_tokens"] > len(documents)
+    objects = [{"text": text} for text in documents]
+    few = httpx.post(
+        f"{ranker.url}{route}", json=body | {"documents": objects, "top_n": 3, "return_documents": False}
+    ).json()["results"]
+    assert few == [{"index": one["corpus_id"], "relevance_score": one["score"]} for one in expected[:3]]
+    for wrong in (
+        {"documents": []}, {"documents": [{"title": "a"}]}, {"query": ""}, {"top_n": 0}, {"max_tokens_per_doc": 9},
+        {"rank_fields": ["title"]}, {"documents": ["a"] * 2_049}, {"query": "\udcff"},
+    ):  # fmt: skip
+        answer = httpx.post(f"{ranker.url}{route}", content=json.dumps(body | wrong), headers=JSON)
+        assert answer.status_code == (422 if route == "/rerank" else 400), answer.text
+
+
+def test_a_model_of_several_labels_ranks_nothing(classifier) -> None:
+    answer = httpx.post(f"{classifier.url}/v1/rerank", json={"query": "a", "documents": ["b"]})
+    assert answer.status_code == 400 and answer.json()["error"]["message"]
 
 
 def test_predict_equals_the_librarys(classifier) -> None:
@@ -148,6 +186,10 @@ WRONG += [
     ("rerank", {"texts": ["b"]}, 422, "validation"),
     ("rerank", {"query": "a", "texts": ["b"] * 2_049}, 422, "validation"),
     ("rerank", {"query": "a", "texts": ["b"], "raw_scores": "yes"}, 422, "validation"),
+    ("rerank", {"query": "a", "texts": ["b"], "top_n": 1}, 422, "validation"),
+    ("rerank", {"query": "a bird " * 30, "texts": ["b"]}, 422, "validation"),
+    ("embed", {"inputs": "a", "parameters": {"top_k": 1}}, 422, "validation"),
+    ("embed", {"inputs": "a", "dimensions": 5.5}, 422, "validation"),
     ("predict", {"inputs": []}, 400, "empty"),
     *(("predict", {"inputs": inputs}, 422, "validation") for inputs in NO_INPUTS),
 ]
@@ -168,7 +210,8 @@ def test_errors_have_teis_format(path, body, status, kind, request) -> None:
         ({"input": "a bird " * 30}, "input"), ({"input": ["a"] * 2_049}, "input"), ({"input": "a" * 200_001}, "input"),
         ({"dimensions": 99}, "dimensions"), ({"dimensions": 0}, "dimensions"), ({"dimensions": 10**400}, "dimensions"),
         ({"encoding_format": "int8"}, "encoding_format"), ({"model": "other"}, "model"),
-        ({"prompt_name": "other"}, "prompt_name"),
+        ({"prompt_name": "other"}, "prompt_name"), ({"input_type": "query"}, "input_type"),
+        ({"task": "retrieval.query"}, "task"), ({"output_dtype": "int8"}, "output_dtype"),
     ],
 )  # fmt: skip
 def test_wrong_embeddings_are_named(change, param, server) -> None:

@@ -38,6 +38,10 @@ async def test_alternatives_are_the_next_best(translator_folder, translator) -> 
         assert [found["translatedText"], *found["alternatives"]] == list(dict.fromkeys(best))
         found = (await client.post("/translate", json={"q": ["one", "two"], "alternatives": 1, **ASK})).json()
         assert len(found["translatedText"]) == len(found["alternatives"]) == 2
+    best = translator.translate("one", num_beams=5, num_return_sequences=2)
+    async with serving(open_service(translator_folder, options={"num_beams": 5}, **PAIR)) as client:
+        found = (await client.post("/translate", json={"q": "one", "alternatives": 1.0, **ASK})).json()
+        assert [found["translatedText"], *found["alternatives"]] == list(dict.fromkeys(best))
 
 
 async def test_html_keeps_its_tags(translator_folder, translator) -> None:

@@ -1,0 +1,169 @@
+"""The pieces of a stream, joined, are the whole answer: texts, tokens, reasons and counts of each choice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastformer.serving import Limits, open_service
+from tests.serving import models
+from tests.serving.asking import events, serving
+
+pytest.importorskip("httpx", reason="the httpx library is not installed")
+pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
+
+LONG = "a woman reads a book and two men walk the dog in the park and the dog sees two birds"
+D = models.tokenizer().encode("d")[0]
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0, "logit_bias": {str(D): 100}, "stop": "ddd"},
+    {"temperature": 1, "seed": 3},
+    {"temperature": 1, "seed": 3, "stop": ["e", "a"]},
+    {"temperature": 0, "logit_bias": {"1": 100}},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return models.generator(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def joined(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Returns the choices of a stream as those of a whole answer, by index."""
+    found: dict[int, dict[str, Any]] = {}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        one = found.setdefault(choice["index"], {"text": "", "logprobs": {}, "finish_reason": None})
+        assert one["finish_reason"] is None, "nothing follows a choice's end"
+        one["text"] += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+        one["finish_reason"] = choice["finish_reason"]
+        for name, value in (choice["logprobs"] or {}).items():
+            one["logprobs"].setdefault(name, []).extend(value or ())
+    return found
+
+
+def whole(choice: Mapping[str, Any]) -> dict[str, Any]:
+    text = choice["text"] if "text" in choice else choice["message"]["content"]
+    logprobs = {name: value or [] for name, value in choice["logprobs"].items()}
+    return {"text": text, "logprobs": logprobs, "finish_reason": choice["finish_reason"]}
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_stream_is_the_whole_answer(route, folder) -> None:
+    is_chat = "chat" in route
+    asked = {"messages": [{"role": "user", "content": LONG}], "logprobs": True, "top_logprobs": 2}
+    texts = [LONG, "two birds"]
+    async with serving(open_service(folder)) as client:
+        for n in (1, 2):
+            for options in OPTIONS:
+                body = {**(asked if is_chat else {"prompt": texts, "logprobs": 2}), "max_tokens": 12, "n": n, **options}
+                await client.post(route, json=body)  # from here on, the cache holds the prompts
+                plain = (await client.post(route, json=body)).json()
+                with_usage = {"stream": True, "stream_options": {"include_usage": True}}
+                answer = await client.post(route, json=body | with_usage)
+                *chunks, last = events(answer.text)
+                assert answer.text.endswith("data: [DONE]\n\n")
+                assert joined(chunks) == {choice["index"]: whole(choice) for choice in plain["choices"]}
+                count = n if is_chat else 2 * n
+                assert [choice["index"] for choice in plain["choices"]] == [*range(count)]
+                assert last["usage"] == plain["usage"] and last["choices"] == []
+                # What the counts are: each choice's tokens, and each prompt once.
+                entries = [choice["logprobs"] for choice in plain["choices"]]
+                tokens = sum(len(one["content"] if is_chat else one["tokens"]) for one in entries)
+                usage = plain["usage"]
+                assert usage["completion_tokens"] == tokens == usage["total_tokens"] - usage["prompt_tokens"]
+                alone = (await client.post(route, json=body | {"n": 1})).json()["usage"]
+                assert alone["prompt_tokens"] == usage["prompt_tokens"]
+                assert 0 < usage["prompt_tokens_details"]["cached_tokens"] <= usage["prompt_tokens"]
+                assert usage["prompt_tokens_details"] == alone["prompt_tokens_details"]
+                if not is_chat:  # each choice is an answer to its own prompt
+                    for place, text in enumerate(texts):
+                        own = (await client.post(route, json=body | {"prompt": text})).json()["choices"]
+                        assert [whole(one) for one in own] == [
+                            whole(one) for one in plain["choices"][place * n : place * n + n]
+                        ]
+
+
+async def test_a_stream_of_tgi_is_the_whole_answer(folder) -> None:
+    async with serving(open_service(folder)) as client:
+        said = await client.post("/generate", json={"inputs": LONG, "parameters": {"max_new_tokens": 12}})
+        stop = {"stop": ["no such text", said.json()["generated_text"][3:5]]}
+        for options in ({}, {"do_sample": True, "seed": 2}, stop, {"return_full_text": True}):
+            parameters = {"max_new_tokens": 12, "details": True, **options}
+            plain = (await client.post("/generate", json={"inputs": LONG, "parameters": parameters})).json()
+            answer = await client.post("/generate", json={"inputs": LONG, "parameters": parameters, "stream": True})
+            pieces = events(answer.text)
+            last, details = pieces[-1], plain["details"]
+            assert last["generated_text"] == plain["generated_text"]
+            before = LONG if "return_full_text" in options else ""
+            assert before + "".join(one["token"]["text"] for one in pieces) == plain["generated_text"]
+            assert [one["index"] for one in pieces] == [*range(1, len(pieces) + 1)]
+            shown = ("id", "logprob", "special")
+            tokens = [{name: one["token"][name] for name in shown} for one in pieces]
+            assert tokens == [{name: one[name] for name in shown} for one in details["tokens"]]
+            told = {name: last["details"][name] for name in ("finish_reason", "generated_tokens", "seed")}
+            assert told == {name: details[name] for name in told}
+            assert told["finish_reason"] == ("stop_sequence" if "stop" in options else "length")
+            texts = "".join(one["text"] for one in details["tokens"] if not one["special"])
+            assert (before + texts).startswith(plain["generated_text"])
+
+
+async def test_the_room_behind_a_prompt_may_be_filled_and_not_exceeded(folder) -> None:
+    async with serving(open_service(folder)) as client:
+        ended = {"temperature": 0, "logit_bias": {"1": 100}}
+        for route, body in (
+            ("/v1/completions", {"prompt": LONG}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
+        ):
+            first = (await client.post(route, json={**body, **ended})).json()
+            room = models.MAX_LEN - first["usage"]["prompt_tokens"]
+            fits = await client.post(route, json={**body, **ended, "max_tokens": room})
+            beyond = await client.post(route, json={**body, **ended, "max_tokens": room + 1})
+            assert (fits.status_code, beyond.status_code) == (200, 400)
+            assert beyond.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_tgi_keeps_to_the_limit_of_new_tokens(folder) -> None:
+    async with serving(open_service(folder, limits=Limits(max_new_tokens=5))) as client:
+        for parameters in ({"details": True}, {"details": True, "max_new_tokens": 5}):
+            found = (await client.post("/generate", json={"inputs": LONG, "parameters": parameters})).json()
+            assert found["details"]["generated_tokens"] == 5
+        refused = await client.post("/generate", json={"inputs": LONG, "parameters": {"max_new_tokens": 6}})
+        assert refused.status_code == 422
+
+
+async def test_ids_end_an_answer_and_least_shares_are_of_the_likeliest_token(folder) -> None:
+    async with serving(open_service(folder)) as client:
+        for route, body in (
+            ("/v1/completions", {"prompt": LONG}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
+        ):
+            forced = {**body, "temperature": 0, "max_tokens": 6, "logit_bias": {str(D): 50}}
+            ended = (await client.post(route, json={**forced, "stop_token_ids": [D]})).json()
+            assert ended["choices"][0]["finish_reason"] == "stop" and ended["usage"]["completion_tokens"] == 1
+            # The model's own ends still count.
+            own = (await client.post(route, json={**forced, "logit_bias": {"1": 50}, "stop_token_ids": [D]})).json()
+            assert own["choices"][0]["finish_reason"] == "stop" and own["usage"]["completion_tokens"] == 1
+            greedy = (await client.post(route, json={**body, "temperature": 0, "max_tokens": 6})).json()
+            sampled = {**body, "max_tokens": 6, "temperature": 1.7, "seed": 1}
+            least = (await client.post(route, json={**sampled, "min_p": 1.0})).json()
+            drawn = (await client.post(route, json={**sampled, "min_p": 0})).json()
+            text = "text" if "prompt" in body else "message"
+            assert least["choices"][0][text] == greedy["choices"][0][text] != drawn["choices"][0][text]
+
+
+async def test_a_failing_request_of_a_stream_is_an_error_of_its_format(folder) -> None:
+    service: Any = open_service(folder, limits=Limits(timeout_s=1e-6))
+    async with serving(service) as client:
+        for route, body in (
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+            ("/generate", {"inputs": "a"}),
+        ):
+            for stream in (False, True):
+                # A client's time above the server's doesn't count.
+                answer = await client.post(route, json={**body, "stream": stream, "timeout": 100})
+                assert answer.status_code == 504 and json.loads(answer.text)["error"]
