@@ -19,6 +19,7 @@ from fastformer.generation.processors import (
     BadWords,
     EndWhereNothingFollows,
     ForcedToken,
+    LeastShare,
     MinNewTokens,
     NoRepeatNgrams,
     RepetitionPenalty,
@@ -345,3 +346,15 @@ def test_requests_with_equal_options_are_processed_together(calls_of) -> None:
     together = said([requests()])
     assert [tuple(call.result.shape) for call in calls[:2]] == [(3, VOCAB), (1, VOCAB)]
     assert together == said([[request] for request in requests()])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3, 2.5])
+def test_a_least_share_is_that_of_transformers(temperature) -> None:
+    transformers = pytest.importorskip("transformers", reason="the right values are transformers'")
+    torch.manual_seed(0)
+    ids, logits = torch.zeros(3, 1, dtype=torch.long), 3 * torch.randn(3, 50)
+    for share in (0.01, 0.2, 1.0):
+        theirs = transformers.MinPLogitsWarper(share)(ids, logits / temperature)
+        found = LeastShare(share, temperature)(ids, logits)
+        assert forbidden(found) == forbidden(theirs)
+        assert torch.equal(found[~found.isneginf()], logits[~found.isneginf()])

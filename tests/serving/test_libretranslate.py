@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from fastformer.generation import Translator
+from fastformer.languages import Languages
 from fastformer.serving import Limits, open_service
-from tests.serving.asking import serving
+from fastformer.serving.codes import Codes
+from tests.serving.asking import events, serving
 
 TEXT = "One two. Three!\n\n Four. "
 PAIR = {"source_lang": "en", "target_lang": "de"}
@@ -61,6 +66,12 @@ async def test_languages_and_the_language_of_a_text(translator_folder) -> None:
         assert [(one["code"], one["targets"]) for one in found] == [("en", ["de"]), ("de", [])]
         best, *_ = (await client.post("/detect", data={"q": german})).json()
         assert best["language"] == "de" and 50 < best["confidence"] <= 100
+        several = (await client.post("/detect", json={"q": "no"})).json()
+        shares = [one["confidence"] for one in several]
+        assert len(several) > 1 and shares == sorted(shares, reverse=True) and min(shares) >= 1 and sum(shares) <= 100.5
+        for stream in (False, True):
+            answer = await client.post("/v1/translate", json={"text": german, "source_lang": "auto", "stream": stream})
+            assert (events(answer.text)[-1] if stream else answer.json())["detected_lang"] == "de"
         found = (await client.post("/translate", json={"q": german[:40], "source": "auto", "target": "de"})).json()
         assert found["detectedLanguage"]["language"] == "de"
         texts = [german[:40], "This is one sentence in English."]
@@ -97,3 +108,12 @@ async def test_errors_have_libretranslates_format(translator_folder, as_form) ->
             answer = await client.post("/translate", content=raw, headers=headers)
             assert answer.status_code == 400 and isinstance(answer.json()["error"], str), raw
         assert (await client.get("/translate")).json().keys() == {"error"}
+
+
+def test_a_language_is_no_target_of_itself() -> None:
+    known = Languages({"deu_Latn": 5, "eng_Latn": 6, "fra_Latn": 7}, "front")
+    stub: Any = SimpleNamespace(languages=known, source_lang=None, target_lang="deu_Latn")
+    codes = Codes(stub)
+    targets = {one["code"]: one["targets"] for one in codes.entries()}
+    assert targets == {"de": ["en", "fr"], "en": ["de", "fr"], "fr": ["de", "en"]}
+    assert codes.defaults() == ("auto", "de") and codes.source("de") == codes.source("deu_Latn") == "deu_Latn"

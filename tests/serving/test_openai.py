@@ -224,6 +224,30 @@ def test_a_stop_text_ends_an_answer_and_its_work(client, server, library) -> Non
     assert cut.usage.completion_tokens < chat.usage.completion_tokens
 
 
+def test_a_frequency_counts_each_time_and_a_presence_once(client, library) -> None:
+    token = str(library[1].encode("d")[0])
+    body: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[1], "temperature": 0, "max_tokens": 3, "logprobs": 0}
+    found = {}
+    for name in ("presence_penalty", "frequency_penalty"):
+        answer = client.completions.create(**body, logit_bias={token: 20}, **{name: 2})
+        assert answer.choices[0].text == "ddd"
+        found[name] = answer.choices[0].logprobs.token_logprobs
+    (first, second, third), (of_first, of_second, of_third) = found.values()
+    assert (first, second) == pytest.approx((of_first, of_second), abs=1e-6) and third > of_third
+
+
+def test_messages_of_developers_and_of_parts_are_those_of_the_template(client) -> None:
+    def said(role: str, content: Any) -> Any:
+        messages: Any = [{"role": role, "content": content}]
+        body: Any = {"messages": messages, "temperature": 0, "max_tokens": 8, "logprobs": True}
+        found = client.chat.completions.create(model="tgi", **body)  # a name that clients send without a model
+        return found.choices, found.usage.prompt_tokens
+
+    assert said("developer", "be brief") == said("system", "be brief") != said("user", "be brief")
+    parts = [{"type": "text", "text": "two"}, {"type": "text", "text": "birds"}]
+    assert said("user", parts) == said("user", "two\nbirds")
+
+
 def test_penalties_and_biases_change_the_output(client, library) -> None:
     options: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[1], "temperature": 0, "max_tokens": 12}
     token = library[1].encode("d")[0]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fastformer.serving import Limits, open_service
+from fastformer.serving import Limits, make_app, open_service
 from tests.serving import models
 from tests.serving.asking import events, serving
 
@@ -153,6 +153,24 @@ async def test_ids_end_an_answer_and_least_shares_are_of_the_likeliest_token(fol
             drawn = (await client.post(route, json={**sampled, "min_p": 0})).json()
             text = "text" if "prompt" in body else "message"
             assert least["choices"][0][text] == greedy["choices"][0][text] != drawn["choices"][0][text]
+
+
+async def test_metrics_count_the_tokens_of_answers(folder) -> None:
+    async with serving(open_service(folder)) as client:
+        usage = (await client.post("/v1/completions", json={"prompt": LONG, "max_tokens": 3, "seed": 1})).json()[
+            "usage"
+        ]
+        metrics = (await client.get("/metrics")).text
+        assert f"fastformer_new_tokens_total {float(usage['completion_tokens'])}\n" in metrics
+        assert f"fastformer_prompt_tokens_total {float(usage['prompt_tokens'])}\n" in metrics
+
+
+async def test_a_closed_service_tells_when_to_ask_again(folder) -> None:
+    httpx = pytest.importorskip("httpx", reason="the httpx library is not installed")
+    transport = httpx.ASGITransport(make_app(open_service(folder)), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+        answer = await client.post("/v1/completions", json={"prompt": "a"})
+        assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
 
 
 async def test_a_failing_request_of_a_stream_is_an_error_of_its_format(folder) -> None:
