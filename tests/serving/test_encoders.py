@@ -124,10 +124,11 @@ def test_documents_are_ranked_as_the_library_ranks_them(route, ranker) -> None:
         f"{ranker.url}{route}", json=body | {"documents": objects, "top_n": 3, "return_documents": False}
     ).json()["results"]
     assert few == [{"index": one["corpus_id"], "relevance_score": one["score"]} for one in expected[:3]]
-    for wrong in (
+    mistakes: list[dict[str, Any]] = [
         {"documents": []}, {"documents": [{"title": "a"}]}, {"query": ""}, {"top_n": 0}, {"max_tokens_per_doc": 9},
         {"rank_fields": ["title"]}, {"documents": ["a"] * 2_049}, {"query": "\udcff"},
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for wrong in mistakes:
         answer = httpx.post(f"{ranker.url}{route}", content=json.dumps(body | wrong), headers=JSON)
         assert answer.status_code == (422 if route == "/rerank" else 400), answer.text
 
