@@ -182,10 +182,9 @@ class _Sayings:
 
     def text(self, prompt: str, ids: Sequence[int], tokens: Sequence[int]) -> str:
         """Returns a prompt, as it was typed, with its continuation."""
-        from fastformer.generation.streaming import before_stop
+        from fastformer.generation.streaming import text_before_stop
 
-        said, again = self.tokenizer.decode([*ids, *tokens]), self.tokenizer.decode(ids)
-        said = before_stop(said, self._stop, len(again))
+        said, again = text_before_stop(self.tokenizer, ids, tokens, self._stop), self.tokenizer.decode(ids)
         # A tokenizer may not give back a prompt exactly, a line end say.
         return prompt + said[len(again) :] if said.startswith(again) else said
 

@@ -49,7 +49,7 @@ class TextPieces:
         begin: the ids before the first token.
         is_told: whether their text is known already, so that the pieces continue it.
         stop: texts that end the text, without being part of it. They are searched for in the text after that of
-            `begin`.
+            `begin`. They may spell special tokens, which the text itself omits.
 
     Attributes:
         is_stopped: whether a stop text has been found; text after it is omitted.
@@ -71,21 +71,78 @@ class TextPieces:
         self._most = _WINDOW
         self._seen = self._closed = self._end  # the ids that were looked at, and those of them before an unfinished run
         self._looked = self._end  # the ids in which a stop text was searched for
+        self._given_length = 0
+        self._names: dict[int, str] = {}
+        # The stop texts that have begun up to an omitted token: their place, that of the text behind it, what is missing.
+        self._open: list[tuple[int, int, str]] = []
         self.is_stopped = False
 
     def add(self, tokens: Iterable[int]) -> str:
         """Adds new tokens, and returns the text that has become certain since the last call, or ""."""
         if self.is_stopped:
             return ""
-        self._ids += tokens
         if not self._stop:
+            self._ids += tokens
             return self._give(self._grow())
+        said, run = "", []
+        for token in tokens:
+            run.append(token)
+            if name := self._name(token):
+                said += self._add(run)
+                said += "" if self.is_stopped else self._behind(name)
+                if self.is_stopped:
+                    return said
+                run = []
+        return said + self._add(run)
+
+    def _add(self, tokens: Sequence[int]) -> str:
+        self._ids += tokens
         self._held += self._grow()
         if find_stop(self._held + self._uncertain(), self._stop, self._unsearched) >= 0:
             return self._stopped()
         kept = len(self._held) - _beginning(self._held, self._stop)
+        if self._open:
+            rest, found = self._rest(), []
+            for begin, behind, missing in self._open:
+                more = rest[behind - self._given_length :]
+                if more.startswith(missing):
+                    return self._stop_at(rest, begin)
+                if missing.startswith(more):
+                    found.append((begin, behind, missing))
+                    kept = min(kept, begin - self._given_length)
+            self._open = found
         piece, self._held = self._held[:kept], self._held[kept:]
         return self._give(piece)
+
+    def _name(self, token: int) -> str:
+        """Returns the name of a token that the text omits, if a stop text spells it, else ""."""
+        if token not in self._names:
+            name = ""
+            if hasattr(self._tokenizer, "tokens") and not self._tokenizer.decode([token] * 2):
+                [name] = self._tokenizer.tokens([token])
+            is_space = not name.strip("▁↵")  # some tokenizers omit white space at an end
+            self._names[token] = name if not is_space and any(name in _named(one) for one in self._stop) else ""
+        return self._names[token]
+
+    def _behind(self, name: str) -> str:
+        """Looks for stop texts that contain the name of the omitted token that was added last."""
+        rest = self._rest()
+        length, found = self._given_length + len(rest), []
+        for begin, behind, missing in self._open:
+            more = _named(rest[behind - self._given_length :]) + name
+            if _named(missing).startswith(more):
+                found.append((begin, length, missing[len(more) :]))
+        for one in self._stop:
+            before, _, _ = _named(one).partition(name)
+            if len(before) < len(one) and _named(rest[self._unsearched :]).endswith(before):
+                found.append((length - len(before), length, one[len(before) + len(name) :]))
+        whole = [begin for begin, _, missing in found if not missing]
+        self._open = found
+        return self._stop_at(rest, min(whole)) if whole else ""
+
+    def _stop_at(self, rest: str, place: int) -> str:
+        self.is_stopped = True
+        return self._give(rest[: place - self._given_length])
 
     def end(self) -> str:
         """Returns the rest of the text after the last token.
@@ -104,6 +161,7 @@ class TextPieces:
     def _give(self, piece: str) -> str:
         if piece:
             self._given.append(piece)
+            self._given_length += len(piece)
             self._unsearched = max(0, self._unsearched - len(piece))
         return piece
 
@@ -261,10 +319,17 @@ def find_stop(text: str, stop: Sequence[str], start: int = 0) -> int:
     return min((place for one in stop if (place := text.find(one, start)) >= 0), default=-1)
 
 
-def before_stop(text: str, stop: Sequence[str], start: int = 0) -> str:
-    """Returns a text up to the first stop text that begins at `start` or later."""
-    place = find_stop(text, stop, start)
-    return text if place < 0 else text[:place]
+def text_before_stop(tokenizer: Detokenizer, begin: Sequence[int], tokens: Sequence[int], stop: Sequence[str]) -> str:
+    """Returns the text of all ids, up to the first stop text behind that of `begin`."""
+    if not stop:
+        return tokenizer.decode([*begin, *tokens])
+    pieces = TextPieces(tokenizer, begin, stop=stop)
+    return pieces.add(tokens) + pieces.end()
+
+
+def _named(text: str) -> str:
+    """Returns a text in the form in which tokenizers name tokens."""
+    return text.replace(" ", "▁").replace("\n", "↵")
 
 
 def _beginning(text: str, stop: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from fastformer.generation.config import GenerationConfig
 from fastformer.generation.requests import Request
 from fastformer.generation.search import Hypothesis
-from fastformer.generation.streaming import Detokenizer, before_stop
+from fastformer.generation.streaming import Detokenizer, text_before_stop
 
 logger = logging.getLogger("fastformer")
 
@@ -167,11 +167,7 @@ class Answer:
 
     def texts(self) -> list[str]:
         """Returns the translations, best first."""
-        texts = [self._tokenizer.decode([*self._prefix, *hypothesis.tokens]) for hypothesis in self._found]
-        if not self._stop:
-            return texts
-        start = len(self._tokenizer.decode(self._prefix))
-        return [before_stop(text, self._stop, start) for text in texts]
+        return [text_before_stop(self._tokenizer, self._prefix, found.tokens, self._stop) for found in self._found]
 
     def scored(self) -> list[Scored]:
         """Returns the translations with their scores, best first."""

@@ -74,3 +74,24 @@ async def test_a_word_that_is_pad_is_not_lost(words, tmp_path, case) -> None:
     row, texts = await everywhere(folder, "two birds!", **options)
     expected = theirs.decode(row, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert texts == {expected} and row.count(model.config.special_ids.pad) and "!" in expected
+
+
+async def test_a_stop_text_may_spell_special_tokens(words, tmp_path) -> None:
+    folder = with_ids(words, tmp_path / "model")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = load_model(folder, ("GPT",))
+    spoken = {*theirs("! the dog reads")["input_ids"], theirs.convert_tokens_to_ids("<end>")}
+    unsaid = [i for i in range(model.config.vocab_size) if i not in spoken]
+    options = {"max_new_tokens": 56, "suppress_tokens": unsaid, "do_sample": True, "seed": 2, "temperature": 3.0}
+    row, [plain] = await everywhere(folder, "two birds", **options)
+    spelled = theirs.decode(row, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    places = [place for place in range(len(spelled)) if spelled.startswith("<end>", place)]
+    assert len(places) > 2 and "<end>" not in plain
+    for stop in (
+        "<end>", spelled[places[1] - 2 : places[1] + 5], spelled[places[1] : places[1] + 8],
+        spelled[places[0] - 1 : places[1] + 6], "never<end>", "<end>never",
+    ):  # fmt: skip
+        needed = [n for n in range(1, 57) if stop in theirs.decode(row[:n], clean_up_tokenization_spaces=False)]
+        found, texts = await everywhere(folder, "two birds", stop_strings=["never", stop], **options)
+        assert found == row[: min(needed, default=56)]
+        assert texts == {spelled.partition(stop)[0].replace("<end>", "")}

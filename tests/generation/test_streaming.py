@@ -154,6 +154,7 @@ def test_the_beginning_of_an_incomplete_stop_text_is_shown_late() -> None:
 @given(st.text(FEW, max_size=60), st.lists(st.text(FEW, min_size=1, max_size=4), min_size=1, max_size=3))
 @example(TEXT, ["isn't l", "zzz"])
 @example(TEXT, ["x", "é"])
+@example("xab.", ["b.", "ab."])  # the first of the text, not of the list
 @example(TEXT, [TEXT])
 def test_the_first_of_several_stop_texts_and_all_text_after_it_are_omitted(tokenizer, text, stop) -> None:
     ids = tokenizer.encode(text)
