@@ -1,6 +1,7 @@
 """Tokenizers of pretrained language models, for prompts and for the output of chat templates.
 
-A prompt begins with BOS if the model expects it, and a special token that is spelled out in a prompt is ordinary text.
+A prompt begins with BOS if the model expects it. A special token that is spelled out in it is ordinary text for
+`encode`, and becomes its id in `encode_prompt`.
 In the output of a chat template, special tokens that the template itself spells out count: `encode_template` recognises
 them, and adds none of its own. Those that a message spells stay text.
 """
@@ -61,6 +62,10 @@ class PromptTokenizer(BackendTokenizer):
     def added_tokens(self) -> dict[str, bool]:
         """The tokens that the library recognises before all others, and whether each of them is special."""
         return {token.content: bool(token.special) for token in self._backend.get_added_tokens_decoder().values()}
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Encodes a text to BOS and its ids, as transformers does: special tokens that it spells become their ids."""
+        return [*self._bos, *self.encode_template(text)]
 
     def encode_template(
         self, text: str, written: bytes | None = None, controls: frozenset[str] = frozenset()
@@ -263,6 +268,10 @@ class PiecePromptTokenizer(SentencePieceTokenizer):
             **dict.fromkeys(self._plain, False),
             **dict.fromkeys(self._special, True),
         }
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """See `PromptTokenizer.encode_prompt`."""
+        return [*([] if self._bos is None else [self._bos]), *self.encode_template(text)]
 
     def encode_template(
         self, text: str, written: bytes | None = None, controls: frozenset[str] = frozenset()

@@ -162,14 +162,21 @@ class AsyncGenerator(HasFront):
         """The model's number of positions, which a prompt and its continuation share."""
         return int(self.model.config.max_len)
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, *, parse_special: bool = False) -> list[int]:
         """Returns the ids of a prompt; a list of ids is returned as it was given.
+
+        Args:
+            prompt: the prompt.
+            parse_special: whether special tokens that a text spells become their ids; if not, they are ordinary text.
 
         Raises:
             PromptTooLong, a ValueError: the prompt leaves no room for an answer.
             ValueError: an empty prompt, or one that the model can't read.
         """
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        encode = self.tokenizer.encode
+        if parse_special:
+            encode = getattr(self.tokenizer, "encode_prompt", encode)  # other tokenizers have no such tokens
+        ids = encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise ValueError("expected a prompt of at least one token, got an empty one")
         check_vocabulary(ids, self.model.config.vocab_size, "token")

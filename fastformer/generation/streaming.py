@@ -73,7 +73,7 @@ class TextPieces:
         self._looked = self._end  # the ids in which a stop text was searched for
         self._given_length = 0
         self._names: dict[int, str] = {}
-        # The stop texts that have begun up to an omitted token: their place, that of the text behind it, what is missing.
+        # The stop texts that began before an omitted token: their place, that of the text behind it, what is missing.
         self._open: list[tuple[int, int, str]] = []
         self.is_stopped = False
 

@@ -36,18 +36,22 @@ class GenerateService(Service):
         """Whether the model's folder has a chat template."""
         return self.generator.template is not None
 
-    async def prompt_ids(self, prompt: Prompt, deadline: float) -> list[int]:
+    async def prompt_ids(self, prompt: Prompt, deadline: float, *, parse_special: bool | None = None) -> list[int]:
         """Returns the ids of a prompt.
 
         Args:
             prompt: the prompt.
             deadline: a result of `deadline`.
+            parse_special: see `AsyncGenerator.encode`; None: True, as in other servers of these formats.
 
         Raises:
             ValueError: see `AsyncGenerator.encode`.
             QueueFull, TooLate: see `AsyncFront.aside`.
         """
-        return await self.aside(lambda: self.generator.encode(prompt), len(prompt), deadline=deadline)
+        parses = parse_special is not False
+        return await self.aside(
+            lambda: self.generator.encode(prompt, parse_special=parses), len(prompt), deadline=deadline
+        )
 
     async def chat_ids(self, messages: Sequence[Mapping[str, Any]], deadline: float, **variables: Any) -> ChatIds:
         """Returns the ids of a chat, whose template reads the variables too.

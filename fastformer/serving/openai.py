@@ -96,7 +96,7 @@ def _add_completions(found: APIRouter, service: GenerateService, limits: Limits)
         for prompt in prompts:
             check_length(prompt, limits, "prompt")
         deadline = service.deadline(body.timeout)
-        rows = await until_gone(http, _encoded(service, prompts, deadline))
+        rows = await until_gone(http, _encoded(service, prompts, deadline, body.parse_special))
         lengths = [new_tokens(body, row, service, body.max_tokens, 16) for row in rows]
         asked = _Asked(service, body, rows, lengths, body.logprobs, deadline)
         return await _respond(asked, http, _TextForm(asked))
@@ -199,9 +199,11 @@ def _prompts(given: str | list[Any]) -> list[str | list[int]]:
     return given
 
 
-async def _encoded(service: GenerateService, prompts: Sequence[str | list[int]], deadline: float) -> list[list[int]]:
+async def _encoded(
+    service: GenerateService, prompts: Sequence[str | list[int]], deadline: float, parses: bool | None
+) -> list[list[int]]:
     try:
-        return [await service.prompt_ids(prompt, deadline) for prompt in prompts]
+        return [await service.prompt_ids(prompt, deadline, parse_special=parses) for prompt in prompts]
     except ValueError as error:
         raise _unread(error, "prompt") from error
 

@@ -177,6 +177,7 @@ class CompletionBody(GenerateBody):
         | TokenIds
         | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
     )
+    parse_special: bool | None = None
     logprobs: Annotated[Int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
     best_of: Annotated[Int, Field(ge=1)] | None = None
 

@@ -37,6 +37,7 @@ class Parameters(Body):
     stop: Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
     return_full_text: bool | None = None
     details: bool | None = None
+    parse_special: bool | None = None
 
 
 class GenerateBody(Body):
@@ -108,7 +109,9 @@ def router(service: Service, limits: Limits) -> APIRouter:
         """Continues a text."""
         options = _options(body, service, limits)
         deadline = service.deadline(body.timeout)
-        ids = await until_gone(http, service.prompt_ids(body.inputs, deadline))
+        ids = await until_gone(
+            http, service.prompt_ids(body.inputs, deadline, parse_special=body.parameters.parse_special)
+        )
         room = service.generator.max_len - len(ids)
         usual = min(room, _USUAL, limits.max_new_tokens)
         options["max_new_tokens"] = min(room, body.parameters.max_new_tokens or usual)

@@ -18,6 +18,7 @@ pytest.importorskip("tokenizers", reason="the tokenizers library is not installe
 pytest.importorskip("transformers", reason="the folders are written by transformers")
 
 LONG, DOG = "a bird " * 40, "the dog reads"
+MARKED = "<|im_start|>the dog<|im_start|>"
 D = models.tokenizer().encode("d")[0]
 FORCED = {"logit_bias": {str(D): 100}}  # the answer is "dddddddd"
 LIKELY = {"logit_bias": {str(D): 20}}
@@ -55,7 +56,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Case]]] = {
     "/v1/completions": (
         "generator",
         {"prompt": DOG, "max_tokens": 8, "temperature": 0, "logprobs": 1},
-        {**OF_COMPLETIONS, "prompt": ("two birds", DOG), "logprobs": (0, 2), "best_of": (1, 3)},
+        {**OF_COMPLETIONS, "prompt": ("two birds", DOG), "logprobs": (0, 2), "best_of": (1, 3),
+         "parse_special": (True, False, {"prompt": MARKED})},
     ),
     "/v1/chat/completions": (
         "generator",
@@ -77,7 +79,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Case]]] = {
     ),
     "/generate": (
         "generator",
-        {"inputs": DOG, "parameters": {"max_new_tokens": 8, "details": True}},
+        {"inputs": MARKED, "parameters": {"max_new_tokens": 8, "details": True}},
         {
             "inputs": ("two birds", DOG),
             "stream": (False, True),
@@ -93,6 +95,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Case]]] = {
             "parameters.stop": ([], ["e", "a", "t", "d", "s", " "]),
             "parameters.return_full_text": (False, True),
             "parameters.details": (False, True),
+            "parameters.parse_special": (True, False),
         },
     ),
     "/v1/embeddings": (

@@ -74,6 +74,22 @@ def test_completions_equal_the_librarys(client, library) -> None:
     assert client.completions.create(model="tiny", prompt=PROMPTS[0], temperature=0).usage.completion_tokens <= 16
 
 
+@pytest.mark.parametrize("kind", ["server", "pieces"])
+def test_special_tokens_in_a_prompt_are_parsed_unless_the_request_says_otherwise(kind, request) -> None:
+    server = request.getfixturevalue(kind)
+    own = server.service.generator.tokenizer
+    text = "".join(token for token, is_special in own.added_tokens.items() if is_special) + "the dog reads"
+    parsed, plain = own.encode_prompt(text), own.encode(text)
+    assert parsed[-len(own.encode_template("the dog reads")) :] == own.encode_template("the dog reads")
+    assert len(parsed) < len(plain)
+    for given, ids in (({}, parsed), ({"parse_special": True}, parsed), ({"parse_special": False}, plain)):
+        body = {"prompt": [text, text], "max_tokens": 1, "temperature": 0, **given}
+        assert httpx.post(f"{server.url}/v1/completions", json=body).json()["usage"]["prompt_tokens"] == 2 * len(ids)
+        body = {"inputs": text, "stream": True, "parameters": {"max_new_tokens": 1, "details": True, **given}}
+        [event] = events(httpx.post(f"{server.url}/generate", json=body).text)
+        assert event["details"]["input_length"] == len(ids)
+
+
 async def test_samples_equal_the_librarys_beside_other_requests(client, server, library) -> None:
     options = {"temperature": 0.7, "top_p": 0.9, "seed": 11}
     expected = said(library, PROMPTS[0], do_sample=True, max_new_tokens=9, num_return_sequences=3, **options)
