@@ -248,7 +248,7 @@ class Gate:
             return
         if body.count(b"[") + body.count(b"{") > _MOST_NESTED:
             message = f"expected a body of at most {_MOST_NESTED:,} lists and objects"
-            await self.respond(path, 413, message)(scope, receive, send)
+            await self.respond(path, 400, message)(scope, receive, send)
             return
         if needs_key and not self._is_key(await _body_key(scope, body)):
             await self._unknown(path)(scope, receive, send)
