@@ -7,7 +7,6 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jsonargparse import ArgumentParser
@@ -78,7 +77,6 @@ def generate(
         options: the flags of decoding
     """
     from fastformer.checkpoints import load_model
-    from fastformer.checkpoints.hf import model_type
     from fastformer.devices import choose_device
     from fastformer.generation.folder_options import folder_options, with_folder_options
     from fastformer.generation.model_protocols import DTYPES, asked_precision
@@ -90,7 +88,7 @@ def generate(
     samples = not greedy and GenerationConfig(num_beams=values.get("num_beams", 1)).num_beams == 1
     _check_sampling(greedy, values)
     theirs = folder_options(run)
-    is_foreign = bool(theirs) or model_type(Path(run)) is not None
+    is_foreign = theirs is not None
     if greedy:
         values |= {"do_sample": False, "num_beams": 1}
     elif not is_foreign or not samples:  # else the folder decides

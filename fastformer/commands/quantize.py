@@ -20,6 +20,7 @@ def quantize(run: str, out: str, *, precision: Literal["int8", "int4"] = "int8")
         precision: int8 has 255 steps for each output of a matrix; int4 has 16 for each 32 weights
     """
     from fastformer.checkpoints import load_model
+    from fastformer.checkpoints.hf import model_type
     from fastformer.checkpoints.hf.common import GENERATION
     from fastformer.files import read_small, write_atomically
     from fastformer.models.weights import weights_size
@@ -29,9 +30,9 @@ def quantize(run: str, out: str, *, precision: Literal["int8", "int4"] = "int8")
         raise ValueError(f"expected a new or an empty folder, but there are files in {out}")
     model, tokenizer = load_model(run, ("Transformer", "GPT"))
     model.quantize(precision).save_pretrained(folder, tokenizer)
-    search = Path(run, GENERATION)  # the sampling options of another program's folder
-    if search.is_file():
-        write_atomically(folder / GENERATION, read_small(search))
+    search = Path(run, GENERATION)  # the sampling options of a folder of transformers, whose defaults hold without it
+    if search.is_file() or model_type(Path(run)) is not None:
+        write_atomically(folder / GENERATION, read_small(search) if search.is_file() else b"{}\n")
     before, after = (weights_size(Path(path)) for path in (run, out))
     instead = f" instead of {before / 2**20:.1f}" if before else ""
     print(f"wrote {out}: {after / 2**20:.1f} MiB of weights{instead}")

@@ -143,7 +143,7 @@ class AsyncGenerator(HasFront):
         from fastformer.checkpoints import load_model
 
         check_precision(precision)
-        theirs = {name: value for name, value in folder_options(folder).items() if name not in _ONE_ANSWER}
+        theirs = folder_options(folder, unused=_ONE_ANSWER)
         model, tokenizer = load_model(folder, ("GPT",), device=device, dtype=DTYPES.get(precision or ""))
         config = with_folder_options(theirs, options or {}, model.config.max_len)
         return cls(model, tokenizer, config=config, precision=asked_precision(model, precision), **limits)

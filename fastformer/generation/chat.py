@@ -119,7 +119,7 @@ class Chat:
         from fastformer.checkpoints import load_model
 
         check_precision(precision)
-        theirs = {name: value for name, value in folder_options(folder).items() if name not in _ONE_ANSWER}
+        theirs = folder_options(folder, unused=_ONE_ANSWER)
         model, tokenizer = load_model(folder, ("GPT",), device=device, dtype=DTYPES.get(precision or ""))
         config = with_folder_options(theirs, options, model.config.max_len)
         return cls(

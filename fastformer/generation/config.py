@@ -117,9 +117,8 @@ class GenerationConfig:
         temperature: the temperature of the sampling; below 1 sharpens the distribution.
         top_k: draw from the k best tokens; 0 is all.
         top_p: draw from the smallest set of tokens that has this probability.
-        repetition_penalty: a factor that, above 1, discourages tokens that have occurred. By tensor2tensor's rules only
-            new tokens count. By transformers' rules, also without beams, the tokens that the output begins with count
-            too. See `processors`.
+        repetition_penalty: a factor that, above 1, discourages tokens that have occurred. New tokens count, and so do
+            those that the output begins with: the prompt, or the start token and the decoder_input_ids.
         no_repeat_ngram_size: no n-gram of this length occurs twice; 0 is off. The same tokens count as for
             repetition_penalty.
         num_return_sequences: the number of results for each input: the best hypotheses of a beam search, at most
@@ -130,17 +129,18 @@ class GenerationConfig:
             tensor2tensor's rules only; see `BeamSearch`.
         diversity_penalty: the cost of a token for each time that an earlier group has just chosen it.
         suppress_tokens: ids that are never generated.
-        bad_words_ids: sequences of ids that are never generated.
+        bad_words_ids: sequences of ids that are never generated. A sequence that is only an id of eos is ignored; use
+            suppress_tokens to forbid it.
         shortlist: if it isn't empty, only these ids are generated, and those that end a row and forced ones.
             Log-probabilities are normalised over these ids. The engine "cpp" computes no others, which is faster.
-        forced_bos_token_id: the first new token. By transformers' rules it is forced only after exactly one id: a start
-            token, or a prompt of one token.
+        forced_bos_token_id: the first new token, which is forced only after exactly one id: a start token, or a prompt
+            of one token.
         forced_eos_token_id: the new token at the limit.
         logits_processor: functions of (input_ids, scores) that return scores, called in turn after all others for each
             input. See `processors`.
-        renormalize_logits: normalise the outputs of the processors to log-probabilities. False, transformers' default,
-            uses the outputs as the scores of beams, without redistributing the share of forbidden tokens. False is for
-            transformers' rules only.
+        renormalize_logits: normalise the outputs of the processors to log-probabilities; by default true, or false by
+            transformers' rules. False uses the outputs as the scores of beams, without redistributing the share of
+            forbidden tokens, and is for transformers' rules only.
         stopping_criteria: functions of (input_ids, scores) that return which rows end, as Hugging Face's do. See
             `processors.make_stop`.
         stop_strings: texts that end a row. A row ends with the token that completes one of them in the text of its new
@@ -194,7 +194,7 @@ class GenerationConfig:
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | None = None
     logits_processor: Annotated[Processor | Sequence[Processor], Convert(_functions)] = ()
-    renormalize_logits: bool = True
+    renormalize_logits: bool | None = None
     stopping_criteria: Annotated[StoppingCriterion | Sequence[StoppingCriterion], Convert(_functions)] = ()
     stop_strings: Annotated[str | Sequence[str], Convert(_texts)] = ()
     window: Window = "stop"
@@ -260,6 +260,8 @@ class GenerationConfig:
     @property
     def keeps_scores(self) -> bool:
         """Whether beams use the outputs of processors as scores, without normalising them to log-probabilities."""
+        if self.renormalize_logits is None:
+            return self.num_beams > 1 and self.beam_rules == "transformers"
         return self.num_beams > 1 and not self.renormalize_logits
 
     def check_model(self, vocab_size: int) -> None:
@@ -329,7 +331,7 @@ class GenerationConfig:
                 "expected beam_rules='transformers' with early_stopping='never': by tensor2tensor's rules False never "
                 "stops while a better hypothesis is possible"
             )
-        if not by_transformers_rules and not self.renormalize_logits:
+        if not by_transformers_rules and self.renormalize_logits is False:
             raise ValueError(
                 "expected beam_rules='transformers' with renormalize_logits=False: by tensor2tensor's rules scores are "
                 "log-probabilities"
@@ -376,7 +378,7 @@ class GenerationOptions(TypedDict, total=False):
     forced_bos_token_id: int | None
     forced_eos_token_id: int | None
     logits_processor: Processor | Sequence[Processor]
-    renormalize_logits: bool
+    renormalize_logits: bool | None
     stopping_criteria: StoppingCriterion | Sequence[StoppingCriterion]
     stop_strings: str | Sequence[str]
     window: Window

@@ -32,6 +32,7 @@ class EnsembleConfig:
     max_len: int
     d_model: int
     special_ids: SpecialIds
+    suppress_tokens: tuple[int, ...] = ()  # those of any model
 
 
 class Ensemble(nn.Module):
@@ -109,6 +110,7 @@ def _config(models: Sequence[Model]) -> EnsembleConfig:
             max_len=min(one.max_len for one in configs),
             d_model=max(one.d_model for one in configs),
             special_ids=SpecialIds.of(config),
+            suppress_tokens=tuple(sorted({i for one in configs for i in getattr(one, "suppress_tokens", ())})),
         )
         for config in configs
     ]

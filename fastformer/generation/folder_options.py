@@ -1,13 +1,20 @@
-"""The options of decoding in the generation_config.json of a folder that transformers saved."""
+"""The defaults of a request to a folder that transformers saved: the options in its generation_config.json.
+
+The file decides defaults and nothing else. An option means the same for every folder, whether its file has options, has
+none, or doesn't exist; an option that neither the request nor the file has gets transformers' default.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from fastformer.checkpoints import generation_settings
+from fastformer.checkpoints.hf import model_type
+from fastformer.checkpoints.hf.common import GENERATION
 from fastformer.generation.config import OPTIONS, GenerationConfig
 
 logger = logging.getLogger("fastformer")
@@ -21,30 +28,43 @@ _NEUTRAL = {"typical_p": 1.0, "min_p": 0.0, "epsilon_cutoff": 0.0, "eta_cutoff":
 _SAMPLING = ("temperature", "top_k", "top_p")
 
 
-def folder_options(folder: str | os.PathLike[str]) -> dict[str, Any]:
+def folder_options(folder: str | os.PathLike[str], unused: Collection[str] = ()) -> dict[str, Any] | None:
     """Returns the decoding options in a folder's generation_config.json.
 
-    Options that fastformer doesn't have are dropped; a warning names them.
+    Options that the caller doesn't use, or that fastformer doesn't have, are dropped; a warning names them.
 
     Args:
-        folder: a folder that transformers saved. A run folder has no such options.
+        folder: a folder that transformers saved, or what `fastformer quantize` wrote of one.
+        unused: the names of options that the caller doesn't use.
+
+    Returns:
+        The options by name, none if there is no such file. None: the folder isn't one of transformers, so that the
+        defaults of its requests are those of `GenerationConfig`.
 
     Raises:
         ValueError: the file is damaged.
     """
+    if model_type(Path(folder)) is None and not Path(folder, GENERATION).is_file():
+        return None
     found = {name: value for name, value in generation_settings(folder).items() if name not in _OF_THE_MODEL}
-    unknown = [
+    known = {name: value for name, value in found.items() if name in OPTIONS and name not in unused}
+    dropped = [
         f"{name}={value!r:.40}"
         for name, value in found.items()
-        if name not in OPTIONS and value is not False and value != _NEUTRAL.get(name)
+        if name not in known and value is not False and value != _neutral(name)
     ]
-    if unknown:
-        logger.warning("%s has search options that are not applied: %s", folder, ", ".join(unknown))
-    return {name: value for name, value in found.items() if name in OPTIONS}
+    if dropped:
+        logger.warning("%s has search options that are not applied: %s", Path(folder, GENERATION), ", ".join(dropped))
+    return known
 
 
-def with_folder_options(theirs: Mapping[str, Any], options: Mapping[str, Any], max_len: int) -> GenerationConfig:
-    """Returns a config of given options and a folder's, as transformers combines them.
+def _neutral(name: str) -> Any:
+    """Returns the value of an option that changes nothing."""
+    return getattr(GenerationConfig, name) if name in OPTIONS else _NEUTRAL.get(name)
+
+
+def with_folder_options(theirs: Mapping[str, Any] | None, options: Mapping[str, Any], max_len: int) -> GenerationConfig:
+    """Returns a config of given options and a folder's, as transformers combines them. The log names the folder's.
 
     Args:
         theirs: the result of `folder_options`.
@@ -55,12 +75,19 @@ def with_folder_options(theirs: Mapping[str, Any], options: Mapping[str, Any], m
     Raises:
         ValueError: an unknown option, or one that is out of its range.
     """
-    usable, given = dict(theirs), dict(options)
-    if given.get("max_new_tokens") is not None or _is_beyond(usable.get("max_length"), max_len):
-        usable.pop("max_length", None)
+    given = dict(options)
     if "do_sample" not in given and any(given.get(name) is not None for name in _SAMPLING):
         given["do_sample"] = True
-    return GenerationConfig.from_options({**given, "generation_config": usable} if usable else given)
+    if theirs is None:
+        return GenerationConfig.from_options(given)
+    usable = {name: value for name, value in theirs.items() if name not in given}
+    if given.get("max_new_tokens") is not None or _is_beyond(usable.get("max_length"), max_len):
+        usable.pop("max_length", None)
+    config = GenerationConfig.from_options({**given, "generation_config": usable})
+    applied = [f"{name}={value!r:.40}" for name, value in usable.items() if config.do_sample or name not in _SAMPLING]
+    if applied:
+        logger.info("defaults of the folder's %s: %s", GENERATION, ", ".join(applied))
+    return config
 
 
 def _is_beyond(length: object, max_len: int) -> bool:

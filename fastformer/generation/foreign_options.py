@@ -47,8 +47,8 @@ def check_names(names: Iterable[object], known: Sequence[str]) -> None:
 def with_config(options: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
     """Merges options with those in their "generation_config"; options that are given by name have priority.
 
-    The values in a GenerationConfig mean the same as in transformers. Unless the options differ, the search follows
-    transformers' rules, samples are drawn from the 50 best tokens, and scores aren't normalised again.
+    The values in a GenerationConfig mean the same as in transformers. Unless the options differ, beams follow
+    transformers' rules, and samples are drawn from the 50 best tokens.
 
     Args:
         options: the keyword arguments of generate.
@@ -77,8 +77,6 @@ def with_config(options: Mapping[str, Any], known: Sequence[str]) -> dict[str, A
         raise ValueError(f"expected a generation_config of options that are known here: {error}") from None
     said.setdefault("beam_rules", "transformers")
     merged = {**said, **found}
-    if merged["beam_rules"] == "transformers":
-        merged.setdefault("renormalize_logits", False)
     if merged.get("do_sample", False):
         merged.setdefault("top_k", _TOP_K)
     else:

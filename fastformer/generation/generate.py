@@ -99,7 +99,8 @@ def generate(
             start token. The outputs contain them; lengths and scores count only new tokens.
         generation_config: options as transformers' GenerationConfig or a mapping, instead of config; options that are
             given by name override it. They are read as transformers reads them: unless you pass other values, with its
-            beam_rules and its defaults for renormalize_logits (False) and, with do_sample, top_k (50).
+            beam_rules and, with do_sample, its default for top_k (50). A folder's generation_config.json is read only
+            by what loads the folder: `Chat`, `AsyncGenerator`, and the commands generate, chat and serve.
         tokenizer: has encode and decode; needed for stop_strings.
         streamer: receives the tokens as they are generated, for one input without beams or several samples.
         return_dict_in_generate: return a `GenerateOutput`.

@@ -7,8 +7,8 @@ floating-point or integer dtype, or be a NumPy array: it is cast. The rows are t
 samples. You can use Hugging Face's processors, and any function. The processors of this module treat each row
 independently, and are called with the rows of several requests that have the same settings.
 
-The rules decide which tokens count as repeated. By tensor2tensor's rules, only new tokens do. By transformers' rules,
-all tokens before the next one do: the prompt, or the start token of a decoder and the ids after it.
+All tokens before the next one count as repeated, as in transformers, vLLM and TGI: the prompt, or the start token of a
+decoder and the ids after it.
 
 Processors get logits that a model in 16 bits has rounded to 16 bits. A request without processors chooses among sums
 that aren't rounded. If two tokens are nearly equal, the choice may therefore change even with a processor that changes
@@ -62,19 +62,16 @@ def make_processors(
         min_tokens: the number of new tokens before which a row can't end; None: the config's number for this prompt.
         has_shortlist: whether the engine itself restricts tokens to the config's shortlist.
     """
-    by_transformers_rules = config.beam_rules == "transformers"
-    ignored = 0 if by_transformers_rules else prompt_length
     min_tokens = config.least_tokens(prompt_length) if min_tokens is None else min_tokens
     found: list[Processor] = []
     if config.shortlist and not has_shortlist:
         found.append(Shortlist(tuple(sorted({*config.shortlist, *eos}))))
     if config.repetition_penalty != 1.0:
-        found.append(RepetitionPenalty(config.repetition_penalty, ignored))
+        found.append(RepetitionPenalty(config.repetition_penalty))
     if config.no_repeat_ngram_size:
-        found.append(NoRepeatNgrams(config.no_repeat_ngram_size, ignored))
-    words = config.bad_words_ids
-    if by_transformers_rules:  # transformers ignores a bad word that is only an id of eos
-        words = [word for word in words if len(word) > 1 or word[0] not in eos]
+        found.append(NoRepeatNgrams(config.no_repeat_ngram_size))
+    # As in transformers, a bad word that is only an id of eos forbids nothing.
+    words = [word for word in config.bad_words_ids if len(word) > 1 or word[0] not in eos]
     if words:
         found.append(BadWords(tuple(words)))
     if config.suppress_tokens:
@@ -84,12 +81,11 @@ def make_processors(
     if found and eos:
         found.append(EndWhereNothingFollows(tuple(eos)))
     if config.forced_bos_token_id is not None:
-        # By transformers' rules the token follows exactly one id.
-        found.append(ForcedToken(config.forced_bos_token_id, 1 if by_transformers_rules else prompt_length))
+        found.append(ForcedToken(config.forced_bos_token_id, 1))  # as in transformers, after exactly one id
     if config.forced_eos_token_id is not None:
         found.append(ForcedToken(config.forced_eos_token_id, prompt_length + limit - 1))
     found += _own(config)
-    if found and by_transformers_rules and config.num_beams > 1:
+    if found and config.beam_rules == "transformers" and config.num_beams > 1:
         found.insert(1 if isinstance(found[0], Shortlist) else 0, LogProbs())
     return tuple(found)
 
@@ -111,16 +107,14 @@ class LogProbs(RowWise):
 class RepetitionPenalty(RowWise):
     """Divides the positive and multiplies the negative scores of tokens that have occurred.
 
-    The first `ignored` ids don't count. Source: Keskar et al. 2019, "CTRL", section 4.1.
+    Source: Keskar et al. 2019, "CTRL", section 4.1.
     """
 
     penalty: float
-    ignored: int
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        history = input_ids[:, self.ignored :]
-        seen = scores.gather(1, history)
-        return scores.scatter(1, history, torch.where(seen > 0, seen / self.penalty, seen * self.penalty))
+        seen = scores.gather(1, input_ids)
+        return scores.scatter(1, input_ids, torch.where(seen > 0, seen / self.penalty, seen * self.penalty))
 
 
 @dataclass(frozen=True)
@@ -176,17 +170,16 @@ class LeastShare(RowWise):
 
 @dataclass(frozen=True)
 class NoRepeatNgrams(RowWise):
-    """Forbids each token that would repeat an n-gram; the first `ignored` ids don't count."""
+    """Forbids each token that would repeat an n-gram."""
 
     size: int
-    ignored: int
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        history = input_ids[:, self.ignored :]
-        if history.shape[1] < self.size:
+        length = input_ids.shape[1]
+        if length < self.size:
             return scores
-        grams = history.unfold(1, self.size, 1)  # (rows, count, size)
-        repeats = (grams[:, :, :-1] == history[:, None, history.shape[1] - self.size + 1 :]).all(-1)
+        grams = input_ids.unfold(1, self.size, 1)  # (rows, count, size)
+        repeats = (grams[:, :, :-1] == input_ids[:, None, length - self.size + 1 :]).all(-1)
         banned = torch.zeros_like(scores, dtype=torch.long).scatter_add_(1, grams[:, :, -1], repeats.long())
         return scores.masked_fill(banned > 0, -torch.inf)
 

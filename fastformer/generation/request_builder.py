@@ -96,6 +96,8 @@ class RequestBuilder:
     ) -> None:
         self.is_prompted = is_decoder_only(model)
         config.check_model(model.config.vocab_size)
+        if never := getattr(model.config, "suppress_tokens", ()):  # what the model itself forbids
+            config = replace(config, suppress_tokens=tuple(dict.fromkeys((*config.suppress_tokens, *never))))
         if config.stop_strings and not all(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode")):
             raise ValueError(
                 f"expected tokenizer=, with encode and decode, along with stop_strings, got {type(tokenizer).__name__}"

@@ -39,9 +39,7 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT | BERT:
 
     With `beam_rules="transformers"`, `fastformer.generate` returns the tokens of transformers' generate, greedy or with
     beams, for every option that both have. Beams are scored, ended and compared as in transformers (see
-    `TransformersBeamSearch`), and penalties count the start token and the decoder_input_ids as well as new tokens. One
-    default differs: the scores that processors return are normalised again, as with `renormalize_logits=True`; pass
-    False for transformers' default. Options in the model's generation_config (bad_words_ids, forced_bos_token_id,
+    `TransformersBeamSearch`). Options in the model's generation_config (bad_words_ids, forced_bos_token_id,
     forced_eos_token_id, no_repeat_ngram_size, num_beams) have to be passed again, or as
     `generation_config=model.generation_config`. From a BartConfig alone transformers makes one that forces EOS at the
     limit.
@@ -212,5 +210,7 @@ def to_huggingface(model: Transformer | GPT | BERT) -> PreTrainedModel:
     for name, weight in weights.items():
         if not torch.equal(own[name], weight):  # before 5, a BART has one matrix for both sides
             raise ValueError(f"this version of transformers ties {name} to another matrix: its weights would be lost")
+    if isinstance(model, Transformer) and model.config.suppress_tokens:
+        theirs.generation_config.bad_words_ids = [[token] for token in model.config.suppress_tokens]
     found: PreTrainedModel = theirs.train(model.training)
     return found

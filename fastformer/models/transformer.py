@@ -30,8 +30,15 @@ from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.norm import AddLayerNorm
 from fastformer.nn.transformer import TransformerDecoder, TransformerEncoder
 from fastformer.ops._dropout import draws_seeds_together
-from fastformer.settings import Amount, Count, Positive, Probability, Range, check_settings
+from fastformer.settings import Amount, Convert, Count, Positive, Probability, Range, check_settings
 from fastformer.special_ids import SpecialIds
+
+
+def _ids(name: str, values: Any) -> tuple[int, ...]:
+    is_list = isinstance(values, list | tuple)
+    if not is_list or any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in values):
+        raise ValueError(f"expected {name} to be a list of ids, got {values!r:.60}")
+    return tuple(values)
 
 
 @dataclass
@@ -73,6 +80,8 @@ class TransformerConfig:
         window_size: a token sees this many neighbours on each side in self-attention; None: all.
         max_len: the longest sequence.
         special_ids: the special ids, all of which are in both vocabularies.
+        suppress_tokens: ids that no search generates. As in transformers, they keep their probability: the scores of
+            the other tokens are those of the whole vocabulary by transformers' rules, and so are those of `score`.
     """
 
     vocab_size: Annotated[int, Range(2)]
@@ -106,6 +115,7 @@ class TransformerConfig:
     window_size: Count | None = None
     max_len: Positive = 1024
     special_ids: SpecialIds = SpecialIds()
+    suppress_tokens: Annotated[tuple[int, ...], Convert(_ids)] = ()
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -120,6 +130,8 @@ class TransformerConfig:
             raise ValueError("tie_embeddings needs one vocabulary for source and target: omit source_vocab_size")
         for size in (self.vocab_size, self.source_vocab_size or self.vocab_size):
             self.special_ids.check(size, reads_sources=True)
+        if outside := [token for token in self.suppress_tokens if token >= self.vocab_size]:
+            raise ValueError(f"expected suppress_tokens below vocab_size {self.vocab_size}, got {outside[0]}")
 
 
 class Transformer(NextTokenModel):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import sys
 import zipfile
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from fastformer.checkpoints import load_model
 from fastformer.cli import main
 from fastformer.data import load_tokenizer
 from fastformer.data.model_tokenizers import byte_level_bpe
-from fastformer.generation import Translator
+from fastformer.generation import Ensemble, Translator, generate
 from fastformer.integrations import to_huggingface
 from tests.checkpoints import families
 from tests.checkpoints.families import FOLDERS, GERMAN, Saved
@@ -224,35 +225,63 @@ def test_forced_tokens_come_first_and_last(made) -> None:
 
 
 def test_scores_are_the_log_probabilities_of_transformers(made) -> None:
-    saved = made("marian")
+    saved = made("marian")  # which forbids PAD: that keeps its probability
     translations = ["eine Frau", "der Hund liest 漢", "zwei Vögel im Park", ""]
     scored = Translator.from_pretrained(saved.folder).score(saved.texts, translations)
     for text, translation, found in zip(saved.texts, translations, scored, strict=True):
         labels = saved.tokenizer(text_target=translation, return_tensors="pt").input_ids
         with torch.inference_mode():
             logits = saved.model(**saved.tokenizer(text, return_tensors="pt"), labels=labels).logits[0]
-        allowed = logits.clone()
-        allowed[:, saved.tokenizer.pad_token_id] = -1e9
-        expected = allowed.log_softmax(-1)[range(labels.shape[1]), labels[0]]
+        expected = logits.log_softmax(-1)[range(labels.shape[1]), labels[0]]
         assert [value for _, value in found.tokens] == pytest.approx(expected.tolist(), abs=1e-3)
         assert found.score == pytest.approx(expected.sum().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("stopping", [False, True, "never"])
-def test_beams_by_transformers_rules_equal_its_own(stopping, made, tmp_path, capsys) -> None:
-    saved = made("marian")
+@pytest.mark.parametrize("kind", ["marian", "bart", "pegasus"])
+def test_beams_by_transformers_rules_equal_its_own(kind, stopping, made, tmp_path, capsys) -> None:
+    saved = made(kind)
     options = {"num_beams": 4, "length_penalty": 2.0, "early_stopping": stopping}
-    # What may not be said has no part in our softmax.
-    expected = saved.said(no_repeat_ngram_size=2, renormalize_logits=True, **options)
+    expected = saved.said(no_repeat_ngram_size=2, **options)
     flags = [part for name, value in options.items() for part in (f"--{name}", str(value).lower())]
     assert translated(saved, tmp_path, capsys, "--beam_rules", "transformers", *flags) == expected
     assert len(set(expected)) > 2
 
 
-def test_pad_may_be_generated_if_nothing_forbids_it(made, tmp_path) -> None:
-    for saved, bias in ((made("marian"), -30_000), (families.marian(tmp_path / "model", bad_words=False), 0)):
-        model, _ = loaded(saved.folder)
-        assert model.output_bias[model.config.special_ids.pad] == bias
+@pytest.mark.parametrize("kind", ["marian", "bart", "t5"])
+@pytest.mark.parametrize("forbidden", [[], [7, 9]])
+def test_scores_of_beams_are_those_of_transformers(kind, forbidden, made, tmp_path) -> None:
+    """With the folder's own generation config, and more of what it forbids: that keeps its probability."""
+    saved = made(kind)
+    folder = shutil.copytree(saved.folder, tmp_path / "folder")
+    file = folder / "generation_config.json"
+    values = json.loads(file.read_text())
+    words = [*(values.get("bad_words_ids") or []), *([i] for i in forbidden)]
+    file.write_text(json.dumps(values | {"bad_words_ids": words or None}))
+    theirs = type(saved.model).from_pretrained(folder).eval()
+    ids = torch.tensor([saved.tokenizer(saved.texts[1])["input_ids"]])
+    options = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 9, "return_dict_in_generate": True}
+    expected = theirs.generate(ids, output_scores=True, **options)
+    found = generate(loaded(folder)[0], ids, beam_rules="transformers", **options)
+    assert found.scores.tolist() == pytest.approx(expected.sequences_scores.tolist(), abs=1e-5)
+    longest = min(found.sequences.shape[1], expected.sequences.shape[1] - 1)  # ours lack the start token
+    assert torch.equal(found.sequences[:, :longest], expected.sequences[:, 1 : longest + 1])
+
+
+def test_forbidden_ids_are_kept_by_every_way_out_of_a_folder(made, tmp_path) -> None:
+    saved = made("marian")
+    model, tokenizer = loaded(saved.folder)
+    pad = model.config.special_ids.pad
+    model.save_pretrained(tmp_path, tokenizer)
+    for one in (model, loaded(tmp_path)[0], Ensemble([model, model])):
+        assert one.config.suppress_tokens == (pad,)
+        assert pad not in [*generate(one, [[5, 6, 0]], max_new_tokens=12)[0, :3].tolist()]
+    assert to_huggingface(model).generation_config.bad_words_ids == [[pad]]
+
+
+def test_pad_may_be_generated_if_nothing_forbids_it(tmp_path) -> None:
+    saved = families.marian(tmp_path / "model", bad_words=False)
+    assert loaded(saved.folder)[0].config.suppress_tokens == ()
 
 
 def test_search_options_are_named(tmp_path, caplog) -> None:

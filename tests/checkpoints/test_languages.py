@@ -47,7 +47,7 @@ def test_beams_by_transformers_rules_equal_its_own(kind, penalty, made) -> None:
     assert found == spoken.said(min_new_tokens=3, **options)
     # Where n-grams are forbidden, the language is no exception.
     found = translator.translate(spoken.saved.texts, **{**FEW, **options})
-    assert found == spoken.said(no_repeat_ngram_size=2, renormalize_logits=True, **options)
+    assert found == spoken.said(no_repeat_ngram_size=2, **options)
 
 
 @pytest.mark.parametrize("penalty, ends", [(1.0, [2, 37, 50, 19]), (2.0, [2, 37, 50]), (1.0, [2, 71, 37])])

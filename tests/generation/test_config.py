@@ -70,7 +70,7 @@ OTHERS: dict[str, tuple[list[tuple[Any, Any]], list[Any]]] = {
 NEITHER = {  # of each kind
     "int": ["3", 1.5, 3.0, True, math.nan, [3], np.array([2, 3]), torch.tensor(2.5), 2**70, 10**400],
     "float": ["hot", True, math.nan, math.inf, -math.inf, 10**400, [1.0]],
-    "bool": [1, 0, "no", None, 1.0],
+    "bool": [1, 0, "no", 1.0],
     "word": ["zzz", 3, True, [], np.array(["fp32"] * 2)],
 }
 

@@ -91,26 +91,23 @@ def test_top_p_applies_after_top_k() -> None:
 def test_repetition_penalty() -> None:
     logits = torch.tensor([[2.0, -2.0, 1.0, 0.5], [2.0, -2.0, 1.0, 0.5]])
     history = torch.tensor([[3, 2, 0, 1, 1], [3, 2, 2, 2, 2]])
-    found = RepetitionPenalty(2.0, 2)(history, logits)  # what stands in the prompt is no repetition
-    assert found.tolist() == [[1.0, -4.0, 1.0, 0.5], [2.0, -2.0, 0.5, 0.5]]
-    assert torch.equal(RepetitionPenalty(2.0, 5)(history, logits), logits)
+    found = RepetitionPenalty(2.0)(history, logits)
+    assert found.tolist() == [[1.0, -4.0, 0.5, 0.25], [2.0, -2.0, 0.5, 0.25]]
 
 
 def test_no_repeat_ngram() -> None:
     history = torch.tensor([[5, 6, 7, 5, 6], [5, 6, 5, 7, 6]])
-    assert forbidden(NoRepeatNgrams(3, 0)(history, torch.zeros(2, 10))) == [[7], []]
-    assert forbidden(NoRepeatNgrams(2, 0)(history, torch.zeros(2, 10))) == [[7], [5]]
-    assert forbidden(NoRepeatNgrams(1, 0)(history, torch.zeros(2, 10))) == [[5, 6, 7]] * 2
-    assert forbidden(NoRepeatNgrams(2, 2)(history, torch.zeros(2, 10))) == [[], []]
-    assert forbidden(NoRepeatNgrams(1, 3)(history, torch.zeros(2, 10))) == [[5, 6], [6, 7]]
+    assert forbidden(NoRepeatNgrams(3)(history, torch.zeros(2, 10))) == [[7], []]
+    assert forbidden(NoRepeatNgrams(2)(history, torch.zeros(2, 10))) == [[7], [5]]
+    assert forbidden(NoRepeatNgrams(1)(history, torch.zeros(2, 10))) == [[5, 6, 7]] * 2
 
 
 def test_ngrams_count_from_the_first_that_can_repeat() -> None:
     # After n tokens the first n-gram stands, and only then may one repeat.
     for size in (1, 2, 3):
-        history = torch.full((1, 2 + size), 4)
-        assert forbidden(NoRepeatNgrams(size, 2)(history, torch.zeros(1, 6))) == [[4]]
-        assert forbidden(NoRepeatNgrams(size, 2)(history[:, 1:], torch.zeros(1, 6))) == [[]]
+        history = torch.full((1, size), 4)
+        assert forbidden(NoRepeatNgrams(size)(history, torch.zeros(1, 6))) == [[4]]
+        assert forbidden(NoRepeatNgrams(size)(history[:, 1:], torch.zeros(1, 6))) == [[]]
 
 
 def test_bad_words() -> None:
@@ -154,8 +151,8 @@ def test_processors_do_not_change_the_models_logits() -> None:
     logits, history = torch.randn(2, 6), torch.tensor([[2, 3], [3, 3]])
     before = logits.clone()
     for processor in (
-        RepetitionPenalty(1.5, 0),
-        NoRepeatNgrams(1, 0),
+        RepetitionPenalty(1.5),
+        NoRepeatNgrams(1),
         BadWords([(4,)]),
         SuppressTokens([2]),
         MinNewTokens(3, 0, (1,)),
@@ -175,12 +172,14 @@ def made(**options) -> tuple:
 def test_settings_make_the_processors_that_they_name() -> None:
     assert made() == ()
     ends = EndWhereNothingFollows((1, 2))
-    assert made(repetition_penalty=1.5) == (RepetitionPenalty(1.5, 3), ends)
-    assert made(no_repeat_ngram_size=2) == (NoRepeatNgrams(2, 3), ends)
+    assert made(repetition_penalty=1.5) == (RepetitionPenalty(1.5), ends)
+    assert made(no_repeat_ngram_size=2) == (NoRepeatNgrams(2), ends)
+    assert made(bad_words_ids=[[1]]) == ()  # as in transformers, a word that is only EOS; not one that begins with it
+    assert made(bad_words_ids=[[1], [1, 4], [4, 1]]) == (BadWords(((1, 4), (4, 1))), ends)
     assert made(bad_words_ids=[[4]]) == (BadWords(((4,),)), ends)
     assert made(suppress_tokens=[4]) == (SuppressTokens((4,)), ends)
     assert made(min_new_tokens=2) == (MinNewTokens(2, 3, (1, 2)), ends)
-    assert made(forced_bos_token_id=0) == (ForcedToken(0, 3),)
+    assert made(forced_bos_token_id=0) == (ForcedToken(0, 1),)  # as in transformers, after one id
     assert made(forced_eos_token_id=2) == (ForcedToken(2, 12),)  # the tenth new token has twelve before it
     own = [lambda ids, scores: scores, lambda ids, scores: scores]
     assert made(suppress_tokens=[4], logits_processor=own) == (SuppressTokens((4,)), ends, *own)

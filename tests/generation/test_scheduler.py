@@ -60,7 +60,7 @@ def random_options(dice: random.Random) -> tuple[dict, Callable[[], Search]]:
         "make_search": search,
         "length": dice.randint(1, 6),
         "prefix": [dice.randrange(VOCAB) for _ in range(dice.choice([0, 0, 3]))],
-        "processors": dice.choice([(), (), (SuppressTokens([4]),), (NoRepeatNgrams(1, 1),)]),
+        "processors": dice.choice([(), (), (SuppressTokens([4]),), (NoRepeatNgrams(1),)]),
         "log_probs": dice.random() < 0.8 or isinstance(search(), BeamSearch),
     }
     return options, native

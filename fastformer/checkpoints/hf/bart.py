@@ -28,6 +28,7 @@ from fastformer.checkpoints.hf.common import (
     eos_setting,
     first_equal,
     flag_of,
+    forbidden_of,
     joined,
     load_foreign,
     number_of,
@@ -52,7 +53,6 @@ _OPTIONS: dict[str, Any] = {
     "window_size": None,
     "head_dim": None,
 }
-_NEVER = -30_000.0  # a bias that no logit outweighs, and that fp16 can represent
 
 
 class Form(NamedTuple):
@@ -116,10 +116,7 @@ def transformer_from_bart(saved: Checkpoint) -> Transformer:
     bias = left.pop(_BIAS, target_embedding.new_zeros(1, len(target_embedding)))
     if bias.shape != (1, len(target_embedding)):
         raise ValueError(f"expected {_BIAS} of shape {(1, len(target_embedding))}, got {tuple(bias.shape)}")
-    bias = bias[0].clone()
-    if outside := [token for token in saved.never if token >= len(bias)]:
-        raise ValueError(f"expected bad_words_ids below the vocabulary's size {len(bias)}, got {outside[0]}")
-    bias[[*saved.never]] = _NEVER
+    bias = bias[0]
     config = TransformerConfig(
         vocab_size=len(target_embedding),
         source_vocab_size=None if tied else len(source_embedding),
@@ -143,6 +140,7 @@ def transformer_from_bart(saved: Checkpoint) -> Transformer:
         output_bias=bool(bias.any()),
         attention_bias=True,
         max_len=number_of(settings, "max_position_embeddings"),
+        suppress_tokens=forbidden_of(saved, len(target_embedding)),
         special_ids=special_ids,
     )
     weights = {name: joined(left, theirs, form.name) for name, theirs in _names(config).items()}

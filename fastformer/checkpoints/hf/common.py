@@ -71,7 +71,7 @@ class Checkpoint(NamedTuple):
         settings: the model's config.json.
         state: the model's state_dict. If matrices are tied, one of them is enough.
         unk: the tokenizer's id of the unknown token.
-        never: ids that the model must not generate.
+        never: ids that an encoder-decoder must not generate.
         layer_norm_eps: the eps of the LayerNorms, if the settings don't contain it; None: the family's usual value.
         device: the device of the converted parameters; None: the CPU.
         dtype: the dtype of the converted parameters; None: the dtype of the embeddings.
@@ -142,9 +142,10 @@ def load_folder(
 ) -> tuple[Transformer | GPT | BERT, Tokenizer]:
     """Loads the model and the tokenizer of a folder that transformers saved.
 
-    An id that the model's settings forbid gets a logit bias that no score outweighs. Other options of the search in
-    generation_config.json have to be passed to `generate`; a warning names them. Weights that GPTQ or AWQ rounded to
-    4 bits keep their values: see `checkpoints.hf.quantized`.
+    The ids that the folder of an encoder-decoder forbids are the config's `suppress_tokens`. Other options of its
+    search in generation_config.json have to be passed to `generate`; a warning names them. A decoder's options are
+    those of `generation.folder_options`. Weights that GPTQ or AWQ rounded to 4 bits keep their values: see
+    `checkpoints.hf.quantized`.
 
     Args:
         folder: the folder; its files are listed at the top of this module.
@@ -168,7 +169,7 @@ def load_folder(
         if dtype is None and is_half and torch.device(device or "cpu").type == "cpu":
             dtype = torch.float32
         search = search_settings(folder, settings)
-        never = _forbidden(folder, search) if family.generates else []
+        never = _forbidden(folder, search) if family.kind == "seq2seq" else []
         if family.kind == "decoder":
             settings = with_search_ids(settings, search)
         model = family.to_model(Checkpoint(settings, state, unk, never, device=device, dtype=dtype))
@@ -182,7 +183,7 @@ def load_folder(
         for name, none in _SEARCH_OPTIONS.items()
         if search.get(name) not in (None, none) and not (name == _FORCED and getattr(tokenizer, "languages", None))
     ]
-    if asked and family.generates:
+    if asked and family.kind == "seq2seq":  # what searches with a decoder reads its folder's options, and logs them
         logger.warning("%s has search options that are not applied: pass %s to generate", folder, ", ".join(asked))
     return model, tokenizer
 
@@ -311,13 +312,15 @@ def search_settings(folder: Path, settings: Mapping[str, Any]) -> Mapping[str, A
 
 
 def _forbidden(folder: Path, search: Mapping[str, Any]) -> list[int]:
-    """Returns the ids that the model must never generate."""
+    """Returns the ids that the model must never generate, as transformers reads them: an id of eos isn't one."""
     words = search.get("bad_words_ids") or []
     if not isinstance(words, list) or not all(isinstance(word, list) and all(map(_is_id, word)) for word in words):
         raise ValueError(f"expected bad_words_ids to be lists of ids, got {words!r:.60}")
     if any(len(word) != 1 for word in words):
         logger.warning("%s forbids sequences of tokens, which is not applied: pass bad_words_ids to generate", folder)
-    return [word[0] for word in words if len(word) == 1]
+    ends = search.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    return sorted({word[0] for word in words if len(word) == 1 and word[0] not in ends})
 
 
 def _is_id(value: object) -> bool:
@@ -383,12 +386,15 @@ def check_empty(left: Iterable[str], family: str) -> None:
         raise ValueError(f"expected the tensors of a {family}, got others as well: {some(names)}")
 
 
-def note_forbidden(saved: Checkpoint) -> None:
-    """Warns of ids that the model must not generate, for a model without a bias on the logits that forbids them."""
-    if saved.never:
-        logger.warning(
-            "the model forbids the ids %s, which is not applied: pass bad_words_ids to generate", [*saved.never]
-        )
+def forbidden_of(saved: Checkpoint, vocab_size: int) -> tuple[int, ...]:
+    """Returns the ids that a model must not generate.
+
+    Raises:
+        ValueError: an id outside of the vocabulary.
+    """
+    if outside := [token for token in saved.never if token >= vocab_size]:
+        raise ValueError(f"expected bad_words_ids below the vocabulary's size {vocab_size}, got {outside[0]}")
+    return tuple(saved.never)
 
 
 def first_equal(first: Tensor, second: Tensor, third: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,7 +19,6 @@ from fastformer.checkpoints.hf.common import (
     check_floating,
     eos_setting,
     load_foreign,
-    note_forbidden,
     taken,
 )
 from fastformer.models import GPT, BERTConfig, GPTConfig
@@ -67,7 +66,6 @@ class Form(NamedTuple):
 
     def to_model(self, saved: Checkpoint) -> GPT:
         """Builds the model, as `ToModel` describes."""
-        note_forbidden(saved)  # a `GPT` has no bias on the logits to forbid them
         settings = saved.settings
         check_floating(settings, saved.state)
         left = self._with_prefix(saved.state)

@@ -32,9 +32,9 @@ from fastformer.checkpoints.hf.common import (
     eos_setting,
     first_equal,
     flag_of,
+    forbidden_of,
     joined,
     load_foreign,
-    note_forbidden,
     number_of,
     read_file,
     special_tokens,
@@ -83,7 +83,6 @@ def transformer_from_t5(saved: Checkpoint) -> Transformer:
 
     The eps of the norms is the setting layer_norm_epsilon.
     """
-    note_forbidden(saved)  # the config has no output bias to forbid them
     settings, state = saved.settings, saved.state
     name, left = NAMES[settings["model_type"]], dict(state)
     check_floating(settings, left)
@@ -124,6 +123,7 @@ def transformer_from_t5(saved: Checkpoint) -> Transformer:
         tie_embeddings=tied,
         scale_output=_scales_output(settings),
         max_len=settings.get("n_positions") or _MAX_LEN,
+        suppress_tokens=forbidden_of(saved, len(output)),
         special_ids=special_ids,
     )
     missing = 0 if is_wide else d_model - heads * head_dim
