@@ -314,9 +314,16 @@ def make_to_load(
         make: builds the model on a device.
         device: the device of the model; None: the CPU, whatever the default device is.
         check: raises a ValueError for a model that doesn't fit the weights.
+
+    Raises:
+        ValueError: see `check`; or a tensor's size has more than 64 bits.
     """
     with Undrawn():
-        check(make("meta"))
+        try:
+            model = make("meta")
+        except RuntimeError as error:  # a size beyond 64 bits
+            raise ValueError(f"expected settings of a model that fits in memory: {error}") from error
+        check(model)
         return make("cpu" if device is None else device)
 
 

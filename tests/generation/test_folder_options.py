@@ -75,7 +75,7 @@ def test_the_server_and_the_command_sample_alike_whatever_the_file_has(folders, 
     async def said(folder: Path, **options: Any) -> list[int]:
         async with AsyncGenerator.from_pretrained(folder) as front:
             [found] = await front.complete(PROMPT, max_new_tokens=9, **options)
-            return found.tokens
+            return [one.token for one in found.tokens]
 
     for options in (
         {"repetition_penalty": 3.0, "do_sample": False, "temperature": 1.0},

@@ -62,7 +62,7 @@ def bert_options(settings: Mapping[str, Any], unused: int = 0) -> dict[str, Any]
         "attention_dropout": settings.get("attention_probs_dropout_prob", 0.1),
         "head_dropout": dropout if own is None else own,
         "head": "bert",
-        "token_types": number_of(settings, "type_vocab_size") if "type_vocab_size" in settings else 2,
+        "token_types": number_of(settings, "type_vocab_size", 0) if "type_vocab_size" in settings else 2,
         "max_len": number_of(settings, "max_position_embeddings") - unused,
     }
 

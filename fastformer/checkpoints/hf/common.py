@@ -425,15 +425,15 @@ def check_options(config: TransformerConfig, expected: Mapping[str, Any], family
         raise ValueError(f"expected a {family}, with one vocabulary, got a separate one for the source")
 
 
-def number_of(settings: Mapping[str, Any], name: str) -> int:
+def number_of(settings: Mapping[str, Any], name: str, least: int = 1) -> int:
     """Returns an integer setting.
 
     Raises:
-        ValueError: it is missing or not an integer.
+        ValueError: it is missing, not an integer, below `least`, or of more than 31 bits.
     """
     value = settings.get(name)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"expected {name} to be an integer, got {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
+        raise ValueError(f"expected {name} to be an integer from {least} to 2**31 - 1, got {value!r:.60}")
     return value
 
 

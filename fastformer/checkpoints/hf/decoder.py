@@ -18,6 +18,7 @@ from fastformer.checkpoints.hf.common import (
     check_empty,
     check_floating,
     eos_setting,
+    flag_of,
     load_foreign,
     taken,
 )
@@ -75,11 +76,13 @@ class Form(NamedTuple):
             output = left.pop(name, output)
         if embedding is None or embedding.dim() != 2:
             raise ValueError(f"expected the tensors of a {self.name}, got no matrix called {self.prefix}{theirs}")
-        asked = settings.get("tie_word_embeddings")
-        tied = self.is_tied if asked is None else asked
-        if output is None:
-            tied = True
-        elif tied:  # unless one of the two matrices was changed afterwards
+        tied = flag_of(settings, "tie_word_embeddings", self.is_tied)
+        if output is None and not tied:
+            raise ValueError(
+                f"expected the tensors of a {self.name} that generates text, got none called {self.heads[0]}, which "
+                "isn't tied to the embedding (tie_word_embeddings): the model was saved without its head"
+            )
+        if output is not None and tied:  # unless one of the two matrices was changed afterwards
             tied = output is embedding or (output.shape == embedding.shape and torch.equal(output, embedding))
         options = self.options(settings)
         check_depth("layers", options["num_layers"], len(left), "the settings")
@@ -258,6 +261,7 @@ def same_dropout(settings: Mapping[str, Any], default: float, *names: str) -> fl
         ValueError: the probabilities differ.
     """
     found = {name: settings.get(name, default) for name in names}
-    if len({*found.values()}) > 1:
-        raise ValueError(f"expected one probability of dropout, got {found}")
-    return float(next(iter(found.values())))
+    first, *others = found.values()
+    if not isinstance(first, int | float) or any(other != first for other in others):
+        raise ValueError(f"expected one probability of dropout, got {found!r:.120}")
+    return float(first)

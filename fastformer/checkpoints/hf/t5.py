@@ -92,11 +92,11 @@ def transformer_from_t5(saved: Checkpoint) -> Transformer:
         raise ValueError(f"expected a {name} with a pad_token_id and an eos_token_id, got {pad!r} and {eos!r}")
     start = settings.get("decoder_start_token_id")
     special_ids = SpecialIds(pad=pad, eos=eos, unk=saved.unk, start=pad if start is None else start)
-    source, target, output = _embeddings(left, name)
+    source, target, output = _embeddings(settings, left, name)
     tied = source is target is output
     d_model, head_dim, heads = (number_of(settings, key) for key in ("d_model", "d_kv", "num_heads"))
-    if min(d_model, head_dim, heads) < 1:
-        raise ValueError(f"expected d_model, d_kv and num_heads of at least 1, got {d_model}, {head_dim} and {heads}")
+    if d_model != target.shape[1]:  # before weights are padded to it
+        raise ValueError(f"expected d_model to be the embedding's width {target.shape[1]}, got {d_model}")
     is_wide = bool(d_model % head_dim) or heads * head_dim > d_model
     depth = depth_of(settings, "num_layers", state)
     dropout = settings.get("dropout_rate", 0.1)
@@ -233,13 +233,18 @@ def _heads_in_use(config: TransformerConfig, state: Mapping[str, Tensor]) -> int
     return int(used.nonzero()[-1]) + 1 if used.any() else heads
 
 
-def _embeddings(left: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor, Tensor]:
+def _embeddings(settings: Mapping[str, Any], left: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor, Tensor]:
     """Removes the source, target and output matrices from `left` and returns them, as one object if they are tied."""
     shared, output = left.pop(_SHARED, None), left.pop(_OUTPUT, None)
     found = [left.pop(place, None) for place in _EMBEDDINGS.values()]
     either = next((one for one in (shared, *found, output) if one is not None), None)
     if either is None or either.dim() != 2:
         raise ValueError(f"expected the tensors of a {name}, got no matrix called {_SHARED}")
+    if output is None and not flag_of(settings, "tie_word_embeddings", settings["model_type"] != "mt5"):
+        raise ValueError(
+            f"expected the tensors of a {name} that generates text, got none called {_OUTPUT}, which isn't tied to the "
+            "embedding (tie_word_embeddings): the model was saved without its head"
+        )
     return first_equal(*(either if one is None else one for one in (*found, output)))
 
 

@@ -1,0 +1,112 @@
+"""A config.json with impossible sizes, and weights without what the model needs, are refused by name."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from fastformer.checkpoints.hf import FAMILIES
+from fastformer.checkpoints.hf.common import Checkpoint
+from fastformer.integrations.conversion import settings_of
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "intermediate_size": 48, "vocab_size": 40,
+    "max_position_embeddings": 48, "pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 0,
+}  # fmt: skip
+BART = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": 40, "max_position_embeddings": 48, "pad_token_id": 1,
+    "eos_token_id": 2, "decoder_start_token_id": 2,
+}  # fmt: skip
+T5 = {
+    "vocab_size": 40, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 48, "num_layers": 2,
+    "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+MORE: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("t5", "mt5"), T5),
+    **dict.fromkeys(("bart", "marian", "mbart", "pegasus", "m2m_100"), BART),
+    "modernbert": {**SIZES, "cls_token_id": 0, "sep_token_id": 2, "local_attention": 16},
+    "distilbert": {"dim": 32, "n_heads": 4, "n_layers": 2, "hidden_dim": 48, "vocab_size": 40,
+                   "max_position_embeddings": 48, "pad_token_id": 1},
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "qwen3"), {**SIZES, "head_dim": 8}),
+}  # fmt: skip
+GENERATING = [name for name, family in FAMILIES.items() if family.kind == "decoder"] + ["t5", "mt5", "bart", "marian"]
+WRONG = [0, -1, 10**9, 10**18, 10**30, "many", 1.5, [4], True]
+
+
+@functools.cache
+def tiny(kind: str, **more: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Returns the settings and the weights of a small model of a family."""
+    family = FAMILIES[kind]
+    config = getattr(transformers, family.config_class)(**{**MORE.get(kind, SIZES), **more})
+    model = getattr(transformers, family.model_class)(config)
+    return settings_of(model), model.state_dict()
+
+
+def convert(kind: str, settings: dict[str, Any], state: dict[str, torch.Tensor]) -> Any:
+    return FAMILIES[kind].to_model(Checkpoint({**settings, "architectures": None}, state))
+
+
+def check_sizes(kind: str, share: float) -> None:
+    settings, state = tiny(kind)
+    convert(kind, settings, state)
+    dice = random.Random(kind)
+    for name, value in settings.items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or "token" in name:
+            continue
+        for wrong in WRONG:
+            if dice.random() < share or (name == "num_attention_heads" and wrong == 0):
+                try:
+                    convert(kind, {**settings, name: wrong}, state)  # a setting that no model reads may have any value
+                except ValueError:
+                    pass
+                except Exception as error:
+                    raise AssertionError(f"{kind}, {name}={wrong!r}: {type(error).__name__}") from error
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_sizes_are_refused_by_a_value_error(kind) -> None:
+    check_sizes(kind, 0.08)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_size_is_refused_by_a_value_error(kind) -> None:
+    check_sizes(kind, 1.0)
+
+
+@pytest.mark.parametrize("kind", GENERATING)
+def test_an_untied_model_without_its_head_is_refused(kind) -> None:
+    settings, state = tiny(kind)
+    settings = {**settings, "tie_word_embeddings": False}
+    names = {"lm_head.weight", "embed_out.weight"}
+    headless = {name: tensor for name, tensor in state.items() if name not in names}
+    with pytest.raises(ValueError, match=r"lm_head|embed_out"):
+        convert(kind, settings, headless)
+    bare = {name.removeprefix("model.").removeprefix("transformer."): tensor for name, tensor in headless.items()}
+    with pytest.raises(ValueError):
+        convert(kind, settings, bare)
+    if kind not in ("mt5", "m2m_100"):  # tied, it needs none
+        convert(kind, {**settings, "tie_word_embeddings": True}, headless)
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart", "marian", "bert", "llama"])
+def test_a_model_without_one_of_its_parts_is_refused(kind) -> None:
+    settings, state = tiny(kind)
+    for part in ("embed", "decoder", "encoder", "layers", "norm", "layer.1"):
+        less = {name: tensor for name, tensor in state.items() if part not in name.lower()}
+        if len(less) < len(state) and not (part == "embed" and kind in ("t5", "marian", "bart")):
+            with pytest.raises(ValueError):
+                convert(kind, settings, less)
+
+
+def test_a_classifier_without_its_head_is_refused() -> None:
+    settings, state = tiny("bert")
+    with pytest.raises(ValueError, match="BertForSequenceClassification"):
+        FAMILIES["bert"].to_model(Checkpoint({**settings, "architectures": ["BertForSequenceClassification"]}, state))
