@@ -46,6 +46,8 @@ def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _capped(settings: Mapping[str, Any]) -> dict[str, Any]:
     options = _options(settings)
     scalar, cap = settings["query_pre_attn_scalar"], settings.get("final_logit_softcapping")
+    if not isinstance(scalar, int | float) or scalar <= 0:
+        raise ValueError(f"expected query_pre_attn_scalar to be a number above 0, got {scalar!r:.60}")
     if scalar != settings["head_dim"]:
         options["attention_scale"] = scalar**-0.5
     if cap is not None:
