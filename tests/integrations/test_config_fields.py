@@ -9,16 +9,20 @@ import pytest
 import torch
 
 from fastformer.checkpoints.hf import FAMILIES
+from fastformer.checkpoints.hf.common import Checkpoint
 from fastformer.checkpoints.hf.fields import FIELDS
 from fastformer.integrations import accelerate, from_huggingface, report
 from tests.integrations.config_fields import (
     IDS,
     LEFT,
     RIGHT,
+    ROPES,
     TARGETS,
     Change,
+    Nested,
     changes,
     config_of,
+    converted_results,
     differences,
     made,
     outcomes,
@@ -79,6 +83,45 @@ def test_each_field_gives_the_results_of_transformers(kind, tmp_path) -> None:
 def test_each_field_is_known(kind) -> None:
     fields = {name for name in config_of(kind, {}).to_dict() if name[0] != "_"}
     assert fields <= FIELDS[kind]
+
+
+@pytest.mark.parametrize("rope", [rope for rope in ROPES if rope["rope_type"] != "proportional"], ids=str)
+def test_each_rope_is_computed(rope) -> None:
+    kind = "phi3" if rope["rope_type"] == "longrope" or "partial_rotary_factor" in rope else "llama"
+    lengths = {"original_max_position_embeddings": 32}  # conversions have no positions beyond that of "longrope"
+    own = rope | (lengths if rope["rope_type"] == "longrope" else {})
+    theirs = made(Change(kind, "", Nested(rope_parameters=own, **(lengths if kind == "phi3" else {}))))
+    expected = results(theirs, kind, generates=False)
+    assert differences(converted_results(from_huggingface(theirs), kind), expected) == {}
+
+
+@kinds
+def test_an_omitted_field_has_the_default_of_its_class(kind) -> None:
+    """What a folder without a field loads as is what transformers makes of its config."""
+    family = FAMILIES[kind]
+    theirs = made(Change(kind, "use_cache", True, family.kind == "encoder"))
+    saved, state = theirs.config.to_dict(), theirs.state_dict()
+
+    def loaded(settings: dict[str, Any]) -> Any:
+        try:
+            return family.to_model(Checkpoint({**settings, "architectures": [type(theirs).__name__]}, state)).config
+        except ValueError:
+            return None
+
+    omitted = []
+    for name in saved.keys() - {"model_type", "architectures"}:
+        less = {other: value for other, value in saved.items() if other != name}
+        try:
+            whole = type(theirs.config).from_dict(copy.deepcopy(less)).to_dict()
+        except Exception:  # transformers makes no such config
+            continue
+        found, expected = loaded(less), loaded(whole)
+        if found is not None and expected is not None:
+            assert found == expected, name
+            omitted.append(name)
+    less = {name: value for name, value in saved.items() if name not in omitted}
+    assert loaded(less) == loaded(type(theirs.config).from_dict(copy.deepcopy(less)).to_dict()) is not None
+    assert len(omitted) > 10
 
 
 @kinds

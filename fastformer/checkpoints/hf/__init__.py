@@ -32,7 +32,7 @@ from fastformer.checkpoints.hf.common import load_folder as load_folder
 from fastformer.checkpoints.hf.common import model_type as model_type
 from fastformer.checkpoints.hf.decoder import Form
 from fastformer.checkpoints.hf.encoder import CLASSIFIER, EncoderForm
-from fastformer.checkpoints.hf.fields import check_fields
+from fastformer.checkpoints.hf.fields import check_fields, with_usual_ids
 from fastformer.checkpoints.hf.t5 import t5_from_transformer, transformer_from_t5
 from fastformer.models import BERT, GPT, Transformer
 
@@ -58,11 +58,11 @@ def _encoder(kind: str, *others: str) -> Family:
 
 
 def _checked(family: Family) -> Family:
-    """Returns the family with a conversion that refuses settings of which its form knows nothing."""
+    """Returns the family with a conversion that reads what all families have in common, which no form knows."""
 
     def to_model(saved: Checkpoint) -> Transformer | GPT | BERT:
         check_fields(saved.settings, family.kind)
-        return family.to_model(saved)
+        return family.to_model(saved._replace(settings=with_usual_ids(saved.settings)))
 
     return family._replace(to_model=to_model)
 

@@ -129,7 +129,7 @@ def transformer_from_bart(saved: Checkpoint) -> Transformer:
         layer_norm_eps=_EPS if saved.layer_norm_eps is None else saved.layer_norm_eps,
         activation=activation_of(settings, "activation_function", "relu" if form.behind_pad else "gelu"),
         dropout=settings.get("dropout", 0.1),
-        attention_dropout=settings.get("attention_dropout", 0.0),
+        attention_dropout=settings.get("attention_dropout", 0.1 if form.behind_pad else 0.0),
         activation_dropout=settings.get("activation_dropout", 0.0),
         positions=form.positions,  # type: ignore[arg-type]
         first_position=form.first_position(pad),

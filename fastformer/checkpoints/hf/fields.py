@@ -84,6 +84,17 @@ FIELDS: dict[str, frozenset[str]] = {
         "mt5": _T5,
     }.items()
 }
+_ROBERTA_IDS = {"bos_token_id": 0, "eos_token_id": 2}
+# The special ids of families whose config.json need not contain them. Those of encoder-decoders have to be there.
+_IDS: dict[str, dict[str, int]] = {
+    **dict.fromkeys(("llama", "mistral", "ministral", "gpt_neox"), {"eos_token_id": 2}),
+    **dict.fromkeys(("gpt2", "starcoder2"), {"eos_token_id": 50256}),
+    **dict.fromkeys(("olmo2", "olmo3"), {"pad_token_id": 1, "eos_token_id": 50279}),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), {"pad_token_id": 0, "eos_token_id": 1}),
+    **dict.fromkeys(("roberta", "xlm-roberta", "camembert", "mpnet"), _ROBERTA_IDS),
+    "phi3": {"pad_token_id": 32000, "eos_token_id": 32000},
+    "modernbert": {"bos_token_id": 50281, "eos_token_id": 50282},
+}
 # Settings that the caches of transformers read in any config: which of the keys before a token they keep.
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 
@@ -114,6 +125,11 @@ def check_fields(settings: Mapping[str, Any], kind: str) -> None:
         is_wide = isinstance(value, int) and isinstance(limit, int) and value >= limit
         if kind == "decoder" and name not in known and value is not None and not is_wide:
             raise ValueError(f"expected no {name} in a model without windows, got {value!r}")
+
+
+def with_usual_ids(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings with the special ids that the family has if config.json doesn't contain them."""
+    return {**_IDS.get(str(settings.get("model_type")), {}), **settings}
 
 
 def unknown_fields(settings: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
