@@ -20,7 +20,7 @@ from fastformer.checkpoints.training_state import checkpoints, latest_checkpoint
 from fastformer.models.weights import read_notes
 from fastformer.training import start
 from fastformer.training.interrupts import SIGNALS, Interrupted, Interrupts
-from tests.training.tiny import before_updates, changed, lines, losses
+from tests.training.tiny import before_updates, changed, contents, lines, losses, weights
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="these signals are POSIX")
 
@@ -146,12 +146,26 @@ def test_entered_again_inside() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_another_thread_trains_without(config, tmp_path) -> None:
-    trainer = start(changed(config, steps=2), tmp_path / "run")
-    thread = threading.Thread(target=trainer.train)
-    thread.start()
-    thread.join()
-    assert trainer.finished
+def test_another_thread_trains_as_the_main_one_and_leaves_signals_alone(config, tmp_path) -> None:
+    """Python lets only the main thread set what a signal does."""
+
+    def handlers() -> list[object]:
+        return [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+
+    before, found = handlers(), {}
+    for name in ("main", "other"):
+        trainer, seen = start(changed(config, steps=3, save_every=2), tmp_path / name), list[list[object]]()
+        before_updates(trainer, lambda _, seen=seen: seen.append(handlers()))
+        if name == "main":
+            trainer.train()
+        else:
+            thread = threading.Thread(target=trainer.train)
+            thread.start()
+            thread.join()
+        assert len(seen) == 3 and (before in seen) == (name == "other")
+        assert trainer.finished and not trainer.interrupted
+        found[name] = (losses(tmp_path / name), weights(trainer).tolist(), sorted(contents(tmp_path / name)))
+    assert found["main"] == found["other"] and before == handlers()
 
 
 @pytest.mark.slow

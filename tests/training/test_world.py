@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastformer
+from fastformer.checkpoints.training_state import checkpoints, load_checkpoint
 from fastformer.cli import main
 from fastformer.data import Example, collate
 from fastformer.training import start
 from fastformer.training.run_config import load_config
 from fastformer.training.updates import Update, dropout_seed, places_of
-from fastformer.training.world import LostRanksError, World
+from fastformer.training.world import LostRanksError, World, read_parts
 from tests.training import worlds
 from tests.training.tiny import changed, lines
 
@@ -118,15 +119,39 @@ def test_no_other_module_uses_torch_distributed() -> None:
 
 
 def test_two_processes_make_one_run(tmp_path) -> None:
+    """Weights after updates whose gradients are above and below the bound of clipping, and with an eps that shows their
+    size: alone, AdamW hides a constant factor."""
+    small = {"model__num_encoder_layers": 1, "model__num_decoder_layers": 1, "model__d_model": 16, "model__d_ff": 16}
+    settings = {"steps": 4, "warmup": 1, "eps": 0.1, "clip": 2.7, "accumulate": 2, "val_examples": 0, **small}
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with worlds.two(tmp_path / "two", steps=3) as words:
-            assert main(words) == 0
+        with worlds.two(tmp_path / "ddp", tmp_path / "fsdp", **settings) as each:
+            for words in each:
+                assert main(words) == 0
         assert main([*words[:1], str(tmp_path / "one"), *words[2:], "--dropout_seeds", "batch"]) == 0
     finally:
         torch.set_default_dtype(before)
-    assert worlds.difference(tmp_path / "one", tmp_path / "two") <= TOLERANCE
-    one, two = (lines(tmp_path / name, "validation") for name in ("one", "two"))
-    assert len(one) == len(two) == 1 and abs(one[0]["nll"] - two[0]["nll"]) <= TOLERANCE
-    assert load_config(tmp_path / "two").dropout_seeds == "batch"  # with any number of processes
+    norms = [line["grad_norm"] for line in lines(tmp_path / "one", "train")]
+    assert min(norms) < 2.7 < max(norms)
+    (one,) = lines(tmp_path / "one", "validation")
+    for name in ("ddp", "fsdp"):
+        assert worlds.difference(tmp_path / "one", tmp_path / name) <= TOLERANCE
+        assert [line["grad_norm"] for line in lines(tmp_path / name, "train")] == pytest.approx(norms)
+        (two,) = lines(tmp_path / name, "validation")
+        assert abs(one["nll"] - two["nll"]) <= TOLERANCE
+        assert load_config(tmp_path / name).dropout_seeds == "batch"  # with any number of processes
+    _check_damaged_parts_are_named(checkpoints(tmp_path / "fsdp")[-1])
+
+
+def _check_damaged_parts_are_named(checkpoint: Path) -> None:
+    parts = sorted(checkpoint.glob("__*"))
+    assert len(parts) == 2
+    for part in parts:
+        data = part.read_bytes()
+        for damaged in (data[: len(data) // 2] + b"\x55\xaa" + data[len(data) // 2 + 2 :], data + b"\0"):
+            part.write_bytes(damaged)
+            with pytest.raises(ValueError, match=part.name):
+                load_checkpoint(checkpoint, read_parts)
+        part.write_bytes(data)
+    load_checkpoint(checkpoint, read_parts)

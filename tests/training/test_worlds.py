@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 TOLERANCE = 1e-9
 CONSTANT = {"schedule": "constant"}  # the rate of an update doesn't depend on how many are to come
 SLOWNESS = float(os.environ.get("FASTFORMER_TEST_SLOWNESS", "1"))  # of a machine on which others work
+LOST = re.compile(r"^fastformer: rank \d\b.*--resume", re.MULTILINE)  # the error of a process that waited for others
 KILLS, SIGNALS = (int(os.environ.get(f"FASTFORMER_TEST_{name}", "2")) for name in ("KILLS", "SIGNALS"))
 
 
@@ -169,8 +170,7 @@ def test_a_process_without_network_is_named_by_all(tmp_path, rank) -> None:
     began = time.monotonic()
     options = {"deaf": [rank, 3]}
     said = worlds.train(2, tmp_path / "run", options=options, save_every=2, rank_timeout=20, fails=True)
-    assert re.search(r"rank \d lost the other processes", said), said
-    assert "this is a bug" not in said, said
+    assert LOST.search(said) and "Traceback" not in said, said
     assert step_of(checkpoints(tmp_path / "run")[-1]) == 2
     assert time.monotonic() - began < 60 * SLOWNESS
 
@@ -201,7 +201,7 @@ def test_a_damaged_shard_is_named_and_the_previous_checkpoint_is_used(tmp_path) 
 def test_a_silent_process_is_not_waited_for_forever(tmp_path) -> None:
     began = time.monotonic()
     said = worlds.train(2, tmp_path / "run", options={"freeze": [1, 3]}, rank_timeout=20, fails=True)
-    assert re.search("lost the other processes", said), said
+    assert LOST.search(said), said
     assert time.monotonic() - began < 120
 
 

@@ -50,22 +50,36 @@ def command(
 
 
 @contextlib.contextmanager
-def two(run: Path, **flags: Any) -> Iterator[list[str]]:
+def two(*runs: Path, **flags: Any) -> Iterator[Iterator[list[str]]]:
     """Starts another process as rank 1, with this one as rank 0; torchrun would take longer to start than they take.
 
+    Args:
+        runs: run folders, each named after its sharding.
+        flags: the flags of all trainings.
+
     Yields:
-        The words of the command line for this process.
+        The words of each training's command line for this process, which has to run them in this order.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-    script = command(0, run, **flags)
-    ranks = [{**address, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-    before = {name: os.environ.get(name) for name in ranks[0]}
+    with contextlib.ExitStack() as sockets:
+        free = [sockets.enter_context(socket.socket()) for _ in runs]
+        for each in free:
+            each.bind(("127.0.0.1", 0))
+        ports = [str(each.getsockname()[1]) for each in free]
+    scripts = [command(0, run, options={"ports": ports}, sharding=run.name, **flags) for run in runs]
+    words = [script[script.index("train") :] for script in scripts]
+    script = scripts[0] + [word for each in words[1:] for word in ("then", *each)]
+    ranks = [{"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    before = {name: os.environ.get(name) for name in (*ranks[0], "MASTER_PORT")}
     other = subprocess.Popen(script, env={**ENVIRONMENT, **ranks[1]}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    def each_words() -> Iterator[list[str]]:
+        for port, each in zip(ports, words, strict=True):
+            os.environ["MASTER_PORT"] = port
+            yield each
+
     try:
         os.environ.update(ranks[0])
-        yield script[script.index("train") :]
+        yield each_words()
         said, _ = other.communicate(timeout=60)
         assert other.returncode == 0 and not said, said.decode()
     finally:
