@@ -52,6 +52,19 @@ def test_lines_become_an_array(encoder, tmp_path, monkeypatch, capfdbinary) -> N
     assert f"{len(TEXTS)} texts" in said.err.decode()
 
 
+@pytest.mark.skipif(os.name != "posix", reason="permissions are POSIX")
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+def test_the_file_has_the_permissions_of_any_new_file(encoder, tmp_path, monkeypatch, mask) -> None:
+    before = os.umask(mask)
+    try:
+        given(monkeypatch, TEXTS)
+        assert main(["embed", str(encoder), "--out", str(tmp_path / "v.npy")]) == 0
+        (tmp_path / "other").touch()
+    finally:
+        assert os.umask(before) == mask
+    assert (tmp_path / "v.npy").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
 def test_more_lines_than_fit_in_memory_at_a_time(encoder, tmp_path, monkeypatch) -> None:
     given(monkeypatch, [*TEXTS, *["a"] * READ_AHEAD])
     assert main(["embed", str(encoder), "--out", str(tmp_path / "v.npy")]) == 0

@@ -94,6 +94,28 @@ def test_a_prompt_that_the_tokenizer_changes_is_kept_and_reported(tmp_path, ran,
     assert "the tokenizer doesn't know 1 of the prompt's 3 tokens" in caplog.text
 
 
+def test_the_usual_limit_of_a_folder_without_one(tmp_path, ran) -> None:
+    """A folder of another program that sets no limit gets 512 new tokens, or as many as the model has positions for."""
+    transformers = pytest.importorskip("transformers", reason="the folder is written by transformers")
+    from tests.checkpoints.decoders import SIZES, byte_level, save
+
+    (tmp_path / "prompts").write_text("to\n\nto\n")
+    given = ["--file", str(tmp_path / "prompts"), "--greedy"]
+    for max_len in (40, 600):
+        folder = tmp_path / str(max_len)
+        folder.mkdir()
+        byte_level(["<|endoftext|>"]).save_model(str(folder))
+        tokenizer = transformers.GPT2TokenizerFast.from_pretrained(folder)
+        end, sizes = tokenizer.eos_token_id, {**SIZES, "max_position_embeddings": max_len}
+        config = transformers.GPT2Config(**sizes, vocab_size=len(tokenizer), eos_token_id=end, bos_token_id=end)
+        save(folder, transformers.GPT2LMHeadModel(config), tokenizer)
+        limit = min(512, max_len - len(tokenizer("to").input_ids))
+        due, short = (ran("generate", str(folder), *given, "--max_new_tokens", str(n)).out for n in (limit, limit - 1))
+        assert len(due) > len(short) and ran("generate", str(folder), *given).out == due
+        one = due.split("\n")[0]
+        assert one_line(ran("generate", str(folder), "to", "--greedy").out) == one + "\\n"
+
+
 def test_contradictions(run, capsys, ran) -> None:
     for flags, words in (
         (["--greedy", "--temperature", "3"], ("--greedy", "--temperature")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -165,6 +166,25 @@ def test_each_line_of_a_text_is_read_by_itself(language_model, tmp_path, ran, ca
     assert [found[0][0], found[3][0]] == pytest.approx([sum(row) for row in due], abs=1e-5)
     assert found[5] == found[0] and found[1][0] == found[2][0] == 0 and math.isnan(found[1][2])
     assert found[4] == [-math.inf, -math.inf, math.inf] and "skipped 1 of 6" in caplog.text
+
+
+def test_more_lines_than_are_scored_at_a_time(language_model, tmp_path, ran) -> None:
+    """Every line keeps its own score, tokens and characters, however many lines are scored together."""
+    file, given = tmp_path / "text", ["score", language_model, "--by_line", "--on_error", "skip", "--token_scores"]
+    lines = [b"to", *[b""] * 4095, b"be\xff", b"", b"or not", b"to"]
+    file.write_bytes(b"\n".join(lines))
+    out, err = ran(*given, "--file", str(file))
+    rows = [line.split("\t") for line in out.splitlines()]
+    assert len(rows) == len(lines) and float(rows[-1][0]) == pytest.approx(float(rows[0][0]), rel=1e-5)
+    assert rows[4096][:3] == ["-inf", "-inf", "inf"] and "-inf" not in (rows[0][0], rows[4097][0])
+    file.write_bytes(b"or not\nto\nto\n")
+    few, said = ran(*given, "--file", str(file))
+    for line, row in zip(few.splitlines()[:2], rows[-2:], strict=True):
+        (score, *_, tokens), (other, *_, others) = line.split("\t"), row
+        assert float(score) == pytest.approx(float(other), rel=1e-5)
+        assert [token for token, _ in json.loads(tokens)] == [token for token, _ in json.loads(others)]
+    numbers = [[float(word) for word in re.findall(r"-?\d+\.\d+|\d+", said)] for said in (err, said)]
+    assert numbers[0] == pytest.approx(numbers[1], rel=1e-3)  # texts, tokens, and the scores of a token and a character
 
 
 def test_a_folder_of_transformers_is_scored_as_transformers_does(tmp_path, ran) -> None:
