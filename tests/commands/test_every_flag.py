@@ -1,0 +1,331 @@
+"""Every flag of every command changes something: another value gives another result, and the table is whole."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import io
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from fastformer.cli import COMMANDS, main
+from fastformer.commands import _words
+from fastformer.commands._parsing import make_parser
+from fastformer.data import ByteTokenizer
+from fastformer.models import GPT, Transformer
+from fastformer.settings import choices
+from tests.checkpoints import decoders
+from tests.encoding.folders import bert
+from tests.generation.chat_templates import CHATML
+from tests.generation.small import tiny
+from tests.generation.test_chat import with_template
+
+ROOT = Path(__file__).parents[2]
+# Words that stand for files and folders are in braces. Of each row the first two texts are compared: the words without
+# the value, and those with it; after the command's own words. A third text, if any, is standard input.
+Row = tuple[str, ...]
+DEVICE = ("--device cpu", "--device toaster")
+FEW = "--max_new_tokens 8"
+SCORED, COMPARED = "{run} --file {lines} --target {others}", "--hypotheses {lines} --reference {others}"
+MANY = "--max_new_tokens 30 --min_new_tokens 30"
+BEAMS = f"{FEW} --num_beams 4"
+SAMPLES = f"{FEW} --do_sample --seed 1"
+LONG = "--seed 1 --max_new_tokens 40"
+LATE = "--max_new_tokens 20 --num_beams 4 --n_best 4 --beam_rules transformers"
+DECODING: dict[str, Row] = {
+    "num_beams": (FEW, BEAMS),
+    "beam_rules": (f"{BEAMS} --n_best 4", f"{BEAMS} --n_best 4 --beam_rules transformers --length_penalty 2"),
+    "length_penalty": (f"{LATE} --length_penalty 3", f"{LATE} --length_penalty -3"),
+    "early_stopping": (
+        f"{LATE} --length_penalty 3 --early_stopping never",
+        f"{LATE} --length_penalty 3 --early_stopping true",
+    ),
+    "num_beam_groups": (f"{BEAMS} --n_best 4", f"{BEAMS} --n_best 4 --num_beam_groups 2 --diversity_penalty 9.0"),
+    "diversity_penalty": (
+        f"{BEAMS} --n_best 4 --num_beam_groups 2 --diversity_penalty 0.1",
+        f"{BEAMS} --n_best 4 --num_beam_groups 2 --diversity_penalty 9.0",
+    ),
+    "min_new_tokens": (
+        "--max_new_tokens 30 --do_sample --seed 1",
+        "--max_new_tokens 30 --do_sample --seed 1 --min_new_tokens 30",
+    ),
+    "max_new_tokens": (FEW, "--max_new_tokens 3"),
+    "max_time": (FEW, f"{FEW} --max_time -1"),
+    "repetition_penalty": (FEW, f"{FEW} --repetition_penalty 9"),
+    "no_repeat_ngram_size": (FEW, f"{FEW} --no_repeat_ngram_size 1"),
+    "temperature": (SAMPLES, f"{SAMPLES} --temperature 0.1"),
+    "top_k": (SAMPLES, f"{SAMPLES} --top_k 1"),
+    "top_p": (SAMPLES, f"{SAMPLES} --top_p 0.01"),
+    "seed": (SAMPLES, f"{SAMPLES} --seed 2"),
+}
+
+
+def of_generate(row: Row) -> Row:
+    return tuple(words.replace("--do_sample ", "").replace("--n_best", "--num_return_sequences") for words in row)
+
+
+GREEDY = {"max_new_tokens", "repetition_penalty", "no_repeat_ngram_size", "max_time"}
+CASES: dict[str, dict[str, Row]] = {
+    "translate {run}": {
+        **{
+            name: tuple(f"'the dog' {words}" for words in row)
+            for name, row in DECODING.items()
+            if name != "early_stopping"
+        },
+        "do_sample": (f"a {FEW} --seed 1", f"a {FEW} --seed 1 --do_sample"),
+        "n_best": (f"a {BEAMS}", f"a {BEAMS} --n_best 2"),
+        "file": (f"{FEW} --file {{lines}}", f"{FEW} --file {{others}}"),
+        "reference": (f"{FEW} --file {{lines}}", f"{FEW} --file {{lines}} --reference {{others}}"),
+        "bleu_tokenize": (
+            f"{FEW} --file {{lines}} --reference {{others}}",
+            f"{FEW} --file {{lines}} --reference {{others}} --bleu_tokenize char",
+        ),
+        "align": (f"'a b' {FEW}", f"'a b' {FEW} --align tokens"),
+        "align_layer": (f"'a b' {FEW} --align tokens", f"'a b' {FEW} --align tokens --align_layer 9"),
+        "align_head": (f"'a b' {FEW} --align tokens", f"'a b' {FEW} --align tokens --align_head 99"),
+        "prefix": (f"a {FEW}", f"a {FEW} --prefix xy"),
+        "prefix_file": (f"{FEW} --file {{lines}}", f"{FEW} --file {{lines}} --prefix_file {{others}}"),
+        "source_lang": (f"a {FEW}", f"a {FEW} --source_lang en"),
+        "target_lang": (f"a {FEW}", f"a {FEW} --target_lang de"),
+        "device": tuple(f"a {FEW} {words}" for words in DEVICE),
+        "precision": (f"a {BEAMS} --n_best 4", f"a {BEAMS} --n_best 4 --precision bf16"),
+        "on_error": (f"{FEW} --file {{bad}}", f"{FEW} --file {{bad}} --on_error skip"),
+        "skip_long": (f"{FEW} --file {{long}}", f"{FEW} --file {{long}} --skip_long"),
+        "split": (f"'One dog. Two dogs.' {FEW}", f"'One dog. Two dogs.' {FEW} --split"),
+        "max_batch_size": (f"a {FEW}", f"a {FEW} --max_batch_size 0"),
+        "max_batch_bytes": (f"a {FEW}", f"a {FEW} --max_batch_bytes 0"),
+        "config": (f"a {FEW} --seed 1", f"a {FEW} --seed 1 --config {{penalty}}"),
+    },
+    "translate {run},{second} a": {
+        "ensemble_weights": (f"{FEW} --ensemble_weights 1,0.01", f"{FEW} --ensemble_weights 0.01,1"),
+        "ensemble_mean": (f"{BEAMS} --n_best 4", f"{BEAMS} --n_best 4 --ensemble_mean log_probabilities"),
+    },
+    "generate {gpt}": {
+        **{
+            name: tuple(f"'the dog' {words} {'--greedy' * (name in GREEDY)}" for words in of_generate(row))
+            for name, row in DECODING.items()
+            if name != "num_beams"
+        },
+        "num_beams": (f"'the dog' {FEW} --greedy", f"'the dog' {BEAMS}"),
+        "num_return_sequences": (f"a {BEAMS}", f"a {BEAMS} --num_return_sequences 2"),
+        "window": ("a --greedy --max_new_tokens 60", "a --greedy --max_new_tokens 60 --window slide"),
+        "file": (f"{FEW} --greedy --file {{lines}}", f"{FEW} --greedy --file {{others}}"),
+        "stop": (f"a {FEW} --greedy --min_new_tokens 8", f"a {FEW} --greedy --min_new_tokens 8 --stop t --stop ' '"),
+        "on_error": (f"{FEW} --seed 1 --file {{bad}}", f"{FEW} --seed 1 --file {{bad}} --on_error skip"),
+        "device": tuple(f"a {FEW} --greedy {words}" for words in DEVICE),
+        "precision": (f"'the dog' {MANY} --seed 1", f"'the dog' {MANY} --seed 1 --precision int4"),
+        "config": (f"'the dog' {FEW} --config {{first}}", f"'the dog' {FEW} --config {{penalty}}"),
+        "greedy": (f"a {FEW} --seed 1", f"a {FEW} --seed 1 --greedy"),
+        "cut": (f"{'x' * 50} --greedy", f"{'x' * 50} --greedy --cut"),
+    },
+    "chat {llama}": {
+        "system": (f"--greedy {FEW}", f"--greedy {FEW} --system 'be brief'", "two birds"),
+        "greedy": (f"{FEW} --seed 1", f"{FEW} --seed 1 --greedy", "two birds"),
+        "stop": (f"--greedy {FEW}", f"--greedy {FEW} --stop a", "two birds"),
+        "drop_oldest": (f"--greedy {FEW}", f"--greedy {FEW} --drop_oldest", "two birds\n" * 30),
+        "device": (*(f"--greedy {FEW} {words}" for words in DEVICE), "two birds"),
+        "precision": (f"--greedy {FEW}", f"--greedy {FEW} --precision int4", "two birds"),
+        "config": (f"--greedy {FEW}", f"--greedy {FEW} --config {{penalty}}", "two birds"),
+        "max_new_tokens": (f"--greedy {FEW}", "--greedy --max_new_tokens 2", "two birds"),
+        "min_new_tokens": (LONG, f"{LONG} --min_new_tokens 40", "two birds"),
+        "temperature": (f"{FEW} --seed 1", f"{FEW} --seed 1 --temperature 0.01", "two birds"),
+        "top_k": (f"{FEW} --seed 1", f"{FEW} --seed 1 --top_k 1", "two birds"),
+        "top_p": (f"{FEW} --seed 1", f"{FEW} --seed 1 --top_p 0.01", "two birds"),
+        "repetition_penalty": (f"--greedy {FEW}", f"--greedy {FEW} --repetition_penalty 9", "two birds"),
+        "seed": (f"{FEW} --seed 1", f"{FEW} --seed 2", "two birds"),
+    },
+    "embed {encoder}": {
+        "file": ("--out {out}/v.npy --file {lines}", "--out {out}/v.npy --file {others}"),
+        "out": ("--file {lines} --out {out}/v.npy", "--file {lines} --out {out}/w.npy"),
+        "prompt": ("--out {out}/v.npy --file {lines}", "--out {out}/v.npy --file {lines} --prompt bird"),
+        "prompt_name": ("--out {out}/v.npy --file {lines}", "--out {out}/v.npy --file {lines} --prompt_name query"),
+        "normalize": ("--out {out}/v.npy --file {lines}", "--out {out}/v.npy --file {lines} --normalize"),
+        "precision": ("--out {out}/v.npy --file {lines}", "--out {out}/v.npy --file {lines} --precision bf16"),
+        "device": tuple(f"--out {{out}}/v.npy --file {{lines}} {words}" for words in DEVICE),
+        "batch_tokens": ("--out {out}/v.npy --file {lines}", "--out {out}/v.npy --file {lines} --batch_tokens 0"),
+    },
+    "rank {ranker}": {
+        "query": ("--query bird --file {lines}", "--query dog --file {lines}"),
+        "file": ("--query bird --file {lines}", "--query bird --file {others}"),
+        "top_k": ("--query bird --file {lines}", "--query bird --file {lines} --top_k 1"),
+        "json_lines": ("--query bird --file {lines}", "--query bird --file {lines} --json_lines"),
+        "precision": ("--query bird --file {lines}", "--query bird --file {lines} --precision bf16"),
+        "device": tuple(f"--query bird --file {{lines}} {words}" for words in DEVICE),
+        "batch_tokens": ("--query bird --file {lines}", "--query bird --file {lines} --batch_tokens 0"),
+    },
+    "score": {
+        "file": ("{run} --target {others} --file {lines}", "{run} --target {others} --file {others}"),
+        "target": (SCORED, "{run} --file {lines} --target {lines}"),
+        "source_lang": (SCORED, f"{SCORED} --source_lang x"),
+        "target_lang": (SCORED, f"{SCORED} --target_lang x"),
+        "by_line": ("{gpt} --file {lines}", "{gpt} --file {lines} --by_line"),
+        "context": ("{gpt} --file {long}", "{gpt} --file {long} --context 1"),
+        "token_scores": ("{gpt} --file {lines}", "{gpt} --file {lines} --token_scores"),
+        "device": tuple(f"{{gpt}} --file {{lines}} {words}" for words in DEVICE),
+        "precision": ("{gpt} --file {lines}", "{gpt} --file {lines} --precision bf16"),
+        "on_error": ("{gpt} --by_line --file {bad}", "{gpt} --by_line --file {bad} --on_error skip"),
+        "skip_long": ("{run} --file {long} --target {long}", "{run} --file {long} --target {long} --skip_long"),
+        "max_tokens": ("{gpt} --file {lines}", "{gpt} --file {lines} --max_tokens 0"),
+        "hypotheses": ("--reference {others} --hypotheses {lines}", "--reference {others} --hypotheses {others}"),
+        "reference": ("--hypotheses {lines} --reference {lines}", COMPARED),
+        "baseline": (COMPARED, f"{COMPARED} --baseline {{lines}}"),
+        "bleu_tokenize": (COMPARED, f"{COMPARED} --bleu_tokenize char"),
+        "ter": (COMPARED, f"{COMPARED} --ter"),
+    },
+    "quantize {gpt} {out}/q": {"precision": ("", "--precision int4")},
+}  # fmt: skip
+# Flags without two values that differ in more than speed: a bad value is refused.
+REFUSED = {"device", "batch_tokens", "max_batch_size", "max_batch_bytes", "max_tokens", "max_time", "source_lang",
+           "target_lang", "on_error", "skip_long", "align_layer", "align_head", "cut", "drop_oldest",
+           "window"}  # fmt: skip
+# Flags whose other values are tried elsewhere: a GPU, a training, or several minutes have to be there.
+ELSEWHERE = {
+    "translate": {
+        "early_stopping": "tests/commands/test_options.py::test_each_flag_reaches_the_search",
+        "attention": "tests/commands/test_translate.py::test_attention_is_drawn",
+    },
+    "average": {"last": "tests/commands/test_average.py::test_the_number_of_averaged_checkpoints"},
+    "demo": dict.fromkeys(("out", "seed"), "tests/test_demo.py"),
+    "warmup": dict.fromkeys(
+        ("batch_size", "length", "training", "device", "precision", "out"), "tests/commands/test_warmup.py"
+    ),
+}
+
+
+def flags_of(command: str) -> dict[str, Any]:
+    """Returns the type of each flag of a command, from its parser."""
+    if command == "doctor":
+        return {}
+    module = importlib.import_module(f"fastformer.commands.{command}")
+    parameters = inspect.signature(getattr(module, command)).parameters.values()
+    arguments = {each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD}
+    return {name: hint for name, hint in make_parser(module, command)[1].items() if name not in arguments}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> dict[str, str]:
+    """Returns the paths of the models and files in the table."""
+    folder = tmp_path_factory.mktemp("flags")
+    for name, kind, seed in (("run", Transformer, 0), ("second", Transformer, 1), ("gpt", GPT, 0)):
+        model = tiny(kind, max_len=40, tie_embeddings=False, seed=seed)
+        said = torch.tensor([*ByteTokenizer().encode("the dogs,")[:9], ByteTokenizer().special_ids.first_eos])
+        weight = model.output.weight.data.clone() * 8  # a fresh model is nearly uniform
+        model.output.weight.data.zero_()[said] = weight[said]
+        model.save_pretrained(folder / name, ByteTokenizer())
+    decoders.llama3(folder / "llama")
+    with_template(folder / "llama", CHATML)
+    for name in ("encoder", "ranker"):
+        (folder / name).mkdir()
+        bert(folder / name, **({"num_labels": 1} if name == "ranker" else {}))
+    (folder / "encoder" / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": "q: "}}))
+    files = {
+        "keys": b"secret\n", "lines": b"the dog\na bird\n", "others": b"a dog\nthe bird\n", "bad": b"one\n\xff\n",
+        "long": f"one\n{'x' * 60}\n".encode(), "beams": b"num_beams: 3\n", "first": b"seed: 1\n",
+        "penalty": b"repetition_penalty: 9.0\nseed: 2\n",
+    }  # fmt: skip
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    found = {path.name: str(path) for path in folder.iterdir()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, Any]:
+    return {}
+
+
+def outcome(words: str, stdin: str, places: dict[str, str], out: Path, capfdbinary: Any, monkeypatch: Any) -> Any:
+    """Returns what a command prints, its exit code, and the files that it writes."""
+    out.mkdir()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+    code = main(shlex.split(words.format(**places, out=out)))
+    printed = capfdbinary.readouterr()
+    written = {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    return code, printed.out, printed.err.replace(str(out).encode(), b""), written
+
+
+ROWS = [(command, flag) for command, rows in CASES.items() for flag in rows]
+
+
+@pytest.mark.parametrize(("command", "flag"), ROWS, ids=[f"{command.split()[0]}-{flag}" for command, flag in ROWS])
+def test_another_value_gives_another_result(
+    command, flag, places, outcomes, tmp_path, capfdbinary, monkeypatch
+) -> None:
+    first, second, *stdin = CASES[command][flag]
+    found = []
+    for place, words in enumerate((first, second)):
+        key = f"{command} {words}", *stdin
+        if key not in outcomes:
+            outcomes[key] = outcome(key[0], "".join(stdin), places, tmp_path / str(place), capfdbinary, monkeypatch)
+        found.append(outcomes[key])
+    assert found[0] != found[1]
+    codes = [code for code, *_ in found]
+    assert codes == [0, 0] or (flag in REFUSED and {*codes} == {0, 1}), found
+
+
+@pytest.fixture
+def served(monkeypatch) -> list[Any]:
+    """Records what `fastformer serve` makes its server of."""
+    found: list[Any] = []
+
+    def make(kind: str, *arguments: Any, **options: Any) -> Any:
+        found.append((kind, [str(each) for each in arguments if isinstance(each, str | int)], options))
+        return Mock(name=kind)
+
+    monkeypatch.setattr("fastformer.serving.run.Server", functools.partial(make, "server"))
+    monkeypatch.setattr("fastformer.serving.run.bound", functools.partial(make, "bound"))
+    monkeypatch.setattr("fastformer.serving.open_service", functools.partial(make, "service"))
+    monkeypatch.setattr("fastformer.serving.make_app", functools.partial(make, "app"))
+    monkeypatch.delenv("FASTFORMER_API_KEYS", raising=False)
+    return found
+
+
+def other_value(name: str, hint: Any, default: Any) -> str:
+    """Returns an allowed value of a flag of `serve` that isn't its default."""
+    if name in SERVED:
+        return SERVED[name]
+    if _words.is_switch(hint):
+        return str(not default).lower()
+    for word in (*choices(hint), "7", "0.5", "other"):
+        if word != str(default).lower() and _words.plain(word, hint) is not None or _words.is_text(hint):
+            return word
+    raise AssertionError(name)
+
+
+# Values that must suit other flags, or files.
+SERVED = {"device": "toaster", "config": "{beams}", "keys_file": "{keys}", "host": "127.0.0.2", "precision": "fp32"}
+
+
+@pytest.mark.parametrize("flag", flags_of("serve"))
+def test_each_flag_of_serve_reaches_the_server(flag, places, served, capsys) -> None:
+    pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
+    parser, hints = make_parser(importlib.import_module("fastformer.commands.serve"), "serve")
+    (action,) = (each for each in parser._actions if f"--{flag}" in each.option_strings)
+    value = other_value(flag, hints[flag], action.default).format(**places)
+    made = []
+    for words in ([], [f"--{flag}={value}"]):
+        served.clear()
+        code = main(["serve", places["run"], *words, *(["--host=0.0.0.0"] if flag == "no_auth" else [])])
+        assert code == 0 or flag in ("no_auth", "device"), capsys.readouterr().err
+        made.append((code, [*served]))
+    assert made[0] != made[1]
+
+
+def test_the_table_is_whole() -> None:
+    """Every flag of every command has a row, and no row is of a flag that is gone."""
+    for command in COMMANDS:
+        rows = {flag for words, rows in CASES.items() if words.split()[0] == command for flag in rows}
+        rows |= set(ELSEWHERE.get(command, ()))
+        if command not in ("serve", "train", "prepare"):  # serve's are above; for the settings see test_every_setting
+            assert rows == set(flags_of(command)), command
+    for place in {place for rows in ELSEWHERE.values() for place in rows.values()}:
+        file, _, name = place.partition("::")
+        assert f"def {name}" in (ROOT / file).read_text(), place
