@@ -97,7 +97,8 @@ def test_a_prompt_that_the_tokenizer_changes_is_kept_and_reported(tmp_path, ran,
 def test_the_usual_limit_of_a_folder_without_one(tmp_path, ran) -> None:
     """A folder of another program that sets no limit gets 512 new tokens, or as many as the model has positions for."""
     transformers = pytest.importorskip("transformers", reason="the folder is written by transformers")
-    from tests.checkpoints.decoders import SIZES, byte_level, save
+    from tests.checkpoints.decoders import SIZES, save
+    from tests.checkpoints.families import byte_level
 
     (tmp_path / "prompts").write_text("to\n\nto\n")
     given = ["--file", str(tmp_path / "prompts"), "--greedy"]
