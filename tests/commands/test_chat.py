@@ -60,6 +60,17 @@ def test_lines_are_the_turns_of_one_conversation(folder, answers, typed, capsys,
     assert capsys.readouterr().out == answers[0][: answers[0].index(answers[0][2:4])] + "\n"
 
 
+def test_a_second_slash_begins_a_line_that_begins_with_one(folder, typed, capsys) -> None:
+    chat = Chat.from_pretrained(folder, do_sample=False, max_new_tokens=8)
+    expected = {}
+    for text in ("/reset", "//reset"):
+        expected[text] = chat.ask(text)
+        chat.reset()
+    typed("//reset")
+    assert main(["chat", str(folder), "--greedy", *FEW]) == 0
+    assert capsys.readouterr().out == expected["/reset"] + "\n" and expected["/reset"] != expected["//reset"]
+
+
 def test_a_quantised_copy_chats_too(folder, typed, tmp_path, capsys, ran) -> None:
     ran("quantize", str(folder), str(tmp_path / "int8"))
     typed(*TEXTS)
