@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
@@ -155,7 +156,7 @@ def test_another_thread_trains_as_the_main_one_and_leaves_signals_alone(config, 
     before, found = handlers(), {}
     for name in ("main", "other"):
         trainer, seen = start(changed(config, steps=3, save_every=2), tmp_path / name), list[list[object]]()
-        before_updates(trainer, lambda _, seen=seen: seen.append(handlers()))
+        before_updates(trainer, functools.partial(lambda found, _: found.append(handlers()), seen))
         if name == "main":
             trainer.train()
         else:
