@@ -149,6 +149,10 @@ CALLS: dict[str, dict[str, Any]] = {
     "band": {"mask": torch.ones(5, 5, dtype=torch.bool).triu(2)},
     "padding": {"src_key_padding_mask": torch.arange(5) >= torch.tensor([[5], [3]])},
     "hidden keys": {"src_key_padding_mask": torch.tensor([[False] * 5, [True, False, False, True, False]])},
+    "hidden keys in a band": {
+        "mask": torch.ones(5, 5, dtype=torch.bool).triu(2),
+        "src_key_padding_mask": torch.tensor([[False] * 5, [False, True, False, True, False]]),
+    },
 }
 
 
