@@ -358,3 +358,17 @@ def test_no_mask_is_read_if_padding_cannot_be_skipped(padding):
     with torch.no_grad(), mock.patch.object(type(model), "reads_padding", return_value=False) as asked:
         model(input_ids=IDS, attention_mask=MASK)
     assert asked.called == (padding == "auto")
+
+
+def test_a_mask_that_lowers_scores_hides_no_token():
+    penalty = torch.where(MASK == 0, -3.0, 0.0).double()[:, None, None]
+    model = make("BertModel")
+    expected = model(input_ids=IDS, attention_mask=penalty).last_hidden_state
+    fastformer.accelerate(model, padding="skip", encode=False)
+    assert_equal(model(input_ids=IDS, attention_mask=penalty).last_hidden_state, expected)
+
+
+def test_the_report_names_the_stacks_of_both_libraries():
+    layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    both = nn.ModuleDict({"theirs": make("BertModel"), "torchs": nn.TransformerEncoder(layer, 1)})
+    assert fastformer.report(fastformer.accelerate(both)).padding.keys() >= {"theirs.encoder", "torchs"}
