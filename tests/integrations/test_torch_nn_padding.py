@@ -305,6 +305,15 @@ class Doubled(nn.Module):
         return self.seen[-1]
 
 
+@pytest.mark.parametrize("padding", [RIGHT, RIGHT.flip(1), RIGHT.roll(1, 1)], ids=["right", "left", "around"])
+def test_evaluation_skips_padding_on_the_right(padding: Tensor) -> None:
+    plain, ours, (src, _) = transformers()
+    for encoder in (plain.encoder, ours.encoder):
+        encoder.eval().requires_grad_(False)
+    assert_equal(ours.encoder(src, None, padding), plain.encoder(src, None, padding))
+    assert packs(lambda: ours.encoder(src, None, padding)) is (padding is RIGHT)
+
+
 def test_a_memorys_padding_is_skipped() -> None:
     plain, ours, inputs = transformers()
     options = {"memory_key_padding_mask": RIGHT}
