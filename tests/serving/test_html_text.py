@@ -56,7 +56,7 @@ def test_prose_is_found(page, texts) -> None:
 def test_white_space_around_a_text_stays_in_the_page() -> None:
     page = "<p>\n  one\n  two <b>\n three\n</b>\t</p>"
     assert HtmlPage(page).filled(["1", "2"]) == "<p>\n  1 <b>\n 2\n</b>\t</p>"
-    assert HtmlPage("<i>a</i>").filled(["it's \"b\" & c"]) == "<i>it's \"b\" &amp; c</i>"  # quotes mean nothing here
+    assert HtmlPage("<i>a</i>").filled(['it\'s "b" & c']) == '<i>it\'s "b" &amp; c</i>'  # quotes mean nothing here
 
 
 def test_everything_but_the_texts_is_unchanged() -> None:
