@@ -55,6 +55,28 @@ def test_held_out_examples_are_not_trained_on(tmp_path, caplog) -> None:
     assert 6 <= len(drawn) <= 8  # by the seed, and the same for the same lines in other files
 
 
+def test_copies_of_held_out_lines_are_not_trained_on(tmp_path) -> None:
+    # Copies by the text, and lines that differ only by characters that the tokenizer lacks.
+    pairs = [f"one {i % 10} {'one ' * (i // 10)}\tone" for i in range(100)]
+    tokenizer = foreign(tmp_path / "foreign", ["one 0123456789"])
+    for name, copies in (
+        ("same", pairs),
+        ("spaces", [pair.replace(" ", "  ") for pair in pairs]),
+        ("case", [pair.replace("one", "One") for pair in pairs]),
+        ("unknown", [pair.replace(" ", " 漢", 1) for pair in pairs]),
+        ("other unknown", [pair.replace(" ", " 字", 1) for pair in pairs]),
+    ):
+        lost = [pair.replace(" ", " 語", 1) for pair in pairs] if "unknown" in name else pairs
+        file = lines(tmp_path / name.replace(" ", ""), lost + copies)
+        for held_out in ("random", "last"):
+            data = load_data(TrainConfig(train_tsv=file, tokenizer=tokenizer, held_out=held_out, max_len=1000))
+            train, val = ({(*e.source, 0, *e.target) for e in part} for part in (data.train, data.val))
+            assert len(val) == 2 and not train & val and len(data.train) == 200 - 2 * len(val)
+        data = load_data(TrainConfig(train_tsv=file, tokenizer="bpe", vocab_size=40, max_len=1000))
+        held = {pair[0].casefold().replace(" ", "") for pair in data.val_texts}
+        assert not held & {source.casefold().replace(" ", "") for source, _ in texts_of(data, "train")}
+
+
 def test_the_random_split_has_not_changed(tmp_path) -> None:
     # A run that goes on asks for its held-out lines again, under another version perhaps.
     file = lines(tmp_path / "a", [f"s{i}\tt{i}" for i in range(400)])
