@@ -102,7 +102,8 @@ def test_each_shard_is_a_fair_sample_and_shuffled(tmp_path) -> None:
     # 10 degrees of freedom: p > 0.001 is 29.6. Dealing in turn is far more even than drawing is.
     assert ((counts - expected) ** 2 / expected).sum() < 5
     examples = ShardedExamples(tmp_path / "out")
-    number = [int(source.split()[1]) for source, _ in texts_of(examples)[: manifest.shards[0].examples]]
+    first = texts_of(examples)[: manifest.shards[0].examples]
+    number = [int(source.split()[1]) for source, _ in first if source.startswith("x")]
     x = numpy.array(number)
     assert abs(numpy.corrcoef(x, numpy.arange(len(x)))[0, 1]) < 0.25  # in the file they ascend
 
@@ -153,6 +154,13 @@ def test_copies_are_known_by_their_ids(tmp_path) -> None:
             assert val and {*val}.isdisjoint(train)
             assert len(train) == len({*train}) * (1 if options else 2)
         assert out.left_out == ({"duplicate": 300} if options else {})
+
+
+def test_the_seed_decides_what_is_held_out(tmp_path) -> None:
+    file = tsv(tmp_path / "a.tsv", pairs_of("x", 300))
+    for seed in range(4):
+        made(config_of(file, seed=seed), tmp_path / f"{seed}")
+    assert len({tuple(held_out(tmp_path / f"{seed}")) for seed in range(4)}) == 4
 
 
 def test_pairs_with_equal_concatenations_are_not_duplicates(tmp_path) -> None:
@@ -477,6 +485,14 @@ def test_a_bad_line_far_behind_is_named_by_its_number(tmp_path) -> None:
                 with pytest.raises(ValueError, match=r"a\.txt, line 418\b"):
                     read(config)
         shutil.rmtree(tmp_path / "out")
+
+
+def test_a_text_of_bad_lines_alone_is_refused(tmp_path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xff\n\xfe\n")
+    config = TrainConfig(model="gpt", train_text=f"{tmp_path}/a.txt", tokenizer="bytes", seqlen=8)
+    for read in (load_data, lambda config: made(config, tmp_path / "out")):
+        with pytest.raises(ValueError, match=r"a\.txt, line 1\b"):
+            read(config)
 
 
 def test_a_preparation_warns_of_what_a_training_warns_of(tmp_path, caplog) -> None:
