@@ -84,6 +84,8 @@ class Form(NamedTuple):
             )
         if output is not None and tied:  # unless one of the two matrices was changed afterwards
             tied = output is embedding or (output.shape == embedding.shape and torch.equal(output, embedding))
+        # Before the options, which have lists with an entry for each layer.
+        check_depth("num_hidden_layers", settings.get("num_hidden_layers"), len(left), "the settings")
         options = self.options(settings)
         check_depth("layers", options["num_layers"], len(left), "the settings")
         if saved.layer_norm_eps is not None:

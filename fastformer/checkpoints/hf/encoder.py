@@ -67,6 +67,8 @@ class EncoderForm(NamedTuple):
         embedding = left.get(theirs)
         if embedding is None or embedding.dim() != 2:
             raise ValueError(f"expected the tensors of a {self.name}, got no matrix called {theirs}")
+        # Before the options, which have lists with an entry for each layer.
+        check_depth("num_hidden_layers", settings.get("num_hidden_layers"), len(left), "the settings")
         options = self.options(settings)
         check_depth("layers", options["num_layers"], len(left), "the settings")
         if saved.layer_norm_eps is not None:
