@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import numpy as np
 
 from fastformer.settings import Positive, check_value
 
@@ -52,14 +54,20 @@ def packed(lengths: Sequence[int], batch_tokens: int, batch_size: int | None = N
 
 
 def check_limits(batch_tokens: int, batch_size: int | None) -> tuple[int, int | None]:
-    """Returns the limits of a batch unchanged.
+    """Returns the limits of a batch; NumPy's integers become Python's.
 
     Raises:
         ValueError: a limit is not an integer of at least 1.
     """
+    batch_tokens, batch_size = as_int(batch_tokens), as_int(batch_size)
     check_value("batch_tokens", batch_tokens, Positive)
     check_value("batch_size", batch_size, Positive | None)
     return batch_tokens, batch_size
+
+
+def as_int(value: Any) -> Any:
+    """Returns an integer of NumPy as one of Python, and any other value unchanged."""
+    return int(value) if isinstance(value, np.integer) else value
 
 
 @contextmanager

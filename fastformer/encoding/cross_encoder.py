@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fastformer.encoding.batches import BATCH_TOKENS, check_limits, check_several, chunks, packed, progress
+from fastformer.encoding.batches import BATCH_TOKENS, as_int, check_limits, check_several, chunks, packed, progress
 from fastformer.encoding.folder import Folder
-from fastformer.encoding.folder_model import FolderModel
+from fastformer.encoding.folder_model import FolderModel, one_of
 from fastformer.encoding.modules import Array
 from fastformer.encoding.tokens import Pair, Reader, Rows
 from fastformer.generation.text_io import expect_text
@@ -37,8 +37,10 @@ class CrossEncoder(FolderModel):
         device: the device for the model; None: the CPU.
         activation_fn: the function applied to the logits, in place of the folder's. If neither is given, it is a
             sigmoid for one label, and the identity for several.
+        prompts, default_prompt_name: replace the folder's settings.
 
     Attributes:
+        prompts, default_prompt_name: see `Encoder`; a prompt is put in front of the first text of a pair.
         activation_fn: see the argument.
         labels: the folder's names of the labels, by index.
 
@@ -54,8 +56,10 @@ class CrossEncoder(FolderModel):
         precision: str | None = None,
         device: torch.device | str | None = None,
         activation_fn: Activation | None = None,
+        prompts: Mapping[str, str] | None = None,
+        default_prompt_name: str | None = None,
     ) -> None:
-        super().__init__(folder, precision, device)
+        super().__init__(folder, precision, device, prompts, default_prompt_name)
         found = self._folder
         if not found.model.config.num_labels:
             raise ValueError(
@@ -76,14 +80,20 @@ class CrossEncoder(FolderModel):
 
     def predict(
         self,
-        sentences: str | Input | Iterable[Input],
+        sentences: str | Input | Iterable[Input] | None = None,
         *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
         batch_size: int | None = None,
         show_progress_bar: bool | None = None,
         activation_fn: Activation | None = None,
         apply_softmax: bool = False,
         convert_to_numpy: bool = True,
         convert_to_tensor: bool = False,
+        device: Any = None,
+        pool: None = None,
+        chunk_size: int | None = None,
+        inputs: str | Input | Iterable[Input] | None = None,
         batch_tokens: int = BATCH_TOKENS,
     ) -> Any:
         """Returns the scores of pairs, or of texts, in their order.
@@ -91,12 +101,14 @@ class CrossEncoder(FolderModel):
         Args:
             sentences: pairs of texts, read a few thousand at a time; for a classifier of texts, lists of one text each.
                 Two texts in a list or tuple are one pair, and a str is one text.
+            prompt_name, prompt: see `Encoder.encode`; it is put in front of the first text of each pair.
             batch_size: the most pairs that are computed together; None: the number that batch_tokens allows.
             show_progress_bar: whether to show a progress bar on standard error.
             activation_fn: the function applied to the logits, (pairs, num_labels); None: the object's.
             apply_softmax: apply a softmax to the scores of several labels, after the activation.
             convert_to_numpy: return an array; False returns a list of tensors.
             convert_to_tensor: return a tensor.
+            device, pool, chunk_size, inputs: see `Encoder.encode`.
             batch_tokens: the most tokens that are computed together.
 
         Returns:
@@ -104,14 +116,15 @@ class CrossEncoder(FolderModel):
             the first dimension.
 
         Raises:
-            ValueError: an item is neither a pair nor a text (the message has its position).
+            ValueError: an item is neither a pair nor a text (the message has its position), or see `Encoder.encode`.
         """
-        limits = check_limits(batch_tokens, batch_size)
-        is_one, inputs = _inputs(sentences)
+        self._check_run(device, pool, chunk_size)
+        limits, front = check_limits(batch_tokens, batch_size), self._prompt(prompt, prompt_name)
+        is_one, read = _inputs(one_of(sentences, inputs))
         activation = activation_fn or self.activation_fn
         parts = []
-        with progress(inputs, show_progress_bar) as advance:
-            for logits in self._logits(inputs, limits, advance):
+        with progress(read, show_progress_bar) as advance:
+            for logits in self._logits(read, front, limits, advance):
                 scores = self._activated(torch.from_numpy(logits), activation)
                 parts.append(scores.softmax(1) if apply_softmax and scores.dim() > 1 else scores)
         shape = (0,) if self.num_labels == 1 else (0, self.num_labels)
@@ -125,9 +138,14 @@ class CrossEncoder(FolderModel):
         top_k: int | None = None,
         return_documents: bool = False,
         *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
         batch_size: int | None = None,
         show_progress_bar: bool | None = None,
         activation_fn: Activation | None = None,
+        device: Any = None,
+        pool: None = None,
+        chunk_size: int | None = None,
         batch_tokens: int = BATCH_TOKENS,
     ) -> list[dict[str, Any]]:
         """Ranks documents by their scores for a query, best first. Equal scores stay in the order of the documents.
@@ -137,7 +155,8 @@ class CrossEncoder(FolderModel):
             documents: texts.
             top_k: the number of documents to return; None: all.
             return_documents: whether to return the texts too.
-            batch_size, show_progress_bar, activation_fn, batch_tokens: see `predict`.
+            prompt_name, prompt, batch_size, show_progress_bar, activation_fn, device, pool, chunk_size: see `predict`.
+            batch_tokens: see `predict`.
 
         Returns:
             For each document a mapping of "corpus_id" (its index), "score" and, with return_documents, "text".
@@ -148,6 +167,7 @@ class CrossEncoder(FolderModel):
         if self.num_labels != 1:
             raise ValueError(f"expected a model of one label to rank with, got one of {self.num_labels}: see predict")
         check_several("documents", documents)
+        top_k = as_int(top_k)
         check_value("top_k", top_k, Positive | None)
         if not isinstance(query, str):
             raise ValueError(f"expected query as a str, got {type(query).__name__}")
@@ -161,6 +181,11 @@ class CrossEncoder(FolderModel):
 
         scores = self.predict(
             pairs(),
+            prompt_name=prompt_name,
+            prompt=prompt,
+            device=device,
+            pool=pool,
+            chunk_size=chunk_size,
             batch_size=batch_size,
             show_progress_bar=show_progress_bar,
             activation_fn=activation_fn,
@@ -183,19 +208,22 @@ class CrossEncoder(FolderModel):
         return found.to(torch.float32, copy=True)
 
     def _logits(
-        self, inputs: Iterable[Input], limits: tuple[int, int | None], advance: Callable[[int], object]
+        self, inputs: Iterable[Input], prompt: str, limits: tuple[int, int | None], advance: Callable[[int], object]
     ) -> Iterator[Array]:
         """Yields the logits of the next pairs, (pairs, num_labels)."""
         numbers = itertools.count()
         for chunk in chunks(inputs):
             for each, number in zip(chunk, numbers, strict=False):
                 check_input(each, number)
-            rows = rows_of(self._reader, chunk)
+            rows = rows_of(self._reader, with_prompt(chunk, prompt))
             found = np.zeros((len(chunk), self.num_labels), np.float32)
             for places in packed(list(map(len, rows.ids)), *limits):
                 found[places] = self._classify(rows.some(places))
                 advance(len(places))
             yield found
+
+    def _tokenized(self, texts: Sequence[Any]) -> Rows:
+        return rows_of(self._reader, [[each] if isinstance(each, str) else each for each in texts])
 
     def _classify(self, rows: Rows) -> Array:
         """Returns the logits of rows of pairs or texts, (rows, num_labels)."""
@@ -224,6 +252,11 @@ def check_input(each: object, number: int) -> None:
         raise ValueError(f"sentences[{number}]: expected a pair of texts, or a list of one text, got {each!r:.60}")
     for text in each:
         expect_text("sentences", number + 1, text)
+
+
+def with_prompt(inputs: Sequence[Input], prompt: str) -> Sequence[Input]:
+    """Returns the inputs with a prompt in front of the first text of each."""
+    return [[prompt + each[0], *each[1:]] for each in inputs] if prompt else inputs
 
 
 def rows_of(reader: Reader, inputs: Sequence[Input], *, cuts: bool = True) -> Rows:

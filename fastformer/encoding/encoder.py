@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -14,8 +16,8 @@ from torch import Tensor
 
 from fastformer.encoding.batches import BATCH_TOKENS, check_limits, check_several, chunks, packed, progress
 from fastformer.encoding.folder import Folder
-from fastformer.encoding.folder_model import FolderModel
-from fastformer.encoding.modules import Array, Normalize, Pooling, normalized, pooled
+from fastformer.encoding.folder_model import FolderModel, one_of
+from fastformer.encoding.modules import Array, Normalize, Pooling, Stored, normalized, pooled, stored
 from fastformer.encoding.similarity import ALL, PAIRED, Embeddings, as_rows
 from fastformer.encoding.tokens import Rows
 from fastformer.generation.text_io import expect_text
@@ -60,16 +62,13 @@ class Encoder(FolderModel):
         truncate_dim: int | None = None,
     ) -> None:
         check_value("truncate_dim", truncate_dim, Positive | None)
-        super().__init__(folder, precision, device)
+        super().__init__(folder, precision, device, prompts, default_prompt_name)
         found = self._folder
-        self.prompts = dict(found.prompts if prompts is None else prompts)
-        self.default_prompt_name = found.default_prompt_name if default_prompt_name is None else default_prompt_name
         self.similarity_fn_name = found.similarity if similarity_fn_name is None else similarity_fn_name
         self.truncate_dim = found.truncate_dim if truncate_dim is None else truncate_dim
         if self.similarity_fn_name not in ALL:
             hint = suggestion(self.similarity_fn_name, ALL)
             raise ValueError(f"expected similarity_fn_name in {[*ALL]}, got {self.similarity_fn_name!r}{hint}")
-        self._prompt(None, self.default_prompt_name)
         if found.pooling is None:
             logger.info("%s has no pooling: an embedding is the mean of the states of the tokens", found.path)
         self._pooling = found.pooling or Pooling()
@@ -94,18 +93,23 @@ class Encoder(FolderModel):
 
     def encode(
         self,
-        sentences: str | Iterable[str],
+        sentences: str | Iterable[str] | None = None,
         prompt_name: str | None = None,
         prompt: str | None = None,
         batch_size: int | None = None,
         show_progress_bar: bool | None = None,
         output_value: Output = "sentence_embedding",
-        *,
+        precision: Stored = "float32",
         convert_to_numpy: bool = True,
         convert_to_tensor: bool = False,
-        normalize: bool | None = None,
+        device: Any = None,
         normalize_embeddings: bool = False,
         truncate_dim: int | None = None,
+        pool: None = None,
+        chunk_size: int | None = None,
+        *,
+        inputs: str | Iterable[str] | None = None,
+        normalize: bool | None = None,
         batch_tokens: int = BATCH_TOKENS,
     ) -> Any:
         """Returns the embeddings of texts, in their order.
@@ -118,8 +122,15 @@ class Encoder(FolderModel):
             show_progress_bar: whether to show a progress bar on standard error.
             output_value: "sentence_embedding", or "token_embeddings": a list with a tensor (seqlen, d_model) for each
                 text.
+            precision: the numbers of the embeddings: "float32"; "int8" or "uint8", 255 steps between the least and the
+                greatest number of each dimension in this call; "binary" or "ubinary", the signs, eight in a byte. It is
+                not the precision of the computation, which the class has.
             convert_to_numpy: return an array; False returns a list of tensors.
             convert_to_tensor: return a tensor.
+            device: the model's device, or None.
+            pool: None: one process computes on all threads.
+            chunk_size: has no effect without a pool.
+            inputs: sentences, by their name in sentence-transformers 6.
             normalize: divide each embedding by its length; False: don't, even if the folder does so at the end;
                 None: the folder's setting.
             normalize_embeddings: True is normalize=True; False is the folder's setting.
@@ -128,11 +139,17 @@ class Encoder(FolderModel):
             batch_tokens: the most tokens that are computed together.
 
         Returns:
-            (texts, dim) in fp32; (dim,) for a single text, and (0, dim) for an empty list.
+            (texts, dim), in fp32 unless precision says otherwise; (dim,) for a single text, (0, dim) for an empty list.
 
         Raises:
-            ValueError: an item is not a text (the message has its position), or prompt_name is unknown.
+            ValueError: an item is not a text (the message has its position), prompt_name or precision is unknown, or
+                the call names another device than the model's, or a pool.
         """
+        self._check_run(device, pool, chunk_size)
+        sentences = one_of(sentences, inputs)
+        check_value("precision", precision, Stored | None)
+        if output_value == "token_embeddings" and precision not in (None, "float32"):
+            raise ValueError(f"expected precision float32 along with token_embeddings, got {precision!r}")
         if output_value not in ("sentence_embedding", "token_embeddings"):
             raise ValueError(f"expected output_value sentence_embedding or token_embeddings, got {output_value!r}")
         is_one = isinstance(sentences, str)
@@ -148,15 +165,28 @@ class Encoder(FolderModel):
         with progress(texts, show_progress_bar) as advance:
             parts = list(self._parts(texts, prompt, limits, finish, advance))
         rows = np.concatenate(parts) if parts else np.zeros((0, finish(None).shape[1]), np.float32)
-        return self._given(torch.from_numpy(rows), is_one, convert_to_numpy, convert_to_tensor)
+        return self._given(torch.from_numpy(stored(rows, precision)), is_one, convert_to_numpy, convert_to_tensor)
 
-    def encode_query(self, sentences: str | Iterable[str], **options: Any) -> Any:
+    def encode_query(self, sentences: str | Iterable[str] | None = None, *arguments: Any, **options: Any) -> Any:
         """Calls `encode` with the prompt "query", if the folder has one and the call doesn't name a prompt."""
-        return self.encode(sentences, **self._for_task(("query",), options))
+        return self.encode(sentences, **self._for_task(("query",), _named(arguments, options)))
 
-    def encode_document(self, sentences: str | Iterable[str], **options: Any) -> Any:
+    def encode_document(self, sentences: str | Iterable[str] | None = None, *arguments: Any, **options: Any) -> Any:
         """Calls `encode` with the first prompt that exists of "document", "passage", "corpus", unless it names one."""
-        return self.encode(sentences, **self._for_task(("document", "passage", "corpus"), options))
+        return self.encode(sentences, **self._for_task(("document", "passage", "corpus"), _named(arguments, options)))
+
+    @contextmanager
+    def truncate_sentence_embeddings(self, truncate_dim: int | None) -> Iterator[None]:
+        """Sets truncate_dim within the context."""
+        check_value("truncate_dim", truncate_dim, Positive | None)
+        before, self.truncate_dim = self.truncate_dim, truncate_dim
+        try:
+            yield
+        finally:
+            self.truncate_dim = before
+
+    def _tokenized(self, texts: Sequence[Any]) -> Rows:
+        return self._reader.texts(texts)
 
     def stream(
         self,
@@ -191,20 +221,6 @@ class Encoder(FolderModel):
         if options.get("prompt") is None and options.get("prompt_name") is None:
             options["prompt_name"] = next((name for name in names if name in self.prompts), None)
         return options
-
-    def _prompt(self, prompt: str | None, name: str | None) -> str:
-        """Returns the prompt to put in front of each text."""
-        if prompt is not None:
-            if not isinstance(prompt, str):
-                raise ValueError(f"expected prompt as a str, got {type(prompt).__name__}")
-            return prompt
-        name = self.default_prompt_name if name is None else name
-        if name is None:
-            return ""
-        if name not in self.prompts:
-            hint = suggestion(name, self.prompts)
-            raise ValueError(f"expected a prompt_name in {[*self.prompts]}, got {name!r}{hint}")
-        return self.prompts[name]
 
     def _finish(self, normalize: bool | None, also: bool, truncate_dim: int | None) -> _Finish:
         for name, value in (("normalize", normalize), ("normalize_embeddings", also)):
@@ -283,6 +299,17 @@ class Encoder(FolderModel):
         some = [place for place, ids in enumerate(rows.ids) if ids]
         for batch in packed([len(rows.ids[place]) for place in some], *limits):
             yield [some[index] for index in batch]
+
+
+_POSITIONAL = tuple(inspect.signature(Encoder.encode).parameters)[2:]
+
+
+def _named(arguments: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `encode` after the texts by name."""
+    named = dict(zip(_POSITIONAL, arguments, strict=False))
+    if len(arguments) > len(_POSITIONAL) or named.keys() & options.keys():
+        raise TypeError(f"expected each argument of encode once, got {len(arguments)} by position and {[*options]}")
+    return {**named, **options}
 
 
 class _Finish:

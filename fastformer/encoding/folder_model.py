@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from typing_extensions import Self
 
 from fastformer.encoding.engine import EncoderEngine
 from fastformer.encoding.folder import Folder, read_folder
+from fastformer.encoding.tokens import Rows
+from fastformer.settings import Positive, check_value, suggestion
 
 
 class FolderModel:
@@ -20,12 +23,25 @@ class FolderModel:
         folder: a path, or the result of `read_folder`.
         precision: the precision of the weights; None: as they were saved.
         device: the device for the model; None: the CPU.
+        prompts, default_prompt_name: replace the folder's settings.
+
+    Attributes:
+        prompts: prompts by name; one of them is put in front of each text.
+        default_prompt_name: the name of the prompt for calls that don't name one; None: no prompt.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str] | Folder, precision: str | None, device: torch.device | str | None
+        self,
+        folder: str | os.PathLike[str] | Folder,
+        precision: str | None,
+        device: torch.device | str | None,
+        prompts: Mapping[str, str] | None = None,
+        default_prompt_name: str | None = None,
     ) -> None:
-        self._folder = folder if isinstance(folder, Folder) else read_folder(folder, device=device)
+        self._folder = found = folder if isinstance(folder, Folder) else read_folder(folder, device=device)
+        self.prompts = dict(found.prompts if prompts is None else prompts)
+        self.default_prompt_name = found.default_prompt_name if default_prompt_name is None else default_prompt_name
+        self._prompt(None, self.default_prompt_name)
         self._reader = self._folder.reader
         self._engine = EncoderEngine(self._folder.model, precision)
 
@@ -71,7 +87,92 @@ class FolderModel:
         found: torch.device = next(self._folder.model.parameters()).device
         return found
 
+    @property
+    def tokenizer(self) -> Any:
+        """The folder's tokenizer, an `EncoderTokenizer`: `encode` and `decode`, and `encode_pair` for two texts."""
+        return self._reader.tokenizer
+
+    def tokenize(self, texts: Sequence[Any]) -> dict[str, Tensor]:
+        """Returns the model's inputs for texts, (texts, seqlen), with padding on the right.
+
+        Returns:
+            input_ids, attention_mask (1 for tokens, 0 for padding) and, if the model has them, token_type_ids.
+        """
+        rows = self._tokenized(texts)
+        shape = len(rows.ids), max(map(len, rows.ids), default=0)
+        ids = torch.full(shape, self._folder.model.config.special_ids.pad)
+        mask, types = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+        for place, row in enumerate(rows.ids):
+            ids[place, : len(row)], mask[place, : len(row)] = torch.tensor(row), 1
+            if rows.types is not None:
+                types[place, : len(row)] = torch.tensor(rows.types[place])
+        found = {"input_ids": ids, "attention_mask": mask}
+        return found | ({"token_type_ids": types} if self._reader.tokenizer.has_token_types else {})
+
+    def eval(self) -> Self:
+        """Returns the object, whose model is always in evaluation."""
+        return self
+
+    def to(self, device: torch.device | str) -> Self:
+        """Returns the object. A ValueError says that the model is on another device."""
+        self._check_run(device, None, None)
+        return self
+
+    def half(self) -> Self:
+        """Raises a ValueError: the argument `precision` of the class converts the weights."""
+        raise ValueError("expected no half(): make the object with precision='bf16' instead")
+
+    def start_multi_process_pool(self, *args: Any, **options: Any) -> Any:
+        """Raises a ValueError: one process computes on all threads."""
+        raise ValueError("expected no start_multi_process_pool(): one process computes on all threads, without a pool")
+
+    def _tokenized(self, texts: Sequence[Any]) -> Rows:
+        """Returns the rows of texts as the class reads them."""
+        raise NotImplementedError
+
+    def _check_run(self, device: Any, pool: Any, chunk_size: int | None) -> None:
+        """Checks the arguments by which sentence-transformers distributes a call.
+
+        Raises:
+            ValueError: another device than the model's, or a pool of processes.
+        """
+        if device is not None:
+            asked = [device] if isinstance(device, str | torch.device) else list(device)
+            places = {(one.type, one.index or 0) for one in map(torch.device, asked)}
+            if places != {(self.device.type, self.device.index or 0)} or len(asked) != 1:
+                raise ValueError(
+                    f"expected device {str(self.device)!r}, on which the model is, got {device!r}: give it to the class"
+                )
+        if pool is not None:
+            raise ValueError(f"expected pool None, got one: see start_multi_process_pool ({type(pool).__name__})")
+        check_value("chunk_size", chunk_size, Positive | None)
+
+    def _prompt(self, prompt: str | None, name: str | None) -> str:
+        """Returns the prompt to put in front of each text."""
+        if prompt is not None:
+            if not isinstance(prompt, str):
+                raise ValueError(f"expected prompt as a str, got {type(prompt).__name__}")
+            return prompt
+        name = self.default_prompt_name if name is None else name
+        if name is None:
+            return ""
+        if name not in self.prompts:
+            hint = suggestion(name, self.prompts)
+            raise ValueError(f"expected a prompt_name in {[*self.prompts]}, got {name!r}{hint}")
+        return self.prompts[name]
+
     def _given(self, found: Tensor, is_one: bool, convert_to_numpy: bool, convert_to_tensor: bool) -> Any:
         """Returns results on the CPU in the form that the caller asks for; for one text, its row."""
         given: Any = found.to(self.device) if convert_to_tensor else found.numpy() if convert_to_numpy else list(found)
         return given[0] if is_one else given
+
+
+def one_of(sentences: Any, inputs: Any) -> Any:
+    """Returns the texts of a call, which sentence-transformers calls sentences before version 6, and then inputs.
+
+    Raises:
+        ValueError: neither or both are given.
+    """
+    if (sentences is None) == (inputs is None):
+        raise ValueError(f"expected sentences or inputs, got {'neither' if inputs is None else 'both'}")
+    return inputs if sentences is None else sentences

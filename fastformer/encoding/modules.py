@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Array = npt.NDArray[np.float32]
+Stored = Literal["float32", "int8", "uint8", "binary", "ubinary"]
 
 _LEAST = 1e-12  # the lower bound of a row's divisor, as in torch.nn.functional.normalize
 
@@ -78,6 +79,28 @@ def _one(states: Array, kind: str, skipped: int) -> Array | float:
         return np.asarray((kept * weights).sum(0) / weights.sum())
     divisor = len(kept) if kind == "mean" else np.sqrt(np.float32(len(kept)))
     return np.asarray(kept.sum(0) / np.float32(divisor))
+
+
+def stored(rows: Array, precision: Stored | None) -> Any:
+    """Returns embeddings (dimension 1) as numbers of another type, as sentence-transformers quantizes them.
+
+    Raises:
+        ValueError: a single embedding for "int8" or "uint8", which count steps between the least and the greatest
+            number of each dimension.
+    """
+    if precision in (None, "float32"):
+        return rows
+    if precision in ("binary", "ubinary"):
+        bits = np.packbits(rows > 0, axis=-1)
+        return (bits.astype(np.int16) - 128).astype(np.int8) if precision == "binary" else bits
+    if len(rows) == 1:
+        raise ValueError(f"expected several texts for precision {precision!r}, which compares their numbers, got one")
+    if not len(rows):
+        return rows.astype(precision)
+    least = rows.min(0)
+    steps = (rows.max(0) - least) / 255
+    counts = np.clip(np.floor((rows - least) / np.where(steps == 0, 1, steps)), 0, 255)
+    return (counts - 128).astype(np.int8) if precision == "int8" else counts.astype(np.uint8)
 
 
 def normalized(rows: Array) -> Array:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastformer.encoding.cross_encoder import Activation, CrossEncoder, Input, check_input, rows_of
+from fastformer.encoding.cross_encoder import Activation, CrossEncoder, Input, check_input, rows_of, with_prompt
 from fastformer.encoding.encoder import Encoder
 from fastformer.encoding.modules import Array
 from fastformer.encoding.tokens import Rows
@@ -168,5 +168,5 @@ def score_request(
         found: Array = (scores.softmax(1) if apply_softmax and scores.dim() > 1 else scores).numpy()
         return found
 
-    rows = rows_of(encoder._reader, inputs, cuts=cuts)
+    rows = rows_of(encoder._reader, with_prompt(inputs, encoder._prompt(None, None)), cuts=cuts)
     return EncodeRequest(rows, Compute(encoder._classify, encoder.num_labels), finish)

@@ -92,6 +92,30 @@ def test_labels_of_single_texts_and_pairs(three) -> None:
         classifier.rank("a", ["b"])
 
 
+def test_a_prompt_precedes_the_first_text_of_a_pair(one, tmp_path) -> None:
+    shutil.copytree(one[0], tmp_path, dirs_exist_ok=True)
+    write(
+        tmp_path / "config_sentence_transformers.json",
+        {"prompts": {"query": "query : "}, "default_prompt_name": "query"},
+    )
+    ranker, usual = fastformer.CrossEncoder(one[0]), fastformer.CrossEncoder(tmp_path)
+    expected = ranker.predict([("query : " + first, second) for first, second in PAIRS])
+    plain = ranker.predict(PAIRS)
+    assert not np.array_equal(expected, plain)
+    options = {"device": "cpu", "pool": None, "chunk_size": 3, "batch_size": np.int64(2)}
+    assert np.array_equal(ranker.predict(inputs=PAIRS, prompt="query : ", **options), expected)
+    for found in (usual.predict(PAIRS), usual.predict(PAIRS, prompt_name="query")):
+        assert np.array_equal(found, expected)
+    assert np.array_equal(usual.predict(PAIRS, prompt=""), plain)
+    ranks = [ranker.rank("a bird", TEXTS, prompt="query : ", top_k=np.int64(2)), usual.rank("a bird", TEXTS, top_k=2)]
+    assert ranks[0] == ranks[1] != ranker.rank("a bird", TEXTS, top_k=2)
+    assert ranker.tokenize(PAIRS[:2])["token_type_ids"].max() == 1
+    with pytest.raises(ValueError, match="prompt_name"):
+        ranker.predict(PAIRS, prompt_name="query")
+    with pytest.raises(ValueError, match="device"):
+        ranker.rank("a", TEXTS, device="meta")
+
+
 def test_labels_are_named_by_their_numbers(three, tmp_path) -> None:
     shutil.copytree(three[0], tmp_path, dirs_exist_ok=True)
     config = json.loads((three[0] / "config.json").read_text())

@@ -175,6 +175,61 @@ def test_a_prompt_that_fills_a_row_leaves_the_last_token(folder, plain) -> None:
     torch.testing.assert_close(torch.from_numpy(found), exact.float(), atol=2e-5, rtol=0)
 
 
+def test_arguments_of_sentence_transformers(plain) -> None:
+    encoder = fastformer.Encoder(plain[0], prompts={"query": "query : "})
+    expected = encoder.encode(MANY)
+    for found in (
+        encoder.encode(MANY, None, None, 32, False, "sentence_embedding", "float32", True, False, "cpu", False, None),
+        encoder.encode(inputs=MANY, device=["cpu"], pool=None, chunk_size=7),
+        encoder.encode(MANY, batch_size=np.int64(2)),
+        encoder.eval().to("cpu").encode(MANY, precision=None), encoder.encode_query(MANY, None, ""),
+    ):  # fmt: skip
+        assert np.array_equal(found, expected)
+    assert np.array_equal(encoder.encode_query(MANY[:3], "query"), encoder.encode(MANY[:3], prompt="query : "))
+    with encoder.truncate_sentence_embeddings(5):
+        assert np.array_equal(encoder.encode(MANY), expected[:, :5])
+    assert encoder.truncate_dim is None
+    cut = plain[1].config.pad_token_id
+    given = encoder.tokenize(TEXTS)
+    for place, ids in enumerate(encoder.tokenizer.encode_batch(TEXTS)):
+        assert given["input_ids"][place].tolist() == ids + [cut] * (given["input_ids"].shape[1] - len(ids))
+        assert given["attention_mask"][place].sum() == len(ids)
+    with torch.inference_mode():
+        assert plain[1](**given).last_hidden_state.shape[:2] == given["input_ids"].shape
+    for name, options in (
+        ("device", {"device": "meta"}), ("device", {"device": ["cpu", "cpu"]}), ("pool", {"pool": {}}),
+        ("chunk_size", {"chunk_size": 0}), ("precision", {"precision": "int4"}), ("inputs", {"inputs": ["a"]}),
+        ("precision", {"precision": "int8", "output_value": "token_embeddings"}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=name):
+            encoder.encode(TEXTS, **options)
+    for name, call in (
+        ("inputs", encoder.encode), ("half", encoder.half), ("device", lambda: encoder.to("meta")),
+        ("start_multi_process_pool", encoder.start_multi_process_pool),
+        ("precision", lambda: encoder.encode(["a"], precision="int8")),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=name):
+            call()
+    with pytest.raises(TypeError, match="prompt_name"):
+        encoder.encode_query(MANY, "query", prompt_name="query")
+
+
+def test_embeddings_of_few_bits(plain) -> None:
+    encoder = fastformer.Encoder(plain[0])
+    rows = encoder.encode(MANY).astype(np.float64)
+    signs = encoder.encode(MANY, precision="ubinary")
+    assert signs.dtype == np.uint8 and np.array_equal(np.unpackbits(signs, axis=1), rows > 0)
+    signed = encoder.encode(MANY, precision="binary")
+    assert signed.dtype == np.int8 and np.array_equal(signed.astype(int) + 128, signs)
+    counts = encoder.encode(MANY, precision="uint8")
+    steps = (rows - rows.min(0)) / (rows.max(0) - rows.min(0)) * 255
+    assert counts.dtype == np.uint8 and np.all(counts.min(0) == 0) and np.all(counts.max(0) >= 254)
+    assert np.all(counts <= steps + 1e-3) and np.all(counts > steps - 1 - 1e-3)
+    signed = encoder.encode(MANY, precision="int8", convert_to_tensor=True)
+    assert signed.dtype == torch.int8 and np.array_equal(signed.numpy().astype(int) + 128, counts)
+    assert encoder.encode([], precision="int8").shape == (0, D_MODEL)
+
+
 def test_a_long_text_is_cut_counted_and_reported_once(plain, caplog) -> None:
     encoder = fastformer.Encoder(plain[0])
     long = "bird " * 50
