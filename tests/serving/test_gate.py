@@ -8,13 +8,15 @@ import logging
 import re
 import socket
 import threading
+from collections.abc import AsyncIterator
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
 
 from fastformer.serving import Limits, make_app, open_service
-from fastformer.serving.gate import read_keys
+from fastformer.serving.gate import Traffic, Watch, read_keys
 from fastformer.serving.run import Server, bound
 from tests.serving import models
 from tests.serving.asking import serving
@@ -101,6 +103,36 @@ async def test_a_large_body_is_413(translator_folder, is_chunked) -> None:
             body = parts(count) if is_chunked else b"x" * 100 * count
             answer = await client.post("/v1/translate", content=body, headers={"Content-Type": "application/json"})
             assert answer.status_code == status and answer.json()["error"]["code"] == status
+
+
+async def test_the_rest_of_a_large_body_is_read_for_a_while_only(translator_folder) -> None:
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while sent < 100:
+            sent += 1
+            yield part
+
+    part = b"x" * (1 << 20)
+    async with serving(open_service(translator_folder, limits=Limits(max_body_bytes=1000))) as client:
+        assert (await client.post("/v1/translate", content=endless())).status_code == 413 and sent < 80
+
+
+async def test_the_time_to_the_first_byte_is_not_that_to_the_last() -> None:
+    seen: list[tuple[float, float]] = []
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"a", "more_body": True})
+        await asyncio.sleep(0.1)
+        await send({"type": "http.response.body", "body": b"b"})
+
+    metrics = mock.Mock(answered=lambda route, status, seconds, first: seen.append((seconds, first)))
+    watch = Watch(slow, Traffic(), metrics, lambda path: path, mock.Mock(), logs=False)
+    await watch({"type": "http", "path": "/a", "method": "GET"}, mock.AsyncMock(), mock.AsyncMock())
+    [(seconds, first)] = seen
+    assert 0 < first < seconds - 0.05
 
 
 async def test_a_full_queue_is_429_with_a_time_and_reads_no_body(translator_folder) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -105,6 +107,13 @@ RAW = {
     "a list": b"[]",
     "a lone surrogate": b'{"text": "\\ud800"}',
 }
+
+
+def test_samples_are_bounded_like_beams(translator_folder) -> None:
+    service: Any = open_service(translator_folder, limits=Limits(max_beams=3))
+    for options in ({"num_beams": 4}, {"do_sample": True, "num_return_sequences": 4}):
+        with pytest.raises(ValueError, match="beams or samples"):
+            service.settings(options)
 
 
 async def test_bad_input_is_an_error_and_costs_nothing(translator_folder) -> None:

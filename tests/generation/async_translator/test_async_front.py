@@ -191,6 +191,14 @@ async def test_sentences_of_a_text_are_queued_together(translator) -> None:
         assert await front.translate(text, split=True, **FEW) == translator.translate(text, split=True, **FEW)
 
 
+async def test_texts_of_a_call_draw_other_numbers(translator) -> None:
+    options = {"do_sample": True, "seed": 3, **FEW}
+    async with AsyncTranslator(translator) as front:
+        found = await front.answers([Item("a")] * 3, front.settings(options))
+    texts = [answer.answer.texts()[0] for [answer] in found if answer.answer is not None]
+    assert texts == translator.translate(["a"] * 3, **options) and len(set(texts)) > 1
+
+
 async def test_late_requests_end_with_an_error(translator) -> None:
     async with opened(translator, held=True, max_waiting=1) as (front, engine):
         soon = time.monotonic() + 0.05

@@ -98,6 +98,7 @@ async def test_no_task_waits_for_a_dead_thread(translator, monkeypatch) -> None:
     await until(lambda: engine.entered == 1)
     tasks += [asyncio.create_task(front.translate(text, **BIG)) for text in "bc"]
     await until(lambda: front.num_queued == 2 and front.num_blocked == 1)
+    assert front.stats().waiting == 3
     engine.gate.release(MANY)
     for task, words in zip(tasks, ("'a'.*broken", "'b'.*SystemExit", "'c'.*SystemExit"), strict=True):
         with pytest.raises(RuntimeError, match=words):
