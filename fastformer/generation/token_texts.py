@@ -12,6 +12,8 @@ from fastformer.generation.streaming import BROKEN, ByteRuns
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CONTEXT = 6  # the ids before the first token that are decoded with it
+_MOST_IDS = 64  # the most ids of a run of bytes, or of special tokens, that are decoded again for each token after them
+_CHARACTER = 4  # the most bytes of a character
 # The characters by which byte-level tokenizers, such as GPT-2's, write bytes: a byte that is no visible character of
 # Latin-1 has one from U+0100 on.
 _VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -81,6 +83,9 @@ class TokenTexts:
             if goes_on:
                 self._held.append((one, alternatives))
                 self._held_text = text
+                if len(self._held) >= _MOST_IDS + (_CHARACTER if text.endswith(BROKEN) else 0):
+                    found += self.end()
+                    del self._ids[self._told :]
                 continue
             if self._held and text.startswith(self._held_text):  # the held ones are no part of this token's character
                 text = text[len(self._held_text) :]
@@ -90,6 +95,8 @@ class TokenTexts:
             if text:  # the next text may depend on a token that has a text
                 self._ids = self._ids[self._told :]
                 self._before = self._text()
+            elif len(self._ids) > _MOST_IDS and self.is_special(one.token) and self.is_special(self._ids[-2]):
+                del self._ids[-2]
             self._told = len(self._ids)
         return found
 

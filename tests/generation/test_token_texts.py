@@ -63,3 +63,38 @@ def test_a_character_of_several_tokens_has_the_bytes_of_each(kind, folder) -> No
     # Each of the tokens in the last one's stead: it alone ends the character.
     assert [other.data for other in last.alternatives] == data
     assert [other.text.count("漢") for other in last.alternatives] == [0] * len(first) + [1]
+
+
+class Watched:
+    """A tokenizer that notes the most ids that it decoded at once."""
+
+    def __init__(self, tokenizer) -> None:
+        self.tokenizer, self.most = tokenizer, 0
+
+    def decode(self, ids) -> str:
+        self.most = max(self.most, len(ids))
+        return self.tokenizer.decode(ids)
+
+    def __getattr__(self, name: str):
+        return getattr(self.tokenizer, name)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "byte level", "byte fallback", "sentencepiece"])
+def test_a_long_run_without_characters_is_not_decoded_again_and_again(kind, folder) -> None:
+    tokenizer = Watched(detokenizer(kind, folder))
+    begin, whole = tokenizer.encode("the "), tokenizer.encode("the 漢")
+    part = whole[len(begin)]  # the first byte of a character
+    for run in ([part] * 400, [0] * 400):
+        new = [*run, *tokenizer.encode("there")]
+        found = spelled(tokenizer, new, begin)
+        assert tokenizer.most < 100 and [one.scored.token for one in found] == new
+        assert tokenizer.decode(begin) + "".join(one.spelled.text for one in found) == tokenizer.decode([*begin, *new])
+        tokenizer.most = 0
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "byte level", "byte fallback", "sentencepiece"])
+def test_a_long_run_of_bytes_has_whole_characters(kind, folder) -> None:
+    tokenizer = detokenizer(kind, folder)
+    for text in ("漢" * 70, "é" * 150, "aé漢" * 40):
+        found = spelled(tokenizer, tokenizer.encode(text))
+        assert "".join(one.spelled.text for one in found) == tokenizer.decode(tokenizer.encode(text))
