@@ -362,10 +362,18 @@ def test_an_origin_that_no_browser_sends_is_refused(origin, translator_folder) -
 
 async def test_a_body_of_many_lists_is_not_read(translator_folder) -> None:
     async with serving(open_service(translator_folder, limits=Limits(max_text_chars=10**6))) as client:
-        for count in (90_000, 110_000):  # too many texts; and lists
-            answer = await client.post("/v1/translate", json={"text": ["a"] * 65, "prefix": "[" * count})
+        for count in (90_000, 110_000):  # no text; and too many lists
+            answer = await client.post("/v1/translate", json={"text": "a", "prefix": [[]] * count})
             told = answer.json()["error"]["message"]
-            assert answer.status_code in (400, 413) and ("lists" in told) == (count > 100_000), told
+            assert answer.status_code == 400 and ("lists" in told) == (count > 100_000), told
+
+
+async def test_brackets_in_texts_are_no_lists(translator_folder) -> None:
+    async with serving(open_service(translator_folder, limits=Limits(max_text_chars=10**6))) as client:
+        for text in ("[" * 110_000, '{"\\' * 110_000, '\\"[' * 110_000):
+            answer = await client.post("/v1/translate", json={"text": ["a"] * 3000, "prefix": text})
+            told = answer.json()["error"]["message"]
+            assert answer.status_code == 413 and "texts" in told, told
 
 
 async def test_of_a_key_that_a_body_has_twice_the_last_counts(translator_folder) -> None:
