@@ -46,6 +46,10 @@ _STREAMED: dict[str, Any] = {
     "content": EVENTS,
 }
 _CHAT_TOKENS = 1_024  # the most new tokens of a chat's answer if the request sets no number
+# Names of the server's own, or of arguments of the functions that pass the variables on.
+_NO_VARIABLES = frozenset((
+    "add_generation_prompt", "continue_final_message", "deadline", "messages", "self", "tokenizer", "tools",
+))  # fmt: skip
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -232,7 +236,7 @@ def _message(message: MessageBody, place: int, limits: Limits) -> dict[str, Any]
 def _variables(body: ChatBody) -> dict[str, Any]:
     """Returns the variables of the chat template that a request sets."""
     found = dict(body.chat_template_kwargs or {})
-    if own := {"messages", "add_generation_prompt", "continue_final_message", "tools", "mark"}.intersection(found):
+    if own := _NO_VARIABLES.intersection(found):
         raise ApiError(f"expected variables of a chat template, got {min(own)!r}", param="chat_template_kwargs")
     return found | {"add_generation_prompt": body.add_generation_prompt is not False}
 

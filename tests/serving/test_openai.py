@@ -325,6 +325,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("completions", COMPLETION | {"guided_json": {"type": "object"}}, "guided_json"),
     ("chat/completions", CHAT | {"continue_final_message": True}, "continue_final_message"),
     ("chat/completions", CHAT | {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ("chat/completions", CHAT | {"chat_template_kwargs": {"deadline": 1}}, "chat_template_kwargs"),
+    ("chat/completions", CHAT | {"chat_template_kwargs": {"tokenizer": ""}}, "chat_template_kwargs"),
+    ("chat/completions", CHAT | {"chat_template_kwargs": {"self": ""}}, "chat_template_kwargs"),
     ("chat/completions", CHAT | {"stream": "yes"}, "stream"),
 ]
 
