@@ -175,7 +175,7 @@ def _begins_value(file: str, line: bytes) -> bool:
     try:
         json.loads(text)
     except json.JSONDecodeError as error:
-        return kind_of(file) == "JSON" and error.pos >= len(text.decode()) - 1
+        return kind_of(file) == "JSON" and error.pos >= len(error.doc) - 1
     except (ValueError, RecursionError):
         pass
     return False

@@ -247,6 +247,13 @@ def test_whole_json_values(tmp_path, indent) -> None:
     assert read_documents(f"{file}:en", skip_bad=True) == ["two"]
 
 
+def test_a_lone_surrogate_in_a_json_value_is_named(tmp_path) -> None:
+    path = tmp_path / "one.json"
+    path.write_bytes(b'{"en": "\xed\xa0\x80",\n"de": "eins"}\n')
+    with pytest.raises(ValueError, match=r"one\.json is not valid JSON"):
+        read_lines(f"{path}:de")
+
+
 def test_commas_in_the_names_of_folders(tmp_path) -> None:
     folder = tmp_path / "a,b"
     folder.mkdir()
