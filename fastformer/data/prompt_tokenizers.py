@@ -244,10 +244,10 @@ class PiecePromptTokenizer(SentencePieceTokenizer):
         self._symbols = {
             piece: i
             for i in range(self._size)
-            if not (
+            if processor.get_score(i) == 0  # first, since hardly any piece of a large vocabulary passes
+            and not (
                 processor.is_control(i) or processor.is_unknown(i) or processor.is_unused(i) or processor.is_byte(i)
             )
-            and processor.get_score(i) == 0
             and len(piece := processor.id_to_piece(i)) > 1
             and "▁" not in piece
             and i in processor.encode(f"a{piece}a")

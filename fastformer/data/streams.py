@@ -1,7 +1,8 @@
 """Streams text files of any size as blocks of lines, which one process reads and other processes parse.
 
-A block is small enough for memory and large enough to be worth sending. Its methods (`pairs`, `documents`) parse it in
-the receiving process, so that the reading process does little more than count line ends.
+A block is small enough for memory and large enough to be worth sending. Lines of pairs are parsed by `PairBlock.pairs`
+in the receiving process, so that the reading process does little more than count line ends. Running text is decoded and
+cut where it is read.
 """
 
 from __future__ import annotations
