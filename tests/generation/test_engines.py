@@ -485,6 +485,16 @@ def test_draws_follow_the_distribution_to_its_ends() -> None:
     assert sample(logits, [Sample(1.0, 0, 1.0, point) for point in points]).tolist() == [1, 1, 2, 2, 4, 4]
 
 
+def test_each_of_many_unlikely_tokens_may_be_drawn() -> None:
+    # Behind the first token's sum of nearly 1, fp32 can't tell four neighbours of this probability apart.
+    count, small = 4096, math.exp(-18)
+    logits = torch.tensor([[0.0, *[-18.0] * count]])
+    points = [(1 + small * (place + 0.5)) / (1 + small * count) for place in range(1000, 1064)]
+    drawn = sample(logits.expand(64, -1), [Sample(1.0, 0, 1.0, point) for point in points]).tolist()
+    assert drawn == [*range(drawn[0], drawn[0] + 64)]  # in fp32, the first one's own probability is a few places off
+    assert abs(drawn[0] - 1001) < 8
+
+
 def test_each_row_is_drawn_in_its_own_way() -> None:
     logits = torch.randn(4, 50).repeat(6, 1)
     kinds = [(1.0, 0, 1.0), (1.0, 2, 1.0), (1.0, 0, 0.1), (0.01, 0, 1.0), (3.0, 5, 0.5), (1.0, 2, 1.0)]

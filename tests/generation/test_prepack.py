@@ -337,6 +337,15 @@ def test_each_precision_has_its_own_copy_and_a_failure_leaves_none() -> None:
     assert packed(model, "int8", lambda: "d") == "d"
 
 
+@pytest.mark.parametrize("first", ["fp32", "int8", "bf16"])
+def test_a_change_ages_the_copies_of_every_precision(first) -> None:
+    model, names = fresh(), ["fp32", "int8", "bf16"]
+    for name in names:
+        packed(model, name, lambda: "old")
+    add(model)
+    assert [packed(model, name, lambda: "new") for name in (first, *names)] == ["new"] * 4
+
+
 class Kept:
     """An object whose deletion can be observed."""
 

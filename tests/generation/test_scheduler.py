@@ -355,6 +355,17 @@ def test_cancelled_requests_free_their_memory_before_the_next_step() -> None:
     assert_empty(scheduler, engine)
 
 
+def test_a_cancellation_during_the_scan_of_the_queue_is_not_lost() -> None:
+    engine = MeteredEngine(3, vocab=VOCAB, eos=-9.0)
+    first, second, late = ask(0, greedy(6)), ask(1, greedy(6)), ask(2, greedy(6), max_time=1000.0)
+    scheduler = Scheduler(engine, max_rows=1, max_bytes=10_000)
+    scheduler.submit([first, second, late])
+    assert scheduler.step() == [] and scheduler.running == [first]
+    late.is_late = lambda now: second.cancel() or True  # as another thread cancels one that has been looked at
+    assert scheduler.step() == [late]
+    assert scheduler.step() == [second] and not second.results
+
+
 def test_at_the_time_limit_running_requests_return_partial_results_and_waiting_ones_none(clock) -> None:
     engine = MeteredEngine(6, vocab=VOCAB, eos=-9.0)
     limit = {"max_time": 5.0}
