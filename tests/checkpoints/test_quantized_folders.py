@@ -157,6 +157,27 @@ def test_quantised_folders_decode_in_int4(method, size, options, tmp_path) -> No
     assert torch.equal(again.sequences, found.sequences) and torch.equal(again.scores, found.scores)
 
 
+@needs_cpp
+@pytest.mark.parametrize(("method", "size"), [("gptq", 32), ("awq", 64)])
+def test_a_shortlist_keeps_the_zero_points_of_the_output(method, size, tmp_path) -> None:
+    settings, rounded, plain = checkpoint(method, size)
+    tensors, weight = layer(method, VOCAB, INPUTS, size, torch.Generator().manual_seed(1))
+    del rounded["lm_head.weight"]
+    rounded |= {f"lm_head.{part}": tensor for part, tensor in tensors.items()}
+    model = read(tmp_path, settings, rounded)
+    exact = FAMILIES["llama"].to_model(
+        Checkpoint(SETTINGS, plain | {"lm_head.weight": weight.float()}, dtype=torch.float64)
+    )
+    prompt = torch.randint(3, VOCAB, (3, 9), generator=torch.Generator().manual_seed(0))
+    allowed = [*range(3, VOCAB, 4)]
+    found = generate(model, prompt, shortlist=allowed, min_new_tokens=8, max_new_tokens=8, return_dict_in_generate=True)
+    logits = exact(found.sequences[:, :-1])[:, 8:]
+    due = torch.full_like(logits, -torch.inf)
+    due[..., allowed] = logits[..., allowed]
+    chosen = due.log_softmax(-1).gather(-1, found.sequences[:, 9:, None]).squeeze(-1)
+    assert (found.token_log_probs.double() - chosen).square().mean().sqrt() < 0.1 * logits.std()
+
+
 def test_groups_out_of_order_keep_their_numbers(tmp_path, caplog) -> None:
     settings, rounded, plain = checkpoint("gptq", 64, shuffled=True)
     with caplog.at_level("WARNING", logger="fastformer"):

@@ -180,6 +180,14 @@ def test_nan_stays_nan() -> None:
     for kind in POOLINGS:
         found = packed(EXT, o, t).encode([[1, 3, 2], [1, 2]], None, kind, True, 2)
         assert np.isnan(found[0]).all() and not np.isnan(found[1]).any()
+    # Without layers, no other token's state is NaN.
+    o, t = drawn(layers=0)
+    t["source_embedding"][3] = torch.nan
+    encoder, ids = packed(EXT, o, t), [[3, 1, 2], [1, 3, 2], [1, 2, 3]]
+    hidden = torch.from_numpy(encoder.encode(ids, None, "none", False, 1)).split(3)
+    for kind in POOLINGS:
+        due = torch.stack([pooled(kind, states).isnan() for states in hidden])
+        assert np.array_equal(np.isnan(encoder.encode(ids, None, kind, False, 1)), due) and due.any(), kind
 
 
 def test_other_python_threads_run_meanwhile() -> None:

@@ -60,6 +60,17 @@ async def test_each_task_gets_the_result_of_generate(lm, engine) -> None:
             assert (completion.finish_reason == "stop") == (row[-1] == 1)
 
 
+async def test_an_end_that_is_the_last_token_allowed_is_a_stop(lm) -> None:
+    options = DRAWN | {"seed": 5}
+    async with AsyncGenerator(lm, TOKENIZER) as front:
+        (whole,) = await front.complete("ab", **options)
+        *_, end = row = [one.token for one in whole.tokens]
+        assert len(set(row)) == 8 == options["max_new_tokens"]
+        for limit, reason in ((7, "length"), (8, "stop"), (9, "stop")):
+            (found,) = await front.complete("ab", **options | {"eos_token_id": end, "max_new_tokens": limit})
+            assert [one.token for one in found.tokens] == row[:limit] and found.finish_reason == reason
+
+
 @pytest.mark.parametrize(
     "engine, options",
     [

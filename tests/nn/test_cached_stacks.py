@@ -53,6 +53,21 @@ def test_cached_equals_uncached(options, chunks):
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("chunks", [[1] * 7, [4, 1, 2]], ids=str)
+def test_a_window_limits_a_position_bias_as_well(chunks):
+    layer = fnn.TransformerEncoderLayer(E, H, FF, batch_first=True, window_size=(2, 0), **DOUBLE)
+    stack = randomised(fnn.TransformerEncoder(layer, LAYERS)).eval()
+    x, bias, seen = torch.randn(N, T, E, **DOUBLE), torch.randn(1, H, T, T, **DOUBLE), torch.ones(T, T).bool()
+    expected = stack(x, position_bias=bias.masked_fill(~(seen.tril() & seen.triu(-2)), -torch.inf))
+    cache, outputs, start = new_cache(), [], 0
+    for size in chunks:
+        own = bias[:, :, start : start + size, : start + size]
+        outputs.append(stack(x[:, start : start + size], cache=cache, position_bias=own))
+        start += size
+    assert_same(torch.cat(outputs, 1), expected, "hidden states")
+
+
+@torch.inference_mode()
 def test_sequence_first():
     stack = decoder(batch_first=False)
     x, memory = torch.randn(T, N, E, **DOUBLE), torch.randn(S, N, E, **DOUBLE)
