@@ -9,16 +9,19 @@ from functools import partial
 
 import pytest
 
+from fastformer.generation import generate
 from fastformer.generation import requests as requests_module
 from fastformer.generation import scheduler as scheduler_module
-from fastformer.generation.engines import Candidates, Prompt
+from fastformer.generation.engines import Candidates, Prompt, choose_engine
 from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.processors import NoRepeatNgrams, SuppressTokens
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling, Search
+from fastformer.models import GPT
 from tests.generation.small import needs_cpp
 from tests.generation.toy import EOS, MeteredEngine, RunningEngine, ToyEngine, ask, decode, finish, plain_greedy
+from tests.generation.weights import drawn
 
 VOCAB = 9
 ENDS = frozenset({EOS})
@@ -305,6 +308,21 @@ def test_memory_beyond_the_reservation_is_not_given_twice(few_expected) -> None:
     run(scheduler, [])
     assert engine.admitted == [0, 1] and all(request.results for request in requests)
     assert engine.most_used == 14
+
+
+@needs_cpp
+def test_cached_prompts_that_no_request_holds_are_no_room() -> None:
+    """Of nine blocks, earlier prompts keep four each. Both prompts together need five each."""
+    model, dice = drawn(GPT, max_len=96), random.Random(0)
+    prompts = [[dice.randrange(3, 70) for _ in range(80)] for _ in range(2)]
+    expected = generate(model, prompts, max_new_tokens=1, engine="kv_cache")[:, 80:].tolist()
+    engine = choose_engine(model, "cpp")
+    scheduler = Scheduler(engine, max_rows=4, max_bytes=9 * 16 * engine.token_bytes, is_endless=True)
+    for together in ([0], [1], [0, 1]):
+        requests = [Request(Prompt((), prompts[i]), greedy(1)) for i in together]
+        run(scheduler, requests)
+        assert [request.results[0].tokens for request in requests] == [expected[i] for i in together]
+    assert [request.cached_tokens for request in requests] == [64, 64]
 
 
 def test_a_batch_that_is_nearly_full_waits_for_a_quarter() -> None:
