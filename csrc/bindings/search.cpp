@@ -52,7 +52,7 @@ std::unique_ptr<Search> beam_search(int64_t limit, std::vector<int32_t> eos, int
                                     int64_t num_return, bool early_stopping, std::optional<int64_t> min_tokens,
                                     std::optional<std::vector<int32_t>> suppressed,
                                     std::optional<bool> by_transformers_rules, std::optional<bool> never_stops,
-                                    std::optional<int64_t> begun) {
+                                    std::optional<int64_t> begun, std::optional<bool> keeps_shares) {
   constexpr int64_t kMost = 1 << 20;  // candidates; counts derived from this number are 64-bit
   if (num_beams > kMost || std::ssize(eos) >= kMost / std::max<int64_t>(1, num_beams))
     throw std::invalid_argument("expected fewer beams or end ids");
@@ -66,7 +66,7 @@ std::unique_ptr<Search> beam_search(int64_t limit, std::vector<int32_t> eos, int
                                                     : EarlyStopping::kNo;
   auto search = make_beam_search(limit, std::move(eos), num_beams, alpha, num_return, stopping,
                                  by_transformers_rules.value_or(false), begun.value_or(0));
-  search->min_tokens = min_tokens.value_or(0);
+  search->min_tokens = min_tokens.value_or(0), search->keeps_shares = keeps_shares.value_or(false);
   if (suppressed) search->suppressed = std::move(*suppressed);
   return search;
 }
@@ -131,7 +131,7 @@ void bind_search(PyObject* module) {
       function<"greedy_search", "limit eos min_tokens? suppressed?", &greedy_search>(),
       function<"beam_search",
                "limit eos num_beams alpha num_return early_stopping min_tokens? suppressed? by_transformers_rules? "
-               "never_stops? begun?",
+               "never_stops? begun? keeps_shares?",
                &beam_search>(),
       function<"last_tokens", "searches", &last_tokens>(),
       function<"places_of_done", "searches", &places_of_done>(),

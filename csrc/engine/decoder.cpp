@@ -291,9 +291,9 @@ void Session::run_worker(Run& run, Places groups, Ids tokens, Forward& forward, 
       const Search& search = *run.searches[place];
       selection.k = std::max(selection.k, search.num_candidates);
       const int64_t behind = first + search.num_rows;
-      for (const int32_t id : search.suppressed) selection.bans.push_back({id, first, behind});
+      for (const int32_t id : search.suppressed) selection.bans.push_back({id, first, behind, search.keeps_shares});
       if (search.num_tokens < search.min_tokens)
-        for (const int32_t id : search.eos()) selection.bans.push_back({id, first, behind});
+        for (const int32_t id : search.eos()) selection.bans.push_back({id, first, behind, search.keeps_shares});
       first = behind;
     }
     const Candidates& candidates = step_of(groups, tokens, forward, selection, threads);

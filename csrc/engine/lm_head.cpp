@@ -45,7 +45,7 @@ void LmHead::add_stages(const PackedRows& states, int64_t rows, const Selection&
   places_.assign(selection.logit_rows.empty() ? 0 : rows, -1);
   for (size_t i = 0; i < selection.logit_rows.size(); ++i)
     places_.at(selection.logit_rows[i]) = static_cast<int32_t>(i);
-  bans_.clear();
+  bans_.clear(), keeps_shares_ = false;
   for (Selection::Ban ban : selection.bans) {
     if (!shortlist_.ids.empty()) {
       const auto found = std::lower_bound(shortlist_.ids.begin(), shortlist_.ids.end(), ban.id);
@@ -53,6 +53,7 @@ void LmHead::add_stages(const PackedRows& states, int64_t rows, const Selection&
       ban.id = static_cast<int32_t>(found - shortlist_.ids.begin());
     }
     bans_.push_back(ban);
+    keeps_shares_ = keeps_shares_ || ban.keeps_share;
   }
   std::sort(bans_.begin(), bans_.end(), [](const Selection::Ban& a, const Selection::Ban& b) { return a.id < b.id; });
   // Fill the logits of ids outside of the shortlist.
@@ -93,17 +94,26 @@ void LmHead::scan_shard(int64_t shard, const PackedRows& states, int64_t rows, c
     if (panel % part_panels_ == 0) std::fill_n(sums, rows, Sum{kNever, 0});
     gemm(states, rows, w, panel, panel + 1, tile.data(), kPanelColumns);
     if (cap > 0) cap_row(tile.data(), rows * kPanelColumns, 1 / cap, cap);
-    for (; ban != bans_.end() && ban->id < first + kPanelColumns; ++ban)
-      for (int64_t row = ban->begin; row < ban->end; ++row) tile[row * kPanelColumns + ban->id - first] = kNever;
+    const auto here = ban;
+    const auto forbid = [&](bool keeps_share) {
+      for (ban = here; ban != bans_.end() && ban->id < first + kPanelColumns; ++ban)
+        for (int64_t row = ban->begin; row < ban->end && ban->keeps_share == keeps_share; ++row)
+          tile[row * kPanelColumns + ban->id - first] = kNever;
+    };
+    forbid(false);
     for (int64_t row = 0; row < rows; ++row) {
       float* z = tile.data() + row * kPanelColumns;
       std::fill(z + count, z + kPanelColumns, kNever);
+      if (selection.log_probs) add_exponentials(z, sums[row]);
+    }
+    if (keeps_shares_) forbid(true);
+    for (int64_t row = 0; row < rows; ++row) {
+      const float* z = tile.data() + row * kPanelColumns;
       if (!places_.empty() && places_[row] >= 0) {
         float* to = selection.logits + places_[row] * vocab;
         for (int64_t c = 0; c < count; ++c) to[id_of(static_cast<int32_t>(first + c))] = z[c];
       }
       keep_best(z, first, k, best[row]);
-      if (selection.log_probs) add_exponentials(z, sums[row]);
     }
   }
 }

@@ -15,10 +15,11 @@ using Ids = std::vector<int32_t>;
 
 // The results that a step returns for each row.
 struct Selection {
-  // Forbids an id for the rows [begin, end).
+  // Forbids an id for the rows [begin, end). keeps_share: log-probabilities are those of a choice among all ids.
   struct Ban {
     int32_t id;
     int64_t begin, end;
+    bool keeps_share;
   };
 
   int64_t k;                // the number of best tokens
@@ -77,6 +78,7 @@ class LmHead {
   const Shortlist& shortlist_;
   // For a step: its bans by column, and the index of each row among those whose logits are written (-1: not written).
   std::vector<Selection::Ban> bans_;
+  bool keeps_shares_ = false;  // whether any of the bans does
   Ids places_;
   // The parts depend only on the vocabulary, so that sums are the same for any number of threads. The number of shards
   // depends on the threads, because it doesn't change which tokens are best; each shard has to fill its k best first.

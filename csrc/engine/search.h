@@ -30,6 +30,7 @@ class Search {
 
   std::vector<int32_t> suppressed;  // ids that are never chosen: the caller that steps the model sets them to -inf
   int64_t min_tokens = 0;           // with fewer tokens, the caller sets ids that end a row to -inf as well
+  bool keeps_shares = false;        // forbidden ids keep their share of the probability: others don't get it
   int64_t num_tokens = 0;           // the number of new tokens of each row that continues
   const std::vector<int32_t>& eos() const { return eos_; }
 

@@ -49,12 +49,14 @@ class SearchRules(NamedTuple):
         eos: the ids that end a row, in ascending order.
         min_tokens: the number of new tokens before which no id of eos is chosen.
         suppressed: ids that are never chosen, in ascending order.
+        keeps_shares: whether log-probabilities are those of a choice among all ids, also the forbidden ones.
     """
 
     num_beams: int
     eos: tuple[int, ...]
     min_tokens: int
     suppressed: tuple[int, ...]
+    keeps_shares: bool = False
 
 
 class NativeSearch(Search):
@@ -102,11 +104,12 @@ class NativeSearch(Search):
         min_tokens: int = 0,
         suppressed: Sequence[int] = (),
         begun: int = 0,
+        keeps_shares: bool = False,
     ) -> NativeSearch:
         """Makes a search that is equivalent to a `BeamSearch` or a `TransformersBeamSearch`.
 
         min_tokens and suppressed are as in `greedy`; begun is as in `TransformersBeamSearch`, and ignored by the other
-        rules.
+        rules; for keeps_shares, see `SearchRules`.
         """
         handle = extension_module().beam_search(
             limit,
@@ -120,8 +123,10 @@ class NativeSearch(Search):
             beam_rules == "transformers",
             early_stopping == "never",
             begun,
+            keeps_shares,
         )
-        return cls(handle, SearchRules(num_beams, tuple(sorted(eos)), min_tokens, tuple(sorted(suppressed))))
+        rules = SearchRules(num_beams, tuple(sorted(eos)), min_tokens, tuple(sorted(suppressed)), keeps_shares)
+        return cls(handle, rules)
 
     @property
     def num_rows(self) -> int:  # type: ignore[override]  # the engine changes it too

@@ -284,16 +284,10 @@ SEARCH_RULES = (LogProbs, SuppressTokens, MinNewTokens, EndWhereNothingFollows)
 
 
 def does_search(config: GenerationConfig, processors: Sequence[Processor]) -> bool:
-    """Returns whether a C++ search does the same as a request's processors, except at the steps of an `AtOneLength`.
-
-    The engine normalises the tokens that are allowed to log-probabilities.
-    """
+    """Returns whether a C++ search does the same as a request's processors, except at the steps of an `AtOneLength`."""
     if any(isinstance(one, SEARCH_RULES) for one in _own(config)):  # the search knows only those of the config
         return False
-    masks = any(isinstance(one, SuppressTokens | MinNewTokens) for one in processors)
-    return not (config.keeps_scores and masks) and all(
-        isinstance(one, (*SEARCH_RULES, AtOneLength)) for one in processors
-    )
+    return all(isinstance(one, (*SEARCH_RULES, AtOneLength)) for one in processors)
 
 
 def make_stop(

@@ -273,6 +273,7 @@ class RequestBuilder:
             min_tokens=least,
             suppressed=config.suppress_tokens,
             begun=told,
+            keeps_shares=config.keeps_scores,
         )
 
     def _beam_search(self, limit: int, stop: Stop | None, told: int) -> Search:

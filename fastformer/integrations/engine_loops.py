@@ -159,8 +159,6 @@ def whole_search(
     positions = [one.position for one in at_lengths]
     if len({*positions}) < len(positions) or (least and limit - begun < least):
         return None
-    if has_beams and (suppressed or least > 0) and not renormalizes:
-        return None  # the engine always normalises the tokens that are allowed to log-probabilities
     return WholeSearch(ends, max(0, least), tuple(sorted(suppressed)), tuple(at_lengths), renormalizes)
 
 
@@ -208,6 +206,7 @@ def search_whole(engine: CppEngine, inputs: Inputs, rules: WholeSearch, config: 
             alpha=config.length_penalty,
             num_return=num_return,
             early_stopping=config.early_stopping,
+            keeps_shares=not rules.renormalizes,
             **common,
         )
 

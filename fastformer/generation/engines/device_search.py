@@ -66,6 +66,7 @@ class DeviceSearch:
     ) -> None:
         self.num_beams, self._count = max(1, rules.num_beams), num_candidates
         self._is_greedy, self._groups = rules.num_beams == 0, num_groups
+        self._keeps_shares = rules.keeps_shares
         slots = self._slots = num_groups * self.num_beams
         self._ends = list(accumulate((slots, num_groups, num_groups)))
         is_cuda = device.type == "cuda"
@@ -115,7 +116,10 @@ class DeviceSearch:
         """
         early = (self._said < self._least).repeat_interleave(self.num_beams, output_size=self._slots)
         forbidden = self._is_suppressed | (self._is_end & early[:, None])
-        return best_candidates(logits.float().masked_fill(forbidden, NEVER), self._count, log_probs)
+        values = logits.float()
+        if log_probs and self._keeps_shares:
+            values, log_probs = values.log_softmax(-1), False
+        return best_candidates(values.masked_fill(forbidden, NEVER), self._count, log_probs)
 
     def advance(self, values: Tensor, ids: Tensor, step: Tensor) -> Tensor | None:
         """Chooses the hypotheses that continue, and records the step.
