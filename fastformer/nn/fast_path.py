@@ -15,9 +15,7 @@ _RELU_OR_GELU = ("relu", "gelu", F.relu, F.gelu)
 
 def nests(layer: Any) -> bool:
     """Returns whether torch.nn's encoder of such layers has the fast path that skips padding."""
-    if not _is_encoder_layer(layer) or layer.norm_first or not layer.self_attn.batch_first:
-        return False
-    return _is_fast(layer) and not any(each is None for each in _tensors(layer))
+    return _is_encoder_layer(layer) and _is_fast(layer) and not layer.norm_first and layer.self_attn.batch_first
 
 
 def zeroed_by_torch(stack: Any, src: Tensor, mask: Tensor | None, key_padding_mask: Tensor) -> Tensor | None:
@@ -29,9 +27,9 @@ def zeroed_by_torch(stack: Any, src: Tensor, mask: Tensor | None, key_padding_ma
         (batch, seqlen), True where the layers' output is zero before the final norm. None, too, if a floating mask
         lowers scores: the fast path wrongly hides such keys, and fastformer adds the mask as everywhere else.
     """
-    layer: Any = stack.layers[0] if len(stack.layers) else None
-    if mask is not None or src.dim() != 3 or is_traced() or not getattr(stack, "use_nested_tensor", False):
+    if mask is not None or src.dim() != 3 or not getattr(stack, "use_nested_tensor", False) or is_traced():
         return None
+    layer: Any = stack.layers[0] if len(stack.layers) else None
     if not _is_encoder_layer(layer) or layer.training or key_padding_mask.shape != src.shape[:2]:
         return None
     if not _may_be_fast(src, *_tensors(layer)):
@@ -54,12 +52,11 @@ def fast_dtype(layer: Any, x: Tensor) -> torch.dtype:
     dtype = x.dtype
     if dtype != torch.float32 or x.device.type != "cpu" or not torch.is_autocast_enabled("cpu") or x.dim() != 3:
         return dtype
-    if not _is_encoder_layer(layer) or layer.training or not layer.self_attn.batch_first or not _is_fast(layer):
+    if not _is_encoder_layer(layer) or layer.training or not _is_fast(layer) or not layer.self_attn.batch_first:
         return dtype
     if any(each._forward_hooks or each._forward_pre_hooks for each in layer.modules()):
         return dtype
-    tensors = _tensors(layer)
-    if is_traced() or any(each is None for each in tensors) or not _may_be_fast(x, *tensors):
+    if is_traced() or not _may_be_fast(x, *_tensors(layer)):
         return dtype
     return torch.get_autocast_dtype("cpu")
 
@@ -70,32 +67,38 @@ def _is_encoder_layer(layer: object) -> bool:
 
 
 def _is_fast(layer: Any) -> bool:
-    """Returns whether a layer's settings are those of torch.nn's fast path."""
-    attention, activation = layer.self_attn, layer.activation
+    """Returns whether a layer has the parts and the settings of torch.nn's fast path."""
+    attention, activation = getattr(layer, "self_attn", None), getattr(layer, "activation", None)
     return (
-        attention._qkv_same_embed_dim
+        getattr(attention, "_qkv_same_embed_dim", False)
         and attention.num_heads % 2 == 0
         and (isinstance(activation, nn.ReLU | nn.GELU) or activation in _RELU_OR_GELU)
+        and all(each is not None for each in _tensors(layer))
         and layer.norm1.eps == layer.norm2.eps
     )
 
 
-def _tensors(layer: Any) -> tuple[Tensor | None, ...]:
-    """Returns the tensors of a layer that torch.nn's fast path reads."""
-    attention = layer.self_attn
-    parts = (attention.out_proj, layer.norm1, layer.norm2, layer.linear1, layer.linear2)
-    return (
-        attention.in_proj_weight,
-        attention.in_proj_bias,
-        *(getattr(each, name, None) for each in parts for name in ("weight", "bias")),
-    )
+def _tensors(layer: Any) -> list[Tensor | None]:
+    """Returns the tensors of a layer that torch.nn's fast path reads; None in place of those that it lacks."""
+    modules = layer._modules
+    attention = modules.get("self_attn")
+    out_proj = None if attention is None else attention._modules.get("out_proj")
+    parts = (out_proj, modules.get("norm1"), modules.get("norm2"), modules.get("linear1"), modules.get("linear2"))
+    found = []
+    for owner, prefix in ((attention, "in_proj_"), *((each, "") for each in parts)):
+        own = {} if owner is None else owner._parameters
+        for name in (f"{prefix}weight", f"{prefix}bias"):
+            # An attribute that is a parameter costs a call of Python; one of another kind may be a property.
+            found.append(own[name] if name in own else getattr(owner, name, None))
+    return found
 
 
 def _may_be_fast(*tensors: Tensor | None) -> bool:
-    """Returns whether torch.nn may take its fast path now: it is on, and no tensor needs a gradient."""
+    """Returns whether torch.nn may take its fast path now: it is on, no tensor is missing, none needs a gradient."""
     given = [each for each in tensors if each is not None]
     return (
-        torch.backends.mha.get_fastpath_enabled()
+        len(given) == len(tensors)
+        and torch.backends.mha.get_fastpath_enabled()
         and not torch.is_autocast_enabled()
         and not torch.overrides.has_torch_function(given)
         and not (torch.is_grad_enabled() and any(each.requires_grad for each in given))

@@ -159,8 +159,10 @@ class TransformerEncoder(Stack):
                 self._encode(plan, opened.values, None, None, is_causal, opened.layout, is_trusted=True)
             )
         out = self.encode(plan, src, mask, src_key_padding_mask, is_causal, *others)
-        last = self.layers[-1] if len(self.layers) else None
-        return out.to(fast_dtype(last, out))
+        # A layer that is called gives its output this dtype itself, or its own code and hooks decide.
+        if torch.is_autocast_enabled("cpu") and plan.layers and plan.layers[-1] is not None:
+            out = out.to(fast_dtype(self.layers[-1], out))
+        return out
 
     def encode(
         self,
@@ -270,6 +272,8 @@ class TransformerDecoder(Stack):
         norm: applied to the output.
 
     Attributes:
+        padding: "auto": the output is torch.nn's at every position, and only the padding of the memory is skipped, in
+            calls without tgt_key_padding_mask. "skip" and "compute": as in `TransformerEncoder`.
         gradient_checkpointing: recompute each layer in the backward pass, to save memory while training.
     """
 

@@ -391,3 +391,60 @@ def test_a_cpus_autocast_gives_the_dtypes_of_torch_nn(norm_first: bool, final: b
                         found, expected = mine(x, **masks), theirs(x, **masks)
                         assert found.dtype == expected.dtype, (heads, activation, batch_first, training, grad)
                         torch.testing.assert_close(found.float(), expected.float(), rtol=0.05, atol=0.05)
+
+
+class Mixture(nn.TransformerEncoderLayer):
+    """A layer of the user's with a forward of its own, without the feed-forward network of torch.nn's."""
+
+    def __init__(self) -> None:
+        super().__init__(E, 2, 16, 0.0, batch_first=True)
+        del self.linear1, self.linear2
+        self.expert = nn.Linear(E, E)
+
+    def forward(self, src: Tensor, *_: Any, **__: Any) -> Tensor:
+        return src + self.expert(src).float()
+
+
+class Unlike(nn.Module):
+    """An attention of the user's that has none of the attributes of torch.nn's."""
+
+    batch_first = True
+
+    def forward(self, query: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        return query, None
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+def test_layers_with_a_forward_of_their_own(autocast: bool) -> None:
+    plain = nn.TransformerEncoder(Mixture(), 2, nn.LayerNorm(E), enable_nested_tensor=False).eval()
+    ours = fast.TransformerEncoder(Mixture(), 2, fast.AddLayerNorm(E)).eval()
+    ours.load_state_dict(plain.state_dict())
+    x = torch.randn(N, S, E)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected = plain(x, src_key_padding_mask=RIGHT)
+        for model in (ours, fastformer.accelerate(copy.deepcopy(plain))):
+            found = model(x, src_key_padding_mask=RIGHT)
+            assert found.dtype == expected.dtype
+            torch.testing.assert_close(found.float(), expected.float(), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+def test_an_attention_unlike_torchs(norm_first: bool, autocast: bool) -> None:
+    """torch.nn refuses it in evaluation; here it gives what it gives in training."""
+    layer = fast.TransformerEncoderLayer(E, 2, 16, 0.0, batch_first=True, norm_first=norm_first)
+    layer.self_attn = Unlike()  # type: ignore[assignment]
+    ours, x = fast.TransformerEncoder(layer, 2), torch.randn(N, S, E)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for masks in ({}, {"src_key_padding_mask": RIGHT}):
+            expected = ours.train()(x, **masks)
+            found = ours.eval()(x, **masks)
+            assert found.dtype == expected.dtype
+            torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+
+
+def test_a_hook_decides_what_an_encoder_returns() -> None:
+    plain = nn.TransformerEncoder(nn.TransformerEncoderLayer(E, 2, 16, 0.0, batch_first=True), 2).eval()
+    for model in (plain, fastformer.accelerate(copy.deepcopy(plain))):
+        model.layers[-1].register_forward_hook(lambda module, args, out: (out, "more"))
+        assert model(torch.randn(N, S, E))[1] == "more"
