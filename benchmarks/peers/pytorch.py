@@ -86,7 +86,9 @@ class Accelerated(AsItIs):
         if self.precision == "int8" and work.learns:
             raise Missing("int8 is a precision of evaluation")
         precision: Any = "int8" if self.precision == "int8" else None  # the model has its dtype already
-        model = fastformer.accelerate(work.model, fused_loss=self.fused_loss, precision=precision)
+        # The work reads real tokens alone. Transformers' models show that, but a stack of torch.nn has to be told.
+        padding: Any = "skip" if isinstance(work.model, nn.TransformerEncoder) else "auto"
+        model = fastformer.accelerate(work.model, fused_loss=self.fused_loss, precision=precision, padding=padding)
         report = fastformer.report(model)
         if not report.swapped:
             raise ValueError(f"expected that accelerate takes the model, but it left all of it: {report}")

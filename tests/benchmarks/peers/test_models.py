@@ -55,6 +55,13 @@ def test_an_accelerated_model_is_right_and_a_wrong_one_is_noticed(case, tmp_path
         Accelerated(case, "fp32", 1, {})
 
 
+def test_a_training_step_of_torch_nns_encoder_skips_padding(tmp_path: Path) -> None:
+    with record_backends() as ran:
+        results(Accelerated, ENCODER, tmp_path / "results.pt")
+    names = {name for name, _ in ran}
+    assert "varlen_attention_fwd" in names and "attention_fwd" not in names
+
+
 @pytest.mark.parametrize("order", models.ORDERS)
 def test_encoders_of_sentences_are_right_in_each_order(tmp_path: Path, order: str) -> None:
     pytest.importorskip("transformers", reason="not installed: pip install transformers")
