@@ -134,11 +134,11 @@ def accelerate(
         padding: how stacks treat padding. By "auto" they skip it where nothing reads their output there. A stack of
             torch.nn then equals the plain one at every position: padding is skipped where torch.nn itself skips it (an
             encoder in evaluation without gradients), in the encoder of a `Transformer` whose memory_key_padding_mask
-            hides what src_key_padding_mask hides, and in the memory of a decoder. A stack of transformers skips it, and
-            returns zeros there, if the model is of a known class (also inside of peft's models and
-            DistributedDataParallel), if all parts that read its stacks work on one position at a time, and if a call
-            asks for nothing at padded positions, such as labels there. "skip" skips it in every call: you promise that
-            nothing reads padded positions. "compute" skips it nowhere.
+            hides what src_key_padding_mask hides, and in the memory of a decoder that gets no tgt_key_padding_mask. A
+            stack of transformers skips it, and returns zeros there, if the model is of a known class (also inside of
+            peft's models and DistributedDataParallel), if all parts that read its stacks work on one position at a
+            time, and if a call asks for nothing at padded positions, such as labels there. "skip" skips it in every
+            call: you promise that nothing reads padded positions. "compute" skips it nowhere.
         generate: whether `generate` runs on the engine if it can; with False it stays transformers' own.
         encode: whether encoders run on the engine if they can; with False their modules compute them, and none is
             packed.

@@ -107,7 +107,7 @@ def _padding_of(stack: Stack) -> str:
         return zeros if reason is None else f"padding is computed: {reason}"
     if isinstance(stack, fnn.TransformerDecoder):
         if reason is None:
-            return "padding of the target is computed, and that of the memory is skipped"
+            return "padding is computed, except that of the memory in calls without tgt_key_padding_mask"
         return f"padding is computed: {reason}"
     places = []
     if getattr(stack, "use_nested_tensor", False):

@@ -5,7 +5,7 @@ position, so padding is skipped only in three places:
 
 1. in an encoder, where torch.nn skips it, too: its fast path of evaluation computes the norm of zeros there;
 2. in the encoder of a `Transformer`, if the decoder's mask hides the same positions;
-3. in the memory of a decoder, which reads it only through the mask.
+3. in the memory of a decoder, which reads it only through the mask, if the target has no mask of padding.
 
 By "skip" the caller promises that nothing reads padded positions, and stacks return zeros there.
 """
