@@ -360,7 +360,7 @@ def take_over(config: TrainConfig) -> tuple[TrainConfig, Any, Tokenizer]:
     run = config.init_from
     assert run is not None
     model, tokenizer = load_model(run)
-    kind, sizes, plain = KINDS[type(model).__name__], asdict(model.config), TrainConfig()
+    kind, sizes, plain = KINDS[type(model).__name__], _plain(model.config), TrainConfig()
     sizes = {name: value for name, value in sizes.items() if name not in OF_TOKENIZER}
     shared, target = not isinstance(tokenizer, PairTokenizer), getattr(tokenizer, "target", tokenizer)
 
@@ -380,7 +380,7 @@ def take_over(config: TrainConfig) -> tuple[TrainConfig, Any, Tokenizer]:
         refuse("tokenizer", config.tokenizer, has)
     given = dict(config.settings)
     if config.preset != plain.preset:
-        asked = asdict(config.model_config(max(config.vocab_size, 2), source_vocab_size=None if shared else 2))
+        asked = _plain(config.model_config(max(config.vocab_size, 2), source_vocab_size=None if shared else 2))
         given = {name: asked[name] for name in sizes if name in asked and name != "max_len"} | given
     for name, value in given.items():
         if name not in sizes:
@@ -394,3 +394,8 @@ def take_over(config: TrainConfig) -> tuple[TrainConfig, Any, Tokenizer]:
     dropout = {name: value for name, value in config.settings.items() if name.endswith("dropout")}
     settings = {**sizes, **dropout}
     return replace(config, model=kind, settings=settings, shared_vocab=shared), model, tokenizer
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """Returns a model's config with lists for tuples, as YAML and JSON give them back."""
+    return {name: [*value] if isinstance(value, tuple) else value for name, value in asdict(config).items()}

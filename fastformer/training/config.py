@@ -178,7 +178,8 @@ class TrainConfig(Machine, Validation, Optimisation, Tokens, Filters, Data, Mode
         nested = _suited(nested)
         settings = nested.pop("model", {})
         flat = {name: settings.pop(key) for key, name in (("name", "model"), ("preset", "preset")) if key in settings}
-        return cls(**nested, **flat, settings=settings)
+        plain = {name: [*value] if isinstance(value, tuple) else value for name, value in settings.items()}
+        return cls(**nested, **flat, settings=plain)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for YAML and JSON, which `from_dict` reads."""

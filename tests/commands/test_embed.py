@@ -126,6 +126,10 @@ def test_passages_are_ranked(ranker, tmp_path, monkeypatch, capsys) -> None:
     flags = ["--file", f"{file}:text", "--top_k", "3", "--json_lines"]
     assert main(["rank", str(ranker), "--query", "a bird", *flags]) == 0
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == due[:3]
+    file.write_text(json.dumps({"text": "ein Vögelchen " + "the " * 60}))
+    assert main(["rank", str(ranker), "--query", "a bird", *flags]) == 0
+    said = capsys.readouterr()
+    assert "ein Vögelchen" in said.out and said.err.startswith("cut 1 passage")
 
 
 def test_ranking_needs_a_cross_encoder(encoder, ranker, monkeypatch, ran) -> None:

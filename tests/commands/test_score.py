@@ -179,6 +179,7 @@ def test_more_lines_than_are_scored_at_a_time(language_model, tmp_path, ran) -> 
     assert rows[4096][:3] == ["-inf", "-inf", "inf"] and "-inf" not in (rows[0][0], rows[4097][0])
     file.write_bytes(b"or not\nto\nto\n")
     few, said = ran(*given, "--file", str(file))
+    assert [token for token, _ in json.loads(few.splitlines()[0].split("\t")[3])] == [*"r not"]  # the first is given
     for line, row in zip(few.splitlines()[:2], rows[-2:], strict=True):
         (score, *_, tokens), (other, *_, others) = line.split("\t"), row
         assert float(score) == pytest.approx(float(other), rel=1e-5)

@@ -73,7 +73,8 @@ async def test_a_word_that_is_pad_is_not_lost(words, tmp_path, case) -> None:
     options = {"max_new_tokens": 24, "suppress_tokens": unsaid, "do_sample": True, "seed": 4, "temperature": 3.0}
     row, texts = await everywhere(folder, "two birds!", **options)
     expected = theirs.decode(row, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    assert texts == {expected} and row.count(model.config.special_ids.pad) and "!" in expected
+    assert texts == {expected} and "!" in expected
+    assert row.count(model.config.special_ids.pad) or not case  # a Llama's usual ids are no words
 
 
 async def test_a_stop_text_may_spell_special_tokens(words, tmp_path) -> None:

@@ -79,6 +79,7 @@ async def test_languages_and_the_language_of_a_text(translator_folder) -> None:
         assert [one["language"] for one in found["detectedLanguage"]] == ["de", "en"]
         settings = (await client.get("/frontend/settings")).json()
         assert settings["language"]["target"]["code"] == "de" and settings["keyRequired"] is False
+        assert settings["charLimit"] == Limits().max_text_chars
 
 
 @pytest.mark.parametrize("as_form", [False, True], ids=["json", "form"])
