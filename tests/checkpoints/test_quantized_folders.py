@@ -112,6 +112,7 @@ CASES = [
     ("gptq", 32, {}),
     ("gptq", 128, {"sym": True}),
     ("gptq", 64, {"v2": True}),
+    ("gptq", 128, {"v2": True, "sym": True}),
     ("gptq", -1, {}),
     ("awq", 32, {}),
     ("awq", 128, {}),
@@ -139,7 +140,7 @@ def test_weights_follow_the_formats_definition(method, size, options, tmp_path) 
 
 
 @needs_cpp
-@pytest.mark.parametrize(("method", "size", "options"), [CASES[0], CASES[5], ("gptq", 32, {"shuffled": True})])
+@pytest.mark.parametrize(("method", "size", "options"), [CASES[0], ("awq", 128, {}), ("gptq", 32, {"shuffled": True})])
 def test_quantised_folders_decode_in_int4(method, size, options, tmp_path) -> None:
     settings, rounded, plain = checkpoint(method, size, **options)
     model = read(tmp_path / "none", settings, rounded)

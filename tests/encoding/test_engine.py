@@ -174,6 +174,19 @@ def test_a_model_of_another_dtype_runs_by_its_modules() -> None:
     assert EncoderEngine(model_of("bert").double()).name == "modules"
 
 
+@pytest.mark.parametrize("kind", ["mean", "weightedmean", "mean_sqrt_len_tokens"])
+def test_modules_in_bf16_pool_in_fp32(kind: str) -> None:
+    model = model_of("bert").bfloat16()
+    ids, types = texts_of(model, [7, 130])
+    states = by_modules(model, ids, types, "none").double()
+    layout = SequenceLayout.packed(torch.tensor([7, 130]), 130)
+    engine = EncoderEngine(model, "bf16")
+    engine.model.register_forward_hook(lambda *_: None)
+    found = torch.from_numpy(engine.encode(ids, types, kind))
+    assert engine.name == "modules"
+    torch.testing.assert_close(found.double(), model.pooled(states, layout, kind), rtol=1e-5, atol=1e-5)
+
+
 def test_modules_give_the_same_rows_in_the_same_order() -> None:
     model = model_of("bert")
     ids, types = texts_of(model, [7, 1, 40, 3])

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.utils.parametrize as parametrize
+import transformers
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -193,6 +194,17 @@ def test_checkpoints_of_transformers(family, reentrant):
     # Dropout: without padding nothing is packed either way.
     expected = Step(accelerated(family, dropout=0.5), **batch(False))
     Step(checkpointed(dropout=0.5), **batch(False)).assert_same(expected)
+
+
+@pytest.mark.parametrize("family, kind", [("bert", "BertForSequenceClassification"), ("llama", "LlamaModel")])
+def test_a_model_that_checkpoints_itself_computes_padding(family, kind):
+    """It would call its layers again after the call that omits padding."""
+    model = accelerated(small.make(family, getattr(transformers, kind)).train())
+    inputs = {"input_ids": IDS, "attention_mask": REAL.long()}
+    for itself, training in ((False, True), (True, True), (True, False)):
+        model.gradient_checkpointing = itself
+        model.train(training)
+        assert (PACKED in small.ran(lambda: model(**inputs))) == (not itself or not training)
 
 
 CHECKPOINTED = {

@@ -104,6 +104,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "forbidden at first": {"begin_suppress_tokens": [7, 8, 9, 10]},
     "none forbidden at first": {"begin_suppress_tokens": []},
     "forced": {"forced_bos_token_id": 6, "forced_eos_token_id": 2},
+    "forced ends": {"forced_eos_token_id": [2, 6]},
     "normalised": {"renormalize_logits": True, "suppress_tokens": [7], "min_new_tokens": 3, "forced_eos_token_id": 2},
     "repetition": {"repetition_penalty": 1.4},
     "n-grams": {"no_repeat_ngram_size": 2, "bad_words_ids": [[5, 6], [9]]},
@@ -148,13 +149,55 @@ def test_a_search_that_finds_fewer_hypotheses_than_asked(kind):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_pad_of_zero_behind_the_end(beams):
+    """transformers' beams ignore it, and fill with EOS."""
+    pair = pair_of("gpt2 plain", left=True)
+    found, expected = pair.both(
+        max_new_tokens=10, num_beams=beams, eos_token_id=[32, 41], pad_token_id=0, do_sample=False
+    )
+    assert torch.equal(found, expected)
+    fills = found[:, -1] == (0 if beams == 1 else 32)
+    assert fills.any() and not fills.all()
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_larger_of_two_minimums_counts(order, beams):
+    pair = pair_of("gpt2 plain", left=True)
+    ends = [32, 41, 45]  # that come early
+    for shorter, longer in ((2, 6), (6, 2)):
+        own = [
+            logits_process.MinLengthLogitsProcessor(12 + shorter, ends),
+            logits_process.MinNewTokensLengthLogitsProcessor(12, longer, ends),
+        ][::order]
+        found, expected = pair.both(
+            logits_processor=LogitsProcessorList(own), eos_token_id=ends, renormalize_logits=True,
+            max_new_tokens=10, num_beams=beams, do_sample=False,
+        )  # fmt: skip
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["llama grouped heads", "gpt2 plain"])
+def test_tokens_up_to_the_last_position_and_beyond(name):
+    """The last new token is never read, so it needs no position. Llama's angles have no end; GPT-2's table has one."""
+    pair = pair_of(name, left=True, max_position_embeddings=16)
+    longest = pair.inputs["input_ids"].shape[1]
+    for more, is_served in ((1, True), (2, False)):
+        options = {"max_new_tokens": 16 - longest + more, "min_new_tokens": 16 - longest + more, "do_sample": False}
+        assert (outcome_of(pair, **pair.inputs, **options) > 0) == is_served
+
+
 def test_what_the_caller_makes_has_its_own_ends(monkeypatch):
     """The call's ends are those of its config, whatever those of a processor or a criterion are."""
     pair = pair_of("gpt2 plain", left=True)
     ends = [2, 5, 13, 37, 9, 20, 33]
+    early = {"eos_token_id": 41, "renormalize_logits": True}
     made: list[Callable[[], dict[str, Any]]] = [
         lambda: {"logits_processor": [logits_process.MinLengthLogitsProcessor(30, 5)]},
+        lambda: {"logits_processor": [logits_process.MinLengthLogitsProcessor(20, 45)], **early},
         lambda: {"logits_processor": [logits_process.MinNewTokensLengthLogitsProcessor(12, 8, 5)]},
+        lambda: {"logits_processor": [logits_process.MinNewTokensLengthLogitsProcessor(12, 8, 45)], **early},
         lambda: {"logits_processor": [logits_process.NoBadWordsLogitsProcessor([[2], [7]], None)]},
         lambda: {
             "logits_processor": [logits_process.NoBadWordsLogitsProcessor([[2], [37]], [2])],
