@@ -68,7 +68,8 @@ def _is_encoder_layer(layer: object) -> bool:
 
 def _is_fast(layer: Any) -> bool:
     """Returns whether a layer has the parts and the settings of torch.nn's fast path."""
-    attention, activation = getattr(layer, "self_attn", None), getattr(layer, "activation", None)
+    attention: Any = getattr(layer, "self_attn", None)
+    activation = getattr(layer, "activation", None)
     return (
         getattr(attention, "_qkv_same_embed_dim", False)
         and attention.num_heads % 2 == 0
