@@ -282,14 +282,16 @@ class AsyncFront(Generic[R]):
         """
         if size <= _INLINE and not is_slow:
             return work()
-        if self.when_full == "refuse" and len(self._texts) >= self.max_waiting:
-            self._refused += 1
-            message = f"the texts of {len(self._texts)} requests are still to be read: try again later"
-            raise QueueFull(message, self._retry_after())
+        with self._changed:
+            if self.when_full == "refuse" and len(self._texts) >= self.max_waiting:
+                self._refused += 1
+                message = f"the texts of {len(self._texts)} requests are still to be read: try again later"
+                raise QueueFull(message, self._retry_after())
         try:
             return await self._texts.run(work, size, deadline)
         except TooLate:
-            self._late += 1
+            with self._changed:
+                self._late += 1
             raise
 
     async def call(self, function: Callable[[], T], *, deadline: float | None = None) -> T:
@@ -314,7 +316,8 @@ class AsyncFront(Generic[R]):
         try:
             return await call.ended(deadline)
         except TooLate:
-            self._late += 1
+            with self._changed:
+                self._late += 1
             raise
 
     def stats(self) -> Stats:

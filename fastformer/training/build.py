@@ -36,7 +36,7 @@ from fastformer.models.pretrained import CONFIG as MODEL_CONFIG
 from fastformer.models.weights import WEIGHTS
 from fastformer.settings import suggestion
 from fastformer.special_ids import SpecialIds
-from fastformer.training.config import TrainConfig
+from fastformer.training.config import TrainConfig, plain_values
 from fastformer.training.examples import Data, load_data
 from fastformer.training.graph_updates import check_device
 from fastformer.training.interrupts import Interrupts
@@ -360,7 +360,7 @@ def take_over(config: TrainConfig) -> tuple[TrainConfig, Any, Tokenizer]:
     run = config.init_from
     assert run is not None
     model, tokenizer = load_model(run)
-    kind, sizes, plain = KINDS[type(model).__name__], _plain(model.config), TrainConfig()
+    kind, sizes, plain = KINDS[type(model).__name__], plain_values(asdict(model.config)), TrainConfig()
     sizes = {name: value for name, value in sizes.items() if name not in OF_TOKENIZER}
     shared, target = not isinstance(tokenizer, PairTokenizer), getattr(tokenizer, "target", tokenizer)
 
@@ -380,7 +380,8 @@ def take_over(config: TrainConfig) -> tuple[TrainConfig, Any, Tokenizer]:
         refuse("tokenizer", config.tokenizer, has)
     given = dict(config.settings)
     if config.preset != plain.preset:
-        asked = _plain(config.model_config(max(config.vocab_size, 2), source_vocab_size=None if shared else 2))
+        model_config = config.model_config(max(config.vocab_size, 2), source_vocab_size=None if shared else 2)
+        asked = plain_values(asdict(model_config))
         given = {name: asked[name] for name in sizes if name in asked and name != "max_len"} | given
     for name, value in given.items():
         if name not in sizes:
@@ -394,8 +395,3 @@ def take_over(config: TrainConfig) -> tuple[TrainConfig, Any, Tokenizer]:
     dropout = {name: value for name, value in config.settings.items() if name.endswith("dropout")}
     settings = {**sizes, **dropout}
     return replace(config, model=kind, settings=settings, shared_vocab=shared), model, tokenizer
-
-
-def _plain(config: Any) -> dict[str, Any]:
-    """Returns a model's config with lists for tuples, as YAML and JSON give them back."""
-    return {name: [*value] if isinstance(value, tuple) else value for name, value in asdict(config).items()}

@@ -5,7 +5,7 @@ keys of the YAML file.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, get_type_hints
 
@@ -178,14 +178,18 @@ class TrainConfig(Machine, Validation, Optimisation, Tokens, Filters, Data, Mode
         nested = _suited(nested)
         settings = nested.pop("model", {})
         flat = {name: settings.pop(key) for key, name in (("name", "model"), ("preset", "preset")) if key in settings}
-        plain = {name: [*value] if isinstance(value, tuple) else value for name, value in settings.items()}
-        return cls(**nested, **flat, settings=plain)
+        return cls(**nested, **flat, settings=plain_values(settings))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for YAML and JSON, which `from_dict` reads."""
         values = asdict(self)
         model = {"name": values.pop("model"), "preset": values.pop("preset"), **values.pop("settings")}
         return {"model": model, **values}
+
+
+def plain_values(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a model's settings with lists for tuples, as YAML and JSON give them back."""
+    return {name: [*value] if isinstance(value, tuple) else value for name, value in settings.items()}
 
 
 def split_at_commas(text: str | None) -> list[str]:

@@ -35,6 +35,7 @@ Row = tuple[str, ...]
 DEVICE = ("--device cpu", "--device toaster")
 FEW = "--max_new_tokens 8"
 SCORED, COMPARED = "{run} --file {lines} --target {others}", "--hypotheses {lines} --reference {others}"
+EMBEDDED, RANKED = "--out {out}/v.npy --file {lines}", "--query bird --file {lines}"
 MANY = "--max_new_tokens 30 --min_new_tokens 30"
 BEAMS = f"{FEW} --num_beams 4"
 SAMPLES = f"{FEW} --do_sample --seed 1"
@@ -143,23 +144,23 @@ CASES: dict[str, dict[str, Row]] = {
         "seed": (f"{FEW} --seed 1", f"{FEW} --seed 2", "two birds"),
     },
     "embed {encoder}": {
-        "file": ("--out {out}/v.npy --file {lines}", "--out {out}/v.npy --file {others}"),
+        "file": (EMBEDDED, "--out {out}/v.npy --file {others}"),
         "out": ("--file {lines} --out {out}/v.npy", "--file {lines} --out {out}/w.npy"),
-        "prompt": ("--out {out}/v.npy --file {lines}", "--out {out}/v.npy --file {lines} --prompt bird"),
-        "prompt_name": ("--out {out}/v.npy --file {lines}", "--out {out}/v.npy --file {lines} --prompt_name query"),
-        "normalize": ("--out {out}/v.npy --file {lines}", "--out {out}/v.npy --file {lines} --normalize"),
-        "precision": ("--out {out}/v.npy --file {lines}", "--out {out}/v.npy --file {lines} --precision bf16"),
-        "device": tuple(f"--out {{out}}/v.npy --file {{lines}} {words}" for words in DEVICE),
-        "batch_tokens": ("--out {out}/v.npy --file {lines}", "--out {out}/v.npy --file {lines} --batch_tokens 0"),
+        "prompt": (EMBEDDED, f"{EMBEDDED} --prompt bird"),
+        "prompt_name": (EMBEDDED, f"{EMBEDDED} --prompt_name query"),
+        "normalize": (EMBEDDED, f"{EMBEDDED} --normalize"),
+        "precision": (EMBEDDED, f"{EMBEDDED} --precision bf16"),
+        "device": tuple(f"{EMBEDDED} {words}" for words in DEVICE),
+        "batch_tokens": (EMBEDDED, f"{EMBEDDED} --batch_tokens 0"),
     },
     "rank {ranker}": {
-        "query": ("--query bird --file {lines}", "--query dog --file {lines}"),
-        "file": ("--query bird --file {lines}", "--query bird --file {others}"),
-        "top_k": ("--query bird --file {lines}", "--query bird --file {lines} --top_k 1"),
-        "json_lines": ("--query bird --file {lines}", "--query bird --file {lines} --json_lines"),
-        "precision": ("--query bird --file {lines}", "--query bird --file {lines} --precision bf16"),
-        "device": tuple(f"--query bird --file {{lines}} {words}" for words in DEVICE),
-        "batch_tokens": ("--query bird --file {lines}", "--query bird --file {lines} --batch_tokens 0"),
+        "query": (RANKED, "--query dog --file {lines}"),
+        "file": (RANKED, "--query bird --file {others}"),
+        "top_k": (RANKED, f"{RANKED} --top_k 1"),
+        "json_lines": (RANKED, f"{RANKED} --json_lines"),
+        "precision": (RANKED, f"{RANKED} --precision bf16"),
+        "device": tuple(f"{RANKED} {words}" for words in DEVICE),
+        "batch_tokens": (RANKED, f"{RANKED} --batch_tokens 0"),
     },
     "score": {
         "file": ("{run} --target {others} --file {lines}", "{run} --target {others} --file {others}"),

@@ -75,13 +75,19 @@ async def test_an_ended_server_leaves_no_object_frozen(translator_folder) -> Non
     assert not gc.get_freeze_count()
 
 
+async def ask_while_held(server, client) -> tuple[threading.Event, asyncio.Task, asyncio.Task]:
+    """Holds the model's thread until the event is set, and sends a request that waits for it."""
+    gate, front = threading.Event(), server.config.app.state.service.front
+    held = asyncio.create_task(front.call(lambda: gate.wait(10)))
+    asked = asyncio.create_task(client.post("/v1/translate", json={"text": "a"}))
+    while not front.num_queued:
+        await asyncio.sleep(0.005)
+    return gate, held, asked
+
+
 async def test_requests_that_run_longer_than_the_drain_are_cancelled(translator_folder) -> None:
     async with run(translator_folder, drain_s=0, drain_delay_s=0) as (server, ended, client):
-        gate, front = threading.Event(), server.config.app.state.service.front
-        held = asyncio.create_task(front.call(lambda: gate.wait(10)))
-        asked = asyncio.create_task(client.post("/v1/translate", json={"text": "a"}))
-        while not front.num_queued:
-            await asyncio.sleep(0.005)
+        gate, held, asked = await ask_while_held(server, client)
         server.handle_exit(signal.SIGTERM, None)
         await asyncio.sleep(0.05)
         gate.set()
@@ -91,11 +97,7 @@ async def test_requests_that_run_longer_than_the_drain_are_cancelled(translator_
 
 async def test_requests_that_end_within_the_drain_are_answered(translator_folder) -> None:
     async with run(translator_folder, drain_s=60, drain_delay_s=0) as (server, ended, client):
-        gate, front = threading.Event(), server.config.app.state.service.front
-        held = asyncio.create_task(front.call(lambda: gate.wait(10)))
-        asked = asyncio.create_task(client.post("/v1/translate", json={"text": "a"}))
-        while not front.num_queued:
-            await asyncio.sleep(0.005)
+        gate, held, asked = await ask_while_held(server, client)
         server.handle_exit(signal.SIGTERM, None)
         while (answer := await client.post("/v1/translate", json={"text": "b"})).status_code != 503:
             pass
