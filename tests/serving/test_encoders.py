@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from fastformer import CrossEncoder, Encoder
 from fastformer.serving import Limits, open_service
 from tests.encoding.folders import D_MODEL, MANY
 from tests.serving import models
-from tests.serving.servers import Running, running, until
+from tests.serving.asking import serving
+from tests.serving.servers import Running, running
 
 httpx = pytest.importorskip("httpx", reason="the httpx library is not installed")
 openai = pytest.importorskip("openai", reason="the openai library is not installed")
@@ -222,15 +224,20 @@ def test_wrong_embeddings_are_named(change, param, server) -> None:
 
 
 async def test_a_full_queue_refuses_and_ends_empty(folder) -> None:
-    with running(folder, Limits(max_waiting_tokens=1)) as found:
-        ask = {"inputs": ["two birds sing over the slow river and the hills ."] * 64}
-        async with httpx.AsyncClient(base_url=found.url, timeout=60) as many:
-            answers = await asyncio.gather(*(many.post("/embed", json=ask) for _ in range(30)))
-        assert {answer.status_code for answer in answers} == {200, 429}
+    service, gate = open_service(folder, limits=Limits(max_waiting_tokens=1)), threading.Event()
+    ask = {"inputs": ["two birds sing over the slow river and the hills ."] * 64}
+    async with serving(service) as client:
+        held = asyncio.create_task(service.front.call(lambda: gate.wait(20)))  # the model takes no request meanwhile
+        asked = [asyncio.create_task(client.post("/embed", json=ask)) for _ in range(30)]
+        while sum(task.done() for task in asked) < 29:
+            await asyncio.sleep(0.005)
+        gate.set()
+        answers = [await task for task in asked]
+        assert await held and sorted(answer.status_code for answer in answers) == [200, *[429] * 29]
         refused = next(answer for answer in answers if answer.status_code == 429)
         assert refused.json()["error_type"] == "overloaded" and int(refused.headers["retry-after"]) >= 1
-        until(lambda: found.service.stats().running == found.service.stats().waiting == 0)
-        late = httpx.post(f"{found.url}/embed", json=ask | {"timeout": 1e-6})
+        assert service.stats().running == service.stats().waiting == 0
+        late = await client.post("/embed", json=ask | {"timeout": 1e-6})
         assert late.status_code == 504 and late.json()["error"]
 
 
