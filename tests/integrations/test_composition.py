@@ -235,9 +235,10 @@ def test_checkpoint_wrappers_inside(family, kinds):
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt2", "llama"])
 def test_autocast(family):
     """The error in bf16 is no larger than that of the original model."""
-    exact = Step(make(family))
+    # With one layer: below a second one, attention's gradients of these models are smaller than plain bf16's errors.
+    exact = Step(make(family, num_layers=1))
     steps = []
-    for model in (make(family).float(), accelerated(family).float()):
+    for model in (make(family, num_layers=1).float(), accelerated(family, num_layers=1).float()):
         with torch.autocast("cpu", torch.bfloat16):
             steps.append(Step(model))
     plain, ours = steps
