@@ -15,14 +15,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 import fastformer.kernels
 from benchmarks import run
-from benchmarks.gpu import assembler
-from benchmarks.gpu.steps import TESTS, first_look, other_tests, steps
+from benchmarks.gpu.steps import TESTS, other_tests, steps
 from benchmarks.gpu.warm import Step
-from benchmarks.gpu_run_plan import limit_of, lines_of, main, run_step, start, status, work_through
+from benchmarks.gpu_run_plan import lines_of, run_step, start, status, work_through
 from benchmarks.measure.launches import recorded_launches
 from benchmarks.measure.record import ROOT
 from benchmarks.measure.suites import benchmarks, chosen_cases, has_values, key_value, nothing_fits
@@ -179,23 +177,6 @@ def test_a_detached_run_is_polled(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(list(copies.iterdir())) == 2
 
 
-def test_the_newest_assembler_of_the_machine_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    versions = {str(tmp_path / "bin" / "ptxas"): (13, 0, 88)}
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "ptxas").touch()
-    monkeypatch.setattr(assembler, "version_of", lambda path: versions.get(str(path), (12, 8, 93)))
-    assert assembler.newer_assembler() == str(tmp_path / "bin" / "ptxas")
-    versions.clear()
-    assert assembler.newer_assembler() is None
-    monkeypatch.undo()
-    import triton
-
-    own = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    assert len(assembler.version_of(own)) == 3
-
-
 def test_kernels_that_are_off_by_default_have_to_be_launched(tmp_path: Path) -> None:
     rows = tmp_path / "cuda.jsonl"
     older = {"mode": "fwd", "kernels": ["_wanted_kernel"]}
@@ -230,33 +211,6 @@ def test_launches_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
         _launch.Launch(kernel, (1,), PERSISTENT=True)()
     assert names == {"_some_kernel", "_some_kernel[persistent]"}
     assert rotary.launch is no_launch and _launch.launch is no_launch
-
-
-def test_important_steps_fit_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """15 minutes suffice for one shape per op, reproducibility, numerics and graphs, and two runs of 45 minutes for all
-    steps.
-    """
-    todo = list(steps(tmp_path))
-    keys = [each.key for each in todo]
-    assert len(set(keys)) == len(keys)
-    look = list(first_look(tmp_path))
-    assert todo[: len(look)] == look and sum(each.seconds for each in look) <= 8 * 60
-    commands = [each.commands[0][0] for each in look]
-    assert {command[command.index("--op") + 1] for command in commands} == {
-        "attention", "packed_attention", "add_layer_norm", "feed_forward", "linear_cross_entropy", "embedding",
-        "rotary", "decode_attention",
-    }  # fmt: skip
-    ends = {key: sum(each.seconds for each in todo[: number + 1]) for number, key in enumerate(keys)}
-    assert all(ends[f"tests {name}"] <= 12.5 * 60 for name in ("repeats", "attention", "ops", "models"))
-    assert max(ends[key] for key in keys if key.endswith("graph_decoding batch=1") or "training_step" in key) <= 30 * 60
-    assert ends[keys[-1]] <= 2 * 42 * 60  # a lease of 45 minutes begins with a start
-    assert all(limit_of(each) == max(45.0, 2 * each.seconds) for each in todo)
-    assert main(["list"]) == 0
-    listed = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("-----")]
-    assert [line.split(" min  ")[1] for line in listed] == keys
-    assert not torch.cuda.is_available() or pytest.skip("there is a GPU")
-    with pytest.raises(SystemExit):
-        main(["run", "--out", str(tmp_path)])
 
 
 def test_the_runner_knows_the_timed_cases(tmp_path: Path) -> None:
@@ -319,49 +273,7 @@ def test_every_test_for_a_device_is_in_one_step() -> None:
             assert path.relative_to(ROOT).as_posix() in named
 
 
-def test_device_tests_of_attention_take_several_blocks() -> None:
-    """With an H200's tiles, there are several blocks of rows and keys: a loop with one step shows no races or stale
-    rows.
-    """
-    pytest.importorskip("triton")
-    from fastformer.kernels import _attention_configs as configs
-    from fastformer.kernels._attention_common import mask_kind
-    from fastformer.kernels.attention import describe_dense
-    from tests.kernels.attention_cases import make_inputs
-    from tests.kernels.test_attention_gpu import CASES
-
-    masked: set[bool] = set()
-    assert {"packed", "dropout", "bool_keys", "bias", "causal"} <= {name for case in CASES for name in case.options}
-    for case in (case.times(11) for case in CASES):
-        q, k = (
-            torch.empty(case.batch, seqlen, heads, case.head_dim, dtype=torch.bfloat16)
-            for seqlen, heads in ((case.seqlen_q, case.heads), (case.seqlen_k, case.kv_heads))
-        )
-        seed = torch.tensor([1, 2]) if case.dropout_p else None
-        left, right = case.window
-        problem = describe_dense(q, k, None, case.scale, left, right, case.dropout_p, seed)
-        call = configs.call_of(90, problem, q.dtype, mask_kind(make_inputs(case, q.dtype)["mask"]))
-        masked.add(call.masked)
-        for config in (configs.forward_config(call), configs.backward_config(call)):
-            assert case.seqlen_q > 2 * config.block_m and case.seqlen_k > 2 * config.block_n, case.options
-    assert masked == {False, True}  # each with the tile that it gets
-
-
-def test_the_checks_of_attention_fit_a_device() -> None:
-    """The shapes are those that are timed, except for batch and heads, which don't change tiles: scores take 2 GiB in
-    fp64.
-    """
-    for name in ("attention", "masked_attention", "packed_attention"):
-        attention = benchmarks()[name]
-        for shape in attention.shapes["cuda"]:
-            small = attention.checked(shape)
-            assert small["batch"] * small["heads"] * shape["seqlen"] ** 2 * 8 <= 2**31
-            assert small["batch"] * small["heads"] >= min(shape["batch"] * shape["heads"], 4)
-            assert {**small, "batch": 0, "heads": 0} == {**shape, "batch": 0, "heads": 0}
-
-
-def test_the_tests_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shards of a run are a partition, and only the ops' tests are marked as GPU tests."""
+def test_the_shards_of_a_run_are_a_partition(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     for shard in range(3):
         monkeypatch.setenv("FASTFORMER_TEST_SHARD", f"{shard}/3")
@@ -369,20 +281,3 @@ def test_the_tests_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         conftest.pytest_collection_modifyitems(items)
         seen += [int(item.path.name) for item in items]
     assert sorted(seen) == list(range(7))
-    monkeypatch.delenv("FASTFORMER_TEST_SHARD")
-
-    def note(_: object, *, to: list[str], path: str) -> None:
-        to.append(path)
-
-    for has_gpu in (False, True):
-        monkeypatch.setattr(conftest, "HAS_GPU", has_gpu)
-        marked: list[str] = []
-        items = [
-            SimpleNamespace(path=ROOT / path, fixturenames=names, add_marker=partial(note, to=marked, path=path))
-            for path, names in (
-                ("tests/ops/a.py", ["device"]), ("tests/kernels/b.py", ["device"]), ("tests/ops/c.py", []),
-                ("tests/nn/d.py", ["device"]),
-            )
-        ]  # fmt: skip
-        conftest.pytest_collection_modifyitems(items)
-        assert marked == (["tests/ops/a.py", "tests/kernels/b.py"] if has_gpu else [])

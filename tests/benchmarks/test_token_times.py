@@ -13,17 +13,9 @@ import torch
 from benchmarks import token_times as token_times_module
 from benchmarks.cases.models.bench_decoding import ENGINES
 from benchmarks.peers.cases import make_model
-from benchmarks.token_times import Line, lines, main, token_times
+from benchmarks.token_times import Line, main, token_times
 from fastformer.generation.requests import Running
 from tests.benchmarks.running import checked_rows
-
-
-def test_lines() -> None:
-    assert lines(["kv_cache", "recompute"], ["int8"]) == [("kv_cache", None), ("recompute", None)]
-    drawn = lines(None, ["fp32", "int8"])
-    assert [line.engine for line in drawn if line.engine != "cpp"] == ["recompute", "cross_cache", "kv_cache"]
-    if "cpp" in ENGINES:
-        assert {line.precision for line in drawn if line.engine == "cpp"} == {"fp32", "int8"}
 
 
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name in ("kv_cache", "cpp", "recompute")])

@@ -212,14 +212,3 @@ def test_providers_that_keep_all_scores_stop_at_a_length() -> None:
     assert case.left_out("fastformer", longest) is None
     assert [shape["seqlen"] for shape in case.shapes["cpu"] if case.left_out("baseline", shape) is None][-1] == 4096
     assert case.shapes["cuda"][-1]["seqlen"] == 65536
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rounding_flips_no_unit_of_relu(dtype: torch.dtype) -> None:
-    shape = {"batch": 4, "seqlen": 32, "dim": 512, "heads": 8, "padding": "none"}
-    x = {name: torch.randn(4, 32, 512, dtype=dtype) for name in ("x", "memory")}
-    for name in ("encoder_layer", "decoder_layer"):
-        layer = module_of("torch.nn", name, x, shape, training=False)
-        before = layer.linear1(x["x"])
-        assert before.abs().min() > 0.1
-        assert 0.4 < (before > 0).float().mean() < 0.6

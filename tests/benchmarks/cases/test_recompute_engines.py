@@ -17,14 +17,8 @@ SOURCES = [[5, 9, 7, 4, 8], [6, 3], [4, 4, 9, 10]]
 
 def small() -> Transformer:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "d_model": 32,
-        "d_ff": 64,
-        "num_heads": 4,
-        "num_encoder_layers": 2,
-        "num_decoder_layers": 2,
-    }
-    return Transformer.from_preset("tiny", vocab_size=40, **sizes).eval()
+    sizes: dict[str, Any] = {"d_model": 32, "d_ff": 64, "num_heads": 4, "num_encoder_layers": 2}
+    return Transformer.from_preset("tiny", vocab_size=40, num_decoder_layers=2, **sizes).eval()
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])

@@ -23,21 +23,6 @@ def listing(code: str) -> str:
     return "\n".join(lines)
 
 
-def opcodes(code: str) -> list[list[str]]:
-    return [[each.opcode for each in loop] for loop in loops(parse(listing(code)))]
-
-
-LOOP = """
-    LDG.E R2, desc[UR4][R2.64]
-    .L_x_1:
-    FFMA R2, R2, R3, R4
-    @P0 BRA `(.L_x_1)
-    EXIT
-    .L_x_2:
-    BRA `(.L_x_2)
-"""
-
-
 def test_lines_are_parsed() -> None:
     code = parse(
         "\t.section\t.text._kernel\n.text._kernel:\n"
@@ -51,13 +36,46 @@ def test_lines_are_parsed() -> None:
     assert code[1].operands == "R24, gdesc[UR12], R24, gsb0" and code[1].predicate == "" and code[1].target is None
 
 
-def test_a_loop_lies_between_a_backward_branch_and_its_target() -> None:
-    """The loop excludes the code before it and the endless branch after EXIT."""
-    assert opcodes(LOOP) == [["FFMA", "BRA"]]
-
-
-def test_only_inner_loops() -> None:
-    code = """
+SPIN = """
+    .L_x_0:
+    SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R0
+    @!P0 BRA `(.L_x_2)
+    .L_x_1:
+    FFMA R1, R1, R2, R3
+    @P1 BRA `(.L_x_0)
+    EXIT
+    .L_x_2:
+    SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R0
+    @!P0 BRA `(.L_x_2)
+    BRA `(.L_x_1)
+"""
+BRANCHES = """
+    .L_x_0:
+    FADD R1, R1, R2
+    @P0 BRA `(.L_x_1)
+    FMUL R1, R1, R2
+    .L_x_1:
+    @!P1 CALL.REL.NOINC `(.L_x_3)
+    BRA `(.L_x_0)
+    .L_x_3:
+    FFMA R1, R1, R2, R3
+    EXIT
+"""
+LOOPS = {
+    "between a backward branch and its target, and not the endless branch behind EXIT": (
+        """
+        LDG.E R2, desc[UR4][R2.64]
+        .L_x_1:
+        FFMA R2, R2, R3, R4
+        @P0 BRA `(.L_x_1)
+        EXIT
+        .L_x_2:
+        BRA `(.L_x_2)
+        """,
+        [["FFMA", "BRA"]],
+    ),
+    "only inner loops": (
+        """
         .L_x_0:
         FADD R1, R1, R2
         .L_x_1:
@@ -68,36 +86,17 @@ def test_only_inner_loops() -> None:
         @P1 BRA `(.L_x_2)
         @P2 BRA `(.L_x_0)
         EXIT
-    """
-    assert opcodes(code) == [["FMUL", "BRA"], ["FFMA", "BRA"]]
-
-
-def test_a_wait_is_not_an_inner_loop() -> None:
-    """A spin on a barrier, far after the code, belongs to the loop that waits; its branch back is not a loop."""
-    code = """
-        .L_x_0:
-        SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R0
-        @!P0 BRA `(.L_x_2)
-        .L_x_1:
-        FFMA R1, R1, R2, R3
-        @P1 BRA `(.L_x_0)
-        EXIT
-        .L_x_2:
-        SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R0
-        @!P0 BRA `(.L_x_2)
-        BRA `(.L_x_1)
-    """
-    (loop,) = opcodes(code)
-    assert loop.count("FFMA") == 1 and len(loop) == 7
-    once = code.replace("@P1 BRA `(.L_x_0)", "NOP")
-    assert opcodes(once) == []
-
-
-def test_code_that_a_jump_table_reaches() -> None:
-    """Its first instructions wait for registers and branch back to themselves, which doesn't make them less of an
-    entry.
-    """
-    code = """
+        """,
+        [["FMUL", "BRA"], ["FFMA", "BRA"]],
+    ),
+    "a spin on a barrier, far after the code, belongs to the loop that waits": (
+        SPIN,
+        [["SYNCS.PHASECHK.TRANS64.TRYWAIT", "BRA", "FFMA", "BRA", "SYNCS.PHASECHK.TRANS64.TRYWAIT", "BRA", "BRA"]],
+    ),
+    "a wait is no loop": (SPIN.replace("@P1 BRA `(.L_x_0)", "NOP"), []),
+    # The first instructions behind a jump table wait for registers, and branch back to themselves.
+    "code that a jump table reaches": (
+        """
         BRX R2 -0x1c0
         .L_x_1:
         USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xf0
@@ -109,26 +108,24 @@ def test_code_that_a_jump_table_reaches() -> None:
         FFMA R2, R2, R3, R4
         @P0 BRA `(.L_x_3)
         EXIT
-    """
-    assert opcodes(code) == [["FFMA", "BRA"]]
+        """,
+        [["FFMA", "BRA"]],
+    ),
+    "a branch within the loop stays, and one out of it does not": (
+        BRANCHES,
+        [["FADD", "BRA", "FMUL", "CALL.REL.NOINC", "BRA"]],
+    ),
+    "a uniform branch": (
+        BRANCHES.replace("@P0 BRA `(", "BRA.U UP0, `("),
+        [["FADD", "BRA.U", "FMUL", "CALL.REL.NOINC", "BRA"]],
+    ),
+}
 
 
-def test_a_branch_within_the_loop_stays_and_one_out_of_it_does_not() -> None:
-    code = """
-        .L_x_0:
-        FADD R1, R1, R2
-        @P0 BRA `(.L_x_1)
-        FMUL R1, R1, R2
-        .L_x_1:
-        @!P1 CALL.REL.NOINC `(.L_x_3)
-        BRA `(.L_x_0)
-        .L_x_3:
-        FFMA R1, R1, R2, R3
-        EXIT
-    """
-    assert opcodes(code) == [["FADD", "BRA", "FMUL", "CALL.REL.NOINC", "BRA"]]
-    uniform = code.replace("@P0 BRA `(", "BRA.U UP0, `(")
-    assert opcodes(uniform) == [["FADD", "BRA.U", "FMUL", "CALL.REL.NOINC", "BRA"]]
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops(name: str) -> None:
+    code, expected = LOOPS[name]
+    assert [[each.opcode for each in loop] for loop in loops(parse(listing(code)))] == expected
 
 
 def test_counts() -> None:

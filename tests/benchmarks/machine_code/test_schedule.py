@@ -5,21 +5,12 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.machine_code.sass import parse
-from benchmarks.machine_code.schedule import shares, step_of
+from benchmarks.machine_code.schedule import shares
 from tests.benchmarks.machine_code.test_sass import listing
 
 PRODUCT = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24, gsb0\n"  # 64 clocks, of shared memory 48
 WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0\n"
 EXPONENTIALS = "MUFU.EX2 R1, R2\n" * 8  # 64 clocks
-
-
-def test_clocks_of_an_instruction() -> None:
-    steps = [step_of(each) for each in parse(listing(PRODUCT + WAIT + "MUFU.EX2 R1, R2\nIADD3 R1, R2, R3, RZ\nNOP"))]
-    product, wait, exponential, integer, nothing = steps
-    assert product is not None and (product.unit, product.clocks, product.shared) == ("tensor", 64, 48)
-    assert product.ends_group and wait is not None and wait.waits == 0
-    assert exponential is not None and exponential.clocks == 8 and integer is not None and integer.clocks == 2
-    assert nothing is None
 
 
 def test_the_order_of_a_wait_decides_if_exponentials_overlap() -> None:

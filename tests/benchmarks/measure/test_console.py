@@ -34,15 +34,6 @@ def test_ours_against_each_rival() -> None:
     )
 
 
-def test_peers_are_summarised_by_rival() -> None:
-    peer = {"suite": "decoding", "op": "peers", "model": "base", "shape": {"batch": 1}, "precision": "int8"}
-    rows = [
-        peer | {"provider": "fastformer", "speedup": 4.0, "baseline": "ctranslate2 int8"},
-        peer | {"provider": "ctranslate2", "speedup": None, "baseline": None},
-    ]
-    assert summary(rows).splitlines()[2].split() == ["peers", "base", "batch=1", "4.00x"]
-
-
 def test_stages_are_compared_with_the_plainest_and_never_lose() -> None:
     case = {"suite": "decoding", "op": "decoding", "shape": {"batch": 8}, "baseline": "recompute", "quiet": True}
     speedups = {"kv_cache": 6.0, "cpp": 16.0, "recompute": 1.0}

@@ -89,14 +89,8 @@ def test_figures_are_a_line_of_results() -> None:
     found = figures(loads)
     assert found["requests_s"] == 6.0 and found["tokens_s"] == 48.0
     assert (found["ms_p20"], found["ms_p50"], found["ms_p99"]) == (100.0, 200.0, 300.0)
-    row: dict[str, Any] = {
-        "suite": "decoding",
-        "op": "serving",
-        "model": "base",
-        "shape": {"clients": 16},
-        "provider": "p",
-    }
-    row |= {"precision": "int8", "ours": 3.0, **found}
+    row: dict[str, Any] = {"suite": "decoding", "op": "serving", "model": "base", "shape": {"clients": 16}, **found}
+    row |= {"provider": "p", "precision": "int8", "ours": 3.0}
     record.check(row | record.environment("cpu"))
     assert "6.0 requests/s" in line(row)
     assert figures([Load(1.0)]) == {}

@@ -1,4 +1,4 @@
-"""The same rows give the same picture, byte for byte; digests notice changes; labels don't overlap."""
+"""The same rows give the same picture, byte for byte; digests notice changes."""
 
 from __future__ import annotations
 
@@ -43,32 +43,6 @@ def test_the_digests_notice_changes() -> None:
         style.rows_of(moved)
     with pytest.raises(ValueError, match="digests"):
         style.rows_of("<svg></svg>")
-
-
-def test_ink_adapts_and_nothing_is_black_or_white() -> None:
-    text = style.svg(picture(), ROWS)
-    for scheme in ("light", "dark"):
-        assert f"@media (prefers-color-scheme: {scheme})" in text
-    drawn = text[text.index("</style>") :]
-    assert "fill: #767676" in drawn and "stroke: #767676" in drawn
-    assert not re.search(r"(fill|stroke): #(000000|ffffff)", drawn)
-    assert 'style="fill' in drawn and "<text" not in drawn  # glyphs are paths
-
-
-def test_names_of_close_lines_do_not_overlap() -> None:
-    fig = style.figure("close")
-    (axes,) = fig.axes
-    for index in range(6):
-        axes.plot([1, 10], [1, 100 + index / 100], label=f"line {index}")
-    axes.plot([1, 10], [1, float("nan")], label="ends earlier")
-    axes.plot([1, 10], [2, 2], label="_nameless")
-    axes.set_yscale("log")
-    style.label_lines(axes)
-    places = sorted(text.get_position()[1] for text in axes.texts)
-    assert len(places) == 7 and max(places) <= 1.0
-    assert min(b - a for a, b in zip(places[1:], places[2:], strict=False)) >= 0.0549
-    by_height = sorted((text.get_position()[1], text.get_text()) for text in axes.texts)
-    assert [name for _, name in by_height] == ["ends earlier", *(f"line {index}" for index in range(6))]
 
 
 def test_bad_calls(tmp_path: Path) -> None:
