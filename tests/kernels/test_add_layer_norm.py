@@ -100,15 +100,3 @@ def test_saved_for_backward(dropout_p: float, device: str) -> None:
     assert [t.data_ptr() for t in wide] == [residual_out.data_ptr()]
     vectors = sorted(t.numel() for t in saved if t.numel() != 240)
     assert vectors == ([2] if dropout_p else []) + [6, 6, 40]
-
-
-def test_tiles() -> None:
-    """Tiles have whole rows and about 2048 elements; in backward, a thread has 8 or 16 elements."""
-    assert kernels.row_tile(512, 4096) == kernels.Tile(4, 512, 4)
-    assert kernels.row_tile(1000, 4096) == kernels.Tile(2, 1024, 4)
-    assert kernels.row_tile(1, 4096) == kernels.Tile(256, 8, 4)
-    assert kernels.row_tile(512, 1) == kernels.Tile(1, 512, 1)
-    assert kernels.row_tile(16384, 4096) == kernels.Tile(1, 16384, 16)
-    assert kernels.backward_tile(512, 4096, 6) == kernels.Tile(4, 512, 8)
-    assert kernels.backward_tile(4096, 4096, 6) == kernels.Tile(1, 4096, 8)
-    assert kernels.backward_tile(4096, 4096, 12) == kernels.Tile(1, 4096, 16)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -12,19 +12,14 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-import triton.language as tl  # noqa: E402
-from triton import jit  # noqa: E402
 
 from fastformer.kernels import attention as kernels  # noqa: E402
 from fastformer.kernels import attention_backward as backward_kernels  # noqa: E402
-from fastformer.kernels._attention_common import which_block  # noqa: E402
 from fastformer.kernels._attention_configs import Config  # noqa: E402
-from tests.checks import keep_mask, keep_scale  # noqa: E402
 from tests.conftest import HAS_GPU, CallsOf  # noqa: E402
 from tests.covering import by_turns  # noqa: E402
 from tests.kernels.attention_cases import (  # noqa: E402
     OPTIONS,
-    SEED,
     Case,
     case_of,
     check,
@@ -59,12 +54,6 @@ QUADRUPLES = [case for names in combinations(OPTIONS, 4) if (case := case_of(*na
 TOGETHER = few_that_hold_all(
     *([case for case in cases if not VARIANTS & {*case.options}] for cases in (PAIRS, QUADRUPLES))
 )
-
-
-@jit
-def _order_kernel(out_ptr, num_blocks, num_planes, together, LAST_FIRST: tl.constexpr):
-    block, plane = which_block(num_blocks, num_planes, together, LAST_FIRST)
-    tl.atomic_add(out_ptr + plane * num_blocks + block, 1)
 
 
 def use_tiles(monkeypatch: pytest.MonkeyPatch, tile: tuple[int, int]) -> None:
@@ -154,22 +143,6 @@ def test_one_key(device: str) -> None:
         assert float(results["dq"].abs().max()) <= 4 * float(terms * inputs["k"].abs().max())
         assert float(results["dk"].abs().max()) <= 4 * float(terms * inputs["q"].abs().sum())
         torch.testing.assert_close(results["dv"], inputs["dout"].sum(1, keepdim=True), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_packed_rows_beyond_the_last_sequence(dtype: torch.dtype, device: str) -> None:
-    """With a padded total, an empty sequence, and one without keys, out is 0 and lse is -inf."""
-    q, dout, k, v = (torch.randn(rows, 2, 16, device=device).to(dtype) for rows in (40, 40, 50, 50))
-    cu_q, cu_k = cumulative([20, 0, 7], device), cumulative([33, 4, 0], device)
-    rest = (cu_q, cu_k, 20, 33, 0.25, None, 0, 0.0, None)
-    out, lse = kernels.varlen_attention_fwd(q, k, v, *rest)
-    gradients = kernels.varlen_attention_bwd(dout, q, k, v, out, lse, *rest)
-    assert torch.equal(out[20:], torch.zeros_like(out[20:])) and (lse[:, 20:] == float("-inf")).all()
-    assert [bool(x[:20].any()) and not x[end:].any() for x, end in zip(gradients, (20, 33, 33), strict=True)] == [
-        True
-    ] * 3
-    alone, _ = kernels.attention_fwd(q[None, :20], k[None, :33], v[None, :33], None, None, 0.25, None, 0, 0.0, None)
-    assert torch.equal(alone[0], out[:20])
 
 
 def test_poison_beyond_each_length(device: str) -> None:
@@ -312,19 +285,6 @@ def test_the_deterministic_form_has_no_atomics(device: str, calls_of: CallsOf) -
             assert bool(added) != deterministic_form, options
 
 
-def test_the_form_of_a_masks_gradient(device: str) -> None:
-    """Atomics are used only if batches or heads share a mask, and never in the deterministic variant."""
-    q = torch.zeros(2, 5, 3, 16, device=device)
-    for shape, mode in (((2, 3, 5, 5), "store"), ((1, 3, 5, 5), "atomic"), ((2, 1, 1, 5), "store")):
-        for deterministic_form in (False, True):
-            mask = torch.zeros(shape, device=device, dtype=torch.float16)
-            problem = forward_problem(q, q, (None, None))
-            how, written, dtype = backward_kernels._dmask_buffer(mask, problem, deterministic_form)
-            assert how == ("store" if deterministic_form else mode)
-            assert dtype == (torch.float16 if shape == (2, 3, 5, 5) else torch.float32)
-            assert written == ((1, 3, 5, 5) if how == "atomic" else (2, 3, 5, 5))
-
-
 def test_shared_heads_sum_in_fp32(device: str) -> None:
     """The parts 1025/3 and -1024/3 add up to 1/3. Rounded to fp16 before the sum, they would give 1/2."""
     q, k = torch.zeros(1, 1, 2, 16, device=device), torch.zeros(1, 3, 1, 16, device=device)
@@ -355,30 +315,3 @@ def test_strides_beyond_32_bits(row: int, tmp_path: Path, device: str) -> None:
         results.append((out, lse, *kernels.attention_bwd(dout, q, k, v, out, lse, *rest, False)))
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
-
-
-def test_dropped_elements_of_packed_rows_are_the_references(device: str) -> None:
-    """With equal scores and V = identity, out is P: out[i, j] is 0 exactly where the reference drops (i, j)."""
-    n, heads, dropout_p = 64, 2, 0.4
-    seed = torch.tensor(SEED, device=device)
-    zero = torch.zeros(2, n, heads, n, device=device)
-    eye = torch.eye(n, device=device)[None, :, None].expand(2, n, heads, n).contiguous()
-    keep = keep_mask(seed, dropout_p, n, n, 2 * heads).view(2, heads, n, n)
-    cu = cumulative([n, n], device)
-    rest = (cu, cu, n, n, 1.0, None, None, dropout_p, seed)
-    zero, eye = zero.flatten(0, 1), eye.flatten(0, 1)
-    out, lse = kernels.varlen_attention_fwd(zero, zero, eye, *rest)
-    _, _, dv = kernels.varlen_attention_bwd(eye, zero, zero, eye, out, lse, *rest)
-    out, dv = out.view(2, n, heads, n), dv.view(2, n, heads, n)
-    assert torch.equal(out.transpose(1, 2) != 0, keep)
-    assert torch.equal(dv.permute(0, 2, 3, 1) != 0, keep)  # dV = P^T dO, and dO is the identity
-    torch.testing.assert_close(out.max(), torch.tensor(keep_scale(dropout_p) / n, device=device), rtol=1e-6, atol=0)
-
-
-def test_blocks_cover_every_plane_once(device: str) -> None:
-    """The order of work is a permutation, also if the last group of heads is short."""
-    for num_blocks, num_planes, together in product((1, 3), (1, 7), (1, 2, 7)):
-        seen = torch.zeros(num_planes, num_blocks, dtype=torch.int32, device=device)
-        for last_first in (False, True):
-            _order_kernel[(num_blocks * num_planes,)](seen, num_blocks, num_planes, together, last_first)
-        assert (seen == 2).all()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ pytest.importorskip("triton")
 from fastformer.kernels import _attention_configs as configs  # noqa: E402
 from fastformer.kernels import _tuning  # noqa: E402
 from fastformer.kernels import attention as kernels  # noqa: E402
-from fastformer.kernels._attention_configs import Call, Config, Row, call_of, tile_of  # noqa: E402
+from fastformer.kernels._attention_configs import Call, Config, Row, call_of  # noqa: E402
 
 PLAIN, MASKED, DROPOUT, BOTH = (Config(size, size, 4, 1) for size in (16, 32, 64, 128))
 
@@ -27,10 +25,6 @@ def problem_of(
     q = torch.zeros(1, seqlen, 2, head_dim)
     seed = torch.tensor([1, 2]) if dropout_p else None
     return kernels.describe_dense(q, q, None, 0.1, left, right, dropout_p, seed, softcap)
-
-
-def chosen_of(row: Row, mask: str = "none", **options: Any) -> Config:
-    return row.config(call_of(90, problem_of(**options), torch.bfloat16, mask))
 
 
 @pytest.fixture(autouse=True)
@@ -58,26 +52,6 @@ def test_a_mask_and_dropout_choose_separately(row, chosen, monkeypatch) -> None:
         assert configs.forward_config(call) == config
 
 
-def test_bare_models() -> None:
-    """Calls without options that need registers may have a separate tile, which other calls don't use."""
-    chosen = partial(chosen_of, Row(PLAIN, bare=MASKED))
-    assert chosen() == chosen(right=0) == MASKED
-    for mask in ("bool_keys", "bool", "additive_keys", "additive"):
-        assert chosen(mask) == PLAIN
-    assert chosen(dropout_p=0.1) == chosen(left=70) == chosen(left=70, right=0) == chosen(softcap=30.0) == PLAIN
-
-
-def test_dropout_beside_a_left_window() -> None:
-    """It may have a separate tile, which calls with a mask, or with only dropout or a window, don't use."""
-    chosen = partial(chosen_of, Row(PLAIN, dropout=DROPOUT, both=BOTH, windowed_dropout=MASKED))
-    assert chosen(dropout_p=0.1, left=70) == chosen(dropout_p=0.1, left=70, right=0) == MASKED
-    assert chosen(dropout_p=0.1) == chosen(dropout_p=0.1, right=0) == DROPOUT
-    assert chosen(left=70) == PLAIN
-    assert chosen("bool", dropout_p=0.1, left=70) == chosen("bool_keys", dropout_p=0.1, left=70) == BOTH
-    assert chosen_of(Row(PLAIN, MASKED, windowed_dropout=BOTH), "bool_keys", dropout_p=0.1, left=70) == BOTH
-    assert chosen_of(Row(PLAIN, dropout=DROPOUT), dropout_p=0.1, left=70) == DROPOUT
-
-
 def test_every_call_has_a_tile() -> None:
     """This includes every architecture, head_dim, dtype and option; fp32 never uses a 16-bit tile."""
     choosers = (configs.forward_config, configs.backward_config, configs.choose_dq_config)
@@ -93,9 +67,3 @@ def test_every_call_has_a_tile() -> None:
             for choose in choosers:
                 config = choose(call)
                 assert config.block_m >= 16 and config.block_n >= 16 and (call.is_fp32 or not config.exact)
-
-
-def test_registers_are_a_launch_option_if_set() -> None:
-    problem = problem_of()
-    assert "maxnreg" not in tile_of(Config(128, 64, 8, 3), problem)
-    assert tile_of(Config(128, 64, 8, 3, maxnreg=128), problem)["maxnreg"] == 128

@@ -241,30 +241,6 @@ def test_calls_with_nothing_to_do(device: str) -> None:
     assert torch.equal(out, torch.zeros_like(q))
 
 
-def test_chosen_rows() -> None:
-    """Beams fill a tile if there are enough programs without them; a tile has no more rows than fit."""
-    assert configs.rows_together(1024, 1, 8, 64, 528) == 8
-    assert configs.rows_together(4096, 1, 8, 64, 528) == 16
-    assert configs.rows_together(8, 1, 8, 64, 528) == 4
-    assert configs.rows_together(3, 1, 8, 64, 528) == 2
-    assert configs.rows_together(4096, 12, 1, 64, 1) == 4
-    assert configs.rows_together(4096, 100, 1, 64, 1) == 1
-
-
-def test_chosen_shares() -> None:
-    """SMs are never idle if there is work, splits have at least two blocks, and one split is used if more don't pay."""
-    assert configs.splits_of(8, 4, 264) == 1
-    assert configs.splits_of(264, 1000, 264) == 1
-    assert configs.splits_of(8, 1000, 264) == 29  # 232 programs, 88 % of a wave
-    assert configs.splits_of(8, 20, 264) == 9
-    assert configs.splits_of(1, 10**6, 10**6) == 109  # 85 % of MOST_SPLITS
-    for tiles, blocks, wanted in itertools.product((1, 7, 60, 150, 263), (5, 9, 100), (2, 132, 264)):
-        splits = configs.splits_of(tiles, blocks, wanted)
-        assert splits == 1 or blocks >= 2 * splits
-        waves = -(-tiles * splits // wanted)
-        assert splits == 1 or (splits - 1) * tiles < waves * wanted
-
-
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(
     "change, rows",

@@ -69,24 +69,6 @@ def test_a_fixed_grid_gives_the_same_results(
         torch.testing.assert_close(*outs)
 
 
-def test_calls_with_a_fixed_grid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default there are none; if enabled, forward products whose loop compiles well use it."""
-    half = torch.empty(0, dtype=torch.float16, device="meta")
-    assert not configs.PERSISTENT
-    found = set()
-    for arch in (80, 86, 90, 100):
-        monkeypatch.setattr(configs, "architecture", lambda _, arch=arch: arch)
-        for activation in ("relu", "gelu", "swiglu", "geglu_tanh"):
-            for switch in (False, True):
-                monkeypatch.setattr(configs, "PERSISTENT", switch)
-                for rows, depth, backward in ((1024, 512, False), (4096, 40, False), (4096, 512, True)):
-                    assert configs.config_of(half, depth, rows, backward, activation).programs == 0
-                if configs.config_of(half, 512, 4096, False, activation).programs:
-                    assert switch
-                    found.add((arch, activation))
-    assert found == {(80, "relu"), (90, "relu"), (90, "gelu")}
-
-
 @pytest.mark.parametrize(
     "dtype, activation, dropout_p",
     covering([torch.float32, torch.float16, torch.bfloat16], ACTIVATIONS, [0.0, 0.2, 1.0]),
@@ -109,16 +91,6 @@ def test_many_blocks_of_rows(path: str, device: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kernels, "ELEMENTWISE_PROGRAMS", 4)
     compare(make_inputs((290, 32), 32, "relu", device), activation="relu", dropout_p=0.1)
     compare(make_inputs((40, 32), 136, "swiglu", device), activation="swiglu")
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_infinities_and_nan(activation: str, path: str, device: str) -> None:
-    """A row of NaN stays NaN without affecting others; large numbers saturate as in PyTorch."""
-    x = torch.tensor([[float("nan")], [1e4], [-1e4], [0.0]], device=device)
-    weight1 = torch.ones(2 if activation in GATED else 1, 1, device=device)
-    weight2 = torch.ones(1, 1, device=device)
-    out = feed_forward(x, weight1, None, weight2, None, activation=activation)
-    torch.testing.assert_close(out, plain(x, weight1, None, weight2, None, activation=activation), equal_nan=True)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -191,18 +163,3 @@ def test_peak_memory(activation: str, forward: int, backward: int, path: str, de
     saved = 2 if activation == "swiglu" else 1
     peak = saved * tensor + peak_bytes(lambda: outs[-1].sum().backward(), device)
     assert peak <= backward * tensor + small
-
-
-def test_the_choice_of_a_path(device: str) -> None:
-    """The table's bounds apply, and fp32 is never fused on a GPU."""
-    row = configs.Row(1024, 256)
-    half = torch.empty(0, dtype=torch.float16, device="meta")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(configs, "architecture", lambda _: 90)
-        patch.setitem(configs.FUSED_GEMM, (90, 2), row)
-        assert configs.fuses(half, 1024, 256)
-        assert not configs.fuses(half, 1025, 256)
-        assert not configs.fuses(half, 1024, 255)
-        assert not configs.fuses(half.float(), 512, 4096)
-        patch.setattr(configs, "architecture", lambda _: 75)
-        assert not configs.fuses(half, 512, 4096)

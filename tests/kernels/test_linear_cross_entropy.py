@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
 from benchmarks.measure.timing import peak_bytes  # noqa: E402
 from fastformer.kernels import linear_cross_entropy as kernels  # noqa: E402
 from fastformer.ops import linear_cross_entropy  # noqa: E402
-from tests.checks import assert_op_accurate  # noqa: E402
 from tests.conftest import HAS_GPU  # noqa: E402
-from tests.ops.test_linear_cross_entropy import compare, make_inputs, plain  # noqa: E402
+from tests.ops.test_linear_cross_entropy import compare, make_inputs  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_triton")
 
@@ -45,37 +41,6 @@ def test_chunks(dtype: torch.dtype, reduction: str, rows: int, device: str, monk
     compare(make_inputs((rows, 16), 40, device, dtype), reduction=reduction, **ALL_OPTIONS)
 
 
-def test_chunk_rows() -> None:
-    """Chunks take about CHUNK_BYTES, within bounds, and have about the same size."""
-    assert kernels.chunk_rows(100_000, 64_000) == kernels.LARGEST_CHUNK
-    assert kernels.chunk_rows(100_000, 512_000) == kernels.SMALLEST_CHUNK
-    assert kernels.chunk_rows(4100, 64_000) == 2176
-    assert kernels.chunk_rows(100, 64_000) == 128
-    assert kernels.chunk_rows(0, 64_000) >= 0
-
-
-@pytest.mark.parametrize(
-    "vocab_size, dim, dtype, due",
-    [
-        (128_000, 4096, torch.bfloat16, 4096),  # 1 GB of logits in place of half that and 2 GB of sums
-        (128_000, 512, torch.bfloat16, 2048),  # sums of 262 MB leave no room for as much again of logits
-        (128_000, 4096, torch.float32, 2048),  # dweight is of fp32 in any case
-    ],
-)
-def test_few_rows_are_one_chunk_if_it_is_not_larger(vocab_size: int, dim: int, dtype: torch.dtype, due: int) -> None:
-    rows = 4096
-    with FakeTensorMode():
-        x, weight = torch.empty(rows, dim, dtype=dtype), torch.empty(vocab_size, dim, dtype=dtype)
-        target = torch.empty(rows, dtype=torch.int64)
-        held = []
-        for sums_dweight in (True, False):
-            chunks = kernels._Chunks(x, weight, None, target, -100, 0.0, False, 0.0, 0.0, sums_dweight)
-            held.append(chunks.buffer.numel() * x.element_size())
-            assert chunks.step == (due if sums_dweight else 2048)
-    in_chunks = max(kernels.CHUNK_BYTES, kernels.SMALLEST_CHUNK * held[1] // chunks.step)
-    assert held[0] <= in_chunks + (weight.numel() * 4 if dtype == torch.bfloat16 else 0)
-
-
 def test_chunks_sum_in_fp32(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many chunks of a half dtype err no more than one, because sums over chunks are rounded once."""
     inputs = make_inputs((256, 8), 12, device, torch.bfloat16)
@@ -87,13 +52,6 @@ def test_chunks_sum_in_fp32(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
     for one, many in zip(gradients(256), gradients(16), strict=True):
         torch.testing.assert_close(one, many, rtol=2**-7, atol=0)
-
-
-def test_products_with_fp32_results() -> None:
-    """PyTorch's overloads that sum a half dtype's dweight in fp32 exist, but have kernels only on CUDA."""
-    for product in (torch.ops.aten.mm, torch.ops.aten.addmm):
-        names = [argument.name for argument in product.dtype_out._schema.arguments]
-        assert names[names.index("mat2") + 1 :][0] == "out_dtype" and "out" in names
 
 
 @pytest.mark.gpu
@@ -113,21 +71,6 @@ def test_dweight_is_added_up_in_place(dtype: torch.dtype, monkeypatch: pytest.Mo
         expected += logits.double().T @ chunk.of(x).double()
     assert len(places) == 1
     assert (gradients.dweight - expected).abs().max() <= 1e-5 * expected.abs().max()
-
-
-def test_compiled_with_ignored_targets(device: str) -> None:
-    """One compiled function serves any number of ignored rows, because the count is data and not a constant."""
-    compiled = torch.compile(
-        partial(linear_cross_entropy, ignore_index=0, label_smoothing=0.1), fullgraph=True, backend="aot_eager"
-    )
-    for ignored in (0, 3, 6):
-        inputs = make_inputs((6, 8), 40, device)
-        inputs["target"] = inputs["target"].clamp(min=1)
-        inputs["target"][:ignored] = 0
-        if ignored == 6:
-            assert compiled(**inputs) == 0
-        else:
-            assert_op_accurate(compiled, partial(plain, ignore_index=0, label_smoothing=0.1), inputs)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="cuBLAS's workspace is larger than these tensors")
