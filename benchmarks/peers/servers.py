@@ -31,7 +31,9 @@ from benchmarks.peers.cases import make_model
 from benchmarks.peers.hugging_face import convert
 from benchmarks.peers.job import Missing
 from benchmarks.peers.load import Body
-from fastformer.data.tokenizer_files import ForeignIds, ForeignTokenizer, HuggingFaceModel
+from fastformer.data.backend import ForeignIds, Renumbered
+from fastformer.data.huggingface import LibraryBackend
+from fastformer.data.tokenizer import Tokenizer
 from fastformer.models import GPT, Transformer
 
 OURS = "fastformer serve"
@@ -198,7 +200,7 @@ def write_translator(case: str, folder: Path) -> tuple[Transformer, Any]:
     with torch.no_grad():
         model.output_weight[: len(_SPECIAL)] = 0.0  # no special token is ever among the best
     ids, backend = ForeignIds(pad=0, eos=1, unk=2), _backend(model.config.vocab_size)
-    model.save_pretrained(folder, ForeignTokenizer(HuggingFaceModel(backend), ids))
+    model.save_pretrained(folder, Tokenizer(Renumbered(LibraryBackend(backend), ids)))
     return model, backend
 
 

@@ -14,19 +14,13 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from fastformer.data.checks import SPECIAL_TOKENS, check_text, check_texts, checked_ids, until_eos
-from fastformer.data.cuts import AT_LINES, AT_LINES_AND_WORDS, AT_WORDS_WITHOUT_SPACE, pieces
-from fastformer.data.tokenizer import (
-    NUM_BYTES,
-    TOKENIZER,
-    encode_batch,
-    library_errors,
-    tokenizers_library,
-    visible,
-)
+from fastformer.data.backend import FIRST_BYTE, NUM_BYTES
+from fastformer.data.checks import SPECIAL_TOKENS, check_text, check_texts
+from fastformer.data.cuts import AT_LINES, AT_LINES_AND_WORDS, AT_WORDS_WITHOUT_SPACE
+from fastformer.data.huggingface import LibraryBackend, library_errors, tokenizers_library
+from fastformer.data.tokenizer import TOKENIZER, Tokenizer
 from fastformer.data.user_tokens import UserTokens
 from fastformer.files import write_atomically
-from fastformer.special_ids import SpecialIds
 
 if TYPE_CHECKING:
     import tokenizers
@@ -37,8 +31,7 @@ Spaces = Literal["keep", "collapse"]
 MAX_TOKEN_LENGTH = 32  # no token of Multi30k's 32,000 most useful ones is longer
 LEARNING = AT_LINES_AND_WORDS  # where text that a BPE learns from may be cut
 _UNK = SPECIAL_TOKENS[2]
-_FIRST_BYTE = len(SPECIAL_TOKENS)
-_BYTE_IDS = range(_FIRST_BYTE, _FIRST_BYTE + NUM_BYTES)
+_BYTE_IDS = range(FIRST_BYTE, FIRST_BYTE + NUM_BYTES)
 _MOST_TOKENS = 2**24  # the library reserves memory for as many; no text needs more
 # The most characters of a word, of a run of spaces or of a run of line ends; longer ones are cut. The time of learning
 # grows with the square of a word's length, and in languages without spaces a word is as long as its line.
@@ -73,7 +66,94 @@ class TextForm:
                 raise ValueError(f"expected {name} in {choices}, got {value!r}")
 
 
-class BPETokenizer:
+class BPEBackend(LibraryBackend):
+    """A tokenizer of the `tokenizers` library that `train_bpe` made; see `BPETokenizer`.
+
+    Attributes:
+        form: the form into which it changes a text before it looks for tokens.
+        user: its user tokens.
+    """
+
+    library = "bpe"
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        form = form_of(tokenizer) if hasattr(tokenizer, "id_to_token") else None
+        if form is None:
+            raise ValueError("expected a tokenizer that train_bpe made; load_tokenizer reads those of other programs")
+        super().__init__(tokenizer)
+        self.form, values = form, self.to_json()
+        added = [token for token in values["added_tokens"] if token["id"] >= FIRST_BYTE]
+        # The file marks user tokens that decoding drops as special, so that other programs can drop them too.
+        self.user = UserTokens(
+            (token["content"] for token in added), is_dropped=any(token["special"] for token in added)
+        )
+        self._user_ids = {token["content"]: int(token["id"]) for token in added}
+        self._plain = LibraryBackend(_without_user_tokens(values)) if added else self
+        self._tokens = [self.id_to_token(i) or "" for i in range(self.size)]
+        self._dropped = set(self._user_ids.values()) if self.user.is_dropped else set()
+
+    def normalized(self, text: str) -> list[str]:
+        """Splits a text into text, user token, text, ..., text, with each text in its normal form."""
+        normalizers = tokenizers_library().normalizers
+        form = normalizers.Sequence(_normalizers(self.form))
+        parts = [part if place % 2 else form.normalize_str(part) for place, part in enumerate(self.user.split(text))]
+        if self.form.spaces == "collapse":
+            strip = normalizers.Strip
+            parts[0] = strip(left=True, right=False).normalize_str(parts[0])
+            parts[-1] = strip(left=False, right=True).normalize_str(parts[-1])
+            parts[::2] = [part.replace(" \n", "\n").replace("\n ", "\n") for part in parts[::2]]
+        return parts
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        if not self.user:
+            return super().encode_batch(texts)
+        # The library would add a space to the text after a user token, as it does to the first word of a line.
+        split_texts: list[list[str]] = []
+        for text in texts:
+            check_text(text)
+            parts = self.normalized(text)
+            parts[::2] = [re.sub(r"\n(?=[^\n])", "\n ", part) for part in parts[::2]]
+            if parts[0]:
+                parts[0] = f" {parts[0]}"
+            split_texts.append(parts)
+        encoded = iter(self._plain.encode_batch([part for parts in split_texts for part in parts[::2]]))
+        return [
+            [i for place, part in enumerate(parts) for i in ([self._user_ids[part]] if place % 2 else next(encoded))]
+            for parts in split_texts
+        ]
+
+    @property
+    def cuts(self) -> re.Pattern[str] | None:
+        """Where a text may be cut: where the library puts a space before the part behind the cut, too."""
+        if self.form.spaces == "keep":
+            return AT_LINES if self.user else AT_LINES_AND_WORDS
+        return None if self.user else AT_WORDS_WITHOUT_SPACE
+
+    def decode(self, ids: list[int]) -> str:
+        parts: list[str] = []
+        spelled = bytearray()  # bytes of characters that no token spells
+        ids = [i for i in ids if i >= FIRST_BYTE]
+        for i in ids:
+            if i in _BYTE_IDS:
+                spelled.append(i - FIRST_BYTE)
+                continue
+            if spelled:
+                parts.append(spelled.decode("utf-8", errors="replace"))
+                spelled.clear()
+            if i not in self._dropped:
+                parts.append(self._tokens[i])
+        parts.append(spelled.decode("utf-8", errors="replace"))
+        text = "".join(parts)
+        if not ids or self._tokens[ids[0]] not in self._user_ids or self._dropped:
+            text = text.removeprefix(" ")  # the space that encoding added to the first word
+        return text.replace("\n ", "\n")
+
+    def to_json(self) -> dict[str, Any]:
+        values: dict[str, Any] = json.loads(self.tokenizer.to_str())
+        return values
+
+
+class BPETokenizer(Tokenizer):
     """A byte-pair encoding of the `tokenizers` library; `train_bpe` makes one.
 
     It encodes every text: `decode(encode(text))` is `normalize(text)`. Words begin with their space, and encoding adds
@@ -84,123 +164,32 @@ class BPETokenizer:
         backend: a `tokenizers.Tokenizer` that `train_bpe` made, or that was read from a file which it wrote.
     """
 
-    special_ids = SpecialIds()
-    words_begin_with_space = True
+    backend: BPEBackend
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        form = form_of(backend) if hasattr(backend, "id_to_token") else None
-        if form is None:
-            raise ValueError("expected a tokenizer that train_bpe made; load_tokenizer reads those of other programs")
-        values = json.loads(backend.to_str())
-        added = [token for token in values["added_tokens"] if token["id"] >= _FIRST_BYTE]
-        # The file marks user tokens that decoding drops as special, so that other programs can drop them too.
-        self._user = UserTokens(
-            (token["content"] for token in added), is_dropped=any(token["special"] for token in added)
-        )
-        self._user_ids = {token["content"]: int(token["id"]) for token in added}
-        backend.encode_special_tokens = True  # "</s>" in a text is ordinary text; the file can't say so
-        self._backend, self._form = backend, form
-        self._encoder = _without_user_tokens(values) if added else backend
-        names = {i: token for token, i in backend.get_vocab().items()}
-        self._tokens = [names.get(i, "") for i in range(1 + max(names))]
-        self._dropped = set(self._user_ids.values()) if self._user.is_dropped else set()
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of ids, special ones and bytes included."""
-        return self._backend.get_vocab_size()
+        super().__init__(BPEBackend(backend))
 
     @property
     def form(self) -> TextForm:
         """The form into which the tokenizer changes a text before it looks for tokens."""
-        return self._form
+        return self.backend.form
 
     @property
     def user_tokens(self) -> tuple[str, ...]:
         """The tokens that the tokenizer's user defined."""
-        return self._user.tokens
+        return self.backend.user.tokens
 
     def normalize(self, text: str) -> str:
         """Returns the text in the tokenizer's form, as `decode(encode(text))` does; user tokens stay."""
         check_text(text)
-        return "".join(self._normalized(text))
+        return "".join(self.backend.normalized(text))
 
-    def _normalized(self, text: str) -> list[str]:
-        """Splits a text into text, user token, text, ..., text, with each text in its normal form."""
-        normalizers = tokenizers_library().normalizers
-        form = normalizers.Sequence(_normalizers(self._form))
-        parts = [part if place % 2 else form.normalize_str(part) for place, part in enumerate(self._user.split(text))]
-        if self._form.spaces == "collapse":
-            strip = normalizers.Strip
-            parts[0] = strip(left=True, right=False).normalize_str(parts[0])
-            parts[-1] = strip(left=False, right=True).normalize_str(parts[-1])
-            parts[::2] = [part.replace(" \n", "\n").replace("\n ", "\n") for part in parts[::2]]
-        return parts
-
-    def encode(self, text: str) -> list[int]:
-        """Encodes a text to its ids, without EOS."""
-        check_text(text)
-        return [i for ids in self.encode_batch(self.pieces(text)) for i in ids]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encodes many texts on all cores; see `encode`."""
-        if not self._user:
-            return encode_batch(self._backend, texts)
-        check_texts(texts)
-        # The library would add a space to the text after a user token, as it does to the first word of a line.
-        found: list[list[str]] = []
-        for text in texts:
-            check_text(text)
-            parts = self._normalized(text)
-            parts[::2] = [re.sub(r"\n(?=[^\n])", "\n ", part) for part in parts[::2]]
-            if parts[0]:
-                parts[0] = f" {parts[0]}"
-            found.append(parts)
-        encoded = iter(encode_batch(self._encoder, [part for parts in found for part in parts[::2]]))
-        return [
-            [i for place, part in enumerate(parts) for i in ([self._user_ids[part]] if place % 2 else next(encoded))]
-            for parts in found
-        ]
-
-    def pieces(self, text: str) -> list[str]:
-        """Cuts a long text between lines or words."""
-        return pieces(text, self.cuts)
-
-    @property
-    def cuts(self) -> re.Pattern[str] | None:
-        """Where a text may be cut: where the library puts a space before the part behind the cut, too."""
-        if self._form.spaces == "keep":
-            return AT_LINES if self._user else AT_LINES_AND_WORDS
-        return None if self._user else AT_WORDS_WITHOUT_SPACE
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Decodes ids to text: skips special tokens, stops at EOS; broken UTF-8 becomes U+FFFD."""
-        parts: list[str] = []
-        spelled = bytearray()  # bytes of characters that no token spells
-        said = until_eos(ids, self.special_ids, self.vocab_size)
-        kept = [i for i in said if i >= _FIRST_BYTE and i != self.special_ids.pad]
-        for i in kept:
-            if i in _BYTE_IDS:
-                spelled.append(i - _FIRST_BYTE)
-                continue
-            if spelled:
-                parts.append(spelled.decode("utf-8", errors="replace"))
-                spelled.clear()
-            if i not in self._dropped:
-                parts.append(self._tokens[i])
-        parts.append(spelled.decode("utf-8", errors="replace"))
-        text = "".join(parts)
-        if not kept or self._tokens[kept[0]] not in self._user_ids or self._dropped:
-            text = text.removeprefix(" ")  # the space that encoding added to the first word
-        return text.replace("\n ", "\n")
-
-    def tokens(self, ids: Iterable[int]) -> list[str]:
-        """Returns the piece of text of each id, with visible spaces and line ends."""
-        return [visible(self._tokens[i]) for i in checked_ids(ids, self.vocab_size)]
+    def to_json(self) -> dict[str, Any]:
+        return self.backend.to_json()
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes tokenizer.json, which the tokenizers and transformers libraries read too."""
-        write_atomically(Path(folder, TOKENIZER), self._backend.to_str(pretty=True).encode())
+        write_atomically(Path(folder, TOKENIZER), self.backend.tokenizer.to_str(pretty=True).encode())
 
 
 def train_bpe(
@@ -354,7 +343,7 @@ def form_of(backend: tokenizers.Tokenizer) -> TextForm | None:
     values = json.loads(backend.to_str())
     if not values["model"].get("byte_fallback"):
         return None
-    user_tokens = tuple(token["content"] for token in values["added_tokens"] if token["id"] >= _FIRST_BYTE)
+    user_tokens = tuple(token["content"] for token in values["added_tokens"] if token["id"] >= FIRST_BYTE)
     around = {name: values[name] for name in _AROUND}
     return next((form for form in _FORMS if _around(form, user_tokens) == around), None)
 
@@ -375,7 +364,7 @@ def _around(form: TextForm, user_tokens: tuple[str, ...]) -> dict[str, Any]:
 
 def _without_user_tokens(values: dict[str, Any]) -> tokenizers.Tokenizer:
     """Returns the tokenizer of a file as one that expects normalised text and has no user tokens."""
-    added = [token for token in values["added_tokens"] if token["id"] < _FIRST_BYTE]
+    added = [token for token in values["added_tokens"] if token["id"] < FIRST_BYTE]
     plain = {**values, "normalizer": None, "added_tokens": added}
     backend: tokenizers.Tokenizer = tokenizers_library().Tokenizer.from_str(json.dumps(plain))
     backend.encode_special_tokens = True

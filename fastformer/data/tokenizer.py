@@ -1,8 +1,12 @@
-"""The interface of tokenizers, the tokenizer of bytes, and helpers of the other tokenizers.
+"""The tokenizer: text to a model's ids and back, with the vocabulary of any library.
 
-fastformer's own tokenizers, bytes and a BPE (`bpe`), encode every text. PAD, EOS and UNK come first in them and in
-foreign ones (`tokenizer_files`), so that their special ids are the defaults of `SpecialIds`. None of them has a BOS; a
-decoder begins with PAD.
+A `Backend` has the code that depends on the library. Values say the rest: the special ids, the tokens around a text,
+the most tokens, the languages, the names for chat templates. A special token that is spelled out in a text is ordinary
+text, but for `encode_prompt`, and for what a chat template writes.
+
+In fastformer's own tokenizers (bytes, and a BPE: `bpe`) and in renumbered ones (`backend.Renumbered`), PAD, EOS and UNK
+come first, so that their special ids are the defaults of `SpecialIds`. None of them has a BOS; a decoder begins with
+PAD. The tokenizer of a pretrained model has that model's ids.
 """
 
 from __future__ import annotations
@@ -10,63 +14,300 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Literal
 
-from fastformer.data.checks import SPECIAL_TOKENS, check_text, check_texts, checked_ids, until_eos
-from fastformer.data.cuts import ANYWHERE, AT_SPACES, pieces
+from fastformer.data.backend import Backend, ByteBackend, Encoded, Frame
+from fastformer.data.checks import check_text, check_texts, checked_ids, until_eos
+from fastformer.data.cuts import pieces
 from fastformer.data.user_tokens import UserTokens
 from fastformer.files import write_atomically
+from fastformer.languages import Languages
 from fastformer.special_ids import SpecialIds
 
-if TYPE_CHECKING:
-    import tokenizers
-
-_UNK = SPECIAL_TOKENS[2]
 TOKENIZER = "tokenizer.json"
-BYTES = "bytes"  # the type in tokenizer.json
-NUM_BYTES = 256
-_GAPS = 2**16  # ids without a token that a file may have
+# The names of the special tokens that a chat template can use, in addition to the messages.
+CHAT_NAMES = ("chat_template", "bos_token", "eos_token", "pad_token", "unk_token")
+Role = Literal["own", "translator", "prompts", "encoder"]
+Side = Literal["right", "left"]
+_OMITTED: dict[Role, tuple[str, ...]] = {"own": ("pad", "unk"), "translator": ("pad", "unk")}
+Pair = tuple[str, str]
 
 
-class Tokenizer(Protocol):
-    """The interface of a tokenizer."""
+class Tokenizer:
+    """A tokenizer of one vocabulary.
+
+    Args:
+        backend: the vocabulary.
+        special_ids: the special ids; a model that is trained with the tokenizer adopts them.
+        role: what the model is: one that is trained here ("own"), or a pretrained translator, language model
+            ("prompts") or encoder. An encoder's tokenizer reads on behind EOS; a language model's omits what the
+            backend calls special, and no more: its PAD can be any token, even a word.
+        vocab_size: the number of the model's ids; there may be fewer tokens. None: those of the backend.
+        bos: the id that texts begin with; None: they begin with the text.
+        frames: for an encoder, the special tokens around one text, and around two.
+        max_len: the number of tokens that texts are cut to, special tokens included; None: they are not cut.
+        side: the end at which they are cut.
+        has_token_types: whether the texts of a pair have types 0 and 1; else all types are 0.
+        target: the vocabulary of translations, if it is another one; `vocab_size` is its size.
+        languages: the languages that the model can be told. If translations begin with a language's token, `decode`
+            omits it. None: the model isn't told a language.
+        chat: `chat_template`, and the spellings of the special tokens that templates can use (`CHAT_NAMES`), without
+            those that the model doesn't have.
+
+    Attributes:
+        backend, role, max_len, has_token_types, languages, chat: the same.
+        has_target: whether translations have a vocabulary of their own.
+
+    Raises:
+        ValueError: more tokens than ids, or a language beyond vocab_size.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        special_ids: SpecialIds | None = None,
+        role: Role = "own",
+        *,
+        vocab_size: int | None = None,
+        bos: int | None = None,
+        frames: Sequence[Frame] | None = None,
+        max_len: int | None = None,
+        side: Side = "right",
+        has_token_types: bool = False,
+        target: Backend | None = None,
+        languages: Languages | None = None,
+        chat: Mapping[str, str] | None = None,
+    ) -> None:
+        self.backend, self.role, self._bos = backend, role, bos
+        self._frames = (Frame.of([] if bos is None else [bos], []),) if frames is None else tuple(frames)
+        self._special_ids = SpecialIds() if special_ids is None else special_ids
+        self._target, self.has_target = backend if target is None else target, target is not None
+        self._vocab_size = self._target.size if vocab_size is None else vocab_size
+        language_ids = {} if languages is None else {i: name for name, i in languages.ids.items()}
+        if (largest := max([self._target.size - 1, *language_ids])) >= self.vocab_size:
+            raise ValueError(f"expected ids below {self.vocab_size}, got {largest}: is it another model's tokenizer?")
+        self.max_len, self.side, self.has_token_types = max_len, side, has_token_types
+        self.languages, self._language_names = languages, language_ids
+        self._omits_languages = languages is not None and languages.places != "asked"
+        self.chat = dict(chat or {})
 
     @property
     def special_ids(self) -> SpecialIds:
-        """The ids of the special tokens; a model that is trained with the tokenizer adopts them."""
+        """The special ids."""
+        return self._special_ids
+
+    @special_ids.setter
+    def special_ids(self, ids: SpecialIds) -> None:
+        self._special_ids = ids
 
     @property
     def vocab_size(self) -> int:
-        """The number of ids."""
+        """The number of the model's ids."""
+        return self._vocab_size
 
-    def encode(self, text: str) -> list[int]:
-        """Encodes a text to its ids, without EOS. A special token that is spelled out in the text is ordinary text.
+    @property
+    def words_begin_with_space(self) -> bool:
+        """Whether a word of the model's output includes the space in front of it."""
+        return self._target.words_begin_with_space
+
+    def encode(self, text: str, max_len: int | None = None) -> list[int]:
+        """Encodes a text to its ids, without EOS; an encoder's tokenizer adds the special tokens around it.
+
+        Args:
+            text: the text to encode.
+            max_len: see `encode_batch`.
 
         Raises:
-            ValueError: the text contains a lone surrogate, which is not a character.
+            ValueError: see `encode_batch`.
         """
+        check_text(text)
+        if max_len is None and self.cuts is not None:
+            return [i for ids in self.encode_batch(self.pieces(text)) for i in ids]
+        return self.encode_batch([text], max_len)[0]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encodes many texts, on all cores if the library can."""
+    def encode_batch(self, texts: Sequence[str], max_len: int | None = None) -> list[list[int]]:
+        """Encodes many texts, on all cores if the library can; see `encode`.
+
+        Args:
+            texts: the texts to encode.
+            max_len: the number of tokens that each is cut to, special tokens included; None: the tokenizer's max_len.
+
+        Raises:
+            ValueError: a lone surrogate, which is not a character, or a text that the library can't encode; a max_len
+                without room for a token.
+        """
+        check_texts(texts)
+        frame = self._frames[0]
+        limit = self._limit(max_len, frame)
+        ids = self.backend.encode_batch(list(texts))
+        if limit is None and not frame.num_special:
+            return ids
+        return [frame.around([self._cut(each, limit)])[0] for each in ids]
+
+    def encode_pair(self, first: str, second: str, max_len: int | None = None) -> Encoded:
+        """Encodes two texts to ids and token types; see `encode_pairs`."""
+        return self.encode_pairs([(first, second)], max_len)[0]
+
+    def encode_pairs(self, pairs: Sequence[Pair], max_len: int | None = None) -> list[Encoded]:
+        """Encodes pairs of texts to ids and token types, with the special tokens around and between the texts.
+
+        Args:
+            pairs: two texts each.
+            max_len: the number of tokens that a pair is cut to, the longer text first; see `encode_batch`.
+
+        Raises:
+            ValueError: see `encode_batch`; a pair of anything but two texts; a tokenizer that isn't an encoder's.
+        """
+        if len(self._frames) < 2:
+            raise ValueError("expected the tokenizer of an encoder, which encodes pairs of texts, got another one")
+        for pair in pairs:
+            if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
+                raise ValueError(f"expected pairs of two texts, got {pair!r:.60}")
+            check_text(pair[0])
+            check_text(pair[1])
+        frame = self._frames[1]
+        limit = self._limit(max_len, frame)
+        encoded = self.backend.encode_batch([text for pair in pairs for text in pair])
+        rows: list[Encoded] = []
+        for first, second in zip(encoded[::2], encoded[1::2], strict=True):
+            lengths = lengths_of_pair(len(first), len(second), limit)
+            ids, types = frame.around(
+                [self._cut(ids, length) for ids, length in zip((first, second), lengths, strict=True)]
+            )
+            rows.append((ids, types if self.has_token_types else [0] * len(ids)))
+        return rows
+
+    def _limit(self, max_len: int | None, frame: Frame) -> int | None:
+        """Returns the most tokens of the texts within a frame."""
+        limit = self.max_len if max_len is None else max_len
+        if limit is None:
+            return None
+        least = frame.num_special + 1
+        if not isinstance(limit, int) or isinstance(limit, bool) or limit < least:
+            raise ValueError(
+                f"expected a max_len of at least {least}, for the special tokens and one more token, got {limit!r}"
+            )
+        return limit - frame.num_special
+
+    def _cut(self, ids: list[int], length: int | None) -> list[int]:
+        if length is None or len(ids) <= length:
+            return ids
+        return ids[:length] if self.side == "right" else ids[len(ids) - length :]
+
+    def encode_target(self, text: str) -> list[int]:
+        """Encodes a translation to its ids, without EOS."""
+        return (
+            [*self._frames[0].prefix, *self._target.encode_batch([text])[0]] if self.has_target else self.encode(text)
+        )
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Encodes a prompt as transformers does: special tokens that it spells become their ids, if there are some."""
+        return [*self._frames[0].prefix, *self.encode_template(text)] if self.role == "prompts" else self.encode(text)
+
+    def encode_template(
+        self, text: str, written: bytes | None = None, controls: frozenset[str] = frozenset()
+    ) -> list[int]:
+        """Encodes the output of a chat template: recognises its special tokens, and adds no BOS.
+
+        Args:
+            text: the template's output.
+            written: for each character 1 if the template wrote it, else 0; None: it wrote all of them.
+            controls: the added tokens that are control tokens: no character that the template didn't write becomes a
+                part of one.
+
+        Raises:
+            ValueError: a lone surrogate, a text that the library can't encode, or the tokenizer of another model than a
+                language model.
+        """
+        check_text(text)
+        if self.role != "prompts":
+            raise ValueError("expected the tokenizer of a language model's folder, which knows control tokens")
+        return self.backend.encode_control(text, written, controls)
+
+    @property
+    def added_tokens(self) -> dict[str, bool]:
+        """The tokens that are recognised before all others, and whether each of them is special."""
+        return self.backend.added_tokens
 
     def pieces(self, text: str) -> list[str]:
         """Cuts a long text so that the ids of the pieces, one after another, are the ids of the text (see `cuts`)."""
+        return pieces(text, self.cuts)
+
+    @property
+    def cuts(self) -> re.Pattern[str] | None:
+        """Where a text may be cut (see `cuts`); None: nowhere, or it isn't known where."""
+        return None if self._frames[0].num_special or self.max_len is not None else self.backend.cuts
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decodes ids to text: skips PAD, stops at EOS."""
+        """Decodes ids of the model's output to text: skips special tokens, stops at EOS."""
+        size, special = self.vocab_size, self.special_ids
+        within = [*checked_ids(ids, size)] if self.role == "encoder" else until_eos(ids, special, size)
+        omitted = {getattr(special, name) for name in _OMITTED.get(self.role, ())}
+        if self._omits_languages:
+            omitted |= self._language_names.keys()
+        return self._target.decode([i for i in within if i not in omitted])
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """Returns each id as a short readable string, for pictures and messages."""
+        """Returns each id of the model's output as a short readable string, for pictures and messages."""
+        return [self._readable(self._target, i) for i in checked_ids(ids, self.vocab_size)]
+
+    def source_tokens(self, ids: Iterable[int]) -> list[str]:
+        """Returns each id of a source as a short readable string."""
+        return [self._readable(self.backend, i) for i in checked_ids(ids, self._source_size)]
+
+    def _readable(self, backend: Backend, i: int) -> str:
+        name = self._language_names.get(i)
+        return backend.readable(i) if name is None or backend.id_to_token(i) is not None else name
+
+    @property
+    def _source_size(self) -> int:
+        return max(self.vocab_size, self.backend.size)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes tokenizer.json, which needs no other file."""
+        text = json.dumps(self.to_json(), ensure_ascii=False)
+        write_atomically(Path(folder, TOKENIZER), text.encode() + b"\n")
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the contents of tokenizer.json, from which `load_tokenizer` makes the tokenizer again."""
+        backend = self.backend.to_json()
+        if self.role == "own":
+            return {"type": self.backend.library, **backend}
+        kind = TYPES[self.role, self.backend.library]
+        values = {"vocab_size": self.vocab_size, "special_ids": asdict(self.special_ids)}
+        if self.languages is not None:
+            values["languages"] = self.languages.to_dict()
+        if self.role == "encoder":
+            values |= {"max_len": self.max_len, "has_token_types": self.has_token_types, "side": self.side}
+            backend.pop("vocab", None)  # it follows from the model
+        if self.has_target:
+            other = self._target.to_json()
+            vocab = None if other["vocab"] == backend["vocab"] else other["vocab"]
+            names = {"source": backend["model"], "target": other["model"]}
+            return {"type": "marian", **values, **names, "source_vocab": backend["vocab"], "target_vocab": vocab}
+        if self.role == "prompts":
+            values["chat"] = self.chat
+        if self.role == "prompts" or kind == "bart":
+            values["bos"] = self._bos
+        return {"type": "pieces" if kind == "t5" and "vocab" in backend else kind, **values, **backend}
 
 
-class ByteTokenizer:
+# The types in tokenizer.json of pretrained models' tokenizers; a translator's with a table is of the type "pieces", and
+# one with two vocabularies is a "marian".
+TYPES: dict[tuple[Role, str], str] = {
+    ("translator", "tokenizers"): "bart",
+    ("translator", "sentencepiece"): "t5",
+    ("prompts", "tokenizers"): "prompts",
+    ("prompts", "sentencepiece"): "prompt pieces",
+    ("encoder", "tokenizers"): "encoder",
+    ("encoder", "sentencepiece"): "encoder pieces",
+}
+
+
+class ByteTokenizer(Tokenizer):
     """Every UTF-8 byte is a token: id = byte + 3. It needs no training and encodes every text, in long sequences.
 
     Args:
@@ -74,186 +315,27 @@ class ByteTokenizer:
         drop_user_tokens: omit them from decoded text.
     """
 
-    special_ids = SpecialIds()
-    _first = len(SPECIAL_TOKENS)
-
     def __init__(self, user_tokens: Iterable[str] = (), *, drop_user_tokens: bool = False) -> None:
-        self._user = UserTokens(user_tokens, is_dropped=drop_user_tokens)
-        self._user_ids = {token: self._first + NUM_BYTES + i for i, token in enumerate(self._user.tokens)}
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of ids: 256 bytes, the special tokens and the user tokens."""
-        return self._first + NUM_BYTES + len(self._user_ids)
-
-    def encode(self, text: str) -> list[int]:
-        """Encodes a text to its ids, without EOS."""
-        check_text(text)
-        ids: list[int] = []
-        for place, part in enumerate(self._user.split(text)):
-            if place % 2:
-                ids.append(self._user_ids[part])
-            else:
-                ids.extend(byte + self._first for byte in part.encode("utf-8"))
-        return ids
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encodes many texts; see `encode`."""
-        check_texts(texts)
-        return [self.encode(text) for text in texts]
-
-    def pieces(self, text: str) -> list[str]:
-        """Cuts a long text at any place but within a user token."""
-        return pieces(text, self.cuts)
-
-    @property
-    def cuts(self) -> re.Pattern[str]:
-        """Where a text may be cut."""
-        return AT_SPACES if self._user else ANYWHERE
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Decodes ids to text: skips PAD and UNK, stops at EOS; broken UTF-8 becomes U+FFFD."""
-        found = b""
-        for i in until_eos(ids, self.special_ids, self.vocab_size):
-            if i >= self._first + NUM_BYTES:
-                found += b"" if self._user.is_dropped else self._user_token(i).encode("utf-8")
-            elif i >= self._first and i != self.special_ids.pad:
-                found += bytes([i - self._first])
-        return found.decode("utf-8", errors="replace")
-
-    def _user_token(self, i: int) -> str:
-        return self._user.tokens[i - self._first - NUM_BYTES]
-
-    def tokens(self, ids: Iterable[int]) -> list[str]:
-        """Returns each id as a character, or as <0xNN> for a byte that is not a character by itself."""
-        return [self._token(i) for i in checked_ids(ids, self.vocab_size)]
-
-    def _token(self, i: int) -> str:
-        byte = i - self._first
-        if byte < 0:
-            return SPECIAL_TOKENS[i]
-        if byte >= NUM_BYTES:
-            return self._user_token(i)
-        return chr(byte) if 32 <= byte < 127 else f"<0x{byte:02X}>"
-
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes tokenizer.json."""
-        values: dict[str, Any] = {"type": BYTES}
-        if self._user:
-            values |= {"user_tokens": self._user.tokens, "drop_user_tokens": self._user.is_dropped}
-        write_atomically(Path(folder, TOKENIZER), (json.dumps(values) + "\n").encode())
+        super().__init__(ByteBackend(UserTokens(user_tokens, is_dropped=drop_user_tokens)))
 
 
-def saved_bytes(file: Path, values: Mapping[str, Any]) -> ByteTokenizer:
-    """Loads a tokenizer that `ByteTokenizer.save` wrote.
+def lengths_of_pair(first: int, second: int, room: int | None) -> tuple[int, int]:
+    """Returns the lengths to which two texts are cut to fit together; the longer one is cut first.
 
-    Raises:
-        ValueError: a damaged file.
+    Args:
+        first, second: the numbers of their tokens.
+        room: the most tokens of both together; None: any number.
     """
-    tokens, is_dropped = values.get("user_tokens", []), values.get("drop_user_tokens", False)
-    if not isinstance(tokens, list) or not isinstance(is_dropped, bool):
-        raise ValueError(f"{file} is damaged or no tokenizer (user_tokens {tokens!r:.40}): copy it again")
-    return ByteTokenizer(tokens, drop_user_tokens=is_dropped)
+    if room is None or first + second <= room:
+        return first, second
+    short, long = sorted((first, second))
+    long = max(short, room - short) if short <= room else short
+    if short + long > room:
+        short, long = room // 2, room - room // 2
+    return (short, long) if first <= second else (long, short)
 
 
 def cuts_of(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     """Returns where a tokenizer's texts may be cut (see `cuts`); None: nowhere, or it isn't known where."""
-    found: re.Pattern[str] | None = getattr(tokenizer, "cuts", None)
-    return found
-
-
-def encode_batch(backend: tokenizers.Tokenizer, texts: Sequence[str], name: str = "the tokenizer") -> list[list[int]]:
-    """Encodes many texts by a `tokenizers.Tokenizer` on all cores, without special tokens around them.
-
-    Args:
-        backend: the tokenizer.
-        texts: the texts to encode.
-        name: the name of the tokenizer in messages.
-
-    Raises:
-        ValueError: a lone surrogate, or a text that the tokenizer can't encode; the first such text is shown.
-    """
-    check_texts(texts)
-    texts = list(texts)
-    try:
-        with library_errors(f"{name} can't encode this text"):
-            return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
-    except ValueError:
-        for text in texts:  # the library raises TypeError for a surrogate
-            check_text(text)
-        for text in texts if len(texts) > 1 else ():
-            with library_errors(f"{name} can't encode the text {text[:40]!r}"):
-                backend.encode_batch_fast([text], add_special_tokens=False)
-        raise
-
-
-@contextmanager
-def library_errors(message: str) -> Iterator[None]:
-    """Turns errors of the tokenizers library into a ValueError that begins with the message.
-
-    The library's models raise a bare Exception. A regular expression that exceeds its limits raises a panic, which is a
-    BaseException but not an Exception, so callers that catch Exception would miss it.
-    """
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(f"{message}: {error}") from error
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise ValueError(f"{message}: {error}") from error
-
-
-def visible(token: str | None) -> str:
-    """Returns a token with visible spaces and line ends, or that of UNK for an id without a token."""
-    return _UNK if token is None else token.replace(" ", "▁").replace("\n", "↵")
-
-
-def read_backend(file: Path, values: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """Loads a tokenizer of the `tokenizers` library from the contents of a file.
-
-    Raises:
-        ImportError: the library is not installed.
-        ValueError: the library can't read the contents.
-    """
-    library = tokenizers_library(str(file))
-    _check_sizes(file, values)
-    with library_errors(f"tokenizers {library.__version__} can't read {file} (was it written by a newer version?)"):
-        backend: tokenizers.Tokenizer = library.Tokenizer.from_str(json.dumps(values))
-    return backend
-
-
-def _check_sizes(file: Path, values: Mapping[str, Any]) -> None:
-    """Checks the ids against the number of tokens: the library reserves memory for all ids up to the largest.
-
-    Raises:
-        ValueError: an id far beyond the number of tokens.
-    """
-    model, added = values.get("model"), values.get("added_tokens")
-    vocab = model.get("vocab") if isinstance(model, dict) else None
-    ids = list(vocab.values()) if isinstance(vocab, dict) else []
-    tokens = len(vocab) if isinstance(vocab, dict | list) else 0
-    if isinstance(added, list):
-        ids += [token.get("id") for token in added if isinstance(token, dict)]
-        tokens += len(added)
-    largest = max((i for i in ids if isinstance(i, int)), default=0)
-    if largest > 2 * tokens + _GAPS:
-        raise ValueError(
-            f"expected {file} to have ids of about {tokens:,} tokens, got the id {largest}: is it damaged?"
-        )
-
-
-def tokenizers_library(needed_by: str = "a BPE") -> ModuleType:
-    """Imports the tokenizers library.
-
-    Args:
-        needed_by: the subject of the message if it is not installed.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise ImportError(f"{needed_by} needs the tokenizers library: pip install 'fastformer[train]'") from error
-    return tokenizers
+    cuts: re.Pattern[str] | None = getattr(tokenizer, "cuts", None)
+    return cuts

@@ -89,7 +89,7 @@ class FolderModel:
 
     @property
     def tokenizer(self) -> Any:
-        """The folder's tokenizer, an `EncoderTokenizer`: `encode` and `decode`, and `encode_pair` for two texts."""
+        """The folder's tokenizer, a `Tokenizer`: `encode` and `decode`, and `encode_pair` for two texts."""
         return self._reader.tokenizer
 
     def tokenize(self, texts: Sequence[Any]) -> dict[str, Tensor]:

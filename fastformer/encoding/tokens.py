@@ -19,7 +19,7 @@ Pair = tuple[str, str]
 
 
 class Tokenizer(Protocol):
-    """The part of `data.encoder_tokenizers.EncoderTokenizer` that encoding uses; that class documents it."""
+    """The part of `data.tokenizer.Tokenizer` that encoding uses; that class documents it."""
 
     @property
     def max_len(self) -> int: ...

@@ -25,9 +25,10 @@ from fastformer.checkpoints.training_state import (
     remove_left_parts,
 )
 from fastformer.data import BPETokenizer, ByteTokenizer, PairTokenizer, Tokenizer, load_tokenizer
+from fastformer.data.backend import NUM_BYTES
 from fastformer.data.order import Order
 from fastformer.data.pair import contents
-from fastformer.data.tokenizer import NUM_BYTES, TOKENIZER
+from fastformer.data.tokenizer import TOKENIZER
 from fastformer.devices import choose_device
 from fastformer.files import check_places, remove_left_overs
 from fastformer.generation.request_builder import EXTRA_LENGTH

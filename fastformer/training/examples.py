@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fastformer import console
 from fastformer.data import ByteTokenizer, Examples, PairTokenizer, Tokenizer, load_tokenizer, train_bpe
+from fastformer.data.backend import NUM_BYTES
 from fastformer.data.bpe import LEARNING, Spaces
 from fastformer.data.cuts import pieces as pieces_of
 from fastformer.data.examples import Example, encode_pair, windows
@@ -26,7 +27,6 @@ from fastformer.data.pair import sides
 from fastformer.data.shards.manifest import Manifest
 from fastformer.data.shards.reading import ShardedExamples, read_examples
 from fastformer.data.text import read_documents, read_pairs, read_tsv
-from fastformer.data.tokenizer import NUM_BYTES
 from fastformer.data.tokenizer_files import count_unknown
 from fastformer.number_words import english, german, number_pairs
 from fastformer.training.config import TrainConfig, paths_of, split_at_commas

@@ -20,7 +20,7 @@ from transformers import BartModel
 from fastformer.checkpoints import load_model
 from fastformer.cli import main
 from fastformer.data import load_tokenizer
-from fastformer.data.model_tokenizers import byte_level_bpe
+from fastformer.data.huggingface import byte_level_bpe
 from fastformer.generation import Ensemble, Translator, generate
 from fastformer.integrations import to_huggingface
 from tests.checkpoints import families

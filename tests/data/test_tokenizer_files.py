@@ -12,9 +12,11 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from fastformer.data import load_tokenizer, train_bpe
-from fastformer.data.model_tokenizers import BackendTokenizer, MarianTokenizer, SentencePieceTokenizer
-from fastformer.data.tokenizer_files import ForeignIds, ForeignTokenizer, HuggingFaceModel
+from fastformer.data import Tokenizer, load_tokenizer, train_bpe
+from fastformer.data.backend import ForeignIds, Renumbered
+from fastformer.data.huggingface import LibraryBackend
+from fastformer.data.pieces import PieceBackend
+from fastformer.data.tokenizer_files import count_unknown
 from fastformer.special_ids import SpecialIds
 
 TEXTS = ["a man walks a dog", "two men walk two dogs", "the dog walks the man </s> [PAD]"] * 20
@@ -62,7 +64,7 @@ def saved(folder: Path, backend: tokenizers.Tokenizer, **config: object) -> Path
 def test_special_ids_come_first_and_nothing_else_moves(tmp_path) -> None:
     backend = word_piece()
     tokenizer = load_tokenizer(saved(tmp_path, backend))
-    assert isinstance(tokenizer, ForeignTokenizer) and tokenizer.vocab_size == backend.get_vocab_size()
+    assert tokenizer.vocab_size == backend.get_vocab_size()
     # theirs: UNK 0, CLS 1, SEP 2, PAD 3, and then the rest; ours: PAD, SEP (the end), UNK, CLS, the rest
     text = "a dog walks two men"
     theirs = tokenizers.Tokenizer.from_str(backend.to_str())
@@ -118,9 +120,9 @@ def test_names_of_special_tokens(tmp_path, config, mapped, pad, eos, unk) -> Non
         (tmp_path / "special_tokens_map.json").write_text(json.dumps(mapped))
     tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
     theirs = [None if name is None else backend.token_to_id(name) for name in (pad, eos, unk)]
-    assert isinstance(tokenizer, ForeignTokenizer) and tokenizer.backend_ids[:3] == theirs
+    assert isinstance(tokenizer.backend, Renumbered) and tokenizer.backend.inner_ids[:3] == theirs
     rest = [i for i in range(backend.get_vocab_size()) if i not in theirs]
-    assert tokenizer.backend_ids[3:] == rest
+    assert tokenizer.backend.inner_ids[3:] == rest
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ def test_names_of_special_tokens(tmp_path, config, mapped, pad, eos, unk) -> Non
 )
 def test_the_model_names_its_unknown_token(tmp_path, model) -> None:
     tokenizer = load_tokenizer(saved(tmp_path, tokenizers.Tokenizer(model)))
-    assert isinstance(tokenizer, ForeignTokenizer) and tokenizer.backend_ids == [None, None, 1, 0, 2]
+    assert isinstance(tokenizer.backend, Renumbered) and tokenizer.backend.inner_ids == [None, None, 1, 0, 2]
     assert [tokenizer.encode(text) for text in ("a", "b", "x")] == [[3], [4], [2]]
 
 
@@ -145,8 +147,8 @@ def test_a_run_needs_no_other_file(tmp_path) -> None:
         for file in original.iterdir():
             file.unlink()
         loaded = load_tokenizer(run)
-        assert isinstance(tokenizer, ForeignTokenizer) and isinstance(loaded, ForeignTokenizer)
-        assert loaded.vocab_size == tokenizer.vocab_size and loaded.backend_ids == tokenizer.backend_ids
+        assert isinstance(tokenizer.backend, Renumbered) and isinstance(loaded.backend, Renumbered)
+        assert loaded.vocab_size == tokenizer.vocab_size and loaded.backend.inner_ids == tokenizer.backend.inner_ids
         text = "two dogs walk a man 漢"
         assert loaded.encode(text) == tokenizer.encode(text)
         assert loaded.decode(loaded.encode(text)) == tokenizer.decode(tokenizer.encode(text))
@@ -154,15 +156,13 @@ def test_a_run_needs_no_other_file(tmp_path) -> None:
 
 def test_unknown_parts_are_named(tmp_path) -> None:
     tokenizer = load_tokenizer(saved(tmp_path, word_piece()))
-    assert isinstance(tokenizer, ForeignTokenizer)
-    text = "a 漢字 dog 😀"
-    assert tokenizer.unknown(text, tokenizer.encode(text)) == ["漢字", "😀"]
-    assert tokenizer.unknown("a dog", tokenizer.encode("a dog")) == []
+    texts = ["a 漢字 dog 😀", "a dog"]
+    assert count_unknown(tokenizer, texts, tokenizer.encode_batch(texts)) == dict.fromkeys("漢字😀", 1)
     # Without an unknown token this library leaves out what it doesn't know.
-    silent = ForeignTokenizer(
-        HuggingFaceModel(tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1}, []))), ForeignIds(None, None, None)
+    silent = Tokenizer(
+        Renumbered(LibraryBackend(tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1}, []))), ForeignIds(None, None, None))
     )
-    assert silent.unknown("ab xa x", silent.encode("ab xa x")) == ["x", "x"]
+    assert count_unknown(silent, ["ab xa x"], silent.encode_batch(["ab xa x"])) == {"x": 2}
 
 
 @pytest.fixture(scope="module")
@@ -191,8 +191,7 @@ def test_sentencepiece(tmp_path, sentencepiece_model) -> None:
     assert tokenizer.decode([0, *tokenizer.encode(text), 1, 9]) == text
     assert tokenizer.tokens([3, *tokenizer.encode("dog")[:1]])[0] == "<s>"
     strange = "a 漢字 man"
-    assert isinstance(tokenizer, ForeignTokenizer)
-    assert tokenizer.unknown(strange, tokenizer.encode(strange)) == ["漢字"]
+    assert count_unknown(tokenizer, [strange], [tokenizer.encode(strange)]) == {"漢": 1, "字": 1}
     assert tokenizer.decode(tokenizer.encode(strange)).split() == ["a", "man"]
     run = tmp_path / "run"
     run.mkdir()
@@ -231,7 +230,7 @@ def test_missing_parts_are_named(tmp_path, sentencepiece_model) -> None:
         file.write_text(text)
         with pytest.raises(ValueError, match=named):
             load_tokenizer(tmp_path)
-    whole = train_bpe(TEXTS, 60)._backend.to_str(pretty=True)
+    whole = train_bpe(TEXTS, 60).backend.tokenizer.to_str(pretty=True)
     for cut in (0, 500, len(whole) - 5):
         file.write_text(whole[:cut])
         with pytest.raises(ValueError, match=r"tokenizer\.json"):
@@ -239,16 +238,16 @@ def test_missing_parts_are_named(tmp_path, sentencepiece_model) -> None:
 
 
 def test_impossible_ids(tmp_path) -> None:
-    model = HuggingFaceModel(byte_level([]))
-    size = model.size()
+    model = LibraryBackend(byte_level([]))
+    size = model.size
     for ids in (ForeignIds(1, 1, None), ForeignIds(None, size, None), ForeignIds(-1, None, None)):
         with pytest.raises(ValueError, match=rf"\bspecial ids\b.*\b{size}\b"):
-            ForeignTokenizer(model, ids)
+            Renumbered(model, ids)
     chooser = random.Random(0)
     for _ in range(20):
         pad, eos, unk = chooser.sample(range(size), 3)
-        tokenizer = ForeignTokenizer(model, ForeignIds(pad, eos, unk))
-        assert len(tokenizer.backend_ids) == size and set(tokenizer.backend_ids) == set(range(size))
+        inner_ids = Renumbered(model, ForeignIds(pad, eos, unk)).inner_ids
+        assert len(inner_ids) == size and set(inner_ids) == set(range(size))
 
 
 def exploding(kind: str) -> tokenizers.Tokenizer:
@@ -271,7 +270,8 @@ def test_a_regular_expression_that_gives_up_is_a_value_error(kind, tmp_path) -> 
     text = "a" * 40 + "!"
     as_it_was = load_tokenizer(saved(tmp_path / "one", exploding(kind)))
     as_it_was.save(tmp_path)
-    bart = BackendTokenizer(exploding(kind), 400, SpecialIds(pad=398, eos=399, unk=None), None, name="the bart")
+    ids = SpecialIds(pad=398, eos=399, unk=None)
+    bart = Tokenizer(LibraryBackend(exploding(kind), "the bart"), ids, "translator", vocab_size=400)
     found = ((as_it_was, "one/tokenizer.json"), (load_tokenizer(tmp_path), "json"), (bart, "the bart"))
     for tokenizer, name in found[:1] if kind == "normalizer" else found:  # half a second each
         with pytest.raises(ValueError, match=name) as caught:
@@ -324,9 +324,9 @@ def test_invalid_ids_are_refused(tmp_path, sentencepiece_model) -> None:
     found: list[Any] = [
         load_tokenizer(saved(tmp_path / "hf", byte_level(["</s>"]))),
         load_tokenizer(tmp_path / "a.model"),
-        SentencePieceTokenizer(processor, 30, ids),
-        MarianTokenizer(processor, processor, pieces, pieces, 25, ids),
-        BackendTokenizer(byte_level([]), 400, SpecialIds(), None),
+        Tokenizer(PieceBackend(processor), ids, "translator", vocab_size=30),
+        Tokenizer(PieceBackend(processor, pieces, 0), ids, "translator", vocab_size=25),
+        Tokenizer(LibraryBackend(byte_level([])), role="translator", vocab_size=400),
     ]
     for tokenizer in found:
         calls = [tokenizer.decode, tokenizer.tokens, *([tokenizer.source_tokens] if tokenizer is found[3] else [])]
@@ -335,3 +335,19 @@ def test_invalid_ids_are_refused(tmp_path, sentencepiece_model) -> None:
                 with pytest.raises(ValueError, match=r"\bids\b"):
                     call(wrong)
         assert isinstance(tokenizer.decode([tokenizer.vocab_size - 1]), str)
+
+
+def test_unknown_characters_are_never_a_special_token() -> None:
+    sentencepiece = pytest.importorskip("sentencepiece", reason="the sentencepiece library is not installed")
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["abc cab bca", "bac"] * 20), model_writer=model, vocab_size=9, minloglevel=2,
+        hard_vocab_limit=False,
+    )  # fmt: skip
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    vocab = {"<pad>": 0, "</s>": 1, "<unk>": 2, "<s>": 3, "▁": 4} | {letter: 5 + i for i, letter in enumerate("abc漢")}
+    tokenizer = Tokenizer(PieceBackend(processor, vocab, 2), role="translator")
+    assert processor.encode("a </s>", out_type=str)[-1] == "</s>"  # characters that it lacks are a piece together
+    for special in ("</s>", "<s>", "<pad>"):
+        assert tokenizer.encode(f"a {special}")[-1] == 2
+    assert tokenizer.encode("漢")[-1] == 8  # a piece that only the table has, as in transformers

@@ -9,10 +9,8 @@ import string
 
 import pytest
 
-from fastformer.data import ByteTokenizer
-from fastformer.data.bpe import train_bpe
-from fastformer.data.model_tokenizers import MarianTokenizer, SentencePieceTokenizer
-from fastformer.data.tokenizer_files import load_tokenizer
+from fastformer.data import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
+from fastformer.data.pieces import PieceBackend
 from fastformer.special_ids import SpecialIds
 
 LINES = [
@@ -84,14 +82,15 @@ def _processor(**options):
 
 def _t5():
     processor = _processor(vocab_size=330, byte_fallback=True, remove_extra_whitespaces=False)
-    return SentencePieceTokenizer(processor, processor.get_piece_size(), SpecialIds(pad=1, eos=2, unk=0))
+    return Tokenizer(PieceBackend(processor), SpecialIds(pad=1, eos=2, unk=0), "translator")
 
 
 def _marian():
     processor = _processor(vocab_size=110)
     pieces = [processor.id_to_piece(i) for i in range(3, processor.get_piece_size())]
     vocab = {piece: i for i, piece in enumerate(["<pad>", "</s>", "<unk>", *pieces])}
-    return MarianTokenizer(processor, processor, vocab, vocab, len(vocab), SpecialIds())
+    source, target = (PieceBackend(processor, vocab, 2, has_codes=True) for _ in range(2))
+    return Tokenizer(source, role="translator", target=target)
 
 
 KINDS = ("bytes", "bpe", "words", "byte level", "byte fallback", "sentencepiece", "marian")

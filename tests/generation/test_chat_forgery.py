@@ -12,7 +12,9 @@ import pytest
 import transformers
 
 from fastformer import ChatTemplate
-from fastformer.data.prompt_tokenizers import PiecePromptTokenizer, PromptTokenizer
+from fastformer.data import Tokenizer
+from fastformer.data.huggingface import LibraryBackend
+from fastformer.data.pieces import PieceBackend
 from fastformer.special_ids import SpecialIds
 from tests.checkpoints.families import ENGLISH
 from tests.generation.chat_templates import CASES
@@ -155,11 +157,13 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 @functools.cache
-def made(kind: str) -> tuple[PromptTokenizer, Any]:
+def made(kind: str) -> tuple[Tokenizer, Any]:
     """Returns a tokenizer, and transformers' one."""
     backend = KINDS[kind]()
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=type(backend).from_str(backend.to_str()))
-    own = PromptTokenizer(backend, 1000, SpecialIds(pad=0, eos=(1,), unk=None), None, chat=NAMES)
+    own = Tokenizer(
+        LibraryBackend(backend), SpecialIds(pad=0, eos=(1,), unk=None), "prompts", vocab_size=1000, chat=NAMES
+    )
     return own, theirs
 
 
@@ -228,7 +232,8 @@ def test_symbols_of_a_sentencepiece_model_are_control_tokens_too() -> None:
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     size, added = processor.get_piece_size(), {"<|x|>": (processor.get_piece_size(), True)}
     ids = SpecialIds(pad=0, eos=(2,), unk=None)
-    tokenizer = PiecePromptTokenizer(processor, size + 1, ids, 1, {"eos_token": "<end>"}, added)
+    backend = PieceBackend(processor, added=added, special=["<end>"])
+    tokenizer = Tokenizer(backend, ids, "prompts", bos=1, chat={"eos_token": "<end>"})
     source = "{% for m in messages %}<turn>{{ m.content | replace('<image>', '') }}<end><|x|>{% endfor %}"
     template = ChatTemplate(source, tokenizer.chat)
     controls = {processor.piece_to_id(piece) for piece in ("<turn>", "<end>", "<s>", "</s>")} | {size}

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from fastformer.data.prompt_tokenizers import PiecePromptTokenizer, PromptTokenizer
+from fastformer.data import Tokenizer
+from fastformer.data.huggingface import LibraryBackend
+from fastformer.data.pieces import PieceBackend
 from fastformer.models import GPT
 from fastformer.special_ids import SpecialIds
 from tests.encoding import folders
@@ -22,7 +24,7 @@ TEMPLATE = """{% if note %}{{ note }}{% endif %}{% for m in messages %}
 MAX_LEN = 512
 
 
-def tokenizer(template: str | None = TEMPLATE) -> PromptTokenizer:
+def tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
     """Makes a tokenizer of bytes and a few merges, with a chat template that loops if an assistant has said "loop"."""
     import tokenizers
 
@@ -31,10 +33,10 @@ def tokenizer(template: str | None = TEMPLATE) -> PromptTokenizer:
     trained.train_from_iterator(LINES, vocab_size=300, special_tokens=special, show_progress=False)
     chat = {} if template is None else {"chat_template": template, "eos_token": "<|im_end|>"}
     ids = SpecialIds(pad=2, eos=1, unk=None)
-    return PromptTokenizer(trained._tokenizer, trained.get_vocab_size(), ids, None, chat=chat)
+    return Tokenizer(LibraryBackend(trained._tokenizer), ids, "prompts", chat=chat)
 
 
-def piece_tokenizer() -> PiecePromptTokenizer:
+def piece_tokenizer() -> Tokenizer:
     """Makes a SentencePiece tokenizer, whose tokens have other texts alone than behind others."""
     import sentencepiece
 
@@ -44,7 +46,7 @@ def piece_tokenizer() -> PiecePromptTokenizer:
         pad_id=3, minloglevel=2,
     )  # fmt: skip
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    return PiecePromptTokenizer(processor, processor.get_piece_size(), SpecialIds(pad=3, eos=2, unk=0), 1)
+    return Tokenizer(PieceBackend(processor, added={}), SpecialIds(pad=3, eos=2, unk=0), "prompts", bos=1)
 
 
 @torch.inference_mode(False)  # whichever test comes first

@@ -7,7 +7,7 @@ tokenizer.json               a byte-level BPE; older folders have vocab.json and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from fastformer.checkpoints.hf.common import (
     SPECIAL_TOKENS,
     THEIR_ACTIVATIONS,
     Checkpoint,
+    MakeTokenizer,
     activation_of,
     check_empty,
     check_floating,
@@ -31,13 +32,14 @@ from fastformer.checkpoints.hf.common import (
     forbidden_of,
     joined,
     load_foreign,
+    make_translator,
     number_of,
     read_file,
     special_tokens,
     without_row,
 )
-from fastformer.data.model_tokenizers import BackendTokenizer, byte_level_bpe, check_vocab
-from fastformer.data.tokenizer import TOKENIZER, read_backend
+from fastformer.data.huggingface import LibraryBackend, byte_level_bpe, check_vocab, read_library
+from fastformer.data.tokenizer import TOKENIZER
 from fastformer.files import read_json
 from fastformer.models import Transformer, TransformerConfig
 from fastformer.ops.embedding import sinusoidal_positions
@@ -336,18 +338,14 @@ def _with_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"model.{name}": tensor for name, tensor in kept.items()}
 
 
-def read_tokenizer(
-    folder: Path, settings: Mapping[str, Any]
-) -> tuple[int | None, Callable[[TransformerConfig], BackendTokenizer]]:
+def read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> MakeTokenizer:
     """Reads the tokenizer, as `ReadTokenizer` describes."""
     if (folder / TOKENIZER).is_file():
-        backend = read_backend(folder / TOKENIZER, read_json(folder / TOKENIZER))
+        backend = read_library(folder / TOKENIZER, read_json(folder / TOKENIZER))
     else:
         vocab = check_vocab(folder / "vocab.json", read_json(folder / "vocab.json"))
         merges, file = read_file(folder / "merges.txt"), folder / "tokenizer_config.json"
         has_space = file.is_file() and flag_of(read_json(file), "add_prefix_space", False)
         backend = byte_level_bpe(folder / "merges.txt", vocab, merges, add_prefix_space=has_space)
     special = special_tokens(folder, settings, backend.get_vocab(), {**SPECIAL_TOKENS, "bos": "<s>"})
-    return special["unk"], lambda config: BackendTokenizer(
-        backend, config.vocab_size, config.special_ids, special["bos"], str(folder)
-    )
+    return special["unk"], make_translator(LibraryBackend(backend, str(folder)), bos=special["bos"])

@@ -22,6 +22,7 @@ from torch import Tensor
 from fastformer.checkpoints.hf.quantized import dequantized, keep_groups, quantization_settings
 from fastformer.checkpoints.torch_archive import read_archive
 from fastformer.data import Tokenizer
+from fastformer.data.backend import Backend
 from fastformer.files import read_json, read_small
 from fastformer.languages import Languages, Places
 from fastformer.models import BERT, GPT, BERTConfig, GPTConfig, Transformer, TransformerConfig
@@ -89,9 +90,9 @@ class Checkpoint(NamedTuple):
 # Converts a decoder to a `GPT`, an encoder to a `BERT`, others to a `Transformer`, in evaluation mode. A ValueError: a
 # setting that the model doesn't support, or missing, unexpected or misshapen tensors.
 ToModel = Callable[[Checkpoint], Transformer | GPT | BERT]
-# Reads the tokenizer's files: (folder, settings) -> the id of the unknown token, and a function that makes the
-# tokenizer once the model's config is known.
-ReadTokenizer = Callable[[Path, Mapping[str, Any]], tuple[int | None, Callable[[Any], Tokenizer]]]
+# The id of the unknown token, and a function that makes the tokenizer once the model's config is known.
+MakeTokenizer = tuple[int | None, Callable[[Any], Tokenizer]]
+ReadTokenizer = Callable[[Path, Mapping[str, Any]], MakeTokenizer]  # of a folder's files, and the model's settings
 
 
 class Family(NamedTuple):
@@ -256,6 +257,11 @@ def read_file(file: Path) -> bytes:
     if not file.is_file():
         raise ValueError(f"expected the file {file}, which doesn't exist: was the model saved completely?")
     return read_small(file)
+
+
+def make_translator(backend: Backend, **options: Any) -> Callable[[TransformerConfig], Tokenizer]:
+    """Returns a function that makes the tokenizer of a pretrained translator; see `Tokenizer` for the options."""
+    return lambda config: Tokenizer(backend, config.special_ids, "translator", vocab_size=config.vocab_size, **options)
 
 
 def tokenizer_settings(folder: Path) -> Mapping[str, Any]:

@@ -10,20 +10,29 @@ tokenizer_config.json        whether texts are lower-cased, the maximum length o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastformer.checkpoints.hf.common import flag_of, read_file, tokenizer_settings
-from fastformer.data.encoder_tokenizers import BackendEncoderTokenizer, EncoderTokenizer, PieceEncoderTokenizer
-from fastformer.data.model_tokenizers import byte_level_bpe, check_vocab, read_sentencepiece
-from fastformer.data.tokenizer import TOKENIZER, library_errors, read_backend, tokenizers_library
+from fastformer.checkpoints.hf.common import MakeTokenizer, flag_of, read_file, tokenizer_settings
+from fastformer.data.backend import Backend
+from fastformer.data.huggingface import (
+    LibraryBackend,
+    byte_level_bpe,
+    check_vocab,
+    library_errors,
+    read_library,
+    tokenizers_library,
+)
+from fastformer.data.pieces import fairseq_pieces, read_sentencepiece
+from fastformer.data.tokenizer import TOKENIZER, Tokenizer
 from fastformer.files import read_json
 from fastformer.models import BERTConfig
 
 if TYPE_CHECKING:
     import tokenizers
 
+_UNK = 3  # in fairseq
 _WORDS, _VOCAB, _MERGES, _PIECES = "vocab.txt", "vocab.json", "merges.txt", "sentencepiece.bpe.model"
 _TYPED = ("bert", "electra")  # families whose tokenizers give token types, unless their files say otherwise
 # The names of special tokens in a WordPiece vocabulary: the first that the vocabulary has is taken.
@@ -32,9 +41,7 @@ _NORMALISED = {"do_lower_case": "lowercase", "strip_accents": "strip_accents"}
 _CHINESE = "tokenize_chinese_chars"
 
 
-def read_tokenizer(
-    kind: str, folder: Path, settings: Mapping[str, Any]
-) -> tuple[int | None, Callable[[BERTConfig], EncoderTokenizer]]:
+def read_tokenizer(kind: str, folder: Path, settings: Mapping[str, Any]) -> MakeTokenizer:
     """Reads the tokenizer, as `ReadTokenizer` describes.
 
     Args:
@@ -54,26 +61,36 @@ def read_tokenizer(
             f"expected the tokenizer's files in {folder} to have truncation_side left or right, got {side!r}"
         )
 
-    def options(model: BERTConfig) -> dict[str, Any]:
-        return {"has_token_types": has_types and model.token_types > 1, "side": side}
-
-    def longest(model: BERTConfig) -> int:
-        return model.max_len if limit is None else int(min(limit, model.max_len))
-
+    backend: Backend
     if not (folder / TOKENIZER).is_file() and kind == "xlm-roberta" and (folder / _PIECES).is_file():
-        processor = read_sentencepiece(folder / _PIECES, read_file(folder / _PIECES))
-        return PieceEncoderTokenizer._UNK, lambda model: PieceEncoderTokenizer(
-            processor, model.vocab_size, model.special_ids, longest(model), **options(model)
+        backend = fairseq_pieces(read_sentencepiece(folder / _PIECES, read_file(folder / _PIECES)))
+        unk: int | None = _UNK
+    else:
+        file, tokenizer = _read_backend(folder, named)
+        # tokenizer.json remembers how it last cut. Only the side outlives a call in transformers: each call says the
+        # rest.
+        side = named.get("truncation_side") or (tokenizer.truncation or {}).get("direction", "right")
+        name = getattr(tokenizer.model, "unk_token", None) or next(
+            (token for token in _SPECIAL["unk"] if tokenizer.token_to_id(token) is not None), None
         )
-    file, backend = _read_backend(folder, named)
-    # tokenizer.json remembers how it last cut. Only the side outlives a call in transformers: each call says the rest.
-    side = named.get("truncation_side") or (backend.truncation or {}).get("direction", "right")
-    unk = getattr(backend.model, "unk_token", None) or next(
-        (token for token in _SPECIAL["unk"] if backend.token_to_id(token) is not None), None
-    )
-    return None if unk is None else backend.token_to_id(unk), lambda model: BackendEncoderTokenizer(
-        backend, model.vocab_size, model.special_ids, longest(model), str(file), **options(model)
-    )
+        unk = None if name is None else tokenizer.token_to_id(name)
+        backend = LibraryBackend(tokenizer, str(file))
+    frames = backend.encoder_frames()
+
+    def make(config: BERTConfig) -> Tokenizer:
+        max_len = config.max_len if limit is None else int(min(limit, config.max_len))
+        return Tokenizer(
+            backend,
+            config.special_ids,
+            "encoder",
+            vocab_size=config.vocab_size,
+            frames=frames,
+            max_len=max_len,
+            side=side,
+            has_token_types=has_types and config.token_types > 1,
+        )
+
+    return unk, make
 
 
 def _read_backend(folder: Path, named: Mapping[str, Any]) -> tuple[Path, tokenizers.Tokenizer]:
@@ -85,7 +102,7 @@ def _read_backend(folder: Path, named: Mapping[str, Any]) -> tuple[Path, tokeniz
             if isinstance(named.get(_CHINESE), bool):
                 said["handle_chinese_chars"] = named[_CHINESE]
             values["normalizer"] = {**normalizer, **said}  # this priority is that of transformers
-        return file, read_backend(file, values)
+        return file, read_library(file, values)
     if (file := folder / _WORDS).is_file():
         return file, _word_pieces(file, named)
     if (file := folder / _VOCAB).is_file():

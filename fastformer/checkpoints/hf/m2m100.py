@@ -8,28 +8,24 @@ vocab.json                   the ids of an M2M100's pieces; the ids of the langu
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fastformer.checkpoints.hf.common import (
+    MakeTokenizer,
     check_tokenizer_class,
     flag_of,
     languages_of,
+    make_translator,
     read_file,
     special_tokens,
     tokenizer_settings,
 )
-from fastformer.data.model_tokenizers import (
-    BackendTokenizer,
-    PieceTokenizer,
-    added_tokens,
-    check_vocab,
-    read_sentencepiece,
-)
-from fastformer.data.tokenizer import TOKENIZER, read_backend
+from fastformer.data.huggingface import LibraryBackend, added_tokens, check_vocab, read_library
+from fastformer.data.pieces import PieceBackend, read_sentencepiece
+from fastformer.data.tokenizer import TOKENIZER
 from fastformer.files import read_json
-from fastformer.models import TransformerConfig
 
 _CLASSES = ("M2M100Tokenizer", "NllbTokenizer")
 _LANGUAGE = re.compile(r"[a-z]{3}_[A-Z][a-z]{3}")
@@ -44,27 +40,21 @@ _CODES = {
 }
 
 
-def read_tokenizer(
-    folder: Path, settings: Mapping[str, Any]
-) -> tuple[int | None, Callable[[TransformerConfig], BackendTokenizer | PieceTokenizer]]:
+def read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> MakeTokenizer:
     """Reads the tokenizer, as `ReadTokenizer` describes."""
     named = check_tokenizer_class(folder, _CLASSES)
     if named == "M2M100Tokenizer" or (named is None and (folder / "vocab.json").is_file()):
         return _read_pieces(folder, settings)
     file = folder / TOKENIZER
-    backend = read_backend(file, read_json(file))
+    backend = read_library(file, read_json(file))
     special = special_tokens(folder, settings, backend.get_vocab())
     ids = {name: i for name, i in added_tokens(backend).items() if _LANGUAGE.fullmatch(name)}
     is_behind = flag_of(tokenizer_settings(folder), "legacy_behaviour", False)
     languages = languages_of(folder, settings, ids, "behind" if is_behind else "front")
-    return special["unk"], lambda config: BackendTokenizer(
-        backend, config.vocab_size, config.special_ids, None, str(file), languages
-    )
+    return special["unk"], make_translator(LibraryBackend(backend, str(file)), languages=languages)
 
 
-def _read_pieces(
-    folder: Path, settings: Mapping[str, Any]
-) -> tuple[int | None, Callable[[TransformerConfig], PieceTokenizer]]:
+def _read_pieces(folder: Path, settings: Mapping[str, Any]) -> MakeTokenizer:
     vocab = check_vocab(folder / "vocab.json", read_json(folder / "vocab.json"))
     file = folder / "sentencepiece.bpe.model"
     processor = read_sentencepiece(file, read_file(file))
@@ -74,6 +64,4 @@ def _read_pieces(
         raise ValueError(f"expected language_codes in {(*_CODES,)}, got {codes!r}")
     ids = {code: len(vocab) + place for place, code in enumerate(_CODES[codes].split())}
     languages = languages_of(folder, settings, ids, "front")
-    return special["unk"], lambda config: PieceTokenizer(
-        processor, vocab, config.vocab_size, config.special_ids, languages
-    )
+    return special["unk"], make_translator(PieceBackend(processor, vocab, special["unk"]), languages=languages)

@@ -8,16 +8,23 @@ sentencepiece.bpe.model      without a tokenizer.json: ids are one larger than t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fastformer.checkpoints.hf.common import check_tokenizer_class, languages_of, read_file, special_tokens
-from fastformer.data.model_tokenizers import BackendTokenizer, PieceTokenizer, added_tokens, read_sentencepiece
-from fastformer.data.tokenizer import TOKENIZER, read_backend
+from fastformer.checkpoints.hf.common import (
+    MakeTokenizer,
+    check_tokenizer_class,
+    languages_of,
+    make_translator,
+    read_file,
+    special_tokens,
+)
+from fastformer.data.huggingface import LibraryBackend, added_tokens, read_library
+from fastformer.data.pieces import PieceBackend, fairseq_vocab, read_sentencepiece
+from fastformer.data.tokenizer import TOKENIZER
 from fastformer.files import read_json
 from fastformer.languages import Languages
-from fastformer.models import TransformerConfig
 
 _LANGUAGE = re.compile(r"[a-z]{2,3}_[A-Z]{2}")
 # In the order of their ids: mBART's 25, and those that mBART-50 adds.
@@ -31,16 +38,14 @@ _MORE_CODES = (
 )
 
 
-def read_tokenizer(
-    folder: Path, settings: Mapping[str, Any]
-) -> tuple[int | None, Callable[[TransformerConfig], BackendTokenizer | PieceTokenizer]]:
+def read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> MakeTokenizer:
     """Reads the tokenizer, as `ReadTokenizer` describes.
 
     mBART's decoder begins with the target language, so a loaded tokenizer translates into one language only.
     """
     named = check_tokenizer_class(folder, ("MBartTokenizer", "MBart50Tokenizer"))
     file = folder / TOKENIZER
-    backend = read_backend(file, read_json(file)) if file.is_file() else None
+    backend = read_library(file, read_json(file)) if file.is_file() else None
     codes = _CODES.split() if named == "MBartTokenizer" else [*_CODES.split(), *_MORE_CODES.split()]
     if backend is not None:
         found = {name: i for name, i in added_tokens(backend).items() if _LANGUAGE.fullmatch(name)}
@@ -52,21 +57,16 @@ def read_tokenizer(
         path = folder / "sentencepiece.bpe.model"
         processor = read_sentencepiece(path, read_file(path))
         size = processor.get_piece_size()
-        vocab = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
-        vocab |= {processor.id_to_piece(i): i + 1 for i in range(3, size)}
+        vocab = fairseq_vocab(processor)
         found = {code: size + 1 + place for place, code in enumerate(codes)}
         vocab["<mask>"] = size + 1 + len(codes)
     languages = languages_of(folder, settings, found, "front" if is_many else "start")
     _check_start(languages, settings)
     if backend is not None:
         special = special_tokens(folder, settings, backend.get_vocab())
-        return special["unk"], lambda config: BackendTokenizer(
-            backend, config.vocab_size, config.special_ids, None, str(file), languages
-        )
+        return special["unk"], make_translator(LibraryBackend(backend, str(file)), languages=languages)
     special = special_tokens(folder, settings, vocab)
-    return special["unk"], lambda config: PieceTokenizer(
-        processor, vocab, config.vocab_size, config.special_ids, languages
-    )
+    return special["unk"], make_translator(PieceBackend(processor, vocab, special["unk"]), languages=languages)
 
 
 def _check_start(languages: Languages, settings: Mapping[str, Any]) -> None:

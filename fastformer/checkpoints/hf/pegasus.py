@@ -6,30 +6,32 @@ spiece.model                 its pieces come after masks and names that only pre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fastformer.checkpoints.hf.common import read_file, special_tokens, tokenizer_settings
-from fastformer.data.model_tokenizers import BackendTokenizer, PieceTokenizer, read_sentencepiece
-from fastformer.data.tokenizer import TOKENIZER, read_backend
+from fastformer.checkpoints.hf.common import (
+    MakeTokenizer,
+    make_translator,
+    read_file,
+    special_tokens,
+    tokenizer_settings,
+)
+from fastformer.data.huggingface import LibraryBackend, read_library
+from fastformer.data.pieces import PieceBackend, read_sentencepiece
+from fastformer.data.tokenizer import TOKENIZER
 from fastformer.files import read_json
-from fastformer.models import TransformerConfig
 
 _OFFSET = 103  # ids between those of PAD and EOS and those of other pieces, unless the folder contains the number
 
 
-def read_tokenizer(
-    folder: Path, settings: Mapping[str, Any]
-) -> tuple[int | None, Callable[[TransformerConfig], BackendTokenizer | PieceTokenizer]]:
+def read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> MakeTokenizer:
     """Reads the tokenizer, as `ReadTokenizer` describes."""
     file = folder / TOKENIZER
     if file.is_file():
-        backend = read_backend(file, read_json(file))
+        backend = read_library(file, read_json(file))
         special = special_tokens(folder, settings, backend.get_vocab())
-        return special["unk"], lambda config: BackendTokenizer(
-            backend, config.vocab_size, config.special_ids, None, str(file)
-        )
+        return special["unk"], make_translator(LibraryBackend(backend, str(file)))
     file = folder / "spiece.model"
     processor = read_sentencepiece(file, read_file(file))
     offset = tokenizer_settings(folder).get("offset", _OFFSET)
@@ -38,4 +40,4 @@ def read_tokenizer(
     vocab = {"<pad>": 0, "</s>": 1}
     vocab |= {processor.id_to_piece(i): i + offset for i in range(2, processor.get_piece_size())}
     special = special_tokens(folder, settings, vocab)
-    return special["unk"], lambda config: PieceTokenizer(processor, vocab, config.vocab_size, config.special_ids)
+    return special["unk"], make_translator(PieceBackend(processor, vocab, special["unk"]))

@@ -13,33 +13,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fastformer.checkpoints.hf.common import flag_of, read_file
-from fastformer.data.model_tokenizers import added_tokens, byte_level_bpe, check_vocab, read_sentencepiece
-from fastformer.data.prompt_tokenizers import CHAT_NAMES, PiecePromptTokenizer, PromptTokenizer
-from fastformer.data.tokenizer import TOKENIZER, library_errors, read_backend, tokenizers_library
+from fastformer.checkpoints.hf.common import MakeTokenizer, flag_of, read_file
+from fastformer.data.backend import Backend
+from fastformer.data.huggingface import (
+    LibraryBackend,
+    added_tokens,
+    byte_level_bpe,
+    check_vocab,
+    read_library,
+    tokenizers_library,
+)
+from fastformer.data.pieces import PieceBackend, read_sentencepiece
+from fastformer.data.tokenizer import CHAT_NAMES, TOKENIZER, Tokenizer
 from fastformer.files import read_json
 from fastformer.models import GPTConfig
 
-if TYPE_CHECKING:
-    import tokenizers
-
 _PIECES, _VOCAB, _MERGES = "tokenizer.model", "vocab.json", "merges.txt"
 _CONFIG, _MAP, _TEMPLATE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
-_PROBE = "a"
 
 
-def read_tokenizer(
-    folder: Path, settings: Mapping[str, Any]
-) -> tuple[int | None, Callable[[GPTConfig], PromptTokenizer | PiecePromptTokenizer]]:
+def read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> MakeTokenizer:
     """Reads the tokenizer, as `ReadTokenizer` describes."""
     config = _read(folder / _MAP) | _read(folder / _CONFIG)
     chat = _chat(folder, config)
     if not (folder / TOKENIZER).is_file() and (folder / _PIECES).is_file():
         return _from_pieces(folder, config, chat)
     if (folder / TOKENIZER).is_file():
-        backend = read_backend(folder / TOKENIZER, read_json(folder / TOKENIZER))
+        backend = read_library(folder / TOKENIZER, read_json(folder / TOKENIZER))
         # A token that the folder names is special, unless the file says that it was added as an ordinary one.
         vocab, known = backend.get_vocab(), added_tokens(backend)
         named = [token for name in CHAT_NAMES[1:] if (token := chat.get(name)) in vocab and token not in known]
@@ -48,27 +50,28 @@ def read_tokenizer(
         vocab = check_vocab(folder / _VOCAB, read_json(folder / _VOCAB))
         has_space = flag_of(config, "add_prefix_space", False)
         backend = byte_level_bpe(folder / _MERGES, vocab, read_file(folder / _MERGES), add_prefix_space=has_space)
-        library = tokenizers_library()
+        added = tokenizers_library().AddedToken
         named = [chat[name] for name in CHAT_NAMES[1:] if chat.get(name) in vocab] or ["<|endoftext|>"]
         backend.add_special_tokens([token for token in dict.fromkeys(named) if token in vocab])
         for token, (_, is_special) in sorted(_added(folder, config).items(), key=lambda each: each[1]):
-            backend.add_tokens([library.AddedToken(token, special=is_special)])
+            backend.add_tokens([added(token, special=is_special)])
     else:
         raise ValueError(
             f"expected a {TOKENIZER}, a {_PIECES}, or {_VOCAB} and {_MERGES}, and there is none of them in {folder}: "
             "was the model saved completely?"
         )
-    bos = _bos(backend, config, chat, folder)
     unk = chat.get("unk_token") or getattr(backend.model, "unk_token", None)
-    name = str(folder / TOKENIZER)
-    return None if unk is None else backend.token_to_id(unk), lambda model: PromptTokenizer(
-        backend, model.vocab_size, model.special_ids, bos, name, chat
+    library = LibraryBackend(backend, str(folder / TOKENIZER))
+    return None if unk is None else backend.token_to_id(unk), _maker(library, _bos(library, config, chat, folder), chat)
+
+
+def _maker(backend: Backend, bos: int | None, chat: Mapping[str, str]) -> Callable[[GPTConfig], Tokenizer]:
+    return lambda config: Tokenizer(
+        backend, config.special_ids, "prompts", vocab_size=config.vocab_size, bos=bos, chat=chat
     )
 
 
-def _from_pieces(
-    folder: Path, config: Mapping[str, Any], chat: Mapping[str, str]
-) -> tuple[int | None, Callable[[GPTConfig], PiecePromptTokenizer]]:
+def _from_pieces(folder: Path, config: Mapping[str, Any], chat: Mapping[str, str]) -> MakeTokenizer:
     processor = read_sentencepiece(folder / _PIECES, read_file(folder / _PIECES))
     size = processor.get_piece_size()
     added = {token: each for token, each in _added(folder, config).items() if each[0] >= size}
@@ -78,28 +81,22 @@ def _from_pieces(
         bos = processor.bos_id() if name is None else added[name][0] if name in added else processor.piece_to_id(name)
         bos = None if bos < 0 else bos
     unk = processor.unk_id()
-    return None if unk < 0 else unk, lambda model: PiecePromptTokenizer(
-        processor, model.vocab_size, model.special_ids, bos, chat, added
-    )
+    return None if unk < 0 else unk, _maker(PieceBackend(processor, added=added, special=chat.values()), bos, chat)
 
 
-def _bos(backend: tokenizers.Tokenizer, config: Mapping[str, Any], chat: Mapping[str, str], folder: Path) -> int | None:
+def _bos(backend: LibraryBackend, config: Mapping[str, Any], chat: Mapping[str, str], folder: Path) -> int | None:
     """Returns the id that prompts begin with, from tokenizer_config.json, or else from the post-processor."""
-    said = config.get("add_bos_token")
-    if said is not None:
+    if config.get("add_bos_token") is not None:
         if not flag_of(config, "add_bos_token", False) or "bos_token" not in chat:
             return None
-        found: int | None = backend.token_to_id(chat["bos_token"])
-        if found is None:
+        bos: int | None = backend.tokenizer.token_to_id(chat["bos_token"])
+        if bos is None:
             raise ValueError(f"expected the vocabulary of {folder} to have {chat['bos_token']!r}, its bos_token")
-        return found
-    with library_errors(f"the tokenizer in {folder} can't encode {_PROBE!r}"):
-        plain = backend.encode(_PROBE, add_special_tokens=False).ids
-        whole = backend.encode(_PROBE, add_special_tokens=True).ids
-    starts = [i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain]
-    if not starts or starts[0] > 1:
-        raise ValueError(f"expected the tokenizer in {folder} to add one token before a text, got {whole} for {plain}")
-    return whole[0] if starts[0] else None
+        return bos
+    prefix = backend.frame().prefix
+    if len(prefix) > 1:
+        raise ValueError(f"expected the tokenizer in {folder} to add one token before a text, got {prefix}")
+    return next(iter(prefix), None)
 
 
 def _chat(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -23,6 +23,7 @@ from fastformer.checkpoints.hf.common import (
     ACTIVATIONS,
     THEIR_ACTIVATIONS,
     Checkpoint,
+    MakeTokenizer,
     activation_of,
     check_empty,
     check_floating,
@@ -35,13 +36,15 @@ from fastformer.checkpoints.hf.common import (
     forbidden_of,
     joined,
     load_foreign,
+    make_translator,
     number_of,
     read_file,
     special_tokens,
     without_row,
 )
-from fastformer.data.model_tokenizers import BackendTokenizer, SentencePieceTokenizer, read_sentencepiece
-from fastformer.data.tokenizer import TOKENIZER, read_backend
+from fastformer.data.huggingface import LibraryBackend, read_library
+from fastformer.data.pieces import PieceBackend, read_sentencepiece
+from fastformer.data.tokenizer import TOKENIZER
 from fastformer.files import read_json
 from fastformer.languages import Languages
 from fastformer.models import Transformer, TransformerConfig
@@ -272,30 +275,24 @@ def _names(config: TransformerConfig) -> dict[str, tuple[str, ...]]:
     return names
 
 
-def read_tokenizer(
-    folder: Path, settings: Mapping[str, Any]
-) -> tuple[int | None, Callable[[TransformerConfig], BackendTokenizer | SentencePieceTokenizer]]:
+def read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> MakeTokenizer:
     """Reads the tokenizer, as `ReadTokenizer` describes.
 
     A source text has to begin with its task, such as "translate English to German: ".
     """
     file = folder / TOKENIZER
     if file.is_file():
-        backend = read_backend(file, read_json(file))
+        backend = read_library(file, read_json(file))
         vocab = backend.get_vocab()
         special = special_tokens(folder, settings, vocab)
         languages = _languages(vocab, lambda text: list(backend.encode(text, add_special_tokens=False).ids))
-        return special["unk"], lambda config: BackendTokenizer(
-            backend, config.vocab_size, config.special_ids, None, str(file), languages
-        )
+        return special["unk"], make_translator(LibraryBackend(backend, str(file)), languages=languages)
     file = folder / "spiece.model"
     processor = read_sentencepiece(file, read_file(file))
     vocab = {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}
     special = special_tokens(folder, settings, vocab)
     languages = _languages(vocab, lambda text: list(processor.encode(text)))
-    return special["unk"], lambda config: SentencePieceTokenizer(
-        processor, config.vocab_size, config.special_ids, languages
-    )
+    return special["unk"], make_translator(PieceBackend(processor), languages=languages)
 
 
 def _languages(vocab: Mapping[str, int], encode: Callable[[str], list[int]]) -> Languages | None:
