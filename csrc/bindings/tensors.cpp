@@ -1,5 +1,5 @@
 // Inspects the arguments of every call for fastformer/ops/_dispatch.py and kernels/_plans.py, and the tensors of a
-// model for nn/guards.py and prepack.py. Each function also has a version in Python, which takes as long for six
+// model for engine/frozen.py. Each function also has a version in Python, which takes as long for six
 // tensors as a kernel launch. Tensors are read through DLPack's function table and their attributes, without PyTorch's
 // C++.
 

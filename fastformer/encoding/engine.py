@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.encoding import batches
+from fastformer.engine.frozen import packed
 from fastformer.generation.engines.cpp import arrays_of, bias_by_distance, shared_options
 from fastformer.generation.engines.cpp_support import find_guards, forget_guards, why_not_in
 from fastformer.generation.engines.kv_cache import packed as packed_ids
 from fastformer.generation.model_protocols import check_precision, dtype_precision, own_precision, why_not_by_modules
 from fastformer.models import BERT
 from fastformer.models.pooling import POOLINGS, Pooling
-from fastformer.nn.guards import ModelGuards, why_not_now
-from fastformer.nn.prepack import packed
+from fastformer.nn.guards import why_not_now
 from fastformer.ops import _extension
 
 Rows: TypeAlias = Sequence[Sequence[int]]
@@ -199,7 +199,7 @@ class EncoderEngine:
             return None
         name = f"encoder {precision}"
         try:
-            return packed(model, name, lambda: _pack(model, precision), find=_guards_of, may_be_old=may_be_old)
+            return packed(model, name, lambda: _pack(model, precision), find=_tensors_of, may_be_old=may_be_old)
         except _Unsupported:
             return None
 
@@ -245,12 +245,12 @@ class _Unsupported(Exception):
     """Raised if a model is not as its config makes it."""
 
 
-def _guards_of(model: BERT) -> tuple[ModelGuards | None, str | None]:
-    """Returns the guards of `find_guards`, or raises `_Unsupported` for a model that is not as its config makes it."""
+def _tensors_of(model: BERT) -> list[Tensor]:
+    """Returns the tensors of a model, or raises `_Unsupported` if it is not as its config makes it."""
     guards, reason = find_guards(model)
     if guards is None:
         raise _Unsupported(reason)
-    return guards, None
+    return guards.tensors
 
 
 def _why_not(model: object, precision: str | None) -> str | None:

@@ -1,5 +1,6 @@
 """Decoding: the searches, the engines that compute their steps, and the Translator, which reads and writes text."""
 
+from fastformer.engine.frozen import repack as repack
 from fastformer.generation.async_generator import AsyncGenerator as AsyncGenerator
 from fastformer.generation.async_translator import AsyncTranslator as AsyncTranslator
 from fastformer.generation.chat import Chat as Chat
@@ -15,5 +16,4 @@ from fastformer.generation.sentences import Sentence as Sentence
 from fastformer.generation.sentences import split_sentences as split_sentences
 from fastformer.generation.streaming import TextStreamer as TextStreamer
 from fastformer.generation.translator import Translator as Translator
-from fastformer.nn.prepack import repack as repack
 from fastformer.plots import draw_attention as draw_attention

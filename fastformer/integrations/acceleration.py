@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch.nn.modules.module as torch_module
 from torch import nn
 
+from fastformer.engine.frozen import repack
 from fastformer.generation.config import Precision
 from fastformer.integrations import torch_nn
 from fastformer.integrations.replace import (
@@ -148,7 +149,8 @@ def accelerate(
             dtype of the parameters.
 
     Returns:
-        The model itself. A second call changes nothing but `generate`, `encode` and a precision that you name.
+        The model itself. A second call examines the model anew. It changes only `generate`, `encode` and a precision
+        that you name.
 
     Raises:
         ValueError: `model` is not a module, or has no loss that can be fused; `padding` or `precision` is unknown.
@@ -161,7 +163,9 @@ def accelerate(
         known |= _fused_losses(model)
     products, unknown = _products(model), _with_new_fields(model)
     forget_restored_forwards(model.modules())
+    repack(model)
     for module in list(model.modules()):
+        forget_plans(module)
         by = products.get(module) or (None if module in unknown else known.get(type(module)))
         if by is not None and why_left(module, {by.original: by}) is None:
             replace_class(module, by)

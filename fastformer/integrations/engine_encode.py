@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES
 from fastformer.encoding.engine import Gaps, PackedEncoder, pack_encoder, why_no_encoder
 from fastformer.encoding.source_engine import pack_source
+from fastformer.engine.frozen import unpack
 from fastformer.integrations.as_made import why_not_as_made
 from fastformer.integrations.conversion import from_huggingface, settings_of
 from fastformer.integrations.engine_models import (
@@ -39,7 +40,6 @@ from fastformer.integrations.padding import Owner, PackingStack
 from fastformer.integrations.replace import original_class
 from fastformer.models import BERT, Transformer
 from fastformer.nn.packed_stack import copy_bytes, megabytes
-from fastformer.nn.prepack import unpack
 
 logger = logging.getLogger("fastformer")
 

@@ -19,6 +19,7 @@ from fastformer.checkpoints.hf import FAMILIES, UNSUPPORTED, bart
 from fastformer.checkpoints.hf.rope import beyond_original, original_length
 from fastformer.encoding.engine import PackedEncoder
 from fastformer.encoding.source_engine import encoder_of
+from fastformer.engine.frozen import UnfitError, packed, packed_before, refusal, repack
 from fastformer.generation.engines.cpp import CppEngine, pack
 from fastformer.generation.engines.cpp_support import forget_guards, why_no_cpp_engine, why_not_supported
 from fastformer.integrations.as_made import PRECISIONS, guards_of, tables_of, why_not_as_made
@@ -26,15 +27,10 @@ from fastformer.integrations.conversion import convert, from_huggingface, settin
 from fastformer.integrations.replace import forget_restored_forwards, original_class
 from fastformer.models import GPT, Transformer
 from fastformer.nn.guards import Kept, ModelGuards
-from fastformer.nn.prepack import packed, packed_before, repack
 
 # The max_len of a model whose positions have no limit: the engine counts tokens in 32 bits.
 NO_END = 2**20
 Weights = TypeVar("Weights")
-
-
-class UnfitError(Exception):
-    """The engine can't run this model, or not in this precision; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +79,6 @@ class FoundModel(Generic[Weights]):
         self.trains = any(module.training for module in inside if not isinstance(module, nn.Linear | nn.Embedding))
         # The conversion makes these tables from the config, so it would miss a change of a table in place.
         self._tables = [(table, table.clone()) for table in tables_of(model)]
-        self._unfit: dict[str, str] = {}
-
-    def why_not(self, precision: str) -> str | None:
-        """Returns why the model's weights don't convert or pack; None if that hasn't failed so far."""
-        return self._unfit.get(precision)
 
     def acting_precision(self, setting: Setting) -> str:
         """Returns the precision of a call.
@@ -107,8 +98,6 @@ class FoundModel(Generic[Weights]):
         Raises:
             UnfitError: the weights or the config don't convert, or the engine lacks an option of the model.
         """
-        if precision in self._unfit:
-            raise UnfitError(self._unfit[precision])
         owner = ref(model)
 
         def make() -> Weights:
@@ -124,20 +113,16 @@ class FoundModel(Generic[Weights]):
                     raise UnfitError(str(error)) from error
                 return self.pack(alive, converted.eval(), precision)
 
-        try:
-            return packed(model, self.place(precision), make, find=lambda each: (self.guards, None))
-        except UnfitError as error:
-            self._unfit[precision] = str(error)
-            raise
+        return packed(model, self.place(precision), make, find=lambda _: self.guards.tensors)
 
     def weights_before(self, model: nn.Module, precision: str) -> Weights | None:
         """Returns the packed weights if they exist and still have the model's current values; else None."""
-        found = packed_before(model, self.place(precision), find=lambda each: (self.guards, None))
+        found = packed_before(model, self.place(precision), find=lambda _: self.guards.tensors)
         return cast(Weights | None, found)
 
     @classmethod
     def place(cls, precision: str) -> str:
-        """Returns the name under which `prepack` stores the packed weights of a precision."""
+        """Returns the name under which `engine.frozen` stores the packed weights of a precision."""
         return f"{cls.name} {precision}"
 
     # The part of the packed weights' name that isn't the precision.
@@ -277,7 +262,7 @@ class FoundModels(Generic[Found]):
         if isinstance(plan, str):
             return "", plan
         precision = setting.precision or plan.precision
-        return precision, plan.why_not(precision)
+        return precision, refusal(model, plan.place(precision))
 
     def of(self, model: nn.Module) -> Found | str:
         """Returns the findings about a model in its current state, or the reason why the engine can't run it."""

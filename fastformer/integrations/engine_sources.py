@@ -13,10 +13,10 @@ from torch import nn
 
 from fastformer.checkpoints.hf import FAMILIES
 from fastformer.encoding.engine import PackedEncoder
+from fastformer.engine.frozen import is_packed
 from fastformer.integrations.as_made import Weightless
 from fastformer.integrations.engine_models import ENGINE_MODELS, EngineModel, is_convertible, model_type_of
 from fastformer.integrations.replace import original_class
-from fastformer.nn.prepack import is_packed
 
 # The class of the encoder, by the model_type. A T5's decoder is of the same class.
 _STACKS = {

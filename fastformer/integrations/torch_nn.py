@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 import fastformer.nn as fnn
+from fastformer.engine.frozen import unpack
 from fastformer.integrations.replace import Replacement, is_accelerated
-from fastformer.nn import packed_stack
 from fastformer.nn.guards import BLOCKS, is_its_own
 from fastformer.nn.packed_stack import copy_bytes, megabytes, precision_of, why_no_engine
 from fastformer.nn.stack import STACK_PLANS, Stack
@@ -78,7 +78,7 @@ def decide(model: nn.Module, precision: str | None, *, wanted: bool, padding: st
             vars(module).pop("packs_weights", None)
         else:
             module.packs_weights = False
-            packed_stack.forget(module)
+            unpack(module)
 
 
 def forget(model: nn.Module) -> None:
@@ -87,7 +87,7 @@ def forget(model: nn.Module) -> None:
         if isinstance(module, Stack):
             for name in ("packs_weights", "packed_precision", *(["padding"] if is_accelerated(module) else [])):
                 vars(module).pop(name, None)
-            packed_stack.forget(module)
+            unpack(module)
 
 
 def described_padding(model: nn.Module) -> dict[str, str]:

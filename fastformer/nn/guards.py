@@ -29,6 +29,7 @@ from torch import Tensor, nn, overrides
 from torch.utils._device import DeviceContext
 
 import fastformer
+from fastformer.engine.frozen import layout_of
 from fastformer.ops import _extension
 from fastformer.ops._dispatch import forced_backend
 
@@ -437,21 +438,6 @@ class ModelGuards:
             and self.layout == layout_of(self.tensors)
             and self._values == self._values_before
         )
-
-
-def layout_of(tensors: list[Tensor]) -> object:
-    """Returns the identities of tensors, their addresses, and the layout by which their memory is read."""
-    in_cpp = _extension.host_function("tensor_layout")
-    found = None if in_cpp is None else in_cpp(tensors)
-    if found is not None:
-        return found
-    return (
-        [*map(id, tensors)],
-        [tensor.data_ptr() for tensor in tensors],
-        [tensor.shape for tensor in tensors],
-        [tensor.stride() for tensor in tensors],
-        [tensor.dtype for tensor in tensors],
-    )
 
 
 def _own_state(model: nn.Module) -> list[object]:

@@ -1,22 +1,20 @@
 """A stack of encoder layers on the C++ engine: all of them in one call, over weights that are packed once.
 
 The engine reads the weights in its own order, so it keeps a copy of them: the originals would have to be reordered in
-each call. `nn.prepack` checks whether the copy still equals the stack's weights.
+each call. `engine.frozen` checks whether the copy still equals the stack's weights.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from fastformer.nn.guards import layout_of
-from fastformer.nn.prepack import packed, unpack
+from fastformer.engine.frozen import UnfitError, packed
 from fastformer.ops import _extension
 
 logger = logging.getLogger("fastformer")
@@ -33,9 +31,6 @@ _NAMES = (
     *("self_attn.out_proj.weight", "self_attn.out_proj.bias", "norm2.weight", "norm2.bias"),
     *("linear1.weight", "linear1.bias", "linear2.weight", "linear2.bias"),
 )
-# If the weights change with each call, a copy costs more than it saves: after this many copies in a row that served
-# only one call, the weights have to stay unchanged for the same number of calls before they are packed again.
-_PATIENCE = 2
 
 
 class _Encoder(Protocol):
@@ -87,50 +82,6 @@ class StackSettings(NamedTuple):
         }
 
 
-class _Held(NamedTuple):
-    """The tensors of a stack and their addresses."""
-
-    tensors: list[Tensor]
-    layout: object
-
-
-class _Copies:
-    """Statistics about the copies of a stack's weights.
-
-    Attributes:
-        calls: the number of calls that the current copy has served.
-        wasted: the number of copies in a row that served only one call.
-        quiet: the number of calls in a row that found the weights unchanged, since packing was given up.
-        seen: the addresses and versions of the weights at the last of these calls.
-        reason: why the engine can't use the weights at their current addresses.
-    """
-
-    def __init__(self) -> None:
-        self.calls = self.wasted = self.quiet = 0
-        self.seen: object = None
-        self.reason: tuple[object, str | None] | None = None
-
-    def is_worth_it(self, held: _Held) -> bool:
-        """Returns whether to pack the weights, judged by the calls before this one."""
-        if self.wasted < _PATIENCE:
-            return True
-        now = held.layout, _versions(held.tensors)
-        self.quiet = self.quiet + 1 if now == self.seen else 0
-        self.seen = now
-        if self.quiet < _PATIENCE:
-            return False
-        self.wasted = self.quiet = 0
-        return True
-
-    def note_packed(self) -> None:
-        """Counts a new copy."""
-        self.wasted = self.wasted + 1 if self.calls == 1 else 0
-        self.calls = 0
-
-
-_copies: WeakKeyDictionary[nn.Module, _Copies] = WeakKeyDictionary()
-
-
 @functools.cache
 def why_no_engine() -> str | None:
     """Returns why the engine can't run a stack on this machine; None if it can."""
@@ -163,32 +114,26 @@ def run_packed(
         precision: "fp32", "bf16" or "int8"; None: that of x.
 
     Returns:
-        x's shape and dtype; None if the engine doesn't support the stack's tensors, or if they change so often that
-        a copy of them costs more than it saves.
+        x's shape and dtype; None if the engine doesn't support the stack's tensors.
     """
-    own = [tensor for tensor in tensors if tensor is not None]
-    held, copies = _Held(own, layout_of(own)), _copies.setdefault(stack, _Copies())
+    given = [tensor for tensor in tensors if tensor is not None]
     precision = precision or PRECISIONS[x.dtype]
-    key = held.layout, x.dtype, precision
-    reason = copies.reason  # another thread may put its own there meanwhile
-    if reason is None or reason[0] != key:
-        reason = copies.reason = key, _why_not(own, x.dtype)
-    if reason[1] is not None or not copies.is_worth_it(held):
-        return None
 
     def pack() -> _Encoder:
-        copies.note_packed()
         extension = cast(Any, _extension.module())
-        arrays = _arrays(tensors, settings)
-        return cast(_Encoder, extension.Encoder(extension.PackedModel(settings.options(precision), arrays)))
+        if any(tensor.dtype != x.dtype for tensor in given):
+            raise UnfitError("a weight has another dtype than the input")
+        try:
+            weights = extension.PackedModel(settings.options(precision), _arrays(tensors, settings))
+            return cast(_Encoder, extension.Encoder(weights))
+        except ValueError as error:
+            raise UnfitError(str(error)) from None
 
     try:
-        encoder = packed(stack, f"stack {precision}", pack, find=lambda _: (held, None))
-    except ValueError as error:
-        copies.reason = key, str(error)
+        encoder = packed(stack, f"stack {x.dtype} {precision}", pack, find=lambda _: given)
+    except UnfitError as error:
         logger.debug("%s runs without the engine: %s", type(stack).__name__, error)
         return None
-    copies.calls += 1
     rows = x.detach().float().contiguous().view(-1, x.shape[-1])
     out = encoder.encode_states(rows.numpy(), lengths, torch.get_num_threads())
     return torch.from_numpy(out).to(x.dtype).view(x.shape)
@@ -215,26 +160,6 @@ def copy_bytes(matrices: int, others: int, precision: str) -> int:
 def megabytes(count: int) -> str:
     """Formats a number of bytes as readable text."""
     return f"{count / 1e6:.1f} MB" if count < 1e7 else f"{count / 1e6:.0f} MB"
-
-
-def forget(stack: nn.Module) -> None:
-    """Drops the copy of a stack's weights."""
-    _copies.pop(stack, None)
-    unpack(stack)
-
-
-def _why_not(tensors: list[Tensor], dtype: torch.dtype) -> str | None:
-    for tensor in tensors:
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.dtype != dtype:
-            return f"a weight is {tensor.dtype} of {tensor.device}, {tensor.layout}"
-        if tensor.is_inference():
-            return "a weight was made in inference mode, whose changes could not be noticed"
-    return None
-
-
-def _versions(tensors: list[Tensor]) -> object:
-    count: Callable[[list[Tensor]], object] | None = _extension.host_function("tensor_versions")
-    return [tensor._version for tensor in tensors] if count is None else count(tensors)
 
 
 def _arrays(tensors: list[Tensor | None], settings: StackSettings) -> dict[str, Any]:

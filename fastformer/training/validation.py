@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fastformer.engine.frozen import repack
 from fastformer.generation import Translator
-from fastformer.nn.packed_stack import forget
 from fastformer.training.config import TrainConfig
 from fastformer.training.evaluate import Scores, losses_of, mean_of, translation_scores
 from fastformer.training.examples import Data, Pairs
@@ -50,10 +50,7 @@ def validate_part(
         if mine:
             texts = Translator(model, data.tokenizer).translate([pairs[place][0] for place in mine])
     finally:
-        # Copies of the weights would take memory until the next validation. Their history would decide how that one
-        # computes: its last bits would differ in a run that resumed in between.
-        for module in model.modules():
-            forget(module)
+        repack(model)  # copies of the weights would take memory until the next validation
     return Part(losses, dict(zip(mine, texts, strict=True)))
 
 

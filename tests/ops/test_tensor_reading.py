@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastformer.nn.guards import layout_of
+from fastformer.engine.frozen import layout_of
 from fastformer.ops import _dispatch, _extension
 from tests.conftest import leave_out_extension
 

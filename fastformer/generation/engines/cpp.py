@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from fastformer.engine.frozen import packed
 from fastformer.generation.engines.base import (
     Candidates,
     Engine,
@@ -20,7 +21,7 @@ from fastformer.generation.engines.base import (
     SearchingBatch,
     Selection,
 )
-from fastformer.generation.engines.cpp_support import find_guards, why_not_supported
+from fastformer.generation.engines.cpp_support import tensors_of, why_not_supported
 from fastformer.generation.engines.sampling import choose
 from fastformer.generation.model_protocols import Model, own_precision
 from fastformer.generation.native_search import NativeSearch, extension_module
@@ -29,7 +30,6 @@ from fastformer.models.gpt import GPTConfig
 from fastformer.models.quantization import INT4, SCALE, ZERO, groups_of
 from fastformer.nn import Embedding, MultiheadAttention, RelativePositionBias
 from fastformer.nn.feed_forward import fused_name
-from fastformer.nn.prepack import packed
 
 BLOCK_SIZE = 16  # tokens; csrc/engine/prefix_table.h's kBlockTokens
 
@@ -70,7 +70,7 @@ class Session(Protocol):
 
 
 class CppEngine(Engine):
-    """Steps a `models.Transformer` or a `models.GPT` on the CPU, from weights that are prepacked once for all engines.
+    """Steps a `models.Transformer` or a `models.GPT` on the CPU, from weights that are packed once for all engines.
 
     fp32 computes the same as the model. bf16 rounds the weights and their inputs; int8 has a scale for each output of a
     weight, and a scale and a zero point for each row of its inputs; int4 has the same inputs as int8, and a scale for
@@ -78,8 +78,8 @@ class CppEngine(Engine):
     tables of embeddings and positions, are fp32 or, in the smaller precisions, bf16.
     A row's results are the same, bit for bit, whatever its neighbours, the number of threads, and the tokens of its
     prompt that were read before: the cache keeps the tokens that were read as a prompt, in blocks of 16 tokens. If
-    weights change, they are packed again when the next batch begins; `prepack.fingerprint` describes how the engine
-    detects a change, and `prepack.repack` the changes that it may miss.
+    weights change, they are packed again when the next batch begins; `engine.frozen.stamp_of` describes which
+    changes it notices, and `repack` those that it doesn't.
 
     Args:
         model: the model to decode; see `why_unsupported` for the models that the engine can't decode.
@@ -99,9 +99,9 @@ class CppEngine(Engine):
         self.prepacked(may_be_old=True)  # each batch checks again whether the weights have changed
 
     def prepacked(self, *, may_be_old: bool = False) -> object:
-        """Returns the `PackedModel` of the model's current weights; see `prepack`."""
+        """Returns the `PackedModel` of the model's current weights; see `engine.frozen`."""
         model, precision = self._model, self.precision
-        return packed(model, precision, lambda: pack(model, precision), find=find_guards, may_be_old=may_be_old)
+        return packed(model, precision, lambda: pack(model, precision), find=tensors_of, may_be_old=may_be_old)
 
     @classmethod
     def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:

@@ -103,6 +103,18 @@ def find_guards(model: Transformer | GPT | BERT) -> tuple[ModelGuards | None, st
     return guards, None
 
 
+def tensors_of(model: Transformer | GPT | BERT) -> list[Tensor]:
+    """Returns the tensors of a model that is as its config makes it.
+
+    Raises:
+        ValueError: it no longer is.
+    """
+    guards, reason = find_guards(model)
+    if guards is None:
+        raise ValueError(f"expected a model as it was when its engine was chosen: {reason}")
+    return guards.tensors
+
+
 def forget_guards(model: nn.Module) -> None:
     """Drops the guards of a model, which hold its tensors: call it to free a model's weights after packing them."""
     _guards.pop(model, None)
