@@ -116,7 +116,7 @@ def _of_one(folder: Path, requests: list[Request], precision: Any, turns: int) -
 
     async def direct(text: str, count: int) -> tuple[float, str]:
         began = time.perf_counter()
-        found = await service.async_translator.translate(text, max_new_tokens=count)
+        found = await service.session.translate(text, max_new_tokens=count)
         return time.perf_counter() - began, found
 
     def ask(name: str, text: str, count: int) -> tuple[float, str]:

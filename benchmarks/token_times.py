@@ -32,7 +32,7 @@ from fastformer.generation.config import GenerationConfig, Precision
 from fastformer.generation.engines.base import Limits
 from fastformer.generation.model_protocols import evaluating
 from fastformer.generation.request_builder import RequestBuilder
-from fastformer.generation.requests import Running
+from fastformer.generation.scheduler import run_batch
 
 _SOURCE = 32  # tokens of the source, for a run
 _ENGINES = ("recompute", "encode_once", "cross_cache", "kv_cache", "cpp")  # from the plainest to the fastest
@@ -59,15 +59,14 @@ def token_times(model: Model, source: list[int], tokens: int, line: Line, *, may
     """
     least = tokens if may_end else 0
     config = GenerationConfig(max_new_tokens=tokens, min_new_tokens=least, engine=line.engine, precision=line.precision)
-    work, times = Running(), [time.perf_counter()]
+    times = [time.perf_counter()]
     with evaluating(model), torch.inference_mode():
         builder = RequestBuilder(model, config, log_probs=False)
         request = builder.build(builder.check(source))
         batch = builder.engine.open(1, builder.engine.tokens_needed(request.prompt, 1, tokens))
         batch.prefill([request.prompt])
-        work.requests.append(request)
         while not request.is_done:
-            batch.run(work, Limits(work.steps_alone(1), math.inf, 1))
+            run_batch(batch, [request], Limits(1, math.inf, 1))
             times.append(time.perf_counter())
     if request.error is not None:
         raise request.error

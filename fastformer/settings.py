@@ -9,11 +9,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import inspect
 import math
 import operator
 import types
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
 
 INT64_MAX = 2**63 - 1
 LEAST_WEIGHT = 0.001  # of a corpus; the greatest one is its inverse
@@ -287,3 +290,26 @@ def _has_most(hint: Any) -> bool:
 
 def _plain(hint: Any) -> Any:
     return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def shows_fields(settings: type[Any], names: Iterable[str] | None = None) -> Callable[[T], T]:
+    """Returns a decorator that shows fields of a dataclass in a function's signature, before its **options.
+
+    Args:
+        settings: the dataclass. Its docstring or the function's documents the fields.
+        names: the fields to show; None: all of them.
+    """
+
+    def decorate(function: T) -> T:
+        signature = inspect.signature(function)  # type: ignore[arg-type]
+        *named, options = signature.parameters.values()
+        shown = [
+            options.replace(name=field.name, kind=options.KEYWORD_ONLY, default=field.default, annotation=field.type)
+            for field in dataclasses.fields(settings)
+            if names is None or field.name in names
+        ]
+        shown_signature = signature.replace(parameters=[*named, *shown, options])
+        function.__signature__ = shown_signature  # type: ignore[attr-defined]
+        return function
+
+    return decorate

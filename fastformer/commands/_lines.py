@@ -17,8 +17,7 @@ from fastformer.data.text import BadLine, check_plain, stream_rows
 from fastformer.generation.text_io import TextError
 
 if TYPE_CHECKING:
-    from fastformer.generation.ordered_stream import Source
-    from fastformer.generation.text_io import ErrorPolicy, Item
+    from fastformer.generation.text_io import ErrorPolicy, Item, Source
 
 
 def file_lines(path: str) -> Iterator[bytes | str | BadLine]:
@@ -154,7 +153,7 @@ def arriving() -> Source[bytes]:
     Raises:
         ValueError: standard input is closed.
     """
-    from fastformer.generation.ordered_stream import IterableSource
+    from fastformer.generation.text_io import IterableSource
 
     if sys.stdin is None:
         raise ValueError("expected a text, --file, or lines on standard input, which is closed")

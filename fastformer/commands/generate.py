@@ -17,9 +17,8 @@ from fastformer.generation.config import GenerationConfig, Precision
 
 if TYPE_CHECKING:
     from fastformer.data import Tokenizer
-    from fastformer.generation.ordered_stream import Source
     from fastformer.generation.requests import Request
-    from fastformer.generation.text_io import Item
+    from fastformer.generation.text_io import Item, Source
     from fastformer.models import GPT
 
 logger = logging.getLogger("fastformer")
@@ -27,7 +26,6 @@ logger = logging.getLogger("fastformer")
 FILLED_BY = ("file",)  # a prompt or a file, not both
 TEXTS = ("prompt", "stop")
 _MANY = 512  # new tokens of a prompt if neither a flag nor the folder of another program sets their number
-_READ_AHEAD = 4096  # the most prompts of a file that are in memory at once
 
 
 def add_settings(parser: ArgumentParser) -> dict[str, Any]:
@@ -234,10 +232,10 @@ def _continue_lines(model: GPT, config: GenerationConfig, say: _Sayings, file: s
     import torch
 
     from fastformer.commands._lines import Texts, file_lines, typed
-    from fastformer.generation.ordered_stream import IterableSource, ordered_stream
     from fastformer.generation.request_builder import RequestBuilder
     from fastformer.generation.scheduler import new_scheduler
-    from fastformer.generation.text_io import ErrorPolicy, TextError, failure
+    from fastformer.generation.session import Session
+    from fastformer.generation.text_io import ErrorPolicy, IterableSource, TextError, failure
 
     builder = RequestBuilder(model, config, log_probs=False, tokenizer=say.tokenizer)
     errors = ErrorPolicy(on_error, left=("its line empty", "their lines are empty"))
@@ -251,7 +249,7 @@ def _continue_lines(model: GPT, config: GenerationConfig, say: _Sayings, file: s
     prompts = _Prompts(texts, list(range(config.samples)) if slides else [None])
     ids: dict[int, list[int]] = {}
 
-    def begin(prompt: _Prompt) -> Request | None:
+    def build(prompt: _Prompt) -> Request | None:
         if not prompt.text.strip():
             return None
         try:
@@ -265,9 +263,10 @@ def _continue_lines(model: GPT, config: GenerationConfig, say: _Sayings, file: s
                 errors.handle(TextError(f"{name}, line {prompt.number}: {error}"))
             return None
 
-    total, scheduler = 0, new_scheduler(builder.engine, is_endless=True)
+    total = 0
+    session: Session[Request] = Session(model, lambda: new_scheduler(builder.engine, is_endless=True))
     with torch.inference_mode():
-        for ready in ordered_stream(scheduler, prompts, begin, model=builder.model, read_ahead=_READ_AHEAD):
+        for ready in session.map(prompts, build):
             lines: list[str] = []
             for prompt, request in ready:
                 if request is None:

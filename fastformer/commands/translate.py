@@ -21,8 +21,7 @@ from fastformer.settings import BleuTokenize
 if TYPE_CHECKING:
     from fastformer.generation import Translator
     from fastformer.generation.alignment import Aligner, Alignment
-    from fastformer.generation.ordered_stream import Source
-    from fastformer.generation.text_io import Answer, ErrorPolicy, Item, TextError
+    from fastformer.generation.text_io import Answer, ErrorPolicy, Item, Source, TextError
 
 logger = logging.getLogger("fastformer")
 
@@ -176,8 +175,7 @@ def _inputs(
 ) -> tuple[Source[Item], list[str | TextError] | None]:
     """Returns a source of the texts to translate, and the references of a file."""
     from fastformer.commands._lines import Texts, all_lines, file_lines, good_lines, typed
-    from fastformer.generation.ordered_stream import IterableSource
-    from fastformer.generation.text_io import as_items
+    from fastformer.generation.text_io import IterableSource, as_items
 
     if text is not None:
         if not text.strip():

@@ -14,7 +14,7 @@ from fastformer.encoding.cross_encoder import Activation, CrossEncoder, Input, c
 from fastformer.encoding.encoder import Encoder
 from fastformer.encoding.modules import Array
 from fastformer.encoding.tokens import Rows
-from fastformer.generation.requests import Asked
+from fastformer.generation.requests import BaseRequest
 from fastformer.generation.text_io import expect_text
 
 
@@ -37,7 +37,7 @@ class Compute:
         return self.method(rows, *self.arguments)
 
 
-class EncodeRequest(Asked):
+class EncodeRequest(BaseRequest):
     """Texts as ids, and their results. The results don't depend on other requests.
 
     Args:
@@ -51,6 +51,7 @@ class EncodeRequest(Asked):
         num_taken: the number of its texts that have been computed.
     """
 
+    name = "the texts"
     num_new_tokens = 0  # an encoding request generates no tokens
 
     def __init__(

@@ -17,7 +17,7 @@ from fastformer.settings import Positive, check_value
 from fastformer.special_ids import SpecialIds
 
 if TYPE_CHECKING:
-    from fastformer.generation.judge import Judge
+    from fastformer.generation.pair_encoder import PairEncoder
     from fastformer.generation.text_io import Answer
 
 Unit = Literal["words", "tokens"]
@@ -102,7 +102,7 @@ class Aligner:
     """
 
     def __init__(
-        self, translator: Judge, unit: Unit = "words", layer: int | None = None, head: int | None = None
+        self, translator: PairEncoder, unit: Unit = "words", layer: int | None = None, head: int | None = None
     ) -> None:
         check_attention(translator.model)
         if unit not in get_args(Unit):

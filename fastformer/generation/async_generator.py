@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
-from fastformer.generation.async_front import AsyncFront, HasFront
-from fastformer.generation.async_jobs import Answers
 from fastformer.generation.chat import MAX_NEW_TOKENS
 from fastformer.generation.chat_template import ChatTemplate, Message, TemplateTokenizer
-from fastformer.generation.completions import Ask, ChatIds, Completion, Piece, pieces_of
+from fastformer.generation.completions import ChatIds, Completion, Piece, SampleRequest, pieces_of
 from fastformer.generation.config import GenerationConfig, Precision
 from fastformer.generation.engines import choose_engine
 from fastformer.generation.folder_options import folder_options, with_folder_options
 from fastformer.generation.inputs import check_vocabulary
+from fastformer.generation.jobs import Stream
 from fastformer.generation.model_protocols import (
     DTYPES,
     Model,
@@ -31,6 +31,7 @@ from fastformer.generation.model_protocols import (
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import new_scheduler
+from fastformer.generation.session import Session
 from fastformer.generation.streaming import behind_ends
 from fastformer.settings import Count, check_value
 from fastformer.special_ids import SpecialIds
@@ -45,12 +46,12 @@ class PromptTooLong(ValueError):
     """Raised if a prompt leaves no room for an answer among the model's positions."""
 
 
-class AsyncGenerator(HasFront):
+class AsyncGenerator(Session[Request]):
     """Continues prompts and chats, for many tasks at once.
 
-        async with AsyncGenerator.from_pretrained("folder-of-a-llama") as front:
-            [found] = await front.complete("Once upon a time", max_new_tokens=64)
-            async for piece in front.stream(front.chat_ids([{"role": "user", "content": "Hello!"}])):
+        async with AsyncGenerator.from_pretrained("folder-of-a-llama") as session:
+            [completion] = await session.complete("Once upon a time", max_new_tokens=64)
+            async for piece in session.stream(session.chat_ids([{"role": "user", "content": "Hello!"}])):
                 print(piece.text, end="")
 
     Each call takes one prompt, with options of its own. All requests decode in one batch, in a thread of their own, and
@@ -66,7 +67,7 @@ class AsyncGenerator(HasFront):
         precision: the precision of the computation; see `Generator`.
         engine: one of `engines.ENGINES`; None: the fastest that can decode the model.
         max_rows, max_bytes: see `Generator`.
-        max_waiting, max_waiting_tokens, when_full: see `AsyncFront`.
+        max_waiting, max_waiting_tokens, when_full: see `Session`.
 
     Attributes:
         template: the template of chats, or None.
@@ -92,8 +93,8 @@ class AsyncGenerator(HasFront):
         when_full: Literal["wait", "refuse"] = "wait",
     ) -> None:
         check_precision(precision)
-        self.model: Model = as_model(model)
-        if not is_decoder_only(self.model):
+        checked: Model = as_model(model)
+        if not is_decoder_only(checked):
             raise ValueError(f"expected a language model, got {type(model).__name__}, which reads a source")
         for name in ("encode", "decode"):
             if not callable(getattr(tokenizer, name, None)):
@@ -102,16 +103,15 @@ class AsyncGenerator(HasFront):
         self.config, self.precision = config or GenerationConfig(), precision
         has_template = "chat_template" in (getattr(tokenizer, "chat", None) or {})
         self.template = ChatTemplate.of(tokenizer) if template is None and has_template else template
-        with evaluating(self.model):
-            self._engine = choose_engine(self.model, engine, precision)
-        self._special = SpecialIds.of(self.model.config)
+        with evaluating(checked):
+            self._engine = choose_engine(checked, engine, precision)
+        self._special = SpecialIds.of(checked.config)
         own = self._special.eos
         self._ends = frozenset(own)
         self._chat_ends = own if self.template is None else self.template.end_ids(tokenizer, own)
-        self.front: AsyncFront[Request] = AsyncFront(
-            self.model,
+        super().__init__(
+            checked,
             lambda: new_scheduler(self._engine, max_rows, max_bytes, is_endless=True),
-            name=type(self).__name__,
             max_waiting=max_waiting,
             max_waiting_tokens=max_waiting_tokens,
             when_full=when_full,
@@ -232,12 +232,9 @@ class AsyncGenerator(HasFront):
             TooLate: the deadline has passed.
             RuntimeError: the object is closed, or the model or a processor failed.
         """
-        asks = self._asks(prompt, config, options, log_probs, num_alternatives)
-        answers = self._submit(asks, deadline, listen=())
-        try:
-            return [ask.completion(await answers.ended(place)) for place, ask in enumerate(asks)]
-        finally:
-            answers.leave()
+        requests = self.requests(prompt, config, log_probs=log_probs, num_alternatives=num_alternatives, **options)
+        await self.submit(requests, deadline=deadline).results()
+        return [request.completion() for request in requests]
 
     def stream(
         self,
@@ -264,23 +261,20 @@ class AsyncGenerator(HasFront):
             ValueError, QueueFull, RuntimeError: see `complete`; raised by the call, before the first piece.
             TooLate: see `complete`.
         """
-        asks = self._asks(prompt, config, options, log_probs, num_alternatives)
-        answers = self._submit(asks, deadline, listen=range(len(asks)))
-        return pieces_of(asks, answers)
+        requests = self.requests(prompt, config, log_probs=log_probs, num_alternatives=num_alternatives, **options)
+        job = self.submit(requests, deadline=deadline, streams=True)
+        return Stream(job, pieces_of(job))
 
-    def _submit(self, asks: Sequence[Ask], deadline: float | None, listen: Sequence[int]) -> Answers[Request]:
-        requests = [ask.build() for ask in asks]
-        return self.front.submit(requests, deadline=deadline, names=[ask.name for ask in asks], listen=listen)
-
-    def _asks(
+    def requests(
         self,
         prompt: Prompt,
-        config: GenerationConfig | None,
-        options: Mapping[str, Any],
-        log_probs: bool,
-        num_alternatives: int,
-    ) -> list[Ask]:
-        """Makes a request for each sample."""
+        config: GenerationConfig | None = None,
+        *,
+        log_probs: bool = False,
+        num_alternatives: int = 0,
+        **options: Any,
+    ) -> list[SampleRequest]:
+        """Makes the request of each sample; see `complete`. Several prompts' requests may be submitted together."""
         check_value("num_alternatives", num_alternatives, Count)
         config = GenerationConfig.from_options(options, self.config if config is None else config)
         if config.num_beams > 1:
@@ -300,8 +294,14 @@ class AsyncGenerator(HasFront):
             tokenizer=self.tokenizer,
             num_alternatives=num_alternatives,
         )
-        checked = builder.check(ids)
         begin = () if is_chat else behind_ends(ids, self._ends)
-        shown = f"prompt {prompt!r:.{_SHOWN}}" if isinstance(prompt, str) else f"a prompt of {len(ids):,} tokens"
-        samples = range(config.samples) if config.samples > 1 else [None]
-        return [Ask(builder, checked, sample, begin, self.tokenizer, shown) for sample in samples]
+        kind = partial(SampleRequest, tokenizer=self.tokenizer, begin=begin, ends=builder.ids.eos)
+        checked, requests = builder.check(ids), list[SampleRequest]()
+        name = f"prompt {prompt!r:.{_SHOWN}}" if isinstance(prompt, str) else f"a prompt of {len(ids):,} tokens"
+        for sample in range(config.samples) if config.samples > 1 else (None,):
+            # All samples have place 0: they depend only on the seed and their own number.
+            request = builder.build(checked, place=0, sample=sample, kind=kind)
+            assert isinstance(request, SampleRequest)
+            request.name = name
+            requests.append(request)
+        return requests

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from fastformer.generation.async_jobs import Answers
-from fastformer.generation.request_builder import CheckedInput, RequestBuilder
+from fastformer.generation.jobs import Job
 from fastformer.generation.requests import Request
 from fastformer.generation.search import Hypothesis
 from fastformer.generation.streaming import Detokenizer, TextPieces
-
-T = TypeVar("T")
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 
@@ -71,108 +68,71 @@ class ChatIds(list[int]):
     """The ids of a chat. Its answer is decoded as a text of its own, and ends at the end of a turn."""
 
 
-class Ask:
-    """A request of one row, and the state of its text."""
+class SampleRequest(Request):
+    """A continuation of a prompt: a request of one row, which makes its text and scores.
+
+    Args:
+        arguments, options: see `Request`.
+        tokenizer: the tokenizer of the text.
+        begin: the ids before the text that it continues; see `TextPieces`.
+        ends: the ids that end the text.
+    """
 
     def __init__(
-        self,
-        builder: RequestBuilder,
-        checked: CheckedInput,
-        sample: int | None,
-        begin: Sequence[int],
-        tokenizer: Detokenizer,
-        name: str,
+        self, *arguments: Any, tokenizer: Detokenizer, begin: Sequence[int], ends: Collection[int], **options: Any
     ) -> None:
-        self._builder, self._checked, self._sample = builder, checked, sample
-        self._begin, self._tokenizer, self.name = begin, tokenizer, name
+        super().__init__(*arguments, **options)
+        self._tokenizer, self._begin, self._ends = tokenizer, begin, ends
 
-    def build(self) -> Request:
-        # All samples have place 0: they depend only on the seed and their own number.
-        return self._builder.build(self._checked, place=0, sample=self._sample, kind=_Scored)
-
-    def pieces(self) -> TextPieces:
-        stop = self._builder.config.stop_strings
-        return TextPieces(self._tokenizer, self._begin, is_told=True, stop=stop)
-
-    def completion(self, request: Request) -> Completion:
-        found, pieces = request.results[0], self.pieces()
-        text = pieces.add(found.tokens) + pieces.end()
-        tokens = [_scored(request, found, place) for place in range(len(found.tokens))]
-        return Completion(text, tokens, self.reason(found, pieces), request.cached_tokens)
-
-    def reason(self, found: Hypothesis, pieces: TextPieces) -> FinishReason:
-        ends = self._builder.ids.eos
-        is_cut = len(found.tokens) >= self._checked.limit and found.tokens[-1] not in ends
-        return "length" if is_cut and not pieces.is_stopped else "stop"
-
-
-class _Scored(Request):
-    """A request that reports its tokens with their log-probabilities, if these are computed."""
+    @functools.cached_property
+    def _text(self) -> TextPieces:
+        return TextPieces(self._tokenizer, self._begin, is_told=True, stop=self.stop_strings)
 
     def listen(self, on_token: Callable[[Any], object]) -> None:
-        numbers = itertools.count()
-        # This runs in the thread that decodes, so the row doesn't grow meanwhile.
-        super().listen(lambda token: on_token(self._told(token, next(numbers))))
-
-    def _told(self, token: int, place: int) -> ScoredToken:
-        return _scored(self, self.search.results()[0], place) if self.log_probs else ScoredToken(token, 0.0)
-
-
-def _scored(request: Request, row: Hypothesis, place: int) -> ScoredToken:
-    """Returns one of the tokens of a request's row, with its scores."""
-    alternatives = row.alternatives[place] if row.alternatives else ()
-    return ScoredToken(row.tokens[place], row.log_probs[place] if request.log_probs else 0.0, alternatives)
-
-
-async def pieces_of(asks: Sequence[Ask], answers: Answers[Request]) -> AsyncIterator[Piece]:
-    """Yields the pieces of all samples as they arrive."""
-    streams = [_told(ask, answers, place) for place, ask in enumerate(asks)]
-    try:
-        if len(streams) == 1:
-            async for piece in streams[0]:
-                yield piece
+        """Sets the listener; if log-probabilities are computed, it is called with `ScoredToken`s."""
+        if self.log_probs:
+            places = itertools.count()
+            # This runs in the thread that decodes, so the row doesn't grow meanwhile.
+            super().listen(lambda token: on_token(_scored(self.search.results()[0], next(places))))
         else:
-            async for _, piece in merged(streams):
-                yield piece
-    finally:
-        answers.leave()
+            super().listen(on_token)
 
+    def piece(self, index: int, tokens: Sequence[Any]) -> Piece:
+        """Returns the piece of new tokens, as the listener got them."""
+        if self.log_probs:
+            return Piece(index, self._text.add([token.token for token in tokens]), [*tokens])
+        return Piece(index, self._text.add(tokens), [ScoredToken(token, 0.0) for token in tokens])
 
-async def _told(ask: Ask, answers: Answers[Request], place: int) -> AsyncIterator[Piece]:
-    """Yields the pieces of a sample."""
-    pieces = ask.pieces()
-    async for new in answers.tokens(place):
-        scored = cast(list[ScoredToken], new)  # the type of `_Scored`'s tokens
-        yield Piece(place, pieces.add([one.token for one in scored]), scored)
-    request = await answers.ended(place)
-    yield Piece(place, pieces.end(), [], ask.reason(request.results[0], pieces), request.cached_tokens)
+    def last_piece(self, index: int) -> Piece:
+        """Returns the end of the text, after the end of the request."""
+        return Piece(index, self._text.end(), [], self._reason(), self.cached_tokens)
 
-
-async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
-    """Merges streams: yields each item as it arrives, with the index of its stream. The first error ends all."""
-    coming: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue()
-
-    async def pass_on(place: int, stream: AsyncIterator[T]) -> None:
-        try:
-            async for one in stream:
-                coming.put_nowait((place, one))
-        except Exception as error:
-            coming.put_nowait(error)
+    def completion(self) -> Completion:
+        """Returns the whole text, after the end of a request that was not streamed."""
+        result = self.results[0]
+        text = self._text.add(result.tokens) + self._text.end()
+        if self.log_probs:
+            tokens = [_scored(result, place) for place in range(len(result.tokens))]
         else:
-            coming.put_nowait(None)
+            tokens = [ScoredToken(token, 0.0) for token in result.tokens]
+        return Completion(text, tokens, self._reason(), self.cached_tokens)
 
-    tasks = [asyncio.ensure_future(pass_on(place, stream)) for place, stream in enumerate(streams)]
+    def _reason(self) -> FinishReason:
+        tokens = self.results[0].tokens
+        is_cut = len(tokens) >= self.search.limit and tokens[-1] not in self._ends
+        return "length" if is_cut and not self._text.is_stopped else "stop"
+
+
+def _scored(row: Hypothesis, place: int) -> ScoredToken:
+    """Returns one of the tokens of a row, with its scores."""
+    return ScoredToken(row.tokens[place], row.log_probs[place], row.alternatives[place] if row.alternatives else ())
+
+
+async def pieces_of(job: Job[Any]) -> AsyncGenerator[Piece, None]:
+    """Yields the pieces of a job of `SampleRequest`s as they arrive; `Piece.sample` is the index of the request."""
     try:
-        left = len(tasks)
-        while left:
-            found = await coming.get()
-            if isinstance(found, Exception):
-                raise found
-            if found is None:
-                left -= 1
-            else:
-                yield found
+        async for index, tokens in job.arrivals():
+            request = job.requests[index]
+            yield request.piece(index, tokens) if tokens else request.last_piece(index)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        job.leave()

@@ -17,8 +17,9 @@ from fastformer.generation.inputs import TokenIds, as_rows, input_rows, pad
 from fastformer.generation.model_protocols import Model, as_model, evaluating, is_decoder_only
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.requests import Request
-from fastformer.generation.scheduler import Scheduler, new_scheduler, run
+from fastformer.generation.scheduler import new_scheduler
 from fastformer.generation.search import NEVER, Hypothesis
+from fastformer.generation.session import Session
 from fastformer.generation.streaming import Detokenizer
 
 P = ParamSpec("P")
@@ -135,7 +136,7 @@ class Call(NamedTuple):
 
 
 def decode(
-    decoder: Model, config: GenerationConfig, call: Call, scheduler: Scheduler | None = None
+    decoder: Model, config: GenerationConfig, call: Call, session: Session[Request] | None = None
 ) -> Tensor | GenerateOutput:
     """Decodes the inputs of a call to `generate`, and returns its result.
 
@@ -143,13 +144,13 @@ def decode(
         decoder: the model.
         config: all options.
         call: all other arguments.
-        scheduler: runs the requests, and its engine decodes them; None: a scheduler for this call alone.
+        session: runs the requests, and its engine decodes them; None: a session for this call alone.
     """
     streamer = call.streamer
     if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
         raise ValueError(f"expected a streamer with put and end, got {type(streamer).__name__}")
-    with evaluating(decoder) as mode, torch.inference_mode():
-        engine = None if scheduler is None else scheduler.engine
+    with evaluating(decoder), torch.inference_mode():
+        engine = None if session is None else session.scheduler.engine
         builder = RequestBuilder(decoder, config, log_probs=call.return_dict, engine=engine, tokenizer=call.tokenizer)
         rows = input_rows(call.input_ids, call.attention_mask, builder.ids.pad, marks_padding=builder.ids.marks_padding)
         prefixes = _prefixes(call.decoder_input_ids, len(rows), decoder, builder)
@@ -157,8 +158,8 @@ def decode(
         if streamer is not None:
             if len(requests) > 1 or requests[0].search.peak_rows > 1:
                 raise ValueError("expected one input, without beams or several samples, along with a streamer")
-            requests[0].on_token = _listener(streamer, requests[0].before)
-        run(scheduler or new_scheduler(builder.engine), requests, mode.hold)
+            requests[0].listen(_listener(streamer, requests[0].before))
+        (session or Session(decoder, lambda: new_scheduler(builder.engine))).run(requests)
     if streamer is not None:
         streamer.end()
     # Outside of inference mode, because tensors made in inference mode can't be used in an autograd graph.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import collections.abc
-import contextlib
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -24,7 +22,9 @@ from fastformer.generation.generate import (
 from fastformer.generation.inputs import TokenIds, input_rows
 from fastformer.generation.model_protocols import Model, as_model, check_precision, evaluating
 from fastformer.generation.request_builder import RequestBuilder
+from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Stats, new_scheduler
+from fastformer.generation.session import Session
 from fastformer.generation.streaming import Detokenizer
 from fastformer.settings import Positive, check_value
 
@@ -78,9 +78,9 @@ class Generator:
         self.model, self.precision = as_model(model), precision
         with evaluating(self.model):
             self._engine = choose_engine(self.model, engine, precision)
-        self._scheduler = new_scheduler(self._engine, max_rows, max_bytes, is_endless=True)
-        self._lock = threading.Lock()
-        self._thread: int | None = None  # the thread that holds the lock
+        self._session: Session[Request] = Session(
+            self.model, lambda: new_scheduler(self._engine, max_rows, max_bytes, is_endless=True)
+        )
 
     @shows_options
     def generate(
@@ -104,8 +104,7 @@ class Generator:
         """
         config = self._config(options, config, generation_config)
         call = Call(input_ids, attention_mask, decoder_input_ids, tokenizer, streamer, return_dict_in_generate)
-        with self._turn():
-            return decode(self.model, config, call, self._scheduler)
+        return decode(self.model, config, call, self._session)
 
     @shows_options
     def stream(
@@ -143,50 +142,24 @@ class Generator:
             checked = builder.check(rows[0])
 
         def tokens() -> Stream:
-            told: list[int] = []
-            scheduler = self._scheduler
-            with self._turn():
-                request = builder.build(checked, on_token=told.append)
-                scheduler.submit([request])
-                try:
-                    while not request.is_done:
-                        with evaluating(self.model):
-                            scheduler.step()
-                        yield from told
-                        told.clear()
-                    if request.error is not None:
-                        raise request.error
-                except GeneratorExit:
-                    scheduler.cancel_all()
-                    raise
-                finally:
-                    if not scheduler.is_idle:  # an error interrupted a step
-                        scheduler.clear()
+            request = builder.build(checked)
+            for new in self._session.tokens(request):
+                yield from new
+            if request.error is not None:
+                raise request.error
 
         return tokens()
 
     def stats(self) -> Stats:
         """Returns how many tokens of prompts were read so far, and how many were reused from earlier prompts."""
-        return self._scheduler.stats()
+        return self._session.scheduler.stats()
 
     def clear(self) -> None:
         """Drops all prompts and frees their memory."""
-        with self._turn():
-            self._scheduler.clear()
-
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Holds the lock for a call of this thread, after waiting for the calls of other threads."""
-        if self._thread == threading.get_ident():
-            raise RuntimeError("expected one call at a time: close the stream that is open, or make another Generator")
-        with self._lock:
-            self._thread = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._thread = None
+        with self._session.turn() as scheduler:
+            scheduler.clear()
 
     def _config(self, options: GenerationOptions, config: GenerationConfig | None, foreign: Any) -> GenerationConfig:
-        found = config_of(options, config, foreign)
-        found.check_engine(self, self._engine.name, self.precision)
-        return found
+        config = config_of(options, config, foreign)
+        config.check_engine(self, self._engine.name, self.precision)
+        return config

@@ -195,8 +195,7 @@ class RequestBuilder:
         *,
         place: int | None = None,
         sample: int | None = None,
-        on_token: Callable[[int], object] | None = None,
-        kind: type[Request] = Request,
+        kind: Callable[..., Request] = Request,
     ) -> Request:
         """Builds the request for an input.
 
@@ -204,8 +203,7 @@ class RequestBuilder:
             checked: the result of `check`.
             place: the input's position, which determines its random numbers; None: the next after the last one built.
             sample: the index of the sample that the request is for; None: all samples.
-            on_token: receives each new token.
-            kind: the class of the request.
+            kind: the class of the request, or a function with its arguments.
         """
         config, limit = self.config, checked.limit
         window, max_len = None, self.model.config.max_len
@@ -230,7 +228,6 @@ class RequestBuilder:
             keeps_scores=config.keeps_scores,
             log_probs=self.log_probs,
             max_time=config.max_time,
-            on_token=on_token,
             window=window,
             before=begin,
             stop_strings=config.stop_strings,

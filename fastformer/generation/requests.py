@@ -1,6 +1,6 @@
-"""`Request`: one input with its search, its listener and its limits; and `Running`: the requests of a batch.
+"""`Request`: one input with its search, its listener and its limits.
 
-`Asked` is the part of a request that doesn't depend on what it asks for; embeddings have requests of their own.
+`BaseRequest` is the part of a request that doesn't depend on its kind; embeddings have requests of their own.
 """
 
 from __future__ import annotations
@@ -9,28 +9,27 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fastformer.generation.config import Processor
-from fastformer.generation.engines.base import Candidates, Prompt, Sample, Selection
-from fastformer.generation.native_search import NativeSearch, last_tokens, places_of_done
+from fastformer.generation.engines.base import Candidates, Prompt
 from fastformer.generation.processors import AtOneLength, ForcedToken, RowWise
 from fastformer.generation.search import Hypothesis, Search
 
 _EXPECTED = 32  # new tokens that a beginning request gets memory for, unless its source is longer
 
 
-class Asked(ABC):
-    """A request of any kind, which an `AsyncFront` may run. Any thread may call its methods.
+class BaseRequest(ABC):
+    """A request of any kind, which a `Session` runs. Any thread may call its methods.
 
     Args:
         max_time: seconds until the deadline; None: no deadline.
 
     Attributes:
+        name: the name of the request in messages.
         error: the error that ended the request, or None.
         is_done: whether the request has ended, with results or without.
         is_cancelled: whether `cancel` has been called.
@@ -38,6 +37,8 @@ class Asked(ABC):
         deadline: a time of `time.monotonic` at which the request ends with the results so far; None: no deadline.
         begun_at: the time of `time.monotonic` at which the request first left the queue; set by the scheduler.
     """
+
+    name = "the request"
 
     def __init__(self, max_time: float | None) -> None:
         self.error: Exception | None = None
@@ -83,7 +84,7 @@ class Asked(ABC):
         self.error, self.is_done = error, True
 
 
-class Request(Asked):
+class Request(BaseRequest):
     """One input with its own search and listener. It shares nothing with the other requests of a batch.
 
     Args:
@@ -211,7 +212,7 @@ class Request(Asked):
         except Exception as error:  # the error ends only this request
             self.fail(error)
             return []
-        return parents if self._goes_on(not parents) else []
+        return parents if self._update(not parents) else []
 
     def take_steps(self, steps: int, error: Exception | None, is_done: bool) -> bool:
         """Updates the request after the engine has advanced its search by some steps.
@@ -233,10 +234,10 @@ class Request(Asked):
             rows = self.search.num_rows
             self.search.advance([[self._last_token]] * rows, [[0.0]] * rows, 0)
             self.steps, is_done = self.steps + 1, True
-        return self._goes_on(is_done)
+        return self._update(is_done)
 
-    def _goes_on(self, is_done: bool) -> bool:
-        """Reports new tokens, and ends the request if its search is done or its time is over.
+    def _update(self, is_done: bool) -> bool:
+        """Streams new tokens; finishes the request when its search is done or the deadline has passed.
 
         Returns:
             Whether the request continues.
@@ -262,10 +263,10 @@ class Request(Asked):
         return True
 
     def finish(self) -> None:
-        self.is_done = True
         if not self.is_cancelled:
             # If a restarted request runs out of time, the longer attempt counts: on_token may have received its tokens.
             self.results = self.search.results() if self.steps >= self._kept_steps else self._kept
+        self.is_done = True
 
     def restart(self) -> None:
         """Resets the request after an older one took its memory. Decoding is deterministic: results do not change."""
@@ -280,111 +281,13 @@ def window_end(tokens: Sequence[int], window: int) -> Sequence[int]:
     return tokens[-max(1, window // 2) :] if len(tokens) >= window else tokens
 
 
-class Running:
-    """The requests of a batch, one for each group.
+def process_logits(edited: Iterable[tuple[Request, range]], logits: Tensor) -> Tensor:
+    """Runs the processors of requests on the logits, in place.
 
-    Attributes:
-        requests: the requests, in the order of the groups.
+    Args:
+        edited: the requests, each with the indices of its rows.
+        logits: (rows, vocab_size).
     """
-
-    def __init__(self) -> None:
-        self.requests: list[Request] = []
-
-    def next_tokens(self) -> list[int]:
-        """Returns the next token of each row."""
-        return [token for request in self.requests for token in request.next_tokens()]
-
-    def wants_log_probs(self) -> bool:
-        """Returns whether any request needs log-probabilities; see `Selection`."""
-        return any(request.log_probs for request in self.requests)
-
-    def selection(self) -> Selection:
-        """Returns the selection that the requests need from the next step."""
-        logit_rows: list[int] = []
-        samples: list[Sample | None] = []  # for each of logit_rows
-        keeps: list[bool] = []  # likewise
-        edited: list[tuple[Request, range]] = []  # each request with its part of logit_rows
-        first, is_sampled = 0, False
-        for request in self.requests:
-            rows = range(first, first + request.search.num_rows)
-            first = rows.stop
-            own = request.search.samples()
-            if own is None and not request.processors:
-                continue
-            if request.processors:
-                edited.append((request, range(len(logit_rows), len(logit_rows) + len(rows))))
-            is_sampled = is_sampled or own is not None
-            logit_rows += rows
-            samples += own if own is not None else [None] * len(rows)
-            keeps += [request.keeps_scores] * len(rows)
-        return Selection(
-            num_candidates=max(request.search.num_candidates for request in self.requests),
-            log_probs=self.wants_log_probs(),
-            logit_rows=logit_rows,
-            process=partial(_process, edited) if edited else None,
-            samples=samples if is_sampled else None,
-            keeps=keeps if any(keeps) else None,
-        )
-
-    def advance(self, candidates: Candidates) -> tuple[list[int], list[list[int]] | None]:
-        """Advances each request by the candidates of a step. It leaves if it has ended or its window is full.
-
-        Returns:
-            The places of the requests that leave the batch; and for each request that stays the parents of its rows, or
-            None if every row continues from itself.
-        """
-        leaving: list[int] = []
-        parents: list[list[int]] = []
-        first, is_changed = 0, False
-        for place, request in enumerate(self.requests):
-            rows = request.search.num_rows
-            kept = request.advance(candidates, first)
-            first += rows
-            if kept and not request.is_full:
-                parents.append(kept)
-                is_changed = is_changed or kept != list(range(rows))
-            else:
-                leaving.append(place)
-        return leaving, parents if is_changed else None
-
-    def steps_alone(self, most: int) -> int:
-        """Returns the number of steps, `most` at most, that searches may take before a processor must be called."""
-        for request in self.requests:
-            most = min([most, *(at - request.length for at in request.stops_at if at >= request.length)])
-        return most
-
-    def native_searches(self) -> list[NativeSearch] | None:
-        """Returns the searches of all requests if C++ code can advance each of them; else None."""
-        able = (request.search for request in self.requests if request.search_suffices)
-        searches = [search for search in able if isinstance(search, NativeSearch)]
-        return searches if len(searches) == len(self.requests) else None
-
-    def native_tokens(self, searches: Sequence[NativeSearch]) -> list[int]:
-        """Returns the next token of each row, from the native searches of all requests; see `next_tokens`."""
-        requests = self.requests
-        begun = len(requests)
-        while begun and not requests[begun - 1].steps:  # the new ones were admitted last
-            begun -= 1
-        tokens = last_tokens(searches[:begun])
-        return tokens + [token for request in requests[begun:] for token in request.next_tokens()]
-
-    def take_steps(self, searches: Sequence[NativeSearch], steps: Sequence[int]) -> list[int]:
-        """Updates the requests after a run has advanced each native search by its number of steps.
-
-        Returns:
-            The places of the requests that leave the batch.
-        """
-        done = set(places_of_done(searches))
-        leaving: list[int] = []
-        for place, request in enumerate(self.requests):
-            is_done = place in done
-            if not request.take_steps(steps[place], searches[place].error if is_done else None, is_done):
-                leaving.append(place)
-        return leaving
-
-
-def _process(edited: Iterable[tuple[Request, range]], logits: Tensor) -> Tensor:
-    """Runs each request's processors on the logits of its rows, in place."""
     for _, neighbours in itertools.groupby(edited, key=lambda pair: _kind(pair[0])):
         alike = list(neighbours)
         processors = alike[0][0].processors

@@ -5,13 +5,18 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
-from fastformer.generation.engines.base import Batch, Engine, Limits
-from fastformer.generation.requests import Request, Running
+from fastformer.generation.engines.base import Batch, Candidates, Engine, Limits, SearchingBatch, Selection
+from fastformer.generation.native_search import NativeSearch, last_tokens, places_of_done
+from fastformer.generation.requests import BaseRequest, Request, process_logits
+from fastformer.generation.search import Sample
+
+R = TypeVar("R", bound=BaseRequest)
 
 # The default limits of a scheduler's memory.
 _CPU_BYTES, _CPU_ROWS, _GPU_ROWS = 512 * 2**20, 512, 1024
@@ -64,6 +69,36 @@ class Load(NamedTuple):
     cached_tokens: int = 0
 
 
+class Batching(Protocol[R]):
+    """The interface of a scheduler that a session's thread steps; `Scheduler` has it.
+
+    Attributes:
+        waiting: the requests that haven't begun.
+    """
+
+    @property
+    def waiting(self) -> Collection[R]: ...
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no request waits or runs."""
+
+    def submit(self, requests: Iterable[R]) -> None:
+        """Appends requests to the queue."""
+
+    def step(self) -> list[R]:
+        """Works for some milliseconds. Returns the requests that ended in this step: done, failed or cancelled."""
+
+    def load(self) -> Load:
+        """Returns the current counters."""
+
+    def clear(self) -> None:
+        """Drops all requests, and any state that an error may have left inconsistent."""
+
+    def renewed(self) -> Batching[R]:
+        """Returns a new scheduler with the same limits and no requests."""
+
+
 class Scheduler:
     """Admits requests as rows and memory become free, steps them together, and removes those that are done.
 
@@ -92,6 +127,7 @@ class Scheduler:
     Attributes:
         waiting: the requests that haven't begun, the next one first.
         waiting_tokens: the number of tokens in their sources and prompts.
+        running: the requests of the batch, in the order of its groups.
     """
 
     def __init__(self, engine: Engine, *, max_rows: int, max_bytes: int, is_endless: bool = False) -> None:
@@ -103,15 +139,10 @@ class Scheduler:
         self._reserved_tokens = self._min_capacity = 0  # the latter: for the next batch, in tokens
         self.waiting: deque[Request] = deque()
         self.waiting_tokens = 0
-        self._running = Running()
+        self.running: list[Request] = []
         self._waiting_rows = self._running_rows = 0
         self._has_cancelled = self._has_deadlines = False  # whether requests may have to leave the queue
         self._read_tokens = self._cached_tokens = 0
-
-    @property
-    def running(self) -> list[Request]:
-        """The requests of the batch, in the order of its groups."""
-        return self._running.requests
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Appends requests to the queue."""
@@ -164,10 +195,10 @@ class Scheduler:
         self._make_room()
         if not self.running:
             return ended
-        is_first = any(request.on_token is not None and request.num_told < _FIRST_TOLD for request in self.running)
-        steps = self._running.steps_alone(1 if is_first else _RUN_STEPS)
-        limits = Limits(steps, _RUN_SECONDS, min(self._refill_below(), self._running_rows))
-        left = self._remove(self._open_batch.run(self._running, limits))
+        is_first = any([request.on_token is not None and request.num_told < _FIRST_TOLD for request in self.running])
+        min_rows = min(self._refill_below(), self._running_rows)
+        limits = Limits(1 if is_first else _RUN_STEPS, _RUN_SECONDS, min_rows)
+        left = self._remove(run_batch(self._open_batch, self.running, limits))
         for request in reversed(left):
             if not request.is_done:  # its window is full: the model reads its last half again
                 request.slide()
@@ -208,7 +239,7 @@ class Scheduler:
             self._running_rows -= request.search.peak_rows
             self._reserved_tokens -= request.reserved_tokens
         leaving = set(places)
-        self._running.requests = [request for place, request in enumerate(self.running) if place not in leaving]
+        self.running = [request for place, request in enumerate(self.running) if place not in leaving]
         return gone
 
     def _drop(self) -> list[Request]:
@@ -375,7 +406,7 @@ def new_scheduler(
     return Scheduler(engine, max_rows=max_rows, max_bytes=max_bytes, is_endless=is_endless)
 
 
-def run(scheduler: Scheduler, requests: list[Request], before_step: Callable[[], object] | None = None) -> None:
+def run(scheduler: Scheduler, requests: Sequence[Request], before_step: Callable[[], object] | None = None) -> None:
     """Runs requests to their end.
 
     Args:
@@ -399,3 +430,112 @@ def run(scheduler: Scheduler, requests: list[Request], before_step: Callable[[],
         if not scheduler.is_idle:  # in the middle of a step
             scheduler.clear()
         raise
+
+
+def run_batch(batch: Batch, requests: Sequence[Request], limits: Limits) -> list[int]:
+    """Steps the rows of a batch at least once, and frees the groups whose requests leave.
+
+    A batch whose engine runs searches takes as many steps as the limits and the requests' processors allow.
+
+    Args:
+        batch: the batch.
+        requests: the request of each group.
+        limits: the limits of the run.
+
+    Returns:
+        The places of the groups that were freed.
+    """
+    leaving = _run_searches(batch, requests, limits) if isinstance(batch, SearchingBatch) else None
+    if leaving is not None:
+        if leaving:
+            batch.free(leaving)
+        return leaving
+    tokens = [token for request in requests for token in request.next_tokens()]
+    leaving, parents = _advance(requests, batch.step(tokens, _selection(requests)))
+    if leaving:
+        batch.free(leaving)
+    if parents is not None:
+        batch.fork(parents)
+    return leaving
+
+
+def _run_searches(batch: SearchingBatch, requests: Sequence[Request], limits: Limits) -> list[int] | None:
+    """Has a batch run the searches of its requests; None if it can't, or if a processor has to be called first."""
+    steps = limits.max_steps
+    searches: list[NativeSearch] = []
+    for request in requests:
+        if not (request.search_suffices and isinstance(request.search, NativeSearch)):
+            return None
+        searches.append(request.search)
+        if request.stops_at:
+            steps = min([steps, *(stop - request.length for stop in request.stops_at if stop >= request.length)])
+    if not steps:
+        return None
+    begun = len(requests)
+    while begun and not requests[begun - 1].steps:  # the new ones were admitted last
+        begun -= 1
+    tokens = last_tokens(searches[:begun])
+    for request in requests[begun:]:
+        tokens += request.next_tokens()
+    log_probs = any([request.log_probs for request in requests])
+    counts = batch.run_searches(searches, tokens, log_probs, limits._replace(max_steps=steps))
+    if not any(counts):
+        return None
+    done = set(places_of_done(searches))
+    leaving: list[int] = []
+    for place, request in enumerate(requests):
+        is_done = place in done
+        if not request.take_steps(counts[place], searches[place].error if is_done else None, is_done):
+            leaving.append(place)
+    return leaving
+
+
+def _selection(requests: Sequence[Request]) -> Selection:
+    """Returns the selection that requests need from the next step."""
+    logit_rows: list[int] = []
+    samples: list[Sample | None] = []  # for each of logit_rows
+    keeps: list[bool] = []  # likewise
+    edited: list[tuple[Request, range]] = []  # each request with its part of logit_rows
+    first, is_sampled = 0, False
+    for request in requests:
+        rows = range(first, first + request.search.num_rows)
+        first = rows.stop
+        drawn = request.search.samples()
+        if drawn is None and not request.processors:
+            continue
+        if request.processors:
+            edited.append((request, range(len(logit_rows), len(logit_rows) + len(rows))))
+        is_sampled = is_sampled or drawn is not None
+        logit_rows += rows
+        samples += drawn if drawn is not None else [None] * len(rows)
+        keeps += [request.keeps_scores] * len(rows)
+    return Selection(
+        num_candidates=max(request.search.num_candidates for request in requests),
+        log_probs=any(request.log_probs for request in requests),
+        logit_rows=logit_rows,
+        process=partial(process_logits, edited) if edited else None,
+        samples=samples if is_sampled else None,
+        keeps=keeps if any(keeps) else None,
+    )
+
+
+def _advance(requests: Sequence[Request], candidates: Candidates) -> tuple[list[int], list[list[int]] | None]:
+    """Advances each request by the candidates of a step. It leaves if it has ended or its window is full.
+
+    Returns:
+        The places of the requests that leave the batch; and for each request that stays the parents of its rows, or
+        None if every row continues from itself.
+    """
+    leaving: list[int] = []
+    parents: list[list[int]] = []
+    first, is_changed = 0, False
+    for place, request in enumerate(requests):
+        rows = request.search.num_rows
+        continued = request.advance(candidates, first)
+        first += rows
+        if continued and not request.is_full:
+            parents.append(continued)
+            is_changed = is_changed or continued != list(range(rows))
+        else:
+            leaving.append(place)
+    return leaving, parents if is_changed else None

@@ -33,7 +33,7 @@ from fastformer.settings import Positive, check_value
 from fastformer.special_ids import SpecialIds
 
 if TYPE_CHECKING:
-    from fastformer.generation.judge import Judge
+    from fastformer.generation.pair_encoder import PairEncoder
 
 _TEXTS = 4096  # texts to read before the first of them is scored: enough to find some of similar length
 MAX_TOKENS = 8192  # the most tokens in a batch, on its longer side, because its activations are in memory together
@@ -230,7 +230,7 @@ def _recurrent_states(model: Recurrent, parts: Sequence[Part]) -> Tensor:
 
 
 def score_texts(
-    translator: Judge,
+    translator: PairEncoder,
     pairs: Iterable[tuple[str | TextError, str | TextError]],
     errors: ErrorPolicy,
     max_tokens: int = MAX_TOKENS,
@@ -270,7 +270,7 @@ def score_texts(
 
 
 def encoded_pair(
-    translator: Judge, text: str | TextError, translation: str | TextError, number: int
+    translator: PairEncoder, text: str | TextError, translation: str | TextError, number: int
 ) -> tuple[Sequence[int], Sequence[int]] | None:
     """Returns the ids of a text and of its translation, each with EOS and with the ids that name the languages.
 

@@ -7,9 +7,9 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fastformer.generation.config import EarlyStopping
-from fastformer.generation.engines.base import Sample
 
 NEVER = -math.inf  # the score of a missing hypothesis
 
@@ -48,6 +48,15 @@ class Sampling:
     seed: int = 0
     sample: int = 0
     num_samples: int | None = None
+
+
+class Sample(NamedTuple):
+    """How a row's next token is sampled: at `uniform`, in [0, 1), of the warped distribution's cumulative sum."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    uniform: float
 
 
 def length_penalty(length: int, alpha: float) -> float:

@@ -6,7 +6,8 @@ import itertools
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from fastformer.generation.config import GenerationConfig
 from fastformer.generation.requests import Request
@@ -14,6 +15,9 @@ from fastformer.generation.search import Hypothesis
 from fastformer.generation.streaming import Detokenizer, text_before_stop
 
 logger = logging.getLogger("fastformer")
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 _SHOWN_SKIPS = 10  # the most warnings; a file in a wrong encoding would fill the screen
 
@@ -23,6 +27,32 @@ class TextCodec(Detokenizer, Protocol):
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
         """Returns each id as a readable string."""
+
+
+class Source(Protocol[T_co]):
+    """A source of inputs that arrive over time."""
+
+    def get(self, wait: bool) -> T_co | None:
+        """Returns the next input.
+
+        Args:
+            wait: wait until an input arrives; False returns None if none has arrived yet.
+
+        Raises:
+            EOFError: there are no more inputs.
+        """
+
+
+class IterableSource(Generic[T]):
+    """An iterable as a `Source`. An iterable can't tell whether an item has arrived, so `get` always waits."""
+
+    def __init__(self, items: Iterable[T]) -> None:
+        self._rest = iter(items)
+
+    def get(self, wait: bool) -> T | None:
+        for item in self._rest:
+            return item
+        raise EOFError
 
 
 class Item(NamedTuple):
@@ -209,16 +239,74 @@ class Form(NamedTuple):
         return found[0] if found else nothing
 
 
-def as_form(config: GenerationConfig, scores: object, token_scores: object) -> Form:
-    """Returns the form for return_scores and return_token_scores.
+@dataclass(frozen=True)
+class TextOptions:
+    """The options of a call that translates texts, apart from those of the search; see `Translator.translate`."""
 
-    Raises:
-        ValueError: one of them is neither True nor False.
-    """
-    for name, value in (("return_scores", scores), ("return_token_scores", token_scores)):
-        if not isinstance(value, bool):
-            raise ValueError(f"expected {name} to be True or False, got {value!r}")
-    return Form(config.num_return_sequences > 1, bool(scores), bool(token_scores))
+    target_prefix: ForEach = None
+    source_lang: ForEach = None
+    target_lang: ForEach = None
+    on_error: str = "stop"
+    skip_long: bool = False
+    split: bool = False
+    return_scores: bool = False
+    return_token_scores: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("split", "return_scores", "return_token_scores"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"expected {name} to be True or False, got {value!r}")
+
+    @classmethod
+    def taken_from(cls, options: dict[str, Any], names: Iterable[str] | None = None) -> TextOptions:
+        """Removes these options from those of a call, and returns them.
+
+        Args:
+            options: the options of the call; those of the search are left.
+            names: the fields that the call has; None: all.
+        """
+        names = cls.__dataclass_fields__ if names is None else names
+        return cls(**{name: options.pop(name) for name in names if name in options})
+
+    def items(self, texts: str | Iterable[str]) -> Iterable[Item]:
+        """Yields texts with their prefixes and languages; see `as_items`."""
+        return as_items(texts, self.target_prefix, self.source_lang, self.target_lang)
+
+    def item(self, text: str) -> Item:
+        """Returns the only text of a call, whose values `PairEncoder.encode_item` checks."""
+        return Item(text, self.target_prefix, self.source_lang, self.target_lang)  # type: ignore[arg-type]
+
+    def errors(self) -> ErrorPolicy:
+        """Returns what happens to texts that can't be translated."""
+        return ErrorPolicy(self.on_error, self.skip_long)
+
+    def form(self, config: GenerationConfig, *, streams: bool = False) -> Form:
+        """Returns the form of the answers.
+
+        Args:
+            config: the config of the search.
+            streams: whether the translation of one text is to come piece by piece.
+
+        Raises:
+            ValueError: the options contradict each other or the config.
+        """
+        form = Form(config.num_return_sequences > 1, self.return_scores, self.return_token_scores)
+        if self.split and (form.is_list or form.log_probs):
+            raise ValueError(
+                "expected neither several translations nor scores along with split: those of sentences "
+                "can't be combined for a text"
+            )
+        if self.split and self.target_prefix is not None:
+            raise ValueError(
+                "expected no target_prefix along with split: the sentences of a text are translated separately, and "
+                "the prefix would apply to only one of them"
+            )
+        if streams and not self.split and (form.is_list or form.log_probs or config.num_beams > 1):
+            raise ValueError(
+                "expected no beams, several samples or scores along with one text to stream: its pieces come before "
+                "the end is known; translate gives them"
+            )
+        return form
 
 
 class TextError(ValueError):

@@ -8,16 +8,16 @@ import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from fastformer.generation.alignment import check_attention, cross_attention
+from fastformer.generation.alignment import Aligner, Alignment, Unit, align_texts, check_attention, cross_attention
 from fastformer.generation.config import GenerationConfig, Precision
 from fastformer.generation.engines import Engine
 from fastformer.generation.ensemble import Ensemble, Mean
-from fastformer.generation.judge import Judge
 from fastformer.generation.model_protocols import (
     DTYPES,
     Model,
@@ -26,33 +26,31 @@ from fastformer.generation.model_protocols import (
     check_precision,
     evaluating,
     is_decoder_only,
+    why_not_by_modules,
 )
-from fastformer.generation.ordered_stream import IterableSource, Source, ordered_stream
-from fastformer.generation.paragraphs import check_split, joined, translated_parts
+from fastformer.generation.pair_encoder import Joined, PairEncoder, Part, PartSource
 from fastformer.generation.request_builder import CheckedInput, RequestBuilder, most_new_tokens
 from fastformer.generation.requests import Request
-from fastformer.generation.scheduler import Scheduler, new_scheduler, run
+from fastformer.generation.scheduler import Scheduler, new_scheduler
+from fastformer.generation.scoring import MAX_TOKENS, score_texts
+from fastformer.generation.session import READ_AHEAD, Session
 from fastformer.generation.streaming import TextPieces
 from fastformer.generation.text_io import (
     Answer,
     ErrorPolicy,
     ForEach,
-    Form,
     Item,
+    IterableSource,
+    Source,
     TextCodec,
     TextError,
-    as_form,
-    as_items,
+    TextOptions,
+    as_pairs,
     check_request,
-    expect_text,
 )
 from fastformer.generation.text_io import Scored as Scored
 from fastformer.generation.text_io import TokenScored as TokenScored
-from fastformer.languages import LanguageIds
-from fastformer.settings import Positive, check_value
-from fastformer.special_ids import SpecialIds
-
-READ_AHEAD = 4096  # texts of a stream in memory: several batches, because an answer may have to wait for its turn
+from fastformer.settings import Positive, check_value, shows_fields
 
 # Options of `generate` that have other names here.
 _INSTEAD = {
@@ -62,7 +60,34 @@ _INSTEAD = {
 }
 
 
-class Translator(Judge):
+class _PlainOptions(TypedDict, total=False):
+    """Options with which answers are texts."""
+
+    target_prefix: ForEach
+    source_lang: ForEach
+    target_lang: ForEach
+    on_error: str
+    skip_long: bool
+    split: bool
+    return_scores: Literal[False]
+    return_token_scores: Literal[False]
+
+
+class _ScoreOptions(TypedDict, total=False):
+    on_error: str
+    skip_long: bool
+    max_tokens: int
+
+
+class _AlignOptions(TypedDict, total=False):
+    unit: Unit
+    layer: int | None
+    head: int | None
+    on_error: str
+    skip_long: bool
+
+
+class Translator(PairEncoder):
     """Translates texts with a trained model.
 
     Args:
@@ -100,15 +125,14 @@ class Translator(Judge):
             check_value(name, value, Positive | None)
         if not all(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode", "tokens")):
             raise ValueError(f"expected a tokenizer with encode, decode and tokens, got {type(tokenizer).__name__}")
-        self.model, self.tokenizer = as_model(model), tokenizer
-        if is_decoder_only(self.model):
+        checked = as_model(model)
+        if is_decoder_only(checked):
             raise ValueError(
                 f"expected a model that reads a source, got {type(model).__name__}: see fastformer.generate"
             )
         self.max_batch_size, self.max_batch_bytes = max_batch_size, max_batch_bytes
         self.precision = precision
-        self.source_lang, self.target_lang = source_lang, target_lang
-        self.check_languages(source_lang, target_lang)
+        super().__init__(checked, tokenizer, source_lang, target_lang)
 
     @classmethod
     def from_pretrained(
@@ -163,67 +187,18 @@ class Translator(Judge):
         )
 
     @overload  # a str is also an iterable of str: the first overload that fits counts
-    def translate(  # type: ignore[overload-overlap]
-        self,
-        texts: str,
-        *,
-        target_prefix: str | None = ...,
-        source_lang: str | None = ...,
-        target_lang: str | None = ...,
-        on_error: str = ...,
-        skip_long: bool = ...,
-        split: bool = ...,
-        return_scores: Literal[False] = ...,
-        return_token_scores: Literal[False] = ...,
-    ) -> str: ...
+    def translate(self, texts: str, **options: Unpack[_PlainOptions]) -> str: ...  # type: ignore[overload-overlap]
+
+    @overload
+    def translate(self, texts: Iterable[str], **options: Unpack[_PlainOptions]) -> list[str]: ...
 
     @overload
     def translate(
-        self,
-        texts: Iterable[str],
-        *,
-        target_prefix: Iterable[str | None] | None = ...,
-        source_lang: ForEach = ...,
-        target_lang: ForEach = ...,
-        on_error: str = ...,
-        skip_long: bool = ...,
-        split: bool = ...,
-        return_scores: Literal[False] = ...,
-        return_token_scores: Literal[False] = ...,
-    ) -> list[str]: ...
-
-    @overload
-    def translate(
-        self,
-        texts: str | Iterable[str],
-        *,
-        target_prefix: ForEach = ...,
-        source_lang: ForEach = ...,
-        target_lang: ForEach = ...,
-        on_error: str = ...,
-        skip_long: bool = ...,
-        split: bool = ...,
-        return_scores: bool = ...,
-        return_token_scores: bool = ...,
-        config: GenerationConfig | None = ...,
-        **options: Any,
+        self, texts: str | Iterable[str], *, config: GenerationConfig | None = ..., **options: Any
     ) -> Any: ...
 
-    def translate(
-        self,
-        texts: str | Iterable[str],
-        *,
-        target_prefix: ForEach = None,
-        source_lang: ForEach = None,
-        target_lang: ForEach = None,
-        on_error: str = "stop",
-        skip_long: bool = False,
-        split: bool = False,
-        return_scores: bool = False,
-        return_token_scores: bool = False,
-        config: GenerationConfig | None = None,
-        **options: Any,
-    ) -> Any:
+    @shows_fields(TextOptions)
+    def translate(self, texts: str | Iterable[str], *, config: GenerationConfig | None = None, **options: Any) -> Any:
         """Translates a text, or several in their order.
 
         Args:
@@ -256,64 +231,48 @@ class Translator(Judge):
             ValueError: an unknown option (the nearest is suggested), an item that isn't a text, or a text that can't be
                 translated (the message has its number, from 1).
         """
-        config, errors = self.settings(options, config), ErrorPolicy(on_error, skip_long)
-        self.check_languages(source_lang, target_lang)
-        form = as_form(config, return_scores, return_token_scores)
-        check_split(split, form, target_prefix)
-        builder, began = self._builder(config, form.log_probs), time.monotonic()
-        is_one = isinstance(texts, str)
-        if split:
-            deadline = None if config.max_time is None else began + config.max_time
-            items = IterableSource(as_items(texts, None, source_lang, target_lang))
-            parts = translated_parts(self, items, builder, errors, read_ahead=READ_AHEAD, deadline=deadline)
-            said = [form.of(answer) for ready in joined(parts) for answer in ready]
-            return said[0] if is_one else said
+        text_options = TextOptions.taken_from(options)
+        config, errors = self.settings(options, config), text_options.errors()
+        self.check_languages(text_options.source_lang, text_options.target_lang)
+        form, items = text_options.form(config), text_options.items(texts)
+        deadline = None if config.max_time is None else time.monotonic() + config.max_time
+        if text_options.split:
+            ready = self.answers(IterableSource(items), config, errors, split=True, deadline=deadline)
+            answers = [form.of(answer) for answer in itertools.chain.from_iterable(ready)]
+            return answers[0] if isinstance(texts, str) else answers
+        builder = self._builder(config, form.log_probs)
         # All texts are read first, so that an invalid one is reported before any work. Only their ids stay, in few
         # bytes each.
         inputs: list[CheckedInput | None] = []
-        for number, item in enumerate(as_items(texts, target_prefix, source_lang, target_lang), 1):
+        for number, item in enumerate(items, 1):
             try:
-                found = self.encode_item(item, number, builder)
-                inputs.append(found._replace(row=array("q", found.row)))
+                checked = self.encode_item(item, number, builder)
+                inputs.append(checked._replace(row=array("q", checked.row)))
             except TextError as error:
                 errors.handle(error)
                 inputs.append(None)
 
-        def begin(index: int) -> Request | None:
-            found = inputs[index]
-            if found is None:
+        def build(index: int) -> Request | None:
+            checked = inputs[index]
+            if checked is None:
                 return None
-            request = builder.build(found, place=index)
-            if config.max_time is not None:
-                request.deadline = began + config.max_time
+            request = builder.build(checked, place=index)
+            request.deadline = deadline
             return request
 
         # The longest texts come first, so that few rows are left to decode alone at the end.
         order = sorted(range(len(inputs)), key=lambda index: -len((inputs[index] or ((),))[0]))
-        source = IterableSource(order)
-        answers: list[Any] = [None] * len(inputs)
-        scheduler = self.new_scheduler(builder.engine, is_endless=False)
-        for ready in ordered_stream(scheduler, source, begin, model=self.model, read_ahead=READ_AHEAD):
-            for index, request in ready:
+        answers = [None] * len(inputs)
+        for pairs in self._session(builder, is_endless=False).map(IterableSource(order), build):
+            for index, request in pairs:
                 check_request(request, index + 1)
                 answers[index] = form.of(Answer(self.tokenizer, request))
         errors.report(len(inputs))
-        return answers[0] if is_one else answers
+        return answers[0] if isinstance(texts, str) else answers
 
     @overload
     def stream(
-        self,
-        texts: str | Iterable[str],
-        *,
-        target_prefix: ForEach = ...,
-        source_lang: ForEach = ...,
-        target_lang: ForEach = ...,
-        read_ahead: int = ...,
-        on_error: str = ...,
-        skip_long: bool = ...,
-        split: bool = ...,
-        return_scores: Literal[False] = ...,
-        return_token_scores: Literal[False] = ...,
+        self, texts: str | Iterable[str], *, read_ahead: int = ..., **options: Unpack[_PlainOptions]
     ) -> Iterator[str]: ...
 
     @overload
@@ -321,32 +280,17 @@ class Translator(Judge):
         self,
         texts: str | Iterable[str],
         *,
-        target_prefix: ForEach = ...,
-        source_lang: ForEach = ...,
-        target_lang: ForEach = ...,
         read_ahead: int = ...,
-        on_error: str = ...,
-        skip_long: bool = ...,
-        split: bool = ...,
-        return_scores: bool = ...,
-        return_token_scores: bool = ...,
         config: GenerationConfig | None = ...,
         **options: Any,
     ) -> Iterator[Any]: ...
 
+    @shows_fields(TextOptions)
     def stream(
         self,
         texts: str | Iterable[str],
         *,
-        target_prefix: ForEach = None,
-        source_lang: ForEach = None,
-        target_lang: ForEach = None,
         read_ahead: int = READ_AHEAD,
-        on_error: str = "stop",
-        skip_long: bool = False,
-        split: bool = False,
-        return_scores: bool = False,
-        return_token_scores: bool = False,
         config: GenerationConfig | None = None,
         **options: Any,
     ) -> Iterator[Any]:
@@ -370,20 +314,18 @@ class Translator(Judge):
             ValueError: see `translate`; or a read_ahead below 1. A text that can't be translated stops the stream after
                 the translations before it have been returned.
         """
-        config, errors = self.settings(options, config), ErrorPolicy(on_error, skip_long)
-        self.check_languages(source_lang, target_lang)
-        form = as_form(config, return_scores, return_token_scores)
+        text_options = TextOptions.taken_from(options)
+        config, errors = self.settings(options, config), text_options.errors()
+        self.check_languages(text_options.source_lang, text_options.target_lang)
+        form, split = text_options.form(config, streams=isinstance(texts, str)), text_options.split
         check_value("read_ahead", read_ahead, Positive)
-        check_split(split, form, target_prefix)
-        items = as_items(texts, target_prefix, source_lang, target_lang)
-        if isinstance(texts, str) and split:
-            builder = self._builder(config, False)
-            parts = translated_parts(self, IterableSource(items), builder, errors, read_ahead=read_ahead)
-            return (text for ready in parts for text, _ in ready if text)
-        if isinstance(texts, str):
-            check_one_stream(form, config)
+        items = text_options.items(texts)
+        if isinstance(texts, str) and not split:
             return self._pieces(next(iter(items)), config, errors)
         source = IterableSource(items)
+        if isinstance(texts, str):
+            parts = self._parts(source, config, errors, split=True, read_ahead=read_ahead)
+            return (text for ready in parts for pair in ready if (text := _text(*pair)))
         answers = self.answers(source, config, errors, log_probs=form.log_probs, read_ahead=read_ahead, split=split)
         return (form.of(answer) for ready in answers for answer in ready)
 
@@ -393,9 +335,10 @@ class Translator(Judge):
         settings: GenerationConfig,
         errors: ErrorPolicy,
         *,
-        log_probs: bool,
+        log_probs: bool = False,
         read_ahead: int = READ_AHEAD,
         split: bool = False,
+        deadline: float | None = None,
     ) -> Iterator[list[Answer]]:
         """Translates the texts of a source, in order; `stream` and the command use this.
 
@@ -404,41 +347,72 @@ class Translator(Judge):
             settings: the config of the search, a result of `settings`.
             errors: the policy for texts that can't be translated; it reports at the end.
             log_probs: whether to compute scores.
-            read_ahead: see `stream`.
-            split: see `translate`; the caller has called `check_split`.
+            read_ahead: the most texts, or with split sentences, that are in memory; see `stream`.
+            split: see `translate`; `TextOptions.form` has accepted it.
+            deadline: a time of `time.monotonic` for all texts; None: each text has the config's max_time.
 
         Yields:
             The answers that come next in the order, as soon as they are complete.
         """
-        builder, numbers = self._builder(settings, log_probs), itertools.count(1)
-        if split:
-            return joined(translated_parts(self, source, builder, errors, read_ahead=read_ahead))
-
-        def begin(item: Item) -> Request | None:
-            number = next(numbers)
-            if isinstance(item.text, str) and not item.text.strip():
-                return None
-            try:
-                return builder.build(self.encode_item(item, number, builder), place=number - 1)
-            except TextError as error:
-                errors.handle(error)
-                return None
+        parts = self._parts(
+            source, settings, errors, log_probs=log_probs, read_ahead=read_ahead, split=split, deadline=deadline
+        )
 
         def answers() -> Iterator[list[Answer]]:
-            total = 0
-            scheduler = self.new_scheduler(builder.engine, is_endless=True)
-            for ready in ordered_stream(scheduler, source, begin, model=self.model, read_ahead=read_ahead):
-                found: list[Answer] = []
-                for _, request in ready:
-                    total += 1
-                    if found and request is not None and request.error is not None:
-                        yield found  # the answers before the error
-                    check_request(request, total)
-                    found.append(Answer(self.tokenizer, request))
-                yield found
-            errors.report(total)
+            text = ""
+            for ready in parts:
+                complete: list[Answer] = []
+                for part, answer in ready:
+                    text += _text(part, answer) if split else ""
+                    if part.is_last:
+                        complete.append(Joined(text) if split else answer)
+                        text = ""
+                if complete:
+                    yield complete
 
         return answers()
+
+    def _parts(
+        self,
+        source: Source[Item],
+        settings: GenerationConfig,
+        errors: ErrorPolicy,
+        *,
+        log_probs: bool = False,
+        read_ahead: int = READ_AHEAD,
+        split: bool,
+        deadline: float | None = None,
+    ) -> Iterator[list[tuple[Part, Answer]]]:
+        """Yields the parts of texts with their answers, in order; see `answers`."""
+        builder, places = self._builder(settings, log_probs), itertools.count()
+
+        def encode(item: Item, number: int) -> list[Part]:
+            if isinstance(item.text, str) and not item.text.strip() and not split:
+                return [Part(str(number), None, "", True)]
+            return self.parts(item, number, builder, split=split, errors=errors)
+
+        def build(part: Part) -> Request | None:
+            place = next(places)
+            if part.checked is None:
+                return None
+            request = builder.build(part.checked, place=place)
+            request.deadline = request.deadline if deadline is None else deadline
+            return request
+
+        def parts() -> Iterator[list[tuple[Part, Answer]]]:
+            total, session = 0, self._session(builder, is_endless=True)
+            for ready in session.map(PartSource(source, encode), build, read_ahead=read_ahead):
+                answers: list[tuple[Part, Answer]] = []
+                for part, request in ready:
+                    if answers and request is not None and request.error is not None:
+                        yield answers  # those before the error
+                    total += part.is_last
+                    check_request(request, part.name)
+                    answers.append((part, Answer(self.tokenizer, request)))
+                yield answers
+            errors.report(total)
+
+        return parts()
 
     def _pieces(self, item: Item, config: GenerationConfig, errors: ErrorPolicy) -> Iterator[str]:
         """Yields the translation of a text, piece by piece."""
@@ -451,19 +425,13 @@ class Translator(Judge):
             return iter(())
 
         def pieces() -> Iterator[str]:
-            tokens: list[int] = []
-            request = builder.build(checked, on_token=tokens.append)
-            found = TextPieces(self.tokenizer, checked.prefix, stop=config.stop_strings)
-            scheduler = self.new_scheduler(builder.engine, is_endless=False)
-            scheduler.submit([request])
-            while not request.is_done:
-                with evaluating(self.model):
-                    scheduler.step()
-                if piece := found.add(tokens):
+            request = builder.build(checked)
+            text = TextPieces(self.tokenizer, checked.prefix, stop=config.stop_strings)
+            for tokens in self._session(builder, is_endless=False).tokens(request):
+                if piece := text.add(tokens):
                     yield piece
-                tokens.clear()
             check_request(request, 1)
-            if piece := found.end():
+            if piece := text.end():
                 yield piece
 
         return pieces()
@@ -472,6 +440,10 @@ class Translator(Judge):
         # The engine is chosen in evaluation mode, in which the model will decode.
         with evaluating(self.model):
             return RequestBuilder(self.model, config, log_probs=log_probs, tokenizer=self.tokenizer)
+
+    def _session(self, builder: RequestBuilder, *, is_endless: bool) -> Session[Request]:
+        """Makes the session of a call, whose requests run in the caller's thread."""
+        return Session(self.model, lambda: self.new_scheduler(builder.engine, is_endless=is_endless))
 
     def new_scheduler(self, engine: Engine, *, is_endless: bool) -> Scheduler:
         """Makes a scheduler within this translator's limits; see `Scheduler`."""
@@ -490,84 +462,108 @@ class Translator(Judge):
         for name, instead in _INSTEAD.items():
             if name in options:
                 raise ValueError(f"a Translator returns texts: expected {instead} instead of {name}")
-        found = GenerationConfig.from_options(options, config)
-        if found.precision is None and self.precision is not None:
-            found = replace(found, precision=self.precision)
-        found.check_model(self.model.config.vocab_size)
-        most_new_tokens(self.model, 1, found)
-        return found
+        config = GenerationConfig.from_options(options, config)
+        if config.precision is None and self.precision is not None:
+            config = replace(config, precision=self.precision)
+        config.check_model(self.model.config.vocab_size)
+        most_new_tokens(self.model, 1, config)
+        return config
 
-    def encode(self, text: str, number: int | str = 1, languages: LanguageIds | None = None) -> list[int]:
-        """Returns the source ids of a text, with EOS at the end and the ids that tell the model the language.
+    @overload  # a str is also an iterable of str: the first overload that fits counts
+    def score(  # type: ignore[overload-overlap]
+        self, texts: str, translations: str, **options: Unpack[_ScoreOptions]
+    ) -> TokenScored: ...
+
+    @overload
+    def score(
+        self, texts: Iterable[str], translations: Iterable[str], **options: Unpack[_ScoreOptions]
+    ) -> list[TokenScored]: ...
+
+    def score(
+        self,
+        texts: str | Iterable[str],
+        translations: str | Iterable[str],
+        *,
+        on_error: str = "stop",
+        skip_long: bool = False,
+        max_tokens: int = MAX_TOKENS,
+    ) -> TokenScored | list[TokenScored]:
+        """Scores given translations by forced decoding.
+
+        The model's modules compute the scores, in their own precision. For a translation that `translate` found by
+        greedy decoding, the result equals `return_scores` up to rounding, if the text is tokenized to the tokens that
+        the model generated.
 
         Args:
-            text: the text to translate.
-            number: the name of the text in messages.
-            languages: a result of `language_ids`; None: the object's languages.
+            texts: a text, or texts, as in `translate`.
+            translations: a str for a str, else one for each text. The translation of an empty text has to be empty. An
+                empty translation of another text is scored as EOS alone.
+            on_error: "stop", or "skip": a pair that can't be scored (an empty text, a side longer than the model's
+                max_len) gets the score -inf, and a warning with its number.
+            skip_long: skip pairs that are only too long.
+            max_tokens: the most tokens in a batch, on its longer side, padding included.
+
+        Returns:
+            A `TokenScored(text, score, tokens)` for a str, else a list with one for each text: the translation; its
+            log-probability, without a length penalty; and its tokens, EOS included, each with its log-probability. It
+            also has `per_token` and `perplexity`. If text and translation are empty, there are no tokens, and the score
+            is 0.
 
         Raises:
-            TextError: the text is empty, longer than the model's max_len, or can't be encoded by the tokenizer.
+            ValueError: an item isn't a text, the numbers of texts and translations differ, or a pair can't be scored
+                (the message has its number, from 1).
         """
-        if not expect_text("texts", number, text).strip():
-            raise TextError(f"text {number}: expected something to translate, got an empty text")
-        told = self.language_ids() if languages is None else languages
-        eos = SpecialIds.of(self.model.config).first_eos
-        try:
-            ids = [*told.front, *self.tokenizer.encode(text), eos, *told.behind]
-        except ValueError as error:  # a lone surrogate, or text for which the tokenizer has no token
-            raise TextError(f"text {number}: {error}") from error
-        max_len = self.model.config.max_len
-        if len(ids) > max_len:
-            advice = "cut it" if isinstance(number, str) else "split it into sentences"  # the name of a sentence
-            raise TextError(
-                f"text {number}: expected at most {max_len} tokens, got {len(ids)}: {advice}",
-                is_long=True,
-            )
-        return ids
+        # Only modules compute the scores. Those of a quantised model hold its rounded weights.
+        reason = why_not_by_modules(self.model, self.precision)
+        if reason is not None:
+            raise ValueError(f"expected a precision that the model's modules have, to score in: {reason}")
+        errors = ErrorPolicy(on_error, skip_long, ("its score at -inf", "their scores are -inf"))
+        found = list(score_texts(self, as_pairs(texts, translations), errors, max_tokens))
+        return found[0] if isinstance(texts, str) else found
 
-    def encode_prefix(self, prefix: str | None, number: int | str = 1) -> list[int]:
-        """Returns the ids that a translation begins with, without EOS.
+    @overload  # a str is also an iterable of str: the first overload that fits counts
+    def align(  # type: ignore[overload-overlap]
+        self, texts: str, translations: str, **options: Unpack[_AlignOptions]
+    ) -> Alignment: ...
+
+    @overload
+    def align(
+        self, texts: Iterable[str], translations: Iterable[str], **options: Unpack[_AlignOptions]
+    ) -> list[Alignment]: ...
+
+    def align(
+        self,
+        texts: str | Iterable[str],
+        translations: str | Iterable[str],
+        *,
+        unit: Unit = "words",
+        layer: int | None = None,
+        head: int | None = None,
+        on_error: str = "stop",
+        skip_long: bool = False,
+    ) -> Alignment | list[Alignment]:
+        """Aligns each word of a translation with a word of its text, using the decoder's cross-attention.
+
+        Args:
+            texts, translations: as in `score`.
+            unit: align "words", which are separated by whitespace, or "tokens", without EOS.
+            layer: the decoder layer, from 1, whose attention is used; None: the last but one, or the only one.
+            head: the head of that layer, from 1; None: the mean of all heads.
+            on_error: "stop", or "skip": a pair that `score` can't score gets an empty alignment and a warning.
+            skip_long: skip pairs that are only too long.
+
+        Returns:
+            For a str, pairs of a source and a target place, from 0, in the order of the target: each target word has
+            one, see `Aligner`. The list is empty if either side has no words. Else a list of such lists, one for each
+            text.
 
         Raises:
-            TextError: the tokenizer can't encode the text.
+            ValueError: see `score`; the model has no `attention_maps`, an unknown unit, or a missing layer or head.
         """
-        if prefix is None or prefix == "":
-            return []
-        if not isinstance(prefix, str):
-            raise ValueError(
-                f"target_prefix[{number - 1}]: expected a str or None, got {type(prefix).__name__} {prefix!r:.40}"
-            )
-        if getattr(self.tokenizer, "words_begin_with_space", False):
-            prefix = prefix.rstrip(" ")  # else the next word would add a second space
-        try:
-            return self.encode_target(prefix)
-        except ValueError as error:
-            raise TextError(f"text {number}: its target_prefix: {error}") from error
-
-    def encode_target(self, text: str) -> list[int]:
-        """Returns the ids of a translation, or of its beginning, without EOS.
-
-        Raises:
-            ValueError: the tokenizer can't encode the text.
-        """
-        # A tokenizer may have a separate vocabulary for the target.
-        return list(getattr(self.tokenizer, "encode_target", self.tokenizer.encode)(text))
-
-    def encode_item(self, item: Item, number: int | str, builder: RequestBuilder) -> CheckedInput:
-        """Encodes a text and its prefix, and checks them against the model.
-
-        Raises:
-            TextError: see `language_ids`, `encode`, `encode_prefix`, `RequestBuilder.check`.
-        """
-        try:
-            told = self.language_ids(item.source_lang, item.target_lang)
-        except ValueError as error:
-            raise TextError(f"text {number}: {error}") from error
-        ids, prefix = self.encode(item.text, number, told), self.encode_prefix(item.prefix, number)
-        try:
-            return builder.check(ids, [*told.begin, *prefix], told=len(told.begin))
-        except ValueError as error:
-            raise TextError(f"text {number}: {error}") from error
+        aligner = Aligner(self, unit, layer, head)
+        errors = ErrorPolicy(on_error, skip_long, ("its alignment empty", "their alignments are empty"))
+        found = align_texts(aligner, as_pairs(texts, translations), errors)
+        return found[0] if isinstance(texts, str) else found
 
     def attention(self, text: str) -> tuple[list[str], list[str], Tensor]:
         """Returns the cross-attention of each token of a translation to the source tokens.
@@ -584,17 +580,12 @@ class Translator(Judge):
             builder = self._builder(self.settings({}), False)
             begin = self.language_ids().begin
             request = builder.build(builder.check(source, begin, told=len(begin)))
-            run(new_scheduler(builder.engine), [request])
+            self._session(builder, is_endless=False).run([request])
         target = [*begin, *request.results[0].tokens]
         (weights,) = cross_attention(self.model, [(source, target)])
         source_tokens = getattr(self.tokenizer, "source_tokens", self.tokenizer.tokens)(source)
         return source_tokens, self.tokenizer.tokens(target), weights
 
 
-def check_one_stream(form: Form, config: GenerationConfig) -> None:
-    """Raises a ValueError if one text's translation can't come piece by piece."""
-    if form.is_list or form.log_probs or config.num_beams > 1:
-        raise ValueError(
-            "expected no beams, several samples or scores along with one text to stream: its pieces come before the "
-            "end is known; translate gives them"
-        )
+def _text(part: Part, answer: Answer) -> str:
+    return "".join(answer.texts()) + part.space

@@ -14,7 +14,7 @@ from fastapi import Request, Response
 from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 
-from fastformer.generation.async_jobs import NotRunning, QueueFull, TooLate
+from fastformer.generation.jobs import NotRunning, QueueFull, TooLate
 
 logger = logging.getLogger("fastformer")
 

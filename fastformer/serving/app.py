@@ -90,7 +90,7 @@ def make_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with service:
+        async with service.session:
             yield
 
     app = FastAPI(
@@ -121,7 +121,7 @@ def make_app(
     queued = {path for path in posted if not any(path in getattr(module, "UNQUEUED", ()) for module in modules)}
     app.add_middleware(
         Gate, limits=limits, traffic=state.traffic, keys=tuple(keys), hosts=names, open_paths=public,
-        body_key_paths=body_keys, queued_paths=queued, place=service.front.place, respond=state.paths.respond,
+        body_key_paths=body_keys, queued_paths=queued, place=service.session.place, respond=state.paths.respond,
     )  # fmt: skip
     if origins:
         app.add_middleware(
@@ -168,12 +168,12 @@ def _add_state_routes(app: FastAPI, service: Service, limits: Limits) -> None:
     @app.get("/health", response_model=None)
     async def health() -> Response:
         """Returns 200 as long as the model can answer; an orchestrator restarts a server that fails here."""
-        return answer({"status": "ok"}) if service.is_alive else answer({"status": "failed"}, 503)
+        return answer({"status": "ok"}) if service.session.is_alive else answer({"status": "failed"}, 503)
 
     @app.get("/ready", response_model=None)
     async def ready() -> Response:
         """Returns 200 as long as the server accepts new requests; otherwise a load balancer chooses other servers."""
-        if not service.is_alive:
+        if not service.session.is_alive:
             return answer({"status": "failed"}, 503)
         return answer({"status": "ready"}) if traffic.is_ready else answer({"status": "ending"}, 503)
 

@@ -15,7 +15,7 @@ from fastformer.encoding.folder import read_folder
 from fastformer.encoding.modules import Array
 from fastformer.encoding.requests import EncodeRequest, embed_request, score_request
 from fastformer.encoding.scheduler import EncodingScheduler
-from fastformer.generation.async_front import AsyncFront
+from fastformer.generation.session import Session
 from fastformer.serving.limits import Limits
 from fastformer.serving.service import Kind, Service
 
@@ -44,7 +44,7 @@ class _EncoderService(Service):
     def __init__(self, encoder: Encoder | CrossEncoder, name: str, *, limits: Limits | None = None) -> None:
         super().__init__(name, limits or Limits())
         self.encoder = encoder
-        self.front: AsyncFront[EncodeRequest] = AsyncFront(
+        self.session: Session[EncodeRequest] = Session(
             encoder.model,
             EncodingScheduler,
             name="encoder",
@@ -60,8 +60,8 @@ class _EncoderService(Service):
 
     async def _ask(self, build: Callable[[], EncodeRequest], size: int, timeout: float | None) -> Encoded:
         deadline = self.deadline(timeout)
-        request = await self.aside(build, size, deadline=deadline)
-        await self.front.ask(request, deadline=deadline, name="the texts")
+        request = await self.session.aside(build, size, deadline=deadline)
+        await self.session.ask(request, deadline=deadline)
         return Encoded(request.results, request.num_tokens)
 
 
@@ -81,7 +81,7 @@ class EmbedService(_EncoderService):
 
         Raises:
             ValueError: see `embed_request`.
-            QueueFull, TooLate, RuntimeError: see `AsyncFront.ask`.
+            QueueFull, TooLate, RuntimeError: see `Session.ask`.
         """
         size = sum(map(len, texts))
         return await self._ask(lambda: embed_request(self.encoder, texts, **options), size, timeout)
@@ -111,7 +111,7 @@ class RankService(_EncoderService):
 
         Raises:
             ValueError: see `score_request`.
-            QueueFull, TooLate, RuntimeError: see `AsyncFront.ask`.
+            QueueFull, TooLate, RuntimeError: see `Session.ask`.
         """
 
         def build() -> EncodeRequest:

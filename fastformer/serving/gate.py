@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fastformer.generation.async_jobs import QueueFull
+from fastformer.generation.jobs import QueueFull
 from fastformer.serving.answers import FAILED, EndedEarly, headers_of
 from fastformer.serving.limits import Limits
 from fastformer.serving.metrics import Metrics

@@ -26,15 +26,16 @@ class GenerateService(Service):
     """
 
     kind: Kind = "generator"
+    session: AsyncGenerator
 
     def __init__(self, generator: AsyncGenerator, name: str, *, limits: Limits | None = None) -> None:
         super().__init__(name, limits or Limits())
-        self.generator, self.front = generator, generator.front
+        self.session = generator
 
     @property
     def has_chat(self) -> bool:
         """Whether the model's folder has a chat template."""
-        return self.generator.template is not None
+        return self.session.template is not None
 
     async def prompt_ids(self, prompt: Prompt, deadline: float, *, parse_special: bool | None = None) -> list[int]:
         """Returns the ids of a prompt.
@@ -46,11 +47,11 @@ class GenerateService(Service):
 
         Raises:
             ValueError: see `AsyncGenerator.encode`.
-            QueueFull, TooLate: see `AsyncFront.aside`.
+            QueueFull, TooLate: see `Session.aside`.
         """
         parses = parse_special is not False
-        return await self.aside(
-            lambda: self.generator.encode(prompt, parse_special=parses), len(prompt), deadline=deadline
+        return await self.session.aside(
+            lambda: self.session.encode(prompt, parse_special=parses), len(prompt), deadline=deadline
         )
 
     async def chat_ids(self, messages: Sequence[Mapping[str, Any]], deadline: float, **variables: Any) -> ChatIds:
@@ -64,7 +65,7 @@ class GenerateService(Service):
         Raises:
             TooLarge: the messages have more characters together than the limits allow.
             ValueError: see `AsyncGenerator.chat_ids`.
-            QueueFull, TooLate: see `AsyncFront.aside`.
+            QueueFull, TooLate: see `Session.aside`.
         """
         size = sum(len(text) for message in messages for text in message.values())
         size += sum(len(str(value)) for value in variables.values() if not isinstance(value, bool))
@@ -73,8 +74,8 @@ class GenerateService(Service):
                 f"expected messages of at most {self.limits.max_chat_chars:,} characters together, got {size:,}"
             )
         # A template is a program: even for a short chat it may take seconds, until its bounds end it.
-        return await self.aside(
-            lambda: self.generator.chat_ids(messages, **variables),
+        return await self.session.aside(
+            lambda: self.session.chat_ids(messages, **variables),
             size + _MARKS * len(messages),
             deadline=deadline,
             is_slow=True,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from fastformer.generation.async_translator import joined_texts, versions
+from fastformer.generation.pair_encoder import joined_texts, versions
 from fastformer.generation.text_io import Item
 from fastformer.serving.answers import answer, error_schemas, until_gone
 from fastformer.serving.codes import AUTO, Detected
@@ -103,7 +103,8 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
             options = {"num_return_sequences": count, "num_beams": max(count, service.config.num_beams)}
         config, target = service.settings(options), codes.target(ask.target)
         kind = HtmlPage if ask.format == "html" else _Plain
-        pages = await service.aside(lambda: [kind(text) for text in texts], sum(map(len, texts)), deadline=deadline)
+        size = sum(map(len, texts))
+        pages = await service.session.aside(lambda: [kind(text) for text in texts], size, deadline=deadline)
         detected: list[Detected | None] = [
             (await service.detect(page.plain(), deadline))[0] if ask.source == AUTO else None for page in pages
         ]
@@ -112,7 +113,8 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
             for page, one in zip(pages, detected, strict=True)
             for text in page.texts
         ]
-        answers = await until_gone(http, service.translate(items, config, split=True, deadline=deadline))
+        work = service.session.answers(items, config, split=True, deadline=deadline, **service.bounds)
+        answers = await until_gone(http, work)
         said = [joined_texts(parts) for parts in answers]
         whole: list[list[str]] = []
         for page in pages:

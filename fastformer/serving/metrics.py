@@ -12,11 +12,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from fastformer.generation.async_jobs import QUEUE_BOUNDS
+from fastformer.generation.jobs import QUEUE_BOUNDS
 from fastformer.serving.service import Service
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-# The front's numbers: the name in `Stats`, fastformer's name of the metric, and its description.
+# The session's numbers: the name in `Stats`, fastformer's name of the metric, and its description.
 _GAUGES = (
     ("running", "requests_running", "Requests in the batch."),
     ("waiting", "requests_waiting", "Requests in front of the batch."),
@@ -59,7 +59,7 @@ class Metrics:
             "fastformer_time_to_first_byte_seconds", "Until the first byte of the answer.", ("route",),
             buckets=_SECONDS, registry=self._registry,
         )  # fmt: skip
-        self._registry.register(_Front(service))
+        self._registry.register(_SessionStats(service))
         self._of = functools.cache(self._labelled)
 
     def answered(self, route: str, status: int, seconds: float, first: float) -> None:
@@ -83,12 +83,12 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class _Front(Collector):
+class _SessionStats(Collector):
     def __init__(self, service: Service) -> None:
         self._service = service
 
     def collect(self) -> Iterator[Any]:
-        stats = self._service.stats()
+        stats = self._service.session.stats()
         for name, ours, what in _GAUGES:
             yield GaugeMetricFamily(f"fastformer_{ours}", what, value=getattr(stats, name))
         for name, ours, what in _COUNTERS:

@@ -6,7 +6,7 @@ import base64
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,8 @@ from fastapi import APIRouter, Request, Response
 from fastformer import __version__
 from fastformer.encoding.modules import Array
 from fastformer.generation.async_generator import PromptTooLong
-from fastformer.generation.completions import ChatIds, Completion, Piece, ScoredToken, merged
+from fastformer.generation.completions import ChatIds, Completion, Piece, SampleRequest, ScoredToken, pieces_of
+from fastformer.generation.jobs import Stream
 from fastformer.generation.streaming import behind_ends
 from fastformer.generation.token_texts import Spelled, SpelledToken, TokenTexts
 from fastformer.serving.answers import EventStream, answer, behind, event, until_gone
@@ -102,8 +103,8 @@ def _add_completions(found: APIRouter, service: GenerateService, limits: Limits)
         deadline = service.deadline(body.timeout)
         rows = await until_gone(http, _encoded(service, prompts, deadline, body.parse_special))
         lengths = [new_tokens(body, row, service, body.max_tokens, 16) for row in rows]
-        asked = _Asked(service, body, rows, lengths, body.logprobs, deadline)
-        return await _respond(asked, http, _TextForm(asked))
+        job = CompletionJob(service, body, rows, lengths, body.logprobs, deadline)
+        return await _respond(job, http, _TextForm(job))
 
 
 def _add_chat(found: APIRouter, service: GenerateService, limits: Limits) -> None:
@@ -132,8 +133,8 @@ def _add_chat(found: APIRouter, service: GenerateService, limits: Limits) -> Non
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         alternatives = (body.top_logprobs or 0) if body.logprobs else None
         lengths = [new_tokens(body, ids, service, most, _CHAT_TOKENS)]
-        asked = _Asked(service, body, [ids], lengths, alternatives, deadline)
-        return await _respond(asked, http, _ChatForm(asked))
+        job = CompletionJob(service, body, [ids], lengths, alternatives, deadline)
+        return await _respond(job, http, _ChatForm(job))
 
 
 def _add_embeddings(found: APIRouter, service: EmbedService, limits: Limits) -> None:
@@ -241,17 +242,20 @@ def _variables(body: ChatBody) -> dict[str, Any]:
     return found | {"add_generation_prompt": body.add_generation_prompt is not False}
 
 
-class _Asked:
-    """A request, with the values that its answers share.
+class CompletionJob:
+    """The requests of a body, and the values that its answers share.
 
     Args:
         service: completes the prompts.
-        body: the request's body.
+        body: the body.
         rows: the ids of its prompts.
         most: the most new tokens of each prompt.
         alternatives: the number of likely tokens to return at each place, with log-probabilities; None: no
             log-probabilities at all.
         deadline: a time of `time.monotonic`.
+
+    Attributes:
+        copies: the number of equal answers that each request stands for.
     """
 
     def __init__(
@@ -263,20 +267,18 @@ class _Asked:
         alternatives: int | None,
         deadline: float,
     ) -> None:
-        self.service, self.body, self.rows = service, body, rows
+        self.service, self.body, self.rows, self._deadline = service, body, rows, deadline
         self.alternatives, self.count = alternatives, body.n or 1
         self.is_chat = isinstance(rows[0], ChatIds)
-        self._options = [
-            {**options_of(body, service, len(row), is_chat=self.is_chat), "max_new_tokens": each}
-            for row, each in zip(rows, most, strict=True)
-        ]
+        self._requests: list[SampleRequest] = []
+        for row, limit in zip(rows, most, strict=True):
+            options = options_of(body, service, len(row), is_chat=self.is_chat)
+            self._requests += service.session.requests(
+                row, max_new_tokens=limit, log_probs=alternatives is not None, num_alternatives=alternatives or 0,
+                **options,
+            )  # fmt: skip
         # All greedy answers to a prompt are the same, so only one is computed.
-        self.copies = 1 if self._options[0]["do_sample"] else self.count
-        self._asked: dict[str, Any] = {
-            "log_probs": alternatives is not None,
-            "num_alternatives": alternatives or 0,
-            "deadline": deadline,
-        }
+        self.copies = len(rows) * self.count // len(self._requests)
         self.head = {
             "id": ("chatcmpl-" if self.is_chat else "cmpl-") + uuid.uuid4().hex,
             "created": int(time.time()),
@@ -284,25 +286,19 @@ class _Asked:
             "system_fingerprint": f"fastformer-{__version__}",
         }
 
-    async def complete(self) -> list[list[Completion]]:
-        """Returns the answers to each prompt."""
-        # All prompts are queued before the first answer is awaited.
-        streams = [self._collected(row, options) for row, options in zip(self.rows, self._options, strict=True)]
-        found: list[list[Completion]] = [[] for _ in streams]
-        async for place, one in merged(streams):
-            found[place] = one
-        return [each * self.copies for each in found]
+    async def complete(self) -> list[Completion]:
+        """Returns the answers to all prompts, in order, without the copies."""
+        await self.service.session.submit(self._requests, deadline=self._deadline).results()
+        return [request.completion() for request in self._requests]
 
-    async def _collected(self, row: list[int], options: dict[str, Any]) -> AsyncIterator[list[Completion]]:
-        yield await self.service.generator.complete(row, **options, **self._asked)
+    def stream(self) -> Stream[Piece]:
+        """Returns the stream of the pieces of all answers; all requests are queued when this returns."""
+        job = self.service.session.submit(self._requests, deadline=self._deadline, streams=True)
+        return Stream(job, pieces_of(job))
 
-    def stream(self) -> AsyncIterator[tuple[int, Piece]]:
-        """Yields the pieces of all prompts with the index of the prompt; all prompts are queued when this returns."""
-        streams = [
-            self.service.generator.stream(row, **options, **self._asked)
-            for row, options in zip(self.rows, self._options, strict=True)
-        ]
-        return merged(streams)
+    def cached_tokens(self, counts: Sequence[int]) -> int:
+        """Returns the number of cached tokens of all prompts from those of all requests: the first of each prompt's."""
+        return sum(counts[:: len(counts) // len(self.rows)])
 
     def usage(self, new_tokens: int, cached: int) -> dict[str, Any]:
         """Counts the tokens of the request and its answers."""
@@ -316,22 +312,22 @@ class _Asked:
 
     def texts_of(self, index: int) -> TokenTexts:
         """Returns what finds the texts of a choice's tokens."""
-        generator, row = self.service.generator, self.rows[index // self.count]
-        return TokenTexts(generator.tokenizer, () if self.is_chat else behind_ends(row, generator.ends))
+        session, row = self.service.session, self.rows[index // self.count]
+        return TokenTexts(session.tokenizer, () if self.is_chat else behind_ends(row, session.ends))
 
 
 class _Form:
     """The JSON of answers in one of OpenAI's formats."""
 
-    def __init__(self, asked: _Asked) -> None:
-        self._asked = asked
+    def __init__(self, job: CompletionJob) -> None:
+        self._job = job
         self._texts: dict[int, TokenTexts] = {}  # by choice
 
     def spelled(self, index: int, tokens: Sequence[ScoredToken], *, is_end: bool) -> list[SpelledToken] | None:
         """Returns a choice's next tokens whose texts are certain; None if the request asks for no log-probabilities."""
-        if self._asked.alternatives is None:
+        if self._job.alternatives is None:
             return None
-        texts = self._texts.get(index) or self._texts.setdefault(index, self._asked.texts_of(index))
+        texts = self._texts.get(index) or self._texts.setdefault(index, self._job.texts_of(index))
         return texts.add(tokens) + (texts.end() if is_end else [])
 
 
@@ -340,8 +336,8 @@ class _TextForm(_Form):
 
     kind = chunk = "text_completion"
 
-    def __init__(self, asked: _Asked) -> None:
-        super().__init__(asked)
+    def __init__(self, job: CompletionJob) -> None:
+        super().__init__(job)
         self._offsets: Counter[int] = Counter()  # the characters of each choice's tokens so far, by choice
 
     def whole(self, index: int, found: Completion) -> dict[str, Any]:
@@ -373,7 +369,7 @@ class _TextForm(_Form):
         return {
             "tokens": [one.spelled.shown for one in tokens],
             "token_logprobs": [_number(one.scored.log_prob) for one in tokens],
-            "top_logprobs": [self._top(index, one) for one in tokens] if self._asked.alternatives else None,
+            "top_logprobs": [self._top(index, one) for one in tokens] if self._job.alternatives else None,
             "text_offset": offsets,
         }
 
@@ -435,46 +431,48 @@ def _number(log_prob: float) -> float:
     return max(LEAST_LOG_PROB, log_prob)
 
 
-async def _respond(asked: _Asked, http: Request, form: _TextForm | _ChatForm) -> Response:
+async def _respond(job: CompletionJob, http: Request, form: _TextForm | _ChatForm) -> Response:
     """Answers a request, at once or as a stream."""
-    if asked.body.stream:
-        pieces = asked.stream()
+    if job.body.stream:
+        pieces = job.stream()
         # An error before the first piece becomes an HTTP error.
         first = await until_gone(http, anext(pieces))
-        return EventStream(_events(asked, form, behind(first, pieces)), error_fields)
-    found = await until_gone(http, asked.complete())
-    everything = [one for answers in found for one in answers]
-    choices = [form.whole(index, one) for index, one in enumerate(everything)]
-    usage = asked.usage(sum(len(one.tokens) for one in everything), sum(answers[0].cached_tokens for answers in found))
-    return answer({**asked.head, "object": form.kind, "choices": choices, "usage": usage})
+        return EventStream(_events(job, form, behind(first, pieces)), error_fields)
+    completions = await until_gone(http, job.complete())
+    answers = [completion for completion in completions for _ in range(job.copies)]
+    choices = [form.whole(index, completion) for index, completion in enumerate(answers)]
+    cached = job.cached_tokens([completion.cached_tokens for completion in completions])
+    usage = job.usage(sum([len(completion.tokens) for completion in answers]), cached)
+    return answer({**job.head, "object": form.kind, "choices": choices, "usage": usage})
 
 
 async def _events(
-    asked: _Asked, form: _TextForm | _ChatForm, pieces: AsyncGenerator[tuple[int, Piece], None]
+    job: CompletionJob, form: _TextForm | _ChatForm, pieces: AsyncGenerator[Piece, None]
 ) -> AsyncGenerator[bytes, None]:
     """Yields the events of a stream."""
-    options = asked.body.stream_options
+    options = job.body.stream_options
     counts = bool(options and options.include_usage)
-    head = {**asked.head, "object": form.chunk}
-    new_tokens, cached = 0, {}
+    head = {**job.head, "object": form.chunk}
+    num_choices = len(job.rows) * job.count
+    new_tokens, cached = 0, [0] * (num_choices // job.copies)
 
     def chunk(choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
         return event({**head, "choices": choices, **({"usage": usage} if counts else {})})
 
     try:
-        for index in range(len(asked.rows) * asked.count):
+        for index in range(num_choices):
             for choice in form.first(index):
                 yield chunk([choice])
-        async for place, piece in pieces:
-            new_tokens += len(piece.tokens) * asked.copies
-            if piece.finish_reason is not None and piece.sample == 0:
-                cached[place] = piece.cached_tokens
-            if not piece.text and piece.finish_reason is None and asked.alternatives is None:
+        async for piece in pieces:
+            new_tokens += len(piece.tokens) * job.copies
+            if piece.finish_reason is not None:
+                cached[piece.sample] = piece.cached_tokens
+            if not piece.text and piece.finish_reason is None and job.alternatives is None:
                 continue
-            for copy in range(asked.copies):
-                yield chunk([form.piece(place * asked.count + piece.sample + copy, piece)])
+            for copy in range(job.copies):
+                yield chunk([form.piece(piece.sample * job.copies + copy, piece)])
         if counts:
-            yield chunk([], asked.usage(new_tokens, sum(cached.values())))
+            yield chunk([], job.usage(new_tokens, job.cached_tokens(cached)))
         yield _DONE
     finally:
         await pieces.aclose()

@@ -44,11 +44,11 @@ def new_tokens(body: GenerateBody, ids: list[int], service: GenerateService, ask
     name = "max_completion_tokens" if getattr(body, "max_completion_tokens", None) is not None else "max_tokens"
     if asked is not None and asked > limits.max_new_tokens:
         raise ApiError(f"expected {name} of at most {limits.max_new_tokens:,}, got {asked:,}", param=name)
-    room = service.generator.max_len - len(ids)
+    room = service.session.max_len - len(ids)
     if asked is not None and asked > room:
         raise ApiError(
             f"expected {name} of at most {room:,} after a prompt of {len(ids):,} tokens, because the model has "
-            f"{service.generator.max_len:,} positions; got {asked:,}",
+            f"{service.session.max_len:,} positions; got {asked:,}",
             param=name,
             code="context_length_exceeded",
         )
@@ -84,10 +84,10 @@ def options_of(body: GenerateBody, service: GenerateService, prompt_length: int,
     if body.min_tokens is not None:
         found["min_new_tokens"] = body.min_tokens
     if body.stop_token_ids:
-        size = service.generator.model.config.vocab_size
+        size = service.session.model.config.vocab_size
         if (largest := max(body.stop_token_ids)) >= size:
             raise ApiError(f"expected ids of tokens below {size:,}, got {largest:,}", param="stop_token_ids")
-        found["eos_token_id"] = [*service.generator.ends_of(is_chat=is_chat), *body.stop_token_ids]
+        found["eos_token_id"] = [*service.session.ends_of(is_chat=is_chat), *body.stop_token_ids]
     if processors := _processors(body, service, prompt_length):
         found["logits_processor"] = processors
     return found
@@ -98,7 +98,7 @@ def _processors(body: GenerateBody, service: GenerateService, prompt_length: int
     if body.presence_penalty or body.frequency_penalty:
         found.append(CountPenalties(body.presence_penalty or 0.0, body.frequency_penalty or 0.0, prompt_length))
     if body.logit_bias:
-        size = service.generator.model.config.vocab_size
+        size = service.session.model.config.vocab_size
         biases = []
         for name, bias in body.logit_bias.items():
             is_number = name.isascii() and name.isdecimal() and len(name) <= _DIGITS
@@ -107,6 +107,6 @@ def _processors(body: GenerateBody, service: GenerateService, prompt_length: int
             biases.append((int(name), bias))
         found.append(TokenBias(tuple(sorted(biases))))
     if body.min_p and body.temperature != 0:  # as in vLLM, of the probabilities at the request's temperature
-        temperature = service.generator.config.temperature if body.temperature is None else body.temperature
+        temperature = service.session.config.temperature if body.temperature is None else body.temperature
         found.append(LeastShare(body.min_p, temperature))
     return found

@@ -69,7 +69,7 @@ def build(options: Options) -> serve.Application:
 
     class Replica:
         def check_health(self) -> None:  # Ray asks from time to time, and replaces a replica that raises
-            if not self.app.state.service.is_alive:  # type: ignore[attr-defined]
+            if not self.app.state.service.session.is_alive:  # type: ignore[attr-defined]
                 raise RuntimeError("the model's thread has ended")
 
     scaling = {

@@ -218,7 +218,7 @@ class Server(uvicorn.Server):
             await asyncio.sleep(_LOOK_SECONDS)
         if traffic.in_flight:
             logger.warning("ending: cancelling %d requests, whose %g s are over", traffic.in_flight, limits.drain_s)
-            await self._service.close(cancel=True)
+            await self._service.session.close(cancel=True)
             end = time.monotonic() + 1  # to answer the cancelled requests
             while traffic.in_flight and time.monotonic() < end:
                 await asyncio.sleep(_LOOK_SECONDS)

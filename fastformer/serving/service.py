@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from fastformer.checkpoints.hf import FAMILIES, model_type
 from fastformer.generation import AsyncTranslator, Translator
 from fastformer.generation.alignment import check_attention, cross_attention
-from fastformer.generation.async_front import HasFront
-from fastformer.generation.async_translator import PartAnswer, TextStream
 from fastformer.generation.config import GenerationConfig, Precision
+from fastformer.generation.pair_encoder import PartAnswer
+from fastformer.generation.session import Session
 from fastformer.generation.text_io import Item
 from fastformer.models import read_architecture
 from fastformer.serving.answers import TooLarge
@@ -26,17 +26,18 @@ _MOST_ATTENDED = 1_000  # characters of a text whose attention is returned: the 
 Kind: TypeAlias = Literal["translator", "generator", "encoder", "cross-encoder"]
 
 
-class Service(HasFront):
-    """A model that works for many clients at once, inside of `async with`.
+class Service:
+    """A model that works for many clients at once, while its session is open.
 
     Attributes:
-        front: the queue of the requests, with the thread that computes them.
+        session: computes the requests.
         name: the model's name, which is its folder's.
         kind: the kind of model.
         limits: see `Limits`.
     """
 
     kind: Kind
+    session: Session[Any]
 
     def __init__(self, name: str, limits: Limits) -> None:
         self.name, self.limits = name, limits
@@ -88,12 +89,12 @@ class TranslateService(Service):
         pair: the codes of source and target of a model without a choice of languages.
 
     Attributes:
-        async_translator: decodes the requests.
         codes: the codes of the languages.
         config: the decoding config that a request may override.
     """
 
     kind: Kind = "translator"
+    session: AsyncTranslator
 
     def __init__(
         self,
@@ -107,15 +108,14 @@ class TranslateService(Service):
     ) -> None:
         super().__init__(name, limits or Limits())
         self.translator, self.codes = translator, Codes(translator, pair)
-        self.async_translator = AsyncTranslator(
+        self.session = AsyncTranslator(
             translator,
             max_waiting=self.limits.max_waiting,
             max_waiting_tokens=self.limits.max_waiting_tokens,
             when_full="refuse",
             engine=engine,
         )
-        self.front = self.async_translator.front
-        self.config = self.async_translator.settings(options or {})
+        self.config = self.session.settings(options or {})
         self.check_config(self.config)
         self._has_detected = False
 
@@ -127,7 +127,7 @@ class TranslateService(Service):
     async def detect(self, text: str, deadline: float) -> list[Detected]:
         """Returns the languages that a text may be in, the likeliest first. For the deadline, see `deadline`."""
         # The first call loads the detector's model, which takes a moment, so it runs beside the event loop.
-        found = await self.aside(
+        found = await self.session.aside(
             lambda: self.codes.detect(text), len(text), deadline=deadline, is_slow=not self._has_detected
         )
         self._has_detected = True
@@ -139,37 +139,14 @@ class TranslateService(Service):
         Raises:
             ValueError: an option is out of its range, or beyond the limits.
         """
-        found = self.async_translator.settings(options, self.config)
-        self.check_config(found)
-        return found
+        config = self.session.settings(options, self.config)
+        self.check_config(config)
+        return config
 
-    async def translate(
-        self, items: Sequence[Item], config: GenerationConfig, *, scores: bool = False, split: bool, deadline: float
-    ) -> list[list[PartAnswer]]:
-        """Translates texts, all of whose sentences decode together; returns the answers for the sentences of each text.
-
-        Args:
-            items: the texts.
-            config: a result of `settings`.
-            scores: whether to compute scores.
-            split: cut the texts into sentences.
-            deadline: a result of `deadline`.
-
-        Raises:
-            ValueError: a text can't be translated.
-            QueueFull, TooLate, NotRunning, RuntimeError: see `AsyncFront.ask`.
-        """
-        return await self.async_translator.answers(
-            items, config, log_probs=scores, split=split, deadline=deadline,
-            most_new_tokens=self.limits.max_new_tokens, most_parts=self.limits.max_sentences,
-        )  # fmt: skip
-
-    async def stream(self, item: Item, config: GenerationConfig, *, split: bool, deadline: float) -> TextStream:
-        """Streams a text's translation; the text is queued when this returns. See `translate`."""
-        return await self.async_translator.begin(
-            item, config, split=split, deadline=deadline,
-            most_new_tokens=self.limits.max_new_tokens, most_parts=self.limits.max_sentences,
-        )  # fmt: skip
+    @property
+    def bounds(self) -> dict[str, Any]:
+        """The limits that `AsyncTranslator.answers` and `begin` apply."""
+        return {"most_new_tokens": self.limits.max_new_tokens, "most_parts": self.limits.max_sentences}
 
     async def attention(self, parts: Sequence[PartAnswer], deadline: float) -> Attention:
         """Computes a translation's attention: the weights of the last decoder layer, averaged over its heads.
@@ -180,11 +157,11 @@ class TranslateService(Service):
 
         Raises:
             ValueError: the model has no attention maps.
-            NotRunning, TooLate: see `AsyncFront.call`.
+            NotRunning, TooLate: see `Session.call`.
         """
         pairs = [part.answer.sequences[0] for part in parts if part.answer is not None and part.answer.sequences]
         # The model's thread runs this between two steps.
-        weights = await self.front.call(lambda: cross_attention(self.translator.model, pairs), deadline=deadline)
+        weights = await self.session.call(lambda: cross_attention(self.translator.model, pairs), deadline=deadline)
         tokenizer = self.translator.tokenizer
         source_tokens = getattr(tokenizer, "source_tokens", tokenizer.tokens)
         found = Attention([], [], [])

@@ -112,17 +112,17 @@ def router(service: Service, limits: Limits) -> APIRouter:
         ids = await until_gone(
             http, service.prompt_ids(body.inputs, deadline, parse_special=body.parameters.parse_special)
         )
-        room = service.generator.max_len - len(ids)
+        room = service.session.max_len - len(ids)
         usual = min(room, _USUAL, limits.max_new_tokens)
         options["max_new_tokens"] = min(room, body.parameters.max_new_tokens or usual)
         asked: dict[str, Any] = {"log_probs": bool(body.parameters.details), "deadline": deadline}
         said = _Said(body, service)
         if body.stream:
-            pieces = service.generator.stream(ids, **options, **asked)
+            pieces = service.session.stream(ids, **options, **asked)
             # An error before the first piece becomes an HTTP error.
             first = await until_gone(http, anext(pieces))
             return EventStream(_events(said, len(ids), behind(first, pieces)), error_fields)
-        [whole] = await until_gone(http, service.generator.complete(ids, **options, **asked))
+        [whole] = await until_gone(http, service.session.complete(ids, **options, **asked))
         text = (body.inputs if body.parameters.return_full_text else "") + whole.text
         if not body.parameters.details:
             return answer({"generated_text": text})
@@ -163,8 +163,8 @@ class _Said:
         self._seed, self._full = body.parameters.seed, bool(body.parameters.return_full_text)
         self.prompt = body.inputs if self._full else ""
         self.has_details = bool(body.parameters.details)
-        self._generator = service.generator
-        self._names = TokenTexts(service.generator.tokenizer)
+        self._generator = service.session
+        self._names = TokenTexts(service.session.tokenizer)
 
     def tokens(self, ids: Sequence[int], tokens: Sequence[ScoredToken]) -> list[dict[str, Any]]:
         """Returns the JSON values of an answer's tokens, behind the ids of its prompt."""

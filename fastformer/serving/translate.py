@@ -8,7 +8,8 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from fastformer.generation.async_translator import PartAnswer, TextStream, joined_texts
+from fastformer.generation.async_translator import TextStream
+from fastformer.generation.pair_encoder import PartAnswer, joined_texts
 from fastformer.generation.text_io import Item
 from fastformer.serving.answers import ErrorBody, EventStream, answer, error_schemas, event, until_gone
 from fastformer.serving.answers import error_response as error_response
@@ -102,11 +103,13 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
             _expect_one(ask, "stream")
             if ask.scores or ask.alternatives:
                 raise ValueError("expected neither scores nor alternatives along with stream: the end tells them")
-            pieces = await service.stream(items[0], config, split=split, deadline=deadline)
+            pieces = await service.session.begin(items[0], config, split=split, deadline=deadline, **service.bounds)
             return EventStream(_events(service, pieces, ask.attention, detected, deadline))
 
         async def work() -> list[dict[str, Any]]:
-            answers = await service.translate(items, config, scores=ask.scores, split=split, deadline=deadline)
+            answers = await service.session.answers(
+                items, config, log_probs=ask.scores, split=split, deadline=deadline, **service.bounds
+            )
             told = [_told(parts, ask) for parts in answers]
             for one, code in zip(told, detected, strict=True):
                 one |= {"detected_lang": code} if code is not None else {}

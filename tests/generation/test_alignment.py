@@ -13,8 +13,7 @@ from fastformer.baseline import LSTMSeq2Seq
 from fastformer.data import ByteTokenizer, Tokenizer, train_bpe
 from fastformer.generation import Ensemble, Translator
 from fastformer.generation.alignment import Aligner, align_answers, cross_attention, pharaoh, said_words, written_words
-from fastformer.generation.ordered_stream import IterableSource
-from fastformer.generation.text_io import ErrorPolicy, Item
+from fastformer.generation.text_io import ErrorPolicy, Item, IterableSource
 from fastformer.models import Transformer
 from tests.generation.small import louder, tiny
 

@@ -11,7 +11,7 @@ import torch
 
 from fastformer.data import ByteTokenizer
 from fastformer.generation import AsyncGenerator, generate
-from fastformer.generation.async_jobs import QueueFull, TooLate
+from fastformer.generation.jobs import QueueFull, TooLate
 from fastformer.generation.processors import CountPenalties, TokenBias
 from fastformer.models import GPT
 from tests.generation.small import needs_cpp, next_logits, tiny

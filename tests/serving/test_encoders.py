@@ -76,7 +76,7 @@ async def test_texts_of_many_clients_are_computed_together(folder, encoder) -> N
             answers = await asyncio.gather(*(many.embeddings.create(model="mini", input=text) for text in texts))
         rows = np.array([answer.data[0].embedding for answer in answers], np.float32)
         np.testing.assert_array_equal(rows, encoder.encode(texts))
-        assert found.service.stats().ended == len(texts) > found.service.stats().steps
+        assert found.service.session.stats().ended == len(texts) > found.service.session.stats().steps
 
 
 def test_inference_client_embeds(server, encoder) -> None:
@@ -227,7 +227,7 @@ async def test_a_full_queue_refuses_and_ends_empty(folder) -> None:
     service, gate = open_service(folder, limits=Limits(max_waiting_tokens=1)), threading.Event()
     ask = {"inputs": ["two birds sing over the slow river and the hills ."] * 64}
     async with serving(service) as client:
-        held = asyncio.create_task(service.front.call(lambda: gate.wait(20)))  # the model takes no request meanwhile
+        held = asyncio.create_task(service.session.call(lambda: gate.wait(20)))  # the model takes no request meanwhile
         asked = [asyncio.create_task(client.post("/embed", json=ask)) for _ in range(30)]
         while sum(task.done() for task in asked) < 29:
             await asyncio.sleep(0.005)
@@ -236,7 +236,7 @@ async def test_a_full_queue_refuses_and_ends_empty(folder) -> None:
         assert await held and sorted(answer.status_code for answer in answers) == [200, *[429] * 29]
         refused = next(answer for answer in answers if answer.status_code == 429)
         assert refused.json()["error_type"] == "overloaded" and int(refused.headers["retry-after"]) >= 1
-        assert service.stats().running == service.stats().waiting == 0
+        assert service.session.stats().running == service.session.stats().waiting == 0
         late = await client.post("/embed", json=ask | {"timeout": 1e-6})
         assert late.status_code == 504 and late.json()["error"]
 

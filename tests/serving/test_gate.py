@@ -148,13 +148,13 @@ async def test_a_full_queue_is_429_with_a_time_and_reads_no_body(translator_fold
     service.check_texts = counted
     async with serving(service, keys=KEYS) as client:
         gate = threading.Event()
-        held = asyncio.ensure_future(service.front.call(lambda: gate.wait(5)))
+        held = asyncio.ensure_future(service.session.call(lambda: gate.wait(5)))
         await asyncio.sleep(0.05)
         key = {"Authorization": f"Bearer {KEYS[0]}"}
         ask, old = {"text": "a"}, {"q": "a", "source": "und", "target": "und", "api_key": KEYS[0]}
         posts = [client.post("/v1/translate", json=ask, headers=key) for _ in range(12)]
         tasks = [asyncio.ensure_future(post) for post in posts]
-        while service.stats().refused < 9:
+        while service.session.stats().refused < 9:
             await asyncio.sleep(0.01)
         assert len(begun) == 3
         stream = await client.post("/v1/translate", json=ask | {"stream": True}, headers=key)
@@ -169,7 +169,7 @@ async def test_a_full_queue_is_429_with_a_time_and_reads_no_body(translator_fold
         gate.set()
         await held
         assert sorted(answer.status_code for answer in await asyncio.gather(*tasks)) == [200] * 3 + [429] * 9
-        stats = service.stats()
+        stats = service.session.stats()
         assert stats.running == stats.waiting == 0 and stats.free_tokens == stats.capacity_tokens
         for _ in range(5):  # a request that is wrong gives its place back
             assert (await client.post("/v1/translate", content=b"{", headers=key)).status_code == 400
@@ -202,10 +202,10 @@ async def test_the_deadline_of_a_request_counts_while_its_text_waits(kind, tmp_p
     folder = models.folder_of(kind, tmp_path / "model", translator_folder)
     async with serving(open_service(folder, limits=Limits(timeout_s=0.1))) as client:
         gate, service = threading.Event(), client.app.state.service
-        held = asyncio.ensure_future(service.aside(lambda: gate.wait(10), 10**6))
+        held = asyncio.ensure_future(service.session.aside(lambda: gate.wait(10), 10**6))
         answers = await asyncio.gather(*(client.post(path, json=body) for path, body in WAITING[kind]))
         assert {answer.status_code for answer in answers} == {504}
-        assert service.stats().late == len(answers) and not gate.is_set()
+        assert service.session.stats().late == len(answers) and not gate.is_set()
         gate.set()
         assert await held
 
@@ -213,7 +213,7 @@ async def test_the_deadline_of_a_request_counts_while_its_text_waits(kind, tmp_p
 async def test_the_deadline_of_a_request_counts_while_it_waits_for_its_attention(translator_folder) -> None:
     service: Any = open_service(translator_folder, limits=Limits(timeout_s=0.3))
     async with serving(service) as client:
-        gate, attend = threading.Event(), service.front.call
+        gate, attend = threading.Event(), service.session.call
 
         async def held(*arguments: Any, **options: Any) -> Any:
             blocking = asyncio.ensure_future(attend(lambda: gate.wait(10)))
@@ -224,7 +224,7 @@ async def test_the_deadline_of_a_request_counts_while_it_waits_for_its_attention
                 gate.set()
                 await blocking
 
-        service.front.call = held
+        service.session.call = held
         answer = await client.post("/v1/translate", json={"text": "a", "attention": True, "max_new_tokens": 2})
         assert answer.status_code == 504
 
@@ -233,7 +233,7 @@ async def test_if_the_thread_has_died_every_request_is_503(translator_folder) ->
     service: Any = open_service(translator_folder)
     async with serving(service) as client:
         assert (await client.get("/health")).status_code == (await client.get("/ready")).status_code == 200
-        await service.front.call(lambda: setattr(service.front, "_run", None))
+        await service.session.call(lambda: setattr(service.session, "_run", None))
         for _ in range(2):
             assert (await client.post("/v1/translate", json={"text": "a"})).status_code == 503
         assert (await client.get("/health")).status_code == (await client.get("/ready")).status_code == 503
@@ -248,10 +248,10 @@ async def test_an_error_of_the_model_is_500_and_contains_no_text(translator_fold
 
     caplog.set_level(logging.INFO, "fastformer")
     async with serving(service) as client:
-        opened, service.async_translator._engine.open = service.async_translator._engine.open, fails
+        opened, service.session._engine.open = service.session._engine.open, fails
         answer = await client.post("/v1/translate", json={"text": "a secret text"})
         assert answer.status_code == 500 and answer.json()["error"]["code"] == 500
-        service.async_translator._engine.open = opened
+        service.session._engine.open = opened
         assert (await client.post("/v1/translate", json={"text": "a"})).status_code == 200
 
     assert "no room at all" in caplog.text and "secret" not in caplog.text
@@ -407,7 +407,7 @@ async def test_a_port_that_is_taken_while_the_model_loads_is_an_error(translator
         with pytest.raises(ValueError, match="port"):
             await Server(make_app(service)).serve(places)
     places[0].close()
-    assert not service.is_alive
+    assert not service.session.is_alive
 
 
 def test_an_idle_connection_outlives_those_of_proxies(translator_folder) -> None:

@@ -77,7 +77,7 @@ def test_completions_equal_the_librarys(client, library) -> None:
 @pytest.mark.parametrize("kind", ["server", "pieces"])
 def test_special_tokens_in_a_prompt_are_parsed_unless_the_request_says_otherwise(kind, request) -> None:
     server = request.getfixturevalue(kind)
-    own = server.service.generator.tokenizer
+    own = server.service.session.tokenizer
     text = "".join(token for token, is_special in own.added_tokens.items() if is_special) + "the dog reads"
     parsed, plain = own.encode_prompt(text), own.encode(text)
     assert parsed[-len(own.encode_template("the dog reads")) :] == own.encode_template("the dog reads")
@@ -147,7 +147,7 @@ def pieces(tmp_path_factory) -> Iterator[Any]:
 @pytest.mark.parametrize("kind", ["server", "pieces"])
 def test_tokens_with_log_probabilities_line_up_with_the_text(kind, request) -> None:
     server = request.getfixturevalue(kind)
-    tokenizer = server.service.generator.tokenizer
+    tokenizer = server.service.session.tokenizer
     for seed in range(6):
         body = {"prompt": PROMPTS[0], "max_tokens": 24, "logprobs": 5, "seed": seed, "stream": seed % 2 == 0}
         answer = httpx.post(f"{server.url}/v1/completions", json=body).text
@@ -372,7 +372,7 @@ LETTERS = [{"type": "text", "text": "a"}]
 )
 async def test_a_chat_is_bounded_before_it_is_read(messages, folder, calls_of) -> None:
     service: Any = open_service(folder, limits=Limits(max_chat_chars=60, max_text_chars=40))
-    read = calls_of(service.generator, "chat_ids")
+    read = calls_of(service.session, "chat_ids")
     async with serving(service) as client:
         answer = await client.post("/v1/chat/completions", json={"messages": messages})
         assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("messages") and not read
@@ -440,11 +440,11 @@ def test_the_request_of_a_client_that_disconnects_is_cancelled(stream, times, tm
         body = {"prompt": "the dog", "max_tokens": 1900, "stream": stream, "min_tokens": 1900, "n": 2, "logprobs": 2}
         for _ in range(times):
             connection = open_request(found.url, "/v1/completions", body)
-            until(lambda: found.service.stats().running == 2)
+            until(lambda: found.service.session.stats().running == 2)
             connection.close()
-            until(lambda: found.service.stats().running == 0)
-        until(lambda: found.service.stats().free_tokens >= found.service.stats().capacity_tokens)
-        assert found.service.stats().cancelled == times
+            until(lambda: found.service.session.stats().running == 0)
+        until(lambda: found.service.session.stats().free_tokens >= found.service.session.stats().capacity_tokens)
+        assert found.service.session.stats().cancelled == times
 
 
 async def test_a_full_queue_and_a_deadline_are_errors_in_openais_format(folder) -> None:
@@ -466,16 +466,16 @@ async def test_a_full_queue_and_a_deadline_are_errors_in_openais_format(folder) 
                 said += part
         assert b'"timeout_error"' in said and b"[DONE]" not in said
         assert said.count(b"event: error") == said.count(b'"error":{') == 1
-        until(lambda: found.service.stats().running == 0 == found.service.stats().waiting)
+        until(lambda: found.service.session.stats().running == 0 == found.service.session.stats().waiting)
 
 
 async def test_the_operators_options_apply_to_a_language_model(folder) -> None:
     found: dict[int | None, int] = {}
     for most in (None, 1 << 20):
         service: Any = open_service(folder, max_batch_bytes=most, options={"repetition_penalty": 1.5})
-        async with service:
-            own = await service.generator.complete("the dog", max_new_tokens=8)
-            found[most] = service.stats().capacity_tokens
+        async with service.session:
+            own = await service.session.complete("the dog", max_new_tokens=8)
+            found[most] = service.session.stats().capacity_tokens
         async with AsyncGenerator.from_pretrained(folder) as plain:
             assert own == await plain.complete("the dog", max_new_tokens=8, repetition_penalty=1.5)
             assert own != await plain.complete("the dog", max_new_tokens=8)

@@ -195,10 +195,10 @@ def test_a_client_that_never_reads_leaves_the_batch(tmp_path) -> None:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect((httpx.URL(server.url).host, httpx.URL(server.url).port))
             client.sendall(post_head("/v1/chat/completions", len(body)).encode() + body)
-            until(lambda: server.service.stats().running == 1)
-            seconds = until(lambda: server.service.stats().cancelled == 1)
-            until(lambda: server.service.stats().running == 0)
-            stats = server.service.stats()
+            until(lambda: server.service.session.stats().running == 1)
+            seconds = until(lambda: server.service.session.stats().cancelled == 1)
+            until(lambda: server.service.session.stats().running == 0)
+            stats = server.service.session.stats()
             assert stats.free_tokens == stats.capacity_tokens
             print(f"its request left the batch after {seconds:.1f} s")
 

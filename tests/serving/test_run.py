@@ -77,7 +77,7 @@ async def test_an_ended_server_leaves_no_object_frozen(translator_folder) -> Non
 
 async def ask_while_held(server, client) -> tuple[threading.Event, asyncio.Task, asyncio.Task]:
     """Holds the model's thread until the event is set, and sends a request that waits for it."""
-    gate, front = threading.Event(), server.config.app.state.service.front
+    gate, front = threading.Event(), server.config.app.state.service.session
     held = asyncio.create_task(front.call(lambda: gate.wait(10)))
     asked = asyncio.create_task(client.post("/v1/translate", json={"text": "a"}))
     while not front.num_queued:

@@ -57,4 +57,4 @@ def test_no_request_breaks_the_schema(kind, tmp_path, translator_folder) -> None
 
                 check()
         assert total >= CASES
-        assert server.service.is_alive
+        assert server.service.session.is_alive

@@ -130,8 +130,8 @@ async def test_bad_input_is_an_error_and_costs_nothing(translator_folder) -> Non
             assert answer.status_code == 400 and answer.json()["error"]["message"], name
         for large in ({"text": ["a"] * 4}, {"text": "a" * 201}, {"text": ["a" * 201]}):
             assert (await client.post("/v1/translate", json=large)).status_code == 413
-        stats = service.stats()
-        assert stats.running == stats.waiting == 0 and service.is_alive
+        stats = service.session.stats()
+        assert stats.running == stats.waiting == 0 and service.session.is_alive
         assert (await client.post("/v1/translate", json={"text": "a"})).status_code == 200
 
 

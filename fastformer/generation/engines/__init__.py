@@ -9,7 +9,6 @@ from fastformer.generation.engines.base import Candidates as Candidates
 from fastformer.generation.engines.base import Engine as Engine
 from fastformer.generation.engines.base import KnownPrefix as KnownPrefix
 from fastformer.generation.engines.base import Prompt as Prompt
-from fastformer.generation.engines.base import Sample as Sample
 from fastformer.generation.engines.base import Selection as Selection
 from fastformer.generation.engines.cpp import CppEngine
 from fastformer.generation.engines.ensemble import EnsembleEngine
@@ -18,6 +17,7 @@ from fastformer.generation.engines.kv_cache import KVCacheEngine
 from fastformer.generation.engines.recompute import RecomputeEngine
 from fastformer.generation.engines.recurrent import RecurrentEngine
 from fastformer.generation.model_protocols import Model, as_model, check_precision, is_ensemble
+from fastformer.generation.search import Sample as Sample
 
 # By default the first engine in this order that can decode the model is chosen. "graph" must be requested by name: it
 # is not yet measured on a GPU.

@@ -5,14 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from fastformer.generation.native_search import NativeSearch
-    from fastformer.generation.requests import Running
+from fastformer.generation.native_search import NativeSearch
+from fastformer.generation.search import Sample
 
 
 class Prompt(NamedTuple):
@@ -43,15 +42,6 @@ class KnownPrefix(NamedTuple):
 
     cached: int = 0
     held: int = 0
-
-
-class Sample(NamedTuple):
-    """How a row's next token is sampled: at `uniform`, in [0, 1), of the warped distribution's cumulative sum."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    uniform: float
 
 
 @dataclass(frozen=True)
@@ -160,25 +150,6 @@ class Batch(ABC):
         """Returns the number of tokens of memory that the next step takes."""
         return 0
 
-    def run(self, work: Running, limits: Limits) -> list[int]:
-        """Steps the rows at least once, and frees the groups whose requests leave.
-
-        This implementation takes one step, whose search runs in Python.
-
-        Args:
-            work: the requests of the groups.
-            limits: the limits of the run.
-
-        Returns:
-            The places of the groups that were freed.
-        """
-        leaving, parents = work.advance(self.step(work.next_tokens(), work.selection()))
-        if leaving:
-            self.free(leaving)
-        if parents is not None:
-            self.fork(parents)
-        return leaving
-
 
 class SearchingBatch(Batch):
     """A batch that takes many steps in one call, for requests whose searches live in C++."""
@@ -203,19 +174,6 @@ class SearchingBatch(Batch):
         Returns:
             The number of steps that each group took.
         """
-
-    def run(self, work: Running, limits: Limits) -> list[int]:
-        """Takes as many steps as the limits allow if it can run all searches, else one step; see `Batch.run`."""
-        searches = work.native_searches() if limits.max_steps else None
-        if searches is None:
-            return super().run(work, limits)
-        steps = self.run_searches(searches, work.native_tokens(searches), work.wants_log_probs(), limits)
-        if not any(steps):
-            return super().run(work, limits)
-        leaving = work.take_steps(searches, steps)
-        if leaving:
-            self.free(leaving)
-        return leaving
 
 
 class Engine(ABC):

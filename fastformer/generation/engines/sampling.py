@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastformer.generation.engines.base import Candidates, Sample, Selection
+from fastformer.generation.engines.base import Candidates, Selection
+from fastformer.generation.search import Sample
 from fastformer.ops.linear_topk import best_of_logits
 
 # Below this temperature the result doesn't change, and the reciprocal overflows fp32.

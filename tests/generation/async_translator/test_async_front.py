@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from fastformer.generation import AsyncTranslator
-from fastformer.generation.async_front import NotRunning, QueueFull, TooLate
-from fastformer.generation.async_jobs import QUEUE_BOUNDS
+from fastformer.generation.jobs import QUEUE_BOUNDS, NotRunning, QueueFull, TooLate
 from fastformer.generation.text_io import Item
 from tests.generation.async_translator.front import BIG, FEW, LONG, MANY, opened, until
 
@@ -53,23 +52,23 @@ async def test_places_are_kept_for_requests_that_are_still_being_made(translator
         running = asyncio.create_task(front.translate("a", **BIG))
         await until(lambda: engine.entered == 1)
         with contextlib.ExitStack() as held:
-            held.enter_context(front.front.place())
+            held.enter_context(front.place())
             waiting = asyncio.create_task(front.translate("b", **FEW))  # takes the place that is kept for it
             await until(lambda: front.stats().waiting == 2)  # with the one whose first step is under way
-            with front.front.place():  # the last one
-                with pytest.raises(QueueFull), front.front.place():
+            with front.place():  # the last one
+                with pytest.raises(QueueFull), front.place():
                     pass
                 # What was never promised a place finds none, and one that is kept can be taken.
                 stranger = contextvars.Context().run(asyncio.create_task, front.translate("c", **FEW))
                 with pytest.raises(QueueFull):
                     await stranger
-            with front.front.place():  # it is free again
+            with front.place():  # it is free again
                 pass
         engine.gate.release(MANY)
         assert await running == translator.translate("a", **BIG)
         assert await waiting == translator.translate("b", **FEW)
     async with AsyncTranslator(translator, max_waiting=1) as patient:  # has its callers wait later, not here
-        with patient.front.place(), patient.front.place():
+        with patient.place(), patient.place():
             assert await patient.translate("a", **FEW) == translator.translate("a", **FEW)
 
 
@@ -103,10 +102,10 @@ async def reading(translator, **options) -> AsyncIterator[tuple[Any, threading.E
         gate.wait(10)
 
     async with AsyncTranslator(translator, **options) as found:
-        held = asyncio.create_task(found.front.aside(hold, 10**6))
+        held = asyncio.create_task(found.aside(hold, 10**6))
         await until(begun.is_set)
         try:
-            yield found.front, gate
+            yield found, gate
         finally:
             gate.set()
             await held
@@ -159,8 +158,8 @@ async def test_what_waits_for_a_thread_ends_at_its_deadline(translator) -> None:
 async def test_texts_that_wait_when_the_front_closes_are_not_read(translator) -> None:
     gate, run = threading.Event(), []
     async with AsyncTranslator(translator) as found:
-        held = asyncio.create_task(found.front.aside(lambda: gate.wait(10), 10**6))
-        waiting = asyncio.create_task(found.front.aside(lambda: run.append(1), 10**6))
+        held = asyncio.create_task(found.aside(lambda: gate.wait(10), 10**6))
+        waiting = asyncio.create_task(found.aside(lambda: run.append(1), 10**6))
         await asyncio.sleep(0)
     with pytest.raises(NotRunning):
         await waiting
@@ -247,19 +246,19 @@ async def test_streams_of_sentences_come_in_order_and_piece_by_piece(translator)
 async def test_functions_run_in_the_thread_between_steps(translator) -> None:
     async with AsyncTranslator(translator) as front:
         task = asyncio.create_task(front.translate("a", **LONG))
-        assert await front.front.call(lambda: threading.current_thread().name) == "AsyncTranslator"
+        assert await front.call(lambda: threading.current_thread().name) == "AsyncTranslator"
         for function, error in ((lambda: {}["broken"], KeyError), (lambda: next(iter(())), RuntimeError)):
             with pytest.raises(error):
-                await front.front.call(function)
+                await front.call(function)
             with pytest.raises(error):
-                await front.front.aside(function, 10**6)
+                await front.aside(function, 10**6)
         assert await task == translator.translate("a", **LONG)
     with pytest.raises(NotRunning):
-        await front.front.call(lambda: None)
+        await front.call(lambda: None)
 
 
 async def test_long_texts_are_read_beside_the_event_loop(translator, monkeypatch) -> None:
-    monkeypatch.setattr("fastformer.generation.async_front._INLINE", 5)
+    monkeypatch.setattr("fastformer.generation.session._INLINE", 5)
     threads: list[str] = []
     encode = translator.encode
 
@@ -276,19 +275,19 @@ async def test_long_texts_are_read_beside_the_event_loop(translator, monkeypatch
 
 async def test_a_front_is_alive_as_long_as_its_thread(translator) -> None:
     front = AsyncTranslator(translator)
-    assert not front.front.is_alive
+    assert not front.is_alive
     async with front:
-        assert front.front.is_alive
+        assert front.is_alive
         begun, held = threading.Event(), threading.Event()
 
         def breaks() -> None:
             begun.set()
             held.wait(10)
-            front.front._run = None  # the next turn of the thread fails
+            front._run = None  # the next turn of the thread fails
 
-        calls = [asyncio.create_task(front.front.call(breaks))]
+        calls = [asyncio.create_task(front.call(breaks))]
         await until(begun.is_set)
-        calls += [asyncio.create_task(front.front.call(lambda: None)) for _ in range(2)]
+        calls += [asyncio.create_task(front.call(lambda: None)) for _ in range(2)]
         await asyncio.sleep(0)
         held.set()
         await calls[0]
@@ -297,7 +296,7 @@ async def test_a_front_is_alive_as_long_as_its_thread(translator) -> None:
                 await call
         with pytest.raises(NotRunning):
             await front.translate("a", **FEW)
-        assert not front.front.is_alive
+        assert not front.is_alive
         with pytest.raises(NotRunning):
             await front.translate("a", **FEW)
-    assert not front.front.is_alive
+    assert not front.is_alive

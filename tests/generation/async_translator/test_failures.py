@@ -120,7 +120,7 @@ async def test_no_task_waits_if_the_thread_dies_while_it_takes_requests(translat
         await until(lambda: engine.entered == 1)
         monkeypatch.setattr("fastformer.generation.scheduler.Scheduler.submit", Mock(side_effect=MemoryError))
         tasks += [asyncio.create_task(front.translate(text, **BIG)) for text in "bc"]
-        tasks.append(asyncio.create_task(front.front.call(lambda: None)))
+        tasks.append(asyncio.create_task(front.call(lambda: None)))
         await until(lambda: front.num_queued == 3)
         engine.gate.release(MANY)
         for task in tasks[1:]:

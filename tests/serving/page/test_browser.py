@@ -147,10 +147,10 @@ def test_stop_ends_the_request_on_the_server(browser: Any, translating: Running)
     visit.page.fill("#text", "a dog " * 500)
     visit.page.click("#go")
     visit.expect("#result").not_to_be_empty()
-    assert translating.service.stats().running >= 1
+    assert translating.service.session.stats().running >= 1
     visit.page.focus("#stop")
     visit.page.keyboard.press("Enter")
-    until(lambda: translating.service.stats().running == 0, 2.0)
+    until(lambda: translating.service.session.stats().running == 0, 2.0)
     visit.expect("#status").to_contain_text("Stopped")
     visit.expect("#stop").to_be_disabled()
     assert visit.page.evaluate("document.activeElement.id") == "go"  # the focus isn't lost with the button
@@ -206,7 +206,7 @@ def test_a_chat_is_stopped(browser: Any, chatting: Running) -> None:
     visit.page.click("#send", no_wait_after=True)
     visit.expect("#turns li.assistant span:last-child").not_to_be_empty()
     visit.page.keyboard.press("Escape")
-    until(lambda: chatting.service.stats().running == 0, 2.0)
+    until(lambda: chatting.service.session.stats().running == 0, 2.0)
     visit.expect("#status").to_contain_text("Stopped")
     visit.end()
 
