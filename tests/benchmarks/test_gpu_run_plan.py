@@ -1,13 +1,11 @@
-"""Tests the plan for a GPU without one: order, resuming, detaching, logs, and failures that don't stop it."""
+"""Tests the plan for a GPU without one: order, resuming, logs, and failures that don't stop it."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import re
-import subprocess
 import sys
-import tarfile
 import time
 from functools import partial
 from pathlib import Path
@@ -20,19 +18,15 @@ import fastformer.kernels
 from benchmarks import run
 from benchmarks.gpu.steps import TESTS, other_tests, steps
 from benchmarks.gpu.warm import Step
-from benchmarks.gpu_run_plan import lines_of, run_step, start, status, work_through
+from benchmarks.gpu_run_plan import run_step, work_through
 from benchmarks.measure.launches import recorded_launches
 from benchmarks.measure.record import ROOT
 from benchmarks.measure.suites import benchmarks, chosen_cases, has_values, key_value, nothing_fits
 from tests import conftest
 
 
-def python(code: str) -> list[str]:
-    return [sys.executable, "-c", code]
-
-
-def step(key: str, *codes: str, seconds: float = 1.0, **fields: Any) -> Step:
-    return Step(key, [(python(code), {"NUMBER": str(i)}) for i, code in enumerate(codes)], seconds, **fields)
+def step(key: str, *codes: str) -> Step:
+    return Step(key, [([sys.executable, "-c", code], {"NUMBER": str(i)}) for i, code in enumerate(codes)], 1.0)
 
 
 def test_a_run_resumes_and_continues_after_a_failure(tmp_path: Path) -> None:
@@ -82,33 +76,6 @@ def test_a_step_that_hangs_or_crashes_has_a_log_and_a_line(tmp_path: Path) -> No
     assert run_step(step("right", *codes[:2]), tmp_path, 30.0) == {"ok": True, "failed": [], "tails": {}}
 
 
-FORKS = """
-import sys, time
-from pathlib import Path
-from benchmarks.gpu import warm
-
-folder, works = Path(sys.argv[1]), sys.argv[2] == "works"
-assert warm.import_ahead(lambda: works) == works
-(folder / "module.py").write_text("import os, sys; print(os.environ['SAID'], sys.argv[1:]); raise SystemExit(7)")
-sys.path.insert(0, str(folder))
-log = folder / "log"
-child = warm.spawn([sys.executable, "-m", "module", "a", "b"], {"SAID": "hello", "PYTHONPATH": str(folder)}, log)
-assert child.wait(60.0) == 7 and log.read_text() == "hello ['a', 'b']\\n", log.read_text()
-hanging = warm.spawn([sys.executable, "-c", "import time; time.sleep(60)"], {}, log)
-assert hanging.wait(0.1) is None
-began = time.monotonic()
-hanging.kill()
-assert hanging.wait(0.0) == -9 and time.monotonic() - began < 30
-"""
-
-
-@pytest.mark.parametrize("forks", ["works", "does not"])
-def test_steps_run_in_forks_if_these_can_use_the_device(forks: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", FORKS, str(tmp_path), forks]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 FAILING = """
 import os
 import pytest
@@ -140,57 +107,6 @@ def test_a_failing_test_is_named_before_the_next_begins(tmp_path: Path) -> None:
     result = run_step(Step("tests", [(command, variables)], 1.0), tmp_path, 300.0)
     names = [name.rpartition("::")[2] for name in result["failed"]]
     assert names == ["test_wrong", "test_broken"] and "exit status 1" in result["tails"]["0"]
-
-
-def test_a_detached_run_is_polled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """The run outlives the call that started it.
-
-    While it runs, status reports its failures and copies its results so far.
-    """
-    out, copies, end = tmp_path / "out", tmp_path / "copies", tmp_path / "end"
-    todo = [step(key, "print('hello')") for key in ("one", "two", "three")]
-    program = f"import os, time\nwhile not os.path.exists({str(end)!r}): time.sleep(0.05)"
-    popen = subprocess.Popen
-
-    def instead(command: list[str], **options: Any) -> Any:
-        assert command[1:4] == ["-m", "benchmarks.gpu_run_plan", "run"] and options["start_new_session"]
-        return popen([sys.executable, "-c", program, "gpu_run_plan"], **options)
-
-    monkeypatch.setattr(subprocess, "Popen", instead)
-    assert start(out, None) == 0
-    monkeypatch.undo()
-    assert start(out, None) == 1  # one at a time
-    assert work_through(todo[:2], out, lines_of(out)) == 0  # in place of that process
-    (out / "now.json").write_text(json.dumps({"key": "three", "log": "three", "began": time.time()}))
-    (out / "logs" / "three.4.part").write_text("..\nFAILED tests/a.py::b - x\n")
-    capsys.readouterr()
-    assert status(out, 0.0, copies, todo) == 3
-    said = capsys.readouterr().out
-    assert "three runs;" in said and "tests/a.py::b" in said and "2 steps done, 0 of them not right, 1 left" in said
-    end.touch()
-    assert status(out, 60.0, copies, todo) == 3 and "no process does" in capsys.readouterr().out
-    assert work_through(todo, out, lines_of(out)) == 0 and status(out, 0.0, copies, todo) == 0
-    assert (copies / lines_of(out).name).read_text().count("\n") == 3
-    with tarfile.open(copies / "results.tar.gz") as archive:
-        names = archive.getnames()
-    assert {"results/logs/one.log", "results/logs/three.log", "results/gpu_run_plan.jsonl"} <= set(names)
-    assert len(list(copies.iterdir())) == 2
-
-
-def test_kernels_that_are_off_by_default_have_to_be_launched(tmp_path: Path) -> None:
-    rows = tmp_path / "cuda.jsonl"
-    older = {"mode": "fwd", "kernels": ["_wanted_kernel"]}
-    rows.write_text(json.dumps(older) + "\n")
-
-    def timed(mode: str, name: str) -> bool:
-        row = json.dumps({"mode": mode, "kernels": [name]}) + "\n"
-        code = f"open({str(rows)!r}, 'a').write({row!r})"
-        return run_step(step("time", code, kernel="_wanted", rows=rows), tmp_path, 30.0)["ok"]
-
-    assert timed("fwd", "_wanted_kernel") and not timed("fwd", "_usual_kernel") and not timed("bwd", "_wanted_kernel")
-    assert not run_step(step("time", "pass", kernel="_wanted", rows=rows), tmp_path, 30.0)[
-        "ok"
-    ]  # older rows don't count
 
 
 def test_launches_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,36 +57,6 @@ def test_a_typo_is_distinguished_from_a_wrong_value(tmp_path: Path) -> None:
     assert "2 tests ran, 1 to an assertion; 1 binaries" in done.stdout  # of two sets of parameters one
 
 
-PLANTED = """
-import sys
-from pathlib import Path
-from benchmarks.gpu.rehearsal import rehearse
-from benchmarks.gpu.steps import Step
-
-run = [sys.executable, "-m", "benchmarks.run", "--device", "cuda", "--op", "rotary", "--mode", "fwd"]
-steps = [
-    Step("right", [(run, {})], 1.0),
-    Step("no such shape", [([*run, "--shape", "head_dim=63"], {})], 1.0),
-    Step("no such module", [([sys.executable, "-m", "benchmarks.runn"], {})], 1.0),
-    Step("left out", [(run, {})], 1.0),
-]
-raise SystemExit(rehearse(Path(sys.argv[1]), steps, "right|such"))
-"""
-
-
-def test_a_step_with_a_typo_is_reported(tmp_path: Path) -> None:
-    """The steps after it are rehearsed nevertheless."""
-    done = subprocess.run(
-        [sys.executable, "-c", PLANTED, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "gpu_rehearsal.jsonl").read_text().splitlines()]
-    assert [(line["key"], line["ok"]) for line in lines] == [
-        ("right", True), ("no such shape", False), ("no such module", False),
-    ]  # fmt: skip
-    assert "head_dim" in lines[1]["wrong"][0] and "benchmarks.runn" in lines[2]["wrong"][0]
-
-
 def test_every_step_of_the_plan_runs_to_its_end(tmp_path: Path) -> None:
     """This runs one small shape of each op, and one set of parameters of each GPU test. It takes minutes."""
     done = subprocess.run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -212,3 +213,18 @@ def test_providers_that_keep_all_scores_stop_at_a_length() -> None:
     assert case.left_out("fastformer", longest) is None
     assert [shape["seqlen"] for shape in case.shapes["cpu"] if case.left_out("baseline", shape) is None][-1] == 4096
     assert case.shapes["cuda"][-1]["seqlen"] == 65536
+
+
+def test_a_missing_package_is_a_row_only_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("flash_attn", "xformers", "liger_kernel"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for name, absent in {
+        "attention": {"flash-attn", "xformers"},
+        "add_layer_norm": {"liger"},
+        "linear_cross_entropy": {"liger"},
+    }.items():
+        benchmark = benchmarks()[name]
+        missing = benchmark.missing("cuda")
+        assert {other for other in missing if "pip install" in missing[other]} >= absent
+        assert not absent & benchmark.offered("cpu").keys()
+        assert benchmark.ours == "fastformer" and benchmark.baseline == "eager"

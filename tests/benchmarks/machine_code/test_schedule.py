@@ -30,14 +30,6 @@ def test_another_warp_fills_the_gap_unless_a_barrier_holds_it() -> None:
     assert held.tensor < free.tensor
 
 
-def test_a_shuffle_does_not_wait_for_queued_products() -> None:
-    """The maximum of a row is shuffled before its exponentials; otherwise these could not overlap with products in
-    flight.
-    """
-    loop = PRODUCT * 2 + "SHFL.BFLY PT, R1, R2, 0x2, 0x1f\n" + EXPONENTIALS * 2 + WAIT
-    assert shares(parse(listing(loop)), 1).tensor == pytest.approx(1, abs=0.1)
-
-
 def test_reads_of_shared_memory_delay_products() -> None:
     loads = "LDS.128 R4, [R1]\n" * 8  # 16 clocks each; with the product's own, 176 to its 64
     assert shares(parse(listing(PRODUCT + loads + WAIT)), 1).tensor == pytest.approx(64 / 176, abs=0.05)

@@ -67,10 +67,6 @@ def run(folder: Path, *names: str) -> int:
     return main([*names, "--results", str(folder), "--out", str(folder / "pictures")])
 
 
-def axes_of(name: str, folder: Path, rows: list[dict[str, Any]]) -> list[Any]:
-    return CHARTS[name].draw(CHARTS[name].select(Results(write(folder, rows)))).axes
-
-
 def test_pictures_without_rows_name_their_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(write(tmp_path, ROWS)) == 0
     assert {path.stem for path in (tmp_path / "pictures").iterdir()} == DRAWN
@@ -93,21 +89,6 @@ def test_bars_are_ratios_and_losses_go_to_the_left(tmp_path: Path) -> None:
         assert bar.get_x() == 1 and bar.get_x() + bar.get_width() == pytest.approx(ratio)
         assert axes.get_xlim()[0] < min(ratio, 1) and axes.get_xlim()[1] > ratio
         assert [text.get_text() for text in axes.texts] == [style.two_digits(ratio)]
-
-
-def test_exponents_follow_the_names(tmp_path: Path) -> None:
-    rows = [*ROWS, scaling("sdpa", 128, 1.0)]
-    time, memory = axes_of("scaling", tmp_path, rows)
-    assert {text.get_text() for text in time.texts} == {"fastformer: n^2.0", "lstm: n^1.0", "sdpa"}
-    assert {text.get_text() for text in memory.texts} == {"fastformer: n^1.0", "lstm: n^1.0", "sdpa"}
-
-
-def test_threads_and_batches_are_distinguished(tmp_path: Path) -> None:
-    rows = [*ROWS, *(decoding("cpp", batch, 15.0, threads=1) for batch in (1, 8))]
-    (axes,) = axes_of("decoding_throughput", tmp_path, rows)
-    points = {line.get_label(): line.get_xydata().tolist() for line in axes.lines if line.get_label()[0] != "_"}
-    assert points["cpp, 1 thread"] == [[1, 1600.0], [8, 12800.0]]
-    assert set(points) == {"recompute", "kv_cache", "cpp", "cpp, 1 thread"}
 
 
 def test_no_results(tmp_path: Path, refused: Refused) -> None:
