@@ -10,18 +10,21 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoints import decoders, encoders, families, multilingual
 from tests.training.conftest import config as config
 from tests.training.conftest import no_tensorboard as no_tensorboard
 
+FOLDERS = families.FOLDERS | decoders.FOLDERS | encoders.FOLDERS | multilingual.FOLDERS
 
-@pytest.fixture(scope="module")
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """Returns a folder of a kind, or as described in the module's FOLDERS. It is made once and must not be changed."""
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """Returns a folder of a kind, or as described in FOLDERS. It is made once and must not be changed."""
 
     @functools.cache
     def get(kind: str) -> Any:
         folder = tmp_path_factory.mktemp("saved") / "model"
-        return request.module.FOLDERS[kind](folder) or folder
+        return FOLDERS[kind](folder) or folder
 
     return get
 

@@ -23,7 +23,7 @@ from fastformer.data import load_tokenizer
 from fastformer.data.huggingface import byte_level_bpe
 from fastformer.generation import Ensemble, Translator, generate
 from fastformer.integrations import to_huggingface
-from tests.checkpoints import families
+from tests.checkpoints import decoders, families
 from tests.checkpoints.families import FOLDERS, GERMAN, Saved
 from tests.models.test_weights import shard
 
@@ -32,7 +32,7 @@ plain = pytest.mark.parametrize("kind", ["bart", "marian", "t5"])
 
 
 def loaded(folder: Path, **options: Any) -> Any:
-    return load_model(folder, ("Transformer",), **options)
+    return load_model(folder, ("Transformer", "GPT"), **options)
 
 
 def translated(saved: Saved, tmp_path: Path, capsys, *flags: str) -> list[str]:
@@ -89,12 +89,15 @@ def test_a_model_that_was_converted_back_translates_with_its_tokenizer(kind, mad
     assert again.translate(saved.texts, max_new_tokens=16) == translator.translate(saved.texts, max_new_tokens=16)
 
 
-@plain
+@pytest.mark.parametrize("kind", ["bart", "marian", "t5", "llama3"])
 def test_transformers_is_not_needed(kind, made, monkeypatch) -> None:
-    folder = made(kind).folder
-    expected = Translator.from_pretrained(folder).translate("two birds", max_new_tokens=8)
+    def generated() -> list[int]:
+        model, tokenizer = loaded(getattr(made(kind), "folder", made(kind)))
+        return generate(model, [tokenizer.encode("two birds")], max_new_tokens=8)[0].tolist()
+
+    expected = generated()
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert Translator.from_pretrained(folder).translate("two birds", max_new_tokens=8) == expected
+    assert generated() == expected
 
 
 @pytest.mark.parametrize(
@@ -146,13 +149,27 @@ def test_missing_and_damaged_parts_are_named(kind, name, does_without, copy, cap
         ("t5", "config.json", {"eos_token_id": 3}, "'</s>' .*eos_token_id .*3, got 1"),
         ("t5", "config.json", {"num_layers": 1}, r"encoder\.block\.1"),
         ("t5", "config.json", {"d_kv": 64}, r"in_proj_weight: expected \(576, 32\)"),
+        ("llama3", "config.json", {"hidden_act": "relu2"}, "hidden_act .*'relu2'"),
+        ("llama3", "config.json", {"rope_parameters": {"rope_type": "spiral"}}, "rope_type .*'spiral'"),
+        ("llama3", "config.json", {"quantization_config": {"quant_method": "hqq"}}, "quantization_config.*'hqq'"),
+        ("llama3", "config.json", {"num_hidden_layers": 1}, r"model\.layers\.1"),
+        ("llama3", "config.json", {"eos_token_id": "x"}, "eos_token_id .*'x'"),
+        ("llama3", "config.json", {"model_type": "mixtral"}, "Mixtral .*feed-forward"),
+        ("llama3", "config.json", {"model_type": "bart"}, "fastformer translate"),
+        ("llama3", "config.json", {"model_type": "nonesuch"}, "Llama, .*'nonesuch'"),
+        ("llama3", "config.json", {"intermediate_size": 40}, r"linear1\.weight: .*\(80, 32\), got \(96, 32\)"),
+        ("pieces", "tokenizer_config.json", {"chat_template": 3}, "chat_template .*3"),
+        ("llama3", "tokenizer_config.json", {"add_bos_token": True, "bos_token": "<x>"}, "'<x>'"),
+        ("gpt2", "config.json", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx .*True"),
     ],
 )
 def test_files_that_do_not_fit_are_refused(kind, name, change, named, copy) -> None:
     folder = copy(kind)
     (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | change))
+    if kind == "llama3":  # which has the same id in another file
+        (folder / "generation_config.json").unlink()
     with pytest.raises(ValueError, match=named):
-        loaded(folder)
+        load_model(folder, ("GPT",) if kind in decoders.FOLDERS else ("Transformer",))
 
 
 @pytest.mark.parametrize(
@@ -169,10 +186,15 @@ def test_files_that_do_not_fit_are_refused(kind, name, change, named, copy) -> N
         ("marian", {"vocab_size": 3}),
         ("t5-spiece", {"vocab_size": 3}),
         ("t5-spiece", {"model": "x"}),
+        ("llama3", {"backend": {}}),
+        ("llama3", {"vocab_size": 3}),
+        ("llama3", {"chat": None}),
+        ("pieces", {"model": "x"}),
+        ("pieces", {"added": {"a": [10**6, True]}}),
     ],
 )
 def test_a_damaged_tokenizer_is_named(kind, change, made, tmp_path) -> None:
-    loaded(made(kind).folder)[1].save(tmp_path)
+    loaded(getattr(made(kind), "folder", made(kind)))[1].save(tmp_path)
     file = tmp_path / "tokenizer.json"
     assert load_tokenizer(tmp_path).encode("two birds")
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
@@ -355,6 +377,10 @@ def test_weights_in_several_files(kind, form, copy) -> None:
             with pytest.raises(ValueError, match=path.name if path != index or data is not None else "model"):
                 loaded(folder)
         path.write_bytes(whole)
+    extra = folder / f"{index.name.partition('.')[0]}-00009-of-00009.{form}"
+    extra.write_bytes(whole)
+    with pytest.raises(ValueError, match=extra.name):
+        loaded(folder)
 
 
 @pytest.mark.parametrize("form", ["safetensors", "bin"])

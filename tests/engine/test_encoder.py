@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 import threading
 import time
 from typing import Any
@@ -326,27 +323,3 @@ def test_states_of_a_model_that_projects_embeddings_are_refused() -> None:
     alone = EXT.Encoder(EXT.PackedModel(*bare()))
     other = EXT.Encoder(EXT.PackedModel(options, tensors))
     assert np.array_equal(*(each.encode_states(np.ones((5, 32), np.float32), [5], 1) for each in (alone, other)))
-
-
-def encoded_in_int8() -> np.ndarray:
-    o, t = drawn(precision="int8", types=2)
-    ids, types = texts_of(random.Random(0), o, t, [5, 1, 33, 70])
-    found: np.ndarray = packed(EXT, o, t).encode(ids, types, "mean", True, 2)
-    return found
-
-
-CODE = """
-import sys
-from tests.engine.test_encoder import encoded_in_int8
-sys.stdout.buffer.write(encoded_in_int8().tobytes())
-"""
-
-
-@pytest.mark.slow  # a process more for what test_packed_gemm.py holds of each product: a whole model without VNNI
-@pytest.mark.parametrize("features", ["", "avx512_vnni"])
-def test_int8_gives_the_same_without_its_instructions(features: str) -> None:
-    environment = os.environ | {"FASTFORMER_CPU_FEATURES": features}
-    done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, check=True)
-    found, due = np.frombuffer(done.stdout, np.float32), encoded_in_int8().ravel()
-    assert found.shape == due.shape == (4 * 32,)
-    assert np.abs(found - due).max() < 0.02

@@ -9,7 +9,7 @@ import torch
 
 from fastformer.ops import attention, record_backends, use_backend
 from tests.checks import assert_accurate, keep_mask, small_draws
-from tests.conftest import on_backend, skip_without
+from tests.conftest import on_backend
 from tests.ops.attention_cases import CASES, Case, make_inputs, plain_attention
 
 BY_NAME = {case.name: case for case in CASES}
@@ -263,20 +263,6 @@ def test_windows_beyond_all_numbers(far: int, backend: str, device: str) -> None
         assert torch.equal(attention(q, k, v, window_size=window), attention(q, k, v, window_size=same))
     for empty in ((-far, None), (None, -far)):
         assert not attention(q, k, v, window_size=empty).any()
-
-
-def test_the_ops_themselves_take_windows_of_all_sizes() -> None:
-    skip_without("cpp", "attention")
-    q, k = torch.randn(1, 5, 1, 16), torch.randn(1, 7, 1, 16)
-    far, options = 2**63 - 1, (0.0, None)
-    expected = torch.ops.fastformer_cpp.attention_fwd(q, k, k, None, None, 0.25, None, None, *options, 0.0)
-    found = torch.ops.fastformer_cpp.attention_fwd(q, k, k, None, None, 0.25, far, far, *options, 0.0)
-    gradients = [
-        torch.ops.fastformer_cpp.attention_bwd(q, q, k, k, *found, None, None, 0.25, side, side, *options, False, 0.0)
-        for side in (far, None)
-    ]
-    for a, b in zip((*found, *gradients[0]), (*expected, *gradients[1]), strict=True):
-        assert torch.equal(a, b)
 
 
 # Broadcast along the keys, the queries or neither, transposed, expanded: where the values of a mask may lie.

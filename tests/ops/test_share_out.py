@@ -123,11 +123,6 @@ def test_no_thread_is_bound_to_a_core_after_a_call() -> None:
     assert until(lambda: {cores_of(task) for task in os.listdir("/proc/self/task")} == {own})
 
 
-def test_an_unknown_sharing_is_an_error() -> None:
-    with pytest.raises((ValueError, RuntimeError), match="'openmp'"):  # RuntimeError from PyTorch 2.15 on
-        CHECKS.set_sharing("both")
-
-
 def test_the_team_takes_over_after_two_long_waits_and_longer_if_they_recur() -> None:
     """Times are (when, worked, waited) in microseconds.
 

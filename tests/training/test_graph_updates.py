@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastformer.checkpoints.training_state import checkpoints, latest_checkpoint, load_checkpoint
 from fastformer.data import Batch, Example, collate
-from fastformer.graphs import CaptureError, Graph, Graphs
+from fastformer.graphs import CaptureError, Graph
 from fastformer.models import GPT, Transformer
 from fastformer.training import TrainConfig, Trainer, start
 from fastformer.training import graph_updates as module
@@ -308,15 +308,6 @@ def test_the_memory_of_graphs_is_limited(graphs, tmp_path, monkeypatch) -> None:
     plain = on_padded_batches(start(changed(config, cuda_graphs=False), tmp_path / "plain"))
     plain.train()
     assert torch.equal(weights(trainer), weights(plain))
-
-
-def test_plain_calls_can_replace_graphs(graphs, tmp_path, monkeypatch) -> None:
-    tape = start(graphs, tmp_path / "tape")
-    tape.train()
-    monkeypatch.setattr(trainer_module, "Graphs", Graphs)
-    calls = start(graphs, tmp_path / "calls")
-    calls.train()
-    assert torch.equal(weights(tape), weights(calls)) and losses(tmp_path / "tape") == losses(tmp_path / "calls")
 
 
 def test_a_replay_that_gives_nan_is_noticed(graphs, tmp_path) -> None:
