@@ -84,19 +84,6 @@ def test_the_doctor_reports_the_size_of_a_packed_copy(monkeypatch) -> None:
     assert "encode=False" in text
 
 
-def test_the_doctor_says_how_to_enable_graphs(monkeypatch) -> None:
-    for has_gpu, module, expected in (
-        (False, object(), "without a GPU"),
-        (True, None, "without the C++ extension"),
-        (True, object(), "'kv_cache'"),
-    ):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
-        monkeypatch.setattr(_extension, "module", lambda module=module: module)
-        monkeypatch.setattr(_extension, "why_missing", lambda name: "it is a test")
-        *_, line = doctor.decoding()
-        assert line.startswith("engine 'graph'") and expected in line
-
-
 def test_versions_are_those_that_are_installed() -> None:
     lines = list(doctor.versions())
     assert f"torch {importlib.metadata.version('torch')}" in lines

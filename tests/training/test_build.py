@@ -61,19 +61,6 @@ def test_a_folder_with_a_run_is_not_overwritten(config, tmp_path) -> None:
             start(config, run, resume=resume)
 
 
-def test_other_data(config, tmp_path) -> None:
-    run, tsv = tmp_path / "run", tmp_path / "train.tsv"
-    start(changed(config, steps=1), run).train()
-    write_pairs(tsv, [*PAIRS, ("one more", "line")])
-    with pytest.raises(ValueError, match=r"\b40 examples\b.*\b41 examples\b"):
-        start(config, run, resume=True)
-    write_pairs(tsv, PAIRS[::-1])
-    with pytest.raises(ValueError, match=r"\bcontent\b"):
-        start(config, run, resume=True)
-    write_pairs(tsv)
-    start(config, run, resume=True)
-
-
 def test_all_checkpoints_damaged(config, tmp_path) -> None:
     run = tmp_path / "run"
     start(changed(config, steps=1), run).train()

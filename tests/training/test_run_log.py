@@ -82,17 +82,6 @@ def test_a_training_ends_as_without_the_failure(config, tmp_path, monkeypatch, e
         assert re.search(rf"standard output .*\({re.escape(reason)}\)", log) and "update      4/4" in log
 
 
-def test_closed_streams(config, tmp_path, monkeypatch) -> None:
-    start(changed(config, steps=2), tmp_path / "whole").train()
-    for name in ("stdin", "stdout", "stderr"):
-        monkeypatch.setattr(sys, name, None)
-    assert main(["train", str(tmp_path / "run"), "--config", str(tmp_path / "whole" / "config.yaml")]) == 0
-    start(changed(config, steps=2), tmp_path / "library").train()
-    monkeypatch.undo()
-    assert "standard output (it is closed)" in (tmp_path / "run" / "train.log").read_text()
-    assert same_model(tmp_path / "run", tmp_path / "whole") and same_model(tmp_path / "library", tmp_path / "whole")
-
-
 def test_files_of_no_run_are_not_changed(config, tmp_path) -> None:
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     run.mkdir()
