@@ -112,7 +112,7 @@ def train_and_show(trainer: Trainer, folder: Path, seed: int) -> float:
         f"{speeds['kv_cache']:.0f} with the cache ({speeds['kv_cache'] / speeds['recompute']:.1f}x)"
     )
     loss, heatmap = folder / "loss.png", folder / "attention.png"
-    draw_losses(trainer.losses, loss)
+    draw_losses(trainer.position.losses, loss)
     source, target, weights = translator.attention(english(SAMPLES[-1]))
     draw_attention(source, target, weights, heatmap, title=english(SAMPLES[-1]))
     print(f"drew the loss curve: {loss}\ndrew what a translation looks at: {heatmap}")

@@ -147,7 +147,7 @@ def learn(
     if trainer.interrupts.signum is not None:  # an interrupted training has no result
         raise SystemExit(128 + trainer.interrupts.signum)
     curve = trainer.curve
-    curve.losses = trainer.losses
+    curve.losses = trainer.position.losses
     curve.num_parameters = sum(parameter.numel() for parameter in model.parameters())
     model.eval()
     if not curve.diverged:

@@ -52,7 +52,7 @@ def train(run: str, *, config: str | None = None, resume: bool | Literal["auto"]
             interrupts.ignores_second = world.is_launched
             # Machines may have restarted different numbers of times; if one of them resumes, all do.
             resume = next(filter(None, world.gather(resume)), False)
-            known = world.first(lambda: run_config(run, given, resume))
+            known = world.run_on_rank0(lambda: run_config(run, given, resume))
             trainer = start(known, run, resume=resume, interrupts=interrupts, world=world)
             for sentence in unused(trainer.config, given):
                 logger.warning(sentence)

@@ -29,7 +29,7 @@ def cost(lengths: Tensor, *, d_model: int, layers: int = 1, vocab_size: int = 0,
     return float(layers * (in_layers + in_attention) + target.sum() * vocab_size / d_model)
 
 
-def share_out(costs: Sequence[float], world: int) -> list[list[int]]:
+def balance(costs: Sequence[float], world: int) -> list[list[int]]:
     """Deals batches to processes: the costliest first, each to the process with the least work (Graham 1969, LPT).
 
     All processes get the same number of batches, because with sharded weights all of them communicate in every batch.

@@ -130,9 +130,11 @@ class Best:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for a checkpoint."""
-        return {"record": asdict(self.record) if self.record else None, "bad_validations": self.bad_validations}
+        record = asdict(self.record) if self.record else None
+        return {"best": {"record": record, "bad_validations": self.bad_validations}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], origin: object = None) -> None:
         """Restores the state that `state_dict` returned."""
-        self.record = None if state["record"] is None else Record(**state["record"])
-        self.bad_validations = int(state["bad_validations"])
+        record = state["best"]["record"]
+        self.record = None if record is None else Record(**record)
+        self.bad_validations = int(state["best"]["bad_validations"])

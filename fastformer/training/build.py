@@ -135,9 +135,9 @@ def start(
         check_device(device)
     world.check_accumulate(config.accumulate)
     lock = RunLock(folder)
-    going_on, made = world.first(lambda: _enter(folder, resume, lock))
+    going_on, made = world.run_on_rank0(lambda: _enter(folder, resume, lock))
     try:
-        world.each(lambda: _check_visible(folder))
+        world.run_on_all(lambda: _check_visible(folder))
         log = RunLog(folder)
         with log.listening():
             options = {"lock": lock, "interrupts": interrupts, "log": log}
@@ -190,7 +190,7 @@ def _check_visible(folder: Path) -> None:
 def _start(
     config: TrainConfig, folder: Path, device: torch.device, resume: bool, world: World, **options: Any
 ) -> Trainer:
-    world.first(lambda: _tidy(folder))
+    world.run_on_rank0(lambda: _tidy(folder))
     beginning = _read_checkpoint(config, folder, world) if resume else _read_origin(config)
     config = replace(beginning.config, dropout_seeds=_dropout_seeds(beginning.config, world))
     data = _load_same_data(config, beginning.tokenizer, world)
@@ -199,18 +199,18 @@ def _start(
     if beginning.weights is not None:
         model.load_state_dict(beginning.weights)
     trainer = Trainer(config, folder, model, data, device, world=world, **options)
-    trainer.init_weights = None if beginning.weights is None else digest_of(beginning.weights)
+    trainer.identity.init_weights = None if beginning.weights is None else digest_of(beginning.weights)
     if config.epochs:
         _count_epochs(trainer)
     done, rate = 0, 0.0
     if beginning.checkpoint is not None:
         path, state = beginning.checkpoint
-        world.each(lambda: trainer.load_state_dict(state, path))
+        world.run_on_all(lambda: trainer.load_state_dict(state, path))
         logger.info("continuing from %s", path)
-        done, rate = trainer.step, trainer.rate
+        done, rate = trainer.step, trainer.optimization.rate
     else:
-        world.first(lambda: data.tokenizer.save(folder))
-    world.first(lambda: save_config(folder, trainer.config))
+        world.run_on_rank0(lambda: data.tokenizer.save(folder))
+    world.run_on_rank0(lambda: save_config(folder, trainer.config))
     for sentence in surprises(trainer.config, model.config.d_model, done, rate):  # type: ignore[union-attr, arg-type]
         logger.warning(sentence)
     _log_sizes(trainer, model, data)
@@ -259,7 +259,7 @@ def _read_origin(config: TrainConfig) -> _Beginning:
 
 def _load_same_data(config: TrainConfig, tokenizer: Tokenizer | None, world: World) -> Data:
     """Loads the data, and compares them among all processes."""
-    data = world.each(lambda: load_data(config, tokenizer))
+    data = world.run_on_all(lambda: load_data(config, tokenizer))
     if world.size > 1:
         found_here: dict[str, object] = {
             "training data": fingerprint(data.train),
@@ -319,10 +319,10 @@ def _latest(folder: Path, world: World) -> tuple[Path, dict[str, Any]] | None:
         found[0] = latest_checkpoint(folder, read_parts)
         return None if found[0] is None else found[0][0]
 
-    path = world.first(read)
+    path = world.run_on_rank0(read)
     if path is None:
         return None
-    return world.each(lambda: found[0] or (path, load_checkpoint(path, read_parts)))
+    return world.run_on_all(lambda: found[0] or (path, load_checkpoint(path, read_parts)))
 
 
 def _dropout_seeds(config: TrainConfig, world: World) -> Literal["auto", "run", "batch"]:

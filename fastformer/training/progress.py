@@ -18,6 +18,7 @@ from fastformer.data import Batch
 from fastformer.files import write_atomically
 from fastformer.training.evaluate import SHOWN, Scores
 from fastformer.training.run_log import RunLog
+from fastformer.training.state import amount
 from fastformer.training.updates import Update
 
 logger = logging.getLogger("fastformer")
@@ -74,22 +75,22 @@ class Meter:
             "padding": 1.0 - self._tokens / max(self._slots, 1),
         }
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, Any]:
         """Returns the state for a checkpoint between two lines of the log."""
-        return {
-            "loss": float(self.loss),
-            "updates": self._updates,
-            "tokens": self._tokens,
-            "slots": self._slots,
-            "seconds": self._seconds(),
-        }
+        state = {"loss": float(self.loss), "updates": self._updates, "tokens": self._tokens, "slots": self._slots}
+        return {"meter": {**state, "seconds": self._seconds()}}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restores the state that `state_dict` returned."""
-        self.loss.fill_(state["loss"])
-        self._updates = int(state["updates"])
-        self._tokens, self._slots = int(state["tokens"]), int(state["slots"])
-        self._started = time.perf_counter() - state["seconds"]
+    def load_state_dict(self, state: dict[str, Any], origin: object = None) -> None:
+        """Restores the state that `state_dict` returned.
+
+        Raises:
+            ValueError: values that no training has.
+        """
+        values = {name: amount(name, value) for name, value in state["meter"].items()}
+        self.loss.fill_(values["loss"])
+        self._updates = int(values["updates"])
+        self._tokens, self._slots = int(values["tokens"]), int(values["slots"])
+        self._started = time.perf_counter() - values["seconds"]
 
 
 METRICS = "metrics.jsonl"

@@ -1,4 +1,4 @@
-"""The state of a trainer in a checkpoint, including a fingerprint by which a resumed run notices changed training data.
+"""The parts of a training that a checkpoint restores: each saves and loads itself, as torch's `Stateful` objects do.
 
 The state is the same with and without CUDA graphs, so a run may switch between them when it resumes.
 """
@@ -6,13 +6,14 @@ The state is the same with and without CUDA graphs, so a run may switch between 
 from __future__ import annotations
 
 import copy
-import json
 import math
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from fastformer.data import Examples
 from fastformer.data.shards.reading import ShardedExamples
@@ -21,43 +22,193 @@ from fastformer.special_ids import SpecialIds
 from fastformer.training.world import is_parted, part_like
 
 _ELSEWHERE = object()
-
-if TYPE_CHECKING:
-    from fastformer.training.trainer import Trainer
+State = dict[str, Any]  # tensors and plain values
 
 
-def state_of(trainer: Trainer) -> dict[str, Any]:
-    """Returns everything that training needs to resume as if it had never stopped: tensors and plain values."""
-    optimizer = trainer.optimizer.state_dict()
-    if trainer.graphs is not None:
-        groups = [{**group, "lr": trainer.rate, "capturable": False} for group in optimizer["param_groups"]]
-        optimizer = {**optimizer, "param_groups": groups}
-    if trainer.ema is not None:
-        trainer.ema.n_averaged.fill_(trainer.step)
-    return {
-        "config": json.dumps(trainer.config.to_dict()),
-        "model": trainer.model.state_dict(),
-        "optimizer": optimizer,
-        "scaler": trainer.scaler.state_dict(),
-        "ema": None if trainer.ema is None else trainer.ema.state_dict(),
-        "counters": {
-            "step": trainer.step,
-            "epoch": trainer.epoch,
-            "window": trainer.window,
-            "batch": trainer.batch,
-            "validated": trainer.validated,
-            "finished": trainer.finished,
-        },
-        "best": trainer.best.state_dict(),
-        "trained_seconds": trainer.trained_seconds,
-        "losses": [list(entry) for entry in trainer.losses],
-        "meter": trainer.meter.state_dict(),
-        "data": trainer.fingerprint,
-        "init_weights": trainer.init_weights,
-        "special_ids": asdict(trainer.special_ids),
-        "rng": torch.get_rng_state(),
-        "cuda_rng": torch.cuda.get_rng_state(trainer.device) if trainer.device.type == "cuda" else None,
-    }
+class Component(Protocol):
+    """A part of a training."""
+
+    def state_dict(self) -> State:
+        """Returns the part's own entries of a checkpoint."""
+
+    def load_state_dict(self, state: State, origin: object) -> None:
+        """Restores the part from a whole checkpoint.
+
+        Args:
+            state: the entries of all parts.
+            origin: the source of the state, for messages.
+
+        Raises:
+            AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError: an entry is missing, or of
+                another type.
+            ValueError: an entry is of another run, or a value that no training has.
+        """
+
+
+def restore(components: Iterable[Component], state: State, origin: object) -> None:
+    """Restores the parts of a training.
+
+    Raises:
+        ValueError: the state is of other data or of another model, incomplete, or holds values that no training has.
+    """
+    try:
+        for component in components:
+            component.load_state_dict(state, origin)
+    except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError) as error:
+        raise ValueError(f"{origin} is of another model than the settings describe, or incomplete: {error}") from error
+    except ValueError as error:
+        raise error if str(origin) in str(error) else ValueError(f"{origin}: {error}") from error
+
+
+@dataclass
+class Identity:
+    """What a run is about, which a checkpoint has to share.
+
+    Attributes:
+        fingerprint: that of the training data.
+        special_ids: those of the model.
+        flags: the flags that name the data, for messages.
+        init_weights: the digest of the weights that init_from loaded.
+    """
+
+    fingerprint: dict[str, int | str]
+    special_ids: SpecialIds
+    flags: str
+    init_weights: str | None = None
+
+    def state_dict(self) -> State:
+        return {
+            "data": self.fingerprint, "init_weights": self.init_weights, "special_ids": asdict(self.special_ids)
+        }  # fmt: skip
+
+    def load_state_dict(self, state: State, origin: object) -> None:
+        # Checkpoints of earlier versions don't name special ids: theirs are the defaults.
+        SpecialIds.from_dict(state.get("special_ids", {})).check_tokenizer(self.special_ids, str(origin))
+        check_same(state["data"], self.fingerprint, origin, self.flags)
+        self.init_weights = state.get("init_weights")
+
+
+@dataclass
+class Position:
+    """The place that a training has reached.
+
+    Attributes:
+        accumulate: the batches of an update.
+        step, epoch, window, batch: the updates done, and the batches done in the epoch's window.
+        validated: the update of the last validation.
+        finished: nothing is left to do with these settings.
+        trained_seconds: the time that training took.
+        losses: (update, mean loss since the last entry).
+    """
+
+    accumulate: int
+    step: int = 0
+    epoch: int = 0
+    window: int = 0
+    batch: int = 0
+    validated: int = 0
+    finished: bool = False
+    trained_seconds: float = 0.0
+    losses: list[tuple[int, float]] = field(default_factory=list)
+
+    def state_dict(self) -> State:
+        names = ("step", "epoch", "window", "batch", "validated", "finished")
+        return {
+            "counters": {name: getattr(self, name) for name in names},
+            "trained_seconds": self.trained_seconds,
+            "losses": [list(entry) for entry in self.losses],
+        }
+
+    def load_state_dict(self, state: State, origin: object) -> None:
+        # Checkpoints of earlier versions have no windows: all examples were a single one.
+        counters = {name: _count(name, value) for name, value in {"window": 0, **state["counters"]}.items()}
+        self.step, self.epoch, self.batch = counters["step"], counters["epoch"], counters["batch"]
+        self.window = counters["window"]
+        self.validated, self.finished = counters["validated"], bool(counters["finished"])
+        for name, most in (("batch", self.step * self.accumulate), ("validated", self.step), ("finished", 1)):
+            if counters[name] > most:
+                raise ValueError(f"expected {name} of at most {most} after update {self.step}, got {counters[name]}")
+        self.trained_seconds = amount("trained_seconds", state["trained_seconds"])
+        self.losses = [(_count("a step", step), float(loss)) for step, loss in state["losses"]]
+
+
+@dataclass
+class Weights:
+    """The weights of the model, and their running average if the run has one."""
+
+    model: nn.Module
+    ema: AveragedModel | None
+    position: Position
+
+    def state_dict(self) -> State:
+        if self.ema is not None:
+            self.ema.n_averaged.fill_(self.position.step)
+        return {"model": self.model.state_dict(), "ema": None if self.ema is None else self.ema.state_dict()}
+
+    def load_state_dict(self, state: State, origin: object) -> None:
+        _load_weights(self.model, state["model"], origin)
+        if self.ema is not None:
+            _load_weights(self.ema, state["ema"], origin)
+
+
+@dataclass
+class Optimization:
+    """The optimizer and the scale of its losses. Its options stay those of the settings.
+
+    Attributes:
+        rate: the learning rate of the last update.
+    """
+
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    rate: float
+
+    def state_dict(self) -> State:
+        state = self.optimizer.state_dict()
+        if any(group.get("capturable") for group in state["param_groups"]):  # by CUDA graphs
+            groups = [{**group, "lr": self.rate, "capturable": False} for group in state["param_groups"]]
+            state = {**state, "param_groups": groups}
+        return {"optimizer": state, "scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state: State, origin: object) -> None:
+        self._load_optimizer(state["optimizer"], origin)
+        if state["scaler"] and self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
+
+    def _load_optimizer(self, state: State, origin: object) -> None:
+        now = [dict(group) for group in self.optimizer.param_groups]
+        parameters = [parameter for group in now for parameter in group["params"]]
+        for number, values in state["state"].items():
+            check_plain(origin, values)
+            check_finite(origin, values)
+            shape = tuple(parameters[number].shape)
+            for name, value in values.items():
+                if tuple(value.shape) not in ((), shape):
+                    raise ValueError(f"expected {name} of the optimizer of shape {shape}, got {tuple(value.shape)}")
+        parts = {
+            number: {name: part_like(value, parameters[number]) for name, value in values.items()}
+            for number, values in state["state"].items()
+        }
+        self.optimizer.load_state_dict({**state, "state": parts})
+        self.rate = amount("lr", float(self.optimizer.param_groups[0]["lr"]))
+        for group, options in zip(self.optimizer.param_groups, now, strict=True):
+            group.update({name: options[name] for name in ("betas", "eps", "weight_decay")})
+
+
+@dataclass
+class RandomState:
+    """The state of PyTorch's default generators."""
+
+    device: torch.device
+
+    def state_dict(self) -> State:
+        on_gpu = self.device.type == "cuda"
+        return {"rng": torch.get_rng_state(), "cuda_rng": torch.cuda.get_rng_state(self.device) if on_gpu else None}
+
+    def load_state_dict(self, state: State, origin: object) -> None:
+        torch.set_rng_state(state["rng"])
+        if state["cuda_rng"] is not None and self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda_rng"], self.device)
 
 
 def split(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -72,8 +223,8 @@ def split(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
     def rest(value: Any, *place: int | str) -> Any:
         if isinstance(value, dict):
-            kept = {key: rest(inner, *place, key) for key, inner in value.items()}
-            return {key: inner for key, inner in kept.items() if inner is not _ELSEWHERE}
+            values = {key: rest(inner, *place, key) for key, inner in value.items()}
+            return {key: inner for key, inner in values.items() if inner is not _ELSEWHERE}
         if not is_parted(value):
             return value
         name = "/".join(map(str, place))
@@ -81,45 +232,6 @@ def split(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return _ELSEWHERE
 
     return tensors, {**copy.deepcopy(rest(state)), "parts": places}
-
-
-def restore(trainer: Trainer, state: dict[str, Any], origin: object) -> None:
-    """Restores a trainer to a state that `state_of` returned; see `Trainer.load_state_dict`.
-
-    Raises:
-        ValueError: the state is of other data or of another model, incomplete, or holds values that no training has.
-    """
-    try:
-        # Checkpoints of earlier versions don't name special ids: theirs are the defaults.
-        SpecialIds.from_dict(state.get("special_ids", {})).check_tokenizer(trainer.special_ids, str(origin))
-        check_same(state["data"], trainer.fingerprint, origin, trainer.config.data_flags())
-        _load_weights(trainer.model, state["model"], origin)
-        _load_optimizer(trainer, state["optimizer"], origin)
-        if state["scaler"] and trainer.scaler.is_enabled():
-            trainer.scaler.load_state_dict(state["scaler"])
-        if trainer.ema is not None:
-            _load_weights(trainer.ema, state["ema"], origin)
-        # Checkpoints of earlier versions have no windows: all examples were a single one.
-        counters = {name: _count(name, value) for name, value in {"window": 0, **state["counters"]}.items()}
-        trainer.step, trainer.epoch, trainer.batch = counters["step"], counters["epoch"], counters["batch"]
-        trainer.window = counters["window"]
-        trainer.validated, trainer.finished = counters["validated"], bool(counters["finished"])
-        batches = trainer.step * trainer.config.accumulate
-        for name, most in (("batch", batches), ("validated", trainer.step), ("finished", 1)):
-            if counters[name] > most:
-                raise ValueError(f"expected {name} of at most {most} after update {trainer.step}, got {counters[name]}")
-        trainer.init_weights = state.get("init_weights")
-        trainer.best.load_state_dict(state["best"])
-        trainer.trained_seconds = _amount("trained_seconds", state["trained_seconds"])
-        trainer.losses = [(_count("a step", step), float(loss)) for step, loss in state["losses"]]
-        trainer.meter.load_state_dict({name: _amount(name, value) for name, value in state["meter"].items()})
-        torch.set_rng_state(state["rng"])
-        if state["cuda_rng"] is not None and trainer.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda_rng"], trainer.device)
-    except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError) as error:
-        raise ValueError(f"{origin} is of another model than the settings describe, or incomplete: {error}") from error
-    except ValueError as error:
-        raise error if str(origin) in str(error) else ValueError(f"{origin}: {error}") from error
 
 
 def fingerprint(examples: Examples | ShardedExamples) -> dict[str, int | str]:
@@ -166,27 +278,6 @@ def _load_weights(model: nn.Module, weights: Any, origin: object) -> None:
     model.load_state_dict({name: part_like(weight, own[name]) for name, weight in weights.items()})
 
 
-def _load_optimizer(trainer: Trainer, state: dict[str, Any], origin: object) -> None:
-    """Loads the optimizer's averages from the checkpoint; its options stay those of the settings."""
-    now = [dict(group) for group in trainer.optimizer.param_groups]
-    parameters = [parameter for group in now for parameter in group["params"]]
-    for number, kept in state["state"].items():
-        check_plain(origin, kept)
-        check_finite(origin, kept)
-        shape = tuple(parameters[number].shape)
-        for name, value in kept.items():
-            if tuple(value.shape) not in ((), shape):
-                raise ValueError(f"expected {name} of the optimizer of shape {shape}, got {tuple(value.shape)}")
-    parts = {
-        number: {name: part_like(value, parameters[number]) for name, value in kept.items()}
-        for number, kept in state["state"].items()
-    }
-    trainer.optimizer.load_state_dict({**state, "state": parts})
-    trainer.rate = _amount("lr", float(trainer.optimizer.param_groups[0]["lr"]))
-    for group, options in zip(trainer.optimizer.param_groups, now, strict=True):
-        group.update({name: options[name] for name in ("betas", "eps", "weight_decay")})
-
-
 def _count(name: str, value: Any) -> int:
     """Checks a number of completed steps, and returns it."""
     if not isinstance(value, int) or not 0 <= value < 2**53:
@@ -194,7 +285,8 @@ def _count(name: str, value: Any) -> int:
     return int(value)
 
 
-def _amount(name: str, value: Any) -> float:
+def amount(name: str, value: Any) -> float:
+    """Checks a number of at least 0, and returns it."""
     if not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ValueError(f"expected {name} to be a number of at least 0, got {value!r}")
     return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import logging
 import math
 import time
@@ -40,7 +41,17 @@ from fastformer.training.interrupts import Interrupted, Interrupts
 from fastformer.training.progress import Meter, Progress, Silence
 from fastformer.training.run_log import RunLog
 from fastformer.training.schedule import rate_of
-from fastformer.training.state import fingerprint, restore, split, state_of
+from fastformer.training.state import (
+    Component,
+    Identity,
+    Optimization,
+    Position,
+    RandomState,
+    Weights,
+    fingerprint,
+    restore,
+    split,
+)
 from fastformer.training.updates import Update, dropout_seed, places_of
 from fastformer.training.validation import Part, scores_of, validate_part
 from fastformer.training.world import PartsWriter, World, local_part, read_parts
@@ -116,7 +127,7 @@ class Trainer:
         # Reading this flag waits for the device, so a GPU's is read only before results are shown or saved.
         self.finite = torch.ones((), dtype=torch.bool, device=device)
         self.meter = Meter(device)
-        self.rate = config.lr  # the learning rate of the last update
+        self.optimization = Optimization(self.optimizer, self.scaler, config.lr)
         self.graphs: GraphUpdates | None = None
         if config.cuda_graphs:
             check_device(device)
@@ -128,19 +139,18 @@ class Trainer:
             seed=config.seed,
             weights=data.weights,
         )
-        self.fingerprint = fingerprint(data.train)
+        self.identity = Identity(fingerprint(data.train), self.special_ids, config.data_flags())
         self.pairs = data.val_texts[: config.val_examples]
         self.best = Best(
             choose_measure(config, [target for _, target in self.pairs]),
             str(fingerprint(data.val)["sha256"]),
             len(self.pairs),
         )
-        self.step, self.epoch, self.window, self.batch = 0, 0, 0, 0  # batch: the batches done in the epoch's window
-        self.validated = 0  # the update of the last validation
-        self.finished = False  # nothing is left to do with these settings
-        self.trained_seconds = 0.0
-        self.init_weights: str | None = None  # the digest of the weights that init_from loaded
-        self.losses: list[tuple[int, float]] = []  # (update, mean loss since the last entry)
+        self.position = Position(config.accumulate)
+        weights = Weights(self.model, self.ema, self.position)
+        self.components: tuple[Component, ...] = (
+            self.identity, weights, self.optimization, self.position, self.best, self.meter, RandomState(device)
+        )  # fmt: skip
         if config.checkpointing:
             stacks = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
             if not stacks:
@@ -159,10 +169,10 @@ class Trainer:
             ValueError: another process trains in the folder.
             Interrupted: a second signal.
         """
-        if self.finished and (end := self._end()):
+        if self.position.finished and (end := self._end()):
             logger.info("nothing is left to do in %s: %s", self.run, end)
             return None
-        self.finished = False
+        self.position.finished = False
         if self.graphs is not None:
             self._check_capturable()
         speaks = self.world.rank == 0
@@ -172,7 +182,7 @@ class Trainer:
                     stack.enter_context(each)
             progress: Progress | Silence = Silence()
             if speaks:
-                progress = Progress(self.config.steps, self.step, self.validated, self.run, self.log)
+                progress = Progress(self.config.steps, self.step, self.position.validated, self.run, self.log)
             stack.callback(progress.close)
             stack.enter_context(self.world.reporting_loss())
             scores = self._run_updates(progress)
@@ -182,35 +192,38 @@ class Trainer:
         """Runs the loop of updates; returns the scores of its last validation, or None."""
         config, scores = self.config, None
         self.finite.fill_(True)
-        began = time.perf_counter() - self.trained_seconds
-        if self.step < config.steps and due(self.step, config.val_every) and self.validated != self.step:
+        began = time.perf_counter() - self.position.trained_seconds
+        if self.step < config.steps and due(self.step, config.val_every) and self.position.validated != self.step:
             scores = self._validate_and_keep(progress)  # the run was ended before this one
         if self._end():
             return scores
         self.model.train()
         for batches in self.updates():
             loss, norm = self.update(batches)
-            self.step += 1
-            self.trained_seconds = time.perf_counter() - began
+            self.position.step += 1
+            self.position.trained_seconds = time.perf_counter() - began
             self.meter.count(batches)
             if self.graphs is None:  # a graph has called `note`
                 self.note(loss, norm)
             last = self._end() is not None
-            showing, saving = last or due(self.step, config.log_every), due(self.step, config.save_every)
+            showing, saving = (
+                last or due(self.step, config.log_every),
+                due(self.step, config.save_every),
+            )
             validating = due(self.step, config.val_every) and not last
             if (self.device.type == "cpu" or showing or saving or validating) and not self.finite:
                 self._wait_for_parts()  # a checkpoint that is still being written is good
                 raise DivergedError(self._not_finite(float(loss), float(norm)))
             if showing:
-                self.losses.append((self.step, self.meter.mean_loss()))
-                progress.log(self.step, {**self.meter.report(), "lr": self.rate, "grad_norm": float(norm)})
+                self.position.losses.append((self.step, self.meter.mean_loss()))
+                progress.log(self.step, {**self.meter.report(), "lr": self.optimization.rate, "grad_norm": float(norm)})
                 self.meter.reset()
             else:
                 progress.advance(self.step)
             if validating:
                 with self.meter.paused():
                     # A run that saves its best model must also be able to resume from that update.
-                    if not self.world.first(lambda: checkpoints(self.run)):
+                    if not self.world.run_on_rank0(lambda: checkpoints(self.run)):
                         self.save()
                         self._wait_for_parts()
                     scores = self._validate_and_keep(progress) or scores
@@ -226,30 +239,30 @@ class Trainer:
     def _finish(self, progress: Progress | Silence, scores: Scores | None) -> Scores | None:
         """Saves; then, unless a signal ended the run, validates if the last update wasn't validated, and averages."""
         self.save()
-        if not self._is_signalled() and self.validated != self.step:
+        if not self._is_signalled() and self.position.validated != self.step:
             scores = self._validate_and_keep(progress)
         if not self._is_signalled() and self.config.average_last > 1:
             scores = self._average(progress) or scores
         if self._is_signalled():
-            if not self.world.first((self.run / WEIGHTS).exists):
+            if not self.world.run_on_rank0((self.run / WEIGHTS).exists):
                 self._save_model(self._model(), "not validated")
             self._wait_for_parts()
             logger.warning("%s: saved at update %d; continue with --resume", self.interrupts.name, self.step)
             return scores
-        self.finished = True
+        self.position.finished = True
         self.save()  # with the score to beat
         self._wait_for_parts()
         if self.config.report:
             from fastformer.training.report import write_report
 
-            progress.say(f"wrote {self.world.first(lambda: write_report(self.run))}")
+            progress.say(f"wrote {self.world.run_on_rank0(lambda: write_report(self.run))}")
         best = self.best.record
         # One process looks: a file system on a network may show others an older folder.
-        averaged = self.config.average_last > 1 and self.world.first(lambda: len(checkpoints(self.run))) > 1
+        averaged = self.config.average_last > 1 and self.world.run_on_rank0(lambda: len(checkpoints(self.run))) > 1
         if best is not None and not averaged:
             own, shown = f"update {best.step}", best.show(self.best.measure)
             # `fastformer average`, or an earlier average_last, may have left another model there.
-            found = self.world.first(lambda: read_notes(self.run)).get("model", own)
+            found = self.world.run_on_rank0(lambda: read_notes(self.run)).get("model", own)
             single = "" if found == own else f"; the best single update, {best.step}"
             progress.say(f"the model in {self.run} is {found}{single}: {shown}")
         return scores
@@ -257,24 +270,25 @@ class Trainer:
     def updates(self) -> Iterator[Update]:
         """Yields the batches of each update that this process computes, from the run's current position on."""
         group: list[list[int]] = []
+        position = self.position
         while self.step < self.config.steps:
             windows = self.order.num_windows
-            plan = self.order.plan(self.epoch, self.window) if self.window < windows else []
-            if self.window >= windows or self.batch > len(plan):
+            plan = self.order.plan(position.epoch, position.window) if position.window < windows else []
+            if position.window >= windows or position.batch > len(plan):
                 raise ValueError(
-                    f"expected at most {len(plan)} batches of epoch {self.epoch}, window {self.window} of {windows}, "
-                    f"to be done, as it has, got {self.batch} batches: the checkpoint that training went on from is of "
-                    "other data"
+                    f"expected at most {len(plan)} batches of epoch {position.epoch}, window {position.window} of "
+                    f"{windows}, to be done, as it has, got {position.batch} batches: the checkpoint that training "
+                    "went on from is of other data"
                 )
-            while self.batch < len(plan):
-                group.append(plan[self.batch])
-                self.batch += 1
+            while position.batch < len(plan):
+                group.append(plan[position.batch])
+                position.batch += 1
                 if len(group) == self.config.accumulate:
                     yield self._share_of(group)
                     group = []
-            self.window, self.batch = self.window + 1, 0
-            if self.window == windows:
-                self.epoch, self.window = self.epoch + 1, 0
+            position.window, position.batch = position.window + 1, 0
+            if position.window == windows:
+                position.epoch, position.window = position.epoch + 1, 0
 
     def _share_of(self, group: list[list[int]]) -> Update:
         """Builds this process's batches of an update from the plan's lists of examples."""
@@ -298,11 +312,11 @@ class Trainer:
         config, update = self.config, batches if isinstance(batches, Update) else Update(batches)
         # Every token of the update has the same weight, regardless of its batch and process.
         tokens = update.num_target_tokens
-        self.rate = rate_of(config, self.step + 1, self.model.config.d_model)  # type: ignore[union-attr, arg-type]
+        self.optimization.rate = rate_of(config, self.step + 1, self.model.config.d_model)  # type: ignore[union-attr, arg-type]
         if self.graphs is not None:
-            self.graphs(batches, [tokens, self.rate, self._share()])
+            self.graphs(batches, [tokens, self.optimization.rate, self._share()])
             return self.loss, self.norm
-        loss, norm = self._descend(update, tokens, self.rate)
+        loss, norm = self._descend(update, tokens, self.optimization.rate)
         self._move_average(self._share())
         return loss, norm
 
@@ -324,7 +338,7 @@ class Trainer:
                     loss = loss / tokens
                 total += loss.detach()
                 torch.autograd.backward(self.scaler.scale(loss if runner.factor == 1 else loss * runner.factor))
-        self.world.add_up(total)
+        self.world.all_reduce_sum(total)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.scaler.unscale_(self.optimizer)
@@ -409,7 +423,7 @@ class Trainer:
         scores = self._validate_unless_interrupted(model)
         if scores is None:
             return None
-        self.validated = self.step
+        self.position.validated = self.step
         kept = self.best.add(self.step, scores)
         progress.validation(self.step, scores, kept=kept)
         record, measure = self.best.record, self.best.measure
@@ -424,12 +438,12 @@ class Trainer:
     def _average(self, progress: Progress | Silence) -> Scores | None:
         """Saves the average of the last checkpoints in the run folder, even if it is worse than a single update."""
         self._wait_for_parts()
-        paths = self.world.first(lambda: checkpoints(self.run)[-self.config.average_last :])
+        paths = self.world.run_on_rank0(lambda: checkpoints(self.run)[-self.config.average_last :])
         if len(paths) == 1:
             logger.warning("average_last %d: there is one checkpoint alone to average", self.config.average_last)
             return None
         model = copy.deepcopy(self.runner.whole(self.model))
-        model.load_state_dict(self.world.each(lambda: average_weights(paths, read_parts)))
+        model.load_state_dict(self.world.run_on_all(lambda: average_weights(paths, read_parts)))
         scores = self._validate_unless_interrupted(model)
         if scores is None:
             return None
@@ -457,7 +471,7 @@ class Trainer:
         if len(whole) < len(parts):  # one process was interrupted, so all stop
             self._is_signalled()
             return None
-        return self.world.first(lambda: scores_of(whole, self.data, self.pairs, self.config))
+        return self.world.run_on_rank0(lambda: scores_of(whole, self.data, self.pairs, self.config))
 
     def _wait_for_parts(self) -> None:
         if self.parts is not None:
@@ -465,7 +479,7 @@ class Trainer:
 
     def _save_model(self, model: nn.Module, scores: str, what: str | None = None) -> None:
         notes = {"model": what or f"update {self.step}", "scores": scores}
-        self.world.first(lambda: save_model(model, self.run, self.data.tokenizer, notes=notes))
+        self.world.run_on_rank0(lambda: save_model(model, self.run, self.data.tokenizer, notes=notes))
 
     def _is_signalled(self) -> bool:
         """Returns whether a signal ends the training; all processes return the same."""
@@ -474,8 +488,8 @@ class Trainer:
     def _agree(self) -> tuple[bool, bool]:
         """Returns whether a signal reached any process, and whether any process is past the time limit."""
         minutes = self.config.max_minutes
-        late = bool(minutes and self.trained_seconds > 60 * minutes)
-        signum, late_somewhere = self.world.most(self.interrupts.signum or 0, late)
+        late = bool(minutes and self.position.trained_seconds > 60 * minutes)
+        signum, late_somewhere = self.world.all_reduce_max(self.interrupts.signum or 0, late)
         if signum and self.signum is None:
             self.signum = self.interrupts.signum = self.interrupts.signum or int(signum)
         return self.signum is not None, bool(late_somewhere)
@@ -504,6 +518,11 @@ class Trainer:
         )
 
     @property
+    def step(self) -> int:
+        """The number of updates that are done."""
+        return self.position.step
+
+    @property
     def interrupted(self) -> bool:
         """Whether a signal ended the training."""
         return self.signum is not None
@@ -519,14 +538,14 @@ class Trainer:
             save_checkpoint(self.run, self.step, self.state_dict(), keep_last=keep_last, regular=regular)
 
         if self.parts is None:
-            self.world.first(write)
+            self.world.run_on_rank0(write)
             return
         step, (tensors, rest) = self.step, split(self.state_dict())
         if self.saved_step == step:  # the checkpoint on the disk has these weights
             self.parts.wait()
-            self.world.first(lambda: rewrite_rest(checkpoints(self.run)[-1], rest))
+            self.world.run_on_rank0(lambda: rewrite_rest(checkpoints(self.run)[-1], rest))
             return
-        folder = self.world.first(lambda: begin_parts(self.run, step))
+        folder = self.world.run_on_rank0(lambda: begin_parts(self.run, step))
         self.saved_step = None  # until it has begun
         self.parts.begin(
             tensors, folder, lambda: finish_parts(folder, self.run, step, rest, keep_last=keep_last, regular=regular)
@@ -535,7 +554,10 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything that training needs to resume as if it had never stopped: tensors and plain values."""
-        return state_of(self)
+        state = {"config": json.dumps(self.config.to_dict())}
+        for component in self.components:
+            state |= component.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any], origin: object = "the checkpoint") -> None:
         """Restores a state that `state_dict` returned.
@@ -547,7 +569,7 @@ class Trainer:
         Raises:
             ValueError: the state is of other data or of another model, or incomplete.
         """
-        restore(self, state, origin)
+        restore(self.components, state, origin)
         if self.graphs is not None:
             self._begin_graphs()
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fastformer.data import Batch
-from fastformer.data.sharing import cost, share_out
+from fastformer.data.sharing import balance, cost
 
 
 class Update(list[Batch]):
@@ -49,7 +49,7 @@ class Update(list[Batch]):
 
 
 def places_of(lengths: Sequence[Tensor], model: Any, rank: int, size: int, *, padded: bool) -> list[int]:
-    """Returns the places of the batches of an update that a process computes; see `share_out`.
+    """Returns the places of the batches of an update that a process computes; see `balance`.
 
     Args:
         lengths: (examples, 2) source and target lengths of each batch.
@@ -62,7 +62,7 @@ def places_of(lengths: Sequence[Tensor], model: Any, rank: int, size: int, *, pa
     layers: int = getattr(model, "num_layers", 0) or getattr(model, "num_encoder_layers", 1)
     d_model, vocab_size = model.d_model, model.vocab_size
     costs = [cost(each, d_model=d_model, layers=layers, vocab_size=vocab_size, padded=padded) for each in lengths]
-    return share_out(costs, size)[rank]
+    return balance(costs, size)[rank]
 
 
 def dropout_seed(seed: int, step: int, place: int) -> int:

@@ -211,7 +211,7 @@ class World:
             dist.all_gather_object(found, value, group=self._host)
         return found
 
-    def most(self, *values: float) -> list[float]:
+    def all_reduce_max(self, *values: float) -> list[float]:
         """Returns the maximum of each value over all processes."""
         if self.size == 1:
             return [*values]
@@ -220,7 +220,7 @@ class World:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self._host)
         return found.tolist()
 
-    def add_up(self, tensor: Tensor) -> Tensor:
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sums a tensor over all processes in place; all get the same bits."""
         if self.size > 1:
             with self.reporting_loss():
@@ -237,11 +237,11 @@ class World:
         if not any(is_parted(parameter) for parameter in parameters):
             return nn.utils.clip_grad_norm_(parameters, most)
         gradients = [local_part(each.grad.detach()) for each in parameters if each.grad is not None]
-        norm = self.add_up(torch.stack(torch._foreach_norm(gradients)).square().sum()).sqrt()
+        norm = self.all_reduce_sum(torch.stack(torch._foreach_norm(gradients)).square().sum()).sqrt()
         torch._foreach_mul_(gradients, (most / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
-    def first(self, action: Callable[[], T]) -> T:
+    def run_on_rank0(self, action: Callable[[], T]) -> T:
         """Runs an action in rank 0 only, and returns its result in all processes.
 
         Raises:
@@ -249,9 +249,9 @@ class World:
         """
         if self.size == 1:
             return action()
-        return self.gather(self.each(action if self.rank == 0 else lambda: None))[0]  # type: ignore[return-value]
+        return self.gather(self.run_on_all(action if self.rank == 0 else lambda: None))[0]  # type: ignore[return-value]
 
-    def each(self, action: Callable[[], T]) -> T:
+    def run_on_all(self, action: Callable[[], T]) -> T:
         """Runs an action in each process and returns its own result; if one process fails, all raise.
 
         Raises:
@@ -332,7 +332,7 @@ class World:
         mesh = init_device_mesh(device.type, (self.size,))
         size = sum(weight.nbytes for weight in model.parameters())
         # All processes gather weights together, so all must agree whether the memory of each suffices.
-        by_layer = bool(self.most(size > _ROOM * _memory(device))[0])
+        by_layer = bool(self.all_reduce_max(size > _ROOM * _memory(device))[0])
         for each in (model, *others):
             _shard_weights(each, mesh, by_layer=by_layer)
         register_fsdp_forward_method(model, "loss")
@@ -517,7 +517,7 @@ class PartsWriter:
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            self._world.each(pending.result)
+            self._world.run_on_all(pending.result)
 
 
 def _cause(error: BaseException) -> str:

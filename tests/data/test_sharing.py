@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from benchmarks.cases.models.bench_training_step import MULTI30K
 from fastformer.data.batching import plan_epoch
-from fastformer.data.sharing import cost, share_out
+from fastformer.data.sharing import balance, cost
 
 COSTS = st.lists(st.floats(0, 1e6), max_size=40)
 
 
 @given(COSTS, st.integers(1, 9))
 def test_each_batch_is_assigned_once_and_counts_are_equal(costs, world) -> None:
-    shares = share_out(costs, world)
+    shares = balance(costs, world)
     assert sorted(place for share in shares for place in share) == [*range(len(costs))]
     counts = [len(share) for share in shares]
     assert len(counts) == world and max(counts) - min(counts) <= (len(costs) % world > 0)
@@ -26,7 +26,7 @@ def test_each_batch_is_assigned_once_and_counts_are_equal(costs, world) -> None:
 
 @given(COSTS.filter(len), st.integers(2, 9))
 def test_work_is_similar_and_no_share_is_far_above_the_mean(costs, world) -> None:
-    shares = share_out(costs, world)
+    shares = balance(costs, world)
     for share in shares:
         assert [costs[place] for place in share] == sorted((costs[place] for place in share), reverse=True)
     loads = [sum(costs[place] for place in share) for share in shares]
@@ -34,9 +34,9 @@ def test_work_is_similar_and_no_share_is_far_above_the_mean(costs, world) -> Non
 
 
 def test_the_longest_first_evens_out() -> None:
-    shares = share_out([9.0, 8.0, 2.0, 1.0, 7.0, 3.0], 2)
+    shares = balance([9.0, 8.0, 2.0, 1.0, 7.0, 3.0], 2)
     assert sorted(sum((9.0, 8.0, 2.0, 1.0, 7.0, 3.0)[place] for place in share) for share in shares) == [14.0, 16.0]
-    assert share_out([1.0, 5.0, 3.0], 1) == [[0, 1, 2]]  # one process keeps the order
+    assert balance([1.0, 5.0, 3.0], 1) == [[0, 1, 2]]  # one process keeps the order
 
 
 @pytest.mark.parametrize(("batching", "world"), [("packed", 2), ("random", 4)])
@@ -58,7 +58,7 @@ def test_the_slowest_process_of_an_update_is_near_the_mean(batching, world) -> N
     above: dict[str, list[float]] = {"dealt by cost": [], "in turn": []}
     for first in range(0, len(costs), count):
         some = costs[first : first + count]
-        for name, shares in (("dealt by cost", share_out(some, world)), ("in turn", in_turn)):
+        for name, shares in (("dealt by cost", balance(some, world)), ("in turn", in_turn)):
             loads = [sum(some[place] for place in share) for share in shares]
             above[name].append(max(loads) / statistics.fmean(loads))
     ours, others = map(statistics.fmean, above.values())
@@ -67,7 +67,7 @@ def test_the_slowest_process_of_an_update_is_near_the_mean(batching, world) -> N
 
 def test_no_process_is_refused() -> None:
     with pytest.raises(ValueError, match="process"):
-        share_out([1.0], 0)
+        balance([1.0], 0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50)), min_size=1, max_size=8))

@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -52,9 +53,9 @@ def test_resume_after_a_crash_between_lines_and_checkpoints(config, tmp_path) ->
     resumed = start(config, tmp_path / "parts", resume=True)
     assert resumed.step == 5
     resumed.train()
-    assert torch.equal(weights(whole), weights(resumed)) and whole.epoch >= 2
+    assert torch.equal(weights(whole), weights(resumed)) and whole.position.epoch >= 2
     assert torch.equal(whole.ema.module.output_weight, resumed.ema.module.output_weight)
-    assert (resumed.epoch, resumed.batch, resumed.losses) == (whole.epoch, whole.batch, whole.losses)
+    assert replace(resumed.position, trained_seconds=0.0) == replace(whole.position, trained_seconds=0.0)
     assert [line["step"] for line in lines(tmp_path / "parts")] == [3, 6, 9, 12, 12]
     keys = ("step", "loss", "nll", "lr", "grad_norm", "padding")
     assert_same_lines(tmp_path / "whole", tmp_path / "parts", *keys)
@@ -193,7 +194,7 @@ def test_a_run_whose_epochs_have_few_batches_resumes(config, tmp_path) -> None:
     config = changed(config, data_weights="0.005", val_every=0)  # an epoch of 40 pairs has one in five times
     start(changed(config, steps=2), tmp_path / "run").train()
     again = start(changed(config, steps=3), tmp_path / "run", resume=True)
-    assert again.epoch > 2
+    assert again.position.epoch > 2
     again.train()
 
 

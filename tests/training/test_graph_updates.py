@@ -181,7 +181,7 @@ def test_a_killed_run_resumes_bit_for_bit(graphs, tmp_path) -> None:
     trainer = start(config, tmp_path / "parts")
     crash_at(trainer, 13)
     resumed = start(config, tmp_path / "parts", resume=True)
-    assert resumed.step == 9 and resumed.rate == lines(tmp_path / "parts", "train")[2]["lr"]
+    assert resumed.step == 9 and resumed.optimization.rate == lines(tmp_path / "parts", "train")[2]["lr"]
     resumed.train()
     assert torch.equal(weights(whole), weights(resumed))
     assert torch.equal(whole.ema.module.output_weight, resumed.ema.module.output_weight)
@@ -262,7 +262,7 @@ def test_a_captured_update_is_one_copy_and_one_replay(graphs, tmp_path) -> None:
     group = next(batches)
     for _ in range(2):  # one that compiles what there is to compile, one that captures
         trainer.update(group)
-        trainer.step += 1
+        trainer.position.step += 1
     counts, before = stand_in(trainer), [tensor.data_ptr() for tensor in standing(trainer)]
     assert (counts.warm_ups, counts.captures, counts.replays) == (1, 1, 1)
     (slot,) = trainer.graphs.slots.values()
@@ -271,7 +271,7 @@ def test_a_captured_update_is_one_copy_and_one_replay(graphs, tmp_path) -> None:
     with Touches(standing(trainer)) as touches:
         for _ in range(3):
             trainer.update(group)
-            trainer.step += 1
+            trainer.position.step += 1
     assert replayed == [True] * 3 and touches.found == ["aten.copy_"] * 3
     del slot.graph.replay
     trainer.update(group)

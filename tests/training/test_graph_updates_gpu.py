@@ -79,11 +79,11 @@ def test_a_replayed_update_is_one_launch_and_never_waits(config, tmp_path) -> No
     group = next(updates)
     for _ in range(3):
         trainer.update(group)
-        trainer.step += 1
+        trainer.position.step += 1
     with no_waiting():
         for _ in range(3):
             trainer.update(group)
-            trainer.step += 1
+            trainer.position.step += 1
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         trainer.update(group)
@@ -101,12 +101,12 @@ def test_an_ordinary_update_never_waits(config, tmp_path, changes) -> None:
     updates = trainer.updates()
     for _ in range(3):  # compiles
         trainer.update(next(updates))
-        trainer.step += 1
+        trainer.position.step += 1
     with no_waiting():
         for _ in range(3):
             batches = next(updates)  # its copies too
             loss, norm = trainer.update(batches)
             trainer.note(loss, norm)
             trainer.meter.count(batches)
-            trainer.step += 1
+            trainer.position.step += 1
     assert bool(trainer.finite)

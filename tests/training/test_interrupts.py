@@ -80,7 +80,7 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(config, tmp_path) -> 
         return validate(model)
 
     second.validate = interrupted
-    assert second.train() is not None and second.step == 8 and second.validated == 4
+    assert second.train() is not None and second.step == 8 and second.position.validated == 4
     third = start(config, tmp_path / "parts", resume=True)
     third.train()
     for kind in ("train", "validation", "average"):
@@ -164,7 +164,7 @@ def test_another_thread_trains_as_the_main_one_and_leaves_signals_alone(config, 
             thread.start()
             thread.join()
         assert len(seen) == 3 and (before in seen) == (name == "other")
-        assert trainer.finished and not trainer.interrupted
+        assert trainer.position.finished and not trainer.interrupted
         found[name] = (losses(tmp_path / name), weights(trainer).tolist(), sorted(contents(tmp_path / name)))
     assert found["main"] == found["other"] and before == handlers()
 

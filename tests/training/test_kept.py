@@ -58,7 +58,7 @@ def test_patience_counts_validations_without_a_better_one(config, tmp_path, pati
     nll = {1: 3.0, 2: 2.0, 3: 2.0} | dict.fromkeys(range(4, 10), 2.5)
     trainer = scripted(start(config, tmp_path / "run"), nll)
     trainer.train()
-    assert trainer.step == 2 + patience and trainer.finished
+    assert trainer.step == 2 + patience and trainer.position.finished
     assert len(lines(tmp_path / "run", "validation")) == 2 + patience  # none twice
     again = scripted(start(changed(config, patience=patience + 1), tmp_path / "run", resume=True), nll)
     again.train()

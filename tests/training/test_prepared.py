@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,14 +39,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one(shards, tmp_path) -> None:
     whole = before_updates(start(shards, tmp_path / "whole"), note)
     whole.train()
     in_whole, seen[:] = list(seen), []
-    assert whole.epoch >= 1  # windows and epochs were crossed
+    assert whole.position.epoch >= 1  # windows and epochs were crossed
     for steps in (9, 25, 26, 70):
         before_updates(start(changed(shards, steps=steps), tmp_path / "parts", resume="auto"), note).train()
     assert seen == in_whole
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     parts = start(shards, tmp_path / "parts", resume=True)
     assert torch.equal(weights(parts), weights(whole))
-    assert (parts.epoch, parts.window, parts.batch) == (whole.epoch, whole.window, whole.batch)
+    assert replace(parts.position, trained_seconds=0.0) == replace(whole.position, trained_seconds=0.0)
 
 
 def test_one_window_trains_on_the_examples_of_the_files(shards, config, tmp_path) -> None:
@@ -64,7 +65,8 @@ def test_epochs_are_counted_over_windows(shards, tmp_path) -> None:
     del (values := shards.to_dict())["steps"]
     trainer = start(TrainConfig.from_dict({**values, "epochs": 2}), tmp_path / "run")
     trainer.train()
-    assert (trainer.epoch, trainer.window) in ((1, 2), (2, 0)) and trainer.step == trainer.config.steps
+    assert trainer.step == trainer.config.steps
+    assert (trainer.position.epoch, trainer.position.window) in ((1, 2), (2, 0))
 
 
 def test_shards_of_another_run_are_refused_on_resume(shards, tmp_path) -> None:

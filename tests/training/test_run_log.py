@@ -106,7 +106,7 @@ def test_an_unwritable_log_does_not_end_a_training(config, tmp_path, monkeypatch
 
     monkeypatch.setattr(os, "open", full)
     trainer.train()
-    assert trainer.finished and caplog.text.count("(No space left)") == 1
+    assert trainer.position.finished and caplog.text.count("(No space left)") == 1
 
 
 def test_an_error_is_written_to_the_log(config, tmp_path, monkeypatch) -> None:

@@ -102,7 +102,7 @@ def test_an_earlier_checkpoint_had_the_defaults(config, tmp_path) -> None:
     assert state.pop("special_ids") == {"pad": 0, "eos": (1,), "unk": 2, "start": 0}
     trainer = start(changed(config, steps=4), tmp_path / "run", resume=True)
     trainer.load_state_dict(state)
-    trainer.special_ids = OTHER
+    trainer.identity.special_ids = OTHER
     with pytest.raises(ValueError, match=r"\bspecial ids\b.*\bcheckpoint\b"):
         trainer.load_state_dict(state)
 

@@ -121,7 +121,7 @@ def test_batches_of_an_update_and_of_an_epoch(config, tmp_path) -> None:
             per_epoch.append(passed)
             passed = 0
     assert len(tokens) == 36 and len(per_epoch) >= 3 and set(per_epoch) == {total}
-    assert trainer.epoch == len(per_epoch) and sum(tokens) == total * len(per_epoch) + passed
+    assert trainer.position.epoch == len(per_epoch) and sum(tokens) == total * len(per_epoch) + passed
 
 
 def test_gradient_checkpointing_changes_nothing(config, tmp_path) -> None:
@@ -208,10 +208,10 @@ def test_a_line_of_the_log_is_the_mean_since_the_last_one(config, tmp_path, call
     updates = calls_of(trainer, "update")
     trainer.train()
     each = [float(update.result[0]) for update in updates]
-    assert [step for step, _ in trainer.losses] == [3, 6, 7]
+    assert [step for step, _ in trainer.position.losses] == [3, 6, 7]
     means = [sum(each[:3]) / 3, sum(each[3:6]) / 3, each[6]]
-    assert [loss for _, loss in trainer.losses] == pytest.approx(means, rel=1e-6)
-    assert losses(tmp_path / "run") == [loss for _, loss in trainer.losses]
+    assert [loss for _, loss in trainer.position.losses] == pytest.approx(means, rel=1e-6)
+    assert losses(tmp_path / "run") == [loss for _, loss in trainer.position.losses]
 
 
 def test_every_update_is_made_in_training_mode(config, tmp_path) -> None:
@@ -228,18 +228,18 @@ def test_every_update_is_made_in_training_mode(config, tmp_path) -> None:
 
 def test_the_time_limit(config, tmp_path) -> None:
     trainer = start(changed(config, max_minutes=1.0), tmp_path / "run")
-    trainer.trained_seconds = 60.5
+    trainer.position.trained_seconds = 60.5
     trainer.train()
-    assert trainer.step == 0 and trainer.finished
+    assert trainer.step == 0 and trainer.position.finished
     del trainer
     # The minutes before a run was resumed count as well, and go on from there.
     again = start(changed(config, max_minutes=1.0, steps=2), tmp_path / "run", resume=True)
-    assert again.trained_seconds == 60.5
+    assert again.position.trained_seconds == 60.5
     again.train()
     assert again.step == 0
     again.config = changed(again.config, max_minutes=2.0)
     again.train()
-    assert again.step == 2 and 60.5 < again.trained_seconds < 120
+    assert again.step == 2 and 60.5 < again.position.trained_seconds < 120
 
 
 # The kinds of models.

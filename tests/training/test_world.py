@@ -30,11 +30,11 @@ def test_one_process_is_the_identity(monkeypatch) -> None:
     tensor, model = torch.ones(3), torch.nn.Linear(2, 2)
     with World.join("cpu") as world:
         assert world == World() and not world.is_launched
-        assert world.most(3, True) == [3, True] and world.gather("x") == ["x"]
-        assert world.add_up(tensor) is tensor and world.wrap(model).module is model
-        assert world.first(lambda: 5) == world.each(lambda: 5) == 5
+        assert world.all_reduce_max(3, True) == [3, True] and world.gather("x") == ["x"]
+        assert world.all_reduce_sum(tensor) is tensor and world.wrap(model).module is model
+        assert world.run_on_rank0(lambda: 5) == world.run_on_all(lambda: 5) == 5
         with pytest.raises(KeyError):
-            world.first(lambda: {}["missing"])
+            world.run_on_rank0(lambda: {}["missing"])
 
 
 def test_an_incomplete_launcher_is_named(monkeypatch) -> None:
