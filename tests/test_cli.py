@@ -5,7 +5,11 @@ from __future__ import annotations
 import gc
 import importlib
 import logging
+import re
+import sys
+import tomllib
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +60,9 @@ def raising(error: BaseException):
         (KeyError("step"), 1, "KeyError"),
         (AssertionError(), 1, "AssertionError"),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 1, "RuntimeError"),
+        (ModuleNotFoundError("No module named 'pyarrow'", name="pyarrow.lib"), 1, "pip install 'fastformer[train]'"),
+        (NotImplementedError("fastformer::op: no kernel"), 1, "fastformer: fastformer::op: no kernel"),
+        (NotImplementedError("aten::op: no kernel"), 1, "a bug"),
         (ModuleNotFoundError("No module named 'fastformer.x'", name="fastformer.x"), 1, "No module named"),
     ],
 )
@@ -81,3 +88,35 @@ def test_libraries_are_quiet_and_fastformers_messages_are_not(monkeypatch, ran) 
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     monkeypatch.setattr(logging.getLogger(), "level", logging.WARNING)
     assert ran("doctor").err == "left out 3 examples\n"
+    monkeypatch.setattr(sys, "warnoptions", ["default"])  # python -W default
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    with pytest.warns(UserWarning, match="a glyph"):
+        main(["doctor"])
+
+
+def test_a_missing_package_is_in_the_extra_that_is_named(monkeypatch, ran) -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    extras = {
+        name: {re.split(r"[^\w-]", each)[0].replace("-", "_").lower() for each in each_of}
+        for name, each_of in project["optional-dependencies"].items()
+    }
+    for package, command in [(package, "doctor") for package in cli.EXTRAS] + [("pyarrow", "prepare")]:
+        error = ModuleNotFoundError(f"No module named {package!r}", name=package)
+        monkeypatch.setattr(f"fastformer.commands.{command}.{command}", raising(error))
+        monkeypatch.setattr("fastformer.commands._parsing.parse", lambda *_: {})
+        named = re.search(r"fastformer\[([\w,]+)\]", ran(command, code=1).err)
+        along = {"fastapi": {"starlette", "pydantic"}}  # come with another package
+        assert named is not None
+        installed = {
+            each for name in named[1].split(",") for one in extras[name] for each in (one, *along.get(one, ()))
+        }
+        assert package in installed
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_what_a_folder_saves_is_finished_without_an_output(command, monkeypatch) -> None:
+    seen = []
+    monkeypatch.setattr("fastformer.commands._parsing.parse", lambda *_: {})
+    monkeypatch.setattr(f"fastformer.commands.{command}.{command}", lambda: seen.append(sys.stdout.outlived))
+    assert main([command]) == 0
+    assert seen == [command in ("prepare", "train", "report", "average", "quantize", "demo")]

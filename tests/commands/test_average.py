@@ -58,6 +58,7 @@ def test_a_run_without_checkpoints_is_named(run, tmp_path, ran) -> None:
         path.unlink()
     before = contents(run)
     assert str(run) in ran("average", str(run), code=1).err and contents(run) == before
+    assert "--last" in ran("average", str(run), "--last", "0", code=1).err
 
 
 def sparse(weight: torch.Tensor) -> object:

@@ -51,12 +51,14 @@ def typed(monkeypatch) -> Callable[..., None]:
 
 
 def test_lines_are_the_turns_of_one_conversation(folder, answers, typed, capsys, ran) -> None:
-    typed(*TEXTS, "", "/reset", "/help", TEXTS[0], "/quit", "never")
+    typed(*TEXTS, "", " ", "/reset ", "/help", TEXTS[0], "/quit", "never")
     flags = ["--greedy", "--system", "be brief", *FEW]
     found = ran("chat", str(folder), *flags)
     assert found.out == f"{answers[0]}\n{answers[1]}\n{answers[0]}\n" and "/reset" in found.err
+    typed(TEXTS[0] + "\r", "/exit\r", "never")  # a file of Windows
+    assert ran("chat", str(folder), *flags) == (f"{answers[0]}\n", "")
     typed(TEXTS[0])
-    assert main(["chat", str(folder), *flags, "--stop", answers[0][2:4]]) == 0
+    assert main(["chat", str(folder), *flags, "--stop", "never", "--stop", answers[0][2:4]]) == 0
     assert capsys.readouterr().out == answers[0][: answers[0].index(answers[0][2:4])] + "\n"
 
 
@@ -132,7 +134,9 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(folder, answers, mon
         ("{{ messages.__class__ }}", [], "__class__"),
         ("{% if %}", [], "template"),
         ("{{ raise_exception('no users here') }}", [], "no users here"),
-        (CHATML, ["--greedy", "--top_k", "3"], "greedy"),
+        (CHATML, ["--greedy", "--top_k", "3"], "top_k"),
+        (CHATML, ["--greedy", "--top_p", "0.5"], "top_p"),
+        (CHATML, ["--greedy", "--temperature", "0.5"], "greedy"),
         (CHATML, ["--temperature", "0"], "temperature"),
         (CHATML, ["--precision", "int3"], "precision"),
         (CHATML, ["--num_beams", "2"], "num_beams"),

@@ -15,7 +15,7 @@ import pytest
 import fastformer
 from fastformer.cli import main
 from fastformer.encoding.batches import READ_AHEAD
-from tests.encoding.folders import D_MODEL, TEXTS, bert
+from tests.encoding.folders import D_MODEL, TEXTS, bert, modules
 
 pytest.importorskip("transformers", reason="the folders are written by transformers")
 
@@ -47,9 +47,33 @@ def test_lines_become_an_array(encoder, tmp_path, monkeypatch, capfdbinary) -> N
     given(monkeypatch, TEXTS)
     assert main(["embed", str(encoder), "--normalize"]) == 0
     said = capfdbinary.readouterr()
+    assert b"cut" not in said.err
     rows = np.load(io.BytesIO(said.out))
     assert np.allclose(rows, due / np.linalg.norm(due, axis=1, keepdims=True), atol=1e-6)
     assert f"{len(TEXTS)} texts" in said.err.decode()
+
+
+def test_a_folder_that_normalises_need_not(tmp_path, monkeypatch) -> None:
+    bert(tmp_path / "run")
+    modules(tmp_path / "run", ("Pooling", {"pooling_mode": "cls", "embedding_dimension": D_MODEL}), ("Normalize", {}))
+    due = fastformer.Encoder(tmp_path / "run").encode(TEXTS, normalize=False)
+    for flags, is_plain in (([], False), (["--normalize"], False), (["--normalize=false"], True)):
+        given(monkeypatch, TEXTS)
+        assert main(["embed", str(tmp_path / "run"), "--out", str(tmp_path / "v.npy"), *flags]) == 0
+        lengths = np.linalg.norm(due, axis=1, keepdims=True) ** (not is_plain)
+        assert np.allclose(np.load(tmp_path / "v.npy"), due / lengths, atol=1e-6)
+
+
+def test_a_terminal_gets_no_numbers_and_a_count_of_texts(encoder, tmp_path, monkeypatch) -> None:
+    pytest.importorskip("tqdm", reason="the bar is tqdm's")
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, screen := io.StringIO())
+        monkeypatch.setattr(screen, "isatty", lambda: True)
+    given(monkeypatch, TEXTS)
+    assert main(["embed", str(encoder)]) == 1
+    assert "--out" in screen.getvalue() and not sys.stdout.getvalue() and sys.stdin.buffer.tell() == 0
+    assert main(["embed", str(encoder), "--out", str(tmp_path / "v.npy")]) == 0
+    assert f"{len(TEXTS)}text" in screen.getvalue()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions are POSIX")

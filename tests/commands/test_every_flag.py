@@ -1,7 +1,8 @@
-"""Every flag of every command changes something: another value gives another result, and the table is whole."""
+"""Every flag of every command changes something: another value gives another result, and the tables are whole."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -22,6 +23,8 @@ from fastformer.commands._parsing import make_parser
 from fastformer.data import ByteTokenizer
 from fastformer.models import GPT, Transformer
 from fastformer.settings import choices
+from fastformer.training import TrainConfig
+from fastformer.training.sections import SEVERAL
 from tests.checkpoints import decoders
 from tests.encoding.folders import bert
 from tests.generation.chat_templates import CHATML
@@ -194,7 +197,7 @@ ELSEWHERE = {
         "attention": "tests/commands/test_translate.py::test_attention_is_drawn",
     },
     "average": {"last": "tests/commands/test_average.py::test_the_number_of_averaged_checkpoints"},
-    "demo": dict.fromkeys(("out", "seed"), "tests/test_demo.py"),
+    "demo": dict.fromkeys(("out", "seed"), "tests/commands/test_every_flag.py::test_the_flags_of_demo_reach_it"),
     "warmup": dict.fromkeys(
         ("batch_size", "length", "training", "device", "precision", "out"), "tests/commands/test_warmup.py"
     ),
@@ -320,13 +323,169 @@ def test_each_flag_of_serve_reaches_the_server(flag, places, served, capsys) -> 
     assert made[0] != made[1]
 
 
-def test_the_table_is_whole() -> None:
+# The settings of trainings: of each, the flags that have another value than the default, as `TrainConfig.from_dict` reads
+# them. What a setting then changes is in tests/training/test_every_setting.py.
+TRAININGS: dict[str, dict[str, Any]] = {
+    "files of pairs": {
+        "train_source": "a,b", "train_target": "c,d", "val_source": "e", "val_target": "f", "data_weights": "2,0.5",
+        "skip_bad_lines": True, "max_len": 99, "max_length_ratio": 1.5, "min_chars": 2, "max_chars": 77,
+        "drop_duplicates": True, "drop_identical": True, "vocab_size": 300, "shared_vocab": False,
+        "normalization": "nfc", "spaces": "keep", "max_token_length": 5, "user_tokens": "<a>,<b>",
+        "drop_user_tokens": True, "batching": "bucketed", "max_tokens": 999, "accumulate": 3, "steps": 17,
+        "max_minutes": 2.5, "schedule": "cosine", "lr": 0.25, "warmup": 13, "beta1": 0.5, "beta2": 0.75, "eps": 1e-4,
+        "weight_decay": 0.125, "clip": 2.0, "label_smoothing": 0.2, "smooth_others": True, "ema": 0.625,
+        "average_last": 2, "val_every": 11, "save_every": 12, "log_every": 14, "keep_last": 4, "patience": 5,
+        "val_examples": 15, "bleu_tokenize": "char", "samples": 6, "report": True, "best_by": "chrf",
+        "precision": "bf16", "checkpointing": True, "seed": 8, "device": "cpu", "sharding": "fsdp",
+        "dropout_seeds": "run", "rank_timeout": 44,
+        "model": {
+            "preset": "base", "d_model": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "d_ff": 64,
+            "num_encoder_layers": 1, "num_decoder_layers": 3, "norm_first": False, "norm": "rms",
+            "layer_norm_eps": 0.5, "activation": "swiglu", "dropout": 0.25, "attention_dropout": 0.375,
+            "activation_dropout": 0.5, "positions": "relative", "num_buckets": 8, "max_distance": 64,
+            "scale_embedding": False, "embedding_norm": True, "embed_pad": True, "tie_embeddings": False,
+            "output_bias": True, "scale_output": True, "attention_bias": True, "bias": False, "max_len": 110,
+            "suppress_tokens": [5, 6],
+        },
+    },
+    "tables": {
+        "train_tsv": "a", "val_tsv": "b", "epochs": 2.5, "tokenizer": "bytes", "cuda_graphs": True,
+        "model": {"window_size": 7, "positions": "interleaved", "first_position": 2},
+    },
+    "a text": {
+        "train_text": "a", "val_text": "b", "seqlen": 33,
+        "model": {
+            "name": "gpt", "preset": "llama-small", "num_layers": 2, "rotary_base": 500.0, "window_size": 9,
+            "qkv_bias": True, "out_bias": False, "qk_norm": "head", "norm_placement": "both",
+            "rotary_fraction": 0.5, "local_rotary_base": 300.0, "window_layers": [True, False],
+            "attention_scale": 0.5, "attention_softcap": 20.0, "logit_softcap": 30.0, "embedding_scale": 2.0,
+            "rotary_scaling": {"kind": "linear", "factor": 2.0}, "positions": "rotary",
+        },
+    },
+    "parallel": {"train_text": "a", "model": {"name": "gpt", "parallel_residual": True}},
+    "pairs held out": {"train_tsv": "a", "held_out": "last"},
+    "shards": {"train_data": "a", "shards_at_once": 7, "init_from": "b"},
+    "an lstm": {"train_tsv": "a", "batching": "random", "model": {"name": "lstm", "score": "dot"}},
+    "a task": {"task": "numbers"},
+}  # fmt: skip
+# By the names of flags that only one of the two commands has.
+OF_PREPARE = {"out": "o", "shards": 5, "processes": 2, "bpe_characters": 1000}
+OF_TRAIN = {"resume": "test_train.py::test_a_preempted_job_resumes_with_the_same_command",
+            "model.help": "test_train.py::test_the_help_names_the_default_model",
+            "config": "test_every_flag.py::test_the_flags_of_train_reach_the_training"}  # fmt: skip
+
+
+def flat(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns settings by the names of their flags."""
+    model = values.get("model", {})
+    return {name: value for name, value in values.items() if name != "model"} | {
+        f"model.{name}": value for name, value in model.items()
+    }
+
+
+def words_of(values: dict[str, Any]) -> list[str]:
+    """Returns settings as flags."""
+    plain = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
+    return [f"--{name}={value}" for name, value in plain.items()]
+
+
+def check_all_differ(rows: list[dict[str, Any]], command: str) -> None:
+    """Checks that every setting has a row with another value than its default."""
+    parser, _ = make_parser(importlib.import_module(f"fastformer.commands.{command}"), command)
+    defaults = {flag[2:]: each.default for each in parser._actions for flag in each.option_strings}
+    for row in rows:
+        assert not [name for name, value in row.items() if defaults[name] == value], command
+    given = {name for row in rows for name in row}
+    others = set(OF_PREPARE) if command == "prepare" else set(OF_TRAIN)
+    assert given | others == set(flags_of(command)), command
+
+
+@pytest.mark.parametrize("kind", TRAININGS)
+def test_the_flags_of_train_reach_the_training(kind, tmp_path, monkeypatch, ran) -> None:
+    trained: list[TrainConfig] = []
+
+    def start(config: TrainConfig, run: str, **options: Any) -> Any:
+        assert run == str(tmp_path)
+        trained.append(config)
+        return Mock(config=config, interrupted=False)
+
+    monkeypatch.setattr("fastformer.commands.train.start", start)
+    values = TRAININGS[kind]
+    expected = TrainConfig.from_dict(values)
+    out = ran("train", str(tmp_path), *words_of(flat(values))).out
+    assert ("fastformer generate" in out) == (expected.model == "gpt")  # what the command says to do next
+    (file := tmp_path / "settings.yaml").write_text(json.dumps(values))
+    ran("train", str(tmp_path), "--config", str(file))
+    ran("train", str(tmp_path), "--config", str(file), "--seed", "99", "--model.dropout", "0.875")
+    first, second, third = trained
+    assert first == second == expected
+    settings = {**expected.settings, "dropout": 0.875}
+    assert third == dataclasses.replace(expected, seed=99, settings=settings) and not trained[3:]
+
+
+def test_a_process_that_torchrun_starts_again_resumes(tmp_path, monkeypatch, ran) -> None:
+    how: list[Any] = []
+
+    def start(config: TrainConfig, run: str, *, resume: Any, **options: Any) -> Any:
+        how.append(resume)
+        return Mock(config=config, interrupted=False)
+
+    monkeypatch.setattr("fastformer.commands.train.start", start)
+    for count in ("0", "2"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        ran("train", str(tmp_path), "--task", "numbers")
+    assert how == [False, "auto"]
+
+
+def test_the_flags_of_demo_reach_it(monkeypatch, ran) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr("fastformer.demo.run_demo", lambda out, *, seed: made.append((str(out), seed)))
+    ran("demo")
+    ran("demo", "--out", "there", "--seed", "7")
+    assert made == [("demo", 0), ("there", 7)]
+
+
+def test_settings_without_effect_are_named_by_train(tmp_path, monkeypatch, ran, caplog) -> None:
+    monkeypatch.setattr("fastformer.commands.train.start", lambda config, *_, **__: Mock(config=config, interrupted=0))
+    ran("train", str(tmp_path), "--train_tsv", "a", "--tokenizer", "bytes", "--vocab_size", "300")
+    assert "vocab_size" in caplog.text and "train_tsv" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["files of pairs", "tables", "a text", "pairs held out"])
+def test_the_flags_of_prepare_reach_the_preparation(kind, monkeypatch, ran) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr("fastformer.commands.prepare.make", lambda *given, **options: made.append((given, options)))
+    monkeypatch.setattr("fastformer.commands.prepare.summary", lambda found: "made")
+    values = {name: value for name, value in TRAININGS[kind].items() if name in flags_of("prepare")}
+    assert ran("prepare", "--out=o", *words_of(values)).out == "made\n"
+    model = {"model": "gpt"} if kind == "a text" else {}
+    expected = TrainConfig.from_dict(values | model)
+    usual = {"shards": 0, "processes": 0, "bpe_characters": 50_000_000}
+    assert made == [((expected, "o"), usual)]
+    ran("prepare", *words_of({**values, **OF_PREPARE}))
+    assert made[1:] == [((expected, "o"), {name: value for name, value in OF_PREPARE.items() if name != "out"})]
+
+
+@pytest.mark.parametrize("command", ["train", "prepare"])
+def test_a_list_is_given_once(command, ran) -> None:
+    flags = SEVERAL & set(flags_of(command)) - {"tokenizer"}
+    assert len(flags) > 7
+    for flag in flags:
+        words = [command, *(["run"] if command == "train" else ["--out=o"])]
+        assert flag in ran(*words, f"--{flag}=first", f"--{flag}=second", code=2).err
+
+
+def test_the_tables_are_whole() -> None:
     """Every flag of every command has a row, and no row is of a flag that is gone."""
-    for command in COMMANDS:
+    for command in {*COMMANDS} - {"serve", "train", "prepare"}:  # serve's are above
         rows = {flag for words, rows in CASES.items() if words.split()[0] == command for flag in rows}
         rows |= set(ELSEWHERE.get(command, ()))
-        if command not in ("serve", "train", "prepare"):  # serve's are above; for the settings see test_every_setting
-            assert rows == set(flags_of(command)), command
-    for place in {place for rows in ELSEWHERE.values() for place in rows.values()}:
+        assert rows == set(flags_of(command)), command
+    settings = [flat(values) for values in TRAININGS.values()]
+    check_all_differ(settings, "train")
+    names = flags_of("prepare")
+    check_all_differ([{name: row[name] for name in row if name in names} for row in settings], "prepare")
+    elsewhere = {place for rows in ELSEWHERE.values() for place in rows.values()}
+    for place in elsewhere | {f"tests/commands/{place}" for place in OF_TRAIN.values()}:
         file, _, name = place.partition("::")
         assert f"def {name}" in (ROOT / file).read_text(), place

@@ -137,6 +137,13 @@ def test_contradictions(run, capsys, ran) -> None:
         assert word in ran("generate", run, prompt, code=1).err
 
 
+def test_a_prompt_that_is_cut_leaves_room_for_a_quarter(run, model, ran, caplog) -> None:
+    prompt = "0123456789" * 5
+    out = ran("generate", run, prompt, "--cut", "--greedy", "--min_new_tokens", "10").out
+    end = generate(model, [TOKENIZER.encode(prompt[20:])], max_new_tokens=10, min_new_tokens=10)[0].tolist()
+    assert out == prompt[:20] + TOKENIZER.decode(end) + "\n" and "40 positions" in caplog.text
+
+
 PROMPTS = ["two words", "", "a", "the third one, the longest by far", "ä"]
 
 
@@ -219,7 +226,9 @@ def test_a_text_continues_past_the_window_on_request(run, model, ran, caplog) ->
     out = generate(model, [TOKENIZER.encode("a")], **options)[0].tolist()
     flags = ["--greedy", "--window", "slide", "--max_new_tokens", "90", "--min_new_tokens", "90"]
     assert ran("generate", run, "a", *flags).out == TOKENIZER.decode(out) + "\n" and "window" not in caplog.text
-    # Where it isn't, the end says how.
+    # Where it isn't, the end says how, unless as many tokens were asked for.
+    assert main(["generate", run, "a", "--greedy", "--min_new_tokens", "39", "--max_new_tokens", "39"]) == 0
+    assert not caplog.text
     assert main(["generate", run, "a", "--greedy", "--min_new_tokens", "39"]) == 0
     assert "the model's 40 positions" in caplog.text and "--window slide --max_new_tokens" in caplog.text
 

@@ -11,6 +11,7 @@ from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator
 from fastformer.generation.engines.cpp_support import why_no_cpp_engine
 from fastformer.models import GPT, Transformer
+from tests.encoding.folders import bert
 from tests.generation.small import tiny
 
 FEW = ["--max_new_tokens", "6", "--device", "cpu"]
@@ -58,5 +59,8 @@ def test_existing_files_stay(run, tmp_path, ran) -> None:
     for out in (run, str(tmp_path), str(tmp_path / "mine")):
         assert "expected a new or an empty folder" in ran("quantize", run, out, code=1).err
     assert Transformer.from_pretrained(run).precision is None
-    assert main(["quantize", str(tmp_path), str(tmp_path / "new")]) == 1
+    (tmp_path / "encoder").mkdir()
+    bert(tmp_path / "encoder")
+    for folder in (tmp_path, tmp_path / "encoder"):
+        assert main(["quantize", str(folder), str(tmp_path / "new")]) == 1
     assert not (tmp_path / "new").exists()

@@ -13,7 +13,7 @@ from fastformer.checkpoints import load_model
 from fastformer.cli import main
 from fastformer.data import ByteTokenizer
 from fastformer.data.examples import windows
-from fastformer.generation import Translator, score
+from fastformer.generation import Ensemble, Translator, score
 from fastformer.models import GPT
 from fastformer.training.evaluate import corpus_scores
 from tests.generation.small import tiny
@@ -64,7 +64,7 @@ def test_two_systems_are_compared(files, ran) -> None:
     assert [bleu[0], chrf[0]] == ["BLEU", "chrF"] and float(bleu[1]) > float(bleu[3])
     assert bleu[1] == f"{corpus_scores(BETTER, REFERENCE)['BLEU'][0]:.2f}"
     assert bleu[3] == f"{corpus_scores(WORSE, REFERENCE)['BLEU'][0]:.2f}"
-    assert 0 < float(chrf[6]) < 0.2 and float(same[6]) == 1 and same[1] == same[3]
+    assert "bs:1000|" in chrf[-1] and 0 < float(chrf[6]) < 0.2 and float(same[6]) == 1 and same[1] == same[3]
 
 
 def test_tensors_of_wrong_sizes_are_named(files, tmp_path, ran) -> None:
@@ -148,11 +148,17 @@ def test_the_perplexity_of_a_text_is_that_of_a_validation(language_model, tmp_pa
     ((total, mean, perplexity),) = rows_of(out)
     assert total == pytest.approx(-nll * len(text), rel=1e-5)  # a token a byte, EOS, and nothing for the first
     assert (mean, perplexity) == pytest.approx((-nll, math.exp(nll)), rel=1e-5)
-    assert f"{total / len(text):.4f} a character" in err
+    assert f"{total / len(text):.4f} a character" in err and "scored 1 text of" in err
     other = rows_of(ran("score", language_model, "--file", str(file)).out)[0]
     assert other != pytest.approx([total, mean, perplexity], rel=1e-6)
-    assert main(["score", f"{language_model},{language_model}", "--file", str(file)]) == 0
-    assert rows_of(capsys.readouterr().out)[0] == pytest.approx(other, rel=1e-5)
+    tiny(GPT, max_len=16, seed=1).save_pretrained(tmp_path / "second", ByteTokenizer())
+    second, _ = load_model(tmp_path / "second", ("GPT",))
+    file.write_bytes(b"a text\n\xff\n")
+    assert "UTF-8" in ran("score", language_model, "--file", str(file), code=1).err
+    both = ["score", f"{language_model},{tmp_path / 'second'}", "--file", str(file), "--on_error", "skip"]
+    row = [*tokenizer.encode("a text\n"), 1]
+    due = math.fsum(score(Ensemble([model, second]), [row])[0])
+    assert rows_of(ran(*both).out)[0][0] == pytest.approx(due, rel=1e-5)
 
 
 def test_each_line_of_a_text_is_read_by_itself(language_model, tmp_path, ran, caplog) -> None:

@@ -32,7 +32,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_flags_override_the_file_and_the_file_overrides_defaults(translator_folder, started, tmp_path) -> None:
     config = tmp_path / "serve.yaml"
     config.write_text(
-        "port: 9000\nmax_waiting: 7\nmax_texts: 9\nnum_beams: 3\nlength_penalty: 0.5\ntimeout_s: 5\nsource_lang: en\n"
+        "port: 9000\nmax_waiting: 7\nmax_texts: 9\nnum_beams: 3\nlength_penalty: 0\ntimeout_s: 5\nsource_lang: en\n"
     )
     # Two of the flags have the values that they have by default.
     words = ["--config", str(config), "--port", "8000", "--max_waiting=256", "--num_beams", "2", "--target_lang", "de"]
@@ -42,7 +42,7 @@ def test_flags_override_the_file_and_the_file_overrides_defaults(translator_fold
     assert server.places == ("127.0.0.1", 8000)
     limits = service.limits
     assert (limits.max_waiting, limits.max_texts, limits.timeout_s, limits.max_beams) == (256, 9, 5.0, 8)
-    assert (service.config.num_beams, service.config.length_penalty) == (2, 0.5)
+    assert (service.config.num_beams, service.config.length_penalty) == (2, 0)
     assert service.codes.defaults() == ("en", "de")
 
 
@@ -74,7 +74,7 @@ def test_a_mistake_in_a_flag_is_an_error(started, tmp_path, capsys, flag) -> Non
     assert flag[2:].partition("=")[0] in capsys.readouterr().err and not started
 
 
-LOCAL = ["127.0.0.1", "127.0.0.9", "localhost", "::1", "[::1]"]
+LOCAL = ["127.0.0.1", "LocalHost", "127.0.0.9", "localhost", "::1", "[::1]"]
 OPEN = ["0.0.0.0", "::", "192.168.1.2", "server.example", ""]
 
 

@@ -161,6 +161,8 @@ def test_scores_of_a_file_with_empty_and_bad_lines(run, expected, tmp_path, ran,
     assert "ref.txt, line 3: expected UTF-8" in err and "--on_error skip" in err
     assert "chrF 100.00" in ran(*arguments, "--on_error", "skip").err
     assert "omitted 1 of 4 lines from the scores" in caplog.text
+    reference.write_bytes(b"\xff\n" * 4)
+    assert "ref.txt, line 1: expected UTF-8" in ran(*arguments, "--on_error", "skip", code=1).err
     reference.write_text("one line\n")
     assert "expected as many lines in" in ran(*arguments, code=1).err
 
@@ -192,6 +194,8 @@ def test_a_bad_line_is_named_or_skipped(run, expected, tmp_path, ran, caplog) ->
     assert any("line 3: expected UTF-8" in line for line in said)
     assert any("skipped text 2: expected at most 40 tokens, got 61" in line for line in said)
     assert said[-1] == "skipped 2 of 5 texts; their translations are empty"
+    (tmp_path / "in.csv").write_text("en,de\none,eins\n")  # a table without a column
+    assert "in.csv:en" in ran("translate", run, "--file", str(tmp_path / "in.csv"), code=1).err
     file.write_bytes(b"one\n" + b"x" * 60 + b"\n")
     assert "text 2: expected at most 40 tokens, got 61: split it into sentences" in ran(*arguments, code=1).err
     assert lines_of(ran(*arguments, "--skip_long").out) == [shown(expected("one")), ""]
@@ -260,6 +264,9 @@ def test_a_terminal_gets_no_control_characters(run, monkeypatch) -> None:
         monkeypatch.setattr(sys, "stdout", screen)
         assert main(["translate", run, "a", *FEW]) == 0
         assert screen.getvalue() == ("\\x1b[31mred\\x07\tend\n" if is_terminal else said + "\n")
+    monkeypatch.setattr(sys, "stdout", screen := io.StringIO())
+    assert main(["translate", run, "a", "--align", *FEW]) == 0
+    assert screen.getvalue().count("\t") == 1  # the one in front of the alignment
 
 
 def test_contradictions(run, tmp_path, capsys) -> None:
@@ -358,6 +365,7 @@ def test_alignments_follow_the_translations(run, tmp_path, capsys, ran) -> None:
     assert best[2] == ["2", "-inf", "", ""] and best[0][2].startswith("x y") and "-0" in best[0][3].split()[0]
     for flags, expected in (
         (["--align_layer", "2"], "expected --align"),
+        (["--align_head", "1"], "expected --align"),
         (["--align", "--align_layer", "3"], "a layer from 1 to 2"),
         (["--align", "--align_head", "0"], "head"),
         (["--align=letters"], "--align"),

@@ -1,10 +1,13 @@
-"""Lists the public names with their signatures, and the state_dict of a tiny model of each class."""
+"""Lists the public names with their signatures, the flags of the commands, the fields of the server's requests, and the
+state_dict of a tiny model of each class.
+"""
 
 from __future__ import annotations
 
 import ast
 import importlib
 import inspect
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,9 @@ import torch
 from torch import nn
 
 import fastformer
+from fastformer.cli import COMMANDS
+from fastformer.commands._parsing import make_parser
+from fastformer.settings import describe_bounds
 from tests.frozen.models import STATE_DICTS
 
 # Where people import from; README and DIFFERENCES.md name them.
@@ -134,6 +140,41 @@ def changed_parameters(frozen: dict[str, str], now: dict[str, str], where: str) 
         if name not in frozen and not (" = " in kind or kind.startswith("var_")):
             found.append(f"{where}: {name} is new, and has no default")
     return found
+
+
+def flags_now() -> dict[str, dict[str, str]]:
+    """Returns the flags of each command, with the allowed values and the default."""
+    found = {}
+    for command in COMMANDS.keys() - {"doctor"}:
+        module = importlib.import_module(f"fastformer.commands.{command}")
+        parser, hints = make_parser(module, command)
+        actions = {flag: action for action in parser._actions for flag in action.option_strings}
+        found[command] = {
+            name: f"{describe_bounds(hint)} = {actions[f'--{name}'].default!r}"
+            for name, hint in sorted(hints.items())
+            if f"--{name}" in actions
+        }
+    return dict(sorted(found.items()))
+
+
+def fields_of(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the fields of the bodies of requests in a schema of OpenAPI, with their types, bounds and defaults."""
+    bodies = {
+        content["schema"]["$ref"].rpartition("/")[2]
+        for methods in schema["paths"].values()
+        for content in methods.get("post", {}).get("requestBody", {}).get("content", {}).values()
+        if "$ref" in content["schema"]
+    }
+    described = {name: each for name, each in schema["components"]["schemas"].items() if "properties" in each}
+    inner = {name for name in described if any(f'/{name}"' in json.dumps(described[body]) for body in bodies)}
+    return {
+        name: {
+            field: {key: value for key, value in each.items() if key not in ("title", "description")}
+            | {"required": field in described[name].get("required", ())}
+            for field, each in described[name]["properties"].items()
+        }
+        for name in sorted(bodies | inner)
+    }
 
 
 def state_dicts_now() -> dict[str, dict[str, list[int]]]:

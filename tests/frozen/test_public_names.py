@@ -1,4 +1,4 @@
-"""Public names, signatures and state_dict keys are still there; new ones may be added."""
+"""Public names, signatures, flags and state_dict keys are still there; new ones may be added."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from tests.frozen.names import described, missing, state_dicts_now
-from tests.frozen.write import NAMES, STATE_DICTS
+from tests.frozen.names import described, flags_now, missing, state_dicts_now
+from tests.frozen.write import FLAGS, NAMES, STATE_DICTS
 
 FROZEN = json.loads(NAMES.read_text())
 
@@ -22,6 +22,17 @@ def test_public_names_still_exist(package) -> None:
         change
         for name, frozen in FROZEN[package].items()
         for change in missing(frozen, described(getattr(module, name)), name)
+    ]
+    assert not changes, "\n".join(changes)
+
+
+def test_flags_have_their_bounds_and_defaults() -> None:
+    frozen, now = json.loads(FLAGS.read_text()), flags_now()
+    changes = [
+        f"{command} --{flag}: was {value}, is {now[command].get(flag)}"
+        for command, flags in frozen.items()
+        for flag, value in flags.items()
+        if now[command].get(flag) != value
     ]
     assert not changes, "\n".join(changes)
 

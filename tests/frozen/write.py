@@ -1,4 +1,4 @@
-"""Writes the frozen files again: `python -m tests.frozen.write names`, `... journeys` or `... run`.
+"""Writes the frozen files again: `python -m tests.frozen.write names`, `... fields`, `... journeys` or `... run`.
 
 Do so only where a change of behaviour is meant; say which, and why, in the commit message. New public names need no
 writing, for only what is frozen is held. `run` trains the run folder again, which gives up the proof that folders of
@@ -22,6 +22,7 @@ import torch  # noqa: E402
 
 HERE = Path(__file__).parent
 NAMES, STATE_DICTS, JOURNEYS = HERE / "public_names.json", HERE / "state_dicts.json", HERE / "journeys.json"
+FLAGS, FIELDS = HERE / "flags.json", HERE / "fields.json"
 
 
 def write(file: Path, values: dict[str, Any], *, depth: int) -> None:
@@ -37,10 +38,24 @@ def write(file: Path, values: dict[str, Any], *, depth: int) -> None:
 
 
 def write_names() -> None:
-    from tests.frozen.names import names_now, state_dicts_now
+    from tests.frozen.names import flags_now, names_now, state_dicts_now
 
     write(NAMES, names_now(), depth=2)
     write(STATE_DICTS, state_dicts_now(), depth=1)
+    write(FLAGS, flags_now(), depth=2)
+
+
+def write_fields() -> None:
+    from fastformer.serving import make_app, open_service
+    from tests.frozen.names import fields_of
+    from tests.serving.models import services
+
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, path in services(Path(folder)).items():
+            pair = {"source_lang": "en", "target_lang": "de"} if name == "translator" else {}
+            found[name] = fields_of(make_app(open_service(path, **pair)).openapi())
+    write(FIELDS, found, depth=3)
 
 
 def write_journeys() -> None:
@@ -86,4 +101,4 @@ def write_run() -> None:
 
 
 if __name__ == "__main__":
-    {"names": write_names, "journeys": write_journeys, "run": write_run}[sys.argv[1]]()
+    {"names": write_names, "fields": write_fields, "journeys": write_journeys, "run": write_run}[sys.argv[1]]()
