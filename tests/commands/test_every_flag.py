@@ -323,8 +323,8 @@ def test_each_flag_of_serve_reaches_the_server(flag, places, served, capsys) -> 
     assert made[0] != made[1]
 
 
-# The settings of trainings: of each, the flags that have another value than the default, as `TrainConfig.from_dict` reads
-# them. What a setting then changes is in tests/training/test_every_setting.py.
+# The settings of trainings with other values than the defaults, as `TrainConfig.from_dict` reads them. What a setting
+# then changes is in tests/training/test_every_setting.py.
 TRAININGS: dict[str, dict[str, Any]] = {
     "files of pairs": {
         "train_source": "a,b", "train_target": "c,d", "val_source": "e", "val_target": "f", "data_weights": "2,0.5",
