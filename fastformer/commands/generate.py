@@ -45,6 +45,7 @@ def generate(
     config: str | None = None,
     greedy: bool = False,
     cut: bool = False,
+    parse_special: bool = True,
     **options: Any,
 ) -> None:
     """Continues a prompt with a language model.
@@ -72,6 +73,8 @@ def generate(
         config: a YAML file with options of decoding, such as top_k: 40; flags override it
         greedy: always choose the best token, without sampling; --num_beams above 1 searches without sampling
         cut: if a prompt leaves no room in the model's positions, use only its end, instead of raising an error
+        parse_special: special tokens that a prompt spells become their ids, as in completions of the server; false:
+            they are ordinary text
         options: the flags of decoding
     """
     from fastformer.checkpoints import load_model
@@ -98,7 +101,8 @@ def generate(
         asked = with_folder_options(theirs, values, model.config.max_len)
     asked = replace(asked, precision=asked_precision(model, asked.precision))
     is_open = is_foreign and asked.max_new_tokens is None and asked.max_length is None
-    say = _Sayings(tokenizer, asked, model.config.max_len, limit=_MANY if is_open else None, cuts=cut)
+    limit = _MANY if is_open else None
+    say = _Sayings(tokenizer, asked, model.config.max_len, limit=limit, cuts=cut, parses=parse_special)
     if prompt is None or prompt == "-":
         _continue_lines(model, asked, say, "-" if file is None else file, on_error)
     else:
@@ -151,19 +155,28 @@ class _Sayings:
         max_len: the number of the model's positions.
         limit: the most new tokens if the config sets none.
         cuts: whether a prompt that leaves no room is cut to its end.
+        parses: whether special tokens in prompts become their ids.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, config: GenerationConfig, max_len: int, *, limit: int | None, cuts: bool
+        self,
+        tokenizer: Tokenizer,
+        config: GenerationConfig,
+        max_len: int,
+        *,
+        limit: int | None,
+        cuts: bool,
+        parses: bool,
     ) -> None:
         self.tokenizer, self._stop, self._max_len, self.limit = tokenizer, config.stop_strings, max_len, limit
         self._tokens = self._unknown = self._cut = self._limited = self._shortened = 0
+        self._encode = tokenizer.encode_prompt if parses else tokenizer.encode
         # A cut prompt leaves room for the new tokens that were asked for, else for a quarter of the positions.
         self._room = config.max_new_tokens or min(limit or max_len, max(1, max_len // 4)) if cuts else 0
 
     def encode(self, prompt: str) -> list[int]:
         """Returns the ids of a prompt."""
-        ids = self.tokenizer.encode(prompt)
+        ids = self._encode(prompt)
         if self._room and len(ids) + self._room > self._max_len:
             begin = self.tokenizer.encode("")  # BOS, if the tokenizer adds one
             begin = begin if ids[: len(begin)] == begin else []

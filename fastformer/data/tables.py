@@ -5,7 +5,8 @@ nested columns. In CSV and TSV a name is looked up in the first line. A number c
 line is text, too. Fields of TSV are never quoted.
 
 Every row counts, so that columns of several files stay aligned: one without a usable text is a `BadRow`, and a blank
-line of CSV or TSV is an empty text. Only blank lines at the end of a table with several columns aren't rows.
+line of CSV, TSV or JSON lines is an empty text. Only blank lines at the end of JSON lines, and of a table with several
+columns, aren't rows.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _KINDS = {
 }  # fmt: skip
 _PACKED = (".gz", ".bz2", ".xz", ".zst")
 _MISSING = object()
+_BLANK = object()
 _BOM = b"\xef\xbb\xbf"
 _NAMED_DELIMITER = re.compile(r"sep=(.)\r?\n")  # a first line that spreadsheets read
 _SPACE = re.compile(r"\s*")
@@ -112,8 +114,8 @@ def stream_column(file: str, column: str) -> Iterator[tuple[int, str | BadRow]]:
     for number, row in _parquet(file, column) if kind == "Parquet" else _json(file):
         if len(shown) < _SHOWN_ROWS:
             shown.append(row)
-        value = row if isinstance(row, BadRow) else _look_up(row, column)
-        found = found or not (value is _MISSING or isinstance(value, BadRow))
+        value = row if isinstance(row, BadRow) else "" if row is _BLANK else _look_up(row, column)
+        found = found or not (row is _BLANK or value is _MISSING or isinstance(value, BadRow))
         waiting.append((number, value))
         if found:
             yield from ((number, _as_text(value, column)) for number, value in waiting)
@@ -156,8 +158,7 @@ def _json(file: str) -> Iterator[tuple[int, object]]:
             if is_whole:
                 yield from enumerate(_values(file, line + stream.read()), 1)
                 return
-            for blank in range(last + 1, number) if last else ():
-                yield blank, BadRow("empty", "expected a JSON object on each line, got an empty line")
+            yield from ((blank, _BLANK) for blank in range(last + 1, number) if last)
             last = number
             try:
                 yield number, json.loads(line)

@@ -15,7 +15,7 @@ from fastformer.serving.answers import answer, error_schemas, until_gone
 from fastformer.serving.codes import AUTO, Detected
 from fastformer.serving.html_text import HtmlPage
 from fastformer.serving.limits import Limits
-from fastformer.serving.openai_bodies import Int, Texts
+from fastformer.serving.openai_bodies import Int, Texts, with_bounds
 from fastformer.serving.service import TranslateService
 
 BODY_KEYS = ("/translate", "/detect", "/languages", "/frontend/settings")  # paths whose bodies may hold the api_key
@@ -25,7 +25,7 @@ UNQUEUED = ("/detect",)
 class TranslateBody(BaseModel):
     """The body of a POST /translate request."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True, json_schema_extra=with_bounds)
 
     q: str | Texts
     source: str

@@ -166,7 +166,7 @@ def _add_embeddings(found: APIRouter, service: EmbedService, limits: Limits) -> 
                 # An embedding that is cut is no longer of length 1.
                 normalize=(body.dimensions is not None and service.encoder.normalizes) or None,
                 truncate_dim=body.dimensions,
-                cuts=bool(body.truncate),
+                cuts=bool(body.truncation if body.truncate is None else body.truncate),
                 timeout=body.timeout,
             )
             encoded = await until_gone(http, work)

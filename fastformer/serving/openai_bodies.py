@@ -93,6 +93,18 @@ TokenIds: TypeAlias = Annotated[list[Token], Field(min_length=1, fail_fast=True)
 Texts: TypeAlias = Annotated[list[str], Field(fail_fast=True)]
 
 
+_BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+
+
+def with_bounds(schema: Any) -> None:
+    """Gives the bounds of integers the names of JSON's schemas; pydantic leaves its own behind a validator."""
+    if isinstance(schema, dict):
+        for name in _BOUNDS.keys() & schema.keys() if schema.get("type") == "integer" else ():
+            schema[_BOUNDS[name]] = schema.pop(name)
+    for each in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        with_bounds(each)
+
+
 class Body(BaseModel):
     """The base of request bodies. Fields that it doesn't have are kept for `unsupported_field`.
 
@@ -100,7 +112,7 @@ class Body(BaseModel):
         unsupported: fields that it doesn't have and that would change the answer, with the values that ask for nothing.
     """
 
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, json_schema_extra=with_bounds)
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
@@ -234,11 +246,12 @@ class ChatBody(GenerateBody):
 
 
 class EmbeddingsBody(Body):
-    """The body of a POST /v1/embeddings request; prompt_name, truncate and timeout aren't OpenAI's.
+    """The body of a POST /v1/embeddings request; prompt_name, truncate, truncation and timeout aren't OpenAI's.
 
     Attributes:
         input: a text or several. Ids are refused: clients make them for another model's vocabulary.
         truncate: cut texts that are too long; without it they are an error.
+        truncation: the same, as Voyage names it.
     """
 
     unsupported = UNSUPPORTED_OF_ENCODERS
@@ -254,6 +267,7 @@ class EmbeddingsBody(Body):
     dimensions: Annotated[Int, Field(ge=1)] | None = None
     prompt_name: str | None = None
     truncate: bool | None = None
+    truncation: bool | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
 
 

@@ -34,7 +34,7 @@ class DocumentsBody(Body):
         timeout: seconds after which the request fails; at most the server's limit.
     """
 
-    unsupported = UNSUPPORTED_OF_ENCODERS
+    unsupported = {**UNSUPPORTED_OF_ENCODERS, "truncation": (True,)}  # as Voyage says that long texts are cut
 
     model: str | None = None
     query: Text

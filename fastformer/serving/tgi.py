@@ -15,7 +15,7 @@ from fastformer.serving import tei
 from fastformer.serving.answers import EventStream, answer, behind, event, until_gone
 from fastformer.serving.generator_service import GenerateService
 from fastformer.serving.limits import Limits
-from fastformer.serving.openai_bodies import EVENTS, LEAST_LOG_PROB, UNSUPPORTED, Body, Int, Stop, unsupported_field
+from fastformer.serving.openai_bodies import EVENTS, UNSUPPORTED, Body, Int, Stop, unsupported_field
 from fastformer.serving.service import Service
 from fastformer.serving.tei import ERRORS, TeiError
 
@@ -174,7 +174,7 @@ class _Said:
     def token(self, one: ScoredToken, text: str) -> dict[str, Any]:
         """Returns the JSON value of a token."""
         is_special = self._names.is_special(one.token)
-        return {"id": one.token, "text": text, "logprob": max(LEAST_LOG_PROB, one.log_prob), "special": is_special}
+        return {"id": one.token, "text": text, "logprob": one.log_prob, "special": is_special}
 
     def details(self, tokens: Sequence[ScoredToken], reason: FinishReason) -> dict[str, Any]:
         """Returns the JSON value of an answer's details: the reason of its end, and the number of tokens."""

@@ -15,7 +15,7 @@ from fastformer.serving.answers import ErrorBody, EventStream, answer, error_sch
 from fastformer.serving.answers import error_response as error_response
 from fastformer.serving.codes import AUTO
 from fastformer.serving.limits import Limits
-from fastformer.serving.openai_bodies import EVENTS, Int, Texts
+from fastformer.serving.openai_bodies import EVENTS, Int, Texts, with_bounds
 from fastformer.serving.service import TranslateService
 
 _OPTIONS = (
@@ -27,7 +27,7 @@ _OPTIONS = (
 class Ask(BaseModel):
     """The body of a POST /v1/translate request. Missing fields have the server's or the library's defaults."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=with_bounds)
 
     text: str | Texts
     source_lang: str | None = Field(None, description="a code of /languages, or auto")

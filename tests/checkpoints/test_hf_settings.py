@@ -13,6 +13,7 @@ import transformers
 
 from fastformer.checkpoints.hf import DECODER_FORMS, FAMILIES
 from fastformer.checkpoints.hf.decoder import special_ids
+from fastformer.checkpoints.hf.fields import check_fields
 from fastformer.models import GPT, GPTConfig
 
 IS_OLD = int(transformers.__version__.split(".")[0]) < 5
@@ -164,6 +165,14 @@ def test_options_that_no_family_has_are_named(options, named) -> None:
         to_huggingface(GPT(GPTConfig(20, **sizes, **options)))
     others = {"rms": "NeoX", "layer": "Gemma"}  # which are of another kind
     assert options.get("positions") == "sinusoidal" or others[options.get("norm", "layer")] not in str(raised.value)
+
+
+def test_a_window_that_is_not_used_is_none() -> None:
+    settings = SIZES | {"model_type": "llama", "sliding_window": 32}
+    check_fields(settings | {"use_sliding_window": False}, "decoder")
+    for more in ({}, {"use_sliding_window": True}, {"use_sliding_window": False, "attention_chunk_size": 32}):
+        with pytest.raises(ValueError, match="sliding_window|attention_chunk_size"):
+            check_fields(settings | more, "decoder")
 
 
 def test_unused_ids_of_a_decoder_are_omitted() -> None:

@@ -171,6 +171,9 @@ def test_it_continues_as_transformers_does(folder, capsys, ran, tmp_path) -> Non
     expected = [by_transformers(folder, text, 8) for text in TEXTS]
     for text, line in zip(TEXTS, expected, strict=True):
         assert ran("generate", str(folder), text, "--greedy", *FEW).out == line + "\n"
+    text = "<|im_start|>two birds"  # a special token, which is shown as it was typed
+    parsed = by_transformers(folder, text, 8).removeprefix("two birds")
+    assert ran("generate", str(folder), text, "--greedy", *FEW).out == text + parsed + "\n"
     (tmp_path / "in").write_text("\n".join(TEXTS) + "\n")
     assert main(["generate", str(folder), "--file", str(tmp_path / "in"), "--greedy", *FEW]) == 0
     assert capsys.readouterr().out.split("\n")[:-1] == [re.sub("\n", r"\\n", line) for line in expected]

@@ -130,6 +130,9 @@ CASES: dict[str, dict[str, Row]] = {
         "greedy": (f"a {FEW} --seed 1", f"a {FEW} --seed 1 --greedy"),
         "cut": (f"{'x' * 50} --greedy", f"{'x' * 50} --greedy --cut"),
     },
+    "generate {llama}": {
+        "parse_special": tuple(f"'<|im_start|>dog' --greedy {FEW} {flag}" for flag in ("", "--parse_special=false")),
+    },
     "chat {llama}": {
         "system": (f"--greedy {FEW}", f"--greedy {FEW} --system 'be brief'", "two birds"),
         "greedy": (f"{FEW} --seed 1", f"{FEW} --seed 1 --greedy", "two birds"),

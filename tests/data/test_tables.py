@@ -195,6 +195,7 @@ def test_blank_rows_keep_their_places(tmp_path, caplog) -> None:
     (tmp_path / "p.jsonl").write_text(f"{lines[0]}\n\n{lines[1]}\n\n")
     with pytest.raises(ValueError, match=r"\bline 2\b"):
         read_lines(tmp_path / "p.jsonl:en")
+    assert all_lines(f"{tmp_path}/p.jsonl:en") == ["one", "", "two"]
     for kind in ("csv", "tsv"):  # a blank line behind several columns is no row
         rows = "en,de\n1 a,b\n\n2 a,b\n\n\n".replace(",", "," if kind == "csv" else "\t")
         (tmp_path / f"p.{kind}").write_text(rows)

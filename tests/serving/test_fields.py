@@ -111,6 +111,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Case]]] = {
             "dimensions": (3, 4),
             "prompt_name": (None, "query"),
             "truncate": (False, True, {"input": LONG}),
+            "truncation": (False, True, {"input": LONG}),
             "timeout": (1e-9, 20),
         },
     ),

@@ -123,7 +123,8 @@ def check_fields(settings: Mapping[str, Any], kind: str) -> None:
     for name in _WINDOWS:
         value = settings.get(name)
         is_wide = isinstance(value, int) and isinstance(limit, int) and value >= limit
-        if kind == "decoder" and name not in known and value is not None and not is_wide:
+        is_off = name == "sliding_window" and settings.get("use_sliding_window") is False
+        if kind == "decoder" and name not in known and value is not None and not is_wide and not is_off:
             raise ValueError(f"expected no {name} in a model without windows, got {value!r}")
 
 
