@@ -9,9 +9,10 @@ INSTALLED := $(VENV)/.installed
 demo: $(INSTALLED)
 	$(BIN)/fastformer demo --out demo
 
-# Two processes of one thread each: the tests are many and small.
+# Two processes of one thread each: the tests are many and small. Modules are stored compiled, whatever the surroundings
+# say: they would be compiled once more in each process, and tests start many.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
 # The numeric tests as on other kinds of CPU. NumPy's OpenBLAS, which makes the products of Triton's interpreter, has
 # kernels for each kind; torch, oneDNN and the extension have AVX2 forms. Half an hour on two cores.

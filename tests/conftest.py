@@ -6,9 +6,12 @@ import asyncio
 import atexit
 import dataclasses
 import functools
+import gc
 import inspect
+import logging
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -16,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 HAS_GPU = torch.cuda.is_available()
+gc.disable()  # until all tests are collected: nearly all that is made until then stays
 
 # These are read when kernels are imported or first compiled, so they are set before anything else.
 os.environ.setdefault("FASTFORMER_STRICT", "1")
@@ -30,6 +34,7 @@ import importlib.util  # noqa: E402
 
 import pytest  # noqa: E402
 import torch.utils.deterministic  # noqa: E402
+from _pytest.logging import catching_logs  # noqa: E402
 
 from tests.quick_interpreter import fuse, quicken  # noqa: E402
 
@@ -38,6 +43,10 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 if not HAS_GPU and importlib.util.find_spec("triton"):
     quicken()
     fuse()
+if not HAS_GPU:
+    # For devices that are missing, torch.manual_seed keeps the seed and the stack of each call.
+    for absent in (torch.cuda, torch.xpu, torch.mtia):
+        absent.manual_seed_all = lambda seed: None
 
 if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
     # Inductor checks the CPU and not this variable, and on a CPU with AVX-512 mixes 16 lanes with ATen's 8.
@@ -60,6 +69,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = items[int(index) :: int(count)]
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Lets the garbage collector begin, which needn't look at millions of objects of modules and tests each time."""
+    gc.freeze()
+    gc.enable()
+    if scheduler := sys.modules.get("fastformer.generation.scheduler"):
+        scheduler._CPU_BYTES = 2**24  # the default memory of a batch, which is filled with NaN in every test with one
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Runs a test that is a coroutine in an event loop of its own, for up to 30 seconds."""
@@ -70,21 +87,41 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+def _catch_logs_of_root(self: Any) -> Any:
+    """Catches what reaches the root logger, as pytest before 9.1.
+
+    Later ones look through all loggers, which are thousands with transformers, six times a test.
+    """
+    root = logging.getLogger()
+    if self.level is not None:
+        self.handler.setLevel(self.level)
+        self.orig_level = root.level
+        root.setLevel(min(self.orig_level, self.level))
+    root.addHandler(self.handler)
+    self.attached_loggers.append(root)
+    return self.handler
+
+
+if hasattr(catching_logs, "attached_loggers"):
+    catching_logs.__enter__ = _catch_logs_of_root
+
+
 @pytest.fixture(autouse=True)
 def _surroundings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Seeds, fills fresh memory with NaN, and checks that a test restores the settings that it found."""
     torch.manual_seed(0)
     backend = getattr(request.node, "callspec", None) and request.node.callspec.params.get("backend")
-    if HAS_GPU or backend == "triton" or request.node.path.parent.name == "kernels":
+    has_kernels = HAS_GPU or backend == "triton" or request.node.path.parent.name == "kernels"
+    if torch.get_deterministic_debug_mode() != (0 if has_kernels else 1):  # to set it takes long
+        # Fresh memory is NaN then. Under Triton it would choose other kernels than users run.
+        torch.use_deterministic_algorithms(not has_kernels, warn_only=True)
+    if has_kernels:
         _poison_empty(monkeypatch)
     else:
-        # Under Triton this would choose other kernels than users run.
-        torch.use_deterministic_algorithms(True, warn_only=True)
         _poison_extension()
     settings = _settings()
     yield
     left = _settings()
-    torch.use_deterministic_algorithms(False)
     torch.set_num_threads(settings["threads"])
     torch.set_default_dtype(settings["default dtype"])
     torch.set_grad_enabled(settings["gradients"])

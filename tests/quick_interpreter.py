@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,98 @@ def quicken() -> None:
         interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
     if triton.__version__.startswith("3.6."):
         interpreter._patch_lang_tensor = _with_index(interpreter._patch_lang_tensor)
+    if triton.__version__.startswith("3.7."):
+        _share_types()
+        _shorten_calls()
+
+
+def _share_types() -> None:
+    """Makes one object of each type of a block, and derives from a type once what all values of the type share.
+
+    Each operation makes several types and values, and Triton checks every dimension of each.
+    """
+    import triton.language as tl
+
+    core: Any = tl.core
+    blocks: dict[Any, Any] = {}
+    make_block = core.block_type.__init__
+
+    def block(cls: Any, element_ty: Any, shape: Any) -> Any:
+        sizes = [size.value if isinstance(size, core.constexpr) else size for size in shape]
+        key = (element_ty.name, getattr(element_ty, "address_space", None), *sizes)
+        if key not in blocks:
+            made = object.__new__(cls)
+            make_block(made, element_ty, shape)
+            blocks[key] = made
+        return blocks[key]
+
+    def make_value(self: Any, handle: Any, type: Any) -> None:
+        if "of_values" not in vars(type):
+            shape = [*type.shape] if type.is_block() else []
+            type.of_values = core.tuple([*map(core.constexpr, shape)]), core.constexpr(math.prod(shape)), type.scalar
+        self.handle, self.type = handle, type
+        self.shape, self.numel, self.dtype = type.of_values
+
+    def same_first(compare: Callable[[Any, Any], Any], true: Any) -> Callable[[Any, Any], Any]:
+        return lambda self, other: true if self is other else compare(self, other)
+
+    core.block_type.__new__, core.block_type.__init__ = block, lambda self, element_ty, shape: None
+    core.tensor.__init__ = make_value
+    for owner, true in ((core.dtype, True), (core.block_type, True), (core.tuple, core.constexpr(True))):
+        owner.__eq__ = same_first(owner.__eq__, true)
+
+
+def _shorten_calls() -> None:
+    """Leaves out what Triton does in each call for cases that are not this one."""
+    import triton.language as tl
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime import interpreter
+
+    semantic: Any = TritonSemantic
+    check_types, constant, broadcast = (
+        semantic.binary_op_type_checking_impl,
+        semantic.scalar_constant,
+        semantic.broadcast_impl_value,
+    )
+    constants: dict[Any, Any] = {}
+    unwrap, wrapper = tl.core._unwrap_if_constexpr, tl.core.builtin(_shorten_calls).__code__
+
+    def check_types_if_different(self: Any, lhs: Any, rhs: Any, *allowed: bool, **options: bool) -> Any:
+        alike = type(lhs) is type(rhs) is tl.tensor and lhs.dtype is rhs.dtype
+        if alike and not lhs.dtype.is_ptr() and not options.get("div_or_mod"):
+            return self.broadcast_impl_value(lhs, rhs)
+        return check_types(self, lhs, rhs, *allowed, **options)
+
+    def broadcast_if_different(self: Any, lhs: Any, rhs: Any) -> Any:
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
+    def constant_once(self: Any, value: Any, dtype: Any) -> Any:
+        key = (type(value), value, dtype.name)
+        if key not in constants:
+            if len(constants) > 10_000:
+                constants.clear()
+            constants[key] = constant(self, value, dtype)
+            constants[key].handle.data.flags.writeable = False
+        return constants[key]
+
+    def patch(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function = member.__wrapped__ if member.__code__ is wrapper else member
+
+        def call(*args: Any, **options: Any) -> Any:
+            options["_semantic"] = interpreter.interpreter_semantic
+            return function(*args, **options)
+
+        scope.set_attr(owner, name, call)
+
+    def unwrap_first(o: Any) -> Any:
+        kind = type(o)
+        return o.value if kind is tl.constexpr else o if kind is int else unwrap(o)
+
+    tl.core._unwrap_if_constexpr = unwrap_first
+    interpreter._patch_attr = patch
+    semantic.binary_op_type_checking_impl = check_types_if_different
+    semantic.broadcast_impl_value = broadcast_if_different
+    semantic.scalar_constant = constant_once
 
 
 def fuse() -> None:
