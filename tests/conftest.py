@@ -45,6 +45,7 @@ if not HAS_GPU and importlib.util.find_spec("triton"):
     fuse()
 if not HAS_GPU:
     # For devices that are missing, torch.manual_seed keeps the seed and the stack of each call.
+    absent: Any
     for absent in (torch.cuda, torch.xpu, torch.mtia):
         absent.manual_seed_all = lambda seed: None
 
@@ -73,7 +74,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Lets the garbage collector begin, which needn't look at millions of objects of modules and tests each time."""
     gc.freeze()
     gc.enable()
-    if scheduler := sys.modules.get("fastformer.generation.scheduler"):
+    scheduler: Any = sys.modules.get("fastformer.generation.scheduler")
+    if scheduler is not None:
         scheduler._CPU_BYTES = 2**24  # the default memory of a batch, which is filled with NaN in every test with one
 
 

@@ -136,19 +136,23 @@ def compile_launch(launch: Launch, op: str, arch: int, cases: tuple[str, ...]) -
 
 def disassembled(cubin: bytes) -> tuple[dict[str, str], list[sass.Instruction]]:
     """Returns (REG and STACK as text, the instructions) of a compiled kernel."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = dict(re.findall(r"(REG|STACK):(\d+)", _tool("cuobjdump", "--dump-resource-usage", file.name)))
-        return usage, sass.parse(_tool("nvdisasm", "-c", file.name))
+    return usage_of(cubin), sass.parse(_tool("nvdisasm", "-c", cubin=cubin))
 
 
-def _tool(name: str, *arguments: str) -> str:
-    """Returns the output of one of the binary utilities that come with Triton."""
+def usage_of(cubin: bytes) -> dict[str, str]:
+    """Returns REG and STACK of a compiled kernel as text."""
+    return dict(re.findall(r"(REG|STACK):(\d+)", _tool("cuobjdump", "--dump-resource-usage", cubin=cubin)))
+
+
+def _tool(name: str, option: str, cubin: bytes) -> str:
+    """Returns what one of the binary utilities that come with Triton says about a compiled kernel."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    return subprocess.run([tool, *arguments], capture_output=True, text=True, check=True).stdout
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def problems_of(row: Row, products: list[int]) -> Iterator[str]:

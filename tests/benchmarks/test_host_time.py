@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("triton")
 
 
+@pytest.mark.slow
 def test_a_line_is_recorded(tmp_path: Path) -> None:
     out = tmp_path / "host_time.jsonl"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -479,7 +479,7 @@ from fastformer.models import GPT
 from fastformer.ops import _extension
 from tests.generation.weights import drawn
 
-EXT, vocab, rows = _extension.module(), 200_000, 400
+EXT, vocab, rows = _extension.module(), 100_000, 200
 model = drawn(GPT, vocab_size=vocab, d_model=8, num_heads=1, d_ff=8, num_layers=1, max_len=40)
 packed = EXT.PackedModel(pack_options(model, "fp32"), pack_tensors(model, "fp32"))
 sessions = [EXT.Session(packed, rows * 48) for _ in range(2)]
@@ -488,7 +488,7 @@ for session in sessions:
     session.step([3] * rows, 1, True, [], None, 1)
 in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 before = resource.getrlimit(resource.RLIMIT_AS)
-resource.setrlimit(resource.RLIMIT_AS, (in_use + 2**27, before[1]))
+resource.setrlimit(resource.RLIMIT_AS, (in_use + 2**25, before[1]))
 try:
     sessions[0].step([4] * rows, vocab, True, [], None, 1)
 except MemoryError:

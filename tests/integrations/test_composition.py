@@ -112,9 +112,12 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(
+few = pytest.mark.parametrize(
     "family", [pytest.param(name, marks=[pytest.mark.slow] if name == "marian" else []) for name in FAMILIES]
 )
+
+
+@few
 def test_compiles_as_one_graph_and_once(family):
     expected = Step(make(family, num_layers=1))
     model = accelerated(family, num_layers=1)
@@ -130,7 +133,7 @@ def test_compiles_as_one_graph_and_once(family):
     assert PACKED in step.ran, "beside the compiled model the same one packs"
 
 
-@families
+@few
 def test_a_model_in_evaluation_compiles_as_one_graph(family):
     """The engine, which runs an encoder in evaluation without gradients, leaves the call to the modules."""
     expected, model = make(family, num_layers=1).eval(), accelerated(family, num_layers=1).eval()

@@ -95,7 +95,12 @@ def test_each_rope_is_computed(rope) -> None:
     assert differences(converted_results(from_huggingface(theirs), kind), expected) == {}
 
 
-@kinds
+SAMPLE = ("bart", "t5", "gpt2", "gemma3_text", "bert", "modernbert")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in SAMPLE else pytest.mark.slow) for kind in FAMILIES]
+)
 def test_an_omitted_field_has_the_default_of_its_class(kind) -> None:
     """What a folder without a field loads as is what transformers makes of its config."""
     family = FAMILIES[kind]
@@ -108,14 +113,14 @@ def test_an_omitted_field_has_the_default_of_its_class(kind) -> None:
         except ValueError:
             return None
 
-    omitted = []
+    omitted, unchanged = [], loaded(saved)
     for name in saved.keys() - {"model_type", "architectures"}:
         less = {other: value for other, value in saved.items() if other != name}
         try:
             whole = type(theirs.config).from_dict(copy.deepcopy(less)).to_dict()
         except Exception:  # transformers makes no such config
             continue
-        found, expected = loaded(less), loaded(whole)
+        found, expected = loaded(less), unchanged if whole == saved else loaded(whole)
         if found is not None and expected is not None:
             assert found == expected, name
             omitted.append(name)

@@ -136,7 +136,8 @@ def test_an_encoder_alone(kind, calls_of):
         assert rows_computed(calls_of, lambda: model(**given, **counted)) == {RIGHT.numel()}
 
 
-@pytest.mark.parametrize("kind, mode", by_turns([T5EncoderModel, T5ForConditionalGeneration], ["eval", "train"]))
+@pytest.mark.parametrize("mode", ["train", pytest.param("eval", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [T5ForConditionalGeneration, pytest.param(T5EncoderModel, marks=pytest.mark.slow)])
 def test_compiles_as_one_graph_with_a_mask(kind, mode):
     """The plain model does so, too: no code reads the values of the mask."""
     if kind is T5ForConditionalGeneration and torch.__version__.startswith("2.11."):

@@ -50,10 +50,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-MODELS = [("marian", ""), ("bert", ""), ("gpt2", ""), ("llama", ""), ("gpt2", "fused loss"), ("gpt2", "LoRA")]
+MODELS = [("marian", ""), ("bert", ""), ("gpt2", "LoRA")]
+MORE = [("gpt2", ""), ("llama", ""), ("gpt2", "fused loss")]
 
 
-@pytest.mark.parametrize(("options", "family", "how"), by_turns(list(OPTIONS), MODELS))
+@pytest.mark.parametrize(
+    ("options", "family", "how"),
+    [
+        *by_turns(list(OPTIONS), MODELS),
+        *(pytest.param(name, *model, marks=pytest.mark.slow) for name in OPTIONS for model in MORE),
+    ],
+)
 def test_trainer(options, family, how, tmp_path):
     results: list[Trained] = []
     begun: dict[str, Tensor] = {}

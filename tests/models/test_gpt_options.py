@@ -210,7 +210,7 @@ FEW = [
 few = pytest.mark.parametrize("options", FEW)
 
 
-@pytest.mark.parametrize("options", [*FEW, pytest.param({"num_heads": 4}, id="gpt")])
+@pytest.mark.parametrize("options", [*FEW, pytest.param({"num_heads": 4}, id="gpt", marks=pytest.mark.slow)])
 def test_compiles_in_one_graph(options):
     """The dropout is the same, too. The slow cases are all families."""
     model = model_of(**options, dropout=0.1, attention_dropout=0.1)

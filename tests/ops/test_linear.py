@@ -77,8 +77,9 @@ def test_a_vocabulary_is_processed_in_chunks_of_rows(dtype: torch.dtype) -> None
     torch.manual_seed(0)
     x, weight = torch.randn(260, 64).to(dtype), torch.randn(66_000, 64).to(dtype)
     assert weight.numel() > 2**22
-    found = _product(x, weight)
-    assert_accurate(found, F.linear(x, weight), F.linear(x.double(), weight.double()))
+    found, some = _product(x, weight), weight[::97]
+    assert found.isfinite().all()  # all columns are written, and some are compared
+    assert_accurate(found[:, ::97], F.linear(x, some), F.linear(x.double(), some.double()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

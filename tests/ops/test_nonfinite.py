@@ -186,7 +186,9 @@ def test_as_in_plain_pytorch(op: Op, backend: str, dtype: torch.dtype, device: s
         pytest.skip("the fallback is the reference")
     if backend == "triton" and (device != "cpu" or dtype != torch.float32):
         pytest.skip("Triton's kernels are checked in fp32, through the interpreter")
-    if backend == "triton" and (op.name in NOT_INTERPRETED or op.name.endswith("-40")):
+    if backend != "cpp" and op.name.endswith("-40"):
+        pytest.skip("the C++ ops alone take another way if rows are few")
+    if backend == "triton" and op.name in NOT_INTERPRETED:
         pytest.skip("the interpreter is slow: one size of each kind runs on it")
     tensors = {name: value.to(dtype) for name, value in op.inputs().items()}
     with torch.no_grad():

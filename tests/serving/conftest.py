@@ -7,24 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from fastformer.data import ByteTokenizer
-from fastformer.models import Transformer
-
-SIZES = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 1}
+from tests.serving import models
 
 
 @pytest.fixture(scope="session")
-@torch.inference_mode(False)  # whichever test comes first
 def translator_folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny-translator"
-    torch.manual_seed(0)
-    model = Transformer.from_preset("tiny", vocab_size=259, max_len=64, **SIZES)
-    model.embedding.weight.data *= 3  # a fresh model is nearly uniform
-    model.save_pretrained(folder)
-    ByteTokenizer().save(folder)
-    return folder
+    return models.translator(tmp_path_factory.mktemp("models") / "tiny-translator")
 
 
 @pytest.fixture(scope="module")

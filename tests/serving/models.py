@@ -1,4 +1,4 @@
-"""Makes folders of small random models: a language model with a chat template, encoders, a classifier."""
+"""Makes folders of small random models: a translator, a language model with a chat template, encoders, a classifier."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from fastformer.data import Tokenizer
+from fastformer.data import ByteTokenizer, Tokenizer
 from fastformer.data.huggingface import LibraryBackend
 from fastformer.data.pieces import PieceBackend
-from fastformer.models import GPT
+from fastformer.models import GPT, Transformer
 from fastformer.special_ids import SpecialIds
 from tests.encoding import folders
 
@@ -65,6 +65,18 @@ def generator(
     return folder
 
 
+@torch.inference_mode(False)  # whichever test comes first
+def translator(folder: Path) -> Path:
+    """Makes a translator of bytes."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 1}
+    model = Transformer.from_preset("tiny", vocab_size=259, max_len=64, **sizes)
+    model.embedding.weight.data *= 3  # a fresh model is nearly uniform
+    model.save_pretrained(folder)
+    ByteTokenizer().save(folder)
+    return folder
+
+
 def encoder(folder: Path, **settings: Any) -> Path:
     """Makes a BERT with mean pooling, a norm after it, and a prompt."""
     folders.bert(folder)
@@ -81,6 +93,16 @@ def classifier(folder: Path, num_labels: int = 3) -> Path:
     labels = {"id2label": dict(enumerate(names)), "label2id": {name: place for place, name in enumerate(names)}}
     folders.bert(folder, num_labels=num_labels, **(labels if num_labels > 1 else {}))
     return folder
+
+
+def services(folder: Path) -> dict[str, Path]:
+    """Makes a folder of each kind of service."""
+    return {
+        "translator": translator(folder / "tiny-translator"),
+        "generator": generator(folder / "tiny"),
+        "encoder": encoder(folder / "mini"),
+        "ranker": classifier(folder / "ranker", 1),
+    }
 
 
 def folder_of(kind: str, folder: Path, translator_folder: Path) -> Path:

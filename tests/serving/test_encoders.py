@@ -113,7 +113,7 @@ def test_rerank_equals_the_librarys(ranker) -> None:
 def test_documents_are_ranked_as_the_library_ranks_them(route, ranker) -> None:
     library = CrossEncoder(ranker.service.encoder._folder.path)
     documents = [*MANY[:11], "a bird " * 60]  # the last is cut
-    body: dict[str, Any] = {"model": "ranker", "query": "a bird", "documents": documents}
+    body: dict[str, Any] = {"model": "ranker", "query": "a bird", "documents": documents, "truncation": True}
     found = httpx.post(f"{ranker.url}{route}", json=body).json()
     expected = library.rank("a bird", documents, return_documents=True, activation_fn=torch.nn.Sigmoid())
     assert found["results"] == [
@@ -129,6 +129,7 @@ def test_documents_are_ranked_as_the_library_ranks_them(route, ranker) -> None:
     mistakes: list[dict[str, Any]] = [
         {"documents": []}, {"documents": [{"title": "a"}]}, {"query": ""}, {"top_n": 0}, {"max_tokens_per_doc": 9},
         {"rank_fields": ["title"]}, {"documents": ["a"] * 2_049}, {"query": "\udcff"},
+        {"truncation": False},
     ]  # fmt: skip
     for wrong in mistakes:
         answer = httpx.post(f"{ranker.url}{route}", content=json.dumps(body | wrong), headers=JSON)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from fastformer.serving import open_service
+from tests.frozen import names as frozen
+from tests.frozen.write import FIELDS
 from tests.serving import models
 from tests.serving.asking import serving
 
@@ -108,6 +111,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Case]]] = {
             "dimensions": (3, 4),
             "prompt_name": (None, "query"),
             "truncate": (False, True, {"input": LONG}),
+            "truncation": (False, True, {"input": LONG}),
             "timeout": (1e-9, 20),
         },
     ),
@@ -197,14 +201,8 @@ ROUTES = {kind: [route for route, case in CASES.items() if case[0] == kind] for 
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory, translator_folder) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return {
-        "translator": translator_folder,
-        "generator": models.generator(folder / "tiny"),
-        "encoder": models.encoder(folder / "mini"),
-        "ranker": models.classifier(folder / "ranker", 1),
-    }
+def folders(tmp_path_factory) -> dict[str, Path]:
+    return models.services(tmp_path_factory.mktemp("models"))
 
 
 def fields_of(schema: dict[str, Any], known: dict[str, Any], before: str = "") -> Iterator[str]:
@@ -236,6 +234,10 @@ async def test_another_value_of_a_field_gives_another_answer(kind, folders) -> N
     async with serving(open_service(folders[kind], **pair), **options) as client:
         head = {"Authorization": "bearer the-key"}
         paths = client.app.openapi()
+        # Types, bounds and defaults are a promise to clients; new fields may be added.
+        bodies = frozen.fields_of(paths)
+        for name, fields in json.loads(FIELDS.read_text())[kind].items():
+            assert fields == {field: bodies[name].get(field) for field in fields}, name
         known, posts = paths.get("components", {}).get("schemas", {}), {}
         for path, methods in paths["paths"].items():
             if "post" in methods:

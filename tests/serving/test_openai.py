@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import socket
 import time
 import urllib.parse
@@ -216,11 +217,13 @@ def test_inference_client_generates(server, library) -> None:
     [(text, count)] = said(library, PROMPTS[0], max_new_tokens=9, do_sample=True, **drawn)
     found = inference.text_generation(PROMPTS[0], max_new_tokens=9, details=True, **drawn)
     assert found.generated_text == text and found.details.generated_tokens == len(found.details.tokens) == count
+    assert found.details.seed == 4
     assert "".join(inference.text_generation(PROMPTS[0], max_new_tokens=9, stream=True, **drawn)) == text
     whole = inference.text_generation(PROMPTS[0], max_new_tokens=9, return_full_text=True)
     assert whole == PROMPTS[0] + expected
-    last = [*inference.text_generation(PROMPTS[0], max_new_tokens=9, stream=True, details=True)][-1]
+    *_, last = pieces = [*inference.text_generation(PROMPTS[0], max_new_tokens=9, stream=True, details=True)]
     assert last.generated_text == expected and last.details.finish_reason in ("length", "eos_token")
+    assert last.details.seed is None and last.details.generated_tokens == len(pieces)
     for wrong in ({"best_of": 2}, {"watermark": True}, {"max_new_tokens": 10**9}, {"top_p": 2}, {"seed": -1}):
         answer = httpx.post(f"{server.url}/generate", json={"inputs": "a", "parameters": wrong})
         assert answer.status_code == 422 and answer.json()["error_type"] == "validation", answer.text
@@ -467,6 +470,39 @@ async def test_a_full_queue_and_a_deadline_are_errors_in_openais_format(folder) 
         assert b'"timeout_error"' in said and b"[DONE]" not in said
         assert said.count(b"event: error") == said.count(b'"error":{') == 1
         until(lambda: found.service.session.stats().running == 0 == found.service.session.stats().waiting)
+
+
+async def test_what_a_folder_samples_with_is_a_default_of_openais_routes_alone(folder, tmp_path) -> None:
+    """Each option of generation_config.json, for requests that have it and requests that omit it."""
+    own = {"temperature": 0.3, "top_k": 2, "top_p": 0.4, "repetition_penalty": 3.0}
+    copy = shutil.copytree(folder, tmp_path / "tiny")
+    (copy / "generation_config.json").write_text(json.dumps({"do_sample": True, **own}))
+    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+    async with serving(open_service(copy)) as http, serving(open_service(folder)) as plain:
+
+        async def texts(client: Any, **options: Any) -> tuple[Any, Any]:
+            body = {"prompt": PROMPTS[0], "max_tokens": 12, "seed": 5, **options}
+            completion = await client.post("/v1/completions", json=body)
+            options = {name: value for name, value in options.items() if (name, value) != ("top_k", 0)}
+            body = {"inputs": PROMPTS[0], "parameters": {"max_new_tokens": 12, "do_sample": True, "seed": 5, **options}}
+            generated = await client.post("/generate", json=body)
+            return completion.json()["choices"][0]["text"], generated.json()["generated_text"]
+
+        assert await texts(http, **neutral) == await texts(plain, **neutral)
+        for name, value in own.items():
+            given = {each: default for each, default in neutral.items() if each != name}
+            of_folder, of_tgi = await texts(http, **given)
+            explicit = await texts(plain, **{**given, name: value})
+            assert of_folder == explicit[0] != (await texts(plain, **neutral))[0], name
+            # TGI's routes take an option that shapes the distribution from the request alone.
+            assert of_tgi == (explicit if name == "repetition_penalty" else await texts(plain, **given))[1], name
+
+
+async def test_a_token_that_cannot_follow_has_a_number_in_json(folder) -> None:
+    async with serving(open_service(folder)) as http:
+        body = {"prompt": PROMPTS[0], "max_tokens": 2, "min_p": 1, "logprobs": 3, "temperature": 1}
+        likely = (await http.post("/v1/completions", json=body)).json()["choices"][0]["logprobs"]["top_logprobs"]
+        assert all(sorted(each.values())[:2] == [-9999, -9999] and max(each.values()) == 0 for each in likely)
 
 
 async def test_the_operators_options_apply_to_a_language_model(folder) -> None:

@@ -1,7 +1,6 @@
-"""The compile report is green, and the machine code of attention keeps its important properties.
+"""Every kernel compiles; the compile report is green, and the machine code of attention keeps its important properties.
 
-By default each kernel is compiled once; slow are the other cases of a kernel, each with options of its own.
-The report runs in its own process: interpreted kernels can't be compiled.
+Kernels compile in a process of their own, because interpreted ones can't. The report, which disassembles them, is slow.
 """
 
 from __future__ import annotations
@@ -28,48 +27,43 @@ ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton")
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "benchmarks.compile_report", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-
-
 Row = dict[str, Any]
 ATTENTION = ("causal", "causal+packed", "bool_keys", "bool", "causal+dropout")
 CAUSAL = "deterministic causal"  # the forward is the same
+KERNELS = {
+    name
+    for path in Path(fastformer.kernels.__path__[0]).glob("*.py")
+    for name in re.findall(r"def (_\w+_kernel)\(", path.read_text())
+}
+# Compiles a launch of each kernel, and prints the names of those that spill no register.
+COMPILES = """
+from benchmarks.machine_code.report import STEMS, distinct_launches, usage_of
+from fastformer.kernels._binaries import compile_kernel
+for work in distinct_launches([90], STEMS, "once"):
+    launch = work.launch
+    usage = usage_of(compile_kernel(launch.kernel, launch.signature, launch.options, 90).asm["cubin"])
+    assert usage["STACK"] == "0" and 0 < int(usage["REG"]) <= 255, (work.titles, usage)
+    print(launch.kernel.fn.__name__)
+"""
 
 
-def slow_but_for(quick: str, *values: Any) -> list[Any]:
-    """Makes the values of a test, which are slow except the one that the default report contains."""
-    return [pytest.param(*each, marks=() if each[0] == quick else pytest.mark.slow)
-            for each in (value if isinstance(value, tuple) else (value,) for value in values)]  # fmt: skip
-
-
-def reported(folder: Path, size: str) -> list[Row]:
-    out = folder / "report.jsonl"
-    result = run(size, "--arch", "90", "--out", str(out))
-    assert result.returncode == 0, result.stdout + result.stderr
-    return [json.loads(line) for line in out.read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def of_each_kernel(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
-    return reported(tmp_path_factory.mktemp("once"), "--once")
-
-
-@pytest.fixture(scope="module")
-def of_each_case(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
-    return reported(tmp_path_factory.mktemp("quick"), "--quick")
-
-
-@pytest.fixture
-def rows(request: pytest.FixtureRequest) -> list[Row]:
-    """Returns rows for sm_90: one per kernel, and in slow tests one per case."""
+def run(*arguments: str) -> str:
     if not importlib.metadata.version("triton").startswith(("3.6.", "3.7.")):
         pytest.skip("later versions spill a few registers: the kernels of a released wheel are compiled by 3.7.1")
-    is_slow = request.node.get_closest_marker("slow") is not None
-    found: list[Row] = request.getfixturevalue("of_each_case" if is_slow else "of_each_kernel")
-    return found
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    """Returns rows for sm_90, one per case."""
+    out = tmp_path_factory.mktemp("quick") / "report.jsonl"
+    run("-m", "benchmarks.compile_report", "--quick", "--arch", "90", "--out", str(out))
+    return [json.loads(line) for line in out.read_text().splitlines()]
 
 
 def of_attention(rows: list[Row], options: str, *kernels: str) -> list[Row]:
@@ -81,21 +75,23 @@ def of_attention(rows: list[Row], options: str, *kernels: str) -> list[Row]:
     return found
 
 
-@pytest.mark.parametrize("size", ["once", pytest.param("quick", marks=pytest.mark.slow)])
-def test_the_report_is_green(rows: list[Row], size: str) -> None:
-    """Every kernel compiles without spills: the compiler may refuse code that the interpreter accepts.
+def test_every_kernel_compiles_without_spills() -> None:
+    """The compiler may refuse code that the interpreter accepts."""
+    assert set(run("-c", COMPILES).split()) == KERNELS
 
-    The slow case tests all requested cases.
-    """
-    sources = "".join(path.read_text() for path in Path(fastformer.kernels.__path__[0]).glob("*.py"))
-    assert {row["kernel"] for row in rows} == set(re.findall(r"def (_\w+_kernel)\(", sources))
+
+@pytest.mark.slow
+def test_the_report_is_green(rows: list[Row]) -> None:
+    """Tests all cases of each kernel."""
+    assert {row["kernel"] for row in rows} == KERNELS
     assert all(row["spilled"] == 0 and 0 < row["registers"] <= 255 for row in rows)
     assert all(row["wide"] >= 4 for row in rows if row["kernel"] == "_attention_fwd_kernel")
     assert all(not loop.get("local") for row in rows for loop in row["loops"])
     assert all(row["loops"] for row in rows)
 
 
-@pytest.mark.parametrize("options", slow_but_for("causal+dropout", *ATTENTION))
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ATTENTION)
 def test_the_loops_of_attention(rows: list[Row], options: str) -> None:
     """exp2 runs once a score, and once per row and block, for rescaling: 1.06 in a tile of 128 x 64.
 
@@ -113,6 +109,7 @@ def test_the_loops_of_attention(rows: list[Row], options: str) -> None:
                 assert "bool" in options or "loads" not in loop, row["kernel"]
 
 
+@pytest.mark.slow
 def test_softmax_runs_under_a_product_on_sm_90(rows: list[Row]) -> None:
     """There are two loops over blocks, with and without a mask.
 
@@ -129,7 +126,8 @@ def test_softmax_runs_under_a_product_on_sm_90(rows: list[Row]) -> None:
             assert loop["instructions"] <= 900  # 64 x 128 scores a warpgroup, with dropout and a diagonal
 
 
-@pytest.mark.parametrize("options, most", slow_but_for("causal+dropout", ("causal", 530), ("causal+dropout", 740)))
+@pytest.mark.slow
+@pytest.mark.parametrize("options, most", [("causal", 530), ("causal+dropout", 740)])
 def test_a_backward_for_sm_90_that_keeps_all_in_registers(rows: list[Row], options: str, most: int) -> None:
     """Also with dropout, the wait for scores leaves dO V^T in flight, and the wait for dq leaves the product of dk in
     flight.
@@ -148,7 +146,8 @@ def test_a_backward_for_sm_90_that_keeps_all_in_registers(rows: list[Row], optio
 TWO_PROGRAMS = ("causal", "causal+packed", "bool_keys", "additive_keys", "causal+dropout")
 
 
-@pytest.mark.parametrize("options", slow_but_for("causal+dropout", *TWO_PROGRAMS))
+@pytest.mark.slow
+@pytest.mark.parametrize("options", TWO_PROGRAMS)
 def test_two_forward_programs_an_sm(rows: list[Row], options: str) -> None:
     """Each waits for all of its products, and the other program's exp2 fills the gap."""
     (row,) = of_attention(rows, options, "_attention_fwd_kernel")
