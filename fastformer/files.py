@@ -102,17 +102,29 @@ def read_json(path: Path, *, unique_names: bool = False) -> dict[str, Any]:
     Raises:
         ValueError: the file doesn't exist, is damaged or far too large, or has no object.
     """
+    values = _read_json(path, unique_names)
+    if not isinstance(values, dict):
+        raise ValueError(f"expected {path} to hold a JSON object, got a {type(values).__name__}")
+    return values
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """Reads a JSON list from a file; see `read_json`."""
+    values = _read_json(path)
+    if not isinstance(values, list):
+        raise ValueError(f"expected {path} to hold a JSON list, got a {type(values).__name__}")
+    return values
+
+
+def _read_json(path: Path, unique_names: bool = False) -> Any:
     if not path.is_file():  # a pipe may never be written to
         raise ValueError(f"expected the file {path}, which doesn't exist: was the model saved completely?")
     data = read_small(path)
     try:
         text = data.decode("utf-8")
-        values = json.loads(text, object_pairs_hook=_unique if unique_names else None)
+        return json.loads(text, object_pairs_hook=_unique if unique_names else None)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON or truncated ({error}): save or copy it again") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"expected {path} to hold a JSON object, got a {type(values).__name__}")
-    return values
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

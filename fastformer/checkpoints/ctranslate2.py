@@ -1,0 +1,474 @@
+"""Encoder-decoders in the folders that CTranslate2 reads, with the numbers of the file.
+
+model.bin                     the weights, by name (`read_variables`)
+config.json                   the names of special tokens, the eps of the norms
+shared_vocabulary.json        a list of tokens; or source_vocabulary.json and target_vocabulary.json
+source.spm, target.spm        SentencePiece models that the converter copied; or one for both sides
+
+model.bin is little-endian. A text is its length and a zero byte after it:
+
+u32 version (6), text name of the specification, u32 revision
+u32 number of variables, and for each: text name, u8 rank, u32 sizes, u8 dtype, u32 number of bytes, the bytes
+u32 number of aliases, and for each: text alias, text name
+
+An int8 or int16 matrix X stands for X / X_scale, with a scale for each row (int8) or one for all (int16).
+`models.quantization` rounds the quotients to the same int8, so that a model computed in int8 has the file's numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastformer.checkpoints.hf.common import check_empty, embedding_weights, first_equal, load_foreign, taken
+from fastformer.files import is_plain_file, read_json, read_json_list
+from fastformer.models import Transformer, TransformerConfig
+from fastformer.models.quantization import INT8
+from fastformer.ops.embedding import sinusoidal_positions
+from fastformer.special_ids import SpecialIds
+
+MODEL = "model.bin"
+_SPECIFICATION = "TransformerSpec"
+_DTYPES = (torch.float32, torch.int8, torch.int16, torch.int32, torch.float16, torch.bfloat16)
+_ACTIVATIONS = ("relu", "gelu_tanh", "silu", "gelu")
+_GATED = {"gelu_tanh": "geglu_tanh", "silu": "swiglu"}
+_MOST_DIMENSIONS = 4
+_SCALE = "_scale"
+_NEVER = -1e4  # the logit of an id that the vocabulary lacks: its probability is 0
+_SINES = ("halves", "concatenated", "interleaved")
+_RELATIVE = "relative_attention_bias"
+_MAX_LEN = 512  # of models whose positions are relative, which have no limit of their own
+
+
+def is_folder(folder: str | os.PathLike[str]) -> bool:
+    """Returns whether a folder is one that CTranslate2 reads."""
+    return Path(folder, MODEL).is_file()
+
+
+class _Reader:
+    """Reads the parts of a file in memory, and never beyond its end."""
+
+    def __init__(self, path: Path, data: Tensor) -> None:
+        self._path, self._data, self._place = path, data, 0
+
+    @property
+    def left(self) -> int:
+        return len(self._data) - self._place
+
+    def take(self, size: int) -> Tensor:
+        if size > self.left:
+            raise ValueError(f"expected {size:,} more bytes in {self._path}, got {self.left:,}: the file was cut")
+        self._place += size
+        return self._data[self._place - size : self._place]
+
+    def number(self, form: str) -> int:
+        (value,) = struct.unpack(f"<{form}", bytes(self.take(struct.calcsize(form)).tolist()))
+        return int(value)
+
+    def text(self) -> str:
+        data = bytes(self.take(self.number("H")).tolist())
+        try:
+            return data.removesuffix(b"\0").decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"expected UTF-8 names in {self._path}, got {data!r:.60}") from error
+
+
+def read_variables(path: Path) -> tuple[str, dict[str, Tensor]]:
+    """Reads a model.bin: the name of its specification, and its variables and aliases by name.
+
+    An alias is the same object as its variable. The bytes are mapped, and copied where a variable isn't aligned.
+
+    Raises:
+        ValueError: another version, or a file that is cut, damaged or no model.bin.
+    """
+    if not is_plain_file(path.resolve()):
+        raise ValueError(f"expected {path} to be a file")
+    size = path.stat().st_size
+    reader = _Reader(path, torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8))
+    version = reader.number("I")
+    if version != 6:
+        raise ValueError(
+            f"expected {path} of version 6, got {version}: convert the model again with a newer CTranslate2"
+        )
+    name, _ = reader.text(), reader.number("I")
+    variables: dict[str, Tensor] = {}
+    for _ in range(reader.number("I")):
+        key = reader.text()
+        rank = reader.number("B")
+        if rank > _MOST_DIMENSIONS:
+            raise ValueError(f"expected {key!r:.60} in {path} of at most {_MOST_DIMENSIONS} dimensions, got {rank}")
+        shape = [reader.number("I") for _ in range(rank)]
+        kind, length = reader.number("B"), reader.number("I")
+        if kind >= len(_DTYPES):
+            raise ValueError(f"expected a dtype from 0 to {len(_DTYPES) - 1} of {key!r:.60} in {path}, got {kind}")
+        dtype = _DTYPES[kind]
+        if math.prod(shape) * dtype.itemsize != length:
+            raise ValueError(f"expected {key!r:.60} in {path}, {shape} of {dtype}, to have other than {length:,} bytes")
+        if key in variables:
+            raise ValueError(f"expected names that differ in {path}, got {key!r:.60} twice")
+        data = reader.take(length)
+        if data.storage_offset() % dtype.itemsize:
+            data = data.clone()
+        variables[key] = data.view(dtype).view(shape)
+    for _ in range(reader.number("I")):
+        alias, key = reader.text(), reader.text()
+        if key not in variables or alias in variables:
+            raise ValueError(f"expected aliases of variables in {path}, got {alias!r:.60} for {key!r:.60}")
+        for part in ("", _SCALE):  # the file names the matrix alone
+            if key + part in variables:
+                variables[alias + part] = variables[key + part]
+    if reader.left:
+        raise ValueError(f"expected {path} to end after its aliases, got {reader.left:,} bytes more")
+    return name, variables
+
+
+class Vocabularies(NamedTuple):
+    """The tokens of both sides, each at its id."""
+
+    source: list[str]
+    target: list[str]
+
+
+def read_vocabularies(folder: Path) -> Vocabularies:
+    """Reads the lists of tokens.
+
+    Raises:
+        ValueError: a file is missing, or is no list of texts.
+    """
+
+    def read(name: str) -> list[str]:
+        path = folder / f"{name}_vocabulary.json"
+        tokens = read_json_list(path)
+        if not all(isinstance(token, str) for token in tokens):
+            raise ValueError(f"expected {path} to be a list of tokens")
+        return tokens
+
+    if (folder / "shared_vocabulary.json").is_file():
+        return Vocabularies(*[read("shared")] * 2)
+    return Vocabularies(read("source"), read("target"))
+
+
+class _Variables:
+    """The variables of a specification; each is read once, so that those which no one reads are known."""
+
+    def __init__(self, variables: Mapping[str, Tensor]) -> None:
+        self._variables = dict(variables)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._variables
+
+    def matrix(self, name: str) -> Tensor:
+        """Removes a variable and its scale, and returns its numbers, in fp32 if it was rounded."""
+        (stored,) = taken(self._variables, (name,), "Transformer")
+        scale = self._variables.pop(name + _SCALE, None)
+        if stored.dtype.is_floating_point:
+            return stored
+        if scale is None or scale.shape not in ((), (1,), stored.shape[:1]) or not scale.is_floating_point():
+            raise ValueError(
+                f"expected {name}_scale with a scale for each row of {name}, got {getattr(scale, 'shape', None)}"
+            )
+        return stored.float() / scale.float().reshape(-1, *[1] * (stored.dim() - 1))
+
+    def scalar(self, name: str, default: float | None = None) -> float:
+        stored = self._variables.pop(name, None)
+        if stored is None and default is not None:
+            return default
+        if stored is None or stored.numel() != 1:
+            raise ValueError(
+                f"expected a number {name} of a Transformer, got {stored if stored is None else (*stored.shape,)}"
+            )
+        return float(stored)
+
+    def both(self, name: str, default: float | None = None) -> float:
+        """Returns a number that both stacks have."""
+        encoder, decoder = (self.scalar(f"{side}/{name}", default) for side in ("encoder", "decoder"))
+        if encoder != decoder:
+            raise ValueError(f"expected one {name} of encoder and decoder, got {encoder:g} and {decoder:g}")
+        return encoder
+
+    def embedding_factor(self, d_model: int) -> float:
+        """Returns the factor of the embeddings: a number of the file, or a flag for the root of the width."""
+        name = "scale_embeddings"
+        is_flag = all(not self._variables[f"{side}/{name}"].dtype.is_floating_point for side in ("encoder", "decoder"))
+        value = self.both(name)
+        return (d_model**0.5 if value else 1.0) if is_flag else value
+
+    def count(self, prefix: str) -> int:
+        """Returns the number of layers whose names begin with the prefix."""
+        names = (name[len(prefix) :].split("/")[0] for name in self._variables if name.startswith(prefix))
+        numbers = {name for name in names if name != "norm"}  # layer_norm is the stack's
+        if numbers != {str(i) for i in range(len(numbers))} or not numbers:
+            raise ValueError(f"expected layers {prefix}0, {prefix}1, ..., got {sorted(numbers)!r:.60}")
+        return len(numbers)
+
+    def drop(self, *names: str) -> None:
+        for name in names:
+            self._variables.pop(name, None)
+
+    def check_empty(self) -> None:
+        check_empty(self._variables, "Transformer")
+
+
+def load_transformer(
+    folder: Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> tuple[Transformer, Vocabularies]:
+    """Loads the model of a folder, with the tokens of its ids.
+
+    A model whose decoder starts from a zero embedding (Marian) has one id more than its vocabulary: PAD, whose
+    probability is 0.
+
+    Args:
+        folder: the folder; its files are listed at the top of this module.
+        device: the device of the parameters; None: the CPU.
+        dtype: the dtype of the parameters; None: bf16 for a model of bf16, else fp32.
+
+    Raises:
+        ValueError: the file is damaged, or the model has parts that `Transformer` doesn't have.
+    """
+    name, stored = read_variables(folder / MODEL)
+    if name != _SPECIFICATION:
+        raise ValueError(f"{folder}: expected a {_SPECIFICATION}, an encoder-decoder, got a {name!r:.60}")
+    vocabularies, settings = read_vocabularies(folder), read_json(folder / "config.json")
+    try:
+        is_rounded = any(tensor.dtype == torch.int8 and tensor.dim() == 2 for tensor in stored.values())
+        if dtype is None:
+            is_bf16 = any(tensor.dtype == torch.bfloat16 for tensor in stored.values()) and not is_rounded
+            dtype = torch.bfloat16 if is_bf16 else torch.float32
+        model = _transformer(_Variables(stored), vocabularies, settings, device, dtype)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    if is_rounded:
+        model.precision = INT8
+    return model, vocabularies
+
+
+def _transformer(
+    variables: _Variables,
+    vocabularies: Vocabularies,
+    settings: Mapping[str, Any],
+    device: torch.device | str | None,
+    dtype: torch.dtype,
+) -> Transformer:
+    _refuse(variables)
+    source, target, output = _embeddings(variables)
+    is_rms = "encoder/layer_0/self_attention/layer_norm/beta" not in variables
+    eps = settings.get("layer_norm_epsilon")
+    depths = {side: variables.count(f"{side}/layer_") for side in ("encoder", "decoder")}
+    heads = int(variables.both("num_heads"))
+    d_model = target.shape[1]
+    ids, vocab_size = _special_ids(variables, vocabularies, settings)
+    source, target, output = first_equal(*(_with_rows(matrix, vocab_size) for matrix in (source, target, output)))
+    bias = variables.matrix("decoder/projection/bias") if "decoder/projection/bias" in variables else None
+    activation = int(variables.both("activation"))
+    if activation >= len(_ACTIVATIONS):
+        raise ValueError(f"expected an activation of {_ACTIVATIONS}, got number {activation}")
+    kind = _ACTIVATIONS[activation]
+    is_gated = "encoder/layer_0/ffn/linear_0_noact/weight" in variables
+    if is_gated and kind not in _GATED:
+        raise ValueError(f"expected a gated activation of {(*_GATED,)}, got {kind!r}")
+    factor = variables.embedding_factor(d_model)
+    if factor != 1.0 and not math.isclose(factor, d_model**0.5, rel_tol=1e-3):
+        raise ValueError(f"expected embeddings times 1 or {d_model**0.5:g}, the root of the width, got {factor:g}")
+    scaled_output = variables.scalar("decoder/scale_outputs", 1.0)
+    if scaled_output not in (0.0, 1.0) and not math.isclose(scaled_output, d_model**-0.5, rel_tol=1e-6):
+        raise ValueError(f"expected scale_outputs {d_model**-0.5:g}, got {scaled_output:g}")
+    positions, tables, sizes = _positions(variables, d_model, ids.pad)
+    weights = {**tables, **embedding_weights(source, target, output)}
+    embedding_norm = "encoder/layernorm_embedding/gamma" in variables
+    for side, place in (("encoder", "source"), ("decoder", "target")):
+        if embedding_norm:
+            weights |= _norm(variables, f"{side}/layernorm_embedding", f"{place}_embedding_norm")
+        if f"{side}/layer_norm/gamma" in variables:
+            weights |= _norm(variables, f"{side}/layer_norm", f"{side}.norm")
+    for side, depth in depths.items():
+        for i in range(depth):
+            weights |= _layer(variables, f"{side}/layer_{i}", f"{side}.layers.{i}", d_model // heads)
+    bias = torch.zeros(len(vocabularies.target)) if bias is None else bias
+    if has_bias := bool(bias.any()) or len(bias) < vocab_size:
+        weights["output_bias"] = torch.nn.functional.pad(bias, (0, vocab_size - len(bias)), value=_NEVER)
+    attention_bias = any(name.endswith("proj_bias") for name in weights)
+    norm_first = bool(variables.both("pre_norm"))
+    config = TransformerConfig(
+        vocab_size=vocab_size,
+        d_model=d_model,
+        num_heads=heads,
+        d_ff=len(weights["encoder.layers.0.linear1.weight"]) // (1 + is_gated),
+        num_encoder_layers=depths["encoder"],
+        num_decoder_layers=depths["decoder"],
+        norm_first=norm_first,
+        norm="rms" if is_rms else "layer",
+        layer_norm_eps=(1e-6 if is_rms else 1e-5) if eps is None else eps,
+        activation=_GATED[kind] if is_gated else kind,  # type: ignore[arg-type]
+        positions=positions,  # type: ignore[arg-type]
+        scale_embedding=factor != 1.0,
+        scale_output=scaled_output not in (0.0, 1.0),
+        embedding_norm=embedding_norm,
+        embed_pad=any(bool(matrix[ids.pad].any()) for matrix in (source, target)),
+        tie_embeddings=source is target is output,
+        output_bias=has_bias,
+        attention_bias=attention_bias,
+        bias=not is_rms,
+        special_ids=ids,
+        **sizes,
+    )
+    variables.check_empty()
+    return load_foreign(config, weights, device=device, dtype=dtype)
+
+
+def _refuse(variables: _Variables) -> None:
+    """Removes the options that every supported model has in common, and refuses other values by name."""
+    for name in ("alibi", "alibi_use_positive_positions", "scale_alibi"):
+        if variables.scalar(f"decoder/{name}", 0.0) and name == "alibi":
+            raise ValueError("expected a model without alibi, got one with it")
+    for name, reason in (
+        ("encoder/embeddings_1/weight", "several features of a source token"),
+        (
+            "encoder/layer_0/self_attention/relative_position_keys",
+            "relative positions that are keys (Shaw et al. 2018)",
+        ),
+        ("encoder/layer_0/self_attention/rotary_dim", "rotary positions"),
+        ("decoder/final_logit_softcapping", "a soft cap"),
+        ("decoder/project_in/weight", "projections around the decoder"),
+    ):
+        if name in variables:
+            raise ValueError(f"expected a Transformer that fastformer has, got one with {reason}")
+    if variables.both("multi_query_attention", 0.0) or variables.scalar("encoder/embeddings_merge", 0.0):
+        raise ValueError("expected as many heads of keys as of queries and one embedding of a source token")
+    variables.drop("decoder/alignment_layer", "decoder/alignment_heads")
+
+
+def _embeddings(variables: _Variables) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the matrices of source, target and output, as one object if all have the same numbers."""
+    names = ("encoder/embeddings_0/weight", "decoder/embeddings/weight", "decoder/projection/weight")
+    matrices = [variables.matrix(name) for name in names]
+    if any(matrix.dim() != 2 or matrix.shape[1] != matrices[0].shape[1] for matrix in matrices):
+        raise ValueError(f"expected embeddings of one width, got shapes {[(*m.shape,) for m in matrices]}")
+    return first_equal(*matrices)
+
+
+def _with_rows(matrix: Tensor, count: int) -> Tensor:
+    return torch.nn.functional.pad(matrix, (0, 0, 0, count - len(matrix)))
+
+
+def _special_ids(
+    variables: _Variables, vocabularies: Vocabularies, settings: Mapping[str, Any]
+) -> tuple[SpecialIds, int]:
+    """Returns the special ids, and the number of ids that they need."""
+    largest = max(map(len, vocabularies))
+
+    def id_of(name: str, default: str) -> int:
+        token = settings.get(name, default)
+        places = {tokens.index(token) if token in tokens else None for tokens in vocabularies}
+        if len(places) != 1 or None in places:
+            raise ValueError(f"expected {name} {token!r:.60} to have one id in both vocabularies, got {places}")
+        return int(places.pop() or 0)
+
+    eos, unk = id_of("eos_token", "</s>"), id_of("unk_token", "<unk>")
+    if variables.scalar("decoder/start_from_zero_embedding", 0.0):
+        return SpecialIds(pad=largest, eos=eos, unk=unk, start=largest), largest + 1
+    pads = [token for token in ("<pad>", "<blank>") if all(token in tokens for tokens in vocabularies)]
+    token = settings.get("decoder_start_token", "<s>")
+    if token is None:
+        raise ValueError(
+            "expected a decoder_start_token, got null: the first token is a language that each call chooses"
+        )
+    if token not in vocabularies.target:
+        raise ValueError(f"expected the decoder_start_token {token!r:.60} in the target's vocabulary")
+    start = vocabularies.target.index(token)
+    if not pads or vocabularies.source.index(pads[0]) != vocabularies.target.index(pads[0]):
+        return SpecialIds(pad=largest, eos=eos, unk=unk, start=start), largest + 1
+    return SpecialIds(pad=vocabularies.source.index(pads[0]), eos=eos, unk=unk, start=start), largest
+
+
+def _positions(variables: _Variables, d_model: int, pad: int) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
+    """Returns the kind of positions, their tables as weights, and the sizes of the config.
+
+    Args:
+        pad: the id of PAD, after which the positions of an M2M100 are counted.
+    """
+    names = [f"{side}/position_encodings/encodings" for side in ("encoder", "decoder")]
+    if all(name in variables for name in names):
+        tables = [variables.matrix(name) for name in names]
+        if any(table.dim() != 2 or table.shape[1] != d_model for table in tables):
+            raise ValueError(f"expected position encodings of width {d_model}, got {[(*t.shape,) for t in tables]}")
+        rows = min(map(len, tables))
+        source, target = (table[:rows].float() for table in tables)
+        if torch.equal(source, target):
+            for kind, first in itertools.product(_SINES if d_model % 2 == 0 else (), (0, pad + 1)):
+                if torch.allclose(source, sinusoidal_positions(rows + first, d_model, kind)[first:], rtol=0, atol=1e-5):
+                    return kind, {}, {"max_len": rows, "first_position": first}
+        return "learned", {"source_position.table": source, "target_position.table": target}, {"max_len": rows}
+    biases = {}
+    for side in ("encoder", "decoder"):
+        if f"{side}/layer_0/self_attention/{_RELATIVE}" not in variables:
+            raise ValueError("expected a model with a table of positions or a relative bias, got neither")
+        biases[f"{side}_position_bias.table"] = variables.matrix(f"{side}/layer_0/self_attention/{_RELATIVE}")
+        for i in range(1, variables.count(f"{side}/layer_")):
+            variables.drop(f"{side}/layer_{i}/self_attention/{_RELATIVE}")
+    distances = {
+        int(variables.scalar(f"{side}/layer_{i}/self_attention/relative_attention_max_distance", 128.0))
+        for side in ("encoder", "decoder")
+        for i in range(variables.count(f"{side}/layer_"))
+    }
+    if len(distances) != 1:
+        raise ValueError(f"expected one relative_attention_max_distance, got {sorted(distances)}")
+    buckets = len(biases["encoder_position_bias.table"])
+    return "relative", biases, {"num_buckets": buckets, "max_distance": distances.pop(), "max_len": _MAX_LEN}
+
+
+def _norm(variables: _Variables, name: str, place: str) -> dict[str, Tensor]:
+    parts = {f"{place}.weight": variables.matrix(f"{name}/gamma")}
+    if f"{name}/beta" in variables:
+        parts[f"{place}.bias"] = variables.matrix(f"{name}/beta")
+    return parts
+
+
+def _linear(variables: _Variables, names: list[str], weight: str, bias: str) -> dict[str, Tensor]:
+    """Returns linear maps that are stored one by one, joined (dimension 0); a missing bias beside others is zero."""
+    matrices = [variables.matrix(f"{name}/weight") for name in names]
+    biases = [variables.matrix(f"{name}/bias") if f"{name}/bias" in variables else None for name in names]
+    parts = {weight: torch.cat(matrices)}
+    if any(each is not None for each in biases):
+        parts[bias] = torch.cat(
+            [m.new_zeros(len(m)) if each is None else each for m, each in zip(matrices, biases, strict=True)]
+        )
+    return parts
+
+
+def _layer(variables: _Variables, name: str, place: str, head_dim: int) -> dict[str, Tensor]:
+    """Returns the weights of a layer by fastformer's names."""
+    weights: dict[str, Tensor] = {}
+    attentions = [("self_attention", "self_attn", ["linear_0"], "linear_1")]
+    if f"{name}/attention/linear_0/weight" in variables:
+        attentions.append(("attention", "multihead_attn", ["linear_0", "linear_1"], "linear_2"))
+    for i, (theirs, ours, inputs, output) in enumerate(attentions, 1):
+        scale = variables.scalar(f"{name}/{theirs}/queries_scale", head_dim**-0.5) * head_dim**0.5
+        joined = _linear(
+            variables,
+            [f"{name}/{theirs}/{x}" for x in inputs],
+            f"{place}.{ours}.in_proj_weight",
+            f"{place}.{ours}.in_proj_bias",
+        )
+        if not math.isclose(scale, 1.0, rel_tol=1e-6):
+            # In fp32: the product of an fp16 weight and a root has more digits.
+            joined = {key: part.float() for key, part in joined.items()}
+            for part in joined.values():
+                part[: len(part) // 3] *= scale
+        weights |= joined
+        out = f"{place}.{ours}.out_proj"
+        weights |= _linear(variables, [f"{name}/{theirs}/{output}"], f"{out}.weight", f"{out}.bias")
+        weights |= _norm(variables, f"{name}/{theirs}/layer_norm", f"{place}.norm{i}")
+    gates = ["linear_0"] + ["linear_0_noact"] * (f"{name}/ffn/linear_0_noact/weight" in variables)
+    weights |= _linear(
+        variables, [f"{name}/ffn/{x}" for x in gates], f"{place}.linear1.weight", f"{place}.linear1.bias"
+    )
+    weights |= _linear(variables, [f"{name}/ffn/linear_1"], f"{place}.linear2.weight", f"{place}.linear2.bias")
+    return weights | _norm(variables, f"{name}/ffn/layer_norm", f"{place}.norm{len(attentions) + 1}")

@@ -1,0 +1,203 @@
+"""Folders that CTranslate2 converted: their numbers, what is refused, and damaged files."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastformer.checkpoints.ctranslate2 import MODEL, load_transformer, read_variables
+from fastformer.generation import generate
+from fastformer.models import quantization
+
+FOLDERS = Path(__file__).parent.parent / "foreign" / "ctranslate2"
+NAMES = sorted(path.name for path in FOLDERS.iterdir())
+_CODES = {
+    torch.float32: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.float16: 4, torch.bfloat16: 5
+}  # fmt: skip
+
+
+def expected(name: str) -> dict[str, Any]:
+    return json.loads((FOLDERS / name / "expected.json").read_text())
+
+
+def written(variables: dict[str, torch.Tensor], spec: str = "TransformerSpec", version: int = 6) -> bytes:
+    """Returns a model.bin without aliases."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<H", len(value) + 1) + value.encode() + b"\0"
+
+    out = struct.pack("<I", version) + text(spec) + struct.pack("<II", 7, len(variables))
+    for name, tensor in variables.items():
+        data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        out += text(name) + struct.pack("<B", tensor.dim()) + struct.pack(f"<{tensor.dim()}I", *tensor.shape)
+        out += struct.pack("<BI", _CODES[tensor.dtype], len(data)) + data
+    return out + struct.pack("<I", 0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of a folder, to change."""
+    return Path(shutil.copytree(FOLDERS / "marian", tmp_path / "marian"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_probabilities_are_those_of_ctranslate2(name: str) -> None:
+    model, vocabularies = load_transformer(FOLDERS / name)
+    values, ids = expected(name), model.config.special_ids
+    model = model.double()
+    for source, target, log_probs in zip(values["sources"], values["targets"], values["log_probs"], strict=True):
+        rows = [vocabularies.source.index(token) for token in source]
+        ends = [vocabularies.target.index(token) for token in [*target, "</s>"]]
+        logits = model(torch.tensor([rows]), torch.tensor([[ids.start, *ends[:-1]]]))[0].log_softmax(-1)
+        found = logits[torch.arange(len(ends)), ends]
+        # CTranslate2 rounds to fp32.
+        torch.testing.assert_close(found, torch.tensor(log_probs).double(), rtol=1e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_hypotheses_are_those_of_ctranslate2(name: str, beams: int) -> None:
+    model, vocabularies = load_transformer(FOLDERS / name)
+    values, ids = expected(name), model.config.special_ids
+    rows = [[vocabularies.source.index(token) for token in source] for source in values["sources"]]
+    found = generate(
+        model.float(),
+        rows,
+        num_beams=beams,
+        max_new_tokens=10,
+        min_new_tokens=1,
+        precision="fp32",
+        beam_rules="transformers",
+        length_penalty=1.0,
+        early_stopping=True,
+    )
+    assert isinstance(found, torch.Tensor)
+    texts = []
+    for row in found.tolist():
+        row = row[: row.index(ids.first_eos)] if ids.first_eos in row else row
+        texts.append([vocabularies.target[i] for i in row])
+    assert texts == values[f"hypotheses_{beams}"]
+    assert len({*map(str, texts)}) > 1
+
+
+@pytest.mark.parametrize("name", ["marian", "t5-gated"])
+def test_int8_has_the_numbers_of_the_file(name: str) -> None:
+    """Nothing is rounded a second time."""
+    model, _ = load_transformer(FOLDERS / name)
+    _, stored = read_variables(FOLDERS / name / MODEL)
+    assert model.precision == "int8"
+    weight = model.get_parameter("decoder.layers.1.linear2.weight")
+    assert torch.equal(quantization.to_grid(weight)[0], stored["decoder/layer_1/ffn/linear_1/weight"])
+    weight = model.get_parameter("encoder.layers.0.self_attn.in_proj_weight")
+    assert torch.equal(quantization.to_grid(weight)[0], stored["encoder/layer_0/self_attention/linear_0/weight"])
+
+
+def test_models_of_both_sides_may_have_vocabularies_of_their_own(folder: Path) -> None:
+    _, stored = read_variables(folder / MODEL)
+    embedding = stored["decoder/embeddings/weight"].float() / stored["decoder/embeddings/weight_scale"][:, None]
+    for name in ("decoder/embeddings/weight", "decoder/projection/weight", "encoder/embeddings_0/weight"):
+        del stored[f"{name}_scale"]
+        stored[name] = embedding
+    stored["encoder/embeddings_0/weight"] = embedding[:-6]
+    (folder / MODEL).write_bytes(written(stored))
+    tokens = json.loads((folder / "shared_vocabulary.json").read_text())
+    (folder / "shared_vocabulary.json").unlink()
+    (folder / "source_vocabulary.json").write_text(json.dumps(tokens[:-6]))
+    (folder / "target_vocabulary.json").write_text(json.dumps(tokens))
+    model, vocabularies = load_transformer(folder)
+    assert [*map(len, vocabularies)] == [33, 39] and not model.config.tie_embeddings
+    whole, _ = load_transformer(FOLDERS / "marian")
+    source, target = torch.tensor([[5, 9, 0]]), torch.tensor([[39, 36, 8]])
+    torch.testing.assert_close(model(source, target), whole(source, target))
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"decoder/alibi": torch.tensor(1, dtype=torch.int8)}, "alibi"),
+        ({"encoder/layer_0/self_attention/relative_position_keys": torch.ones(3, 8)}, "relative positions"),
+        ({"encoder/layer_0/self_attention/rotary_dim": torch.tensor(8, dtype=torch.int32)}, "rotary"),
+        ({"encoder/embeddings_1/weight": torch.ones(5, 16)}, "features"),
+        ({"encoder/multi_query_attention": torch.tensor(1, dtype=torch.int8)}, "multi_query_attention"),
+        ({"decoder/activation": torch.tensor(0, dtype=torch.int8)}, "activation"),
+        (
+            {
+                "encoder/activation": torch.tensor(4, dtype=torch.int8),
+                "decoder/activation": torch.tensor(4, dtype=torch.int8),
+            },
+            "activation",
+        ),
+        ({"decoder/num_heads": torch.tensor(4, dtype=torch.int16)}, "num_heads"),
+        ({"encoder/scale_embeddings": torch.tensor(3.0), "decoder/scale_embeddings": torch.tensor(3.0)}, "embeddings"),
+        ({"decoder/layer_0/ffn/linear_0/weight_zero": torch.ones(4)}, "weight_zero"),
+        ({"decoder/layer_0/ffn/linear_0/weight": None}, "linear"),
+        ({"decoder/layer_1/ffn/linear_0/weight_scale": None}, "scale"),
+        ({"encoder/num_heads": None, "decoder/num_heads": None}, "num_heads"),
+        ({"decoder/layer_0/ffn/linear_1/bias": torch.ones(5)}, "linear2"),
+        ({"decoder/position_encodings/encodings": torch.ones(9, 5)}, "position"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_parts_that_no_model_has_are_refused(folder: Path, changes: dict[str, Any], words: str) -> None:
+    _, stored = read_variables(folder / MODEL)
+    changed = {name: tensor for name, tensor in {**stored, **changes}.items() if tensor is not None}
+    (folder / MODEL).write_bytes(written(changed))
+    with pytest.raises(ValueError, match=words):
+        load_transformer(folder)
+
+
+def test_other_specifications_are_refused(folder: Path) -> None:
+    (folder / MODEL).write_bytes(written({}, "WhisperSpec"))
+    with pytest.raises(ValueError, match="WhisperSpec"):
+        load_transformer(folder)
+    (folder / MODEL).write_bytes(written({}, version=5))
+    with pytest.raises(ValueError, match="version"):
+        load_transformer(folder)
+
+
+@pytest.mark.parametrize("name", ["shared_vocabulary.json", "config.json"])
+def test_files_beside_the_weights(folder: Path, name: str) -> None:
+    for content in ("", "3", '["a", 3]', '{"eos_token": "nowhere"}'):
+        (folder / name).write_text(content)
+        with pytest.raises(ValueError):
+            load_transformer(folder)
+    (folder / name).unlink()
+    with pytest.raises(ValueError, match=r"vocabulary\.json|config\.json"):
+        load_transformer(folder)
+
+
+def test_a_decoder_whose_first_token_each_call_chooses_is_refused(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FOLDERS / "bart", tmp_path / "bart"))
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "decoder_start_token": None}))
+    with pytest.raises(ValueError, match="decoder_start_token"):
+        load_transformer(folder)
+
+
+def test_damaged_files_are_errors(folder: Path) -> None:
+    data = (folder / MODEL).read_bytes()
+    draw = random.Random(3)
+    for end in (0, 3, 10, 30, 100, *draw.choices(range(len(data)), k=40), len(data) - 1):
+        (folder / MODEL).write_bytes(data[:end])
+        with pytest.raises(ValueError):
+            read_variables(folder / MODEL)
+    (folder / MODEL).write_bytes(data + b"\0")
+    with pytest.raises(ValueError, match="end"):
+        read_variables(folder / MODEL)
+    # Sizes, names and dtypes, of which most are at the beginning; the numbers of a matrix may be any.
+    for _ in range(300):
+        changed = bytearray(data)
+        for _ in range(draw.randint(1, 3)):
+            changed[draw.randrange(len(data) if draw.random() < 0.3 else 700)] = draw.randrange(256)
+        (folder / MODEL).write_bytes(changed)
+        try:
+            read_variables(folder / MODEL)
+        except ValueError:
+            continue
