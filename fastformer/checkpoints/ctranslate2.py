@@ -3,7 +3,8 @@
 model.bin                     the weights, by name (`read_variables`)
 config.json                   the names of special tokens, the eps of the norms
 shared_vocabulary.json        a list of tokens; or source_vocabulary.json and target_vocabulary.json
-source.spm, target.spm        SentencePiece models that the converter copied; or one for both sides
+source.spm, target.spm        the SentencePiece models of both sides (Marian), which the converter copies if it is told
+                              to; or one of `_PIECES` for both; or the tokenizer.json of transformers
 
 model.bin is little-endian. A text is its length and a zero byte after it:
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,8 +30,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastformer.checkpoints.hf.common import check_empty, embedding_weights, first_equal, load_foreign, taken
+from fastformer.checkpoints.hf.common import (
+    check_empty,
+    embedding_weights,
+    first_equal,
+    load_foreign,
+    make_translator,
+    read_file,
+    taken,
+)
+from fastformer.data.backend import Backend
+from fastformer.data.huggingface import LibraryBackend, read_library
+from fastformer.data.pieces import PieceBackend, read_sentencepiece
+from fastformer.data.tokenizer import TOKENIZER, Tokenizer
 from fastformer.files import is_plain_file, read_json, read_json_list
+from fastformer.languages import Languages
 from fastformer.models import Transformer, TransformerConfig
 from fastformer.models.quantization import INT8
 from fastformer.ops.embedding import sinusoidal_positions
@@ -45,6 +60,14 @@ _SCALE = "_scale"
 _NEVER = -1e4  # the logit of an id that the vocabulary lacks: its probability is 0
 _SINES = ("halves", "concatenated", "interleaved")
 _RELATIVE = "relative_attention_bias"
+_PIECES = ("sentencepiece.bpe.model", "spiece.model", "sentencepiece.model")
+# The tokens of languages in NLLB, mBART-50, M2M100, Marian and MADLAD, with the names in them; and whether a source
+# begins with the target language's alone.
+_LANGUAGES = (
+    (re.compile(r"([a-z]{3}_[A-Z][a-z]{3}|[a-z]{2,3}_[A-Z]{2})"), False),
+    (re.compile(r"__([a-z]{2,3})__"), False),
+    (re.compile(r">>([^<>\s]+)<<"), True),
+)
 _MAX_LEN = 512  # of models whose positions are relative, which have no limit of their own
 
 
@@ -217,6 +240,55 @@ class _Variables:
         check_empty(self._variables, "Transformer")
 
 
+def load_folder(
+    folder: Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> tuple[Transformer, Tokenizer]:
+    """Loads the model and the tokenizer of a folder; see `load_transformer`.
+
+    Raises:
+        ImportError: the library of the tokenizer is not installed.
+        ValueError: see `load_transformer`; the folder has no tokenizer, or one of another vocabulary.
+    """
+    model, vocabularies = load_transformer(folder, device=device, dtype=dtype)
+    unk = model.config.special_ids.unk
+    tables = [{token: i for i, token in enumerate(tokens)} for tokens in vocabularies]
+    files = [folder / "source.spm", folder / "target.spm"]
+    if not files[0].is_file():
+        files = [folder / name for name in _PIECES if (folder / name).is_file()][:1] * 2
+    backends: list[Backend]
+    if files:
+        processors = {file: read_sentencepiece(file, read_file(file)) for file in dict.fromkeys(files)}
+        backends = [
+            PieceBackend(processors[file], table, unk, has_codes=True)
+            for file, table in zip(files, tables, strict=True)
+        ]
+    elif (file := folder / TOKENIZER).is_file():
+        library = read_library(file, read_json(file))
+        different = [token for token, i in tables[1].items() if library.token_to_id(token) not in (i, None)]
+        if different or vocabularies.source != vocabularies.target:
+            raise ValueError(f"expected {file} to have the ids of the vocabulary, got others: {different[:3]}")
+        backends = [LibraryBackend(library, str(file))] * 2
+    else:
+        raise ValueError(
+            f"expected the tokenizer in {folder}, source.spm and target.spm, {', '.join(_PIECES)} or {TOKENIZER}: copy "
+            "it from the folder that was converted (--copy_files)"
+        )
+    options: dict[str, Any] = {"languages": _languages(tables[0])}
+    if files and backends[0] is not backends[1]:
+        options["target"] = backends[1]
+    if not files and library.encode("").ids[:1] == [tables[0].get("<s>")]:
+        options["bos"] = tables[0]["<s>"]
+    return model, make_translator(backends[0], **options)(model.config)
+
+
+def _languages(table: Mapping[str, int]) -> Languages | None:
+    for pattern, is_asked in _LANGUAGES:
+        ids = {match[1]: i for token, i in table.items() if (match := pattern.fullmatch(token))}
+        if len(ids) > 1:
+            return Languages(ids, "asked" if is_asked else "front")
+    return None
+
+
 def load_transformer(
     folder: Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> tuple[Transformer, Vocabularies]:
@@ -374,7 +446,8 @@ def _special_ids(
     eos, unk = id_of("eos_token", "</s>"), id_of("unk_token", "<unk>")
     if variables.scalar("decoder/start_from_zero_embedding", 0.0):
         return SpecialIds(pad=largest, eos=eos, unk=unk, start=largest), largest + 1
-    pads = [token for token in ("<pad>", "<blank>") if all(token in tokens for tokens in vocabularies)]
+    if "<blank>" in vocabularies.source:
+        raise ValueError("expected a model whose sources end with </s>, got one of OpenNMT, which has <blank>")
     token = settings.get("decoder_start_token", "<s>")
     if token is None:
         raise ValueError(
@@ -383,9 +456,11 @@ def _special_ids(
     if token not in vocabularies.target:
         raise ValueError(f"expected the decoder_start_token {token!r:.60} in the target's vocabulary")
     start = vocabularies.target.index(token)
-    if not pads or vocabularies.source.index(pads[0]) != vocabularies.target.index(pads[0]):
+    pads = {tokens.index("<pad>") if "<pad>" in tokens else None for tokens in vocabularies}
+    pad = pads.pop() if len(pads) == 1 else None
+    if pad is None:
         return SpecialIds(pad=largest, eos=eos, unk=unk, start=start), largest + 1
-    return SpecialIds(pad=vocabularies.source.index(pads[0]), eos=eos, unk=unk, start=start), largest
+    return SpecialIds(pad=pad, eos=eos, unk=unk, start=start), largest
 
 
 def _positions(variables: _Variables, d_model: int, pad: int) -> tuple[str, dict[str, Tensor], dict[str, Any]]:

@@ -13,6 +13,7 @@ from torch import nn
 
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.baseline.lstm import LSTMConfig
+from fastformer.checkpoints import ctranslate2
 from fastformer.checkpoints.hf import FAMILIES, UNSUPPORTED, load_folder, model_type
 from fastformer.data import PairTokenizer, Tokenizer, load_tokenizer
 from fastformer.data.pair import contents
@@ -38,7 +39,7 @@ def load_model(
 
     Args:
         run: the folder. If a "Transformer" is expected, the folder may hold a BART, a Marian or a T5 that transformers
-            saved; if a "GPT" is expected, a decoder, such as a Llama.
+            saved or CTranslate2 converted; if a "GPT" is expected, a decoder, such as a Llama.
         expected: the architectures that the caller accepts, such as "Transformer"; empty: any.
         device: the device of the parameters; None: the CPU.
         dtype: the dtype of the parameters; None: as saved.
@@ -46,6 +47,10 @@ def load_model(
     Raises:
         ValueError: another architecture, or a folder that is damaged or whose files don't belong together.
     """
+    if expected and ctranslate2.is_folder(run):
+        if "Transformer" not in expected:
+            raise ValueError(f"expected a folder of {' or '.join(expected)}, got a translator of CTranslate2: {run}")
+        return ctranslate2.load_folder(Path(run), device=device, dtype=dtype)
     kind = model_type(Path(run)) if expected else None
     if kind is not None:
         return _load_foreign(Path(run), kind, expected, device, dtype)
@@ -76,6 +81,8 @@ def load_model(
 
 def architecture_of(run: str | os.PathLike[str]) -> str | None:
     """Returns the architecture as which `load_model` loads a folder, such as "GPT"; None: loading it is an error."""
+    if ctranslate2.is_folder(run):
+        return "Transformer"
     kind = model_type(Path(run))
     if kind is not None:
         family = FAMILIES.get(kind)

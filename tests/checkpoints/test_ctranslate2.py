@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from fastformer import cli
+from fastformer.checkpoints import load_model
 from fastformer.checkpoints.ctranslate2 import MODEL, load_transformer, read_variables
-from fastformer.generation import generate
+from fastformer.checkpoints.run import architecture_of
+from fastformer.generation import Translator, generate
 from fastformer.models import quantization
 
 FOLDERS = Path(__file__).parent.parent / "foreign" / "ctranslate2"
@@ -201,3 +204,92 @@ def test_damaged_files_are_errors(folder: Path) -> None:
             read_variables(folder / MODEL)
         except ValueError:
             continue
+
+
+def with_pieces(folder: Path, one_file: bool = False) -> Any:
+    """Gives a folder a SentencePiece model, whose pieces become the vocabulary. Returns the model."""
+    sentencepiece = pytest.importorskip("sentencepiece", reason="the sentencepiece library is not installed")
+    text = folder / "text"
+    text.write_text("the old dog sees a tree\na cat runs\nthe bird sees the old cat\n" * 9)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(folder / "source"), vocab_size=20, minloglevel=2, bos_id=-1
+    )
+    data = (folder / "source.model").read_bytes()
+    for name in ["sentencepiece.bpe.model"] if one_file else ["source.spm", "target.spm"]:
+        (folder / name).write_bytes(data)
+    processor = sentencepiece.SentencePieceProcessor(model_proto=data)
+    pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size()) if not processor.is_unknown(i)]
+    tokens = json.loads((folder / "shared_vocabulary.json").read_text())
+    places = [i for i, token in enumerate(tokens) if token not in ("</s>", "<unk>", "<s>", "<pad>")]
+    for i, piece in zip(places, (piece for piece in pieces if piece not in tokens), strict=False):
+        tokens[i] = piece
+    (folder / "shared_vocabulary.json").write_text(json.dumps(tokens))
+    return processor
+
+
+@pytest.mark.parametrize("name, one_file", [("marian", False), ("marian", True), ("m2m", True)])
+def test_texts_are_translated(tmp_path: Path, name: str, one_file: bool, capsys: Any) -> None:
+    folder = Path(shutil.copytree(FOLDERS / name, tmp_path / name))
+    processor = with_pieces(folder, one_file)
+    model, vocabularies = load_transformer(folder)
+    text = "the old cat sees a dog"
+    ids = [vocabularies.source.index(piece) for piece in processor.encode(text, out_type=str)]
+    rows = generate(model.float(), [[*ids, model.config.special_ids.first_eos]], max_new_tokens=8, precision="fp32")
+    assert isinstance(rows, torch.Tensor)
+    end = model.config.special_ids.first_eos
+    tokens = [vocabularies.target[i] for i in rows[0].tolist() if i not in (end, model.config.special_ids.pad)]
+    expected = processor.decode_pieces([token for token in tokens if not token.startswith("<")]).strip()
+    assert Translator.from_pretrained(folder, precision="fp32").translate(text, max_new_tokens=8) == expected
+    assert architecture_of(folder) == "Transformer"
+    assert not cli.main(["translate", str(folder), text, "--max_new_tokens", "8", "--precision", "fp32"])
+    assert capsys.readouterr().out.strip() == expected
+    with pytest.raises(ValueError, match="translator of CTranslate2"):
+        load_model(folder, ("GPT",))
+
+
+def test_the_tokenizer_json_of_transformers(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
+    folder = Path(shutil.copytree(FOLDERS / "bart", tmp_path / "bart"))
+    tokens = json.loads((folder / "shared_vocabulary.json").read_text())
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel({t: i for i, t in enumerate(tokens)}, "<unk>"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        "<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    library.save(str(folder / "tokenizer.json"))
+    assert load_model(folder, ("Transformer",))[1].encode("t9 t12 t8") == [0, 9, 12, 8]
+    (folder / "shared_vocabulary.json").write_text(
+        json.dumps([*tokens[:9], tokens[12], *tokens[10:12], tokens[9], *tokens[13:]])
+    )
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        load_model(folder, ("Transformer",))
+
+
+def test_languages_are_those_of_the_vocabulary(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FOLDERS / "m2m", tmp_path / "m2m"))
+    with_pieces(folder, one_file=True)
+    tokens = json.loads((folder / "shared_vocabulary.json").read_text())
+    for names, short in (
+        (["eng_Latn", "deu_Latn"], "deu_Latn"),
+        (["__en__", "__de__"], "de"),
+        ([">>en<<", ">>de<<"], "de"),
+    ):
+        (folder / "shared_vocabulary.json").write_text(json.dumps([*tokens[:-2], *names]))
+        languages = load_model(folder, ("Transformer",))[1].languages
+        assert languages is not None and languages.ids[short] == len(tokens) - 1
+        assert (languages.places == "asked") == names[0].startswith(">>")
+
+
+def test_a_folder_needs_a_tokenizer(folder: Path) -> None:
+    with pytest.raises(ValueError, match="tokenizer"):
+        load_model(folder, ("Transformer",))
+
+
+def test_models_of_opennmt_are_refused(folder: Path) -> None:
+    _, stored = read_variables(folder / MODEL)
+    stored["decoder/start_from_zero_embedding"] = torch.tensor(0, dtype=torch.int8)
+    (folder / MODEL).write_bytes(written(stored))
+    tokens = json.loads((folder / "shared_vocabulary.json").read_text())
+    (folder / "shared_vocabulary.json").write_text(json.dumps(["<blank>" if t == "t8" else t for t in tokens]))
+    with pytest.raises(ValueError, match="OpenNMT"):
+        load_transformer(folder)
