@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.models.bert_config import BERTConfig as BERTConfig
-from fastformer.models.common import IGNORE_INDEX, check_ids, draw, layer_options, norm_of, rotations, trailing_padding
+from fastformer.models.common import (
+    IGNORE_INDEX,
+    check_ids,
+    init_weights,
+    layer_options,
+    norm_of,
+    rotations,
+    trailing_padding,
+)
 from fastformer.models.pooling import POOLINGS, Pooling, pool
 from fastformer.models.pretrained import PretrainedModel, placement
 from fastformer.nn.embedding import Embedding, PositionalEncoding, RelativePositionBias, RotaryEmbedding
@@ -142,8 +150,8 @@ class BERT(PretrainedModel):
         self.encoder = TransformerEncoder(layer, config.num_layers, final_norm)
         if not config.first_norm:
             self.encoder.layers[0].norm1 = nn.Identity()
-        for each, has_window in zip(self.encoder.layers, config.windows, strict=True):
-            each.self_attn.window_size = (config.window_size,) * 2 if has_window else (None, None)
+        for module, has_window in zip(self.encoder.layers, config.windows, strict=True):
+            module.self_attn.window_size = (config.window_size,) * 2 if has_window else (None, None)
         self.pooler = Dense(config.d_model, config.d_model, **factory) if config.pooler else None
         self.head = ClassificationHead(config, **factory) if config.num_labels else None
         self.reset_parameters()
@@ -152,7 +160,7 @@ class BERT(PretrainedModel):
     def reset_parameters(self) -> None:
         """Initialises as BERT: N(0, 0.02) for matrices, 0 for biases, 1 for norms."""
         for module in self.modules():
-            draw(module, 0.02)
+            init_weights(module, 0.02)
             if isinstance(module, Dense):
                 nn.init.normal_(module.weight, std=0.02)
                 if module.bias is not None:

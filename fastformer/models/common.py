@@ -33,7 +33,7 @@ def as_flags(name: str, value: Any) -> tuple[bool, ...] | None:
     if value is None:
         return None
     is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    if not is_list or not all(isinstance(each, bool) for each in value):
+    if not is_list or not all(isinstance(flag, bool) for flag in value):
         raise ValueError(f"expected {name} to be a list of true and false, one for each layer, got {shown(value)}")
     return tuple(value)
 
@@ -98,7 +98,7 @@ def norm_of(config: Any, size: int, factory: dict[str, Any]) -> AddLayerNorm:
     return AddLayerNorm(size, config.layer_norm_eps, bias=config.bias, rms_norm=config.norm == "rms", **factory)
 
 
-def draw(module: nn.Module, std: float) -> None:
+def init_weights(module: nn.Module, std: float) -> None:
     """Initialises a module's own parameters: N(0, std) for matrices, 0 for biases, its default for the rest."""
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=std)
@@ -152,12 +152,12 @@ def chosen_log_probs(logits_of: Callable[[Tensor], Tensor], hidden: Tensor, toke
     Returns:
         (...), fp32 (fp64 for logits in fp64).
     """
-    found = []
+    log_probs = []
     for rows, ids in zip(hidden.flatten(0, -2).split(_ROWS), tokens.flatten().split(_ROWS), strict=True):
         logits = logits_of(rows)
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        found.append(logits.gather(-1, ids[:, None]).squeeze(-1) - logits.logsumexp(-1))
-    return torch.cat(found).view(tokens.shape)
+        log_probs.append(logits.gather(-1, ids[:, None]).squeeze(-1) - logits.logsumexp(-1))
+    return torch.cat(log_probs).view(tokens.shape)
 
 
 def check_ids(

@@ -12,7 +12,7 @@ from fastformer.cache.kv_cache import KVCache
 from fastformer.models.common import (
     cache_of,
     check_ids,
-    draw,
+    init_weights,
     layer_options,
     norm_of,
     rotations,
@@ -84,8 +84,8 @@ class GPT(NextTokenModel):
         self.local_rotary: RotaryEmbedding | None = None
         if config.positions == "rotary":
             size, max_len, base = config.rotary_dim, config.max_len, config.rotary_base
-            found = RotarySpeeds(None) if config.scaling is None else config.scaling.speeds(size, base)
-            self.rotary = RotaryEmbedding(size, max_len, base, speeds=found.speeds, scale=found.scale, **factory)
+            scaling = RotarySpeeds(None) if config.scaling is None else config.scaling.speeds(size, base)
+            self.rotary = RotaryEmbedding(size, max_len, base, speeds=scaling.speeds, scale=scaling.scale, **factory)
             if config.local_rotary_base is not None:
                 self.local_rotary = RotaryEmbedding(size, max_len, config.local_rotary_base, **factory)
         else:
@@ -119,8 +119,8 @@ class GPT(NextTokenModel):
             **layer_options(config, factory),
         )
         self.decoder = TransformerEncoder(layer, config.num_layers, norm_of(config, config.d_model, factory))
-        for each, has_window in zip(self.decoder.layers, config.windows, strict=True):
-            each.self_attn.window_size = (config.window_size, 0) if has_window else (None, None)
+        for module, has_window in zip(self.decoder.layers, config.windows, strict=True):
+            module.self_attn.window_size = (config.window_size, 0) if has_window else (None, None)
         sizes = (config.d_model, config.vocab_size)
         self.output = None if config.tie_embeddings else nn.Linear(*sizes, bias=False, **factory)
         self.reset_parameters()
@@ -130,7 +130,7 @@ class GPT(NextTokenModel):
         """Initialises as GPT-2: N(0, 0.02), projections into the residual stream divided by sqrt(2 * num_layers)."""
         into_residual = 0.02 / math.sqrt(2 * self.config.num_layers)
         for name, module in self.named_modules():
-            draw(module, into_residual if name.endswith(("out_proj", "linear2")) else 0.02)
+            init_weights(module, into_residual if name.endswith(("out_proj", "linear2")) else 0.02)
 
     @property
     def output_weight(self) -> Tensor:

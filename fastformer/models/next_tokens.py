@@ -84,6 +84,6 @@ class NextTokenModel(PretrainedModel):
         hidden, weight, bias = self._last_layer(hidden)
         if bias is None:
             return hidden, weight
-        more = F.pad(bias[:, None], (0, 7))  # eight columns, so that rows stay aligned
-        one = F.pad(hidden.new_ones(1), (0, 7)).expand(*hidden.shape[:-1], 8)
-        return torch.cat((hidden, one), -1), torch.cat((weight, more), 1)
+        bias_columns = F.pad(bias[:, None], (0, 7))  # eight columns, so that rows stay aligned
+        ones = F.pad(hidden.new_ones(1), (0, 7)).expand(*hidden.shape[:-1], 8)
+        return torch.cat((hidden, ones), -1), torch.cat((weight, bias_columns), 1)

@@ -74,10 +74,10 @@ def config_from_dict(config_class: type[Any], values: dict[str, Any]) -> Any:
         ValueError: a key that the config doesn't have (the nearest one is suggested), one that is missing, or a value
             that is not allowed.
     """
-    known = [field.name for field in dataclasses.fields(config_class)]
+    names = [field.name for field in dataclasses.fields(config_class)]
     for key in values:
-        if key not in known:
-            raise ValueError(f"{config_class.__name__} has no setting {key!r}{suggestion(key, known)}")
+        if key not in names:
+            raise ValueError(f"{config_class.__name__} has no setting {key!r}{suggestion(key, names)}")
     if "vocab_size" not in values:  # the one that has no default
         raise ValueError(f"expected {config_class.__name__} to have a vocab_size, got {values}")
     special = values.get("special_ids")
@@ -266,8 +266,8 @@ def load_saved(
     """
     path = Path(folder)
     values = _read_config(path)
-    if (found := values.pop("architecture")) != architecture:
-        raise ValueError(f"expected a folder of {architecture}, got one of {found!r}: {path}")
+    if (saved_as := values.pop("architecture")) != architecture:
+        raise ValueError(f"expected a folder of {architecture}, got one of {saved_as!r}: {path}")
     saved = SavedWeights.in_folder(path)
     quantization = values.pop(_QUANTIZATION, None)
     if quantization not in (None, *QUANTIZED):
@@ -294,9 +294,9 @@ def load_saved(
         raise ValueError(f"{path / CONFIG} has settings that no {architecture} can have ({error})") from error
     state = saved.read()
     if quantization is not None:
-        kept: Any
-        state, kept = unpacked_state(model, state, quantization)
-        model.precision, model.int4_groups = quantization, kept
+        int4_groups: Any
+        state, int4_groups = unpacked_state(model, state, quantization)
+        model.precision, model.int4_groups = quantization, int4_groups
     model.load_state_dict(state)
     return model.eval()
 

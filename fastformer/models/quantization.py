@@ -55,13 +55,13 @@ def quantized_names(model: nn.Module) -> list[str]:
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in model.named_modules(remove_duplicate=False):
-        own = f"{prefix}." if prefix else ""
+        dotted = f"{prefix}." if prefix else ""
         if isinstance(module, nn.Linear | nn.Embedding):
-            yield f"{own}weight", module.weight
+            yield f"{dotted}weight", module.weight
         elif isinstance(module, MultiheadAttention):
             for name in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
                 if (weight := getattr(module, name)) is not None:
-                    yield own + name, weight
+                    yield dotted + name, weight
 
 
 # ---- int8 ----
@@ -117,11 +117,11 @@ def to_groups(weight: Tensor) -> Groups:
     scale = torch.empty(rows, groups, dtype=torch.float16)
     step = max(1, _ROUNDED_AT_ONCE // max(1, groups * GROUP))
     for first in range(0, rows if groups else 0, step):
-        some = slice(first, first + step)
-        part = weight[some].to("cpu", torch.float32)
+        chunk = slice(first, first + step)
+        part = weight[chunk].to("cpu", torch.float32)
         padded = nn.functional.pad(part, (0, groups * GROUP - part.shape[1])).view(len(part), groups, GROUP)
-        q, scale[some] = _nearest(padded)
-        nibbles[some] = (q[..., ::2] | q[..., 1::2] << 4).flatten(1)
+        q, scale[chunk] = _nearest(padded)
+        nibbles[chunk] = (q[..., ::2] | q[..., 1::2] << 4).flatten(1)
     return Groups(nibbles, scale)
 
 
@@ -154,12 +154,14 @@ def from_groups(groups: Groups, columns: int, dtype: torch.dtype) -> Tensor:
 
 def is_on(groups: Groups, weight: Tensor) -> bool:
     """Returns whether the groups reproduce a matrix in its dtype, also if it was in a smaller dtype in between."""
-    own = weight.detach().cpu()
-    dtypes = (own.dtype, torch.bfloat16, torch.float16)
-    return any(torch.equal(from_groups(groups, own.shape[1], dtype).to(own.dtype), own) for dtype in dtypes)
+    expected = weight.detach().cpu()
+    dtypes = (expected.dtype, torch.bfloat16, torch.float16)
+    return any(
+        torch.equal(from_groups(groups, expected.shape[1], dtype).to(expected.dtype), expected) for dtype in dtypes
+    )
 
 
-def groups_of(model: nn.Module, wanted: Iterable[Tensor]) -> dict[int, Groups]:
+def groups_of(model: nn.Module, tensors: Iterable[Tensor]) -> dict[int, Groups]:
     """Returns matrices of a model as int4, by their ids.
 
     A model that is quantised to int4 has stored groups; if weights have changed since, they are rounded again, and
@@ -167,14 +169,14 @@ def groups_of(model: nn.Module, wanted: Iterable[Tensor]) -> dict[int, Groups]:
 
     Args:
         model: the model of the matrices.
-        wanted: matrices of the model; other tensors are ignored.
+        tensors: matrices of the model; other tensors are ignored.
     """
-    kept: Mapping[str, Groups] | None = getattr(model, "int4_groups", None)
-    ids, found = {id(tensor) for tensor in wanted}, dict[int, Groups]()
+    stored: Mapping[str, Groups] | None = getattr(model, "int4_groups", None)
+    ids, groups = {id(tensor) for tensor in tensors}, dict[int, Groups]()
     for name, weight in _matrices(model):
-        if id(weight) in ids - found.keys() and (kept is None or name in kept):
-            found[id(weight)] = _current(None if kept is None else kept[name], weight)
-    return found
+        if id(weight) in ids - groups.keys() and (stored is None or name in stored):
+            groups[id(weight)] = _current(None if stored is None else stored[name], weight)
+    return groups
 
 
 def _current(groups: Groups | None, weight: Tensor) -> Groups:
@@ -194,18 +196,18 @@ def round_weights(model: nn.Module, precision: str) -> dict[str, Groups] | None:
     Raises:
         ValueError: NaN or infinite weights, or weights for which int4 has no scale.
     """
-    state, kept = model.state_dict(), {}
+    state, groups = model.state_dict(), {}
     before: Mapping[str, Groups] = getattr(model, "int4_groups", None) or {}
     for name in quantized_names(model):
         try:
             if precision == INT8:
                 state[name].copy_(from_grid(*to_grid(state[name]), state[name].dtype))
                 continue
-            kept[name] = _finite(_current(before.get(name), state[name]))
-            state[name].copy_(from_groups(kept[name], state[name].shape[1], state[name].dtype))
+            groups[name] = _finite(_current(before.get(name), state[name]))
+            state[name].copy_(from_groups(groups[name], state[name].shape[1], state[name].dtype))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-    return kept if precision == INT4 else None
+    return groups if precision == INT4 else None
 
 
 def _finite(groups: Groups) -> Groups:
@@ -221,12 +223,12 @@ def packed_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor
         ValueError: see `round_weights`.
     """
     packed = dict(state)
-    kept: Mapping[str, Groups] | None = getattr(model, "int4_groups", None)
+    stored: Mapping[str, Groups] | None = getattr(model, "int4_groups", None)
     for name in quantized_names(model):
-        if kept is None:
+        if stored is None:
             packed[name], packed[name + SCALE] = to_grid(state[name])
-        elif name in kept:
-            groups = _finite(_current(kept[name], state[name]))
+        elif name in stored:
+            groups = _finite(_current(stored[name], state[name]))
             packed[name], packed[name + SCALE] = groups.nibbles, groups.scale
             if groups.zero is not None:
                 packed[name + ZERO] = groups.zero
@@ -234,7 +236,7 @@ def packed_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor
 
 
 def packed_entries(
-    model: nn.Module, entries: dict[str, Entry], precision: str, found: Mapping[str, Entry]
+    model: nn.Module, entries: dict[str, Entry], precision: str, saved: Mapping[str, Entry]
 ) -> dict[str, Entry]:
     """Returns the names, shapes and dtypes of the entries of a model's `packed_state`.
 
@@ -242,18 +244,18 @@ def packed_entries(
         model: on any device, "meta" too.
         entries: the entries of the model's state.
         precision: "int8" or "int4".
-        found: the entries of the folder, which tell the matrices that are in int4 and those that have zeros.
+        saved: the entries of the folder, which tell the matrices that are in int4 and those that have zeros.
     """
     packed = dict(entries)
     for name in quantized_names(model):
         rows, columns = entries[name].shape
         if precision == INT8:
             packed[name], packed[name + SCALE] = Entry((rows, columns), torch.int8), Entry((rows,), torch.float32)
-        elif name + SCALE in found or (name in found and found[name].dtype == torch.uint8):
+        elif name + SCALE in saved or (name in saved and saved[name].dtype == torch.uint8):
             shape = rows, num_groups(columns)
             packed[name] = Entry((rows, shape[1] * GROUP // 2), torch.uint8)
             packed[name + SCALE] = Entry(shape, torch.float16)
-            if name + ZERO in found:
+            if name + ZERO in saved:
                 packed[name + ZERO] = Entry(shape, torch.uint8)
     return packed
 
@@ -268,12 +270,12 @@ def unpacked_state(
         packed: the packed state, with the entries of `packed_entries`.
         precision: "int8" or "int4".
     """
-    state, own = dict(packed), model.state_dict()
-    kept: dict[str, Groups] = {}
+    state, reference = dict(packed), model.state_dict()
+    groups: dict[str, Groups] = {}
     for name in quantized_names(model):
         if precision == INT8:
-            state[name] = from_grid(state[name], state.pop(name + SCALE), own[name].dtype)
+            state[name] = from_grid(state[name], state.pop(name + SCALE), reference[name].dtype)
         elif name + SCALE in state:
-            kept[name] = Groups(state[name], state.pop(name + SCALE), state.pop(name + ZERO, None))
-            state[name] = from_groups(kept[name], own[name].shape[1], own[name].dtype)
-    return state, kept if precision == INT4 else None
+            groups[name] = Groups(state[name], state.pop(name + SCALE), state.pop(name + ZERO, None))
+            state[name] = from_groups(groups[name], reference[name].shape[1], reference[name].dtype)
+    return state, groups if precision == INT4 else None

@@ -62,9 +62,9 @@ class RotaryScaling(dict[str, Any]):
         values = dict(values)  # `dataclasses.asdict` gives pairs
         kind = values.get("kind")
         if not isinstance(kind, str) or kind not in _PARAMETERS:
-            known = ", ".join(map(repr, get_args(Kind)))
+            kinds = ", ".join(map(repr, get_args(Kind)))
             raise ValueError(
-                f"expected a kind of rotary_scaling in {known}, got {shown(kind)}{suggestion(kind, _PARAMETERS)}"
+                f"expected a kind of rotary_scaling in {kinds}, got {shown(kind)}{suggestion(kind, _PARAMETERS)}"
             )
         needed, optional = _PARAMETERS[kind]
         for name in values:
@@ -72,21 +72,21 @@ class RotaryScaling(dict[str, Any]):
                 hint = suggestion(name, (*needed, *optional))
                 raise ValueError(f"rotary_scaling of kind {kind!r} has no parameter {name!r}{hint}")
         # Parameters that are null are ignored, as in transformers.
-        given = {name: _checked(name, value) for name, value in values.items() if value is not None}
+        parameters = {name: _checked(name, value) for name, value in values.items() if value is not None}
         for name in needed:
-            if name not in given:
+            if name not in parameters:
                 raise ValueError(f"expected rotary_scaling of kind {kind!r} to have a {name}, got {dict(values)}")
-        if kind == "longrope" and not {"factor", "attention_factor"} & given.keys():
+        if kind == "longrope" and not {"factor", "attention_factor"} & parameters.keys():
             raise ValueError(
                 "expected rotary_scaling of kind 'longrope' to have a factor (max_position_embeddings / "
-                f"{_LENGTH}) or an attention_factor, got {sorted(given)}"
+                f"{_LENGTH}) or an attention_factor, got {sorted(parameters)}"
             )
-        if kind == "llama3" and given["low_freq_factor"] >= given["high_freq_factor"]:
+        if kind == "llama3" and parameters["low_freq_factor"] >= parameters["high_freq_factor"]:
             raise ValueError(
                 f"expected a low_freq_factor below the high_freq_factor of rotary_scaling, got "
-                f"{given['low_freq_factor']} and {given['high_freq_factor']}"
+                f"{parameters['low_freq_factor']} and {parameters['high_freq_factor']}"
             )
-        super().__init__(given)
+        super().__init__(parameters)
 
     def check(self, rotary_dim: int, base: float, max_len: int) -> None:
         """Checks the parameters against a model's sizes.
@@ -132,8 +132,8 @@ class RotaryScaling(dict[str, Any]):
         if kind == "llama3":
             low, high = self["low_freq_factor"], self["high_freq_factor"]
             turns = self[_LENGTH] * plain / (2 * math.pi)
-            kept = ((turns - low) / (high - low)).clamp(0, 1)
-            return RotarySpeeds(plain * (kept + (1 - kept) / self["factor"]))
+            weight = ((turns - low) / (high - low)).clamp(0, 1)
+            return RotarySpeeds(plain * (weight + (1 - weight) / self["factor"]))
         if kind == "yarn":
             return RotarySpeeds(self._yarn(plain, rotary_dim, base), self._yarn_scale())
         scale = self.get("attention_factor")
@@ -200,7 +200,7 @@ def _checked(name: str, value: Any) -> Any:
     if name in _FACTORS:
         if not isinstance(value, Sequence) or isinstance(value, str) or not value:
             raise ValueError(f"expected {name} of rotary_scaling to be a list of numbers, got {shown(value)}")
-        return tuple(_number(name, each) for each in value)
+        return tuple(_number(name, item) for item in value)
     if name == _LENGTH:
         if isinstance(value, int) and not isinstance(value, bool) and 1 < value < 2**63:
             return value

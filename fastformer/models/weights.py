@@ -78,13 +78,13 @@ class SavedWeights:
         if (index := index_of(path)) is None:
             metadata, entries = _checked_header(path)
             return cls(path, (path,), entries, metadata)
-        found: dict[str, Entry] = {}
+        all_entries: dict[str, Entry] = {}
         shards = read_index(index)
         for file, names in shards.items():
             _, entries = _checked_header(file)
             check_shard(index, file, names, entries)
-            found |= entries
-        return cls(index, (*shards,), found, {})
+            all_entries |= entries
+        return cls(index, (*shards,), all_entries, {})
 
     def read(self) -> dict[str, Tensor]:
         """Reads the tensors, and checks that all weights are finite.
@@ -96,11 +96,11 @@ class SavedWeights:
         state: dict[str, Tensor] = {}
         for file in self.files:
             try:
-                found: dict[str, Tensor] = safetensors_library().load_file(file)
+                tensors: dict[str, Tensor] = safetensors_library().load_file(file)
             except Exception as error:  # safetensors raises a type of its own, and OSError for an empty file
                 raise ValueError(_damaged(file, error)) from error
-            check_finite(file, found)
-            state |= found
+            check_finite(file, tensors)
+            state |= tensors
         return state
 
 
@@ -139,7 +139,7 @@ def read_notes(folder: str | os.PathLike[str]) -> dict[str, str]:
     return {name: value for name, value in metadata.items() if name not in ("format", "sha256")}
 
 
-def check_entries(origin: object, expects: object, found: Mapping[str, Entry], expected: Mapping[str, Entry]) -> None:
+def check_entries(origin: object, expects: object, actual: Mapping[str, Entry], expected: Mapping[str, Entry]) -> None:
     """Checks tensors against those that a model expects.
 
     Args:
@@ -150,21 +150,21 @@ def check_entries(origin: object, expects: object, found: Mapping[str, Entry], e
     Raises:
         ValueError: missing, unexpected or misshapen tensors, or another dtype.
     """
-    shared = sorted(expected.keys() & found.keys())
+    shared = sorted(expected.keys() & actual.keys())
     misshapen = [
-        f"{name}: expected {expected[name].shape}, got {found[name].shape}"
+        f"{name}: expected {expected[name].shape}, got {actual[name].shape}"
         for name in shared
-        if expected[name].shape != found[name].shape
+        if expected[name].shape != actual[name].shape
     ]
     other = [
-        f"{name}: expected {_describe(expected[name].dtype)}, got {_describe(found[name].dtype)}"
+        f"{name}: expected {_describe(expected[name].dtype)}, got {_describe(actual[name].dtype)}"
         for name in shared
-        if found[name].dtype not in (FLOATING if expected[name].dtype is None else (expected[name].dtype,))
+        if actual[name].dtype not in (FLOATING if expected[name].dtype is None else (expected[name].dtype,))
     ]
     problems = []
     for what, names in (
-        ("missing tensors", sorted(expected.keys() - found.keys())),
-        ("unexpected tensors", sorted(found.keys() - expected.keys())),
+        ("missing tensors", sorted(expected.keys() - actual.keys())),
+        ("unexpected tensors", sorted(actual.keys() - expected.keys())),
         ("misshapen tensors", misshapen),
         ("tensors of another dtype", other),
     ):
@@ -243,17 +243,17 @@ def read_index(index: Path) -> dict[Path, list[str]]:
     return files
 
 
-def check_shard(index: Path, file: Path, names: Iterable[str], found: Iterable[str]) -> None:
+def check_shard(index: Path, file: Path, names: Iterable[str], actual: Iterable[str]) -> None:
     """Checks the tensors of one file against the index.
 
     Raises:
         ValueError: a missing tensor, or one that the index lacks or names in another file.
     """
-    expected, held = {*names}, {*found}
-    for what, some in (("lacks", expected - held), ("holds", held - expected)):
-        if some:
+    expected, present = {*names}, {*actual}
+    for what, names_off in (("lacks", expected - present), ("holds", present - expected)):
+        if names_off:
             raise ValueError(
-                f"{file} doesn't fit {index.name}: it {what} {min(some)}, which {index.name} "
+                f"{file} doesn't fit {index.name}: it {what} {min(names_off)}, which {index.name} "
                 + ("says is in it" if what == "lacks" else "says is in another file, or nowhere")
                 + "; copy the model again"
             )
