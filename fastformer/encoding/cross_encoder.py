@@ -60,18 +60,18 @@ class CrossEncoder(FolderModel):
         default_prompt_name: str | None = None,
     ) -> None:
         super().__init__(folder, precision, device, prompts, default_prompt_name)
-        found = self._folder
-        if not found.model.config.num_labels:
+        loaded = self._folder
+        if not loaded.model.config.num_labels:
             raise ValueError(
-                f"expected a model with a head for classification, got one without in {found.path}: "
+                f"expected a model with a head for classification, got one without in {loaded.path}: "
                 "fastformer.Encoder computes its embeddings"
             )
-        if found.pooling is not None:
-            raise ValueError(f"expected no Pooling after the model of a CrossEncoder, got one in {found.path}")
+        if loaded.pooling is not None:
+            raise ValueError(f"expected no Pooling after the model of a CrossEncoder, got one in {loaded.path}")
         usual = nn.Sigmoid() if self.num_labels == 1 else nn.Identity()
-        self.activation_fn: Activation = activation_fn or found.activation or usual
-        named = found.labels if len(found.labels) == self.num_labels else ()
-        self.labels = named or tuple(f"LABEL_{place}" for place in range(self.num_labels))
+        self.activation_fn: Activation = activation_fn or loaded.activation or usual
+        labels = loaded.labels if len(loaded.labels) == self.num_labels else ()
+        self.labels = labels or tuple(f"LABEL_{place}" for place in range(self.num_labels))
 
     @property
     def num_labels(self) -> int:
@@ -128,8 +128,8 @@ class CrossEncoder(FolderModel):
                 scores = self._activated(torch.from_numpy(logits), activation)
                 parts.append(scores.softmax(1) if apply_softmax and scores.dim() > 1 else scores)
         shape = (0,) if self.num_labels == 1 else (0, self.num_labels)
-        found = torch.cat(parts) if parts else torch.from_numpy(np.zeros(shape, np.float32))
-        return self._given(found, is_one, convert_to_numpy, convert_to_tensor)
+        predictions = torch.cat(parts) if parts else torch.from_numpy(np.zeros(shape, np.float32))
+        return self._converted(predictions, is_one, convert_to_numpy, convert_to_tensor)
 
     def rank(
         self,
@@ -171,12 +171,12 @@ class CrossEncoder(FolderModel):
         check_value("top_k", top_k, Positive | None)
         if not isinstance(query, str):
             raise ValueError(f"expected query as a str, got {type(query).__name__}")
-        kept: list[str] = []
+        texts: list[str] = []
 
         def pairs() -> Iterator[Pair]:
             for number, document in enumerate(documents, 1):
                 if return_documents:
-                    kept.append(document)
+                    texts.append(document)
                 yield query, expect_text("documents", number, document)
 
         scores = self.predict(
@@ -192,20 +192,20 @@ class CrossEncoder(FolderModel):
             batch_tokens=batch_tokens,
         )
         order = sorted(range(len(scores)), key=lambda place: -scores[place])[:top_k]
-        found: list[dict[str, Any]] = [{"corpus_id": place, "score": float(scores[place])} for place in order]
-        for each in found if return_documents else ():
-            each["text"] = kept[each["corpus_id"]]
-        return found
+        ranking: list[dict[str, Any]] = [{"corpus_id": place, "score": float(scores[place])} for place in order]
+        for entry in ranking if return_documents else ():
+            entry["text"] = texts[entry["corpus_id"]]
+        return ranking
 
     def _activated(self, logits: Tensor, activation: Activation) -> Tensor:
         """Returns the scores for logits (pairs, num_labels); (pairs,) for one label."""
         with torch.inference_mode():
-            found = activation(logits)
-        if self.num_labels == 1 and found.dim() > 1:
-            found = found.squeeze(-1)
-        if found.dim() == 0 or len(found) != len(logits):
-            raise ValueError(f"expected activation_fn to keep the {len(logits)} rows, got {tuple(found.shape)}")
-        return found.to(torch.float32, copy=True)
+            scores = activation(logits)
+        if self.num_labels == 1 and scores.dim() > 1:
+            scores = scores.squeeze(-1)
+        if scores.dim() == 0 or len(scores) != len(logits):
+            raise ValueError(f"expected activation_fn to keep the {len(logits)} rows, got {tuple(scores.shape)}")
+        return scores.to(torch.float32, copy=True)
 
     def _logits(
         self, inputs: Iterable[Input], prompt: str, limits: tuple[int, int | None], advance: Callable[[int], object]
@@ -213,17 +213,17 @@ class CrossEncoder(FolderModel):
         """Yields the logits of the next pairs, (pairs, num_labels)."""
         numbers = itertools.count()
         for chunk in chunks(inputs):
-            for each, number in zip(chunk, numbers, strict=False):
-                check_input(each, number)
+            for pair, number in zip(chunk, numbers, strict=False):
+                check_input(pair, number)
             rows = rows_of(self._reader, with_prompt(chunk, prompt))
-            found = np.zeros((len(chunk), self.num_labels), np.float32)
+            logits = np.zeros((len(chunk), self.num_labels), np.float32)
             for places in packed(list(map(len, rows.ids)), *limits):
-                found[places] = self._classify(rows.some(places))
+                logits[places] = self._classify(rows.some(places))
                 advance(len(places))
-            yield found
+            yield logits
 
     def _tokenized(self, texts: Sequence[Any]) -> Rows:
-        return rows_of(self._reader, [[each] if isinstance(each, str) else each for each in texts])
+        return rows_of(self._reader, [[text] if isinstance(text, str) else text for text in texts])
 
     def _classify(self, rows: Rows) -> Array:
         """Returns the logits of rows of pairs or texts, (rows, num_labels)."""
@@ -247,27 +247,27 @@ def _inputs(sentences: Any) -> tuple[bool, Iterable[Input]]:
     return False, sentences  # each item is checked when it is read
 
 
-def check_input(each: object, number: int) -> None:
-    if isinstance(each, str) or not isinstance(each, Sequence) or not 1 <= len(each) <= 2:
-        raise ValueError(f"sentences[{number}]: expected a pair of texts, or a list of one text, got {each!r:.60}")
-    for text in each:
+def check_input(pair: object, number: int) -> None:
+    if isinstance(pair, str) or not isinstance(pair, Sequence) or not 1 <= len(pair) <= 2:
+        raise ValueError(f"sentences[{number}]: expected a pair of texts, or a list of one text, got {pair!r:.60}")
+    for text in pair:
         expect_text("sentences", number + 1, text)
 
 
 def with_prompt(inputs: Sequence[Input], prompt: str) -> Sequence[Input]:
     """Returns the inputs with a prompt in front of the first text of each."""
-    return [[prompt + each[0], *each[1:]] for each in inputs] if prompt else inputs
+    return [[prompt + texts[0], *texts[1:]] for texts in inputs] if prompt else inputs
 
 
 def rows_of(reader: Reader, inputs: Sequence[Input], *, cuts: bool = True) -> Rows:
     """Returns a row for each pair or text, in their order; see `Reader.texts`."""
-    pairs = [place for place, each in enumerate(inputs) if len(each) == 2]
-    single = [place for place, each in enumerate(inputs) if len(each) == 1]
-    found = reader.pairs([(inputs[place][0], inputs[place][1]) for place in pairs], cuts=cuts)
-    alone = reader.texts([inputs[place][0] for place in single], cuts=cuts)
-    by_place = dict(zip([*pairs, *single], [*found.ids, *alone.ids], strict=True))
+    pairs = [place for place, texts in enumerate(inputs) if len(texts) == 2]
+    single = [place for place, texts in enumerate(inputs) if len(texts) == 1]
+    paired = reader.pairs([(inputs[place][0], inputs[place][1]) for place in pairs], cuts=cuts)
+    single_rows = reader.texts([inputs[place][0] for place in single], cuts=cuts)
+    by_place = dict(zip([*pairs, *single], [*paired.ids, *single_rows.ids], strict=True))
     ids = [by_place[place] for place in range(len(inputs))]
-    if found.types is None:
+    if paired.types is None:
         return Rows(ids)
-    types = dict(zip(pairs, found.types, strict=True))
+    types = dict(zip(pairs, paired.types, strict=True))
     return Rows(ids, [types.get(place, [0] * len(row)) for place, row in enumerate(ids)])

@@ -63,15 +63,15 @@ class Encoder(FolderModel):
     ) -> None:
         check_value("truncate_dim", truncate_dim, Positive | None)
         super().__init__(folder, precision, device, prompts, default_prompt_name)
-        found = self._folder
-        self.similarity_fn_name = found.similarity if similarity_fn_name is None else similarity_fn_name
-        self.truncate_dim = found.truncate_dim if truncate_dim is None else truncate_dim
+        loaded = self._folder
+        self.similarity_fn_name = loaded.similarity if similarity_fn_name is None else similarity_fn_name
+        self.truncate_dim = loaded.truncate_dim if truncate_dim is None else truncate_dim
         if self.similarity_fn_name not in ALL:
             hint = suggestion(self.similarity_fn_name, ALL)
             raise ValueError(f"expected similarity_fn_name in {[*ALL]}, got {self.similarity_fn_name!r}{hint}")
-        if found.pooling is None:
-            logger.info("%s has no pooling: an embedding is the mean of the states of the tokens", found.path)
-        self._pooling = found.pooling or Pooling()
+        if loaded.pooling is None:
+            logger.info("%s has no pooling: an embedding is the mean of the states of the tokens", loaded.path)
+        self._pooling = loaded.pooling or Pooling()
 
     @property
     def pooling(self) -> str:
@@ -165,7 +165,7 @@ class Encoder(FolderModel):
         with progress(texts, show_progress_bar) as advance:
             parts = list(self._parts(texts, prompt, limits, finish, advance))
         rows = np.concatenate(parts) if parts else np.zeros((0, finish(None).shape[1]), np.float32)
-        return self._given(torch.from_numpy(stored(rows, precision)), is_one, convert_to_numpy, convert_to_tensor)
+        return self._converted(torch.from_numpy(stored(rows, precision)), is_one, convert_to_numpy, convert_to_tensor)
 
     def encode_query(self, sentences: str | Iterable[str] | None = None, *arguments: Any, **options: Any) -> Any:
         """Calls `encode` with the prompt "query", if the folder has one and the call doesn't name a prompt."""
@@ -233,8 +233,8 @@ class Encoder(FolderModel):
         while normalize is False and steps and isinstance(steps[-1], Normalize):
             steps.pop()
         width = int(self._folder.model.config.d_model) * len(self._pooling.kinds)
-        kept = self.truncate_dim if truncate_dim is None else truncate_dim
-        return _Finish(width, steps, kept, bool(normalize) or also)
+        dim = self.truncate_dim if truncate_dim is None else truncate_dim
+        return _Finish(width, steps, dim, bool(normalize) or also)
 
     def _parts(
         self,
@@ -246,11 +246,11 @@ class Encoder(FolderModel):
     ) -> Iterator[Array]:
         skipped = self._skipped(prompt)
         for rows in self._rows(texts, prompt):
-            found = np.zeros((len(rows.ids), finish.width), np.float32)
+            pooled = np.zeros((len(rows.ids), finish.width), np.float32)
             for places in self._batches(rows, limits):
-                found[places] = self._pooled(rows.some(places), skipped)
+                pooled[places] = self._pooled(rows.some(places), skipped)
                 advance(len(places))
-            yield finish(found)
+            yield finish(pooled)
 
     def _skipped(self, prompt: str) -> int:
         """Returns the number of tokens at the beginning of each text that are omitted from its embedding as prompt."""
@@ -296,9 +296,9 @@ class Encoder(FolderModel):
     @staticmethod
     def _batches(rows: Rows, limits: tuple[int, int | None]) -> Iterator[list[int]]:
         """Yields the indices of rows that are computed together. Rows without tokens are omitted and stay zeros."""
-        some = [place for place, ids in enumerate(rows.ids) if ids]
-        for batch in packed([len(rows.ids[place]) for place in some], *limits):
-            yield [some[index] for index in batch]
+        nonempty = [place for place, ids in enumerate(rows.ids) if ids]
+        for batch in packed([len(rows.ids[place]) for place in nonempty], *limits):
+            yield [nonempty[index] for index in batch]
 
 
 _POSITIONAL = tuple(inspect.signature(Encoder.encode).parameters)[2:]
@@ -320,15 +320,15 @@ class _Finish:
     """
 
     def __init__(
-        self, width: int, steps: Sequence[Callable[[Array], Array]], kept: int | None, normalizes: bool
+        self, width: int, steps: Sequence[Callable[[Array], Array]], truncate_dim: int | None, normalizes: bool
     ) -> None:
-        self.width, self._steps, self._kept, self._normalizes = width, steps, kept, normalizes
+        self.width, self._steps, self._truncate_dim, self._normalizes = width, steps, truncate_dim, normalizes
 
     def __call__(self, rows: Array | None) -> Array:
         """Returns the embeddings (rows, dim) for rows (rows, d_model * kinds); (0, dim) for None."""
-        found = np.zeros((0, self.width), np.float32) if rows is None else rows
+        embeddings = np.zeros((0, self.width), np.float32) if rows is None else rows
         for step in self._steps:
-            found = step(found)
-        if self._kept is not None:
-            found = np.ascontiguousarray(found[:, : self._kept])
-        return normalized(found) if self._normalizes else found
+            embeddings = step(embeddings)
+        if self._truncate_dim is not None:
+            embeddings = np.ascontiguousarray(embeddings[:, : self._truncate_dim])
+        return normalized(embeddings) if self._normalizes else embeddings

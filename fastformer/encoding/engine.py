@@ -166,16 +166,16 @@ class EncoderEngine:
         return self._encode(self._cpp(), ids, token_types, pooling, normalize)
 
     def _encode(
-        self, found: _Packed | None, ids: Rows, token_types: Rows | None, pooling: str, normalize: bool
+        self, packed: _Packed | None, ids: Rows, token_types: Rows | None, pooling: str, normalize: bool
     ) -> Array:
         if token_types is not None and not self.model.config.token_types:
             raise ValueError("expected no token_types: the model has no embeddings of them (config.token_types 0)")
-        if found is None:
+        if packed is None:
             return self._by_modules(ids, token_types, pooling, normalize)
         if pooling != "pooler":
-            return _call(found.encoder, ids, token_types, pooling, normalize)
-        first = _call(found.encoder, ids, token_types, "cls", False)
-        rows = _through(cast(nn.Module, found.pooler), first, torch.tanh)
+            return _call(packed.encoder, ids, token_types, pooling, normalize)
+        first = _call(packed.encoder, ids, token_types, "cls", False)
+        rows = _through(cast(nn.Module, packed.pooler), first, torch.tanh)
         return F.normalize(torch.from_numpy(rows)).numpy() if normalize else rows
 
     def classify(self, ids: Rows, token_types: Rows | None = None) -> Array:
@@ -183,11 +183,11 @@ class EncoderEngine:
         if self.model.head is None:
             raise ValueError("expected a model with a head (config.num_labels), got one without")
         config = self.model.config
-        found = self._cpp()
+        packed = self._cpp()
         kind = "pooler" if config.head == "bert" else config.head_pooling
-        rows = self._encode(found, ids, token_types, kind, False)
-        if found is not None:
-            return _through(cast(nn.Module, found.head), rows)
+        rows = self._encode(packed, ids, token_types, kind, False)
+        if packed is not None:
+            return _through(cast(nn.Module, packed.head), rows)
         dtype, device = self.model.embedding.weight.dtype, self.model.embedding.weight.device
         with torch.inference_mode():
             logits: Tensor = self.model.head(torch.from_numpy(rows).to(device, dtype))
@@ -215,14 +215,14 @@ class EncoderEngine:
             _check(ids, token_types, self.model)
         except TypeError:
             raise ValueError(_NO_LISTS) from None
-        found: list[Array | None] = [None] * len(ids)
+        pooled: list[Array | None] = [None] * len(ids)
         for part in batches.packed([len(text) for text in ids], _MODULE_TOKENS):
             types = None if token_types is None else [token_types[i] for i in part]
             for place, rows in zip(part, self._rows([ids[i] for i in part], types, pooling, normalize), strict=True):
-                found[place] = rows
-        if not found:
+                pooled[place] = rows
+        if not pooled:
             return np.zeros((0, self.model.config.d_model), np.float32)
-        return np.concatenate(cast(list[Array], found))
+        return np.concatenate(cast(list[Array], pooled))
 
     def _rows(self, ids: Rows, types: Rows | None, pooling: str, normalize: bool) -> list[Array]:
         """Returns the rows of each text, computed by the modules."""
@@ -284,9 +284,9 @@ def pack_encoder(model: BERT, precision: str, last_position: Tensor | None = Non
     if reason is not None:
         return reason
     encoder = _packed_encoder(model, precision, last_position)
-    found = PackedEncoder(encoder, model.config.max_len, model.config.token_types)
+    packed = PackedEncoder(encoder, model.config.max_len, model.config.token_types)
     forget_guards(model)
-    return found
+    return packed
 
 
 def _call(encoder: _Encoder, ids: Rows, types: Rows | None, pooling: str, normalize: bool, *gaps: Any) -> Array:
@@ -299,14 +299,14 @@ def _call(encoder: _Encoder, ids: Rows, types: Rows | None, pooling: str, normal
 def _through(module: nn.Module, rows: Array, activation: Any = None) -> Array:
     with torch.inference_mode(), torch.autocast("cpu", enabled=False):
         # Row by row: a product with a different number of rows sums in a different order.
-        found = [module(row) for row in torch.from_numpy(rows).split(1)]
-        out: Tensor = torch.cat(found) if found else module(torch.from_numpy(rows))
+        outputs = [module(row) for row in torch.from_numpy(rows).split(1)]
+        out: Tensor = torch.cat(outputs) if outputs else module(torch.from_numpy(rows))
         return _as_array(out if activation is None else activation(out))
 
 
 def _as_array(x: Tensor) -> Array:
-    found: Array = x.float().cpu().numpy()
-    return found
+    array: Array = x.float().cpu().numpy()
+    return array
 
 
 def _check(ids: Rows, token_types: Rows | None, model: BERT) -> None:
@@ -365,7 +365,7 @@ def pack_tensors(model: BERT, precision: str, last_position: Tensor | None = Non
     for name, module in (("norm", model.embedding_norm), ("projection", model.embedding_projection)):
         if module is not None:
             prefix = "source_embedding_norm" if name == "norm" else "source_projection"
-            tensors |= {f"{prefix}.{each}": p for each, p in module.named_parameters()}
+            tensors |= {f"{prefix}.{parameter}": p for parameter, p in module.named_parameters()}
     for prefix, rotary in (("", model.rotary), ("local_", model.local_rotary)):
         if rotary is not None:
             tensors[f"{prefix}cos"], tensors[f"{prefix}sin"] = rotary.cos, rotary.sin

@@ -97,7 +97,7 @@ def read_folder(path: str | os.PathLike[str], *, device: torch.device | str | No
     settings = _read(folder / _SETTINGS)
     modules = _modules(folder)
     place = modules[0][1] if modules else folder
-    model_settings = next((found for name in _MODEL_SETTINGS if (found := _read(place / name))), {})
+    model_settings = next((values for name in _MODEL_SETTINGS if (values := _read(place / name))), {})
     max_len = model_settings.get("max_seq_length")
     if max_len is not None and number_of(model_settings, "max_seq_length") < 1:
         raise ValueError(f"expected {place} to have a max_seq_length of at least 1, got {max_len}")
@@ -132,9 +132,9 @@ def _load(place: Path, device: torch.device | str | None) -> tuple[Any, Any]:
     kind = model_type(place)
     family = None if kind is None else FAMILIES.get(kind)
     if family is None or family.kind != "encoder" or family.read_tokenizer is None:
-        known = ", ".join(f.name for f in FAMILIES.values() if f.kind == "encoder")
+        families = ", ".join(f.name for f in FAMILIES.values() if f.kind == "encoder")
         got = "none of transformers' models" if kind is None else f"one of {kind!r}"
-        raise ValueError(f"expected the folder of an encoder, one of {known}, got {got}: {place}")
+        raise ValueError(f"expected the folder of an encoder, one of {families}, got {got}: {place}")
     return load_folder(place, family, device=device)
 
 
@@ -145,11 +145,11 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
         return []
     try:
         listed = json.loads(read_small(file).decode("utf-8"))
-        found = [(str(each["type"]), str(each["path"])) for each in listed]
+        entries = [(str(entry["type"]), str(entry["path"])) for entry in listed]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is damaged, or no list of modules ({error!r}): copy it again") from error
     modules = []
-    for kind, name in found:
+    for kind, name in entries:
         last = kind.rpartition(".")[2]
         if not kind.startswith(_PACKAGE) or last not in _KNOWN:
             raise ValueError(f"expected {file} to have modules in {', '.join(_KNOWN)}, got {kind!r}")
@@ -188,18 +188,18 @@ def _pooling(place: Path, d_model: int) -> tuple[Pooling, int]:
     settings = read_json(file)
     kinds = settings.get("pooling_mode")
     if kinds is None:
-        known = {_LEGACY + name for name in _LEGACY_POOLINGS}
-        asked = {name for name, value in settings.items() if name.startswith(_LEGACY) and value is True}
-        if asked - known:
-            raise ValueError(f"expected {file} to have poolings in {sorted(known)}, got {sorted(asked - known)}")
-        kinds = [kind for name, kind in _LEGACY_POOLINGS.items() if _LEGACY + name in asked] or ["mean"]
+        flags = {_LEGACY + name for name in _LEGACY_POOLINGS}
+        chosen = {name for name, value in settings.items() if name.startswith(_LEGACY) and value is True}
+        if chosen - flags:
+            raise ValueError(f"expected {file} to have poolings in {sorted(flags)}, got {sorted(chosen - flags)}")
+        kinds = [kind for name, kind in _LEGACY_POOLINGS.items() if _LEGACY + name in chosen] or ["mean"]
     kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
     for kind in kinds or ([],):
         if kind not in POOLINGS:
             raise ValueError(f"expected {file} to have a pooling_mode in {POOLINGS}, got {kind!r}")
-    said = settings.get("embedding_dimension", settings.get("word_embedding_dimension", d_model))
-    if said != d_model:
-        raise ValueError(f"expected {file} to fit the model, whose rows have {d_model} numbers, got {said!r}")
+    dimension = settings.get("embedding_dimension", settings.get("word_embedding_dimension", d_model))
+    if dimension != d_model:
+        raise ValueError(f"expected {file} to fit the model, whose rows have {d_model} numbers, got {dimension!r}")
     return Pooling(kinds, flag_of(settings, "include_prompt", True)), len(kinds) * d_model
 
 
@@ -228,11 +228,11 @@ def _step(kind: str, place: Path, width: int) -> Step | None:
 
 
 def _take(weights: Mapping[str, Tensor], place: Path, name: str, shape: tuple[int, ...]) -> Tensor:
-    found = weights.get(name)
-    if found is None or tuple(found.shape) != shape:
-        got = "none" if found is None else f"one of {tuple(found.shape)}"
+    tensor = weights.get(name)
+    if tensor is None or tuple(tensor.shape) != shape:
+        got = "none" if tensor is None else f"one of {tuple(tensor.shape)}"
         raise ValueError(f"expected the weights in {place} to have a {name} of {shape}, got {got}")
-    return found
+    return tensor
 
 
 def activation_named(name: object, file: Path) -> nn.Module:
@@ -261,7 +261,7 @@ def _score_activation(folder: Path, settings: Mapping[str, Any], foreign: Mappin
 def _prompts(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     prompts = settings.get("prompts") or {}
     default = settings.get("default_prompt_name")
-    if not isinstance(prompts, dict) or not all(isinstance(each, str) for each in prompts.values()):
+    if not isinstance(prompts, dict) or not all(isinstance(prompt, str) for prompt in prompts.values()):
         raise ValueError(f"expected {folder / _SETTINGS} to have prompts by name, got {prompts!r:.60}")
     if default is not None and default not in prompts:
         hint = suggestion(str(default), prompts)

@@ -38,9 +38,9 @@ class FolderModel:
         prompts: Mapping[str, str] | None = None,
         default_prompt_name: str | None = None,
     ) -> None:
-        self._folder = found = folder if isinstance(folder, Folder) else read_folder(folder, device=device)
-        self.prompts = dict(found.prompts if prompts is None else prompts)
-        self.default_prompt_name = found.default_prompt_name if default_prompt_name is None else default_prompt_name
+        self._folder = loaded = folder if isinstance(folder, Folder) else read_folder(folder, device=device)
+        self.prompts = dict(loaded.prompts if prompts is None else prompts)
+        self.default_prompt_name = loaded.default_prompt_name if default_prompt_name is None else default_prompt_name
         self._prompt(None, self.default_prompt_name)
         self._reader = self._folder.reader
         self._engine = EncoderEngine(self._folder.model, precision)
@@ -84,8 +84,8 @@ class FolderModel:
     @property
     def device(self) -> torch.device:
         """The device of the model."""
-        found: torch.device = next(self._folder.model.parameters()).device
-        return found
+        model_device: torch.device = next(self._folder.model.parameters()).device
+        return model_device
 
     @property
     def tokenizer(self) -> Any:
@@ -106,8 +106,8 @@ class FolderModel:
             ids[place, : len(row)], mask[place, : len(row)] = torch.tensor(row), 1
             if rows.types is not None:
                 types[place, : len(row)] = torch.tensor(rows.types[place])
-        found = {"input_ids": ids, "attention_mask": mask}
-        return found | ({"token_type_ids": types} if self._reader.tokenizer.has_token_types else {})
+        features = {"input_ids": ids, "attention_mask": mask}
+        return features | ({"token_type_ids": types} if self._reader.tokenizer.has_token_types else {})
 
     def eval(self) -> Self:
         """Returns the object, whose model is always in evaluation."""
@@ -137,9 +137,9 @@ class FolderModel:
             ValueError: another device than the model's, or a pool of processes.
         """
         if device is not None:
-            asked = [device] if isinstance(device, str | torch.device) else list(device)
-            places = {(one.type, one.index or 0) for one in map(torch.device, asked)}
-            if places != {(self.device.type, self.device.index or 0)} or len(asked) != 1:
+            devices = [device] if isinstance(device, str | torch.device) else list(device)
+            places = {(target.type, target.index or 0) for target in map(torch.device, devices)}
+            if places != {(self.device.type, self.device.index or 0)} or len(devices) != 1:
                 raise ValueError(
                     f"expected device {str(self.device)!r}, on which the model is, got {device!r}: give it to the class"
                 )
@@ -161,10 +161,10 @@ class FolderModel:
             raise ValueError(f"expected a prompt_name in {[*self.prompts]}, got {name!r}{hint}")
         return self.prompts[name]
 
-    def _given(self, found: Tensor, is_one: bool, convert_to_numpy: bool, convert_to_tensor: bool) -> Any:
+    def _converted(self, rows: Tensor, is_one: bool, convert_to_numpy: bool, convert_to_tensor: bool) -> Any:
         """Returns results on the CPU in the form that the caller asks for; for one text, its row."""
-        given: Any = found.to(self.device) if convert_to_tensor else found.numpy() if convert_to_numpy else list(found)
-        return given[0] if is_one else given
+        converted: Any = rows.to(self.device) if convert_to_tensor else rows.numpy() if convert_to_numpy else list(rows)
+        return converted[0] if is_one else converted
 
 
 def one_of(sentences: Any, inputs: Any) -> Any:

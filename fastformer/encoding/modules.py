@@ -65,20 +65,20 @@ def pooled(hidden: Array, lengths: Sequence[int], kinds: Sequence[str], skipped:
 
 
 def _one(states: Array, kind: str, skipped: int) -> Array | float:
-    kept = states[skipped:]
+    rows = states[skipped:]
     if kind == "lasttoken":
         return states[-1] if len(states) else 0.0
     if kind == "cls":
-        return kept[0] if len(kept) else states[0] if len(states) else 0.0
-    if not len(kept):
+        return rows[0] if len(rows) else states[0] if len(states) else 0.0
+    if not len(rows):
         return 0.0
     if kind == "max":
-        return np.asarray(kept.max(0))
+        return np.asarray(rows.max(0))
     if kind == "weightedmean":
         weights = np.arange(skipped + 1, len(states) + 1, dtype=np.float32)[:, None]
-        return np.asarray((kept * weights).sum(0) / weights.sum())
-    divisor = len(kept) if kind == "mean" else np.sqrt(np.float32(len(kept)))
-    return np.asarray(kept.sum(0) / np.float32(divisor))
+        return np.asarray((rows * weights).sum(0) / weights.sum())
+    divisor = len(rows) if kind == "mean" else np.sqrt(np.float32(len(rows)))
+    return np.asarray(rows.sum(0) / np.float32(divisor))
 
 
 def stored(rows: Array, precision: Stored | None) -> Any:
@@ -170,11 +170,11 @@ class Dense:
     def __call__(self, rows: Array) -> Array:
         with torch.inference_mode():
             # Row by row: a product with a different number of rows sums in a different order.
-            found = [self._one(row) for row in torch.from_numpy(rows).split(1)]
-            return torch.cat(found).numpy() if found else np.zeros((0, self.out_features), np.float32)
+            outputs = [self._one(row) for row in torch.from_numpy(rows).split(1)]
+            return torch.cat(outputs).numpy() if outputs else np.zeros((0, self.out_features), np.float32)
 
     def _one(self, row: Tensor) -> Tensor:
-        found: Tensor = self.activation(F.linear(row, self.weight, self.bias))
+        output: Tensor = self.activation(F.linear(row, self.weight, self.bias))
         if self.residual is None or self.residual is False:
-            return found
-        return found + (row if self.residual is True else F.linear(row, self.residual))
+            return output
+        return output + (row if self.residual is True else F.linear(row, self.residual))

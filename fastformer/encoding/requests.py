@@ -63,7 +63,7 @@ class EncodeRequest(BaseRequest):
         self._finish = finish
         # The result of a text without tokens stays zeros.
         self._places = [place for place, ids in enumerate(rows.ids) if ids]
-        self._found = np.zeros((len(rows.ids), compute.width), np.float32)
+        self._results = np.zeros((len(rows.ids), compute.width), np.float32)
         self.num_taken = 0
 
     @cached_property
@@ -82,17 +82,17 @@ class EncodeRequest(BaseRequest):
             batch_tokens: the most tokens in these texts together.
             is_first: return at least one text.
         """
-        taken: list[int] = []
+        indices: list[int] = []
         for place in self._places[self.num_taken :]:
             batch_tokens -= len(self.rows.ids[place])
-            if batch_tokens < 0 and (taken or not is_first):
+            if batch_tokens < 0 and (indices or not is_first):
                 break
-            taken.append(place)
-        return taken
+            indices.append(place)
+        return indices
 
-    def put(self, places: Sequence[int], found: Array) -> None:
+    def put(self, places: Sequence[int], results: Array) -> None:
         """Stores the results of the texts that `take` returned."""
-        self._found[list(places)] = found
+        self._results[list(places)] = results
         self.num_taken += len(places)
 
     def is_late(self, now: float) -> bool:
@@ -107,7 +107,7 @@ class EncodeRequest(BaseRequest):
         """Ends the request, with results if all of its texts have been computed."""
         if not self.is_cancelled and self.is_complete:
             try:
-                self.results = self._finish(self._found)
+                self.results = self._finish(self._results)
             except Exception as error:  # the error ends only this request
                 self.error = error
         self.is_done = True
@@ -161,13 +161,13 @@ def score_request(
     Raises:
         ValueError: see `CrossEncoder.predict`; or a pair is too long.
     """
-    for place, each in enumerate(inputs):
-        check_input(each, place)
+    for place, pair in enumerate(inputs):
+        check_input(pair, place)
 
     def finish(logits: Array) -> Array:
         scores = encoder._activated(torch.from_numpy(logits), activation_fn or encoder.activation_fn)
-        found: Array = (scores.softmax(1) if apply_softmax and scores.dim() > 1 else scores).numpy()
-        return found
+        results: Array = (scores.softmax(1) if apply_softmax and scores.dim() > 1 else scores).numpy()
+        return results
 
     rows = rows_of(encoder._reader, with_prompt(inputs, encoder._prompt(None, None)), cuts=cuts)
     return EncodeRequest(rows, Compute(encoder._classify, encoder.num_labels), finish)

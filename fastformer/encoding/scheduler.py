@@ -69,13 +69,13 @@ class EncodingScheduler:
         # The longest texts first: threads then wait the least for the last texts of a call.
         order = sorted(
             ((request, place) for request, places in parts for place in places),
-            key=lambda one: -len(one[0].rows.ids[one[1]]),
+            key=lambda item: -len(item[0].rows.ids[item[1]]),
         )
         if order:
-            found = parts[0][0].compute(_together(order))
+            results = parts[0][0].compute(_together(order))
             row_of = {(id(request), place): row for row, (request, place) in enumerate(order)}
             for request, places in parts:
-                request.put(places, found[[row_of[id(request), place] for place in places]])
+                request.put(places, results[[row_of[id(request), place] for place in places]])
             self._read_tokens += sum(len(request.rows.ids[place]) for request, place in order)
         done = [request for request, _ in parts if request.is_complete]
         for request in done:

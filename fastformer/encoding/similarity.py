@@ -45,13 +45,13 @@ def as_rows(embeddings: Embeddings) -> Tensor:
         ValueError: the embeddings have neither one nor two dimensions.
     """
     if isinstance(embeddings, Tensor):
-        found = embeddings
+        rows = embeddings
     elif isinstance(embeddings, np.ndarray):
-        found = torch.from_numpy(np.ascontiguousarray(embeddings))
+        rows = torch.from_numpy(np.ascontiguousarray(embeddings))
     else:
-        found = torch.stack([each if isinstance(each, Tensor) else torch.as_tensor(each) for each in embeddings])
-    if found.dim() == 1:
-        found = found[None]
-    if found.dim() != 2:
-        raise ValueError(f"expected embeddings of shape (rows, features), got {tuple(found.shape)}")
-    return found if found.dtype in (torch.float32, torch.float64) else found.float()
+        rows = torch.stack([row if isinstance(row, Tensor) else torch.as_tensor(row) for row in embeddings])
+    if rows.dim() == 1:
+        rows = rows[None]
+    if rows.dim() != 2:
+        raise ValueError(f"expected embeddings of shape (rows, features), got {tuple(rows.shape)}")
+    return rows if rows.dtype in (torch.float32, torch.float64) else rows.float()

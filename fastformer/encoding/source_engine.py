@@ -19,9 +19,9 @@ def pack_source(model: Transformer, precision: str) -> PackedEncoder | str:
     if reason is not None:
         return reason
     extension = cast(Any, _extension.module())
-    found = encoder_of(extension.PackedModel(pack_options(model, precision), pack_tensors(model, precision)))
+    packed = encoder_of(extension.PackedModel(pack_options(model, precision), pack_tensors(model, precision)))
     forget_guards(model)
-    return found
+    return packed
 
 
 def encoder_of(weights: object) -> PackedEncoder:
