@@ -112,7 +112,7 @@ class BlockTable:
 
     def row_of(self, group: int) -> int:
         """Returns the index of a group's first row."""
-        return sum(each.size for each in self.groups[:group])
+        return sum(group_rows.size for group_rows in self.groups[:group])
 
     def longest(self, begin: int) -> int:
         """Returns the number of tokens in the longest row from row `begin` on."""
@@ -192,15 +192,15 @@ class BlockTable:
 
     def _read_parents(self, first: int, parents: Sequence[Sequence[int]]) -> tuple[Ints, list[int]]:
         before = self._group_sizes()
-        wanted = f"expected parents of {len(before) - first} groups, one or more each, as lists of integers"
+        expected = f"expected parents of {len(before) - first} groups, one or more each, as lists of integers"
         try:
             sizes = [len(rows) for rows in parents]
             # Python's array converts to numpy faster than any other type, and it rejects floats.
             flat = np.array(array("i", [*chain.from_iterable(parents)]))
         except (TypeError, OverflowError) as error:
-            raise InputError(f"{wanted}, got {parents!r:.200}") from error
+            raise InputError(f"{expected}, got {parents!r:.200}") from error
         if len(sizes) != len(before) - first or min(sizes, default=1) < 1:
-            raise InputError(f"{wanted}, got {parents!r:.200}")
+            raise InputError(f"{expected}, got {parents!r:.200}")
         begin = self.row_of(first)
         limits = self._sizes[begin : self.num_rows] if sizes == before[first:] else np.repeat(before[first:], sizes)
         if ((flat < 0) | (flat >= limits)).any():
@@ -332,14 +332,16 @@ class BlockTable:
         """Gives sources to groups without one. Returns (sum of lengths,) the slots of their tokens, concatenated."""
         size, keys = self.block_size, np.array([self.groups[group].key for group in groups], np.intp)
         blocks = blocks_of(lengths, size)
-        taken = self._take(int(blocks.sum()))
+        blocks_taken = self._take(int(blocks.sum()))
         firsts = np.cumsum(blocks) - blocks
         source, position = spread(lengths)
-        slots = taken[firsts[source] + position // size] * size + position % size
+        slots = blocks_taken[firsts[source] + position // size] * size + position % size
         self.source_slots[keys[source], position] = slots
         self.source_seqlens[keys] = lengths
-        for group, length, own in zip(groups, lengths.tolist(), np.split(taken, firsts[1:]), strict=True):
-            self.groups[group].source_seqlen, self.groups[group].source_blocks = length, own.tolist()
+        for group, length, group_blocks in zip(
+            groups, lengths.tolist(), np.split(blocks_taken, firsts[1:]), strict=True
+        ):
+            self.groups[group].source_seqlen, self.groups[group].source_blocks = length, group_blocks.tolist()
         return slots
 
     def take_slots(self, num_tokens: int) -> Ints:

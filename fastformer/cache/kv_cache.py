@@ -402,8 +402,8 @@ class KVCache:
         if keys[0].dim() == 4:
             source, position = spread(lengths)
             real = self._place(source * keys[0].shape[1] + position)
-        for stored, given in ((self.k, keys), (self.v, values)):
-            for layer, x in zip(stored, given, strict=True):
+        for store, layers in ((self.k, keys), (self.v, values)):
+            for layer, x in zip(store, layers, strict=True):
                 x = x[: len(slots)] if real is None else x.flatten(0, 1)[real]
                 layer.flatten(0, 1).index_copy_(0, slots, x.to(layer.dtype))
         self._changed("source_seqlens", "source_slots")

@@ -80,9 +80,11 @@ class StepTables(NamedTuple):
     def layer(self, index: int) -> LayerCache:
         """Returns the views for one layer."""
         k, v = self.k[index], self.v[index]
-        own = AttentionCache(k, v, self.slot_table, self.seqlens, self.num_tokens, self.longest == 0, self.packed_slots)
+        self_attn = AttentionCache(
+            k, v, self.slot_table, self.seqlens, self.num_tokens, self.longest == 0, self.packed_slots
+        )
         if self.source_slots is None or self.source_seqlens is None:
-            return LayerCache(own)
+            return LayerCache(self_attn)
         slots, seqlens = self.source_slots, self.source_seqlens
         cross = AttentionCache(k, v, slots, seqlens, 0, False, None, True, self.batch_index, self.rows_per_source)
-        return LayerCache(own, cross)
+        return LayerCache(self_attn, cross)

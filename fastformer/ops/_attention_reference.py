@@ -90,8 +90,8 @@ class AttentionOptions:
             return None
         assert self.dropout_seed is not None
         batch, num_heads, seqlen_q, seqlen_k = weights.shape
-        kept = keep_mask(self.dropout_seed, self.dropout_p, seqlen_q, seqlen_k, batch * num_heads)
-        return kept.reshape(weights.shape).to(weights.dtype) * keep_scale(self.dropout_p)
+        mask = keep_mask(self.dropout_seed, self.dropout_p, seqlen_q, seqlen_k, batch * num_heads)
+        return mask.reshape(weights.shape).to(weights.dtype) * keep_scale(self.dropout_p)
 
 
 def _per_sequence(value: int | Tensor) -> int | Tensor:

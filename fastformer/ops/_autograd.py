@@ -117,5 +117,5 @@ def differentiate(
         if not pairs or not wanted:
             return (None,) * len(inputs)
         ys, dys = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(ys, wanted, dys, create_graph=True, allow_unused=True))
-        return tuple(next(found) if leaf is not x else None for leaf, x in zip(leaves, inputs, strict=True))
+        gradients = iter(torch.autograd.grad(ys, wanted, dys, create_graph=True, allow_unused=True))
+        return tuple(next(gradients) if leaf is not x else None for leaf, x in zip(leaves, inputs, strict=True))

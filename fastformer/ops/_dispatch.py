@@ -139,9 +139,9 @@ class TensorIndices(dict[tuple[type, ...], tuple[int, ...]]):
     def __missing__(self, types: tuple[type, ...]) -> tuple[int, ...]:
         if len(types) != len(self._types):
             return ()
-        if any(each not in allowed for each, allowed in zip(types, self._types, strict=True)):
+        if any(kind not in allowed for kind, allowed in zip(types, self._types, strict=True)):
             return ()
-        self[types] = indices = tuple(index for index, each in enumerate(types) if each in _TENSORS)
+        self[types] = indices = tuple(index for index, kind in enumerate(types) if kind in _TENSORS)
         return indices
 
 
@@ -330,7 +330,7 @@ class Op(Backends, Generic[P, T]):
     def forward(self, ctx: Any, *args: Any) -> Any:
         """Runs a direct call that autograd tracks: the forward method of the op's `autograd.Function`."""
         output = self.run(PREFERRED[args[0].device.type], args)
-        output = tuple([unviewed(each) for each in output]) if isinstance(output, tuple) else unviewed(output)
+        output = tuple([unviewed(x) for x in output]) if isinstance(output, tuple) else unviewed(output)
         self.save(ctx, args, output)
         return output
 
@@ -413,11 +413,11 @@ def _geometry(args: tuple[Any, ...]) -> Hashable | None:
     return argument_checks().geometry(args)
 
 
-def _remember(known: set[Hashable], key: Hashable | None) -> None:
+def _remember(keys: set[Hashable], key: Hashable | None) -> None:
     if key is not None:
-        if len(known) >= _plans.LARGEST:
-            known.clear()
-        known.add(key)
+        if len(keys) >= _plans.LARGEST:
+            keys.clear()
+        keys.add(key)
 
 
 # Every op, by its schema's name.

@@ -188,6 +188,6 @@ def keep_mask(dropout_seed: Tensor, dropout_p: float, rows: int, columns: int, p
         ),
         (seed & _MASK32, (seed >> 32) & _MASK32),
     )
-    kept = [word >> shift & 0xFF >= threshold(dropout_p) for word in words for shift in (0, 8, 16, 24)]
-    by_call = torch.stack(torch.broadcast_tensors(*kept), dim=-1).view(planes, rows, groups, 4, 8, 2)
+    masks = [word >> shift & 0xFF >= threshold(dropout_p) for word in words for shift in (0, 8, 16, 24)]
+    by_call = torch.stack(torch.broadcast_tensors(*masks), dim=-1).view(planes, rows, groups, 4, 8, 2)
     return by_call.transpose(-3, -2).flatten(-4)[..., :columns]  # (group, pair, call, odd) is the columns' order

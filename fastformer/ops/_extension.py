@@ -97,7 +97,7 @@ def _host() -> ModuleType | None:
 def _engine() -> ModuleType | None:
     """Returns the best library of the engine that this CPU can run and that can be loaded."""
     _host()
-    return next((found for isa in _instruction_sets() if (found := _imported(f"_engine_{isa}")) is not None), None)
+    return next((library for isa in _instruction_sets() if (library := _imported(f"_engine_{isa}")) is not None), None)
 
 
 def _imported(name: str) -> ModuleType | None:
@@ -123,18 +123,18 @@ def host_function(name: str) -> Callable[..., Any] | None:
 @cache
 def module() -> ModuleType | None:
     """Returns the engine as a Python module; None, with a warning, if the extension is missing."""
-    found = _engine()
-    if found is None:
+    engine = _engine()
+    if engine is None:
         load()  # logs the warning
-    return found
+    return engine
 
 
 def why_missing(name: str) -> str | None:
     """Returns why the extension lacks a function or class of this name (other than an op); None if it has it."""
-    found = module()
-    if found is None:
+    engine = module()
+    if engine is None:
         return NOT_BUILT
-    if not hasattr(found, name):
+    if not hasattr(engine, name):
         return "the C++ extension is older than the Python code: run `pip install -e . --no-build-isolation` again"
     return None
 

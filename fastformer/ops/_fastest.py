@@ -141,11 +141,11 @@ def wanted() -> str:
     Raises:
         ValueError: the value is neither "ours", "fastest" nor the name of a kernel.
     """
-    said = os.environ.get("FASTFORMER_ATTENTION_KERNELS", OURS)
-    if said not in (OURS, FASTEST, *KERNELS):
+    setting = os.environ.get("FASTFORMER_ATTENTION_KERNELS", OURS)
+    if setting not in (OURS, FASTEST, *KERNELS):
         expected = ", ".join([OURS, FASTEST, *KERNELS])
-        raise ValueError(f"expected FASTFORMER_ATTENTION_KERNELS to be one of {expected}, got {said!r}")
-    return said
+        raise ValueError(f"expected FASTFORMER_ATTENTION_KERNELS to be one of {expected}, got {setting!r}")
+    return setting
 
 
 def fastest(capability: int, direction: str, head_dim: int, is_causal: bool, seqlen: int) -> str:
@@ -260,10 +260,10 @@ class Chosen:
             key: the geometry; None: the choice is not remembered.
             bind: returns the arguments, by the schema's names.
         """
-        said = os.environ.get("FASTFORMER_ATTENTION_KERNELS", OURS)
-        if said == OURS:
+        setting = os.environ.get("FASTFORMER_ATTENTION_KERNELS", OURS)
+        if setting == OURS:
             return None
-        now = said, _flash_version(), table()
+        now = setting, _flash_version(), table()
         if now != self._of or len(self._known) >= _plans.LARGEST:
             self._known, self._of = {}, now
         if key is None:
@@ -275,16 +275,16 @@ class Chosen:
 
 def report(capability: int) -> list[str]:
     """Returns lines for doctor: the kernels of plain and causal attention on a GPU of this capability."""
-    said = wanted()
-    if said == OURS:
+    setting = wanted()
+    if setting == OURS:
         return [
             "attention: fastformer's kernels; FASTFORMER_ATTENTION_KERNELS=fastest uses PyTorch's where those were "
             "measured to be faster"
         ]
-    if said != FASTEST:
-        missing = KERNELS[said].why_missing()
+    if setting != FASTEST:
+        missing = KERNELS[setting].why_missing()
         return [
-            f"attention: {said} if it supports the call"
+            f"attention: {setting} if it supports the call"
             if missing is None
             else f"attention: fastformer's kernels; {missing}"
         ]

@@ -16,8 +16,8 @@ def check(version: str) -> None:
     Raises:
         ImportError: it is older than `OLDEST`.
     """
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is not None and (int(found[1]), int(found[2])) < OLDEST:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is not None and (int(match[1]), int(match[2])) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise ImportError(f"fastformer needs torch {oldest} or newer, got {version}: pip install 'torch>={oldest}'")
 

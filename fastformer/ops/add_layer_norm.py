@@ -71,12 +71,12 @@ def _normalise(
 def _fwd_fake(x: Tensor, residual: Tensor | None, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *_, dropout_p, _, rms_norm = options
     stream = x.dtype if residual is None else residual.dtype
-    kept = residual is not None or dropout_p > 0.0
+    has_residual_out = residual is not None or dropout_p > 0.0
     rows = x.numel() // x.shape[-1]
     statistics = accumulation_dtype(x.dtype)
     return (
         x.new_empty(x.shape),
-        x.new_empty(x.shape if kept else 0, dtype=stream),
+        x.new_empty(x.shape if has_residual_out else 0, dtype=stream),
         x.new_empty(0 if rms_norm else rows, dtype=statistics),
         x.new_empty(rows, dtype=statistics),
     )
@@ -178,9 +178,9 @@ _bwd = define_op(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, residual, weight, bias, ctx.eps, dropout_p, dropout_seed, rms_norm = inputs
     _, residual_out, mean, rstd = output
-    kept = residual is not None or dropout_p > 0.0
-    ctx.save_for_backward(residual_out if kept else x, weight, mean, rstd, dropout_seed)
-    ctx.mark_non_differentiable(mean, rstd, *(() if kept else (residual_out,)))
+    has_residual_out = residual is not None or dropout_p > 0.0
+    ctx.save_for_backward(residual_out if has_residual_out else x, weight, mean, rstd, dropout_seed)
+    ctx.mark_non_differentiable(mean, rstd, *(() if has_residual_out else (residual_out,)))
     ctx.dropout_p, ctx.rms_norm, ctx.x_dtype = dropout_p, rms_norm, x.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
 
@@ -264,11 +264,11 @@ def add_layer_norm(
     Raises:
         ValueError: the shapes don't agree, x is an integer tensor, or dropout_p is outside [0, 1].
     """
-    is_eager, found = not torch.compiler.is_compiling(), None
+    is_eager, outputs = not torch.compiler.is_compiling(), None
     if is_eager and type(x) is Tensor:
         dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, x.device)
-        found = _fwd.repeat(x, residual, weight, bias, eps, dropout_p, dropout_seed, rms_norm)
-    if found is None:
+        outputs = _fwd.repeat(x, residual, weight, bias, eps, dropout_p, dropout_seed, rms_norm)
+    if outputs is None:
         check_features(x)
         if residual is not None and (
             not isinstance(residual, Tensor) or residual.shape != x.shape or not residual.is_floating_point()
@@ -282,5 +282,5 @@ def add_layer_norm(
         args = (x, residual, weight, bias, eps, dropout_p, dropout_seed, rms_norm)
         if is_eager:
             _fwd.settle(args)
-        found = _fwd(*args)
-    return found[0], x if residual is None and dropout_p == 0.0 else found[1]
+        outputs = _fwd(*args)
+    return outputs[0], x if residual is None and dropout_p == 0.0 else outputs[1]

@@ -242,9 +242,9 @@ def attention(
         left, right = resolve_window(is_causal, window_size)
         dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, q.device)
         scale = q.shape[3] ** -0.5
-        found = _fwd.repeat(q, k, v, None, None, scale, left, right, dropout_p, dropout_seed, softcap)
-        if found is not None:
-            return found if return_lse else found[0]
+        outputs = _fwd.repeat(q, k, v, None, None, scale, left, right, dropout_p, dropout_seed, softcap)
+        if outputs is not None:
+            return outputs if return_lse else outputs[0]
     q, k, v = autocast("attention", q, k, v)
     check_heads(q, k, v, 4, "(batch, seqlen, num_heads, head_dim)")
     if q.shape[0] != k.shape[0]:

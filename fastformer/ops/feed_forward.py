@@ -241,9 +241,9 @@ def feed_forward(
     if not torch.compiler.is_compiling() and type(x) is Tensor and x.dim() == 2:
         dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, x.device)
         needs_saved = needs_gradient(x, weight1, bias1, weight2, bias2)
-        found = _fwd.repeat(x, weight1, bias1, weight2, bias2, activation, dropout_p, dropout_seed, needs_saved)
-        if found is not None:
-            return found[0]
+        outputs = _fwd.repeat(x, weight1, bias1, weight2, bias2, activation, dropout_p, dropout_seed, needs_saved)
+        if outputs is not None:
+            return outputs[0]
     if activation not in ACTIVATIONS:
         raise ValueError(f"expected an activation in {ACTIVATIONS}, got {activation!r}")
     x, weight1, weight2 = autocast("feed_forward", x, weight1, weight2)

@@ -206,18 +206,18 @@ def linear_cross_entropy_with_gradients_reference(
     The loss is the sum or the mean over the rows that count. A gradient is (0,) if output_mask is False.
     """
     *terms, mean, output_mask, softcap = options
-    each = _Loss(target, weight.shape[0], *terms)
-    row_scale = each.valid.to(accumulation_dtype(x.dtype))
+    losses = _Loss(target, weight.shape[0], *terms)
+    row_scale = losses.valid.to(accumulation_dtype(x.dtype))
     if mean:
-        row_scale = row_scale / each.valid.sum().clamp(min=1)
+        row_scale = row_scale / losses.valid.sum().clamp(min=1)
     loss = row_scale.new_zeros(())
     gradients = _Gradients(x, weight, bias, output_mask)
     for chunk in _chunks(len(x)):
         logits = _logits(x[chunk], weight, bias, softcap)
-        lse = logits.logsumexp(-1) if each.z_loss else None
+        lse = logits.logsumexp(-1) if losses.z_loss else None
         log_probs = logits.log_softmax(-1)
-        loss += (each.of(log_probs, lse, chunk) * row_scale[chunk]).sum()
-        dlogits = each.dlogits_(log_probs, lse, chunk, row_scale)
+        loss += (losses.of(log_probs, lse, chunk) * row_scale[chunk]).sum()
+        dlogits = losses.dlogits_(log_probs, lse, chunk, row_scale)
         gradients.add(chunk, _through_cap_(dlogits, logits, softcap))
     return loss, *gradients.result()
 
@@ -242,7 +242,7 @@ def _cpp_masked(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:
     *args_of_cpp, output_mask, softcap = args
     *results, dx, dweight, dbias = function(*args_of_cpp, softcap)
     gradients = zip((dx, dweight, dbias), output_mask, strict=True)
-    return *results, *(gradient if wanted else gradient.new_empty(0) for gradient, wanted in gradients)
+    return *results, *(gradient if is_needed else gradient.new_empty(0) for gradient, is_needed in gradients)
 
 
 _OPTIONS = "int ignore_index, float label_smoothing, bool smooth_others, float z_loss"
@@ -283,12 +283,14 @@ def _backward(ctx: Any, dlosses: Tensor, _: None) -> tuple[Tensor | None, ...]:
     x, weight, bias, target, lse = ctx.saved_tensors
     needed = list(ctx.needs_input_grad[:3])
     gradients = _bwd(dlosses, x, weight, bias, target, lse, *(*ctx.options, needed, ctx.softcap))
-    return *(gradient if wanted else None for gradient, wanted in zip(gradients, needed, strict=True)), *(None,) * 6
+    return *(gradient if is_needed else None for gradient, is_needed in zip(gradients, needed, strict=True)), *(
+        None,
+    ) * 6
 
 
 def _setup_context_with_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, bias, *_, output_mask, _softcap = inputs
-    ctx.output_mask = [wanted and t is not None for t, wanted in zip((x, weight, bias), output_mask, strict=True)]
+    ctx.output_mask = [is_needed and t is not None for t, is_needed in zip((x, weight, bias), output_mask, strict=True)]
     ctx.save_for_backward(*output[1:])
     ctx.mark_non_differentiable(*output[1:])
 
@@ -305,8 +307,8 @@ def _scaled(gradient: Tensor, dloss: Tensor) -> Tensor:
 def _multiplied(ctx: Any, dloss: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor | None, ...]:
     # dloss is a scalar tensor in fp32, so the products have each gradient's dtype.
     gradients = (
-        multiply(gradient, dloss) if wanted else None
-        for gradient, wanted in zip(ctx.saved_tensors, ctx.output_mask, strict=True)
+        multiply(gradient, dloss) if is_needed else None
+        for gradient, is_needed in zip(ctx.saved_tensors, ctx.output_mask, strict=True)
     )
     return *gradients, *(None,) * 8
 
@@ -345,9 +347,9 @@ def _once_differentiable_backward(ctx: Any, dloss: Tensor, *_: None) -> tuple[Te
     gradients = _multiplied(ctx, dloss, torch.mul)
     if not torch.is_grad_enabled():
         return gradients
-    asked = torch.zeros((), device="cpu", requires_grad=True)
+    anchor = torch.zeros((), device="cpu", requires_grad=True)
     return tuple(
-        None if gradient is None else _Constant.apply(gradient, asked)  # type: ignore[no-untyped-call]
+        None if gradient is None else _Constant.apply(gradient, anchor)  # type: ignore[no-untyped-call]
         for gradient in gradients
     )
 

@@ -85,8 +85,8 @@ def _best_by_reading(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         rows, last = logits[tied], values[tied][:, -1:]
         above, equal = rows > last, rows == last
         room = k - above.sum(-1, keepdim=True)
-        kept = above | (equal & (equal.cumsum(-1) <= room))
-        lowest = kept.nonzero()[:, 1].view(-1, k)  # ascending, and a stable sort keeps the order of equal values
+        selected = above | (equal & (equal.cumsum(-1) <= room))
+        lowest = selected.nonzero()[:, 1].view(-1, k)  # ascending, and a stable sort keeps the order of equal values
         order = rows.gather(-1, lowest).sort(dim=-1, descending=True, stable=True).indices
         indices = indices.masked_scatter(tied[..., None], lowest.gather(-1, order))
     return values, indices

@@ -280,12 +280,12 @@ def varlen_attention(
     if is_bare and type(q) is Tensor and q.dim() == 3 and q.shape[2] > 0:
         dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, q.device)
         scale, right = q.shape[2] ** -0.5, 0 if is_causal else None
-        found = _fwd.repeat(
+        outputs = _fwd.repeat(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, None, right, dropout_p,
             dropout_seed, softcap, check_values=check_sequences,
         )  # fmt: skip
-        if found is not None:
-            return found if return_lse else found[0]
+        if outputs is not None:
+            return outputs if return_lse else outputs[0]
     q, k, v = autocast("varlen_attention", q, k, v)
     check_heads(q, k, v, 3, "(total, num_heads, head_dim)")
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
