@@ -81,8 +81,8 @@ class Row(NamedTuple):
             return self.both
         if call.windowed and call.dropout and self.windowed_dropout is not None:
             return self.windowed_dropout
-        own = self.dropout if call.dropout else self.masked if call.masked else self.bare if call.bare else None
-        return own or self.plain
+        special = self.dropout if call.dropout else self.masked if call.masked else self.bare if call.bare else None
+        return special or self.plain
 
 
 # (architecture, largest block_d) -> configs. Architectures: 80 for all that multiply with mma.sync (sm_80 to 89, and

@@ -188,20 +188,20 @@ class Plan:
             programs = min(num_tiles, together * num_sms(tensors[0].device))
             limit = {"maxnreg": SHARED_REGISTERS} if together == 2 else {}
             run = Launch(self._kernel(), (programs,), **constants, num_warps=4, **limit)
-            boxes = [tuple(each.block_shape[-2:]) for each in arguments[:count]]
+            boxes = [tuple(descriptor_of.block_shape[-2:]) for descriptor_of in arguments[:count]]
             self._ready = run, boxes, arguments[len(tensors) :]
             run(*arguments)
             return
         run, boxes, rest = self._ready
         descriptors = []
-        for place, known, box in zip(self._order, self._descriptors, boxes, strict=True):
+        for place, cached, box in zip(self._order, self._descriptors, boxes, strict=True):
             x = tensors[place]
             address = x.data_ptr()
-            descriptor = known.get(address)
+            descriptor = cached.get(address)
             if descriptor is None:
-                if len(known) >= _KEPT:
-                    known.clear()
-                descriptor = known[address] = ragged_descriptor(x, *box)
+                if len(cached) >= _KEPT:
+                    cached.clear()
+                descriptor = cached[address] = ragged_descriptor(x, *box)
             descriptors.append(descriptor)
         planes, _, window, _, *others = rest
         run(*descriptors, *tensors[count:], planes, lengths, window, dropout, *others)

@@ -148,11 +148,11 @@ def _steps(
         # A 0 that the compiler can't know. Otherwise descriptors of unchanging buffers would stay in registers and
         # spill.
         zero = (first_row >= len_q).to(gl.int32)
-        own, other = consumer + zero, 1 - consumer + zero
-        k = k_buffers.index(own).reshape([CONSUMER_KEYS, BLOCK_D])
-        v = v_buffers.index(own).reshape([CONSUMER_KEYS, BLOCK_D])
-        p_shared = p_buffers.index(own)
-        ds_shared = ds_buffers.index(own)
+        own_slot, other_slot = consumer + zero, 1 - consumer + zero
+        k = k_buffers.index(own_slot).reshape([CONSUMER_KEYS, BLOCK_D])
+        v = v_buffers.index(own_slot).reshape([CONSUMER_KEYS, BLOCK_D])
+        p_shared = p_buffers.index(own_slot)
+        ds_shared = ds_buffers.index(own_slot)
         mbarrier.wait(q_full.index(stage), phase)
         q = q_buffers.index(stage).reshape([ROWS, BLOCK_D])
         zeros = gl.zeros([ROWS, CONSUMER_KEYS], gl.float32, S_LAYOUT)
@@ -211,9 +211,9 @@ def _steps(
         dq = warpgroup_mma(_unpack(words, DTYPE, DS_LAYOUT), own_k, dq, use_acc=False, is_async=True)
         dv = warpgroup_mma(p_shared.permute((1, 0)), dout, dv, is_async=True)
         mbarrier.wait(ds_full.index(0), (count + step) & 1)
-        other_k = k_buffers.index(other).reshape([CONSUMER_KEYS, BLOCK_D])
+        other_k = k_buffers.index(other_slot).reshape([CONSUMER_KEYS, BLOCK_D])
         other_k = other_k.slice(consumer * HALF_D, HALF_D, dim=1)
-        dq = warpgroup_mma(ds_buffers.index(other), other_k, dq, is_async=True)
+        dq = warpgroup_mma(ds_buffers.index(other_slot), other_k, dq, is_async=True)
         dk = warpgroup_mma(ds_shared.permute((1, 0)), q, dk, is_async=True)
         dq = warpgroup_mma_wait(1, deps=[dq])
         mbarrier.arrive(ds_empty.index(0), count=1)

@@ -163,20 +163,22 @@ def write(path: Path, arch: int, binaries: Mapping[str, Binary]) -> None:
 
 def add(path: Path, arch: int, binaries: Mapping[str, Binary]) -> None:
     """Adds binaries to a file if it was made from the same sources; otherwise replaces it."""
-    known: dict[str, Binary] = {}
+    existing: dict[str, Binary] = {}
     if path.is_file():
         file = BinaryFile(path)
         if file.about["sources"] == source_digest() and file.about["arch"] == arch:
-            known = {key: binary for key in file.keys() if (binary := file.get(key)) is not None}  # noqa: SIM118
-    write(path, arch, known | dict(binaries))
+            existing = {key: binary for key in file.keys() if (binary := file.get(key)) is not None}  # noqa: SIM118
+    write(path, arch, existing | dict(binaries))
 
 
 def describe(arch: int) -> str:
     """Returns a line for `fastformer doctor` that says where an architecture's kernels come from."""
-    found = files(arch)
-    if not found:
+    matching = files(arch)
+    if not matching:
         return f"no file of kernels for sm_{arch}: Triton compiles each at its first call; see `fastformer warmup`"
-    counts = ", ".join(f"{len(list(file.keys()))} in {file.path} (by Triton {file.about['triton']})" for file in found)
+    counts = ", ".join(
+        f"{len(list(file.keys()))} in {file.path} (by Triton {file.about['triton']})" for file in matching
+    )
     return f"kernels for sm_{arch} that need no compiler: {counts}"
 
 
@@ -196,7 +198,7 @@ def file_name(arch: int) -> str:
 @functools.cache
 def files(arch: int) -> tuple[BinaryFile, ...]:
     """Returns the files of an architecture that were made from these sources."""
-    found = []
+    matching = []
     for folder in folders():
         path = folder / file_name(arch)
         if not path.is_file():
@@ -207,10 +209,10 @@ def files(arch: int) -> tuple[BinaryFile, ...]:
             logger.warning("kernels are compiled at their first call: %s", error)
             continue
         if file.about["sources"] == source_digest() and file.about["arch"] == arch:
-            found.append(file)
+            matching.append(file)
         else:
             logger.warning("kernels are compiled at their first call: %s was made of other sources than these", path)
-    return tuple(found)
+    return tuple(matching)
 
 
 def find(arch: int, key: str) -> Binary | None:

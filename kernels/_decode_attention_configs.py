@@ -68,31 +68,30 @@ def programs_at_once(q: Tensor, block_m: int) -> int:
     return {80: of_80, 90: of_90, 100: of_90}.get(architecture(q), of_others) * num_sms(q.device)
 
 
-def rows_together(batch: int, rows_of_one: int, num_kv_heads: int, largest_m: int, wanted: int) -> int:
+def rows_together(batch: int, rows_of_one: int, num_kv_heads: int, largest_m: int, num_programs: int) -> int:
     """Returns how many batch rows a tile spans if they read the cache through cache_batch_idx.
 
-    It is as many as fit while there are still `wanted` programs, but at least LEAST_ROWS, because a source rarely has
-    fewer beams.
+    As many as fit while `num_programs` programs remain, but at least LEAST_ROWS: a source rarely has fewer beams.
     """
     rows = min(MOST_ROWS, max(1, largest_m // rows_of_one), batch)
     rows = 2 ** (rows.bit_length() - 1)
-    while rows > LEAST_ROWS and cdiv(batch, rows) * num_kv_heads < wanted:
+    while rows > LEAST_ROWS and cdiv(batch, rows) * num_kv_heads < num_programs:
         rows //= 2
     return rows
 
 
-def splits_of(tiles: int, num_blocks: int, wanted: int) -> int:
-    """Returns the number of programs per walk: the fewest that fill waves of `wanted` programs nearly best.
+def splits_of(tiles: int, num_blocks: int, num_programs: int) -> int:
+    """Returns the number of programs per walk: the fewest that fill waves of `num_programs` programs nearly best.
 
     Args:
         tiles: the number of walks, over all K/V heads.
         num_blocks: the number of blocks in a row as long as the cache; each program should have two of them.
-        wanted: the number of programs that run at once.
+        num_programs: the number of programs that run at once.
     """
-    if num_blocks <= FEW_BLOCKS or tiles >= wanted:
+    if num_blocks <= FEW_BLOCKS or tiles >= num_programs:
         return 1
     most = max(1, min(MOST_SPLITS, num_blocks // 2))
-    fullness = [tiles * n / wanted / -(-tiles * n // wanted) for n in range(1, most + 1)]
+    fullness = [tiles * n / num_programs / -(-tiles * n // num_programs) for n in range(1, most + 1)]
     return next(n for n, full in enumerate(fullness, 1) if full >= 0.85 * max(fullness))
 
 

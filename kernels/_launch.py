@@ -96,10 +96,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object)
         return None
     active = _host.active
     device = active.get_current_device()
-    known = _compiled.get((id(kernel), device))
+    starts = _compiled.get((id(kernel), device))
     # For a tuple, it returns the types and the known properties of the values. Equal keys mean the same binary.
     key = _specialize(_backend(active.get_capability(device)), args, False, True, True), *options, *options.values()
-    start = None if known is None else known.get(key)
+    start = None if starts is None else starts.get(key)
     if start is None:
         if not _has_constexprs_last(kernel, len(args)):
             _launch_by_triton(kernel, grid, args, options)

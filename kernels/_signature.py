@@ -60,7 +60,7 @@ def _describe(signature: Signature, value: Any, path: Place, is_constexpr: bool,
     """
     kind = type(value)
     if kind is tuple and not is_constexpr:
-        return tuple(_describe(signature, each, (*path, i), False, free, aligned) for i, each in enumerate(value))
+        return tuple(_describe(signature, item, (*path, i), False, free, aligned) for i, item in enumerate(value))
     if is_constexpr or value is None or (kind is int and value == 1 and not free):
         signature.constants[path] = value
         return "constexpr"

@@ -82,9 +82,9 @@ def _add_layer_norm_fwd_kernel(
     if residual_ptr is not None:
         s += residual.to(tl.float32)
     if residual_out_ptr is not None:
-        kept = tl.cast(s, residual_out_ptr.dtype.element_ty)
-        tl.store(row_ptrs(residual_out_ptr, rows, DIM, columns, 1), kept, mask=here)
-        s = kept.to(tl.float32)
+        rounded = tl.cast(s, residual_out_ptr.dtype.element_ty)
+        tl.store(row_ptrs(residual_out_ptr, rows, DIM, columns, 1), rounded, mask=here)
+        s = rounded.to(tl.float32)
     centred = s
     if not RMS_NORM:
         mean = tl.div_rn(tl.sum(s, 1), tl.full((BLOCK_M,), DIM, dtype=tl.float32))
@@ -356,8 +356,8 @@ def row_tile(dim: int, num_rows: int) -> Tile:
 def backward_tile(dim: int, num_rows: int, bytes_each: int) -> Tile:
     """Returns a row_tile with 8 elements per thread, or 16 small ones: each also needs two sums and a weight."""
     tile = row_tile(dim, num_rows)
-    each = 16 if dim > 2048 and tile.block_n * bytes_each <= 32768 else 8
-    return tile._replace(num_warps=max(1, min(16, tile.block_m * tile.block_n // (32 * each))))
+    per_thread = 16 if dim > 2048 and tile.block_n * bytes_each <= 32768 else 8
+    return tile._replace(num_warps=max(1, min(16, tile.block_m * tile.block_n // (32 * per_thread))))
 
 
 def why_unsupported(op_name: str, **arguments: Tensor | None) -> str | None:
@@ -396,7 +396,7 @@ def plan_add_layer_norm_fwd(
     dim = x.shape[-1]
     num_rows = x.numel() // dim
     num_means = 0 if rms_norm else num_rows
-    kept = residual is not None or dropout_p > 0.0
+    has_residual_out = residual is not None or dropout_p > 0.0
     seed, *drop = dropout_arguments(dropout_p, dropout_seed)
     drops = seed is not None
     tile = row_tile(dim, num_rows)
@@ -415,14 +415,16 @@ def plan_add_layer_norm_fwd(
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         stream = x if residual is None else residual
-        residual_out = torch.empty_like(stream, memory_format=torch.contiguous_format) if kept else stream.new_empty(0)
+        residual_out = (
+            torch.empty_like(stream, memory_format=torch.contiguous_format) if has_residual_out else stream.new_empty(0)
+        )
         mean = x.new_empty(num_means, dtype=torch.float32)
         rstd = x.new_empty(num_rows, dtype=torch.float32)
         if is_copied:
             x, residual = as_rows(x), None if residual is None else as_rows(residual)
         if num_rows > 0:
             launch(
-                x, residual, contiguous(weight), contiguous(bias), y, residual_out if kept else None,
+                x, residual, contiguous(weight), contiguous(bias), y, residual_out if has_residual_out else None,
                 None if rms_norm else mean, rstd, num_rows, strides, eps,
                 (contiguous(dropout_seed) if drops else None, *drop),
             )  # fmt: skip

@@ -241,12 +241,12 @@ def _dkdv_kernel(
                 p = p / tl.where(total > 0.0, total, 1.0)[None, :]
             dout = load_tile(dout_ptr, start, len_q, dout_strides[1] * UNIT, BLOCK_M, HEAD_DIM, BLOCK_D, CHECK)
             dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
-            kept = p
+            dropped_p = p
             if dropout[0] is not None:
                 keep = keep_mask_tile(rows, first_key, plane, drawn, BLOCK_M, BLOCK_N, TRANSPOSED=True)
-                kept = kept_or_zero(keep, p * drawn[4], drawn)
+                dropped_p = kept_or_zero(keep, p * drawn[4], drawn)
                 dp = tl.where(keep, dp * drawn[4], 0.0)
-            dv = tl.dot(kept.to(dout.dtype), dout, dv, input_precision=PRECISION)
+            dv = tl.dot(dropped_p.to(dout.dtype), dout, dv, input_precision=PRECISION)
             if DQ == "store":
                 delta = tl.sum(p * dp, 0)
             ds = p * (dp - delta[None, :])

@@ -68,8 +68,8 @@ _COUNTS = [
 @triton.jit
 def _integers(ptr, stride, rows, here, least, end):
     """Returns (the integers of `rows`, whether they are in [least, end)). Others are clamped, for memory safety."""
-    found = tl.load(ptr + rows.to(tl.int64) * stride, mask=here, other=least)
-    return tl.maximum(tl.minimum(found, end - 1), least), (found >= least) & (found < end)
+    values = tl.load(ptr + rows.to(tl.int64) * stride, mask=here, other=least)
+    return tl.maximum(tl.minimum(values, end - 1), least), (values >= least) & (values < end)
 
 
 @triton.jit
@@ -240,9 +240,9 @@ def _decode_attention_kernel(
         batch_rows = tile * ROWS + m // rows_of_one
         inside = m % rows_of_one
         real = (m // rows_of_one < ROWS) & (batch_rows < batch)
-        wanted, has_row = _integers(rows_ptr, integer_strides[1], batch_rows, real, 0, cache_batch)
-        totals, has_room = _integers(seqlens_ptr, integer_strides[0], wanted, real, 0, room + 1)
-        wanted = tl.where(real, wanted, -1)
+        rows_read, has_row = _integers(rows_ptr, integer_strides[1], batch_rows, real, 0, cache_batch)
+        totals, has_room = _integers(seqlens_ptr, integer_strides[0], rows_read, real, 0, room + 1)
+        rows_read = tl.where(real, rows_read, -1)
         r = tl.arange(0, ROWS)
         exists = tile * ROWS + r < batch
         cache_rows, _ = _integers(rows_ptr, integer_strides[1], tile * ROWS + r, exists, 0, cache_batch)
@@ -366,7 +366,7 @@ def _decode_attention_kernel(
         visible = _visible(positions, aligned, seen, window_left, IS_CAUSAL)
         member = None
         if ROWS > 1:
-            member = wanted == cache_row
+            member = rows_read == cache_row
             visible = visible & member[:, None]
         acc, weight, peak = _attend(s, v_ptrs, dims, here, visible, member, (acc, weight, peak), PRECISION)
         # Load the slots of the next block a step ahead, because loads of keys that wait for slots are not pipelined.
@@ -485,12 +485,12 @@ def plan_decode_attention(
     turns = cos is not None and cos.shape[1] > 0
     rows = 1
     if cache_batch_idx is not None:
-        wanted = programs_at_once(q, config.largest_m)
-        rows = rows_together(batch, max(rows_of_one, 1), num_kv_heads, config.largest_m, wanted)
+        num_programs = programs_at_once(q, config.largest_m)
+        rows = rows_together(batch, max(rows_of_one, 1), num_kv_heads, config.largest_m, num_programs)
     block_m = max(SMALLEST_TILE, min(config.largest_m, next_power_of_2(rows * rows_of_one)))
     tiles = cdiv(batch, rows) if rows > 1 else batch * max(1, cdiv(rows_of_one, block_m))
-    wanted = programs_at_once(q, block_m)
-    num_splits = splits_of(tiles * num_kv_heads, cdiv(max_seqlen, config.block_n), wanted)
+    num_programs = programs_at_once(q, block_m)
+    num_splits = splits_of(tiles * num_kv_heads, cdiv(max_seqlen, config.block_n), num_programs)
     half, table_unit = 0, 1
     table_numbers: tuple[int, ...] = ()
     if turns and cos is not None and sin is not None:

@@ -75,10 +75,10 @@ def _embedding_fwd_kernel(
     real = tokens < num_tokens
     here = existing(real, columns, DIM, BLOCK_N)
     ids = tl.load(ids_ptr + tokens, mask=real, other=0).to(tl.int64)
-    known = (ids >= 0) & (ids < num_embeddings)
-    tl.device_assert(known, "a token id is outside the vocabulary")
+    in_range = (ids >= 0) & (ids < num_embeddings)
+    tl.device_assert(in_range, "a token id is outside the vocabulary")
     # An id out of range must not read other memory, even if assertions are off.
-    reads = here & (known & (ids != padding_idx))[:, None]
+    reads = here & (in_range & (ids != padding_idx))[:, None]
     out = load_rows(weight_ptr, ids, weight_row, columns, reads, UNIT) * scale
     if table_ptr is not None:
         if positions_ptr is not None:
@@ -190,11 +190,11 @@ def _sum_chunks_kernel(
     if goes_on & (key != skipped) & (key >= 0) & (key < num_rows):
         columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         slot = chunk * 2 + tl.where(alone, 0, 1)
-        own = tl.load(partial_ptr + tl.cast(slot, tl.int64) * DIM + columns, mask=columns < DIM, other=0.0)
+        first_sum = tl.load(partial_ptr + tl.cast(slot, tl.int64) * DIM + columns, mask=columns < DIM, other=0.0)
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         following = chunk + 1
-        found = 1
-        while found > 0:
+        has_more = 1
+        while has_more > 0:
             chunks = following + tl.arange(0, BLOCK_M)
             same = chunks < num_chunks
             same = same & (tl.load(keys_ptr + chunks * CHUNK, mask=same, other=-1) == key)
@@ -202,9 +202,9 @@ def _sum_chunks_kernel(
             total += tl.load(
                 partial_ptr + (chunks.to(tl.int64) * 2 * DIM)[:, None] + columns[None, :], mask=here, other=0.0
             )
-            found = tl.where(tl.sum(same.to(tl.int32), 0) == BLOCK_M, 1, 0)
+            has_more = tl.where(tl.sum(same.to(tl.int32), 0) == BLOCK_M, 1, 0)
             following += BLOCK_M
-        total = own + tl.sum(total, 0)
+        total = first_sum + tl.sum(total, 0)
         sums_ptrs = sums_ptr + tl.cast(key, tl.int64) * DIM + columns
         tl.store(sums_ptrs, tl.cast(total, sums_ptr.dtype.element_ty), mask=columns < DIM)
 

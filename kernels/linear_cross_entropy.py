@@ -246,8 +246,8 @@ def _weights(label_smoothing: float, smooth_others: bool, vocab_size: int) -> tu
     """Returns (a, b) of the loss lse(z) - a z_y - b sum(z)."""
     if label_smoothing == 0.0:
         return 1.0, 0.0
-    each = label_smoothing / (vocab_size - 1 if smooth_others else vocab_size)
-    return 1.0 - label_smoothing - (each if smooth_others else 0.0), each
+    per_class = label_smoothing / (vocab_size - 1 if smooth_others else vocab_size)
+    return 1.0 - label_smoothing - (per_class if smooth_others else 0.0), per_class
 
 
 def chunk_rows(rows: int, row_bytes: int, sum_bytes: int = 0) -> int:
@@ -435,9 +435,9 @@ def linear_cross_entropy_bwd(
     )
     gradients = _Gradients(chunks, output_mask)
     # A large lse has few fractional bits. Logits in half dtypes have even fewer, but for fp32, lse is recomputed.
-    known = None if x.dtype == torch.float32 else lse
+    saved_lse = None if x.dtype == torch.float32 else lse
     for chunk, logits in chunks:
-        chunks.launch(chunk, lse=known, load_lse=True, scale=dlosses, gradient=True)
+        chunks.launch(chunk, lse=saved_lse, load_lse=True, scale=dlosses, gradient=True)
         gradients.add(chunk, logits)
     return gradients.result()
 
