@@ -68,8 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         `head` does, and 1 if a disk is full or the stream was closed.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    own = words[: words.index("--")] if "--" in words else words
-    debug = "--debug" in own
+    options = words[: words.index("--")] if "--" in words else words
+    debug = "--debug" in options
     with warnings.catch_warnings(), _few_collections(), console.standard_streams():
         _quieten(debug)
         try:
@@ -151,15 +151,15 @@ def _run(words: list[str]) -> int:
     top.add_argument("--debug", action="store_true", help="show the traceback of an error")
     top.add_argument("command", nargs="?", help=argparse.SUPPRESS)
     before = next((i for i, word in enumerate(words) if not word.startswith("-")), len(words))
-    known, unknown = top.parse_known_args(words[: before + 1])
+    parsed, unknown = top.parse_known_args(words[: before + 1])
     if unknown:
         raise argparse.ArgumentError(None, f"unrecognized arguments: {' '.join(unknown)}; see `fastformer --help`")
-    if known.command not in COMMANDS:
-        wrong = "expected a command" if known.command is None else f"unknown command {known.command!r}"
+    if parsed.command not in COMMANDS:
+        wrong = "expected a command" if parsed.command is None else f"unknown command {parsed.command!r}"
         raise argparse.ArgumentError(
-            None, f"{wrong}{suggestion(known.command or '', COMMANDS)}; see `fastformer --help`"
+            None, f"{wrong}{suggestion(parsed.command or '', COMMANDS)}; see `fastformer --help`"
         )
-    return _call(known.command, words[before + 1 :])
+    return _call(parsed.command, words[before + 1 :])
 
 
 def _call(name: str, words: list[str]) -> int:

@@ -100,8 +100,8 @@ def train_and_show(trainer: Trainer, folder: Path, seed: int) -> float:
     seen = {source for pairs in number_texts(seed) for source, _ in pairs}
     numbers = [n for n in number_pairs(2 * UNSEEN, seed=seed + 2_000_000) if english(n) not in seen][:UNSEEN]
     sources, references = [english(n) for n in numbers], [german(n) for n in numbers]
-    found = translator.translate(sources)
-    exact_match = sum(a == b for a, b in zip(found, references, strict=True)) / len(numbers)
+    translations = translator.translate(sources)
+    exact_match = sum(a == b for a, b in zip(translations, references, strict=True)) / len(numbers)
     print(f"exact match: {exact_match:.4f} ({len(numbers)} unseen numbers)")
     for number, translation in zip(SAMPLES, translator.translate([english(n) for n in SAMPLES]), strict=True):
         print(f"  {english(number)}\n    -> {translation}" + ("" if translation == german(number) else "   (wrong)"))

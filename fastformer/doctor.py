@@ -122,7 +122,10 @@ def encoding() -> Iterator[str]:
     yield "one C++ call computes all layers in fp32, bf16, int8 or int4, on the CPU, in evaluation, without gradients:"
     yield "for Encoder and CrossEncoder, and for transformers' encoders after accelerate(model)"
     yield "fastformer.report(model) says whether a model's encoder runs in C++, and why not"
-    sizes = ", ".join(f"{_BERT_BASE * each / 1e6:.0f} MB in {name}" for name, each in _extension.PACKED_BYTES.items())
+    sizes = ", ".join(
+        f"{_BERT_BASE * bytes_per_weight / 1e6:.0f} MB in {name}"
+        for name, bytes_per_weight in _extension.PACKED_BYTES.items()
+    )
     yield f"it keeps a packed copy of the weights; for BERT-base, that is {sizes}"
     yield "fastformer.report(model) gives the size for a model; accelerate(model, encode=False) makes no copy"
 

@@ -139,7 +139,7 @@ def attend_heads(
     if isinstance(attn_mask, Window):
         window, attn_mask = attn_mask, None
     by_head = lies_as_query and _lies_by_head(query, key, value, attn_mask)
-    q, k, v = (each.flatten(0, 1).unsqueeze(2) if by_head else each.transpose(1, 2) for each in (query, key, value))
+    q, k, v = (x.flatten(0, 1).unsqueeze(2) if by_head else x.transpose(1, 2) for x in (query, key, value))
     out = attention(
         q,
         k,
@@ -157,7 +157,7 @@ def attend_heads(
 def _lies_by_head(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:
     """Returns whether the heads can be passed as a batch. fastformer's output has a token's heads side by side."""
     return (
-        all(each.is_contiguous() for each in (query, key, value))
+        all(x.is_contiguous() for x in (query, key, value))
         and key.shape[1] == query.shape[1]
         and (attn_mask is None or attn_mask.shape[:-2].numel() == 1)
     )
@@ -184,8 +184,8 @@ def _block_diagonal(
             f"{tuple(query.shape)} and key {tuple(key.shape)}"
         )
     cu_seqlens_q, cu_seqlens_k = (
-        torch.tensor([0, *each], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32).to(query.device)
-        for each in seqlens
+        torch.tensor([0, *lengths], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32).to(query.device)
+        for lengths in seqlens
     )
     out = varlen_attention(
         query[0].transpose(0, 1),
@@ -246,25 +246,25 @@ def _runs_here(
     """Returns whether fastformer's kernels compute a call, and not PyTorch."""
     if not _is_plain_call(query, key, value, attn_mask) or not _have_shapes(query, key, value, attn_mask, enable_gqa):
         return False
-    q, k, v = (each.transpose(1, 2) for each in (query, key, value))
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     try:
         return why_no_kernel(q, k, v, expand_mask(attn_mask, q, k), resolve_scale(scale, q.shape[-1])) is None
     except ValueError:  # the mask doesn't fit, and PyTorch has an error for that
         return False
 
 
-def _is_plain_call(*given: Tensor | None) -> bool:
+def _is_plain_call(*inputs: Tensor | None) -> bool:
     """Returns whether a call with such tensors can run on fastformer's kernels in this context, whatever the shapes."""
-    tensors = [each for each in given if each is not None]
+    tensors = [x for x in inputs if x is not None]
     return (
-        all(type(each) in (Tensor, torch.nn.Parameter) and not each.is_nested for each in tensors)
+        all(type(x) in (Tensor, torch.nn.Parameter) and not x.is_nested for x in tensors)
         and not torch.compiler.is_compiling()
         and torch._C._functorch.maybe_current_level() is None
         and forward_ad._current_level < 0
         # Else `sdpa_kernel` names other backends.
         and torch.backends.cuda.flash_sdp_enabled()
         and torch.backends.cuda.math_sdp_enabled()
-        and len({each.device for each in tensors}) == 1
+        and len({x.device for x in tensors}) == 1
     )
 
 

@@ -98,16 +98,16 @@ class Languages:
             )
         if name in self.ids:
             return name
-        plain = {known.lower(): known for known in self.ids}
-        wanted = name.strip().replace("-", "_").lower()
-        if wanted in plain:
-            return plain[wanted]
-        if _ISO.get(wanted) in self.ids:
-            return _ISO[wanted]
-        begun = [known for short, known in plain.items() if short.startswith(f"{wanted}_")]
+        by_lower = {language.lower(): language for language in self.ids}
+        query = name.strip().replace("-", "_").lower()
+        if query in by_lower:
+            return by_lower[query]
+        if _ISO.get(query) in self.ids:
+            return _ISO[query]
+        begun = [language for short, language in by_lower.items() if short.startswith(f"{query}_")]
         if len(begun) == 1:
             return begun[0]
-        near = begun or [plain[one] for one in difflib.get_close_matches(wanted, plain, n=_NEAR)]
+        near = begun or [by_lower[match] for match in difflib.get_close_matches(query, by_lower, n=_NEAR)]
         if near:
             hint = f"did you mean {' or '.join(map(repr, near))}?"
         else:
@@ -145,15 +145,15 @@ class Languages:
             self.check(source, None)
             target = self.target if target is None else self.find(target, "target_lang")
             return LanguageIds() if target is None else LanguageIds(front=(*self.lead, self.ids[target]))
-        spoken = self._named("source_lang", source, self.source)
-        asked = self._named("target_lang", target, self.target)
+        source_id = self._named("source_lang", source, self.source)
+        target_id = self._named("target_lang", target, self.target)
         if self.places == "front":
-            return LanguageIds(front=(spoken,), begin=(asked,))
+            return LanguageIds(front=(source_id,), begin=(target_id,))
         if self.places == "behind":
-            return LanguageIds(behind=(spoken,), begin=(asked,))
-        if self.target is not None and asked != self.ids[self.target]:
+            return LanguageIds(behind=(source_id,), begin=(target_id,))
+        if self.target is not None and target_id != self.ids[self.target]:
             raise ValueError(f"expected target_lang {self.target!r}, with which this model begins, got {target!r}")
-        return LanguageIds(behind=(spoken,))
+        return LanguageIds(behind=(source_id,))
 
     def _named(self, argument: str, name: str | None, default: str | None) -> int:
         name = default if name is None else self.find(name, argument)

@@ -85,8 +85,8 @@ def number_pairs(count: int, *, seed: int, max_digits: int = 9, exclude: set[int
             raise ValueError(f"expected {name} to be an integer{' of at least 0' * (name == 'count')}, got {value!r}")
     if not 1 <= max_digits <= 9:
         raise ValueError(f"expected max_digits in 1 to 9, got {max_digits}")
-    taken = set(exclude or ())
-    if count + len(taken) > 10**max_digits // 2:
+    used = set(exclude or ())
+    if count + len(used) > 10**max_digits // 2:
         raise ValueError(f"expected far fewer than {10**max_digits} numbers of {max_digits} digits, got {count}")
     chooser = random.Random(seed)
     numbers: list[int] = []
@@ -95,8 +95,8 @@ def number_pairs(count: int, *, seed: int, max_digits: int = 9, exclude: set[int
         for group in (1, 1000):
             if number >= 1000 * group and chooser.random() < 0.25:
                 number += (chooser.randrange(chooser.choice((1, 20, 100))) - number // group % 1000) * group
-        if number not in taken:
-            taken.add(number)
+        if number not in used:
+            used.add(number)
             numbers.append(number)
     return numbers
 
@@ -123,12 +123,12 @@ def _english_group(value: int) -> str:
     return " and ".join(words)
 
 
-def _german_group(value: int, one: str) -> str:
-    """Spells 1 to 999 as one compound; `one` spells a final 1: eins at the end, ein before tausend, eine Million."""
+def _german_group(value: int, final_one: str) -> str:
+    """Spells 1 to 999 as one compound; final_one: a final 1 (eins at the end, ein before tausend, eine Million)."""
     hundreds, rest = divmod(value, 100)
     word = ("ein" if hundreds == 1 else _GERMAN_SMALL[hundreds]) + "hundert" if hundreds else ""
     if rest == 1:
-        return word + one
+        return word + final_one
     if rest < 20:
         return word + (_GERMAN_SMALL[rest] if rest else "")
     unit, ten = rest % 10, _GERMAN_TENS[rest // 10]

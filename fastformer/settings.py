@@ -114,16 +114,16 @@ def check_settings(settings: Any) -> bool:
             bounds = field.usual[type(value)]
             if bounds is None or (-INT64_MAX <= value <= INT64_MAX and value in bounds):
                 continue
-        found = _checked(field, value)
-        if found is not value:
-            object.__setattr__(settings, field.name, found)  # works for a frozen dataclass too
+        checked = _checked(field, value)
+        if checked is not value:
+            object.__setattr__(settings, field.name, checked)  # works for a frozen dataclass too
     return is_changed
 
 
 @functools.cache
 def _fields(cls: type) -> tuple[_Field, ...]:
     hints = get_type_hints(cls, include_extras=True)
-    found = []
+    result = []
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
         extras = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
@@ -138,8 +138,8 @@ def _fields(cls: type) -> tuple[_Field, ...]:
                 usual[option] = None
         needs_float = _float_alone(hint) and isinstance(field.default, int)
         default = _Field if field.default is dataclasses.MISSING or needs_float else field.default
-        found.append(_Field(field.name, hint, default, {} if convert else usual, convert))
-    return tuple(found)
+        result.append(_Field(field.name, hint, default, {} if convert else usual, convert))
+    return tuple(result)
 
 
 def _checked(field: _Field, value: Any) -> Any:
@@ -265,9 +265,9 @@ def choices(hint: Any) -> list[str]:
     return [word for option in get_args(hint) for word in choices(option)]
 
 
-def suggestion(word: object, known: Iterable[str]) -> str:
+def suggestion(word: object, choices: Iterable[str]) -> str:
     """Returns "; did you mean 'x'?" for the nearest known word, or an empty text, as for a number."""
-    near = difflib.get_close_matches(word, list(known), n=1) if isinstance(word, str) else []
+    near = difflib.get_close_matches(word, list(choices), n=1) if isinstance(word, str) else []
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

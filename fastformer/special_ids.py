@@ -95,18 +95,20 @@ class SpecialIds:
                 if i is not None and i >= size:
                     raise ValueError(f"expected special ids below the vocabulary's size {vocab_size}, got {name} {i}")
 
-    def check_tokenizer(self, theirs: SpecialIds, model: str) -> None:
+    def check_tokenizer(self, tokenizer_ids: SpecialIds, model: str) -> None:
         """Checks a model's ids against those of the tokenizer that it is used with.
 
         Args:
-            theirs: the ids of the tokenizer.
+            tokenizer_ids: the ids of the tokenizer.
             model: the model's name in the message.
 
         Raises:
             ValueError: the ids differ.
         """
-        if self != theirs:
-            raise ValueError(f"expected a tokenizer with the special ids of {model}, {self}, got one with {theirs}")
+        if self != tokenizer_ids:
+            raise ValueError(
+                f"expected a tokenizer with the special ids of {model}, {self}, got one with {tokenizer_ids}"
+            )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> SpecialIds:
@@ -115,10 +117,10 @@ class SpecialIds:
         Raises:
             ValueError: an unknown name (the nearest one is suggested), or a value that is not allowed.
         """
-        known = [field.name for field in fields(cls)]
+        names = [field.name for field in fields(cls)]
         for name in values:
-            if name not in known:
-                raise ValueError(f"special_ids has no {name!r}{suggestion(name, known)}")
+            if name not in names:
+                raise ValueError(f"special_ids has no {name!r}{suggestion(name, names)}")
         return cls(**values)  # type: ignore[arg-type]
 
     @classmethod
@@ -128,9 +130,9 @@ class SpecialIds:
         They are its `special_ids`, or its own fields pad, eos, unk and start, if the model's class is independent of
         fastformer. If it has neither, they are the defaults.
         """
-        found = getattr(config, "special_ids", None)
-        if isinstance(found, cls):
-            return found
+        special_ids = getattr(config, "special_ids", None)
+        if isinstance(special_ids, cls):
+            return special_ids
         return cls(**{field.name: getattr(config, field.name) for field in fields(cls) if hasattr(config, field.name)})
 
 
