@@ -65,8 +65,8 @@ def measure(
     """Yields a row for each mode and provider."""
     shape = {**shape, "threads": threads}
     for mode in modes:
-        given = {**shape, "dropout_p": 0.1} if mode == "step" else shape
-        calls = {provider: work(provider, mode, given) for provider in providers}
+        sizes = {**shape, "dropout_p": 0.1} if mode == "step" else shape
+        calls = {provider: work(provider, mode, sizes) for provider in providers}
         for call in calls.values():
             call()
         turns = {
@@ -82,7 +82,7 @@ def measure(
                 "op": "busy_neighbour",
                 "mode": mode,
                 "dtype": "float32",
-                "shape": given,
+                "shape": sizes,
                 "provider": provider,
                 **beside(quiet, busy, threads, neighbours),
                 "rounds": rounds,
@@ -104,12 +104,12 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     shared = record.environment("cpu")
     sizes = {name: getattr(options, name) for name in SHAPE}
-    given = options.provider, options.threads, options.neighbours, options.rounds, options.seconds, sizes
-    for row in measure(*given, options.mode):
-        kept, fair = row["speedup"], row["fair_share"]
+    settings = options.provider, options.threads, options.neighbours, options.rounds, options.seconds, sizes
+    for row in measure(*settings, options.mode):
+        speedup, fair = row["speedup"], row["fair_share"]
         print(
             f"{row['mode']:4} {row['provider']:12} {row['ms_quiet']:8.1f} ms alone, {row['ms_p50']:8.1f} ms beside "
-            f"{row['neighbours']}: {100 * kept:.0f} % is left, {kept / fair:.2f} of a fair share"
+            f"{row['neighbours']}: {100 * speedup:.0f} % is left, {speedup / fair:.2f} of a fair share"
         )
         record.append(options.out, {**shared, **row})
     return 0

@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         text += answer
     shared = record.environment("cpu")
-    for provider, found in times.items():
+    for provider, turn_times in times.items():
         row = {
             "suite": "decoding",
             "op": "chat_turns",
@@ -91,8 +91,8 @@ def main(arguments: list[str] | None = None) -> int:
                 "layers": options.layers, "d_model": options.dim,
             },
             "curve": {
-                "x": list(range(1, len(found) + 1)),
-                "y": found,
+                "x": list(range(1, len(turn_times) + 1)),
+                "y": turn_times,
                 "x_label": "turn of the chat",
                 "y_label": "ms to the first token",
             },

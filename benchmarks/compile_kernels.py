@@ -42,8 +42,8 @@ def _compile_one(work: report.Work) -> Compiled:
 
 def compile_all(works: list[report.Work], jobs: int) -> dict[str, Any]:
     """Compiles each launch and returns the binaries by key; omits those that need more than a plain launch."""
-    found = report.in_forks(_compile_one, works, jobs)
-    return {key: binary for key, binary in found if binary is not None}
+    compiled = report.in_forks(_compile_one, works, jobs)
+    return {key: binary for key, binary in compiled if binary is not None}
 
 
 class Memory:
@@ -85,10 +85,10 @@ def differences(launch: report.Launch, arch: int, stub: Any) -> list[str]:
     make = _host.extension_function("make_kernel")
     if make is None:
         return ["the C++ extension has no launcher"]
-    ours = make((binary.cubin, binary.name), binary.threads, binary.shared, 0, binary.layout, binary.maps)
-    theirs = _launch._start_by_triton(launch.kernel, compiled, launch.num_args, constants | launch.options)
+    by_extension = make((binary.cubin, binary.name), binary.threads, binary.shared, 0, binary.layout, binary.maps)
+    by_triton = _launch._start_by_triton(launch.kernel, compiled, launch.num_args, constants | launch.options)
     seen = []
-    for start in (theirs, ours, ours):
+    for start in (by_triton, by_extension, by_extension):
         with logged(stub) as lines:
             start(3, 5, 2, 77, *args)
         seen.append(lines)

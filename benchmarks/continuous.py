@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     settings = GenerationConfig(num_beams=options.num_beams)
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     memory: dict[str, list[int]] = {way: [] for way in WAYS}
-    found: dict[str, list[list[int]]] = {}
+    outputs: dict[str, list[list[int]]] = {}
 
     def turn(way: str, count: int) -> tuple[float, list[list[int]], int]:
         builder = RequestBuilder(model, settings, log_probs=False)
@@ -75,8 +75,8 @@ def main(arguments: list[str] | None = None) -> int:
         samples: list[int] = []
         began = time.perf_counter()
         WAYS[way](scheduler, requests, lambda: samples.append(_resident()))
-        taken = time.perf_counter() - began
-        return taken, [request.results[0].tokens for request in requests], max(samples) - samples[0]
+        elapsed = time.perf_counter() - began
+        return elapsed, [request.results[0].tokens for request in requests], max(samples) - samples[0]
 
     if isinstance(model, torch.nn.Module):
         model.eval()
@@ -84,12 +84,12 @@ def main(arguments: list[str] | None = None) -> int:
         turn(way, 200)
     for _ in range(options.rounds):
         for way in WAYS:
-            taken, found[way], grown = turn(way, len(sources))
-            seconds[way].append(taken)
+            elapsed, outputs[way], grown = turn(way, len(sources))
+            seconds[way].append(elapsed)
             memory[way].append(grown)
 
-    same = sum(a == b for a, b in zip(found["continuous"], found["batches"], strict=True))
-    tokens = sum(map(len, found["continuous"]))
+    same = sum(a == b for a, b in zip(outputs["continuous"], outputs["batches"], strict=True))
+    tokens = sum(map(len, outputs["continuous"]))
     slowest = statistics.median(seconds["batches"])
     shared = record.environment("cuda" if torch.cuda.is_available() else "cpu")
     for way in WAYS:

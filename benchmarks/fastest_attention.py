@@ -35,7 +35,7 @@ def times(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[int, str, int, bool, 
     The backward pass alone is "bwd", or "fwdbwd" less "fwd" of the same shape. Of several batch sizes the largest
     counts.
     """
-    found: dict[tuple[Any, ...], dict[tuple[str, str], float]] = defaultdict(dict)
+    by_case: dict[tuple[Any, ...], dict[tuple[str, str], float]] = defaultdict(dict)
     for row in rows:
         shape = row["shape"]
         if row["op"] != "attention" or row["provider"] not in PROVIDERS or shape.get("dropout_p"):
@@ -43,10 +43,10 @@ def times(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[int, str, int, bool, 
         if row.get("dtype") != "bfloat16" or row.get("ms_p50") is None:
             continue
         case = capability_of(row), shape["head_dim"], bool(shape["causal"]), shape["seqlen"], shape["batch"]
-        found[case][PROVIDERS[row["provider"]], row["mode"]] = float(row.get("ms_device") or row["ms_p50"])
+        by_case[case][PROVIDERS[row["provider"]], row["mode"]] = float(row.get("ms_device") or row["ms_p50"])
     by_call: dict[tuple[int, str, int, bool, int], dict[str, float]] = {}
-    for case in sorted(found):  # the largest batch comes last
-        measured = found[case]
+    for case in sorted(by_case):  # the largest batch comes last
+        measured = by_case[case]
         capability, head_dim, is_causal, seqlen, _ = case
         passes: dict[str, dict[str, float]] = {"fwd": {}, "bwd": {}}
         for kernel in {kernel for kernel, _ in measured}:
@@ -65,7 +65,7 @@ def times(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[int, str, int, bool, 
 
 def entries(by_call: Mapping[tuple[int, str, int, bool, int], Mapping[str, float]]) -> list[Entry]:
     """Returns the table's lines, without those that repeat the line before."""
-    found: list[Entry] = []
+    table: list[Entry] = []
     kind: tuple[Any, ...] = ()
     before = OURS
     for call in sorted(by_call):
@@ -76,9 +76,9 @@ def entries(by_call: Mapping[tuple[int, str, int, bool, int], Mapping[str, float
         if call[:4] != kind:
             kind, before = call[:4], OURS
         if best != before:
-            found.append(Entry(*call, best))
+            table.append(Entry(*call, best))
             before = best
-    return found
+    return table
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -105,22 +105,22 @@ def work_through(
     run: Callable[[Step, Path, float], dict[str, Any]] = run_step,
 ) -> int:
     """Runs the steps that are not in `resume`. Returns the exit status (see the module)."""
-    done = {line["key"]: line["ok"] for line in record.read(resume)} if resume.is_file() else {}
+    finished = {line["key"]: line["ok"] for line in record.read(resume)} if resume.is_file() else {}
     for step in todo:
-        if step.key in done:
+        if step.key in finished:
             continue
         (out / "now.json").write_text(json.dumps({"key": step.key, "log": log_name(step), "began": time.time()}))
         began = time.monotonic()
-        if step.after and not done.get(step.after, False):
+        if step.after and not finished.get(step.after, False):
             line: dict[str, Any] = {"key": step.key, "ok": False, "left_out": f"{step.after!r} was not right"}
         else:
             line = {"key": step.key, **run(step, out, limit_of(step))}
         line["seconds"] = round(time.monotonic() - began, 1)
         record.append(resume, line)
-        done[step.key] = bool(line["ok"])
+        finished[step.key] = bool(line["ok"])
         print(json.dumps(line), flush=True)
     (out / "now.json").unlink(missing_ok=True)
-    return 0 if all(done.values()) else 1
+    return 0 if all(finished.values()) else 1
 
 
 # Detached runs.
@@ -173,8 +173,8 @@ def status(out: Path, wait: float, copy: Path | None, todo: Sequence[Step]) -> i
         time.sleep(min(1.0, max(0.0, end - time.monotonic())))
     lines = record.read(lines_of(out)) if lines_of(out).is_file() else []
     for line in lines:
-        said = "ok" if line["ok"] else line.get("left_out", f"FAILED {line.get('failed') or line.get('tails')}")
-        print(f"{line['seconds']:>6.1f} s  {line['key']}: {said}"[:400])
+        outcome = "ok" if line["ok"] else line.get("left_out", f"FAILED {line.get('failed') or line.get('tails')}")
+        print(f"{line['seconds']:>6.1f} s  {line['key']}: {outcome}"[:400])
     left = [step.key for step in todo if step.key not in {line["key"] for line in lines}]
     if (out / "now.json").is_file():
         now = json.loads((out / "now.json").read_text())

@@ -127,7 +127,7 @@ def stubbed() -> Iterator[None]:
 
 
 def _calls(
-    op: str, forward: Callable[[], object], backward: Callable[[], object], launchers: Any, *given: tuple[Any, ...]
+    op: str, forward: Callable[[], object], backward: Callable[[], object], launchers: Any, *inputs: tuple[Any, ...]
 ) -> dict[str, Callable[[], object]]:
     """Makes the calls of an op, and of its launchers' module with the arguments of forward and backward."""
 
@@ -135,10 +135,10 @@ def _calls(
         with torch.no_grad():
             return forward()
 
-    found = {f"{op} fwd": forward, f"{op} bwd": backward, f"{op} fwd no_grad": without}
-    for way, arguments in zip(("fwd", "bwd"), given, strict=True):
-        found |= _launched(f"{op} {way}", launchers, f"{op}_{way}", arguments)
-    return found
+    calls = {f"{op} fwd": forward, f"{op} bwd": backward, f"{op} fwd no_grad": without}
+    for way, arguments in zip(("fwd", "bwd"), inputs, strict=True):
+        calls |= _launched(f"{op} {way}", launchers, f"{op}_{way}", arguments)
+    return calls
 
 
 def _launched(name: str, launchers: Any, launcher: str, arguments: tuple[Any, ...]) -> dict[str, Callable[[], object]]:

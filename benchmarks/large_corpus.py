@@ -62,8 +62,8 @@ def measure(folder: Path, pairs: int, steps: int, processes: int, shards: int) -
     words = ["train", str(folder / "run"), "--train_data", str(prepared), "--steps", str(steps), "--device", "cpu"]
     words += ["--max_tokens", str(_MAX_TOKENS), "--val_every", "0", "--val_examples", "20"]
     words += ["--save_every", str(max(1, steps // 2))]
-    kept = sum(file.stat().st_size for file in prepared.glob("shard-*")) / 2**20
-    shape |= {"steps": steps, "shards_mib": round(kept), "max_tokens": _MAX_TOKENS}
+    shards_mib = sum(file.stat().st_size for file in prepared.glob("shard-*")) / 2**20
+    shape |= {"steps": steps, "shards_mib": round(shards_mib), "max_tokens": _MAX_TOKENS}
     yield {**_row("train", run(words)), "shape": shape}
 
 

@@ -88,8 +88,8 @@ class Asking(FastHttpUser):
 
     def languages(self, source: str, target: str) -> dict[str, str]:
         """Returns the fields of a body for the languages on the command line."""
-        said = {source: self._options.source_lang, target: self._options.target_lang}
-        return {name: code for name, code in said.items() if code}
+        codes = {source: self._options.source_lang, target: self._options.target_lang}
+        return {name: code for name, code in codes.items() if code}
 
 
 class Translate(Asking):

@@ -41,12 +41,12 @@ def seconds_of(
     engine: EncoderEngine, texts: Sequence[list[int]], batch: int, callers: int
 ) -> tuple[float, list[Array]]:
     """Returns the seconds until all callers have encoded all texts, and the results of each caller."""
-    found: list[Array | None] = [None] * callers
+    results: list[Array | None] = [None] * callers
     begin = threading.Barrier(callers + 1)
 
     def call(place: int) -> None:
         begin.wait()
-        found[place] = encode(engine, texts, batch)
+        results[place] = encode(engine, texts, batch)
 
     threads = [threading.Thread(target=call, args=(place,)) for place in range(callers)]
     for thread in threads:
@@ -55,7 +55,7 @@ def seconds_of(
     began = time.perf_counter()
     for thread in threads:
         thread.join()
-    return time.perf_counter() - began, [each for each in found if each is not None]
+    return time.perf_counter() - began, [result for result in results if result is not None]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -82,16 +82,16 @@ def main(arguments: list[str] | None = None) -> int:
             torch.set_num_threads(threads)
             for batch in options.batch:
                 expected = encode(engine, texts, batch)
-                one: list[float] = []
+                single: list[float] = []
                 many: list[float] = []
                 for _ in range(options.rounds):
-                    one.append(sum(seconds_of(engine, texts, batch, 1)[0] for _ in range(options.callers)))
-                    seconds, found = seconds_of(engine, texts, batch, options.callers)
+                    single.append(sum(seconds_of(engine, texts, batch, 1)[0] for _ in range(options.callers)))
+                    seconds, results = seconds_of(engine, texts, batch, options.callers)
                     many.append(seconds)
-                    is_wrong |= not all(np.array_equal(each, expected) for each in found)
+                    is_wrong |= not all(np.array_equal(result, expected) for result in results)
                 total = options.callers * len(texts)
-                ratio = statistics.median(a / b for a, b in zip(one, many, strict=True))
-                alone, together = (total / statistics.median(seconds) for seconds in (one, many))
+                ratio = statistics.median(a / b for a, b in zip(single, many, strict=True))
+                alone, together = (total / statistics.median(seconds) for seconds in (single, many))
                 how = f"{precision}, {threads} threads of torch, {batch} texts a call"
                 rates = f"{alone:7.0f} texts/s by one caller, {together:7.0f} by {options.callers}"
                 print(f"{how}: {rates}: {ratio:.2f}x", flush=True)

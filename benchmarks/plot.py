@@ -18,21 +18,21 @@ def main(arguments: list[str] | None = None) -> int:
 
     Returns 1 if a NAME can't be drawn.
     """
-    known = charts()
+    available = charts()
     parser = parser_of("plot", __doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of pictures (all): {', '.join(known)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of pictures (all): {', '.join(available)}")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of JSON lines")
     parser.add_argument("--out", type=Path, default=PICTURES, help="the folder of pictures")
     options = parser.parse_args(arguments)
-    if unknown := set(options.names) - known.keys():
-        parser.error(f"expected names of pictures, {', '.join(known)}; got {', '.join(sorted(unknown))}")
+    if unknown := set(options.names) - available.keys():
+        parser.error(f"expected names of pictures, {', '.join(available)}; got {', '.join(sorted(unknown))}")
     try:
         results = Results(options.results)
     except ValueError as error:
         parser.error(str(error))
     missing = 0
-    for name in options.names or known:
-        chart = known[name]
+    for name in options.names or available:
+        chart = available[name]
         if rows := chart.select(results):
             print(save(chart.draw(rows), name, rows, options.out))
         else:

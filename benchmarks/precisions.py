@@ -55,12 +55,12 @@ def translations(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     texts, references = [text for text, _ in pairs], [target for _, target in pairs]
     translators = {name: Translator.from_pretrained(options.run, device="cpu", precision=name) for name in PRECISIONS}
     for num_beams in options.num_beams:
-        found: dict[str, list[str]] = {}
+        outputs: dict[str, list[str]] = {}
         for precision, translator in translators.items():
-            found[precision] = translator.translate(texts, num_beams=num_beams)
-            scores = corpus_scores(found[precision], references)
+            outputs[precision] = translator.translate(texts, num_beams=num_beams)
+            scores = corpus_scores(outputs[precision], references)
             (bleu, signature), (chrf, _) = scores["BLEU"], scores["chrF"]
-            same = sum(one == other for one, other in zip(found[precision], found["fp32"], strict=True))
+            same = sum(a == exact_text for a, exact_text in zip(outputs[precision], outputs["fp32"], strict=True))
             quality = f"BLEU {bleu:.2f}, chrF {chrf:.2f}"
             print(f"{num_beams} beams, {precision}: {quality}; {same} of {len(texts)} lines as in fp32")
             yield {
@@ -82,13 +82,13 @@ def perplexities(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if not len(windows):
         raise ValueError(f"expected a text of at least {options.window} tokens, got {len(ids)}: {options.file}")
     for precision in PRECISIONS:
-        found = perplexity(model.eval(), precision, windows)
-        print(f"{precision}: perplexity {found:.4f} of {windows.numel()} tokens")
+        value = perplexity(model.eval(), precision, windows)
+        print(f"{precision}: perplexity {value:.4f} of {windows.numel()} tokens")
         yield {
             "op": "score_precisions",
             "precision": precision,
             "shape": {"tokens": windows.numel(), "window": options.window},
-            "perplexity": found,
+            "perplexity": value,
         }
 
 
@@ -101,12 +101,12 @@ def perplexity(model: GPT, precision: str, windows: Tensor) -> float:
         windows: (count, length) ids.
     """
     engine, nats = CppEngine(model, precision), 0.0
-    for some in windows.split(_ROWS):
-        prompts = [Prompt(None, [first]) for first in some[:, 0].tolist()]
-        batch = engine.open(len(some), sum(engine.tokens_needed(each, 1, windows.shape[1]) for each in prompts))
+    for chunk in windows.split(_ROWS):
+        prompts = [Prompt(None, [first]) for first in chunk[:, 0].tolist()]
+        batch = engine.open(len(chunk), sum(engine.tokens_needed(prompt, 1, windows.shape[1]) for prompt in prompts))
         batch.prefill(prompts)
-        for known, following in zip(some.T[:-1], some.T[1:], strict=True):
-            log_probs = batch.logits(known.tolist()).log_softmax(-1)
+        for current, following in zip(chunk.T[:-1], chunk.T[1:], strict=True):
+            log_probs = batch.logits(current.tolist()).log_softmax(-1)
             nats -= float(log_probs.gather(1, following[:, None]).double().sum())
     return math.exp(nats / (windows.numel() - len(windows)))
 

@@ -106,12 +106,12 @@ def main(arguments: list[str] | None = None) -> int:
     for row in measure(options.pairs, options.processes, options.rounds):
         count, seconds = row["shape"]["processes"], row["ms_p50"] / 1e3
         if count:
-            said = f"by {count} process{'es' * (count > 1)}, {seconds:.2f} s, {row['speedup']:.2f} times as fast"
+            summary = f"by {count} process{'es' * (count > 1)}, {seconds:.2f} s, {row['speedup']:.2f} times as fast"
         else:
-            said = f"{seconds:.2f} s of CPU time" + f", of which tokenizers are {row['speedup']:.0%}" * (
+            summary = f"{seconds:.2f} s of CPU time" + f", of which tokenizers are {row['speedup']:.0%}" * (
                 row["provider"] == WHOLE
             )
-        print(f"{row['provider']}: {said}")
+        print(f"{row['provider']}: {summary}")
         record.append(options.out, {**shared, **row})
     return 0
 

@@ -71,9 +71,9 @@ def tokens_a_second(run: Path) -> float:
 def train(words: list[str], run: Path) -> float:
     """Runs a training to its end. Returns the seconds per token."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60 * _MINUTES)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    process = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60 * _MINUTES)
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(words)} ended with {process.returncode}:\n{process.stdout}{process.stderr}")
     return 1 / tokens_a_second(run)
 
 
@@ -96,7 +96,7 @@ def measure(processes: int, rounds: int, sizes: Mapping[str, int]) -> Iterator[r
         measured = take_turns(turns, rounds, pause=0.5)
     for name in kinds:
         timing = Timing.of(measured[name])
-        ratios = [alone / own for alone, own in zip(measured[ALONE], measured[name], strict=True)]
+        ratios = [alone / seconds for alone, seconds in zip(measured[ALONE], measured[name], strict=True)]
         yield {
             "suite": "model",
             "op": "processes",

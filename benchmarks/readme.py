@@ -37,9 +37,9 @@ def written(text: str, numbers: Numbers) -> str:
     if len(names) != text.count("<!-- numbers:") or len(names) != text.count("<!-- end -->"):
         raise ValueError("expected every block of numbers to begin on a line of its own and to end, each once")
 
-    def block(found: re.Match[str]) -> str:
-        made = TABLES[found.group(1)](numbers)
-        return "\n".join(line for line in (f"<!-- numbers: {found.group(1)} -->", made, "<!-- end -->") if line)
+    def block(match: re.Match[str]) -> str:
+        table = TABLES[match.group(1)](numbers)
+        return "\n".join(line for line in (f"<!-- numbers: {match.group(1)} -->", table, "<!-- end -->") if line)
 
     return _BLOCK.sub(block, text)
 
@@ -50,26 +50,26 @@ def all_written(texts: Mapping[Path, str], numbers: Numbers) -> dict[Path, str]:
     Raises:
         ValueError: a block is invalid, or no page shows a table.
     """
-    found = {}
+    result = {}
     for path, text in texts.items():
         try:
-            found[path] = written(text, numbers)
+            result[path] = written(text, numbers)
         except ValueError as error:
             raise ValueError(f"{path.name}: {error}") from error
     shown = {name for text in texts.values() for name, _ in _BLOCK.findall(text)}
     if lacking := sorted(TABLES.keys() - shown):
         raise ValueError(f"expected the pages to show {sorted(TABLES)}, got no block for {lacking}")
-    return found
+    return result
 
 
 def differences(texts: Mapping[Path, str], numbers: Numbers) -> str:
     """Returns the lines of pages that differ from the results; "" if there are none."""
-    found: list[str] = []
+    lines: list[str] = []
     for path, right in all_written(texts, numbers).items():
-        found += difflib.unified_diff(
+        lines += difflib.unified_diff(
             texts[path].splitlines(), right.splitlines(), path.name, "results", lineterm="", n=0
         )
-    return "\n".join(found)
+    return "\n".join(lines)
 
 
 def read(paths: Sequence[Path]) -> dict[Path, str]:

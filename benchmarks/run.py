@@ -76,7 +76,7 @@ class Run:
                 for case, outcome in run_cases(
                     cases[first : first + _TOGETHER], options.device, providers=options.provider or (),
                     rounds=options.rounds, seconds=options.seconds,
-                    told=lambda doing, case: bar.set_description(f"{doing}: {case.benchmark.name} {case.mode}"),
+                    on_action=lambda doing, case: bar.set_description(f"{doing}: {case.benchmark.name} {case.mode}"),
                 ):  # fmt: skip
                     self._case(case, outcome)
                     bar.update()
@@ -122,8 +122,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     Returns 1 if a result was wrong, 130 if you stopped the run; exits with 2 if nothing matches the command.
     """
-    known = benchmarks()
-    parser = _parser(sorted(known))
+    available = benchmarks()
+    parser = _parser(sorted(available))
     options = parser.parse_args(arguments)
     if options.compare:
         try:
@@ -140,8 +140,8 @@ def main(arguments: list[str] | None = None) -> int:
     is_filtered = any((options.op, options.mode, options.dtype, options.shape, options.provider))
     with_peers = [suite for suite in peers.SUITES if suite in suites and options.device == "cpu" and not is_filtered]
     experiments = list(EXPERIMENTS) if "experiments" in suites and not is_filtered else []
-    chosen = list(chosen_cases(known, options))
-    if not (with_peers or experiments) and (complaint := nothing_fits(known, options, chosen)) is not None:
+    chosen = list(chosen_cases(available, options))
+    if not (with_peers or experiments) and (complaint := nothing_fits(available, options, chosen)) is not None:
         parser.error(complaint)
     if options.list:
         print(listing(chosen, options.device, options.provider or ()))
@@ -169,8 +169,8 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n" + scaling_fits.report(run.rows))
     for name in experiments:
         print(f"\nexperiment {name}: {EXPERIMENTS[name]}", flush=True)
-        told = (["--quick"] if options.quick else []) + (["--out", str(options.out)] if options.out else [])
-        importlib.import_module(f"benchmarks.experiments.{name}").main(told)
+        flags = (["--quick"] if options.quick else []) + (["--out", str(options.out)] if options.out else [])
+        importlib.import_module(f"benchmarks.experiments.{name}").main(flags)
     if options.publish and not run.failed:
         readme.main(["--write"])
         plot.main([])

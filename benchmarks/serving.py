@@ -56,44 +56,44 @@ def _rows(case: str, options: argparse.Namespace) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="fastformer-serving-") as name:
         folder = Path(name)
         if case in servers.TRANSLATORS:
-            asked = servers.translators(case, folder, options.precision, options.threads)
+            job = servers.translators(case, folder, options.precision, options.threads)
         else:
-            asked = servers.language_models(case, folder, options.precision, options.threads, options.llama_server)
+            job = servers.language_models(case, folder, options.precision, options.threads, options.llama_server)
         if options.server:
-            asked.servers = [each for each in asked.servers if any(each.name.startswith(n) for n in options.server)]
+            job.servers = [s for s in job.servers if any(s.name.startswith(name) for name in options.server)]
         try:
-            for number, server in enumerate(asked.servers):
+            for number, server in enumerate(job.servers):
                 server.start(folder / f"{number}.log")
-            up = dict.fromkeys(_up(asked), 0.0)
-            for provider, precision, why in asked.missing:
+            up = dict.fromkeys(_up(job), 0.0)
+            for provider, precision, why in job.missing:
                 shape = {"clients": min(options.clients)}
                 yield same | {"provider": provider, "precision": precision, "shape": shape, "missing": why}
             for clients in options.clients:
-                for row in _measured(asked, up, clients, options):
+                for row in _measured(job, up, clients, options):
                     yield same | {"shape": {"clients": clients}} | row
         finally:
-            for server in asked.servers:
+            for server in job.servers:
                 server.stop()
 
 
-def _up(asked: Asked) -> Iterator[Server]:
+def _up(job: Asked) -> Iterator[Server]:
     """Yields the servers that started; the others become missing. fastformer's has to start.
 
     Raises:
         Missing: fastformer's server did not start.
     """
-    for server in asked.servers:
+    for server in job.servers:
         try:
             server.wait()
         except Missing as error:
             if server.name == servers.OURS:
                 raise
-            asked.missing.append((server.name, server.precision, str(error)))
+            job.missing.append((server.name, server.precision, str(error)))
         else:
             yield server
 
 
-def _measured(asked: Asked, up: dict[Server, float], clients: int, options: argparse.Namespace) -> Iterator[Row]:
+def _measured(job: Asked, up: dict[Server, float], clients: int, options: argparse.Namespace) -> Iterator[Row]:
     """Yields a row for each server; one with a wrong answer gets a row that says so, and no further requests.
 
     up: the milliseconds of a request for each server, with one client; they are written, and combinations that would
@@ -110,7 +110,7 @@ def _measured(asked: Asked, up: dict[Server, float], clients: int, options: argp
             loads[server] = []
     for _ in range(options.rounds):
         for server in list(loads):
-            bodies = [(server.body(request), request.new_tokens) for request in asked.requests]
+            bodies = [(server.body(request), request.new_tokens) for request in job.requests]
             try:
                 loads[server].append(
                     put_under_load(
@@ -127,13 +127,13 @@ def _measured(asked: Asked, up: dict[Server, float], clients: int, options: argp
                 del loads[server], up[server]
                 server.stop()
                 yield {"provider": server.name, "precision": server.precision, "wrong": str(error) or repr(error)}
-    ours = {each.precision: each for each in loads if each.name == servers.OURS}
-    for server, found in loads.items():
-        row = {"provider": server.name, "precision": server.precision, "rounds": len(found), **figures(found)}
-        mine = ours.get(server.precision)
-        if mine is not None and mine is not server:
-            pairs = zip(loads[mine], found, strict=True)
-            ratios = [_rate(own) / _rate(theirs) for own, theirs in pairs if theirs.latencies]
+    ours = {s.precision: s for s in loads if s.name == servers.OURS}
+    for server, rounds in loads.items():
+        row = {"provider": server.name, "precision": server.precision, "rounds": len(rounds), **figures(rounds)}
+        our_server = ours.get(server.precision)
+        if our_server is not None and our_server is not server:
+            pairs = zip(loads[our_server], rounds, strict=True)
+            ratios = [_rate(our_load) / _rate(load) for our_load, load in pairs if load.latencies]
             if ratios:
                 row["ours"] = statistics.median(ratios)
         if "ms_p50" not in row:
@@ -147,7 +147,7 @@ def _measured(asked: Asked, up: dict[Server, float], clients: int, options: argp
 
 def figures(loads: Sequence[Load]) -> Row:
     """Computes throughput, as the median of the rounds, and the latencies of the requests of all rounds."""
-    latencies = [1e3 * each for load in loads for each in load.latencies]
+    latencies = [1e3 * latency for load in loads for latency in load.latencies]
     if not latencies:
         return {}
     percentiles = {f"ms_p{p}": percentile(latencies, p / 100) for p in (20, 50, 80, 99)}

@@ -78,9 +78,9 @@ def _refusals(folder: Path, requests: list[Request], options: argparse.Namespace
     flags = ["--max_waiting", str(_MAX_WAITING), "--max_batch_size", "8"]
     with _running(folder, "int8", options, *flags) as server, Clients(server.port, server.path) as clients:
         body = {"text": text_of(requests[0]), "max_new_tokens": 100}
-        found: dict[bool, list[float]] = {False: [], True: []}
+        by_kind: dict[bool, list[float]] = {False: [], True: []}
         for turn in range(-1, options.rounds):
-            for anew, seconds in found.items():
+            for anew, seconds in by_kind.items():
                 replies = clients.at_once(body, _BURST, anew=anew)
                 if strange := {reply.status for reply in replies} - {200, 429}:
                     raise Wrong(f"expected 200 and 429 alone, got {sorted(strange)}")
@@ -89,7 +89,7 @@ def _refusals(folder: Path, requests: list[Request], options: argparse.Namespace
                     raise Wrong(f"expected {_MAX_WAITING} answers or more, got {len(replies) - len(refused)}")
                 seconds += refused if turn >= 0 else []  # the first turn warms up
                 _expect_idle(server)
-        for anew, seconds in found.items():
+        for anew, seconds in by_kind.items():
             shape = {"part": "refusals", "requests": _BURST, "max_waiting": _MAX_WAITING, "new_connections": anew}
             yield {"provider": OURS, "precision": "int8", "shape": shape, "rounds": options.rounds, **_times(seconds)}
 
@@ -116,8 +116,8 @@ def _of_one(folder: Path, requests: list[Request], precision: Any, turns: int) -
 
     async def direct(text: str, count: int) -> tuple[float, str]:
         began = time.perf_counter()
-        found = await service.session.translate(text, max_new_tokens=count)
-        return time.perf_counter() - began, found
+        translation = await service.session.translate(text, max_new_tokens=count)
+        return time.perf_counter() - began, translation
 
     def ask(name: str, text: str, count: int) -> tuple[float, str]:
         if name == OURS:
@@ -126,25 +126,25 @@ def _of_one(folder: Path, requests: list[Request], precision: Any, turns: int) -
         if name == "AsyncTranslator":
             return asyncio.run_coroutine_threadsafe(direct(text, count), loop).result()
         began = time.perf_counter()
-        found = translator.translate(text, max_new_tokens=count)
-        return time.perf_counter() - began, found
+        translation = translator.translate(text, max_new_tokens=count)
+        return time.perf_counter() - began, translation
 
     times: dict[str, list[float]] = {OURS: [], "AsyncTranslator": [], _LIBRARY: []}
     with Clients(server.servers[0].sockets[0].getsockname()[1], "/v1/translate") as clients:
         for turn in range(-5, turns):
-            request, order, said = requests[turn % len(requests)], list(times), set()
+            request, order, translations = requests[turn % len(requests)], list(times), set()
             for name in order[turn % 3 :] + order[: turn % 3]:
                 seconds, text = ask(name, text_of(request), request.new_tokens)
-                said.add(text)
+                translations.add(text)
                 times[name] += [seconds] if turn >= 0 else []
-            if len(said) != 1:
-                raise Wrong(f"expected one translation of a text, got {len(said)}")
+            if len(translations) != 1:
+                raise Wrong(f"expected one translation of a text, got {len(translations)}")
     server.should_exit = True
     thread.join(10)
-    for name, each in times.items():
-        row = {"provider": name, "precision": precision, "shape": {"part": "one"}, **_times(each)}
+    for name, latencies in times.items():
+        row = {"provider": name, "precision": precision, "shape": {"part": "one"}, **_times(latencies)}
         if name == OURS:
-            added = [1e3 * (http - library) for http, library in zip(each, times["AsyncTranslator"], strict=True)]
+            added = [1e3 * (http - library) for http, library in zip(latencies, times["AsyncTranslator"], strict=True)]
             row |= {"value": statistics.median(added), "unit": "ms beyond AsyncTranslator, the median"}
         yield row
 
@@ -165,53 +165,53 @@ def _many(folder: Path, requests: list[Request], options: argparse.Namespace) ->
                 else:
                     expected = translator.translate(texts)
                 rates[name].append(len(texts) / (time.perf_counter() - began))
-            wrong = sum(one != other for one, other in zip(http, expected, strict=True))
+            wrong = sum(a != b for a, b in zip(http, expected, strict=True))
             if wrong:
                 raise Wrong(f"{wrong} of {len(texts)} texts are not as the library translates them")
             tokens = sum(len(text.split()) for text in expected)
         _expect_idle(server)
     shape = {"part": "many", "clients": _CLIENTS, "texts": len(texts)}
-    for name, found in rates.items():
-        rate = statistics.median(found)
-        row = {"provider": name, "precision": precision, "shape": shape, "rounds": len(found), "requests_s": rate}
+    for name, samples in rates.items():
+        rate = statistics.median(samples)
+        row = {"provider": name, "precision": precision, "shape": shape, "rounds": len(samples), "requests_s": rate}
         row["tokens_s"] = rate * tokens / len(texts)
         if name == OURS:
-            pairs = zip(found, rates[_LIBRARY], strict=True)
-            row |= {"speedup": statistics.median(one / other for one, other in pairs), "baseline": _LIBRARY}
+            pairs = zip(samples, rates[_LIBRARY], strict=True)
+            row |= {"speedup": statistics.median(a / b for a, b in pairs), "baseline": _LIBRARY}
             row |= _times(latencies)
         yield row
 
 
 async def _all(server: Server, texts: list[str]) -> tuple[list[str], list[float]]:
     """Translates texts, of which each client requests some; returns the translations and the seconds of each."""
-    found, seconds = [""] * len(texts), list[float]()
+    translations, seconds = [""] * len(texts), list[float]()
 
     async def work(number: int) -> None:
         client = Client(server.port, server.path)
         for place in range(number, len(texts), _CLIENTS):
             began = time.perf_counter()
-            found[place] = (await client.ask({"text": texts[place], "split": False}))["text"]
+            translations[place] = (await client.ask({"text": texts[place], "split": False}))["text"]
             seconds.append(time.perf_counter() - began)
         client.close()
 
     await asyncio.gather(*map(work, range(_CLIENTS)))
-    return found, seconds
+    return translations, seconds
 
 
 def _stream(folder: Path, requests: list[Request], options: argparse.Namespace) -> Iterator[Row]:
     with _running(folder, "int8", options) as server:
         rates: dict[int, list[float]] = {0: [], 1: []}
         for turn in range(-1, options.rounds):
-            for streams, found in rates.items():
+            for streams, samples in rates.items():
                 rate = asyncio.run(_mixed(server, requests, streams, options.seconds if turn >= 0 else 0.5))
-                found += [rate] if turn >= 0 else []
-    for streams, found in rates.items():
+                samples += [rate] if turn >= 0 else []
+    for streams, samples in rates.items():
         shape = {"part": "stream", "clients": _STREAMS, "streams": streams}
-        row = {"provider": OURS, "precision": "int8", "shape": shape, "rounds": len(found)}
-        row["tokens_s"] = statistics.median(found)
+        row = {"provider": OURS, "precision": "int8", "shape": shape, "rounds": len(samples)}
+        row["tokens_s"] = statistics.median(samples)
         if streams:
-            pairs = zip(found, rates[0], strict=True)
-            row |= {"speedup": statistics.median(one / other for one, other in pairs), "baseline": OURS}
+            pairs = zip(samples, rates[0], strict=True)
+            row |= {"speedup": statistics.median(a / b for a, b in pairs), "baseline": OURS}
         yield row
 
 
@@ -242,10 +242,10 @@ async def _streamed(server: Server, body: dict[str, Any]) -> None:
     content = json.dumps(body | {"stream": True}).encode()
     head = f"POST {server.path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-    said = await reader.read(-1)
+    answer = await reader.read(-1)
     writer.close()
-    if b'"done":true' not in said:
-        raise Wrong(f"expected a stream to its end, got {said[-200:]!r}")
+    if b'"done":true' not in answer:
+        raise Wrong(f"expected a stream to its end, got {answer[-200:]!r}")
 
 
 @contextlib.contextmanager
@@ -269,12 +269,12 @@ def _expect_idle(server: Server) -> None:
     for _ in range(200):
         with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
             text = answer.read().decode()
-        found = dict(re.findall(r"^fastformer_(\w+) (\S+)$", text, re.MULTILINE))
-        is_free = found["cache_free_tokens"] == found["cache_tokens"]
-        if is_free and float(found["requests_running"]) == float(found["requests_waiting"]) == 0:
+        gauges = dict(re.findall(r"^fastformer_(\w+) (\S+)$", text, re.MULTILINE))
+        is_free = gauges["cache_free_tokens"] == gauges["cache_tokens"]
+        if is_free and float(gauges["requests_running"]) == float(gauges["requests_waiting"]) == 0:
             return
         time.sleep(0.02)
-    raise Wrong("expected nothing to run and nothing to wait after all answers, got " + json.dumps(found))
+    raise Wrong("expected nothing to run and nothing to wait after all answers, got " + json.dumps(gauges))
 
 
 def _times(seconds: list[float]) -> Row:

@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
             # The first token includes the encoder, or the prompt.
             "curve": {
                 "x": list(range(2, len(seconds) + 1)),
-                "y": [1e3 * each for each in seconds[1:]],
+                "y": [1e3 * second for second in seconds[1:]],
                 "x_label": "position of the new token",
                 "y_label": "ms a token",
             },

@@ -24,7 +24,7 @@ def candidates(kernel: str) -> list[Any]:
     from fastformer.kernels._attention_configs import Config
 
     is_backward = kernel == "attention_bwd"
-    found = [
+    configs = [
         Config(block_m, block_n, warps, stages, maxnreg=most)
         for block_m in ((32, 64) if is_backward else (64, 128))
         for block_n in (64, 128)
@@ -34,8 +34,8 @@ def candidates(kernel: str) -> list[Any]:
         for most in ((None, 128) if warps == 8 and not is_backward else (None,))
     ]
     if is_backward:  # dq by a kernel of its own: seven products instead of five and an atomic sum
-        found += [config._replace(split=True) for config in found if config.num_stages == 2]
-    return found
+        configs += [config._replace(split=True) for config in configs if config.num_stages == 2]
+    return configs
 
 
 def tune(shape: dict[str, Any], kernel: str) -> list[tuple[float, Any]]:

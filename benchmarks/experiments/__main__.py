@@ -17,8 +17,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.parse_args(arguments)
     rows = record.read(RESULTS) if RESULTS.is_file() else []
     for name, about in EXPERIMENTS.items():
-        own = last_run(rows, name)
-        print(f"{name:<16} {about} ({own[0]['verdict'] if own else 'not recorded'})")
+        last_rows = last_run(rows, name)
+        print(f"{name:<16} {about} ({last_rows[0]['verdict'] if last_rows else 'not recorded'})")
     return 0
 
 

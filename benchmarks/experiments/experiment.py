@@ -95,15 +95,15 @@ class Experiment:
 
 def load(name: str) -> Experiment:
     """Loads the experiment with a name in EXPERIMENTS."""
-    found = importlib.import_module(f"benchmarks.experiments.{name}").EXPERIMENT
-    assert isinstance(found, Experiment)
-    return found
+    experiment = importlib.import_module(f"benchmarks.experiments.{name}").EXPERIMENT
+    assert isinstance(experiment, Experiment)
+    return experiment
 
 
 def last_run(rows: Sequence[Row], name: str) -> list[Row]:
     """Returns the rows of the last run of an experiment; the rows of a run share their time."""
-    own = [row for row in rows if row.get("op") == name]
-    return [row for row in own if row["time"] == own[-1]["time"]]
+    runs = [row for row in rows if row.get("op") == name]
+    return [row for row in runs if row["time"] == runs[-1]["time"]]
 
 
 @dataclass(frozen=True)

@@ -81,22 +81,22 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     data = numbers(0)
     pairs = data.val_texts[: options.lines]
     sources = [encode_pair(data.tokenizer.encode(source), []).source for source, _ in pairs]
-    found: dict[str, torch.Tensor] = {}
+    outputs: dict[str, torch.Tensor] = {}
 
     def translate(stage: str) -> None:
         engine, precision = STAGES[stage]
         tokens = generate(model, sources, max_new_tokens=longest, engine=engine, precision=precision)
         assert isinstance(tokens, torch.Tensor)
-        found[stage] = tokens
+        outputs[stage] = tokens
 
     stages = [stage for stage, (engine, _) in STAGES.items() if engine in ENGINES]
     if "cpp fp32" not in stages:
         print("the C++ extension is not built, so that its stages are missing")
     functions = {stage: functools.partial(translate, stage) for stage in stages}
     timings = time_interleaved(functions, rounds=options.rounds, device="cpu", seconds=seconds)
-    texts = {stage: [data.tokenizer.decode(row) for row in found[stage].tolist()] for stage in stages}
+    texts = {stage: [data.tokenizer.decode(row) for row in outputs[stage].tolist()] for stage in stages}
     for stage in stages:
-        speed = int((found[stage] != 0).sum()) / timings[stage].p50
+        speed = int((outputs[stage] != 0).sum()) / timings[stage].p50
         exact = sum(text == target for text, (_, target) in zip(texts[stage], pairs, strict=True)) / len(pairs)
         same = sum(a == b for a, b in zip(texts[stage], texts[stages[0]], strict=True)) / len(pairs)
         print(f"{stage:>12}: {speed:>10,.0f} tokens/s, exact match {exact:.3f}, as {stages[0]}: {same:.3f}")

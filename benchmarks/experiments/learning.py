@@ -151,7 +151,7 @@ def learn(
     curve.num_parameters = sum(parameter.numel() for parameter in model.parameters())
     model.eval()
     if not curve.diverged:
-        found = Translator(model, data.tokenizer).translate([source for source, _ in data.val_texts])
-        right = sum(text == target for text, (_, target) in zip(found, data.val_texts, strict=True))
-        curve.exact_match = right / len(found)
+        translations = Translator(model, data.tokenizer).translate([source for source, _ in data.val_texts])
+        right = sum(text == target for text, (_, target) in zip(translations, data.val_texts, strict=True))
+        curve.exact_match = right / len(translations)
     return curve, model

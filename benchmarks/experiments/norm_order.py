@@ -26,14 +26,14 @@ WARM_UPS = ("with warm-up", "without warm-up")
 
 def best_rates(rows: Sequence[Row]) -> list[Row]:
     """Returns for each provider the rows of the learning rate with the lowest final loss, by the mean of its seeds."""
-    found = []
+    best = []
     for provider in dict.fromkeys(row["provider"] for row in rows):
-        own = [row for row in rows if row["provider"] == provider]
-        rates = sorted({row["shape"]["lr"] for row in own})
-        by_rate = [[row for row in own if row["shape"]["lr"] == lr] for lr in rates]
-        ends = [Spread.of(some, provider, final).mean for some in by_rate]
-        found += by_rate[ends.index(min(ends))]
-    return found
+        provider_rows = [row for row in rows if row["provider"] == provider]
+        rates = sorted({row["shape"]["lr"] for row in provider_rows})
+        by_rate = [[row for row in provider_rows if row["shape"]["lr"] == lr] for lr in rates]
+        ends = [Spread.of(rate_rows, provider, final).mean for rate_rows in by_rate]
+        best += by_rate[ends.index(min(ends))]
+    return best
 
 
 @undecided_by_one_seed

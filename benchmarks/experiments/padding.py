@@ -108,11 +108,11 @@ def examples_of(options: argparse.Namespace) -> tuple[list[Example], int]:
         generator = torch.Generator().manual_seed(0)
         sides = [MULTI30K[i] for i in torch.randint(len(MULTI30K), (_SENTENCES,), generator=generator).tolist()]
         ids = torch.randint(3, _VOCAB_SIZE, (sum(map(sum, sides)),), generator=generator).tolist()
-        found, at = [], 0
+        examples, at = [], 0
         for source, target in sides:
-            found.append(Example(ids[at : at + source], ids[at + source : at + source + target]))
+            examples.append(Example(ids[at : at + source], ids[at + source : at + source + target]))
             at += source + target
-        return found, _VOCAB_SIZE
+        return examples, _VOCAB_SIZE
     pairs = read_pairs(*options.text)
     tokenizer = train_bpe([line for pair in pairs for line in pair], _VOCAB_SIZE)
     return [encode_pair(*map(tokenizer.encode, pair)) for pair in pairs], tokenizer.vocab_size
@@ -160,16 +160,16 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     fastest: dict[tuple[str, int], float] = {}
     for turn in range(options.rounds + 1):
         for at in range(options.batches if turn else 1):  # the first is the warm-up
-            for line, some in chosen.items():
-                if at < len(some):
-                    seconds = step(some[at].to(_DEVICE))
+            for line, line_batches in chosen.items():
+                if at < len(line_batches):
+                    seconds = step(line_batches[at].to(_DEVICE))
                     if turn:
                         fastest[line, at] = min(seconds, fastest.get((line, at), math.inf))
 
     for line, batches in plans.items():
         padding = padding_ratio(lengths, line, batches)
-        taken = sum(seconds for (name, _), seconds in fastest.items() if name == line)
-        speed = sum(batch.num_tokens for batch in chosen[line]) / taken
+        elapsed = sum(seconds for (name, _), seconds in fastest.items() if name == line)
+        speed = sum(batch.num_tokens for batch in chosen[line]) / elapsed
         epoch = int(lengths.sum()) / speed
         print(
             f"{line:>24}: padding {100 * padding:4.1f} %, {len(batches)} batches, {speed:,.0f} real tokens/s, "

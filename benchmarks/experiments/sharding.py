@@ -62,9 +62,9 @@ def sources(folder: Path, pairs: int, seed: int) -> list[str]:
     for digits in _DIGITS:
         # Numbers of few digits occur repeatedly, as sentences of a small domain do.
         chooser = random.Random(1000 * seed + digits)
-        found = [chooser.randrange(10 ** (digits - 3), 10**digits) for _ in range(pairs // len(_DIGITS))]
+        numbers = [chooser.randrange(10 ** (digits - 3), 10**digits) for _ in range(pairs // len(_DIGITS))]
         names.append(str(folder / f"{digits}.tsv"))
-        Path(names[-1]).write_text("".join(f"{english(n)}\t{german(n)}\n" for n in found), encoding="utf-8")
+        Path(names[-1]).write_text("".join(f"{english(n)}\t{german(n)}\n" for n in numbers), encoding="utf-8")
     return names
 
 
@@ -99,9 +99,9 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
             by_source: Data = dataclasses.replace(data, train=BySource(out, window=_SHARDS))
             order = Order(by_source.train, max_tokens=_MAX_TOKENS, batching="packed", seed=seed)
             steps = options.epochs * sum(len(order.plan(0, window)) for window in range(order.num_windows))
-            for name, some in ((FAIR, data), (IN_TURN, by_source)):
+            for name, training_data in ((FAIR, data), (IN_TURN, by_source)):
                 settings = {"max_tokens": _MAX_TOKENS, "schedule": "constant", "warmup": steps // 8, "lr": options.lr}
-                curve, _ = learn(seed, steps=steps, data=some, points=_POINTS, model=SMALL, **settings)
+                curve, _ = learn(seed, steps=steps, data=training_data, points=_POINTS, model=SMALL, **settings)
                 shape = {
                     "seed": seed, "pairs": options.pairs, "epochs": options.epochs, "steps": steps, "lr": options.lr,
                     "nll": round(curve.nll[-1], 4), "exact_match": curve.exact_match, "diverged": curve.diverged,

@@ -77,11 +77,11 @@ def _without_products() -> None:
             if torch.is_grad_enabled() and any(x.requires_grad for x in factors):
                 return product(*args, **options)
             with torch.no_grad():
-                made = [x.to("meta") if isinstance(x, Tensor) else x for x in args]
+                on_meta = [x.to("meta") if isinstance(x, Tensor) else x for x in args]
                 out = options.get("out")
                 if out is not None:
                     return out
-                shape = product(*made, **options).shape
+                shape = product(*on_meta, **options).shape
                 return torch.zeros(shape, dtype=options.get("out_dtype") or factors[-1].dtype)
 
         return wrapper
@@ -105,9 +105,9 @@ def _run_ours(arguments: list[str]) -> None:
     from benchmarks.run import _parser
     from fastformer.ops import feed_forward
 
-    known = benchmarks()
-    parsed = _parser(sorted(known)).parse_args(arguments)
-    for case in chosen_cases(known, parsed):
+    cases = benchmarks()
+    parsed = _parser(sorted(cases)).parse_args(arguments)
+    for case in chosen_cases(cases, parsed):
         print(case, flush=True)
         benchmark, dtype = case.benchmark, getattr(torch, case.dtype)
         checked = benchmark.checked(case.shape)
@@ -135,11 +135,11 @@ def _compile(out: Path, arch: int) -> int:
 
     triton.knobs.compilation.disable_line_info = True
     path = out / _binaries.file_name(arch)
-    known = set(_binaries.BinaryFile(path).keys()) if path.is_file() else set()
+    existing = set(_binaries.BinaryFile(path).keys()) if path.is_file() else set()
     print(f"{len(stand_in.launches)} launches", flush=True)
-    made, failures = {}, 0
+    new_binaries, failures = {}, 0
     for key, launch in stand_in.launches.items():
-        if key in known:
+        if key in existing:
             continue
         began = time.monotonic()
         try:
@@ -153,9 +153,9 @@ def _compile(out: Path, arch: int) -> int:
             print(f"not plain: {launch.kernel.fn.__name__}", flush=True)
             continue
         print(f"{time.monotonic() - began:5.1f} s {launch.kernel.fn.__name__} {launch.options}", flush=True)
-        made[key] = binary
+        new_binaries[key] = binary
     with (out / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        _binaries.add(path, arch, made)
-    print(f"{len(made)} compiled", flush=True)
+        _binaries.add(path, arch, new_binaries)
+    print(f"{len(new_binaries)} compiled", flush=True)
     return failures

@@ -17,15 +17,15 @@ def newer_assembler() -> str | None:
     """Returns the path of the newest ptxas of the machine's CUDA if it is newer than Triton's, else None."""
     import triton
 
-    own = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    bundled = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     places = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin", *Path("/usr/local").glob("cuda*/bin")]
-    found = {str(place / "ptxas"): version_of(place / "ptxas") for place in places if (place / "ptxas").is_file()}
-    newest = max(found, key=lambda path: found[path], default=None)
-    return newest if newest is not None and found[newest] > version_of(own) else None
+    versions = {str(place / "ptxas"): version_of(place / "ptxas") for place in places if (place / "ptxas").is_file()}
+    newest = max(versions, key=lambda path: versions[path], default=None)
+    return newest if newest is not None and versions[newest] > version_of(bundled) else None
 
 
 def version_of(ptxas: Path) -> tuple[int, ...]:
     """Returns the version of an assembler, such as (13, 0, 88); () if it is unknown."""
-    said = subprocess.run([ptxas, "--version"], capture_output=True, text=True, check=False).stdout
-    version = re.search(r"V(\d+(?:\.\d+)+)", said)
+    output = subprocess.run([ptxas, "--version"], capture_output=True, text=True, check=False).stdout
+    version = re.search(r"V(\d+(?:\.\d+)+)", output)
     return tuple(map(int, version[1].split("."))) if version is not None else ()

@@ -82,8 +82,8 @@ def _zeroed(function: Any) -> Any:
     @functools.wraps(function)
     def wrapper(*args: Any, **options: Any) -> Any:
         with torch.no_grad():
-            made = function(*args, **options)
-            return made.zero_().requires_grad_(bool(options.get("requires_grad")))
+            tensor = function(*args, **options)
+            return tensor.zero_().requires_grad_(bool(options.get("requires_grad")))
 
     return wrapper
 
@@ -190,10 +190,10 @@ def _bound(kernel: Any, args: tuple[object, ...], options: dict[str, object]) ->
 
     names = [parameter.name for parameter in kernel.params]
     arguments = dict(zip(names, args, strict=False)) | {name: options[name] for name in names if name in options}
-    given = {name: value for name, value in options.items() if name not in names}
+    others = {name: value for name, value in options.items() if name not in names}
     signature = signature_of(kernel, arguments)
-    binaries.add((kernel.fn.__name__, repr((signature, given))))
-    launches.setdefault(key_of(kernel, signature, given), Recorded(kernel, signature, given, len(args)))
+    binaries.add((kernel.fn.__name__, repr((signature, others))))
+    launches.setdefault(key_of(kernel, signature, others), Recorded(kernel, signature, others, len(args)))
 
 
 def stand_in() -> None:
@@ -224,7 +224,7 @@ def stand_in() -> None:
     device = torch.device("cuda", 0)
     tensor.device = property(lambda self: device)
     tensor.record_stream = lambda self, stream: None
-    torch.compile = lambda function=None, **_: function or (lambda given: given)  # type: ignore[assignment]
+    torch.compile = lambda function=None, **_: function or (lambda wrapped: wrapped)  # type: ignore[assignment]
     torch.equal = lambda *_: True
     torch.library.opcheck = lambda *_, **__: {}  # it would find the real device of the tensors
     torch.testing.assert_close = lambda *_, **__: None
@@ -298,10 +298,10 @@ def _rehearse_run() -> None:
 
     chosen = suites.chosen_cases
 
-    def small(known: Any, options: Any) -> Any:
+    def small(cases: Any, options: Any) -> Any:
         options.rounds, options.seconds = 3, 0.5
         seen = set()
-        for case in chosen(known, options):
+        for case in chosen(cases, options):
             shape = {name: min(value, _SMALL.get(name, value)) if type(value) is int else value
                      for name, value in case.shape.items()}  # fmt: skip
             if "lengths" in shape:

@@ -51,13 +51,13 @@ _BEST_RIVALS = ("fastformer", "sdpa flash", "sdpa cudnn")
 def other_tests() -> str:
     """Returns the files that no other step runs: all of tests/ops and tests/kernels, and others that have GPU tests."""
     named = {path for files in TESTS.values() for path in files.split()}
-    found = []
+    others = []
     for path in sorted((record.ROOT / "tests").rglob("test_*.py")):
         name = path.relative_to(record.ROOT).as_posix()
         on_device = path.parent.name in ("ops", "kernels") or "mark.gpu" in path.read_text(encoding="utf-8")
         if on_device and name not in named and path.name != "test_gpu_run_plan.py":
-            found.append(name)
-    return " ".join(found)
+            others.append(name)
+    return " ".join(others)
 
 
 def tests(name: str, files: str, seconds: float, binaries: int, *, only: str = "", flag: str = "") -> Step:
@@ -103,18 +103,18 @@ def times(
     """
     benchmark = benchmarks()[op]
     shapes = [shape for shape in benchmark.shapes["cuda"] if has_values(shape, map(key_value, values))]
-    each = seconds or _SECONDS.get(op, 15.0)
+    seconds_per_shape = seconds or _SECONDS.get(op, 15.0)
     rows = out / ("_".join(["cuda", *label.split()[:1]]) + ".jsonl")
     count = len(modes or benchmark.modes)
     command = [sys.executable, "-m", "benchmarks.run", "--device", "cuda", "--op", op, "--rounds", "20",
-               "--seconds", f"{_TIMING * each / count:g}", "--out", str(rows)]  # fmt: skip
+               "--seconds", f"{_TIMING * seconds_per_shape / count:g}", "--out", str(rows)]  # fmt: skip
     if "bfloat16" in benchmark.dtypes:
         command += ["--dtype", "bfloat16"]
-    for option, given in (("--shape", values), ("--provider", rivals), ("--mode", modes)):
-        command += [option, *given] if given else []
+    for option, chosen in (("--shape", values), ("--provider", rivals), ("--mode", modes)):
+        command += [option, *chosen] if chosen else []
     key = " ".join(filter(None, ["time", label, op, *values]))
     environment = {flag: "1"} if flag else {}
-    return Step(key, [(command, environment)], _START + each * len(shapes), kernel, rows, after)
+    return Step(key, [(command, environment)], _START + seconds_per_shape * len(shapes), kernel, rows, after)
 
 
 def first_look(out: Path) -> Iterator[Step]:

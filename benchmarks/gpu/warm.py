@@ -179,7 +179,7 @@ def forked(work: Callable[[], int], log: Path) -> int:
         for descriptor in (1, 2):
             os.dup2(target, descriptor)
         # The parent may have replaced its streams, as pytest does.
-        sys.stdout, sys.stderr = (open(each, "w", buffering=1, closefd=False) for each in (1, 2))  # noqa: SIM115
+        sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
         os.chdir(record.ROOT)
         status = work()
     except BaseException:

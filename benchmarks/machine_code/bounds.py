@@ -51,7 +51,7 @@ def line_of(launch: report.Launch, head_dim: int) -> dict[str, Any]:
     is_gluon = launch.kernel.fn.__name__.startswith("_attention_hopper")
     programs, _ = sass.ctas_an_sm(90, metadata.num_warps, int(usage["REG"]), metadata.shared)
     warps = CONSUMERS if is_gluon else PLAIN_WARPS
-    found = schedule.shares(loop, warps, programs)
+    shares = schedule.shares(loop, warps, programs)
     clocks = sass.clocks(counts, 4 * warps)
     return {
         "kernel": launch.kernel.fn.__name__,
@@ -69,8 +69,8 @@ def line_of(launch: report.Launch, head_dim: int) -> dict[str, Any]:
         "local": counts.local,
         "clocks": {name: round(value) for name, value in clocks.items() if value},
         "unit_tflops": round(sass.bound(counts, 4 * warps).tflops),
-        "tensor_share": round(found.tensor, 3),
-        "bound_tflops": round(found.tensor * SUSTAINED_TFLOPS * REACHED[head_dim]),
+        "tensor_share": round(shares.tensor, 3),
+        "bound_tflops": round(shares.tensor * SUSTAINED_TFLOPS * REACHED[head_dim]),
     }
 
 
@@ -92,15 +92,15 @@ def main() -> int:
     options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         parser.error("expected TRITON_INTERPRET unset: interpreted functions can't be compiled")
-    found = []
+    new = []
     for line in lines():
-        found.append({"label": options.label} | line)
-        print(json.dumps(found[-1]), flush=True)
+        new.append({"label": options.label} | line)
+        print(json.dumps(new[-1]), flush=True)
     if options.out is not None:
         old = options.out.read_text().splitlines() if options.out.exists() else []
         same = ("label", "triton")
-        kept = [line for line in map(json.loads, old) if [line[key] for key in same] != [found[0][key] for key in same]]
-        options.out.write_text("".join(json.dumps(line) + "\n" for line in kept + found))
+        others = [line for line in map(json.loads, old) if [line[key] for key in same] != [new[0][key] for key in same]]
+        options.out.write_text("".join(json.dumps(line) + "\n" for line in others + new))
     return 0
 
 

@@ -32,8 +32,8 @@ def compare(before: Path, after: Path) -> str:
     """
     old, new = _by_case(before), _by_case(after)
     compiled = {_target(key) for key in old}
-    again = {_group(key) for key in new}
-    old = {key: line for key, line in old.items() if _group(key) in again}
+    groups = {_group(key) for key in new}
+    old = {key: line for key, line in old.items() if _group(key) in groups}
     changes: dict[tuple[str | int, ...], list[Change]] = {}
     for key in old.keys() & new.keys():
         if fields := list(_fields(old[key], new[key])):
@@ -74,12 +74,12 @@ def _target(key: Key) -> tuple[str, int]:
 
 def _by_case(path: Path) -> dict[Key, Line]:
     """Returns the line of each launch of each case; cases with the same launch share a line."""
-    found: dict[Key, Line] = {}
+    by_case: dict[Key, Line] = {}
     for text in path.read_text().splitlines():
         line = json.loads(text)
         for case in line["cases"]:
-            found[Key(line["triton"], line["arch"], line["op"], line["kernel"], case)] = line
-    return found
+            by_case[Key(line["triton"], line["arch"], line["op"], line["kernel"], case)] = line
+    return by_case
 
 
 def _title(key: Key) -> str:
@@ -97,13 +97,13 @@ def _fields(old: Line, new: Line) -> Iterator[tuple[str, float]]:
         yield f"inner loops {len(old['loops'])} -> {len(new['loops'])}", 1.0
     for number, (was, now) in enumerate(zip(old["loops"], new["loops"], strict=False), 1):
         for name in _OF_LOOP:
-            one, other = was.get(name, 0), now.get(name, 0)
-            if one != other:
-                size = 0.5 if name == "waits" else _ratio(one, other)
-                yield f"loop {number}: {name} {one or 0} -> {other or 0}", size
+            a, b = was.get(name, 0), now.get(name, 0)
+            if a != b:
+                size = 0.5 if name == "waits" else _ratio(a, b)
+                yield f"loop {number}: {name} {a or 0} -> {b or 0}", size
     if old["problems"] != new["problems"]:
         yield f"problems {old['problems']} -> {new['problems']}", 3.0
 
 
-def _ratio(one: float, other: float) -> float:
-    return abs(math.log((1 + other) / (1 + one)))
+def _ratio(a: float, b: float) -> float:
+    return abs(math.log((1 + b) / (1 + a)))

@@ -69,7 +69,7 @@ def _events(ptx: str) -> list[_Ptx]:
     """Returns the instructions that matter to the rules, with the control flow between them."""
     labels: dict[str, list[int]] = {}
     tables: dict[str, list[str]] = {}
-    found: list[tuple[str, bool, str]] = []  # kind, whether it always runs, operands
+    instructions: list[tuple[str, bool, str]] = []  # kind, whether it always runs, operands
     table: list[str] | None = None
     name = ""  # the last label: from Triton 3.9 on, that of a table is on a line of its own
     for line in ptx.splitlines():
@@ -79,16 +79,16 @@ def _events(ptx: str) -> list[_Ptx]:
             table += re.findall(r"[\w$]+", line.partition("//")[0])
         elif (label := _PTX_LABEL.match(line)) is not None and "::" not in line.partition(";")[0][: label.end() + 1]:
             name = label[1]
-            labels.setdefault(name, []).append(len(found))
+            labels.setdefault(name, []).append(len(instructions))
         elif (match := _PTX_LINE.match(line)) is not None:
             kind = next((kind for kind, pattern in _KINDS if pattern.match(match[2])), None)
             # Stores to fixed addresses are Triton's: they tell warps their part of a warp-specialised kernel.
             if kind is not None and (kind != "store" or match[3].startswith("[%")):
-                found.append((kind, not match[1], match[3]))
+                instructions.append((kind, not match[1], match[3]))
         if table is not None and ";" in line:
             table = None
     result = []
-    for i, (kind, always, operands) in enumerate(found):
+    for i, (kind, always, operands) in enumerate(instructions):
         after = [] if kind in ("branch", "jump", "end") and always else [i + 1]
         names = []
         if kind == "branch":
@@ -99,7 +99,7 @@ def _events(ptx: str) -> list[_Ptx]:
             places = labels[name]
             # Each copy of inline assembly has its own label with the same name: the last one before the branch counts.
             after.append(max([place for place in places if place <= i], default=places[0]))
-        result.append(_Ptx(kind, [each for each in after if each < len(found)]))
+        result.append(_Ptx(kind, [successor for successor in after if successor < len(instructions)]))
     return result
 
 
@@ -137,7 +137,7 @@ def orders(ptx: str) -> list[str]:
         if event.kind == "store" and _is_read_back(events, i):
             events[i] = event._replace(kind="")
     states = _flow([event.successors for event in events], _State(0), lambda i, s: _after(events[i].kind, s), or_)
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     threads = re.search(r"\.reqntid\s+(\d+)", ptx)
     is_one_group = threads is not None and int(threads[1]) <= 128
     for event, state in zip(events, states, strict=True):
@@ -145,8 +145,8 @@ def orders(ptx: str) -> list[str]:
             if is_one_group and kind == "copy":
                 continue
             if event.kind == kind and state is not None and state & bit:
-                found[what] += 1
-    return [f"{count} {what}" for what, count in found.items()]
+                counts[what] += 1
+    return [f"{count} {what}" for what, count in counts.items()]
 
 
 def _is_read_back(events: list[_Ptx], store: int) -> bool:
@@ -215,15 +215,15 @@ def _written(instruction: sass.Instruction) -> int:
     if base in _WITHOUT_RESULT or base.startswith("U"):
         return 0
     for operand in instruction.operands.split(","):
-        if (found := re.match(r"^\s*R(\d+)$", operand)) is not None:
+        if (register := re.match(r"^\s*R(\d+)$", operand)) is not None:
             count = 1
             if base in _LOADS:
-                count = max([_WIDTHS[each] for each in modifiers if each in _WIDTHS], default=1)
+                count = max([_WIDTHS[modifier] for modifier in modifiers if modifier in _WIDTHS], default=1)
             elif base == "LDSM":
-                count = int(next((each for each in modifiers if each in ("2", "4")), "1"))
+                count = int(next((modifier for modifier in modifiers if modifier in ("2", "4")), "1"))
             elif "WIDE" in modifiers or base in ("DADD", "DMUL", "DFMA") or (base == "CS2R" and "32" not in modifiers):
                 count = 2
-            return _bits(int(found[1]), count)
+            return _bits(int(register[1]), count)
         if not re.match(r"^\s*!?U?P[T\d]", operand):
             return 0
     return 0
@@ -242,8 +242,8 @@ def _read(instruction: sass.Instruction) -> int:
             result |= _bits(int(number), 2 if ".64" in width else 1)
     stored = re.search(r",\s*R(\d+)$", instruction.operands.strip())
     if base in _STORES and stored is not None:
-        widths = [_WIDTHS[each] for each in modifiers if each in _WIDTHS]
-        widths += [int(each[-1]) for each in modifiers if each.startswith("F32x")]
+        widths = [_WIDTHS[modifier] for modifier in modifiers if modifier in _WIDTHS]
+        widths += [int(modifier[-1]) for modifier in modifiers if modifier.startswith("F32x")]
         result |= _bits(int(stored[1]), max(widths, default=1))
     return result
 
@@ -260,11 +260,11 @@ _PRODUCT = re.compile(r"^R(\d+), (?:R(\d+), )?gdesc")
 
 
 def _product(instruction: sass.Instruction) -> _Product | None:
-    found, shape = _PRODUCT.match(instruction.operands), re.search(r"64x(\d+)x", instruction.opcode)
-    if not instruction.base.endswith("GMMA") or found is None or shape is None:
+    match, shape = _PRODUCT.match(instruction.operands), re.search(r"64x(\d+)x", instruction.opcode)
+    if not instruction.base.endswith("GMMA") or match is None or shape is None:
         return None
-    result = _bits(int(found[1]), max(1, int(shape[1]) // 2))
-    return _Product(result, _bits(int(found[2]), 4) if found[2] else 0, "gsb0" in instruction.operands)
+    result = _bits(int(match[1]), max(1, int(shape[1]) // 2))
+    return _Product(result, _bits(int(match[2]), 4) if match[2] else 0, "gsb0" in instruction.operands)
 
 
 class _Flight(NamedTuple):
@@ -281,11 +281,11 @@ class _Flight(NamedTuple):
         return operands, results
 
 
-def _joined(one: _Flight, other: _Flight) -> _Flight:
-    length = max(len(one.groups), len(other.groups))
-    padded = [((0, 0),) * (length - len(each.groups)) + each.groups for each in (one, other)]
+def _joined(first: _Flight, second: _Flight) -> _Flight:
+    length = max(len(first.groups), len(second.groups))
+    padded = [((0, 0),) * (length - len(flight.groups)) + flight.groups for flight in (first, second)]
     groups = tuple((a[0] | b[0], a[1] | b[1]) for a, b in zip(*padded, strict=True))
-    return _Flight(groups, one.operands | other.operands, one.results | other.results)
+    return _Flight(groups, first.operands | second.operands, first.results | second.results)
 
 
 def in_flight(instructions: list[sass.Instruction]) -> list[str]:
@@ -294,8 +294,8 @@ def in_flight(instructions: list[sass.Instruction]) -> list[str]:
     if not any(products):
         return []
     waits = [
-        int(each.operands.split(",")[-1], 16) if each.opcode.startswith("WARPGROUP.DEPBAR") else None
-        for each in instructions
+        int(instruction.operands.split(",")[-1], 16) if instruction.opcode.startswith("WARPGROUP.DEPBAR") else None
+        for instruction in instructions
     ]
 
     def after(i: int, flight: _Flight) -> _Flight:

@@ -113,7 +113,7 @@ def compile_launch(launch: Launch, op: str, arch: int, cases: tuple[str, ...]) -
     )
     ptx = compiled.asm["ptx"]
     scores = scores_of(launch, metadata.num_warps)
-    found = sass.loops(instructions)
+    loops = sass.loops(instructions)
     row = row._replace(
         registers=int(usage["REG"]),
         spilled=int(usage["STACK"]),
@@ -123,8 +123,8 @@ def compile_launch(launch: Launch, op: str, arch: int, cases: tuple[str, ...]) -
         wide=ptx.count(WIDE[arch]),
         narrow=ptx.count("mma.sync"),
         loops=tuple(
-            _loop_line(sass.count(each), arch, metadata.num_warps, scores) | ({} if found else {"whole_kernel": True})
-            for each in found or [instructions]
+            _loop_line(sass.count(loop), arch, metadata.num_warps, scores) | ({} if loops else {"whole_kernel": True})
+            for loop in loops or [instructions]
         ),
     )
     # If the kernels refuse to multiply with this Triton (sm_100 with Triton 3.6), their synchronisation doesn't matter.
@@ -228,15 +228,15 @@ def distinct_launches(archs: list[int], stems: list[str], size: str) -> list[Wor
         stems: the stems of the ops.
         size: "once" (each kernel's first launch among the quick cases), "quick", "usual" or "all".
     """
-    found: list[Work] = []
+    works: list[Work] = []
     kernels: set[tuple[int, str]] = set()
     for arch, stem in itertools.product(archs, stems):
         if arch not in getattr(_module(stem), "ARCHITECTURES", ARCHITECTURES):
             continue
         seen: dict[tuple[str, ...], Work] = {}
-        wanted = re.compile(USUAL.get(stem, "") if size == "usual" else "")
+        pattern = re.compile(USUAL.get(stem, "") if size == "usual" else "")
         for title, call in _module(stem).cases(size in ("once", "quick")):
-            if not wanted.search(title):
+            if not pattern.search(title):
                 continue
             times: Counter[str] = Counter()
             for launch in launches_of(call, arch):
@@ -248,11 +248,11 @@ def distinct_launches(archs: list[int], stems: list[str], size: str) -> list[Wor
                 kernels.add((arch, name))
                 if key not in seen:
                     seen[key] = Work(launch, stem, arch, [])
-                    found.append(seen[key])
+                    works.append(seen[key])
                 numbered = title if times[name] == 1 else f"{title} #{times[name]}"
                 if numbered not in seen[key].titles:
                     seen[key].titles.append(numbered)
-    return found
+    return works
 
 
 _todo: list[Work] = []  # the input of the processes that `in_forks` forks

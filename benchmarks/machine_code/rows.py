@@ -35,13 +35,13 @@ def merge(path: Path, rows: list[Row], archs: list[int], stems: list[str]) -> No
     import triton
 
     lines = path.read_text().splitlines() if path.exists() else []
-    kept = [
+    old_lines = [
         line
         for line in map(json.loads, lines)
         if not (line["triton"] == triton.__version__ and line["arch"] in archs and line["op"] in stems)
     ]
     ordered = sorted(
-        kept + [row._asdict() for row in rows], key=lambda line: (line["triton"], line["arch"], line["op"])
+        old_lines + [row._asdict() for row in rows], key=lambda line: (line["triton"], line["arch"], line["op"])
     )
     path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in ordered))
 

@@ -43,11 +43,11 @@ def parse(sass: str) -> list[Instruction]:
     for line in sass.splitlines():
         if (label := _LABEL.match(line)) is not None:
             waiting.append(label[1])
-        elif (found := _INSTRUCTION.match(line)) is not None:
-            address = int(found[1], 16)
+        elif (match := _INSTRUCTION.match(line)) is not None:
+            address = int(match[1], 16)
             labels |= dict.fromkeys(waiting, address)
             waiting.clear()
-            lines.append((address, (found[2] or "").strip(), found[3], found[4]))
+            lines.append((address, (match[2] or "").strip(), match[3], match[4]))
     instructions = []
     for address, predicate, opcode, operands in lines:
         name = _TARGET.search(operands)
@@ -111,7 +111,7 @@ def _dominators(blocks: Blocks) -> list[int]:
     count = len(blocks.spans)
     everything = (1 << count) - 1
     # A block without a direct branch to it (a target of a jump table, another warp's part) is an entry, too.
-    before_it = [[each for each in blocks.predecessors[block] if each != block] for block in range(count)]
+    before_it = [[p for p in blocks.predecessors[block] if p != block] for block in range(count)]
     result = [everything if before_it[block] and block else 1 << block for block in range(count)]
     changed = True
     while changed:
@@ -145,9 +145,9 @@ def loops(instructions: list[Instruction]) -> list[list[Instruction]]:
             body = bodies.setdefault(head, {head})
             todo = [block]
             while todo:
-                if (each := todo.pop()) not in body:
-                    body.add(each)
-                    todo += blocks.predecessors[each]
+                if (member := todo.pop()) not in body:
+                    body.add(member)
+                    todo += blocks.predecessors[member]
     working = {
         head: body
         for head, body in bodies.items()
@@ -206,9 +206,9 @@ class Counts(NamedTuple):
 
 def count(instructions: Iterable[Instruction]) -> Counts:
     """Counts the work of some code, such as a loop."""
-    each = list(map(_count_one, instructions))
-    sums = {name: sum(getattr(one, name) for one in each) for name in Counts._fields if name != "waits"}
-    return Counts(**sums, waits=tuple(wait for one in each for wait in one.waits))
+    counts = list(map(_count_one, instructions))
+    sums = {name: sum(getattr(c, name) for c in counts) for name in Counts._fields if name != "waits"}
+    return Counts(**sums, waits=tuple(wait for c in counts for wait in c.waits))
 
 
 def _count_one(instruction: Instruction) -> Counts:

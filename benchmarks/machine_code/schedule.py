@@ -101,12 +101,12 @@ def shares(loop: Sequence[sass.Instruction], warps: int, programs: int = 1) -> S
     while any(warp.turns < STEPS for warp in running):
         ready = [warp for warp in running if _may_issue(warp, steps[warp.at], now, free, running)]
         if ready:
-            warp = min(ready, key=lambda each: each.issued)
+            warp = min(ready, key=lambda w: w.issued)
             worked += _issue(warp, steps[warp.at], now, free, memory)
             warp.at += 1
             if warp.at == len(steps):
                 warp.at, warp.turns = 0, warp.turns + 1
-                if begun == 0.0 and min(each.turns for each in running) == STEPS // 2:
+                if begun == 0.0 and min(w.turns for w in running) == STEPS // 2:
                     begun, half = now, worked
         now += 1.0
     turns = STEPS - STEPS // 2
@@ -119,8 +119,8 @@ def _may_issue(warp: Warp, step: Step, now: float, free: dict[str, float], runni
         return unfinished <= step.waits
     if step.meets:
         # The other warps of its program have reached the barrier or passed it.
-        others = [each for each in running if each.program == warp.program]
-        return all(each.meetings > warp.meetings or _is_at_meeting(each, warp) for each in others)
+        others = [w for w in running if w.program == warp.program]
+        return all(w.meetings > warp.meetings or _is_at_meeting(w, warp) for w in others)
     # Products queue for the tensor core; the other units only accept what they can start immediately.
     return not step.unit or step.unit == "tensor" or free[step.unit] <= now
 
@@ -136,7 +136,7 @@ def _issue(warp: Warp, step: Step, now: float, free: dict[str, float], memory: _
     if step.unit == "tensor":
         end = free["tensor"] = memory.run_product(step, now, max(now, free["tensor"]))
         if step.ends_group:
-            warp.groups = [*(each for each in warp.groups if each > now), end]
+            warp.groups = [*(group_end for group_end in warp.groups if group_end > now), end]
         return step.clocks
     if step.unit:
         free[step.unit] = max(now, free[step.unit]) + step.clocks

@@ -97,7 +97,7 @@ def uncompiled(signature: Any, num_args: int) -> Any:
     from fastformer.kernels._signature import layout_of
 
     blocks = (re.findall(r"tensordesc<bf16\[([\d, ]+)\]", kind) for kind in map(str, signature.types.values()))
-    maps = tuple((3, 2, 9, tuple(map(int, block.split(",")))) for found in blocks for block in found)
+    maps = tuple((3, 2, 9, tuple(map(int, block.split(",")))) for matches in blocks for block in matches)
     return Binary("any", 128, 0, layout_of(signature, num_args), maps, b"")
 
 

@@ -49,24 +49,24 @@ def verdicts_of(
     Raises:
         Exception: any exception of fastformer or the baseline; a rival that can't compute the case is refused instead.
     """
-    found, checked = Verdicts(), benchmark.checked(shape)
+    verdicts, checked = Verdicts(), benchmark.checked(shape)
     baseline = benchmark.providers[benchmark.baseline]
     oracles = {name: benchmark.oracles.get(name, baseline) for name in chosen}
     plain: Shape | None = checked
     if checked.get("dropout_p"):
         # Each provider draws its own mask. fastformer is checked with its reference's mask, the others without dropout.
         del oracles[benchmark.ours]
-        ours = {benchmark.ours: chosen[benchmark.ours]}
-        _check(benchmark, ours, ours, checked, mode, dtype, device, found, backend="reference")
+        own_call = {benchmark.ours: chosen[benchmark.ours]}
+        _check(benchmark, own_call, own_call, checked, mode, dtype, device, verdicts, backend="reference")
         plain = benchmark.without_dropout(checked)
     if plain is not None:
-        _check(benchmark, chosen, oracles, plain, mode, dtype, device, found)
+        _check(benchmark, chosen, oracles, plain, mode, dtype, device, verdicts)
     torch.manual_seed(0)
     inputs = cast(benchmark.make_inputs(shape, device), dtype)
     for name, call in chosen.items():
-        if found.passed(name):
-            _identify(benchmark, name, call, inputs, shape, mode, found)
-    return found
+        if verdicts.passed(name):
+            _identify(benchmark, name, call, inputs, shape, mode, verdicts)
+    return verdicts
 
 
 def _check(
@@ -77,7 +77,7 @@ def _check(
     mode: str,
     dtype: torch.dtype,
     device: str,
-    found: Verdicts,
+    verdicts: Verdicts,
     backend: str | None = None,
 ) -> None:
     """Finds wrong providers among those with an oracle, whose results come from the backend."""
@@ -98,18 +98,18 @@ def _check(
             values = results(call, cast(inputs, dtype), shape, mode, douts)
         except Exception as error:
             if (how := _other_shape(call, cast(inputs, dtype), shape, outputs)) is not None:
-                found.wrong[name] = how  # the difference explains why it couldn't be differentiated
+                verdicts.wrong[name] = how  # the difference explains why it couldn't be differentiated
             else:
-                _refuse(benchmark, name, error, found)
+                _refuse(benchmark, name, error, verdicts)
             continue
         if len(values) != len(exact):
-            found.wrong[name] = f"{len(values)} tensors in place of {len(exact)}"
+            verdicts.wrong[name] = f"{len(values)} tensors in place of {len(exact)}"
             continue
         is_rival = not benchmark.compares_stages and name not in (benchmark.ours, benchmark.baseline)
         may_err, agreement = _RIVALS_MAY_ERR if is_rival else _MAY_ERR, benchmark.agreement.get(name, 1.0)
-        for index, (value, theirs, right) in enumerate(zip(values, plain, exact, strict=True)):
-            if (how := difference(value, theirs, right, dtype, agreement, may_err)) is not None:
-                found.wrong[name] = f"tensor {index}: {how}"
+        for index, (value, eager_value, right) in enumerate(zip(values, plain, exact, strict=True)):
+            if (how := difference(value, eager_value, right, dtype, agreement, may_err)) is not None:
+                verdicts.wrong[name] = f"tensor {index}: {how}"
                 break
 
 
@@ -127,10 +127,10 @@ def _other_shape(call: Provider, inputs: Inputs, shape: Shape, exact: list[torch
     return None
 
 
-def _refuse(benchmark: Benchmark, name: str, error: Exception, found: Verdicts) -> None:
+def _refuse(benchmark: Benchmark, name: str, error: Exception, verdicts: Verdicts) -> None:
     if name in (benchmark.ours, benchmark.baseline):
         raise error
-    found.refused[name] = f"{type(error).__name__}: {str(error)[:200]}"
+    verdicts.refused[name] = f"{type(error).__name__}: {str(error)[:200]}"
 
 
 def _is_compiled(call: Callable[[], object]) -> bool:
@@ -148,7 +148,7 @@ def _identify(
     inputs: Inputs,
     shape: Shape,
     mode: str,
-    found: Verdicts,
+    verdicts: Verdicts,
 ) -> None:
     """Records the backends of a provider, and refuses one that isn't what its name says.
 
@@ -160,20 +160,20 @@ def _identify(
         if mode == "replay":
             timed_call(call, inputs, shape, mode)  # raises if it can't be captured
     except Exception as error:
-        _refuse(benchmark, name, error, found)
+        _refuse(benchmark, name, error, verdicts)
         return
     backends = {op: "+".join(sorted(backend for other, backend in ran if other == op)) for op, _ in sorted(ran)}
-    found.backends[name] = backends
+    verdicts.backends[name] = backends
     # A product that PyTorch computes because it is faster is neither a kernel nor a fallback.
     kernels = {backend for _, backend in ran - {("linear", "torch")}}
     if name == benchmark.ours and "triton" in "+".join(backends.values()):
         with recorded_launches() as launched:
             results(call, inputs, shape, mode, None)
-        found.kernels = sorted(launched)
+        verdicts.kernels = sorted(launched)
     if name in benchmark.compiled and not _is_compiled(lambda: results(call, inputs, shape, mode, None)):
-        found.refused[name] = "torch.compile did not compile it"
+        verdicts.refused[name] = "torch.compile did not compile it"
     elif name == benchmark.ours and kernels == {"reference"}:
-        found.refused[name] = f"no kernel ran, only the reference of {', '.join(backends)}"
+        verdicts.refused[name] = f"no kernel ran, only the reference of {', '.join(backends)}"
 
 
 def difference(

@@ -20,19 +20,19 @@ def compare(old: Path, new: Path) -> str:
     before = {record.key(row): row for row in record.read(old)}
     lines, apart = [], []
     for row in record.read(new):
-        known = before.get(record.key(row))
-        now, then = record.seconds(row), None if known is None else record.seconds(known)
-        if known is None or now is None or then is None:
+        previous = before.get(record.key(row))
+        now, then = record.seconds(row), None if previous is None else record.seconds(previous)
+        if previous is None or now is None or then is None:
             continue
         parts = [f"{then / now:>6.2f}x"]
         for what, ratio, quiet in _ratios(row):
-            if known.get(ratio):
-                parts.append(f"({what}: {known[ratio]:.2f}x -> {row[ratio]:.2f}x)")
-                if row.get(quiet) and known.get(quiet):
-                    smaller, larger = sorted((known[ratio], row[ratio]))
+            if previous.get(ratio):
+                parts.append(f"({what}: {previous[ratio]:.2f}x -> {row[ratio]:.2f}x)")
+                if row.get(quiet) and previous.get(quiet):
+                    smaller, larger = sorted((previous[ratio], row[ratio]))
                     apart.append((larger / smaller - 1, f"{what}: {' '.join(record.key(row))}"))
-        if known.get("backends", row.get("backends")) != row.get("backends"):
-            parts.append(f"(other backends: {known['backends']} -> {row.get('backends')})")
+        if previous.get("backends", row.get("backends")) != row.get("backends"):
+            parts.append(f"(other backends: {previous['backends']} -> {row.get('backends')})")
         lines.append("  ".join([*parts, " ".join(record.key(row))]))
     if not lines:
         return "no line of one file has a line about the same thing, with a time, in the other"

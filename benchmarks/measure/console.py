@@ -98,15 +98,15 @@ def summary(rows: Sequence[Row], not_timed: Iterable[tuple[str, str]] = ()) -> s
     """
     lines: list[str] = []
     for suite in dict.fromkeys(row["suite"] for row in rows):
-        own = [row for row in rows if row["suite"] == suite]
-        lines += _ratios(f"{suite}: ours is faster than", own, against)
-        for baseline in dict.fromkeys(row["baseline"] for row in own if stage(row) is not None):
-            same = [row for row in own if row.get("baseline") == baseline]
+        suite_rows = [row for row in rows if row["suite"] == suite]
+        lines += _ratios(f"{suite}: ours is faster than", suite_rows, against)
+        for baseline in dict.fromkeys(row["baseline"] for row in suite_rows if stage(row) is not None):
+            same = [row for row in suite_rows if row.get("baseline") == baseline]
             lines += _ratios(f"{suite}: faster than {baseline}", same, stage)
     losses: dict[tuple[str, str], str] = {}
     for row in rows:
-        if (found := against(row)) is not None and found[1] < 1:
-            losses.setdefault((title(row), found[0]), f"  {found[1]:.2f}x {found[0]}  {title(row)}" + _mark(row))
+        if (ratio := against(row)) is not None and ratio[1] < 1:
+            losses.setdefault((title(row), ratio[0]), f"  {ratio[1]:.2f}x {ratio[0]}  {title(row)}" + _mark(row))
     lines += _part("Ours is slower than", list(losses.values()))
     lines += _part("Not timed", list(dict.fromkeys(f"  {which}: {why}" for which, why in not_timed)))
     absent = dict.fromkeys(f"  {row['provider']}: {row['missing']}" for row in rows if "missing" in row)
@@ -122,17 +122,17 @@ def _ratios(what: str, rows: Sequence[Row], ratio: Callable[[Row], tuple[str, fl
     """Formats how many times faster: a line for each case, a column for each provider for which `ratio` has a value."""
     cells: dict[str, dict[str, str]] = {}
     for row in rows:
-        if (found := ratio(row)) is not None:
-            cells.setdefault(title(row), {})[found[0]] = f"{found[1]:.2f}x{_mark(row)}"
+        if (value := ratio(row)) is not None:
+            cells.setdefault(title(row), {})[value[0]] = f"{value[1]:.2f}x{_mark(row)}"
     if not cells:
         return []
-    rivals = list(dict.fromkeys(rival for each in cells.values() for rival in each))
+    rivals = list(dict.fromkeys(rival for by_rival in cells.values() for rival in by_rival))
     widths = [max(8, len(rival) + 1) for rival in rivals]
     wide = max(map(len, [what, *cells]))
     header = "".join(f"  {rival:>{width}}" for rival, width in zip(rivals, widths, strict=True))
     lines = ["", f"{what:<{wide}}{header}"]
-    for name, each in cells.items():
-        row_cells = (f"  {each.get(rival, ''):>{width}}" for rival, width in zip(rivals, widths, strict=True))
+    for name, by_rival in cells.items():
+        row_cells = (f"  {by_rival.get(rival, ''):>{width}}" for rival, width in zip(rivals, widths, strict=True))
         lines.append((f"{name:<{wide}}" + "".join(row_cells)).rstrip())
     return lines
 

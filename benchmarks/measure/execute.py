@@ -49,7 +49,7 @@ def run_cases(
     providers: Sequence[str] = (),
     rounds: int = 16,
     seconds: float = 60.0,
-    told: Callable[[str, Case], object] = lambda doing, case: None,
+    on_action: Callable[[str, Case], object] = lambda doing, case: None,
 ) -> Iterator[tuple[Case, Outcome]]:
     """Checks the providers of some cases and times those that are right, side by side, in passes over all of the cases.
 
@@ -60,7 +60,7 @@ def run_cases(
         rounds: the number of passes. In each, a provider has an undisturbed turn, or several if it is short. Fewer
             passes, but at least three, if `seconds` are used up; up to three times as many if they disagree.
         seconds: the approximate time for a case, in all passes together.
-        told: called before each action, with a description and the case.
+        on_action: called before each action, with a description and the case.
 
     Raises:
         BaseException: an exception of fastformer or of the baseline, or one that stops the run, such as
@@ -75,22 +75,22 @@ def run_cases(
     ):
         running, stopped = [], None
         for case in cases:
-            told("check", case)
+            on_action("check", case)
             running.append(_Running(case, device, providers))
         began = -math.inf
         try:
-            while more := [each for each in running if each.wants_more(rounds, seconds)]:
+            while more := [run for run in running if run.wants_more(rounds, seconds)]:
                 if device == "cpu" and (left := began + min(_APART, seconds / rounds) - time.perf_counter()) > 0:
                     time.sleep(left)
                 began = time.perf_counter()
-                for each in more:
-                    told(f"pass {each.timer.passes + 1}", each.case)
-                    each.take(rounds, seconds)
+                for run in more:
+                    on_action(f"pass {run.timer.passes + 1}", run.case)
+                    run.take(rounds, seconds)
         except BaseException as error:  # the results of minutes of passes are not lost
             stopped = error
-        for each in running:
-            if stopped is None or each.timer.passes >= ENOUGH:
-                yield each.case, each.finish()
+        for run in running:
+            if stopped is None or run.timer.passes >= ENOUGH:
+                yield run.case, run.finish()
         if stopped is not None:
             raise stopped
 
@@ -161,10 +161,10 @@ class _Running:
         """Returns a function that makes the calls of all providers, on new copies of the same inputs each time."""
         shape, mode = self.case.shape, self.case.mode
         torch.manual_seed(0)
-        made = self.case.benchmark.make_inputs(shape, self._device)
+        master = self.case.benchmark.make_inputs(shape, self._device)
 
         def calls() -> dict[str, Callable[[], object]]:
-            inputs = cast(made, self._dtype)
+            inputs = cast(master, self._dtype)
             return {name: timed_call(call, inputs, shape, mode) for name, call in self._right.items()}
 
         return calls

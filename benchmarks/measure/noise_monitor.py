@@ -39,7 +39,7 @@ class _Sample(NamedTuple):
     when: float  # the clock, in seconds
     busy: float  # CPU seconds of all processes
     stolen: float  # seconds taken by the hypervisor
-    own: float  # CPU seconds of this process and its children
+    own_cpu: float  # CPU seconds of this process and its children
 
 
 class NoiseMonitor:
@@ -64,12 +64,12 @@ class NoiseMonitor:
         *,
         proc: Path | None = Path("/proc"),
         clock: Callable[[], float] = time.perf_counter,
-        own: Callable[[], float] | None = None,
+        own_cpu: Callable[[], float] | None = None,
         fixed_work: Callable[[], float] | None = None,
         cores: int | None = None,
     ) -> None:
         self._proc = proc if proc is not None and (proc / "stat").is_file() else None
-        self._clock, self._own, self._fixed_work = clock, own or own_seconds, fixed_work or _fixed_work
+        self._clock, self._own_cpu, self._fixed_work = clock, own_cpu or own_seconds, fixed_work or _fixed_work
         self._cores = cores or os.cpu_count() or 1
         self._threads = min(threads, self._cores)
         self._samples: collections.deque[_Sample] = collections.deque(maxlen=4096)
@@ -96,11 +96,11 @@ class NoiseMonitor:
         passed = now.when - then.when
         # The rounding of ticks may add this much for each core.
         rounding = self._cores / os.sysconf("SC_CLK_TCK")
-        others = (now.busy - then.busy) - (now.own - then.own) - rounding
-        taken = max(0.0, others - (self._cores - self._threads) * passed) + max(
+        others = (now.busy - then.busy) - (now.own_cpu - then.own_cpu) - rounding
+        disturbance = max(0.0, others - (self._cores - self._threads) * passed) + max(
             0.0, now.stolen - then.stolen - rounding
         )
-        return taken > ALLOWED * self._threads * passed
+        return disturbance > ALLOWED * self._threads * passed
 
     def wait(self, seconds: float) -> None:
         """Sleeps until no process disturbs, but not longer than the given seconds."""
@@ -116,12 +116,12 @@ class NoiseMonitor:
             return
         self._tried = now
         for _ in range(_TRIES):  # a hiccup of a millisecond is not a slower clock, which lasts
-            taken = self._fixed_work()
-            if taken < self._best:
-                self._best = taken
+            elapsed = self._fixed_work()
+            if elapsed < self._best:
+                self._best = elapsed
                 if self._fixed_work is _fixed_work:
-                    _remember(taken)
-            self.is_slow = taken > SLOWER * self._best
+                    _remember(elapsed)
+            self.is_slow = elapsed > SLOWER * self._best
             if not self.is_slow:
                 break
             time.sleep(0.01)
@@ -132,7 +132,7 @@ class NoiseMonitor:
         with open(self._proc / "stat", "rb") as file:
             ticks = [int(field) / os.sysconf("SC_CLK_TCK") for field in file.readline().split()[1:9]]
         busy = sum(ticks[:3]) + sum(ticks[5:7])
-        self._samples.append(_Sample(self._clock(), busy, ticks[7], self._own()))
+        self._samples.append(_Sample(self._clock(), busy, ticks[7], self._own_cpu()))
 
 
 def _machine() -> str:
@@ -142,10 +142,10 @@ def _machine() -> str:
 def _known() -> dict[str, float]:
     """Returns machine -> the fewest seconds of the fixed work so far; empty if the file is missing or invalid."""
     try:
-        kept = json.loads(BEST.read_text())
+        stored = json.loads(BEST.read_text())
     except (OSError, ValueError):
         return {}
-    return {name: each for name, each in kept.items() if isinstance(each, float)} if isinstance(kept, dict) else {}
+    return {name: v for name, v in stored.items() if isinstance(v, float)} if isinstance(stored, dict) else {}
 
 
 def _remember(seconds: float) -> None:
@@ -178,10 +178,10 @@ def own_seconds() -> float:
 
 
 def _children(pid: int) -> list[int]:
-    found = []
+    children = []
     try:
         for task in os.listdir(f"/proc/{pid}/task"):
-            found += [int(child) for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
+            children += [int(child) for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
     except OSError:  # the process has ended, or the kernel lacks the file
-        return found
-    return found
+        return children
+    return children

@@ -247,7 +247,7 @@ def key(row: dict[str, Any]) -> tuple[str, ...]:
     for name in _IDENTITY:
         value = row.get(name)
         if isinstance(value, dict):
-            value = " ".join(f"{inner}={each}" for inner, each in value.items())
+            value = " ".join(f"{inner}={v}" for inner, v in value.items())
         if value is not None:
             parts.append(str(value))
     return tuple(parts)
@@ -262,10 +262,10 @@ def seconds(row: dict[str, Any]) -> float | None:
 
 def _git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+        process = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     except OSError:  # git is missing
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return process.stdout.strip() if process.returncode == 0 else None
 
 
 def cpu_name() -> str:
@@ -273,8 +273,8 @@ def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     if info.is_file():
         pairs = (line.partition(":") for line in info.read_text().partition("\n\n")[0].splitlines())
-        said = {name.strip(): value.strip() for name, _, value in pairs}
-        if "model name" in said:
-            known = {"family": said.get("cpu family"), "model": said.get("model")}
-            return ", ".join([said["model name"], *(f"{name} {number}" for name, number in known.items() if number)])
+        fields = {name.strip(): value.strip() for name, _, value in pairs}
+        if "model name" in fields:
+            numbers = {"family": fields.get("cpu family"), "model": fields.get("model")}
+            return ", ".join([fields["model name"], *(f"{name} {n}" for name, n in numbers.items() if n)])
     return platform.processor() or platform.machine()

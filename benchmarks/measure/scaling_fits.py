@@ -45,8 +45,8 @@ def fit(points: Mapping[int, float]) -> Fit:
         raise ValueError(f"expected positive lengths and finite positive values, got {wrong}")
     lengths = sorted(n for n in points if n * UPPER_END >= max(points))
     if len(lengths) < LEAST_POINTS:
-        wanted = f"at least {LEAST_POINTS} lengths from an eighth of the longest on"
-        raise ValueError(f"expected {wanted}, got {lengths} of {sorted(points)}")
+        expected = f"at least {LEAST_POINTS} lengths from an eighth of the longest on"
+        raise ValueError(f"expected {expected}, got {lengths} of {sorted(points)}")
     x, y = [math.log(n) for n in lengths], [math.log(points[n]) for n in lengths]
     slope, intercept = statistics.linear_regression(x, y)
     residuals = [abs(b - slope * a - intercept) for a, b in zip(x, y, strict=True)]
@@ -61,12 +61,12 @@ def groups(rows: Iterable[dict[str, Any]]) -> dict[Group, dict[str, dict[int, di
 
     If a file has two rows for the same length, the later one counts.
     """
-    found: dict[Group, dict[str, dict[int, dict[str, Any]]]] = {}
+    by_group: dict[Group, dict[str, dict[int, dict[str, Any]]]] = {}
     for row in rows:
         if str(row.get("op", "")).startswith("scaling") and row.get("ms_p50"):
             group = row["device"], row["threads"], row["mode"], row["dtype"]
-            found.setdefault(group, {}).setdefault(row["provider"], {})[row["shape"]["seqlen"]] = row
-    return found
+            by_group.setdefault(group, {}).setdefault(row["provider"], {})[row["shape"]["seqlen"]] = row
+    return by_group
 
 
 def report(rows: Iterable[dict[str, Any]]) -> str:
@@ -75,16 +75,16 @@ def report(rows: Iterable[dict[str, Any]]) -> str:
     Raises:
         ValueError: no row is about scaling.
     """
-    found = groups(rows)
-    if not found:
+    by_group = groups(rows)
+    if not by_group:
         raise ValueError('expected rows of the suite "scaling" (python -m benchmarks.run --suite scaling), got none')
     tables = []
-    for (device, threads, mode, dtype), providers in found.items():
+    for (device, threads, mode, dtype), providers in by_group.items():
         lines = [
             f"{device}, {threads} threads, {mode}, {dtype}: time ~ n^p and peak memory ~ n^m, fitted to n of each line",
             f"    {'':<20} {'operations':<16} {'p':>5} {'(paper)':>8} {'m':>6} {'(paper)':>8}   n",
         ]
-        for name in sorted(providers, key=lambda each: list(EXPECTED).index(each) if each in EXPECTED else math.inf):
+        for name in sorted(providers, key=lambda name: list(EXPECTED).index(name) if name in EXPECTED else math.inf):
             lines.append(f"    {name:<20} {_line(name, providers[name])}")
         if (found_share := causal_over_full(providers)) is not None:
             n, share = found_share
@@ -112,9 +112,9 @@ def _line(name: str, rows: Mapping[int, dict[str, Any]]) -> str:
         time, memory = growth(rows)
     except ValueError as error:
         return f"no fit: {error}"
-    said = (expected.operations, f"({expected.time:g})", f"({expected.memory:g})") if expected else ("", "", "")
+    paper = (expected.operations, f"({expected.time:g})", f"({expected.memory:g})") if expected else ("", "", "")
     return (
-        f"{said[0]:<16} {time.exponent:>5.2f} {said[1]:>8} {memory.exponent:>6.2f} {said[2]:>8}   "
+        f"{paper[0]:<16} {time.exponent:>5.2f} {paper[1]:>8} {memory.exponent:>6.2f} {paper[2]:>8}   "
         f"{time.lengths[0]} to {time.lengths[-1]}, off by {100 * time.off:.0f} % and {100 * memory.off:.0f} % at most"
     )
 

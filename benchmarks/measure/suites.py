@@ -29,30 +29,30 @@ class Case(NamedTuple):
 
 def benchmarks() -> dict[str, Benchmark]:
     """Returns all benchmarks by name, from the files bench_*.py in `cases`."""
-    found = {}
+    by_name = {}
     for path in sorted((ROOT / "benchmarks").glob("cases/*/bench_*.py")):
         for benchmark in importlib.import_module(f"benchmarks.cases.{path.parent.name}.{path.stem}").BENCHMARKS:
-            found[benchmark.name] = with_installed(benchmark)
-    return found
+            by_name[benchmark.name] = with_installed(benchmark)
+    return by_name
 
 
-def asked_for(known: dict[str, Benchmark], options: argparse.Namespace) -> list[Benchmark]:
+def asked_for(available: dict[str, Benchmark], options: argparse.Namespace) -> list[Benchmark]:
     """Returns the benchmarks of --suite and --op, suite by suite; --op alone searches every suite."""
     suites = options.suite or (SUITES if options.op else DEFAULT)
-    found = [benchmark for benchmark in known.values() if benchmark.suite in suites]
+    selected = [benchmark for benchmark in available.values() if benchmark.suite in suites]
     if options.op:
-        found = [benchmark for benchmark in found if benchmark.name in options.op]
-    return sorted(found, key=lambda benchmark: (SUITES.index(benchmark.suite), benchmark.name))
+        selected = [benchmark for benchmark in selected if benchmark.name in options.op]
+    return sorted(selected, key=lambda benchmark: (SUITES.index(benchmark.suite), benchmark.name))
 
 
-def chosen_cases(known: dict[str, Benchmark], options: argparse.Namespace) -> Iterator[Case]:
+def chosen_cases(available: dict[str, Benchmark], options: argparse.Namespace) -> Iterator[Case]:
     """Yields all cases that the command requests.
 
     --quick runs each benchmark's first shapes, as many as it declares, in its first dtype, and of its modes the first
     and
     the last: forward, and forward with backward. --mode and --dtype override these.
     """
-    for benchmark in asked_for(known, options):
+    for benchmark in asked_for(available, options):
         shapes = benchmark.shapes.get(options.device, [])
         modes, dtypes = benchmark.modes, benchmark.dtypes
         if options.quick:
@@ -77,42 +77,41 @@ def key_value(text: str) -> tuple[str, str]:
     return name, value
 
 
-def has_values(shape: Shape, wanted: Iterable[tuple[str, str]]) -> bool:
+def has_values(shape: Shape, pairs: Iterable[tuple[str, str]]) -> bool:
     """Returns whether a shape has the wanted values; if a name has several wanted values, any of them."""
-    return all(str(shape.get(name)) in each for name, each in _by_name(wanted).items())
+    return all(str(shape.get(name)) in values for name, values in _by_name(pairs).items())
 
 
 def _by_name(pairs: Iterable[tuple[str, Any]]) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
+    values: dict[str, set[str]] = {}
     for name, value in pairs:
-        found.setdefault(name, set()).add(str(value))
-    return found
+        values.setdefault(name, set()).add(str(value))
+    return values
 
 
-def nothing_fits(known: dict[str, Benchmark], options: argparse.Namespace, chosen: Sequence[Case]) -> str | None:
+def nothing_fits(available: dict[str, Benchmark], options: argparse.Namespace, chosen: Sequence[Case]) -> str | None:
     """Returns a message if a filter leaves nothing to measure: the existing values. None if something is left."""
-    asked = asked_for(known, options)
-    if not asked:
-        return (
-            f"no benchmark of {', '.join(options.op or known)} is of the suites {', '.join(options.suite or DEFAULT)}"
-        )
-    providers = {provider for benchmark in asked for provider in benchmark.offered(options.device)}
+    selected = asked_for(available, options)
+    if not selected:
+        names, suites = ", ".join(options.op or available), ", ".join(options.suite or DEFAULT)
+        return f"no benchmark of {names} is of the suites {suites}"
+    providers = {provider for benchmark in selected for provider in benchmark.offered(options.device)}
     if unknown := set(options.provider or ()) - providers:
         return f"expected providers out of {sorted(providers)}, got {sorted(unknown)}"
     if chosen:
         return None
-    shapes = [shape for benchmark in asked for shape in benchmark.shapes.get(options.device, [])]
+    shapes = [shape for benchmark in selected for shape in benchmark.shapes.get(options.device, [])]
     values = _by_name(pair for shape in shapes for pair in shape.items())
-    of_shape = ", ".join(f"{name}={'|'.join(sorted(each))}" for name, each in values.items())
+    of_shape = ", ".join(f"{name}={'|'.join(sorted(options_of))}" for name, options_of in values.items())
     return (
-        f"no case on {options.device} fits all of that. {', '.join(benchmark.name for benchmark in asked)} have "
-        f"modes {sorted({mode for benchmark in asked for mode in benchmark.modes})}, "
-        f"dtypes {sorted({dtype for benchmark in asked for dtype in benchmark.dtypes})}, shapes with {of_shape}"
-        + (f"; --quick leaves out {', '.join(b.name for b in asked if not b.quick)}" if options.quick else "")
+        f"no case on {options.device} fits all of that. {', '.join(benchmark.name for benchmark in selected)} have "
+        f"modes {sorted({mode for benchmark in selected for mode in benchmark.modes})}, "
+        f"dtypes {sorted({dtype for benchmark in selected for dtype in benchmark.dtypes})}, shapes with {of_shape}"
+        + (f"; --quick leaves out {', '.join(b.name for b in selected if not b.quick)}" if options.quick else "")
     )
 
 
-def listing(cases: Sequence[Case], device: str, wanted: Sequence[str]) -> str:
+def listing(cases: Sequence[Case], device: str, providers: Sequence[str]) -> str:
     """Formats what would run: each benchmark's cases, its providers, and the omitted ones with the reason."""
     lines: list[str] = []
     suite, benchmark = None, None
@@ -122,7 +121,7 @@ def listing(cases: Sequence[Case], device: str, wanted: Sequence[str]) -> str:
             lines.append(f"{suite}:")
         if case.benchmark is not benchmark:
             benchmark = case.benchmark
-            there = chosen_providers(benchmark, device, wanted)
+            there = chosen_providers(benchmark, device, providers)
             lines.append(f"  {benchmark.name}: {', '.join(there)}")
             for name, device_of in benchmark.only_on.items():
                 if device_of != device and name in benchmark.providers:
@@ -135,8 +134,8 @@ def listing(cases: Sequence[Case], device: str, wanted: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def chosen_providers(benchmark: Benchmark, device: str, wanted: Sequence[str]) -> list[str]:
+def chosen_providers(benchmark: Benchmark, device: str, providers: Sequence[str]) -> list[str]:
     """Returns the names of the installed providers, in order: all, or fastformer, the baseline and the wanted ones."""
     missing = benchmark.missing(device)
     there = [name for name in benchmark.offered(device) if name not in missing]
-    return [name for name in there if not wanted or name in {benchmark.ours, benchmark.baseline, *wanted}]
+    return [name for name in there if not providers or name in {benchmark.ours, benchmark.baseline, *providers}]

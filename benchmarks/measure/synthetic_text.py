@@ -15,11 +15,11 @@ _SYLLABLES = [a + b for a, b in itertools.product("bdfgklmnprstvz", "aeiou")]
 
 def _vocabulary(seed: int) -> list[str]:
     """Words of two to four syllables, shorter ones first, since the frequent words of a language are short."""
-    chooser, found = random.Random(seed), dict[str, None]()
-    while len(found) < _WORDS:
-        longer = min(2, len(found) // 1000)  # there are 4,225 words of two syllables
-        found["".join(chooser.choices(_SYLLABLES, k=2 + chooser.randint(0, longer)))] = None
-    return list(found)
+    chooser, words = random.Random(seed), dict[str, None]()
+    while len(words) < _WORDS:
+        longer = min(2, len(words) // 1000)  # there are 4,225 words of two syllables
+        words["".join(chooser.choices(_SYLLABLES, k=2 + chooser.randint(0, longer)))] = None
+    return list(words)
 
 
 def write_pairs(path: Path, pairs: int, *, seed: int = 0, shortest: int = 3, longest: int = 9) -> Path:

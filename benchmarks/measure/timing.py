@@ -126,9 +126,9 @@ class Rounds(Mapping[str, Timing]):
         quiet = [pair for pair in pairs if not pair[0].disturbed and not pair[1].disturbed]
         used = quiet if self._are_enough(quiet) else pairs
         ratios: dict[int, list[float]] = {}
-        for own, other, number in used:
-            ratios.setdefault(number, []).append(other.seconds / own.seconds)
-        uncertainty = _uncertainty([statistics.median(each) for each in ratios.values()])
+        for turn, other_turn, number in used:
+            ratios.setdefault(number, []).append(other_turn.seconds / turn.seconds)
+        uncertainty = _uncertainty([statistics.median(values) for values in ratios.values()])
         is_quiet = None
         if pairs[0][0].disturbed is not None:
             is_quiet = self._are_enough([pair for pair in quiet if not pair[0].slow and not pair[1].slow])
@@ -218,21 +218,21 @@ class Interleaved:
             NoiseMonitor(torch.get_num_threads()) if self._device == "cpu" else NoiseMonitor(0, proc=None)
         )
         if is_first := not self._fastest:
-            self._fastest = {name: min(self._turn(each, 1) for _ in range(3)) for name, each in functions.items()}
+            self._fastest = {name: min(self._turn(run, 1) for _ in range(3)) for name, run in functions.items()}
         repeats = {name: max(1, round(_TURN / max(self._fastest[name], 1e-7))) for name in functions}
         is_short = sum(self._fastest.values()) < _SHORT
         moves = is_short and anew is not None and self._device == "cpu"
-        number, done, patience = self.passes, 0, seconds / 8
+        number, rounds_done, patience = self.passes, 0, seconds / 8
         began = time.perf_counter()
         if is_short and not moves and not is_first:
             for function in functions.values():
                 self._turn(function, 1)
         while True:
             passed = time.perf_counter() - began
-            if done >= fewest and passed > seconds:
+            if rounds_done >= fewest and passed > seconds:
                 break
-            if done >= rounds and passed >= lasting:
-                if done >= _MOST * rounds or self.rounds.fewest_quiet(number) >= rounds:
+            if rounds_done >= rounds and passed >= lasting:
+                if rounds_done >= _MOST * rounds or self.rounds.fewest_quiet(number) >= rounds:
                     break
                 waited = time.perf_counter()
                 watcher.wait(patience)
@@ -245,12 +245,12 @@ class Interleaved:
             turns = {}
             for name in list(functions)[:: -1 if len(self.rounds.passes) % 2 else 1]:
                 watcher.begin()
-                taken = self._turn(functions[name], 1 if self._device == "cuda" else repeats[name])
-                turns[name] = Turn(taken, watcher.end(), watcher.is_slow)
+                elapsed = self._turn(functions[name], 1 if self._device == "cuda" else repeats[name])
+                turns[name] = Turn(elapsed, watcher.end(), watcher.is_slow)
             for name, turn in turns.items():  # only whole rounds count if you interrupt
                 self.rounds.turns.setdefault(name, []).append(turn)
             self.rounds.passes.append(number)
-            done += 1
+            rounds_done += 1
         _held.clear()
         self.seconds += time.perf_counter() - began
 
@@ -329,13 +329,13 @@ def device_seconds(functions: Mapping[str, Callable[[], object]]) -> dict[str, f
         function()
         host[name] = time.perf_counter() - began
         torch.cuda.synchronize()
-    found: dict[str, list[float]] = {name: [] for name in functions}
+    times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(15):
         for name, function in functions.items():
             _flush_buffer().zero_()
             torch.cuda._sleep(int(_SPINS_A_SECOND * (1.5 * host[name] + 1e-4)))
-            found[name].append(_between_events(function, 1))
-    return {name: statistics.median(each) for name, each in found.items()}
+            times[name].append(_between_events(function, 1))
+    return {name: statistics.median(samples) for name, samples in times.items()}
 
 
 @functools.cache
@@ -370,9 +370,9 @@ def peak_bytes(function: Callable[[], object], device: str) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler writes to stderr when it begins and ends
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         function()
-    held = peak = 0
+    current = peak = 0
     events = (event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]")
     for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
+        current += event.nbytes()
+        peak = max(peak, current)
     return peak

@@ -105,9 +105,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         for name in ("batch", "beams", "neighbours", "llama_bench"):
             if getattr(options, name):
                 parser.error(f"expected no --{name} beside --case {options.case}, which has its own")
-    known = sorted({name for plan in _plans(options) for name in peers(plan.case)} - {"read"})
-    if unknown := sorted(set(options.peer or ()) - set(known)):
-        parser.error(f"expected --peer out of {', '.join(known)}, got {', '.join(unknown)}")
+    names = sorted({name for plan in _plans(options) for name in peers(plan.case)} - {"read"})
+    if unknown := sorted(set(options.peer or ()) - set(names)):
+        parser.error(f"expected --peer out of {', '.join(names)}, got {', '.join(unknown)}")
     return options
 
 
@@ -131,8 +131,8 @@ def line(row: Row) -> str:
     if "error" in row:
         parts.append(f"error {row['error']:.1e}")
     if "fair_share" in row:
-        kept, fair = row["speedup"], row["fair_share"]
-        parts.append(f"(beside {row['neighbours']}; a fair share is {100 * fair:.0f} %: {kept / fair:.2f}x)")
+        speedup, fair = row["speedup"], row["fair_share"]
+        parts.append(f"(beside {row['neighbours']}; a fair share is {100 * fair:.0f} %: {speedup / fair:.2f}x)")
     return "  ".join(parts)
 
 

@@ -32,9 +32,9 @@ class Clients:
     """
 
     def __init__(self, port: int, path: str) -> None:
-        self._ours, theirs = multiprocessing.get_context("spawn").Pipe()
+        self._ours, child = multiprocessing.get_context("spawn").Pipe()
         self._process = multiprocessing.get_context("spawn").Process(
-            target=_work, args=(port, path, theirs), daemon=True
+            target=_work, args=(port, path, child), daemon=True
         )
 
     def __enter__(self) -> Clients:
@@ -64,10 +64,10 @@ class Clients:
 
     def _asked(self, *what: Any) -> Any:
         self._ours.send(what)
-        found = self._ours.recv()
-        if isinstance(found, Exception):
-            raise found
-        return found
+        reply = self._ours.recv()
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
 
 
 def _work(port: int, path: str, orders: Connection) -> None:
@@ -86,9 +86,9 @@ class _Sockets:
         self._alone: socket.socket | None = None
 
     def _connected(self) -> socket.socket:
-        found = socket.create_connection(self._place, _LONGEST)
-        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return found
+        connection = socket.create_connection(self._place, _LONGEST)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
 
     def _message(self, body: dict[str, Any]) -> bytes:
         content = json.dumps(body).encode()
@@ -106,20 +106,20 @@ class _Sockets:
 
     def at_once(self, body: dict[str, Any], count: int, anew: bool) -> list[Reply]:
         if anew or len(self._open) != count:
-            for each in self._open:
-                each.close()
+            for connection in self._open:
+                connection.close()
             self._open = [self._connected() for _ in range(count)]
         if not anew:
-            for each in self._open:
-                each.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-                _whole(each)
-        message, sent, found = self._message(body), {}, []
+            for connection in self._open:
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                _whole(connection)
+        message, sent, replies = self._message(body), {}, []
         with selectors.DefaultSelector() as selector:
-            for each in self._open:
-                selector.register(each, selectors.EVENT_READ, each)
-            for each in self._open:
-                each.sendall(message)
-                sent[each] = time.perf_counter()
+            for connection in self._open:
+                selector.register(connection, selectors.EVENT_READ, connection)
+            for connection in self._open:
+                connection.sendall(message)
+                sent[connection] = time.perf_counter()
             while sent:
                 ready = selector.select(_LONGEST)
                 now = time.perf_counter()
@@ -127,19 +127,19 @@ class _Sockets:
                     raise TimeoutError(f"{len(sent)} of {count} requests were not answered within {_LONGEST:g} s")
                 for key, _ in ready:
                     status = int(key.data.recv(12, socket.MSG_PEEK)[9:12])
-                    found.append(Reply(status, now - sent.pop(key.data)))
+                    replies.append(Reply(status, now - sent.pop(key.data)))
                     selector.unregister(key.data)
-        for each in self._open:
-            _whole(each)
-        return found
+        for connection in self._open:
+            _whole(connection)
+        return replies
 
 
 def _whole(connection: socket.socket) -> bytes:
     """Reads the body of the next answer."""
-    got = b""
-    while b"\r\n\r\n" not in got:
-        got += _part(connection)
-    head, _, body = got.partition(b"\r\n\r\n")
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += _part(connection)
+    head, _, body = data.partition(b"\r\n\r\n")
     length = next(
         int(line.partition(b":")[2]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")
     )
@@ -149,7 +149,7 @@ def _whole(connection: socket.socket) -> bytes:
 
 
 def _part(connection: socket.socket) -> bytes:
-    found = connection.recv(65536)
-    if not found:
+    data = connection.recv(65536)
+    if not data:
         raise ConnectionError("the server has closed the connection before the whole answer was there")
-    return found
+    return data

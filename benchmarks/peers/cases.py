@@ -57,11 +57,11 @@ def make_model(case: dict[str, str]) -> Model:
         return model.eval()
     kind, preset, settings = _MODELS[case["name"]]
     torch.manual_seed(0)
-    made = kind.from_preset(preset, **settings).eval()
+    network = kind.from_preset(preset, **settings).eval()
     with torch.no_grad():
-        ids = made.config.special_ids
-        made.output_weight[[ids.pad, *ids.eos]] = 0.0
-    return made
+        ids = network.config.special_ids
+        network.output_weight[[ids.pad, *ids.eos]] = 0.0
+    return network
 
 
 def jobs(case: dict[str, str], batches: Sequence[int], beams: Sequence[int]) -> Iterator[tuple[dict[str, int], Job]]:

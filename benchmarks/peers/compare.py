@@ -60,12 +60,12 @@ def take_turns(turns: Mapping[K, Callable[[], float]], rounds: int, pause: float
 
 def better_threads(measured: Mapping[tuple[Thing, int], list[float]]) -> dict[Thing, Best]:
     """Returns for each program the number of threads with the lower median."""
-    found: dict[Thing, Best] = {}
+    best: dict[Thing, Best] = {}
     for (thing, threads), seconds in measured.items():
         timing = Timing.of(seconds)
-        if thing not in found or timing.p50 < found[thing].timing.p50:
-            found[thing] = Best(threads, timing)
-    return found
+        if thing not in best or timing.p50 < best[thing].timing.p50:
+            best[thing] = Best(threads, timing)
+    return best
 
 
 def rival(thing: Thing, others: Mapping[Thing, Best]) -> Thing | None:

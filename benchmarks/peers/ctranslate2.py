@@ -51,7 +51,7 @@ class CTranslate2(Decoder):
 
     def decode(self, batch: list[list[str]], job: Job) -> list[list[str]]:
         """Decodes lists of tokens to lists of tokens."""
-        found = self.translator.translate_batch(
+        results = self.translator.translate_batch(
             batch,
             beam_size=job.num_beams,
             length_penalty=_LENGTH_PENALTY,
@@ -59,7 +59,7 @@ class CTranslate2(Decoder):
             min_decoding_length=0,  # fastformer's outputs may end at once
             return_end_token=True,
         )
-        return [result.hypotheses[0] for result in found]
+        return [result.hypotheses[0] for result in results]
 
     def tokens(self, output: list[list[str]], batch: Tokens) -> Tokens:
         return [[int(token) for token in row] for row in output]
@@ -109,8 +109,8 @@ def convert(model: Transformer, folder: Path) -> None:
     target = model.embedding if config.tie_embeddings else model.target_embedding
     # The row of PAD is read as zeros, whatever its values: a tied matrix is also the projection's.
     spec.decoder.start_from_zero_embedding = ids.start == ids.pad
-    for embeddings, ours in ((spec.encoder.embeddings[0], source), (spec.decoder.embeddings, target)):
-        embeddings.weight = _array(ours.weight)
+    for embeddings, table in ((spec.encoder.embeddings[0], source), (spec.decoder.embeddings, target)):
+        embeddings.weight = _array(table.weight)
     spec.decoder.projection.weight = (
         spec.decoder.embeddings.weight if config.tie_embeddings else _array(model.output.weight)
     )
@@ -119,15 +119,15 @@ def convert(model: Transformer, folder: Path) -> None:
         side.position_encodings.encodings = _array(embedding.position.table)
         if config.norm_first:
             _norm(side.layer_norm, stack.norm)
-        for theirs, layer in zip(side.layer, stack.layers, strict=True):
-            _attention(theirs.self_attention, layer.self_attn, layer.norm1)
+        for layer_spec, layer in zip(side.layer, stack.layers, strict=True):
+            _attention(layer_spec.self_attention, layer.self_attn, layer.norm1)
             last_norm = layer.norm2
             if side is spec.decoder:
-                _attention(theirs.attention, layer.multihead_attn, layer.norm2, is_cross=True)
+                _attention(layer_spec.attention, layer.multihead_attn, layer.norm2, is_cross=True)
                 last_norm = layer.norm3
-            _norm(theirs.ffn.layer_norm, last_norm)
-            _linear(theirs.ffn.linear_0, layer.linear1.weight, layer.linear1.bias)
-            _linear(theirs.ffn.linear_1, layer.linear2.weight, layer.linear2.bias)
+            _norm(layer_spec.ffn.layer_norm, last_norm)
+            _linear(layer_spec.ffn.linear_0, layer.linear1.weight, layer.linear1.bias)
+            _linear(layer_spec.ffn.linear_1, layer.linear2.weight, layer.linear2.bias)
     spec.validate()
     spec.optimize(quantization=None)
     folder.mkdir()

@@ -43,11 +43,11 @@ class Answering:
         """Returns the translations of texts, in one batch."""
         sources = [[str(token) for token in [*self.tokenizer.encode(ask.text).ids, self.eos]] for ask in asks]
         longest = max(ask.max_new_tokens for ask in asks)
-        found = self.translator.translate_batch(
+        results = self.translator.translate_batch(
             sources, beam_size=1, max_decoding_length=longest, max_input_length=0, max_batch_size=0
         )
-        limited = zip(found, asks, strict=True)
-        ids = [[int(token) for token in each.hypotheses[0][: ask.max_new_tokens]] for each, ask in limited]
+        limited = zip(results, asks, strict=True)
+        ids = [[int(token) for token in result.hypotheses[0][: ask.max_new_tokens]] for result, ask in limited]
         return self.tokenizer.decode_batch(ids)
 
 
@@ -57,11 +57,11 @@ def make_app(answering: Answering, together: int, workers: int) -> FastAPI:
 
     async def work() -> None:
         while True:
-            taken = [await waiting.get()]
-            while len(taken) < together and not waiting.empty():
-                taken.append(waiting.get_nowait())
-            said = await asyncio.to_thread(answering.answer, [ask for ask, _ in taken])
-            for (_, future), text in zip(taken, said, strict=True):
+            batch = [await waiting.get()]
+            while len(batch) < together and not waiting.empty():
+                batch.append(waiting.get_nowait())
+            texts = await asyncio.to_thread(answering.answer, [ask for ask, _ in batch])
+            for (_, future), text in zip(batch, texts, strict=True):
                 if not future.done():
                     future.set_result(text)
 

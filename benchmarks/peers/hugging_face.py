@@ -45,7 +45,7 @@ class HuggingFace(Decoder):
             ids[row, columns] = torch.tensor(tokens)
             mask[row, columns] = 1
         with torch.inference_mode():
-            found: Tensor = self.model.generate(
+            generated: Tensor = self.model.generate(
                 input_ids=ids,
                 attention_mask=mask,
                 num_beams=job.num_beams,
@@ -54,7 +54,7 @@ class HuggingFace(Decoder):
                 do_sample=False,
                 **self.settings,
             )
-        return found
+        return generated
 
     def tokens(self, output: Tensor, batch: Tokens) -> Tokens:
         width = max(map(len, batch)) if self.is_decoder_only else 1
@@ -101,14 +101,14 @@ def _from_transformer(model: Transformer) -> Any:
         raise Missing(f"its conversion has sines and cosines as positions alone, this model {config.positions}")
     like_theirs = Transformer(dataclasses.replace(config, positions="halves", layer_norm_eps=1e-5))
     like_theirs.load_state_dict(model.state_dict())
-    theirs = _converted(like_theirs)
+    marian = _converted(like_theirs)
     tied = config.tie_embeddings
     source, target = (model.embedding,) * 2 if tied else (model.source_embedding, model.target_embedding)
     for side, embedding in (("encoder", source), ("decoder", target)):
         assert embedding.position is not None
-        getattr(theirs.model, side).embed_positions.weight.data.copy_(embedding.position.table)
-    for module in theirs.modules():
+        getattr(marian.model, side).embed_positions.weight.data.copy_(embedding.position.table)
+    for module in marian.modules():
         if isinstance(module, nn.LayerNorm):
             module.eps = config.layer_norm_eps
-    theirs.generation_config.forced_eos_token_id = None
-    return theirs
+    marian.generation_config.forced_eos_token_id = None
+    return marian

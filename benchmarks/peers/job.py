@@ -111,8 +111,8 @@ class Decoder(Peer):
         began = time.perf_counter()
         outputs = [self.decode(batch, job) for batch in inputs]
         seconds = time.perf_counter() - began
-        found = [self.tokens(output, batch) for output, batch in zip(outputs, job.batches, strict=True)]
-        return Turn(seconds, [row for rows in found for row in rows])
+        tokens = [self.tokens(output, batch) for output, batch in zip(outputs, job.batches, strict=True)]
+        return Turn(seconds, [row for rows in tokens for row in rows])
 
 
 class Missing(Exception):
@@ -133,9 +133,9 @@ def needed(module: str, install: str = "") -> Any:
 
 def transformers() -> Any:
     """Imports transformers, and has it print errors alone."""
-    found = needed("transformers")
-    found.utils.logging.set_verbosity_error()
-    return found
+    library = needed("transformers")
+    library.utils.logging.set_verbosity_error()
+    return library
 
 
 def until_end(row: list[int], ends: tuple[int, ...]) -> list[int]:

@@ -53,8 +53,8 @@ class LlamaCpp(Peer):
         if len(lengths) != 1:
             raise Missing("llama-batched-bench reads prompts of one length")
         if len(prompts) == 1 and lengths == {1}:
-            found = self._run(self.program, "-p", 0, "-n", job.new_tokens, "-r", 1, "-o", "json")
-            (result,) = json.loads(found)
+            output = self._run(self.program, "-p", 0, "-n", job.new_tokens, "-r", 1, "-o", "json")
+            (result,) = json.loads(output)
             return Turn(result["avg_ns"] / 1e9, None)
         batched = self.program.with_name("llama-batched-bench")
         if not batched.is_file():
@@ -64,11 +64,11 @@ class LlamaCpp(Peer):
         # Its last output may get lost when the process ends, so a short row follows the row that counts. If both rows
         # are short, it runs again.
         for _ in range(_ATTEMPTS):
-            found = self._run(
+            output = self._run(
                 batched, "-c", len(prompts) * (length + job.new_tokens), "-npp", f"{length},1", "-ntg", max(1, more),
                 "-npl", len(prompts),
             )  # fmt: skip
-            if rows := [line for line in found.splitlines() if re.match(r"\|\s*\d", line)]:
+            if rows := [line for line in output.splitlines() if re.match(r"\|\s*\d", line)]:
                 cells = rows[0].strip("| ").split("|")
                 prompt_seconds, more_seconds = float(cells[4]), float(cells[6])
                 return Turn(prompt_seconds + (more_seconds if more else 0.0), None)
@@ -86,8 +86,8 @@ def _program(options: dict[str, str]) -> Path:
         Missing: it doesn't exist.
     """
     built = Path(sys.executable).with_name("llama-bench")  # `make peers` installs it there
-    given = options.get("llama_bench") or os.environ.get("LLAMA_BENCH")
-    program = given or (str(built) if built.is_file() else shutil.which("llama-bench"))
+    configured = options.get("llama_bench") or os.environ.get("LLAMA_BENCH")
+    program = configured or (str(built) if built.is_file() else shutil.which("llama-bench"))
     if program is None or not Path(program).is_file():
         raise Missing("no llama-bench: `make peers` builds it; or have it on PATH, or name it in LLAMA_BENCH")
     return Path(program)
@@ -188,9 +188,9 @@ def _gpt2_tensors(model: GPT) -> Tensors:
         matrices[f"{name}attn_qkv"] = layer.self_attn.in_proj_weight
         vectors[f"{name}attn_qkv.bias"] = layer.self_attn.in_proj_bias
         linears = {"attn_output": layer.self_attn.out_proj, "ffn_up": layer.linear1, "ffn_down": layer.linear2}
-        for theirs, linear in linears.items():
-            matrices[name + theirs] = linear.weight
-            vectors[f"{name}{theirs}.bias"] = linear.bias
+        for tensor_name, linear in linears.items():
+            matrices[name + tensor_name] = linear.weight
+            vectors[f"{name}{tensor_name}.bias"] = linear.bias
     return matrices, vectors | _parameters(norms)
 
 

@@ -70,12 +70,12 @@ class Client:
         headers = {
             name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])
         }
-        found = await reader.readexactly(int(headers["content-length"]))
+        reply = await reader.readexactly(int(headers["content-length"]))
         if headers.get("connection", "").lower() == "close":
             self.close()
         if lines[0].split()[1] != "200":
-            raise Refused(f"{lines[0]}: {found[:200]!r}")
-        return json.loads(found)
+            raise Refused(f"{lines[0]}: {reply[:200]!r}")
+        return json.loads(reply)
 
     def close(self) -> None:
         """Closes the connection."""
@@ -88,7 +88,7 @@ def put_under_load(
     port: int,
     path: str,
     bodies: Iterable[tuple[Body, int]],
-    said: Callable[[Any], int],
+    count_tokens: Callable[[Any], int],
     *,
     clients: int,
     seconds: float,
@@ -101,7 +101,7 @@ def put_under_load(
     Args:
         port, path: see `Client`.
         bodies: bodies with the number of new tokens in the answer; they are repeated from the first.
-        said: answer -> its number of new tokens.
+        count_tokens: answer -> its number of new tokens.
         clients: the number of concurrent clients.
         seconds: the counted time: requests that end in it count.
         warm_up: the seconds before that.
@@ -109,7 +109,7 @@ def put_under_load(
     Raises:
         Refused: an answer isn't 200, or has a wrong number of tokens.
     """
-    found, repeated = Load(seconds), itertools.cycle(bodies)
+    load, repeated = Load(seconds), itertools.cycle(bodies)
     start = time.perf_counter() + warm_up
     end = start + seconds
 
@@ -118,12 +118,12 @@ def put_under_load(
         try:
             while (began := time.perf_counter()) < end:
                 body, expected = next(repeated)
-                count = said(await asyncio.wait_for(client.ask(body), _LONGEST))
+                count = count_tokens(await asyncio.wait_for(client.ask(body), _LONGEST))
                 if count != expected:
                     raise Refused(f"expected {expected} new tokens, got {count}")
                 if start <= (ended := time.perf_counter()) < end:
-                    found.latencies.append(ended - began)
-                    found.tokens += count
+                    load.latencies.append(ended - began)
+                    load.tokens += count
         finally:
             client.close()
 
@@ -131,7 +131,7 @@ def put_under_load(
         await asyncio.gather(*(work() for _ in range(clients)))
 
     asyncio.run(all_of_them())
-    return found
+    return load
 
 
 def percentile(values: list[float], share: float) -> float:

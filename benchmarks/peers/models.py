@@ -65,8 +65,8 @@ class Work:
 
 def means(states: Tensor, mask: Tensor) -> Tensor:
     """Computes the mean of the states of real tokens: (batch, seqlen, d_model), (batch, seqlen) -> (batch, d_model)."""
-    kept = mask[..., None].to(states.dtype)
-    return (states * kept).sum(1) / kept.sum(1)
+    weights = mask[..., None].to(states.dtype)
+    return (states * weights).sum(1) / weights.sum(1)
 
 
 class Results(NamedTuple):
@@ -95,10 +95,10 @@ def outputs(values: Tensor) -> Results:
 
 def gradients(loss: Tensor, parameters: list[nn.Parameter]) -> Results:
     """Makes the results of a training step. The scale of a tiny gradient is a small part of the largest one."""
-    found = [torch.zeros(1) if p.grad is None else p.grad.float().flatten() for p in parameters]
-    norms = torch.stack([g.norm() for g in found])
+    flat = [torch.zeros(1) if p.grad is None else p.grad.float().flatten() for p in parameters]
+    norms = torch.stack([g.norm() for g in flat])
     generator = torch.Generator().manual_seed(3)
-    products = torch.stack([g @ torch.randn(g.numel(), generator=generator) for g in found])
+    products = torch.stack([g @ torch.randn(g.numel(), generator=generator) for g in flat])
     return Results(
         torch.cat([loss.float().reshape(1), products]),
         torch.cat([loss.float().reshape(1).abs(), norms + 1e-2 * norms.max()]),
@@ -143,9 +143,9 @@ def _encoder(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes
     ignored = None if bool(keep.all()) else ~keep
 
     def call(m: Any) -> Tensor:
-        found: Tensor = m(x, src_key_padding_mask=ignored)
+        states: Tensor = m(x, src_key_padding_mask=ignored)
         # Not the mean square of all outputs: a norm makes that constant, whatever comes before it.
-        return found[keep][:, : width // 4].float().sum(1).square().mean() if learns else found
+        return states[keep][:, : width // 4].float().sum(1).square().mean() if learns else states
 
     return Work(model.train(learns), call, keep, (), learns)
 

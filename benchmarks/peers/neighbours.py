@@ -30,11 +30,11 @@ def measure(plan: Plan, rounds: int, neighbours: int) -> Iterator[Row]:
             tokens = {key: worker.turn(job).tokens for key, worker in workers.items()}
 
             def turn(worker: Worker, count: int, job: Job = job) -> float:
-                taken: list[float] = []
+                times: list[float] = []
                 with busy_neighbours(count):
-                    while sum(taken) < _BUSY_SECONDS:
-                        taken.append(worker.turn(job).seconds)
-                return sum(taken) / len(taken)
+                    while sum(times) < _BUSY_SECONDS:
+                        times.append(worker.turn(job).seconds)
+                return sum(times) / len(times)
 
             turns = {
                 (key, count): functools.partial(turn, worker, count)

@@ -27,8 +27,8 @@ class FirstOutput(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Returns the first tensor of the model's output."""
-        found: Tensor = self.model(input_ids, attention_mask=attention_mask)[0]
-        return found
+        output: Tensor = self.model(input_ids, attention_mask=attention_mask)[0]
+        return output
 
 
 class OnnxRuntime(Runtime):
@@ -65,7 +65,7 @@ class OnnxRuntime(Runtime):
 
     def run(self, work: Work, prepared: Any) -> Tensor:
         def states(ids: Tensor, mask: Tensor) -> Tensor:
-            (found,) = prepared.run(None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
-            return torch.from_numpy(found)
+            (output,) = prepared.run(None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
+            return torch.from_numpy(output)
 
         return work.through(states)

@@ -23,7 +23,7 @@ class OpenVino(Runtime):
     def prepare(self, work: Work) -> Any:
         openvino = needed("openvino")
         plain = FirstOutput(copy.deepcopy(work.model).float()).eval()
-        shapes = [[-1, -1] if work.orders else list(each.shape) for each in work.inputs]
+        shapes = [[-1, -1] if work.orders else list(x.shape) for x in work.inputs]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             converted = openvino.convert_model(plain, example_input=work.inputs, input=shapes)

@@ -31,11 +31,11 @@ class Ours(Decoder):
             self.model = model.to(torch.bfloat16)  # engines that call the modules compute in the weights' dtype
 
     def decode(self, batch: Tokens, job: Job) -> Tensor:
-        found = generate(
+        tokens = generate(
             self.model, batch, num_beams=job.num_beams, max_new_tokens=job.limit(batch), precision=self.precision
         )
-        assert isinstance(found, Tensor)
-        return found
+        assert isinstance(tokens, Tensor)
+        return tokens
 
     def tokens(self, output: Tensor, batch: Tokens) -> Tokens:
         width = max(map(len, batch)) if isinstance(self.model, GPT) else 0

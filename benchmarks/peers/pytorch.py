@@ -55,8 +55,8 @@ class Runtime(Peer):
         seconds = time.perf_counter() - began
         parameters = list(work.model.parameters())
         if job.results is not None:
-            found = gradients(result, parameters) if work.learns else outputs(result)
-            torch.save(tuple(found), job.results)
+            values = gradients(result, parameters) if work.learns else outputs(result)
+            torch.save(tuple(values), job.results)
         for parameter in parameters:
             parameter.grad = None
         return Turn(seconds, None)
@@ -105,10 +105,10 @@ class Compiled(AsItIs):
         return torch.compile(super().prepare(work))
 
     def run(self, work: Work, prepared: nn.Module) -> Tensor:
-        found = super().run(work, prepared)
+        output = super().run(work, prepared)
         if not counters["stats"]["unique_graphs"]:
             raise Missing("torch.compile did not compile it")
-        return found
+        return output
 
 
 class AcceleratedCompiled(Compiled, Accelerated):

@@ -56,7 +56,7 @@ class OfTexts(Runtime):
 
     def prepare(self, work: Work) -> Any:
         self.texts = {
-            order: [text for batch in found for text in _texts(batch)] for order, found in work.orders.items()
+            order: [text for batch in batches for text in _texts(batch)] for order, batches in work.orders.items()
         }
         with tempfile.TemporaryDirectory(prefix="fastformer-sentences-") as folder:
             _write_folder(Path(folder), work.model)

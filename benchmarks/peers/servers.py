@@ -92,7 +92,7 @@ class Server:
         health: str = "/health",
     ) -> None:
         self.name, self.precision, self.path, self.body, self.threads = name, precision, path, body, threads
-        self.said, self._command, self._health = said, command, health
+        self.text_of, self._command, self._health = said, command, health
         self._process: subprocess.Popen[bytes] | None = None
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ class Server:
 
     def count(self, answer: Any) -> int:
         """Returns the number of new tokens in an answer: its words."""
-        return len(self.said(answer).split())
+        return len(self.text_of(answer).split())
 
     def start(self, log: Path) -> None:
         """Starts the process, and writes its output to a file; `wait` waits until it is ready."""
@@ -133,8 +133,8 @@ class Server:
                     return
             except (urllib.error.URLError, OSError):
                 time.sleep(0.2)
-        said = self._log.read_text(errors="replace").strip().splitlines()
-        raise Missing("it did not start: " + " / ".join(said[-2:]))
+        log = self._log.read_text(errors="replace").strip().splitlines()
+        raise Missing("it did not start: " + " / ".join(log[-2:]))
 
     def stop(self) -> None:
         """Ends the process, by force if necessary."""
@@ -185,12 +185,12 @@ def _ours(
     threads: int,
     path: str,
     body: Callable[[Request], Body],
-    said: Any,
+    text_of: Any,
     flags: Sequence[str],
 ) -> Server:
     begin = "import sys; from fastformer.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", begin, "serve", str(folder), "--port", "PORT", "--precision", precision, *flags]
-    return Server(OURS, precision, command, path, body, said, threads=threads, health="/ready")
+    return Server(OURS, precision, command, path, body, text_of, threads=threads, health="/ready")
 
 
 def write_translator(case: str, folder: Path) -> tuple[Transformer, Any]:
@@ -227,7 +227,7 @@ def translators(case: str, folder: Path, precisions: Sequence[str], threads: int
     """
     model, backend = write_translator(case, folder / case)
     servers = [our_translator(folder / case, precision, threads) for precision in precisions]
-    body, said = servers[0].body, servers[0].said
+    body, said = servers[0].body, servers[0].text_of
     missing = []
     name = "ctranslate2, fastapi"
     if importlib.util.find_spec("ctranslate2") is None:
@@ -242,12 +242,12 @@ def translators(case: str, folder: Path, precisions: Sequence[str], threads: int
             f"{name}, {threads} workers": (threads, 1, 0),
             f"{name}, batching": (1, threads, 32),
         }
-        for way, (workers, each, together) in ways.items():
+        for way, (workers, threads_each, together) in ways.items():
             command = [
                 sys.executable, "-m", "benchmarks.peers.ctranslate2_server", str(other), "PORT", "int8",
-                str(workers), str(each), "--together", str(together),
+                str(workers), str(threads_each), "--together", str(together),
             ]  # fmt: skip
-            servers.append(Server(way, "int8", command, "/v1/translate", body, said, threads=each))
+            servers.append(Server(way, "int8", command, "/v1/translate", body, said, threads=threads_each))
     return Asked(servers, missing, translations(case, model.config.vocab_size))
 
 

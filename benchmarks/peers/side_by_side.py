@@ -75,7 +75,7 @@ class _First:
         refused: the reason why a program can't do this job.
     """
 
-    found: dict[Thing, Any] = field(default_factory=dict)
+    results: dict[Thing, Any] = field(default_factory=dict)
     repeats: dict[tuple[Thing, int], int] = field(default_factory=dict)
     refused: dict[Thing, str] = field(default_factory=dict)
 
@@ -90,16 +90,16 @@ def _first_turns(workers: Workers, job: Job | Step) -> _First:
             try:
                 if isinstance(job, Step):
                     worker.turn(Step(str(file), job.order))
-                    first.found[thing] = Results(*torch.load(file))
+                    first.results[thing] = Results(*torch.load(file))
                     worker.turn(job)  # a step that isn't checked may still have to be compiled
                 else:
-                    first.found[thing] = worker.turn(job).tokens
+                    first.results[thing] = worker.turn(job).tokens
                 first.repeats[thing, threads] = max(1, round(TURN / worker.turn(job).seconds))
             except (Missing, Failed) as error:
                 if isinstance(error, Failed) and thing.peer in OURS:
                     raise
                 first.refused[thing] = str(error)
-                first.found.pop(thing, None)
+                first.results.pop(thing, None)
     return first
 
 
@@ -119,17 +119,17 @@ def _timed(
     return take_turns({**turns, **reads}, rounds, PAUSE)
 
 
-def _times(found: Best, thing: Thing, measured: Mapping[Any, list[float]], against: Best | None) -> Row:
+def _times(fastest: Best, thing: Thing, measured: Mapping[Any, list[float]], against: Best | None) -> Row:
     return {
-        "threads": found.threads,
-        **found.timing.fields(),
+        "threads": fastest.threads,
+        **fastest.timing.fields(),
         "ms_by_threads": {
             str(threads): 1e3 * Timing.of(seconds).p50
             for (other, threads), seconds in measured.items()
             if other == thing
         },
-        "rounds": len(measured[thing, found.threads]),
-        "speedup": None if against is None else against.timing.p50 / found.timing.p50,
+        "rounds": len(measured[thing, fastest.threads]),
+        "speedup": None if against is None else against.timing.p50 / fastest.timing.p50,
     }
 
 
@@ -137,7 +137,7 @@ def models(workers: Workers, rounds: int, order: str | None = None) -> Iterator[
     """Yields a row for each way to run a model, compared with the unchanged model; with sentences, in one order."""
     base = next(thing for thing, _ in workers if thing.peer == "as it is")
     first = _first_turns(workers, Step(order=order))
-    errors = {thing: found.error(first.found[base]) for thing, found in first.found.items()}
+    errors = {thing: result.error(first.results[base]) for thing, result in first.results.items()}
     wrong = {
         thing: f"its results are off by {error:.2g} of their size"
         for thing, error in errors.items()
@@ -147,13 +147,13 @@ def models(workers: Workers, rounds: int, order: str | None = None) -> Iterator[
     yield from without_time(wrong, "dtype", "wrong")
     measured = _timed(workers, Step(order=order), first, wrong, {}, rounds)
     best = better_threads(measured)
-    for thing, found in sorted(best.items(), key=lambda item: item[0].precision == "int8"):
+    for thing, fastest in sorted(best.items(), key=lambda item: item[0].precision == "int8"):
         row: Row = {"provider": thing.peer, "dtype": thing.precision, "baseline": base.peer, "error": errors[thing]}
         ours = Thing("accelerated", thing.precision)
         if ours in best and thing != ours:
-            rounds_of = measured[thing, found.threads], measured[ours, best[ours].threads]
-            row["ours"] = statistics.median(theirs / own for theirs, own in zip(*rounds_of, strict=True))
-        yield row | _times(found, thing, measured, best[base])
+            rounds_of = measured[thing, fastest.threads], measured[ours, best[ours].threads]
+            row["ours"] = statistics.median(b / a for b, a in zip(*rounds_of, strict=True))
+        yield row | _times(fastest, thing, measured, best[base])
 
 
 def decoders(workers: Workers, job: Job, rounds: int, weights: Mapping[str, int]) -> Iterator[Row]:
@@ -168,10 +168,10 @@ def decoders(workers: Workers, job: Job, rounds: int, weights: Mapping[str, int]
     decoding = {key: worker for key, worker in workers.items() if key[0].peer != "read"}
     readers = {threads: worker for (thing, threads), worker in workers.items() if thing.peer == "read"}
     first = _first_turns(decoding, job)
-    expected = first.found.get(Thing("fastformer", "fp32"))
+    expected = first.results.get(Thing("fastformer", "fp32"))
     same = {
-        thing: sum(a == b for a, b in zip(expected, found, strict=True)) if expected and found else None
-        for thing, found in first.found.items()
+        thing: sum(a == b for a, b in zip(expected, fastest, strict=True)) if expected and fastest else None
+        for thing, fastest in first.results.items()
     }
     total = sum(map(len, job.batches))
     # If outputs end by themselves, the beam searches of other programs differ from fastformer's. Near-ties change some
@@ -199,12 +199,12 @@ def decoders(workers: Workers, job: Job, rounds: int, weights: Mapping[str, int]
         size, rate = int(thing.precision), Timing.of(measured.pop((thing, threads))).p50
         bandwidth[size] = max(rate, bandwidth.get(size, 0.0))
     best = better_threads(measured)
-    for thing, found in best.items():
+    for thing, fastest in best.items():
         against = rival(thing, best)
         row: Row = {"provider": thing.peer, "precision": thing.precision, "baseline": str(against) if against else None}
-        row |= _times(found, thing, measured, best[against] if against else None)
+        row |= _times(fastest, thing, measured, best[against] if against else None)
         row |= {"same_tokens": same[thing]}
-        yield row | rates(weights[thing.precision], found.timing.p50, job, first.found[thing], bandwidth)
+        yield row | rates(weights[thing.precision], fastest.timing.p50, job, first.results[thing], bandwidth)
 
 
 def rates(size: int, seconds: float, job: Job, tokens: Tokens | None, bandwidth: Mapping[int, float]) -> Row:

@@ -111,20 +111,20 @@ def _models(plan: Plan, rounds: int) -> Iterator[Row]:
     # int8 is measured with fp32, from which it is rounded; bf16 separately: half as many processes take half the
     # memory.
     for base, group in (("fp32", {"fp32", "int8"}), ("bf16", {"bf16"})):
-        asked = group.intersection(plan.precisions)
+        precisions = group.intersection(plan.precisions)
         places = [
             place
-            for place in plan.places(sorted({base, *asked}))
-            if place.precision in asked or place.peer == "as it is"
+            for place in plan.places(sorted({base, *precisions}))
+            if place.precision in precisions or place.peer == "as it is"
         ]
-        if not asked:
+        if not precisions:
             continue
         with started(places) as (workers, missing):
             for case in cases:
                 yield from (shared(case) | row for row in without_time(missing, "dtype"))
                 if workers:
-                    found = side_by_side.models(workers, rounds, case.get("order"))
-                    yield from (shared(case) | row for row in found)
+                    rows = side_by_side.models(workers, rounds, case.get("order"))
+                    yield from (shared(case) | row for row in rows)
 
 
 def _decoders(plan: Plan, rounds: int) -> Iterator[Row]:

@@ -60,7 +60,7 @@ def name_of(provider: str) -> str:
 
 def compare(rows: list[Row], cases: Iterable[Case]) -> list[Comparison]:
     """Compares fastformer with each rival, in the cases that were measured."""
-    return [found for case in cases for found in case.comparisons(rows)]
+    return [comparison for case in cases for comparison in case.comparisons(rows)]
 
 
 def select_cases(cases: Sequence[Case], results: Results) -> list[Row]:
@@ -73,52 +73,42 @@ def select_cases(cases: Sequence[Case], results: Results) -> list[Row]:
 
 
 def draw_speedups(title: str, cases: Sequence[Case], rows: list[Row]) -> Figure:
-    """Draws how many times faster fastformer is than each rival: bars from 1 to the right, to the left if slower."""
+    """Draws how many times faster fastformer is than c rival: bars from 1 to the right, to the left if slower."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-    found = compare(rows, cases)
-    panels = list(dict.fromkeys(each.panel for each in found))
-    # A position for each (case, rival), from top to bottom, the same in all panels.
+    comparisons = compare(rows, cases)
+    panels = list(dict.fromkeys(c.panel for c in comparisons))
+    # A position for c (case, rival), from top to bottom, the same in all panels.
     places: dict[tuple[str, str], float] = {}
     heights: dict[str, list[float]] = {}
     place = 0.0
     for case in cases:
-        for rival in dict.fromkeys(each.against for each in found if each.label == case.label):
+        for rival in dict.fromkeys(c.against for c in comparisons if c.label == case.label):
             places[case.label, rival] = place
             heights.setdefault(case.label, []).append(place)
             place += 1.0
         if case.label in heights:
             place += 0.7
     fig = style.figure(title, footer=machine(rows), columns=len(panels), height=1.35 + 0.2 * place)
-    low = min(0.8, *(each.ratio / 1.12 for each in found))
-    high = max(2.0, *(each.ratio for each in found)) * 1.5
+    low = min(0.8, *(c.ratio / 1.12 for c in comparisons))
+    high = max(2.0, *(c.ratio for c in comparisons)) * 1.5
     for axes, panel in zip(fig.axes, panels, strict=True):
         axes.set_xscale("log")
         axes.set(xlim=(low, high), ylim=(place - 1.0, -0.8))
-        for each in found:
-            if each.panel != panel:
+        for c in comparisons:
+            if c.panel != panel:
                 continue
-            y = places[each.label, each.against]
-            axes.barh(
-                y,
-                each.ratio - 1,
-                left=1,
-                height=0.86,
-                color=style.color_of(each.against),
-                label=f"than {name_of(each.against)}",
-            )
-            axes.text(
-                max(each.ratio, 1.0) * 1.06, y, style.two_digits(each.ratio), va="center", fontsize=8, color=style.INK
-            )
+            y = places[c.label, c.against]
+            color, label = style.color_of(c.against), f"than {name_of(c.against)}"
+            axes.barh(y, c.ratio - 1, left=1, height=0.86, color=color, label=label)
+            axes.text(max(c.ratio, 1.0) * 1.06, y, style.two_digits(c.ratio), va="center", fontsize=8, color=style.INK)
         axes.axvline(1, color=style.INK, linewidth=1)
         axes.axvspan(low, 1, color="#808080", alpha=0.12, linewidth=0)
         ticks = [tick for tick in (0.25, 0.5, 1, 2, 4, 8, 16, 32, 64) if low <= tick <= high]
         axes.xaxis.set_major_locator(FixedLocator(ticks))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:g}x"))
-        axes.set_yticks(
-            [sum(each) / len(each) for each in heights.values()], list(heights) if axes is fig.axes[0] else []
-        )
+        axes.set_yticks([sum(ys) / len(ys) for ys in heights.values()], list(heights) if axes is fig.axes[0] else [])
         axes.tick_params(axis="y", length=0)
         axes.grid(axis="y", visible=False)
         axes.spines["left"].set_visible(False)
@@ -155,8 +145,8 @@ def draw_scaling(rows: list[Row]) -> Figure:
     for axes, field, label in zip(
         fig.axes, ("ms_p50", "peak_mib"), ("ms", "peak memory beside the inputs (MiB)"), strict=True
     ):
-        for name, own in grouped(rows, itemgetter("provider")).items():
-            points = sorted((row["shape"]["seqlen"], row[field]) for row in own if row.get(field))
+        for name, provider_rows in grouped(rows, itemgetter("provider")).items():
+            points = sorted((row["shape"]["seqlen"], row[field]) for row in provider_rows if row.get(field))
             if not points:
                 continue
             x, y = zip(*points, strict=True)
@@ -222,8 +212,8 @@ def draw_stages(rows: list[Row]) -> Figure:
     first = rows[0]["ms_p50"]
     for place, row in enumerate(rows):
         name = row["provider"]
-        ours = name.startswith("cpp") or name == "kv_cache"
-        axes.barh(place, row["tokens_s"], height=0.7, color=style.OURS if ours else style.GREY)
+        is_ours = name.startswith("cpp") or name == "kv_cache"
+        axes.barh(place, row["tokens_s"], height=0.7, color=style.OURS if is_ours else style.GREY)
         text = f"{row['tokens_s']:,.0f} tokens/s, {style.two_digits(first / row['ms_p50'])}x"
         axes.text(row["tokens_s"] * 1.05, place, text, va="center", fontsize=9)
     _logarithmic(axes, x=10)
@@ -256,8 +246,8 @@ def draw_throughput(rows: list[Row]) -> Figure:
     fig = style.figure("Tokens a second over the batch: greedy, base model", footer=machine(rows), height=4.0)
     (axes,) = fig.axes
     most = max(row["threads"] for row in rows)
-    for (name, threads), own in grouped(rows, itemgetter("provider", "threads")).items():
-        points = sorted((row["shape"]["batch"], row["tokens_s"]) for row in own)
+    for (name, threads), provider_rows in grouped(rows, itemgetter("provider", "threads")).items():
+        points = sorted((row["shape"]["batch"], row["tokens_s"]) for row in provider_rows)
         label = name.replace("_", ", ") if name.startswith("cpp") else name
         axes.plot(
             *zip(*points, strict=True), color=_engine_color(name), marker="o", markersize=4,

@@ -74,10 +74,10 @@ class Results:
 
 def grouped(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[Row]]:
     """Returns the rows by a key, in the order of their first rows."""
-    found: dict[Key, list[Row]] = {}
+    groups: dict[Key, list[Row]] = {}
     for row in rows:
-        found.setdefault(key(row), []).append(row)
-    return found
+        groups.setdefault(key(row), []).append(row)
+    return groups
 
 
 def case_of(row: Mapping[str, Any]) -> str:
@@ -113,22 +113,22 @@ def matches(row: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
 
     A tuple of values matches any of them.
     """
-    for name, wanted in fields.items():
-        found = value_of(row, name)
-        if found is _ABSENT or (found not in wanted if isinstance(wanted, tuple) else found != wanted):
+    for name, allowed in fields.items():
+        value = value_of(row, name)
+        if value is _ABSENT or (value not in allowed if isinstance(allowed, tuple) else value != allowed):
             return False
     return True
 
 
 def value_of(row: Mapping[str, Any], name: str) -> Any:
     """Returns a field of a row or of its shape, or `_ABSENT`; two underscores separate the names of nested fields."""
-    found: Any = row
+    value: Any = row
     for part in name.split("__"):
-        if not isinstance(found, Mapping) or part not in found:
+        if not isinstance(value, Mapping) or part not in value:
             shape = row.get("shape")
             return shape.get(name, _ABSENT) if isinstance(shape, Mapping) else _ABSENT
-        found = found[part]
-    return found
+        value = value[part]
+    return value
 
 
 def was_timed(row: Mapping[str, Any]) -> bool:

@@ -56,7 +56,7 @@ def page(results: Results) -> str:
         rows = [row for row in results.rows if row.get("suite") == suite]
         pictures = "".join(_picture(name, results) for name in _PICTURES.get(suite, ()))
         if suite != "experiments" and (rows or pictures):
-            tables = "".join(_op(op, own) for op, own in grouped(rows, lambda row: row["op"]).items())
+            tables = "".join(_op(op, op_rows) for op, op_rows in grouped(rows, lambda row: row["op"]).items())
             parts.append(f'<h2 id="{suite}">{suite}</h2>{pictures}{tables}')
     parts += [_experiments(results), _commands(results)]
     return (
@@ -79,16 +79,16 @@ def _line(cells: Iterable[object], kind: str = "") -> str:
 def _machines(rows: Iterable[Row]) -> str:
     """Formats each machine with its software, and the commits that ran there, with their last day."""
     fields = ("device", "capability", "cores", "torch", "triton", "python")
-    found: dict[tuple[str, ...], dict[str, str]] = {}
+    machines: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
-        commits = found.setdefault(tuple(str(row.get(field) or "") for field in fields), {})
+        commits = machines.setdefault(tuple(str(row.get(field) or "") for field in fields), {})
         name = str(row.get("commit", "")) + (" with changes" if row.get("dirty") else "")
         commits[name] = max((row.get("time") or "")[:10], commits.get(name, ""))
-    if not found:
+    if not machines:
         return "<p>Nothing was measured: no file of results has a line.</p>"
     lines = (
         _line([*machine, ", ".join(f"{name} ({day})" for name, day in sorted(commits.items(), key=lambda c: c[1]))])
-        for machine, commits in found.items()
+        for machine, commits in machines.items()
     )
     return _table([*fields, "commits"], lines, "text")
 
@@ -106,13 +106,13 @@ def _picture(name: str, results: Results) -> str:
 def _op(op: str, rows: list[Row]) -> str:
     """Formats all cases of an op as one table, and its missing providers; lines without a time are not shown."""
     lines = []
-    for own in grouped(filter(was_timed, rows), case_of).values():
-        lines.append(f'<tr class="case"><td colspan="{len(_HEAD)}">{escape(_title(own[0]))}</td></tr>')
-        lines += [_line(_cells(row), "ours" * (is_ours(row["provider"]) and row["provider"] != "read")) for row in own]
+    for same in grouped(filter(was_timed, rows), case_of).values():
+        lines.append(f'<tr class="case"><td colspan="{len(_HEAD)}">{escape(_title(same[0]))}</td></tr>')
+        lines += [_line(_cells(row), "ours" * (is_ours(row["provider"]) and row["provider"] != "read")) for row in same]
     absent = dict.fromkeys(f"{name_of(row['provider'])}: {row['missing']}" for row in rows if "missing" in row)
     if not lines and not absent:
         return ""
-    missing = "".join(f"<li>{escape(each)}</li>" for each in absent)
+    missing = "".join(f"<li>{escape(line)}</li>" for line in absent)
     return (
         f"<details open><summary>{escape(op)}</summary>{_table(_HEAD, lines) if lines else ''}"
         + (f"<p>Not there:</p><ul>{missing}</ul>" if missing else "")
@@ -165,10 +165,10 @@ def slower(results: Results) -> Iterator[tuple[float, Row, Row]]:
             for rival in rows:
                 if is_ours(rival["provider"]) or rival.get("precision") != ours.get("precision"):
                     continue
-                mine, theirs = record.seconds(ours), record.seconds(rival)
-                assert mine and theirs
+                our_seconds, rival_seconds = record.seconds(ours), record.seconds(rival)
+                assert our_seconds and rival_seconds
                 ratio = rival.get("ours") if ours["provider"] == "fastformer" else None
-                ratio = theirs / mine if ratio is None else float(ratio)
+                ratio = rival_seconds / our_seconds if ratio is None else float(ratio)
                 if ratio < 0.995:
                     yield ratio, ours, rival
 
@@ -177,7 +177,7 @@ def _losses(results: Results) -> str:
     """Formats the comparisons that fastformer loses, worst first."""
     lines = [
         _line([f"{ours['op']}: {_title(ours)}", _name(ours), two_digits(ratio), name_of(rival["provider"])])
-        for ratio, ours, rival in sorted(slower(results), key=lambda each: each[0])
+        for ratio, ours, rival in sorted(slower(results), key=lambda loss: loss[0])
     ]
     body = _table(("case", "fastformer", "relative speed", "compared with"), lines) if lines else "<p>Nowhere.</p>"
     return f'<h2 id="losses">Where fastformer is slower</h2>{body}'

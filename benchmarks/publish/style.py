@@ -64,9 +64,9 @@ def color_of(provider: str) -> str:
     name = provider.lower()
     if name in _COLORS:
         return _COLORS[name]
-    for known in ("baseline", "fastformer", "compile", "torch.nn", "cpp", *_COLORS):
-        if known in name:
-            return GREEN if known == "compile" else _COLORS[known]
+    for part in ("baseline", "fastformer", "compile", "torch.nn", "cpp", *_COLORS):
+        if part in name:
+            return GREEN if part == "compile" else _COLORS[part]
     return _OTHERS[int(hashlib.sha256(name.encode()).hexdigest(), 16) % len(_OTHERS)]
 
 
@@ -245,9 +245,9 @@ def rows_of(text: str) -> str:
     Raises:
         ValueError: the text isn't a picture from `save`, or was changed since.
     """
-    found = re.search(r"\n<metadata>rows (\w+) drawing (\w+)</metadata>", text)
-    if found is None:
+    match = re.search(r"\n<metadata>rows (\w+) drawing (\w+)</metadata>", text)
+    if match is None:
         raise ValueError("expected an SVG with the digests that `save` writes, got none")
-    if _drawing(text.replace(found.group(0), "", 1)) != found.group(2):
+    if _drawing(text.replace(match.group(0), "", 1)) != match.group(2):
         raise ValueError("the picture was changed after it was drawn")
-    return found.group(1)
+    return match.group(1)

@@ -87,17 +87,17 @@ class Case:
 
     def rivals(self, rows: Iterable[Row]) -> list[str]:
         """Returns the required rivals, and then all others that were measured."""
-        found = dict.fromkeys(row["provider"] for row in self.rows(rows))
-        return [*self.against, *(name for name in found if name not in self.against and not is_ours(name))]
+        measured = dict.fromkeys(row["provider"] for row in self.rows(rows))
+        return [*self.against, *(name for name in measured if name not in self.against and not is_ours(name))]
 
     def comparisons(self, rows: Iterable[Row]) -> Iterator[Comparison]:
         """Yields the comparisons that were measured."""
         rows = self.rows(rows)
         for panel in self.panels:
             for against in self.rivals(rows):
-                found = self._compare(rows, panel, against)
-                if found is not None:
-                    yield found
+                comparison = self._compare(rows, panel, against)
+                if comparison is not None:
+                    yield comparison
 
     def _compare(self, rows: list[Row], panel: Panel, against: str) -> Comparison | None:
         """Compares two providers in the latest run; with the most threads that both have.
@@ -305,8 +305,8 @@ AVX2_PEERS = tuple(
 
 
 def _case(cases: Sequence[Case], label: str) -> Case:
-    (found,) = [case for case in cases if case.label == label]
-    return found
+    (match,) = [case for case in cases if case.label == label]
+    return match
 
 
 # (case, rival, formats) of the table in README.

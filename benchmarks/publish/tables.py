@@ -70,9 +70,9 @@ class Numbers:
 
     def of(self, kind: str) -> Numbers:
         """Returns the results of another kind in the same folder; figures that are used there are recorded here."""
-        own = Numbers(Results(self.results.folder, kind=kind))
-        own.figures, own.missing = self.figures, self.missing
-        return own
+        numbers = Numbers(Results(self.results.folder, kind=kind))
+        numbers.figures, numbers.missing = self.figures, self.missing
+        return numbers
 
     def value(self, field: str, show: Callable[[float], str] = two_digits, /, **where: Any) -> str:
         """Formats a field of the one line that has these fields, in the latest run that has such lines.
@@ -86,24 +86,24 @@ class Numbers:
         if len(rows) > 1:
             origins = ", ".join(self.results.origin(row) for row in rows)
             raise ValueError(f"expected one line with {where}, got {origins}")
-        found = value_of(rows[0], field) if rows else None
-        if not isinstance(found, (int, float)):
+        number = value_of(rows[0], field) if rows else None
+        if not isinstance(number, (int, float)):
             return self._lacking(f"{field} of {where}")
-        return self.shown(show(found), f"{field} of {where}", rows)
+        return self.shown(show(number), f"{field} of {where}", rows)
 
     def ratio(self, case: Case, panel: str, against: str) -> str:
         """Formats how many times faster fastformer is."""
-        found = case.comparisons(self.results.rows)
-        for each in found:
-            if (each.panel, each.against) == (panel, against):
-                return self.compared(each)
+        comparisons = case.comparisons(self.results.rows)
+        for comparison in comparisons:
+            if (comparison.panel, comparison.against) == (panel, against):
+                return self.compared(comparison)
         return self._lacking(f"{case.label}, {panel}, against {against}")
 
-    def compared(self, found: Comparison) -> str:
+    def compared(self, comparison: Comparison) -> str:
         """Formats the ratio of two lines, with a mark if it is uncertain."""
-        text = two_digits(found.ratio) + "~" * found.is_unsteady
-        what = f"{found.label}, {found.panel}, against {found.against}"
-        return self.shown(text, what, [found.ours, found.rival])
+        text = two_digits(comparison.ratio) + "~" * comparison.is_unsteady
+        what = f"{comparison.label}, {comparison.panel}, against {comparison.against}"
+        return self.shown(text, what, [comparison.ours, comparison.rival])
 
     def shown(self, text: str, what: str, rows: Sequence[Row]) -> str:
         """Records the text as made from these rows, and returns it."""
@@ -127,7 +127,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _panels(case: Case, measured: Iterable[Comparison], rival: str, measured_alone: bool) -> list[str]:
     """Returns the panels of a case beside a rival, in order: those that were measured, and those that have to be."""
-    there = {found.panel for found in measured if found.against == rival}
+    there = {comparison.panel for comparison in measured if comparison.against == rival}
     is_due = rival in case.against and not measured_alone
     return [panel.name for panel in case.panels if is_due or panel.name in there]
 
@@ -141,21 +141,21 @@ def times_faster(cases: Sequence[Case], numbers: Numbers, *, measured_alone: boo
     measured = {case.label: list(case.comparisons(rows)) for case in cases}
     if measured_alone:
         cases = [case for case in cases if measured[case.label]]
-    there = {found.against for each in measured.values() for found in each}
+    there = {comparison.against for group in measured.values() for comparison in group}
     rivals = dict.fromkeys(rival for case in cases for rival in case.rivals(rows))
     rivals = {rival: None for rival in rivals if rival in there or not measured_alone}
     lines = []
     for case in cases:
         names = (_panels(case, measured[case.label], rival, measured_alone) for rival in rivals)
         cells = [
-            " · ".join(numbers.ratio(case, name, rival) for name in each)
-            for rival, each in zip(rivals, names, strict=True)
+            " · ".join(numbers.ratio(case, name, rival) for name in group)
+            for rival, group in zip(rivals, names, strict=True)
         ]
         lines.append([case.label, *cells])
     panels = dict.fromkeys(panel.name for case in cases for panel in case.panels)
     if measured_alone:
-        taken = {found.panel for each in measured.values() for found in each}
-        panels = {name: None for name in panels if name in taken}
+        shown_panels = {comparison.panel for group in measured.values() for comparison in group}
+        panels = {name: None for name in panels if name in shown_panels}
     return table([f"times faster, {' · '.join(panels)}, than", *map(name_of, rivals)], lines)
 
 
@@ -166,17 +166,17 @@ def beside_engines(cases: Sequence[Case], numbers: Numbers) -> str:
     for case in cases:
         measured = list(case.comparisons(numbers.results.rows))
         for rival in case.rivals(numbers.results.rows):
-            if wanted := _panels(case, measured, rival, measured_alone=False):
-                cells = [numbers.ratio(case, name, rival) if name in wanted else "" for name in names]
+            if panels := _panels(case, measured, rival, measured_alone=False):
+                cells = [numbers.ratio(case, name, rival) if name in panels else "" for name in names]
                 lines.append([case.label, *cells, name_of(rival)])
     return table(["times faster", *names, "than"], lines)
 
 
 def elsewhere(kind: str, make: Callable[[Numbers], str], numbers: Numbers) -> str:
     """Makes a table from the lines of another kind; "" if there are none."""
-    own = numbers.of(kind)
-    if own.results.rows:
-        return make(own)
+    other = numbers.of(kind)
+    if other.results.rows:
+        return make(other)
     numbers.missing.append(f"lines of {kind}.jsonl")
     return ""
 
@@ -203,16 +203,15 @@ def losses(numbers: Numbers) -> str:
     small = [case for columns in SMALL_WORK.values() for cases in columns.values() for case in cases]
     slower = sorted(
         (
-            found
+            pair
             for case in (*OPS, *MODULES, *MODELS, *DROP_IN, *ENCODERS_INT8, *GENERATE, *PEERS, *small)
-            for found in case.comparisons(numbers.results.rows)
-            if float(two_digits(found.ratio).replace(",", "")) < 1
+            for pair in case.comparisons(numbers.results.rows)
+            if float(two_digits(pair.ratio).replace(",", "")) < 1
         ),
-        key=lambda found: found.ratio,
+        key=lambda pair: pair.ratio,
     )
     lines = [
-        [f"{found.label}, {found.panel}", numbers.compared(found).rstrip("~"), name_of(found.against)]
-        for found in slower
+        [f"{pair.label}, {pair.panel}", numbers.compared(pair).rstrip("~"), name_of(pair.against)] for pair in slower
     ]
     return table(["", "relative speed", "compared with"], lines) or "Nowhere in these tables."
 
@@ -223,7 +222,9 @@ def small_work(numbers: Numbers) -> str:
     lines = []
     for size, columns in SMALL_WORK.items():
         if any(list(case.comparisons(measured)) for cases in columns.values() for case in cases):
-            cells = (" · ".join(numbers.ratio(case, "fp32", "torch.nn") for case in each) for each in columns.values())
+            cells = (
+                " · ".join(numbers.ratio(case, "fp32", "torch.nn") for case in cases) for cases in columns.values()
+            )
             lines.append([size_of(size), *cells])
     names = {"fastformer": "fastformer.nn"}
     head = [
@@ -324,14 +325,14 @@ def serving_costs(numbers: Numbers) -> str:
 
     server, edges = {"provider": "fastformer serve"}, ("ms_p50", "ms_p99")
     lines = [
-        [f"a refusal by a full queue of 200 requests at once, {kind} connections", *(of(p, ms, **own) for p in edges)]
-        for kind, own in (("open", {"new_connections": False}), ("new", {"new_connections": True}))
+        [f"a refusal by a full queue of 200 requests at once, {kind} connections", *(of(p, ms, **row) for p in edges)]
+        for kind, row in (("open", {"new_connections": False}), ("new", {"new_connections": True}))
     ]  # fmt: skip
     for precision in ("int8", "fp32"):
-        own = {"part": "one", "precision": precision}
-        asked, library = (of("ms_p50", ms, provider=name, **own) for name in ("fastformer serve", "AsyncTranslator"))
+        row = {"part": "one", "precision": precision}
+        http, library = (of("ms_p50", ms, provider=name, **row) for name in ("fastformer serve", "AsyncTranslator"))
         lines.append(
-            [f"one request, {precision}; `AsyncTranslator` takes {library}", asked, of("value", ms, **server, **own)]
+            [f"one request, {precision}; `AsyncTranslator` takes {library}", http, of("value", ms, **server, **row)]
         )
     rate = of("requests_s", "{:.1f} texts/s".format, part="many", provider="Translator.translate")
     lines.append(
@@ -427,8 +428,8 @@ def gpu_ops(numbers: Numbers) -> str:
         cells = [f"{op} {mode}, {sizes}"]
         for provider in ("fastformer", "eager", "sdpa flash in order"):
             where = {"op": op, "mode": mode, "provider": provider, **dict(shape)}
-            found = numbers.results.find(**where)
-            fields = [field for field in ("ms_device", "ms_p50") if found and found[0].get(field)]
+            matches = numbers.results.find(**where)
+            fields = [field for field in ("ms_device", "ms_p50") if matches and matches[0].get(field)]
             show = "{:.3f}".format
             shown = [numbers.value(field, show, **where) for field in fields]
             cells.append(" / ".join(["-"] * (2 - len(shown)) + shown) if shown else "")
@@ -459,13 +460,11 @@ def precisions(numbers: Numbers) -> str:
 
 def scaling(numbers: Numbers) -> str:
     """Makes the table of fp32 exponents over the length of a sequence; "" until measured."""
-    found = groups(numbers.results.find(suite="scaling", dtype="float32"))
-    if not found:
+    by_group = groups(numbers.results.find(suite="scaling", dtype="float32"))
+    if not by_group:
         numbers.missing.append("the growth with the length")
         return ""
-    providers = max(
-        found.values(), key=lambda each: max(row["time"] for rows in each.values() for row in rows.values())
-    )
+    providers = max(by_group.values(), key=lambda x: max(row["time"] for rows in x.values() for row in rows.values()))
     lines = []
     for name, expected in EXPECTED.items():
         try:
@@ -474,7 +473,7 @@ def scaling(numbers: Numbers) -> str:
             numbers.missing.append(f"the growth of {name}")
             continue
         used = [providers[name][n] for n in fits[0].lengths]
-        time, memory = (numbers.shown(f"{each.exponent:.2f}", f"the growth of {name}", used) for each in fits)
+        time, memory = (numbers.shown(f"{x.exponent:.2f}", f"the growth of {name}", used) for x in fits)
         lengths = f"{fits[0].lengths[0]} to {fits[0].lengths[-1]}"
         lines.append([name_of(name), lengths, time, f"{expected.time:g}", memory, f"{expected.memory:g}"])
     return table(["exponents of n, by least squares", "n", "time", "expected", "memory", "expected"], lines)
@@ -513,5 +512,5 @@ TABLES: dict[str, Callable[[Numbers], str]] = {
 def tables_of(results: Results) -> str:
     """Makes the tables for the lines of your own runs; "" if no table has a line."""
     numbers = Numbers(results)
-    found = [*(_measured(cases, numbers) for cases in (MODELS, MODULES, OPS)), small_work(numbers)]
-    return "\n\n".join(each for each in found if each)
+    tables = [*(_measured(cases, numbers) for cases in (MODELS, MODULES, OPS)), small_work(numbers)]
+    return "\n\n".join(text for text in tables if text)

@@ -28,14 +28,14 @@ def models() -> tuple[Any, Any, Any, Any]:
     sizes = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in
              (("layers", 6), ("attention_heads", 8), ("ffn_dim", 2048))}  # fmt: skip
     ids = {"pad_token_id": _START, "eos_token_id": _END, "decoder_start_token_id": _START}
-    made = []
+    copies = []
     for _ in range(3):
         torch.manual_seed(0)
         model = MarianMTModel(MarianConfig(vocab_size=32_000, d_model=512, scale_embedding=True, **sizes, **ids)).eval()
         model.generation_config.forced_eos_token_id = None
         model.final_logits_bias[0, _END] = -1e4  # so that all outputs have the same length
-        made.append(model)
-    plain, accelerated, rounded = made
+        copies.append(model)
+    plain, accelerated, rounded = copies
     return plain, accelerate(accelerated), accelerate(rounded, precision="int8"), from_huggingface(plain)
 
 
@@ -61,8 +61,8 @@ def accelerated_int8(x: Inputs, shape: Shape) -> Tensor:
 
 def _generated(model: Any, x: Inputs, shape: Shape) -> Tensor:
     options = {"max_new_tokens": shape["new_tokens"], "num_beams": shape["num_beams"], "do_sample": False}
-    found: Tensor = model.generate(x["source"], **options)
-    return found[:, 1:]
+    tokens: Tensor = model.generate(x["source"], **options)
+    return tokens[:, 1:]
 
 
 def converted(x: Inputs, shape: Shape) -> Tensor:
@@ -76,7 +76,7 @@ def converted_int8(x: Inputs, shape: Shape) -> Tensor:
 
 
 def _of_converted(x: Inputs, shape: Shape, precision: Precision | None) -> Tensor:
-    found = generate(
+    tokens = generate(
         models()[3],
         x["source"],
         max_new_tokens=shape["new_tokens"],
@@ -84,8 +84,8 @@ def _of_converted(x: Inputs, shape: Shape, precision: Precision | None) -> Tenso
         beam_rules="transformers",
         precision=precision,
     )
-    assert isinstance(found, Tensor)
-    return found
+    assert isinstance(tokens, Tensor)
+    return tokens
 
 
 BENCHMARKS = [

@@ -30,10 +30,10 @@ GREEDY = {"preset": "base", "source": 24, "new_tokens": 16, "num_beams": 1}
 def model(preset: str, device: str) -> Transformer:
     """Makes a model with random weights that never generates EOS: its logit is 0, and the best logits are far above."""
     torch.manual_seed(0)
-    made = Transformer.from_preset(preset, vocab_size=8000, device=device).eval()
+    transformer = Transformer.from_preset(preset, vocab_size=8000, device=device).eval()
     with torch.no_grad():
-        made.output_weight[made.config.special_ids.first_eos] = 0.0
-    return made
+        transformer.output_weight[transformer.config.special_ids.first_eos] = 0.0
+    return transformer
 
 
 def make_inputs(shape: Shape, device: str) -> Inputs:
@@ -49,9 +49,9 @@ def decoded(
 ) -> torch.Tensor:
     """Decodes sources, or prompts, with an engine."""
     sizes = {"max_new_tokens": shape["new_tokens"], "num_beams": shape["num_beams"]}
-    found = generate(model, ids, engine=engine, precision=precision, **sizes)
-    assert isinstance(found, torch.Tensor)
-    return found
+    tokens = generate(model, ids, engine=engine, precision=precision, **sizes)
+    assert isinstance(tokens, torch.Tensor)
+    return tokens
 
 
 def engine(name: str, precision: Precision | None = None) -> Provider:

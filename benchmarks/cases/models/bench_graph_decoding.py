@@ -30,10 +30,10 @@ def model(name: str, device: str) -> Model:
 @functools.cache
 def their_model(name: str, device: str) -> Any:
     """Makes Hugging Face's GPT-2 with the same weights."""
-    ours = make_model({"name": name})
-    if not isinstance(ours, GPT):
+    gpt = make_model({"name": name})
+    if not isinstance(gpt, GPT):
         raise Missing("a static cache is compared with a decoder-only model")
-    return convert(ours).to(device, torch.bfloat16)
+    return convert(gpt).to(device, torch.bfloat16)
 
 
 def make_inputs(shape: Shape, device: str) -> Inputs:
@@ -50,7 +50,7 @@ def engine(name: str) -> Provider:
 @torch.no_grad()
 def transformers(x: Inputs, shape: Shape) -> torch.Tensor:
     """Calls Hugging Face's generate. With a static cache on a GPU, it compiles the step itself."""
-    found: torch.Tensor = their_model(shape["model"], x["ids"].device.type).generate(
+    tokens: torch.Tensor = their_model(shape["model"], x["ids"].device.type).generate(
         input_ids=x["ids"],
         attention_mask=torch.ones_like(x["ids"]),
         num_beams=shape["num_beams"],
@@ -59,7 +59,7 @@ def transformers(x: Inputs, shape: Shape) -> torch.Tensor:
         do_sample=False,
         cache_implementation="static",
     )
-    return found
+    return tokens
 
 
 BENCHMARKS = [

@@ -45,16 +45,16 @@ def make_inputs(shape: Shape, device: str) -> Inputs:
 def make(name: str, library: Any, shape: Shape) -> nn.Module:
     """Makes a module of torch.nn, or of fastformer.nn, which has the same names and arguments; post-norm by default."""
     dim, heads, dropout = shape["dim"], shape["heads"], shape.get("dropout_p", 0.0)
-    made: nn.Module
+    module: nn.Module
     if name == "multihead_attention":
-        made = library.MultiheadAttention(dim, heads, dropout, batch_first=True)
+        module = library.MultiheadAttention(dim, heads, dropout, batch_first=True)
     elif name in STACKED:
         stack = library.TransformerEncoder if name == "encoder" else library.TransformerDecoder
-        made = stack(make(STACKED[name], library, shape), shape.get("layers", LAYERS))
+        module = stack(make(STACKED[name], library, shape), shape.get("layers", LAYERS))
     else:
         layer = library.TransformerEncoderLayer if name == "encoder_layer" else library.TransformerDecoderLayer
-        made = layer(dim, heads, 4 * dim, dropout, batch_first=True)
-    return made
+        module = layer(dim, heads, 4 * dim, dropout, batch_first=True)
+    return module
 
 
 def make_baseline(name: str, shape: Shape) -> nn.Module:
@@ -103,7 +103,7 @@ def _module(kind: str, name: str, key: tuple[tuple[str, Any], ...], training: bo
 
 def module_of(kind: str, name: str, x: Inputs, shape: Shape, training: bool) -> nn.Module:
     """Returns the module of one rival, made once, in the dtype and on the device of the inputs."""
-    sizes = {each: shape[each] for each in ("dim", "heads", "dropout_p") if each in shape}
+    sizes = {size: shape[size] for size in ("dim", "heads", "dropout_p") if size in shape}
     return _module(kind, name, tuple(sizes.items()), training, (x["x"].device, x["x"].dtype))
 
 
@@ -161,14 +161,14 @@ def training(kind: str, name: str, like: str | None = None) -> Provider:
         module = module_of(kind, name, x, shape, True)
         parameters = dict(module.named_parameters())
         inputs = [x["x"], x["memory"]] if name in ("decoder", "decoder_layer") else [x["x"]]
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             _call_of(kind)(kind, name, module, x, shape), [*inputs, *parameters.values()], x["dout"]
         )
         if like is None:
-            return list(found)
+            return list(gradients)
         names = dict(module_of(like, name, x, shape, True).named_parameters()).keys()
-        by_name = dict(zip(parameters, found[len(inputs) :], strict=True))
-        return [*found[: len(inputs)], *(by_name[each] for each in names)]
+        by_name = dict(zip(parameters, gradients[len(inputs) :], strict=True))
+        return [*gradients[: len(inputs)], *(by_name[parameter] for parameter in names)]
 
     return run
 

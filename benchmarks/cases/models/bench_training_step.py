@@ -54,9 +54,9 @@ class TorchTransformer(nn.Module):
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Copies the weights of `fastformer.models.Transformer`; its missing attention biases become 0."""
-        own = {name.removeprefix("transformer."): parameter for name, parameter in self.named_parameters()}
+        parameters = {name.removeprefix("transformer."): parameter for name, parameter in self.named_parameters()}
         with torch.no_grad():
-            for name, parameter in own.items():
+            for name, parameter in parameters.items():
                 if name in state:
                     parameter.copy_(state[name])
                 elif name.endswith(("in_proj_bias", "out_proj.bias")):

@@ -105,8 +105,8 @@ class CrossCache(EncodeOnce):
 
     def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
         cache = self._empty
-        own = num_rows * cache.blocks_of(len(prompt.tokens) + new_tokens)
-        return (cache.blocks_of(len(prompt.source or ())) + own) * cache.block_size
+        decoder_blocks = num_rows * cache.blocks_of(len(prompt.tokens) + new_tokens)
+        return (cache.blocks_of(len(prompt.source or ())) + decoder_blocks) * cache.block_size
 
     def open(self, max_rows: int, num_tokens: int) -> Batch:
         return CrossCacheBatch(self.model, self.device, new_cache(self.model, max_rows, num_tokens))

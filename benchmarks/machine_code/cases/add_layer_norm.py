@@ -27,10 +27,10 @@ def add_layer_norm_call(
             (0.1, new(2, dtype=torch.int64)) if "dropout" in options else (0.0, None)
         )
         y, s, mean, rstd = kernels.add_layer_norm_fwd(x, residual, weight, bias, 1e-5, *dropout, rms_norm)
-        kept = s.numel() > 0
-        rest = (s if kept else x, weight, mean, rstd, *dropout, rms_norm, has_bias, dtype)
-        kernels.add_layer_norm_bwd(y, s if kept else None, *rest)
-        if kept:
+        has_residual_out = s.numel() > 0
+        rest = (s if has_residual_out else x, weight, mean, rstd, *dropout, rms_norm, has_bias, dtype)
+        kernels.add_layer_norm_bwd(y, s if has_residual_out else None, *rest)
+        if has_residual_out:
             kernels.add_layer_norm_bwd(y, None, *rest)  # post-norm: the stream has no gradient of its own
 
     return call

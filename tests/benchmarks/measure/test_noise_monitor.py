@@ -42,7 +42,7 @@ class Machine:
 
     def watcher(self, threads: int, fixed_work: Callable[[], float] | None = None) -> NoiseMonitor:
         return NoiseMonitor(
-            threads, proc=self.folder, clock=lambda: self.now, own=lambda: self.own,
+            threads, proc=self.folder, clock=lambda: self.now, own_cpu=lambda: self.own,
             fixed_work=fixed_work or (lambda: self.work), cores=2,
         )  # fmt: skip
 
@@ -104,7 +104,7 @@ def test_the_best_time_of_the_machine_persists(machine: Machine, monkeypatch: py
     """A process that always has a neighbour learns from an earlier run that the machine can be faster."""
 
     def slow_turns_of_a_process(*works: float) -> list[bool]:
-        watcher = NoiseMonitor(1, proc=machine.folder, clock=lambda: machine.now, own=lambda: machine.own, cores=2)
+        watcher = NoiseMonitor(1, proc=machine.folder, clock=lambda: machine.now, own_cpu=lambda: machine.own, cores=2)
         found = []
         for machine.work in works:
             machine.turn(watcher, 0.3)

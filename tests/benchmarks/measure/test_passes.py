@@ -92,7 +92,7 @@ class Work:
     def run(self, *cases: Case, rounds: int = 8, seconds: float = 1000.0) -> dict[str, dict[str, Any]]:
         """Returns fastformer's row of each case."""
         found = {}
-        for case, outcome in run_cases(cases, "cpu", rounds=rounds, seconds=seconds, told=self.hear):
+        for case, outcome in run_cases(cases, "cpu", rounds=rounds, seconds=seconds, on_action=self.hear):
             assert not outcome.wrong and not outcome.refused
             for row in outcome.rows:
                 record.check(record.environment("cpu") | row)
@@ -135,7 +135,7 @@ def test_each_ratio_has_its_own_uncertainty(clock: Clock) -> None:
         work = Work(clock)
         case = work.case("op", lambda number: 2.0, ours=lambda number: 1 + 0.08 * (number % 2))
         case.benchmark.providers["rival"] = work.provider(lambda number: 3 - 0.24 * (number % 2), 1.0)
-        [(_, outcome)] = run_cases([case], "cpu", rounds=8, seconds=seconds, told=work.hear)
+        [(_, outcome)] = run_cases([case], "cpu", rounds=8, seconds=seconds, on_action=work.hear)
         rows[work.passes("op")] = outcome.rows
     few, more = rows
     assert few == 8 < more < 24
@@ -162,7 +162,7 @@ def test_a_stopped_run_returns_cases_with_enough_passes(clock: Clock, stops_at: 
     with pytest.raises(KeyboardInterrupt):
         for case, outcome in run_cases(
             [work.case("one", lambda number: 3.0), work.case("two", stop), work.case("three", lambda number: 4.0)],
-            "cpu", rounds=8, seconds=1000.0, told=work.hear,
+            "cpu", rounds=8, seconds=1000.0, on_action=work.hear,
         ):  # fmt: skip
             found.append((case.benchmark.name, outcome.rows[0]["speedup"], outcome.rows[0]["rounds"]))
     passes = {"pass 2": [], "pass 5": [("one", 3.0, 5), ("two", 2.0, 4), ("three", 4.0, 4)]}
