@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases.models.bench_small_work import KINDS, Call, make_inputs
+from benchmarks.cases.models.bench_small_work import KINDS, StackProvider, make_inputs
 from benchmarks.measure import record
 from benchmarks.measure.commands import parser_of, positive
 from benchmarks.measure.timing import Timing
@@ -42,7 +42,7 @@ def turn(call: Callable[[], object], neighbours: int, seconds: float) -> float:
 
 def work(provider: str, mode: str, shape: dict[str, Any]) -> Callable[[], object]:
     """Makes a training step, or an evaluation without gradients."""
-    call, inputs = Call(provider, training=mode == "step"), make_inputs(shape, "cpu")
+    call, inputs = StackProvider(provider, training=mode == "step"), make_inputs(shape, "cpu")
     if mode == "step":
         return lambda: call(inputs, shape)
 

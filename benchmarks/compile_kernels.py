@@ -29,7 +29,7 @@ FOLDER = record.ROOT / "kernels" / "binaries"
 Compiled = tuple[str, Any]  # the key, and the binary or None
 
 
-def _compile_one(work: report.Work) -> Compiled:
+def _compile_one(work: report.LaunchReport) -> Compiled:
     from fastformer.kernels._binaries import binary_of, compile_kernel
     from fastformer.kernels._signature import key_of
 
@@ -40,13 +40,13 @@ def _compile_one(work: report.Work) -> Compiled:
     )
 
 
-def compile_all(works: list[report.Work], jobs: int) -> dict[str, Any]:
+def compile_all(works: list[report.LaunchReport], jobs: int) -> dict[str, Any]:
     """Compiles each launch and returns the binaries by key; omits those that need more than a plain launch."""
     compiled = report.in_forks(_compile_one, works, jobs)
     return {key: binary for key, binary in compiled if binary is not None}
 
 
-class Memory:
+class FakePointer:
     """A substitute for a tensor in a launch on the stub: an address."""
 
     _addresses = itertools.count(0x7F0000000000, 0x1000)
@@ -63,13 +63,13 @@ def real(value: Any) -> Any:
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
         return tuple(map(real, value))
     if isinstance(value, torch.Tensor):
-        return Memory(value.dtype)
+        return FakePointer(value.dtype)
     if hasattr(value, "block_shape"):
-        return dataclasses.replace(value, base=Memory(value.base.dtype))
+        return dataclasses.replace(value, base=FakePointer(value.base.dtype))
     return value
 
 
-def differences(launch: report.Launch, arch: int, stub: Any) -> list[str]:
+def differences(launch: report.RecordedLaunch, arch: int, stub: Any) -> list[str]:
     """Compares the driver calls of fastformer's launch from a file with those of Triton's own launch."""
     from fastformer.kernels import _host, _launch
     from fastformer.kernels._binaries import compile_kernel, find

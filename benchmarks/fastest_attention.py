@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.measure import record
 from benchmarks.measure.commands import parser_of
-from fastformer.ops._fastest import KERNELS, OURS, TABLE, Entry
+from fastformer.ops._fastest import KERNELS, OURS, TABLE, FastestEntry
 
 # The runner's names of PyTorch's kernels.
 PROVIDERS = {"fastformer": OURS, "sdpa cudnn": "cudnn", "sdpa flash": "flash2", "sdpa flash3": "flash3"}
@@ -63,9 +63,9 @@ def times(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[int, str, int, bool, 
     return by_call
 
 
-def entries(by_call: Mapping[tuple[int, str, int, bool, int], Mapping[str, float]]) -> list[Entry]:
+def entries(by_call: Mapping[tuple[int, str, int, bool, int], Mapping[str, float]]) -> list[FastestEntry]:
     """Returns the table's lines, without those that repeat the line before."""
-    table: list[Entry] = []
+    table: list[FastestEntry] = []
     kind: tuple[Any, ...] = ()
     before = OURS
     for call in sorted(by_call):
@@ -76,7 +76,7 @@ def entries(by_call: Mapping[tuple[int, str, int, bool, int], Mapping[str, float
         if call[:4] != kind:
             kind, before = call[:4], OURS
         if best != before:
-            table.append(Entry(*call, best))
+            table.append(FastestEntry(*call, best))
             before = best
     return table
 
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     new = entries(by_call)
     assert all(entry.kernel in (OURS, *KERNELS) for entry in new)
     measured = {call[0] for call in by_call}
-    old = [Entry(**line) for line in json.loads(args.out.read_text())] if args.out.exists() else []
+    old = [FastestEntry(**line) for line in json.loads(args.out.read_text())] if args.out.exists() else []
     lines = sorted([entry for entry in old if entry.capability not in measured] + new)
     args.out.write_text("[" + ",".join("\n  " + json.dumps(line._asdict()) for line in lines) + "\n]\n")
     for entry in new:

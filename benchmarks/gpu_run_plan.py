@@ -40,12 +40,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.assembler import newer_assembler
-from benchmarks.gpu.warm import Step, has_device, import_ahead, listed, spawn
+from benchmarks.gpu.warm import PlanStep, has_device, import_ahead, listed, spawn
 from benchmarks.measure import record
 from benchmarks.measure.commands import parser_of
 
 
-def limit_of(step: Step) -> float:
+def limit_of(step: PlanStep) -> float:
     """Returns the seconds after which a step counts as hanging."""
     return max(45.0, 2 * step.seconds)
 
@@ -53,12 +53,12 @@ def limit_of(step: Step) -> float:
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
-def log_name(step: Step) -> str:
+def log_name(step: PlanStep) -> str:
     """Returns the name of a step's log, without its suffix."""
     return step.key.replace(" ", "_")
 
 
-def run_step(step: Step, out: Path, limit: float, environment: Mapping[str, str] = {}) -> dict[str, Any]:
+def run_step(step: PlanStep, out: Path, limit: float, environment: Mapping[str, str] = {}) -> dict[str, Any]:
     """Runs the commands of a step in parallel.
 
     Returns:
@@ -99,10 +99,10 @@ def run_step(step: Step, out: Path, limit: float, environment: Mapping[str, str]
 
 
 def work_through(
-    todo: Sequence[Step],
+    todo: Sequence[PlanStep],
     out: Path,
     resume: Path,
-    run: Callable[[Step, Path, float], dict[str, Any]] = run_step,
+    run: Callable[[PlanStep, Path, float], dict[str, Any]] = run_step,
 ) -> int:
     """Runs the steps that are not in `resume`. Returns the exit status (see the module)."""
     finished = {line["key"]: line["ok"] for line in record.read(resume)} if resume.is_file() else {}
@@ -166,7 +166,7 @@ def _pid_of_run(out: Path) -> int | None:
     return None
 
 
-def status(out: Path, wait: float, copy: Path | None, todo: Sequence[Step]) -> int:
+def status(out: Path, wait: float, copy: Path | None, todo: Sequence[PlanStep]) -> int:
     """Prints a run's progress, and copies its results. Returns the exit status (see the module)."""
     end = time.monotonic() + wait
     while _pid_of_run(out) is not None and time.monotonic() < end:
@@ -192,7 +192,7 @@ def status(out: Path, wait: float, copy: Path | None, todo: Sequence[Step]) -> i
     return 3 if left else int(not all(line["ok"] for line in lines))
 
 
-def listing(todo: Sequence[Step], leases: Sequence[float]) -> Iterator[str]:
+def listing(todo: Sequence[PlanStep], leases: Sequence[float]) -> Iterator[str]:
     """Yields a line for each step (its seconds, and when it should be done) and for the end of each lease (minutes)."""
     ends, total = list(leases), 0.0
     for step in todo:

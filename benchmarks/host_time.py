@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from benchmarks.machine_code.stub_driver import Device, library, uncompiled
+from benchmarks.machine_code.stub_driver import StubDevice, library, uncompiled
 from benchmarks.measure import record
 from benchmarks.measure.commands import parser_of
 from fastformer.kernels import (
@@ -55,7 +55,7 @@ _KERNELS = {
 }
 
 
-class Driver(Device):
+class HopperStubDriver(StubDevice):
     """An sm_90 device, as far as Triton and fastformer query it before a launch."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Driver(Device):
         return GPUTarget("cuda", 90, 32)
 
 
-class Compiled(CompiledKernel):  # type: ignore[misc] # triton has no types
+class StubKernel(CompiledKernel):  # type: ignore[misc] # triton has no types
     """A kernel that launches nothing."""
 
     name, src, module = "stub", None, None
@@ -81,9 +81,9 @@ class Compiled(CompiledKernel):  # type: ignore[misc] # triton has no types
         """Does nothing in place of a launch."""
 
 
-def stub_compile(self: JITFunction[Any], key: str, signature: object, device: int, *rest: object) -> Compiled:
+def stub_compile(self: JITFunction[Any], key: str, signature: object, device: int, *rest: object) -> StubKernel:
     """Replaces the function with which Triton's `run` compiles."""
-    compiled = Compiled()
+    compiled = StubKernel()
     self.device_caches[device][0][key] = compiled
     return compiled
 
@@ -98,13 +98,13 @@ def stubbed() -> Iterator[None]:
         assert make is not None
         return make(function, *rest)
 
-    driver = Driver()
+    driver = HopperStubDriver()
     with contextlib.ExitStack() as stack:
         for where, name, value in (
             (triton.runtime.driver, "_active", driver),
             (_host, "active", driver),
             (_host, "extension_function", lambda name: None if make is None else make_kernel),
-            (_binaries, "compile_kernel", lambda *_: Compiled()),
+            (_binaries, "compile_kernel", lambda *_: StubKernel()),
             (_binaries, "binary_of", lambda compiled, signature, num_args: uncompiled(signature, num_args)),
             (_launch, "_compiled", {}),
             (_launch, "_ready", {}),

@@ -53,7 +53,7 @@ events.init_command_line_parser.add_listener(add_options)
 events.test_start.add_listener(read_texts)
 
 
-class Asking(FastHttpUser):
+class ApiUser(FastHttpUser):
     """The base class of all users."""
 
     abstract = True
@@ -92,7 +92,7 @@ class Asking(FastHttpUser):
         return {name: code for name, code in codes.items() if code}
 
 
-class Translate(Asking):
+class Translate(ApiUser):
     """Uses fastformer's own route."""
 
     @task
@@ -100,7 +100,7 @@ class Translate(Asking):
         self.ask("/v1/translate", {"text": self.text(), **self.languages("source_lang", "target_lang")})
 
 
-class StreamTranslation(Asking):
+class StreamTranslation(ApiUser):
     """Uses fastformer's own route with a stream."""
 
     @task
@@ -109,7 +109,7 @@ class StreamTranslation(Asking):
         self.ask("/v1/translate", body, ends='"done":true')
 
 
-class LibreTranslate(Asking):
+class LibreTranslate(ApiUser):
     """Uses LibreTranslate's route."""
 
     @task
@@ -118,7 +118,7 @@ class LibreTranslate(Asking):
         self.ask("/translate", body)
 
 
-class Complete(Asking):
+class Complete(ApiUser):
     """Uses OpenAI's route for completions."""
 
     @task
@@ -126,7 +126,7 @@ class Complete(Asking):
         self.ask("/v1/completions", {"prompt": self.text(), "max_tokens": self._options.max_tokens})
 
 
-class Chat(Asking):
+class Chat(ApiUser):
     """Uses OpenAI's route for chats."""
 
     @task

@@ -26,8 +26,8 @@ from benchmarks.measure import record
 from benchmarks.measure.commands import parser_of, positive
 from benchmarks.peers import servers
 from benchmarks.peers.job import Missing
-from benchmarks.peers.load import Load, Refused, percentile, put_under_load
-from benchmarks.peers.servers import Asked, Server
+from benchmarks.peers.load import LoadResult, Refused, percentile, put_under_load
+from benchmarks.peers.servers import LoadTest, PeerServer
 
 Row = dict[str, Any]
 _SLOWEST_MS = 30_000.0  # the longest expected wait with many clients
@@ -76,7 +76,7 @@ def _rows(case: str, options: argparse.Namespace) -> Iterator[Row]:
                 server.stop()
 
 
-def _up(job: Asked) -> Iterator[Server]:
+def _up(job: LoadTest) -> Iterator[PeerServer]:
     """Yields the servers that started; the others become missing. fastformer's has to start.
 
     Raises:
@@ -93,13 +93,13 @@ def _up(job: Asked) -> Iterator[Server]:
             yield server
 
 
-def _measured(job: Asked, up: dict[Server, float], clients: int, options: argparse.Namespace) -> Iterator[Row]:
+def _measured(job: LoadTest, up: dict[PeerServer, float], clients: int, options: argparse.Namespace) -> Iterator[Row]:
     """Yields a row for each server; one with a wrong answer gets a row that says so, and no further requests.
 
     up: the milliseconds of a request for each server, with one client; they are written, and combinations that would
         take too long with many clients are skipped.
     """
-    loads: dict[Server, list[Load]] = {}
+    loads: dict[PeerServer, list[LoadResult]] = {}
     for server, ms in list(up.items()):
         if ms * clients > _SLOWEST_MS:
             why = (
@@ -145,7 +145,7 @@ def _measured(job: Asked, up: dict[Server, float], clients: int, options: argpar
         yield row
 
 
-def figures(loads: Sequence[Load]) -> Row:
+def figures(loads: Sequence[LoadResult]) -> Row:
     """Computes throughput, as the median of the rounds, and the latencies of the requests of all rounds."""
     latencies = [1e3 * latency for load in loads for latency in load.latencies]
     if not latencies:
@@ -158,7 +158,7 @@ def figures(loads: Sequence[Load]) -> Row:
     }
 
 
-def _rate(load: Load) -> float:
+def _rate(load: LoadResult) -> float:
     return len(load.latencies) / load.seconds
 
 

@@ -38,7 +38,7 @@ from benchmarks.measure.commands import parser_of
 from benchmarks.peers import servers
 from benchmarks.peers.bursts import Clients
 from benchmarks.peers.load import Client, percentile
-from benchmarks.peers.servers import OURS, Request, Server, text_of
+from benchmarks.peers.servers import OURS, PeerServer, TextRequest, text_of
 from fastformer.generation import Translator
 
 Row = dict[str, Any]
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _refusals(folder: Path, requests: list[Request], options: argparse.Namespace) -> Iterator[Row]:
+def _refusals(folder: Path, requests: list[TextRequest], options: argparse.Namespace) -> Iterator[Row]:
     flags = ["--max_waiting", str(_MAX_WAITING), "--max_batch_size", "8"]
     with _running(folder, "int8", options, *flags) as server, Clients(server.port, server.path) as clients:
         body = {"text": text_of(requests[0]), "max_new_tokens": 100}
@@ -94,12 +94,12 @@ def _refusals(folder: Path, requests: list[Request], options: argparse.Namespace
             yield {"provider": OURS, "precision": "int8", "shape": shape, "rounds": options.rounds, **_times(seconds)}
 
 
-def _one(folder: Path, requests: list[Request], options: argparse.Namespace) -> Iterator[Row]:
+def _one(folder: Path, requests: list[TextRequest], options: argparse.Namespace) -> Iterator[Row]:
     for precision in options.precision:
         yield from _of_one(folder, requests, precision, 20 * options.rounds)
 
 
-def _of_one(folder: Path, requests: list[Request], precision: Any, turns: int) -> Iterator[Row]:
+def _of_one(folder: Path, requests: list[TextRequest], precision: Any, turns: int) -> Iterator[Row]:
     from fastformer.serving import Limits, make_app
     from fastformer.serving.run import Server as Http
     from fastformer.serving.run import bound
@@ -149,7 +149,7 @@ def _of_one(folder: Path, requests: list[Request], precision: Any, turns: int) -
         yield row
 
 
-def _many(folder: Path, requests: list[Request], options: argparse.Namespace) -> Iterator[Row]:
+def _many(folder: Path, requests: list[TextRequest], options: argparse.Namespace) -> Iterator[Row]:
     texts = [text_of(request) for request in itertools.islice(itertools.cycle(requests), _CLIENTS * _EACH)]
     precision = options.many_precision
     translator = Translator.from_pretrained(folder, precision=precision)
@@ -182,7 +182,7 @@ def _many(folder: Path, requests: list[Request], options: argparse.Namespace) ->
         yield row
 
 
-async def _all(server: Server, texts: list[str]) -> tuple[list[str], list[float]]:
+async def _all(server: PeerServer, texts: list[str]) -> tuple[list[str], list[float]]:
     """Translates texts, of which each client requests some; returns the translations and the seconds of each."""
     translations, seconds = [""] * len(texts), list[float]()
 
@@ -198,7 +198,7 @@ async def _all(server: Server, texts: list[str]) -> tuple[list[str], list[float]
     return translations, seconds
 
 
-def _stream(folder: Path, requests: list[Request], options: argparse.Namespace) -> Iterator[Row]:
+def _stream(folder: Path, requests: list[TextRequest], options: argparse.Namespace) -> Iterator[Row]:
     with _running(folder, "int8", options) as server:
         rates: dict[int, list[float]] = {0: [], 1: []}
         for turn in range(-1, options.rounds):
@@ -215,7 +215,7 @@ def _stream(folder: Path, requests: list[Request], options: argparse.Namespace) 
         yield row
 
 
-async def _mixed(server: Server, requests: list[Request], streams: int, seconds: float) -> float:
+async def _mixed(server: PeerServer, requests: list[TextRequest], streams: int, seconds: float) -> float:
     """Returns the tokens a second of clients that send requests repeatedly, some of which stream."""
     bodies = itertools.cycle([(server.body(request) | {"split": False}, request.new_tokens) for request in requests])
     end = time.perf_counter() + seconds
@@ -237,7 +237,7 @@ async def _mixed(server: Server, requests: list[Request], streams: int, seconds:
     return tokens / seconds
 
 
-async def _streamed(server: Server, body: dict[str, Any]) -> None:
+async def _streamed(server: PeerServer, body: dict[str, Any]) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     content = json.dumps(body | {"stream": True}).encode()
     head = f"POST {server.path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
@@ -249,7 +249,7 @@ async def _streamed(server: Server, body: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _running(folder: Path, precision: str, options: argparse.Namespace, *flags: str) -> Iterator[Server]:
+def _running(folder: Path, precision: str, options: argparse.Namespace, *flags: str) -> Iterator[PeerServer]:
     """Runs fastformer's server in a process of its own."""
     server = servers.our_translator(folder, precision, options.threads, *flags)
     server.start(folder / "server.log")
@@ -260,7 +260,7 @@ def _running(folder: Path, precision: str, options: argparse.Namespace, *flags: 
         server.stop()
 
 
-def _expect_idle(server: Server) -> None:
+def _expect_idle(server: PeerServer) -> None:
     """Waits until no request runs or waits, and the whole cache is free.
 
     Raises:
@@ -281,7 +281,7 @@ def _times(seconds: list[float]) -> Row:
     return {f"ms_p{p}": 1e3 * percentile(seconds, p / 100) for p in (20, 50, 80, 99)}
 
 
-PARTS: dict[str, Callable[[Path, list[Request], argparse.Namespace], Iterator[Row]]] = {
+PARTS: dict[str, Callable[[Path, list[TextRequest], argparse.Namespace], Iterator[Row]]] = {
     "refusals": _refusals, "one": _one, "many": _many, "stream": _stream,
 }  # fmt: skip
 

@@ -38,7 +38,7 @@ _SOURCE = 32  # tokens of the source, for a run
 _ENGINES = ("recompute", "encode_once", "cross_cache", "kv_cache", "cpp")  # from the plainest to the fastest
 
 
-class Line(NamedTuple):
+class PlotLine(NamedTuple):
     """One line of the plot."""
 
     engine: str
@@ -48,7 +48,7 @@ class Line(NamedTuple):
         return self.engine if self.precision is None else f"{self.engine}, {self.precision}"
 
 
-def token_times(model: Model, source: list[int], tokens: int, line: Line, *, may_end: bool = False) -> list[float]:
+def token_times(model: Model, source: list[int], tokens: int, line: PlotLine, *, may_end: bool = False) -> list[float]:
     """Measures the seconds of each new token of one input, (tokens,), the first from the beginning of the call.
 
     Args:
@@ -73,14 +73,14 @@ def token_times(model: Model, source: list[int], tokens: int, line: Line, *, may
     return [end - start for start, end in itertools.pairwise(times)]
 
 
-def lines(engines: list[str] | None, precisions: list[Precision]) -> list[Line]:
+def lines(engines: list[str] | None, precisions: list[Precision]) -> list[PlotLine]:
     """Returns the lines to draw: the C++ engine in each precision, the other engines in the model's own."""
     drawn = []
     for engine in engines or [name for name in _ENGINES if name in ENGINES and name != "encode_once"]:
         if engine == "cpp":
-            drawn += [Line(engine, precision) for precision in precisions]
+            drawn += [PlotLine(engine, precision) for precision in precisions]
         else:
-            drawn.append(Line(engine, None))
+            drawn.append(PlotLine(engine, None))
     return drawn
 
 
@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
             token_times(model, source, 2, line, may_end=not is_case)  # the warm-up
     except ValueError as error:
         parser.error(str(error))
-    rounds: dict[Line, list[list[float]]] = {line: [] for line in drawn}
+    rounds: dict[PlotLine, list[list[float]]] = {line: [] for line in drawn}
     for _ in range(options.rounds):
         for line in drawn:
             rounds[line].append(token_times(model, source, options.tokens, line, may_end=not is_case))

@@ -28,7 +28,7 @@ class Config(NamedTuple):
     maxnreg: int | None = None  # most registers per thread: fewer let two programs share an SM, more avoid spills
 
 
-class Call(NamedTuple):
+class ConfigKey(NamedTuple):
     """The properties of a call that determine its config."""
 
     capability: int  # sm_90 -> 90; 0 under the interpreter
@@ -44,11 +44,11 @@ class Call(NamedTuple):
     windowed: bool  # with a left window
 
 
-def call_of(capability: int, problem: Problem, dtype: torch.dtype, mask: str) -> Call:
+def call_of(capability: int, problem: Problem, dtype: torch.dtype, mask: str) -> ConfigKey:
     """Returns the key of a call. mask: see `mask_kind`."""
     capped = problem.softcap is not None
     dropout, windowed = problem.dropout[0] is not None, problem.window[0] is not None
-    return Call(
+    return ConfigKey(
         capability,
         dtype == torch.float32,
         problem.block_d,
@@ -76,7 +76,7 @@ class Row(NamedTuple):
     bare: Config | None = None
     windowed_dropout: Config | None = None  # dropout with a left window, unless `both` applies
 
-    def config(self, call: Call) -> Config:
+    def config(self, call: ConfigKey) -> Config:
         if call.masked and call.dropout and self.both is not None:
             return self.both
         if call.windowed and call.dropout and self.windowed_dropout is not None:
@@ -215,7 +215,7 @@ def _rows(capability: int) -> tuple[int, ...]:
     return (family,) if family in (90, 100) else (family, 80)
 
 
-def _look_up(kernel: str, call: Call, *tables: Table) -> Config:
+def _look_up(kernel: str, call: ConfigKey, *tables: Table) -> Config:
     """Returns the measured config of a call if there is one, else that of the first table with a fitting row."""
     if call.capability == 0:
         return _INTERPRETED
@@ -232,7 +232,7 @@ def _look_up(kernel: str, call: Call, *tables: Table) -> Config:
 
 
 @_tuning.remembered
-def forward_config(call: Call) -> Config:
+def forward_config(call: ConfigKey) -> Config:
     """Returns the tile of `_attention_fwd_kernel`."""
     if call.is_fp32:
         return _look_up("attention_fwd", call, FORWARD_FP32)
@@ -243,13 +243,13 @@ def forward_config(call: Call) -> Config:
 
 
 @_tuning.remembered
-def backward_config(call: Call) -> Config:
+def backward_config(call: ConfigKey) -> Config:
     """Returns the tile of `_dkdv_kernel`."""
     return _look_up("attention_bwd", call, BACKWARD_FP32 if call.is_fp32 else BACKWARD)
 
 
 @_tuning.remembered
-def choose_dq_config(call: Call) -> Config:
+def choose_dq_config(call: ConfigKey) -> Config:
     """Returns the tile of `_dq_kernel`."""
     return _look_up("attention_dq", call, DQ_FP32 if call.is_fp32 else DQ)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastformer.kernels._launch import architecture, cdiv, num_sms
 
 
-class Config(NamedTuple):
+class DecodeConfig(NamedTuple):
     largest_m: int  # the most rows of a tile; SMALLEST_TILE is the minimum of tl.dot
     block_n: int
     num_warps: int
@@ -22,13 +22,13 @@ LARGEST_FP32_HEAD_DIM = 128
 # (fp32, largest head_dim) -> config. All fit into 99 KB of shared memory, which every architecture since 8.0 has. They
 # have not been measured yet, but were chosen by their machine code, with about 40 KB of loads in flight on each SM.
 CONFIGS = {
-    (False, 64): Config(32, 64, 4, 3),
-    (False, 128): Config(32, 32, 4, 3),
-    (False, 256): Config(16, 32, 4, 3),
-    (True, 64): Config(16, 32, 4, 3),
-    (True, LARGEST_FP32_HEAD_DIM): Config(16, 16, 4, 3),
+    (False, 64): DecodeConfig(32, 64, 4, 3),
+    (False, 128): DecodeConfig(32, 32, 4, 3),
+    (False, 256): DecodeConfig(16, 32, 4, 3),
+    (True, 64): DecodeConfig(16, 32, 4, 3),
+    (True, LARGEST_FP32_HEAD_DIM): DecodeConfig(16, 16, 4, 3),
 }
-INTERPRETED_TILE = Config(32, 16, 4, 1)
+INTERPRETED_TILE = DecodeConfig(32, 16, 4, 1)
 # (fp32, largest head_dim, whether a tile has more than SMALLEST_TILE rows) -> the number of programs that share an SM,
 # given the registers and the shared memory of most launches: on sm_80, on sm_90 and 100, and on SMs with 100 KB.
 PROGRAMS = {
@@ -54,7 +54,7 @@ def _kind(q: Tensor) -> tuple[bool, int]:
     return next(key for key in CONFIGS if key[0] == is_fp32 and q.shape[-1] <= key[1])
 
 
-def config_of(q: Tensor) -> Config:
+def config_of(q: Tensor) -> DecodeConfig:
     """Returns the tile of a call."""
     return CONFIGS[_kind(q)] if q.is_cuda else INTERPRETED_TILE
 

@@ -13,7 +13,7 @@ from fastformer.kernels._launch import architecture
 GATES = ("swiglu", "geglu_tanh")  # activations with two inputs
 
 
-class Config(NamedTuple):
+class FfnConfig(NamedTuple):
     """The tile of the result, the depth of a step, and how programs run.
 
     maxnreg: the most registers per thread. programs: 0 for one program per tile; otherwise the number of programs per
@@ -34,7 +34,7 @@ class Config(NamedTuple):
 PERSISTENT = os.environ.get("FASTFORMER_PERSISTENT_FEED_FORWARD") == "1"
 
 
-class Row(NamedTuple):
+class FfnRow(NamedTuple):
     """When the fused product is used: its largest depth (dim, or out_dim in backward) and smallest number of rows."""
 
     most_depth: int
@@ -46,14 +46,14 @@ class Row(NamedTuple):
 # (at 700 TFLOP/s and 4.8 TB/s), which is also what Triton's product loses against cuBLAS's at depth 1200 if it runs at
 # 80 % of its speed. fp32 uses cuBLAS, which obeys torch.backends.cuda.matmul.allow_tf32. (0, ...) is the interpreter.
 FUSED_GEMM = {
-    (0, 4): Row(2**31, 0),
-    (0, 2): Row(2**31, 0),
-    (80, 2): Row(1024, 256),
-    (86, 2): Row(512, 256),
-    (89, 2): Row(512, 256),
-    (90, 2): Row(1024, 256),
-    (100, 2): Row(512, 256),
-    (120, 2): Row(512, 256),
+    (0, 4): FfnRow(2**31, 0),
+    (0, 2): FfnRow(2**31, 0),
+    (80, 2): FfnRow(1024, 256),
+    (86, 2): FfnRow(512, 256),
+    (89, 2): FfnRow(512, 256),
+    (90, 2): FfnRow(1024, 256),
+    (100, 2): FfnRow(512, 256),
+    (120, 2): FfnRow(512, 256),
 }
 
 
@@ -66,7 +66,7 @@ def fuses(x: Tensor, depth: int, rows: int) -> bool:
     return row is not None and depth <= row.most_depth and rows >= row.fewest_rows
 
 
-def config_of(x: Tensor, depth: int, rows: int, backward: bool, activation: str) -> Config:
+def config_of(x: Tensor, depth: int, rows: int, backward: bool, activation: str) -> FfnConfig:
     """Returns the tile of the fused product."""
     config = _config_of(x, depth, rows, backward, activation)
     if not PERSISTENT or backward:
@@ -80,19 +80,19 @@ def config_of(x: Tensor, depth: int, rows: int, backward: bool, activation: str)
     return config
 
 
-def _config_of(x: Tensor, depth: int, rows: int, backward: bool, activation: str) -> Config:
+def _config_of(x: Tensor, depth: int, rows: int, backward: bool, activation: str) -> FfnConfig:
     arch = architecture(x)
     if arch == 0:
-        return Config(32, 64, 32, 4, 1)
+        return FfnConfig(32, 64, 32, 4, 1)
     two_products = activation in GATES and not backward
     if x.element_size() == 4 or depth % 64:
         # Three products instead of one, or masks and narrow loads: larger tiles would spill.
-        return Config(64, 32 if two_products else 64, 32, 4, 2)
+        return FfnConfig(64, 32 if two_products else 64, 32, 4, 2)
     block_m = 64 if rows <= 2048 else 128  # to have enough tiles for all SMs
     if arch in (90, 100):
         # Two programs per SM, so that one multiplies while the other activates: 128 registers per thread.
         block_n = 64 if two_products and arch == 90 else 128
-        return Config(block_m, block_n, 64, block_m // 16, 3, 128 if block_m == 128 and arch == 90 else None)
+        return FfnConfig(block_m, block_n, 64, block_m // 16, 3, 128 if block_m == 128 and arch == 90 else None)
     # On sm_120, ptxas would use at most 128 registers and spill.
     maxnreg = 168 if arch == 120 and block_m == 128 and not two_products else None
-    return Config(block_m, 64 if two_products else 128, 32, block_m // 16, 3, maxnreg)
+    return FfnConfig(block_m, 64 if two_products else 128, 32, block_m // 16, 3, maxnreg)

@@ -338,7 +338,7 @@ def _sum_partials_kernel(
         tl.store(dbias_ptr + columns, tl.cast(gradient, dbias_ptr.dtype.element_ty), mask=columns < DIM)
 
 
-class Tile(NamedTuple):
+class RowTile(NamedTuple):
     """The rows and columns that a program holds at once, and its number of warps."""
 
     block_m: int
@@ -346,14 +346,14 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-def row_tile(dim: int, num_rows: int) -> Tile:
+def row_tile(dim: int, num_rows: int) -> RowTile:
     """Returns a tile of whole rows with about 2048 elements, 16 per thread (more for the widest rows)."""
     block_n = max(8, next_power_of_2(dim))
     block_m = max(1, min(2048 // block_n, next_power_of_2(num_rows)))
-    return Tile(block_m, block_n, max(1, min(16, block_m * block_n // 512)))
+    return RowTile(block_m, block_n, max(1, min(16, block_m * block_n // 512)))
 
 
-def backward_tile(dim: int, num_rows: int, bytes_each: int) -> Tile:
+def backward_tile(dim: int, num_rows: int, bytes_each: int) -> RowTile:
     """Returns a row_tile with 8 elements per thread, or 16 small ones: each also needs two sums and a weight."""
     tile = row_tile(dim, num_rows)
     per_thread = 16 if dim > 2048 and tile.block_n * bytes_each <= 32768 else 8

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from fastformer.kernels._activations import activate, differentiate
 from fastformer.kernels._dropout import drop_tile, keep_mask_tile, load_dropout
-from fastformer.kernels._feed_forward_configs import GATES, Config, config_of, fuses
+from fastformer.kernels._feed_forward_configs import GATES, FfnConfig, config_of, fuses
 from fastformer.kernels._launch import (
     Dropout,
     cdiv,
@@ -441,7 +441,7 @@ def _elementwise_block(hidden_dim: int) -> tuple[int, int]:
 ELEMENTWISE_PROGRAMS = 2048
 
 
-def _tile_of(config: Config, x: Tensor, depth: int) -> dict[str, object]:
+def _tile_of(config: FfnConfig, x: Tensor, depth: int) -> dict[str, object]:
     """Returns a config as keyword arguments of the kernels with a product."""
     return {
         "EVEN_K": depth % config.block_k == 0, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,

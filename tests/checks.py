@@ -111,11 +111,11 @@ def assert_op_accurate(
             dy = torch.randn(*output.shape, 2, device=output.device).to(plain_output.dtype)[..., 0]
             dys.append(dy if strided_dy else dy.contiguous())
         for which, (outputs, leaves) in enumerate(called):
-            given = [dy.to(output.dtype) for dy, output in zip(dys, outputs, strict=True)]
-            for name, gradient in zip(names, torch.autograd.grad(outputs, leaves, given), strict=True):
+            cotangents = [dy.to(output.dtype) for dy, output in zip(dys, outputs, strict=True)]
+            for name, gradient in zip(names, torch.autograd.grad(outputs, leaves, cotangents), strict=True):
                 drawn[name][which].append(gradient)
     for name, gradients in drawn.items():
-        of_ours, of_plain, exact = (torch.stack(each) for each in gradients)
+        of_ours, of_plain, exact = (torch.stack(values) for values in gradients)
         assert_accurate(of_ours, of_plain, exact, f"d{name}")
 
 
@@ -130,14 +130,14 @@ def assert_equals_plain(
     **options: Any,
 ) -> None:
     """Does the same with options for both. Under dropout, of a tensor of the shape `dropped`, `plain` gets `keep`."""
-    ours, theirs = dict(options), dict(options)
+    ours, plain_options = dict(options), dict(options)
     if dropout_p:
         device = next(tensor.device for tensor in inputs.values() if tensor is not None)
         seed = torch.tensor([2**61 + 12345, 2**33 + 77], device=device)
         keep = keep_mask(seed, dropout_p, math.prod(dropped[:-1]), dropped[-1])[0].view(dropped)
         ours |= {"dropout_p": dropout_p, "dropout_seed": seed}
-        theirs |= {"dropout_p": dropout_p, "keep": keep}
-    assert_op_accurate(partial(op, **ours), partial(plain, **theirs), inputs, strided_dy=strided_dy)
+        plain_options |= {"dropout_p": dropout_p, "keep": keep}
+    assert_op_accurate(partial(op, **ours), partial(plain, **plain_options), inputs, strided_dy=strided_dy)
 
 
 @contextlib.contextmanager

@@ -198,10 +198,10 @@ def ran(capsys: pytest.CaptureFixture[str]) -> Ran:
 
     def run(*words: str, code: int = 0) -> Printed:
         try:
-            found = main([*words])
+            status = main([*words])
         except SystemExit as end:  # of the help
-            found = int(end.code or 0)
-        assert found == code, words
+            status = int(end.code or 0)
+        assert status == code, words
         return Printed(*capsys.readouterr())
 
     return run

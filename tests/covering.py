@@ -23,17 +23,17 @@ def covering(*axes: Sequence[Any]) -> list[Any]:
         return set(itertools.combinations(enumerate(case), 2))
 
     missing = set().union(*map(pairs, product))
-    kept = set()
+    chosen = set()
     while missing:
         best = max(product, key=lambda case: len(pairs(case) & missing))
-        kept.add(best)
+        chosen.add(best)
         missing -= pairs(best)
-    found = []
+    params = []
     for case in product:
         values = (axis[index] for axis, index in zip(axes, case, strict=True))
-        given = itertools.chain.from_iterable(value if isinstance(value, tuple) else (value,) for value in values)
-        found.append(pytest.param(*given, marks=() if case in kept else pytest.mark.slow))
-    return found
+        flat = itertools.chain.from_iterable(value if isinstance(value, tuple) else (value,) for value in values)
+        params.append(pytest.param(*flat, marks=() if case in chosen else pytest.mark.slow))
+    return params
 
 
 def by_turns(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
@@ -47,9 +47,9 @@ def by_turns(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
     length = min(len(first), len(second))
     return [
         pytest.param(
-            one, *(other if isinstance(other, tuple) else (other,)),
+            value, *(other if isinstance(other, tuple) else (other,)),
             marks=() if i % length == j % length and (i < length or j < length) else pytest.mark.slow,
         )
-        for i, one in enumerate(first)
+        for i, value in enumerate(first)
         for j, other in enumerate(second)
     ]  # fmt: skip

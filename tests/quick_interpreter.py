@@ -167,15 +167,15 @@ def _by_name(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Stores the table of types, which the interpreter makes again at every lookup."""
     import triton.language as tl
 
-    known: dict[str, Any] = {}
+    cache: dict[str, Any] = {}
 
     def find_once(dtype: Any) -> Any:
         element = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
         if isinstance(element, tl.pointer_type):
             return find(dtype)
-        if element.name not in known:
-            known[element.name] = find(element)
-        return known[element.name]
+        if element.name not in cache:
+            cache[element.name] = find(element)
+        return cache[element.name]
 
     return find_once
 

@@ -51,8 +51,8 @@ class Tape(TorchDispatchMode):
                         self.written[_place(tensor)] = (whole, whole.clone())
         result = func(*args, **options)
         outputs = list(_tensors(result))
-        given = {_place(tensor) for tensor in _tensors((args, options))}
-        self._own |= {_place(output) for output in outputs} - given
+        inputs = {_place(tensor) for tensor in _tensors((args, options))}
+        self._own |= {_place(output) for output in outputs} - inputs
         self.calls.append((func, args, options, outputs))
         return result
 
@@ -66,9 +66,9 @@ class Tape(TorchDispatchMode):
         """Runs the operations again, and writes each result to its old address."""
         self._graphs.replays += 1
         for func, args, options, outputs in self.calls:
-            for output, again in zip(outputs, _tensors(func(*args, **options)), strict=True):
-                if _place(output) != _place(again):
-                    output.detach().copy_(again)
+            for output, value in zip(outputs, _tensors(func(*args, **options)), strict=True):
+                if _place(output) != _place(value):
+                    output.detach().copy_(value)
 
 
 class TapeGraphs:

@@ -40,23 +40,23 @@ def sources(tmp_path: Path) -> Path:
 
 def build(sources: Path, compiler: str) -> tuple[dict[str, int], str]:
     """Builds the library of the ops; returns the bytes of the precompiled header, and the output."""
-    done = subprocess.run(
+    proc = subprocess.run(
         [sys.executable, "setup.py", "-v", "build_ext", "--inplace", "--build-temp", "temp"],
         cwd=sources,
         env={**os.environ, "CXX": compiler, "CCACHE_DISABLE": "1"},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert proc.returncode == 0, proc.stdout + proc.stderr
     assert (sources / "fastformer/_ops_avx2.so").is_file()
-    found = sorted((sources / "temp").glob("**/*.gch"))
-    return {str(path): path.stat().st_size for path in found}, done.stdout
+    headers = sorted((sources / "temp").glob("**/*.gch"))
+    return {str(path): path.stat().st_size for path in headers}, proc.stdout
 
 
 def test_headers_are_compiled_once_and_again_when_they_change(sources: Path) -> None:
-    made, output = build(sources, f"{GXX} -H")  # which tells of each header
-    assert made and all(made.values())
-    assert all(f"! {path}" in output for path in made), "it is used"
+    headers, output = build(sources, f"{GXX} -H")  # which tells of each header
+    assert headers and all(headers.values())
+    assert all(f"! {path}" in output for path in headers), "it is used"
     objects = [*(sources / "temp").glob("*/*/gemm.o"), *(sources / "temp").glob("*/*/tensor.o")]
     assert len(objects) == 4, "for each of two instruction sets"
     before = [path.stat().st_mtime_ns for path in objects]
@@ -79,13 +79,13 @@ def test_a_compiler_without_precompiled_headers_builds(sources: Path, failure: s
     compiler = sources / "compiler"
     compiler.write_text(f'#!/bin/sh\n{failure}\nexec {GXX} "$@"\n')
     compiler.chmod(0o755)
-    made, _ = build(sources, str(compiler))
-    assert not any(made.values())
+    headers, _ = build(sources, str(compiler))
+    assert not any(headers.values())
 
 
 def test_a_cached_compiler_is_left_alone(sources: Path) -> None:
-    made, _ = build(sources, f"env {GXX}")
-    assert not made
+    headers, _ = build(sources, f"env {GXX}")
+    assert not headers
 
 
 def test_a_compiler_that_fails_leaves_the_choice_to_the_user(sources: Path) -> None:

@@ -67,12 +67,12 @@ def raising(error: BaseException):
 )
 def test_each_error_is_one_line(error, code, message, monkeypatch, ran) -> None:
     monkeypatch.setattr("fastformer.commands.doctor.doctor", raising(error))
-    said = ran("doctor", code=code).err
-    assert message in said and said.count("\n") == 1, said
-    assert ("--debug" in said) == ("a bug" in said)
+    stderr = ran("doctor", code=code).err
+    assert message in stderr and stderr.count("\n") == 1, stderr
+    assert ("--debug" in stderr) == ("a bug" in stderr)
     for words in (["--debug", "doctor"], ["doctor", "--debug"]):
-        said = ran(*words, code=code).err
-        assert message in said and "Traceback" in said and "in raising" not in said and "in command" in said
+        stderr = ran(*words, code=code).err
+        assert message in stderr and "Traceback" in stderr and "in raising" not in stderr and "in command" in stderr
 
 
 def test_libraries_are_quiet_and_fastformers_messages_are_not(monkeypatch, ran) -> None:

@@ -147,10 +147,10 @@ def test_every_command_works_without_a_standard_stream(tmp_path) -> None:
             words = line.replace("OUT", "-".join(["out", str(number), *map(str, closed.encode())]))
             shell = f"'{sys.executable}' -m fastformer.cli {words} {closed}"
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-            done = subprocess.run(
+            proc = subprocess.run(
                 ["bash", "-c", shell], cwd=tmp_path, env=environment, capture_output=True, timeout=200
             )
-            assert b"bug" not in done.stderr + done.stdout and b"Traceback" not in done.stderr, (shell, done)
+            assert b"bug" not in proc.stderr + proc.stdout and b"Traceback" not in proc.stderr, (shell, proc)
             lost = ">&-" in closed.replace("2>&-", "") and not saves
-            assert done.returncode == (1 if lost else 0), (shell, done)
-            assert bool(done.stdout) == (" >&-" not in f" {closed}"), (shell, done)
+            assert proc.returncode == (1 if lost else 0), (shell, proc)
+            assert bool(proc.stdout) == (" >&-" not in f" {closed}"), (shell, proc)

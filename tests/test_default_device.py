@@ -30,8 +30,8 @@ def test_padded_batches_of_transformers_models(family: str) -> None:
     with torch.no_grad():
         expected = model(IDS, attention_mask=MASK.long(), **decodes).logits
         with torch.device("meta"):
-            found = model(IDS, attention_mask=MASK.long(), **decodes).logits
-    assert torch.equal(found, expected)
+            logits = model(IDS, attention_mask=MASK.long(), **decodes).logits
+    assert torch.equal(logits, expected)
 
 
 def test_a_padded_batch_on_the_default_device() -> None:
@@ -62,8 +62,8 @@ def test_generation(engine: str, num_beams: int) -> None:
     source = np.asarray(IDS) % 40
     expected = generate(model, source, engine=engine, num_beams=num_beams, max_new_tokens=6)
     with torch.device("meta"):
-        found = generate(model, source, engine=engine, num_beams=num_beams, max_new_tokens=6)
-    assert torch.equal(found, expected)
+        tokens = generate(model, source, engine=engine, num_beams=num_beams, max_new_tokens=6)
+    assert torch.equal(tokens, expected)
 
 
 @pytest.mark.parametrize("packed", [False, True])

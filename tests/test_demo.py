@@ -55,21 +55,21 @@ def test_a_second_demo_replaces_only_its_own_files(tmp_path) -> None:
     (folder / "checkpoints").mkdir()
     for name in written & {"model.safetensors", "metrics.jsonl", "checkpoints/step-00000001.pt"}:
         (folder / name).write_text("of a demo")
-    mine = {
+    user_files = {
         "notes.txt": "my notes",
         "train-2.log": "my log",
         "checkpoints/best.pt": "my model",
         "checkpoints/step-1.pt": "mine",
         "sub/x": "x",
     }
-    for name, text in mine.items():
+    for name, text in user_files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     demo.clear(folder)
-    for name, text in mine.items():
+    for name, text in user_files.items():
         assert (folder / name).read_text() == text
     assert "model.safetensors" in written and not written & {"notes.txt", "checkpoints/best.pt"}
-    assert set(contents(folder)) == {demo.MARK, ".lock", "checkpoints", "sub", *mine}
+    assert set(contents(folder)) == {demo.MARK, ".lock", "checkpoints", "sub", *user_files}
 
 
 def test_links_are_not_followed(tmp_path, project) -> None:

@@ -78,9 +78,9 @@ def test_the_doctor_reports_the_size_of_a_packed_copy(monkeypatch) -> None:
     monkeypatch.setattr(_extension, "why_missing", lambda name: None)
     text = " ".join(doctor.encoding())
     numbers = 12 * 7_077_888  # in the matrices of a BERT-base's layers
-    for precision, each in (("fp32", 4), ("bf16", 2), ("int8", 1)):
-        (found,) = re.findall(rf"(\d+) MB in {precision}", text)
-        assert abs(int(found) * 1e6 - numbers * each) < 1e6
+    for precision, size in (("fp32", 4), ("bf16", 2), ("int8", 1)):
+        (megabytes,) = re.findall(rf"(\d+) MB in {precision}", text)
+        assert abs(int(megabytes) * 1e6 - numbers * size) < 1e6
     assert "encode=False" in text
 
 
@@ -103,10 +103,10 @@ def test_a_bare_installation_is_enough(tmp_path) -> None:
         "              ['serve', 'r'], ['prepare', 'r'], ['chat', 'r']):\n"
         "    assert main(words) == 1, words\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "backends on cpu" in done.stdout and "linear_cross_entropy" in done.stdout
-    lines = done.stderr.splitlines()
+    proc = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert proc.returncode == 0, proc.stderr
+    assert "backends on cpu" in proc.stdout and "linear_cross_entropy" in proc.stdout
+    lines = proc.stderr.splitlines()
     extras = [*5 * ["train"], "serve", "train,parquet", "train,chat"]
     assert all(f"pip install 'fastformer[{extra}]'" in line for extra, line in zip(extras, lines, strict=True)), lines
     assert not any(tmp_path.iterdir())
@@ -121,6 +121,6 @@ def test_help_and_version_need_and_load_nothing(flag) -> None:
         "heavy = {'torch', 'fastformer.training', 'fastformer.commands.train'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    done = subprocess.run([sys.executable, "-c", HIDE + code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "fastformer" in done.stdout
+    proc = subprocess.run([sys.executable, "-c", HIDE + code], capture_output=True, text=True)
+    assert proc.returncode == 0, proc.stderr
+    assert "fastformer" in proc.stdout

@@ -49,10 +49,10 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
 
 def test_only_leftovers_of_a_kill_are_removed(tmp_path) -> None:
     end = "0123456789abcdef.tmp"
-    kept = [".mine.tmp", ".a.pt.0123456789abcde.tmp", f"a.pt.{end}", ".hidden", f".thesis.{end}", f".link.pt.{end}"]
-    for name in (*kept[:-1], f".a.pt.{end}", f".b.json.{end}"):
+    others = [".mine.tmp", ".a.pt.0123456789abcde.tmp", f"a.pt.{end}", ".hidden", f".thesis.{end}", f".link.pt.{end}"]
+    for name in (*others[:-1], f".a.pt.{end}", f".b.json.{end}"):
         (tmp_path / name).touch()
-    (tmp_path / kept[-1]).symlink_to(tmp_path / ".hidden")
+    (tmp_path / others[-1]).symlink_to(tmp_path / ".hidden")
     (tmp_path / f".folder.pt.{end}").mkdir()
     remove_left_overs(tmp_path, ["*.pt", "b.json"])
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, f".folder.pt.{end}"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*others, f".folder.pt.{end}"])

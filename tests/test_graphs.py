@@ -184,14 +184,14 @@ def test_a_replay_draws_what_a_call_would_draw() -> None:
     after = torch.cuda.get_rng_state()
     torch.manual_seed(3)
     graphs.warm_up(draw)
-    found = [drawn.clone()]
+    draws_of_graph = [drawn.clone()]
     graph = graphs.capture(draw)
     for _ in range(3):
         graph.replay()
-        found.append(drawn.clone())
-    assert torch.equal(torch.stack(found), torch.stack(expected))
+        draws_of_graph.append(drawn.clone())
+    assert torch.equal(torch.stack(draws_of_graph), torch.stack(expected))
     assert torch.equal(torch.cuda.get_rng_state(), after)  # so that a checkpoint is the same
-    assert len({tuple(pair) for draws in found for pair in draws.tolist()}) == 8
+    assert len({tuple(pair) for draws in draws_of_graph for pair in draws.tolist()}) == 8
 
 
 BROKEN = """
@@ -223,5 +223,5 @@ except CaptureError as error:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_code_that_cannot_be_captured_is_an_error() -> None:
     # In a process of its own: PyTorch's allocator takes a broken capture for one that goes on.
-    done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "refused\nrefused\n"), done.stderr
+    proc = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True)
+    assert (proc.returncode, proc.stdout) == (0, "refused\nrefused\n"), proc.stderr

@@ -24,6 +24,6 @@ def test_one_of_several_processes_ends_at_once_after_a_signal(code, launched, ta
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment |= {"RANK": "0", "WORLD_SIZE": "2"} if launched else {}
     words = [sys.executable, "-c", SCRIPT, str(code)]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True)
-    assert done.returncode == code, done.stderr
-    assert done.stdout.split() == ["said", *(["taken", "apart"] if taken_apart else [])]
+    proc = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert proc.returncode == code, proc.stderr
+    assert proc.stdout.split() == ["said", *(["taken", "apart"] if taken_apart else [])]

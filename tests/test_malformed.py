@@ -51,13 +51,13 @@ def folder(origin, tmp_path, monkeypatch) -> Path:
     return tmp_path / "work"
 
 
-def refused(words: list[str], code: int, said: tuple[str, ...], folder: Path, ran) -> None:
+def refused(words: list[str], code: int, phrases: tuple[str, ...], folder: Path, ran) -> None:
     before = contents(folder)
     error = ran(*words, code=code).err
     last = error.splitlines()[-1]
     assert last.startswith("fastformer: "), error
     assert error.count("fastformer: ") == 1 and "Traceback" not in error and "a bug" not in error, error
-    for word in said:
+    for word in phrases:
         assert word in last, f"{words} should say {word!r}: {error}"
     assert contents(folder) == before, "a refused command wrote something"
 
@@ -139,15 +139,15 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("command", "said"), FLAGS, ids=[command for command, _ in FLAGS])
-def test_flags_that_do_not_fit(command, said, tmp_path, monkeypatch, ran) -> None:
+@pytest.mark.parametrize(("command", "phrases"), FLAGS, ids=[command for command, _ in FLAGS])
+def test_flags_that_do_not_fit(command, phrases, tmp_path, monkeypatch, ran) -> None:
     monkeypatch.chdir(tmp_path)
-    refused(shlex.split(command), 2, said, tmp_path, ran)
+    refused(shlex.split(command), 2, phrases, tmp_path, ran)
 
 
-@pytest.mark.parametrize(("command", "said"), VALUES, ids=[command for command, _ in VALUES])
-def test_impossible_values(command, said, folder, ran) -> None:
-    refused(shlex.split(command), 1, said, folder, ran)
+@pytest.mark.parametrize(("command", "phrases"), VALUES, ids=[command for command, _ in VALUES])
+def test_impossible_values(command, phrases, folder, ran) -> None:
+    refused(shlex.split(command), 1, phrases, folder, ran)
 
 
 def cut(file: Path) -> None:
@@ -179,14 +179,14 @@ DAMAGE: list[tuple[str, Callable[[Path], object], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "damage", "said"), DAMAGE)
-def test_damaged_models(name, damage, said, folder, ran) -> None:
+@pytest.mark.parametrize(("name", "damage", "phrases"), DAMAGE)
+def test_damaged_models(name, damage, phrases, folder, ran) -> None:
     damage(folder / "run" / name)
-    refused(["translate", "run", "x"], 1, said, folder, ran)
+    refused(["translate", "run", "x"], 1, phrases, folder, ran)
 
 
 @pytest.mark.parametrize(
-    ("name", "damage", "said"),
+    ("name", "damage", "phrases"),
     [
         ("config.yaml", Path.unlink, ("config.yaml",)),
         ("config.yaml", lambda file: file.write_text("steps: x\n...\n") and None, ("steps",)),
@@ -194,9 +194,9 @@ def test_damaged_models(name, damage, said, folder, ran) -> None:
         ("checkpoints/step-00000002.pt", piped, ("damaged",)),
     ],
 )
-def test_damaged_runs_do_not_resume(name, damage, said, folder, ran) -> None:
+def test_damaged_runs_do_not_resume(name, damage, phrases, folder, ran) -> None:
     damage(folder / "run" / name)
-    refused(["train", "run", "--resume"], 1, said, folder, ran)
+    refused(["train", "run", "--resume"], 1, phrases, folder, ran)
 
 
 def test_a_typo_is_recognised(tmp_path, monkeypatch, ran) -> None:

@@ -167,12 +167,12 @@ CALLS: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "said"), [case[1:] for case in CALLS], ids=[case[0] for case in CALLS])
-def test_a_malformed_call_says_what_was_expected_and_what_came(call, said, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize(("call", "phrases"), [case[1:] for case in CALLS], ids=[case[0] for case in CALLS])
+def test_a_malformed_call_says_what_was_expected_and_what_came(call, phrases, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError) as refused:
         call()
-    for word in said:
+    for word in phrases:
         assert word in str(refused.value), str(refused.value)
     assert not list(tmp_path.iterdir())
 

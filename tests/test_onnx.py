@@ -48,7 +48,7 @@ class Call(nn.Module):
 
 def run(file: Path, inputs: tuple[Tensor, ...]) -> Tensor:
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    read = {each.name for each in session.get_inputs()}  # without those that the graph doesn't use
+    read = {argument.name for argument in session.get_inputs()}  # without those that the graph doesn't use
     named = {f"x{i}": x.numpy() for i, x in enumerate(inputs) if f"x{i}" in read}
     return torch.from_numpy(session.run(None, named)[0])
 
@@ -165,13 +165,13 @@ def test_accelerated_models(family, dynamo, tmp_path):
     model.config.use_cache = False
 
     def call(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
-        given = {"decoder_input_ids": ids} if has_decoder else {}
-        return model(input_ids=ids, attention_mask=mask, **given)[0]
+        decoder_inputs = {"decoder_input_ids": ids} if has_decoder else {}
+        return model(input_ids=ids, attention_mask=mask, **decoder_inputs)[0]
 
     module, inputs = Call(model, call).eval(), (IDS, REAL.long())
-    found = run(exported(tmp_path / "m.onnx", module, inputs, dynamo), inputs)
+    output = run(exported(tmp_path / "m.onnx", module, inputs, dynamo), inputs)
     real = torch.ones_like(REAL) if has_decoder else REAL
-    torch.testing.assert_close(found[real], module(*inputs)[real], atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(output[real], module(*inputs)[real], atol=2e-5, rtol=2e-5)
 
 
 def test_a_graph_serves_other_sizes(tmp_path):
@@ -191,7 +191,7 @@ def test_dropout_in_training_is_in_the_graph(dynamo, tmp_path):
     inputs = torch.zeros(2, 64, 4, 64), torch.ones(2, 64, 4, 64), values
     module = Call(nn.Identity(), lambda _, q, k, v: ops.attention(q, k, v, dropout_p=0.25)).train()
     options = {} if dynamo else {"training": torch.onnx.TrainingMode.TRAINING}
-    found = run(exported(tmp_path / "m.onnx", module, inputs, dynamo, **options), inputs)
-    kept = found[found != 0]
-    assert 0.7 < len(kept) / found.numel() < 0.8
-    torch.testing.assert_close(kept * 64, torch.full_like(kept, 4 / 3))
+    output = run(exported(tmp_path / "m.onnx", module, inputs, dynamo, **options), inputs)
+    nonzero = output[output != 0]
+    assert 0.7 < len(nonzero) / output.numel() < 0.8
+    torch.testing.assert_close(nonzero * 64, torch.full_like(nonzero, 4 / 3))

@@ -20,8 +20,8 @@ def test_the_root_offers_its_names_lazily() -> None:
         "assert 'torch' not in sys.modules\n"
         "assert {'GPT', 'Transformer', 'Translator', 'generate', 'nn', 'functional'} <= set(dir(fastformer))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    proc = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert proc.returncode == 0, proc.stderr
 
 
 def test_every_exported_name_is_there() -> None:
@@ -36,13 +36,13 @@ def test_an_installation_is_typed(tmp_path) -> None:
     if not (ROOT / "setup.py").exists():
         pytest.skip("the sources are not here")
     commands = ["egg_info", "--egg-base", str(tmp_path), "build_py", "--build-lib", str(tmp_path / "lib")]
-    done = subprocess.run(
+    proc = subprocess.run(
         [sys.executable, "setup.py", "-q", *commands],
         cwd=ROOT,
         env={**os.environ, "FASTFORMER_BUILD_CPP": "0"},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
+    assert proc.returncode == 0, proc.stderr
     assert (tmp_path / "lib" / "fastformer" / "py.typed").is_file()
     assert (tmp_path / "lib" / "fastformer" / "commands" / "train.py").is_file()

@@ -17,7 +17,7 @@ from fastformer.training.config import TrainConfig, merged
 
 @pytest.fixture
 def module() -> ModuleType:
-    found = ModuleType("sample")
+    sample_module = ModuleType("sample")
 
     def sample(
         run: str,
@@ -47,9 +47,9 @@ def module() -> ModuleType:
             part: of it
         """
 
-    found.sample = sample  # type: ignore[attr-defined]
-    found.FILLED_BY = ("file",)  # type: ignore[attr-defined]
-    return found
+    sample_module.sample = sample  # type: ignore[attr-defined]
+    sample_module.FILLED_BY = ("file",)  # type: ignore[attr-defined]
+    return sample_module
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,8 @@ def module() -> ModuleType:
     ],
 )
 def test_words_become_values(module, words, values) -> None:
-    got = parse(module, "sample", words.split())
-    assert {name: value for name, value in got.items() if name != "text" or value is not None} == values
+    parsed = parse(module, "sample", words.split())
+    assert {name: value for name, value in parsed.items() if name != "text" or value is not None} == values
 
 
 @pytest.mark.parametrize(
@@ -139,13 +139,13 @@ def settings(*words: str) -> dict[str, Any]:
 
 
 def test_the_models_settings_are_nested_flags() -> None:
-    given = settings("--model", "gpt", "--preset=small", "--model.dropout", "0.1", "--model.positions", "rotary")
-    assert given == {"model": {"name": "gpt", "preset": "small", "dropout": 0.1, "positions": "rotary"}}
-    config = TrainConfig.from_dict(given)
+    values = settings("--model", "gpt", "--preset=small", "--model.dropout", "0.1", "--model.positions", "rotary")
+    assert values == {"model": {"name": "gpt", "preset": "small", "dropout": 0.1, "positions": "rotary"}}
+    config = TrainConfig.from_dict(values)
     assert (config.model, config.preset, config.settings) == ("gpt", "small", {"dropout": 0.1, "positions": "rotary"})
-    made = config.model_config(vocab_size=50)
+    gpt = config.model_config(vocab_size=50)
     # What was given, then the preset, then the default.
-    assert (made.dropout, made.attention_dropout, made.d_model, made.vocab_size) == (0.1, 0.2, 384, 50)
+    assert (gpt.dropout, gpt.attention_dropout, gpt.d_model, gpt.vocab_size) == (0.1, 0.2, 384, 50)
     assert settings("--model.window_size", "null") == {"model": {"window_size": None}}
     assert settings("--skip-bad-lines", "--steps", "3") == {"skip_bad_lines": True, "steps": 3}
 
@@ -155,17 +155,17 @@ def test_flags_override_the_file_in_any_order(tmp_path, monkeypatch, config_firs
     (tmp_path / "a.yaml").write_text(
         "model: {name: gpt, preset: small, d_model: 48, num_heads: 4}\nlr: 2e-3\nsteps: 5\nclip: 1\nprecision: bf16\n"
     )
-    got: list[TrainConfig] = []
+    configs: list[TrainConfig] = []
 
     def start(config: TrainConfig, *_: object, **__: object) -> None:
-        got.append(config)
+        configs.append(config)
         raise ValueError("far enough")
 
     monkeypatch.setattr(train, "start", start)
     file, flags = ["--config", str(tmp_path / "a.yaml")], ["--model.d_model", "384", "--steps", "1000", "--seed=7"]
     words = [*file, *flags] if config_first else [*flags, *file]
     assert main(["train", str(tmp_path / "run"), *words]) == 1
-    (config,) = got
+    (config,) = configs
     assert (config.model, config.preset, config.settings) == ("gpt", "small", {"d_model": 384, "num_heads": 4})
     assert (config.steps, config.lr, config.clip, config.precision, config.seed) == (1000, 2e-3, 1.0, "bf16", 7)
 

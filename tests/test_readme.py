@@ -14,8 +14,8 @@ BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 
 def block_with(text: str) -> str:
-    (found,) = [block for language, block in BLOCKS if language == "python" and text in block]
-    return found
+    (match,) = [block for language, block in BLOCKS if language == "python" and text in block]
+    return match
 
 
 def test_the_python_of_the_first_minute_runs() -> None:

@@ -94,8 +94,8 @@ def test_a_language_model_alone_may_pad_with_an_end_or_never_end() -> None:
         config = GPTConfig(VOCAB, d_model=16, num_heads=2, num_layers=1, max_len=16, special_ids=ids)
         model = GPT(config).eval()
         prompts = torch.tensor([[5, ids.pad, 6], [ids.pad, ids.pad, 4]])  # none of these is padding
-        found = model.generate(prompts, max_new_tokens=3, engine="kv_cache", eos_token_id=None)
-        for row, prompt in zip(found.tolist(), prompts.tolist(), strict=True):
+        outputs = model.generate(prompts, max_new_tokens=3, engine="kv_cache", eos_token_id=None)
+        for row, prompt in zip(outputs.tolist(), prompts.tolist(), strict=True):
             alone = model.generate([prompt], max_new_tokens=3, engine="recompute")[0].tolist()
             assert row[: len(alone)] == alone and set(row[len(alone) :]) <= {ids.pad}
         mask = torch.tensor([[1, 1, 1], [0, 0, 1]])
@@ -143,16 +143,16 @@ def test_renamed_ids_change_nothing(before, after) -> None:
     names = renaming(before, after)
     twin = renamed(model, after, names)
     source, target_in, target_out = batch(before)
-    theirs = names[source], names[target_in], torch.where(target_out < 0, target_out, names[target_out.clamp(min=0)])
+    twin_ids = names[source], names[target_in], torch.where(target_out < 0, target_out, names[target_out.clamp(min=0)])
     # The layers see only vectors, so they give the same bits; only the order of the logits depends on the names.
-    memory, their_memory = model.encode(source), twin.encode(theirs[0])
+    memory, their_memory = model.encode(source), twin.encode(twin_ids[0])
     assert torch.equal(memory, their_memory)
-    assert torch.equal(model.decode(target_in, memory), twin.decode(theirs[1], their_memory))
-    assert (model(source, target_in) - twin(*theirs[:2])[..., names]).abs().max() < 1e-12
-    maps, their_maps = model.attention_maps(source, target_in), twin.attention_maps(*theirs[:2])
+    assert torch.equal(model.decode(target_in, memory), twin.decode(twin_ids[1], their_memory))
+    assert (model(source, target_in) - twin(*twin_ids[:2])[..., names]).abs().max() < 1e-12
+    maps, their_maps = model.attention_maps(source, target_in), twin.attention_maps(*twin_ids[:2])
     assert all(torch.equal(maps[name], their_maps[name]) for name in maps)
-    for one, other in zip(train(model, source, target_in, target_out), train(twin, *theirs), strict=True):
-        assert abs(one - other) < 1e-9
+    for a, b in zip(train(model, source, target_in, target_out), train(twin, *twin_ids), strict=True):
+        assert abs(a - b) < 1e-9
     assert (model.embedding.weight - twin.embedding.weight[names]).abs().max() < 1e-9
 
 
@@ -199,7 +199,7 @@ def test_ids_are_saved_and_an_old_config_has_the_defaults(tmp_path) -> None:
         del config["special_ids"]  # configs were written this way before the setting existed
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert kind.from_pretrained(tmp_path).config.special_ids == SpecialIds()
-        for wrong, said in (({"pad": -3}, "pad"), ({"bos": 3}, "'bos'"), ([3], "SpecialIds")):
+        for wrong, message in (({"pad": -3}, "pad"), ({"bos": 3}, "'bos'"), ([3], "SpecialIds")):
             (tmp_path / "config.json").write_text(json.dumps({**config, "special_ids": wrong}))
-            with pytest.raises(ValueError, match=said):
+            with pytest.raises(ValueError, match=message):
                 kind.from_pretrained(tmp_path)

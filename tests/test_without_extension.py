@@ -35,15 +35,15 @@ assert not any("fastformer/_" in line for line in open("/proc/self/maps"))
 
 
 def test_everything_works_with_one_warning(tmp_path: Path) -> None:
-    done = subprocess.run(
+    proc = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "run"), write_pairs(tmp_path / "train.tsv")],
         capture_output=True,
         text=True,
         env={**os.environ, "FASTFORMER_STRICT": "0"},
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("no C++ extension for this CPU") == 1
-    assert done.stderr.count("fastformer doctor") == 1 and " runs on " not in done.stderr
-    assert "tokens torch.Size([1, 6])" in done.stdout
-    lines = done.stdout.splitlines()
+    assert proc.returncode == 0, proc.stderr
+    assert proc.stderr.count("no C++ extension for this CPU") == 1
+    assert proc.stderr.count("fastformer doctor") == 1 and " runs on " not in proc.stderr
+    assert "tokens torch.Size([1, 6])" in proc.stdout
+    lines = proc.stdout.splitlines()
     assert any(line.split()[:2] == ["attention", "torch"] for line in lines)

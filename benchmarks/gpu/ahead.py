@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import stand_in
-from benchmarks.gpu.warm import Step, forked
+from benchmarks.gpu.warm import PlanStep, forked
 
 
-def compile_ahead(out: Path, todo: Sequence[Step], only: str, arch: int, jobs: int) -> int:
+def compile_ahead(out: Path, todo: Sequence[PlanStep], only: str, arch: int, jobs: int) -> int:
     """Compiles the kernels of each step that matches the pattern. Returns 1 if a step or a compilation fails."""
     import torch
 
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # a fork doesn't inherit threads
     chosen = [step for step in todo if re.search(only, step.key)]
-    running: dict[int, tuple[Step, float]] = {}
+    running: dict[int, tuple[PlanStep, float]] = {}
     are_ok = True
     while chosen or running:
         while chosen and len(running) < jobs:
@@ -45,7 +45,7 @@ def compile_ahead(out: Path, todo: Sequence[Step], only: str, arch: int, jobs: i
     return 0 if are_ok else 1
 
 
-def _fork(step: Step, out: Path, arch: int) -> int:
+def _fork(step: PlanStep, out: Path, arch: int) -> int:
     """Returns the process that runs a step."""
     command, variables = step.commands[0]
     module, *rest = command[command.index("-m") + 1 :]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import stand_in
-from benchmarks.gpu.warm import Step, forked
+from benchmarks.gpu.warm import PlanStep, forked
 from benchmarks.measure import record
 
 _LIMIT = 900  # seconds after which a step counts as hanging
@@ -25,7 +25,7 @@ _MISTAKE = re.compile(
 )
 
 
-def rehearse(out: Path, todo: Sequence[Step], only: str) -> int:
+def rehearse(out: Path, todo: Sequence[PlanStep], only: str) -> int:
     """Runs the first command of each step that matches the pattern. Returns 1 if any has a mistake.
 
     It writes a line for each step to OUT/gpu_rehearsal.jsonl: "ok", "binaries" (which the step would compile), "wrong",

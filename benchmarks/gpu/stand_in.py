@@ -41,7 +41,7 @@ _ATEN = torch.library.Library("aten", "IMPL")
 binaries: set[tuple[str, str]] = set()  # (kernel, the properties on which its binary depends)
 
 
-class Recorded(NamedTuple):
+class StandInLaunch(NamedTuple):
     """A launch: arguments of `kernels._binaries.compile_kernel`, and the number of those that aren't constexprs."""
 
     kernel: Any
@@ -50,7 +50,7 @@ class Recorded(NamedTuple):
     num_args: int
 
 
-launches: dict[str, Recorded] = {}  # by `kernels._signature.key_of`
+launches: dict[str, StandInLaunch] = {}  # by `kernels._signature.key_of`
 
 
 def _on_cpu(value: Any) -> Any:
@@ -193,7 +193,7 @@ def _bound(kernel: Any, args: tuple[object, ...], options: dict[str, object]) ->
     others = {name: value for name, value in options.items() if name not in names}
     signature = signature_of(kernel, arguments)
     binaries.add((kernel.fn.__name__, repr((signature, others))))
-    launches.setdefault(key_of(kernel, signature, others), Recorded(kernel, signature, others, len(args)))
+    launches.setdefault(key_of(kernel, signature, others), StandInLaunch(kernel, signature, others, len(args)))
 
 
 def stand_in() -> None:
@@ -294,14 +294,14 @@ def _rehearse_tests(arguments: list[str]) -> int:
 def _rehearse_run() -> None:
     """Makes the runner use small shapes and accept every provider."""
     from benchmarks.measure import checking, suites
-    from benchmarks.measure.roofline import Machine
+    from benchmarks.measure.roofline import Peaks
 
     chosen = suites.chosen_cases
 
-    def small(cases: Any, options: Any) -> Any:
+    def small(available: Any, options: Any) -> Any:
         options.rounds, options.seconds = 3, 0.5
         seen = set()
-        for case in chosen(cases, options):
+        for case in chosen(available, options):
             shape = {name: min(value, _SMALL.get(name, value)) if type(value) is int else value
                      for name, value in case.shape.items()}  # fmt: skip
             if "lengths" in shape:
@@ -317,7 +317,7 @@ def _rehearse_run() -> None:
     execute: Any = importlib.import_module("benchmarks.measure.execute")
     checking.difference = lambda *_, **__: None
     # Measuring the CPU's roofline would take minutes.
-    execute.measure_machine = lambda *_: Machine(1e15, 4e12)
+    execute.measure_machine = lambda *_: Peaks(1e15, 4e12)
 
 
 def run(module: str, arguments: list[str]) -> int:

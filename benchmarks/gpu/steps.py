@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.warm import Step as Step
+from benchmarks.gpu.warm import PlanStep
 from benchmarks.measure import record
 from benchmarks.measure.suites import benchmarks, has_values, key_value
 
@@ -60,7 +60,7 @@ def other_tests() -> str:
     return " ".join(others)
 
 
-def tests(name: str, files: str, seconds: float, binaries: int, *, only: str = "", flag: str = "") -> Step:
+def tests(name: str, files: str, seconds: float, binaries: int, *, only: str = "", flag: str = "") -> PlanStep:
     """Makes a step of the GPU tests of some files (separated by spaces), in parallel, since most of it is compiling.
 
     Args:
@@ -75,7 +75,7 @@ def tests(name: str, files: str, seconds: float, binaries: int, *, only: str = "
     variables = {"OMP_NUM_THREADS": "1", **({flag: "1"} if flag else {})}
     shards = [(command, variables | {"FASTFORMER_TEST_SHARD": f"{shard}/{SHARDS}"}) for shard in range(SHARDS)]
     compiling = 0.0 if os.environ.get("FASTFORMER_KERNELS") else _COMPILING * binaries / _LENT_CORES
-    return Step(key, shards, _TESTS_START + compiling + seconds)
+    return PlanStep(key, shards, _TESTS_START + compiling + seconds)
 
 
 def times(
@@ -89,7 +89,7 @@ def times(
     kernel: str = "",
     modes: Sequence[str] = (),
     after: str = "",
-) -> Step:
+) -> PlanStep:
     """Makes a step of the runner's cases of an op, in bf16 if the op has it.
 
     Args:
@@ -98,7 +98,7 @@ def times(
         rivals: the rivals, besides fastformer and the baseline; empty = all.
         seconds: the seconds of a shape.
         flag: the environment variable that enables the kernels.
-        kernel, after: see `Step`.
+        kernel, after: see `PlanStep`.
         modes: the modes; empty = all.
     """
     benchmark = benchmarks()[op]
@@ -114,10 +114,10 @@ def times(
         command += [option, *chosen] if chosen else []
     key = " ".join(filter(None, ["time", label, op, *values]))
     environment = {flag: "1"} if flag else {}
-    return Step(key, [(command, environment)], _START + seconds_per_shape * len(shapes), kernel, rows, after)
+    return PlanStep(key, [(command, environment)], _START + seconds_per_shape * len(shapes), kernel, rows, after)
 
 
-def first_look(out: Path) -> Iterator[Step]:
+def first_look(out: Path) -> Iterator[PlanStep]:
     """Yields steps that check and time one shape of each op, beside cuDNN and flash only. They take two minutes."""
     look: dict[str, Any] = {"label": "first look", "modes": ("fwdbwd",), "rivals": _BEST_RIVALS, "seconds": 8}
     causal = ("causal=True", "seqlen=2048")
@@ -134,12 +134,12 @@ def first_look(out: Path) -> Iterator[Step]:
     yield times("attention", out, *causal, "dropout_p=0.1", "head_dim=64", **look)
 
 
-def _build() -> Step:
+def _build() -> PlanStep:
     install = [sys.executable, "-m", "pip", "install", "-q", "-e", ".", "--no-build-isolation", "--no-deps"]
-    return Step("build the extension", [(install, {})], 90)
+    return PlanStep("build the extension", [(install, {})], 90)
 
 
-def steps(out: Path) -> Iterator[Step]:
+def steps(out: Path) -> Iterator[PlanStep]:
     """Yields all steps, in order of importance. To add a step, add a `yield`."""
     yield from first_look(out)
     yield tests("repeats", _KERNELS, 20, 60, only="repeat")
@@ -176,7 +176,7 @@ def steps(out: Path) -> Iterator[Step]:
 _LATER = "pair or float16 or float32"
 
 
-def _off_by_default(out: Path) -> Iterator[Step]:
+def _off_by_default(out: Path) -> Iterator[PlanStep]:
     """Yields the steps of kernels that may hang or be wrong; they are timed if all of their tests pass."""
     yield tests("persistent", "tests/kernels/test_rows_gpu.py", 10, 30, only="feed_forward",
                 flag="FASTFORMER_PERSISTENT_FEED_FORWARD")  # fmt: skip
@@ -190,7 +190,7 @@ def _off_by_default(out: Path) -> Iterator[Step]:
                 after="tests hopper 64")  # fmt: skip
 
 
-def _later(out: Path) -> Iterator[Step]:
+def _later(out: Path) -> Iterator[PlanStep]:
     """Yields the least important steps: all other tests, other tiles, and less interesting sizes."""
     yield tests("pairs", TESTS["attention"], 60, 900, only=_LATER)
     yield tests("hopper pairs", TESTS["attention_hopper"], 60, 150, only=_LATER)._replace(after="tests hopper")
@@ -198,7 +198,7 @@ def _later(out: Path) -> Iterator[Step]:
     for head_dim in (64, 128):
         values = ("causal=True", "seqlen=2048", "dropout_p=0.0", f"head_dim={head_dim}")
         tune = [sys.executable, "-m", "benchmarks.tune_attention", "--shape", *values]
-        yield Step(f"tune attention {' '.join(values)}", [(tune, {})], 120)
+        yield PlanStep(f"tune attention {' '.join(values)}", [(tune, {})], 120)
         # With the tiles found before: all steps read OUT/tuning.json.
         yield times("attention", out, *values, label="tuned", rivals=_BEST_RIVALS, seconds=12)
     yield times("attention", out, "causal=True", "seqlen=2048")

@@ -30,7 +30,7 @@ _SLOW_TO_IMPORT = ("numpy", "torch", "triton", "pytest")
 _forks = False  # whether children are forks; set by `import_ahead`
 
 
-class Step(NamedTuple):
+class PlanStep(NamedTuple):
     """One unit of work.
 
     Attributes:
@@ -97,13 +97,13 @@ def has_device() -> bool:
     return _asks_a_fork(torch.cuda.is_available)
 
 
-def listed(out: Path) -> list[Step]:
+def listed(out: Path) -> list[PlanStep]:
     """Returns the steps, as listed by a child."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
         return pool.submit(_steps, out).result()
 
 
-def _steps(out: Path) -> list[Step]:
+def _steps(out: Path) -> list[PlanStep]:
     from benchmarks.gpu.steps import steps
 
     return list(steps(out))

@@ -36,7 +36,7 @@ REACHED = {64: 0.68, 128: 0.81}
 CONSUMERS, PLAIN_WARPS = 2, 2
 
 
-def line_of(launch: report.Launch, head_dim: int) -> dict[str, Any]:
+def line_of(launch: report.RecordedLaunch, head_dim: int) -> dict[str, Any]:
     """Returns the line of one launch."""
     import triton
 

@@ -17,7 +17,7 @@ _OF_LOOP = (
 )  # fmt: skip
 
 
-class Change(NamedTuple):
+class CodeChange(NamedTuple):
     """A launch whose code changed: its figures before and after, and the ratio."""
 
     title: str
@@ -34,10 +34,10 @@ def compare(before: Path, after: Path) -> str:
     compiled = {_target(key) for key in old}
     groups = {_group(key) for key in new}
     old = {key: line for key, line in old.items() if _group(key) in groups}
-    changes: dict[tuple[str | int, ...], list[Change]] = {}
+    changes: dict[tuple[str | int, ...], list[CodeChange]] = {}
     for key in old.keys() & new.keys():
         if fields := list(_fields(old[key], new[key])):
-            change = Change(_title(key), [text for text, _ in fields], sum(size for _, size in fields))
+            change = CodeChange(_title(key), [text for text, _ in fields], sum(size for _, size in fields))
             # Cases that launch the same kernel change together and share an entry.
             changes.setdefault((key.triton, key.arch, key.kernel, *change.fields), []).append(change)
     lines = []

@@ -43,7 +43,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from benchmarks.machine_code import compare, hazards, sass
 from benchmarks.machine_code.cases import USUAL
-from benchmarks.machine_code.rows import BOUNDS, LoopLine, Row, merge, show
+from benchmarks.machine_code.rows import BOUNDS, LoopLine, MachineCodeRow, merge, show
 
 # The most shared memory of a program, in bytes.
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -56,7 +56,7 @@ MATRIX = ("wgmma", "mma_sync")
 Result = TypeVar("Result")
 
 
-class Launch(NamedTuple):
+class RecordedLaunch(NamedTuple):
     """A recorded launch: a jitted function, its arguments by name, and the compiler's options."""
 
     kernel: Any
@@ -67,17 +67,17 @@ class Launch(NamedTuple):
 
 
 @contextlib.contextmanager
-def recorded(arch: int) -> Iterator[list[Launch]]:
+def recorded(arch: int) -> Iterator[list[RecordedLaunch]]:
     """Records launches instead of making them, as if there were a GPU of this compute capability."""
     from fastformer.kernels import _launch
     from fastformer.kernels._signature import arguments_of, signature_of
 
-    launches: list[Launch] = []
+    launches: list[RecordedLaunch] = []
 
     def record(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         arguments, compiler_options = arguments_of(kernel, args, options)
         signature = signature_of(kernel, arguments)
-        launches.append(Launch(kernel, arguments, compiler_options, len(args), signature))
+        launches.append(RecordedLaunch(kernel, arguments, compiler_options, len(args), signature))
 
     capability = (arch // 10, arch % 10)
     with (
@@ -89,7 +89,7 @@ def recorded(arch: int) -> Iterator[list[Launch]]:
         yield launches
 
 
-def compile_launch(launch: Launch, op: str, arch: int, cases: tuple[str, ...]) -> Row:
+def compile_launch(launch: RecordedLaunch, op: str, arch: int, cases: tuple[str, ...]) -> MachineCodeRow:
     """Compiles a recorded launch and analyses the result."""
     import triton
 
@@ -101,7 +101,7 @@ def compile_launch(launch: Launch, op: str, arch: int, cases: tuple[str, ...]) -
     tile += f" w{launch.options.get('num_warps', 4)} s{launch.options.get('num_stages', 3)}"
     if (cap := launch.options.get("maxnreg")) is not None:
         tile += f" r{cap}"
-    row = Row(op, launch.kernel.fn.__name__, arch, triton.__version__, cases, tile.strip())
+    row = MachineCodeRow(op, launch.kernel.fn.__name__, arch, triton.__version__, cases, tile.strip())
     try:
         compiled = compile_kernel(launch.kernel, launch.signature, launch.options, arch)
     except Exception as error:  # every compiler failure becomes a row of the report
@@ -155,7 +155,7 @@ def _tool(name: str, option: str, cubin: bytes) -> str:
         return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def problems_of(row: Row, products: list[int]) -> Iterator[str]:
+def problems_of(row: MachineCodeRow, products: list[int]) -> Iterator[str]:
     """Returns the violations of a row. products: see `products_of`."""
     expected_wide = sum(rows >= 64 for rows in products) if row.arch in (90, 100) else 0
     if row.spilled > 0:
@@ -182,7 +182,7 @@ def _loop_line(counts: sass.Counts, arch: int, warps: int, scores: float | None)
     return line
 
 
-def scores_of(launch: Launch, warps: int) -> float | None:
+def scores_of(launch: RecordedLaunch, warps: int) -> float | None:
     """Returns the number of elements of the score tile per thread, or as declared by the kernel's module."""
     declared = getattr(sys.modules[launch.kernel.fn.__module__], "SCORES", {}).get(launch.kernel.fn.__name__)
     if declared is not None:
@@ -191,14 +191,14 @@ def scores_of(launch: Launch, warps: int) -> float | None:
     return None if block_m is None or block_n is None else block_m * block_n / (32 * warps)
 
 
-def launches_of(call: Callable[[], object], arch: int) -> list[Launch]:
+def launches_of(call: Callable[[], object], arch: int) -> list[RecordedLaunch]:
     """Returns the launches of `call` on a GPU of this compute capability. `call` makes its own tensors, on "cuda"."""
     with FakeTensorMode(allow_non_fake_inputs=True), recorded(arch) as launches:
         call()
     return launches
 
 
-def products_of(launch: Launch) -> list[int]:
+def products_of(launch: RecordedLaunch) -> list[int]:
     """Returns the rows of each matrix product in a launch's source, as declared in PRODUCTS of its module, or []."""
     if launch.arguments.get("PRECISION") == "ieee":
         return []  # fp32 by FMA
@@ -211,16 +211,16 @@ def _module(stem: str) -> Any:
     return importlib.import_module(f"benchmarks.machine_code.cases.{stem}")
 
 
-class Work(NamedTuple):
+class LaunchReport(NamedTuple):
     """A distinct launch, and the cases with this launch."""
 
-    launch: Launch
+    launch: RecordedLaunch
     op: str
     arch: int
     titles: list[str]
 
 
-def distinct_launches(archs: list[int], stems: list[str], size: str) -> list[Work]:
+def distinct_launches(archs: list[int], stems: list[str], size: str) -> list[LaunchReport]:
     """Returns the distinct launches of all cases for each architecture.
 
     Args:
@@ -228,12 +228,12 @@ def distinct_launches(archs: list[int], stems: list[str], size: str) -> list[Wor
         stems: the stems of the ops.
         size: "once" (each kernel's first launch among the quick cases), "quick", "usual" or "all".
     """
-    works: list[Work] = []
+    works: list[LaunchReport] = []
     kernels: set[tuple[int, str]] = set()
     for arch, stem in itertools.product(archs, stems):
         if arch not in getattr(_module(stem), "ARCHITECTURES", ARCHITECTURES):
             continue
-        seen: dict[tuple[str, ...], Work] = {}
+        seen: dict[tuple[str, ...], LaunchReport] = {}
         pattern = re.compile(USUAL.get(stem, "") if size == "usual" else "")
         for title, call in _module(stem).cases(size in ("once", "quick")):
             if not pattern.search(title):
@@ -247,7 +247,7 @@ def distinct_launches(archs: list[int], stems: list[str], size: str) -> list[Wor
                     continue
                 kernels.add((arch, name))
                 if key not in seen:
-                    seen[key] = Work(launch, stem, arch, [])
+                    seen[key] = LaunchReport(launch, stem, arch, [])
                     works.append(seen[key])
                 numbered = title if times[name] == 1 else f"{title} #{times[name]}"
                 if numbered not in seen[key].titles:
@@ -255,14 +255,14 @@ def distinct_launches(archs: list[int], stems: list[str], size: str) -> list[Wor
     return works
 
 
-_todo: list[Work] = []  # the input of the processes that `in_forks` forks
+_todo: list[LaunchReport] = []  # the input of the processes that `in_forks` forks
 
 
-def _do(function: Callable[[Work], Result], index: int) -> Result:
+def _do(function: Callable[[LaunchReport], Result], index: int) -> Result:
     return function(_todo[index])
 
 
-def in_forks(function: Callable[[Work], Result], works: list[Work], jobs: int) -> Iterator[Result]:
+def in_forks(function: Callable[[LaunchReport], Result], works: list[LaunchReport], jobs: int) -> Iterator[Result]:
     """Calls a function of a module for each launch in parallel processes, and yields the results in the same order."""
     if jobs == 1:
         yield from map(function, works)
@@ -272,11 +272,11 @@ def in_forks(function: Callable[[Work], Result], works: list[Work], jobs: int) -
         yield from pool.map(functools.partial(_do, function), range(len(works)))
 
 
-def _row_of(work: Work) -> Row:
+def _row_of(work: LaunchReport) -> MachineCodeRow:
     return compile_launch(work.launch, work.op, work.arch, tuple(work.titles))
 
 
-def report(archs: list[int], stems: list[str], size: str, jobs: int = 1) -> Iterator[Row]:
+def report(archs: list[int], stems: list[str], size: str, jobs: int = 1) -> Iterator[MachineCodeRow]:
     """Compiles the launches of `distinct_launches` in parallel processes, and yields their rows in the same order."""
     yield from in_forks(_row_of, distinct_launches(archs, stems, size), jobs)
 
@@ -314,7 +314,7 @@ def main() -> int:
 
     print(f"triton {triton.__version__}, torch {torch.__version__}")
     print(f"arch {'kernel':24} {'tile':16} {'reg':>4} {'spill':>5} {'shared':>7} ctas {'wide':>5} {'sync':>5}  case")
-    rows: list[Row] = []
+    rows: list[MachineCodeRow] = []
     for (arch, op), group in itertools.groupby(
         report(args.arch, args.only, args.size, args.jobs), lambda row: (row.arch, row.op)
     ):

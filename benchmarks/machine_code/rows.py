@@ -10,7 +10,7 @@ BOUNDS = ("tflops", "serial_tflops", "gbs")
 LoopLine = dict[str, Any]  # the figures of one loop, by name
 
 
-class Row(NamedTuple):
+class MachineCodeRow(NamedTuple):
     """A compiled launch: a line of the report."""
 
     op: str  # the stem of its cases
@@ -30,7 +30,7 @@ class Row(NamedTuple):
     problems: tuple[str, ...] = ()
 
 
-def merge(path: Path, rows: list[Row], archs: list[int], stems: list[str]) -> None:
+def merge(path: Path, rows: list[MachineCodeRow], archs: list[int], stems: list[str]) -> None:
     """Writes rows, one JSON line each; they replace the file's rows of the same compilers, archs and ops."""
     import triton
 
@@ -46,7 +46,7 @@ def merge(path: Path, rows: list[Row], archs: list[int], stems: list[str]) -> No
     path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in ordered))
 
 
-def show(row: Row) -> str:
+def show(row: MachineCodeRow) -> str:
     """Formats a row as text: the launch, then its loops."""
     lines = [
         f"{row.arch:>4} {row.kernel:24} {row.tile:16} {row.registers:>4} {row.spilled:>5} {row.shared:>7} "

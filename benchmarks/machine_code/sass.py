@@ -287,7 +287,7 @@ def _matrix(instruction: Instruction) -> tuple[int, float, int]:
     return 0, 0.0, 0
 
 
-class Limits(NamedTuple):
+class SmLimits(NamedTuple):
     """The resources of one SM of an architecture (CUDA C++ Programming Guide, "Compute Capabilities")."""
 
     warps: int
@@ -298,8 +298,8 @@ class Limits(NamedTuple):
 
 
 SM_LIMITS = {
-    80: Limits(64, 32, 167_936), 86: Limits(48, 16, 102_400), 89: Limits(48, 24, 102_400),
-    90: Limits(64, 32, 233_472), 100: Limits(64, 32, 233_472), 120: Limits(48, 24, 102_400),
+    80: SmLimits(64, 32, 167_936), 86: SmLimits(48, 16, 102_400), 89: SmLimits(48, 24, 102_400),
+    90: SmLimits(64, 32, 233_472), 100: SmLimits(64, 32, 233_472), 120: SmLimits(48, 24, 102_400),
 }  # fmt: skip
 
 

@@ -36,7 +36,7 @@ SHARED_BYTES = 32.0  # per clock
 STEPS = 12  # iterations of each warp; the first half fills the pipeline
 
 
-class Step(NamedTuple):
+class IssueStep(NamedTuple):
     """An instruction in the model."""
 
     unit: str  # "" for one that only takes an issue slot
@@ -47,31 +47,31 @@ class Step(NamedTuple):
     meets: bool = False  # waits for all warps of the program
 
 
-def step_of(instruction: sass.Instruction) -> Step | None:
+def step_of(instruction: sass.Instruction) -> IssueStep | None:
     """Returns the step of an instruction; None if it takes no issue slot."""
     counts = sass.count([instruction])
     if not counts.instructions:
         return None
     shared = counts.shared_bytes / SHARED_BYTES
     if counts.wgmma:
-        return Step("tensor", 4 * counts.tensor_clocks, shared, ends_group="gsb0" in instruction.operands)
+        return IssueStep("tensor", 4 * counts.tensor_clocks, shared, ends_group="gsb0" in instruction.operands)
     if counts.waits:
-        return Step("", 0.0, waits=counts.waits[0])
+        return IssueStep("", 0.0, waits=counts.waits[0])
     if instruction.base == "BAR":
         # With a number of threads, the barrier is for one warpgroup, whose warps are in different quarters.
-        return Step("", 0.0, meets=instruction.operands.count(",") == 0)
+        return IssueStep("", 0.0, meets=instruction.operands.count(",") == 0)
     if counts.async_loads:
-        return Step("", 0.0, shared)
+        return IssueStep("", 0.0, shared)
     if counts.special:
-        return Step("exp2", EXP2)
+        return IssueStep("exp2", EXP2)
     if counts.integer:
-        return Step("integer", INTEGER)
+        return IssueStep("integer", INTEGER)
     if counts.fp32:
-        return Step("fp32", FP32 * counts.fp32)
-    return Step("shared", shared, shared) if shared else Step("", 0.0)
+        return IssueStep("fp32", FP32 * counts.fp32)
+    return IssueStep("shared", shared, shared) if shared else IssueStep("", 0.0)
 
 
-class Warp:
+class WarpState:
     """A warp of the model."""
 
     def __init__(self, program: int) -> None:
@@ -93,7 +93,7 @@ class Shares(NamedTuple):
 def shares(loop: Sequence[sass.Instruction], warps: int, programs: int = 1) -> Shares:
     """Runs the loop on `warps` warps of each of `programs` programs, in one quarter of an SM."""
     steps = [step for step in map(step_of, loop) if step is not None]
-    running = [Warp(program) for program in range(programs) for _ in range(warps)]
+    running = [WarpState(program) for program in range(programs) for _ in range(warps)]
     free: dict[str, float] = dict.fromkeys(("tensor", "exp2", "integer", "fp32", "shared"), 0.0)
     memory = _SharedMemory()
     now, worked, begun = 0.0, 0.0, 0.0
@@ -113,7 +113,7 @@ def shares(loop: Sequence[sass.Instruction], warps: int, programs: int = 1) -> S
     return Shares((now - begun) / turns, (worked - half) / (now - begun))
 
 
-def _may_issue(warp: Warp, step: Step, now: float, free: dict[str, float], running: list[Warp]) -> bool:
+def _may_issue(warp: WarpState, step: IssueStep, now: float, free: dict[str, float], running: list[WarpState]) -> bool:
     if step.waits is not None:
         unfinished = sum(end > now for end in warp.groups)
         return unfinished <= step.waits
@@ -125,11 +125,11 @@ def _may_issue(warp: Warp, step: Step, now: float, free: dict[str, float], runni
     return not step.unit or step.unit == "tensor" or free[step.unit] <= now
 
 
-def _is_at_meeting(other: Warp, warp: Warp) -> bool:
+def _is_at_meeting(other: WarpState, warp: WarpState) -> bool:
     return other.meetings == warp.meetings and other.at == warp.at
 
 
-def _issue(warp: Warp, step: Step, now: float, free: dict[str, float], memory: _SharedMemory) -> float:
+def _issue(warp: WarpState, step: IssueStep, now: float, free: dict[str, float], memory: _SharedMemory) -> float:
     """Occupies the units for an instruction; returns the clocks of the tensor core."""
     warp.issued = now
     warp.meetings += step.meets
@@ -164,7 +164,7 @@ class _SharedMemory:
         self._now = now
         self._products = [product for product in self._products if product[1] > now]
 
-    def run_product(self, step: Step, now: float, start: float) -> float:
+    def run_product(self, step: IssueStep, now: float, start: float) -> float:
         """Queues a product, which starts at `start`; returns when it ends."""
         self.serve(now)
         late = max(0.0, self.waiting - self._left(start))

@@ -47,7 +47,7 @@ def library() -> ctypes.CDLL:
     return stub
 
 
-class Device:
+class StubDevice:
     """A replacement for `_host.active`."""
 
     def __init__(self, arch: int) -> None:
@@ -86,7 +86,7 @@ def stub_driver(arch: int = 90) -> Iterator[ctypes.CDLL]:
 
     with (
         mock.patch.object(triton.runtime.driver, "_active", Driver()),
-        mock.patch.object(_host, "active", Device(arch)),
+        mock.patch.object(_host, "active", StubDevice(arch)),
     ):
         yield stub
 

@@ -13,7 +13,7 @@ from fastformer.ops import feed_forward
 
 
 @dataclass(frozen=True)
-class Machine:
+class Peaks:
     """The FLOP/s of large products in a dtype, and the bytes/s of a copy that doesn't fit in a cache.
 
     A call whose data fit in a cache may be faster than its floor.
@@ -32,7 +32,7 @@ class Machine:
 
 
 @functools.cache
-def measure_machine(dtype: torch.dtype, device: str, threads: int) -> Machine:
+def measure_machine(dtype: torch.dtype, device: str, threads: int) -> Peaks:
     """Measures the rates of products and copies, once for each of PyTorch's numbers of threads.
 
     The products are the faster of torch.mm and fastformer's feed_forward, since each may be far below the possible
@@ -49,4 +49,4 @@ def measure_machine(dtype: torch.dtype, device: str, threads: int) -> Machine:
     }
     with torch.no_grad():
         times = {name: t.p20 for name, t in time_interleaved(functions, rounds=7, device=device, seconds=2.0).items()}
-    return Machine(max(2 * n**3 / times["mm"], 4 * n**3 / times["feed_forward"]), 2 * source.numel() / times["copy"])
+    return Peaks(max(2 * n**3 / times["mm"], 4 * n**3 / times["feed_forward"]), 2 * source.numel() / times["copy"])

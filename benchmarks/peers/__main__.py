@@ -32,7 +32,7 @@ from benchmarks.peers import models, neighbours, suite
 from benchmarks.peers.cases import CASES, GPTS, LLAMAS
 from benchmarks.peers.job import PRECISIONS
 from benchmarks.peers.side_by_side import Row
-from benchmarks.peers.suite import Plan
+from benchmarks.peers.suite import SuitePlan
 from benchmarks.peers.worker import Failed, peers
 
 
@@ -67,12 +67,12 @@ def _rows(options: argparse.Namespace) -> Iterator[Row]:
             yield from suite.measure(plan, options.rounds)
 
 
-def _plans(options: argparse.Namespace) -> list[Plan]:
+def _plans(options: argparse.Namespace) -> list[SuitePlan]:
     all_threads = torch.get_num_threads()
     if options.case in models.MODELS:
         threads = options.threads or (all_threads,)
         of_model = [case for case in (*models.CASES, *models.QUICK) if case["name"] == options.case]
-        return [Plan(case, options.precision, threads, only=options.peer or ()) for case in of_model]
+        return [SuitePlan(case, options.precision, threads, only=options.peer or ()) for case in of_model]
     case = {"name": options.case}
     for name in ("run", "text"):
         if getattr(options, name) is not None:
@@ -82,7 +82,7 @@ def _plans(options: argparse.Namespace) -> list[Plan]:
     # The models of Llama's form are so large that one thread is never the better number.
     threads = options.threads or ((all_threads,) if options.case in LLAMAS else sorted({1, all_threads}))
     llama = {"llama_bench": options.llama_bench}
-    return [Plan(case, options.precision, threads, batches, beams, options.peer or (), llama)]
+    return [SuitePlan(case, options.precision, threads, batches, beams, options.peer or (), llama)]
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:

@@ -22,7 +22,7 @@ TURN = 0.25
 K = TypeVar("K")
 
 
-class Thing(NamedTuple):
+class PeerKey(NamedTuple):
     """A program in a precision, which is compared with others."""
 
     peer: str
@@ -32,7 +32,7 @@ class Thing(NamedTuple):
         return f"{self.peer} {self.precision}"
 
 
-class Best(NamedTuple):
+class Fastest(NamedTuple):
     """A program's result with its better number of threads."""
 
     threads: int
@@ -58,28 +58,28 @@ def take_turns(turns: Mapping[K, Callable[[], float]], rounds: int, pause: float
     return measured
 
 
-def better_threads(measured: Mapping[tuple[Thing, int], list[float]]) -> dict[Thing, Best]:
+def better_threads(measured: Mapping[tuple[PeerKey, int], list[float]]) -> dict[PeerKey, Fastest]:
     """Returns for each program the number of threads with the lower median."""
-    best: dict[Thing, Best] = {}
+    best: dict[PeerKey, Fastest] = {}
     for (thing, threads), seconds in measured.items():
         timing = Timing.of(seconds)
         if thing not in best or timing.p50 < best[thing].timing.p50:
-            best[thing] = Best(threads, timing)
+            best[thing] = Fastest(threads, timing)
     return best
 
 
-def rival(thing: Thing, others: Mapping[Thing, Best]) -> Thing | None:
+def rival(thing: PeerKey, others: Mapping[PeerKey, Fastest]) -> PeerKey | None:
     """Returns the program to compare with: the fastest program of another kind in the same precision, or else in int8.
 
     For bf16, which CTranslate2 doesn't have on CPUs, an int8 rival is harder to beat.
     """
     for peer in ("ctranslate2", "llama.cpp"):
         for precision in (thing.precision, "int8"):
-            if Thing(peer, precision) in others:
-                return Thing(peer, precision)
+            if PeerKey(peer, precision) in others:
+                return PeerKey(peer, precision)
     for precision in (thing.precision, "fp32"):
-        if Thing("transformers", precision) in others:
-            return Thing("transformers", precision)
+        if PeerKey("transformers", precision) in others:
+            return PeerKey("transformers", precision)
     return None
 
 

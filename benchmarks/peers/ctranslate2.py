@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers.job import Decoder, Job, Missing, Model, Tokens, needed
+from benchmarks.peers.job import DecodingPeer, Job, Missing, Model, Tokens, needed
 from fastformer.models import Transformer
 from fastformer.nn.attention import MultiheadAttention
 
@@ -26,7 +26,7 @@ _LENGTH_PENALTY = 0.6  # the default of generate
 _ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "gelu_tanh": "GELUTanh"}
 
 
-class CTranslate2(Decoder):
+class CTranslate2(DecodingPeer):
     """CTranslate2's Translator. Its tokens are strings: the ids in decimal, made before the clock starts."""
 
     name = "ctranslate2"

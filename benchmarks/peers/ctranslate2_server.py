@@ -22,14 +22,14 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 
-class Ask(BaseModel):
+class TranslateRequest(BaseModel):
     """The fields of fastformer's `/v1/translate` that are used here."""
 
     text: str
     max_new_tokens: int = 256
 
 
-class Answering:
+class BatchTranslator:
     """The model with its tokenizer."""
 
     def __init__(self, folder: Path, compute_type: str, workers: int, threads: int) -> None:
@@ -39,7 +39,7 @@ class Answering:
             str(folder / "ctranslate2"), compute_type=compute_type, inter_threads=workers, intra_threads=threads
         )
 
-    def answer(self, asks: list[Ask]) -> list[str]:
+    def answer(self, asks: list[TranslateRequest]) -> list[str]:
         """Returns the translations of texts, in one batch."""
         sources = [[str(token) for token in [*self.tokenizer.encode(ask.text).ids, self.eos]] for ask in asks]
         longest = max(ask.max_new_tokens for ask in asks)
@@ -51,9 +51,9 @@ class Answering:
         return self.tokenizer.decode_batch(ids)
 
 
-def make_app(answering: Answering, together: int, workers: int) -> FastAPI:
+def make_app(answering: BatchTranslator, together: int, workers: int) -> FastAPI:
     """Makes the application; together: the largest number of requests in a batch, 0 for one request each."""
-    waiting: asyncio.Queue[tuple[Ask, asyncio.Future[str]]] = asyncio.Queue()
+    waiting: asyncio.Queue[tuple[TranslateRequest, asyncio.Future[str]]] = asyncio.Queue()
 
     async def work() -> None:
         while True:
@@ -81,7 +81,7 @@ def make_app(answering: Answering, together: int, workers: int) -> FastAPI:
     if together:
 
         @app.post("/v1/translate")
-        async def translate_together(ask: Ask) -> dict[str, str]:
+        async def translate_together(ask: TranslateRequest) -> dict[str, str]:
             future = asyncio.get_running_loop().create_future()
             await waiting.put((ask, future))
             return {"text": await future}
@@ -89,7 +89,7 @@ def make_app(answering: Answering, together: int, workers: int) -> FastAPI:
     else:
 
         @app.post("/v1/translate")
-        def translate(ask: Ask) -> dict[str, str]:
+        def translate(ask: TranslateRequest) -> dict[str, str]:
             return {"text": answering.answer([ask])[0]}
 
     return app
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("threads", type=int)
     parser.add_argument("--together", type=int, default=0)
     options = parser.parse_args()
-    answering = Answering(options.folder, options.compute_type, options.workers, options.threads)
+    answering = BatchTranslator(options.folder, options.compute_type, options.workers, options.threads)
     app = make_app(answering, options.together, options.workers)
     uvicorn.run(app, host="127.0.0.1", port=options.port, log_level="error", access_log=False)
 

@@ -14,14 +14,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers.job import Decoder, Job, Missing, Model, Tokens, Turn, transformers, until_end
+from benchmarks.peers.job import DecodingPeer, Job, JobResult, Missing, Model, Tokens, transformers, until_end
 from fastformer.integrations import to_huggingface
 from fastformer.models import GPT, Transformer
 
 _LENGTH_PENALTY = 0.6  # the default of generate
 
 
-class HuggingFace(Decoder):
+class HuggingFace(DecodingPeer):
     """transformers' generate, with its own cache."""
 
     name = "transformers"
@@ -72,7 +72,7 @@ class StaticCache(HuggingFace):
         # generate itself compiles only on GPUs. A prompt is read once, and a single token many times.
         self.model.forward = torch.compile(self.model.forward)
 
-    def turn(self, job: Job) -> Turn:
+    def turn(self, job: Job) -> JobResult:
         if sum(map(len, job.batches[0])) > 32:
             raise Missing("compiled for one prompt of 32 tokens alone: each shape takes about a minute")
         return super().turn(job)

@@ -38,11 +38,11 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepJob:
     """One forward pass, or one training step, of another library's model on its case's batch.
 
     Attributes:
-        results: the file to write the result to (`models.Results`), with dropout off; None: the step is only timed.
+        results: the file to write the result to (`models.StepResults`), with dropout off; None: the step is only timed.
         order: the order of sentences, one of `models.ORDERS`; None for a case without sentences.
     """
 
@@ -51,7 +51,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Turn:
+class JobResult:
     """The result of a job.
 
     Attributes:
@@ -78,17 +78,17 @@ class Peer(ABC):
 
     name: ClassVar[str]
     precisions: ClassVar[tuple[str, ...]] = USUAL
-    order: ClassVar[type[Job] | type[Step]]
+    order: ClassVar[type[Job] | type[StepJob]]
 
     @abstractmethod
     def __init__(self, model: Any, precision: str, threads: int, options: dict[str, str]) -> None: ...
 
     @abstractmethod
-    def turn(self, job: Any) -> Turn:
+    def turn(self, job: Any) -> JobResult:
         """Runs a job once."""
 
 
-class Decoder(Peer):
+class DecodingPeer(Peer):
     """A peer that decodes."""
 
     order = Job
@@ -105,14 +105,14 @@ class Decoder(Peer):
     def tokens(self, output: Any, batch: Tokens) -> Tokens:
         """Returns the new tokens of `decode`'s result, with the end token."""
 
-    def turn(self, job: Job) -> Turn:
+    def turn(self, job: Job) -> JobResult:
         """Runs a job once."""
         inputs = [self.inputs(batch) for batch in job.batches]
         began = time.perf_counter()
         outputs = [self.decode(batch, job) for batch in inputs]
         seconds = time.perf_counter() - began
         tokens = [self.tokens(output, batch) for output, batch in zip(outputs, job.batches, strict=True)]
-        return Turn(seconds, [row for rows in tokens for row in rows])
+        return JobResult(seconds, [row for rows in tokens for row in rows])
 
 
 class Missing(Exception):

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers.job import PRECISIONS, Job, Missing, Model, Peer, Turn, needed
+from benchmarks.peers.job import PRECISIONS, Job, JobResult, Missing, Model, Peer, needed
 from fastformer.models import GPT
 from fastformer.models.gpt_config import GPTConfig
 
@@ -45,7 +45,7 @@ class LlamaCpp(Peer):
         self.file = Path(self._folder.name) / "model.gguf"
         write_gguf(model, self.file, _TYPES[precision])
 
-    def turn(self, job: Job) -> Turn:
+    def turn(self, job: Job) -> JobResult:
         if len(job.batches) != 1 or job.num_beams != 1 or job.new_tokens is None:
             raise Missing("its benchmarks generate sequences of a fixed length, greedily")
         (prompts,) = job.batches
@@ -55,7 +55,7 @@ class LlamaCpp(Peer):
         if len(prompts) == 1 and lengths == {1}:
             output = self._run(self.program, "-p", 0, "-n", job.new_tokens, "-r", 1, "-o", "json")
             (result,) = json.loads(output)
-            return Turn(result["avg_ns"] / 1e9, None)
+            return JobResult(result["avg_ns"] / 1e9, None)
         batched = self.program.with_name("llama-batched-bench")
         if not batched.is_file():
             raise Missing("no llama-batched-bench beside llama-bench: `make peers` builds both")
@@ -71,7 +71,7 @@ class LlamaCpp(Peer):
             if rows := [line for line in output.splitlines() if re.match(r"\|\s*\d", line)]:
                 cells = rows[0].strip("| ").split("|")
                 prompt_seconds, more_seconds = float(cells[4]), float(cells[6])
-                return Turn(prompt_seconds + (more_seconds if more else 0.0), None)
+                return JobResult(prompt_seconds + (more_seconds if more else 0.0), None)
         raise Missing(f"llama-batched-bench printed no times in {_ATTEMPTS} runs")
 
     def _run(self, program: Path, *options: object) -> str:

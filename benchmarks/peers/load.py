@@ -24,7 +24,7 @@ class Refused(Exception):
 
 
 @dataclass
-class Load:
+class LoadResult:
     """The result of a time under load.
 
     Attributes:
@@ -93,7 +93,7 @@ def put_under_load(
     clients: int,
     seconds: float,
     warm_up: float,
-) -> Load:
+) -> LoadResult:
     """Runs many clients for some time.
 
     Requests that are running at the end are waited for, so that the server has nothing left to do afterwards.
@@ -109,7 +109,7 @@ def put_under_load(
     Raises:
         Refused: an answer isn't 200, or has a wrong number of tokens.
     """
-    load, repeated = Load(seconds), itertools.cycle(bodies)
+    load, repeated = LoadResult(seconds), itertools.cycle(bodies)
     start = time.perf_counter() + warm_up
     end = start + seconds
 

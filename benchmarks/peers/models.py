@@ -20,7 +20,7 @@ Batch = tuple[Tensor, Tensor]  # ids and mask, (batch, seqlen)
 
 
 @dataclass
-class Work:
+class Workload:
     """A model, and the work on it.
 
     Attributes:
@@ -69,7 +69,7 @@ def means(states: Tensor, mask: Tensor) -> Tensor:
     return (states * weights).sum(1) / weights.sum(1)
 
 
-class Results(NamedTuple):
+class StepResults(NamedTuple):
     """The results of a step, for a comparison.
 
     Attributes:
@@ -80,7 +80,7 @@ class Results(NamedTuple):
     values: Tensor
     scales: Tensor
 
-    def error(self, expected: Results) -> float:
+    def error(self, expected: StepResults) -> float:
         """Returns the largest difference, relative to its scale; infinity for another number of values, or NaN."""
         if self.values.shape != expected.values.shape:
             return float("inf")
@@ -88,18 +88,18 @@ class Results(NamedTuple):
         return float("inf") if error != error else error
 
 
-def outputs(values: Tensor) -> Results:
+def outputs(values: Tensor) -> StepResults:
     """Makes the results of a forward pass: errors are relative to the largest output."""
-    return Results(values.float(), values.float().abs().max())
+    return StepResults(values.float(), values.float().abs().max())
 
 
-def gradients(loss: Tensor, parameters: list[nn.Parameter]) -> Results:
+def gradients(loss: Tensor, parameters: list[nn.Parameter]) -> StepResults:
     """Makes the results of a training step. The scale of a tiny gradient is a small part of the largest one."""
     flat = [torch.zeros(1) if p.grad is None else p.grad.float().flatten() for p in parameters]
     norms = torch.stack([g.norm() for g in flat])
     generator = torch.Generator().manual_seed(3)
     products = torch.stack([g @ torch.randn(g.numel(), generator=generator) for g in flat])
-    return Results(
+    return StepResults(
         torch.cat([loss.float().reshape(1), products]),
         torch.cat([loss.float().reshape(1).abs(), norms + 1e-2 * norms.max()]),
     )
@@ -133,7 +133,7 @@ def _batch(case: dict[str, Any], vocab_size: int) -> tuple[Tensor, Tensor, Tenso
     return keep, torch.randint(5, vocab_size, keep.shape, generator=torch.Generator().manual_seed(2)), keep.long()
 
 
-def _encoder(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Work:
+def _encoder(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Workload:
     """Makes a torch.nn.TransformerEncoder."""
     keep, learns = kept(case), case["mode"] == "training"
     width = sizes["d_model"]
@@ -147,7 +147,7 @@ def _encoder(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes
         # Not the mean square of all outputs: a norm makes that constant, whatever comes before it.
         return states[keep][:, : width // 4].float().sum(1).square().mean() if learns else states
 
-    return Work(model.train(learns), call, keep, (), learns)
+    return Workload(model.train(learns), call, keep, (), learns)
 
 
 def _sentences(case: dict[str, Any], vocab_size: int) -> list[list[int]]:
@@ -175,7 +175,7 @@ def _in_order(sentences: list[list[int]], order: str, size: int) -> list[Batch]:
     return batches
 
 
-def _embedder(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Work:
+def _embedder(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Workload:
     """Makes a BERT that computes the mean of the states of each sentence's tokens."""
     model = _bert_model(dtype, sizes)
     sentences = _sentences(case, model.config.vocab_size)
@@ -185,14 +185,14 @@ def _embedder(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **size
         return work.through(lambda ids, mask: m(ids, attention_mask=mask).last_hidden_state)
 
     keep = torch.ones(len(sentences), dtype=torch.bool)
-    work = Work(model, call, keep, orders["mixed"][0], False, orders, ORDERS[0])
+    work = Workload(model, call, keep, orders["mixed"][0], False, orders, ORDERS[0])
     return work
 
 
-def _bert(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Work:
+def _bert(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Workload:
     model = _bert_model(dtype, sizes)
     keep, ids, mask = _batch(case, model.config.vocab_size)
-    return Work(model, lambda m: m(ids, attention_mask=mask).last_hidden_state, keep, (ids, mask), False)
+    return Workload(model, lambda m: m(ids, attention_mask=mask).last_hidden_state, keep, (ids, mask), False)
 
 
 def _bert_model(dtype: torch.dtype, sizes: dict[str, int]) -> Any:
@@ -201,7 +201,7 @@ def _bert_model(dtype: torch.dtype, sizes: dict[str, int]) -> Any:
     return library.BertModel(config, add_pooling_layer=False).to(dtype).eval()
 
 
-def _gpt2(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Work:
+def _gpt2(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Workload:
     library = transformers()
     config = library.GPT2Config(
         attn_implementation="sdpa", resid_pdrop=dropout_p, embd_pdrop=dropout_p, attn_pdrop=dropout_p,
@@ -210,10 +210,10 @@ def _gpt2(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: i
     model = library.GPT2LMHeadModel(config).to(dtype)
     keep, ids, mask = _batch(case, config.vocab_size)
     labels = ids.masked_fill(~keep, -100)
-    return Work(model.train(), lambda m: m(ids, attention_mask=mask, labels=labels).loss, keep, (), True)
+    return Workload(model.train(), lambda m: m(ids, attention_mask=mask, labels=labels).loss, keep, (), True)
 
 
-def _marian(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Work:
+def _marian(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Workload:
     library = transformers()
     layers, width = sizes["num_layers"], sizes["d_model"]
     config = library.MarianConfig(
@@ -226,14 +226,14 @@ def _marian(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes:
     keep, ids, mask = _batch(case, config.vocab_size)
     inputs = {"input_ids": ids.masked_fill(~keep, 1), "attention_mask": mask, "decoder_attention_mask": mask}
     labels = ids.masked_fill(~keep, -100)
-    return Work(model.train(), lambda m: m(**inputs, labels=labels).loss, keep, (), True)
+    return Workload(model.train(), lambda m: m(**inputs, labels=labels).loss, keep, (), True)
 
 
 _MINILM = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
 _SMALL_BERT = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 512,
                "vocab_size": 1000}  # fmt: skip
 # name -> (function that makes the model, its sizes)
-_MODELS: dict[str, tuple[Callable[..., Work], dict[str, int]]] = {
+_MODELS: dict[str, tuple[Callable[..., Workload], dict[str, int]]] = {
     "bert_base": (_bert, {}),
     "minilm": (_embedder, _MINILM),
     "gpt2_small": (_gpt2, {}),
@@ -295,7 +295,7 @@ def shape_of(case: dict[str, Any]) -> dict[str, Any]:
     return shape
 
 
-def make_work(case: dict[str, Any], dtype: torch.dtype, *, drops: bool = True) -> Work:
+def make_work(case: dict[str, Any], dtype: torch.dtype, *, drops: bool = True) -> Workload:
     """Makes the work of a case: the same weights and batch in each process.
 
     Args:

@@ -10,13 +10,13 @@ from benchmarks.peers.cases import jobs
 from benchmarks.peers.compare import PAUSE, beside, busy_neighbours, num_tokens, take_turns
 from benchmarks.peers.job import Job
 from benchmarks.peers.side_by_side import Row, started, without_time
-from benchmarks.peers.suite import Plan
+from benchmarks.peers.suite import SuitePlan
 from benchmarks.peers.worker import Worker
 
 _BUSY_SECONDS = 1.0  # the length of a turn beside neighbours: many slices of the scheduler
 
 
-def measure(plan: Plan, rounds: int, neighbours: int) -> Iterator[Row]:
+def measure(plan: SuitePlan, rounds: int, neighbours: int) -> Iterator[Row]:
     """Yields rows of fastformer, alternately alone and beside busy processes.
 
     Raises:

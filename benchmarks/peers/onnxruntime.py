@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.peers.job import needed
-from benchmarks.peers.models import Work
+from benchmarks.peers.models import Workload
 from benchmarks.peers.pytorch import Runtime
 
 
@@ -37,7 +37,7 @@ class OnnxRuntime(Runtime):
     name = "onnxruntime"
     precisions = ("int8", "fp32")  # the CPU kernels have no bf16
 
-    def prepare(self, work: Work) -> Any:
+    def prepare(self, work: Workload) -> Any:
         install = "onnxruntime onnx onnxscript"
         onnxruntime, quantization = needed("onnxruntime", install), needed("onnxruntime.quantization", install)
         needed("onnxscript", install)  # for torch.onnx
@@ -63,7 +63,7 @@ class OnnxRuntime(Runtime):
                 file = rounded
             return onnxruntime.InferenceSession(str(file), settings, providers=["CPUExecutionProvider"])
 
-    def run(self, work: Work, prepared: Any) -> Tensor:
+    def run(self, work: Workload, prepared: Any) -> Tensor:
         def states(ids: Tensor, mask: Tensor) -> Tensor:
             (output,) = prepared.run(None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
             return torch.from_numpy(output)

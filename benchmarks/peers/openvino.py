@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers.job import needed
-from benchmarks.peers.models import Work
+from benchmarks.peers.models import Workload
 from benchmarks.peers.onnxruntime import FirstOutput
 from benchmarks.peers.pytorch import Runtime
 
@@ -20,7 +20,7 @@ class OpenVino(Runtime):
 
     name = "openvino"
 
-    def prepare(self, work: Work) -> Any:
+    def prepare(self, work: Workload) -> Any:
         openvino = needed("openvino")
         plain = FirstOutput(copy.deepcopy(work.model).float()).eval()
         shapes = [[-1, -1] if work.orders else list(x.shape) for x in work.inputs]
@@ -40,5 +40,5 @@ class OpenVino(Runtime):
             settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = str(2**64 - 1)
         return openvino.Core().compile_model(converted, "CPU", settings)
 
-    def run(self, work: Work, prepared: Any) -> Tensor:
+    def run(self, work: Workload, prepared: Any) -> Tensor:
         return work.through(lambda ids, mask: torch.from_numpy(prepared([ids.numpy(), mask.numpy()])[0]))

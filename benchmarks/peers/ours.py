@@ -7,14 +7,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from benchmarks.peers.job import PRECISIONS, Decoder, Job, Missing, Model, Tokens, until_end
+from benchmarks.peers.job import PRECISIONS, DecodingPeer, Job, Missing, Model, Tokens, until_end
 from fastformer.generation import generate
 from fastformer.generation.config import Precision
 from fastformer.generation.engines import choose_engine
 from fastformer.models import GPT
 
 
-class Ours(Decoder):
+class Ours(DecodingPeer):
     """`fastformer.generate` with the engine that it chooses."""
 
     name = "fastformer"

@@ -12,8 +12,8 @@ from torch._dynamo.utils import counters
 
 import fastformer
 from benchmarks.measure.timing import keep_freed_memory
-from benchmarks.peers.job import Missing, Peer, Step, Turn
-from benchmarks.peers.models import Work, gradients, make_work, outputs
+from benchmarks.peers.job import JobResult, Missing, Peer, StepJob
+from benchmarks.peers.models import Workload, gradients, make_work, outputs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.float32}  # int8 is rounded from fp32
 
@@ -21,7 +21,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.float32} 
 class Runtime(Peer):
     """A way to run a model; its model is a case of `models`."""
 
-    order = Step
+    order = StepJob
 
     def __init__(self, model: dict[str, Any], precision: str, threads: int, options: dict[str, str]) -> None:
         torch.set_num_threads(threads)
@@ -30,18 +30,18 @@ class Runtime(Peer):
         self.work = self._work()
         self.prepared = self.prepare(self.work)
 
-    def _work(self, *, drops: bool = True) -> Work:
+    def _work(self, *, drops: bool = True) -> Workload:
         return make_work(self.case, DTYPES[self.precision], drops=drops)
 
     @abstractmethod
-    def prepare(self, work: Work) -> Any:
+    def prepare(self, work: Workload) -> Any:
         """Prepares the model for this way."""
 
     @abstractmethod
-    def run(self, work: Work, prepared: Any) -> Tensor:
-        """Runs `Work.step`; all of it is timed."""
+    def run(self, work: Workload, prepared: Any) -> Tensor:
+        """Runs `Workload.step`; all of it is timed."""
 
-    def turn(self, job: Step) -> Turn:
+    def turn(self, job: StepJob) -> JobResult:
         """Runs one step. A step that is checked has no dropout: other masks would give other results."""
         if job.results is not None and self.work.learns:
             work = self._work(drops=False)
@@ -59,7 +59,7 @@ class Runtime(Peer):
             torch.save(tuple(values), job.results)
         for parameter in parameters:
             parameter.grad = None
-        return Turn(seconds, None)
+        return JobResult(seconds, None)
 
 
 class AsItIs(Runtime):
@@ -68,10 +68,10 @@ class AsItIs(Runtime):
     name = "as it is"
     precisions: ClassVar[tuple[str, ...]] = ("bf16", "fp32")
 
-    def prepare(self, work: Work) -> nn.Module:
+    def prepare(self, work: Workload) -> nn.Module:
         return work.model
 
-    def run(self, work: Work, prepared: nn.Module) -> Tensor:
+    def run(self, work: Workload, prepared: nn.Module) -> Tensor:
         return work.step(prepared)
 
 
@@ -82,7 +82,7 @@ class Accelerated(AsItIs):
     precisions: ClassVar[tuple[str, ...]] = ("int8", "bf16", "fp32")
     fused_loss = False
 
-    def prepare(self, work: Work) -> nn.Module:
+    def prepare(self, work: Workload) -> nn.Module:
         if self.precision == "int8" and work.learns:
             raise Missing("int8 is a precision of evaluation")
         precision: Any = "int8" if self.precision == "int8" else None  # the model has its dtype already
@@ -95,30 +95,30 @@ class Accelerated(AsItIs):
         return work.model
 
 
-class Compiled(AsItIs):
+class TorchCompile(AsItIs):
     """torch.compile of the unchanged model."""
 
     name = "torch.compile"
 
-    def prepare(self, work: Work) -> Any:
+    def prepare(self, work: Workload) -> Any:
         torch._dynamo.reset()
         return torch.compile(super().prepare(work))
 
-    def run(self, work: Work, prepared: nn.Module) -> Tensor:
+    def run(self, work: Workload, prepared: nn.Module) -> Tensor:
         output = super().run(work, prepared)
         if not counters["stats"]["unique_graphs"]:
             raise Missing("torch.compile did not compile it")
         return output
 
 
-class AcceleratedCompiled(Compiled, Accelerated):
+class AcceleratedCompiled(TorchCompile, Accelerated):
     """torch.compile of the accelerated model."""
 
     precisions = AsItIs.precisions
     name = "accelerated, torch.compile"
 
 
-class FusedLoss(Accelerated):
+class FusedLossPeer(Accelerated):
     """The accelerated model in training, without logits."""
 
     precisions = AsItIs.precisions

@@ -10,14 +10,14 @@ import timeit
 
 import torch
 
-from benchmarks.peers.job import Job, Model, Peer, Turn
+from benchmarks.peers.job import Job, JobResult, Model, Peer
 from fastformer.models import GPT
 
 DRAM = 256 * 2**20  # bytes: more than any cache
 _BITS = {"int4": 4.5, "int8": 8, "bf16": 16, "fp32": 32}  # int4: with the scales of groups of 32
 
 
-class Reading(Peer):
+class MemoryReader(Peer):
     """A peer that reads memory; a job's only batch is [[number of bytes]]."""
 
     name = "read"
@@ -27,11 +27,11 @@ class Reading(Peer):
     def __init__(self, model: Model, precision: str, threads: int, options: dict[str, str]) -> None:
         torch.set_num_threads(threads)
 
-    def turn(self, job: Job) -> Turn:
+    def turn(self, job: Job) -> JobResult:
         """Returns the seconds of one pass: the best of several, since this is a floor."""
         ((count,),) = job.batches[0]
         views = [torch.ones(count // 8, dtype=dtype) for dtype in (torch.int64, torch.float64)]
-        return Turn(min(min(timeit.repeat(view.sum, number=1, repeat=6)) for view in views), None)
+        return JobResult(min(min(timeit.repeat(view.sum, number=1, repeat=6)) for view in views), None)
 
 
 def bytes_per_step(model: Model, precision: str) -> int:

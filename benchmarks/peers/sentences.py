@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers.job import Missing, needed
-from benchmarks.peers.models import CLS, FIRST, SEP, Batch, Work
+from benchmarks.peers.models import CLS, FIRST, SEP, Batch, Workload
 from benchmarks.peers.pytorch import Runtime
 
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -31,7 +31,7 @@ class EngineAlone(Runtime):
 
     name = "encoder engine"
 
-    def prepare(self, work: Work) -> Any:
+    def prepare(self, work: Workload) -> Any:
         from fastformer.encoding.engine import EncoderEngine
         from fastformer.integrations import from_huggingface
 
@@ -42,7 +42,7 @@ class EngineAlone(Runtime):
         orders = {order: [_rows(batch) for batch in batches] for order, batches in work.orders.items()}
         return engine, orders or _rows((work.inputs[0], work.inputs[1]))
 
-    def run(self, work: Work, prepared: Any) -> Tensor:
+    def run(self, work: Workload, prepared: Any) -> Tensor:
         engine, rows = prepared
         if work.order is None:
             return torch.from_numpy(engine.encode(rows, pooling="none"))
@@ -54,7 +54,7 @@ class OfTexts(Runtime):
 
     precisions: ClassVar[tuple[str, ...]] = ("fp32",)
 
-    def prepare(self, work: Work) -> Any:
+    def prepare(self, work: Workload) -> Any:
         self.texts = {
             order: [text for batch in batches for text in _texts(batch)] for order, batches in work.orders.items()
         }
@@ -66,7 +66,7 @@ class OfTexts(Runtime):
     def load(self, folder: str) -> Any:
         """Loads the library's encoder."""
 
-    def run(self, work: Work, prepared: Any) -> Tensor:
+    def run(self, work: Workload, prepared: Any) -> Tensor:
         assert work.order is not None
         texts = self.texts[work.order]
         if work.order == "one by one":

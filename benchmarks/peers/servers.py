@@ -44,14 +44,14 @@ _REQUESTS = 512
 _LONGEST_START = 180.0  # seconds
 
 
-class Request(NamedTuple):
+class TextRequest(NamedTuple):
     """A text with a number of words, and the requested number of new tokens."""
 
     words: list[int]
     new_tokens: int
 
 
-def requests(vocab_size: int, *, lengths: range, new_tokens: Callable[[int], int]) -> list[Request]:
+def requests(vocab_size: int, *, lengths: range, new_tokens: Callable[[int], int]) -> list[TextRequest]:
     """Makes texts of mixed lengths, the same in each run.
 
     Args:
@@ -62,11 +62,12 @@ def requests(vocab_size: int, *, lengths: range, new_tokens: Callable[[int], int
     drawn = random.Random(0)
     sizes = [drawn.choice(lengths) for _ in range(_REQUESTS)]
     return [
-        Request([drawn.randrange(len(_SPECIAL), vocab_size) for _ in range(size)], new_tokens(size)) for size in sizes
+        TextRequest([drawn.randrange(len(_SPECIAL), vocab_size) for _ in range(size)], new_tokens(size))
+        for size in sizes
     ]
 
 
-class Server:
+class PeerServer:
     """A process that listens on this machine.
 
     Args:
@@ -85,7 +86,7 @@ class Server:
         precision: str,
         command: Sequence[str],
         path: str,
-        body: Callable[[Request], Body],
+        body: Callable[[TextRequest], Body],
         said: Callable[[Any], str],
         *,
         threads: int,
@@ -148,7 +149,7 @@ class Server:
 
 
 @dataclass
-class Asked:
+class LoadTest:
     """A model's servers and requests.
 
     Attributes:
@@ -157,12 +158,12 @@ class Asked:
         requests: the requests, in the order in which clients take them.
     """
 
-    servers: list[Server]
+    servers: list[PeerServer]
     missing: list[tuple[str, str, str]]
-    requests: list[Request]
+    requests: list[TextRequest]
 
 
-def text_of(request: Request) -> str:
+def text_of(request: TextRequest) -> str:
     """Returns the words of a request."""
     return " ".join(f"t{word}" for word in request.words)
 
@@ -184,13 +185,13 @@ def _ours(
     precision: str,
     threads: int,
     path: str,
-    body: Callable[[Request], Body],
+    body: Callable[[TextRequest], Body],
     text_of: Any,
     flags: Sequence[str],
-) -> Server:
+) -> PeerServer:
     begin = "import sys; from fastformer.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", begin, "serve", str(folder), "--port", "PORT", "--precision", precision, *flags]
-    return Server(OURS, precision, command, path, body, text_of, threads=threads, health="/ready")
+    return PeerServer(OURS, precision, command, path, body, text_of, threads=threads, health="/ready")
 
 
 def write_translator(case: str, folder: Path) -> tuple[Transformer, Any]:
@@ -204,10 +205,10 @@ def write_translator(case: str, folder: Path) -> tuple[Transformer, Any]:
     return model, backend
 
 
-def our_translator(folder: Path, precision: str, threads: int, *flags: str) -> Server:
+def our_translator(folder: Path, precision: str, threads: int, *flags: str) -> PeerServer:
     """Makes fastformer's server of a folder from `write_translator`; flags are those of `fastformer serve`."""
 
-    def body(request: Request) -> Body:
+    def body(request: TextRequest) -> Body:
         return {"text": text_of(request), "max_new_tokens": request.new_tokens}
 
     def said(answer: Any) -> str:
@@ -216,7 +217,7 @@ def our_translator(folder: Path, precision: str, threads: int, *flags: str) -> S
     return _ours(folder, precision, threads, "/v1/translate", body, said, flags)
 
 
-def translators(case: str, folder: Path, precisions: Sequence[str], threads: int) -> Asked:
+def translators(case: str, folder: Path, precisions: Sequence[str], threads: int) -> LoadTest:
     """Makes fastformer's server and CTranslate2 behind FastAPI, and writes CTranslate2's model as well.
 
     Args:
@@ -247,17 +248,19 @@ def translators(case: str, folder: Path, precisions: Sequence[str], threads: int
                 sys.executable, "-m", "benchmarks.peers.ctranslate2_server", str(other), "PORT", "int8",
                 str(workers), str(threads_each), "--together", str(together),
             ]  # fmt: skip
-            servers.append(Server(way, "int8", command, "/v1/translate", body, said, threads=threads_each))
-    return Asked(servers, missing, translations(case, model.config.vocab_size))
+            servers.append(PeerServer(way, "int8", command, "/v1/translate", body, said, threads=threads_each))
+    return LoadTest(servers, missing, translations(case, model.config.vocab_size))
 
 
-def translations(case: str, vocab_size: int) -> list[Request]:
+def translations(case: str, vocab_size: int) -> list[TextRequest]:
     """Makes the requests for a translator."""
     lengths = range(8, 33) if case == "base" else range(3, 9)
     return requests(vocab_size, lengths=lengths, new_tokens=lambda length: length + 4)
 
 
-def language_models(case: str, folder: Path, precisions: Sequence[str], threads: int, llama_server: str = "") -> Asked:
+def language_models(
+    case: str, folder: Path, precisions: Sequence[str], threads: int, llama_server: str = ""
+) -> LoadTest:
     """Makes fastformer's server, `transformers serve` and llama.cpp's server, with one model of Llama's form.
 
     Args:
@@ -279,7 +282,7 @@ def language_models(case: str, folder: Path, precisions: Sequence[str], threads:
     names = dict(zip(("pad_token", "eos_token", "unk_token"), _SPECIAL, strict=True))
     transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **names).save_pretrained(folder / case)
 
-    def body(request: Request) -> Body:
+    def body(request: TextRequest) -> Body:
         limits = {"max_tokens": request.new_tokens, "temperature": 0}
         return {"model": case, "prompt": text_of(request), **limits}
 
@@ -297,10 +300,10 @@ def language_models(case: str, folder: Path, precisions: Sequence[str], threads:
             "--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32",
         ]  # fmt: skip
 
-        def by_folder(request: Request) -> Body:
+        def by_folder(request: TextRequest) -> Body:
             return {**body(request), "model": str(folder / case)}
 
-        servers.append(Server("transformers serve", "fp32", command, path, by_folder, said, threads=threads))
+        servers.append(PeerServer("transformers serve", "fp32", command, path, by_folder, said, threads=threads))
     program = llama_server or shutil.which("llama-server")
     try:
         if not program:
@@ -316,12 +319,12 @@ def language_models(case: str, folder: Path, precisions: Sequence[str], threads:
             "-t", str(threads), "-tb", str(threads), "-np", "16", "-c", str(16 * 512), "--no-webui",
         ]  # fmt: skip
 
-        def by_ids(request: Request) -> Body:  # these servers' tokenizers know no whole words
+        def by_ids(request: TextRequest) -> Body:  # these servers' tokenizers know no whole words
             return {"prompt": request.words, "n_predict": request.new_tokens, "temperature": 0, "cache_prompt": False}
 
         said_by_it: Callable[[Any], str] = lambda answer: str(answer["content"])  # noqa: E731
         servers.append(
-            Server("llama.cpp's server", "int8", command, "/completion", by_ids, said_by_it, threads=threads)
+            PeerServer("llama.cpp's server", "int8", command, "/completion", by_ids, said_by_it, threads=threads)
         )
     lengths = range(16, 49) if case == "llama-small" else range(3, 9)
-    return Asked(servers, missing, requests(vocab_size, lengths=lengths, new_tokens=lambda length: 8 + length % 17))
+    return LoadTest(servers, missing, requests(vocab_size, lengths=lengths, new_tokens=lambda length: 8 + length % 17))

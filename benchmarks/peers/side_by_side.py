@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from benchmarks.measure.timing import Timing
-from benchmarks.peers.compare import PAUSE, TURN, Best, Thing, better_threads, num_tokens, rival, steps, take_turns
-from benchmarks.peers.job import Job, Missing, Step, Tokens
-from benchmarks.peers.models import Results
+from benchmarks.peers.compare import PAUSE, TURN, Fastest, PeerKey, better_threads, num_tokens, rival, steps, take_turns
+from benchmarks.peers.job import Job, Missing, StepJob, Tokens
+from benchmarks.peers.models import StepResults
 from benchmarks.peers.reading import DRAM
-from benchmarks.peers.worker import Failed, Place, Worker
+from benchmarks.peers.worker import Failed, Worker, WorkerConfig
 
-Workers = dict[tuple[Thing, int], Worker]
+Workers = dict[tuple[PeerKey, int], Worker]
 Row = dict[str, Any]
 
 OURS = ("fastformer", "as it is", "accelerated", "read")  # errors of these are errors of the run
@@ -34,13 +34,13 @@ _TOLERANCES = {"fp32": 2e-3, "bf16": 0.1, "int8": 0.5}
 
 
 @contextlib.contextmanager
-def started(places: Sequence[Place]) -> Iterator[tuple[Workers, dict[Thing, str]]]:
+def started(places: Sequence[WorkerConfig]) -> Iterator[tuple[Workers, dict[PeerKey, str]]]:
     """Starts the workers of the peers, which end with the block; yields those that can run, and why others can't."""
     workers: Workers = {}
-    missing: dict[Thing, str] = {}
+    missing: dict[PeerKey, str] = {}
     try:
         for place in places:
-            thing = Thing(place.peer, place.precision)
+            thing = PeerKey(place.peer, place.precision)
             if thing in missing:
                 continue
             worker = workers[thing, place.threads] = Worker(place)
@@ -59,7 +59,7 @@ def started(places: Sequence[Place]) -> Iterator[tuple[Workers, dict[Thing, str]
             worker.close()
 
 
-def without_time(reasons: Mapping[Thing, str], precision: str, reason: str = "missing") -> Iterator[Row]:
+def without_time(reasons: Mapping[PeerKey, str], precision: str, reason: str = "missing") -> Iterator[Row]:
     """Yields rows of programs that are not timed, with the names of the fields of their precision and of the reason."""
     for thing, why in reasons.items():
         yield {"provider": thing.peer, precision: thing.precision, reason: why}
@@ -75,12 +75,12 @@ class _First:
         refused: the reason why a program can't do this job.
     """
 
-    results: dict[Thing, Any] = field(default_factory=dict)
-    repeats: dict[tuple[Thing, int], int] = field(default_factory=dict)
-    refused: dict[Thing, str] = field(default_factory=dict)
+    results: dict[PeerKey, Any] = field(default_factory=dict)
+    repeats: dict[tuple[PeerKey, int], int] = field(default_factory=dict)
+    refused: dict[PeerKey, str] = field(default_factory=dict)
 
 
-def _first_turns(workers: Workers, job: Job | Step) -> _First:
+def _first_turns(workers: Workers, job: Job | StepJob) -> _First:
     first = _First()
     with tempfile.TemporaryDirectory(prefix="fastformer-peers-") as folder:
         file = Path(folder) / "results.pt"
@@ -88,9 +88,9 @@ def _first_turns(workers: Workers, job: Job | Step) -> _First:
             if thing in first.refused:
                 continue
             try:
-                if isinstance(job, Step):
-                    worker.turn(Step(str(file), job.order))
-                    first.results[thing] = Results(*torch.load(file))
+                if isinstance(job, StepJob):
+                    worker.turn(StepJob(str(file), job.order))
+                    first.results[thing] = StepResults(*torch.load(file))
                     worker.turn(job)  # a step that isn't checked may still have to be compiled
                 else:
                     first.results[thing] = worker.turn(job).tokens
@@ -104,7 +104,7 @@ def _first_turns(workers: Workers, job: Job | Step) -> _First:
 
 
 def _timed(
-    workers: Workers, job: Job | Step, first: _First, wrong: Iterable[Thing], reads: Mapping[Any, Any], rounds: int
+    workers: Workers, job: Job | StepJob, first: _First, wrong: Iterable[PeerKey], reads: Mapping[Any, Any], rounds: int
 ) -> dict[Any, list[float]]:
     """Returns the seconds of a job, by program and threads, and the bandwidth of the reads between them."""
 
@@ -119,7 +119,7 @@ def _timed(
     return take_turns({**turns, **reads}, rounds, PAUSE)
 
 
-def _times(fastest: Best, thing: Thing, measured: Mapping[Any, list[float]], against: Best | None) -> Row:
+def _times(fastest: Fastest, thing: PeerKey, measured: Mapping[Any, list[float]], against: Fastest | None) -> Row:
     return {
         "threads": fastest.threads,
         **fastest.timing.fields(),
@@ -136,7 +136,7 @@ def _times(fastest: Best, thing: Thing, measured: Mapping[Any, list[float]], aga
 def models(workers: Workers, rounds: int, order: str | None = None) -> Iterator[Row]:
     """Yields a row for each way to run a model, compared with the unchanged model; with sentences, in one order."""
     base = next(thing for thing, _ in workers if thing.peer == "as it is")
-    first = _first_turns(workers, Step(order=order))
+    first = _first_turns(workers, StepJob(order=order))
     errors = {thing: result.error(first.results[base]) for thing, result in first.results.items()}
     wrong = {
         thing: f"its results are off by {error:.2g} of their size"
@@ -145,11 +145,11 @@ def models(workers: Workers, rounds: int, order: str | None = None) -> Iterator[
     }
     yield from without_time(first.refused, "dtype")
     yield from without_time(wrong, "dtype", "wrong")
-    measured = _timed(workers, Step(order=order), first, wrong, {}, rounds)
+    measured = _timed(workers, StepJob(order=order), first, wrong, {}, rounds)
     best = better_threads(measured)
     for thing, fastest in sorted(best.items(), key=lambda item: item[0].precision == "int8"):
         row: Row = {"provider": thing.peer, "dtype": thing.precision, "baseline": base.peer, "error": errors[thing]}
-        ours = Thing("accelerated", thing.precision)
+        ours = PeerKey("accelerated", thing.precision)
         if ours in best and thing != ours:
             rounds_of = measured[thing, fastest.threads], measured[ours, best[ours].threads]
             row["ours"] = statistics.median(b / a for b, a in zip(*rounds_of, strict=True))
@@ -168,7 +168,7 @@ def decoders(workers: Workers, job: Job, rounds: int, weights: Mapping[str, int]
     decoding = {key: worker for key, worker in workers.items() if key[0].peer != "read"}
     readers = {threads: worker for (thing, threads), worker in workers.items() if thing.peer == "read"}
     first = _first_turns(decoding, job)
-    expected = first.results.get(Thing("fastformer", "fp32"))
+    expected = first.results.get(PeerKey("fastformer", "fp32"))
     same = {
         thing: sum(a == b for a, b in zip(expected, fastest, strict=True)) if expected and fastest else None
         for thing, fastest in first.results.items()
@@ -189,7 +189,7 @@ def decoders(workers: Workers, job: Job, rounds: int, weights: Mapping[str, int]
         return count / worker.turn(Job([[[count]]], 1, 1)).seconds
 
     reads = {
-        (Thing("read", str(size)), threads): functools.partial(read, worker, size)
+        (PeerKey("read", str(size)), threads): functools.partial(read, worker, size)
         for size in sorted({DRAM, *weights.values()})
         for threads, worker in readers.items()
     }

@@ -16,13 +16,13 @@ from benchmarks.peers.cases import jobs, make_model
 from benchmarks.peers.job import PRECISIONS, USUAL
 from benchmarks.peers.reading import bytes_per_step
 from benchmarks.peers.side_by_side import Row, started, without_time
-from benchmarks.peers.worker import Place, peers
+from benchmarks.peers.worker import WorkerConfig, peers
 
 SUITES = ("decoding", "model")
 
 
 @dataclass(frozen=True)
-class Plan:
+class SuitePlan:
     """A case and its options.
 
     Attributes:
@@ -43,10 +43,10 @@ class Plan:
     only: Sequence[str] = ()
     options: dict[str, str] = field(default_factory=dict)
 
-    def places(self, precisions: Iterable[str]) -> list[Place]:
+    def places(self, precisions: Iterable[str]) -> list[WorkerConfig]:
         """Returns a worker's place for each peer, each of these precisions that it has, and each number of threads."""
         return [
-            Place(name, precision, threads, self.case, self.options)
+            WorkerConfig(name, precision, threads, self.case, self.options)
             for name, peer in peers(self.case).items()
             if not self.only or name in {*self.only, "read", "as it is"}
             for precision in (peer.precisions if name == "read" else precisions)
@@ -55,25 +55,25 @@ class Plan:
         ]
 
 
-def plans(suite: str, *, quick: bool) -> list[Plan]:
+def plans(suite: str, *, quick: bool) -> list[SuitePlan]:
     """Returns the plans of a suite."""
     cores = torch.get_num_threads()
     one_or_all = sorted({1, cores})
     if suite == "decoding":
         if quick:
-            return [Plan({"name": "tiny"}, ("int8", "fp32"), one_or_all, (4,))]
+            return [SuitePlan({"name": "tiny"}, ("int8", "fp32"), one_or_all, (4,))]
         return [
-            Plan({"name": "base"}, threads=one_or_all, batches=(1, 16), beams=(1, 4)),
-            Plan({"name": "gpt2"}, threads=one_or_all),
-            Plan({"name": "llama"}, PRECISIONS, threads=(cores,), batches=(1, 16)),
+            SuitePlan({"name": "base"}, threads=one_or_all, batches=(1, 16), beams=(1, 4)),
+            SuitePlan({"name": "gpt2"}, threads=one_or_all),
+            SuitePlan({"name": "llama"}, PRECISIONS, threads=(cores,), batches=(1, 16)),
         ]
     if suite == "model":
         # No user would run these batches with only one thread.
         if quick:
             # Compiling would take longer than all the rest.
             small = ("accelerated", "accelerated, fused loss", "onnxruntime", "openvino")
-            return [Plan(case, ("fp32",), (cores,), only=small) for case in models.QUICK]
-        return [Plan(case, ("fp32",) if case["mode"] == "training" else USUAL, (cores,)) for case in models.CASES]
+            return [SuitePlan(case, ("fp32",), (cores,), only=small) for case in models.QUICK]
+        return [SuitePlan(case, ("fp32",) if case["mode"] == "training" else USUAL, (cores,)) for case in models.CASES]
     raise ValueError(f"expected a suite that has peers, one of {', '.join(SUITES)}, got {suite!r}")
 
 
@@ -96,12 +96,12 @@ def run(suite: str, *, quick: bool = False) -> Iterator[Row]:
         yield from measure(plan, rounds=3 if quick else 7)
 
 
-def measure(plan: Plan, rounds: int) -> Iterator[Row]:
+def measure(plan: SuitePlan, rounds: int) -> Iterator[Row]:
     """Yields the rows of a plan; see `run`."""
     yield from (_models if plan.case["name"] in models.MODELS else _decoders)(plan, rounds)
 
 
-def _models(plan: Plan, rounds: int) -> Iterator[Row]:
+def _models(plan: SuitePlan, rounds: int) -> Iterator[Row]:
     def shared(case: dict[str, Any]) -> Row:
         model, shape = case["name"], models.shape_of(case)
         return {"suite": "model", "op": "drop_in", "model": model, "shape": shape, "padding": models.padding(case)}
@@ -127,7 +127,7 @@ def _models(plan: Plan, rounds: int) -> Iterator[Row]:
                     yield from (shared(case) | row for row in rows)
 
 
-def _decoders(plan: Plan, rounds: int) -> Iterator[Row]:
+def _decoders(plan: SuitePlan, rounds: int) -> Iterator[Row]:
     shared = {"suite": "decoding", "op": "peers", "model": plan.case["name"]}
     model = make_model(plan.case)
     weights = {precision: bytes_per_step(model, precision) for precision in plan.precisions}

@@ -19,11 +19,11 @@ from typing import IO, Any
 from benchmarks.measure import record
 from benchmarks.peers import models
 from benchmarks.peers.cases import GPTS, LLAMAS, make_model
-from benchmarks.peers.job import Job, Missing, Peer, Step, Turn
+from benchmarks.peers.job import Job, JobResult, Missing, Peer, StepJob
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerConfig:
     """The configuration of a worker.
 
     Attributes:
@@ -48,7 +48,7 @@ class Failed(Exception):
 class Worker:
     """The run's side of a worker. Call `start`, then `ready` once, then `turn` any number of times, then `close`."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: WorkerConfig) -> None:
         self.place = place
         threads = str(place.threads)
         environment = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
@@ -61,7 +61,7 @@ class Worker:
         """Waits until the model is loaded; returns the reason if the peer can't load it."""
         return self._answer().get("missing")
 
-    def turn(self, job: Job | Step) -> Turn:
+    def turn(self, job: Job | StepJob) -> JobResult:
         """Runs a job in the worker.
 
         Raises:
@@ -75,7 +75,7 @@ class Worker:
         answer = self._answer()
         if "missing" in answer:
             raise Missing(answer["missing"])
-        return Turn(answer["seconds"], answer["tokens"])
+        return JobResult(answer["seconds"], answer["tokens"])
 
     def close(self) -> None:
         """Ends the process."""
@@ -109,33 +109,33 @@ def peers(case: dict[str, Any]) -> dict[str, type[Peer]]:
     if case["name"] in models.MODELS:
         from benchmarks.peers.onnxruntime import OnnxRuntime
         from benchmarks.peers.openvino import OpenVino
-        from benchmarks.peers.pytorch import Accelerated, AcceleratedCompiled, AsItIs, Compiled, FusedLoss
+        from benchmarks.peers.pytorch import Accelerated, AcceleratedCompiled, AsItIs, FusedLossPeer, TorchCompile
         from benchmarks.peers.sentences import EncoderPeer, EngineAlone, SentenceTransformers
 
         compared: list[type[Peer]] = [AsItIs, Accelerated]
         if models.is_embedding(case):  # recompiling for each length would dominate the time
             compared += [EncoderPeer, SentenceTransformers]
         else:
-            compared += [Compiled, AcceleratedCompiled]
+            compared += [TorchCompile, AcceleratedCompiled]
         if models.is_exported(case):
             compared += [EngineAlone, OnnxRuntime, OpenVino]
         if models.has_vocabulary(case):
-            compared.append(FusedLoss)
+            compared.append(FusedLossPeer)
     else:
         from benchmarks.peers.ctranslate2 import CTranslate2
         from benchmarks.peers.hugging_face import HuggingFace, StaticCache
         from benchmarks.peers.llama_cpp import LlamaCpp
         from benchmarks.peers.ours import Ours
-        from benchmarks.peers.reading import Reading
+        from benchmarks.peers.reading import MemoryReader
 
         others: list[type[Peer]] = [HuggingFace, LlamaCpp] if case["name"] in GPTS else [CTranslate2, HuggingFace]
         if case["name"] in LLAMAS:
             others.append(StaticCache)
-        compared = [Ours, *others, Reading]
+        compared = [Ours, *others, MemoryReader]
     return {peer.name: peer for peer in compared}
 
 
-def serve(place: Place, orders: IO[str], answers: IO[str]) -> None:
+def serve(place: WorkerConfig, orders: IO[str], answers: IO[str]) -> None:
     """Runs the worker's side: answers with a line at the start, and with one for each order."""
 
     def answer(**values: object) -> None:
@@ -169,4 +169,4 @@ if __name__ == "__main__":
     os.dup2(2, 1)
     logging.disable(logging.WARNING)  # warnings of the libraries, once for each process
     warnings.simplefilter("ignore")
-    serve(Place(**json.loads(sys.argv[1])), sys.stdin, answers)
+    serve(WorkerConfig(**json.loads(sys.argv[1])), sys.stdin, answers)

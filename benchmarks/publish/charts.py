@@ -13,7 +13,7 @@ from benchmarks.experiments import EXPERIMENTS
 from benchmarks.measure.scaling_fits import fit
 from benchmarks.publish import style
 from benchmarks.publish.latest import Results, Row, case_of, grouped, machine, was_timed
-from benchmarks.publish.summary import DROP_IN, LLAMA, MODELS, MODULES, OPS, PEERS, Case, Comparison
+from benchmarks.publish.summary import DROP_IN, LLAMA, MODELS, MODULES, OPS, PEERS, Comparison, TableCase
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,12 +58,12 @@ def name_of(provider: str) -> str:
 # Speed-ups as bars
 
 
-def compare(rows: list[Row], cases: Iterable[Case]) -> list[Comparison]:
+def compare(rows: list[Row], cases: Iterable[TableCase]) -> list[Comparison]:
     """Compares fastformer with each rival, in the cases that were measured."""
     return [comparison for case in cases for comparison in case.comparisons(rows)]
 
 
-def select_cases(cases: Sequence[Case], results: Results) -> list[Row]:
+def select_cases(cases: Sequence[TableCase], results: Results) -> list[Row]:
     """Returns the rows of the comparisons of these cases."""
     chosen: dict[int, Row] = {}
     for comparison in compare(results.rows, cases):
@@ -72,7 +72,7 @@ def select_cases(cases: Sequence[Case], results: Results) -> list[Row]:
     return list(chosen.values())
 
 
-def draw_speedups(title: str, cases: Sequence[Case], rows: list[Row]) -> Figure:
+def draw_speedups(title: str, cases: Sequence[TableCase], rows: list[Row]) -> Figure:
     """Draws how many times faster fastformer is than c rival: bars from 1 to the right, to the left if slower."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
@@ -287,7 +287,7 @@ def _engine_color(name: str) -> str:
     return plain.get(name, style.OURS)
 
 
-def _speedups(title: str, command: str, cases: Sequence[Case]) -> Chart:
+def _speedups(title: str, command: str, cases: Sequence[TableCase]) -> Chart:
     return Chart(command, functools.partial(select_cases, cases), functools.partial(draw_speedups, title, cases))
 
 

@@ -63,7 +63,7 @@ class Comparison(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Case:
+class TableCase:
     """One line of a table, or one group of bars.
 
     Attributes:
@@ -129,8 +129,8 @@ def is_ours(provider: str) -> bool:
     return provider == "read" or provider.split(",")[0].split()[0] in ("fastformer", "accelerated")
 
 
-def _op(label: str, op: str, mode: str, against: str = "eager, torch.compile", **shape: Any) -> Case:
-    return Case(label, {"op": op, "mode": mode, **shape}, tuple(against.split(", ")))
+def _op(label: str, op: str, mode: str, against: str = "eager, torch.compile", **shape: Any) -> TableCase:
+    return TableCase(label, {"op": op, "mode": mode, **shape}, tuple(against.split(", ")))
 
 
 OPS = (
@@ -153,7 +153,9 @@ OPS = (
 
 
 MODULES = tuple(
-    Case(f"{name}, {what}, half of it padding", {**where, "padding": "half"}, ("baseline", "torch.nn", "torch.compile"))
+    TableCase(
+        f"{name}, {what}, half of it padding", {**where, "padding": "half"}, ("baseline", "torch.nn", "torch.compile")
+    )
     for name, what, where in (
         ("MultiheadAttention", "evaluation", {"op": "multihead_attention", "mode": "fwd"}),
         ("TransformerEncoder", "evaluation", {"op": "encoder", "mode": "fwd"}),
@@ -163,7 +165,7 @@ MODULES = tuple(
 )
 
 
-def _small_work(size: tuple[int, int, int, int], threads: int, ours: str, *, learns: bool) -> Case:
+def _small_work(size: tuple[int, int, int, int], threads: int, ours: str, *, learns: bool) -> TableCase:
     dim, layers, batch, seqlen = size
     name = "fastformer.nn" if ours == "fastformer" else ours
     what = f"{'training' if learns else 'evaluation'}, {threads} thread{'s' * (threads > 1)}, {name}"
@@ -171,7 +173,7 @@ def _small_work(size: tuple[int, int, int, int], threads: int, ours: str, *, lea
         "op": "small_work_training" if learns else "small_work",
         "dim": dim, "layers": layers, "batch": batch, "seqlen": seqlen, "threads": threads,
     }  # fmt: skip
-    return Case(f"{size_of(size)}, {what}", where, ("torch.nn",), ours, (FP32,))
+    return TableCase(f"{size_of(size)}, {what}", where, ("torch.nn",), ours, (FP32,))
 
 
 def size_of(size: tuple[int, int, int, int]) -> str:
@@ -191,15 +193,15 @@ SMALL_WORK = {
 }
 
 MODELS = tuple(
-    Case(f"training step of base, 64 sentences of {what}", {"op": "training_step", "lengths": lengths},
+    TableCase(f"training step of base, 64 sentences of {what}", {"op": "training_step", "lengths": lengths},
          ("baseline", "torch.compile"))
     for what, lengths in (("32 tokens", "equal"), ("mixed length", "multi30k"))
 )  # fmt: skip
 
 
-def _model(label: str, model: str, seqlen: str, against: str = "as it is", *panels: Panel, **fields: Any) -> Case:
+def _model(label: str, model: str, seqlen: str, against: str = "as it is", *panels: Panel, **fields: Any) -> TableCase:
     where = {"op": "drop_in", "model": model, "seqlen": seqlen, **fields}
-    return Case(label, where, tuple(against.split(", ")), "accelerated", panels or (FP32,))
+    return TableCase(label, where, tuple(against.split(", ")), "accelerated", panels or (FP32,))
 
 
 DROP_IN = (
@@ -230,7 +232,7 @@ ENCODERS_INT8 = tuple(
 
 # One of the rivals, the converted model, is fastformer's, without transformers.
 GENERATE = tuple(
-    Case(
+    TableCase(
         f"Marian's base shape, {search}, {precision}",
         {"op": "accelerated_generate", "batch": 1, "num_beams": num_beams},
         against,
@@ -258,9 +260,9 @@ def _decoding(
     model: str = "base",
     against: str = "ctranslate2",
     panels: tuple[Panel, ...] = _PRECISIONS[:1],
-) -> Case:
+) -> TableCase:
     where = {"op": "peers", "model": model, "batch": batch, "num_beams": num_beams}
-    return Case(label, where, (against,), panels=panels)
+    return TableCase(label, where, (against,), panels=panels)
 
 
 PEERS = (
@@ -285,7 +287,7 @@ _EACH = (
 _LLAMA_PROMPTS = ((1, 32, "a prompt of 32 tokens"), (1, 512, "a prompt of 512 tokens"), (16, 32, "16 prompts of 32"))
 # Models of Llama's form, with 168 M parameters.
 LLAMA = tuple(
-    Case(
+    TableCase(
         f"{prompts}, {what}",
         {"op": "peers", "model": "llama", "batch": batch, "prompt": prompt, "new": new},
         ("llama.cpp", "transformers"),
@@ -304,7 +306,7 @@ AVX2_PEERS = tuple(
 )
 
 
-def _case(cases: Sequence[Case], label: str) -> Case:
+def _case(cases: Sequence[TableCase], label: str) -> TableCase:
     (match,) = [case for case in cases if case.label == label]
     return match
 

@@ -37,8 +37,8 @@ from benchmarks.publish.summary import (
     PEERS,
     SMALL_WORK,
     SUMMARY,
-    Case,
     Comparison,
+    TableCase,
     size_of,
 )
 
@@ -91,7 +91,7 @@ class Numbers:
             return self._lacking(f"{field} of {where}")
         return self.shown(show(number), f"{field} of {where}", rows)
 
-    def ratio(self, case: Case, panel: str, against: str) -> str:
+    def ratio(self, case: TableCase, panel: str, against: str) -> str:
         """Formats how many times faster fastformer is."""
         comparisons = case.comparisons(self.results.rows)
         for comparison in comparisons:
@@ -125,14 +125,14 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _panels(case: Case, measured: Iterable[Comparison], rival: str, measured_alone: bool) -> list[str]:
+def _panels(case: TableCase, measured: Iterable[Comparison], rival: str, measured_alone: bool) -> list[str]:
     """Returns the panels of a case beside a rival, in order: those that were measured, and those that have to be."""
     there = {comparison.panel for comparison in measured if comparison.against == rival}
     is_due = rival in case.against and not measured_alone
     return [panel.name for panel in case.panels if is_due or panel.name in there]
 
 
-def times_faster(cases: Sequence[Case], numbers: Numbers, *, measured_alone: bool = False) -> str:
+def times_faster(cases: Sequence[TableCase], numbers: Numbers, *, measured_alone: bool = False) -> str:
     """Makes a line for each case, a column for each rival; the formats in a cell, as `2.2 · 3.5`; "" without any case.
 
     measured_alone: omit cells that were not measured, instead of saying so.
@@ -159,7 +159,7 @@ def times_faster(cases: Sequence[Case], numbers: Numbers, *, measured_alone: boo
     return table([f"times faster, {' · '.join(panels)}, than", *map(name_of, rivals)], lines)
 
 
-def beside_engines(cases: Sequence[Case], numbers: Numbers) -> str:
+def beside_engines(cases: Sequence[TableCase], numbers: Numbers) -> str:
     """Makes a line for each case and rival, a column for each precision."""
     names = [panel.name for panel in cases[0].panels]
     lines = []

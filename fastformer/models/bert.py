@@ -36,7 +36,7 @@ _HEAD_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Dense(nn.Module):
+class HeadLinear(nn.Module):
     """A linear layer after the encoder; `quantize` doesn't round it, because only a few rows pass through it.
 
     Parameters: `weight` (size_out, size_in) and, with `bias`, `bias` (size_out,).
@@ -64,10 +64,10 @@ class ClassificationHead(nn.Module):
         super().__init__()
         size, bias = config.d_model, config.head != "modernbert" or config.bias
         self.kind = config.head
-        self.dense = None if self.kind == "bert" else Dense(size, size, bias=bias, **factory)
+        self.dense = None if self.kind == "bert" else HeadLinear(size, size, bias=bias, **factory)
         self.norm = norm_of(config, size, factory) if self.kind == "modernbert" else None
         self.dropout = nn.Dropout(config.head_dropout)
-        self.out = Dense(size, config.num_labels, **factory)
+        self.out = HeadLinear(size, config.num_labels, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x (batch, d_model) to (batch, num_labels)."""
@@ -152,7 +152,7 @@ class BERT(PretrainedModel):
             self.encoder.layers[0].norm1 = nn.Identity()
         for module, has_window in zip(self.encoder.layers, config.windows, strict=True):
             module.self_attn.window_size = (config.window_size,) * 2 if has_window else (None, None)
-        self.pooler = Dense(config.d_model, config.d_model, **factory) if config.pooler else None
+        self.pooler = HeadLinear(config.d_model, config.d_model, **factory) if config.pooler else None
         self.head = ClassificationHead(config, **factory) if config.num_labels else None
         self.reset_parameters()
 
@@ -161,7 +161,7 @@ class BERT(PretrainedModel):
         """Initialises as BERT: N(0, 0.02) for matrices, 0 for biases, 1 for norms."""
         for module in self.modules():
             init_weights(module, 0.02)
-            if isinstance(module, Dense):
+            if isinstance(module, HeadLinear):
                 nn.init.normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)

@@ -109,7 +109,7 @@ KERNELS: dict[str, Kernel] = {
 }
 
 
-class Entry(NamedTuple):
+class FastestEntry(NamedTuple):
     """A line of the table: the fastest kernel from a sequence length up to that of the next line of the same kind.
 
     Attributes:
@@ -130,9 +130,9 @@ class Entry(NamedTuple):
 
 
 @functools.cache
-def table() -> tuple[Entry, ...]:
+def table() -> tuple[FastestEntry, ...]:
     """Reads the committed table of the fastest kernels."""
-    return tuple(Entry(**line) for line in json.loads(TABLE.read_text(encoding="utf-8")))
+    return tuple(FastestEntry(**line) for line in json.loads(TABLE.read_text(encoding="utf-8")))
 
 
 def wanted() -> str:

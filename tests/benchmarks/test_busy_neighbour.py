@@ -16,8 +16,8 @@ from tests.benchmarks.running import checked_rows
 def test_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, threads = tmp_path / "busy.jsonl", torch.get_num_threads()
     sizes = ["--dim", "32", "--layers", "1", "--batch", "2", "--seqlen", "8"]
-    given = ["--provider", "fastformer", "--threads", str(threads), "--rounds", "1", "--seconds", "0.01"]
-    assert main([*given, *sizes, "--out", str(out)]) == 0
+    flags = ["--provider", "fastformer", "--threads", str(threads), "--rounds", "1", "--seconds", "0.01"]
+    assert main([*flags, *sizes, "--out", str(out)]) == 0
     rows = checked_rows(out)
     assert [row["mode"] for row in rows] == ["step", "fwd"]
     for row in rows:

@@ -17,9 +17,9 @@ def test_each_turn_reads_only_new_tokens(tmp_path: Path, capsys: pytest.CaptureF
     out = tmp_path / "turns.jsonl"
     sizes = ["--turns", "3", "--system", "40", "--question", "8", "--answer", "5", "--layers", "1", "--dim", "64"]
     assert main([*sizes, "--out", str(out), "--threads", str(torch.get_num_threads())]) == 0
-    said = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr().out.splitlines()
     # Of prompts of 48, 61 and 74 tokens; whole blocks of what came before their last token are there.
-    assert [line.partition(", ")[2].partition(" of")[0] for line in said] == ["48", "29", "26"]
+    assert [line.partition(", ")[2].partition(" of")[0] for line in printed] == ["48", "29", "26"]
     rows = checked_rows(out)
     assert [row["provider"] for row in rows] == ["Generator", "generate"]
     for row in rows:

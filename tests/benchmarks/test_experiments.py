@@ -59,15 +59,15 @@ def lines(ends, values=None, **shape):
     """Makes rows of several seeds for each provider."""
     return [
         line(provider, end, values[provider][seed] if values else 0.5, seed, **shape)
-        for provider, some in ends.items()
-        for seed, end in enumerate(some)
+        for provider, seeds in ends.items()
+        for seed, end in enumerate(seeds)
     ]
 
 
 def test_there_is_a_line_for_each_module():
     """A module with an experiment that isn't listed would never be run."""
-    own = {p.stem for p in FOLDER.glob("*.py") if re.search("^EXPERIMENT = ", p.read_text(encoding="utf-8"), re.M)}
-    assert own == set(EXPERIMENTS)
+    modules = {p.stem for p in FOLDER.glob("*.py") if re.search("^EXPERIMENT = ", p.read_text(encoding="utf-8"), re.M)}
+    assert modules == set(EXPERIMENTS)
     for name in EXPERIMENTS:
         assert load(name).name == name and load(name).claim.endswith(".")
         assert callable(importlib.import_module(f"benchmarks.experiments.{name}").main)

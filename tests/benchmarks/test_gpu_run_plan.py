@@ -17,7 +17,7 @@ import pytest
 import fastformer.kernels
 from benchmarks import run
 from benchmarks.gpu.steps import TESTS, other_tests, steps
-from benchmarks.gpu.warm import Step
+from benchmarks.gpu.warm import PlanStep
 from benchmarks.gpu_run_plan import run_step, work_through
 from benchmarks.measure.launches import recorded_launches
 from benchmarks.measure.record import ROOT
@@ -25,22 +25,22 @@ from benchmarks.measure.suites import benchmarks, chosen_cases, has_values, key_
 from tests import conftest
 
 
-def step(key: str, *codes: str) -> Step:
-    return Step(key, [([sys.executable, "-c", code], {"NUMBER": str(i)}) for i, code in enumerate(codes)], 1.0)
+def step(key: str, *codes: str) -> PlanStep:
+    return PlanStep(key, [([sys.executable, "-c", code], {"NUMBER": str(i)}) for i, code in enumerate(codes)], 1.0)
 
 
 def test_a_run_resumes_and_continues_after_a_failure(tmp_path: Path) -> None:
     ran: list[str] = []
 
-    def run(step: Step, out: Path, limit: float) -> dict[str, Any]:
+    def run(step: PlanStep, out: Path, limit: float) -> dict[str, Any]:
         ran.append(step.key)
         if step.key == "cut off" and ran.count("cut off") == 1:
             raise KeyboardInterrupt
         return {"ok": step.key != "bad"}
 
-    todo = [Step(key, (), 9) for key in ("a", "bad", "cut off", "b")]
-    todo += [Step("depends on bad", (), 9, after="bad"), Step("depends on b", (), 9, after="b")]
-    todo += [Step("depends on nothing that ran", (), 9, after="c")]
+    todo = [PlanStep(key, (), 9) for key in ("a", "bad", "cut off", "b")]
+    todo += [PlanStep("depends on bad", (), 9, after="bad"), PlanStep("depends on b", (), 9, after="b")]
+    todo += [PlanStep("depends on nothing that ran", (), 9, after="c")]
     file = tmp_path / "plan.jsonl"
     work = partial(work_through, todo, tmp_path, file, run)
     with pytest.raises(KeyboardInterrupt):
@@ -49,7 +49,7 @@ def test_a_run_resumes_and_continues_after_a_failure(tmp_path: Path) -> None:
     assert work() == 1 and ran[3:] == ["cut off", "b", "depends on b"]
     assert work() == 1 and len(ran) == 6  # nothing twice
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line["key"] for line in lines] == [each.key for each in todo]
+    assert [line["key"] for line in lines] == [item.key for item in todo]
     assert [line["key"] for line in lines if "left_out" in line] == ["depends on bad", "depends on nothing that ran"]
 
 
@@ -104,7 +104,7 @@ def test_a_failing_test_is_named_before_the_next_begins(tmp_path: Path) -> None:
     words = "-m pytest -q -rN -p benchmarks.measure.failures -p no:cacheprovider -c /dev/null --rootdir"
     command = [sys.executable, *words.split(), str(tmp_path), str(file)]
     variables = {"PART": str(tmp_path / "logs" / "tests.0.part"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    result = run_step(Step("tests", [(command, variables)], 1.0), tmp_path, 300.0)
+    result = run_step(PlanStep("tests", [(command, variables)], 1.0), tmp_path, 300.0)
     names = [name.rpartition("::")[2] for name in result["failed"]]
     assert names == ["test_wrong", "test_broken"] and "exit status 1" in result["tails"]["0"]
 
@@ -132,50 +132,50 @@ def test_launches_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_runner_knows_the_timed_cases(tmp_path: Path) -> None:
     """Each command matches some cases, and enables kernels that are off by default with a variable that is read."""
     sources = "".join(path.read_text() for path in Path(fastformer.kernels.__path__[0]).glob("*.py"))
-    known: set[str] = set()
-    for each in steps(tmp_path):
-        ((command, variables), *_) = each.commands
+    keys: set[str] = set()
+    for step in steps(tmp_path):
+        ((command, variables), *_) = step.commands
         if "benchmarks.run" in command:
             benchmark = benchmarks()[command[command.index("--op") + 1]]
-            assert each.seconds > 5 and ("--dtype" in command) == ("bfloat16" in benchmark.dtypes)
+            assert step.seconds > 5 and ("--dtype" in command) == ("bfloat16" in benchmark.dtypes)
         flags = set(variables) - {"FASTFORMER_TEST_SHARD", "OMP_NUM_THREADS"}
         assert all(name in sources for name in flags)
         # Kernels that are off are timed where their tests, before them, were right.
-        assert bool(each.kernel) == (bool(flags) and each.key.startswith("time"))
-        assert not each.kernel or each.after
-        assert not each.after or each.after in known
-        known.add(each.key)
+        assert bool(step.kernel) == (bool(flags) and step.key.startswith("time"))
+        assert not step.kernel or step.after
+        assert not step.after or step.after in keys
+        keys.add(step.key)
 
 
 def test_each_command_parses_and_names_existing_cases(tmp_path: Path) -> None:
     """A typo in an option, a shape, a provider, a file or a pattern would waste its step."""
     all_files = " ".join(TESTS.values()).split()
-    for each in steps(tmp_path):
-        ((command, _), *_) = each.commands
+    for step in steps(tmp_path):
+        ((command, _), *_) = step.commands
         assert command[:2] == [sys.executable, "-m"]
         module, *rest = command[2:]
         if module == "benchmarks.run":
             options = run._parser(sorted(benchmarks())).parse_args(rest)
             chosen = list(chosen_cases(benchmarks(), options))
             assert nothing_fits(benchmarks(), options, chosen) is None
-            for given, values in (("shape", {key for key, _ in options.shape}), ("mode", set(options.mode or ()))):
-                known = {case.mode for case in chosen} if given == "mode" else set(chosen[0].shape)
-                assert values <= known, (each.key, given)
-            assert set(options.provider or ()) <= {*chosen[0].benchmark.providers}, each.key
+            for option, values in (("shape", {key for key, _ in options.shape}), ("mode", set(options.mode or ()))):
+                allowed = {case.mode for case in chosen} if option == "mode" else set(chosen[0].shape)
+                assert values <= allowed, (step.key, option)
+            assert set(options.provider or ()) <= {*chosen[0].benchmark.providers}, step.key
             for name, value in options.shape:  # each is of some case
-                assert value in {str(case.shape[name]) for case in chosen}, (each.key, name, value)
+                assert value in {str(case.shape[name]) for case in chosen}, (step.key, name, value)
         elif module == "pytest":
             plugin, files = command[command.index("-p") + 1], [word for word in rest if word.endswith(".py")]
             assert importlib.util.find_spec(plugin) is not None
-            texts = ["".join((ROOT / file).read_text() for file in some) for some in (files, all_files)]
+            texts = ["".join((ROOT / file).read_text() for file in paths) for paths in (files, all_files)]
             for pattern in command[command.index("-k") + 1 :][:1] if "-k" in command else ():
                 names = set(re.findall(r"\w+", pattern)) - {"not", "or", "and"}
-                assert all(name in texts[1] for name in names), (each.key, names)
-                assert any(name in texts[0] for name in names), (each.key, names)
+                assert all(name in texts[1] for name in names), (step.key, names)
+                assert any(name in texts[0] for name in names), (step.key, names)
                 compile(pattern, "pattern", "eval")
         elif module == "benchmarks.tune_attention":
-            wanted = list(map(key_value, rest[rest.index("--shape") + 1 :]))
-            assert any(has_values(shape, wanted) for shape in benchmarks()["attention"].shapes["cuda"])
+            pairs = list(map(key_value, rest[rest.index("--shape") + 1 :]))
+            assert any(has_values(shape, pairs) for shape in benchmarks()["attention"].shapes["cuda"])
         else:
             assert module == "pip"
 

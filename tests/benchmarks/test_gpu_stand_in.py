@@ -50,22 +50,22 @@ def on_the_stand_in(*command: str) -> subprocess.CompletedProcess[str]:
 def test_a_typo_is_distinguished_from_a_wrong_value(tmp_path: Path) -> None:
     file = tmp_path / "test_of_a_device.py"
     file.write_text(TESTS)
-    done = on_the_stand_in("pytest", "-q", "-c", "/dev/null", "--rootdir", str(tmp_path), str(file))
-    assert done.returncode == 1, done.stdout + done.stderr
-    wrong = [line for line in done.stdout.splitlines() if line.startswith("WRONG")]
+    proc = on_the_stand_in("pytest", "-q", "-c", "/dev/null", "--rootdir", str(tmp_path), str(file))
+    assert proc.returncode == 1, proc.stdout + proc.stderr
+    wrong = [line for line in proc.stdout.splitlines() if line.startswith("WRONG")]
     assert len(wrong) == 1 and "test_with_a_typo" in wrong[0] and "is_finite" in wrong[0]
-    assert "2 tests ran, 1 to an assertion; 1 binaries" in done.stdout  # of two sets of parameters one
+    assert "2 tests ran, 1 to an assertion; 1 binaries" in proc.stdout  # of two sets of parameters one
 
 
 def test_every_step_of_the_plan_runs_to_its_end(tmp_path: Path) -> None:
     """This runs one small shape of each op, and one set of parameters of each GPU test. It takes minutes."""
-    done = subprocess.run(
+    proc = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu_run_plan", "rehearse", "--out", str(tmp_path)], cwd=ROOT,
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     lines = [json.loads(line) for line in (tmp_path / "gpu_rehearsal.jsonl").read_text().splitlines()]
     assert [line for line in lines if not line["ok"]] == []
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert proc.returncode == 0, proc.stderr[-2000:]
     assert [line["key"] for line in lines] == [
         step.key for step in steps(tmp_path) if "pip" not in step.commands[0][0]
     ]  # fmt: skip
@@ -78,11 +78,11 @@ def test_the_launches_of_a_step_are_compiled_ahead(tmp_path: Path) -> None:
 
     command = [sys.executable, "-m", "benchmarks.gpu_run_plan", "compile", "--only", "first look rotary", "--jobs", "1"]
     for number in range(2):
-        done = subprocess.run(
+        proc = subprocess.run(
             [*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False,
             env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
         )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert proc.returncode == 0, proc.stdout + proc.stderr
         (log,) = tmp_path.glob("*.log")
         last = log.read_text().splitlines()[-1]
         count = len(set(BinaryFile(tmp_path / "sm_90.kernels").keys()))

@@ -40,9 +40,9 @@ def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     (tmp_path / "de").write_text("\n".join(RIGHT) + "\n", encoding="utf-8")
     out = tmp_path / "rows.jsonl"
     assert precisions.main(["RUN", str(tmp_path / "en"), str(tmp_path / "de"), "--out", str(out)]) == 0
-    found = {(row["precision"], row["shape"]["num_beams"]): row for row in checked_rows(out)}
-    assert found.keys() == {(precision, beams) for precision in ("fp32", "bf16", "int8", "int4") for beams in (1, 4)}
-    for case, row in found.items():
+    rows = {(row["precision"], row["shape"]["num_beams"]): row for row in checked_rows(out)}
+    assert rows.keys() == {(precision, beams) for precision in ("fp32", "bf16", "int8", "int4") for beams in (1, 4)}
+    for case, row in rows.items():
         assert row["same_tokens"] == (1 if case == ("int8", 4) else 2)
         assert (row["sacrebleu_test2016"] < 99) == (row["chrf_test2016"] < 99) == (case == ("int8", 4))
     assert "1 of 2 lines as in fp32" in capsys.readouterr().out

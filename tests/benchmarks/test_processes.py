@@ -45,11 +45,11 @@ def test_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def take(turns, rounds):
-    found: dict[str, list[float]] = {name: [] for name in turns}
+    samples: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(rounds):
         for name, turn in turns.items():
-            found[name].append(turn())
-    return found
+            samples[name].append(turn())
+    return samples
 
 
 @pytest.mark.slow  # 40 s: the trainings of the benchmark run, and say a speed

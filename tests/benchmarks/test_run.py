@@ -290,9 +290,9 @@ def test_command_and_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     old = tmp_path / "old.jsonl"
     old.write_text("".join(json.dumps(row | {"ms_p50": 2 * row["ms_p50"]}) + "\n" for row in rows))
     assert all(row["quick"] for row in rows)
-    said = compare(old, out)
-    assert said.count("  2.00x  ") == len(rows) == 2
-    assert said.count("  2.00x  (against eager: ") == 1 and "1.00x -> 1.00x" not in said
+    text = compare(old, out)
+    assert text.count("  2.00x  ") == len(rows) == 2
+    assert text.count("  2.00x  (against eager: ") == 1 and "1.00x -> 1.00x" not in text
     for line in ("{", "[]", "3"):
         old.write_text(line + "\n")
         with pytest.raises(ValueError, match="old.jsonl, line 1: expected a JSON object"):
@@ -322,15 +322,15 @@ def test_a_stopped_run_keeps_and_summarises_its_rows(tmp_path, capsys, monkeypat
 
 
 def test_the_choice_of_suites() -> None:
-    known = {suite: dataclasses.replace(TOY, name=suite, suite=suite, quick=1) for suite in reversed(SUITES)}
+    available = {suite: dataclasses.replace(TOY, name=suite, suite=suite, quick=1) for suite in reversed(SUITES)}
 
     def names(**fields: object) -> list[str]:
-        return list(dict.fromkeys(case.benchmark.name for case in chosen_cases(known, options(**fields))))
+        return list(dict.fromkeys(case.benchmark.name for case in chosen_cases(available, options(**fields))))
 
     assert names() == list(SUITES[:-1])
     assert names(suite=["decoding", "ops"]) == ["ops", "decoding"]
     assert names(op=["experiments"]) == ["experiments"] and names(suite=["ops"], op=["model"]) == []
-    complaint = nothing_fits(known, options(suite=["ops"], op=["model"]), [])
+    complaint = nothing_fits(available, options(suite=["ops"], op=["model"]), [])
     assert complaint == "no benchmark of model is of the suites ops"
 
 
@@ -338,8 +338,8 @@ def test_quick_takes_the_first_dtype_and_both_ends_of_the_modes() -> None:
     toy = dataclasses.replace(TOY, modes=("fwd", "bwd", "fwdbwd"), shapes={"cpu": [SHAPE, {"rows": 1}]}, quick=1)
 
     def cases(**fields: object) -> list[tuple[str, str, int]]:
-        found = chosen_cases({"toy": toy}, options(**fields))
-        return [(case.mode, case.dtype, case.shape["rows"]) for case in found]
+        chosen = chosen_cases({"toy": toy}, options(**fields))
+        return [(case.mode, case.dtype, case.shape["rows"]) for case in chosen]
 
     assert cases(quick=True) == [("fwd", "float32", 64), ("fwdbwd", "float32", 64)]
     assert cases(quick=True, mode=["bwd"], dtype=["bfloat16"]) == [("bwd", "bfloat16", 64)]
@@ -350,27 +350,27 @@ def test_a_name_given_twice_takes_either_value() -> None:
     toy = dataclasses.replace(
         TOY, modes=("fwd",), dtypes=("float32",), shapes={"cpu": [{"a": a, "b": b} for a in (1, 2, 3) for b in (1, 2)]}
     )
-    found = chosen_cases({"toy": toy}, options(shape=[("a", "1"), ("b", "2"), ("a", "3")]))
-    assert [case.shape for case in found] == [{"a": 1, "b": 2}, {"a": 3, "b": 2}]
+    chosen = chosen_cases({"toy": toy}, options(shape=[("a", "1"), ("b", "2"), ("a", "3")]))
+    assert [case.shape for case in chosen] == [{"a": 1, "b": 2}, {"a": 3, "b": 2}]
 
 
 def test_a_published_run_is_recorded_and_then_written_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
+    published: list[str] = []
 
     def write(arguments: list[str]) -> int:
-        done.append(f"tables, after {len(record.read(tmp_path / 'cpu.jsonl'))} rows")
+        published.append(f"tables, after {len(record.read(tmp_path / 'cpu.jsonl'))} rows")
         return 0
 
     monkeypatch.setattr(run_module, "benchmarks", lambda: {"toy": TOY})
     monkeypatch.setattr(run_module, "RESULTS", tmp_path)
     monkeypatch.setattr("benchmarks.readme.main", write)
-    monkeypatch.setattr("benchmarks.plot.main", lambda arguments: done.append("pictures"))
+    monkeypatch.setattr("benchmarks.plot.main", lambda arguments: published.append("pictures"))
     command = "--op toy --mode fwd --dtype float32 --device cpu --rounds 3 --seconds 0 --publish"
-    assert main(command.split()) == 0 and done == ["tables, after 2 rows", "pictures"]
+    assert main(command.split()) == 0 and published == ["tables, after 2 rows", "pictures"]
     for more in ("--quick", "--out x.jsonl"):  # neither is published
         with pytest.raises(SystemExit):
             main([*command.split(), *more.split()])
-    assert len(done) == 2
+    assert len(published) == 2
 
 
 def test_list_measures_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

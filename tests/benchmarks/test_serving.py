@@ -13,11 +13,11 @@ from tests.generation.small import needs_cpp
 
 
 def test_requests_are_mixed_and_the_same_in_each_run() -> None:
-    found = requests(500, lengths=range(3, 9), new_tokens=lambda length: 2 * length)
-    assert found == requests(500, lengths=range(3, 9), new_tokens=lambda length: 2 * length)
-    assert {len(request.words) for request in found} == set(range(3, 9))
-    assert all(request.new_tokens == 2 * len(request.words) for request in found)
-    assert all(3 <= word < 500 for request in found for word in request.words)
+    mixed = requests(500, lengths=range(3, 9), new_tokens=lambda length: 2 * length)
+    assert mixed == requests(500, lengths=range(3, 9), new_tokens=lambda length: 2 * length)
+    assert {len(request.words) for request in mixed} == set(range(3, 9))
+    assert all(request.new_tokens == 2 * len(request.words) for request in mixed)
+    assert all(3 <= word < 500 for request in mixed for word in request.words)
 
 
 @pytest.mark.slow  # proves that servers start, answer in full and give lines of the schema; each takes seconds to start

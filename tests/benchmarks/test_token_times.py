@@ -13,7 +13,7 @@ import torch
 from benchmarks import token_times as token_times_module
 from benchmarks.cases.models.bench_decoding import ENGINES
 from benchmarks.peers.cases import make_model
-from benchmarks.token_times import Line, main, token_times
+from benchmarks.token_times import PlotLine, main, token_times
 from tests.benchmarks.running import checked_rows
 
 
@@ -22,7 +22,7 @@ def test_each_token_is_timed_by_itself(engine, monkeypatch) -> None:
     steps = mock.Mock(wraps=token_times_module.run_batch)
     monkeypatch.setattr(token_times_module, "run_batch", steps)
     monkeypatch.setattr(token_times_module, "time", SimpleNamespace(perf_counter=lambda: steps.call_count))
-    assert token_times(make_model({"name": "tiny"}), [5, 6, 7], 9, Line(engine, None)) == [1] * 9
+    assert token_times(make_model({"name": "tiny"}), [5, 6, 7], 9, PlotLine(engine, None)) == [1] * 9
 
 
 def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,4 +44,4 @@ def test_printed_scores_omit_the_encoders_token(monkeypatch, capsys) -> None:
     monkeypatch.setattr(token_times_module, "token_times", lambda *_, **__: seconds)
     assert main(["tiny", "--tokens", str(len(seconds)), "--rounds", "1", "--engines", "kv_cache"]) == 0
     printed = re.search(r"([\d.]+) ms a token at the start, ([\d.]+) ms at the end", capsys.readouterr().out)
-    assert printed is not None and [float(each) for each in printed.groups()] == [2.0, 6.0]
+    assert printed is not None and [float(ms) for ms in printed.groups()] == [2.0, 6.0]

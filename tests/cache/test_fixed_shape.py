@@ -67,8 +67,8 @@ class Walk:
                 for row, tail in enumerate(rows):
                     tail.append(int(tokens[group * BEAMS + row]))
                 if following is not None:
-                    own = [parents[group * BEAMS + row] - group * BEAMS for row in range(BEAMS)]
-                    rows[:] = [list(rows[place]) for place in own]
+                    parent_rows = [parents[group * BEAMS + row] - group * BEAMS for row in range(BEAMS)]
+                    rows[:] = [list(rows[place]) for place in parent_rows]
             moves.append(parents if following is not None else list(range(batch.num_rows)))
         assert batch.step.item() == steps
         batch.sync(np.array(moves, np.int32))
@@ -130,8 +130,8 @@ def test_the_rows_of_a_group_find_its_source() -> None:
         assert cross.k.flatten(0, 1)[cross.slot_table[i, : len(source)].long()].flatten().tolist() == source
     # Queries of one source side by side see what they would see each alone.
     q = torch.randn(3 * BEAMS, 1, 1, 1)
-    own = torch.arange(3).repeat_interleave(BEAMS)
-    alone = AttentionCache(cross.k, cross.v, cross.slot_table[own], cross.seqlens[own])
+    sources = torch.arange(3).repeat_interleave(BEAMS)
+    alone = AttentionCache(cross.k, cross.v, cross.slot_table[sources], cross.seqlens[sources])
     torch.testing.assert_close(attend_cached(cross, q), attend_cached(alone, q))
 
 

@@ -48,7 +48,7 @@ class Oracle:
 
     def fork(self, parents):
         self.cache.fork(parents)
-        self.groups = [[list(group[i]) for i in own] for group, own in zip(self.groups, parents, strict=True)]
+        self.groups = [[list(group[i]) for i in rows] for group, rows in zip(self.groups, parents, strict=True)]
 
     def rewind(self):
         self.cache.rewind()
@@ -65,9 +65,9 @@ class Oracle:
             table = step.slot_table[index, len(row) :].tolist()
             packed += table[: len(new)]
             for layer in range(LAYERS):
-                own = step.layer(layer).self_attention
+                view = step.layer(layer).self_attention
                 for slot, token in zip(table, new if is_packed else new + [torch.inf] * (n - len(new)), strict=False):
-                    own.k.view(-1)[slot], own.v.view(-1)[slot] = token, -token
+                    view.k.view(-1)[slot], view.v.view(-1)[slot] = token, -token
             row += new
         if is_packed:
             assert step.layer(1).self_attention.packed_slots.tolist() == packed
@@ -88,17 +88,17 @@ class Oracle:
         assert cache.length_bound == max((len(row) for row in rows), default=0)
         step = cache.begin(0)  # what is there
         assert step.slot_table.shape == (len(rows), -(-cache.length_bound // SIZE) * SIZE)
-        held = {int(s) // SIZE for table, row in zip(step.slot_table, rows, strict=True) for s in table[: len(row)]}
+        blocks = {int(s) // SIZE for table, row in zip(step.slot_table, rows, strict=True) for s in table[: len(row)]}
         has_memory = bool(rows) and None not in self.sources
         assert cache.has_memory == has_memory
         for index in range(LAYERS):
-            own, cross = step.layer(index)
-            for row, table in zip(rows, own.slot_table.long(), strict=True):
-                assert own.k.view(-1)[table[: len(row)]].tolist() == row
-                assert own.v.view(-1)[table[: len(row)]].tolist() == [-token for token in row]
+            self_attn, cross = step.layer(index)
+            for row, table in zip(rows, self_attn.slot_table.long(), strict=True):
+                assert self_attn.k.view(-1)[table[: len(row)]].tolist() == row
+                assert self_attn.v.view(-1)[table[: len(row)]].tolist() == [-token for token in row]
             if has_memory:
-                wanted = [source for group, source in zip(self.groups, self.sources, strict=True) for _ in group]
-                for key, source in zip(cross.batch_index.tolist(), wanted, strict=True):
+                expected = [source for group, source in zip(self.groups, self.sources, strict=True) for _ in group]
+                for key, source in zip(cross.batch_index.tolist(), expected, strict=True):
                     assert cross.seqlens[key] == len(source)
                     slots = cross.slot_table[key, : len(source)].long()
                     assert cross.k.view(-1)[slots].tolist() == source
@@ -106,7 +106,7 @@ class Oracle:
         assert not cache.k[:, 0].any() and not cache.v[:, 0].any()
         held_by_sources = sum(-(-len(source) // SIZE) for source in self.sources if source is not None)
         # Beside what it reads a row holds the block that it writes to.
-        spare = taken(cache) - len(held) - held_by_sources
+        spare = taken(cache) - len(blocks) - held_by_sources
         assert spare >= 0 and (not is_collected or spare <= len(rows))
 
 
@@ -251,10 +251,10 @@ def test_an_uncommitted_step_changes_no_length(change):
     for _ in range(7):
         oracle.append(1)
         oracle.check()
-    done = cache.begin(1)
-    cache.commit(done)
+    last = cache.begin(1)
+    cache.commit(last)
     with pytest.raises(InputError):
-        cache.commit(done)
+        cache.commit(last)
 
 
 def test_views_of_the_last_groups():
@@ -332,8 +332,8 @@ def test_a_recorded_step_uses_all_columns_and_not_the_host(recorder, monkeypatch
             patched.setattr(torch.compiler, "is_compiling", lambda: True)
         else:
             patched.setattr(KVCache, "_is_recorded", lambda self: True)
-        own, cross = (recorded := cache.begin(1)).layer(0)
-        assert own.slot_table.shape == (4, 24) and cross.slot_table.shape == (ROWS, 8) and not own.is_empty
+        self_attn, cross = (recorded := cache.begin(1)).layer(0)
+        assert self_attn.slot_table.shape == (4, 24) and cross.slot_table.shape == (ROWS, 8) and not self_attn.is_empty
         cache.commit(recorded)
         for wrong in ({"num_tokens": 2}, {"num_tokens": 1, "seqlens": [1, 1, 1, 1]}):
             with pytest.raises(InputError, match=r"\bnum_tokens\b"):
@@ -350,17 +350,17 @@ def test_values_on_the_meta_device_are_never_read():
     source = [torch.empty(5, 1, 1, device="meta")] * LAYERS
     cache.set_memory(source, source, [2, 3])
     step = cache.begin(3, [3, 3, 1, 1], is_packed=True)
-    own, cross = step.layer(1)
-    assert own.packed_slots.shape == cross.batch_index.shape == (8,)
+    attn, cross = step.layer(1)
+    assert attn.packed_slots.shape == cross.batch_index.shape == (8,)
     cache.commit(step)
     cache.fork([[1, 1, 0], [0]])
-    own, cross = (step := cache.begin(1)).layer(1)
-    assert own.slot_table.shape == (4, SIZE) and own.seqlens.shape == cross.batch_index.shape == (4,)
+    attn, cross = (step := cache.begin(1)).layer(1)
+    assert attn.slot_table.shape == (4, SIZE) and attn.seqlens.shape == cross.batch_index.shape == (4,)
     assert cross.slot_table.shape == (ROWS, SIZE) and cache.positions(1).shape == (4, 1)
-    assert all(x.is_meta for x in (own.k, own.slot_table, own.seqlens, cross.batch_index, cross.slot_table))
+    assert all(x.is_meta for x in (attn.k, attn.slot_table, attn.seqlens, cross.batch_index, cross.slot_table))
     cache.commit(step)
     cache.free([0])
-    assert cache.lengths == [2] and cache.seqlens.is_meta and own.k.dtype == torch.bfloat16
+    assert cache.lengths == [2] and cache.seqlens.is_meta and attn.k.dtype == torch.bfloat16
 
 
 def test_fewer_sources_than_rows_get_fewer_blocks():
@@ -380,7 +380,7 @@ def test_wrong_calls_change_nothing():
     wrong = [
         *(("max_rows", lambda n=n, rows=rows: cache.add(n, rows)) for n, rows in ((2, 5), (1, 0), (-1, 1))),
         *(("groups", lambda groups=groups: cache.free(groups)) for groups in ([0, 0], [2], [-1])),
-        *(("parents", lambda each=each: cache.fork(each)) for each in (*parents, *no_lists)),
+        *(("parents", lambda moves=moves: cache.fork(moves)) for moves in (*parents, *no_lists)),
         *(("num_tokens", lambda n=n: cache.begin(n)) for n in (-1, SEQLEN - 1)),
         *(("seqlens", lambda n=n: cache.begin(3, n)) for n in ([1, 2, 3, 3], [1, 1], [1, 1, 4, 4], [-1, -1, 1, 1])),
         ("seqlens", lambda: cache.begin(3, torch.ones(4))),

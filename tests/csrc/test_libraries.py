@@ -45,9 +45,9 @@ def test_the_engine_serves_every_pytorch(isa: str) -> None:
 @pytest.mark.parametrize("isa", ["avx2", "avx512"])
 def test_the_ops_use_only_c_functions_of_pytorch(isa: str) -> None:
     path = library(f"_ops_{isa}")
-    taken = undefined(path)
-    assert any(name.startswith(("aoti_torch_", "torch_")) for name in taken)
-    assert not [name for name in taken if name.startswith(("_ZN3c10", "_ZNK3c10", "_ZN2at", "_ZNK2at", "Py", "_Py"))]
+    symbols = undefined(path)
+    assert any(name.startswith(("aoti_torch_", "torch_")) for name in symbols)
+    assert not [name for name in symbols if name.startswith(("_ZN3c10", "_ZNK3c10", "_ZN2at", "_ZNK2at", "Py", "_Py"))]
     assert "libfastformer_common.so" in needed(path)  # one team of threads in a process
 
 

@@ -19,5 +19,5 @@ def test_the_table_equals_a_plain_one_for_any_hash(tmp_path: Path) -> None:
     program, sources = tmp_path / "prefix_table", ["tests/csrc/prefix_table.cpp", "csrc/engine/prefix_table.cpp"]
     assert COMPILER is not None
     subprocess.run([COMPILER, "-std=c++20", "-Icsrc", *sources, "-o", str(program)], cwd=ROOT, check=True)
-    found = subprocess.run([str(program)], capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stdout
+    proc = subprocess.run([str(program)], capture_output=True, text=True, check=False)
+    assert proc.returncode == 0, proc.stdout

@@ -35,8 +35,8 @@ def test_strides_of_any_order(order: tuple[int, ...], step: int) -> None:
     expected = F.linear(x.contiguous(), weight[:, : x.shape[-1]].contiguous())
     torch.testing.assert_close(CPP.linear(x, weight[:, : x.shape[-1]], None), expected)
     bias = torch.randn(6)
-    found = CPP.linear(x.expand(5, *x.shape), weight[:, : x.shape[-1]], bias)
-    torch.testing.assert_close(found, (expected + bias).expand(5, *expected.shape))
+    product = CPP.linear(x.expand(5, *x.shape), weight[:, : x.shape[-1]], bias)
+    torch.testing.assert_close(product, (expected + bias).expand(5, *expected.shape))
 
 
 @pytest.mark.parametrize("bias", [None, torch.arange(8.0)[::2]])
@@ -70,12 +70,12 @@ def test_a_transposed_weight_has_a_transposed_gradient() -> None:
     weights = torch.randn(6, 8), torch.randn(8, 6)
     _, saved = CPP.feed_forward_fwd(x, weights[0], None, weights[1], None, "gelu", 0.0, None, True)
     turned = [weight.t().contiguous().t() for weight in weights]
-    due, found = (
+    due, grads = (
         CPP.feed_forward_bwd(dout, x, w1, None, w2, saved, "gelu", 0.0, None, False) for w1, w2 in (weights, turned)
     )
     for place, weight in ((1, turned[0]), (3, turned[1])):
-        assert found[place].stride() == weight.stride() and not found[place]._is_view()
-        torch.testing.assert_close(found[place], due[place])
+        assert grads[place].stride() == weight.stride() and not grads[place]._is_view()
+        torch.testing.assert_close(grads[place], due[place])
 
 
 class Mallinfo(ctypes.Structure):

@@ -102,20 +102,20 @@ def ids_of(folder: Path, texts: Sequence[str], most: int = MAX_LEN) -> list[Any]
         tokenizer_file=str(folder / "tokenizer.json"), cls_token="[CLS]", sep_token="[SEP]", pad_token="[PAD]"
     )
     options = {"truncation": True, "max_length": most, "return_token_type_ids": True, "return_tensors": "pt"}
-    given = [[[text]] if isinstance(text, str) else [[each] for each in text] for text in texts]
-    return [tokenizer(*each, **options) for each in given]  # in lists: an empty text is the second one, too
+    batches = [[[text]] if isinstance(text, str) else [[batch] for batch in text] for text in texts]
+    return [tokenizer(*batch, **options) for batch in batches]  # in lists: an empty text is the second one, too
 
 
 def states(model: Any, folder: Path, texts: Sequence[str], dtype: torch.dtype, most: int = MAX_LEN) -> list[Tensor]:
     """Returns the states (seqlen, d_model) of each text alone, computed by transformers."""
     model = model.to(dtype)
     with torch.inference_mode():
-        found = [model(**each).last_hidden_state[0] for each in ids_of(folder, texts, most)]
+        outputs = [model(**inputs).last_hidden_state[0] for inputs in ids_of(folder, texts, most)]
     model.float()
-    return found
+    return outputs
 
 
 def mean(states: Sequence[Tensor], *, normalizes: bool = False) -> Tensor:
     """Returns the mean states, (texts, d_model)."""
-    rows = torch.stack([each.mean(0) for each in states])
+    rows = torch.stack([rows_of_text.mean(0) for rows_of_text in states])
     return F.normalize(rows) if normalizes else rows

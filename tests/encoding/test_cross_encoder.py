@@ -34,31 +34,31 @@ def three(tmp_path_factory) -> tuple[Path, Any]:
     return folder, bert(folder, num_labels=3, **LABELS)
 
 
-def logits(made, inputs, dtype=torch.float32) -> torch.Tensor:
-    model = made[1].to(dtype)
+def logits(saved, inputs, dtype=torch.float32) -> torch.Tensor:
+    model = saved[1].to(dtype)
     with torch.inference_mode():
-        found = torch.cat([model(**each).logits for each in ids_of(made[0], inputs)])
+        rows = torch.cat([model(**batch).logits for batch in ids_of(saved[0], inputs)])
     model.float()
-    return found
+    return rows
 
 
-def check(found, made, inputs, activation=lambda x: x) -> None:
-    rows = [activation(logits(made, inputs, dtype)) for dtype in (torch.float32, torch.float64)]
-    assert_accurate(torch.as_tensor(found).reshape(rows[0].shape), *rows)
+def check(scores, saved, inputs, activation=lambda x: x) -> None:
+    rows = [activation(logits(saved, inputs, dtype)) for dtype in (torch.float32, torch.float64)]
+    assert_accurate(torch.as_tensor(scores).reshape(rows[0].shape), *rows)
 
 
 def test_scores_of_pairs(one) -> None:
     ranker = fastformer.CrossEncoder.from_pretrained(one[0])
     assert (ranker.num_labels, ranker.max_seq_length) == (1, MAX_LEN)
-    found = ranker.predict(PAIRS)
-    assert isinstance(found, np.ndarray) and found.shape == (len(PAIRS),) and found.dtype == np.float32
-    check(found, one, PAIRS, torch.sigmoid)
+    scores = ranker.predict(PAIRS)
+    assert isinstance(scores, np.ndarray) and scores.shape == (len(PAIRS),) and scores.dtype == np.float32
+    check(scores, one, PAIRS, torch.sigmoid)
     assert ranker.num_cut == 1
     alone = ranker.predict(PAIRS[3])
-    assert np.shape(alone) == () and alone == pytest.approx(found[3], abs=1e-6)
+    assert np.shape(alone) == () and alone == pytest.approx(scores[3], abs=1e-6)
     assert ranker.predict([]).shape == (0,)
     tensor = ranker.predict([list(pair) for pair in PAIRS], convert_to_tensor=True, batch_size=2)
-    assert torch.allclose(tensor, torch.from_numpy(found), atol=1e-6)
+    assert torch.allclose(tensor, torch.from_numpy(scores), atol=1e-6)
     raw = ranker.predict(PAIRS, activation_fn=torch.nn.Identity())
     check(raw, one, PAIRS)
 
@@ -67,12 +67,12 @@ def test_ranking_equals_sentence_transformers(one) -> None:
     ranker = fastformer.CrossEncoder(one[0])
     scores = torch.sigmoid(logits(one, [("a bird", text) for text in TEXTS])).flatten()
     order = sorted(range(len(TEXTS)), key=lambda place: -scores[place])
-    found = ranker.rank("a bird", TEXTS)
-    assert [each["corpus_id"] for each in found] == order
-    assert [each["score"] for each in found] == pytest.approx(scores[order].tolist(), abs=1e-5)
-    assert all(type(each["score"]) is float and set(each) == {"corpus_id", "score"} for each in found)
+    ranking = ranker.rank("a bird", TEXTS)
+    assert [entry["corpus_id"] for entry in ranking] == order
+    assert [entry["score"] for entry in ranking] == pytest.approx(scores[order].tolist(), abs=1e-5)
+    assert all(type(entry["score"]) is float and set(entry) == {"corpus_id", "score"} for entry in ranking)
     best = ranker.rank("a bird", iter(TEXTS), top_k=2, return_documents=True)
-    assert [each["text"] for each in best] == [TEXTS[place] for place in order[:2]]
+    assert [entry["text"] for entry in best] == [TEXTS[place] for place in order[:2]]
     assert ranker.rank("a bird", []) == []
 
 
@@ -80,9 +80,9 @@ def test_labels_of_single_texts_and_pairs(three) -> None:
     classifier = fastformer.CrossEncoder(three[0])
     assert classifier.labels == ("good", "bad", "odd") and classifier.num_labels == 3
     singles = [[text] for text in MANY]
-    found = classifier.predict(singles)
-    assert found.shape == (len(MANY), 3)
-    check(found, three, MANY)
+    scores = classifier.predict(singles)
+    assert scores.shape == (len(MANY), 3)
+    check(scores, three, MANY)
     soft = classifier.predict(singles, apply_softmax=True)
     check(soft, three, MANY, lambda rows: rows.softmax(1))
     mixed = [["a bird"], ("a", "bird"), ["birds"]]
@@ -104,8 +104,8 @@ def test_a_prompt_precedes_the_first_text_of_a_pair(one, tmp_path) -> None:
     assert not np.array_equal(expected, plain)
     options = {"device": "cpu", "pool": None, "chunk_size": 3, "batch_size": np.int64(2)}
     assert np.array_equal(ranker.predict(inputs=PAIRS, prompt="query : ", **options), expected)
-    for found in (usual.predict(PAIRS), usual.predict(PAIRS, prompt_name="query")):
-        assert np.array_equal(found, expected)
+    for scores in (usual.predict(PAIRS), usual.predict(PAIRS, prompt_name="query")):
+        assert np.array_equal(scores, expected)
     assert np.array_equal(usual.predict(PAIRS, prompt=""), plain)
     ranks = [ranker.rank("a bird", TEXTS, prompt="query : ", top_k=np.int64(2)), usual.rank("a bird", TEXTS, top_k=2)]
     assert ranks[0] == ranks[1] != ranker.rank("a bird", TEXTS, top_k=2)

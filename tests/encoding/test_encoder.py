@@ -26,10 +26,10 @@ pytest.importorskip("transformers", reason="the folders are written by transform
 MEAN = {"word_embedding_dimension": D_MODEL, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
 
 
-def check(found, plain, texts=TEXTS, layers=mean, most=MAX_LEN) -> None:
+def check(embeddings, plain, texts=TEXTS, layers=mean, most=MAX_LEN) -> None:
     """Holds embeddings to the rule: layers makes rows of the states of texts."""
     rows = [layers(states(plain[1], plain[0], texts, dtype, most)) for dtype in (torch.float32, torch.float64)]
-    assert_accurate(torch.as_tensor(found), *rows)
+    assert_accurate(torch.as_tensor(embeddings), *rows)
 
 
 def test_a_folder_of_transformers_uses_mean_pooling_with_a_warning(plain, caplog) -> None:
@@ -37,11 +37,11 @@ def test_a_folder_of_transformers_uses_mean_pooling_with_a_warning(plain, caplog
     encoder = fastformer.Encoder.from_pretrained(plain[0])
     assert "mean" in caplog.text and (encoder.max_seq_length, encoder.get_embedding_dimension()) == (MAX_LEN, D_MODEL)
     check(encoder.encode(MANY), plain, MANY)
-    found = encoder.encode(TEXTS)
-    assert isinstance(found, np.ndarray) and found.dtype == np.float32
+    embeddings = encoder.encode(TEXTS)
+    assert isinstance(embeddings, np.ndarray) and embeddings.dtype == np.float32
     assert encoder.encode(TEXTS[0]).shape == (D_MODEL,)
     tensor = encoder.encode(TEXTS, convert_to_tensor=True)
-    assert isinstance(tensor, torch.Tensor) and torch.equal(tensor, torch.from_numpy(found))
+    assert isinstance(tensor, torch.Tensor) and torch.equal(tensor, torch.from_numpy(embeddings))
     rows = encoder.encode(TEXTS, convert_to_numpy=False)
     assert isinstance(rows, list) and torch.equal(torch.stack(rows), tensor)
 
@@ -59,8 +59,8 @@ def test_a_text_has_the_same_bits_in_any_batch(plain) -> None:
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda encoder: pickle.loads(pickle.dumps(encoder))])
 def test_a_copy_gives_the_same_embeddings(plain, copied) -> None:
     encoder = fastformer.Encoder(plain[0])
-    found = encoder.encode(TEXTS)
-    assert copied(encoder).encode(TEXTS).tobytes() == found.tobytes()
+    embeddings = encoder.encode(TEXTS)
+    assert copied(encoder).encode(TEXTS).tobytes() == embeddings.tobytes()
 
 
 @pytest.mark.parametrize("place", ["", "0_Transformer"])
@@ -79,14 +79,14 @@ def test_a_folder_of_sentence_transformers(folder, plain, place) -> None:
 
 def test_poolings_equal_those_of_sentence_transformers(folder, plain) -> None:
     exact = states(plain[1], plain[0], TEXTS, torch.float64)
-    rows = {kind: [pooled(kind, each) for each in exact] for kind in POOLINGS}
+    rows = {kind: [pooled(kind, values) for values in exact] for kind in POOLINGS}
     for kind, expected in rows.items():
         modules(folder, ("Pooling", {"embedding_dimension": D_MODEL, "pooling_mode": kind}))
         torch.testing.assert_close(
             torch.from_numpy(fastformer.Encoder(folder).encode(TEXTS)), torch.stack(expected).float(), atol=2e-5, rtol=0
         )
     modules(folder, ("Pooling", {"embedding_dimension": D_MODEL, "pooling_mode": list(rows)}))
-    joined = torch.cat([torch.stack(each) for each in rows.values()], 1).float()
+    joined = torch.cat([torch.stack(values) for values in rows.values()], 1).float()
     torch.testing.assert_close(torch.from_numpy(fastformer.Encoder(folder).encode(TEXTS)), joined, atol=2e-5, rtol=0)
     several = {**MEAN, "pooling_mode_cls_token": True, "pooling_mode_lasttoken": True}
     modules(folder, ("Pooling", several))
@@ -100,17 +100,17 @@ def test_layers_after_the_pooling(folder, plain) -> None:
     place = modules(folder, ("Pooling", MEAN), ("Dense", {}), ("Normalize", {}))[1]
     weights = dense(place, D_MODEL, 12)
     encoder = fastformer.Encoder(folder)
-    found = encoder.encode(TEXTS)
+    embeddings = encoder.encode(TEXTS)
 
-    def layers(found):
-        rows = mean(found)
+    def layers(embeddings):
+        rows = mean(embeddings)
         parts = (weights[f"linear.{name}"].to(rows.dtype) for name in ("weight", "bias"))
         return F.normalize(torch.tanh(F.linear(rows, *parts)))
 
-    check(found, plain, layers=layers)
-    assert encoder.get_embedding_dimension() == 12 and encoder.encode(TEXTS[1]).tobytes() == found[1].tobytes()
+    check(embeddings, plain, layers=layers)
+    assert encoder.get_embedding_dimension() == 12 and encoder.encode(TEXTS[1]).tobytes() == embeddings[1].tobytes()
     short = encoder.encode(TEXTS, truncate_dim=5, normalize_embeddings=True)
-    check(short, plain, layers=lambda found: F.normalize(layers(found)[:, :5]))
+    check(short, plain, layers=lambda embeddings: F.normalize(layers(embeddings)[:, :5]))
 
 
 def test_a_prompt_precedes_each_text(folder, plain) -> None:
@@ -146,16 +146,16 @@ def test_a_prompt_is_left_out_of_each_pooling(folder, plain, ends) -> None:
     skipped = 2 + ends.startswith("[CLS]")
     exact = states(plain[1], folder, ["query : " + text for text in texts], torch.float64)
 
-    def expected(kind: str, each: torch.Tensor) -> torch.Tensor:
+    def expected(kind: str, hidden: torch.Tensor) -> torch.Tensor:
         if kind != "weightedmean":
-            return pooled(kind, each[skipped:])
-        weights = torch.arange(1, len(each) + 1)[skipped:, None]  # of the positions in the whole text
-        return (each[skipped:] * weights).sum(0) / weights.sum()
+            return pooled(kind, hidden[skipped:])
+        weights = torch.arange(1, len(hidden) + 1)[skipped:, None]  # of the positions in the whole text
+        return (hidden[skipped:] * weights).sum(0) / weights.sum()
 
     modules(folder, ("Pooling", {"embedding_dimension": D_MODEL, "pooling_mode": [*POOLINGS], "include_prompt": False}))
-    found = fastformer.Encoder(folder).encode(texts, prompt="query : ")
-    rows = [torch.cat([expected(kind, each) for kind in POOLINGS]) for each in exact]
-    torch.testing.assert_close(torch.from_numpy(found), torch.stack(rows).float(), atol=2e-5, rtol=0)
+    embeddings = fastformer.Encoder(folder).encode(texts, prompt="query : ")
+    rows = [torch.cat([expected(kind, hidden) for kind in POOLINGS]) for hidden in exact]
+    torch.testing.assert_close(torch.from_numpy(embeddings), torch.stack(rows).float(), atol=2e-5, rtol=0)
 
 
 def test_a_prompt_that_is_lower_cased_is_left_out_whole(folder) -> None:
@@ -170,32 +170,32 @@ def test_a_prompt_that_fills_a_row_leaves_the_last_token(folder, plain) -> None:
     modules(folder, ("Pooling", {**MEAN, "include_prompt": False}))
     encoder = fastformer.Encoder(folder)
     encoder.max_seq_length = 4
-    found = encoder.encode("a bird", prompt="the hills and the river ")
+    embedding = encoder.encode("a bird", prompt="the hills and the river ")
     exact = states(plain[1], plain[0], ["the hills"], torch.float64)[0][-1]
-    torch.testing.assert_close(torch.from_numpy(found), exact.float(), atol=2e-5, rtol=0)
+    torch.testing.assert_close(torch.from_numpy(embedding), exact.float(), atol=2e-5, rtol=0)
 
 
 def test_arguments_of_sentence_transformers(plain) -> None:
     encoder = fastformer.Encoder(plain[0], prompts={"query": "query : "})
     expected = encoder.encode(MANY)
-    for found in (
+    for embeddings in (
         encoder.encode(MANY, None, None, 32, False, "sentence_embedding", "float32", True, False, "cpu", False, None),
         encoder.encode(inputs=MANY, device=["cpu"], pool=None, chunk_size=7),
         encoder.encode(MANY, batch_size=np.int64(2)),
         encoder.eval().to("cpu").encode(MANY, precision=None), encoder.encode_query(MANY, None, ""),
     ):  # fmt: skip
-        assert np.array_equal(found, expected)
+        assert np.array_equal(embeddings, expected)
     assert np.array_equal(encoder.encode_query(MANY[:3], "query"), encoder.encode(MANY[:3], prompt="query : "))
     with encoder.truncate_sentence_embeddings(5):
         assert np.array_equal(encoder.encode(MANY), expected[:, :5])
     assert encoder.truncate_dim is None
     cut = plain[1].config.pad_token_id
-    given = encoder.tokenize(TEXTS)
+    features = encoder.tokenize(TEXTS)
     for place, ids in enumerate(encoder.tokenizer.encode_batch(TEXTS)):
-        assert given["input_ids"][place].tolist() == ids + [cut] * (given["input_ids"].shape[1] - len(ids))
-        assert given["attention_mask"][place].sum() == len(ids)
+        assert features["input_ids"][place].tolist() == ids + [cut] * (features["input_ids"].shape[1] - len(ids))
+        assert features["attention_mask"][place].sum() == len(ids)
     with torch.inference_mode():
-        assert plain[1](**given).last_hidden_state.shape[:2] == given["input_ids"].shape
+        assert plain[1](**features).last_hidden_state.shape[:2] == features["input_ids"].shape
     for name, options in (
         ("device", {"device": "meta"}), ("device", {"device": ["cpu", "cpu"]}), ("pool", {"pool": {}}),
         ("chunk_size", {"chunk_size": 0}), ("precision", {"precision": "int4"}), ("inputs", {"inputs": ["a"]}),
@@ -233,8 +233,8 @@ def test_embeddings_of_few_bits(plain) -> None:
 def test_a_long_text_is_cut_counted_and_reported_once(plain, caplog) -> None:
     encoder = fastformer.Encoder(plain[0])
     long = "bird " * 50
-    found = encoder.encode([long, "a", long])
-    check(found, plain, [long, "a", long])
+    embeddings = encoder.encode([long, "a", long])
+    check(embeddings, plain, [long, "a", long])
     encoder.encode(long)
     assert encoder.num_cut == 3
     assert len([record for record in caplog.records if "max_seq_length" in record.getMessage()]) == 1
@@ -275,9 +275,9 @@ def test_nothing_and_no_text(plain) -> None:
 
 
 def test_states_of_tokens(plain) -> None:
-    found = fastformer.Encoder(plain[0]).encode(TEXTS, output_value="token_embeddings", batch_tokens=16)
-    assert [each.shape for each in found] == [each.shape for each in states(plain[1], plain[0], TEXTS, torch.float32)]
-    check(torch.cat(found), plain, layers=torch.cat)
+    embeddings = fastformer.Encoder(plain[0]).encode(TEXTS, output_value="token_embeddings", batch_tokens=16)
+    assert [x.shape for x in embeddings] == [x.shape for x in states(plain[1], plain[0], TEXTS, torch.float32)]
+    check(torch.cat(embeddings), plain, layers=torch.cat)
 
 
 def test_a_stream_reads_ahead_a_little(plain) -> None:
@@ -307,8 +307,8 @@ def test_threads_share_an_encoder(plain) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_other_precisions_are_close(plain, precision) -> None:
     exact = torch.from_numpy(fastformer.Encoder(plain[0]).encode(TEXTS))
-    found = torch.from_numpy(fastformer.Encoder(plain[0], precision=precision).encode(TEXTS))
-    assert not torch.equal(found, exact) and F.cosine_similarity(found, exact).min() > 0.98
+    embeddings = torch.from_numpy(fastformer.Encoder(plain[0], precision=precision).encode(TEXTS))
+    assert not torch.equal(embeddings, exact) and F.cosine_similarity(embeddings, exact).min() > 0.98
 
 
 @pytest.mark.slow  # 100,000 texts: memory stays where it is, and all come out in their order

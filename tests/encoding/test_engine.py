@@ -55,11 +55,11 @@ def test_each_family_equals_its_modules(name: str) -> None:
         for kind in kinds:
             exact = by_modules(exact_model, ids, types, kind)
             rows = engine.classify(ids, types) if kind == "classify" else engine.encode(ids, types, kind)
-            found = torch.from_numpy(rows)
+            outputs = torch.from_numpy(rows)
             if precision == "fp32":
-                assert_accurate(found, by_modules(model, ids, types, kind), exact, kind)
+                assert_accurate(outputs, by_modules(model, ids, types, kind), exact, kind)
             else:
-                assert ((found - exact).square().mean() / exact.square().mean()).sqrt() < bound, (precision, kind)
+                assert ((outputs - exact).square().mean() / exact.square().mean()).sqrt() < bound, (precision, kind)
 
 
 @needs_cpp
@@ -79,9 +79,9 @@ def test_int4_computes_with_the_rounded_weights() -> None:
     ids, types = texts_of(model, [1, 7, 40, 130])
     engine = EncoderEngine(model)
     exact = by_modules(copy.deepcopy(model).double(), ids, types, "none")
-    found = torch.from_numpy(engine.encode(ids, types, "none"))
+    outputs = torch.from_numpy(engine.encode(ids, types, "none"))
     assert engine.precision == "int4" and engine.name == "cpp"
-    assert ((found - exact).square().mean() / exact.square().mean()).sqrt() < 0.1
+    assert ((outputs - exact).square().mean() / exact.square().mean()).sqrt() < 0.1
 
 
 @needs_cpp
@@ -91,8 +91,8 @@ def test_a_change_of_the_model_is_noticed() -> None:
     ids, types = texts_of(model, [5, 30])
 
     def agrees() -> bool:
-        found = torch.from_numpy(engine.encode(ids, types, "pooler"))
-        return bool(torch.allclose(found, by_modules(model, ids, types, "pooler"), atol=1e-5))
+        outputs = torch.from_numpy(engine.encode(ids, types, "pooler"))
+        return bool(torch.allclose(outputs, by_modules(model, ids, types, "pooler"), atol=1e-5))
 
     assert agrees() and engine.name == "cpp"
     with torch.no_grad():
@@ -182,9 +182,9 @@ def test_modules_in_bf16_pool_in_fp32(kind: str) -> None:
     layout = SequenceLayout.packed(torch.tensor([7, 130]), 130)
     engine = EncoderEngine(model, "bf16")
     engine.model.register_forward_hook(lambda *_: None)
-    found = torch.from_numpy(engine.encode(ids, types, kind))
+    outputs = torch.from_numpy(engine.encode(ids, types, kind))
     assert engine.name == "modules"
-    torch.testing.assert_close(found.double(), model.pooled(states, layout, kind), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(outputs.double(), model.pooled(states, layout, kind), rtol=1e-5, atol=1e-5)
 
 
 def test_modules_give_the_same_rows_in_the_same_order() -> None:

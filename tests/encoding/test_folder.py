@@ -120,9 +120,9 @@ def test_invalid_settings(folder, file, settings, named) -> None:
 def test_the_settings_of_a_folder(folder) -> None:
     modules(folder, POOLING, ("Dropout", {}), ("Normalize", {}))
     write(folder / "sentence_bert_config.json", {"max_seq_length": 99, "do_lower_case": True})
-    said = {"prompts": {"query": "q: "}, "default_prompt_name": "query", "similarity_fn_name": "euclidean"}
-    write(folder / "config_sentence_transformers.json", {**said, "truncate_dim": 4})
-    found = read_folder(folder)
-    assert (found.prompts, found.default_prompt_name, found.similarity) == ({"query": "q: "}, "query", "euclidean")
-    assert found.truncate_dim == 4 and len(found.steps) == 1 and found.reader.max_len == found.model.config.max_len
-    assert found.reader.texts(["A Bird"]) == found.reader.texts(["a bird"])
+    settings = {"prompts": {"query": "q: "}, "default_prompt_name": "query", "similarity_fn_name": "euclidean"}
+    write(folder / "config_sentence_transformers.json", {**settings, "truncate_dim": 4})
+    loaded = read_folder(folder)
+    assert (loaded.prompts, loaded.default_prompt_name, loaded.similarity) == ({"query": "q: "}, "query", "euclidean")
+    assert loaded.truncate_dim == 4 and len(loaded.steps) == 1 and loaded.reader.max_len == loaded.model.config.max_len
+    assert loaded.reader.texts(["A Bird"]) == loaded.reader.texts(["a bird"])

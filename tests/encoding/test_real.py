@@ -35,9 +35,9 @@ def test_minilm_in_each_precision() -> None:
     root = Path(__file__).parents[2]
     pages = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").glob("[egs]*/*.md"))]
     text = "\n\n".join(page.read_text(encoding="utf-8") for page in pages)
-    found = [sentence.text for sentence in split_sentences(text)]
+    sentences = [sentence.text for sentence in split_sentences(text)]
     # A special token that a text spells is text here, and not in transformers.
-    texts = [text for text in dict.fromkeys(found) if 15 < len(text) < 400 and "[SEP]" not in text][:150]
+    texts = [text for text in dict.fromkeys(sentences) if 15 < len(text) < 400 and "[SEP]" not in text][:150]
     assert len(texts) > 100
     due = mean(states(model, folder, texts, torch.float32, 256), normalizes=True).numpy()
     pairs = np.random.default_rng(0).integers(0, len(texts), (2, 1000))
@@ -50,8 +50,8 @@ def test_minilm_in_each_precision() -> None:
         spearman = np.corrcoef(ranks(similar), ranks((rows[pairs[0]] * rows[pairs[1]]).sum(1)))[0, 1]
         assert spearman > 0.995, precision
         assert all(np.array_equal(encoder.encode(texts[i]), rows[i]) for i in range(0, len(texts), 10))
-        ours = fastformer.accelerate(copy.deepcopy(model), precision=precision)
-        near = mean(states(ours, folder, texts[:40], torch.float32, 256), normalizes=True).numpy()
+        accelerated = fastformer.accelerate(copy.deepcopy(model), precision=precision)
+        near = mean(states(accelerated, folder, texts[:40], torch.float32, 256), normalizes=True).numpy()
         assert ((near * due[:40]).sum(1) > least).all(), precision
     exact = mean(states(model, folder, texts[:40], torch.float64, 256), normalizes=True)
     rows = fastformer.Encoder(folder).encode(texts[:40])

@@ -48,14 +48,14 @@ def run(scheduler: EncodingScheduler, requests: list[EncodeRequest]) -> int:
 
 @pytest.mark.parametrize("step_tokens", [1, 40, 4096])
 def test_each_caller_gets_the_bits_of_the_library(step_tokens, encoder, classifier) -> None:
-    asked: list[dict[str, Any]] = [{}, {"prompt_name": "query"}, {"normalize": False}, {"truncate_dim": 7}, {}]
+    option_sets: list[dict[str, Any]] = [{}, {"prompt_name": "query"}, {"normalize": False}, {"truncate_dim": 7}, {}]
     groups = [MANY[start : start + 9] for start in range(0, 45, 9)]
-    requests = [embed_request(encoder, texts, **options) for texts, options in zip(groups, asked, strict=True)]
+    requests = [embed_request(encoder, texts, **options) for texts, options in zip(groups, option_sets, strict=True)]
     pairs = [[first, second] for first, second in zip(MANY[:7], MANY[7:], strict=False)] + [["a bird"]]
     requests += [score_request(classifier, pairs), score_request(classifier, pairs[:2], apply_softmax=True)]
     random.Random(step_tokens).shuffle(order := list(range(len(requests))))
     run(EncodingScheduler(step_tokens), [requests[place] for place in order])
-    for request, texts, options in zip(requests, groups, asked, strict=False):
+    for request, texts, options in zip(requests, groups, option_sets, strict=False):
         np.testing.assert_array_equal(request.results, encoder.encode(texts, **options))
     np.testing.assert_array_equal(requests[5].results, classifier.predict(pairs))
     np.testing.assert_array_equal(requests[6].results, classifier.predict(pairs[:2], apply_softmax=True))
@@ -65,9 +65,9 @@ def test_waiting_texts_share_a_step_within_its_budget(encoder) -> None:
     requests = [embed_request(encoder, [text]) for text in MANY[:20]]
     assert run(EncodingScheduler(10_000), requests) == 1
     total = sum(request.num_tokens for request in requests)
-    again = [embed_request(encoder, [text]) for text in MANY[:20]]
+    repeated = [embed_request(encoder, [text]) for text in MANY[:20]]
     scheduler = EncodingScheduler(total // 4)
-    assert 4 <= run(scheduler, again) <= 7 and scheduler.load().read_tokens == total
+    assert 4 <= run(scheduler, repeated) <= 7 and scheduler.load().read_tokens == total
 
 
 def test_cancelled_and_late_requests_are_skipped(encoder) -> None:

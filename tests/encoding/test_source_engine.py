@@ -68,11 +68,11 @@ def test_each_family_equals_its_modules(name: str) -> None:
     ids[1][3] = model.config.special_ids.pad  # in the middle it is a token like others, whose embedding may be zero
     exact = by_modules(copy.deepcopy(model).double(), ids)
     for precision, bound in (("fp32", 0.0), ("bf16", 0.03), ("int8", 0.1)):
-        found = torch.from_numpy(packed(model, precision).states(ids, None))
+        outputs = torch.from_numpy(packed(model, precision).states(ids, None))
         if precision == "fp32":
-            assert_accurate(found, by_modules(model, ids), exact, name)
+            assert_accurate(outputs, by_modules(model, ids), exact, name)
         else:
-            assert ((found - exact).square().mean() / exact.square().mean()).sqrt() < bound, precision
+            assert ((outputs - exact).square().mean() / exact.square().mean()).sqrt() < bound, precision
 
 
 @torch.no_grad()
@@ -84,12 +84,12 @@ def test_a_model_encodes_by_the_rule_and_a_source_has_its_bits_alone(name: str) 
     pad, width = model.config.special_ids.pad, max(map(len, ids))
     batch = torch.tensor([source + [pad] * (width - len(source)) for source in ids])
     real = batch != pad
-    found, exact = model.encode(batch), copy.deepcopy(model).double().encode(batch)
+    outputs, exact = model.encode(batch), copy.deepcopy(model).double().encode(batch)
     model.encoder.packs_weights = False
-    assert_accurate(found[real], model.encode(batch)[real], exact[real], name)
+    assert_accurate(outputs[real], model.encode(batch)[real], exact[real], name)
     model.encoder.packs_weights = True
     if model.encoder_position_bias is None:  # else the modules add a bias, and products of torch have other bits
-        for row, source in zip(found, ids, strict=True):
+        for row, source in zip(outputs, ids, strict=True):
             assert torch.equal(model.encode(torch.tensor([source]))[0], row[: len(source)])
     with pytest.raises(ValueError, match=r"\bsource\b"):
         model.encode(batch.flip(1))  # PADs before a token

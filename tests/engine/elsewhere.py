@@ -42,6 +42,6 @@ def products_of(
 ) -> dict[str, np.ndarray]:
     """Returns the arrays that the code saves: it reads the file `cases` and writes `results`."""
     np.savez(folder / "cases.npz", **cases)
-    done = started(isa, code, settings, str(folder / "cases.npz"), str(folder / "results.npz"))
-    assert done.returncode == 0, done.stderr
+    proc = started(isa, code, settings, str(folder / "cases.npz"), str(folder / "results.npz"))
+    assert proc.returncode == 0, proc.stderr
     return dict(np.load(folder / "results.npz"))

@@ -128,9 +128,9 @@ def test_options_that_may_be_missing_and_names_that_no_model_has() -> None:
             EXT.PackedModel({other: value for other, value in options.items() if other != name}, tensors)
     with pytest.raises(TypeError, match="window_size"):
         EXT.PackedModel({**options, "window_size": 3}, tensors)
-    given = {"num_encoder_layers": -1, "is_bare": False, "skips_first_norm": False, "encoder_windows": []}
-    for each in (options, {**options, **given}):
-        session = EXT.Session(EXT.PackedModel(each, tensors), 32)
+    defaults = {"num_encoder_layers": -1, "is_bare": False, "skips_first_norm": False, "encoder_windows": []}
+    for model_options in (options, {**options, **defaults}):
+        session = EXT.Session(EXT.PackedModel(model_options, tensors), 32)
         session.admit([[]], [[3, 4, 5]], 1)
 
 
@@ -230,12 +230,12 @@ def stays_as_it_was_after_an_error(which: str, what: list[tuple[Any, ...]], thre
             groups = [rows for i, rows in enumerate(groups) if i not in arguments[0]]
     if groups:
         try:
-            found = good_step(tried, sum(groups))
+            step = good_step(tried, sum(groups))
         except ValueError as error:
             with pytest.raises(ValueError, match=str(error)):
                 good_step(other, sum(groups))
         else:
-            assert all(np.array_equal(one, two) for one, two in zip(found, good_step(other, sum(groups)), strict=True))
+            assert all(np.array_equal(a, b) for a, b in zip(step, good_step(other, sum(groups)), strict=True))
     for session in (tried, other):
         session.release(range(len(groups)))
         assert session.free_tokens() == BLOCKS * 16
@@ -283,9 +283,9 @@ def wrong_calls(session: Any) -> dict[str, tuple[Callable[[], object], str]]:
 @pytest.mark.parametrize("name", wrong_calls(None) if EXT is not None else [])
 def test_a_wrong_call_is_named_and_changes_nothing(name) -> None:
     session, other = new_session("gpt"), new_session("gpt")
-    for one in (session, other):
-        one.admit([], [[3, 4], [5]], 1)
-        good_step(one, 2)
+    for s in (session, other):
+        s.admit([], [[3, 4], [5]], 1)
+        good_step(s, 2)
     call, named = wrong_calls(session)[name]
     with pytest.raises(ValueError, match=rf"\b{named}"):
         call()
@@ -352,16 +352,16 @@ test_many_searches_go_on_or_say_why_not = pytest.mark.slow(MANY(queries(searches
 @given(arrays, arrays, arrays, st.sampled_from(["fp32", "bf16", "int8", "int4", "", "fp16"]))
 def test_arrays_are_multiplied_or_refused(x: Any, weight: Any, bias: Any, precision: str) -> None:
     try:
-        found = EXT.packed_linear(x, weight, bias, precision)
+        product = EXT.packed_linear(x, weight, bias, precision)
     except ERRORS:
         return
-    assert found.shape == (np.shape(x)[0], np.shape(weight)[0])
+    assert product.shape == (np.shape(x)[0], np.shape(weight)[0])
 
 
 def test_two_threads_on_one_session_get_an_error() -> None:
     session = EXT.Session(EXT.PackedModel(*parts("gpt")), 200 * 32)
     session.admit([], [[3 + i % 8] for i in range(200)], 1)
-    told: list[str] = []
+    errors: list[str] = []
     sound = 0
     barrier = threading.Barrier(2)
 
@@ -373,13 +373,13 @@ def test_two_threads_on_one_session_get_an_error() -> None:
                 session.step([4] * 200, 2, True, [], None, 1)
                 sound += 1
             except (RuntimeError, ValueError) as error:
-                told.append(str(error))
+                errors.append(str(error))
 
     with ThreadPoolExecutor(2) as threads:
-        for each in [threads.submit(use) for _ in range(2)]:
-            each.result()
-    assert sound and len(told) + sound == 16  # whoever holds it goes on
-    assert all("thread" in text for text in told)
+        for future in [threads.submit(use) for _ in range(2)]:
+            future.result()
+    assert sound and len(errors) + sound == 16  # whoever holds it goes on
+    assert all("thread" in text for text in errors)
 
 
 def test_a_forked_child_continues_with_its_own_copy_while_helpers_run() -> None:
@@ -394,9 +394,9 @@ def test_a_forked_child_continues_with_its_own_copy_while_helpers_run() -> None:
         return session
 
     def rest(session: Any) -> list[np.ndarray]:
-        found = session.step([9] * 8, 3, True, [], None, 2)
+        first = session.step([9] * 8, 3, True, [], None, 2)
         session.release([0, 1])
-        return [*found, *session.step([9] * 6, 3, True, [], None, 2)]
+        return [*first, *session.step([9] * 6, 3, True, [], None, 2)]
 
     due, session = rest(begun()), begun()
 
@@ -502,8 +502,8 @@ print("the same")
 
 @pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer itself needs the memory")
 def test_a_step_that_runs_out_of_memory_changes_nothing() -> None:
-    done = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, check=False)
-    assert done.stdout.split("\n")[:2] == ["no memory", "the same"], done.stderr
+    proc = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, check=False)
+    assert proc.stdout.split("\n")[:2] == ["no memory", "the same"], proc.stderr
 
 
 @pytest.mark.parametrize("where", ["embedding.weight", "decoder.layers.0.linear1.weight", "output.weight"])
@@ -517,8 +517,8 @@ def test_only_rows_with_broken_numbers_are_errors(number, where) -> None:
     broken[5 if where != "decoder.layers.0.linear1.weight" else slice(None)] = number
     tensors[name] = broken.numpy()
     session = EXT.Session(EXT.PackedModel(options, tensors), 64)
-    for one in (plain, session):
-        one.admit([], [[4], [3]], 1)
+    for s in (plain, session):
+        s.admit([], [[4], [3]], 1)
     _, values = session.step([5, 6], 3, True, [], None, 1)
     if where == "embedding.weight":
         assert np.isnan(values[0]).all() and np.array_equal(values[1], plain.step([5, 6], 3, True, [], None, 1)[1][1])

@@ -34,8 +34,8 @@ def texts_of(dice: random.Random, o: dict[str, Any], t: dict[str, Tensor], lengt
     return ids, [[dice.randrange(len(t["source_types"])) for _ in text] for text in ids]
 
 
-def distance(found: Tensor, due: Tensor) -> float:
-    return ((found - due).square().mean().sqrt() / due.std()).item()
+def distance(rows: Tensor, due: Tensor) -> float:
+    return ((rows - due).square().mean().sqrt() / due.std()).item()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -46,11 +46,11 @@ def test_each_option_is_honoured(name: str) -> None:
         [states(o, t, text, types[i] if types else None, dtype) for i, text in enumerate(ids)]
         for dtype in (torch.float64, torch.float32)
     )
-    found = torch.from_numpy(packed(EXT, o, t).encode(ids, types, "none", False, 1))
-    assert_accurate(found, torch.cat(plain), torch.cat(exact))
+    rows = torch.from_numpy(packed(EXT, o, t).encode(ids, types, "none", False, 1))
+    assert_accurate(rows, torch.cat(plain), torch.cat(exact))
     for precision, bound in (("bf16", 0.03), ("int8", 0.1)):
-        found = torch.from_numpy(packed(EXT, {**o, "precision": precision}, t).encode(ids, types, "none", False, 1))
-        assert distance(found, torch.cat(exact)) < bound, precision
+        rows = torch.from_numpy(packed(EXT, {**o, "precision": precision}, t).encode(ids, types, "none", False, 1))
+        assert distance(rows, torch.cat(exact)) < bound, precision
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -61,11 +61,11 @@ def test_pooling_is_in_fp32_whatever_the_precision(kind: str, normalize: bool) -
     for precision in ("fp32", "int8"):
         encoder = packed(EXT, {**o, "precision": precision}, t)
         hidden = torch.from_numpy(encoder.encode(ids, types, "none", False, 1)).split([len(text) for text in ids])
-        found = torch.from_numpy(encoder.encode(ids, types, kind, normalize, 1))
+        rows = torch.from_numpy(encoder.encode(ids, types, kind, normalize, 1))
         plain, exact = (torch.stack([pooled(kind, h.to(dtype)) for h in hidden]) for dtype in (None, torch.float64))
         if normalize:
             plain, exact = F.normalize(plain), F.normalize(exact)
-        assert_accurate(found, plain, exact)
+        assert_accurate(rows, plain, exact)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
@@ -75,14 +75,14 @@ def test_bits_of_a_text_depend_on_nothing_else(name: str, precision: str) -> Non
     o, t = drawn(precision=precision, **(wide if name == "wide" else CONFIGS[name]))
     encoder, dice = packed(EXT, o, t), random.Random(1)
     ids, types = texts_of(dice, o, t, [5, 1, 33, 70, 200, 2, 64, 65, 17] + [dice.randrange(1, 40) for _ in range(20)])
-    one = [
+    single = [
         encoder.encode([text], types and [types[i]], "mean", True, 1 + i % 3)[0].tobytes() for i, text in enumerate(ids)
     ]
     for threads in (1, 2, 3, 7):
         for _ in range(3):
             order = dice.sample(range(len(ids)), dice.randrange(2, len(ids) + 1))
             rows = encoder.encode([ids[i] for i in order], types and [types[i] for i in order], "mean", True, threads)
-            assert [row.tobytes() for row in rows] == [one[i] for i in order], threads
+            assert [row.tobytes() for row in rows] == [single[i] for i in order], threads
             hidden = encoder.encode([ids[order[0]]], types and [types[order[0]]], "none", False, threads)
             assert hidden.shape == (len(ids[order[0]]), o["d_model"])
 
@@ -95,7 +95,7 @@ def test_gaps_between_tokens_equal_hidden_tokens_of_a_longer_text(name: str) -> 
     ids, types = texts_of(random.Random(0), o, t, [7, 5, 100])
     # A window of one shows a token nothing but itself.
     gaps = (places if "source_positions" in t else None, places, [int(name != "windows of one"), 0, 0])
-    found = encoder.encode(ids, types, "none", False, 1, *gaps)
+    rows = encoder.encode(ids, types, "none", False, 1, *gaps)
     exact, plain = (
         torch.cat(
             [
@@ -105,26 +105,26 @@ def test_gaps_between_tokens_equal_hidden_tokens_of_a_longer_text(name: str) -> 
         )
         for dtype in (torch.float64, torch.float32)
     )
-    assert_accurate(torch.from_numpy(found), plain, exact)
+    assert_accurate(torch.from_numpy(rows), plain, exact)
     for threads in (1, 2, 3):
         alone = [
-            encoder.encode([text], types and [types[i]], "none", False, threads, *(each and [each[i]] for each in gaps))
+            encoder.encode([text], types and [types[i]], "none", False, threads, *(g and [g[i]] for g in gaps))
             for i, text in enumerate(ids)
         ]
-        assert np.concatenate(alone).tobytes() == found.tobytes()
+        assert np.concatenate(alone).tobytes() == rows.tobytes()
 
 
 def test_the_widest_window_shows_everything() -> None:
     o, t = drawn(**CONFIGS["modernbert"])
     ids, types = texts_of(random.Random(0), o, t, [7])
     for places in (None, [[0, 3, 4, 9, 30, 31, 77]]):
-        found = [
+        results = [
             packed(EXT, {**o, "encoder_windows": [-1, window]}, t).encode(
                 ids, types, "none", False, 1, None, places, None
             )
             for window in (1000, 2**63 - 1)
         ]
-        assert np.array_equal(*found)
+        assert np.array_equal(*results)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +175,8 @@ def test_nan_stays_nan() -> None:
     o, t = drawn()
     t["source_embedding"][3] = torch.nan
     for kind in POOLINGS:
-        found = packed(EXT, o, t).encode([[1, 3, 2], [1, 2]], None, kind, True, 2)
-        assert np.isnan(found[0]).all() and not np.isnan(found[1]).any()
+        rows = packed(EXT, o, t).encode([[1, 3, 2], [1, 2]], None, kind, True, 2)
+        assert np.isnan(rows[0]).all() and not np.isnan(rows[1]).any()
     # Without layers, no other token's state is NaN.
     o, t = drawn(layers=0)
     t["source_embedding"][3] = torch.nan
@@ -322,4 +322,4 @@ def test_states_of_a_model_that_projects_embeddings_are_refused() -> None:
     tensors |= {"source_projection.weight": np.zeros((32, 0), np.float32)}  # which a model without embeddings ignores
     alone = EXT.Encoder(EXT.PackedModel(*bare()))
     other = EXT.Encoder(EXT.PackedModel(options, tensors))
-    assert np.array_equal(*(each.encode_states(np.ones((5, 32), np.float32), [5], 1) for each in (alone, other)))
+    assert np.array_equal(*(e.encode_states(np.ones((5, 32), np.float32), [5], 1) for e in (alone, other)))

@@ -65,7 +65,7 @@ PAIRS = [pair for pair in itertools.combinations(OPTIONS, 2) if set(pair) not in
 BOUNDS = {"fp32": 1e-6, "bf16": 0.1, "int8": 0.2}
 
 
-class Made:
+class ModelCase:
     """A model in which every weight matters, for the engine and for the plain computation."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -89,20 +89,20 @@ class Made:
         return plain_logits(self.config, weights, torch.tensor([*prompt, *new]))[len(prompt) - 1 :]
 
 
-def said(session: Any, prompts: Sequence[Sequence[int]], new: Sequence[Sequence[int]], threads: int = 1) -> Tensor:
+def logits_of(session: Any, prompts: Sequence[Sequence[int]], new: Sequence[Sequence[int]], threads: int = 1) -> Tensor:
     """Returns the engine's logits, (prompts, steps, vocab_size)."""
     session.admit([[]] * len(prompts), [list(prompt[:-1]) for prompt in prompts], threads)
-    found = []
+    steps = []
     for tokens in zip(*([prompt[-1], *row] for prompt, row in zip(prompts, new, strict=True)), strict=True):
         logits = torch.empty(len(prompts), VOCAB)
         session.step(list(tokens), 1, False, list(range(len(prompts))), logits.numpy(), threads)
-        found.append(logits)
-    return torch.stack(found, 1)
+        steps.append(logits)
+    return torch.stack(steps, 1)
 
 
-def error(found: Tensor, due: Tensor) -> float:
+def max_error(logits: Tensor, due: Tensor) -> float:
     """Returns the largest error of a prompt."""
-    return ((found - due).square().mean((1, 2)).sqrt() / due.std((1, 2))).max().item()
+    return ((logits - due).square().mean((1, 2)).sqrt() / due.std((1, 2))).max().item()
 
 
 def ids(dice: random.Random, count: int) -> list[int]:
@@ -110,16 +110,16 @@ def ids(dice: random.Random, count: int) -> list[int]:
 
 
 def assert_as_the_plain_model(names: Sequence[str], lengths: Sequence[int]) -> None:
-    made, dice = Made(names), random.Random(0)
+    case, dice = ModelCase(names), random.Random(0)
     prompts, new = [ids(dice, n) for n in lengths], [ids(dice, 3) for _ in lengths]
-    due = torch.stack([made.plain(*pair) for pair in zip(prompts, new, strict=True)])
-    rounded = torch.stack([made.plain(*pair, dtype=torch.float32) for pair in zip(prompts, new, strict=True)])
+    due = torch.stack([case.plain(*pair) for pair in zip(prompts, new, strict=True)])
+    rounded = torch.stack([case.plain(*pair, dtype=torch.float32) for pair in zip(prompts, new, strict=True)])
     for precision, bound in BOUNDS.items():
-        found = said(made.session(precision), prompts, new)
-        assert error(found, due) < bound + (2 * error(rounded, due) if precision == "fp32" else 0), precision
+        logits = logits_of(case.session(precision), prompts, new)
+        assert max_error(logits, due) < bound + (2 * max_error(rounded, due) if precision == "fp32" else 0), precision
         # A row's bits depend on neither its neighbours nor the threads.
-        for prompt, row, together in zip(prompts, new, found, strict=True):
-            assert torch.equal(said(made.session(precision), [prompt], [row], threads=2)[0], together)
+        for prompt, row, together in zip(prompts, new, logits, strict=True):
+            assert torch.equal(logits_of(case.session(precision), [prompt], [row], threads=2)[0], together)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -141,26 +141,26 @@ def test_each_pair_of_options(names) -> None:
 
 def test_windows_and_caps_of_a_prompt_that_is_cut() -> None:
     """530 tokens are prefilled as 512 and 18, whose keys are in other slices than their queries."""
-    made, dice = Made(["capped scores", "long windows"]), random.Random(1)
+    case, dice = ModelCase(["capped scores", "long windows"]), random.Random(1)
     prompt, new = ids(dice, 531), ids(dice, 2)
-    found = said(made.session("fp32"), [prompt], [new])
-    due, rounded = (made.plain(prompt, new, dtype)[None] for dtype in (torch.float64, torch.float32))
-    assert error(found, due) < 1e-6 + 2 * error(rounded, due)
+    logits = logits_of(case.session("fp32"), [prompt], [new])
+    due, rounded = (case.plain(prompt, new, dtype)[None] for dtype in (torch.float64, torch.float32))
+    assert max_error(logits, due) < 1e-6 + 2 * max_error(rounded, due)
 
 
 @pytest.mark.parametrize("shortlist", [[], [*range(5, 128, 3)]])
 def test_choices_are_of_capped_logits(shortlist) -> None:
     """Capped are the best tokens, their log-probabilities, and the logits for processors."""
-    made, dice = Made(["capped logits"]), random.Random(2)
+    case, dice = ModelCase(["capped logits"]), random.Random(2)
     prompt = ids(dice, 9)
-    (due,) = made.plain(prompt, []).double()
+    (due,) = case.plain(prompt, []).double()
     assert due.abs().max() < 1.2 and (due.abs() > 1.0).any()
     if shortlist:
         hidden = torch.ones(VOCAB, dtype=torch.bool)
         hidden[shortlist] = False
         due = due.masked_fill(hidden, float("-inf"))
     for log_probs in (False, True):
-        session = made.session("fp32")
+        session = case.session("fp32")
         if shortlist:
             session.set_shortlist(shortlist)
         session.admit([[]], [prompt[:-1]], 1)
@@ -174,13 +174,13 @@ def test_choices_are_of_capped_logits(shortlist) -> None:
 
 def test_a_window_is_all_that_a_layer_reads() -> None:
     """Tokens out of reach of three layers with windows of five don't change any bit."""
-    made, dice = Made(["a window"]), random.Random(3)
-    made.options["decoder_windows"] = [5, 5, 5]
+    case, dice = ModelCase(["a window"]), random.Random(3)
+    case.options["decoder_windows"] = [5, 5, 5]
     near, new = ids(dice, 16), ids(dice, 2)
     for precision in BOUNDS:
         for length in (24, 520):
-            one, other = (said(made.session(precision), [[*ids(dice, length), *near]], [new]) for _ in range(2))
-            assert torch.equal(one, other)
+            first, second = (logits_of(case.session(precision), [[*ids(dice, length), *near]], [new]) for _ in range(2))
+            assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +194,6 @@ def test_a_window_is_all_that_a_layer_reads() -> None:
     ],
 )
 def test_options_that_do_not_make_a_model_are_refused(wrong, what) -> None:
-    made = Made(["llama"])
+    case = ModelCase(["llama"])
     with pytest.raises(ValueError, match=rf"\b{what}\b"):
-        EXT.PackedModel(made.options | wrong, made.tensors)
+        EXT.PackedModel(case.options | wrong, case.tensors)

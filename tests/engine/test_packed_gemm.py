@@ -84,8 +84,8 @@ def packed(q: np.ndarray) -> np.ndarray:
 
 def linear_int4(x, weight, bias=None, columns=None) -> np.ndarray:
     q, scales, zeros = weight
-    found: np.ndarray = extension().packed_linear_int4(x, packed(q), scales, zeros, bias, columns)
-    return found
+    product: np.ndarray = extension().packed_linear_int4(x, packed(q), scales, zeros, bias, columns)
+    return product
 
 
 def in_groups(n: int, k: int, with_zeros: bool, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -156,10 +156,10 @@ def check(precision: str, rows: int, n: int, k: int, with_bias: bool = True) -> 
             due = expected_int8(x, weight, bias) if precision == "int8" else expected_int4(x, weight, bias)
             np.testing.assert_array_equal(ours, due)
             return
-        found = torch.from_numpy(ours), *plain_and_exact(x, weight, bias, precision)
-        for each, result in zip(results, found, strict=True):
-            each.append(result)
-    ours_all, plain, exact = (torch.stack(each) for each in results)
+        products = torch.from_numpy(ours), *plain_and_exact(x, weight, bias, precision)
+        for values, result in zip(results, products, strict=True):
+            values.append(result)
+    ours_all, plain, exact = (torch.stack(values) for values in results)
     assert_accurate(ours_all, plain, exact, f"{precision} {rows} x {n} x {k}")
 
 
@@ -343,12 +343,12 @@ PATHS = {
 def groups_of_cases() -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]]:
     """By name: rows and a weight of int4, some of them with the largest sums."""
     full, ones = np.full((9, 999), 255, np.float32), np.ones((65, 32), np.float32)
-    found = {
+    cases = {
         f"{rows}{zeros}": (draw(rows, 301), *in_groups(129, 301, zeros))
         for rows in (*range(1, 15), 33, 70)
         for zeros in (False, True)
     }
-    return found | {
+    return cases | {
         f"ends{q}{sign}": (full * sign, np.full((65, 999), q, np.uint8), ones, None)
         for q in (0, 15)
         for sign in (1, -1)
@@ -385,26 +385,26 @@ def test_other_paths(path: str, tmp_path: Path) -> None:
     for name, (left, q, scales, zeros) in in_int4.items():
         parts = {"left": left, "q": packed(q), "scales": scales} | ({} if zeros is None else {"zeros": zeros})
         cases |= {f"{name} {what}": part for what, part in parts.items()}
-    found = products_of(isa, PRODUCTS, settings, cases, tmp_path)
-    for name, weight_of in in_int4.items():
-        np.testing.assert_array_equal(found.pop(f"{name} int4"), linear_int4(weight_of[0], weight_of[1:]), err_msg=name)
+    results = products_of(isa, PRODUCTS, settings, cases, tmp_path)
+    for name, (left, *groups) in in_int4.items():
+        np.testing.assert_array_equal(results.pop(f"{name} int4"), linear_int4(left, groups), err_msg=name)
     takes_brgemm = settings.get("FASTFORMER_BRGEMM") == "1"
-    assert (found.pop("int4 brgemm") > 0) == (takes_brgemm and "avx512_vnni" in extension().cpu_features())
+    assert (results.pop("int4 brgemm") > 0) == (takes_brgemm and "avx512_vnni" in extension().cpu_features())
     cases = {name: part for name, part in cases.items() if name.endswith((" x", " weight", " bias"))}
 
     allowed = settings.get("FASTFORMER_CPU_FEATURES")
-    in_use = found.pop("features").tolist()
+    in_use = results.pop("features").tolist()
     if allowed is not None:
         assert in_use == [name for name in extension().cpu_features() if name in allowed.split(",")]
-    assert found.pop("brgemm without oneDNN") == 0
-    taken = {name.removesuffix(" brgemm"): int(found.pop(name)) for name in list(found) if name.endswith(" brgemm")}
-    assert len(found) == len(taken) == len(cases)
+    assert results.pop("brgemm without oneDNN") == 0
+    brgemms = {n.removesuffix(" brgemm"): int(results.pop(n)) for n in list(results) if n.endswith(" brgemm")}
+    assert len(results) == len(brgemms) == len(cases)
     needed = {"bf16": "avx512_bf16", "int8": "avx512_vnni"}  # for brgemm without AMX
-    for name, ours in found.items():
+    for name, ours in results.items():
         case, precision = name.split(" ")
         x, weight, bias = (cases[f"{case} {what}"] for what in ("x", "weight", "bias"))
         to_brgemm = takes_brgemm and needed.get(precision) in in_use
-        assert (taken[name] > 0) == (to_brgemm and (precision == "bf16" or len(x) >= 8)), name
+        assert (brgemms[name] > 0) == (to_brgemm and (precision == "bf16" or len(x) >= 8)), name
         if precision == "int8":
             np.testing.assert_array_equal(ours, packed_linear()(x, weight, bias, "int8"), err_msg=name)
         elif len(x) * len(weight) > 500:
@@ -412,7 +412,7 @@ def test_other_paths(path: str, tmp_path: Path) -> None:
         else:
             np.testing.assert_allclose(ours, packed_linear()(x, weight, bias, precision), rtol=1e-5, atol=1e-5)
         if case.endswith("-rows"):
-            np.testing.assert_array_equal(ours, found[f"{numbers[-1]}-rows {precision}"][: len(x)], err_msg=name)
+            np.testing.assert_array_equal(ours, results[f"{numbers[-1]}-rows {precision}"][: len(x)], err_msg=name)
             assert np.isnan(ours[7:8]).all() and np.isfinite(np.delete(ours, 7, 0) if len(x) > 7 else ours).all()
 
 

@@ -34,9 +34,9 @@ def new_session(packed: Any, blocks: int = 100) -> Any:
 def step(session: Any, tokens: Sequence[int], threads: int = 1) -> np.ndarray:
     """Returns the log-probabilities of the next tokens, (rows, VOCAB)."""
     ids, values = session.step(tokens, VOCAB, True, [], None, threads)
-    found = np.empty_like(values)
-    np.put_along_axis(found, ids.astype(np.int64), values, 1)
-    return found
+    logits = np.empty_like(values)
+    np.put_along_axis(logits, ids.astype(np.int64), values, 1)
+    return logits
 
 
 def alone(packed: Any, prompt: Sequence[int], blocks: int = 100) -> np.ndarray:
@@ -60,15 +60,15 @@ def test_a_long_prefix_is_read_once_for_concurrent_and_later_prompts(precision, 
     whole = len(common) // BLOCK * BLOCK
     assert cached[0] == 0 and all(whole <= count < len(p) for count, p in zip(cached[1:], together[1:], strict=True))
     assert session.shared_tokens() >= 11 * whole
-    found = step(session, [prompt[-1] for prompt in together], threads)
-    for row, prompt in zip(found, together, strict=True):
+    logits = step(session, [prompt[-1] for prompt in together], threads)
+    for row, prompt in zip(logits, together, strict=True):
         assert np.array_equal(row, alone(packed, prompt)[0])
     session.release(range(12))  # nobody needs it now; it stays
     assert session.shared_tokens() == 0 and session.free_tokens() == 200 * BLOCK
     assert [session.known(prompt[:-1]) for prompt in later] == [(whole, 0)] * 4
     assert session.admit([[]] * 4, [prompt[:-1] for prompt in later], threads) == [whole] * 4
-    found = step(session, [prompt[-1] for prompt in later], threads)
-    for row, prompt in zip(found, later, strict=True):
+    logits = step(session, [prompt[-1] for prompt in later], threads)
+    for row, prompt in zip(logits, later, strict=True):
         assert np.array_equal(row, alone(packed, prompt)[0])
 
 
@@ -93,13 +93,13 @@ def test_prompts_that_wait_for_a_step_are_read_before_anything_needs_them(precis
     session.reorder([[0, 0], [0]])
     session.admit([[]], [prompts[2][:-1]], threads)
     session.release([1])
-    found = step(session, [prompts[0][-1]] * 2 + [prompts[2][-1]], threads)
-    for row, place in zip(found, (0, 0, 2), strict=True):
+    logits = step(session, [prompts[0][-1]] * 2 + [prompts[2][-1]], threads)
+    for row, place in zip(logits, (0, 0, 2), strict=True):
         assert np.array_equal(row, expected[place][0])
     session.admit([[]], [prompts[3][:-1]], threads)  # beside rows that go on
     for number, token in enumerate(then):
-        found = step(session, [token] * 3 + [prompts[3][-1] if number == 0 else then[number - 1]], threads)
-        for row, place in zip(found, (0, 0, 2, 3), strict=True):
+        logits = step(session, [token] * 3 + [prompts[3][-1] if number == 0 else then[number - 1]], threads)
+        for row, place in zip(logits, (0, 0, 2, 3), strict=True):
             assert np.array_equal(row, expected[place][number + (place != 3)]), (place, number)
 
 
@@ -112,8 +112,8 @@ def test_shared_blocks_of_an_admission_are_read_before_they_are_needed() -> None
         session, chosen = new_session(packed), [prompts[i] for i in order]
         cached = session.admit([[]] * 5, [prompt[:-1] for prompt in chosen], 1)
         assert sum(cached) >= 16 + 32 + 64
-        found = step(session, [prompt[-1] for prompt in chosen])
-        assert all(np.array_equal(row, alone(packed, p)[0]) for row, p in zip(found, chosen, strict=True)), order
+        logits = step(session, [prompt[-1] for prompt in chosen])
+        assert all(np.array_equal(row, alone(packed, p)[0]) for row, p in zip(logits, chosen, strict=True)), order
 
 
 def test_no_thread_reads_unwritten_blocks() -> None:
@@ -123,8 +123,8 @@ def test_no_thread_reads_unwritten_blocks() -> None:
         prompts = [stem[: 320 - 48 * i] + ids(dice, 2 + i) for i in range(6)]
         session = new_session(packed)
         assert sum(session.admit([[]] * 6, [prompt[:-1] for prompt in prompts], 3)) == 880
-        found = step(session, [prompt[-1] for prompt in prompts])
-        assert np.array_equal(found[1], alone(packed, prompts[1])[0])
+        logits = step(session, [prompt[-1] for prompt in prompts])
+        assert np.array_equal(logits[1], alone(packed, prompts[1])[0])
 
 
 def test_equal_tokens_after_different_prefixes_are_not_shared() -> None:
@@ -157,10 +157,10 @@ def test_a_failed_admission_leaves_no_cached_blocks() -> None:
         session.admit([[]] * 4, prompts, 1)
     assert session.free_tokens() == 10 * BLOCK and session.shared_tokens() == 0
     assert session.known(stem) == (0, 0)  # it was never read
-    again = [stem, old]
-    session.admit([[]] * 2, [prompt[:-1] for prompt in again], 1)
-    found = step(session, [prompt[-1] for prompt in again])
-    assert all(np.array_equal(row, alone(packed, p)[0]) for row, p in zip(found, again, strict=True))
+    retried = [stem, old]
+    session.admit([[]] * 2, [prompt[:-1] for prompt in retried], 1)
+    logits = step(session, [prompt[-1] for prompt in retried])
+    assert all(np.array_equal(row, alone(packed, p)[0]) for row, p in zip(logits, retried, strict=True))
 
 
 def test_the_most_recently_used_stays_longest() -> None:
@@ -208,7 +208,7 @@ def test_each_row_decodes_as_if_alone_while_prefixes_come_and_go(seed) -> None:
     blocks = dice.choice([8, 10, 12])
     session, threads = new_session(packed, blocks), dice.randint(1, 3)
     groups: list[Mirrored] = []
-    known: list[list[int]] = [[]]
+    recent: list[list[int]] = [[]]
     reused = forgotten = full = 0
 
     def release(places: list[int]) -> None:
@@ -222,12 +222,12 @@ def test_each_row_decodes_as_if_alone_while_prefixes_come_and_go(seed) -> None:
             new = []
             for _ in range(dice.randint(1, 2)):
                 # Of two tokens, and going on from what there was before: many begin alike, whole blocks and less.
-                begin = dice.choice(known)
+                begin = dice.choice(recent)
                 prompt = begin[: dice.randint(0, len(begin))] if dice.random() < 0.3 else begin
                 more = dice.choice([0, 1, 15, 16, 17, 40])
                 prompt = [*prompt, *(dice.choice((4, 5)) for _ in range(more))][:100] or [4]
                 new.append(prompt)
-            known = [*known[-11:], *new]
+            recent = [*recent[-11:], *new]
             sources = [ids(dice, dice.randint(1, 20)) if reads_source else [] for _ in new]
             before, seen = session.free_tokens(), [session.known(prompt[:-1])[0] for prompt in new]
             try:
@@ -247,20 +247,20 @@ def test_each_row_decodes_as_if_alone_while_prefixes_come_and_go(seed) -> None:
             release([dice.randrange(len(groups))])
         if not groups:
             continue
-        given = [[g.prompt[-1]] if g.is_new else [dice.choice((4, 5)) for _ in range(g.rows)] for g in groups]
+        tokens_of = [[g.prompt[-1]] if g.is_new else [dice.choice((4, 5)) for _ in range(g.rows)] for g in groups]
         promised, before = session.step_tokens(), session.free_tokens()
-        found = step(session, [token for tokens in given for token in tokens], threads)
+        logits = step(session, [token for tokens in tokens_of for token in tokens], threads)
         assert session.free_tokens() >= before - promised
-        expected = np.concatenate([step(g.session, tokens) for g, tokens in zip(groups, given, strict=True)])
-        assert np.array_equal(found, expected)
+        expected = np.concatenate([step(g.session, tokens) for g, tokens in zip(groups, tokens_of, strict=True)])
+        assert np.array_equal(logits, expected)
         for group in groups:
             group.is_new, group.length = False, group.length + 1
         if dice.random() < 0.6:
             parents = [[dice.randrange(g.rows) for _ in range(dice.randint(1, 3))] for g in groups]
             session.reorder(parents)
-            for group, own in zip(groups, parents, strict=True):
-                group.session.reorder([own])
-                group.rows = len(own)
+            for group, rows in zip(groups, parents, strict=True):
+                group.session.reorder([rows])
+                group.rows = len(rows)
         if dice.random() < 0.15:
             release(dice.sample(range(len(groups)), dice.randint(1, len(groups))))
     assert forgotten and bool(reused) != reads_source and (full or seed > 4)  # more memory may be enough

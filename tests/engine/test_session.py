@@ -41,8 +41,8 @@ def test_a_step_without_room_leaves_the_rows_as_they_were(kind) -> None:
             session.step([4, 4], 1, True, [], None, 1)
     session.release([1])
     for token in (6, 11):
-        found, due = (one.step([token], VOCAB, True, [], None, 1) for one in (session, quiet))
-        assert (found[0] == due[0]).all() and (found[1] == due[1]).all()
+        actual, due = (s.step([token], VOCAB, True, [], None, 1) for s in (session, quiet))
+        assert (actual[0] == due[0]).all() and (actual[1] == due[1]).all()
     assert session.free_tokens() == quiet.free_tokens()
 
 
@@ -51,8 +51,8 @@ def test_a_row_takes_a_block_when_its_last_one_is_full(length) -> None:
     model = small(GPT)
     session = _extension.module().Session(pack(model, "bf16"), 10 * BLOCK)
     session.admit([[]], [[5] * length], 1)
-    taken = -(-length // BLOCK)
-    assert session.free_tokens() == (10 - taken) * BLOCK
+    blocks = -(-length // BLOCK)
+    assert session.free_tokens() == (10 - blocks) * BLOCK
     for used in range(length, length + 20):
         due = BLOCK if used % BLOCK == 0 else 0
         assert session.step_tokens() == due
@@ -92,14 +92,14 @@ def test_the_best_k_are_the_first_of_all(vocab, threads) -> None:
     weight[vocab // 2 :] = weight[: vocab - vocab // 2].clone()
     session = _extension.module().Session(pack(model, "fp32"), 20 * BLOCK)
     for k in (1, 2, 5, min(vocab, 70)):
-        said = []
+        steps = []
         for count in (vocab, k):
             session.admit([[]] * 3, [[3, 4], [1], []], 1)
-            said.append(session.step([k % 5, 1, 2], count, False, [], None, threads))
+            steps.append(session.step([k % 5, 1, 2], count, False, [], None, threads))
             session.release([0, 1, 2])
-        (ids, values), found = said
-        assert np.array_equal(found[0], ids[:, :k]) and np.array_equal(found[1], values[:, :k])
-        for row, own in zip(ids, values, strict=True):
-            assert sorted(row.tolist()) == list(range(vocab)) and (np.diff(own) <= 0).all()
-            same = np.diff(own) == 0
+        (ids, values), best = steps
+        assert np.array_equal(best[0], ids[:, :k]) and np.array_equal(best[1], values[:, :k])
+        for row, row_values in zip(ids, values, strict=True):
+            assert sorted(row.tolist()) == list(range(vocab)) and (np.diff(row_values) <= 0).all()
+            same = np.diff(row_values) == 0
             assert (np.diff(row)[same] > 0).all() and same.sum() >= vocab // 2 - 1

@@ -27,12 +27,12 @@ def expected(sizes: list[int], rounds: int) -> list[int]:
     """Returns the result of `_stages_check`, with one task after the other."""
     written = [[0] * size for size in sizes]
     for _ in range(rounds):
-        for i, own in enumerate(written):
+        for i, stage in enumerate(written):
             total = 0
             for number in written[i - 1] if len(sizes) > 1 else []:
                 total = (total * 31 + number) % 2**64
-            for task in range(len(own)):
-                own[task] = (own[task] * 7 + total + task + 1) % 2**64
+            for task in range(len(stage)):
+                stage[task] = (stage[task] * 7 + total + task + 1) % 2**64
     return written[-1]
 
 
@@ -55,8 +55,8 @@ def test_callers_at_the_same_time_do_not_disturb_each_other() -> None:
     sizes, rounds = [9, 1, 4, 30], 10_000  # long enough to meet
     right = MODULE._stages_check(sizes, rounds, 1)
     with ThreadPoolExecutor(4) as callers:
-        found = callers.map(lambda threads: MODULE._stages_check(sizes, rounds, threads), (2, 3, 2, 3))
-        assert [*found] == [right] * 4
+        results = callers.map(lambda threads: MODULE._stages_check(sizes, rounds, threads), (2, 3, 2, 3))
+        assert [*results] == [right] * 4
 
 
 def test_a_fork_in_the_middle_of_another_threads_run_leaves_the_child_able_to_run() -> None:

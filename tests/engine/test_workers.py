@@ -37,7 +37,7 @@ def large_enough() -> Any:
 
 
 def requests(num_beams: int, *, bad: Sequence[int] = ()) -> list[Request]:
-    dice, made = random.Random(num_beams), []
+    dice, batch = random.Random(num_beams), []
     for i in range(ROWS // num_beams):
         source = [dice.randrange(10, VOCAB) for _ in range(dice.randint(1, 30))]
         prefix = [dice.randrange(10, VOCAB) for _ in range(dice.choice([0, 0, 3]))]
@@ -45,20 +45,20 @@ def requests(num_beams: int, *, bad: Sequence[int] = ()) -> list[Request]:
         search = partial(NativeSearch.greedy, limit, ends)
         if num_beams > 1 and i % 4:
             search = partial(NativeSearch.beams, limit, ends, num_beams, num_return=num_beams)
-        made.append(Request(Prompt([BAD_WORD, *source] if i in bad else source, [0, *prefix]), search))
-    return made
+        batch.append(Request(Prompt([BAD_WORD, *source] if i in bad else source, [0, *prefix]), search))
+    return batch
 
 
-def decode(asked: list[Request], threads: int, *, max_bytes: int = 2**26, cancelled: Sequence[int] = ()) -> list[Any]:
+def decode(batch: list[Request], threads: int, *, max_bytes: int = 2**26, cancelled: Sequence[int] = ()) -> list[Any]:
     """Returns the outcome of each request."""
     torch.set_num_threads(threads)
     scheduler = Scheduler(CppEngine(large_enough()), max_rows=ROWS + 8, max_bytes=max_bytes)
-    scheduler.submit(asked)
+    scheduler.submit(batch)
     scheduler.step()
     for place in cancelled:
-        asked[place].cancel()
+        batch[place].cancel()
     finish(scheduler)
-    return [(str(one.error), [(h.tokens, h.log_probs, h.score) for h in one.results]) for one in asked]
+    return [(str(request.error), [(h.tokens, h.log_probs, h.score) for h in request.results]) for request in batch]
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
@@ -78,16 +78,16 @@ def test_results_are_the_same_in_little_memory() -> None:
 def test_broken_and_cancelled_requests_do_not_affect_others() -> None:
     alone, bad = decode(requests(1), 1), (3, 40, 50)
     for threads in (1, 2, 3):
-        found = decode(requests(1, bad=bad), threads)
-        for place, (one, due) in enumerate(zip(found, alone, strict=True)):
+        outcomes = decode(requests(1, bad=bad), threads)
+        for place, (outcome, due) in enumerate(zip(outcomes, alone, strict=True)):
             if place in bad:
-                assert "NaN or infinite" in one[0] and not one[1]
+                assert "NaN or infinite" in outcome[0] and not outcome[1]
             else:
-                assert one == due
+                assert outcome == due
     # Whether a request was done by then depends on the time.
-    found = decode(requests(1), 2, cancelled=(2, 45))
-    for place, (one, due) in enumerate(zip(found, alone, strict=True)):
-        assert one == due or (place in (2, 45) and one == ("None", []))
+    outcomes = decode(requests(1), 2, cancelled=(2, 45))
+    for place, (outcome, due) in enumerate(zip(outcomes, alone, strict=True)):
+        assert outcome == due or (place in (2, 45) and outcome == ("None", []))
 
 
 def begun(prompts: Sequence[Prompt], limits: Sequence[int]) -> tuple[CppBatch, list[NativeSearch]]:
@@ -100,8 +100,8 @@ def test_each_search_takes_at_least_one_step() -> None:
     torch.set_num_threads(2)
     limits = [2] * 20 + [30] * 20
     batch, searches = begun([Prompt([9, 10 + i], [0]) for i in range(40)], limits)
-    taken = batch.run_searches(searches, [0] * 40, False, Limits(10**6, 0.0, 0))
-    assert taken == [1] * 40
+    steps = batch.run_searches(searches, [0] * 40, False, Limits(10**6, 0.0, 0))
+    assert steps == [1] * 40
     for _ in range(60):
         going = [search for search in searches if not search.handle.is_done]
         if not going:
@@ -109,12 +109,12 @@ def test_each_search_takes_at_least_one_step() -> None:
         more = iter(batch.run_searches(going, last_tokens(going), False, Limits(10**6, 0.005, 0)))
         for place, search in enumerate(searches):
             if search in going:
-                taken[place] += next(more)
-        gone = [place for place, search in enumerate(going) if search.handle.is_done]
-        assert all(len(search.handle.tokens(0)) == taken[searches.index(search)] for search in going
+                steps[place] += next(more)
+        finished = [place for place, search in enumerate(going) if search.handle.is_done]
+        assert all(len(search.handle.tokens(0)) == steps[searches.index(search)] for search in going
                    if not search.handle.is_done)  # fmt: skip
-        batch.free(gone)
-    assert taken == limits
+        batch.free(finished)
+    assert steps == limits
 
 
 @pytest.mark.parametrize("limits, min_rows", [([2] * 20 + [36] * 20, 0), ([2, 36] * 20, 40), ([2, 36] * 20, 22)])
@@ -123,9 +123,9 @@ def test_a_run_ends_when_half_is_done_or_others_may_join(limits, min_rows) -> No
 
     def ends_early() -> bool:
         batch, searches = begun([Prompt([9, 10 + i], [0]) for i in range(40)], limits)
-        taken = batch.run_searches(searches, [0] * 40, False, Limits(10**6, 60.0, min_rows))
-        assert min(taken) >= 1 and max(taken) >= 2
-        return max(taken) < 36
+        steps = batch.run_searches(searches, [0] * 40, False, Limits(10**6, 60.0, min_rows))
+        assert min(steps) >= 1 and max(steps) >= 2
+        return max(steps) < 36
 
     assert until(ends_early)  # on a busy machine a half may be done before the other begins
 

@@ -113,7 +113,7 @@ def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu", number: int
         "mask": None,
     }
     sizes = (case.batch, case.heads, case.seqlen_q, case.seqlen_k)
-    shape = [size if kept else 1 for size, kept in zip(sizes, case.mask_shape, strict=True)]
+    shape = [size if is_full else 1 for size, is_full in zip(sizes, case.mask_shape, strict=True)]
     if case.mask == "bool":
         mask = torch.rand(shape, generator=generator) < 0.7
         mask[0, 0, 0] = False  # at least one row sees nothing
@@ -224,7 +224,7 @@ def check(case: Case, dtype: torch.dtype, device: str = "cpu", inputs: dict[str,
             exact, eager = packed_results(case, exact), packed_results(case, eager)
         results.append((run_triton(case, drawn), exact, eager))
     ours, exact, eager = (
-        {name: torch.stack([one[name] for one in each]) for name in each[0]} for each in zip(*results, strict=True)
+        {name: torch.stack([run[name] for run in runs]) for name in runs[0]} for runs in zip(*results, strict=True)
     )
     for name, value in ours.items():
         if dtype == torch.float32 and value.is_cuda:

@@ -489,13 +489,13 @@ def _emulated(function: Any, replaced: Callable[[Any], Any]) -> Callable:
         names["__builtins__"] = body.__globals__["__builtins__"]
         return types.FunctionType(body.__code__, names, body.__name__, body.__defaults__, body.__closure__)
 
-    made: list[types.FunctionType] = []
+    cached: list[types.FunctionType] = []
 
     @functools.wraps(body)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not made:
-            made.append(look_up())
-        return made[0](*args, **kwargs)
+        if not cached:
+            cached.append(look_up())
+        return cached[0](*args, **kwargs)
 
     return call
 
@@ -514,7 +514,7 @@ def emulate(
 
     def argument(x: Any) -> Any:
         if isinstance(x, tuple) and not hasattr(x, "block_shape"):
-            return tuple(argument(each) for each in x)
+            return tuple(argument(item) for item in x)
         if hasattr(x, "block_shape"):
             return _Descriptor(x)
         if isinstance(x, torch.Tensor):
@@ -534,15 +534,15 @@ def emulate(
             ),
             id(async_load): run.copy,
         }  # fmt: skip
-        done: dict[int, Callable] = {}
+        emulated: dict[int, Callable] = {}
 
-        def replaced(x: Any, stand_ins: dict[int, Any] = stand_ins, done: dict[int, Callable] = done) -> Any:
+        def replaced(x: Any, stand_ins: dict[int, Any] = stand_ins, emulated: dict[int, Callable] = emulated) -> Any:
             if id(x) in stand_ins:
                 return stand_ins[id(x)]
             if isinstance(x, gl.constexpr):
                 return x.value
             if hasattr(x, "fn") and hasattr(x.fn, "__code__"):
-                return done.setdefault(id(x), _emulated(x, replaced))
+                return emulated.setdefault(id(x), _emulated(x, replaced))
             return x
 
         _emulated(kernel, replaced)(*arguments, **constants)

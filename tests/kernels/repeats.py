@@ -22,5 +22,5 @@ def assert_repeats(call: Callable[[], Sequence[Tensor]], runs: int = 100) -> Non
         if on_device and run % 2:
             with torch.cuda.stream(other):
                 noise = noise @ noise / 1024
-        for number, (again, expected) in enumerate(zip(call(), first, strict=True)):
-            assert torch.equal(again, expected), f"result {number} of run {run} differs"
+        for number, (actual, expected) in enumerate(zip(call(), first, strict=True)):
+            assert torch.equal(actual, expected), f"result {number} of run {run} differs"

@@ -65,11 +65,11 @@ def test_sums_repeat(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are bit-identical on one device; another number of programs only rounds differently."""
     inputs = make_inputs((70, 96), device)
     dy, ds = torch.randn(70, 96, device=device), torch.randn(70, 96, device=device)
-    first, again = (gradients(inputs, dy, ds) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    first, second = (gradients(inputs, dy, ds) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     monkeypatch.setattr(kernels, "num_sms", lambda _: 1)
-    for one, other in zip(first, gradients(inputs, dy, ds), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    for x, y in zip(first, gradients(inputs, dy, ds), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("widest_summed", [16, 8192])
@@ -81,13 +81,13 @@ def test_nothing_beyond_the_rows(dim, widest_summed, device, guarded, monkeypatc
     weight, bias = torch.randn(2, dim, device=device)
     options = (0.3, draw_seed(device))
     expected = kernels.add_layer_norm_fwd(x, residual, weight, bias, 1e-5, *options, False)
-    got = kernels.add_layer_norm_fwd(among_nans(x), among_nans(residual), weight, bias, 1e-5, *options, False)
-    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    actual = kernels.add_layer_norm_fwd(among_nans(x), among_nans(residual), weight, bias, 1e-5, *options, False)
+    assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
     s, mean, rstd = expected[1:]
     rest = (weight, mean, rstd, *options, False, True, torch.float32)
     expected = kernels.add_layer_norm_bwd(dy, ds, s, *rest)
-    got = kernels.add_layer_norm_bwd(among_nans(dy), among_nans(ds), among_nans(s), *rest)
-    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(expected, got, strict=True))
+    actual = kernels.add_layer_norm_bwd(among_nans(dy), among_nans(ds), among_nans(s), *rest)
+    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(expected, actual, strict=True))
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])

@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from benchmarks.machine_code.stub_driver import Device, library, logged  # noqa: E402
+from benchmarks.machine_code.stub_driver import StubDevice, library, logged  # noqa: E402
 from fastformer.kernels import _binaries, _host, _launch  # noqa: E402
 from fastformer.kernels._binaries import Binary, BinaryFile  # noqa: E402
 from fastformer.kernels._signature import arguments_of, key_of, layout_of, signature_of  # noqa: E402
@@ -68,8 +68,8 @@ def function_of(stub: ctypes.CDLL, *sizes: int) -> int:
 def test_parameters_are_packed_by_the_layout(stub: ctypes.CDLL, make: Start) -> None:
     x = torch.zeros(4)
     start = make(function_of(stub, 8, 1, 2, 4, 8, 8, 4, 8, 8, 4, 8, 8), 128, 0, 0, "pbhiqQfd(p(in)n)n00", ())
-    given = (x, True, -2, 2**31 - 1, -(2**40), 2**63 + 1, 0.1, 0.1, (None, (7, None), 3), "compiled in")
-    assert started(stub, start, *given) == [
+    arguments = (x, True, -2, 2**31 - 1, -(2**40), 2**63 + 1, 0.1, 0.1, (None, (7, None), 3), "compiled in")
+    assert started(stub, start, *arguments) == [
         struct.pack("<Q", x.data_ptr()), b"\x01", struct.pack("<h", -2), struct.pack("<i", 2**31 - 1),
         struct.pack("<q", -(2**40)), struct.pack("<Q", 2**63 + 1), struct.pack("<f", 0.1), struct.pack("<d", 0.1),
         bytes(8), struct.pack("<i", 7), bytes(8), bytes(8),
@@ -114,16 +114,16 @@ def test_a_descriptors_tensor_map_is_made_once(stub: ctypes.CDLL, make: Start) -
 
     recipe = (3, 2, 9, (16, 64))  # the widest swizzle, of bf16
     start = make(function_of(stub, 128, 4, 4, 8, 8), 128, 0, 0, "T", (recipe,))
-    kept, other, fresh = descriptor(0x1000, encoded={}), descriptor(0x2000, encoded={}), descriptor(0x3000)
-    for each, times in ((kept, [1, 0, 0]), (other, [1, 0]), (fresh, [1, 1])):
+    cached, other, fresh = descriptor(0x1000, encoded={}), descriptor(0x2000, encoded={}), descriptor(0x3000)
+    for argument, times in ((cached, [1, 0, 0]), (other, [1, 0]), (fresh, [1, 1])):
         for expected in times:
             with logged(stub) as lines:
-                start(1, 1, 1, 0, each)
+                start(1, 1, 1, 0, argument)
             maps = [line for line in lines if "tensor_map" in line]
             assert len(maps) == expected and not any(line["bad"] for line in maps)
             (line,) = (line for line in lines if "kernel" in line)
             words = struct.unpack("<16Q", bytes.fromhex(line["parameters"][0]))
-            assert words[0] == each.base.data_ptr() and words[2:4] == (64, 48) and words[7] == 256
+            assert words[0] == argument.base.data_ptr() and words[2:4] == (64, 48) and words[7] == 256
             assert words[11] == 64 | 16 << 32
             assert line["parameters"][1:] == [struct.pack(*x).hex() for x in
                                               (("<i", 48), ("<i", 64), ("<q", 128), ("<q", 1))]  # fmt: skip
@@ -197,11 +197,11 @@ def test_a_key_holds_all_that_a_binary_was_specialised_on() -> None:
 
 def test_a_launch_takes_its_binary_from_a_file(folder: Path, stub: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch):
     """If the file lacks the binary, the launch compiles it; watchers are called for both."""
-    made: list[tuple[Any, ...]] = []
+    recipes: list[tuple[Any, ...]] = []
     launched: list[tuple[object, ...]] = []
 
     def make(*recipe: Any) -> Start:
-        made.append(recipe)
+        recipes.append(recipe)
         return lambda *args: launched.append(args)
 
     def no_compiler(*_: object) -> None:
@@ -211,7 +211,7 @@ def test_a_launch_takes_its_binary_from_a_file(folder: Path, stub: ctypes.CDLL, 
         monkeypatch.setattr(_launch, name, {})
     seen: list[Any] = []
     monkeypatch.setattr(_launch, "watchers", [seen.append])
-    monkeypatch.setattr(_host, "active", Device(90))
+    monkeypatch.setattr(_host, "active", StubDevice(90))
     monkeypatch.setattr(_host, "extension_function", lambda name: make)
     monkeypatch.setattr(_binaries, "compile_kernel", no_compiler)
     kernel, x = JITFunction(_kernel), torch.zeros(64)
@@ -223,7 +223,7 @@ def test_a_launch_takes_its_binary_from_a_file(folder: Path, stub: ctypes.CDLL, 
         run(*args)
         _launch.launch(kernel, (3,), *args, **options)
     _launch.launch(kernel, (3,), x, 64, 0.5, (7, 32, x), **options)  # specialised alike
-    assert made == [((BINARY.cubin, "kernel"), 128, 1024, 0, BINARY.layout, BINARY.maps)]
+    assert recipes == [((BINARY.cubin, "kernel"), 128, 1024, 0, BINARY.layout, BINARY.maps)]
     assert launched[:6] == [(3, 1, 1, 77, *args)] * 6
     ((name, arch, _, origin, seconds, binary),) = seen
     assert (name, arch, origin, binary) == ("_kernel", 90, "file", BINARY) and seconds > 0
@@ -243,5 +243,5 @@ def test_every_launch_equals_tritons_byte_for_byte(size: str, tmp_path: Path) ->
     """Each kernel is compiled into a file, and launched from the file and by Triton's own launcher, on a stub."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "benchmarks.compile_kernels", "--size", size, "--check", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and " 0 unlike Triton's" in done.stdout, done.stdout + done.stderr
+    proc = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert proc.returncode == 0 and " 0 unlike Triton's" in proc.stdout, proc.stdout + proc.stderr

@@ -39,11 +39,11 @@ def few_that_hold_all(pairs: list[Case], larger: list[Case]) -> list[Case]:
     def pairs_in(case: Case) -> set[frozenset[str]]:
         return set(map(frozenset, combinations(case.options, 2)))
 
-    missing, found = set().union(*map(pairs_in, pairs)), []
+    missing, selected = set().union(*map(pairs_in, pairs)), []
     while missing:
-        found.append(max([*larger, *pairs], key=lambda case: len(pairs_in(case) & missing)))
-        missing -= pairs_in(found[-1])
-    return found
+        selected.append(max([*larger, *pairs], key=lambda case: len(pairs_in(case) & missing)))
+        missing -= pairs_in(selected[-1])
+    return selected
 
 
 # Variants of another option: alone always, in pairs only among the slow tests.
@@ -313,5 +313,5 @@ def test_strides_beyond_32_bits(row: int, tmp_path: Path, device: str) -> None:
     for q, k, v, dout in (near, far):
         out, lse = kernels.attention_fwd(q, k, v, *rest)
         results.append((out, lse, *kernels.attention_bwd(dout, q, k, v, out, lse, *rest, False)))
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)

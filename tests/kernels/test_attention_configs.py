@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from fastformer.kernels import _attention_configs as configs  # noqa: E402
 from fastformer.kernels import _tuning  # noqa: E402
 from fastformer.kernels import attention as kernels  # noqa: E402
-from fastformer.kernels._attention_configs import Call, Config, Row, call_of  # noqa: E402
+from fastformer.kernels._attention_configs import Config, ConfigKey, Row, call_of  # noqa: E402
 
 PLAIN, MASKED, DROPOUT, BOTH = (Config(size, size, 4, 1) for size in (16, 32, 64, 128))
 
@@ -57,7 +57,7 @@ def test_every_call_has_a_tile() -> None:
     choosers = (configs.forward_config, configs.backward_config, configs.choose_dq_config)
     yes_or_no = (False, True)
     for call in map(
-        Call._make,
+        ConfigKey._make,
         product(
             (80, 86, 89, 90, 100, 103, 120, 121), yes_or_no, (16, 32, 64, 128, 256), yes_or_no, yes_or_no, yes_or_no,
             ("short", "long"), yes_or_no, yes_or_no,

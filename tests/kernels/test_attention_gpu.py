@@ -129,8 +129,8 @@ def test_compile_and_cuda_graph() -> None:
         out = compiled(seed, *leaves)
         grads = torch.autograd.grad(out, leaves, dout)
         assert torch.equal(out, eager_out)
-        for ours, theirs in zip(grads, eager, strict=True):  # dq adds up by atomics
-            torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-3)
+        for actual, expected in zip(grads, eager, strict=True):  # dq adds up by atomics
+            torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-3)
 
     static = [torch.randn(2, 200, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     step(seed, *static)

@@ -369,8 +369,8 @@ def test_a_plan_passes_each_calls_own_tensors(packed: bool, monkeypatch: pytest.
                 hopper.forward_arguments(q, k, v, out, lse, problem)[0],
                 hopper.backward_arguments(dout, q, k, v, lse, lse, dq, dk, dv, problem)[0],
             ]
-            for given, due in zip(launched[-2:], expected, strict=True):
-                assert compared(given) == compared(due), (turn, repeated)
+            for actual, due in zip(launched[-2:], expected, strict=True):
+                assert compared(actual) == compared(due), (turn, repeated)
 
 
 def test_another_thread_may_call_a_plan_during_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,7 +403,7 @@ def test_another_thread_may_call_a_plan_during_its_first_call(monkeypatch: pytes
 def compared(value: Any) -> Any:
     """Returns a comparable form of a launch's argument: tensors by their memory, descriptors by their contents."""
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return [compared(each) for each in value]
+        return [compared(item) for item in value]
     if isinstance(value, Tensor):
         return value.data_ptr(), value.dtype
     if hasattr(value, "block_shape"):

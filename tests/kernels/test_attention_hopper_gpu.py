@@ -128,8 +128,8 @@ def test_backward_beside_the_plain_form(
         torch.testing.assert_close(dq, runs[0][0], rtol=2e-2, atol=2e-2)
     monkeypatch.setattr(hopper, "takes_backward", lambda *_: False)
     _plans.forget()
-    for ours, theirs in zip(runs[0], kernels.attention_bwd(dout, q, k, v, out, lse, *rest, False)[:3], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+    for actual, expected in zip(runs[0], kernels.attention_bwd(dout, q, k, v, out, lse, *rest, False)[:3], strict=True):
+        torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_values_beyond_a_length_are_not_read() -> None:

@@ -37,12 +37,12 @@ def check(step: Step, dtype: torch.dtype, device: str, table: bool = False) -> N
     """Checks one call by the rule, with NaN in all memory that must not be read, and the updated caches bit by bit."""
     inputs = make_inputs(step, dtype, device, unused=torch.nan)
     plain, exact = plain_step(step, inputs, dtype), plain_step(step, inputs, torch.float64)
-    given, slots = inputs, None
+    call, slots = inputs, None
     if table:
-        given, slots = through_table(step, inputs)
-    before = {name: given[name].clone() for name in ("k_cache", "v_cache")}
-    assert_accurate(run(step, given), plain, exact)
-    assert_entered(step, inputs, before, given, slots)
+        call, slots = through_table(step, inputs)
+    before = {name: call[name].clone() for name in ("k_cache", "v_cache")}
+    assert_accurate(run(step, call), plain, exact)
+    assert_entered(step, inputs, before, call, slots)
 
 
 # Lengths around the blocks, none at all, and more shares than blocks.
@@ -143,17 +143,17 @@ BEAM_STEPS = [
 @pytest.mark.parametrize("head_dim", [16, 20])
 def test_no_address_is_said_to_be_aligned_that_is_not(head_dim, shifted, device, monkeypatch) -> None:
     """A GPU would fault."""
-    told: list[bool] = []
-    monkeypatch.setattr(_launch, "interceptor", lambda kernel, args, options: told.append(options["ALIGNED"]))
+    flags: list[bool] = []
+    monkeypatch.setattr(_launch, "interceptor", lambda kernel, args, options: flags.append(options["ALIGNED"]))
     shapes = {"k_cache": (2, 8, 1, head_dim), "v_cache": (2, 8, 1, head_dim)}
     shapes |= {name: (2, 1, 1, head_dim) for name in ("k", "v")}
-    given = {
+    tensors = {
         name: torch.zeros(math.prod(shape) + 1, device=device)[int(name == shifted) :][: math.prod(shape)].view(shape)
         for name, shape in shapes.items()
     }
     lengths = torch.zeros(2, dtype=torch.int32, device=device)
-    decode_attention(torch.zeros(2, 1, 1, head_dim, device=device), cache_seqlens=lengths, **given)
-    assert told == [shifted is None and head_dim == 16]
+    decode_attention(torch.zeros(2, 1, 1, head_dim, device=device), cache_seqlens=lengths, **tensors)
+    assert flags == [shifted is None and head_dim == 16]
 
 
 @pytest.mark.parametrize("step, rows, splits", by_turns(BEAM_STEPS, [(2, 3), (4, 1), (8, 1), (8, 3)]), ids=str)
@@ -184,8 +184,8 @@ def test_each_source_is_loaded_once(device: str, calls_of: CallsOf, monkeypatch:
         pytest.skip("counted in the interpreter")
     loads = calls_of(kernels, "_slots")
     step = Step("beams", (33, 7), seqlen_new=None, num_kv_heads=2, cache_batch_idx=(0, 0, 0, 0, 1, 1, 1, 1))
-    given, _ = through_table(step, make_inputs(step, torch.float32, device))
-    run(step, given)
+    tensors, _ = through_table(step, make_inputs(step, torch.float32, device))
+    run(step, tensors)
     assert sum(int(call.args[4].handle.data.sum()) for call in loads) == 2 * (33 + 7)  # K/V heads x keys
 
 
@@ -292,8 +292,8 @@ def test_lengths_beams_and_groups(length: int, device: str, monkeypatch: pytest.
         check(cross, torch.float32, device, table=choose.random() < 0.5)
         new = choose.choice((1, 1, 2, 5))
         rotary_dim, interleaved = choose.choice((0, 2, 10, 16)), choose.random() < 0.5
-        own = Step(
+        case = Step(
             "", lengths, seqlen_q=new, seqlen_new=new, window_left=window_left, rotary_dim=rotary_dim,
             interleaved=interleaved, **sizes,
         )  # fmt: skip
-        check(own, torch.float32, device, table=choose.random() < 0.5)
+        check(case, torch.float32, device, table=choose.random() < 0.5)

@@ -53,7 +53,7 @@ def test_a_tile_equals_the_reference(block_m, block_n, dropout_p, transposed, de
 def test_arguments_equal_the_references(dropout_p: float, device: str) -> None:
     """All backends round p in the same way, to 0 and 1 only for p = 0 and 1; a seed may be strided."""
     seed = torch.tensor([[3, 0], [4, 0]], device=device)[:, 0]
-    given, dropped, scale = dropout_arguments(dropout_p, seed)
+    contiguous_seed, dropped, scale = dropout_arguments(dropout_p, seed)
     assert (dropped, scale) == (threshold(dropout_p), keep_scale(dropout_p))
-    assert given is not None and given.is_contiguous() and given.tolist() == [3, 4]
+    assert contiguous_seed is not None and contiguous_seed.is_contiguous() and contiguous_seed.tolist() == [3, 4]
     assert dropout_arguments(0.0, seed) == (None, 0, 1.0)

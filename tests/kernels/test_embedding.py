@@ -50,11 +50,11 @@ def test_runs(runs: list[int], dropout_p: float, device: str, monkeypatch: pytes
     compare(inputs, scale=3.0, dropout_p=dropout_p)
 
 
-@pytest.mark.parametrize("given", [False, True])
-def test_positions_across_chunks(given: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("positions", [False, True])
+def test_positions_across_chunks(positions: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each position occurs once per sequence, so runs are as long as the batch is large."""
     monkeypatch.setattr(kernels, "CHUNK", 4)
-    inputs = make_inputs((11, 3), 5, 8, device, table=torch.float32, positions=given)
+    inputs = make_inputs((11, 3), 5, 8, device, table=torch.float32, positions=positions)
     compare(inputs, padding_idx=1)
 
 
@@ -63,15 +63,15 @@ def test_gradients_repeat(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make_inputs((4, 15), 3, 24, device, table=torch.float32, positions=True)
     leaves = [inputs[name].requires_grad_() for name in ("weight", "position_table")]
     dout = torch.randn(4, 15, 24, device=device)
-    first, again = (torch.autograd.grad(embedding(**inputs), leaves, dout) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    first, second = (torch.autograd.grad(embedding(**inputs), leaves, dout) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("positions", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_atomics(dtype: torch.dtype, given: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_atomics(dtype: torch.dtype, positions: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They give the same gradients without a sort; under deterministic algorithms, the sort is used."""
-    inputs = make_inputs((5, 9), 7, 40, device, dtype, table=dtype, positions=given)
+    inputs = make_inputs((5, 9), 7, 40, device, dtype, table=dtype, positions=positions)
     seed = draw_seed(device)
     keep = keep_mask(seed, 0.2, 45, 40)[0].view(5, 9, 40)
     options = {"scale": 3.0, "padding_idx": 2, "dropout_p": 0.2}
@@ -91,8 +91,8 @@ def test_nothing_beyond_the_rows(device: str, guarded: None) -> None:
     ids = torch.tensor([[0, 4, 4, 2, 0, 1], [4, 4, 3, 2, 2, 4]], device=device)
     dropout = (0.3, draw_seed(device))
     expected = kernels.embedding_fwd(ids, weight, table, None, 2.0, 2, *dropout, False)
-    got = kernels.embedding_fwd(ids, among_nans(weight), among_nans(table), None, 2.0, 2, *dropout, False)
-    assert torch.equal(got, expected) and got.isfinite().all()
+    actual = kernels.embedding_fwd(ids, among_nans(weight), among_nans(table), None, 2.0, 2, *dropout, False)
+    assert torch.equal(actual, expected) and actual.isfinite().all()
     gradients = kernels.embedding_bwd(dout, ids, None, 5, 6, 2.0, 2, *dropout, torch.float32, False)
     poisoned = kernels.embedding_bwd(among_nans(dout), ids, None, 5, 6, 2.0, 2, *dropout, torch.float32, False)
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(poisoned, gradients, strict=True))

@@ -35,7 +35,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def test_wide_tiles(activation: str, programs: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles are so wide that epilogues have as many parts as on a GPU; the last part is incomplete."""
     monkeypatch.setattr(kernels, "fuses", lambda *_: True)
-    monkeypatch.setattr(kernels, "config_of", lambda *_: configs.Config(32, 128, 32, 4, 1, None, programs))
+    monkeypatch.setattr(kernels, "config_of", lambda *_: configs.FfnConfig(32, 128, 32, 4, 1, None, programs))
     compare(make_inputs((40, 24), 203, activation, device), activation=activation, dropout_p=0.2)
 
 
@@ -59,7 +59,7 @@ def test_a_fixed_grid_gives_the_same_results(
     seed = torch.tensor(SEED, device=device)
     outs = []
     for programs in (0, 1):
-        monkeypatch.setattr(kernels, "config_of", lambda *_, n=programs: configs.Config(32, 64, 32, 4, 1, None, n))
+        monkeypatch.setattr(kernels, "config_of", lambda *_, n=programs: configs.FfnConfig(32, 64, 32, 4, 1, None, n))
         outs.append(feed_forward(**inputs, activation=activation, dropout_p=0.2, dropout_seed=seed))
     tiles = -(-rows // 32) * -(-hidden_dim // 64)
     assert [call.args[1][0] for call in launches] == [tiles, min(tiles, 3)]
@@ -111,12 +111,12 @@ def test_gradients_with_other_strides(activation: str, path: str, device: str) -
     leaves = {name: value.requires_grad_() for name, value in make_inputs((40, 16), 72, activation, device).items()}
     for dout in (torch.randn(16, 40, device=device).T, torch.randn(40, 32, device=device)[:, ::2],
                  torch.ones((), device=device).expand(40, 16)):  # fmt: skip
-        found, expected = (
-            torch.autograd.grad(feed_forward(**leaves, activation=activation), [*leaves.values()], each)
-            for each in (dout, dout.contiguous())
+        actual, expected = (
+            torch.autograd.grad(feed_forward(**leaves, activation=activation), [*leaves.values()], dy)
+            for dy in (dout, dout.contiguous())
         )
-        for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        for a, b in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("bias1", [True, False])
@@ -124,18 +124,18 @@ def test_gradients_with_other_strides(activation: str, path: str, device: str) -
 def test_a_missing_bias_costs_no_sum(bias1: bool, bias2: bool, path: str, device: str) -> None:
     """Its gradient is empty, as the op's schema tells a compiler."""
     inputs = make_inputs((40, 16), 72, "relu", device)
-    leaves = dict(inputs) | {name: None for name, kept in (("bias1", bias1), ("bias2", bias2)) if not kept}
+    leaves = dict(inputs) | {name: None for name, present in (("bias1", bias1), ("bias2", bias2)) if not present}
     x, weight1, b1, weight2, b2 = leaves.values()
     biases = (b1, b2)
     _, saved = kernels.feed_forward_fwd(x, weight1, biases[0], weight2, biases[1], "relu", 0.0, None, True)
     dout = torch.randn(40, 16, device=device)
     rest = (biases[0], weight2, saved, "relu", 0.0, None, bias2)
-    found = dict(zip(leaves, kernels.feed_forward_bwd(dout, x, weight1, *rest), strict=True))
-    given = {name: each.double().requires_grad_() for name, each in leaves.items() if each is not None}
-    out = plain(**dict.fromkeys(leaves) | given, activation="relu")
-    for name, expected in zip(given, torch.autograd.grad(out, [*given.values()], dout.double()), strict=True):
-        torch.testing.assert_close(found.pop(name).double(), expected, rtol=1e-4, atol=1e-4)
-    assert all(each.shape == (0,) for each in found.values())
+    grads = dict(zip(leaves, kernels.feed_forward_bwd(dout, x, weight1, *rest), strict=True))
+    doubles = {name: tensor.double().requires_grad_() for name, tensor in leaves.items() if tensor is not None}
+    out = plain(**dict.fromkeys(leaves) | doubles, activation="relu")
+    for name, expected in zip(doubles, torch.autograd.grad(out, [*doubles.values()], dout.double()), strict=True):
+        torch.testing.assert_close(grads.pop(name).double(), expected, rtol=1e-4, atol=1e-4)
+    assert all(tensor.shape == (0,) for tensor in grads.values())
 
 
 @pytest.mark.skipif(HAS_GPU, reason="cuBLAS's workspace is larger than these tensors")

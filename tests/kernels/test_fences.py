@@ -14,7 +14,7 @@ import triton  # noqa: E402
 from triton import knobs  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from benchmarks.host_time import Compiled, Driver, stub_compile  # noqa: E402
+from benchmarks.host_time import HopperStubDriver, StubKernel, stub_compile  # noqa: E402
 from benchmarks.machine_code.report import recorded  # noqa: E402
 from fastformer.kernels import (  # noqa: E402
     _binaries,
@@ -51,11 +51,11 @@ def test_a_launch_compiles_with_fences_if_triton_omits_them(is_old, is_watched, 
         seen.append((compiled_ptx(), options.ptx_options or ""))
         return stub_compile(self, key, signature, device, *rest)
 
-    def compile_ahead(source: object, target: object, options: dict[str, Any]) -> Compiled:
+    def compile_ahead(source: object, target: object, options: dict[str, Any]) -> StubKernel:
         seen.append((compiled_ptx(), options.get("ptx_options", "")))
-        return Compiled()
+        return StubKernel()
 
-    driver = Driver()
+    driver = HopperStubDriver()
     monkeypatch.setattr(_fences, "IS_OLD", is_old)
     for name in ("_compiled", "_ready"):
         monkeypatch.setattr(_launch, name, {})
@@ -80,7 +80,7 @@ def test_a_launch_compiles_with_fences_if_triton_omits_them(is_old, is_watched, 
 def test_a_hook_of_the_users_is_called_too(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     monkeypatch.setattr(_fences, "IS_OLD", True)
-    monkeypatch.setattr(knobs.runtime, "add_stages_inspection_hook", lambda *given: calls.append(len(given)))
+    monkeypatch.setattr(knobs.runtime, "add_stages_inspection_hook", lambda *args: calls.append(len(args)))
     users = knobs.runtime.add_stages_inspection_hook
     with pytest.raises(KeyError), _fences.inserted(JITFunction(_kernel)):
         assert _fences.FENCE in compiled_ptx()

@@ -21,7 +21,7 @@ from triton import knobs  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from benchmarks.host_time import Compiled, Driver, stub_compile  # noqa: E402
+from benchmarks.host_time import HopperStubDriver, StubKernel, stub_compile  # noqa: E402
 from fastformer.kernels import (  # noqa: E402
     _binaries,
     _fences,
@@ -38,14 +38,14 @@ from fastformer.kernels import (  # noqa: E402
 from fastformer.kernels._launch import Launch, launch  # noqa: E402
 from tests.conftest import CallsOf  # noqa: E402
 
-Ran = tuple[Compiled, tuple[Any, ...]]
+Ran = tuple[StubKernel, tuple[Any, ...]]
 
 
 def _kernel(x_ptr, y_ptr, count, size, scale, strides, FLAG: tl.constexpr, BLOCK: tl.constexpr = 16):
     pass
 
 
-class TwoDevices(Driver):
+class TwoDevices(HopperStubDriver):
     """Two devices, one of which is the current device."""
 
     current = 0
@@ -64,7 +64,7 @@ def device_driver(monkeypatch: pytest.MonkeyPatch) -> TwoDevices:
     monkeypatch.setattr(_host, "active", active)
     monkeypatch.setattr(_host, "extension_function", lambda name: None)  # Triton's own launcher
     monkeypatch.setattr(JITFunction, "_do_compile", stub_compile)
-    monkeypatch.setattr(_binaries, "compile_kernel", lambda *_: Compiled())
+    monkeypatch.setattr(_binaries, "compile_kernel", lambda *_: StubKernel())
     monkeypatch.setattr(_binaries, "binary_of", lambda *_: None)
     monkeypatch.setattr(_launch, "_compiled", {})  # stubs stay in here
     monkeypatch.setattr(_launch, "_ready", {})
@@ -75,7 +75,7 @@ def device_driver(monkeypatch: pytest.MonkeyPatch) -> TwoDevices:
 def ran(device_driver: TwoDevices, monkeypatch: pytest.MonkeyPatch) -> list[Ran]:
     """Records launches: the stub of the binary, and all its arguments."""
     launches: list[Ran] = []
-    monkeypatch.setattr(Compiled, "run", property(lambda self: lambda *args: launches.append((self, args))))
+    monkeypatch.setattr(StubKernel, "run", property(lambda self: lambda *args: launches.append((self, args))))
     return launches
 
 
@@ -138,20 +138,20 @@ def test_each_call_runs_the_binary_of_its_arguments(kernel: Any, ran: list[Ran])
     calls = list(variants())
     picked = [by_triton(kernel, *args, **options) for args, options in calls]
     assert len(set(picked)) > 30  # the sweep tells binaries apart
-    ours: dict[int, Compiled] = {}
+    binaries: dict[int, StubKernel] = {}
     order = [*range(len(calls)), *range(len(calls))[::-1], *range(len(calls))]
     for index in order:
         args, options = calls[index]
         launch(kernel, (3, 5), *args, **options)
         compiled, (x, y, z, stream, function, metadata, *_) = ran[-1]
-        assert ours.setdefault(index, compiled) is compiled, (args, options)
+        assert binaries.setdefault(index, compiled) is compiled, (args, options)
         assert plain(ran[-1][1][9:]) == plain([*args, options["FLAG"], options.get("BLOCK", 16)])
         assert (x, y, z, stream, function, metadata) == (3, 5, 1, 100, compiled.function, compiled.packed_metadata)
     assert len(ran) == len(order)
-    for one, other in itertools.combinations(range(len(calls)), 2):
-        told_apart = picked[one] is not picked[other]
-        if told_apart or calls[one][1].keys() == calls[other][1].keys():  # an option's default may be told apart
-            assert (ours[one] is not ours[other]) == told_apart, (calls[one], calls[other])
+    for i, j in itertools.combinations(range(len(calls)), 2):
+        told_apart = picked[i] is not picked[j]
+        if told_apart or calls[i][1].keys() == calls[j][1].keys():  # an option's default may be told apart
+            assert (binaries[i] is not binaries[j]) == told_apart, (calls[i], calls[j])
 
 
 def test_unspecialised_arguments_make_no_new_binary(ran: list[Ran]) -> None:
@@ -173,27 +173,27 @@ def test_unspecialised_arguments_make_no_new_binary(ran: list[Ran]) -> None:
     assert len({compiled for compiled, _ in ran}) == 2
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["launch", "Launch"])
-def test_each_device_has_a_binary_of_its_own(again, kernel, ran, device_driver) -> None:
+@pytest.mark.parametrize("repeated", [False, True], ids=["launch", "Launch"])
+def test_each_device_has_a_binary_of_its_own(repeated, kernel, ran, device_driver) -> None:
     """A stored launch passes the arguments of each call."""
     (args, options), *_ = variants()
-    run = Launch(kernel, (3, 5), **options) if again else partial(launch, kernel, (3, 5), **options)
-    binaries: dict[int, Compiled] = {}
+    run = Launch(kernel, (3, 5), **options) if repeated else partial(launch, kernel, (3, 5), **options)
+    binaries: dict[int, StubKernel] = {}
     for current in (0, 0, 1, 0, 1, 1):
         device_driver.current = current
-        given = (torch.zeros(64), *args[1:])
-        run(*given)
+        call_args = (torch.zeros(64), *args[1:])
+        run(*call_args)
         compiled, (*grid, stream) = ran[-1][0], ran[-1][1][:4]
         assert binaries.setdefault(current, compiled) is compiled and (*grid, stream) == (3, 5, 1, 100 + current)
-        assert plain(ran[-1][1][9:]) == plain([*given, True, 16])
+        assert plain(ran[-1][1][9:]) == plain([*call_args, True, 16])
     assert binaries[0] is not binaries[1]
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["launch", "Launch"])
+@pytest.mark.parametrize("repeated", [False, True], ids=["launch", "Launch"])
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
-def test_hooks_see_every_launch(name: str, again: bool, kernel: Any, ran: list[Ran]) -> None:
+def test_hooks_see_every_launch(name: str, repeated: bool, kernel: Any, ran: list[Ran]) -> None:
     (args, options), *_ = variants()
-    run = Launch(kernel, (1,), **options) if again else partial(launch, kernel, (1,), **options)
+    run = Launch(kernel, (1,), **options) if repeated else partial(launch, kernel, (1,), **options)
     run(*args)
     run(*args)
     chain = getattr(knobs.runtime, name)
@@ -202,8 +202,8 @@ def test_hooks_see_every_launch(name: str, again: bool, kernel: Any, ran: list[R
         run(*args)
     finally:
         chain.remove(print)
-    given = ran[-1][1]
-    assert given[6] is not None and given[7:9] == (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    call = ran[-1][1]
+    assert call[6] is not None and call[7:9] == (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
     seen = []
     kernel.add_pre_run_hook(lambda *args, **options: seen.append(args))
     run(*args)
@@ -231,19 +231,19 @@ def test_settings_make_other_binaries(owner, name, value, kernel, ran, monkeypat
 
 
 def test_a_kernel_that_can_be_launched_stays_loaded(kernel, ran, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[weakref.ref[Compiled]] = []
+    references: list[weakref.ref[StubKernel]] = []
 
-    def compiled(*_: object) -> Compiled:
-        kept = Compiled()
-        made.append(weakref.ref(kept))
-        return kept
+    def compiled(*_: object) -> StubKernel:
+        stub = StubKernel()
+        references.append(weakref.ref(stub))
+        return stub
 
     monkeypatch.setattr(_binaries, "compile_kernel", compiled)
     (args, options), *_ = variants()
     launch(kernel, (1,), *args, **options)
     ran.clear()
     gc.collect()
-    assert [each() is not None for each in made] == [True]
+    assert [reference() is not None for reference in references] == [True]
 
 
 def test_calls_of_another_form_get_their_own_binary(ran: list[Ran]) -> None:

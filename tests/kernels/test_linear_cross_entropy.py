@@ -50,8 +50,8 @@ def test_chunks_sum_in_fp32(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(kernels, "chunk_rows", lambda *_: step)
         return torch.autograd.grad(linear_cross_entropy(**inputs, reduction="sum"), list(leaves.values()))
 
-    for one, many in zip(gradients(256), gradients(16), strict=True):
-        torch.testing.assert_close(one, many, rtol=2**-7, atol=0)
+    for single, many in zip(gradients(256), gradients(16), strict=True):
+        torch.testing.assert_close(single, many, rtol=2**-7, atol=0)
 
 
 @pytest.mark.gpu

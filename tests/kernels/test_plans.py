@@ -193,8 +193,8 @@ def test_each_call_gets_its_own_plan(name: str, extension: bool, device: str, mo
     for call in calls:
         run(call, "triton")
     for index, (function, arguments) in enumerate(calls):
-        again = function, with_other_numbers(arguments)
-        for ours, plain in zip(run(again, "triton"), run(again, "reference"), strict=True):
+        fresh = function, with_other_numbers(arguments)
+        for ours, plain in zip(run(fresh, "triton"), run(fresh, "reference"), strict=True):
             assert ours.dtype == plain.dtype, index
             tolerance = 1e-2 if ours.dtype == torch.float16 else 1e-4
             torch.testing.assert_close(ours, plain, rtol=tolerance, atol=tolerance, msg=partial("{}: {}".format, index))
@@ -204,11 +204,11 @@ def test_each_call_gets_its_own_plan(name: str, extension: bool, device: str, mo
 def test_nothing_is_kept_alive(name: str, device: str) -> None:
     """A plan holds neither inputs nor outputs of the call that made it; otherwise activations would stay."""
     for function, arguments in list(CALLS[name](device))[::3]:
-        mine = with_other_numbers(arguments)
-        tensors = {n: x.clone() if isinstance(x, Tensor) else x for n, x in mine.items()}
+        fresh = with_other_numbers(arguments)
+        tensors = {n: x.clone() if isinstance(x, Tensor) else x for n, x in fresh.items()}
         results = run((function, tensors), "triton")
         left = [weakref.ref(x) for x in (*tensors.values(), *results) if isinstance(x, Tensor)]
-        del mine, tensors, results
+        del fresh, tensors, results
         assert not any(reference() is not None for reference in left)
 
 
@@ -217,8 +217,8 @@ def test_the_deterministic_form_is_chosen_in_each_call(device: str) -> None:
     call = next(iter(attention_calls(device)))
     usual = run(call, "triton")
     torch.use_deterministic_algorithms(True)
-    first, again = run(call, "triton"), run(call, "triton")
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    first, second = run(call, "triton"), run(call, "triton")
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     for a, b in zip(usual, first, strict=True):
         torch.testing.assert_close(a, b)
 

@@ -148,6 +148,6 @@ def test_an_index_outside_its_table(name: str, is_negative: bool) -> None:
     """The device asserts, which ends the CUDA context: in a process of its own."""
     call, size, says = OUTSIDE[name]
     script = SCRIPT.replace("CALL", call.replace("BAD", "-1" if is_negative else str(size)))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode != 0
-    assert says in done.stdout + done.stderr
+    proc = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert proc.returncode != 0
+    assert says in proc.stdout + proc.stderr

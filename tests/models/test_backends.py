@@ -28,14 +28,14 @@ def step(model: Transformer, backend: str, packed: bool, lengths: tuple[list[int
     layouts = [make(torch.tensor(n), max(n)) for n in lengths]
     tokens = [source, target, target.flip(1)]
     if packed:
-        tokens = [layout.pack(each) for layout, each in zip([layouts[0], layouts[1], layouts[1]], tokens, strict=True)]
+        tokens = [layout.pack(ids) for layout, ids in zip([layouts[0], layouts[1], layouts[1]], tokens, strict=True)]
     else:
         tokens[2] = tokens[2].masked_fill(torch.arange(max(lengths[1])) >= torch.tensor(lengths[1])[:, None], -100)
     source_layout, target_layout = (layout.to(device) for layout in layouts)
     torch.manual_seed(2)  # the same seeds of dropout, whichever backend and dtype
     with use_backend(backend):
         losses = model.loss(
-            *(each.to(device) for each in tokens), source_layout=source_layout, target_layout=target_layout,
+            *(ids.to(device) for ids in tokens), source_layout=source_layout, target_layout=target_layout,
             label_smoothing=0.1, reduction="none",
         )  # fmt: skip
         weights = torch.randn(losses.shape, generator=generator).to(device)
@@ -59,8 +59,8 @@ def check(backend: str, device: str, dtype: torch.dtype, packed: bool, lengths: 
         plain.append(step(model, "reference", packed, lengths))
         exact.append(step(copy.deepcopy(model).double(), "reference", packed, lengths))
     for name in ours[0]:
-        found, usual, right = (torch.stack([each[name] for each in draws]) for draws in (ours, plain, exact))
-        assert_accurate(found, usual, right, name)
+        actual, usual, right = (torch.stack([losses[name] for losses in draws]) for draws in (ours, plain, exact))
+        assert_accurate(actual, usual, right, name)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="on a GPU the sizes below run")

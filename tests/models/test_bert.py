@@ -55,21 +55,21 @@ def test_padded_packed_and_single_texts_are_the_same(options) -> None:
     ids, types, layout = batch(model)
     padded = model.encode(ids, token_types=types)
     flat_types = None if types is None else layout.pack(types)
-    found = model.encode(layout.pack(ids), layout=layout, token_types=flat_types)
-    torch.testing.assert_close(found, layout.pack(padded), rtol=0, atol=1e-11)
+    packed = model.encode(layout.pack(ids), layout=layout, token_types=flat_types)
+    torch.testing.assert_close(packed, layout.pack(padded), rtol=0, atol=1e-11)
     outputs = model(layout.pack(ids), layout=layout, token_types=flat_types)
     for row, length in enumerate(layout.seqlens.tolist()):
-        one = ids[row : row + 1, :length]
-        own = None if types is None else types[row : row + 1, :length]
-        alone = model.encode(one, token_types=own)[0]
+        text = ids[row : row + 1, :length]
+        text_types = None if types is None else types[row : row + 1, :length]
+        alone = model.encode(text, token_types=text_types)[0]
         torch.testing.assert_close(alone, padded[row, :length], rtol=0, atol=1e-11)
         if model.config.num_labels:
-            torch.testing.assert_close(model(one, token_types=own)[0], outputs[row], rtol=0, atol=1e-11)
+            torch.testing.assert_close(model(text, token_types=text_types)[0], outputs[row], rtol=0, atol=1e-11)
     if model.config.num_labels:
         torch.testing.assert_close(outputs, model(ids, token_types=types), rtol=0, atol=1e-11)
         assert outputs.shape == (3, model.config.num_labels)
     else:
-        assert torch.equal(outputs, found)
+        assert torch.equal(outputs, packed)
 
 
 @options
@@ -118,15 +118,15 @@ def test_pooling_follows_its_definition() -> None:
     hidden[1, 4:] = float("nan")  # what padding holds must not matter
     expected: dict[str, list[Tensor]] = {}
     for row, length in enumerate(layout.seqlens.tolist()):
-        own = hidden[row, :length]
+        states = hidden[row, :length]
         for kind in POOLINGS:
-            expected.setdefault(kind, []).append(pooled(kind, own))
-        after_cls = torch.tanh(F.linear(own[0], model.pooler.weight, model.pooler.bias))
+            expected.setdefault(kind, []).append(pooled(kind, states))
+        after_cls = torch.tanh(F.linear(states[0], model.pooler.weight, model.pooler.bias))
         expected.setdefault("pooler", []).append(after_cls)
     for kind, rows in expected.items():
-        found = model.pooled(hidden, model.layout_of(ids), kind)
-        torch.testing.assert_close(found, torch.stack(rows), rtol=0, atol=1e-12)
-        assert torch.equal(model.pooled(layout.pack(hidden), layout, kind), found)
+        actual = model.pooled(hidden, model.layout_of(ids), kind)
+        torch.testing.assert_close(actual, torch.stack(rows), rtol=0, atol=1e-12)
+        assert torch.equal(model.pooled(layout.pack(hidden), layout, kind), actual)
     whole = model.pooled(hidden[:1], None, "mean")
     torch.testing.assert_close(whole[0], expected["mean"][0], rtol=0, atol=1e-12)
     empty = SequenceLayout.packed(torch.tensor([0, 2]), 2)
@@ -135,8 +135,8 @@ def test_pooling_follows_its_definition() -> None:
 
 @pytest.mark.parametrize("kind", ["bert", "mpnet", "electra", "modernbert", "pre-norm"])
 def test_heads_apply_their_dropout(kind) -> None:
-    own = {"dropout": 0.0, "attention_dropout": 0.0, "head_dropout": 0.5}
-    model = made({**OPTIONS[kind], **own})
+    rates = {"dropout": 0.0, "attention_dropout": 0.0, "head_dropout": 0.5}
+    model = made({**OPTIONS[kind], **rates})
     ids, types, _ = batch(model)
     seen: list[tuple[int, ...]] = []
     assert model.head is not None
@@ -152,11 +152,11 @@ def test_losses_are_those_of_their_labels() -> None:
     ids, types, _ = batch(model)
     logits = model(ids, token_types=types)
     classes, several = torch.tensor([2, -100, 0]), torch.tensor([[1.0, 0, 1], [0, 0, 1], [1, 1, 1]])
-    found = model.loss(ids, classes, token_types=types)
-    torch.testing.assert_close(found, F.cross_entropy(logits[[0, 2]], classes[[0, 2]]))
+    loss = model.loss(ids, classes, token_types=types)
+    torch.testing.assert_close(loss, F.cross_entropy(logits[[0, 2]], classes[[0, 2]]))
     assert model.loss(ids, classes, token_types=types, reduction="none")[1] == 0
-    found = model.loss(ids, several, token_types=types)
-    torch.testing.assert_close(found, F.binary_cross_entropy_with_logits(logits, several.double()))
+    loss = model.loss(ids, several, token_types=types)
+    torch.testing.assert_close(loss, F.binary_cross_entropy_with_logits(logits, several.double()))
     model = made(OPTIONS["electra"])
     numbers = torch.tensor([0.5, -1, 2])
     torch.testing.assert_close(model.loss(ids, numbers), (model(ids)[:, 0] - numbers).square().mean())

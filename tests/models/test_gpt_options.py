@@ -63,7 +63,7 @@ def rows(axes: list[list[dict[str, Any]]], seed: int) -> list[dict[str, Any]]:
         for i, j in itertools.combinations(range(len(axes)), 2)
         for a, b in itertools.product(range(len(axes[i])), range(len(axes[j])))
     }
-    found = []
+    combinations = []
     while missing:
         (i, a), (j, b) = min(missing)
         drawn = [[draw.randrange(len(axis)) for axis in axes] for _ in range(60)]
@@ -76,8 +76,8 @@ def rows(axes: list[list[dict[str, Any]]], seed: int) -> list[dict[str, Any]]:
             options |= axis[value]
         if options.get("positions") != "rotary":
             options.pop("local_rotary_base", None)
-        found.append(options)
-    return found
+        combinations.append(options)
+    return combinations
 
 
 ROWS = rows(AXES, 0)
@@ -150,12 +150,12 @@ def test_packed_and_cached_equal_padded(options):
 
     model.eval()
     further = torch.randint(0, V, (3, 3))
-    for one in (SequenceLayout.padded(torch.tensor(LENGTHS), 7), layout):
+    for prompt in (SequenceLayout.padded(torch.tensor(LENGTHS), 7), layout):
         with torch.inference_mode():
             cache = model.new_cache(3, 12)
-            prompts = model.decode(layout.pack(tokens) if one.is_packed else tokens, layout=one, cache=cache)
+            prompts = model.decode(layout.pack(tokens) if prompt.is_packed else tokens, layout=prompt, cache=cache)
             steps = torch.cat([model.decode(further[:, :1], cache=cache), model.decode(further[:, 1:], cache=cache)], 1)
-            prompts = layout.unpack(prompts) if one.is_packed else prompts
+            prompts = layout.unpack(prompts) if prompt.is_packed else prompts
             for row, length in enumerate(LENGTHS):
                 expected = model.decode(torch.cat([tokens[row, :length], further[row]])[None])[0]
                 assert_same(prompts[row, :length], expected[:length], "prompt")
@@ -266,10 +266,10 @@ def check_step(options: dict[str, Any], backend: str, dtype: torch.dtype, our_dr
         ours.append(step_of(model, backend) if draw < our_draws else plain[-1])
         exact.append(step_of(copy.deepcopy(model).double()))
     for name in ours[0]:
-        found, usual, right = (torch.stack([each[name].double() for each in steps]) for steps in (ours, plain, exact))
+        actual, usual, right = (torch.stack([v[name].double() for v in steps]) for steps in (ours, plain, exact))
         # What the gradients of queries and keys are relaxed by, which those of their norms are sums of.
         factor = 3.0 if "dq" in RELAXED and name.endswith(("q_norm.weight", "k_norm.weight")) else 2.0
-        err_ours, err_plain = ((each - right).square().mean().sqrt() for each in (found, usual))
+        err_ours, err_plain = ((values - right).square().mean().sqrt() for values in (actual, usual))
         allowed = factor * err_plain + torch.finfo(dtype).eps * right.abs().max()
         assert err_ours <= allowed, f"{name}: {err_ours:.3e} > {factor:g} x {err_plain:.3e} + 1 ulp"
 

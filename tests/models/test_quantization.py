@@ -54,10 +54,10 @@ def test_rounding_keeps_the_largest_weight_and_errs_by_at_most_half_a_step(dtype
     rounded = from_grid(q, scale, dtype)
     step = scale.double()[:, None] * (0.5 + 1e-5) + weight.double().abs() * torch.finfo(dtype).eps
     assert ((rounded.double() - weight.double()).abs() <= step + torch.finfo(dtype).smallest_normal).all()
-    again, same = to_grid(rounded)
-    assert torch.equal(from_grid(again, same, dtype), rounded)
+    requantized, same = to_grid(rounded)
+    assert torch.equal(from_grid(requantized, same, dtype), rounded)
     if dtype != torch.float16:  # whose subnormal numbers are coarser than the grid
-        assert torch.equal(again, q)
+        assert torch.equal(requantized, q)
 
 
 def test_rows_of_tiny_numbers() -> None:
@@ -84,16 +84,16 @@ def test_matrices_are_rounded_and_nothing_else(kind, precision) -> None:
         "int8": lambda weight: from_grid(*to_grid(weight), weight.dtype),
         "int4": lambda weight: from_groups(to_groups(weight), weight.shape[1], weight.dtype),
     }
-    found = model.quantize(precision)
-    assert type(found) is type(model) and found.config == model.config and found.precision == precision
+    quantized = model.quantize(precision)
+    assert type(quantized) is type(model) and quantized.config == model.config and quantized.precision == precision
     assert model.precision is None
-    for name, value in found.state_dict().items():
+    for name, value in quantized.state_dict().items():
         assert torch.equal(model.state_dict()[name], before[name])
         assert torch.equal(value, rounded[precision](before[name]) if name in names else before[name])
         assert torch.equal(value, before[name]) == (name not in names)
-    model.load_state_dict(found.state_dict())
+    model.load_state_dict(quantized.state_dict())
     assert model.precision is None  # a state_dict contains only the weights
-    for copied in (copy.deepcopy(found), found.to(torch.bfloat16), found.quantize(precision)):
+    for copied in (copy.deepcopy(quantized), quantized.to(torch.bfloat16), quantized.quantize(precision)):
         assert copied.precision == precision
 
 
@@ -123,8 +123,8 @@ def test_a_folder_gives_the_same_bits_back(kind, dtype, precision, tmp_path) -> 
     assert json.loads((tmp_path / "a" / "config.json").read_text())["quantization"] == precision
     if precision == "int4" or dtype != torch.float16:  # whose subnormal numbers are coarser than the grid of int8
         loaded.save_pretrained(tmp_path / "b")
-        one, other = ((tmp_path / folder / "model.safetensors").read_bytes() for folder in "ab")
-        assert one == other
+        first, second = ((tmp_path / folder / "model.safetensors").read_bytes() for folder in "ab")
+        assert first == second
 
 
 @BOTH
@@ -231,8 +231,8 @@ def test_groups_of_32_are_rounded_on_their_own(dtype, spread) -> None:
     assert error.square().mean().sqrt() < 0.09 * wide.square().mean().sqrt()
     # No worse than the one scale that keeps the largest.
     largest = wide[:, :32].gather(1, wide[:, :32].abs().argmax(1, keepdim=True))
-    one = (largest / -8).half().float()
-    plain = torch.where(one != 0, wide[:, :32] / one, 0).round().clamp(-8, 7) * one - wide[:, :32]
+    one_scale = (largest / -8).half().float()
+    plain = torch.where(one_scale != 0, wide[:, :32] / one_scale, 0).round().clamp(-8, 7) * one_scale - wide[:, :32]
     assert (error[:, :32].square().sum(1) <= plain.square().sum(1) * (1 + 1e-5)).all()
 
 
@@ -252,9 +252,9 @@ def test_int4_is_kept_by_copies_and_lost_by_training() -> None:
     back = copy.deepcopy(model).to(torch.bfloat16).float()
     for copied in (copy.deepcopy(model), copy.deepcopy(model).to(torch.bfloat16), back, model.quantize("int4")):
         weight = copied.get_parameter(name)
-        found = groups_of(copied, [weight])[id(weight)]
+        groups = groups_of(copied, [weight])[id(weight)]
         assert copied.precision == "int4"
-        assert torch.equal(found.nibbles, before.nibbles) and torch.equal(found.scale, before.scale)
+        assert torch.equal(groups.nibbles, before.nibbles) and torch.equal(groups.scale, before.scale)
     with torch.no_grad():
         model.get_parameter(name).add_(0.01)
     weight = model.get_parameter(name)
@@ -275,16 +275,16 @@ def test_a_quantised_model_decodes_in_int4_by_itself(kind, tmp_path) -> None:
 
     rounded = model.quantize("int4")
     rounded.save_pretrained(tmp_path)
-    own = found(rounded)
+    expected = found(rounded)
     for other in (rounded, type(model).from_pretrained(tmp_path)):
-        assert torch.equal(found(other, precision="int4"), own)
-    assert torch.equal(found(type(model).from_pretrained(tmp_path)), own)
-    assert not torch.equal(found(rounded, precision="int8"), own)
-    assert not torch.equal(found(rounded, precision="fp32"), own)
+        assert torch.equal(found(other, precision="int4"), expected)
+    assert torch.equal(found(type(model).from_pretrained(tmp_path)), expected)
+    assert not torch.equal(found(rounded, precision="int8"), expected)
+    assert not torch.equal(found(rounded, precision="fp32"), expected)
     # A matrix that the model doesn't keep in int4 is multiplied as int8: more exactly than rounded.
     mixed = copy.deepcopy(rounded)
     del mixed.int4_groups["decoder.layers.0.linear1.weight"]
-    assert not torch.equal(found(mixed), own)
+    assert not torch.equal(found(mixed), expected)
     # Of a model that was never rounded, all but the embeddings are.
     for name in quantized_names(rounded):
         if "embedding" in name and not model.config.tie_embeddings:

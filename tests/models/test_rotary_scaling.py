@@ -79,10 +79,10 @@ def test_speeds_are_those_of_transformers(kind):
         head_dim, fraction = draw.choice([8, 64, 96]), draw.choice([1.0, 0.5])
         rotary_dim, base = int(head_dim * fraction), draw.choice([500.0, 10000.0, 500000.0])
         values = drawn(kind, draw, rotary_dim)
-        theirs, scale = of_transformers(kind, values, head_dim, fraction, base)
+        expected, scale = of_transformers(kind, values, head_dim, fraction, base)
         ours = RotaryScaling({"kind": kind, **values}).speeds(rotary_dim, base)
         # Theirs are rounded at each step; the base's logarithm multiplies that of the power.
-        torch.testing.assert_close(ours.speeds, theirs.double(), rtol=4e-6, atol=0, msg=str(values))
+        torch.testing.assert_close(ours.speeds, expected.double(), rtol=4e-6, atol=0, msg=str(values))
         assert ours.scale == pytest.approx(scale, rel=1e-12)
 
 
@@ -114,9 +114,9 @@ def test_a_scaled_config_is_saved_and_copied(tmp_path):
         assert other == config and hash(other.rotary_scaling) == hash(config.rotary_scaling)
     model = GPT(config).eval()
     model.save_pretrained(tmp_path)
-    again = GPT.from_pretrained(tmp_path)
+    loaded = GPT.from_pretrained(tmp_path)
     tokens = torch.randint(0, 9, (2, 16))
-    assert again.config == config and torch.equal(again(tokens), model(tokens))
+    assert loaded.config == config and torch.equal(loaded(tokens), model(tokens))
     with pytest.raises(TypeError):
         config.rotary_scaling["factor"] = 2.0
 

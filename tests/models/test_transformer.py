@@ -63,7 +63,7 @@ def batch():
 def layouts_of(kind):
     """Returns layouts by the names of the loss's arguments. kind: the kind of SequenceLayout."""
     lengths = {"source_layout": SOURCE_LENGTHS, "target_layout": TARGET_LENGTHS}
-    return {name: kind(torch.tensor(own), max(own)) for name, own in lengths.items()}
+    return {name: kind(torch.tensor(seqlens), max(seqlens)) for name, seqlens in lengths.items()}
 
 
 def plain_logits(model, source, shifted):
@@ -135,8 +135,8 @@ def test_cached_decoding_equals_uncached(options, chunks):
     memory = model.encode(source)
     expected = model.decode(shifted, memory, memory_layout=padded)
     nothing = (None, None)
-    for given in ((memory, padded), (packed.pack(memory), packed)):
-        for with_cache, with_steps in ((given, nothing), (nothing, given)):  # what computes the memory's keys
+    for encoded in ((memory, padded), (packed.pack(memory), packed)):
+        for with_cache, with_steps in ((encoded, nothing), (nothing, encoded)):  # what computes the memory's keys
             cache = model.new_cache(3, 6, with_cache[0], memory_layout=with_cache[1])
             parts = []
             for start, size in zip(torch.tensor([0, *chunks]).cumsum(0).tolist(), chunks, strict=False):
@@ -168,13 +168,13 @@ def test_beams_decode_over_one_memory():
 def test_the_layout_of_the_source_is_detected():
     model = model_of()
     source, shifted, _ = batch()
-    found = model(source, shifted)
-    given = model(source, shifted, source_layout=SequenceLayout.padded(torch.tensor(SOURCE_LENGTHS), 7))
-    assert torch.equal(found, given)
+    detected = model(source, shifted)
+    explicit = model(source, shifted, source_layout=SequenceLayout.padded(torch.tensor(SOURCE_LENGTHS), 7))
+    assert torch.equal(detected, explicit)
     wider = F.pad(source, (0, 4))
-    assert_same(model(wider, shifted), found, "more padding")
+    assert_same(model(wider, shifted), detected, "more padding")
     everything = model(source, shifted, source_layout=SequenceLayout.padded(torch.tensor([7, 7, 7]), 7))
-    assert (everything - found).abs().max() > 1e-3
+    assert (everything - detected).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("average", [True, False])
@@ -282,8 +282,8 @@ def test_compiles_in_one_graph(norm_first, packed):
     source, shifted, target = batch()
     layouts = layouts_of(SequenceLayout.packed) if packed else {}
     if packed:
-        own, other = layouts.values()
-        source, shifted, target = own.pack(source), other.pack(shifted), other.pack(target)
+        source_layout, target_layout = layouts.values()
+        source, shifted, target = source_layout.pack(source), target_layout.pack(shifted), target_layout.pack(target)
     losses = []
     for loss in (torch.compile(model.loss, backend="aot_eager", fullgraph=True), model.loss):
         torch.manual_seed(3)
@@ -305,9 +305,9 @@ def test_a_cached_step_compiles_in_one_graph():
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     outputs = []
     for i in range(6):
-        own = cache.begin(1)  # the host's part
+        host_step = cache.begin(1)  # the host's part
         outputs.append(compiled(shifted[:, i : i + 1]))
-        cache.commit(own)
+        cache.commit(host_step)
     hidden = torch.cat(outputs, 1)
     assert_same(hidden, model.decode(shifted, memory, memory_layout=layout), "hidden states")
     # One graph for the first token, one for any later one: the length is no constant in it.

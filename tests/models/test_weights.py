@@ -43,9 +43,9 @@ def shard(folder: Path, form: str = "safetensors", count: int = 3) -> Path:
     names = sorted(state)
     weight_map: dict[str, str] = {}
     for i in range(count):
-        file, some = f"{stem}-{i + 1:05}-of-{count:05}.{suffix}", {name: state[name] for name in names[i::count]}
-        weight_map |= dict.fromkeys(some, file)
-        safetensors.torch.save_file(some, folder / file) if suffix != "bin" else torch.save(some, folder / file)
+        file, part = f"{stem}-{i + 1:05}-of-{count:05}.{suffix}", {name: state[name] for name in names[i::count]}
+        weight_map |= dict.fromkeys(part, file)
+        safetensors.torch.save_file(part, folder / file) if suffix != "bin" else torch.save(part, folder / file)
     index = folder / f"{stem}.{suffix}.index.json"
     index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
     return index
@@ -87,7 +87,7 @@ SECOND = "model-00002-of-00003.safetensors"
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (lambda index: (index.parent / SECOND).unlink(), SECOND),
         (lambda index: os.truncate(index.parent / SECOND, 100), SECOND),
@@ -116,11 +116,11 @@ SECOND = "model-00002-of-00003.safetensors"
         ),
     ],
 )
-def test_files_that_contradict_their_index_are_named(folder, damage, said) -> None:
+def test_files_that_contradict_their_index_are_named(folder, damage, message) -> None:
     index = shard(folder)
     Transformer.from_pretrained(folder)
     damage(index)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         Transformer.from_pretrained(folder)
 
 
@@ -155,8 +155,8 @@ SIZES = [
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_settings_of_a_huge_model_allocate_nothing(folder, sizes) -> None:
     configure(folder, **sizes)
-    made = mock.patch.object(Transformer, "__init__", autospec=True, side_effect=Transformer.__init__)
-    with made as calls, pytest.raises(ValueError, match="config.json"):
+    patched = mock.patch.object(Transformer, "__init__", autospec=True, side_effect=Transformer.__init__)
+    with patched as calls, pytest.raises(ValueError, match="config.json"):
         Transformer.from_pretrained(folder)
     assert [str(call.kwargs["device"]) for call in calls.mock_calls] in ([], ["meta"])
 

@@ -180,14 +180,14 @@ def results(
     }
     copies = {name: tensor.clone() for name, tensor in tensors.items() if name.endswith("_cache")}
     outputs = call(n, **tensors | leaves | copies, **options)
-    found = {f"output {i}": output.detach() for i, output in enumerate(outputs)} | copies
+    values = {f"output {i}": output.detach() for i, output in enumerate(outputs)} | copies
     if not leaves:
-        return found
+        return values
     learned = [output for output in outputs if output.requires_grad]
     douts = [draw(*output.shape).to(output) for output in learned]
     with around_backward():
         gradients = torch.autograd.grad(learned, list(leaves.values()), douts, allow_unused=True)
-    return found | {f"d{name}": g for name, g in zip(leaves, gradients, strict=True) if g is not None}
+    return values | {f"d{name}": g for name, g in zip(leaves, gradients, strict=True) if g is not None}
 
 
 @pytest.fixture(params=BACKENDS)

@@ -149,11 +149,11 @@ def test_statistics_are_of_the_rounded_stream(dim: int, dropout_p: float, backen
     even = (256 + 2 * torch.randint(2, x.shape, device=device)).bfloat16()  # neighbours in bf16
     seed = draw_seed(device) if dropout_p else None
     y, residual_out, mean, rstd = OP.add_layer_norm_fwd(x, even, None, None, 1e-5, dropout_p, seed, False)
-    kept = residual_out.double()
+    stream = residual_out.double()
     assert torch.equal(residual_out, even)
-    torch.testing.assert_close(mean.double(), kept.mean(-1), rtol=1e-6, atol=0)
-    torch.testing.assert_close(rstd.double(), (kept.var(-1, correction=0) + 1e-5).rsqrt(), rtol=1e-5, atol=0)
-    torch.testing.assert_close(y, F.layer_norm(kept, (dim,)).bfloat16(), rtol=0.01, atol=0)
+    torch.testing.assert_close(mean.double(), stream.mean(-1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(rstd.double(), (stream.var(-1, correction=0) + 1e-5).rsqrt(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(y, F.layer_norm(stream, (dim,)).bfloat16(), rtol=0.01, atol=0)
 
 
 @pytest.mark.parametrize("used", [0, 1])

@@ -69,7 +69,7 @@ def assert_case_accurate(case: Case, dtype: torch.dtype, device: str, draws: int
             out, lse, gradients = run(case, inputs, kind, device, of_plain)
             for name, value in {"out": out, "lse": lse, **gradients}.items():
                 results.setdefault(name, []).append(value.detach())
-    ours, plain, exact = ({name: torch.stack(each) for name, each in results.items()} for results in drawn)
+    ours, plain, exact = ({name: torch.stack(values) for name, values in results.items()} for results in drawn)
     assert ours["lse"].dtype == torch.float32
     assert torch.equal(ours["lse"].isneginf(), exact["lse"].isneginf())
     empty = ours["lse"].isneginf()  # rows that see nothing
@@ -113,9 +113,9 @@ def test_one_key_far_above_the_others(key, masked, backend, device) -> None:
 def test_scores_too_large_for_their_digits(size, masked, backend, device) -> None:
     """The rounding error of the largest score is a large number here, which must not show up in its exponential."""
     generator = torch.Generator().manual_seed(3)
-    own = (torch.eye(32) * (1 + torch.rand(32, generator=generator)))[None, :, None]
-    q = (own * size**0.5).to(device).requires_grad_()
-    k = (own * (size**0.5 * 1.1)).to(device).requires_grad_()
+    diagonal = (torch.eye(32) * (1 + torch.rand(32, generator=generator)))[None, :, None]
+    q = (diagonal * size**0.5).to(device).requires_grad_()
+    k = (diagonal * (size**0.5 * 1.1)).to(device).requires_grad_()
     v = torch.randn(1, 32, 1, 32, generator=generator).to(device).requires_grad_()
     attn_mask = torch.zeros(32, 32, device=device) if masked else None
     out = attention(q, k, v, attn_mask=attn_mask, softmax_scale=0.3)
@@ -126,7 +126,7 @@ def test_scores_too_large_for_their_digits(size, masked, backend, device) -> Non
         torch.testing.assert_close(dv, dout)
     if backend != "fallback":  # PyTorch's weights are e^8 here, and more
         assert dv.abs().max() <= dout.abs().max()
-        assert all(each.abs().max() < 100 * size**0.5 for each in (dq, dk))
+        assert all(gradient.abs().max() < 100 * size**0.5 for gradient in (dq, dk))
 
 
 # Where a query's first or last key lies beside the edge of a tile or of a pair of bf16, and tiles of every part.
@@ -187,7 +187,7 @@ def test_a_row_masked_by_the_lowest_number_is_not_an_empty_row(dtype, lowest, ba
     mask[1], mask[2, :140], mask[3, 3:] = (lowest * torch.finfo(dtype).min,) * 3
     mask[4] = -torch.inf
     out, lse = attention(q, k, v, attn_mask=mask, return_lse=True)
-    q, k, v, mask = (each.double().cpu() for each in (q, k, v, mask))
+    q, k, v, mask = (x.double().cpu() for x in (q, k, v, mask))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 4 + mask
     scores[:, :, 1] = mask[1, 0]  # beside which a score is nothing, in fp64 as well
     expected = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1).nan_to_num(0), v)
@@ -203,7 +203,7 @@ def test_gradients_beside_a_mask_that_swallows_scores(dtype, backend, device) ->
         pytest.skip("the kernels take no fp64")
     torch.manual_seed(5)
     q, k, v = (torch.randn(1, n, 1, 16, dtype=dtype, device=device) for n in (5, 40, 40))
-    q, k, v = ((each * scale).requires_grad_() for each, scale in ((q, 6), (k, 6), (v, 1)))  # scores of 100
+    q, k, v = ((x * scale).requires_grad_() for x, scale in ((q, 6), (k, 6), (v, 1)))  # scores of 100
     mask = torch.zeros(5, 40, dtype=dtype, device=device)
     mask[0, 7], mask[1], mask[1, 3] = 1e30, -1e30, -1e20
     mask[2], mask[3], mask[4] = torch.finfo(dtype).min, -1e30, -1e30
@@ -245,14 +245,14 @@ def test_dropout_follows_its_definition(window_size, backend, device) -> None:
     v = eye.clone().requires_grad_()
     seed = torch.tensor([0x1234567_89ABCDEF, 0x0FEDCBA9_F7654321], device=device)
     i, j = torch.arange(n, device=device)[:, None], torch.arange(n, device=device)
-    kept = keep_mask(seed, dropout_p, n, n, heads)[None]
+    mask = keep_mask(seed, dropout_p, n, n, heads)[None]
     left, right = window_size
     if left is not None:
-        kept = kept & (j >= i - left) & (j <= i + right)
+        mask = mask & (j >= i - left) & (j <= i + right)
     out = attention(q, q, v, window_size=window_size, dropout_p=dropout_p, dropout_seed=seed)
     out.backward(eye)
-    assert torch.equal(out.transpose(1, 2) != 0, kept)
-    assert v.grad is not None and torch.equal(v.grad.permute(0, 2, 3, 1) != 0, kept)
+    assert torch.equal(out.transpose(1, 2) != 0, mask)
+    assert v.grad is not None and torch.equal(v.grad.permute(0, 2, 3, 1) != 0, mask)
 
 
 @pytest.mark.parametrize("far", [2**62, 2**63 - 1, 2**70])
@@ -292,9 +292,9 @@ def test_a_mask_may_have_any_strides(dtype, kind, layout, backend, device) -> No
     full = mask.expand(2, 2, 70, 150).clone(memory_format=torch.contiguous_format)
     full = full if full.dtype == torch.bool else full.to(torch.float32 if layout == "other-dtype" else dtype)
     results = []
-    for each in (mask, full):
+    for attn_mask in (mask, full):
         q, k, v = (t.clone().requires_grad_() for t in tensors[:3])
-        out = attention(q, k, v, attn_mask=each)
+        out = attention(q, k, v, attn_mask=attn_mask)
         results.append((out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

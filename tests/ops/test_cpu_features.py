@@ -66,9 +66,9 @@ print(digest.hexdigest())
 
 def _digest(settings: dict[str, str]) -> str:
     command = [sys.executable, "-W", "ignore", "-c", PRODUCTS]
-    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()[-1]
+    process = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    return process.stdout.split()[-1]
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_products_of_bf16_on_other_cpus() -> None:
     skip_without("cpp", "attention")
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("no AVX-512 on this CPU: AVX2 has one path")
-    found = {
+    digests = {
         name: _digest(settings)
         for name, settings in {
             "its own": {},
@@ -86,4 +86,4 @@ def test_products_of_bf16_on_other_cpus() -> None:
     }
     features = torch.cpu._is_avx512_bf16_supported()
     # Each path rounds differently, so equal bits would mean that a setting has no effect.
-    assert len(set(found.values())) == (3 if features else 1) or torch.cpu._is_amx_tile_supported()
+    assert len(set(digests.values())) == (3 if features else 1) or torch.cpu._is_amx_tile_supported()

@@ -114,7 +114,7 @@ def assert_entered(
     step: Step,
     inputs: dict[str, Tensor | None],
     before: dict[str, Tensor],
-    given: dict[str, Tensor | None],
+    actual: dict[str, Tensor | None],
     slots: Tensor | None = None,
 ) -> None:
     """Checks that the caches contain a call's values bit by bit, and rotated keys by the rule, without other changes.
@@ -122,24 +122,24 @@ def assert_entered(
     Args:
         inputs: the inputs of the step, without a table.
         before: copies of the caches; they are written to.
-        given: the caches of the call.
+        actual: the caches of the call.
         slots: the result of `through_table`, if a table was used.
     """
     for name in ("k", "v") if step.seqlen_new else ():
-        was, now = (caches[f"{name}_cache"].view(-1, *inputs[name].shape[2:]) for caches in (before, given))
-        found: dict[str, list[Tensor]] = {"ours": [], "plain": [], "exact": []}
+        was, now = (caches[f"{name}_cache"].view(-1, *inputs[name].shape[2:]) for caches in (before, actual))
+        values: dict[str, list[Tensor]] = {"ours": [], "plain": [], "exact": []}
         for row, length in enumerate(step.seqlens):
             at = torch.arange(length, length + step.seqlen_new, device=now.device)
             at = row * step.max_seqlen + at if slots is None else slots[row, at]
             was[at] = now[at] if name == "k" and step.rotary_dim else inputs[name][row]
-            found["ours"].append(now[at])
-            found["plain"].append(turned(step, inputs, name, row, now.dtype))
-            found["exact"].append(turned(step, inputs, name, row, torch.float64))
+            values["ours"].append(now[at])
+            values["plain"].append(turned(step, inputs, name, row, now.dtype))
+            values["exact"].append(turned(step, inputs, name, row, torch.float64))
         if name == "k" and step.rotary_dim:
-            ours, plain, exact = (torch.stack(rows) for rows in found.values())
+            ours, plain, exact = (torch.stack(rows) for rows in values.values())
             assert_accurate(ours, plain, exact, "turned keys")
     for name, cache in before.items():
-        torch.testing.assert_close(given[name], cache, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(actual[name], cache, rtol=0, atol=0, equal_nan=True)
 
 
 def plain_step(step: Step, inputs: dict[str, Tensor | None], dtype: torch.dtype) -> Tensor:
@@ -153,12 +153,12 @@ def plain_step(step: Step, inputs: dict[str, Tensor | None], dtype: torch.dtype)
     for index, row in enumerate(rows):
         pair = []
         for name in ("k", "v"):
-            held = inputs[f"{name}_cache"][row, : step.seqlens[row]]
-            held = held.to(dtype)
+            cached = inputs[f"{name}_cache"][row, : step.seqlens[row]]
+            cached = cached.to(dtype)
             if inputs[name] is not None:
                 new = turned(step, inputs, name, row, dtype) if name == "k" else inputs[name][row].to(dtype)
-                held = torch.cat([held, new])
-            pair.append(held[None])
+                cached = torch.cat([cached, new])
+            pair.append(cached[None])
         q = (turned(step, inputs, "q", row, dtype) if step.rotary_dim else inputs["q"][index].to(dtype))[None]
         k, v = pair
         if k.shape[1] == 0:

@@ -54,7 +54,7 @@ def test_keep_mask_is_a_function_of_the_coordinates() -> None:
 
 
 def test_the_threshold_is_the_nearest_of_256ths_and_exact_at_0_and_1() -> None:
-    given = {
+    thresholds = {
         0.0: 0,
         1e-9: 1,
         1 / 512: 1,
@@ -67,16 +67,16 @@ def test_the_threshold_is_the_nearest_of_256ths_and_exact_at_0_and_1() -> None:
         1 - 1e-9: 255,
         1.0: 256,
     }
-    assert {p: threshold(p) for p in given} == given
+    assert {p: threshold(p) for p in thresholds} == thresholds
     assert threshold(1) == 256 and threshold(0) == 0  # integers are probabilities too
 
 
 def test_rate_and_expectation() -> None:
     for dropout_p in (0.002, 0.1, 0.5, 0.9, 0.999):
         dropped = threshold(dropout_p) / 256
-        kept = keep_mask(draw_seed("cpu"), dropout_p, 1000, 512).double().mean()
+        rate = keep_mask(draw_seed("cpu"), dropout_p, 1000, 512).double().mean()
         # Five standard deviations of a mean of half a million coin tosses.
-        assert abs(float(kept) - (1 - dropped)) < 5 * (dropped * (1 - dropped) / 512_000) ** 0.5
+        assert abs(float(rate) - (1 - dropped)) < 5 * (dropped * (1 - dropped) / 512_000) ** 0.5
         assert abs(dropped - dropout_p) <= 1 / 256
         assert keep_scale(dropout_p) * (1 - dropped) == pytest.approx(1, abs=1e-15)
     assert keep_mask(draw_seed("cpu"), 0.0, 3, 9).all() and not keep_mask(draw_seed("cpu"), 1.0, 3, 9).any()
@@ -117,8 +117,8 @@ def test_a_forward_pass_draws_its_seeds_at_once_on_a_gpu(calls_of: CallsOf, monk
         return shapes
 
     apart = gradients(model)
-    each = taken()
-    assert set(each) == {(2,)} and len(each) > 15
+    single = taken()
+    assert set(single) == {(2,)} and len(single) > 15
     assert torch.equal(gradients(model), apart)
     taken()
     monkeypatch.setattr(_dropout, "_DEVICES", {"cpu"})
@@ -128,12 +128,12 @@ def test_a_forward_pass_draws_its_seeds_at_once_on_a_gpu(calls_of: CallsOf, monk
     taken()
     monkeypatch.setattr(_dropout, "_TOGETHER", 8)  # a model may have more dropouts than that
     gradients(model)
-    assert taken() == [(8, 2)] * -(-len(each) // 8)
+    assert taken() == [(8, 2)] * -(-len(single) // 8)
     draw_seed("cpu")
     assert taken() == [(2,)]
     with torch.no_grad():
         gradients_of_none = model(torch.arange(4, 14)[None], torch.arange(4, 14)[None])
-    assert gradients_of_none.isfinite().all() and taken() == each
+    assert gradients_of_none.isfinite().all() and taken() == single
 
 
 @pytest.mark.parametrize("how", ["own", "not reentrant", "reentrant"])

@@ -72,22 +72,22 @@ def test_plain_tensors_of_all_kinds() -> None:
     x, parameter = torch.randn(4, 4), torch.nn.Parameter(torch.randn(4, 4))
     for context in (contextlib.nullcontext, torch.no_grad):
         with context():
-            for each in (x, x.t(), x[1:2], parameter, x.expand(2, 4, 4), x[:0], torch.nn.Buffer(x)):
-                out = norm(each)
-                torch.testing.assert_close(out, expected(each))
-                assert type(out) is Tensor and out.requires_grad is (each.requires_grad and torch.is_grad_enabled())
+            for tensor in (x, x.t(), x[1:2], parameter, x.expand(2, 4, 4), x[:0], torch.nn.Buffer(x)):
+                out = norm(tensor)
+                torch.testing.assert_close(out, expected(tensor))
+                assert type(out) is Tensor and out.requires_grad is (tensor.requires_grad and torch.is_grad_enabled())
 
 
 def test_gradients_hooks_of_what_is_saved_and_checkpointing() -> None:
     x = torch.randn(3, 4, requires_grad=True)
     dout = torch.randn(3, 4)
-    (theirs,) = torch.autograd.grad(expected(x), x, dout)
+    (gradient,) = torch.autograd.grad(expected(x), x, dout)
     with saved_for_backward() as packed:
         out = norm(x)
     assert any(tensor is x for tensor in packed)
-    again = checkpoint(norm, x, use_reentrant=False)
-    for each in (out, again):
-        torch.testing.assert_close(torch.autograd.grad(each, x, dout)[0], theirs)
+    recomputed = checkpoint(norm, x, use_reentrant=False)
+    for output in (out, recomputed):
+        torch.testing.assert_close(torch.autograd.grad(output, x, dout)[0], gradient)
 
 
 def _vmap(x: Tensor) -> Tensor:
@@ -95,21 +95,21 @@ def _vmap(x: Tensor) -> Tensor:
 
 
 def _grad(x: Tensor) -> None:
-    ours, theirs = (torch.func.grad(lambda x, f=f: (f(x) * x).sum())(x) for f in (norm, expected))
-    torch.testing.assert_close(ours, theirs)
+    ours, reference = (torch.func.grad(lambda x, f=f: (f(x) * x).sum())(x) for f in (norm, expected))
+    torch.testing.assert_close(ours, reference)
 
 
 def _leaked(x: Tensor) -> None:
     """Returns a wrapper that outlived its transform."""
-    kept: list[Tensor] = []
+    leaked: list[Tensor] = []
 
     def keep(x: Tensor) -> Tensor:
-        kept.append(x)
+        leaked.append(x)
         return x.sum()
 
     torch.func.grad(keep)(x)
     with contextlib.suppress(RuntimeError):  # as PyTorch's own functions may have it
-        norm(kept[0])
+        norm(leaked[0])
 
 
 def _forward_mode(x: Tensor) -> None:
@@ -201,12 +201,12 @@ def _meta(x: Tensor) -> None:
 
 def _inference_mode(x: Tensor) -> None:
     with torch.inference_mode():
-        for each in (x, torch.randn(4, 4)):
-            out = norm(each)
-            torch.testing.assert_close(out, expected(each))
+        for tensor in (x, torch.randn(4, 4)):
+            out = norm(tensor)
+            torch.testing.assert_close(out, expected(tensor))
             assert out.is_inference()
-        made = torch.randn(4, 4)
-    assert not norm(made).requires_grad
+        created = torch.randn(4, 4)
+    assert not norm(created).requires_grad
 
 
 def _numbers_of_other_types(x: Tensor) -> None:
@@ -240,11 +240,11 @@ def test_wrong_types_meet_the_schema() -> None:
             ops.add_layer_norm(x, **wrong)
 
 
-def observe(backend: str, wanted: tuple[str, ...], context: Any, mode: Any) -> dict[str, Any]:
+def observe(backend: str, names: tuple[str, ...], context: Any, mode: Any) -> dict[str, Any]:
     """Returns everything that a caller can see of an op's forward and backward pass."""
     torch.manual_seed(1)
     tensors = {name: torch.randn(3, 8) for name in ("x", "residual")} | {n: torch.randn(8) for n in ("weight", "bias")}
-    inputs = [tensors[name].requires_grad_() for name in wanted]
+    inputs = [tensors[name].requires_grad_() for name in names]
     with record_backends() as ran, use_backend(backend), context(), saved_for_backward() as packed, mode():
         outputs = ops.add_layer_norm(**tensors)
     saved = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in packed]
@@ -259,12 +259,12 @@ def observe(backend: str, wanted: tuple[str, ...], context: Any, mode: Any) -> d
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpp"])
-@pytest.mark.parametrize("wanted", [("x", "weight", "residual"), ("residual", "weight"), ()], ids=str)
+@pytest.mark.parametrize("names", [("x", "weight", "residual"), ("residual", "weight"), ()], ids=str)
 @pytest.mark.parametrize("context", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
-def test_both_ways_are_one_op(wanted: tuple[str, ...], context: Any, backend: str) -> None:
+def test_both_ways_are_one_op(names: tuple[str, ...], context: Any, backend: str) -> None:
     """An inactive mode makes the call go through the dispatcher."""
     skip_without(backend, "add_layer_norm")
-    past, through = (observe(backend, wanted, context, mode) for mode in (contextlib.nullcontext, Seen))
+    past, through = (observe(backend, names, context, mode) for mode in (contextlib.nullcontext, Seen))
     assert all(torch.equal(a, b) for a, b in zip(past.pop("values"), through.pop("values"), strict=True))
     assert past == through and {name for _, name in past["ran"]} == {backend}
 

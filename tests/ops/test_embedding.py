@@ -78,7 +78,7 @@ def test_expanded_rows_are_read_in_place(of_table: bool, backend: str, device: s
         out = embedding(ids, rows if of_table else expanded, **arguments)
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
     if backend == "cpp":
-        assert sum(max(each.self_cpu_memory_usage, 0) for each in profiled.key_averages()) < 2**20
+        assert sum(max(event.self_cpu_memory_usage, 0) for event in profiled.key_averages()) < 2**20
 
 
 @pytest.mark.parametrize("scale, padding_idx", [(1.0, None), (5.0, 0), (0.3, -2)])

@@ -30,15 +30,15 @@ def test_the_table_has_every_op() -> None:
 def wrong_kinds(call: Call, name: str, tensor: Tensor) -> dict[str, object]:
     """Returns values that are not tensors, or tensors of a wrong kind of numbers."""
     parameter = inspect.signature(getattr(ops, call.op)).parameters[name]
-    found: dict[str, object] = {
+    kinds: dict[str, object] = {
         "a list": tensor.tolist(),
         "an array": tensor.float().numpy(),
         "complex": tensor.to(torch.complex64),
         "another kind": tensor.long() if tensor.is_floating_point() else tensor.float(),
     }
     if "None" not in str(parameter.annotation):
-        found["nothing"] = None
-    return found
+        kinds["nothing"] = None
+    return kinds
 
 
 @pytest.mark.parametrize(
@@ -235,8 +235,8 @@ def same(ours: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float 
 def views(tensor: Tensor) -> list[Tensor]:
     """Returns the same numbers in non-contiguous tensors."""
     wide = torch.stack((tensor, torch.full_like(tensor, 3)), -1)
-    found = [wide[..., 0]]
-    return found if tensor.dim() < 2 else [*found, tensor.transpose(0, -1).contiguous().transpose(0, -1)]
+    variants = [wide[..., 0]]
+    return variants if tensor.dim() < 2 else [*variants, tensor.transpose(0, -1).contiguous().transpose(0, -1)]
 
 
 @every_call
@@ -252,15 +252,15 @@ def test_inputs_may_have_any_strides(call: Call, dtype: torch.dtype, forced: str
     expected = results(call, N, tensors)
     lying = {name: views(tensor) for name, tensor in tensors.items() if not name.endswith("_cache")}
     # One by one, or, where a call takes long, all at once.
-    changes: list[dict[str, Tensor]] = [{name: view} for name, each in lying.items() for view in each]
+    changes: list[dict[str, Tensor]] = [{name: view} for name, variants in lying.items() for view in variants]
     if forced == "triton":
-        changes = [{name: each[place] for name, each in lying.items()} for place in (0, -1)]
+        changes = [{name: variants[place] for name, variants in lying.items()} for place in (0, -1)]
     for change in changes:
         assert all(torch.equal(view, tensors[name]) for name, view in change.items())
-        found = results(call, N, tensors | change)
-        same(found, expected, 2e-5 if dtype == torch.float32 else 0.05)
+        values = results(call, N, tensors | change)
+        same(values, expected, 2e-5 if dtype == torch.float32 else 0.05)
         # That of attention lies as the queries do.
-        assert call.stem == "attention" or found["output 0"].is_contiguous()
+        assert call.stem == "attention" or values["output 0"].is_contiguous()
 
 
 @every_call
@@ -344,13 +344,13 @@ def on_backends_by_turns() -> list[Any]:
     All other pairs are slow: the checks of the schema and of the fake have every call. A graph contains one call of an
     op for either, because the backend is chosen within the call.
     """
-    found, places = [], dict.fromkeys((call.op for call in CALLS), 0)
+    params, places = [], dict.fromkeys((call.op for call in CALLS), 0)
     for call in CALLS:
         for place, backend in enumerate((None, "reference")):
             marks = () if place == places[call.op] else pytest.mark.slow
-            found.append(pytest.param(call, backend, id=f"{backend}-{call}", marks=marks))
+            params.append(pytest.param(call, backend, id=f"{backend}-{call}", marks=marks))
         places[call.op] += 1
-    return found
+    return params
 
 
 @pytest.mark.parametrize("call, backend", on_backends_by_turns())
@@ -370,15 +370,15 @@ def test_compiled(call: Call, backend: str | None) -> None:
         with use_backend(backend):
             outputs = compiled(leaves, call.options(n))
         outputs = tuple(outputs) if isinstance(outputs, tuple) else (outputs,)
-        found = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
-        found |= {name: leaf for name, leaf in leaves.items() if name.endswith("_cache")}
+        values = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
+        values |= {name: leaf for name, leaf in leaves.items() if name.endswith("_cache")}
         learned = [output for output in outputs if output.requires_grad]
         if learned:
             names = [name for name, leaf in leaves.items() if leaf.requires_grad]
             douts = [draw(*output.shape).to(output) for output in learned]
             gradients = torch.autograd.grad(learned, [leaves[name] for name in names], douts)
-            found |= {f"d{name}": gradient for name, gradient in zip(names, gradients, strict=True)}
-        same(found, expected, 2e-5)
+            values |= {f"d{name}": gradient for name, gradient in zip(names, gradients, strict=True)}
+        same(values, expected, 2e-5)
 
 
 @every_call
@@ -393,8 +393,8 @@ def test_autocast(call: Call, backend: str | None) -> None:
     with use_backend(backend):
         expected = results(call, N, inside)
         with torch.autocast("cpu", torch.bfloat16):
-            found = results(call, N, tensors)
+            values = results(call, N, tensors)
             (wide, *_) = call(N, **cast(call.tensors(N), torch.float64))
     assert wide.dtype == torch.float64 or call.op == "linear_topk"
-    assert all(value.dtype == tensors[name[1:]].dtype for name, value in found.items() if name[0] == "d")
-    same({n: v.to(expected[n].dtype) for n, v in found.items()}, expected)
+    assert all(value.dtype == tensors[name[1:]].dtype for name, value in values.items() if name[0] == "d")
+    same({n: v.to(expected[n].dtype) for n, v in values.items()}, expected)

@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks import fastest_attention
 from fastformer.ops import _fastest, attention
 from fastformer.ops._dispatch import record_backends, use_backend
-from fastformer.ops._fastest import Entry, Kernel
+from fastformer.ops._fastest import FastestEntry, Kernel
 from tests.checks import assert_accurate
 
 ATEN = torch.ops.aten
@@ -81,10 +81,10 @@ def test_pytorchs_kernels_equal_fastformers(is_causal: bool, stand_in: str, monk
     exact = results(*(x.detach().double().requires_grad_() for x in inputs()))
     monkeypatch.setenv("FASTFORMER_ATTENTION_KERNELS", stand_in)
     with record_backends() as ran:
-        theirs = results(*inputs())
+        by_torch = results(*inputs())
     assert ran == {("attention_fwd", stand_in), ("attention_bwd", stand_in)}
-    assert theirs["lse"].shape == (2, 2, 48) and theirs["lse"].dtype == torch.float32
-    for name, value in theirs.items():
+    assert by_torch["lse"].shape == (2, 2, 48) and by_torch["lse"].dtype == torch.float32
+    for name, value in by_torch.items():
         assert value.is_contiguous(), name
         assert_close(name, value, ours[name], exact[name])
 
@@ -124,9 +124,9 @@ def is_built() -> bool:
 
 def test_the_table_decides_by_device_head_dim_direction_and_length(stand_in, monkeypatch) -> None:
     lines = (
-        Entry(0, "fwd", 64, False, 32, stand_in), Entry(0, "fwd", 64, False, 512, "ours"),
-        Entry(0, "bwd", 64, False, 64, stand_in), Entry(0, "fwd", 128, True, 0, stand_in),
-        Entry(90, "fwd", 64, True, 0, stand_in),
+        FastestEntry(0, "fwd", 64, False, 32, stand_in), FastestEntry(0, "fwd", 64, False, 512, "ours"),
+        FastestEntry(0, "bwd", 64, False, 64, stand_in), FastestEntry(0, "fwd", 128, True, 0, stand_in),
+        FastestEntry(90, "fwd", 64, True, 0, stand_in),
     )  # fmt: skip
     monkeypatch.setattr(_fastest, "table", lambda: lines)
     monkeypatch.setenv("FASTFORMER_ATTENTION_KERNELS", "fastest")
@@ -217,12 +217,12 @@ def test_rows_fill_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     rows += [row("fastformer", "fwd", 5.0, 512, causal=False), row("sdpa cudnn", "fwd", 4.9, 512, causal=False)]
     rows += [row("sdpa cudnn", "fwd", 0.1, 64), row("fastformer", "fwd", 5.0, 64, dropout_p=0.1)]  # nothing to compare
     path, table = tmp_path / "rows.jsonl", tmp_path / "table.json"
-    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
-    kept = Entry(80, "fwd", 64, True, 0, "flash2")
-    table.write_text(json.dumps([kept._asdict(), Entry(90, "fwd", 64, True, 0, "flash2")._asdict()]))
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    old = FastestEntry(80, "fwd", 64, True, 0, "flash2")
+    table.write_text(json.dumps([old._asdict(), FastestEntry(90, "fwd", 64, True, 0, "flash2")._asdict()]))
     assert fastest_attention.main([str(path), "--out", str(table)]) == 0
-    found = [Entry(**line) for line in json.loads(table.read_text())]
-    assert found == [kept, Entry(90, "fwd", 128, True, 2048, "cudnn")]  # the backward passes take equally long
+    entries = [FastestEntry(**line) for line in json.loads(table.read_text())]
+    assert entries == [old, FastestEntry(90, "fwd", 128, True, 2048, "cudnn")]  # the backward passes take equally long
     path.write_text("")
     with pytest.raises(SystemExit):
         fastest_attention.main([str(path), "--out", str(table)])

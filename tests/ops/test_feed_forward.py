@@ -148,7 +148,7 @@ def test_weights_that_are_views_of_their_transpose(dtype, rows, activation, back
     compare(inputs, activation=activation)
     leaves = [inputs["weight1"].requires_grad_(), inputs["weight2"].requires_grad_()]
     gradients = torch.autograd.grad(feed_forward(**inputs, activation=activation).float().sum(), leaves)
-    assert [each.stride() for each in gradients] == [each.stride() for each in leaves], "they lie as the weights do"
+    assert [x.stride() for x in gradients] == [x.stride() for x in leaves], "they lie as the weights do"
 
 
 @pytest.mark.parametrize("dtype, activation, dropout_p", covering(DTYPES, ACTIVATIONS, [0.1, 1.0]))
@@ -162,10 +162,10 @@ def test_relu_keeps_only_the_hidden_layer(device: str) -> None:
         inputs = make_inputs((6, 24), 40, activation, device)
         weights = {name: value for name, value in inputs.items() if name != "x"}
         x = inputs["x"].requires_grad_()
-        with saved_for_backward() as kept:
+        with saved_for_backward() as saved:
             feed_forward(x, **weights, activation=activation)
-        own = [t for t in kept if t.numel() and all(t.data_ptr() != given.data_ptr() for given in inputs.values())]
-        assert [tuple(t.shape) for t in own] == [(6, columns)]
+        new = [t for t in saved if t.numel() and all(t.data_ptr() != other.data_ptr() for other in inputs.values())]
+        assert [tuple(t.shape) for t in new] == [(6, columns)]
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
@@ -208,9 +208,9 @@ def test_a_trace_checks_out() -> None:
         return feed_forward(x, weight1, None, weight2, None, activation="gelu")
 
     traced = torch.jit.trace(call, (x, *weights))
-    found, expected = traced(other, *weights), call(other, *weights)
-    torch.testing.assert_close(found, expected)
-    gradients = torch.autograd.grad(found.sum(), weights)
+    output, expected = traced(other, *weights), call(other, *weights)
+    torch.testing.assert_close(output, expected)
+    gradients = torch.autograd.grad(output.sum(), weights)
     torch.testing.assert_close(gradients, torch.autograd.grad(expected.sum(), weights))
 
 

@@ -34,15 +34,15 @@ def count(call: Any, *, backward: bool) -> int:
 def test_a_layer_counts_as_torchs(norm_first: bool, masked: bool) -> None:
     """Backward recomputes the scores, one more product, as torch counts its fused attention."""
     options: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": norm_first}
-    theirs = nn.TransformerEncoderLayer(DIM, HEADS, HIDDEN, **options)
+    reference = nn.TransformerEncoderLayer(DIM, HEADS, HIDDEN, **options)
     ours = fast.TransformerEncoderLayer(DIM, HEADS, HIDDEN, **options)
     x = torch.randn(BATCH, SEQLEN, DIM, requires_grad=True)
     mask = torch.ones(SEQLEN, SEQLEN).triu(1).bool() if masked else None
-    assert count(lambda: ours(x, mask), backward=False) == count(lambda: theirs(x, mask), backward=False) > 0
-    both = [count(lambda layer=layer: layer(x, mask), backward=True) for layer in (ours, theirs)]
+    assert count(lambda: ours(x, mask), backward=False) == count(lambda: reference(x, mask), backward=False) > 0
+    both = [count(lambda layer=layer: layer(x, mask), backward=True) for layer in (ours, reference)]
     assert both[0] - both[1] == PRODUCT
     with torch.no_grad():
-        assert count(lambda: ours.eval()(x, mask), backward=False) == count(lambda: theirs(x, mask), backward=False)
+        assert count(lambda: ours.eval()(x, mask), backward=False) == count(lambda: reference(x, mask), backward=False)
 
 
 def test_attention_counts_as_torchs_fused_attention() -> None:
@@ -85,13 +85,13 @@ def test_a_linear_layer_that_is_an_op() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
-def test_the_loss_counts_only_the_wanted_gradients(reduction: str, wanted: tuple[bool, bool]) -> None:
-    x, weight = torch.randn(6, DIM, requires_grad=wanted[0]), torch.randn(9, DIM, requires_grad=wanted[1])
+@pytest.mark.parametrize("learns", [(True, True), (True, False), (False, True)])
+def test_the_loss_counts_only_the_wanted_gradients(reduction: str, learns: tuple[bool, bool]) -> None:
+    x, weight = torch.randn(6, DIM, requires_grad=learns[0]), torch.randn(9, DIM, requires_grad=learns[1])
     target, product = torch.arange(6), 2 * 6 * DIM * 9
-    again = reduction == "none"  # it computes the logits a second time
+    recomputes = reduction == "none"  # it computes the logits a second time
     call = lambda: ops.linear_cross_entropy(x, weight, target, reduction=reduction)  # noqa: E731
-    assert count(call, backward=True) == (1 + sum(wanted) + again) * product
+    assert count(call, backward=True) == (1 + sum(learns) + recomputes) * product
 
 
 def test_decoding() -> None:

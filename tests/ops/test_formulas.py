@@ -120,18 +120,18 @@ def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-def close(ours: Any, theirs: Any) -> None:
-    for a, b in zip(as_tuple(ours), as_tuple(theirs), strict=True):
+def close(actual: Any, expected: Any) -> None:
+    for a, b in zip(as_tuple(actual), as_tuple(expected), strict=True):
         assert torch.allclose(a, b, rtol=1e-9, atol=1e-9), (a - b).abs().max()
 
 
 @pytest.mark.parametrize(("call", "inputs"), CALLS)
 def test_the_formula_equals_the_op(call: Call, inputs: Inputs) -> None:
     """Compares values, gradients and tangents under functorch with the kernels' forward and backward passes."""
-    own = leaves(inputs)
-    outputs = as_tuple(call(*own))
+    args = leaves(inputs)
+    outputs = as_tuple(call(*args))
     dys = tuple(torch.randn_like(y) for y in outputs)
-    gradients = torch.autograd.grad(outputs, own, dys)
+    gradients = torch.autograd.grad(outputs, args, dys)
 
     primals, pull, *_ = vjp(lambda *x: as_tuple(call(*x)), *inputs)
     close(primals, outputs)
@@ -206,12 +206,12 @@ def test_batched(call: Call, inputs: Inputs) -> None:
 
     copies = tuple(torch.stack((x, torch.randn_like(x))) for x in inputs)
     for which in (*range(len(inputs)), None):
-        given = tuple(c if which in (None, i) else x for i, (c, x) in enumerate(zip(copies, inputs, strict=True)))
+        batch = tuple(c if which in (None, i) else x for i, (c, x) in enumerate(zip(copies, inputs, strict=True)))
         dims = tuple(0 if which in (None, i) else None for i in range(len(inputs)))
-        each = [tuple(x if d is None else x[j] for x, d in zip(given, dims, strict=True)) for j in range(2)]
-        close(vmap(loss, dims)(*given), torch.stack([loss(*x) for x in each]))
+        samples = [tuple(x if d is None else x[j] for x, d in zip(batch, dims, strict=True)) for j in range(2)]
+        close(vmap(loss, dims)(*batch), torch.stack([loss(*x) for x in samples]))
     everything = tuple(range(len(inputs)))
-    expected = [torch.autograd.grad(loss(*own), own) for own in (leaves(x) for x in each)]
+    expected = [torch.autograd.grad(loss(*args), args) for args in (leaves(x) for x in samples)]
     close(vmap(grad(loss, everything))(*copies), tuple(map(torch.stack, zip(*expected, strict=True))))
 
 
@@ -244,9 +244,9 @@ def test_tangents_of_gradients_of_an_earlier_graph() -> None:
 def test_a_mean_loss_refuses_double_backward() -> None:
     """It saves gradients instead of inputs. First derivatives are right nevertheless under create_graph."""
     call, inputs = CASES["linear_cross_entropy, mean"]
-    own = leaves(inputs)
-    first = torch.autograd.grad(call(*own), own, create_graph=True)
-    close(first, torch.autograd.grad(call(*own), own))
+    args = leaves(inputs)
+    first = torch.autograd.grad(call(*args), args, create_graph=True)
+    close(first, torch.autograd.grad(call(*args), args))
     for gradient in first:
         with pytest.raises(NotImplementedError, match=r"\breduction\b"):
             gradient.sum().backward()
@@ -286,11 +286,11 @@ def test_ops_for_inference_refuse_gradients(call: Callable[[Tensor], Tensor]) ->
 class Asked(Tensor):
     """Records the questions that it gets, and knows none of fastformer's ops."""
 
-    asked: list[str] = []
+    calls: list[str] = []
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cls.asked.append(str(function))
+        cls.calls.append(str(function))
         assert "fastformer" not in str(function)
         return super().__torch_function__(function, types, args, kwargs)
 
@@ -324,13 +324,13 @@ def test_a_subclass_sees_only_pytorchs_operations(kind: type[Tensor]) -> None:
         expected, outputs = as_tuple(call(*inputs)), as_tuple(call(*map(wrap, inputs)))
         assert all(type(y) is kind for y in outputs)
         close(tuple(y.held if isinstance(y, Wrapped) else y.as_subclass(Tensor) for y in outputs), expected)
-    assert kind is Wrapped or any("matmul" in function for function in Asked.asked)
+    assert kind is Wrapped or any("matmul" in function for function in Asked.calls)
 
 
 def decompositions() -> dict[Any, Any]:
-    found = torch._decomp.get_decompositions([getattr(torch.ops.fastformer, name).default for name in _dispatch.OPS])
-    assert found
-    return found
+    table = torch._decomp.get_decompositions([getattr(torch.ops.fastformer, name).default for name in _dispatch.OPS])
+    assert table
+    return table
 
 
 def names_of(graph: torch.fx.Graph) -> set[str]:
@@ -360,8 +360,8 @@ def test_an_exported_program_is_decomposed_only_on_request() -> None:
     assert names_of(whole.graph) == {"fastformer.attention_fwd.default"}
     apart = program.run_decompositions(torch.export.default_decompositions() | decompositions())
     assert not names_of(apart.graph)
-    for each in (whole, apart):
-        close(each.module()(*others), Attending()(*others))
+    for exported in (whole, apart):
+        close(exported.module()(*others), Attending()(*others))
 
 
 def test_symbolic_shapes_come_from_the_fake(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,9 +382,9 @@ def test_ordinary_calls_never_run_the_formula() -> None:
     with forward_ad.dual_level():
         pass
     vmap(call)(*(x[None] for x in inputs))
-    own = leaves(inputs)
+    args = leaves(inputs)
     with use_backend("reference"), record_backends() as ran:
-        call(*own).sum().backward()
+        call(*args).sum().backward()
     assert ran == {("attention_fwd", "reference"), ("attention_bwd", "reference")}
     with record_backends() as ran, torch.inference_mode():
         call(*inputs)

@@ -42,17 +42,17 @@ def test_the_op_equals_the_product(rows: int, features: int, out: int, is_transp
     assert weight.is_contiguous() != is_transposed or 1 in weight.shape
     for b in (bias, None):
         exact = F.linear(x.double(), weight.double(), None if b is None else b.double())
-        found = _product(x, weight, b)
-        assert found.shape == (rows, out) and found.is_contiguous() and found.dtype == dtype
-        _assert_accurate(found, F.linear(x, weight, b), exact)
+        product = _product(x, weight, b)
+        assert product.shape == (rows, out) and product.is_contiguous() and product.dtype == dtype
+        _assert_accurate(product, F.linear(x, weight, b), exact)
 
 
-def _assert_accurate(found: Tensor, plain: Tensor, exact: Tensor) -> None:
+def _assert_accurate(actual: Tensor, plain: Tensor, exact: Tensor) -> None:
     """Checks a product by the rule; in fp64, where plain PyTorch is the exact result, up to the last digits."""
-    if found.dtype is torch.float64:
-        torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-12)
+    if actual.dtype is torch.float64:
+        torch.testing.assert_close(actual, exact, rtol=1e-12, atol=1e-12)
     else:
-        assert_accurate(found, plain, exact)
+        assert_accurate(actual, plain, exact)
 
 
 def test_a_map_to_no_features_has_gradients(backend: str) -> None:
@@ -77,9 +77,9 @@ def test_a_vocabulary_is_processed_in_chunks_of_rows(dtype: torch.dtype) -> None
     torch.manual_seed(0)
     x, weight = torch.randn(260, 64).to(dtype), torch.randn(66_000, 64).to(dtype)
     assert weight.numel() > 2**22
-    found, some = _product(x, weight), weight[::97]
-    assert found.isfinite().all()  # all columns are written, and some are compared
-    assert_accurate(found[:, ::97], F.linear(x, some), F.linear(x.double(), some.double()))
+    product, some = _product(x, weight), weight[::97]
+    assert product.isfinite().all()  # all columns are written, and some are compared
+    assert_accurate(product[:, ::97], F.linear(x, some), F.linear(x.double(), some.double()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -104,10 +104,10 @@ def test_tensors_may_have_any_strides(dtype: torch.dtype) -> None:
             (torch.randn(40, 1).expand(40, 24), None),
         ):
             # Layouts that a change of the dtype keeps.
-            given = [None if t is None else _like(t, dtype) for t in (x, w, b)]
-            exact = F.linear(*(None if t is None else t.double() for t in given)).to(dtype)
+            views = [None if t is None else _like(t, dtype) for t in (x, w, b)]
+            exact = F.linear(*(None if t is None else t.double() for t in views)).to(dtype)
             bound = 1e-4 if dtype == torch.float32 else 2e-2
-            torch.testing.assert_close(_product(*given), exact, rtol=bound, atol=bound)
+            torch.testing.assert_close(_product(*views), exact, rtol=bound, atol=bound)
 
 
 def _like(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -141,8 +141,8 @@ def test_empty_sums_give_the_bias_and_nan_stays_in_its_row(dtype: torch.dtype) -
     assert torch.equal(empty, bias.expand(4, 7))
     x, weight = torch.randn(30, 50).to(dtype), torch.randn(70, 50).to(dtype)
     x[4, 7] = torch.nan
-    found = _product(x, weight)
-    assert found[4].isnan().all() and found.isnan().sum() == 70
+    product = _product(x, weight)
+    assert product[4].isnan().all() and product.isnan().sum() == 70
     weight[69, 49] = torch.inf
     assert _product(torch.ones(30, 50, dtype=dtype), weight)[:, 69].isinf().all()
 
@@ -226,9 +226,9 @@ def test_the_op_equals_the_weight_gradient(rows: int, m: int, n: int, dtype: tor
     torch.manual_seed(rows)
     a, b = torch.randn(rows, m).to(dtype), torch.randn(rows, n).to(dtype)
     exact = a.double().t() @ b.double()
-    found = _weight_gradient(a, b)
-    assert found.shape == (m, n) and found.is_contiguous()
-    _assert_accurate(found, a.t() @ b, exact)
+    gradient = _weight_gradient(a, b)
+    assert gradient.shape == (m, n) and gradient.is_contiguous()
+    _assert_accurate(gradient, a.t() @ b, exact)
 
 
 @pytest.mark.parametrize(("m", "n"), [(150, 40), (40, 150)])
@@ -256,7 +256,7 @@ def test_no_rows_give_a_gradient_of_zeros_and_nan_stays_in_its_column() -> None:
     assert _weight_gradient(torch.empty(9, 0), torch.empty(9, 150)).shape == (0, 150)
     a, b = torch.randn(30, 50), torch.randn(30, 200)
     a[4, 7] = torch.nan
-    found = _weight_gradient(a, b)
-    assert found[7].isnan().all() and found.isnan().sum() == 200
+    gradient = _weight_gradient(a, b)
+    assert gradient[7].isnan().all() and gradient.isnan().sum() == 200
     b[29, 199] = torch.inf
     assert _weight_gradient(torch.ones(30, 50), b)[:, 199].isinf().all()

@@ -301,8 +301,8 @@ def test_output_mask(bias: bool, backend: str, device: str) -> None:
         whole = call([True] * 3)
         assert [t.shape for t in whole] == [x.shape, weight.shape, (len(weight) if bias else 0,)]
         for mask in MASKS:
-            for ours, wanted, expected in zip(call(list(mask)), mask, whole, strict=True):
-                assert torch.equal(ours, expected if wanted else x.new_empty(0)), mask
+            for ours, needed, expected in zip(call(list(mask)), mask, whole, strict=True):
+                assert torch.equal(ours, expected if needed else x.new_empty(0)), mask
     for mask in MASKS[::3]:
         torch.library.opcheck(
             OP.linear_cross_entropy_fwd_bwd.default, (x, weight, bias_, target, *options, True, list(mask)),
@@ -327,21 +327,21 @@ def test_a_graph_that_is_kept(reduction: str, backend: str, device: str) -> None
 def test_gradients_are_not_copied(factor: float, keep: bool, backend: str, device: str) -> None:
     """A graph that ends returns its stored gradients, scaled in place; a retained graph makes new ones."""
     x, weight, target, bias = make_inputs((5, 16), 40, device).values()
-    leaves = [each.requires_grad_() for each in (x, weight, bias)]
+    leaves = [tensor.requires_grad_() for tensor in (x, weight, bias)]
     options = -100, 0.0, False, 0.0, True, [True, True, True]
-    loss, *kept = OP.linear_cross_entropy_fwd_bwd(x, weight, bias, target, *options)
-    expected = [factor * each for each in kept]
+    loss, *saved = OP.linear_cross_entropy_fwd_bwd(x, weight, bias, target, *options)
+    expected = [factor * tensor for tensor in saved]
     ours = torch.autograd.grad(factor * loss, leaves, retain_graph=keep)
-    for each, gradient, want in zip(kept, ours, expected, strict=True):
+    for tensor, gradient, want in zip(saved, ours, expected, strict=True):
         assert torch.equal(gradient, want)
-        assert (gradient.data_ptr() == each.data_ptr()) is not keep
+        assert (gradient.data_ptr() == tensor.data_ptr()) is not keep
 
 
 @pytest.mark.parametrize("through", ["the function", "the dispatcher"])
 def test_backward_makes_nothing_as_large_as_the_weight(through: str, backend: str, device: str) -> None:
     """The gradients exist already, and no zeros are made for them."""
     inputs = make_inputs((4, 8), 4000, device)
-    x, weight, target, bias = (each.requires_grad_(each.is_floating_point()) for each in inputs.values())
+    x, weight, target, bias = (tensor.requires_grad_(tensor.is_floating_point()) for tensor in inputs.values())
     if through == "the function":
         loss = linear_cross_entropy(x, weight, target, bias)
     else:
@@ -358,5 +358,5 @@ def test_gradients_of_a_batch_of_losses(backend: str, device: str) -> None:
     expected = torch.autograd.grad(loss, leaves, retain_graph=True)
     factors = torch.tensor([1.0, 3.0], device=device)
     batched = torch.autograd.grad(loss, leaves, factors, is_grads_batched=True)
-    for ours, one in zip(batched, expected, strict=True):
-        torch.testing.assert_close(ours, torch.stack([one, 3 * one]))
+    for ours, single in zip(batched, expected, strict=True):
+        torch.testing.assert_close(ours, torch.stack([single, 3 * single]))

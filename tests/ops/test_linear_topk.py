@@ -53,7 +53,7 @@ def compare(*draws: tuple[Tensor, Tensor], k: int, log_probs: bool, clear_at_lea
         assert (indices.sort(-1).values.diff(dim=-1) > 0).all(), "expected each index once"
         plain, exact = scores(x, weight, log_probs), scores(x.double(), weight.double(), log_probs)
         results.append((values, indices, plain, exact))
-    values, indices, plain, exact = (torch.stack(each) for each in zip(*results, strict=True))
+    values, indices, plain, exact = (torch.stack(parts) for parts in zip(*results, strict=True))
     best = exact.sort(-1, descending=True)
     if values.dtype == torch.float64:
         # Plain PyTorch is the exact result here, and the rule would ask for its very bits.
@@ -227,12 +227,12 @@ def test_the_best_logits_are_chosen_without_a_sync(k: int) -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, -0.0, 0.0, 3.0, -torch.inf, -2.0], [0.0] * 8, [5.0, torch.nan] * 4])
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         with NoSync():
-            found = best_of_logits(logits.to(dtype), k, log_probs=False, may_read=False)
+            top = best_of_logits(logits.to(dtype), k, log_probs=False, may_read=False)
         by_reading = best_of_logits(logits.to(dtype), k, log_probs=False, may_read=True)
-        assert torch.equal(found.indices, by_reading.indices)
-        assert torch.equal(found.values.nan_to_num(9.0), by_reading.values.nan_to_num(9.0))
-        assert found.indices[0].tolist() == [1, 2, 5, 0, 3, 4][:k]  # zeros of both signs are equal
-        assert found.indices[1].tolist() == list(range(k)) and found.values[2].isnan().all()
+        assert torch.equal(top.indices, by_reading.indices)
+        assert torch.equal(top.values.nan_to_num(9.0), by_reading.values.nan_to_num(9.0))
+        assert top.indices[0].tolist() == [1, 2, 5, 0, 3, 4][:k]  # zeros of both signs are equal
+        assert top.indices[1].tolist() == list(range(k)) and top.values[2].isnan().all()
 
 
 def test_the_whole_logits_are_never_in_memory(backend: str, device: str) -> None:

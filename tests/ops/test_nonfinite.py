@@ -193,31 +193,31 @@ def test_as_in_plain_pytorch(op: Op, backend: str, dtype: torch.dtype, device: s
     tensors = {name: value.to(dtype) for name, value in op.inputs().items()}
     with torch.no_grad():
         dout = torch.randn_like(op.plain(**tensors), dtype=dtype) if op.learns else torch.zeros(())
-    given = tensors | ({"dout": dout} if op.learns else {})
+    inputs = tensors | ({"dout": dout} if op.learns else {})
 
-    def run(function: Callable, given: Tensors) -> Tensors:
-        return _results(op, function, {name: given[name] for name in tensors}, given.get("dout", dout))
+    def run(function: Callable, inputs: Tensors) -> Tensors:
+        return _results(op, function, {name: inputs[name] for name in tensors}, inputs.get("dout", dout))
 
-    clean, plain_clean = run(op.ours, given), run(op.plain, given)
-    for name, tensor in given.items():
+    clean, plain_clean = run(op.ours, inputs), run(op.plain, inputs)
+    for name, tensor in inputs.items():
         last = tensor.numel() - 1
         for position in (last // 2,) if backend == "triton" else (0, last // 2, last):
             for value in ("nan", "inf") if backend == "triton" else VALUES:
-                bad = _poisoned(given, name, position, VALUES[value])
+                bad = _poisoned(inputs, name, position, VALUES[value])
                 ours, plain = run(op.ours, bad), run(op.plain, bad)
                 for result, expected in plain.items():
                     message = f"{result} with {value} at {position} of {name}"
-                    found, finite = ours[result].to(expected.dtype), expected.isfinite()
+                    actual, finite = ours[result].to(expected.dtype), expected.isfinite()
                     # What inf - inf or 0 * inf meets is a matter of the order: NaN and inf count as the same there.
-                    assert torch.equal(found.isfinite(), finite), message
+                    assert torch.equal(actual.isfinite(), finite), message
                     if value == "nan":
-                        assert torch.equal(found.isnan(), expected.isnan()), message
+                        assert torch.equal(actual.isnan(), expected.isnan()), message
                         untouched = expected == plain_clean[result]
                         assert _same(ours[result][untouched], clean[result][untouched], backend), message
                     else:
                         tolerance = 0.1 if dtype == torch.bfloat16 else 1e-4
                         torch.testing.assert_close(
-                            found[finite], expected[finite], rtol=tolerance, atol=tolerance, msg=message
+                            actual[finite], expected[finite], rtol=tolerance, atol=tolerance, msg=message
                         )
 
 

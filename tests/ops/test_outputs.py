@@ -85,9 +85,9 @@ def test_an_input_without_gradient_gets_none(name: str, create_graph: bool, way:
     out = CALLS[name](SHAPES[1])
     other = torch.zeros_like(out, requires_grad=True)
     Stop.apply(out, other).sum().backward(retain_graph=True, create_graph=create_graph)
-    assert other.grad is not None and learning and all(each.grad is None for each in learning)
+    assert other.grad is not None and learning and all(leaf.grad is None for leaf in learning)
     out.sum().backward()
-    assert any(each.grad is not None for each in learning)
+    assert any(leaf.grad is not None for leaf in learning)
 
 
 @pytest.mark.parametrize("backend", [None, "reference"])

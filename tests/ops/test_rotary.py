@@ -57,9 +57,9 @@ def test_expanded_tables_are_read_in_place(backend: str, device: str) -> None:
     positions = torch.tensor([[7, 2**17, 3]], device=device)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
         out = rotary(x, cos, sin, positions=positions)
-    torch.testing.assert_close(out, rotary(x, *(each.expand(3, 32).contiguous() for each in row)), rtol=0, atol=0)
+    torch.testing.assert_close(out, rotary(x, *(table.expand(3, 32).contiguous() for table in row)), rtol=0, atol=0)
     if backend == "cpp":
-        assert sum(max(each.self_cpu_memory_usage, 0) for each in profiled.key_averages()) < 2**20
+        assert sum(max(table.self_cpu_memory_usage, 0) for table in profiled.key_averages()) < 2**20
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -33,8 +33,8 @@ def tasks_check(tasks: int, rounds: int, breaks: int) -> tuple[list[int], int]:
 
 def waits_check(regions: list[tuple[int, int, int]]) -> list[int]:
     """Returns for how many milliseconds the team takes over after each region."""
-    found: list[int] = CHECKS.waits_check(torch.tensor(regions)).tolist()
-    return found
+    milliseconds: list[int] = CHECKS.waits_check(torch.tensor(regions)).tolist()
+    return milliseconds
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +60,8 @@ def test_neither_the_kind_nor_the_number_of_threads_changes_bits() -> None:
     due = gradients(1, "by_load")
     for sharing in SHARINGS:
         for threads in (2, 3):
-            for found, right in zip(gradients(threads, sharing), due, strict=True):
-                assert torch.equal(found, right), (sharing, threads)
+            for gradient, right in zip(gradients(threads, sharing), due, strict=True):
+                assert torch.equal(gradient, right), (sharing, threads)
 
 
 def is_shared(threads: int) -> bool:
@@ -117,10 +117,10 @@ def test_no_thread_is_bound_to_a_core_after_a_call() -> None:
     def cores_of(task: str) -> str:
         return Path(f"/proc/self/task/{task}/status").read_text().split("Cpus_allowed_list:")[1].split()[0]
 
-    own = cores_of(str(threading.get_native_id()))
+    cores = cores_of(str(threading.get_native_id()))
     for _ in range(20):
         tasks_check(40, 1, 40)
-    assert until(lambda: {cores_of(task) for task in os.listdir("/proc/self/task")} == {own})
+    assert until(lambda: {cores_of(task) for task in os.listdir("/proc/self/task")} == {cores})
 
 
 def test_the_team_takes_over_after_two_long_waits_and_longer_if_they_recur() -> None:
@@ -216,7 +216,7 @@ print(cores_of(threading.get_native_id()), cores_of(helper))
 @pytest.mark.skipif("libgomp" not in Path("/proc/self/maps").read_text(), reason="another OpenMP library than libgomp")
 def test_a_helper_has_other_cores_than_the_one_that_openmp_binds_the_caller_to() -> None:
     environment = {**os.environ, "OMP_PROC_BIND": "true", "OMP_PLACES": "cores", "OMP_NUM_THREADS": "2"}
-    done = subprocess.run([sys.executable, "-c", _BOUND], capture_output=True, text=True, env=environment, timeout=60)
-    assert done.returncode == 0, done.stderr
-    callers, helpers = done.stdout.split()
+    run = subprocess.run([sys.executable, "-c", _BOUND], capture_output=True, text=True, env=environment, timeout=60)
+    assert run.returncode == 0, run.stderr
+    callers, helpers = run.stdout.split()
     assert callers.isdigit() and not helpers.isdigit()

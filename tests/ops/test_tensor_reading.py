@@ -35,14 +35,14 @@ def _inference() -> Tensor:
 
 
 def _batched() -> Tensor:
-    kept: list[Tensor] = []
+    leaked: list[Tensor] = []
 
     def keep(x: Tensor) -> Tensor:
-        kept.append(x)
+        leaked.append(x)
         return x
 
     torch.func.vmap(keep)(torch.ones(2, 2))
-    return kept[0]
+    return leaked[0]
 
 
 TENSORS: dict[str, Callable[[], Any]] = {
@@ -102,8 +102,8 @@ def test_a_layout_describes_tensors_and_strides(change: Callable[[list[Tensor]],
 def test_layouts_that_cpp_lacks_are_read_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.ones(2, 2, device="meta"), torch.ones(2)]
     monkeypatch.setattr(_extension, "host_function", lambda name: getattr(_extension.module(), name))
-    found = layout_of(tensors)
-    assert found is not None and found == layout_of(tensors) and found != layout_of(tensors[::-1])
+    layout = layout_of(tensors)
+    assert layout is not None and layout == layout_of(tensors) and layout != layout_of(tensors[::-1])
     leave_out_extension(monkeypatch)
     assert layout_of(tensors[1:]) == layout_of([*tensors[1:]])
 
@@ -136,7 +136,7 @@ def test_the_geometry_of_calls() -> None:
         (x, 2.0, *alike[0][2:]),
         alike[0][:-1],
     ]  # fmt: skip
-    keys = [function(each) for each in (alike[0], *others)]
+    keys = [function(arguments) for arguments in (alike[0], *others)]
     assert None not in keys and len(set(keys)) == len(keys)
     was = torch.are_deterministic_algorithms_enabled()
     try:

@@ -132,13 +132,13 @@ def test_a_maximum_above_the_longest_sequence_changes_nothing(backend, device, i
     packed = make_packed(case, torch.float32)
     seed, cu = packed["seed"].to(device), packed["cu_seqlens_q"].to(device)
     q, k, v = (packed[name].to(device, torch.float32).requires_grad_() for name in "qkv")
-    found = []
+    results = []
     for longest in (20, 64):
         out, lse = varlen_attention(
             q, k, v, cu, cu, longest, longest, is_causal=is_causal, dropout_p=0.25, dropout_seed=seed, return_lse=True
         )
-        found.append((out, lse, *torch.autograd.grad(out, (q, k, v), packed["dout"].to(out))))
-    for exact, above in zip(*found, strict=True):
+        results.append((out, lse, *torch.autograd.grad(out, (q, k, v), packed["dout"].to(out))))
+    for exact, above in zip(*results, strict=True):
         torch.testing.assert_close(above, exact, rtol=1e-5, atol=1e-5)
 
 

@@ -29,19 +29,19 @@ SIZES = (
 KINDS = ("fastformer", "accelerated", "torch.nn")
 
 
-class Stack(NamedTuple):
+class TimedStack(NamedTuple):
     """A module, and the tensors that its training step differentiates by."""
 
     module: nn.Module
     parameters: list[nn.Parameter]
 
 
-def make(kind: str, shape: Shape, *, training: bool, dtype: torch.dtype) -> Stack:
+def make(kind: str, shape: Shape, *, training: bool, dtype: torch.dtype) -> TimedStack:
     """Makes the stack of one provider; the weights depend only on the sizes."""
     module = make_rival(kind, "encoder", shape).to(dtype).train(training)
     if kind == "accelerated":
         fastformer.accelerate(module)
-    return Stack(module, list(module.parameters()))
+    return TimedStack(module, list(module.parameters()))
 
 
 def make_inputs(shape: Shape, device: str) -> Inputs:
@@ -50,12 +50,12 @@ def make_inputs(shape: Shape, device: str) -> Inputs:
     return {"x": torch.randn(size, device=device, requires_grad=True), "dout": torch.randn(size, device=device)}
 
 
-class Call:
+class StackProvider:
     """A provider: evaluation, or a training step's forward and backward."""
 
     def __init__(self, kind: str, *, training: bool) -> None:
         self._kind, self._training = kind, training
-        self._stacks: dict[tuple[Any, ...], Stack] = {}
+        self._stacks: dict[tuple[Any, ...], TimedStack] = {}
 
     def __call__(self, inputs: Inputs, shape: Shape) -> Tensor | list[Tensor]:
         """Returns the output, or in training the gradients of the input and of all parameters."""
@@ -87,7 +87,7 @@ def _shapes(**more: Any) -> list[dict[str, Any]]:
 
 
 def _benchmark(name: str, *, training: bool) -> Benchmark:
-    providers: dict[str, Provider] = {kind: Call(kind, training=training) for kind in KINDS}
+    providers: dict[str, Provider] = {kind: StackProvider(kind, training=training) for kind in KINDS}
     return Benchmark(
         name=name,
         suite="modules",

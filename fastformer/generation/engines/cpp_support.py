@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fastformer.generation.model_protocols import check_precision, own_precision
 from fastformer.models import BERT, GPT, Transformer
-from fastformer.models.bert import ClassificationHead, Dense
+from fastformer.models.bert import ClassificationHead, HeadLinear
 from fastformer.models.pretrained import Undrawn
 from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.attention_parameters import AttentionParameters
@@ -249,7 +249,7 @@ def _functions() -> dict[tuple[type, str], object]:
     ours: tuple[type, ...] = (
         *(Transformer, GPT, TransformerEncoder, TransformerDecoder, TransformerEncoderLayer, TransformerDecoderLayer),
         *(DecoderOnlyLayer, MultiheadAttention, AttentionParameters, Embedding, PositionalEncoding, RotaryEmbedding),
-        *(RelativePositionBias, AddLayerNorm, BERT, Dense, ClassificationHead),
+        *(RelativePositionBias, AddLayerNorm, BERT, HeadLinear, ClassificationHead),
     )
     found: dict[tuple[type, str], object] = {
         (kind, name): value for kind in ours for name, value in [*vars(kind).items()] if name in _methods(kind)

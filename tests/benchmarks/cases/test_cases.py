@@ -101,10 +101,10 @@ def test_all_providers_of_a_case_agree(name: str, shape: dict[str, Any]) -> None
     assert shape.keys() == (case.shapes.get("cpu") or case.shapes["cuda"])[0].keys()
     eager = {name: call for name, call in case.offered("cpu").items() if name not in case.compiled}
     for mode in case.modes:
-        found = verdicts_of(case, eager, shape, mode, torch.float32, "cpu")
-        assert not found.wrong and not found.refused and found.backends.keys() == eager.keys()
+        verdicts = verdicts_of(case, eager, shape, mode, torch.float32, "cpu")
+        assert not verdicts.wrong and not verdicts.refused and verdicts.backends.keys() == eager.keys()
         if case.suite != "decoding":  # whose engines are all ours
-            for provider, backends in found.backends.items():
+            for provider, backends in verdicts.backends.items():
                 if backends.get("linear") == "torch":  # so small a product is always PyTorch's
                     del backends["linear"]
                 assert set(backends.values()) == ({"reference"} if provider.endswith("reference") else {"cpp"}) or (
@@ -117,9 +117,9 @@ def test_all_providers_of_a_case_agree(name: str, shape: dict[str, Any]) -> None
 def test_all_models_have_one_loss(lengths: str) -> None:
     case = benchmarks()["loss"]
     eager = {name: call for name, call in case.offered("cpu").items() if name not in case.compiled}
-    found = verdicts_of(case, eager, {"lengths": lengths, "sentences": 2}, "fwd", torch.float32, "cpu")
+    verdicts = verdicts_of(case, eager, {"lengths": lengths, "sentences": 2}, "fwd", torch.float32, "cpu")
     bench_training_step._evaluated.cache_clear()
-    assert not found.wrong and not found.refused and len(found.backends) == 3
+    assert not verdicts.wrong and not verdicts.refused and len(verdicts.backends) == 3
 
 
 def counted(name: str, provider: str, shape: dict[str, Any], mode: str) -> float:
@@ -158,49 +158,49 @@ def test_arithmetic_equals_a_counters_result(name: str, shape: dict[str, Any]) -
 
 def test_arithmetic_omits_useless_work() -> None:
     """Useless are the triangle that a causal mask hides, ignored targets, and padding."""
-    known = benchmarks()
+    cases = benchmarks()
     attention = {"batch": 1, "seqlen": 3, "heads": 1, "head_dim": 1, "causal": True, "dropout_p": 0.0}
     # As the published charts count it.
-    assert [known["attention"].flops(attention, mode) for mode in ("fwd", "bwd")] == [4 * 9 / 2, 2.5 * 4 * 9 / 2]
+    assert [cases["attention"].flops(attention, mode) for mode in ("fwd", "bwd")] == [4 * 9 / 2, 2.5 * 4 * 9 / 2]
     lengths = {"batch": 2, "seqlen": 8, "heads": 3, "head_dim": 5}  # 8 and 6
-    masked, packed = known["masked_attention"], known["packed_attention"]
+    masked, packed = cases["masked_attention"], cases["packed_attention"]
     assert masked.flops(lengths | {"mask": "bool_keys"}, "fwd") == 4 * 3 * 5 * 8 * (8 + 6)
     assert masked.flops(lengths | {"mask": "additive"}, "bwd") == 10 * 3 * 5 * 8 * (8 + 8)
     for causal in (False, True):
         assert packed.flops(lengths | {"causal": causal}, "fwd") == 4 * 3 * 5 * (64 + 36) / (1 + causal)
     entropy = {"rows": 21, "dim": 2, "vocab_size": 5}
-    ignored = int((known["linear_cross_entropy"].make_inputs(entropy, "cpu")["target"] == -100).sum())
-    assert known["linear_cross_entropy"].flops(entropy, "fwdbwd") == 6 * (21 - ignored) * 2 * 5 and ignored == 3
+    ignored = int((cases["linear_cross_entropy"].make_inputs(entropy, "cpu")["target"] == -100).sum())
+    assert cases["linear_cross_entropy"].flops(entropy, "fwdbwd") == 6 * (21 - ignored) * 2 * 5 and ignored == 3
     half = {"batch": 2, "seqlen": 8, "dim": 16, "heads": 2, "padding": "half"}
     assert lengths_of(half) == [2, 6]
-    assert known["encoder_layer"].flops(half, "fwd") == 2 * 8 * 12 * 16**2 + 4 * (4 + 36) * 16
-    assert known["decoder_layer"].flops(half, "fwd") == 2 * 8 * 16 * 16**2 + 6 * (4 + 36) * 16
+    assert cases["encoder_layer"].flops(half, "fwd") == 2 * 8 * 12 * 16**2 + 4 * (4 + 36) * 16
+    assert cases["decoder_layer"].flops(half, "fwd") == 2 * 8 * 16 * 16**2 + 6 * (4 + 36) * 16
 
 
 def test_bytes_equal_the_tensors() -> None:
     """All inputs and outputs count once."""
-    known = benchmarks()
+    cases = benchmarks()
 
     def of(*sizes: tuple[int, ...]) -> int:
         return sum(4 * math.prod(size) for size in sizes)
 
     rows, w1 = (5, 16), (64, 16)
     shape: dict[str, Any] = {"rows": 5, "dim": 16, "hidden_dim": 64, "activation": "relu", "dropout_p": 0.0}
-    moved = known["feed_forward"].moved
+    moved = cases["feed_forward"].moved
     assert moved(shape, "fwd", 4) == of(rows, w1, w1, rows)
     assert moved(shape, "fwdbwd", 4) - moved(shape, "fwd", 4) == of(rows, rows, rows, *[w1] * 4)
     shape = {"batch": 2, "seqlen": 5, "dim": 16, "vocab_size": 40, "dropout_p": 0.1}
-    moved = known["embedding"].moved
+    moved = cases["embedding"].moved
     assert moved(shape, "fwd", 4) == of((2, 5, 16), (2, 5, 16))
     assert moved(shape, "fwdbwd", 4) - moved(shape, "fwd", 4) == of((2, 5, 16), (40, 16))
     heads = {"batch": 2, "seqlen": 8, "heads": 3, "head_dim": 5}
     q = (16, 3, 5)
-    assert known["masked_attention"].moved(heads | {"mask": "additive"}, "fwd", 4) == of(*[q] * 4, (3, 8, 8))
-    assert known["masked_attention"].moved(heads | {"mask": "bool_keys"}, "bwd", 4) == of(*[q] * 8) + 2 * 8
-    assert known["packed_attention"].moved(heads | {"causal": True}, "fwd", 4) == of(*[(14, 3, 5)] * 4)
+    assert cases["masked_attention"].moved(heads | {"mask": "additive"}, "fwd", 4) == of(*[q] * 4, (3, 8, 8))
+    assert cases["masked_attention"].moved(heads | {"mask": "bool_keys"}, "bwd", 4) == of(*[q] * 8) + 2 * 8
+    assert cases["packed_attention"].moved(heads | {"causal": True}, "fwd", 4) == of(*[(14, 3, 5)] * 4)
     shape = {"rows": 12, "dim": 16, "vocab_size": 40}
-    assert known["linear_cross_entropy"].moved(shape, "fwdbwd", 4) == 2 * of((12, 16), (40, 16))
-    moved = known["add_layer_norm"].moved
+    assert cases["linear_cross_entropy"].moved(shape, "fwdbwd", 4) == 2 * of((12, 16), (40, 16))
+    moved = cases["add_layer_norm"].moved
     for p, gradients in ((0.1, 2), (0.0, 1)):
         shape = {"rows": 5, "dim": 16, "dropout_p": p}
         assert moved(shape, "fwd", 4) == of(*[rows] * 4) and moved(shape, "bwd", 4) == of(*[rows] * (3 + gradients))

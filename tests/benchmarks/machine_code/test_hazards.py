@@ -86,8 +86,8 @@ def test_a_store_that_is_read_back_is_not_an_operand(place: str) -> None:
     bare = STORED.replace(FENCED, "")
     assert orders(bare.replace(place, load + place)) == []
     # Another store's tile is read back.
-    again = "\tst.shared.v4.b32 \t[%r60], {%r1, %r2, %r3, %r4};\n"
-    assert orders(bare.replace("\tret", again + load + "\tret")) == ["1 products read stores without a proxy fence"]
+    second = "\tst.shared.v4.b32 \t[%r60], {%r1, %r2, %r3, %r4};\n"
+    assert orders(bare.replace("\tret", second + load + "\tret")) == ["1 products read stores without a proxy fence"]
 
 
 @pytest.mark.parametrize("table", ["$L_brx_0: .branchtargets", "JTI0_0:\n\t.branchtargets"])  # the latter: Triton 3.9's
@@ -145,9 +145,9 @@ FLIGHT = """
     ],
 )
 def test_a_register_in_flight_is_not_touched(between: str, behind: str, expected: list[str]) -> None:
-    found = in_flight(parse(listing(FLIGHT.format(between=between, behind=behind))))
-    assert bool(found) == bool(expected)
-    assert all(word in found[0] for word in expected), found
+    hazards = in_flight(parse(listing(FLIGHT.format(between=between, behind=behind))))
+    assert bool(hazards) == bool(expected)
+    assert all(word in hazards[0] for word in expected), hazards
 
 
 def test_registers_in_flight_are_followed_around_a_loop() -> None:
@@ -163,5 +163,5 @@ def test_registers_in_flight_are_followed_around_a_loop() -> None:
     EXIT
     """
     assert in_flight(parse(listing(loop.format(left="0x0", end="0x0")))) == []
-    found = in_flight(parse(listing(loop.format(left="0x0", end="0x1"))))
-    assert len(found) == 1 and "MOV" in found[0]
+    hazards = in_flight(parse(listing(loop.format(left="0x0", end="0x1"))))
+    assert len(hazards) == 1 and "MOV" in hazards[0]

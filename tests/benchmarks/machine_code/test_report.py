@@ -19,8 +19,7 @@ import pytest
 
 import fastformer.kernels
 from benchmarks.machine_code import report
-from benchmarks.machine_code.rows import Row as Compiled
-from benchmarks.machine_code.rows import merge
+from benchmarks.machine_code.rows import MachineCodeRow, merge
 
 ROOT = Path(__file__).parents[3]
 
@@ -70,9 +69,9 @@ def of_attention(rows: list[Row], options: str, *kernels: str) -> list[Row]:
     """Returns the launches of a case of attention at head_dim 64, limited to the named kernels."""
     case = f"bf16 d64 {CAUSAL if options == 'causal' else options}"
     of_op = [row for row in rows if row["op"] == "attention" and case in row["cases"]]
-    found = [row for row in of_op if row["kernel"] in kernels]
-    assert len(found) == len(kernels), case
-    return found
+    matches = [row for row in of_op if row["kernel"] in kernels]
+    assert len(matches) == len(kernels), case
+    return matches
 
 
 def test_every_kernel_compiles_without_spills() -> None:
@@ -115,9 +114,9 @@ def test_softmax_runs_under_a_product_on_sm_90(rows: list[Row]) -> None:
 
     Each waits for the scores while P V is in flight, unless a second program's consumers share the SM.
     """
-    found = [row for row in rows if row["kernel"] == "_attention_hopper_fwd_kernel"]
-    assert found
-    for row in found:
+    matches = [row for row in rows if row["kernel"] == "_attention_hopper_fwd_kernel"]
+    assert matches
+    for row in matches:
         loops = [loop for loop in row["loops"] if "exp2" in loop]
         assert len(loops) >= 2 and row["narrow"] == 0  # the compiler may share one body among the consumers
         for loop in loops:
@@ -164,7 +163,7 @@ def test_two_forward_programs_an_sm(rows: list[Row], options: str) -> None:
     ],
 )
 def test_forbidden_responses_are_problems(fields: dict[str, Any], products: list[int]) -> None:
-    row = Compiled("attention", "_kernel", 90, "3.7.1", ("causal",), "64x64 w4 s2")
+    row = MachineCodeRow("attention", "_kernel", 90, "3.7.1", ("causal",), "64x64 w4 s2")
     assert len(list(report.problems_of(row._replace(**fields), products))) == 1
     assert not list(report.problems_of(row._replace(wide=len(products)), products))
 
@@ -190,7 +189,10 @@ def test_a_file_keeps_kernels_that_were_not_compiled_again(tmp_path: Path) -> No
     ]
     stale = {"triton": triton.__version__, "arch": 90, "op": "rotary", "kernel": "stale"}
     out.write_text("".join(json.dumps(line) + "\n" for line in [*others, stale]))
-    rows = [Compiled("rotary", "_rotary_kernel", 90, triton.__version__, (case,), "64x64") for case in ("half", "full")]
+    rows = [
+        MachineCodeRow("rotary", "_rotary_kernel", 90, triton.__version__, (case,), "64x64")
+        for case in ("half", "full")
+    ]
     merge(out, rows, [90], ["rotary"])
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert all(line in lines for line in others) and stale not in lines

@@ -30,8 +30,8 @@ def test_lines_are_parsed() -> None:
         "        /*0010*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR12], R24, gsb0 ;\n"
         ".L_x_0:\n        /*0020*/                   NOP;\n"
     )
-    assert [each.address for each in code] == [0, 16, 32]
-    assert [each.opcode for each in code] == ["BRA", "HGMMA.64x64x16.F32.BF16", "NOP"]
+    assert [instruction.address for instruction in code] == [0, 16, 32]
+    assert [instruction.opcode for instruction in code] == ["BRA", "HGMMA.64x64x16.F32.BF16", "NOP"]
     assert code[0].predicate == "@!P0" and code[0].target == 32
     assert code[1].operands == "R24, gdesc[UR12], R24, gsb0" and code[1].predicate == "" and code[1].target is None
 
@@ -192,20 +192,20 @@ def test_clocks_and_bound_of_a_known_loop() -> None:
     counts = Counts(instructions=303, exp2=34, special=34, flops=a_warp, tensor_clocks=a_warp / 4096)
     busy = clocks(counts, 8)
     assert busy["issue"] == 606 and busy["tensor"] == 512 and busy["exp2"] == 544
-    found = bound(counts, 8)
+    limit = bound(counts, 8)
     peak = 132 * 1.83e9 * 4096 / 1e12
-    assert found.unit == "issue" and found.gbs == 0
-    assert found.tflops == pytest.approx(peak * 512 / 606)
-    assert found.serial_tflops == pytest.approx(peak * 512 / (512 + 606))
+    assert limit.unit == "issue" and limit.gbs == 0
+    assert limit.tflops == pytest.approx(peak * 512 / 606)
+    assert limit.serial_tflops == pytest.approx(peak * 512 / (512 + 606))
 
 
 def test_bound_of_a_stream() -> None:
     """The bound is the bytes per clock of the busiest unit, and at most the bandwidth of the memory."""
     counts = Counts(instructions=100, integer=100, global_bytes=32 * 16)
     assert clocks(counts, 4) == {"issue": 100, "tensor": 0, "exp2": 0, "integer": 200, "fp32": 0, "shared": 0}
-    found = bound(counts, 4)
-    assert found.unit == "integer" and found.tflops == 0
-    assert found.gbs == pytest.approx(4 * 512 / 200 * 132 * 1.83)
+    limit = bound(counts, 4)
+    assert limit.unit == "integer" and limit.tflops == 0
+    assert limit.gbs == pytest.approx(4 * 512 / 200 * 132 * 1.83)
     assert bound(counts._replace(integer=0, instructions=40), 4) == ("memory", 0, 0, 4800)
 
 
@@ -235,7 +235,7 @@ def test_compare(tmp_path: Path) -> None:
     files = []
     for name, lines in (("before", before), ("after", after)):
         files.append(tmp_path / name)
-        files[-1].write_text("".join(json.dumps(each) + "\n" for each in lines))
+        files[-1].write_text("".join(json.dumps(row) + "\n" for row in lines))
     assert compare(*files).splitlines() == [
         "sm_90 triton 3.7.1 _k: attention b (and 1 more)",
         "    registers 200 -> 128",

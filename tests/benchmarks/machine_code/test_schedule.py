@@ -25,9 +25,9 @@ def test_another_warp_fills_the_gap_unless_a_barrier_holds_it() -> None:
     loop = PRODUCT + WAIT + EXPONENTIALS
     alone, beside = (shares(parse(listing(loop)), warps) for warps in (1, 2))
     assert beside.tensor > 1.5 * alone.tensor
-    held = shares(parse(listing(loop + "BAR.SYNC.DEFER_BLOCKING 0x0\n")), 2)
+    blocked = shares(parse(listing(loop + "BAR.SYNC.DEFER_BLOCKING 0x0\n")), 2)
     free = shares(parse(listing(loop + "BAR.SYNC.DEFER_BLOCKING 0x2, 0x80\n")), 2)
-    assert held.tensor < free.tensor
+    assert blocked.tensor < free.tensor
 
 
 def test_reads_of_shared_memory_delay_products() -> None:
@@ -43,7 +43,7 @@ def test_copies_block_no_warp_and_delay_no_later_product() -> None:
     copies = "LDGSTS.E.BYPASS.128 [R1], desc[UR4][R2.64]\n" * 4
     reads = "LDS.128 R4, [R1]\n" * 4
     with_none, with_copies, with_reads = (
-        shares(parse(listing(PRODUCT + WAIT + each + EXPONENTIALS)), 1).tensor for each in ("", copies, reads)
+        shares(parse(listing(PRODUCT + WAIT + body + EXPONENTIALS)), 1).tensor for body in ("", copies, reads)
     )
     assert with_copies == pytest.approx(with_none, abs=0.05) and with_reads < 0.8 * with_none
     # Just before a product they take from what it needs.

@@ -80,16 +80,16 @@ def test_a_short_turn_is_judged_by_the_last_quarter_of_a_second(machine: Machine
     disturbance.
     """
     watcher = machine.watcher(2)
-    found = [machine.turn(watcher, 0.025, others=1.0 if 40 <= turn < 56 else 0.02) for turn in range(80)]
-    assert not any(found[:40]) and all(found[44:56]) and not any(found[67:])
+    disturbed = [machine.turn(watcher, 0.025, others=1.0 if 40 <= turn < 56 else 0.02) for turn in range(80)]
+    assert not any(disturbed[:40]) and all(disturbed[44:56]) and not any(disturbed[67:])
 
 
 def test_a_slow_clock_is_noticed_until_it_ends(machine: Machine) -> None:
     """It doesn't count as a disturbance, after which the turn would be repeated."""
-    watcher, found = machine.watcher(1), []
+    watcher, turns = machine.watcher(1), []
     for machine.work in (1.0, 1.2, 1.4, 1.4, 1.2):
-        found.append((machine.turn(watcher, 0.3), watcher.is_slow))
-    assert found == [(False, slow) for slow in (False, False, True, True, False)]
+        turns.append((machine.turn(watcher, 0.3), watcher.is_slow))
+    assert turns == [(False, slow) for slow in (False, False, True, True, False)]
 
 
 @pytest.mark.parametrize("tries, slow", [((1.4, 1.4, 1.0), False), ((1.4, 1.4, 1.4), True)])
@@ -105,22 +105,22 @@ def test_the_best_time_of_the_machine_persists(machine: Machine, monkeypatch: py
 
     def slow_turns_of_a_process(*works: float) -> list[bool]:
         watcher = NoiseMonitor(1, proc=machine.folder, clock=lambda: machine.now, own_cpu=lambda: machine.own, cores=2)
-        found = []
+        slow = []
         for machine.work in works:
             machine.turn(watcher, 0.3)
-            found.append(watcher.is_slow)
-        return found
+            slow.append(watcher.is_slow)
+        return slow
 
     monkeypatch.setattr(noise_monitor, "_fixed_work", lambda: machine.work)
     assert slow_turns_of_a_process(2.0, 2.0) == [False, False]  # nothing is known yet
     assert slow_turns_of_a_process(2.0, 1.0, 1.2) == [False, False, False]
     assert slow_turns_of_a_process(2.0, 1.2, 1.4) == [True, False, True]
-    kept = json.loads(noise_monitor.BEST.read_text())
-    assert list(kept.values()) == [1.0]
+    stored = json.loads(noise_monitor.BEST.read_text())
+    assert list(stored.values()) == [1.0]
     noise_monitor.BEST.write_text(json.dumps({"another machine": 0.1}))
     assert slow_turns_of_a_process(3.0) == [False]
     assert sorted(json.loads(noise_monitor.BEST.read_text()).values()) == [0.1, 3.0]
-    for text in ("", "[1]", "null", '{"' + next(iter(kept)) + '": "x"}'):
+    for text in ("", "[1]", "null", '{"' + next(iter(stored)) + '": "x"}'):
         noise_monitor.BEST.write_text(text)
         assert slow_turns_of_a_process(4.0, 6.0) == [False, True]
 

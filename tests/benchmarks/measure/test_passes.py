@@ -91,13 +91,13 @@ class Work:
 
     def run(self, *cases: Case, rounds: int = 8, seconds: float = 1000.0) -> dict[str, dict[str, Any]]:
         """Returns fastformer's row of each case."""
-        found = {}
+        rows = {}
         for case, outcome in run_cases(cases, "cpu", rounds=rounds, seconds=seconds, on_action=self.hear):
             assert not outcome.wrong and not outcome.refused
             for row in outcome.rows:
                 record.check(record.environment("cpu") | row)
-            found[case.benchmark.name] = outcome.rows[0]
-        return found
+            rows[case.benchmark.name] = outcome.rows[0]
+        return rows
 
     def passes(self, name: str) -> int:
         return sum(doing != "check" for doing, of in self.told if of == name)
@@ -158,15 +158,15 @@ def test_a_stopped_run_returns_cases_with_enough_passes(clock: Clock, stops_at: 
             raise KeyboardInterrupt
         return 2.0
 
-    found = []
+    results = []
     with pytest.raises(KeyboardInterrupt):
         for case, outcome in run_cases(
             [work.case("one", lambda number: 3.0), work.case("two", stop), work.case("three", lambda number: 4.0)],
             "cpu", rounds=8, seconds=1000.0, on_action=work.hear,
         ):  # fmt: skip
-            found.append((case.benchmark.name, outcome.rows[0]["speedup"], outcome.rows[0]["rounds"]))
+            results.append((case.benchmark.name, outcome.rows[0]["speedup"], outcome.rows[0]["rounds"]))
     passes = {"pass 2": [], "pass 5": [("one", 3.0, 5), ("two", 2.0, 4), ("three", 4.0, 4)]}
-    assert found == [(name, pytest.approx(ratio), rounds) for name, ratio, rounds in passes[stops_at]]
+    assert results == [(name, pytest.approx(ratio), rounds) for name, ratio, rounds in passes[stops_at]]
 
 
 def test_the_seconds_end_it_after_three_passes(clock: Clock) -> None:
@@ -213,15 +213,15 @@ def test_kernels_are_compiled_once() -> None:
 
 
 def test_a_run_takes_cases_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = []
+    sizes = []
 
     def note(cases: list[Case], device: str, **options: Any) -> Iterator[tuple[Case, Outcome]]:
-        taken.append(len(cases))
+        sizes.append(len(cases))
         assert (options["rounds"], options["seconds"]) == (5, 6.0)
         return iter([(case, Outcome()) for case in cases])
 
     monkeypatch.setattr(run_module, "run_cases", note)
     monkeypatch.setattr(run_module, "_TOGETHER", 3)
     options = argparse.Namespace(device="cpu", provider=None, rounds=5, seconds=6.0, out=None, quick=False)
-    run_module.Run(options).cases([case_of(str(number), {"eager": lambda x, shape: x["x"]}) for number in range(7)])
-    assert taken == [3, 3, 1]
+    run_module.RunLog(options).cases([case_of(str(number), {"eager": lambda x, shape: x["x"]}) for number in range(7)])
+    assert sizes == [3, 3, 1]

@@ -56,11 +56,11 @@ def test_a_difference_of_a_fifth_is_noticed_beside_a_neighbour(threads, capsys) 
         name="work", shapes={"cpu": [shape]}, make_inputs=make_inputs, providers={"fastformer": work, "slower": slower},
         baseline="slower",
     )  # fmt: skip
-    found = []
+    runs = []
     with neighbours(1, BUSY):
         for _ in range(10):
             ours, _ = run_case(benchmark, shape, "fwd", rounds=16, seconds=9.0).rows
-            found.append((round(ours["speedup"], 3), ours["quiet"], ours["passes"], ours["rounds"], ours["disturbed"]))
+            runs.append((round(ours["speedup"], 3), ours["quiet"], ours["passes"], ours["rounds"], ours["disturbed"]))
     with capsys.disabled():
-        print(f"\n{threads} threads: ratio, quiet, passes, rounds, disturbed: {found}")
-    assert all(ratio > 1 for ratio, *_ in found)
+        print(f"\n{threads} threads: ratio, quiet, passes, rounds, disturbed: {runs}")
+    assert all(ratio > 1 for ratio, *_ in runs)

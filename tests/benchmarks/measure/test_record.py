@@ -46,6 +46,6 @@ def test_violations_of_the_schema_are_named(fields: dict[str, Any], named: str) 
 
 def test_a_command_names_no_machine_and_is_quoted_if_a_shell_would_split_it() -> None:
     program = str(record.ROOT / "benchmarks" / "peers" / "__main__.py")
-    said = record.command([program, "--peer", "as it is", "accelerated", "--out", "/some/where/rows.jsonl"])
-    assert said == "python -m benchmarks.peers --peer 'as it is' accelerated --out rows.jsonl"
+    command = record.command([program, "--peer", "as it is", "accelerated", "--out", "/some/where/rows.jsonl"])
+    assert command == "python -m benchmarks.peers --peer 'as it is' accelerated --out rows.jsonl"
     assert record.command(["/x/benchmarks/run.py", "--op", "rotary"]) == "python -m benchmarks.run --op rotary"

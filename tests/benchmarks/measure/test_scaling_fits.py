@@ -13,9 +13,9 @@ LENGTHS = [128 << i for i in range(7)]
 
 @pytest.mark.parametrize("exponent", [0.0, 1.0, 1.5, 2.0])
 def test_a_power_law_has_its_exponent(exponent: float) -> None:
-    found = fit({n: 3e-4 * n**exponent for n in LENGTHS})
-    assert found.exponent == pytest.approx(exponent, abs=1e-9) and found.off == pytest.approx(0.0, abs=1e-9)
-    assert found.lengths == (1024, 2048, 4096, 8192)
+    power = fit({n: 3e-4 * n**exponent for n in LENGTHS})
+    assert power.exponent == pytest.approx(exponent, abs=1e-9) and power.off == pytest.approx(0.0, abs=1e-9)
+    assert power.lengths == (1024, 2048, 4096, 8192)
 
 
 def test_only_the_upper_end_counts() -> None:
@@ -52,8 +52,8 @@ def test_report() -> None:
     causal = [row | {"ms_p50": 0.55 * row["ms_p50"]} for row in rows("fastformer causal", 2.0, 1.0)]
     lstm = rows("torch.nn.LSTM", 1.25, 0.75, op="scaling_lstm")
     other = [{"op": "attention", "provider": "sdpa", "ms_p50": 1.0, "shape": {"seqlen": 64}}]
-    found = rows("baseline", 2.2, 1.8, longest=4096) + rows("fastformer", 2.0, 1.0) + causal + lstm + other
-    lines = report(found).splitlines()
+    measured = rows("baseline", 2.2, 1.8, longest=4096) + rows("fastformer", 2.0, 1.0) + causal + lstm + other
+    lines = report(measured).splitlines()
     assert lines[0].startswith("a CPU, 2 threads, fwdbwd, float32")
     table = {line[4:25].strip(): line[25:].split() for line in lines[2:6]}
     assert list(table) == ["fastformer", "fastformer causal", "baseline", "torch.nn.LSTM"]  # as the paper has them

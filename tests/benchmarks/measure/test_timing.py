@@ -39,29 +39,29 @@ def test_turns_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("device, seconds, moves", [("cpu", 0.0, True), ("cpu", 1.0, False), ("cuda", 0.0, False)])
 def test_each_round_of_short_calls_has_inputs_elsewhere(device, seconds, moves, monkeypatch) -> None:
     """The timed calls of a round use the same new copies of the inputs, after two calls that aren't timed."""
-    made: list[torch.Tensor] = []
+    copies: list[torch.Tensor] = []
     calls: list[tuple[str, int, int]] = []
-    held: list[int] = []
+    offsets: list[int] = []
 
     def note(name: str, number: int) -> None:
         calls.append((name, number, 1))
 
     def anew() -> dict[str, Callable[[], object]]:
-        made.append(torch.empty(10_000))
-        return {name: functools.partial(note, name, len(made)) for name in ("a", "b")}
+        copies.append(torch.empty(10_000))
+        return {name: functools.partial(note, name, len(copies)) for name in ("a", "b")}
 
     def turn(function: Callable[[], object], repeats: int) -> float:
         function()
         calls[-1] = (*calls[-1][:2], repeats)
-        held.append(sum(block.numel() for block in timing._held))
+        offsets.append(sum(block.numel() for block in timing._held))
         return seconds or 0.0033
 
     monkeypatch.setattr(timing, "_cpu_turn", turn)
     monkeypatch.setattr(timing, "_cuda_turn", turn)
     timing.time_interleaved(anew(), rounds=4, device=device, watcher=NoiseMonitor(1, proc=None), anew=anew)
-    assert len(made) == (5 if moves else 1)
-    assert len({t.data_ptr() for t in made}) == len(made)
-    assert len(set(held)) == len(made)  # what lies before the copies differs from round to round
+    assert len(copies) == (5 if moves else 1)
+    assert len({t.data_ptr() for t in copies}) == len(copies)
+    assert len(set(offsets)) == len(copies)  # what lies before the copies differs from round to round
     timed = calls[6:]
     if moves:
         warm, turns = [("a", 2), ("b", 2)], [("a", 3), ("b", 3)]
@@ -98,7 +98,7 @@ def test_the_seconds_end_it_after_three_turns(monkeypatch: pytest.MonkeyPatch) -
 
 
 def turns(*seconds: float, disturbed: tuple[int, ...] = ()) -> list[Turn]:
-    return [Turn(each, number in disturbed) for number, each in enumerate(seconds)]
+    return [Turn(s, number in disturbed) for number, s in enumerate(seconds)]
 
 
 def test_times_are_of_the_quiet_turns() -> None:
@@ -123,9 +123,9 @@ def test_a_ratio_is_of_turns_of_the_same_round_both_of_which_were_quiet() -> Non
 
 def in_passes(*ratios: tuple[float, ...], disturbed: bool | None = False, slow: bool = False) -> Rounds:
     """Makes rounds in which b takes a given multiple of a's time, by pass and round."""
-    passes = [number for number, each in enumerate(ratios) for _ in each]
+    passes = [number for number, rounds in enumerate(ratios) for _ in rounds]
     a = [Turn(2.0, disturbed, slow) for _ in passes]
-    return Rounds({"a": a, "b": [Turn(2.0 * ratio, disturbed, slow) for each in ratios for ratio in each]}, passes)
+    return Rounds({"a": a, "b": [Turn(2.0 * ratio, disturbed, slow) for rounds in ratios for ratio in rounds]}, passes)
 
 
 def test_the_rounds_of_all_passes_are_pooled() -> None:
@@ -139,9 +139,9 @@ def test_uncertainty_is_half_of_the_interval_of_students_t(count: int, quantile:
     """It uses the medians of passes, half of which are 10 % higher, and not single rounds; few passes give a wider
     interval.
     """
-    found = in_passes(*[(0.1, 2.0 * 1.1 ** (number % 2), 9.0) for number in range(count)]).ratio("a", "b").uncertainty
+    uncertainty = in_passes(*[(0.1, 2.0 * 1.1 ** (i % 2), 9.0) for i in range(count)]).ratio("a", "b").uncertainty
     spread = math.log(1.1) * math.sqrt((count // 2) * (count - count // 2) / count / (count - 1) / count)
-    assert found is not None and 0.89 * quantile < found / spread < 1.005 * quantile
+    assert uncertainty is not None and 0.89 * quantile < uncertainty / spread < 1.005 * quantile
 
 
 def test_a_ratio_whose_passes_disagree_is_not_quiet() -> None:

@@ -16,7 +16,7 @@ import torch
 from benchmarks.measure.timing import Timing
 from benchmarks.peers import cases, worker
 from benchmarks.peers.__main__ import main
-from benchmarks.peers.compare import Best, Thing, busy_neighbours, num_tokens, rival, steps, take_turns
+from benchmarks.peers.compare import Fastest, PeerKey, busy_neighbours, num_tokens, rival, steps, take_turns
 from benchmarks.peers.job import Job
 from benchmarks.peers.reading import DRAM, bytes_per_step
 from benchmarks.peers.side_by_side import rates
@@ -35,29 +35,29 @@ def test_turns_are_interleaved() -> None:
     assert measured == {"a": [1.0, 6.0, 7.0], "b": [2.0, 5.0, 8.0], "c": [3.0, 4.0, 9.0]}
 
 
-def best_of(*things: tuple[str, str]) -> dict[Thing, Best]:
-    return {Thing(*thing): Best(1, Timing(1.0, 1.0, 1.0)) for thing in things}
+def best_of(*things: tuple[str, str]) -> dict[PeerKey, Fastest]:
+    return {PeerKey(*thing): Fastest(1, Timing(1.0, 1.0, 1.0)) for thing in things}
 
 
 def test_rivals() -> None:
     everyone = best_of(("ctranslate2", "int8"), ("ctranslate2", "fp32"), ("transformers", "fp32"))
-    assert rival(Thing("fastformer", "int8"), everyone) == ("ctranslate2", "int8")
-    assert rival(Thing("fastformer", "fp32"), everyone) == ("ctranslate2", "fp32")
-    assert rival(Thing("fastformer", "bf16"), everyone) == ("ctranslate2", "int8")  # it has no bf16
+    assert rival(PeerKey("fastformer", "int8"), everyone) == ("ctranslate2", "int8")
+    assert rival(PeerKey("fastformer", "fp32"), everyone) == ("ctranslate2", "fp32")
+    assert rival(PeerKey("fastformer", "bf16"), everyone) == ("ctranslate2", "int8")  # it has no bf16
     gpt = best_of(("transformers", "fp32"), ("llama.cpp", "int8"))
-    assert rival(Thing("fastformer", "int8"), gpt) == ("llama.cpp", "int8")
+    assert rival(PeerKey("fastformer", "int8"), gpt) == ("llama.cpp", "int8")
     alone = best_of(("transformers", "fp32"))
-    assert rival(Thing("fastformer", "int8"), alone) == ("transformers", "fp32")
-    assert rival(Thing("fastformer", "int8"), {}) is None
+    assert rival(PeerKey("fastformer", "int8"), alone) == ("transformers", "fp32")
+    assert rival(PeerKey("fastformer", "int8"), {}) is None
 
 
 def test_steps_and_tokens() -> None:
     forced = Job([[[3], [4]], [[5], [6]]], 4, 10)
     assert steps(forced, None) == 20 and num_tokens(forced, None) == 40
     free = Job([[[3], [4]], [[5]]], 1, None)
-    found = [[7, 1], [7, 7, 7, 1], [7, 7, 1]]
-    assert steps(free, found) == 4 + 3 and num_tokens(free, found) == 9
-    assert steps(Job(free.batches, 4, None), found) is None  # beams go on behind what is found
+    outputs = [[7, 1], [7, 7, 7, 1], [7, 7, 1]]
+    assert steps(free, outputs) == 4 + 3 and num_tokens(free, outputs) == 9
+    assert steps(Job(free.batches, 4, None), outputs) is None  # beams go on behind what is found
     assert free.limit([[3], [4, 5, 6]]) == 103 and forced.limit([[3]]) == 10
 
 
@@ -99,8 +99,8 @@ def test_each_source_has_a_length() -> None:
 
 def test_jobs_are_the_same_in_each_process_and_never_end() -> None:
     assert cases.make_job({"name": "tiny"}, 3, 4) == cases.make_job({"name": "tiny"}, 3, 4)
-    first, again = (cases.make_model({"name": "tiny"}) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    first, second = (cases.make_model({"name": "tiny"}) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     assert not first.output_weight[1].any() and not first.output_weight[0].any()
     with pytest.raises(ValueError, match="batch 1"):
         cases.make_job({"name": "gpt-tiny"}, 2, 1)
@@ -108,28 +108,28 @@ def test_jobs_are_the_same_in_each_process_and_never_end() -> None:
 
 def test_a_worker_answers_orders_and_reports_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     job = cases.make_job({"name": "tiny"}, 2, 1)
-    place = worker.Place("fastformer", "fp32", torch.get_num_threads(), {"name": "tiny"}, {})
+    place = worker.WorkerConfig("fastformer", "fp32", torch.get_num_threads(), {"name": "tiny"}, {})
     answers = io.StringIO()
     worker.serve(place, io.StringIO(json.dumps(asdict(job)) + "\n"), answers)
     ready, turn = map(json.loads, answers.getvalue().splitlines())
     assert ready == {} and turn["seconds"] > 0 and [len(row) for row in turn["tokens"]] == [12, 12]
 
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
-    for peer, model, said in (
+    for peer, model, message in (
         ("llama.cpp", "gpt-tiny", "no llama-bench: `make peers` builds it"),
         ("ctranslate2", "tiny", "not installed: pip install ctranslate2"),
     ):
         answers = io.StringIO()
         options = {"llama_bench": "/nowhere/llama-bench"}
-        worker.serve(worker.Place(peer, "int8", 1, {"name": model}, options), io.StringIO(""), answers)
-        assert json.loads(answers.getvalue())["missing"].startswith(said)
+        worker.serve(worker.WorkerConfig(peer, "int8", 1, {"name": model}, options), io.StringIO(""), answers)
+        assert json.loads(answers.getvalue())["missing"].startswith(message)
 
 
 def test_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the whole program, in one process instead of several workers."""
 
     class Here:
-        def __init__(self, place: worker.Place) -> None:
+        def __init__(self, place: worker.WorkerConfig) -> None:
             self.peer = worker.peers(place.case)[place.peer](
                 cases.make_model(place.case), place.precision, torch.get_num_threads(), place.options
             )

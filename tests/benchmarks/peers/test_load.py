@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.measure import record
-from benchmarks.peers.load import Load, Refused, percentile, put_under_load
+from benchmarks.peers.load import LoadResult, Refused, percentile, put_under_load
 from benchmarks.serving import figures, line
 
 
@@ -25,15 +25,15 @@ class Handler(BaseHTTPRequestHandler):
     most = running = 0
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.lock:
             Handler.running += 1
             Handler.most = max(Handler.most, self.running)
         time.sleep(0.02)
         with self.lock:
             Handler.running -= 1
-        answer = json.dumps({"text": " ".join(["t"] * asked["words"])}).encode()
-        self.send_response(asked.get("status", 200))
+        answer = json.dumps({"text": " ".join(["t"] * body["words"])}).encode()
+        self.send_response(body.get("status", 200))
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
         self.wfile.write(answer)
@@ -65,11 +65,11 @@ def words(answer: dict[str, str]) -> int:
 
 def test_clients_send_requests_at_once_and_count_answers_in_time(port: int) -> None:
     bodies = [({"words": 3}, 3), ({"words": 5}, 5)]
-    found = put_under_load(port, "/any", bodies, words, clients=4, seconds=0.4, warm_up=0.1)
+    load = put_under_load(port, "/any", bodies, words, clients=4, seconds=0.4, warm_up=0.1)
     assert Handler.most == 4 and Handler.running == 0  # what was begun was waited for
     # At least 20 ms each: four clients can't have more than 80 in 0.4 s, and have some.
-    assert 8 <= len(found.latencies) <= 84 and min(found.latencies) >= 0.02
-    assert 3 * len(found.latencies) <= found.tokens <= 5 * len(found.latencies)
+    assert 8 <= len(load.latencies) <= 84 and min(load.latencies) >= 0.02
+    assert 3 * len(load.latencies) <= load.tokens <= 5 * len(load.latencies)
 
 
 @pytest.mark.parametrize(("body", "expected"), [({"words": 3, "status": 503}, 3), ({"words": 2}, 3)])
@@ -85,12 +85,12 @@ def test_a_percentile_is_one_of_the_values() -> None:
 
 
 def test_figures_are_a_line_of_results() -> None:
-    loads = [Load(2.0, [0.1] * 10, 80), Load(2.0, [0.2] * 20, 160), Load(2.0, [0.3] * 12, 96)]
-    found = figures(loads)
-    assert found["requests_s"] == 6.0 and found["tokens_s"] == 48.0
-    assert (found["ms_p20"], found["ms_p50"], found["ms_p99"]) == (100.0, 200.0, 300.0)
-    row: dict[str, Any] = {"suite": "decoding", "op": "serving", "model": "base", "shape": {"clients": 16}, **found}
+    loads = [LoadResult(2.0, [0.1] * 10, 80), LoadResult(2.0, [0.2] * 20, 160), LoadResult(2.0, [0.3] * 12, 96)]
+    fields = figures(loads)
+    assert fields["requests_s"] == 6.0 and fields["tokens_s"] == 48.0
+    assert (fields["ms_p20"], fields["ms_p50"], fields["ms_p99"]) == (100.0, 200.0, 300.0)
+    row: dict[str, Any] = {"suite": "decoding", "op": "serving", "model": "base", "shape": {"clients": 16}, **fields}
     row |= {"provider": "p", "precision": "int8", "ours": 3.0}
     record.check(row | record.environment("cpu"))
     assert "6.0 requests/s" in line(row)
-    assert figures([Load(1.0)]) == {}
+    assert figures([LoadResult(1.0)]) == {}

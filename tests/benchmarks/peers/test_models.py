@@ -13,17 +13,17 @@ from torch import nn
 
 import fastformer
 from benchmarks.peers import models, worker
-from benchmarks.peers.job import Step
-from benchmarks.peers.models import Results, gradients, make_work, outputs
-from benchmarks.peers.pytorch import Accelerated, AsItIs, FusedLoss
+from benchmarks.peers.job import StepJob
+from benchmarks.peers.models import StepResults, gradients, make_work, outputs
+from benchmarks.peers.pytorch import Accelerated, AsItIs, FusedLossPeer
 from fastformer.ops import record_backends
 
 BERT, MINILM, ENCODER, GPT2 = models.QUICK
 
 
-def results(peer: type, case: dict, file: Path) -> Results:
-    peer(case, "fp32", torch.get_num_threads(), {}).turn(Step(str(file)))
-    return Results(*torch.load(file))
+def results(peer: type, case: dict, file: Path) -> StepResults:
+    peer(case, "fp32", torch.get_num_threads(), {}).turn(StepJob(str(file)))
+    return StepResults(*torch.load(file))
 
 
 @pytest.fixture(autouse=True)
@@ -67,28 +67,30 @@ def test_encoders_of_sentences_are_right_in_each_order(tmp_path: Path, order: st
     pytest.importorskip("transformers", reason="not installed: pip install transformers")
     from benchmarks.peers.sentences import EncoderPeer, EngineAlone
 
-    found = []
+    measured = []
     for peer in (AsItIs, EngineAlone, EncoderPeer):
-        peer(MINILM, "fp32", torch.get_num_threads(), {}).turn(Step(str(tmp_path / "results.pt"), order))
-        found.append(Results(*torch.load(tmp_path / "results.pt")))
-    assert [each.error(found[0]) < 2e-3 for each in found] == [True] * 3
-    assert found[0].values.shape == (MINILM["sentences"], 128)
+        peer(MINILM, "fp32", torch.get_num_threads(), {}).turn(StepJob(str(tmp_path / "results.pt"), order))
+        measured.append(StepResults(*torch.load(tmp_path / "results.pt")))
+    assert [r.error(measured[0]) < 2e-3 for r in measured] == [True] * 3
+    assert measured[0].values.shape == (MINILM["sentences"], 128)
 
 
 def test_a_fused_loss_is_correct(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="not installed: pip install transformers")
     expected = results(AsItIs, GPT2, tmp_path / "results.pt")
-    assert results(FusedLoss, GPT2, tmp_path / "results.pt").error(expected) < 2e-3
-    peer = FusedLoss(GPT2, "fp32", torch.get_num_threads(), {})
+    assert results(FusedLossPeer, GPT2, tmp_path / "results.pt").error(expected) < 2e-3
+    peer = FusedLossPeer(GPT2, "fp32", torch.get_num_threads(), {})
     with record_backends() as ran:
-        peer.turn(Step())
+        peer.turn(StepJob())
     assert "linear_cross_entropy_fwd_bwd" in {op for op, _ in ran}
-    assert FusedLoss.name in worker.peers(GPT2) and FusedLoss.name not in worker.peers(ENCODER) | worker.peers(BERT)
+    assert FusedLossPeer.name in worker.peers(GPT2) and FusedLossPeer.name not in worker.peers(ENCODER) | worker.peers(
+        BERT
+    )
 
 
 def test_gradients_are_dropped_between_turns() -> None:
     peer = AsItIs(ENCODER, "fp32", torch.get_num_threads(), {})
-    assert peer.turn(Step()).seconds > 0
+    assert peer.turn(StepJob()).seconds > 0
     assert all(p.grad is None for p in peer.work.model.parameters())
     assert any(isinstance(m, nn.Dropout) and m.p for m in peer.work.model.modules())  # it is timed with dropout
 
@@ -100,12 +102,12 @@ def test_any_different_gradient_is_noticed() -> None:
     expected = gradients(loss, parameters)
     assert len(expected.values) == 1 + len(parameters)
     for parameter in parameters[:6]:
-        kept = parameter.grad
-        assert kept is not None
-        for other in (None, 1.1 * kept, -kept):
+        gradient = parameter.grad
+        assert gradient is not None
+        for other in (None, 1.1 * gradient, -gradient):
             parameter.grad = other
             assert gradients(loss, parameters).error(expected) > 2e-3
-        parameter.grad = kept
+        parameter.grad = gradient
     assert gradients(1.01 * loss, parameters).error(expected) == pytest.approx(0.01, rel=1e-3)
     assert gradients(loss, parameters).error(expected) == 0.0
 
@@ -130,8 +132,10 @@ def test_padding_is_drawn_once() -> None:
 def test_worker_runs_steps(tmp_path: Path) -> None:
     answers = io.StringIO()
     file = tmp_path / "results.pt"
-    orders = "".join(json.dumps(asdict(step)) + "\n" for step in (Step(str(file)), Step()))
-    worker.serve(worker.Place("as it is", "fp32", torch.get_num_threads(), ENCODER, {}), io.StringIO(orders), answers)
+    orders = "".join(json.dumps(asdict(step)) + "\n" for step in (StepJob(str(file)), StepJob()))
+    worker.serve(
+        worker.WorkerConfig("as it is", "fp32", torch.get_num_threads(), ENCODER, {}), io.StringIO(orders), answers
+    )
     ready, checked, timed = map(json.loads, answers.getvalue().splitlines())
     assert ready == {} and checked["seconds"] > 0 and timed["seconds"] > 0 and timed["tokens"] is None
-    assert Results(*torch.load(file)).error(Results(*torch.load(file))) == 0.0
+    assert StepResults(*torch.load(file)).error(StepResults(*torch.load(file))) == 0.0

@@ -10,9 +10,9 @@ import torch
 
 from benchmarks.measure import record
 from benchmarks.peers import models, side_by_side, suite
-from benchmarks.peers.job import Job, Missing, Step, Turn
-from benchmarks.peers.suite import Plan
-from benchmarks.peers.worker import Failed, Place
+from benchmarks.peers.job import Job, JobResult, Missing, StepJob
+from benchmarks.peers.suite import SuitePlan
+from benchmarks.peers.worker import Failed, WorkerConfig
 
 ENVIRONMENT = record.environment("cpu")
 
@@ -24,7 +24,7 @@ class Fake:
     turns: list[str] = []
     says: dict[str, str] = {}  # peer, or peer and precision -> what is the matter
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: WorkerConfig) -> None:
         self.place = place
         self.name = f"{place.peer} {place.precision}"
         self.matter = Fake.says.get(place.peer) or Fake.says.get(self.name)
@@ -36,24 +36,26 @@ class Fake:
             raise Failed("broken: its process ended")
         return "not installed: pip install it" if self.matter == "absent" else None
 
-    def turn(self, job: Job | Step) -> Turn:
+    def turn(self, job: Job | StepJob) -> JobResult:
         if self.matter == "breaks":
             raise Failed("breaks: its process ended")
         if self.matter == "refuses":
             raise Missing("can't do that")
         Fake.turns.append(f"{self.name} {self.place.threads}")
-        if isinstance(job, Step):
+        if isinstance(job, StepJob):
             if job.results is not None:
                 values = torch.tensor([1.0, 2.0 + 0.01 * (self.place.precision == "int8")])
                 if self.matter == "wrong":
                     values[1] = 9.0 if self.place.precision == "int8" else 2.0 + 0.02 * len(Fake.says)
                 torch.save((values, torch.tensor(2.0)), job.results)
-            return Turn(self.seconds, None)
+            return JobResult(self.seconds, None)
         if self.place.peer == "read":
-            return Turn(1e-3, None)
-        said = 6 if self.matter == "wrong" else 5
+            return JobResult(1e-3, None)
+        token = 6 if self.matter == "wrong" else 5
         slower = 2.0 if self.place.threads == 1 else 1.0
-        return Turn(self.seconds * slower, [[said] * (job.new_tokens or 1) for batch in job.batches for _ in batch])
+        return JobResult(
+            self.seconds * slower, [[token] * (job.new_tokens or 1) for batch in job.batches for _ in batch]
+        )
 
     def close(self) -> None:
         Fake.alive.remove(self)
@@ -69,99 +71,99 @@ def _fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not Fake.alive  # whatever happened, no process is left behind
 
 
-TINY = Plan({"name": "tiny"}, ("int8", "fp32"), (1, 2), (4,))
-BERT = Plan(models.QUICK[0], threads=(2,))
+TINY = SuitePlan({"name": "tiny"}, ("int8", "fp32"), (1, 2), (4,))
+BERT = SuitePlan(models.QUICK[0], threads=(2,))
 
 
-def rows(plan: Plan, rounds: int = 3) -> dict[tuple[str, str], dict[str, Any]]:
+def rows(plan: SuitePlan, rounds: int = 3) -> dict[tuple[str, str], dict[str, Any]]:
     """Returns the rows by provider and precision, after checking that each is valid."""
-    found = list(suite.measure(plan, rounds))
-    for row in found:
+    measured = list(suite.measure(plan, rounds))
+    for row in measured:
         if "wrong" not in row:
             record.check(ENVIRONMENT | row)
-    return {(row["provider"], row.get("precision") or row["dtype"]): row for row in found}
+    return {(row["provider"], row.get("precision") or row["dtype"]): row for row in measured}
 
 
 def test_decoders_take_turns_and_are_ranked() -> None:
-    found = rows(TINY)
-    assert set(found) == {
+    by_peer = rows(TINY)
+    assert set(by_peer) == {
         ("fastformer", "int8"), ("fastformer", "fp32"), ("ctranslate2", "int8"), ("ctranslate2", "fp32"),
         ("transformers", "fp32"),  # which has no int8
     }  # fmt: skip
-    ours, theirs = found["fastformer", "int8"], found["ctranslate2", "int8"]
+    ours, rival = by_peer["fastformer", "int8"], by_peer["ctranslate2", "int8"]
     assert (ours["threads"], ours["ms_by_threads"]) == (2, {"1": 2000.0, "2": 1000.0}) and ours["rounds"] == 3
-    assert (ours["speedup"], ours["baseline"]) == (3.0, "ctranslate2 int8") and theirs["speedup"] == 1.0
+    assert (ours["speedup"], ours["baseline"]) == (3.0, "ctranslate2 int8") and rival["speedup"] == 1.0
     assert ours["share_of_dram"] > 0 and ours["share_of_cached"] > 0
     assert ours["tokens_s"] == 48.0 and ours["same_tokens"] == 4 and ours["suite"] == "decoding"
     timed = [turn for turn in Fake.turns if "read" not in turn]
     # Two turns each to begin with; then all of them, there and back again.
-    each = list(dict.fromkeys(timed))
-    assert len(each) == 10 and timed[20:] == [*each, *each[::-1], *each]
+    order = list(dict.fromkeys(timed))
+    assert len(order) == 10 and timed[20:] == [*order, *order[::-1], *order]
 
 
 def test_models_are_measured_against_the_model_as_it_is() -> None:
-    found = rows(BERT)
+    by_peer = rows(BERT)
     others = {"torch.compile", "accelerated, torch.compile", "openvino", "onnxruntime", "encoder engine"}
-    assert {peer for peer, precision in found if precision == "fp32"} == {"as it is", "accelerated", *others}
-    assert {peer for peer, precision in found if precision == "int8"} == {
+    assert {peer for peer, precision in by_peer if precision == "fp32"} == {"as it is", "accelerated", *others}
+    assert {peer for peer, precision in by_peer if precision == "int8"} == {
         "accelerated", "encoder engine", "onnxruntime", "openvino"
     }  # fmt: skip
-    assert ("onnxruntime", "bf16") not in found and ("openvino", "bf16") in found
-    assert found["accelerated", "fp32"]["speedup"] == 0.5 and found["as it is", "fp32"]["speedup"] == 1.0
-    assert found["as it is", "fp32"]["ours"] == 0.5 and found["torch.compile", "fp32"]["ours"] == 2.0
-    assert "ours" not in found["accelerated", "fp32"] and found["openvino", "int8"]["ours"]
-    assert found["openvino", "int8"]["baseline"] == "as it is"
-    assert found["openvino", "int8"]["error"] == pytest.approx(0.005) and found["openvino", "fp32"]["error"] == 0.0
-    row = found["accelerated", "bf16"]
+    assert ("onnxruntime", "bf16") not in by_peer and ("openvino", "bf16") in by_peer
+    assert by_peer["accelerated", "fp32"]["speedup"] == 0.5 and by_peer["as it is", "fp32"]["speedup"] == 1.0
+    assert by_peer["as it is", "fp32"]["ours"] == 0.5 and by_peer["torch.compile", "fp32"]["ours"] == 2.0
+    assert "ours" not in by_peer["accelerated", "fp32"] and by_peer["openvino", "int8"]["ours"]
+    assert by_peer["openvino", "int8"]["baseline"] == "as it is"
+    assert by_peer["openvino", "int8"]["error"] == pytest.approx(0.005) and by_peer["openvino", "fp32"]["error"] == 0.0
+    row = by_peer["accelerated", "bf16"]
     assert (row["suite"], row["op"], row["model"]) == ("model", "drop_in", "bert_tiny")
     assert row["shape"] == {"batch": 8, "seqlen": "8 to 64", "mode": "forward"} and 0.2 < row["padding"] < 0.5
     timed = Fake.turns[
         Fake.turns.index("as it is bf16 2") :
     ]  # the second group of processes: a check, two turns, three
-    each = list(dict.fromkeys(timed))
-    assert len(each) == 6 and timed[18:] == [*each, *each[::-1], *each]
+    order = list(dict.fromkeys(timed))
+    assert len(order) == 6 and timed[18:] == [*order, *order[::-1], *order]
 
 
 def test_sentences_are_measured_in_each_order() -> None:
-    plan = Plan(models.QUICK[1], ("fp32",), (2,), only=("fastformer.Encoder", "sentence-transformers"))
+    plan = SuitePlan(models.QUICK[1], ("fp32",), (2,), only=("fastformer.Encoder", "sentence-transformers"))
     Fake.says = {"sentence-transformers": "absent"}
-    found = [
+    measured = [
         (row["provider"], row["shape"]["order"], row["shape"]["batch"], row["padding"])
         for row in suite.measure(plan, 1)
     ]
-    assert {(provider, order) for provider, order, _, _ in found} == {
+    assert {(provider, order) for provider, order, _, _ in measured} == {
         (provider, order)
         for provider in ("as it is", "fastformer.Encoder", "sentence-transformers")
         for order in models.ORDERS
     }
-    assert {batch for _, order, batch, _ in found if order == "one by one"} == {1}
-    padding = {order: share for _, order, _, share in found}
+    assert {batch for _, order, batch, _ in measured if order == "one by one"} == {1}
+    padding = {order: share for _, order, _, share in measured}
     assert padding["one by one"] == 0.0 < padding["sorted"] < padding["mixed"]
     assert sum("as it is" in turn for turn in Fake.turns) == 3 * 4  # a check, two turns and one that counts
 
 
 def test_only_int8_is_shown_beside_fp32() -> None:
-    found = rows(Plan(models.QUICK[0], ("int8",), (1,), only=("openvino",)))
-    assert set(found) == {("as it is", "fp32"), ("openvino", "int8")}
+    by_peer = rows(SuitePlan(models.QUICK[0], ("int8",), (1,), only=("openvino",)))
+    assert set(by_peer) == {("as it is", "fp32"), ("openvino", "int8")}
 
 
 def test_absent_peers_are_rows_that_say_how_to_install_them() -> None:
     Fake.says = {"ctranslate2": "absent"}
-    found = rows(TINY)
-    row = found["ctranslate2", "int8"]
+    by_peer = rows(TINY)
+    row = by_peer["ctranslate2", "int8"]
     assert row["missing"] == "not installed: pip install it" and row["shape"] == {"batch": 4, "num_beams": 1}
-    assert found["fastformer", "int8"]["baseline"] == "transformers fp32"
+    assert by_peer["fastformer", "int8"]["baseline"] == "transformers fp32"
     Fake.says = {"openvino": "absent"}
-    found = rows(BERT)
-    assert all(found["openvino", precision]["missing"] for precision in ("fp32", "bf16", "int8"))
-    assert "ms_p50" in found["onnxruntime", "fp32"]
+    by_peer = rows(BERT)
+    assert all(by_peer["openvino", precision]["missing"] for precision in ("fp32", "bf16", "int8"))
+    assert "ms_p50" in by_peer["onnxruntime", "fp32"]
     Fake.says = {peer: "absent" for peer in ("as it is", "accelerated", "torch.compile", "accelerated, torch.compile")}
-    found = rows(Plan(models.QUICK[0], ("fp32",), (1,), only=("accelerated", "torch.compile")))
-    assert len(found) == 3 and all("missing" in row for row in found.values())
+    by_peer = rows(SuitePlan(models.QUICK[0], ("fp32",), (1,), only=("accelerated", "torch.compile")))
+    assert len(by_peer) == 3 and all("missing" in row for row in by_peer.values())
 
 
 @pytest.mark.parametrize(("plan", "peer"), [(TINY, "ctranslate2"), (BERT, "openvino")], ids=["decoders", "models"])
-def test_a_wrong_peer_is_not_timed(plan: Plan, peer: str) -> None:
+def test_a_wrong_peer_is_not_timed(plan: SuitePlan, peer: str) -> None:
     Fake.says = {f"{peer} fp32": "wrong"}
     row = rows(plan)[peer, "fp32"]
     assert row["wrong"] and "ms_p50" not in row and "speedup" not in row
@@ -177,9 +179,9 @@ def test_int8_that_lost_the_weights_is_wrong() -> None:
 @pytest.mark.parametrize("matter", ["broken", "breaks", "refuses"])
 def test_a_broken_rival_is_a_row_and_a_broken_fastformer_an_error(matter: str) -> None:
     Fake.says = {"torch.compile": matter, "onnxruntime int8": matter}
-    found = rows(BERT)
-    assert found["torch.compile", "fp32"]["missing"] and found["onnxruntime", "int8"]["missing"]
-    assert "ms_p50" in found["onnxruntime", "fp32"] and "ms_p50" in found["accelerated", "fp32"]
+    by_peer = rows(BERT)
+    assert by_peer["torch.compile", "fp32"]["missing"] and by_peer["onnxruntime", "int8"]["missing"]
+    assert "ms_p50" in by_peer["onnxruntime", "fp32"] and "ms_p50" in by_peer["accelerated", "fp32"]
     if matter != "refuses":
         for plan, ours in ((BERT, "accelerated"), (TINY, "fastformer"), (BERT, "as it is")):
             Fake.says = {ours: matter}

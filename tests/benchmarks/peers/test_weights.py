@@ -89,21 +89,21 @@ def next_log_probs(model: Transformer) -> torch.Tensor:
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_probabilities_of_ctranslate2_equal_fastformers(options: dict) -> None:
     model = transformer(**options)
-    theirs = peer("ctranslate2", model)
+    rival = peer("ctranslate2", model)
     targets = [list(map(str, row)) for row in TARGETS]
-    found = [result.log_probs[:7] for result in theirs.translator.score_batch(theirs.inputs(SOURCES), targets)]
-    torch.testing.assert_close(torch.tensor(found), next_log_probs(model), atol=1e-4, rtol=1e-4)
+    log_probs = [result.log_probs[:7] for result in rival.translator.score_batch(rival.inputs(SOURCES), targets)]
+    torch.testing.assert_close(torch.tensor(log_probs), next_log_probs(model), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_probabilities_of_transformers_equal_fastformers(options: dict) -> None:
     model = transformer(**options)
-    theirs = peer("transformers", model).model
+    rival = peer("transformers", model).model
     for source, target, expected in zip(SOURCES, TARGETS, next_log_probs(model), strict=True):
         with torch.no_grad():
-            logits = theirs(torch.tensor([source]), decoder_input_ids=torch.tensor([[0, *target[:-1]]])).logits[0]
-        found = logits.log_softmax(-1)[range(7), target]
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+            logits = rival(torch.tensor([source]), decoder_input_ids=torch.tensor([[0, *target[:-1]]])).logits[0]
+        log_probs = logits.log_softmax(-1)[range(7), target]
+        torch.testing.assert_close(log_probs, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["ctranslate2", "transformers"])
@@ -115,20 +115,20 @@ def test_tokens_equal_fastformers(name: str, options: dict) -> None:
         model.output_weight[1] = 0.0  # no end, so that beams have one length
         if not model.config.tie_embeddings:
             model.target_embedding.weight[1] = 0.0
-    theirs = peer(name, model)
+    rival = peer(name, model)
     for job in jobs():
         expected = ours.turn(job).tokens
-        assert theirs.turn(job).tokens == expected
+        assert rival.turn(job).tokens == expected
 
 
 @pytest.mark.parametrize("name", ["ctranslate2", "transformers"])
 def test_outputs_end_with_their_end_token(name: str) -> None:
     model = transformer()
     # Of several ends that are likely the first that is said ends an output, and stands in it.
-    said = Ours(model, "fp32", torch.get_num_threads(), {}).turn(jobs()[0]).tokens
-    model.config.special_ids = SpecialIds(eos=said[0][4])
+    tokens = Ours(model, "fp32", torch.get_num_threads(), {}).turn(jobs()[0]).tokens
+    model.config.special_ids = SpecialIds(eos=tokens[0][4])
     expected = Ours(model, "fp32", torch.get_num_threads(), {}).turn(jobs()[0]).tokens
-    assert expected[0][-1] == said[0][4] and len(expected[0]) <= 5
+    assert expected[0][-1] == tokens[0][4] and len(expected[0]) <= 5
     assert peer(name, model).turn(jobs()[0]).tokens == expected
 
 
@@ -137,11 +137,11 @@ def test_gpts(make) -> None:
     model = make()
     job = Job([[[5, 7, 9], [11, 4]], [[8]]], 1, 12)
     expected = Ours(model, "fp32", torch.get_num_threads(), {}).turn(job).tokens
-    theirs = peer("transformers", model)
-    assert theirs.turn(job).tokens == expected
+    rival = peer("transformers", model)
+    assert rival.turn(job).tokens == expected
     tokens = torch.tensor(TARGETS)
     with torch.no_grad():
-        torch.testing.assert_close(theirs.model(tokens).logits, model(tokens), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(rival.model(tokens).logits, model(tokens), atol=1e-4, rtol=1e-4)
 
 
 def test_gguf_contains_each_weight_once(tmp_path: Path) -> None:
@@ -167,8 +167,8 @@ def test_gguf_contains_each_weight_once(tmp_path: Path) -> None:
             "blk.1.ffn_up.weight": layer.linear1.weight,
             "blk.1.ffn_down.weight": layer.linear2.weight,
         }.items():
-            found = tensors[name].reshape(weight.shape)
-            assert (found - weight).abs().max() <= error * weight.abs().max()
+            stored = tensors[name].reshape(weight.shape)
+            assert (stored - weight).abs().max() <= error * weight.abs().max()
 
 
 def test_gguf_of_llama_turns_neighbours(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib", reason="not installed: pip install matplotlib"
 from benchmarks.publish.charts import charts
 from benchmarks.publish.latest import AT_FULL_RATE, WITHOUT_AVX512, Results
 from benchmarks.publish.style import PICTURES, digest, rows_of
-from benchmarks.publish.summary import Case
+from benchmarks.publish.summary import TableCase
 from benchmarks.publish.tables import NOT_MEASURED, TABLES, Numbers, losses, small_work
 from benchmarks.readme import PAGES, all_written, differences, main, read
 
@@ -32,8 +32,8 @@ def test_every_table_is_that_of_the_results(results: Results) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_shows_only_pictures_that_exist(page: Path) -> None:
-    for found in re.findall(r"\((\S*benchmarks/pictures/\w+\.svg)\)", TEXTS[page]):
-        path = (page.parent / found).resolve()
+    for link in re.findall(r"\((\S*benchmarks/pictures/\w+\.svg)\)", TEXTS[page]):
+        path = (page.parent / link).resolve()
         assert path.parent == PICTURES.resolve() and path.is_file()
 
 
@@ -62,7 +62,7 @@ def line(provider: str, ms: float, **fields: object) -> dict[str, object]:
 
 
 LINES = [line("fastformer", 2.0), line("eager", 5.0)]
-TOY = Case("toy", {"op": "toy"}, ("eager",))
+TOY = TableCase("toy", {"op": "toy"}, ("eager",))
 
 
 @pytest.fixture
@@ -140,8 +140,8 @@ def test_accelerated_generate_is_shown_beside_its_baseline(folder: Path) -> None
                    line("converted", 1.0, ours=0.5, speedup=8.1, **same),
                    line("transformers", 8.1, ours=4.0, speedup=1.0, **same)])  # fmt: skip
     numbers = Numbers(Results(folder))
-    found = [[cell.strip() for cell in row.split("|")[2:4]] for row in table(numbers).splitlines()[2:]]
-    assert found == [["4.0", "0.50"], ["8.0", ""]]
+    cells = [[cell.strip() for cell in row.split("|")[2:4]] for row in table(numbers).splitlines()[2:]]
+    assert cells == [["4.0", "0.50"], ["8.0", ""]]
     assert "0.50" in losses(numbers) and not numbers.missing
 
 
@@ -175,7 +175,7 @@ def test_the_latest_run_counts_as_a_whole(folder: Path) -> None:
 
 def test_decoding_beside_another_engine_is_not_a_later_run(tmp_path: Path) -> None:
     beside = [
-        [line(each, ms, op="peers", time=time, baseline=f"{engine} fp32", threads=2) for each, ms in speeds.items()]
+        [line(peer, ms, op="peers", time=time, baseline=f"{engine} fp32", threads=2) for peer, ms in speeds.items()]
         for time, engine, speeds in (
             ("2026-01-01", "one", {"fastformer": 3.0, "one": 4.0}),
             ("2026-01-03", "one", {"fastformer": 2.0, "one": 6.0}),
@@ -183,7 +183,7 @@ def test_decoding_beside_another_engine_is_not_a_later_run(tmp_path: Path) -> No
         )
     ]
     write(tmp_path, [row for rows in beside for row in rows])
-    case = Case("peers", {"op": "peers"}, ("one", "other"))
+    case = TableCase("peers", {"op": "peers"}, ("one", "other"))
     numbers = Numbers(Results(tmp_path))
     assert [numbers.ratio(case, "fp32", rival) for rival in case.against] == ["3.0", "5.0"]
 
@@ -227,7 +227,7 @@ def test_fields_that_fit_several_cases_are_refused(tmp_path: Path) -> None:
     write(tmp_path, [*LINES, line("fastformer", 2.0, shape={"rows": 8}), line("eager", 5.0, shape={"rows": 8})])
     with pytest.raises(ValueError, match="'rows': 8"):
         list(TOY.comparisons(Results(tmp_path).rows))
-    assert len(list(Case("toy", {"op": "toy", "rows": 8}, ("eager",)).comparisons(Results(tmp_path).rows))) == 1
+    assert len(list(TableCase("toy", {"op": "toy", "rows": 8}, ("eager",)).comparisons(Results(tmp_path).rows))) == 1
 
 
 def test_all_blocks_can_be_written_without_any_result(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_all_blocks_can_be_written_without_any_result(tmp_path: Path) -> None:
 
 def test_a_quick_run_has_its_own_tables_and_no_published_figures(tmp_path, capsys) -> None:
     norm = {"op": "add_layer_norm", "mode": "fwdbwd", "shape": {"rows": 4096, "dim": 512, "dropout_p": 0.1}}
-    write(tmp_path, [each | norm | {"quick": True} for each in LINES])
+    write(tmp_path, [fields | norm | {"quick": True} for fields in LINES])
     assert main(["--tables", str(tmp_path)]) == 0
     assert capsys.readouterr().out == (
         "| times faster, fp32, than | eager PyTorch |\n| --- | --- |\n"
