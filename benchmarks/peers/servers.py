@@ -75,7 +75,7 @@ class PeerServer:
         command: the command that starts it; "PORT" in it becomes a free port.
         path: the path to post to.
         body: request -> its body.
-        said: answer -> its text.
+        text_of: answer -> its text.
         threads: its number of threads; None: its own choice.
         health: a path that answers 200 once the server is ready.
     """
@@ -87,13 +87,13 @@ class PeerServer:
         command: Sequence[str],
         path: str,
         body: Callable[[TextRequest], Body],
-        said: Callable[[Any], str],
+        text_of: Callable[[Any], str],
         *,
         threads: int,
         health: str = "/health",
     ) -> None:
         self.name, self.precision, self.path, self.body, self.threads = name, precision, path, body, threads
-        self.text_of, self._command, self._health = said, command, health
+        self.text_of, self._command, self._health = text_of, command, health
         self._process: subprocess.Popen[bytes] | None = None
 
     def __str__(self) -> str:
@@ -211,10 +211,10 @@ def our_translator(folder: Path, precision: str, threads: int, *flags: str) -> P
     def body(request: TextRequest) -> Body:
         return {"text": text_of(request), "max_new_tokens": request.new_tokens}
 
-    def said(answer: Any) -> str:
+    def text_of(answer: Any) -> str:
         return str(answer["text"])
 
-    return _ours(folder, precision, threads, "/v1/translate", body, said, flags)
+    return _ours(folder, precision, threads, "/v1/translate", body, text_of, flags)
 
 
 def translators(case: str, folder: Path, precisions: Sequence[str], threads: int) -> LoadTest:
@@ -228,7 +228,7 @@ def translators(case: str, folder: Path, precisions: Sequence[str], threads: int
     """
     model, backend = write_translator(case, folder / case)
     servers = [our_translator(folder / case, precision, threads) for precision in precisions]
-    body, said = servers[0].body, servers[0].text_of
+    body, text_of = servers[0].body, servers[0].text_of
     missing = []
     name = "ctranslate2, fastapi"
     if importlib.util.find_spec("ctranslate2") is None:
@@ -248,7 +248,7 @@ def translators(case: str, folder: Path, precisions: Sequence[str], threads: int
                 sys.executable, "-m", "benchmarks.peers.ctranslate2_server", str(other), "PORT", "int8",
                 str(workers), str(threads_each), "--together", str(together),
             ]  # fmt: skip
-            servers.append(PeerServer(way, "int8", command, "/v1/translate", body, said, threads=threads_each))
+            servers.append(PeerServer(way, "int8", command, "/v1/translate", body, text_of, threads=threads_each))
     return LoadTest(servers, missing, translations(case, model.config.vocab_size))
 
 
@@ -286,11 +286,11 @@ def language_models(
         limits = {"max_tokens": request.new_tokens, "temperature": 0}
         return {"model": case, "prompt": text_of(request), **limits}
 
-    def said(answer: Any) -> str:
+    def text_of(answer: Any) -> str:
         return str(answer["choices"][0]["text"])
 
     path = "/v1/completions"
-    servers = [_ours(folder / case, precision, threads, path, body, said, ()) for precision in precisions]
+    servers = [_ours(folder / case, precision, threads, path, body, text_of, ()) for precision in precisions]
     missing = []
     if importlib.util.find_spec("transformers.cli.serve") is None:
         missing.append(("transformers serve", "fp32", "not installed: pip install 'transformers[serving]>=5'"))
@@ -303,7 +303,7 @@ def language_models(
         def by_folder(request: TextRequest) -> Body:
             return {**body(request), "model": str(folder / case)}
 
-        servers.append(PeerServer("transformers serve", "fp32", command, path, by_folder, said, threads=threads))
+        servers.append(PeerServer("transformers serve", "fp32", command, path, by_folder, text_of, threads=threads))
     program = llama_server or shutil.which("llama-server")
     try:
         if not program:
