@@ -64,17 +64,9 @@ def test_a_text_with_fewer_tokens_than_requested(command, caplog) -> None:
     assert learned < 4000 and f"no more than {learned} of them" in caplog.text
 
 
-@pytest.mark.skipif(os.name != "posix", reason="links need no rights on POSIX alone")
-def test_a_corpus_is_not_dropped_by_a_second_flag_of_its_kind(command, tmp_path, capsys) -> None:
-    (tmp_path / "more.tsv").write_text("one\teins\n" * 5)
-    run = str(tmp_path / "two")
-    for name, value in (("train_tsv", str(tmp_path / "more.tsv")), ("user_tokens", "<b>"), ("data_weights", "2")):
-        twice = [f"--{name}={given}" for given in ("first", value)]
-        assert main(["train", run, *twice, "--steps", "1"]) == 2, name
-        told = capsys.readouterr().err
-        assert "first" in told and value in told and f"--{name}" in told
-    assert not os.path.exists(run)
-    assert main([*command, "--steps", "9", "--steps", "1"]) == 0  # other flags may be overridden
+def test_the_last_of_two_flags_counts(command) -> None:
+    """Of flags that take a single value; see test_every_flag.py for lists."""
+    assert main([*command, "--steps", "9", "--steps", "1"]) == 0
     assert step(command[1]) == 1
 
 

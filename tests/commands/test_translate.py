@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
 import os
 import select
-import subprocess
 import sys
 import threading
 from functools import partial
@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from fastformer.cli import main
-from fastformer.commands import translate
 from fastformer.commands._lines import PipeLines
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator
@@ -65,24 +64,26 @@ def test_a_line_for_each_line(run, expected, tmp_path, ran, monkeypatch) -> None
     assert lines_of(ran("translate", run, "two", *FEW).out) == [answers[2]]
 
 
-def test_each_line_of_an_interactive_user_is_answered_at_once(run, expected) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(translate.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "fastformer.cli", "translate", run, *FEW]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
-        assert process.stdin is not None and process.stdout is not None
-        killer = threading.Timer(200, process.kill)  # or a program that waits would wait for ever
-        killer.start()
-        for text in ("one", "two"):
-            process.stdin.write(text.encode() + b"\n")
-            process.stdin.flush()
-            answer = process.stdout.readline().decode()
-            assert answer == shown(expected(text)) + "\n"
-        # The reader goes away: the next line finds a closed pipe, and that is no error.
-        process.stdout.close()
-        process.stdin.write(b"three\n" * 3)
-        process.stdin.close()
-        assert process.wait() == 0
-        killer.cancel()
+def test_each_line_of_an_interactive_user_is_answered_at_once(run, expected, monkeypatch) -> None:
+    reading, typing = os.pipe()
+    screen, writing = os.pipe()
+    with os.fdopen(reading, "rb") as source, os.fdopen(typing, "wb", buffering=0) as user:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(source))
+        monkeypatch.setattr(sys, "stdout", os.fdopen(writing, "w"))
+        codes: list[int] = []
+        thread = threading.Thread(target=lambda: codes.append(main(["translate", run, *FEW])), daemon=True)
+        thread.start()
+        with os.fdopen(screen, "rb", buffering=0) as answers:
+            for text in ("one", "two"):
+                user.write(text.encode() + b"\n")
+                assert select.select([answers], [], [], 100)[0]
+                assert answers.readline().decode() == shown(expected(text)) + "\n"
+        # The reader has gone away: the next line finds a closed pipe, and that is no error.
+        user.write(b"three\n" * 3)
+        thread.join(100)
+        assert codes == [0]
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.close()
 
 
 def test_ctrl_c_prints_one_word_after_the_answers(run, expected, ran, monkeypatch) -> None:
