@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 
+import fastformer.generation
 from fastformer import Chat
 from fastformer.cli import main
 from fastformer.console import printable
@@ -209,15 +210,17 @@ def test_without_a_limit_a_chat_ends(folder, tmp_path, capsys, ran, monkeypatch,
     assert ran("generate", str(endless), "--device", "cpu").out == expected.replace("\n", "\\n") + "\n"
 
 
-def test_a_prompt_beyond_the_context(folder, tmp_path, ran, caplog) -> None:
+def test_a_prompt_beyond_the_context(folder, tmp_path, ran, caplog, calls_of) -> None:
     long, flags = "the dog reads a book in the park " * 200, ["--greedy", *FEW]
     assert re.search(r"\b512\b", ran("generate", str(folder), long, *flags, code=1).err)
+    calls = calls_of(fastformer.generation, "generate")
     out = ran("generate", str(folder), long, "--cut", *flags).out
     assert out.startswith(long) and len(out) > len(long) + 1 and "512" in caplog.text
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     ids = tokenizer(long)["input_ids"]
     kept = torch.tensor([[ids[0], *ids[-(512 - 8 - 1) :]]])  # BOS stays
+    assert [*calls[0].args[1]] == kept.tolist()
     with torch.inference_mode():
         expected = model.generate(kept, do_sample=False, max_new_tokens=8, max_length=None)[0, kept.shape[1] :]
     assert out.removeprefix(long).removesuffix("\n") == tokenizer.decode(expected, skip_special_tokens=True)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+import fastformer
 from fastformer import CrossEncoder, Encoder
 from fastformer.serving import Limits, open_service
 from tests.encoding.folders import D_MODEL, MANY
@@ -24,7 +25,7 @@ from tests.serving.servers import Running, running
 httpx = pytest.importorskip("httpx", reason="the httpx library is not installed")
 openai = pytest.importorskip("openai", reason="the openai library is not installed")
 pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
-pytest.importorskip("transformers", reason="the folders are written by transformers")
+transformers = pytest.importorskip("transformers", reason="the folders are written by transformers")
 
 JSON = {"content-type": "application/json"}
 LABELS = ("good", "bad", "odd")
@@ -52,7 +53,13 @@ def classifier(tmp_path_factory) -> Iterator[Running]:
         yield found
 
 
-def test_embeddings_are_the_librarys_bit_for_bit(client, encoder) -> None:
+def counted(folder: Path, *texts: Any) -> int:
+    """Returns the number of tokens by transformers."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    return sum(map(len, tokenizer(*texts, truncation=True, max_length=24).input_ids))
+
+
+def test_embeddings_are_the_librarys_bit_for_bit(client, encoder, folder) -> None:
     texts = [text for text in MANY[:30] if text]
     expected = encoder.encode(texts)
     found = client.embeddings.create(model="mini", input=texts)  # as base64, unless told otherwise
@@ -64,7 +71,7 @@ def test_embeddings_are_the_librarys_bit_for_bit(client, encoder) -> None:
     own = encoder.encode(texts[0], prompt_name="query", truncate_dim=7, normalize=True)
     assert np.linalg.norm(own) == pytest.approx(1)
     np.testing.assert_array_equal(np.array(short.data[0].embedding, np.float32), own)
-    assert found.usage.prompt_tokens == found.usage.total_tokens > len(texts)
+    assert found.usage.prompt_tokens == found.usage.total_tokens == counted(folder, texts)
     cut = client.embeddings.create(model="mini", input="a bird " * 30, extra_body={"truncate": True})
     np.testing.assert_array_equal(np.array(cut.data[0].embedding, np.float32), encoder.encode("a bird " * 30))
 
@@ -120,7 +127,8 @@ def test_documents_are_ranked_as_the_library_ranks_them(route, ranker) -> None:
         {"index": one["corpus_id"], "relevance_score": one["score"], "document": {"text": one["text"]}}
         for one in expected
     ]
-    assert found["usage"]["total_tokens"] > len(documents)
+    count = counted(ranker.service.encoder._folder.path, ["a bird"] * len(documents), documents)
+    assert found["usage"] == {"prompt_tokens": count, "total_tokens": count}
     objects = [{"text": text} for text in documents]
     few = httpx.post(
         f"{ranker.url}{route}", json=body | {"documents": objects, "top_n": 3, "return_documents": False}
@@ -240,6 +248,35 @@ async def test_a_full_queue_refuses_and_ends_empty(folder) -> None:
         assert service.session.stats().running == service.session.stats().waiting == 0
         late = await client.post("/embed", json=ask | {"timeout": 1e-6})
         assert late.status_code == 504 and late.json()["error"]
+
+
+async def test_errors_before_a_route_have_the_type_of_its_format(folder) -> None:
+    limits = Limits(max_body_bytes=1000, max_texts=7, max_waiting=9)
+    expected = {
+        401: ("unauthorized", ("authentication_error", "invalid_api_key")),
+        405: ("validation", ("invalid_request_error", None)),
+        413: ("validation", ("invalid_request_error", "request_too_large")),
+        503: ("unhealthy", ("service_unavailable_error", "service_unavailable")),
+    }
+    async with serving(open_service(folder, limits=limits), keys=["key"]) as client:
+        known = {"Authorization": "Bearer key"}
+        for status, (of_tei, of_openai) in expected.items():
+            client.app.state.traffic.is_refusing = status == 503
+            for path in ("/embed", "/v1/embeddings"):
+                method, head = "GET" if status == 405 else "POST", {} if status == 401 else known
+                body = {"inputs": "a" * 2000 * (status == 413)}
+                answer = await client.request(method, path, headers=head, **({} if method == "GET" else {"json": body}))
+                assert answer.status_code == status, (path, answer.text)
+                error = answer.json()
+                if path == "/embed":
+                    assert error["error_type"] == of_tei
+                else:
+                    assert (error["error"]["type"], error["error"]["code"]) == of_openai
+        client.app.state.traffic.is_refusing = False
+        info = (await client.get("/info", headers=known)).json()
+        assert (info["model_id"], info["served_model_name"], info["model_dtype"]) == ("mini", "mini", "fp32")
+        assert (info["max_client_batch_size"], info["max_concurrent_requests"]) == (7, 9)
+        assert info["auto_truncate"] is False and info["version"] == fastformer.__version__
 
 
 def test_base64_is_fp32_in_little_endian(server, encoder) -> None:

@@ -335,6 +335,15 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
+# By the parameter, or by the beginning of the prompt.
+CODES = {
+    "model": "model_not_found", "a a ": "context_length_exceeded", "aaaa": "string_above_max_length",
+    **dict.fromkeys(
+        ("echo", "suffix", "tools", "response_format", "guided_json", "continue_final_message"), "unsupported_parameter"
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("path, body, param", WRONG, ids=[f"{param}-{i}" for i, (*_, param) in enumerate(WRONG)])
 def test_errors_name_the_cause(path, body, param, server) -> None:
     text = json.dumps(body)  # NaN and lone surrogates too
@@ -343,7 +352,8 @@ def test_errors_name_the_cause(path, body, param, server) -> None:
     )
     assert answer.status_code == (404 if param == "model" else 400), answer.text
     error = answer.json()["error"]
-    assert error["param"] == param and error["message"] and "code" in error and error["type"]
+    assert error["param"] == param and error["message"] and error["type"].endswith("_error")
+    assert error["code"] == CODES.get(param if param != "prompt" else str(body.get("prompt"))[:4])
 
 
 async def test_chats_of_many_messages_delay_no_other_chat(server) -> None:
@@ -498,11 +508,61 @@ async def test_what_a_folder_samples_with_is_a_default_of_openais_routes_alone(f
             assert of_tgi == (explicit if name == "repetition_penalty" else await texts(plain, **given))[1], name
 
 
+async def test_values_at_an_edge_mean_what_other_servers_mean(folder) -> None:
+    async with serving(open_service(folder)) as http:
+
+        async def said(**options: Any) -> Any:
+            body = {"prompt": PROMPTS[0], "max_tokens": 12, "seed": 5, "logprobs": 0, **options}
+            [choice] = (await http.post("/v1/completions", json=body)).json()["choices"]
+            return choice["text"], choice["logprobs"]["token_logprobs"]
+
+        best = (await said(temperature=0))[0]
+        for options in ({"top_p": 0}, {"top_k": 1}, {"min_p": 1, "temperature": 2}, {"temperature": 0, "top_k": 9}):
+            assert (await said(**options))[0] == best, options
+        assert await said(top_k=-1) == await said(top_k=0) != await said(top_k=2)
+        drawn = await said(temperature=2)
+        assert drawn == await said(temperature=2, min_p=0, presence_penalty=0, stop=[], stop_token_ids=[], min_tokens=0)
+        # A penalty doesn't count the tokens of a prompt.
+        ids = {"prompt": [68, 68, 69], "max_tokens": 1, "temperature": 0, "logit_bias": {"68": 100}}
+        assert await said(**ids) == await said(**ids, frequency_penalty=2, presence_penalty=2)
+        # An id that ends an answer doesn't replace those of the model.
+        assert (await said(logit_bias={"1": 100}, stop_token_ids=[68]))[0] == ""
+
+
+async def test_a_request_without_a_length_gets_the_usual_one(tmp_path) -> None:
+    async with serving(open_service(models.generator(tmp_path / "tiny", max_len=2048, num_layers=1))) as http:
+        least = {"temperature": 0, "min_tokens": 2000}  # no end comes before the last token
+        for path, body, count in (
+            ("completions", {"prompt": "a"}, 16),
+            ("chat/completions", {"messages": MESSAGES}, 1024),
+        ):
+            answer = (await http.post(f"/v1/{path}", json=body | least)).json()
+            assert answer["usage"]["completion_tokens"] == count and answer["choices"][0]["finish_reason"] == "length"
+        answer = (await http.post("/generate", json={"inputs": "a", "parameters": {"details": True}})).json()
+        assert answer["details"]["generated_tokens"] == 100 and answer["details"]["finish_reason"] == "length"
+        assert not [token for token in answer["details"]["tokens"] if token["special"]]
+
+
+@pytest.mark.parametrize("limits", [Limits(max_texts=2), Limits(max_waiting=2)], ids=["texts", "queue"])
+async def test_a_request_has_no_more_answers_than_may_wait(limits, folder) -> None:
+    async with serving(open_service(folder, limits=limits)) as http:
+        for prompt, n, status in ((["a"] * 2, 1, 200), ("a", 2, 200), (["a"] * 3, 1, 400), (["a"] * 2, 2, 400)):
+            answer = await http.post("/v1/completions", json={"prompt": prompt, "n": n, "max_tokens": 1})
+            assert answer.status_code == status, (prompt, n)
+
+
 async def test_a_token_that_cannot_follow_has_a_number_in_json(folder) -> None:
     async with serving(open_service(folder)) as http:
         body = {"prompt": PROMPTS[0], "max_tokens": 2, "min_p": 1, "logprobs": 3, "temperature": 1}
         likely = (await http.post("/v1/completions", json=body)).json()["choices"][0]["logprobs"]["top_logprobs"]
         assert all(sorted(each.values())[:2] == [-9999, -9999] and max(each.values()) == 0 for each in likely)
+        # A share is one of the probabilities at the request's temperature.
+        can_follow = []
+        for options in ({"temperature": 1, "min_p": 0.49}, {"temperature": 2, "min_p": 0.7}):
+            body |= {"logprobs": 20, "max_tokens": 1, **options}
+            [likely] = (await http.post("/v1/completions", json=body)).json()["choices"][0]["logprobs"]["top_logprobs"]
+            can_follow.append({token for token, value in likely.items() if value > -9999})
+        assert can_follow[0] == can_follow[1] and 1 < len(can_follow[0]) < 20
 
 
 async def test_the_operators_options_apply_to_a_language_model(folder) -> None:
