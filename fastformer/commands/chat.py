@@ -65,7 +65,8 @@ def chat(
     from fastformer.generation.chat import Chat
 
     asked = given_options(config, {**options, **({"stop_strings": stop} if stop else {})})
-    precision = precision or asked.pop("precision", None)
+    of_file = asked.pop("precision", None)
+    precision = precision or of_file
     if greedy:
         for name in ("temperature", "top_k", "top_p"):
             if name in options:

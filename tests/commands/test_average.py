@@ -14,7 +14,7 @@ from fastformer.checkpoints.training_state import checkpoints, load_checkpoint, 
 from fastformer.cli import main
 from fastformer.models import Transformer
 from fastformer.models.weights import read_notes
-from fastformer.training import start
+from fastformer.training import TrainConfig, start
 from tests.training.conftest import config as config
 from tests.training.conftest import no_tensorboard as no_tensorboard
 from tests.training.tiny import changed, contents
@@ -59,6 +59,15 @@ def test_a_run_without_checkpoints_is_named(run, tmp_path, ran) -> None:
     before = contents(run)
     assert str(run) in ran("average", str(run), code=1).err and contents(run) == before
     assert "--last" in ran("average", str(run), "--last", "0", code=1).err
+
+
+def test_a_language_model_has_no_translations_to_score(tmp_path, ran) -> None:
+    (text := tmp_path / "text").write_text("a line of text\n" * 30)
+    sizes = {"d_model": 8, "d_ff": 8, "num_heads": 2, "num_layers": 1}
+    options = {"tokenizer": "bytes", "seqlen": 16, "max_tokens": 64, "steps": 1, "device": "cpu"}
+    start(TrainConfig(train_text=str(text), model="gpt", settings=sizes, **options), tmp_path / "run").train()
+    out = ran("average", str(tmp_path / "run")).out
+    assert str(tmp_path / "run") in out and "translate" not in out
 
 
 def sparse(weight: torch.Tensor) -> object:

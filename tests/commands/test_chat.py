@@ -74,6 +74,15 @@ def test_a_second_slash_begins_a_line_that_begins_with_one(folder, typed, capsys
     assert capsys.readouterr().out == expected["/reset"] + "\n" and expected["/reset"] != expected["//reset"]
 
 
+def test_a_flag_overrides_the_precision_of_a_file(folder, typed, tmp_path, ran, calls_of) -> None:
+    (file := tmp_path / "chat.yaml").write_text("precision: int8\nmax_new_tokens: 2\n")
+    calls = calls_of(Chat, "from_pretrained")
+    for flags, expected in (([], "int8"), (["--precision", "fp32"], "fp32")):
+        typed(TEXTS[0])
+        ran("chat", str(folder), "--config", str(file), *flags)
+        assert calls.pop().options["precision"] == expected
+
+
 def test_a_quantised_copy_chats_too(folder, typed, tmp_path, capsys, ran) -> None:
     ran("quantize", str(folder), str(tmp_path / "int8"))
     typed(*TEXTS)

@@ -208,6 +208,8 @@ def test_a_folder_of_transformers_is_scored_as_transformers_does(tmp_path, ran) 
         with torch.inference_mode():
             logits = model(ids).logits[:, :-1].log_softmax(2)
         assert total == pytest.approx(float(logits.gather(2, ids[:, 1:, None]).sum()), rel=1e-4)
+    file = write(tmp_path / "more", ["zwölf Vögel"])
+    assert "\\" not in (out := ran("score", given[1], "--file", file, "--token_scores").out) and not out.isascii()
     assert "language model" in ran(*given, "--target", str(tmp_path / "texts"), code=1).err
     (tmp_path / "bert").mkdir()
     (tmp_path / "bert" / "config.json").write_text('{"model_type": "bert"}')

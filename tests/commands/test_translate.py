@@ -168,6 +168,19 @@ def test_scores_of_a_file_with_empty_and_bad_lines(run, expected, tmp_path, ran,
     assert "expected as many lines in" in ran(*arguments, code=1).err
 
 
+def test_scores_are_told_even_if_the_answers_are_lost(run, tmp_path, monkeypatch, capsys) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    (file := tmp_path / "in.txt").write_text("one\ntwo\n")
+    for more, has_scores in (([], False), (["--reference", str(file)], True)):
+        monkeypatch.setattr(sys, "stdout", Full())
+        assert main(["translate", run, "--file", str(file), *more, *FEW]) == 1
+        error = capsys.readouterr().err
+        assert "No space left" in error and ("BLEU" in error) == has_scores
+
+
 def test_a_column_of_a_table_and_a_compressed_file(run, expected, tmp_path, ran, monkeypatch) -> None:
     rows, file = [{"en": "one", "de": "x"}, {"en": "two\nlines", "de": "y"}, {"de": "z"}], tmp_path / "in.jsonl.gz"
     file.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
