@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -64,11 +63,7 @@ class EncodeRequest(BaseRequest):
         # The result of a text without tokens stays zeros.
         self._places = [place for place, ids in enumerate(rows.ids) if ids]
         self._results = np.zeros((len(rows.ids), compute.width), np.float32)
-        self.num_taken = 0
-
-    @cached_property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.rows.ids))
+        self.num_taken, self.num_tokens = 0, sum(map(len, rows.ids))
 
     @property
     def is_complete(self) -> bool:

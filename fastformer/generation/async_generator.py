@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -32,7 +31,7 @@ from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import new_scheduler
 from fastformer.generation.session import Session
-from fastformer.generation.streaming import behind_ends
+from fastformer.generation.streaming import ByteRuns, TextPieces, behind_ends
 from fastformer.settings import Count, check_value
 from fastformer.special_ids import SpecialIds
 
@@ -100,6 +99,7 @@ class AsyncGenerator(Session[Request]):
             if not callable(getattr(tokenizer, name, None)):
                 raise ValueError(f"expected a tokenizer with encode and decode, got {type(tokenizer).__name__}")
         self.tokenizer: Any = tokenizer
+        self._runs = ByteRuns(tokenizer)
         self.config, self.precision = config or GenerationConfig(), precision
         has_template = "chat_template" in (getattr(tokenizer, "chat", None) or {})
         self.template = ChatTemplate.of(tokenizer) if template is None and has_template else template
@@ -245,7 +245,7 @@ class AsyncGenerator(Session[Request]):
         num_alternatives: int = 0,
         deadline: float | None = None,
         **options: Any,
-    ) -> AsyncIterator[Piece]:
+    ) -> Stream[Piece]:
         """Continues a prompt, piece by piece. The request has its place in the queue when this returns.
 
         If you leave the loop, the request is cancelled as soon as the iterator is closed or deleted.
@@ -275,17 +275,23 @@ class AsyncGenerator(Session[Request]):
         **options: Any,
     ) -> list[SampleRequest]:
         """Makes the request of each sample; see `complete`. Several prompts' requests may be submitted together."""
-        check_value("num_alternatives", num_alternatives, Count)
-        config = GenerationConfig.from_options(options, self.config if config is None else config)
+        if num_alternatives != 0:
+            check_value("num_alternatives", num_alternatives, Count)
+        config = self.config if config is None else config
+        is_chat = isinstance(prompt, ChatIds)
+        ids = prompt if isinstance(prompt, ChatIds) else self.encode(prompt)  # `chat_ids` has checked its own
+        if isinstance(config, GenerationConfig):
+            given = {**vars(config), **options}
+            if given["max_new_tokens"] is None and given["max_length"] is None:
+                options["max_new_tokens"] = min(MAX_NEW_TOKENS, self.max_len - len(ids))
+            if is_chat and given["eos_token_id"] is None:
+                pad = given["pad_token_id"]
+                options["eos_token_id"] = self._chat_ends or None
+                options["pad_token_id"] = self._special.pad if pad is None else pad
+        config = GenerationConfig.from_options(options, config)
         if config.num_beams > 1:
             raise ValueError(f"expected num_beams 1, got {config.num_beams}: a beam search has no stream of tokens")
         config.check_engine(self, self._engine.name, self.precision)
-        ids, is_chat = self.encode(prompt), isinstance(prompt, ChatIds)
-        if config.max_new_tokens is None and config.max_length is None:
-            config = replace(config, max_new_tokens=min(MAX_NEW_TOKENS, self.max_len - len(ids)))
-        if is_chat and config.eos_token_id is None:
-            pad = self._special.pad if config.pad_token_id is None else config.pad_token_id
-            config = replace(config, eos_token_id=self._chat_ends or None, pad_token_id=pad)
         builder = RequestBuilder(
             self.model,
             config,
@@ -295,10 +301,12 @@ class AsyncGenerator(Session[Request]):
             num_alternatives=num_alternatives,
         )
         begin = () if is_chat else behind_ends(ids, self._ends)
-        kind = partial(SampleRequest, tokenizer=self.tokenizer, begin=begin, ends=builder.ids.eos)
+        new_text = partial(TextPieces, self.tokenizer, begin, is_told=True, runs=self._runs)
+        kind = partial(SampleRequest, new_text=new_text, ends=builder.ids.eos)
         checked, requests = builder.check(ids), list[SampleRequest]()
         name = f"prompt {prompt!r:.{_SHOWN}}" if isinstance(prompt, str) else f"a prompt of {len(ids):,} tokens"
-        for sample in range(config.samples) if config.samples > 1 else (None,):
+        count = config.num_return_sequences
+        for sample in range(count) if count > 1 else (None,):
             # All samples have place 0: they depend only on the seed and their own number.
             request = builder.build(checked, place=0, sample=sample, kind=kind)
             assert isinstance(request, SampleRequest)

@@ -294,7 +294,7 @@ def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
 class Sandbox(ImmutableSandboxedEnvironment):
     """The environment of transformers' chat templates, with the bounds of this module."""
 
-    intercepted_binops = frozenset(("+", "-", "*", "/", "//", "**", "%"))
+    intercepted_binops = frozenset(("-", "*", "/", "//", "**", "%"))
     concat = staticmethod(_bounded_concat)
     code_generator_class = _Writer
 
@@ -355,9 +355,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise BoundExceeded(f"it prints more than {_MAX_PRINTED:,} characters")
         return text
 
-    def added(self, left: Any, right: Any) -> Any:
-        """Computes the operator + with its bounds."""
-        return self._computed("+", left, right)
+    def added(self, *values: Any) -> Any:
+        """Computes values joined by the operator + with its bounds; texts are joined at once."""
+        kinds = {*map(type, values)}
+        if kinds <= {str, Text}:
+            _check_time()
+            _check_length(sum(map(len, values)))
+            return Text("").join(values)
+        return functools.reduce(lambda left, right: self._computed("+", left, right), values)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         """Parses a template, and inserts calls that count loops and macros into its syntax tree."""
@@ -391,7 +396,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise BoundExceeded("it formats to a width above 99,999")
         elif operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
             _check_length(len(left) + len(right), _most(left))
-        return _checked(self.binop_table[operator](as_text(left), as_text(right)))
+        left = Text(left) if type(left) is str else left
+        right = Text(right) if type(right) is str else right
+        return _checked(self.binop_table[operator](left, right))
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: D102 (the base class's)
         _check_time()
@@ -438,7 +445,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _bound_lengths(node: nodes.Node) -> None:
-    """Replaces each a ~ b, list, tuple, mapping, slice and comparison with a call that checks its length and time."""
+    """Replaces a ~ b, a + b, lists, tuples, mappings, slices and comparisons with calls that check length and time."""
     for field, value in node.iter_fields():
         if isinstance(value, nodes.Node):
             _bound_lengths(value)
@@ -453,6 +460,11 @@ def _bound_lengths(node: nodes.Node) -> None:
 def _as_call(node: nodes.Node) -> nodes.Node:
     if isinstance(node, nodes.Concat):
         call = nodes.Call(nodes.EnvironmentAttribute("joined"), node.nodes, [], None, None)
+    elif isinstance(node, nodes.Add):
+        first = node.left  # has become a call already, if it is a sum
+        is_sum = isinstance(first, nodes.Call) and first.node == nodes.EnvironmentAttribute("added")
+        values = [*(first.args if is_sum else (first,)), node.right]
+        call = nodes.Call(nodes.EnvironmentAttribute("added"), values, [], None, None)
     elif (
         isinstance(node, nodes.List | nodes.Dict | nodes.Compare)
         or (isinstance(node, nodes.Tuple) and node.ctx == "load")

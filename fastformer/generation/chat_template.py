@@ -76,6 +76,7 @@ class ChatTemplate:
         self.source, self.tokens, self._name = source, dict(tokens or {}), name
         self._sandbox = Sandbox()
         self._template: jinja2.Template = self._guarded(lambda: self._sandbox.from_string(source))
+        self._names: dict[str, Text] | None = None  # the special tokens as texts of the template
         self._controls: dict[frozenset[tuple[str, bool]], frozenset[str]] = {}
 
     @classmethod
@@ -130,13 +131,14 @@ class ChatTemplate:
                 raise ValueError(f"expected messages[{place}] to be a mapping, got {message!r:.60}")
             if (role := message.get("role")) in _ROLES:
                 message["role"] = Text.written(role)
-        tokens = {name: Text.written(token) for name, token in self.tokens.items()}
+        if self._names is None:
+            self._names = {name: Text.written(token) for name, token in self.tokens.items()}
         given = {
-            "tools": as_texts(_plain(tools, "tools")),
+            "tools": as_texts(_plain(tools, "tools")) if tools is not None else None,
             "documents": None,
-            **as_texts(_plain(variables, "variables")),
+            **(as_texts(_plain(variables, "variables")) if variables else {}),
         }
-        names = {**tokens, "messages": values, "add_generation_prompt": bool(add_generation_prompt), **given}
+        names = {**self._names, "messages": values, "add_generation_prompt": bool(add_generation_prompt), **given}
         found: Text = self._guarded(lambda: self._sandbox.render(self._template, names))
         return found
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from fastformer.generation.jobs import Job
 from fastformer.generation.requests import Request
 from fastformer.generation.search import Hypothesis
-from fastformer.generation.streaming import Detokenizer, TextPieces
+from fastformer.generation.streaming import TextPieces
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 
@@ -73,20 +73,19 @@ class SampleRequest(Request):
 
     Args:
         arguments, options: see `Request`.
-        tokenizer: the tokenizer of the text.
-        begin: the ids before the text that it continues; see `TextPieces`.
+        new_text: makes the text's pieces from the stop texts.
         ends: the ids that end the text.
     """
 
     def __init__(
-        self, *arguments: Any, tokenizer: Detokenizer, begin: Sequence[int], ends: Collection[int], **options: Any
+        self, *arguments: Any, new_text: Callable[..., TextPieces], ends: Collection[int], **options: Any
     ) -> None:
         super().__init__(*arguments, **options)
-        self._tokenizer, self._begin, self._ends = tokenizer, begin, ends
+        self._new_text, self._ends = new_text, ends
 
     @functools.cached_property
     def _text(self) -> TextPieces:
-        return TextPieces(self._tokenizer, self._begin, is_told=True, stop=self.stop_strings)
+        return self._new_text(stop=self.stop_strings)
 
     def listen(self, on_token: Callable[[Any], object]) -> None:
         """Sets the listener; if log-probabilities are computed, it is called with `ScoredToken`s."""
@@ -110,7 +109,7 @@ class SampleRequest(Request):
     def completion(self) -> Completion:
         """Returns the whole text, after the end of a request that was not streamed."""
         result = self.results[0]
-        text = self._text.add(result.tokens) + self._text.end()
+        text = self._text.whole(result.tokens)
         if self.log_probs:
             tokens = [_scored(result, place) for place in range(len(result.tokens))]
         else:

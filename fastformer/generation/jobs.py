@@ -15,6 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
+from typing_extensions import Self
+
 from fastformer.generation.requests import BaseRequest
 from fastformer.generation.scheduler import Load
 from fastformer.generation.text_io import failure
@@ -92,7 +94,8 @@ class Job(Generic[R]):
         """Cancels the requests that haven't ended."""
         for timer in self._timers:
             timer.cancel()
-        self._leave(self)
+        if not all([request.is_done or request.is_cancelled for request in self.requests]):
+            self._leave(self)
 
     async def result(self, index: int) -> R:
         """Waits for the end of a request.
@@ -208,6 +211,12 @@ class Stats:
     queue_seconds: float
 
 
+def end_all(events: Iterable[tuple[Job[Any], Sequence[int]]]) -> None:
+    """Wakes the tasks of jobs, given the indices of their requests that have ended; runs in their event loop."""
+    for job, indices in events:
+        job.end(indices)
+
+
 class JobQueue(Generic[R]):
     """The jobs in front of a session's batch, and the limits of their number. The session's lock guards it.
 
@@ -216,6 +225,8 @@ class JobQueue(Generic[R]):
 
     Attributes:
         jobs: the jobs that have a place in the queue.
+        blocked: the jobs that wait for a place.
+        places: places that are reserved for requests that aren't made yet.
         load: the load of the batch when it was last known, with the jobs that it has taken since.
         refused: the number of calls that were refused.
         counts, seconds: the times in the queue; see `Stats`.
@@ -227,8 +238,8 @@ class JobQueue(Generic[R]):
         check_value("when_full", when_full, Literal["wait", "refuse"])
         self.max_waiting, self._max_tokens, self._refuses = max_waiting, max_waiting_tokens, when_full == "refuse"
         self.jobs: deque[Job[R]] = deque()
-        self._blocked: deque[Job[R]] = deque()  # jobs that wait for a place
-        self._places: set[object] = set()  # places reserved for requests that aren't made yet
+        self.blocked: deque[Job[R]] = deque()
+        self.places: set[object] = set()
         self.load, self.refused = Load(), 0
         self.counts, self.seconds = [0] * (len(QUEUE_BOUNDS) + 1), 0.0
         self._rate, self._rate_tokens, self._rate_seconds = 0.0, 0, 0.0  # tokens that leave the queue a second
@@ -241,7 +252,7 @@ class JobQueue(Generic[R]):
     @property
     def num_blocked(self) -> int:
         """The number of requests that wait for a place in the queue."""
-        return sum([len(job.requests) for job in list(self._blocked)])
+        return sum([len(job.requests) for job in list(self.blocked)])
 
     @property
     def num_tokens(self) -> int:
@@ -257,11 +268,7 @@ class JobQueue(Generic[R]):
         if self._refuses:
             if not self._has_room(1):
                 raise self._full()
-            self._places.add(place)
-
-    def release(self, place: object) -> None:
-        """Gives a reserved place back, if it is reserved."""
-        self._places.discard(place)
+            self.places.add(place)
 
     def put(self, job: Job[R]) -> bool:
         """Appends a job. Returns whether it has a place; if not, it waits for one.
@@ -269,34 +276,33 @@ class JobQueue(Generic[R]):
         Raises:
             QueueFull: see `reserve`.
         """
-        has_place = not self._blocked and self._has_room(job.num_tokens)
+        has_place = not self.blocked and self._has_room(job.num_tokens)
         if not has_place and self._refuses:
             raise self._full()
-        (self.jobs if has_place else self._blocked).append(job)
+        (self.jobs if has_place else self.blocked).append(job)
         return has_place
 
     def remove_blocked(self, job: Job[R]) -> bool:
         """Removes a job that waits for a place. Returns whether it did."""
-        if job not in self._blocked:
+        if job not in self.blocked:
             return False
-        self._blocked.remove(job)
+        self.blocked.remove(job)
         return True
 
-    def take(self, load: Load) -> list[Job[R]]:
-        """Removes and returns the jobs that the batch takes, whose load is given."""
-        self.load = load
-        while self._blocked and self._has_room(self._blocked[0].num_tokens):
-            self.jobs.append(self._blocked.popleft())
+    def take(self) -> list[Job[R]]:
+        """Removes and returns the jobs that the batch takes."""
+        while self.blocked and self._has_room(self.blocked[0].num_tokens):
+            self.jobs.append(self.blocked.popleft())
         waiting, num_tokens, taken = self.num_queued, self.num_tokens, [*self.jobs]
         self.jobs.clear()
-        self.load = load._replace(waiting=waiting, waiting_tokens=num_tokens)
+        self.load = self.load._replace(waiting=waiting, waiting_tokens=num_tokens)
         return taken
 
     def clear(self) -> list[Job[R]]:
         """Removes and returns all jobs."""
-        jobs = [*self.jobs, *self._blocked]
+        jobs = [*self.jobs, *self.blocked]
         self.jobs.clear()
-        self._blocked.clear()
+        self.blocked.clear()
         self.load = Load()
         return jobs
 
@@ -320,7 +326,7 @@ class JobQueue(Generic[R]):
             raise self._full(f"the texts of {count} requests are still to be read")
 
     def _has_room(self, num_tokens: int) -> bool:
-        if self.num_queued + len(self._places) >= self.max_waiting:
+        if self.num_queued + len(self.places) >= self.max_waiting:
             return False
         waiting = self.num_tokens
         return self._max_tokens is None or not waiting or waiting + num_tokens <= self._max_tokens
@@ -344,12 +350,23 @@ class Stream(Generic[T]):
 
     def __init__(self, job: Job[Any] | None, pieces: AsyncGenerator[T, None]) -> None:
         self._job, self._pieces = job, pieces
+        self._first: list[T] = []
+
+    async def begin(self) -> Self:
+        """Waits for the first piece, so that an error before it is raised here; the iterator returns it too.
+
+        Raises:
+            StopAsyncIteration: there is no piece.
+            Exception: see `Job.result`.
+        """
+        self._first.append(await anext(self._pieces))
+        return self
 
     def __aiter__(self) -> Stream[T]:
         return self
 
     def __anext__(self) -> Coroutine[Any, Any, T]:
-        return self._pieces.__anext__()
+        return _at_once(self._first.pop()) if self._first else self._pieces.__anext__()
 
     async def aclose(self) -> None:
         """Cancels the requests that haven't ended."""
@@ -490,6 +507,10 @@ class TextQueue:
         if call is not None:
             with contextlib.suppress(BaseException):  # the task has the error
                 call.run()
+
+
+async def _at_once(value: T) -> T:
+    return value
 
 
 def _late() -> TooLate:

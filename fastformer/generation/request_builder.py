@@ -371,7 +371,7 @@ def most_new_tokens(
         )
     advice = "; with window='slide', it continues, and sees only the end of the text" if prompted else ""
     begun = 1 + prefix if not prompted else width
-    wanted, least = config.max_new_tokens, config.least_tokens(begun)
+    wanted = config.max_new_tokens
     name, more = "max_new_tokens", 0
     if wanted is None and config.max_length is not None:
         name, more = "max_length", begun  # max_length counts the tokens before the new ones
@@ -381,7 +381,9 @@ def most_new_tokens(
                 f"expected max_length of more than the {begun} that outputs begin with, got {config.max_length}; "
                 "max_new_tokens doesn't count them"
             )
+    least = 0
     if wanted is None:  # only then the minimum has to fit; else the output ends at the wanted number
+        least = config.least_tokens(begun)
         name, more = ("min_new_tokens", 0) if config.min_new_tokens else ("min_length", begun)
     value = least if wanted is None else wanted
     if value > room:

@@ -30,6 +30,7 @@ class BaseRequest(ABC):
 
     Attributes:
         name: the name of the request in messages.
+        num_tokens: the number of tokens that it has to read, which is its weight in the queue.
         error: the error that ended the request, or None.
         is_done: whether the request has ended, with results or without.
         is_cancelled: whether `cancel` has been called.
@@ -39,6 +40,7 @@ class BaseRequest(ABC):
     """
 
     name = "the request"
+    num_tokens: int
 
     def __init__(self, max_time: float | None) -> None:
         self.error: Exception | None = None
@@ -46,11 +48,6 @@ class BaseRequest(ABC):
         self.on_cancel: Callable[[], object] | None = None
         self.deadline = None if max_time is None else time.monotonic() + max_time
         self.begun_at: float | None = None
-
-    @property
-    @abstractmethod
-    def num_tokens(self) -> int:
-        """The number of tokens that the request has to read, which is its weight in the queue."""
 
     @property
     @abstractmethod
@@ -129,7 +126,8 @@ class Request(BaseRequest):
         stop_strings: Sequence[str] = (),
     ) -> None:
         super().__init__(max_time)
-        self.prompt, self.processors, self.log_probs, self.on_token = prompt, processors, log_probs, on_token
+        self.prompt, self.num_tokens = prompt, prompt.num_tokens
+        self.processors, self.log_probs, self.on_token = processors, log_probs, on_token
         self.search_suffices = search_suffices or not processors
         self.window, self.stop_strings = window, stop_strings
         self.before = prompt.tokens if before is None else before
@@ -152,10 +150,6 @@ class Request(BaseRequest):
         if self.search.peak_rows != 1:
             raise ValueError("expected one row to stream: beams and samples can't be told token by token")
         self.on_token = on_token
-
-    @property
-    def num_tokens(self) -> int:
-        return self.prompt.num_tokens
 
     @property
     def num_new_tokens(self) -> int:
@@ -182,6 +176,7 @@ class Request(BaseRequest):
         """Makes the last half of a full window the new prompt."""
         tokens = [*self.before, *self.search.tokens(0)]
         self.prompt, self._slid_at = Prompt(None, window_end(tokens, self.window or 0)), self.steps
+        self.num_tokens = self.prompt.num_tokens
 
     def next_tokens(self) -> list[int]:
         """Returns the next input token of each row."""
@@ -273,7 +268,7 @@ class Request(BaseRequest):
         if self.steps > self._kept_steps:
             self._kept, self._kept_steps = self.search.results(), self.steps
         self.search, self.steps = self._make_search(), 0
-        self.prompt, self._slid_at = self._first_prompt, 0
+        self.prompt, self.num_tokens, self._slid_at = self._first_prompt, self._first_prompt.num_tokens, 0
 
 
 def window_end(tokens: Sequence[int], window: int) -> Sequence[int]:

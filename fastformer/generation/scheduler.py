@@ -135,7 +135,9 @@ class Scheduler:
         self.max_tokens = max_bytes // engine.token_bytes if engine.token_bytes else max_bytes
         self._batch: Batch | None = None
         self._capacity_rows = self._capacity_tokens = 0
-        self._free_at_first = 0  # tokens, in whole blocks
+        self._free_at_first = self._free_tokens = (
+            0  # tokens, in whole blocks: at first, and when they were last counted
+        )
         self._reserved_tokens = self._min_capacity = 0  # the latter: for the next batch, in tokens
         self.waiting: deque[Request] = deque()
         self.waiting_tokens = 0
@@ -168,9 +170,11 @@ class Scheduler:
 
     def load(self) -> Load:
         """Returns the counters and the state of the memory. Only the thread that steps the scheduler may call this."""
-        free = 0 if self._batch is None else self._batch.free_tokens()
+        if not self.running:  # else the memory is that before the last step
+            self._free_tokens = 0 if self._batch is None else self._batch.free_tokens()
         return Load(
-            len(self.running), len(self.waiting), self.waiting_tokens, self._running_rows, free, self._free_at_first,
+            len(self.running), len(self.waiting), self.waiting_tokens, self._running_rows, self._free_tokens,
+            self._free_at_first,
             self._read_tokens, self._cached_tokens,
         )  # fmt: skip
 
@@ -284,6 +288,8 @@ class Scheduler:
         Args:
             most_tokens: the most tokens that they may have to read together.
         """
+        if not self.waiting:
+            return []
         batch = self._open_batch
         idle_rows = self._usable_rows - self._running_rows
         reserved = self._reserved_tokens - batch.shared_tokens()
@@ -294,7 +300,7 @@ class Scheduler:
             rows = request.search.peak_rows
             request.reserved_tokens = self.engine.tokens_needed(request.prompt, rows, request.expected_tokens)
             needed = request.reserved_tokens - known.held
-            most_tokens -= request.prompt.num_tokens - known.cached
+            most_tokens -= request.num_tokens - known.cached
             # The first request of a batch is always admitted: the batch was opened for it.
             if (self.running or new) and (needed > tokens or rows > idle_rows or most_tokens < 0):
                 break
@@ -315,7 +321,7 @@ class Scheduler:
             request.begun_at = request.begun_at or now
             request.cached_tokens = count
             self._cached_tokens += count
-            self._read_tokens += request.prompt.num_tokens - count
+            self._read_tokens += request.num_tokens - count
             self.waiting.popleft()
             self._waiting_rows -= request.search.peak_rows
             self.waiting_tokens -= request.num_tokens
@@ -370,7 +376,10 @@ class Scheduler:
 
     def _make_room(self) -> None:
         """Requeues the youngest request as long as the next step needs more memory than is free."""
-        while self.running and self._open_batch.step_tokens() > self._open_batch.free_tokens():
+        while self.running:
+            self._free_tokens = self._open_batch.free_tokens()
+            if self._open_batch.step_tokens() <= self._free_tokens:
+                return
             youngest = self.running[-1]
             if len(self.running) == 1 and self._largest_tokens(youngest) <= self._capacity_tokens:
                 # A group that loses rows and later grows to the same number again may need more than `tokens_needed`.

@@ -19,7 +19,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from typing_extensions import Self
 
-from fastformer.generation.jobs import Call, Job, JobQueue, NotRunning, R, Stats, TextQueue, TooLate
+from fastformer.generation.jobs import Call, Job, JobQueue, NotRunning, R, Stats, TextQueue, TooLate, end_all
 from fastformer.generation.model_protocols import Evaluation, Model, evaluating
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Batching, Scheduler, run
@@ -295,7 +295,7 @@ class Session(Generic[R]):
             if deadline is not None and time.monotonic() >= deadline:
                 self._late += 1
                 raise job.late()
-            self._queue.release(_place.get())  # its own
+            self._queue.places.discard(_place.get())  # its own
             if self._queue.put(job):
                 self._changed.notify()
             else:
@@ -326,7 +326,7 @@ class Session(Generic[R]):
         finally:
             _place.reset(token)
             with self._changed:
-                self._queue.release(place)
+                self._queue.places.discard(place)
 
     async def aside(
         self, work: Callable[[], T], size: int, *, deadline: float | None = None, is_slow: bool = False
@@ -431,9 +431,8 @@ class Session(Generic[R]):
 
     def _leave(self, job: Job[R]) -> None:
         """Ends requests whose task no longer waits for them."""
-        if not all([request.is_done or request.is_cancelled for request in job.requests]):
-            self._cancelled += 1
-            self._withdraw(job)
+        self._cancelled += 1
+        self._withdraw(job)
 
     def _withdraw(self, job: Job[R]) -> None:
         for request in job.requests:
@@ -464,10 +463,9 @@ class Session(Generic[R]):
 
     def _run(self, batching: Batching[R], mode: Evaluation) -> Batching[R]:
         """Steps until no work is left, and returns the scheduler in use at the end."""
-        load = batching.load()
         while True:
             with self._changed:
-                arrived = self._queue.take(load)
+                arrived = self._queue.take() if self._queue.jobs or self._queue.blocked else ()
                 num_calls = len(self._calls)
                 is_cancelling = self._is_cancelling
             for job in arrived:  # all of them before an error: `_give_up` fails only those that it knows
@@ -480,7 +478,8 @@ class Session(Generic[R]):
             for _ in range(num_calls):
                 mode.hold()
                 self._calls.popleft().run()
-            if batching.is_idle:
+            load = self._queue.load
+            if not load.running and not load.waiting:
                 return batching
             began = time.monotonic()
             try:
@@ -522,7 +521,7 @@ class Session(Generic[R]):
             loops.setdefault(event[0].loop, []).append(event)
         for loop, own in loops.items():
             with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits
-                loop.call_soon_threadsafe(_end_all, own)
+                loop.call_soon_threadsafe(end_all, own)
 
     def _recover(self, error: BaseException, batching: Batching[R]) -> tuple[list[R], Batching[R]]:
         """Recovers from an error of the model: requests that had begun fail, the others begin with a new batch."""
@@ -565,11 +564,6 @@ class Session(Generic[R]):
 
 def _is_done(pair: tuple[object, Request | None]) -> bool:
     return pair[1] is None or pair[1].is_done
-
-
-def _end_all(events: Iterable[tuple[Job[Any], Sequence[int]]]) -> None:
-    for job, indices in events:
-        job.end(indices)
 
 
 @atexit.register

@@ -50,16 +50,23 @@ class TextPieces:
         is_told: whether their text is known already, so that the pieces continue it.
         stop: texts that end the text, without being part of it. They are searched for in the text after that of
             `begin`. They may spell special tokens, which the text itself omits.
+        runs: the tokenizer's runs of bytes, which several texts may share; None: they are found again.
 
     Attributes:
         is_stopped: whether a stop text has been found; text after it is omitted.
     """
 
     def __init__(
-        self, tokenizer: Detokenizer, begin: Sequence[int] = (), *, is_told: bool = False, stop: Sequence[str] = ()
+        self,
+        tokenizer: Detokenizer,
+        begin: Sequence[int] = (),
+        *,
+        is_told: bool = False,
+        stop: Sequence[str] = (),
+        runs: ByteRuns | None = None,
     ) -> None:
         self._tokenizer, self._ids, self._begin, self._stop = tokenizer, list(begin), len(begin), tuple(stop)
-        self._runs = ByteRuns(tokenizer)
+        self._runs = runs or ByteRuns(tokenizer)
         before = tokenizer.decode(self._ids) if begin and (is_told or stop) else ""
         self._unsearched = 0 if is_told else len(before)  # characters that aren't searched for stop texts
         self._before = before if is_told else ""
@@ -143,6 +150,13 @@ class TextPieces:
     def _stop_at(self, rest: str, place: int) -> str:
         self.is_stopped = True
         return self._give(rest[: place - self._given_length])
+
+    def whole(self, tokens: Iterable[int]) -> str:
+        """Returns the text of all tokens, which are given at once; see `end`."""
+        if self._stop:
+            return self.add(tokens) + self.end()
+        self._ids += tokens
+        return self.end()
 
     def end(self) -> str:
         """Returns the rest of the text after the last token.

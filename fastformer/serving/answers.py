@@ -159,16 +159,6 @@ async def _disconnected(http: Request) -> None:
         pass
 
 
-async def behind(first: T, rest: AsyncIterator[T]) -> AsyncGenerator[T, None]:
-    """Yields an item that was already taken from an iterator, then the rest of the iterator, which it closes."""
-    try:
-        yield first
-        async for one in rest:
-            yield one
-    finally:
-        await rest.aclose()  # type: ignore[attr-defined]
-
-
 def event(value: object) -> bytes:
     """Encodes a value as a server-sent event of JSON."""
     return b"data: " + as_json(value) + b"\n\n"

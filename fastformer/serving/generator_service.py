@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from fastformer.generation.async_generator import AsyncGenerator, Prompt
@@ -54,7 +54,9 @@ class GenerateService(Service):
             lambda: self.session.encode(prompt, parse_special=parses), len(prompt), deadline=deadline
         )
 
-    async def chat_ids(self, messages: Sequence[Mapping[str, Any]], deadline: float, **variables: Any) -> ChatIds:
+    def chat_ids(
+        self, messages: Sequence[Mapping[str, Any]], deadline: float, **variables: Any
+    ) -> Coroutine[Any, Any, ChatIds]:
         """Returns the ids of a chat, whose template reads the variables too.
 
         Args:
@@ -74,7 +76,7 @@ class GenerateService(Service):
                 f"expected messages of at most {self.limits.max_chat_chars:,} characters together, got {size:,}"
             )
         # A template is a program: even for a short chat it may take seconds, until its bounds end it.
-        return await self.session.aside(
+        return self.session.aside(
             lambda: self.session.chat_ids(messages, **variables),
             size + _MARKS * len(messages),
             deadline=deadline,

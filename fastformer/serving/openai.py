@@ -19,7 +19,7 @@ from fastformer.generation.completions import ChatIds, Completion, Piece, Sample
 from fastformer.generation.jobs import Stream
 from fastformer.generation.streaming import behind_ends
 from fastformer.generation.token_texts import Spelled, SpelledToken, TokenTexts
-from fastformer.serving.answers import EventStream, answer, behind, event, until_gone
+from fastformer.serving.answers import EventStream, answer, event, until_gone
 from fastformer.serving.encoder_service import EmbedService
 from fastformer.serving.generator_service import GenerateService
 from fastformer.serving.limits import Limits
@@ -37,7 +37,7 @@ from fastformer.serving.openai_bodies import (
     ModelsBody,
     TextCompletion,
 )
-from fastformer.serving.openai_errors import ERRORS, ApiError, check_model, check_supported, error_fields
+from fastformer.serving.openai_errors import ERRORS, ApiError, check_body, check_model, error_fields
 from fastformer.serving.openai_errors import error_response as error_response
 from fastformer.serving.openai_options import check_count, check_length, new_tokens, options_of
 from fastformer.serving.service import Service
@@ -89,8 +89,7 @@ def _add_completions(found: APIRouter, service: GenerateService, limits: Limits)
     @found.post("/v1/completions", response_model=None, responses=responses)
     async def completions(body: CompletionBody, http: Request) -> Response:
         """Continues prompts."""
-        check_model(body.model, service.name)
-        check_supported(body)
+        check_body(body, service.name)
         if body.best_of not in (None, body.n or 1):
             raise ApiError(f"expected best_of to be n, {body.n or 1}, got {body.best_of}", param="best_of")
         check_count(body, limits)
@@ -101,10 +100,14 @@ def _add_completions(found: APIRouter, service: GenerateService, limits: Limits)
         for prompt in prompts:
             check_length(prompt, limits, "prompt")
         deadline = service.deadline(body.timeout)
-        rows = await until_gone(http, _encoded(service, prompts, deadline, body.parse_special))
-        lengths = [new_tokens(body, row, service, body.max_tokens, 16) for row in rows]
-        job = CompletionJob(service, body, rows, lengths, body.logprobs, deadline)
-        return await _respond(job, http, _TextForm(job))
+
+        async def respond() -> Response:
+            rows = await _encoded(service, prompts, deadline, body.parse_special)
+            lengths = [new_tokens(body, row, service, body.max_tokens, 16) for row in rows]
+            job = CompletionJob(service, body, rows, lengths, body.logprobs, deadline)
+            return await _respond(job, _TextForm(job))
+
+        return await until_gone(http, respond())
 
 
 def _add_chat(found: APIRouter, service: GenerateService, limits: Limits) -> None:
@@ -113,8 +116,7 @@ def _add_chat(found: APIRouter, service: GenerateService, limits: Limits) -> Non
     @found.post("/v1/chat/completions", response_model=None, responses=responses)
     async def chat(body: ChatBody, http: Request) -> Response:
         """Answers in a chat."""
-        check_model(body.model, service.name)
-        check_supported(body)
+        check_body(body, service.name)
         if not service.has_chat:
             raise ApiError(
                 f"expected a model that was trained to chat; the folder of {service.name!r} has no chat template: see "
@@ -126,23 +128,27 @@ def _add_chat(found: APIRouter, service: GenerateService, limits: Limits) -> Non
             raise ApiError("expected logprobs to be true along with top_logprobs", param="top_logprobs")
         messages = [_message(message, place, limits) for place, message in enumerate(body.messages)]
         deadline = service.deadline(body.timeout)
-        try:
-            ids = await until_gone(http, service.chat_ids(messages, deadline, **_variables(body)))
-        except ValueError as error:
-            raise _unread(error, "messages") from error
+        variables = _variables(body)
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         alternatives = (body.top_logprobs or 0) if body.logprobs else None
-        lengths = [new_tokens(body, ids, service, most, _CHAT_TOKENS)]
-        job = CompletionJob(service, body, [ids], lengths, alternatives, deadline)
-        return await _respond(job, http, _ChatForm(job))
+
+        async def respond() -> Response:
+            try:
+                ids = await service.chat_ids(messages, deadline, **variables)
+            except ValueError as error:
+                raise _unread(error, "messages") from error
+            lengths = [new_tokens(body, ids, service, most, _CHAT_TOKENS)]
+            job = CompletionJob(service, body, [ids], lengths, alternatives, deadline)
+            return await _respond(job, _ChatForm(job))
+
+        return await until_gone(http, respond())
 
 
 def _add_embeddings(found: APIRouter, service: EmbedService, limits: Limits) -> None:
     @found.post("/v1/embeddings", response_model=None, responses={200: {"model": Embeddings}, **ERRORS})
     async def embeddings(body: EmbeddingsBody, http: Request) -> Response:
         """Returns the embeddings of texts."""
-        check_model(body.model, service.name)
-        check_supported(body)
+        check_body(body, service.name)
         texts = _embedded_texts(body.input)
         if len(texts) > limits.max_texts:
             raise ApiError(f"expected at most {limits.max_texts:,} texts, got {len(texts):,}", param="input")
@@ -229,7 +235,8 @@ def _message(message: MessageBody, place: int, limits: Limits) -> dict[str, Any]
     content = "\n".join(part.text or "" for part in parts) if parts else message.content
     assert isinstance(content, str)
     check_length(content, limits, f"{where}.content")
-    check_length(message.name or "", limits, f"{where}.name")
+    if message.name:
+        check_length(message.name, limits, f"{where}.name")
     role = "system" if message.role == "developer" else message.role
     return {"role": role, "content": content, **({} if message.name is None else {"name": message.name})}
 
@@ -431,14 +438,12 @@ def _number(log_prob: float) -> float:
     return max(LEAST_LOG_PROB, log_prob)
 
 
-async def _respond(job: CompletionJob, http: Request, form: _TextForm | _ChatForm) -> Response:
+async def _respond(job: CompletionJob, form: _TextForm | _ChatForm) -> Response:
     """Answers a request, at once or as a stream."""
     if job.body.stream:
-        pieces = job.stream()
-        # An error before the first piece becomes an HTTP error.
-        first = await until_gone(http, anext(pieces))
-        return EventStream(_events(job, form, behind(first, pieces)), error_fields)
-    completions = await until_gone(http, job.complete())
+        pieces = await job.stream().begin()  # an error before the first piece becomes an HTTP error
+        return EventStream(_events(job, form, pieces), error_fields)
+    completions = await job.complete()
     answers = [completion for completion in completions for _ in range(job.copies)]
     choices = [form.whole(index, completion) for index, completion in enumerate(answers)]
     cached = job.cached_tokens([completion.cached_tokens for completion in completions])
@@ -447,7 +452,7 @@ async def _respond(job: CompletionJob, http: Request, form: _TextForm | _ChatFor
 
 
 async def _events(
-    job: CompletionJob, form: _TextForm | _ChatForm, pieces: AsyncGenerator[Piece, None]
+    job: CompletionJob, form: _TextForm | _ChatForm, pieces: Stream[Piece]
 ) -> AsyncGenerator[bytes, None]:
     """Yields the events of a stream."""
     options = job.body.stream_options

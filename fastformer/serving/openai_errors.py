@@ -72,19 +72,20 @@ def error_response(status: int, message: str, **detail: Any) -> Response:
     return answer(error_fields(status, message, **detail), status, detail.get("headers"))
 
 
-def check_model(asked: str | None, served: str) -> None:
-    """Raises an ApiError if a request asks for another model than the one that is served."""
-    if asked not in (None, served, *_PLACEHOLDERS):
+def check_model(requested: str | None, served: str) -> None:
+    """Raises an ApiError if a request names another model than the one that is served."""
+    if requested not in (None, served, *_PLACEHOLDERS):
         raise ApiError(
-            f"expected the model {served!r}, which is served here, got {asked!r:.80}",
+            f"expected the model {served!r}, which is served here, got {requested!r:.80}",
             param="model",
             code="model_not_found",
             status=404,
         )
 
 
-def check_supported(body: Body) -> None:
-    """Raises an ApiError if a field that isn't supported has a value that asks for something."""
+def check_body(body: Body, served: str) -> None:
+    """Raises an ApiError if a body names another model, or has a value of a field that isn't supported."""
+    check_model(getattr(body, "model", None), served)
     name = unsupported_field(body)
     if name is not None:
         raise ApiError(

@@ -12,7 +12,7 @@ from fastformer.serving.answers import answer, until_gone
 from fastformer.serving.encoder_service import SIGMOID, RankService
 from fastformer.serving.limits import Limits
 from fastformer.serving.openai_bodies import UNSUPPORTED_OF_ENCODERS, Body, EmbeddingsUsage, Int, Text
-from fastformer.serving.openai_errors import ERRORS, ApiError, check_model, check_supported
+from fastformer.serving.openai_errors import ERRORS, ApiError, check_body
 from fastformer.serving.openai_errors import error_response as error_response
 from fastformer.serving.openai_options import check_length
 from fastformer.serving.service import Service
@@ -83,8 +83,7 @@ async def ranking(body: DocumentsBody, http: Request, service: RankService, limi
         ApiError: the request is wrong, or the model has several labels.
         ClientGone: see `until_gone`.
     """
-    check_model(body.model, service.name)
-    check_supported(body)
+    check_body(body, service.name)
     if service.encoder.num_labels != 1:
         raise ApiError(f"expected a model of one label to rank with, got {service.encoder.num_labels}")
     texts = [one if isinstance(one, str) else one.text for one in body.documents]

@@ -9,10 +9,11 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, BeforeValidator, Field
 
 from fastformer.generation.completions import FinishReason, Piece, ScoredToken
+from fastformer.generation.jobs import Stream
 from fastformer.generation.streaming import behind_ends
 from fastformer.generation.token_texts import TokenTexts
 from fastformer.serving import tei
-from fastformer.serving.answers import EventStream, answer, behind, event, until_gone
+from fastformer.serving.answers import EventStream, answer, event, until_gone
 from fastformer.serving.generator_service import GenerateService
 from fastformer.serving.limits import Limits
 from fastformer.serving.openai_bodies import EVENTS, UNSUPPORTED, Body, Int, Stop, unsupported_field
@@ -118,10 +119,9 @@ def router(service: Service, limits: Limits) -> APIRouter:
         asked: dict[str, Any] = {"log_probs": bool(body.parameters.details), "deadline": deadline}
         said = _Said(body, service)
         if body.stream:
-            pieces = service.session.stream(ids, **options, **asked)
             # An error before the first piece becomes an HTTP error.
-            first = await until_gone(http, anext(pieces))
-            return EventStream(_events(said, len(ids), behind(first, pieces)), error_fields)
+            pieces = await until_gone(http, service.session.stream(ids, **options, **asked).begin())
+            return EventStream(_events(said, len(ids), pieces), error_fields)
         [whole] = await until_gone(http, service.session.complete(ids, **options, **asked))
         text = (body.inputs if body.parameters.return_full_text else "") + whole.text
         if not body.parameters.details:
@@ -187,7 +187,7 @@ class _Said:
         }
 
 
-async def _events(said: _Said, prompt_length: int, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
+async def _events(said: _Said, prompt_length: int, pieces: Stream[Piece]) -> AsyncGenerator[bytes, None]:
     """Yields an event for each token. Their texts joined are the whole text; a part may come with a later token."""
     text = said.prompt
     tokens: list[ScoredToken] = []
