@@ -127,6 +127,16 @@ def test_imports_go_one_way(path: Path) -> None:
             assert here == "kernels", f"{path} imports triton; only kernels/ may"
 
 
+def test_engines_do_not_know_the_schedulers_objects() -> None:
+    above = ("jobs", "request_builder", "requests", "scheduler", "session", "text_io")
+    for path in MODULES:
+        if path.is_relative_to(ROOT / "fastformer" / "generation" / "engines"):
+            known = [
+                name for name in imported(path) if name.startswith(tuple(f"fastformer.generation.{x}." for x in above))
+            ]
+            assert not known, f"{path} imports {known}"
+
+
 def test_hugging_face_kernels_is_not_shadowed() -> None:
     assert not (ROOT / "kernels" / "__init__.py").exists()
     assert (ROOT / "fastformer" / "kernels").is_symlink()

@@ -149,7 +149,7 @@ def decode(
     streamer = call.streamer
     if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
         raise ValueError(f"expected a streamer with put and end, got {type(streamer).__name__}")
-    with evaluating(decoder), torch.inference_mode():
+    with evaluating(decoder) as mode, torch.inference_mode():
         engine = None if session is None else session.scheduler.engine
         builder = RequestBuilder(decoder, config, log_probs=call.return_dict, engine=engine, tokenizer=call.tokenizer)
         rows = input_rows(call.input_ids, call.attention_mask, builder.ids.pad, marks_padding=builder.ids.marks_padding)
@@ -159,7 +159,7 @@ def decode(
             if len(requests) > 1 or requests[0].search.peak_rows > 1:
                 raise ValueError("expected one input, without beams or several samples, along with a streamer")
             requests[0].listen(_listener(streamer, requests[0].before))
-        (session or Session(decoder, lambda: new_scheduler(builder.engine))).run(requests)
+        (session or Session(decoder, lambda: new_scheduler(builder.engine))).run(requests, mode)
     if streamer is not None:
         streamer.end()
     # Outside of inference mode, because tensors made in inference mode can't be used in an autograd graph.

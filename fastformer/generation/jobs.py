@@ -28,6 +28,7 @@ R = TypeVar("R", bound=BaseRequest)
 QUEUE_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
 _RATE_SECONDS = 1.0  # seconds of work between two measurements of the queue's rate
 _RETRY = (1.0, 30.0)  # the bounds of the seconds that a client is told to wait
+_DEFAULTS = (1024, None, "wait")  # the limits of a `JobQueue`
 _CHARS = 200_000  # about the characters that a slow machine reads in a second
 
 
@@ -233,9 +234,10 @@ class JobQueue(Generic[R]):
     """
 
     def __init__(self, max_waiting: int, max_waiting_tokens: int | None, when_full: str) -> None:
-        check_value("max_waiting", max_waiting, Positive)
-        check_value("max_waiting_tokens", max_waiting_tokens, Positive | None)
-        check_value("when_full", when_full, Literal["wait", "refuse"])
+        if (max_waiting, max_waiting_tokens, when_full) != _DEFAULTS:  # each call of `generate` has a queue
+            check_value("max_waiting", max_waiting, Positive)
+            check_value("max_waiting_tokens", max_waiting_tokens, Positive | None)
+            check_value("when_full", when_full, Literal["wait", "refuse"])
         self.max_waiting, self._max_tokens, self._refuses = max_waiting, max_waiting_tokens, when_full == "refuse"
         self.jobs: deque[Job[R]] = deque()
         self.blocked: deque[Job[R]] = deque()

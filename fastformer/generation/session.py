@@ -118,14 +118,18 @@ class Session(Generic[R]):
                 if not scheduler.is_idle:  # an error interrupted a step
                     scheduler.clear()
 
-    def run(self, requests: Sequence[Request]) -> None:
+    def run(self, requests: Sequence[Request], mode: Evaluation | None = None) -> None:
         """Runs requests to their end, in the caller's thread.
+
+        Args:
+            requests: the requests.
+            mode: keeps the model in evaluation; None: this call does.
 
         Raises:
             Exception: the first error of any request; the other requests are then cancelled.
         """
-        with self.turn() as scheduler, evaluating(self.model) as mode:
-            run(scheduler, requests, mode.hold)
+        with self.turn() as scheduler, contextlib.nullcontext(mode) if mode else evaluating(self.model) as held:
+            run(scheduler, requests, held.hold)
 
     def tokens(self, request: Request) -> Iterator[list[int]]:
         """Yields the new tokens of a request as they come, in the caller's thread. At the end it may have an error."""

@@ -576,7 +576,7 @@ class Translator(PairEncoder):
         """
         check_attention(self.model)
         source = self.encode(text)
-        with evaluating(self.model), torch.inference_mode():
+        with torch.inference_mode():
             builder = self._builder(self.settings({}), False)
             begin = self.language_ids().begin
             request = builder.build(builder.check(source, begin, told=len(begin)))

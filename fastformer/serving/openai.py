@@ -117,7 +117,7 @@ def _add_chat(found: APIRouter, service: GenerateService, limits: Limits) -> Non
     async def chat(body: ChatBody, http: Request) -> Response:
         """Answers in a chat."""
         check_body(body, service.name)
-        if not service.has_chat:
+        if service.session.template is None:
             raise ApiError(
                 f"expected a model that was trained to chat; the folder of {service.name!r} has no chat template: see "
                 "/v1/completions",
