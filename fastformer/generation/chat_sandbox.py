@@ -461,9 +461,10 @@ def _as_call(node: nodes.Node) -> nodes.Node:
     if isinstance(node, nodes.Concat):
         call = nodes.Call(nodes.EnvironmentAttribute("joined"), node.nodes, [], None, None)
     elif isinstance(node, nodes.Add):
-        first = node.left  # has become a call already, if it is a sum
-        is_sum = isinstance(first, nodes.Call) and first.node == nodes.EnvironmentAttribute("added")
-        values = [*(first.args if is_sum else (first,)), node.right]
+        values = [node.left, node.right]
+        # The left side has become a call already, if it is a sum.
+        if isinstance(node.left, nodes.Call) and node.left.node == nodes.EnvironmentAttribute("added"):
+            values[:1] = node.left.args
         call = nodes.Call(nodes.EnvironmentAttribute("added"), values, [], None, None)
     elif (
         isinstance(node, nodes.List | nodes.Dict | nodes.Compare)

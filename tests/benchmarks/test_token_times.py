@@ -14,12 +14,13 @@ from benchmarks import token_times as token_times_module
 from benchmarks.cases.models.bench_decoding import ENGINES
 from benchmarks.peers.cases import make_model
 from benchmarks.token_times import PlotLine, main, token_times
+from fastformer.generation.scheduler import run_batch
 from tests.benchmarks.running import checked_rows
 
 
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name in ("kv_cache", "cpp", "recompute")])
 def test_each_token_is_timed_by_itself(engine, monkeypatch) -> None:
-    steps = mock.Mock(wraps=token_times_module.run_batch)
+    steps = mock.Mock(wraps=run_batch)
     monkeypatch.setattr(token_times_module, "run_batch", steps)
     monkeypatch.setattr(token_times_module, "time", SimpleNamespace(perf_counter=lambda: steps.call_count))
     assert token_times(make_model({"name": "tiny"}), [5, 6, 7], 9, PlotLine(engine, None)) == [1] * 9

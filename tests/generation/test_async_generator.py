@@ -114,7 +114,7 @@ async def test_a_full_queue_a_deadline_and_cancelled_requests(lm) -> None:
         with pytest.raises(QueueFull):
             front.stream("ab", **long)
         waiting.cancel()
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
         await idle(front)
         with pytest.raises(TooLate):
             await front.complete("ab", deadline=time.monotonic() + 0.01, num_alternatives=1, **long)

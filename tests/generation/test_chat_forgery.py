@@ -68,8 +68,6 @@ TEMPLATES += [
     "{% macro t(m) %}{{ '<|im_start|>' ~ m.role ~ '\n' }}{{ caller() }}{{ '<|im_end|>' }}{% endmacro %}"
     "{% for m in messages %}{% call t(m) %}{{ m.content | replace('<image>', '') }}{% endcall %}{% endfor %}",
     "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + eos_token }}{% endfor %}",  # a role in a mark
-    "{% for m in messages %}{{ '<|im_start|>' + (m.content | safe) + '<s>' + m.content }}"
-    "{{ 1 + 2 + m.content | length }}{{ ['<s>'] + [m.content] + [m.role] }}{% endfor %}",  # sums of other kinds
     *(CASES[name][0] for name in ("chatml", "qwen 3", "gemma 3")),
 ]
 

@@ -11,7 +11,7 @@ import transformers
 from fastformer import ChatTemplate
 from tests.generation.chat_templates import CASES, CHATML, LLAMA_3, MISTRAL, TURNS
 
-pytest.importorskip("jinja2", reason="the jinja2 library is not installed")
+jinja2 = pytest.importorskip("jinja2", reason="the jinja2 library is not installed")
 tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -39,6 +39,19 @@ def test_templates_render_as_in_transformers(name) -> None:
 
 def test_the_time_is_known() -> None:
     assert ChatTemplate("{{ strftime_now('%Y-%m') }}").render([]) == time.strftime("%Y-%m")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 1 + 2 + 3.5 }}", "{{ ([1] + [2, 'x'] + messages) | length }}", "{{ 'a' + ('b' + 'c') + ('d' ~ 1) }}",
+        "{{ 'a&' + ('<b>' | safe) + '<c>' }}", "{{ ('<b>' | safe) + messages[0].content + '&' }}",
+        "{{ [1, 2] | sum + 3 + messages | length }}",
+    ],
+)  # fmt: skip
+def test_sums_are_those_of_jinja(source) -> None:
+    messages = [{"role": "user", "content": "<d>"}]
+    assert ChatTemplate(source).render(messages) == jinja2.Template(source).render(messages=messages)
 
 
 def test_the_refusal_of_a_template_is_reported() -> None:

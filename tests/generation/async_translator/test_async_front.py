@@ -156,10 +156,11 @@ async def test_what_waits_for_a_thread_ends_at_its_deadline(translator) -> None:
 
 
 async def test_texts_that_wait_when_the_front_closes_are_not_read(translator) -> None:
-    gate, run = threading.Event(), []
-    async with AsyncTranslator(translator) as found:
-        held = asyncio.create_task(found.aside(lambda: gate.wait(10), 10**6))
-        waiting = asyncio.create_task(found.aside(lambda: run.append(1), 10**6))
+    gate, begun, run = threading.Event(), threading.Event(), []
+    async with AsyncTranslator(translator) as front:
+        held = asyncio.create_task(front.aside(lambda: begun.set() or gate.wait(10), 10**6))
+        await until(begun.is_set)
+        waiting = asyncio.create_task(front.aside(lambda: run.append(1), 10**6))
         await asyncio.sleep(0)
     with pytest.raises(NotRunning):
         await waiting
