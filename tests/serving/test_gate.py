@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import re
@@ -15,7 +16,9 @@ from unittest import mock
 import httpx
 import pytest
 
+from fastformer import __version__
 from fastformer.serving import Limits, make_app, open_service
+from fastformer.serving.answers import EndedEarly
 from fastformer.serving.gate import Traffic, Watch, read_keys
 from fastformer.serving.run import Server, bound
 from tests.serving import models
@@ -305,6 +308,26 @@ async def test_the_access_log_has_no_text(translator_folder, caplog) -> None:
         ("/v1/translate", 200), ("/v1/translate", 400), ("unmatched", 404),
     ]  # fmt: skip
     assert "secret" not in caplog.text
+
+
+async def test_a_server_describes_its_model_and_its_answers(translator_folder, caplog) -> None:
+    caplog.set_level(logging.INFO, "fastformer")
+    limits = Limits(max_texts=7)
+    async with serving(open_service(translator_folder, limits=limits), access_log=True) as client:
+        info = (await client.get("/v1/info")).json()
+        assert (info["model"], info["kind"], info["version"]) == ("tiny-translator", "translator", __version__)
+        assert info["limits"] == dataclasses.asdict(limits)
+        answer = await client.post("/v1/translate", json={"text": "a"})
+
+        async def gone(scope: Any, receive: Any, send: Any) -> None:
+            raise EndedEarly
+
+        metrics = mock.Mock()
+        watch = Watch(gone, Traffic(), metrics, lambda path: path, mock.Mock(), logs=True)  # the client has left
+        await watch({"type": "http", "path": "/a", "method": "POST"}, mock.AsyncMock(), mock.AsyncMock())
+    *_, line, last = [json.loads(record.message) for record in caplog.records if record.name == "fastformer.access"]
+    assert (line["method"], line["bytes"]) == ("POST", len(answer.content)) and line["ms"] > 0
+    assert last["status"] == metrics.answered.call_args.args[1] == 499 and last["client"] == ""
 
 
 async def test_metrics_have_no_labels_from_clients(translator_folder) -> None:
