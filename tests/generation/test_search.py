@@ -121,15 +121,20 @@ def test_several_ends_and_a_vocabulary_of_which_little_is_seen(ends, early_stopp
 @pytest.mark.parametrize("alpha", [-0.3, 0.0, 0.6, 2.0])
 def test_transformers_rules_equal_the_plain_ones(beams, returned, early_stopping, alpha, kind) -> None:
     options = {"alpha": alpha, "num_return": returned, "early_stopping": early_stopping}
-    for ends, begun in (((EOS,), 0), ((3, 5), 0), ((EOS,), 2)):
-        for lift in (-1.0, 1.0, 4.0):
-            engine = ToyEngine(10, vocab=20)
-            engine.table[..., list(ends)] += lift
-            limits = [1 + 3 * source % 14 for source in range(10)]
-            together = beams_of(engine, limits, beams, kind=kind, ends=ends, begun=begun, **options)
-            for source, found in enumerate(together):
-                plain = engine, source, limits[source], beams, alpha, returned, early_stopping
-                assert_found(engine, source, found, plain_transformers_search(*plain, ends=ends, begun=begun))
+    for ends, begun, lift in (
+        ((EOS,), 0, -1.0),
+        ((EOS,), 0, 4.0),
+        ((3, 5), 0, 1.0),
+        ((EOS,), 2, 1.0),
+        ((EOS,), 2, 4.0),
+    ):
+        engine = ToyEngine(10, vocab=20)
+        engine.table[..., list(ends)] += lift
+        limits = [1 + 3 * source % 14 for source in range(10)]
+        together = beams_of(engine, limits, beams, kind=kind, ends=ends, begun=begun, **options)
+        for source, found in enumerate(together):
+            plain = engine, source, limits[source], beams, alpha, returned, early_stopping
+            assert_found(engine, source, found, plain_transformers_search(*plain, ends=ends, begun=begun))
 
 
 @pytest.mark.parametrize("kind", BY_TRANSFORMERS_RULES)
