@@ -176,9 +176,8 @@ def http_descriptions() -> dict[str, Any]:
     """Kind of model -> OpenAPI's description of a server of it; no model is loaded."""
     from fastformer.serving import make_app
     from fastformer.serving.encoder_service import EmbedService, RankService
-    from fastformer.serving.generator_service import GenerateService
     from fastformer.serving.limits import Limits
-    from fastformer.serving.service import Service, TranslateService
+    from fastformer.serving.service import GenerateService, Service, TranslateService
 
     found: dict[str, Any] = {}
     for each in (TranslateService, GenerateService, EmbedService, RankService):

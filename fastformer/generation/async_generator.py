@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import collections.abc
+import functools
+import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
 from fastformer.generation.chat import MAX_NEW_TOKENS
 from fastformer.generation.chat_template import ChatTemplate, Message, TemplateTokenizer
-from fastformer.generation.completions import ChatIds, Completion, Piece, SampleRequest, pieces_of
 from fastformer.generation.config import GenerationConfig, Precision
 from fastformer.generation.engines import choose_engine
 from fastformer.generation.folder_options import folder_options, with_folder_options
 from fastformer.generation.inputs import check_vocabulary
-from fastformer.generation.jobs import Stream
+from fastformer.generation.jobs import Job, Stream
 from fastformer.generation.model_protocols import (
     DTYPES,
     Model,
@@ -30,12 +31,14 @@ from fastformer.generation.model_protocols import (
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import new_scheduler
+from fastformer.generation.search import Hypothesis
 from fastformer.generation.session import Session
 from fastformer.generation.streaming import ByteRuns, TextPieces, behind_ends
 from fastformer.settings import Count, check_value
 from fastformer.special_ids import SpecialIds
 
 Prompt: TypeAlias = str | Sequence[int]
+FinishReason: TypeAlias = Literal["stop", "length"]
 
 _SHOWN = 40  # the maximum number of characters of a prompt in an error message
 _ONE_ANSWER = ("num_beams", "num_return_sequences", "max_length")  # not taken from a folder
@@ -43,6 +46,128 @@ _ONE_ANSWER = ("num_beams", "num_return_sequences", "max_length")  # not taken f
 
 class PromptTooLong(ValueError):
     """Raised if a prompt leaves no room for an answer among the model's positions."""
+
+
+class ScoredToken(NamedTuple):
+    """A new token with its scores.
+
+    Attributes:
+        token: the id of the token.
+        log_prob: its log-probability, before temperature, top_k and top_p; undefined unless it was requested.
+        alternatives: the likeliest tokens at its position with their log-probabilities, best first; as many as were
+            requested.
+    """
+
+    token: int
+    log_prob: float
+    alternatives: Sequence[tuple[int, float]] = ()
+
+
+class Completion(NamedTuple):
+    """The text and tokens that were generated for a prompt.
+
+    Attributes:
+        text: the text, without the stop text that may have ended it.
+        tokens: the new tokens, including the id that ends a text and the tokens of the stop text.
+        finish_reason: "stop": the model or a stop text ended it; "length": it was cut.
+        cached_tokens: the number of prompt tokens that were reused from an earlier prompt with the same beginning.
+    """
+
+    text: str
+    tokens: list[ScoredToken]
+    finish_reason: FinishReason
+    cached_tokens: int
+
+
+class Piece(NamedTuple):
+    """A piece of a streamed text, which may be empty, and the new tokens.
+
+    Attributes:
+        sample: the index of the sample, among num_return_sequences.
+        text: the piece, of which no part is taken back later.
+        tokens: the new tokens. The text of a token may come in a later piece.
+        finish_reason: see `Completion`; None except in a sample's last piece.
+        cached_tokens: see `Completion`; set in a sample's last piece.
+    """
+
+    sample: int
+    text: str
+    tokens: list[ScoredToken]
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0
+
+
+class ChatIds(list[int]):
+    """The ids of a chat. Its answer is decoded as a text of its own, and ends at the end of a turn."""
+
+
+class SampleRequest(Request):
+    """A continuation of a prompt: a request of one row, which makes its text and scores.
+
+    Args:
+        arguments, options: see `Request`.
+        new_text: makes the text's pieces from the stop texts.
+        ends: the ids that end the text.
+    """
+
+    def __init__(
+        self, *arguments: Any, new_text: Callable[..., TextPieces], ends: Collection[int], **options: Any
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self._new_text, self._ends = new_text, ends
+
+    @functools.cached_property
+    def _text(self) -> TextPieces:
+        return self._new_text(stop=self.stop_strings)
+
+    def listen(self, on_token: Callable[[Any], object]) -> None:
+        """Sets the listener; if log-probabilities are computed, it is called with `ScoredToken`s."""
+        if self.log_probs:
+            places = itertools.count()
+            # This runs in the thread that decodes, so the row doesn't grow meanwhile.
+            super().listen(lambda token: on_token(_scored(self.search.results()[0], next(places))))
+        else:
+            super().listen(on_token)
+
+    def piece(self, index: int, tokens: Sequence[Any]) -> Piece:
+        """Returns the piece of new tokens, as the listener got them."""
+        if self.log_probs:
+            return Piece(index, self._text.add([token.token for token in tokens]), [*tokens])
+        return Piece(index, self._text.add(tokens), [ScoredToken(token, 0.0) for token in tokens])
+
+    def last_piece(self, index: int) -> Piece:
+        """Returns the end of the text, after the end of the request."""
+        return Piece(index, self._text.end(), [], self._reason(), self.cached_tokens)
+
+    def completion(self) -> Completion:
+        """Returns the whole text, after the end of a request that was not streamed."""
+        result = self.results[0]
+        text = self._text.whole(result.tokens)
+        if self.log_probs:
+            tokens = [_scored(result, place) for place in range(len(result.tokens))]
+        else:
+            tokens = [ScoredToken(token, 0.0) for token in result.tokens]
+        return Completion(text, tokens, self._reason(), self.cached_tokens)
+
+    def _reason(self) -> FinishReason:
+        tokens = self.results[0].tokens
+        is_cut = len(tokens) >= self.search.limit and tokens[-1] not in self._ends
+        return "length" if is_cut and not self._text.is_stopped else "stop"
+
+
+def _scored(row: Hypothesis, place: int) -> ScoredToken:
+    """Returns one of the tokens of a row, with its scores."""
+    return ScoredToken(row.tokens[place], row.log_probs[place], row.alternatives[place] if row.alternatives else ())
+
+
+async def pieces_of(job: Job[Any]) -> collections.abc.AsyncGenerator[Piece, None]:
+    """Yields the pieces of a job of `SampleRequest`s as they arrive; `Piece.sample` is the index of the request."""
+    try:
+        async for index, tokens in job.arrivals():
+            request = job.requests[index]
+            yield request.piece(index, tokens) if tokens else request.last_piece(index)
+    finally:
+        job.leave()
 
 
 class AsyncGenerator(Session[Request]):
@@ -301,8 +426,8 @@ class AsyncGenerator(Session[Request]):
             num_alternatives=num_alternatives,
         )
         begin = () if is_chat else behind_ends(ids, self._ends)
-        new_text = partial(TextPieces, self.tokenizer, begin, is_told=True, runs=self._runs)
-        kind = partial(SampleRequest, new_text=new_text, ends=builder.ids.eos)
+        new_text = functools.partial(TextPieces, self.tokenizer, begin, is_told=True, runs=self._runs)
+        kind = functools.partial(SampleRequest, new_text=new_text, ends=builder.ids.eos)
         checked, requests = builder.check(ids), list[SampleRequest]()
         name = f"prompt {prompt!r:.{_SHOWN}}" if isinstance(prompt, str) else f"a prompt of {len(ids):,} tokens"
         count = config.num_return_sequences

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from fastformer.generation.completions import ScoredToken
+from fastformer.generation.async_generator import ScoredToken
 from fastformer.generation.streaming import BROKEN, ByteRuns
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")

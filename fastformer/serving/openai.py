@@ -14,18 +14,26 @@ from fastapi import APIRouter, Request, Response
 
 from fastformer import __version__
 from fastformer.encoding.modules import Array
-from fastformer.generation.async_generator import PromptTooLong
-from fastformer.generation.completions import ChatIds, Completion, Piece, SampleRequest, ScoredToken, pieces_of
+from fastformer.generation.async_generator import (
+    ChatIds,
+    Completion,
+    Piece,
+    PromptTooLong,
+    SampleRequest,
+    ScoredToken,
+    pieces_of,
+)
 from fastformer.generation.jobs import Stream
 from fastformer.generation.streaming import behind_ends
 from fastformer.generation.token_texts import Spelled, SpelledToken, TokenTexts
 from fastformer.serving.answers import EventStream, answer, event, until_gone
 from fastformer.serving.encoder_service import EmbedService
-from fastformer.serving.generator_service import GenerateService
 from fastformer.serving.limits import Limits
 from fastformer.serving.openai_bodies import (
+    ERRORS,
     EVENTS,
     LEAST_LOG_PROB,
+    ApiError,
     ChatBody,
     ChatCompletion,
     CompletionBody,
@@ -36,11 +44,13 @@ from fastformer.serving.openai_bodies import (
     ModelBody,
     ModelsBody,
     TextCompletion,
+    check_body,
+    check_model,
+    error_fields,
 )
-from fastformer.serving.openai_errors import ERRORS, ApiError, check_body, check_model, error_fields
-from fastformer.serving.openai_errors import error_response as error_response
+from fastformer.serving.openai_bodies import error_response as error_response
 from fastformer.serving.openai_options import check_count, check_length, new_tokens, options_of
-from fastformer.serving.service import Service
+from fastformer.serving.service import GenerateService, Service
 
 _STREAMED: dict[str, Any] = {
     "description": "JSON, or with stream the same in pieces as server-sent events, of which the last is [DONE].",

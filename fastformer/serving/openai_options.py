@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from fastformer.generation.processors import CountPenalties, LeastShare, TokenBias
-from fastformer.serving.generator_service import GenerateService
 from fastformer.serving.limits import Limits
-from fastformer.serving.openai_bodies import GenerateBody
-from fastformer.serving.openai_errors import ApiError
+from fastformer.serving.openai_bodies import ApiError, GenerateBody
+from fastformer.serving.service import GenerateService
 
 _LEAST_TOP_P = 1e-9  # keeps one token, as OpenAI's 0 does
 _DIGITS = 9  # the most digits of a token's id

@@ -11,9 +11,17 @@ from pydantic import BaseModel, Field
 from fastformer.serving.answers import answer, until_gone
 from fastformer.serving.encoder_service import SIGMOID, RankService
 from fastformer.serving.limits import Limits
-from fastformer.serving.openai_bodies import UNSUPPORTED_OF_ENCODERS, Body, EmbeddingsUsage, Int, Text
-from fastformer.serving.openai_errors import ERRORS, ApiError, check_body
-from fastformer.serving.openai_errors import error_response as error_response
+from fastformer.serving.openai_bodies import (
+    ERRORS,
+    UNSUPPORTED_OF_ENCODERS,
+    ApiError,
+    Body,
+    EmbeddingsUsage,
+    Int,
+    Text,
+    check_body,
+)
+from fastformer.serving.openai_bodies import error_response as error_response
 from fastformer.serving.openai_options import check_length
 from fastformer.serving.service import Service
 

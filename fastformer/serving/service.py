@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from fastformer.checkpoints.hf import FAMILIES, model_type
-from fastformer.generation import AsyncTranslator, Translator
+from fastformer.generation import AsyncGenerator, AsyncTranslator, Translator
 from fastformer.generation.alignment import check_attention, cross_attention
+from fastformer.generation.async_generator import ChatIds, Prompt
 from fastformer.generation.config import GenerationConfig, Precision
 from fastformer.generation.pair_encoder import PartAnswer
 from fastformer.generation.session import Session
@@ -21,6 +22,7 @@ from fastformer.serving.answers import TooLarge
 from fastformer.serving.codes import UNKNOWN, Codes, Detected
 from fastformer.serving.limits import Limits
 
+_MARKS = 16  # about the characters that a chat template writes around a message
 _MOST_ATTENDED = 1_000  # characters of a text whose attention is returned: the answer grows with their square
 
 Kind: TypeAlias = Literal["translator", "generator", "encoder", "cross-encoder"]
@@ -185,6 +187,74 @@ class TranslateService(Service):
                 )
 
 
+class GenerateService(Service):
+    """A language model as a service.
+
+    Args:
+        generator: computes the completions.
+        name: the name of the model.
+        limits: see `Limits`.
+    """
+
+    kind: Kind = "generator"
+    session: AsyncGenerator
+
+    def __init__(self, generator: AsyncGenerator, name: str, *, limits: Limits | None = None) -> None:
+        super().__init__(name, limits or Limits())
+        self.session = generator
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether the model's folder has a chat template."""
+        return self.session.template is not None
+
+    async def prompt_ids(self, prompt: Prompt, deadline: float, *, parse_special: bool | None = None) -> list[int]:
+        """Returns the ids of a prompt.
+
+        Args:
+            prompt: the prompt.
+            deadline: a result of `deadline`.
+            parse_special: see `AsyncGenerator.encode`; None: True, as in other servers of these formats.
+
+        Raises:
+            ValueError: see `AsyncGenerator.encode`.
+            QueueFull, TooLate: see `Session.aside`.
+        """
+        parses = parse_special is not False
+        return await self.session.aside(
+            lambda: self.session.encode(prompt, parse_special=parses), len(prompt), deadline=deadline
+        )
+
+    def chat_ids(
+        self, messages: Sequence[Mapping[str, Any]], deadline: float, **variables: Any
+    ) -> Coroutine[Any, Any, ChatIds]:
+        """Returns the ids of a chat, whose template reads the variables too.
+
+        Args:
+            messages: the messages, whose contents are texts.
+            deadline: a result of `deadline`.
+            variables: see `ChatTemplate.render`.
+
+        Raises:
+            TooLarge: the messages have more characters together than the limits allow.
+            ValueError: see `AsyncGenerator.chat_ids`.
+            QueueFull, TooLate: see `Session.aside`.
+        """
+        size = sum(len(text) for message in messages for text in message.values())
+        size += sum(len(str(value)) for value in variables.values() if not isinstance(value, bool))
+        if size > self.limits.max_chat_chars:
+            raise TooLarge(
+                f"expected messages of at most {self.limits.max_chat_chars:,} characters together, got {size:,}"
+            )
+        # A template is a program: even for a short chat it may take seconds, until its bounds end it.
+        return self.session.aside(
+            lambda: self.session.chat_ids(messages, **variables),
+            size + _MARKS * len(messages),
+            deadline=deadline,
+            is_slow=True,
+        )
+
+
 class Attention(NamedTuple):
     """The tokens of a text and of its translation, and for each target token the weights of all source tokens."""
 
@@ -234,14 +304,15 @@ def open_service(
         _refuse("an encoder, which decodes nothing", **unused)
         return open_encoder(folder, name, precision=precision, device=device, limits=limits)
     if kind == "generator":
-        from fastformer.serving.generator_service import open_generator
-
         beams = {name: options.get(name) for name in ("num_beams", "length_penalty")}
         _refuse("a language model, which is served without beams", **beams)
-        return open_generator(
-            folder, name, precision=precision, device=device, engine=engine, limits=limits, options=options,
-            max_rows=max_batch_size, max_bytes=max_batch_bytes,
+        limits = limits or Limits()
+        generator = AsyncGenerator.from_pretrained(
+            folder, device=device, precision=precision, options=options, engine=engine, max_rows=max_batch_size,
+            max_bytes=max_batch_bytes, max_waiting=limits.max_waiting, max_waiting_tokens=limits.max_waiting_tokens,
+            when_full="refuse",
         )  # fmt: skip
+        return GenerateService(generator, name, limits=limits)
     translator = Translator.from_pretrained(
         folder, device=device, precision=precision, max_batch_size=max_batch_size, max_batch_bytes=max_batch_bytes
     )

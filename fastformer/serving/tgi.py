@@ -8,16 +8,15 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, BeforeValidator, Field
 
-from fastformer.generation.completions import FinishReason, Piece, ScoredToken
+from fastformer.generation.async_generator import FinishReason, Piece, ScoredToken
 from fastformer.generation.jobs import Stream
 from fastformer.generation.streaming import behind_ends
 from fastformer.generation.token_texts import TokenTexts
 from fastformer.serving import tei
 from fastformer.serving.answers import EventStream, answer, event, until_gone
-from fastformer.serving.generator_service import GenerateService
 from fastformer.serving.limits import Limits
 from fastformer.serving.openai_bodies import EVENTS, UNSUPPORTED, Body, Int, Stop, unsupported_field
-from fastformer.serving.service import Service
+from fastformer.serving.service import GenerateService, Service
 from fastformer.serving.tei import ERRORS, TeiError
 
 _USUAL = 100  # new tokens if the request sets no number
