@@ -25,14 +25,14 @@ class OptionReader {
 
   template <typename T>
   T required(const char* name) {
-    PyObject* const found = PyDict_GetItemString(options_, name);
-    if (found == nullptr) {
+    PyObject* const item = PyDict_GetItemString(options_, name);
+    if (item == nullptr) {
       PyErr_SetString(PyExc_KeyError, name);
       throw python::Raised{};
     }
     read_.emplace_back(name);
     try {
-      return python::Cast<T>::from(found);
+      return python::Cast<T>::from(item);
     } catch (const python::Unexpected& why) {
       PyErr_Format(PyExc_TypeError, "options: expected %s for '%s'", why.wanted, name);
       throw python::Raised{};

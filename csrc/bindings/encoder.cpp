@@ -18,13 +18,13 @@ using Lists = std::vector<std::vector<int64_t>>;
 // An id that doesn't fit into 32 bits becomes the largest 32-bit id, which is out of range for every model.
 std::vector<Ids> narrow(const Lists& lists) {
   constexpr int64_t kLeast = std::numeric_limits<int32_t>::min(), kMost = std::numeric_limits<int32_t>::max();
-  std::vector<Ids> found;
-  found.reserve(lists.size());
+  std::vector<Ids> converted;
+  converted.reserve(lists.size());
   for (const std::vector<int64_t>& list : lists) {
-    Ids& ids = found.emplace_back(list.size());
+    Ids& ids = converted.emplace_back(list.size());
     for (size_t i = 0; i < list.size(); ++i) ids[i] = static_cast<int32_t>(std::clamp(list[i], kLeast, kMost));
   }
-  return found;
+  return converted;
 }
 
 std::unique_ptr<Encoder> new_encoder(SharedModel* model) {

@@ -1,5 +1,5 @@
-// For nn/guards.py, checks the modules of a stack in every call; for engine/frozen.py, hashes the memory of a model. Both
-// also have a version in Python, which takes several times as long.
+// For nn/guards.py, checks the modules of a stack in every call; for engine/frozen.py, hashes the memory of a model.
+// Both also have a version in Python, which takes several times as long.
 
 #include <cstdint>
 #include <cstring>

@@ -71,9 +71,9 @@ struct Driver {
 
 // The driver, or null with a Python exception set.
 const Driver* driver() {
-  static Driver found;
+  static Driver driver;
   static bool is_loaded = false;  // the GIL is held
-  if (is_loaded) return &found;
+  if (is_loaded) return &driver;
   void* const library = dlopen("libcuda.so.1", RTLD_LAZY);
   if (library == nullptr) {
     PyErr_Format(PyExc_RuntimeError, "cannot load NVIDIA's driver: %s", dlerror());
@@ -84,15 +84,16 @@ const Driver* driver() {
     if (function == nullptr) PyErr_Format(PyExc_RuntimeError, "NVIDIA's driver is too old: it has no %s", name);
     return function != nullptr;
   };
-  is_loaded = take(found.get_error_string, "cuGetErrorString") && take(found.get_context, "cuCtxGetCurrent") &&
-              take(found.set_context, "cuCtxSetCurrent") && take(found.retain_context, "cuDevicePrimaryCtxRetain") &&
-              take(found.device_attribute, "cuDeviceGetAttribute") && take(found.load_module, "cuModuleLoadData") &&
-              take(found.get_function, "cuModuleGetFunction") && take(found.function_attribute, "cuFuncGetAttribute") &&
-              take(found.set_function_attribute, "cuFuncSetAttribute") &&
-              take(found.set_cache_config, "cuFuncSetCacheConfig") &&
-              take(found.pointer_attribute, "cuPointerGetAttribute") &&
-              take(found.encode_tiled, "cuTensorMapEncodeTiled") && take(found.launch, "cuLaunchKernelEx");
-  return is_loaded ? &found : nullptr;
+  is_loaded = take(driver.get_error_string, "cuGetErrorString") && take(driver.get_context, "cuCtxGetCurrent") &&
+              take(driver.set_context, "cuCtxSetCurrent") && take(driver.retain_context, "cuDevicePrimaryCtxRetain") &&
+              take(driver.device_attribute, "cuDeviceGetAttribute") && take(driver.load_module, "cuModuleLoadData") &&
+              take(driver.get_function, "cuModuleGetFunction") &&
+              take(driver.function_attribute, "cuFuncGetAttribute") &&
+              take(driver.set_function_attribute, "cuFuncSetAttribute") &&
+              take(driver.set_cache_config, "cuFuncSetCacheConfig") &&
+              take(driver.pointer_attribute, "cuPointerGetAttribute") &&
+              take(driver.encode_tiled, "cuTensorMapEncodeTiled") && take(driver.launch, "cuLaunchKernelEx");
+  return is_loaded ? &driver : nullptr;
 }
 
 // Returns whether a driver call succeeded. If not, a Python exception is set.
@@ -224,21 +225,21 @@ bool encode(const Driver& cuda, PyObject* descriptor, const MapRecipe& recipe, E
 // Gets the parameters of a descriptor. A descriptor with a dictionary `encoded` caches them there, because its address
 // never changes.
 bool parameters_of(const Driver& cuda, PyObject* descriptor, const MapRecipe& recipe, Encoded* into) {
-  PyObject* const kept = PyObject_GetAttr(descriptor, names().encoded);
-  if (kept == nullptr) {
+  PyObject* const encoded_maps = PyObject_GetAttr(descriptor, names().encoded);
+  if (encoded_maps == nullptr) {
     PyErr_Clear();
     return encode(cuda, descriptor, recipe, into);
   }
-  PyObject* const found = PyDict_GetItemWithError(kept, recipe.key);
-  bool is_right = found != nullptr;
-  if (found != nullptr) {
-    std::memcpy(into, PyBytes_AsString(found), sizeof *into);
+  PyObject* const bytes_of_map = PyDict_GetItemWithError(encoded_maps, recipe.key);
+  bool is_right = bytes_of_map != nullptr;
+  if (bytes_of_map != nullptr) {
+    std::memcpy(into, PyBytes_AsString(bytes_of_map), sizeof *into);
   } else if (!PyErr_Occurred() && encode(cuda, descriptor, recipe, into)) {
     PyObject* const bytes = PyBytes_FromStringAndSize(reinterpret_cast<const char*>(into), sizeof *into);
-    is_right = bytes != nullptr && PyDict_SetItem(kept, recipe.key, bytes) == 0;
+    is_right = bytes != nullptr && PyDict_SetItem(encoded_maps, recipe.key, bytes) == 0;
     Py_XDECREF(bytes);
   }
-  Py_DECREF(kept);
+  Py_DECREF(encoded_maps);
   return is_right;
 }
 
@@ -322,16 +323,16 @@ bool add_descriptor(const Driver& cuda, const Kernel& kernel, PyObject* argument
 
 // The arguments of a call, or the elements of a tuple.
 struct Arguments {
-  PyObject* const* given;
+  PyObject* const* values;
   PyObject* tuple;
   Py_ssize_t size;
 
-  PyObject* operator[](Py_ssize_t i) const { return tuple == nullptr ? given[i] : PyTuple_GetItem(tuple, i); }
+  PyObject* operator[](Py_ssize_t i) const { return tuple == nullptr ? values[i] : PyTuple_GetItem(tuple, i); }
 };
 
 // Collects arguments by the layout from `at` on, up to the end of the layout or of the current tuple.
 bool collect(const Driver& cuda, const Kernel& kernel, size_t& at, const Arguments& arguments, Parameters& parameters) {
-  Py_ssize_t taken = 0;
+  Py_ssize_t used = 0;
   for (; at < kernel.layout.size(); ++at) {
     const char kind = kernel.layout[at];
     if (kind == ')') break;
@@ -339,8 +340,8 @@ bool collect(const Driver& cuda, const Kernel& kernel, size_t& at, const Argumen
       if (!parameters.add(0)) return false;
       continue;
     }
-    PyObject* const argument = taken < arguments.size ? arguments[taken] : nullptr;
-    ++taken;
+    PyObject* const argument = used < arguments.size ? arguments[used] : nullptr;
+    ++used;
     if (argument == nullptr) continue;  // the count is checked below
     bool is_right = true;
     if (kind == 'p') is_right = add_pointer(cuda, argument, parameters);
@@ -358,8 +359,8 @@ bool collect(const Driver& cuda, const Kernel& kernel, size_t& at, const Argumen
     }
     if (!is_right) return false;
   }
-  if (taken == arguments.size) return true;
-  PyErr_Format(PyExc_TypeError, "expected %zd arguments of a kernel or elements of a tuple, got %zd", taken,
+  if (used == arguments.size) return true;
+  PyErr_Format(PyExc_TypeError, "expected %zd arguments of a kernel or elements of a tuple, got %zd", used,
                arguments.size);
   return false;
 }

@@ -15,20 +15,20 @@ using python::Object;
 // Advances a search with candidates from Python. A row may have more of them than this search needs, because another
 // search needs more, or fewer, because the vocabulary is smaller.
 std::vector<int32_t> advance(Search& search, PyObject* ids, PyObject* values, int64_t first) {
-  const int64_t rows = search.num_rows, wanted = search.num_candidates;
-  std::vector<int32_t> flat_ids(rows * wanted, 0);
-  std::vector<float> flat_values(rows * wanted, -std::numeric_limits<float>::infinity());
+  const int64_t rows = search.num_rows, per_row = search.num_candidates;
+  std::vector<int32_t> flat_ids(rows * per_row, 0);
+  std::vector<float> flat_values(rows * per_row, -std::numeric_limits<float>::infinity());
   const Object all_ids = python::as_list(ids), all_values = python::as_list(values);
   for (int64_t row = 0; row < rows; ++row) {
     const Object own_ids = python::as_list(python::sure(PyList_GetItem(all_ids.get(), first + row))),
                  own_values = python::as_list(python::sure(PyList_GetItem(all_values.get(), first + row)));
-    const int64_t count = std::min<int64_t>({wanted, PyList_Size(own_ids.get()), PyList_Size(own_values.get())});
+    const int64_t count = std::min<int64_t>({per_row, PyList_Size(own_ids.get()), PyList_Size(own_values.get())});
     for (int64_t i = 0; i < count; ++i) {
-      flat_ids[row * wanted + i] = python::Cast<int32_t>::from(python::sure(PyList_GetItem(own_ids.get(), i)));
-      flat_values[row * wanted + i] = python::Cast<float>::from(python::sure(PyList_GetItem(own_values.get(), i)));
+      flat_ids[row * per_row + i] = python::Cast<int32_t>::from(python::sure(PyList_GetItem(own_ids.get(), i)));
+      flat_values[row * per_row + i] = python::Cast<float>::from(python::sure(PyList_GetItem(own_values.get(), i)));
     }
   }
-  return search.advance(flat_ids.data(), flat_values.data(), wanted);
+  return search.advance(flat_ids.data(), flat_values.data(), per_row);
 }
 
 std::vector<int32_t> last_tokens(const std::vector<const Search*>& searches) {
@@ -95,12 +95,12 @@ std::vector<int32_t> tokens(Search& search, int64_t row) {
 
 Object results(Search& search) {
   const std::vector<Hypothesis> all = search.results();
-  Object found(python::sure(PyList_New(static_cast<Py_ssize_t>(all.size()))));
+  Object list(python::sure(PyList_New(static_cast<Py_ssize_t>(all.size()))));
   for (size_t i = 0; i < all.size(); ++i) {
     Object one = python::make_tuple(all[i].tokens, all[i].log_probs, all[i].score);
-    PyList_SetItem(found.get(), static_cast<Py_ssize_t>(i), one.release());
+    PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), one.release());
   }
-  return found;
+  return list;
 }
 
 int64_t limit(const Search& search) { return search.limit; }

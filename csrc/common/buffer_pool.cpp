@@ -25,34 +25,34 @@ struct Chunk {
 };
 
 // Never destroyed, because buffers may be released while the process exits.
-struct Kept {
+struct Pool {
   std::mutex mutex;
   std::vector<Chunk> chunks;
   int64_t bytes = 0;
 };
-Kept& kept() {
-  static Kept* const all = [] {
+Pool& pool() {
+  static Pool* const shared = [] {
     // Otherwise a process that forks while another thread holds the lock gives its child a lock that stays locked.
-    pthread_atfork([] { kept().mutex.lock(); }, [] { kept().mutex.unlock(); }, [] { kept().mutex.unlock(); });
-    return new Kept;
+    pthread_atfork([] { pool().mutex.lock(); }, [] { pool().mutex.unlock(); }, [] { pool().mutex.unlock(); });
+    return new Pool;
   }();
-  return *all;
+  return *shared;
 }
 
 }  // namespace
 
 PooledMemory::PooledMemory(int64_t bytes)
     : bytes_((std::max<int64_t>(bytes, 1) + kHugePage - 1) / kHugePage * kHugePage) {
-  Kept& all = kept();
+  Pool& shared = pool();
   {
-    const std::lock_guard lock(all.mutex);
-    auto best = all.chunks.end();
-    for (auto chunk = all.chunks.begin(); chunk != all.chunks.end(); ++chunk)
-      if (chunk->bytes >= bytes_ && (best == all.chunks.end() || chunk->bytes < best->bytes)) best = chunk;
-    if (best != all.chunks.end()) {
+    const std::lock_guard lock(shared.mutex);
+    auto best = shared.chunks.end();
+    for (auto chunk = shared.chunks.begin(); chunk != shared.chunks.end(); ++chunk)
+      if (chunk->bytes >= bytes_ && (best == shared.chunks.end() || chunk->bytes < best->bytes)) best = chunk;
+    if (best != shared.chunks.end()) {
       data_ = best->data, bytes_ = best->bytes;
-      all.bytes -= bytes_;
-      all.chunks.erase(best);
+      shared.bytes -= bytes_;
+      shared.chunks.erase(best);
       return;
     }
   }
@@ -68,20 +68,20 @@ PooledMemory::~PooledMemory() {
     return;
   }
   // Evict the oldest: a pool full of small buffers would otherwise never keep a large one again.
-  std::vector<Chunk> gone;
-  Kept& all = kept();
+  std::vector<Chunk> evicted;
+  Pool& shared = pool();
   {
-    const std::lock_guard lock(all.mutex);
-    auto chunk = all.chunks.begin();
-    for (; all.bytes + bytes_ > kMostKept; ++chunk) {
-      all.bytes -= chunk->bytes;
-      gone.push_back(*chunk);
+    const std::lock_guard lock(shared.mutex);
+    auto chunk = shared.chunks.begin();
+    for (; shared.bytes + bytes_ > kMostKept; ++chunk) {
+      shared.bytes -= chunk->bytes;
+      evicted.push_back(*chunk);
     }
-    all.chunks.erase(all.chunks.begin(), chunk);
-    all.chunks.push_back({data_, bytes_});
-    all.bytes += bytes_;
+    shared.chunks.erase(shared.chunks.begin(), chunk);
+    shared.chunks.push_back({data_, bytes_});
+    shared.bytes += bytes_;
   }
-  for (const Chunk& chunk : gone) std::free(chunk.data);
+  for (const Chunk& chunk : evicted) std::free(chunk.data);
 }
 
 Scratch new_scratch(int64_t bytes) {

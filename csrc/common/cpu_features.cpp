@@ -11,33 +11,33 @@ namespace fastformer {
 namespace {
 
 CpuFeatures probe() {
-  CpuFeatures found;
-  found.avx512_vnni = __builtin_cpu_supports("avx512vnni");
-  found.avx512_bf16 = __builtin_cpu_supports("avx512bf16");
-  found.avx_vnni = __builtin_cpu_supports("avxvnni");
+  CpuFeatures supported;
+  supported.avx512_vnni = __builtin_cpu_supports("avx512vnni");
+  supported.avx512_bf16 = __builtin_cpu_supports("avx512bf16");
+  supported.avx_vnni = __builtin_cpu_supports("avxvnni");
   const bool tiles = __builtin_cpu_supports("amx-tile");
-  found.amx_int8 = tiles && __builtin_cpu_supports("amx-int8");
-  found.amx_bf16 = tiles && __builtin_cpu_supports("amx-bf16");
+  supported.amx_int8 = tiles && __builtin_cpu_supports("amx-int8");
+  supported.amx_bf16 = tiles && __builtin_cpu_supports("amx-bf16");
   const char* allowed = std::getenv("FASTFORMER_CPU_FEATURES");
-  if (allowed == nullptr) return found;
+  if (allowed == nullptr) return supported;
 
-  CpuFeatures kept;
+  CpuFeatures enabled;
   std::string_view rest = allowed;
   while (!rest.empty()) {
     const std::string_view name = rest.substr(0, rest.find(','));
     rest.remove_prefix(name.size() < rest.size() ? name.size() + 1 : rest.size());
-    if (name == "avx512_vnni") kept.avx512_vnni = found.avx512_vnni;
-    else if (name == "avx512_bf16") kept.avx512_bf16 = found.avx512_bf16;
-    else if (name == "avx_vnni") kept.avx_vnni = found.avx_vnni;
-    else if (name == "amx_int8") kept.amx_int8 = found.amx_int8;
-    else if (name == "amx_bf16") kept.amx_bf16 = found.amx_bf16;
+    if (name == "avx512_vnni") enabled.avx512_vnni = supported.avx512_vnni;
+    else if (name == "avx512_bf16") enabled.avx512_bf16 = supported.avx512_bf16;
+    else if (name == "avx_vnni") enabled.avx_vnni = supported.avx_vnni;
+    else if (name == "amx_int8") enabled.amx_int8 = supported.amx_int8;
+    else if (name == "amx_bf16") enabled.amx_bf16 = supported.amx_bf16;
     else
       throw std::invalid_argument(
           "FASTFORMER_CPU_FEATURES: expected avx512_vnni, avx512_bf16, avx_vnni, amx_int8 or "
           "amx_bf16, got '" +
           std::string(name) + "'");
   }
-  return kept;
+  return enabled;
 }
 
 }  // namespace

@@ -37,11 +37,11 @@ T& of_process() {
   static std::atomic<T*> instance{nullptr};
   [[maybe_unused]] static const int watches_fork =
       pthread_atfork(nullptr, nullptr, [] { instance.store(nullptr, std::memory_order_relaxed); });
-  T* found = instance.load(std::memory_order_acquire);
-  if (found != nullptr) return *found;
+  T* existing = instance.load(std::memory_order_acquire);
+  if (existing != nullptr) return *existing;
   auto made = std::make_unique<T>();
-  if (instance.compare_exchange_strong(found, made.get(), std::memory_order_acq_rel)) return *made.release();
-  return *found;
+  if (instance.compare_exchange_strong(existing, made.get(), std::memory_order_acq_rel)) return *made.release();
+  return *existing;
 }
 
 }  // namespace fastformer

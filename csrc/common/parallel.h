@@ -32,16 +32,16 @@ inline int64_t num_threads() {
 // taken does not call worker.
 template <typename F>
 void for_each_worker(int64_t n, bool parallel, F&& worker) {
-  std::atomic<int64_t> taken{0};
+  std::atomic<int64_t> counter{0};
   const auto work = [&] {
-    worker([&] { return taken.fetch_add(1, std::memory_order_relaxed); });
+    worker([&] { return counter.fetch_add(1, std::memory_order_relaxed); });
     gemm_release();
   };
   const int64_t threads = parallel ? std::min<int64_t>(n, num_threads()) : 1;
   if (threads <= 1) return work();
   const Watcher watcher;
   share_out(static_cast<int>(threads), [&] {
-    if (taken.load(std::memory_order_relaxed) >= n) return;
+    if (counter.load(std::memory_order_relaxed) >= n) return;
     watcher.run(work);
   });
 }

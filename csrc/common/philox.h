@@ -53,7 +53,7 @@ struct Dropout {
                    int64_t stride) const {
     const int64_t first_group = first_column / kGroup, before = first_column % kGroup;
     const int64_t groups = (before + n + kGroup - 1) / kGroup, total = rows * groups;
-    const acc kept = static_cast<acc>(scale);
+    const acc multiplier = static_cast<acc>(scale);
     Decisions decisions;
     int64_t r = 0, g = 0;  // row and index of the next group, in row-major order
     for (int64_t done = 0; done < total; done += kTogether) {
@@ -69,10 +69,10 @@ struct Dropout {
       decide(first_call, row_of, static_cast<uint32_t>(plane), decisions);
       for (int64_t t = 0; t < here; ++t) {
         if (before == 0 || (first + t) % groups > 0) {
-          write(decisions, t, kept, to[t]);
+          write(decisions, t, multiplier, to[t]);
         } else {
           acc whole[kGroup];
-          write(decisions, t, kept, whole);
+          write(decisions, t, multiplier, whole);
           std::copy(whole + before, whole + kGroup, to[t] + before);
         }
       }
@@ -91,14 +91,15 @@ struct Dropout {
 
   // The multipliers of group t.
   template <typename acc>
-  static void write(const Decisions& decisions, int64_t t, acc kept, acc* to) {
+  static void write(const Decisions& decisions, int64_t t, acc multiplier, acc* to) {
     for (int w = 0; w < 4; ++w) {
       const uint64_t bits = decisions[w] >> (16 * t);
       if constexpr (std::is_same_v<acc, float>) {
-        _mm512_storeu_ps(to + 16 * w, _mm512_maskz_mov_ps(static_cast<__mmask16>(bits), _mm512_set1_ps(kept)));
+        _mm512_storeu_ps(to + 16 * w, _mm512_maskz_mov_ps(static_cast<__mmask16>(bits), _mm512_set1_ps(multiplier)));
       } else {
-        _mm512_storeu_pd(to + 16 * w, _mm512_maskz_mov_pd(static_cast<__mmask8>(bits), _mm512_set1_pd(kept)));
-        _mm512_storeu_pd(to + 16 * w + 8, _mm512_maskz_mov_pd(static_cast<__mmask8>(bits >> 8), _mm512_set1_pd(kept)));
+        _mm512_storeu_pd(to + 16 * w, _mm512_maskz_mov_pd(static_cast<__mmask8>(bits), _mm512_set1_pd(multiplier)));
+        _mm512_storeu_pd(to + 16 * w + 8,
+                         _mm512_maskz_mov_pd(static_cast<__mmask8>(bits >> 8), _mm512_set1_pd(multiplier)));
       }
     }
   }
@@ -111,8 +112,8 @@ struct Dropout {
 
   // The multipliers of group t.
   template <typename acc>
-  static void write(const Decisions& decisions, int64_t t, acc kept, acc* to) {
-    for (int64_t i = 0; i < kGroup; ++i) to[i] = decisions.of[t][i] >= decisions.limit ? kept : acc(0);
+  static void write(const Decisions& decisions, int64_t t, acc multiplier, acc* to) {
+    for (int64_t i = 0; i < kGroup; ++i) to[i] = decisions.of[t][i] >= decisions.limit ? multiplier : acc(0);
   }
 #endif
 

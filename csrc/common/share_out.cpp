@@ -21,12 +21,12 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Duration = Clock::duration;
 
-constexpr int kMostIdle = 16;  // the most additional OpenMP threads that Hush starts
+constexpr int kMostIdle = 16;  // the most additional OpenMP threads that SpinSuppressor starts
 
 // Makes OpenMP's threads sleep between regions for a while. libgomp's threads spin for some milliseconds after a
 // region, unless libgomp manages more threads than there are processors: then they sleep at once. This class therefore
 // makes libgomp start additional threads that do nothing. It has no effect on other OpenMP libraries.
-class Hush {
+class SpinSuppressor {
  public:
   void until(Clock::time_point end) {
     const std::lock_guard lock(mutex_);
@@ -34,11 +34,11 @@ class Hush {
     changed_.notify_one();
     const int idle = omp_get_num_procs() - omp_get_max_threads() + 1;
     if (is_on_ || idle > kMostIdle) return;
-    is_on_ = start_helper([this, idle] { hold(std::max(idle, 1) + 1); });
+    is_on_ = start_helper([this, idle] { keep_idle_threads(std::max(idle, 1) + 1); });
   }
 
  private:
-  void hold(int threads) {
+  void keep_idle_threads(int threads) {
     std::atomic<int> begun{0};  // the compiler would remove an empty region
 #pragma omp parallel num_threads(threads)
     begun.fetch_add(1, std::memory_order_relaxed);
@@ -64,10 +64,10 @@ class Load {
     const auto end = waits_.record(Clock::now(), worked, waited);
     if (!end) return;
     team_until_.store(end->time_since_epoch().count(), kAnyOrder);
-    hush_.until(*end);
+    suppressor_.until(*end);
   }
 
-  void hush(Duration time) { hush_.until(Clock::now() + time); }
+  void suppress_spinning(Duration time) { suppressor_.until(Clock::now() + time); }
 
  private:
   static constexpr auto kAnyOrder = std::memory_order_relaxed;
@@ -76,7 +76,7 @@ class Load {
   std::atomic<Duration::rep> team_until_{0};
   std::mutex mutex_;
   LongWaits waits_;
-  Hush hush_;
+  SpinSuppressor suppressor_;
 };
 
 Load& load() { return of_process<Load>(); }
@@ -125,7 +125,7 @@ void by_openmp(int threads, const std::function<void()>& work) {
 OpsAlone::OpsAlone() { ++ops_alone; }
 OpsAlone::~OpsAlone() { --ops_alone; }
 
-void hush_openmp(std::chrono::milliseconds time) { load().hush(time); }
+void suppress_openmp_spinning(std::chrono::milliseconds time) { load().suppress_spinning(time); }
 
 void set_sharing(Sharing sharing) { the_sharing.store(sharing, std::memory_order_relaxed); }
 

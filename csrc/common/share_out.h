@@ -30,6 +30,6 @@ class OpsAlone {
 // For tests and measurements.
 enum class Sharing { by_load, openmp, team };
 void set_sharing(Sharing sharing);
-void hush_openmp(std::chrono::milliseconds time);  // for this time, OpenMP's threads sleep between regions
+void suppress_openmp_spinning(std::chrono::milliseconds time);  // for this time, OpenMP's threads sleep between regions
 
 }  // namespace fastformer

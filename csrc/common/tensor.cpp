@@ -15,7 +15,7 @@ namespace stable = torch::stable::detail;
 std::atomic<bool> fills{false};
 
 std::shared_ptr<void> owner_of(AtenTensorHandle handle) {
-  return {handle, [](void* gone) { aoti_torch_delete_tensor_object(static_cast<AtenTensorHandle>(gone)); }};
+  return {handle, [](void* owned) { aoti_torch_delete_tensor_object(static_cast<AtenTensorHandle>(owned)); }};
 }
 
 int64_t element_size(ScalarType dtype) {

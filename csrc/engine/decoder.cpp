@@ -183,9 +183,9 @@ const Candidates& Session::step_of(const Places& groups, const Ids& tokens, Forw
   Batch batch = batch_of(groups, tokens);
   if (!has_pending()) return forward.step(batch, selection, threads);
   batch.append(pending_);
-  const Candidates& found = forward.step(batch, selection, std::max(threads, pending_threads_));
+  const Candidates& candidates = forward.step(batch, selection, std::max(threads, pending_threads_));
   end_pending();
-  return found;
+  return candidates;
 } catch (...) {
   for (const int64_t place : groups) cache_.take_back(cache_.groups[place]);
   throw;
@@ -305,15 +305,15 @@ void Session::run_worker(Run& run, Places groups, Ids tokens, Forward& forward, 
       TokenCache::Group& group = cache_.groups[place];
       const int64_t at = row * candidates.k;
       row += std::ssize(group.rows);
-      const Ids& kept = search.advance(candidates.ids.data() + at, candidates.values.data() + at, candidates.k);
+      const Ids& parents = search.advance(candidates.ids.data() + at, candidates.values.data() + at, candidates.k);
       ++run.steps[place];
-      if (kept.empty()) {
+      if (parents.empty()) {
         run.rows_left -= search.peak_rows;
         continue;
       }
-      if (kept.size() != 1 || group.rows.size() != 1) cache_.reorder(group, kept);
+      if (parents.size() != 1 || group.rows.size() != 1) cache_.reorder(group, parents);
       const size_t before = tokens.size();
-      tokens.resize(before + kept.size());
+      tokens.resize(before + parents.size());
       search.last_tokens(tokens.data() + before);
       going.push_back(place);
     }

@@ -97,8 +97,8 @@ void Encoder::give_back(std::unique_ptr<Lane> lane) {
 
 int64_t Encoder::num_rows(const Texts& texts, Pooling pooling) const {
   const auto number = [](int64_t n) { return std::to_string(n); };
-  const auto check = [&](const char* name, int64_t place, const Ids& found, int64_t size) {
-    for (const int32_t id : found)
+  const auto check = [&](const char* name, int64_t place, const Ids& values, int64_t size) {
+    for (const int32_t id : values)
       if (id < 0 || id >= size)
         throw std::invalid_argument(std::string(name) + ": expected numbers from 0 to " + number(size - 1) + ", got " +
                                     number(id) + " in text " + number(place));
@@ -179,10 +179,10 @@ void Encoder::encode(const Texts& texts, Pooling pooling, bool normalise, int th
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return texts.length(a) > texts.length(b); });
   std::vector<int64_t> ends;  // the ends of the parts of `order` that go through the stack together
-  for (int64_t i = 0, held = 0; i < count; ++i) {
+  for (int64_t i = 0, tokens = 0; i < count; ++i) {
     const int64_t length = texts.length(order[i]);
-    if (i > 0 && held + length > most) ends.push_back(i), held = 0;
-    held += length;
+    if (i > 0 && tokens + length > most) ends.push_back(i), tokens = 0;
+    tokens += length;
   }
   if (count > 0) ends.push_back(count);
 

@@ -14,9 +14,9 @@ namespace {
 constexpr int64_t kHalf = kInt4Group / 2;
 
 const GroupedKernels& grouped_kernels() {
-  static const GroupedKernels found =
+  static const GroupedKernels kernels =
       has_int8_dot() ? grouped_kernels_of<DotInt4>() : grouped_kernels_of<MultiplyInt4>();
-  return found;
+  return kernels;
 }
 
 // Returns the byte with the bits of input i of a column in a group.

@@ -48,9 +48,9 @@ void LmHead::add_stages(const PackedRows& states, int64_t rows, const Selection&
   bans_.clear(), keeps_shares_ = false;
   for (Selection::Ban ban : selection.bans) {
     if (!shortlist_.ids.empty()) {
-      const auto found = std::lower_bound(shortlist_.ids.begin(), shortlist_.ids.end(), ban.id);
-      if (found == shortlist_.ids.end() || *found != ban.id) continue;
-      ban.id = static_cast<int32_t>(found - shortlist_.ids.begin());
+      const auto it = std::lower_bound(shortlist_.ids.begin(), shortlist_.ids.end(), ban.id);
+      if (it == shortlist_.ids.end() || *it != ban.id) continue;
+      ban.id = static_cast<int32_t>(it - shortlist_.ids.begin());
     }
     bans_.push_back(ban);
     keeps_shares_ = keeps_shares_ || ban.keeps_share;

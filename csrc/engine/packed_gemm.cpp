@@ -40,12 +40,12 @@ class PanelMemory {
     const std::lock_guard lock(mutex_);
     std::shared_ptr<char> chunk = current_.lock();
     if (!chunk || size_ - used_ < bytes) {
-      const int64_t wanted = round_up(std::max(bytes, kChunk), kHugePage);
-      void* memory = std::aligned_alloc(kHugePage, static_cast<size_t>(wanted));
+      const int64_t capacity = round_up(std::max(bytes, kChunk), kHugePage);
+      void* memory = std::aligned_alloc(kHugePage, static_cast<size_t>(capacity));
       if (memory == nullptr) throw std::bad_alloc();
-      madvise(memory, static_cast<size_t>(wanted), MADV_HUGEPAGE);
+      madvise(memory, static_cast<size_t>(capacity), MADV_HUGEPAGE);
       chunk = std::shared_ptr<char>(static_cast<char*>(memory), std::free);
-      current_ = chunk, size_ = wanted, used_ = 0;
+      current_ = chunk, size_ = capacity, used_ = 0;
     }
     char* first = chunk.get() + used_;
     used_ += bytes;

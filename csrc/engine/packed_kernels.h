@@ -355,15 +355,15 @@ struct KernelTable {
 // like earlier ones.
 template <typename Path, typename Table, typename F>
 consteval auto reached(F fetches) {
-  std::array<std::array<std::array<bool, Table::kFetches>, kMostRows>, Path::kShapes.size()> found{};
+  std::array<std::array<std::array<bool, Table::kFetches>, kMostRows>, Path::kShapes.size()> fetched{};
   for (int64_t rows = 1; rows <= 64; ++rows) {
     const Walk walk(Path::kShapes, Path::kShapes.size(), rows);
     walk.for_each_pass([&](int64_t pass, int64_t, int64_t, int64_t count) {
       for (int which = 0; which < Table::kFetches; ++which)
-        if (fetches(pass, walk.passes(), which)) found[walk.shape][count - 1][which] = true;
+        if (fetches(pass, walk.passes(), which)) fetched[walk.shape][count - 1][which] = true;
     });
   }
-  return found;
+  return fetched;
 }
 
 // Fills a table. kernel.operator()<vecs, rows, which>() returns the kernel of an entry.

@@ -24,8 +24,8 @@ class Names {
 
   Names within(const std::string& name) const { return {tensors_, prefix_ + name + "."}; }
   const ModelTensor* find(const std::string& name) const {
-    const auto found = tensors_.find(prefix_ + name);
-    return found == tensors_.end() ? nullptr : &found->second;
+    const auto it = tensors_.find(prefix_ + name);
+    return it == tensors_.end() ? nullptr : &it->second;
   }
   const ModelTensor& get(const std::string& name) const {
     const ModelTensor* tensor = find(name);
@@ -275,15 +275,15 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
     return place->second;
   };
   const auto input = [&](const std::string& side, int64_t width) {
-    Input found{table(side + "_embedding", width), {}, {}, {}};
+    Input tables{table(side + "_embedding", width), {}, {}, {}};
     if (names.find(side + "_positions")) {
-      found.positions = table(side + "_positions", width);
-      max_len_ = max_len_ ? std::min(max_len_, found.positions.rows()) : found.positions.rows();
+      tables.positions = table(side + "_positions", width);
+      max_len_ = max_len_ ? std::min(max_len_, tables.positions.rows()) : tables.positions.rows();
     }
-    if (names.find(side + "_types")) found.types = table(side + "_types", width);
+    if (names.find(side + "_types")) tables.types = table(side + "_types", width);
     const std::string norm = side + "_embedding_norm";
-    if (names.find(norm + ".weight")) found.norm.push_back(names.norm(norm, width));
-    return found;
+    if (names.find(norm + ".weight")) tables.norm.push_back(names.norm(norm, width));
+    return tables;
   };
   if (o.has_encoder() && !o.is_bare) {
     const bool is_projected = names.find("source_projection.weight") != nullptr;

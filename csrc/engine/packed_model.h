@@ -159,8 +159,8 @@ class PackedModel {
 
   // Returns the table that rotates the queries and keys of a layer; null: no rotation.
   const RotaryTable* rotary(const PackedLayer& layer) const {
-    const RotaryTable& found = layer.window >= 0 && local_rotary_ ? local_rotary_ : rotary_;
-    return found ? &found : nullptr;
+    const RotaryTable& table = layer.window >= 0 && local_rotary_ ? local_rotary_ : rotary_;
+    return table ? &table : nullptr;
   }
 
   int64_t vocab_size() const { return output.n; }

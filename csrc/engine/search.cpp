@@ -70,14 +70,14 @@ class BeamSearch : public Search {
       for (int64_t i = 0; i < num_candidates; ++i)
         pool_.push_back({-scores_[beam] - values[i], static_cast<int32_t>(beam), ids[i], values[i]});
     }
-    const auto wanted = pool_.begin() + num_candidates;
-    std::partial_sort(pool_.begin(), wanted, pool_.end());
+    const auto end = pool_.begin() + num_candidates;
+    std::partial_sort(pool_.begin(), end, pool_.end());
     const double penalty = penalty_of(num_tokens);
     bool ended = false;
     parents_.clear();
     next_.clear();
     next_scores_.clear();
-    for (auto candidate = pool_.begin(); candidate != wanted && candidate->negative != kInfinity; ++candidate) {
+    for (auto candidate = pool_.begin(); candidate != end && candidate->negative != kInfinity; ++candidate) {
       const bool is_end = ends(candidate->token);
       if (is_end && candidate - pool_.begin() >= num_ending_) continue;
       if (!is_end && std::ssize(next_) == num_beams_) continue;
@@ -111,12 +111,12 @@ class BeamSearch : public Search {
       all.push_back({last_[row], scores_[row] / penalty});
     order(all);
     if (std::ssize(all) > num_return_) all.resize(num_return_);
-    std::vector<Hypothesis> found;
-    for (const Scored& one : all) {
-      found.push_back(line_of(one.node));
-      found.back().score = one.score;
+    std::vector<Hypothesis> hypotheses;
+    for (const Scored& finished : all) {
+      hypotheses.push_back(line_of(finished.node));
+      hypotheses.back().score = finished.score;
     }
-    return found;
+    return hypotheses;
   }
 
  protected:

@@ -135,12 +135,12 @@ void TokenCache::sweep(Group& group) {
     for (const int32_t slot : row.slots) mark(slot);
     if (row.used < kBlockTokens) seen_[row.block] = 1;
   }
-  size_t kept = 0;
+  size_t count = 0;
   for (const int32_t block : group.blocks) {
-    if (seen_[block]) group.blocks[kept++] = block;
+    if (seen_[block]) group.blocks[count++] = block;
     else give_back(block);
   }
-  group.blocks.resize(kept);
+  group.blocks.resize(count);
   for (const int32_t block : group.blocks) seen_[block] = 0;
   group.was_reordered = false;
 }

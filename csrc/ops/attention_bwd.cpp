@@ -79,8 +79,8 @@ struct QueryHead {
     // An infinite lse makes all probabilities of a row 0, for rows that see nothing and for padding of the last panel.
     lse = filled(padded, std::numeric_limits<acc>::infinity()), delta = filled(padded, acc(0));
     for (int64_t i = 0; i < n; ++i) {
-      const acc given = in.lse[s.lse_start + h * p.lse_head_stride + i];
-      if (given != -std::numeric_limits<acc>::infinity()) lse.data()[i] = given;
+      const acc row_lse = in.lse[s.lse_start + h * p.lse_head_stride + i];
+      if (row_lse != -std::numeric_limits<acc>::infinity()) lse.data()[i] = row_lse;
       const T *o = in.out.at(b, s.q_start + i, h), *d = dop + i * in.dout.stride;
       Vec<acc> sum(acc(0));
       for_each_vec<acc>(
@@ -182,13 +182,13 @@ void tile_gradients(const Problem& p, const Mask& mask, const Sequence& s, const
       // number.
       const V probability = exp(where_positive(V(acc(0)) - exponent, exponent, V(acc(0))));
       V gradient = V::load(dp + c);
-      V kept = probability;
+      V dropped = probability;
       if (p.dropout.on) {
         const V multiplier = V::load(keep + c);
-        kept = kept * multiplier;
+        dropped = dropped * multiplier;
         gradient = gradient * multiplier;
       }
-      kept.store(x + c);
+      dropped.store(x + c);
       (probability * (gradient - V::load(delta + c))).store(ds + c);
     }
     // Positions that a query does not see may have any value, including NaN, so they are overwritten, not multiplied.
@@ -331,20 +331,20 @@ void backward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& d
   std::vector<Tensor> copies;  // copies of dmask for all chains but the first
   if (shared)
     for (int64_t chain = 1; chain < chains; ++chain) copies.push_back(zeros(dmask.sizes(), dmask.scalar_type()));
-  std::vector<KeyGradients<acc>> found(parts == 1 ? 0 : tasks);
+  std::vector<KeyGradients<acc>> partial(parts == 1 ? 0 : tasks);
   for_each_task(chains, scores > kSerialScores, [&](int64_t chain) {
     const Tensor& sum = shared && chain > 0 ? copies[chain - 1] : dmask;
     for (int64_t task = chain; task < tasks; task += chains) {
       const int64_t kv_head = task / parts, b = kv_head / p.num_kv_heads, h = task * heads % p.num_heads;
       KeyGradients<acc> of_task = attend_backward<T>(p, mask, in, sum, b, h, h + heads);
       if (parts == 1) store_key_gradients<T>(p, in, b, kv_head % p.num_kv_heads, &of_task, 1);
-      else found[task] = std::move(of_task);
+      else partial[task] = std::move(of_task);
     }
   });
   for (const Tensor& copy : copies) add<acc>(copy, dmask);
   if (parts == 1) return;
   for_each_task(kv_heads, scores > kSerialScores, [&](int64_t i) {
-    store_key_gradients<T>(p, in, i / p.num_kv_heads, i % p.num_kv_heads, found.data() + i * parts, parts);
+    store_key_gradients<T>(p, in, i / p.num_kv_heads, i % p.num_kv_heads, partial.data() + i * parts, parts);
   });
 }
 

@@ -22,7 +22,7 @@ void set_sharing_named(std::string_view name) {
   set_sharing(name == "openmp" ? Sharing::openmp : name == "team" ? Sharing::team : Sharing::by_load);
 }
 
-void hush(int64_t milliseconds) { hush_openmp(std::chrono::milliseconds(milliseconds)); }
+void suppress_spinning(int64_t milliseconds) { suppress_openmp_spinning(std::chrono::milliseconds(milliseconds)); }
 
 // Returns how often each task of an op ran, and the maximum number of threads over `rounds` rounds. Tasks from `breaks`
 // on throw.
@@ -49,15 +49,15 @@ Tensor waits_check(const Tensor& regions) {
   using std::chrono::microseconds;
   LongWaits waits;
   const auto first = LongWaits::Clock::now();
-  const Tensor given = regions.contiguous(), found = empty({given.size(0)}, kLong);
-  const int64_t* region = given.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < given.size(0); ++i, region += 3) {
+  const Tensor rows = regions.contiguous(), result = empty({rows.size(0)}, kLong);
+  const int64_t* region = rows.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < rows.size(0); ++i, region += 3) {
     const auto now = first + microseconds(region[0]);
     const auto end = waits.record(now, microseconds(region[1]), microseconds(region[2]));
-    found.mutable_data_ptr<int64_t>()[i] =
+    result.mutable_data_ptr<int64_t>()[i] =
         end ? std::chrono::duration_cast<std::chrono::milliseconds>(*end - now).count() : 0;
   }
-  return found;
+  return result;
 }
 
 }  // namespace
@@ -65,7 +65,7 @@ Tensor waits_check(const Tensor& regions) {
 STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_checks, m) {
   m.def("fill_new_tensors(bool fills) -> ()");
   m.def("set_sharing(str sharing) -> ()");
-  m.def("hush_openmp(int milliseconds) -> ()");
+  m.def("suppress_openmp_spinning(int milliseconds) -> ()");
   m.def("tasks_check(int tasks, int rounds, int breaks) -> (Tensor, int)");
   m.def("waits_check(Tensor regions) -> Tensor");
 }
@@ -73,7 +73,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_checks, m) {
 STABLE_TORCH_LIBRARY_IMPL(fastformer_checks, CompositeExplicitAutograd, m) {
   m.impl("fill_new_tensors", boxed<fill_new_tensors>);
   m.impl("set_sharing", boxed<set_sharing_named>);
-  m.impl("hush_openmp", boxed<hush>);
+  m.impl("suppress_openmp_spinning", boxed<suppress_spinning>);
   m.impl("tasks_check", boxed<tasks_check>);
   m.impl("waits_check", boxed<waits_check>);
 }

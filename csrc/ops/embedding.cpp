@@ -98,10 +98,10 @@ void sum_rows(const T* dout, int64_t dim, const ByRow& tokens, int64_t skipped, 
         const int64_t token = tokens.order[from + i];
         const bool starts = i % kGroup == 0, finishes = i % kGroup == kGroup - 1 || i == count - 1;
         if (dropout.on) dropout.multipliers(token, 0, 0, dim, keep.data());
-        const acc *kept = dropout.on ? keep.data() : nullptr, *of_group = starts ? nullptr : group.data();
+        const acc *mask = dropout.on ? keep.data() : nullptr, *of_group = starts ? nullptr : group.data();
         const acc* of_row = finishes && i >= kGroup ? total.data() : nullptr;
-        if (i == count - 1) add_row(dout + token * dim, kept, of_group, of_row, factor, dim, to + r * dim);
-        else add_row(dout + token * dim, kept, of_group, of_row, acc(1), dim, (finishes ? total : group).data());
+        if (i == count - 1) add_row(dout + token * dim, mask, of_group, of_row, factor, dim, to + r * dim);
+        else add_row(dout + token * dim, mask, of_group, of_row, acc(1), dim, (finishes ? total : group).data());
       }
     };
     for (int64_t share = next(); share < kShares; share = next()) {

@@ -53,9 +53,9 @@ struct Argument<std::string> {
     const char* text = nullptr;
     TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
     TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &text));
-    std::string taken(text, length);
+    std::string result(text, length);
     TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
-    return taken;
+    return result;
   }
 };
 
@@ -65,15 +65,15 @@ struct Argument<std::vector<T>> {
     const auto list = torch::stable::detail::to<StableListHandle>(value);
     size_t size = 0;
     TORCH_ERROR_CODE_CHECK(torch_list_size(list, &size));
-    std::vector<T> taken;
-    taken.reserve(size);
+    std::vector<T> result;
+    result.reserve(size);
     for (size_t i = 0; i < size; ++i) {
       StableIValue element{};
       TORCH_ERROR_CODE_CHECK(torch_list_get_item(list, i, &element));
-      taken.push_back(Argument<T>::take(element));
+      result.push_back(Argument<T>::take(element));
     }
     TORCH_ERROR_CODE_CHECK(torch_delete_list(list));
-    return taken;
+    return result;
   }
 };
 

@@ -171,10 +171,10 @@ def until(holds):
 
 
 assert until(lambda ms: ms > 2), "libgomp's thread never spins"
-torch.ops.fastformer_checks.hush_openmp(60_000)
+torch.ops.fastformer_checks.suppress_openmp_spinning(60_000)
 assert until(lambda ms: ms < 1), "it goes on spinning"
 assert sum(spun() < 1 for _ in range(9)) >= 5
-torch.ops.fastformer_checks.hush_openmp(0)
+torch.ops.fastformer_checks.suppress_openmp_spinning(0)
 assert until(lambda ms: ms > 2), "it doesn't spin again"
 """
 
