@@ -49,7 +49,7 @@ from benchmarks.peers import suite as peers  # noqa: E402
 from benchmarks.publish.latest import RESULTS  # noqa: E402
 
 
-class RunLog:
+class Recorder:
     """The measurements of a command so far.
 
     Attributes:
@@ -155,7 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     options.seconds = options.seconds if options.seconds is not None else (9.0 if options.quick else 60.0)
     keep_freed_memory()
-    run = RunLog(options)
+    run = Recorder(options)
     try:
         run.cases(chosen)
         for suite in with_peers:

@@ -153,7 +153,7 @@ def standard_streams() -> Iterator[None]:
             output.outlived = True
             output.flush()
             if output.lost is not None:
-                _to_nowhere(stream)
+                _redirect_to_null(stream)
             elif encoding is not None:
                 stream.reconfigure(encoding=encoding[0], errors=encoding[1])  # type: ignore[union-attr]
         sys.stdout, sys.stderr = before
@@ -214,7 +214,7 @@ def _fill_closed_descriptors() -> None:
             _open_null(descriptor)
 
 
-def _to_nowhere(stream: TextIO | None) -> None:
+def _redirect_to_null(stream: TextIO | None) -> None:
     """Redirects the rest of a standard stream's buffers to /dev/null."""
     with contextlib.suppress(OSError, ValueError):
         if stream is not None and (descriptor := stream.fileno()) in (1, 2):

@@ -123,22 +123,22 @@ def attend_heads(
     if attn_mask is not None and is_causal:
         if type(attn_mask) is not Tensor:
             raise ValueError(f"expected a {type(attn_mask).__name__} or is_causal, got both")
-        return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return _torch_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if isinstance(attn_mask, CausalBias):
         right = 0 if attn_mask.variant == CausalVariant.LOWER_RIGHT else query.shape[-2] - key.shape[-2]
         attn_mask = Window(None, right)
     if isinstance(attn_mask, BlockDiagonal):
         return _block_diagonal(query, key, value, attn_mask, dropout_p, scale)
-    if not _runs_here(query, key, value, attn_mask if isinstance(attn_mask, Tensor) else None, scale, enable_gqa):
+    if not _is_supported(query, key, value, attn_mask if isinstance(attn_mask, Tensor) else None, scale, enable_gqa):
         if isinstance(attn_mask, Window):
             attn_mask = _as_mask(attn_mask, query, key)
-        return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return _torch_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     window = Window(None, query.shape[-2] - key.shape[-2]) if is_causal else Window()
     if isinstance(attn_mask, Tensor) and (band := _band_of(attn_mask, query, key)) is not None:
         attn_mask = band
     if isinstance(attn_mask, Window):
         window, attn_mask = attn_mask, None
-    by_head = lies_as_query and _lies_by_head(query, key, value, attn_mask)
+    by_head = lies_as_query and _is_head_major(query, key, value, attn_mask)
     q, k, v = (x.flatten(0, 1).unsqueeze(2) if by_head else x.transpose(1, 2) for x in (query, key, value))
     out = attention(
         q,
@@ -151,10 +151,10 @@ def attend_heads(
     )
     if by_head:
         return out.view(query.shape)
-    return _laid_out_as(query, out) if lies_as_query else out.transpose(1, 2)
+    return _like_query(query, out) if lies_as_query else out.transpose(1, 2)
 
 
-def _lies_by_head(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:
+def _is_head_major(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:
     """Returns whether the heads can be passed as a batch. fastformer's output has a token's heads side by side."""
     return (
         all(x.is_contiguous() for x in (query, key, value))
@@ -163,7 +163,7 @@ def _lies_by_head(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor |
     )
 
 
-def _laid_out_as(query: Tensor, out: Tensor) -> Tensor:
+def _like_query(query: Tensor, out: Tensor) -> Tensor:
     """Gives an output (batch, seqlen_q, num_heads, head_dim) PyTorch's shape, with the order of query's strides."""
     strides = query.stride()
     order = sorted(range(3), key=lambda dim: -strides[dim]) if strides[3] == 1 else [0, 1, 2]
@@ -198,7 +198,7 @@ def _block_diagonal(
         softmax_scale=scale,
         dropout_p=dropout_p,
     )
-    return _laid_out_as(query, out[None])
+    return _like_query(query, out[None])
 
 
 def _as_mask(window: Window, query: Tensor, key: Tensor) -> Tensor:
@@ -240,7 +240,7 @@ def _band_of(mask: Tensor, query: Tensor, key: Tensor) -> Window | None:
     return window
 
 
-def _runs_here(
+def _is_supported(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None, enable_gqa: bool
 ) -> bool:
     """Returns whether fastformer's kernels compute a call, and not PyTorch."""
@@ -281,7 +281,7 @@ def _have_shapes(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | 
     )
 
 
-def _torchs(*args: Any, **options: Any) -> Tensor:
+def _torch_attention(*args: Any, **options: Any) -> Tensor:
     """Computes a call by PyTorch's own code, even while `activate` routes the name to fastformer's."""
     if _activation is None:
         return F.scaled_dot_product_attention(*args, **options)

@@ -351,7 +351,7 @@ class _Chunks:
         )
 
 
-class _Gradients:
+class _ChunkGradients:
     """dx, dweight and dbias, which are filled chunk by chunk; the sums over chunks are fp32.
 
     Gradients that output_mask excludes are empty and not computed.
@@ -433,7 +433,7 @@ def linear_cross_entropy_bwd(
     chunks = _Chunks(
         x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss, softcap, output_mask[1]
     )
-    gradients = _Gradients(chunks, output_mask)
+    gradients = _ChunkGradients(chunks, output_mask)
     # A large lse has few fractional bits. Logits in half dtypes have even fewer, but for fp32, lse is recomputed.
     saved_lse = None if x.dtype == torch.float32 else lse
     for chunk, logits in chunks:
@@ -459,7 +459,7 @@ def linear_cross_entropy_fwd_bwd(
     chunks = _Chunks(
         x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss, softcap, output_mask[1]
     )
-    gradients = _Gradients(chunks, output_mask)
+    gradients = _ChunkGradients(chunks, output_mask)
     losses = x.new_empty(len(x), dtype=torch.float32)
     scale = (target != ignore_index).sum().clamp(min=1).float().reciprocal() if mean else None
     for chunk, logits in chunks:

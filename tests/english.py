@@ -43,7 +43,7 @@ _COMMENT = re.compile(r"(?:^\s*|  )# (.+)")
 FIELD = re.compile(r"`[^`]*`|\"[^\"\n]*\"")
 
 
-class Found(NamedTuple):
+class Finding(NamedTuple):
     """A text with its kind and place."""
 
     kind: str
@@ -52,7 +52,7 @@ class Found(NamedTuple):
     text: str
 
 
-def texts(root: Path) -> Iterator[Found]:
+def texts(root: Path) -> Iterator[Finding]:
     """Yields all texts, in pieces."""
     for name in PAGES:
         place = root / name
@@ -67,21 +67,21 @@ def texts(root: Path) -> Iterator[Found]:
         if path.suffix in (".h", ".cpp"):
             for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
                 if "//" in line:
-                    yield Found("comments", path, number, line.partition("//")[2].strip())
+                    yield Finding("comments", path, number, line.partition("//")[2].strip())
 
 
-def _of_page(path: Path) -> Iterator[Found]:
+def _of_page(path: Path) -> Iterator[Finding]:
     text = re.sub(
         r"^(```|~~~).*?^\1", lambda m: "\n" * m[0].count("\n"), path.read_text(encoding="utf-8"), flags=re.M | re.S
     )
     number = 1
     for part in text.split("\n\n"):
         if not part.lstrip().startswith(("#", "| ---")):
-            yield Found("pages", path, number, " ".join(part.split()))
+            yield Finding("pages", path, number, " ".join(part.split()))
         number += part.count("\n") + 2
 
 
-def _of_python(path: Path) -> Iterator[Found]:
+def _of_python(path: Path) -> Iterator[Finding]:
     source = path.read_text(encoding="utf-8")
     if not _MAYBE.search(source):  # excludes most files quickly
         return
@@ -91,17 +91,17 @@ def _of_python(path: Path) -> Iterator[Found]:
             if (text := ast.get_docstring(node)) is not None:
                 line = node.body[0].lineno
                 for paragraph in text.split("\n\n"):
-                    yield Found("docstrings", path, line, " ".join(paragraph.split()))
+                    yield Finding("docstrings", path, line, " ".join(paragraph.split()))
                     line += paragraph.count("\n") + 2
         elif isinstance(node, ast.Raise | ast.Call):
             if isinstance(node, ast.Call) and not _speaks(node.func):
                 continue
             for part in ast.walk(node):
                 if isinstance(part, ast.Constant) and isinstance(part.value, str) and " " in part.value:
-                    yield Found("messages", path, part.lineno, part.value)
+                    yield Finding("messages", path, part.lineno, part.value)
     for number, text in enumerate(source.splitlines(), 1):
         if comment := _COMMENT.search(text):
-            yield Found("comments", path, number, comment[1])
+            yield Finding("comments", path, number, comment[1])
 
 
 def _speaks(function: ast.expr) -> bool:
@@ -110,14 +110,14 @@ def _speaks(function: ast.expr) -> bool:
     return name in ("warn", "warning", "info", "error", "debug", "print", "add_argument", "say")
 
 
-def found(root: Path = ROOT) -> Iterator[Found]:
+def findings(root: Path = ROOT) -> Iterator[Finding]:
     """Yields each word and clause that hides an actor, once for each piece and word."""
     seen = set()
     for piece in texts(root):
         plain = FIELD.sub("x", piece.text)
         clauses = (match for match in CLAUSE.finditer(plain) if not match[0].endswith("?") and _is_subject(match[0]))
         for match in (*NAMELESS.finditer(plain), *clauses):
-            where = Found(piece.kind, piece.path.relative_to(root), piece.line, match[0][:110])
+            where = Finding(piece.kind, piece.path.relative_to(root), piece.line, match[0][:110])
             if where not in seen:
                 seen.add(where)
                 yield where
@@ -129,7 +129,7 @@ def _is_subject(sentence: str) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    places = list(found(Path(next((word for word in arguments if not word.startswith("-")), ROOT)).resolve()))
+    places = list(findings(Path(next((word for word in arguments if not word.startswith("-")), ROOT)).resolve()))
     if "--list" in arguments:
         for place in places:
             print(f"{place.path}:{place.line}: {place.text}")

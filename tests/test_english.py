@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.english import found
+from tests.english import findings
 
 
 def test_the_actor_is_named() -> None:
-    places = [place for place in found() if place.path.parts[0] != "csrc"]  # only the command counts these
+    places = [place for place in findings() if place.path.parts[0] != "csrc"]  # only the command counts these
     assert not places, "\n".join(f"{place.path}:{place.line}: {place.text}" for place in places)
 
 
@@ -21,7 +21,7 @@ def test_the_count_finds_planted_words(tmp_path: Path) -> None:
     (tmp_path / "fastformer" / "x.py").write_text(
         '"""What a file is called."""\nwho = "nobody"  # what is left is free\nraise ValueError("whoever calls it")\n'
     )
-    counts = sorted((place.kind, place.text.split()[0]) for place in found(tmp_path))
+    counts = sorted((place.kind, place.text.split()[0]) for place in findings(tmp_path))
     assert counts == [
         ("comments", "what"), ("comments", "who"), ("messages", "whoever"), ("pages", "Nobody"), ("pages", "What"),
     ]  # fmt: skip

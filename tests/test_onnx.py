@@ -34,7 +34,7 @@ BART = {"vocab_size": 60, "d_model": 16, "encoder_layers": 1, "decoder_layers": 
 T5 = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
 
 
-class Call(nn.Module):
+class CallModule(nn.Module):
     """A module with one kind of call, whose arguments are all tensors."""
 
     def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
@@ -107,11 +107,11 @@ CASES = {f"{place}: {name}": case for place, package in (("ours", fnn), ("accele
          for name, case in modules(package).items()} | ours()  # fmt: skip
 
 
-def made(make: Callable[[], nn.Module], call: Callable[..., Any]) -> Call:
+def made(make: Callable[[], nn.Module], call: Callable[..., Any]) -> CallModule:
     torch.manual_seed(0)
     module = make()
     fastformer.accelerate(module)
-    return Call(module, call).eval()
+    return CallModule(module, call).eval()
 
 
 QUICK = ("ours: causal", "ours: weights", "accelerated: decoder")
@@ -168,7 +168,7 @@ def test_accelerated_models(family, dynamo, tmp_path):
         decoder_inputs = {"decoder_input_ids": ids} if has_decoder else {}
         return model(input_ids=ids, attention_mask=mask, **decoder_inputs)[0]
 
-    module, inputs = Call(model, call).eval(), (IDS, REAL.long())
+    module, inputs = CallModule(model, call).eval(), (IDS, REAL.long())
     output = run(exported(tmp_path / "m.onnx", module, inputs, dynamo), inputs)
     real = torch.ones_like(REAL) if has_decoder else REAL
     torch.testing.assert_close(output[real], module(*inputs)[real], atol=2e-5, rtol=2e-5)
@@ -189,7 +189,7 @@ def test_dropout_in_training_is_in_the_graph(dynamo, tmp_path):
     """Elements are dropped as often as in training, and the others scaled."""
     values = torch.eye(64)[None, :, None].expand(2, 64, 4, 64).contiguous()
     inputs = torch.zeros(2, 64, 4, 64), torch.ones(2, 64, 4, 64), values
-    module = Call(nn.Identity(), lambda _, q, k, v: ops.attention(q, k, v, dropout_p=0.25)).train()
+    module = CallModule(nn.Identity(), lambda _, q, k, v: ops.attention(q, k, v, dropout_p=0.25)).train()
     options = {} if dynamo else {"training": torch.onnx.TrainingMode.TRAINING}
     output = run(exported(tmp_path / "m.onnx", module, inputs, dynamo, **options), inputs)
     nonzero = output[output != 0]

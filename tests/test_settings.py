@@ -20,7 +20,7 @@ CONFIGS = (TransformerConfig, GPTConfig, LSTMConfig)
 
 
 @dataclass
-class Example:
+class SampleSettings:
     count: Annotated[int, Range(1)] = 1
     share: Annotated[float, Range(0, below=1)] = 0.5
     part: Annotated[float, Range(0, most=1)] = 0.5
@@ -45,7 +45,7 @@ class Example:
 def test_parts_that_do_not_fit_are_refused(name, wrong) -> None:
     for value in wrong:
         with pytest.raises(ValueError, match=rf"\b{name}\b.*{re.escape(repr(value))}"):
-            check_settings(Example(**{name: value}))
+            check_settings(SampleSettings(**{name: value}))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_parts_that_do_not_fit_are_refused(name, wrong) -> None:
     ],
 )
 def test_sizes_up_to_the_bounds_are_accepted(values) -> None:
-    example = Example(**values)
+    example = SampleSettings(**values)
     check_settings(example)
     assert {name: getattr(example, name) for name in values} == values
     assert isinstance(example.share, float) and isinstance(example.part, float)

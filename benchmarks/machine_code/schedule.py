@@ -119,14 +119,10 @@ def _may_issue(warp: WarpState, step: IssueStep, now: float, free: dict[str, flo
         return unfinished <= step.waits
     if step.meets:
         # The other warps of its program have reached the barrier or passed it.
-        others = [w for w in running if w.program == warp.program]
-        return all(w.meetings > warp.meetings or _is_at_meeting(w, warp) for w in others)
+        others = (w for w in running if w.program == warp.program)
+        return all(w.meetings > warp.meetings or (w.meetings, w.at) == (warp.meetings, warp.at) for w in others)
     # Products queue for the tensor core; the other units only accept what they can start immediately.
     return not step.unit or step.unit == "tensor" or free[step.unit] <= now
-
-
-def _is_at_meeting(other: WarpState, warp: WarpState) -> bool:
-    return other.meetings == warp.meetings and other.at == warp.at
 
 
 def _issue(warp: WarpState, step: IssueStep, now: float, free: dict[str, float], memory: _SharedMemory) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.peers.job import Job, Model, Tokens
+from benchmarks.peers.job import Model, PeerJob, Tokens
 from fastformer.checkpoints import load_model
 from fastformer.data.text import read_lines
 from fastformer.models import GPT, Transformer
@@ -64,7 +64,9 @@ def make_model(case: dict[str, str]) -> Model:
     return network
 
 
-def jobs(case: dict[str, str], batches: Sequence[int], beams: Sequence[int]) -> Iterator[tuple[dict[str, int], Job]]:
+def jobs(
+    case: dict[str, str], batches: Sequence[int], beams: Sequence[int]
+) -> Iterator[tuple[dict[str, int], PeerJob]]:
     """Yields the jobs of a case, each with the fields that distinguish it from the others.
 
     For Llama's form there are prompts of two lengths, each in two jobs: up to the first new token, and with all new
@@ -81,7 +83,7 @@ def jobs(case: dict[str, str], batches: Sequence[int], beams: Sequence[int]) -> 
                     yield shape, make_job(case, batch, num_beams, prompt, new)
 
 
-def make_job(case: dict[str, str], batch: int, num_beams: int, prompt: int = 1, new_tokens: int = _NEW_GPT) -> Job:
+def make_job(case: dict[str, str], batch: int, num_beams: int, prompt: int = 1, new_tokens: int = _NEW_GPT) -> PeerJob:
     """Makes a job for the peers.
 
     Args:
@@ -95,7 +97,7 @@ def make_job(case: dict[str, str], batch: int, num_beams: int, prompt: int = 1, 
     """
     if case["name"] == "run":
         sources = mixed_sources(*_encoded(case))
-        return Job([sources[first : first + batch] for first in range(0, len(sources), batch)], num_beams, None)
+        return PeerJob([sources[first : first + batch] for first in range(0, len(sources), batch)], num_beams, None)
     kind, _, settings = _MODELS[case["name"]]
     generator = torch.Generator().manual_seed(batch)
     length, new = (prompt, new_tokens) if kind is GPT else (_SOURCE, _NEW)
@@ -106,7 +108,7 @@ def make_job(case: dict[str, str], batch: int, num_beams: int, prompt: int = 1, 
     if case["name"] == "llama-tiny":
         length, new = min(length, 40), min(new, 4)
     sources = torch.randint(3, settings["vocab_size"], (batch, length), generator=generator).tolist()
-    return Job([sources], num_beams, new)
+    return PeerJob([sources], num_beams, new)
 
 
 def mixed_sources(lines: Sequence[Sequence[int]], ends: Sequence[int]) -> Tokens:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, TypeVar
 
 from benchmarks.measure.timing import Timing
-from benchmarks.peers.job import Job, Tokens
+from benchmarks.peers.job import PeerJob, Tokens
 
 # OpenMP's threads spin for up to 200 ms after their last work (KMP_BLOCKTIME), which would be in another program's
 # turn.
@@ -83,7 +83,7 @@ def rival(thing: PeerKey, others: Mapping[PeerKey, Fastest]) -> PeerKey | None:
     return None
 
 
-def steps(job: Job, tokens: Tokens | None) -> int | None:
+def steps(job: PeerJob, tokens: Tokens | None) -> int | None:
     """Returns the number of decode steps of a job; None if the outputs don't determine it."""
     if job.new_tokens is not None:
         return job.new_tokens * len(job.batches)
@@ -96,7 +96,7 @@ def steps(job: Job, tokens: Tokens | None) -> int | None:
     return total
 
 
-def num_tokens(job: Job, tokens: Tokens | None) -> int:
+def num_tokens(job: PeerJob, tokens: Tokens | None) -> int:
     """Returns the number of new tokens of all outputs."""
     if tokens is not None:
         return sum(map(len, tokens))

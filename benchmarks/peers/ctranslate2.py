@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers.job import DecodingPeer, Job, Missing, Model, Tokens, needed
+from benchmarks.peers.job import DecodingPeer, Missing, Model, PeerJob, Tokens, needed
 from fastformer.models import Transformer
 from fastformer.nn.attention import MultiheadAttention
 
@@ -49,7 +49,7 @@ class CTranslate2(DecodingPeer):
     def inputs(self, batch: Tokens) -> list[list[str]]:
         return [[str(token) for token in row] for row in batch]
 
-    def decode(self, batch: list[list[str]], job: Job) -> list[list[str]]:
+    def decode(self, batch: list[list[str]], job: PeerJob) -> list[list[str]]:
         """Decodes lists of tokens to lists of tokens."""
         results = self.translator.translate_batch(
             batch,

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers.job import DecodingPeer, Job, JobResult, Missing, Model, Tokens, transformers, until_end
+from benchmarks.peers.job import DecodingPeer, JobResult, Missing, Model, PeerJob, Tokens, transformers, until_end
 from fastformer.integrations import to_huggingface
 from fastformer.models import GPT, Transformer
 
@@ -35,7 +35,7 @@ class HuggingFace(DecodingPeer):
         self.is_decoder_only = isinstance(model, GPT)
         self.model = convert(model).to(torch.bfloat16 if precision == "bf16" else torch.float32)
 
-    def decode(self, batch: Tokens, job: Job) -> Tensor:
+    def decode(self, batch: Tokens, job: PeerJob) -> Tensor:
         width = max(map(len, batch))
         ids = torch.full((len(batch), width), self.ids.pad)
         mask = torch.zeros_like(ids)
@@ -72,7 +72,7 @@ class StaticCache(HuggingFace):
         # generate itself compiles only on GPUs. A prompt is read once, and a single token many times.
         self.model.forward = torch.compile(self.model.forward)
 
-    def turn(self, job: Job) -> JobResult:
+    def turn(self, job: PeerJob) -> JobResult:
         if sum(map(len, job.batches[0])) > 32:
             raise Missing("compiled for one prompt of 32 tokens alone: each shape takes about a minute")
         return super().turn(job)

@@ -18,7 +18,7 @@ PRECISIONS = ("int4", *USUAL)
 
 
 @dataclass(frozen=True)
-class Job:
+class PeerJob:
     """Batches that are decoded one after another: one turn of a peer that decodes.
 
     Attributes:
@@ -78,7 +78,7 @@ class Peer(ABC):
 
     name: ClassVar[str]
     precisions: ClassVar[tuple[str, ...]] = USUAL
-    order: ClassVar[type[Job] | type[StepJob]]
+    order: ClassVar[type[PeerJob] | type[StepJob]]
 
     @abstractmethod
     def __init__(self, model: Any, precision: str, threads: int, options: dict[str, str]) -> None: ...
@@ -91,10 +91,10 @@ class Peer(ABC):
 class DecodingPeer(Peer):
     """A peer that decodes."""
 
-    order = Job
+    order = PeerJob
 
     @abstractmethod
-    def decode(self, batch: Any, job: Job) -> Any:
+    def decode(self, batch: Any, job: PeerJob) -> Any:
         """Decodes a result of `inputs`; all of it is timed."""
 
     def inputs(self, batch: Tokens) -> Any:
@@ -105,7 +105,7 @@ class DecodingPeer(Peer):
     def tokens(self, output: Any, batch: Tokens) -> Tokens:
         """Returns the new tokens of `decode`'s result, with the end token."""
 
-    def turn(self, job: Job) -> JobResult:
+    def turn(self, job: PeerJob) -> JobResult:
         """Runs a job once."""
         inputs = [self.inputs(batch) for batch in job.batches]
         began = time.perf_counter()

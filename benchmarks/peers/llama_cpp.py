@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers.job import PRECISIONS, Job, JobResult, Missing, Model, Peer, needed
+from benchmarks.peers.job import PRECISIONS, JobResult, Missing, Model, Peer, PeerJob, needed
 from fastformer.models import GPT
 from fastformer.models.gpt_config import GPTConfig
 
@@ -35,7 +35,7 @@ class LlamaCpp(Peer):
 
     name = "llama.cpp"
     precisions = PRECISIONS
-    order = Job
+    order = PeerJob
 
     def __init__(self, model: Model, precision: str, threads: int, options: dict[str, str]) -> None:
         if not isinstance(model, GPT):
@@ -45,7 +45,7 @@ class LlamaCpp(Peer):
         self.file = Path(self._folder.name) / "model.gguf"
         write_gguf(model, self.file, _TYPES[precision])
 
-    def turn(self, job: Job) -> JobResult:
+    def turn(self, job: PeerJob) -> JobResult:
         if len(job.batches) != 1 or job.num_beams != 1 or job.new_tokens is None:
             raise Missing("its benchmarks generate sequences of a fixed length, greedily")
         (prompts,) = job.batches

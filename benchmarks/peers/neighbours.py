@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from benchmarks.measure.timing import Timing
 from benchmarks.peers.cases import jobs
 from benchmarks.peers.compare import PAUSE, beside, busy_neighbours, num_tokens, take_turns
-from benchmarks.peers.job import Job
+from benchmarks.peers.job import PeerJob
 from benchmarks.peers.side_by_side import Row, started, without_time
 from benchmarks.peers.suite import SuitePlan
 from benchmarks.peers.worker import Worker
@@ -29,7 +29,7 @@ def measure(plan: SuitePlan, rounds: int, neighbours: int) -> Iterator[Row]:
             yield from (shared | {"shape": shape} | row for row in without_time(missing, "precision"))
             tokens = {key: worker.turn(job).tokens for key, worker in workers.items()}
 
-            def turn(worker: Worker, count: int, job: Job = job) -> float:
+            def turn(worker: Worker, count: int, job: PeerJob = job) -> float:
                 times: list[float] = []
                 with busy_neighbours(count):
                     while sum(times) < _BUSY_SECONDS:

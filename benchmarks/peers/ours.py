@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from benchmarks.peers.job import PRECISIONS, DecodingPeer, Job, Missing, Model, Tokens, until_end
+from benchmarks.peers.job import PRECISIONS, DecodingPeer, Missing, Model, PeerJob, Tokens, until_end
 from fastformer.generation import generate
 from fastformer.generation.config import Precision
 from fastformer.generation.engines import choose_engine
@@ -30,7 +30,7 @@ class Ours(DecodingPeer):
                 raise Missing(str(error)) from error
             self.model = model.to(torch.bfloat16)  # engines that call the modules compute in the weights' dtype
 
-    def decode(self, batch: Tokens, job: Job) -> Tensor:
+    def decode(self, batch: Tokens, job: PeerJob) -> Tensor:
         tokens = generate(
             self.model, batch, num_beams=job.num_beams, max_new_tokens=job.limit(batch), precision=self.precision
         )

@@ -10,7 +10,7 @@ import timeit
 
 import torch
 
-from benchmarks.peers.job import Job, JobResult, Model, Peer
+from benchmarks.peers.job import JobResult, Model, Peer, PeerJob
 from fastformer.models import GPT
 
 DRAM = 256 * 2**20  # bytes: more than any cache
@@ -22,12 +22,12 @@ class MemoryReader(Peer):
 
     name = "read"
     precisions = ("fp32",)
-    order = Job
+    order = PeerJob
 
     def __init__(self, model: Model, precision: str, threads: int, options: dict[str, str]) -> None:
         torch.set_num_threads(threads)
 
-    def turn(self, job: Job) -> JobResult:
+    def turn(self, job: PeerJob) -> JobResult:
         """Returns the seconds of one pass: the best of several, since this is a floor."""
         ((count,),) = job.batches[0]
         views = [torch.ones(count // 8, dtype=dtype) for dtype in (torch.int64, torch.float64)]

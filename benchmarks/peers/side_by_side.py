@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.measure.timing import Timing
 from benchmarks.peers.compare import PAUSE, TURN, Fastest, PeerKey, better_threads, num_tokens, rival, steps, take_turns
-from benchmarks.peers.job import Job, Missing, StepJob, Tokens
+from benchmarks.peers.job import Missing, PeerJob, StepJob, Tokens
 from benchmarks.peers.models import StepResults
 from benchmarks.peers.reading import DRAM
 from benchmarks.peers.worker import Failed, Worker, WorkerConfig
@@ -80,7 +80,7 @@ class _First:
     refused: dict[PeerKey, str] = field(default_factory=dict)
 
 
-def _first_turns(workers: Workers, job: Job | StepJob) -> _First:
+def _first_turns(workers: Workers, job: PeerJob | StepJob) -> _First:
     first = _First()
     with tempfile.TemporaryDirectory(prefix="fastformer-peers-") as folder:
         file = Path(folder) / "results.pt"
@@ -104,7 +104,12 @@ def _first_turns(workers: Workers, job: Job | StepJob) -> _First:
 
 
 def _timed(
-    workers: Workers, job: Job | StepJob, first: _First, wrong: Iterable[PeerKey], reads: Mapping[Any, Any], rounds: int
+    workers: Workers,
+    job: PeerJob | StepJob,
+    first: _First,
+    wrong: Iterable[PeerKey],
+    reads: Mapping[Any, Any],
+    rounds: int,
 ) -> dict[Any, list[float]]:
     """Returns the seconds of a job, by program and threads, and the bandwidth of the reads between them."""
 
@@ -156,7 +161,7 @@ def models(workers: Workers, rounds: int, order: str | None = None) -> Iterator[
         yield row | _times(fastest, thing, measured, best[base])
 
 
-def decoders(workers: Workers, job: Job, rounds: int, weights: Mapping[str, int]) -> Iterator[Row]:
+def decoders(workers: Workers, job: PeerJob, rounds: int, weights: Mapping[str, int]) -> Iterator[Row]:
     """Yields a row for each peer that decodes, compared with the fastest program of another kind.
 
     Args:
@@ -186,7 +191,7 @@ def decoders(workers: Workers, job: Job, rounds: int, weights: Mapping[str, int]
     yield from without_time(wrong, "precision", "wrong")
 
     def read(worker: Worker, count: int) -> float:
-        return count / worker.turn(Job([[[count]]], 1, 1)).seconds
+        return count / worker.turn(PeerJob([[[count]]], 1, 1)).seconds
 
     reads = {
         (PeerKey("read", str(size)), threads): functools.partial(read, worker, size)
@@ -207,7 +212,7 @@ def decoders(workers: Workers, job: Job, rounds: int, weights: Mapping[str, int]
         yield row | rates(weights[thing.precision], fastest.timing.p50, job, first.results[thing], bandwidth)
 
 
-def rates(size: int, seconds: float, job: Job, tokens: Tokens | None, bandwidth: Mapping[int, float]) -> Row:
+def rates(size: int, seconds: float, job: PeerJob, tokens: Tokens | None, bandwidth: Mapping[int, float]) -> Row:
     """Returns the tokens a second, and the share of the speed of only reading the weights.
 
     Args:

@@ -19,7 +19,7 @@ from typing import IO, Any
 from benchmarks.measure import record
 from benchmarks.peers import models
 from benchmarks.peers.cases import GPTS, LLAMAS, make_model
-from benchmarks.peers.job import Job, JobResult, Missing, Peer, StepJob
+from benchmarks.peers.job import JobResult, Missing, Peer, PeerJob, StepJob
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Worker:
         """Waits until the model is loaded; returns the reason if the peer can't load it."""
         return self._answer().get("missing")
 
-    def turn(self, job: Job | StepJob) -> JobResult:
+    def turn(self, job: PeerJob | StepJob) -> JobResult:
         """Runs a job in the worker.
 
         Raises:

@@ -187,15 +187,10 @@ def summary(numbers: Numbers) -> str:
     for case, against, panels in SUMMARY:
         first = len(numbers.figures)
         figures = ", ".join(f"{numbers.ratio(case, panel, against)} ({panel})" for panel in panels)
-        commands = dict.fromkeys(_without_output(figure.command) for figure in numbers.figures[first:])
+        commands = dict.fromkeys(re.sub(r" --out \S+", "", figure.command) for figure in numbers.figures[first:])
         command = "; ".join(f"`{command}`" for command in commands)
         lines.append([case.label, figures, name_of(against), command or NOT_MEASURED])
     return table(["", "times faster", "than", "command"], lines)
-
-
-def _without_output(command: str) -> str:
-    """Removes the output file from a command."""
-    return re.sub(r" --out \S+", "", command)
 
 
 def losses(numbers: Numbers) -> str:

@@ -30,7 +30,7 @@ _NO_LISTS = "expected ids, and token_types, as a list of integers for each text"
 _MODULE_TOKENS = 8192  # the most tokens that the modules compute together
 
 
-class _Encoder(Protocol):
+class _EncoderBinding(Protocol):
     """The interface of Encoder in csrc/bindings/encoder.cpp."""
 
     def encode(
@@ -49,7 +49,7 @@ class _Encoder(Protocol):
 class _Packed(NamedTuple):
     """The packed parts of a model in a precision. They hold no reference to the model."""
 
-    encoder: _Encoder
+    encoder: _EncoderBinding
     pooler: nn.Module | None  # in fp32
     head: nn.Module | None
 
@@ -78,7 +78,7 @@ class PackedEncoder(NamedTuple):
         token_types: the number of token types.
     """
 
-    encoder: _Encoder
+    encoder: _EncoderBinding
     max_len: int
     token_types: int
 
@@ -175,7 +175,7 @@ class EncoderEngine:
         if pooling != "pooler":
             return _call(packed.encoder, ids, token_types, pooling, normalize)
         first = _call(packed.encoder, ids, token_types, "cls", False)
-        rows = _through(cast(nn.Module, packed.pooler), first, torch.tanh)
+        rows = _apply_rows(cast(nn.Module, packed.pooler), first, torch.tanh)
         return F.normalize(torch.from_numpy(rows)).numpy() if normalize else rows
 
     def classify(self, ids: Rows, token_types: Rows | None = None) -> Array:
@@ -187,7 +187,7 @@ class EncoderEngine:
         kind = "pooler" if config.head == "bert" else config.head_pooling
         rows = self._encode(packed, ids, token_types, kind, False)
         if packed is not None:
-            return _through(cast(nn.Module, packed.head), rows)
+            return _apply_rows(cast(nn.Module, packed.head), rows)
         dtype, device = self.model.embedding.weight.dtype, self.model.embedding.weight.device
         with torch.inference_mode():
             logits: Tensor = self.model.head(torch.from_numpy(rows).to(device, dtype))
@@ -289,14 +289,14 @@ def pack_encoder(model: BERT, precision: str, last_position: Tensor | None = Non
     return packed
 
 
-def _call(encoder: _Encoder, ids: Rows, types: Rows | None, pooling: str, normalize: bool, *gaps: Any) -> Array:
+def _call(encoder: _EncoderBinding, ids: Rows, types: Rows | None, pooling: str, normalize: bool, *gaps: Any) -> Array:
     try:
         return encoder.encode(ids, types, pooling, bool(normalize), torch.get_num_threads(), *gaps)
     except TypeError:
         raise ValueError(_NO_LISTS) from None
 
 
-def _through(module: nn.Module, rows: Array, activation: Any = None) -> Array:
+def _apply_rows(module: nn.Module, rows: Array, activation: Any = None) -> Array:
     with torch.inference_mode(), torch.autocast("cpu", enabled=False):
         # Row by row: a product with a different number of rows sums in a different order.
         outputs = [module(row) for row in torch.from_numpy(rows).split(1)]
@@ -329,10 +329,10 @@ def _pack(model: BERT, precision: str) -> _Packed:
     return _Packed(_packed_encoder(model, precision), _in_fp32(model.pooler), _in_fp32(model.head))
 
 
-def _packed_encoder(model: BERT, precision: str, last_position: Tensor | None = None) -> _Encoder:
+def _packed_encoder(model: BERT, precision: str, last_position: Tensor | None = None) -> _EncoderBinding:
     extension = cast(Any, _extension.module())
     weights = extension.PackedModel(pack_options(model, precision), pack_tensors(model, precision, last_position))
-    return cast(_Encoder, extension.Encoder(weights))
+    return cast(_EncoderBinding, extension.Encoder(weights))
 
 
 def _in_fp32(module: nn.Module | None) -> nn.Module | None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fastformer.checkpoints.hf import FAMILIES, load_folder, model_type
 from fastformer.checkpoints.hf.common import flag_of, number_of, read_weights
-from fastformer.encoding.modules import ACTIVATIONS, Dense, LayerNorm, Normalize, Pooling, Step
+from fastformer.encoding.modules import ACTIVATIONS, Dense, LayerNorm, Normalize, Pooling, RowLayer
 from fastformer.encoding.similarity import ALL
 from fastformer.encoding.tokens import Reader
 from fastformer.files import read_json, read_small
@@ -71,7 +71,7 @@ class Folder:
     model: Any
     reader: Reader
     pooling: Pooling | None = None
-    steps: tuple[Step, ...] = ()
+    steps: tuple[RowLayer, ...] = ()
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
     similarity: str = "cosine"
@@ -105,7 +105,7 @@ def read_folder(path: str | os.PathLike[str], *, device: torch.device | str | No
     model, tokenizer = _load(place, device)
     most = min(tokenizer.max_len if max_len is None else max_len, model.config.max_len)
     reader = Reader(tokenizer, most, lowers=flag_of(model_settings, "do_lower_case", False))
-    pooling, steps = _behind(folder, modules, model)
+    pooling, steps = _after(folder, modules, model)
     foreign = _read(place / CONFIG)
     similarity = settings.get("similarity_fn_name") or "cosine"
     if similarity not in ALL:
@@ -163,7 +163,9 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
     return modules
 
 
-def _behind(folder: Path, modules: Sequence[tuple[str, Path]], model: Any) -> tuple[Pooling | None, tuple[Step, ...]]:
+def _after(
+    folder: Path, modules: Sequence[tuple[str, Path]], model: Any
+) -> tuple[Pooling | None, tuple[RowLayer, ...]]:
     """Returns the pooling, and the steps that follow it."""
     kinds = [kind for kind, _ in modules]
     if "Pooling" not in kinds:
@@ -173,7 +175,7 @@ def _behind(folder: Path, modules: Sequence[tuple[str, Path]], model: Any) -> tu
     if kinds[1] != "Pooling" or kinds.count("Pooling") != 1:
         raise ValueError(f"expected {folder / _MODULES} to have one Pooling, after the Transformer, got {kinds}")
     pooling, width = _pooling(modules[1][1], model.config.d_model)
-    steps: list[Step] = []
+    steps: list[RowLayer] = []
     for kind, place in modules[2:]:
         step = _step(kind, place, width)
         if step is not None:
@@ -203,7 +205,7 @@ def _pooling(place: Path, d_model: int) -> tuple[Pooling, int]:
     return Pooling(kinds, flag_of(settings, "include_prompt", True)), len(kinds) * d_model
 
 
-def _step(kind: str, place: Path, width: int) -> Step | None:
+def _step(kind: str, place: Path, width: int) -> RowLayer | None:
     settings = _read(place / CONFIG)
     for name in ("module_input_name", "module_output_name"):
         if settings.get(name) not in (None, _ROW):
@@ -215,19 +217,19 @@ def _step(kind: str, place: Path, width: int) -> Step | None:
     settings = read_json(place / CONFIG)  # the file must exist
     weights = {name: tensor.float() for name, tensor in read_weights(place).items()}
     if kind == "LayerNorm":
-        return LayerNorm(_take(weights, place, "norm.weight", (width,)), _take(weights, place, "norm.bias", (width,)))
+        return LayerNorm(_get(weights, place, "norm.weight", (width,)), _get(weights, place, "norm.bias", (width,)))
     into, out = number_of(settings, "in_features"), number_of(settings, "out_features")
     if into != width:
         raise ValueError(f"expected {place / CONFIG} to have in_features {width}, as the rows have, got {into}")
-    bias = _take(weights, place, "linear.bias", (out,)) if flag_of(settings, "bias", True) else None
+    bias = _get(weights, place, "linear.bias", (out,)) if flag_of(settings, "bias", True) else None
     residual: Tensor | bool | None = flag_of(settings, "use_residual", False)
     if residual and into != out:
-        residual = _take(weights, place, "residual.weight", (out, into))
+        residual = _get(weights, place, "residual.weight", (out, into))
     activation = activation_named(settings.get("activation_function", "Tanh"), place / CONFIG)
-    return Dense(_take(weights, place, "linear.weight", (out, into)), bias, activation, residual)
+    return Dense(_get(weights, place, "linear.weight", (out, into)), bias, activation, residual)
 
 
-def _take(weights: Mapping[str, Tensor], place: Path, name: str, shape: tuple[int, ...]) -> Tensor:
+def _get(weights: Mapping[str, Tensor], place: Path, name: str, shape: tuple[int, ...]) -> Tensor:
     tensor = weights.get(name)
     if tensor is None or tuple(tensor.shape) != shape:
         got = "none" if tensor is None else f"one of {tuple(tensor.shape)}"

@@ -109,7 +109,7 @@ def normalized(rows: Array) -> Array:
     return np.asarray(rows / np.maximum(lengths, np.float32(_LEAST)))
 
 
-class Step(Protocol):
+class RowLayer(Protocol):
     """A layer on rows: (rows, in_features) -> (rows, out_features)."""
 
     @property

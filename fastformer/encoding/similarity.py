@@ -14,24 +14,16 @@ from torch import Tensor
 Embeddings: TypeAlias = Tensor | npt.NDArray[Any] | Sequence[Tensor | npt.NDArray[Any]]
 
 
-def _cosine(first: Tensor, second: Tensor) -> Tensor:
-    return F.normalize(first) @ F.normalize(second).T
-
-
-def _paired_cosine(first: Tensor, second: Tensor) -> Tensor:
-    return (F.normalize(first) * F.normalize(second)).sum(-1)
-
-
 # ALL: the similarity of each row to each row of the other matrix. PAIRED: of each row to the same row of the other
 # matrix. Distances are negated.
 ALL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "cosine": _cosine,
+    "cosine": lambda first, second: F.normalize(first) @ F.normalize(second).T,
     "dot": lambda first, second: first @ second.T,
     "euclidean": lambda first, second: -torch.cdist(first, second),
     "manhattan": lambda first, second: -torch.cdist(first, second, p=1.0),
 }
 PAIRED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "cosine": _paired_cosine,
+    "cosine": lambda first, second: (F.normalize(first) * F.normalize(second)).sum(-1),
     "dot": lambda first, second: (first * second).sum(-1),
     "euclidean": lambda first, second: -torch.linalg.vector_norm(first - second, dim=-1),
     "manhattan": lambda first, second: -(first - second).abs().sum(-1),

@@ -273,7 +273,7 @@ class Op(Backends, Generic[P, T]):
     taken: set[Hashable] = field(default_factory=set)
     checked: set[Hashable] = field(default_factory=set)
     tensor_indices: TensorIndices
-    fastest: _fastest.Chosen | None = None
+    fastest: _fastest.ChoiceCache | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls the op: directly if only autograd would notice, else by the dispatcher or the formula."""

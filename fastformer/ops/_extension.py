@@ -70,7 +70,7 @@ def _has_loaded(name: str) -> bool:
     try:
         torch.ops.load_library(spec.origin)
     except (OSError, RuntimeError) as failure:
-        _tell_failure(name, failure)
+        _warn_failure(name, failure)
         return False
     return True
 
@@ -81,7 +81,7 @@ def _instruction_sets() -> list[str]:
     return [isa for isa, capabilities in _INSTRUCTION_SETS.items() if capability in capabilities]
 
 
-def _tell_failure(name: str, failure: Exception) -> None:
+def _warn_failure(name: str, failure: Exception) -> None:
     failures[name] = str(failure)
     logger.warning("fastformer.%s does not load and has to be built again for this PyTorch: %s", name, failure)
 
@@ -107,7 +107,7 @@ def _imported(name: str) -> ModuleType | None:
     try:
         return importlib.import_module(f"fastformer.{name}")
     except (ImportError, OSError, RuntimeError) as failure:
-        _tell_failure(name, failure)
+        _warn_failure(name, failure)
         return None
 
 

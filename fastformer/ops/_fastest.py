@@ -135,7 +135,7 @@ def table() -> tuple[FastestEntry, ...]:
     return tuple(FastestEntry(**line) for line in json.loads(TABLE.read_text(encoding="utf-8")))
 
 
-def wanted() -> str:
+def configured() -> str:
     """Returns the value of FASTFORMER_ATTENTION_KERNELS.
 
     Raises:
@@ -205,13 +205,13 @@ class Choice(NamedTuple):
 
 
 def choose(op_name: str, arguments: dict[str, Any]) -> Choice | None:
-    """Chooses the kernel for a call of attention_fwd or attention_bwd according to `wanted`; None: fastformer's own.
+    """Chooses the kernel for a call of attention_fwd or attention_bwd by `configured`; None: fastformer's own.
 
     Args:
         op_name: the name of the op.
         arguments: the arguments, by the schema's names.
     """
-    name = wanted()
+    name = configured()
     if name == OURS or why_not(op_name, **arguments) is not None:
         return None
     q, is_causal, direction = arguments["q"], arguments["window_right"] == 0, op_name.rpartition("_")[2]
@@ -245,7 +245,7 @@ def _backward(
     return dq, dk, dv, q.new_empty(0)
 
 
-class Chosen:
+class ChoiceCache:
     """The choices of an op, by the geometry of its calls."""
 
     def __init__(self) -> None:
@@ -275,7 +275,7 @@ class Chosen:
 
 def report(capability: int) -> list[str]:
     """Returns lines for doctor: the kernels of plain and causal attention on a GPU of this capability."""
-    setting = wanted()
+    setting = configured()
     if setting == OURS:
         return [
             "attention: fastformer's kernels; FASTFORMER_ATTENTION_KERNELS=fastest uses PyTorch's where those were "

@@ -90,7 +90,7 @@ def define_op(
         torch_is_faster=torch_is_faster,
         formula=formula,
         tensor_indices=TensorIndices(default._schema),
-        fastest=_fastest.Chosen() if has_faster else None,
+        fastest=_fastest.ChoiceCache() if has_faster else None,
     )
     OPS[name] = op
     LIBRARY.impl(name, lambda *args: op.run("reference", op.filled(args)), "CompositeExplicitAutograd")

@@ -19,7 +19,7 @@ from tests.benchmarks.running import checked_rows
 RIGHT = ["ein Hund läuft durch das Gras", "zwei Männer sitzen auf einer Bank"]
 
 
-class Fake:
+class FakeTranslator:
     """A translator that is right, except for the second line in int8 with beams."""
 
     def __init__(self, precision: str) -> None:
@@ -31,9 +31,9 @@ class Fake:
 
 
 def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def opened(run: str, *, device: str, precision: str) -> Fake:
+    def opened(run: str, *, device: str, precision: str) -> FakeTranslator:
         assert (run, device) == ("RUN", "cpu")
-        return Fake(precision)
+        return FakeTranslator(precision)
 
     monkeypatch.setattr("benchmarks.precisions.Translator.from_pretrained", opened)
     (tmp_path / "en").write_text("a dog\ntwo men\n", encoding="utf-8")

@@ -289,7 +289,7 @@ def test_a_memory_that_is_wider_than_what_was_allocated():
         cache.set_memory([torch.zeros(1, 4, 1, 1)] * LAYERS, [torch.zeros(1, 4, 1, 1)] * LAYERS)
 
 
-class Copies(TorchDispatchMode):
+class CopyCounter(TorchDispatchMode):
     """Counts the copies into a tensor."""
 
     def __init__(self):
@@ -309,11 +309,11 @@ def test_a_step_inside_a_block_uploads_only_lengths(monkeypatch):
     oracle.set_memory([2, 3])
     oracle.append(5)
     before = [x.data_ptr() for x in cache.begin(1)[2:6] if x is not None], cache.k._version
-    with Copies() as copies:
+    with CopyCounter() as copies:
         for _ in range(3):
             cache.commit(cache.begin(1))
     assert copies.sizes == [4] * 3
-    with Copies() as copies:
+    with CopyCounter() as copies:
         cache.fork([[1, 1], [0, 1]])
         cache.commit(cache.begin(1))  # each row begins a block
     assert copies.sizes == [4 * 8, 4 * 12, 4]  # what is in use, not what there is room for

@@ -33,8 +33,8 @@ from triton.experimental.gluon.language.nvidia import hopper
 from fastformer.kernels._attention_hopper_forward import async_load
 from tests.kernels.gluon_values import (
     FLOATS,
+    GlobalTensor,
     GluonError,
-    Memory,
     Pointer,
     Value,
     binary,
@@ -189,7 +189,7 @@ class _Stopped(BaseException):
 class Run:
     """One program: its partitions, copies in flight, and the schedule that orders them."""
 
-    def __init__(self, program: int, programs: int, memories: dict[int, Memory], schedule: Schedule) -> None:
+    def __init__(self, program: int, programs: int, memories: dict[int, GlobalTensor], schedule: Schedule) -> None:
         self.program, self.programs = program, programs
         self.memories = memories
         self.schedule = schedule
@@ -471,7 +471,7 @@ class _Descriptor:
         self.layout = descriptor.layout
 
 
-class Body:
+class KernelBody:
     """A function in the form of `gluon.jit`, to be emulated on its own, if its source is in no file."""
 
     def __init__(self, fn: Callable) -> None:
@@ -507,10 +507,10 @@ def emulate(
     """Runs `kernel[(programs,)](*arguments, **constants)` one program after another, and writes its outputs.
 
     Args:
-        kernel: the result of `gluon.jit`, or a `Body`.
+        kernel: the result of `gluon.jit`, or a `KernelBody`.
         tensors: the tensors of the descriptors.
     """
-    memories = {x.data_ptr(): Memory(x) for x in tensors}
+    memories = {x.data_ptr(): GlobalTensor(x) for x in tensors}
 
     def argument(x: Any) -> Any:
         if isinstance(x, tuple) and not hasattr(x, "block_shape"):
@@ -518,7 +518,7 @@ def emulate(
         if hasattr(x, "block_shape"):
             return _Descriptor(x)
         if isinstance(x, torch.Tensor):
-            memory = memories.setdefault(x.data_ptr(), Memory(x))
+            memory = memories.setdefault(x.data_ptr(), GlobalTensor(x))
             return Pointer(memory, np.int64(memory.first))
         return x if x is None else value(x)
 

@@ -161,7 +161,7 @@ for _name, _function in _COMPARISONS.items():
 setattr(Value, "__lshift__", _shift_left)  # noqa: B010
 
 
-class Memory:
+class GlobalTensor:
     """A tensor in global memory. An element may be written once; `finish` copies the results back."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -186,7 +186,7 @@ class Memory:
 class Pointer:
     """Pointers to elements of a Memory."""
 
-    def __init__(self, memory: Memory, offset: Any) -> None:
+    def __init__(self, memory: GlobalTensor, offset: Any) -> None:
         self.memory = memory
         self.offset = offset
         self.dtype = types.SimpleNamespace(element_ty=memory.dtype)

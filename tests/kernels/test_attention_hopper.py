@@ -32,7 +32,7 @@ from tests.kernels.attention_cases import (  # noqa: E402
     packed_results,
     plain,
 )
-from tests.kernels.gluon_emulator import Body, Schedule, eager, emulate, shuffled  # noqa: E402
+from tests.kernels.gluon_emulator import KernelBody, Schedule, eager, emulate, shuffled  # noqa: E402
 from tests.kernels.gluon_values import GluonError  # noqa: E402
 
 # The producer as far ahead as it may be, then as late, then copies that land at the last moment.
@@ -260,7 +260,7 @@ def kernel_with(right: str, wrong: str, module: types.ModuleType = forward) -> A
     # Triton looks for a function's text in its file: the emulator needs its bytecode alone.
     changed = types.ModuleType("changed")
     code = compile(source.replace(right, wrong), str(module.__file__), "exec")
-    with mock.patch("triton.experimental.gluon.jit", lambda fn=None, **_: Body(fn) if fn else Body):
+    with mock.patch("triton.experimental.gluon.jit", lambda fn=None, **_: KernelBody(fn) if fn else KernelBody):
         exec(code, changed.__dict__)
     return changed._attention_hopper_fwd_kernel if module is forward else changed._attention_hopper_bwd_kernel
 

@@ -61,7 +61,7 @@ def test_dweight_is_added_up_in_place(dtype: torch.dtype, monkeypatch: pytest.Mo
     monkeypatch.setattr(kernels, "chunk_rows", lambda *_: 128)
     x, weight, target, _ = make_inputs((300, 64), 520, "cuda", dtype, bias=False).values()
     chunks = kernels._Chunks(x, weight, None, target, -100, 0.0, False, 0.0, 0.0, True)
-    gradients = kernels._Gradients(chunks, (False, True, False))
+    gradients = kernels._ChunkGradients(chunks, (False, True, False))
     expected = torch.zeros(520, 64, dtype=torch.float64, device="cuda")
     places = set()
     for chunk, logits in chunks:

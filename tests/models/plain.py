@@ -38,7 +38,7 @@ def bucket(distance: int, config, causal: bool) -> int:
     return first + min(count - 1, alone + int(share * (count - alone)))
 
 
-class Plain:
+class PlainTransformer:
     """Computes a model's logits one sequence at a time, without padding, from its state_dict and config."""
 
     def __init__(self, state: dict[str, Tensor], config) -> None:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 def plain_logits(config, weights: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
     """Returns the logits (seqlen, vocab_size) of one sequence (seqlen,), in the dtype of the weights."""
-    return _Plain(config, weights, len(tokens)).logits(tokens)
+    return _PlainGpt(config, weights, len(tokens)).logits(tokens)
 
 
-class _Plain:
+class _PlainGpt:
     def __init__(self, config, weights: Mapping[str, Tensor], length: int) -> None:
         self.c, self.w, self.n = config, weights, length
         self.kv_heads = config.num_kv_heads or config.num_heads

@@ -11,7 +11,7 @@ from torch import nn
 
 from fastformer.models import Transformer, TransformerConfig
 from fastformer.nn import AddLayerNorm, SequenceLayout
-from tests.models.plain import Plain
+from tests.models.plain import PlainTransformer
 from tests.nn.comparing import assert_same, assert_same_gradients, randomised
 
 V, SOURCE_LENGTHS, TARGET_LENGTHS = 23, [5, 2, 7], [4, 6, 1]
@@ -67,7 +67,7 @@ def layouts_of(kind):
 
 
 def plain_logits(model, source, shifted):
-    plain = Plain(dict(model.named_parameters()), model.config)
+    plain = PlainTransformer(dict(model.named_parameters()), model.config)
     return [
         plain(source[row, :s], shifted[row, :t])
         for row, (s, t) in enumerate(zip(SOURCE_LENGTHS, TARGET_LENGTHS, strict=True))

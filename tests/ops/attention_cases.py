@@ -96,7 +96,7 @@ CASES = [
 
 
 @dataclass
-class Inputs:
+class AttentionInputs:
     """The tensors of a case, in fp64; tests cast them."""
 
     q: Tensor
@@ -120,7 +120,7 @@ class Inputs:
         return leaves[0], leaves[1], leaves[2], mask
 
 
-def make_inputs(case: Case, dtype: torch.dtype) -> Inputs:
+def make_inputs(case: Case, dtype: torch.dtype) -> AttentionInputs:
     """Makes random inputs that `dtype` represents exactly, so that fp64 gets the same numbers."""
 
     def random(*shape: int) -> Tensor:
@@ -132,7 +132,7 @@ def make_inputs(case: Case, dtype: torch.dtype) -> Inputs:
         shape = (batch, heads, case.seqlen_q, case.seqlen_k)
         mask = torch.rand(shape) > 0.3 if case.mask == "bool" else random(*shape)
     seqlens_k = None if case.seqlens_k is None else torch.tensor(case.seqlens_k[: case.batch], dtype=torch.int32)
-    return Inputs(
+    return AttentionInputs(
         (random(case.batch, case.seqlen_q, case.num_heads, case.head_dim) * case.logits).to(dtype).double(),
         random(case.batch, case.seqlen_k, case.num_kv_heads, case.head_dim),
         random(case.batch, case.seqlen_k, case.num_kv_heads, case.head_dim),

@@ -21,7 +21,7 @@ SEED = torch.tensor([2**40 + 7, 5])
 
 
 @dataclass(frozen=True)
-class Call:
+class OpCall:
     """A way to call an op.
 
     Attributes:
@@ -124,37 +124,37 @@ def _classes(n: int) -> dict[str, Tensor]:
 
 
 CALLS = [
-    Call("attention", _heads, lambda n: {"is_causal": True}),
-    Call("attention, mask", lambda n: _heads(n) | _masked(n)),
-    Call("attention, dropout", lambda n: _heads(n) | {"dropout_seed": SEED}, lambda n: {"dropout_p": 0.5}),
-    Call("attention, softcap", lambda n: _heads(n) | _masked(n), lambda n: {"softcap": 0.7}),
-    Call("varlen_attention", _packed, lambda n: {"max_seqlen_q": n, "max_seqlen_k": n, "dropout_p": 0.5}),
-    Call(
+    OpCall("attention", _heads, lambda n: {"is_causal": True}),
+    OpCall("attention, mask", lambda n: _heads(n) | _masked(n)),
+    OpCall("attention, dropout", lambda n: _heads(n) | {"dropout_seed": SEED}, lambda n: {"dropout_p": 0.5}),
+    OpCall("attention, softcap", lambda n: _heads(n) | _masked(n), lambda n: {"softcap": 0.7}),
+    OpCall("varlen_attention", _packed, lambda n: {"max_seqlen_q": n, "max_seqlen_k": n, "dropout_p": 0.5}),
+    OpCall(
         "attention_weights",
         lambda n: {**{k: t for k, t in _heads(n).items() if k != "v"}, "lse": 3 + draw(2, 4, n), **_masked(n)},
     ),
-    Call("decode_attention", _cached, learns=False),
-    Call("decode_attention, table", _table, learns=False),
-    Call("decode_attention, softcap", _table, lambda n: {"softcap": 0.7}, learns=False),
-    Call("decode_attention, rows", _chosen_rows, lambda n: {"is_causal": False}, learns=False),
-    Call("feed_forward", _network, lambda n: {"activation": "swiglu", "dropout_p": 0.5}),
-    Call("feed_forward, relu", lambda n: _network(n) | {"weight2": draw(8, 12)}, lambda n: {"dropout_p": 0.5}),
-    Call("add_layer_norm", _norm, lambda n: {"dropout_p": 0.5}, narrows=False),
-    Call("add_layer_norm, rms", lambda n: {"x": draw(n, 16)}, lambda n: {"rms_norm": True}, narrows=False),
-    Call(
+    OpCall("decode_attention", _cached, learns=False),
+    OpCall("decode_attention, table", _table, learns=False),
+    OpCall("decode_attention, softcap", _table, lambda n: {"softcap": 0.7}, learns=False),
+    OpCall("decode_attention, rows", _chosen_rows, lambda n: {"is_causal": False}, learns=False),
+    OpCall("feed_forward", _network, lambda n: {"activation": "swiglu", "dropout_p": 0.5}),
+    OpCall("feed_forward, relu", lambda n: _network(n) | {"weight2": draw(8, 12)}, lambda n: {"dropout_p": 0.5}),
+    OpCall("add_layer_norm", _norm, lambda n: {"dropout_p": 0.5}, narrows=False),
+    OpCall("add_layer_norm, rms", lambda n: {"x": draw(n, 16)}, lambda n: {"rms_norm": True}, narrows=False),
+    OpCall(
         "add_layer_norm, a wider stream",
         lambda n: _norm(n) | {"x": draw(n, 16).bfloat16()},
         lambda n: {"dropout_p": 0.5},
         narrows=False,
     ),
-    Call("embedding", _tokens, lambda n: {"scale": 3.0, "padding_idx": 1, "dropout_p": 0.5}, narrows=False),
-    Call("rotary", _turned, narrows=False),
-    Call("rotary, interleaved", lambda n: _turned(n), lambda n: {"interleaved": True}, narrows=False),
-    Call("linear", lambda n: {"x": draw(n, 16), "weight": draw(11, 16), "bias": draw(11)}),
-    Call("linear_cross_entropy", _classes, lambda n: {"label_smoothing": 0.1}),
-    Call("linear_cross_entropy, none", _classes, lambda n: {"reduction": "none", "z_loss": 0.01}),
-    Call("linear_cross_entropy, softcap", _classes, lambda n: {"label_smoothing": 0.1, "softcap": 2.0}),
-    Call("linear_topk", lambda n: {"x": draw(n, 16), "weight": draw(11, 16)}, lambda n: {"k": 3}, learns=False),
+    OpCall("embedding", _tokens, lambda n: {"scale": 3.0, "padding_idx": 1, "dropout_p": 0.5}, narrows=False),
+    OpCall("rotary", _turned, narrows=False),
+    OpCall("rotary, interleaved", lambda n: _turned(n), lambda n: {"interleaved": True}, narrows=False),
+    OpCall("linear", lambda n: {"x": draw(n, 16), "weight": draw(11, 16), "bias": draw(11)}),
+    OpCall("linear_cross_entropy", _classes, lambda n: {"label_smoothing": 0.1}),
+    OpCall("linear_cross_entropy, none", _classes, lambda n: {"reduction": "none", "z_loss": 0.01}),
+    OpCall("linear_cross_entropy, softcap", _classes, lambda n: {"label_smoothing": 0.1, "softcap": 2.0}),
+    OpCall("linear_topk", lambda n: {"x": draw(n, 16), "weight": draw(11, 16)}, lambda n: {"k": 3}, learns=False),
 ]
 BY_NAME = {call.name: call for call in CALLS}
 # They come in one dtype, whatever the others have.
@@ -170,7 +170,7 @@ def cast(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def results(
-    call: Call, n: int, tensors: dict[str, Tensor], around_backward: Any = contextlib.nullcontext, **options: Any
+    call: OpCall, n: int, tensors: dict[str, Tensor], around_backward: Any = contextlib.nullcontext, **options: Any
 ) -> dict[str, Tensor]:
     """Returns the outputs and the gradients of the floating-point tensors, by name."""
     leaves = {

@@ -64,7 +64,7 @@ class SeenFunctions(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-class Subclass(Tensor):
+class TensorSubclass(Tensor):
     """A subclass with PyTorch's default behaviour: results of operations are instances as well."""
 
 
@@ -187,8 +187,8 @@ def _below_autograd(x: Tensor) -> None:
 
 
 def _subclass(x: Tensor) -> None:
-    for out in (norm(x.as_subclass(Subclass)), norm(x, x.as_subclass(Subclass))):
-        assert type(out) is Subclass
+    for out in (norm(x.as_subclass(TensorSubclass)), norm(x, x.as_subclass(TensorSubclass))):
+        assert type(out) is TensorSubclass
 
 
 def _negative_bit(x: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastformer import ops
 from fastformer.ops import use_backend
 from tests.conftest import HAS_GPU, skip_without
-from tests.ops.calls import BY_NAME, CALLS, DTYPES, Call, cast, draw, every_call, forced, ints, results
+from tests.ops.calls import BY_NAME, CALLS, DTYPES, OpCall, cast, draw, every_call, forced, ints, results
 
 __all__ = ["forced"]
 N = 5
@@ -27,7 +27,7 @@ def test_the_table_has_every_op() -> None:
     assert public - helpers == {call.op for call in CALLS}
 
 
-def wrong_kinds(call: Call, name: str, tensor: Tensor) -> dict[str, object]:
+def wrong_kinds(call: OpCall, name: str, tensor: Tensor) -> dict[str, object]:
     """Returns values that are not tensors, or tensors of a wrong kind of numbers."""
     parameter = inspect.signature(getattr(ops, call.op)).parameters[name]
     kinds: dict[str, object] = {
@@ -44,7 +44,7 @@ def wrong_kinds(call: Call, name: str, tensor: Tensor) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("call", "name"), [(call, name) for call in CALLS for name in call.tensors(N)], ids=lambda each: str(each)
 )
-def test_a_wrong_kind_of_tensor_is_refused_by_name(call: Call, name: str) -> None:
+def test_a_wrong_kind_of_tensor_is_refused_by_name(call: OpCall, name: str) -> None:
     call(N)
     for kind, value in wrong_kinds(call, name, call.tensors(N)[name]).items():
         with pytest.raises((ValueError, TypeError)) as caught:
@@ -189,7 +189,7 @@ def test_an_index_outside_its_table(name: str, tensor: str, size: int, bad: int,
 
 
 @every_call
-def test_calls_that_cpp_supports(call: Call) -> None:
+def test_calls_that_cpp_supports(call: OpCall) -> None:
     """Other tests skip calls that a backend refuses; this one defines which it may refuse."""
     skip_without("cpp", call.stem)
     with use_backend("cpp"):
@@ -203,7 +203,7 @@ def test_calls_that_cpp_supports(call: Call) -> None:
 
 
 @every_call
-def test_calls_that_triton_refuses(call: Call) -> None:
+def test_calls_that_triton_refuses(call: OpCall) -> None:
     """These are fp64, heads wider than a tile, and rows wider than a program can hold."""
     skip_without("triton", call.stem)
     changes: list[dict[str, Any]] = [cast(call.tensors(N), torch.float64)]
@@ -241,7 +241,7 @@ def views(tensor: Tensor) -> list[Tensor]:
 
 @every_call
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_inputs_may_have_any_strides(call: Call, dtype: torch.dtype, forced: str) -> None:
+def test_inputs_may_have_any_strides(call: OpCall, dtype: torch.dtype, forced: str) -> None:
     """Inputs, including integers, are columns of wider tensors or transposed.
 
     A cache has to be contiguous in head_dim.
@@ -264,7 +264,7 @@ def test_inputs_may_have_any_strides(call: Call, dtype: torch.dtype, forced: str
 
 
 @every_call
-def test_backends_agree_in_fp64(call: Call) -> None:
+def test_backends_agree_in_fp64(call: OpCall) -> None:
     """They agree up to the last digits; `test_formulas.py` compares one with the formula and its derivatives."""
     skip_without("cpp", call.stem)
     tensors = cast(call.tensors(N), torch.float64)
@@ -276,7 +276,7 @@ def test_backends_agree_in_fp64(call: Call) -> None:
 
 @every_call
 @pytest.mark.parametrize("backend", ["reference", None])
-def test_a_backward_pass_under_autocast_equals_one_without(call: Call, backend: str | None) -> None:
+def test_a_backward_pass_under_autocast_equals_one_without(call: OpCall, backend: str | None) -> None:
     """The tensors that forward kept are fp32, and products of them stay fp32, wherever backward() is called."""
     if call.op == "linear" and backend is None:
         pytest.skip("this may be F.linear, with a backward pass of its own")
@@ -286,14 +286,14 @@ def test_a_backward_pass_under_autocast_equals_one_without(call: Call, backend: 
 
 
 @every_call
-def test_only_what_learns_has_a_gradient(call: Call, forced: str) -> None:
+def test_only_what_learns_has_a_gradient(call: OpCall, forced: str) -> None:
     tensors = {n: x.requires_grad_() if x.is_floating_point() else x for n, x in call.tensors(N).items()}
     leaves = {n: x.clone() if n.endswith("_cache") else x for n, x in tensors.items()}
     assert any(output.requires_grad for output in call(N, **leaves)) == call.learns
 
 
 @every_call
-def test_integers_may_be_of_either_size(call: Call, forced: str) -> None:
+def test_integers_may_be_of_either_size(call: OpCall, forced: str) -> None:
     tensors = call.tensors(N)
     expected = results(call, N, tensors)
     for name in {"ids", "positions", "target"} & tensors.keys():
@@ -301,7 +301,7 @@ def test_integers_may_be_of_either_size(call: Call, forced: str) -> None:
 
 
 @every_call
-def test_empty_inputs_give_empty_outputs(call: Call, forced: str) -> None:
+def test_empty_inputs_give_empty_outputs(call: OpCall, forced: str) -> None:
     for name, value in results(call, 0, call.tensors(0)).items():
         assert not value.numel() or not value.any(), name
 
@@ -321,7 +321,7 @@ class Recorded(TorchDispatchMode):
 
 
 @every_call
-def test_opcheck(call: Call, forced: str) -> None:
+def test_opcheck(call: OpCall, forced: str) -> None:
     """Checks the schema, fake tensors, and autograd registration of the forward and the backward pass."""
     if forced == "triton" and call.stem.endswith("attention") and not HAS_GPU:
         pytest.skip("the interpreter takes long; what the launchers give is what the fakes say in tests/kernels")
@@ -354,7 +354,7 @@ def on_backends_by_turns() -> list[Any]:
 
 
 @pytest.mark.parametrize("call, backend", on_backends_by_turns())
-def test_compiled(call: Call, backend: str | None) -> None:
+def test_compiled(call: OpCall, backend: str | None) -> None:
     """There is one graph for all sizes, which contains one call of the op for any backend."""
 
     @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
@@ -383,7 +383,7 @@ def test_compiled(call: Call, backend: str | None) -> None:
 
 @every_call
 @pytest.mark.parametrize("backend", ["reference", None])
-def test_autocast(call: Call, backend: str | None) -> None:
+def test_autocast(call: OpCall, backend: str | None) -> None:
     """Products run in its dtype, and the rest in that of the inputs; scores and losses are always fp32."""
     tensors = call.tensors(N)
     caches = {name: tensor.bfloat16() for name, tensor in tensors.items() if name.endswith("_cache")}

@@ -283,7 +283,7 @@ def test_ops_for_inference_refuse_gradients(call: Callable[[Tensor], Tensor]) ->
     assert torch.equal(vmap(lambda other: other * loss(x))(torch.ones(2))[1], expected)
 
 
-class Asked(Tensor):
+class RecordingTensor(Tensor):
     """Records the questions that it gets, and knows none of fastformer's ops."""
 
     calls: list[str] = []
@@ -295,11 +295,11 @@ class Asked(Tensor):
         return super().__torch_function__(function, types, args, kwargs)
 
 
-class Wrapped(Tensor):
+class WrappedTensor(Tensor):
     """Stores its numbers in another tensor, and dispatches PyTorch's operations to that."""
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> Wrapped:
+    def __new__(cls, inner: Tensor) -> WrappedTensor:
         return Tensor._make_wrapper_subclass(cls, inner.shape, inner.stride(), dtype=inner.dtype)
 
     def __init__(self, inner: Tensor) -> None:
@@ -310,21 +310,21 @@ class Wrapped(Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         assert function.namespace == "aten", function
-        inner = torch.utils._pytree.tree_map_only(Wrapped, lambda x: x.held, (args, kwargs or {}))
-        return torch.utils._pytree.tree_map_only(Tensor, Wrapped, function(*inner[0], **inner[1]))
+        inner = torch.utils._pytree.tree_map_only(WrappedTensor, lambda x: x.held, (args, kwargs or {}))
+        return torch.utils._pytree.tree_map_only(Tensor, WrappedTensor, function(*inner[0], **inner[1]))
 
 
-@pytest.mark.parametrize("kind", [Asked, Wrapped])
+@pytest.mark.parametrize("kind", [RecordingTensor, WrappedTensor])
 def test_a_subclass_sees_only_pytorchs_operations(kind: type[Tensor]) -> None:
     for name in ("attention", "add_layer_norm", "feed_forward, gelu"):
         call, inputs = CASES[name]
-        wrap: Any = {Asked: lambda x: x.as_subclass(Asked), Wrapped: Wrapped}[kind]
+        wrap: Any = {RecordingTensor: lambda x: x.as_subclass(RecordingTensor), WrappedTensor: WrappedTensor}[kind]
         if name == "add_layer_norm":
             call = ops.add_layer_norm
         expected, outputs = as_tuple(call(*inputs)), as_tuple(call(*map(wrap, inputs)))
         assert all(type(y) is kind for y in outputs)
-        close(tuple(y.held if isinstance(y, Wrapped) else y.as_subclass(Tensor) for y in outputs), expected)
-    assert kind is Wrapped or any("matmul" in function for function in Asked.calls)
+        close(tuple(y.held if isinstance(y, WrappedTensor) else y.as_subclass(Tensor) for y in outputs), expected)
+    assert kind is WrappedTensor or any("matmul" in function for function in RecordingTensor.calls)
 
 
 def decompositions() -> dict[Any, Any]:

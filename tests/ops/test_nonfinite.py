@@ -34,7 +34,7 @@ SEED = torch.zeros(2, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
-class Op:
+class OpCase:
     """An op, the same computation in plain PyTorch, and their floating-point inputs."""
 
     name: str
@@ -86,19 +86,19 @@ TARGET = torch.tensor([299, 0, 4, 7, 255, 256])
 _IDS = torch.tensor([[2, 0, 2, 1], [4, 2, 0, 0]])
 _TABLES = rotary_tables(4, 12)
 OPS = [
-    Op("attention", attention, _plain_attention, _attention_inputs),
-    Op("attention-gqa", attention, _plain_attention, partial(_attention_inputs, heads=1)),
-    Op("attention-two-tiles", attention, _plain_attention, partial(_attention_inputs, 150)),
-    Op("attention-mask", attention, _plain_attention, partial(_attention_inputs, mask=True)),
-    Op(
+    OpCase("attention", attention, _plain_attention, _attention_inputs),
+    OpCase("attention-gqa", attention, _plain_attention, partial(_attention_inputs, heads=1)),
+    OpCase("attention-two-tiles", attention, _plain_attention, partial(_attention_inputs, 150)),
+    OpCase("attention-mask", attention, _plain_attention, partial(_attention_inputs, mask=True)),
+    OpCase(
         "varlen_attention",
         _varlen,
         _plain_varlen,
         lambda: {name: value[0] for name, value in _attention_inputs().items()},
     ),
-    Op("decode_attention", _decode, _plain_attention, _attention_inputs, learns=False),
+    OpCase("decode_attention", _decode, _plain_attention, _attention_inputs, learns=False),
     *(
-        Op(
+        OpCase(
             f"add_layer_norm-{'rms' if rms_norm else 'layer'}",
             lambda rms_norm=rms_norm, **inputs: add_layer_norm(**inputs, rms_norm=rms_norm)[0],
             lambda rms_norm=rms_norm, **inputs: test_add_layer_norm.plain(**inputs, rms_norm=rms_norm)[0],
@@ -107,7 +107,7 @@ OPS = [
         for rms_norm in (False, True)
     ),
     *(
-        Op(
+        OpCase(
             f"feed_forward-{activation}-{rows}",
             partial(feed_forward, activation=activation),
             partial(test_feed_forward.plain, activation=activation),
@@ -117,7 +117,7 @@ OPS = [
         for rows in (5, 40)  # few rows take another way
     ),
     *(
-        Op(
+        OpCase(
             f"linear_cross_entropy-{reduction}",
             partial(linear_cross_entropy, target=TARGET, reduction=reduction, **options),
             partial(test_linear_cross_entropy.plain, target=TARGET, reduction=reduction, **options),
@@ -125,7 +125,7 @@ OPS = [
         )
         for reduction, options in (("mean", {}), ("none", {}), ("sum", {"label_smoothing": 0.1, "z_loss": 0.01}))
     ),
-    Op(
+    OpCase(
         "embedding",
         partial(embedding, _IDS, scale=3.0, padding_idx=0),
         lambda weight, position_table: test_embedding.plain(
@@ -134,7 +134,7 @@ OPS = [
         lambda: {"weight": torch.randn(5, 37), "position_table": torch.randn(4, 37)},
     ),
     *(
-        Op(
+        OpCase(
             f"rotary-{interleaved}",
             partial(rotary, cos=_TABLES[0], sin=_TABLES[1], interleaved=interleaved),
             partial(test_rotary.plain, cos=_TABLES[0], sin=_TABLES[1], interleaved=interleaved),
@@ -163,7 +163,7 @@ def _same(a: Tensor, b: Tensor, backend: str) -> bool:
     return torch.allclose(a, b, rtol=0.02, atol=0.02) if a.dtype == torch.bfloat16 else torch.allclose(a, b, atol=1e-5)
 
 
-def _results(op: Op, function: Callable, tensors: Tensors, dout: Tensor) -> Tensors:
+def _results(op: OpCase, function: Callable, tensors: Tensors, dout: Tensor) -> Tensors:
     """Returns the output and the gradients by name."""
     leaves = {name: value.detach().requires_grad_(op.learns) for name, value in tensors.items()}
     output = function(**leaves)
@@ -181,7 +181,7 @@ def _poisoned(tensors: Tensors, name: str, position: int, value: float) -> Tenso
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
 @pytest.mark.parametrize("op", OPS, ids=str)
-def test_as_in_plain_pytorch(op: Op, backend: str, dtype: torch.dtype, device: str) -> None:
+def test_as_in_plain_pytorch(op: OpCase, backend: str, dtype: torch.dtype, device: str) -> None:
     if backend == "fallback" and op.name not in FUSED:
         pytest.skip("the fallback is the reference")
     if backend == "triton" and (device != "cpu" or dtype != torch.float32):

@@ -21,7 +21,7 @@ from tests.benchmarks.running import neighbours
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
-class Machine:
+class FakeMachine:
     """A machine of two cores, with its /proc/stat, whose time passes when a test says so."""
 
     def __init__(self, folder: Path) -> None:
@@ -54,8 +54,8 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return Machine(tmp_path)
+def machine(tmp_path: Path) -> FakeMachine:
+    return FakeMachine(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_the_load_of_other_processes_on_needed_cores(machine, threads, took, dis
     assert machine.turn(machine.watcher(threads), 1.0, **took) is disturbed
 
 
-def test_a_short_turn_is_judged_by_the_last_quarter_of_a_second(machine: Machine) -> None:
+def test_a_short_turn_is_judged_by_the_last_quarter_of_a_second(machine: FakeMachine) -> None:
     """A neighbour's tick is a large part of a turn of 25 ms; half a core for a quarter of a second is a real
     disturbance.
     """
@@ -84,7 +84,7 @@ def test_a_short_turn_is_judged_by_the_last_quarter_of_a_second(machine: Machine
     assert not any(disturbed[:40]) and all(disturbed[44:56]) and not any(disturbed[67:])
 
 
-def test_a_slow_clock_is_noticed_until_it_ends(machine: Machine) -> None:
+def test_a_slow_clock_is_noticed_until_it_ends(machine: FakeMachine) -> None:
     """It doesn't count as a disturbance, after which the turn would be repeated."""
     watcher, turns = machine.watcher(1), []
     for machine.work in (1.0, 1.2, 1.4, 1.4, 1.2):
@@ -93,14 +93,14 @@ def test_a_slow_clock_is_noticed_until_it_ends(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("tries, slow", [((1.4, 1.4, 1.0), False), ((1.4, 1.4, 1.4), True)])
-def test_a_hiccup_is_not_a_slow_clock(tries: tuple[float, ...], slow: bool, machine: Machine) -> None:
+def test_a_hiccup_is_not_a_slow_clock(tries: tuple[float, ...], slow: bool, machine: FakeMachine) -> None:
     watcher = machine.watcher(1, partial(next, iter((1.0, *tries))))
     for expected in (False, slow):
         machine.turn(watcher, 0.3)
         assert watcher.is_slow == expected
 
 
-def test_the_best_time_of_the_machine_persists(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_time_of_the_machine_persists(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that always has a neighbour learns from an earlier run that the machine can be faster."""
 
     def slow_turns_of_a_process(*works: float) -> list[bool]:

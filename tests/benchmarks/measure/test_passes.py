@@ -20,7 +20,7 @@ from benchmarks.measure.timing import STEADY
 from tests.benchmarks.measure.test_timing import Script
 
 
-class Clock:
+class FakeClock:
     """A clock that only moves when a test moves it."""
 
     def __init__(self) -> None:
@@ -36,9 +36,9 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     """Replaces the clock of the timing, on an undisturbed machine."""
-    clock = Clock()
+    clock = FakeClock()
     for module in (execute, timing):
         monkeypatch.setattr(module, "time", types.SimpleNamespace(perf_counter=clock.perf_counter, sleep=clock.sleep))
     monkeypatch.setattr(timing, "NoiseMonitor", lambda *_, **__: Script())
@@ -64,7 +64,7 @@ class Work:
         passes: "check" or "pass N" for each case, in order.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: FakeClock) -> None:
         self.clock, self.doing = clock, ""
         self.told: list[tuple[str, str]] = []
 
@@ -103,7 +103,7 @@ class Work:
         return sum(doing != "check" for doing, of in self.told if of == name)
 
 
-def test_passes_go_over_all_cases(clock: Clock) -> None:
+def test_passes_go_over_all_cases(clock: FakeClock) -> None:
     work = Work(clock)
     rows = work.run(work.case("one", lambda number: 2.0), work.case("two", lambda number: 3.0), rounds=3)
     passes = [(f"pass {number}", name) for number in (1, 2, 3) for name in ("one", "two")]
@@ -113,7 +113,7 @@ def test_passes_go_over_all_cases(clock: Clock) -> None:
         assert (rows[name]["passes"], rows[name]["rounds"]) == (3, 3) and rows[name]["uncertainty"] < 1e-6
 
 
-def test_a_case_whose_passes_disagree_gets_more_until_they_agree(clock: Clock) -> None:
+def test_a_case_whose_passes_disagree_gets_more_until_they_agree(clock: FakeClock) -> None:
     work = Work(clock)
     rows = work.run(
         work.case("steady", lambda number: 2.0),
@@ -128,7 +128,7 @@ def test_a_case_whose_passes_disagree_gets_more_until_they_agree(clock: Clock) -
     assert work.told[-1] == ("pass 24", "unsteady")
 
 
-def test_each_ratio_has_its_own_uncertainty(clock: Clock) -> None:
+def test_each_ratio_has_its_own_uncertainty(clock: FakeClock) -> None:
     """Two ratios to the baseline may be steady, while jitter in opposite directions makes their own ratio unsteady."""
     rows = {}
     for seconds in (45.0, 1000.0):
@@ -149,7 +149,7 @@ def test_each_ratio_has_its_own_uncertainty(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("stops_at", ["pass 2", "pass 5"])
-def test_a_stopped_run_returns_cases_with_enough_passes(clock: Clock, stops_at: str) -> None:
+def test_a_stopped_run_returns_cases_with_enough_passes(clock: FakeClock, stops_at: str) -> None:
     work = Work(clock)
 
     def stop(number: int) -> float:
@@ -169,7 +169,7 @@ def test_a_stopped_run_returns_cases_with_enough_passes(clock: Clock, stops_at: 
     assert results == [(name, pytest.approx(ratio), rounds) for name, ratio, rounds in passes[stops_at]]
 
 
-def test_the_seconds_end_it_after_three_passes(clock: Clock) -> None:
+def test_the_seconds_end_it_after_three_passes(clock: FakeClock) -> None:
     """In the first pass, three calls of each function don't count, because they may compile."""
     work = Work(clock)
     cases = [work.case("unsteady", lambda number: 2.0 + number % 2), work.case("steady", lambda number: 2.0)]
@@ -181,7 +181,7 @@ def test_the_seconds_end_it_after_three_passes(clock: Clock) -> None:
     assert work.passes("long") == 3 and rows["long"]["quiet"] is True and rows["long"]["rounds"] == 3
 
 
-def test_passes_over_a_single_short_case_are_spaced(clock: Clock) -> None:
+def test_passes_over_a_single_short_case_are_spaced(clock: FakeClock) -> None:
     """There are three seconds between passes, but the total time stays within the limit."""
     for seconds, apart in ((1000.0, 3.0), (8.0, 1.0), (0.0, None)):
         work, began = Work(clock), clock.now
@@ -223,5 +223,5 @@ def test_a_run_takes_cases_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_module, "run_cases", note)
     monkeypatch.setattr(run_module, "_TOGETHER", 3)
     options = argparse.Namespace(device="cpu", provider=None, rounds=5, seconds=6.0, out=None, quick=False)
-    run_module.RunLog(options).cases([case_of(str(number), {"eager": lambda x, shape: x["x"]}) for number in range(7)])
+    run_module.Recorder(options).cases([case_of(str(i), {"eager": lambda x, shape: x["x"]}) for i in range(7)])
     assert sizes == [3, 3, 1]

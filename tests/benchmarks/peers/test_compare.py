@@ -17,7 +17,7 @@ from benchmarks.measure.timing import Timing
 from benchmarks.peers import cases, worker
 from benchmarks.peers.__main__ import main
 from benchmarks.peers.compare import Fastest, PeerKey, busy_neighbours, num_tokens, rival, steps, take_turns
-from benchmarks.peers.job import Job
+from benchmarks.peers.job import PeerJob
 from benchmarks.peers.reading import DRAM, bytes_per_step
 from benchmarks.peers.side_by_side import rates
 from fastformer.models import GPT, Transformer
@@ -52,12 +52,12 @@ def test_rivals() -> None:
 
 
 def test_steps_and_tokens() -> None:
-    forced = Job([[[3], [4]], [[5], [6]]], 4, 10)
+    forced = PeerJob([[[3], [4]], [[5], [6]]], 4, 10)
     assert steps(forced, None) == 20 and num_tokens(forced, None) == 40
-    free = Job([[[3], [4]], [[5]]], 1, None)
+    free = PeerJob([[[3], [4]], [[5]]], 1, None)
     outputs = [[7, 1], [7, 7, 7, 1], [7, 7, 1]]
     assert steps(free, outputs) == 4 + 3 and num_tokens(free, outputs) == 9
-    assert steps(Job(free.batches, 4, None), outputs) is None  # beams go on behind what is found
+    assert steps(PeerJob(free.batches, 4, None), outputs) is None  # beams go on behind what is found
     assert free.limit([[3], [4, 5, 6]]) == 103 and forced.limit([[3]]) == 10
 
 
@@ -80,7 +80,7 @@ def test_bytes_of_a_step() -> None:
 
 
 def test_a_row_shows_its_distance_from_the_floor() -> None:
-    job = Job([[[3], [4]]], 4, 10)
+    job = PeerJob([[[3], [4]]], 4, 10)
     row = rates(1000, 0.5, job, None, {DRAM: 40_000.0, 1000: 80_000.0})
     assert row["tokens_s"] == 40
     # 10 steps of 1000 bytes in half a second.
@@ -137,7 +137,7 @@ def test_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
         def ready(self) -> None:
             return None
 
-        def turn(self, job: Job):
+        def turn(self, job: PeerJob):
             return self.peer.turn(job)
 
         def close(self) -> None:

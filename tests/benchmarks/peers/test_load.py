@@ -42,14 +42,14 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-class Server(ThreadingHTTPServer):
+class FakeServer(ThreadingHTTPServer):
     def handle_error(self, request: object, client_address: object) -> None:
         pass  # a client that was refused closes its connections
 
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    server = Server(("127.0.0.1", 0), Handler)
+    server = FakeServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     Handler.most = Handler.running = 0

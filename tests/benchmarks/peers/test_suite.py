@@ -10,43 +10,43 @@ import torch
 
 from benchmarks.measure import record
 from benchmarks.peers import models, side_by_side, suite
-from benchmarks.peers.job import Job, JobResult, Missing, StepJob
+from benchmarks.peers.job import JobResult, Missing, PeerJob, StepJob
 from benchmarks.peers.suite import SuitePlan
 from benchmarks.peers.worker import Failed, WorkerConfig
 
 ENVIRONMENT = record.environment("cpu")
 
 
-class Fake:
+class FakeWorker:
     """The worker of a peer that is 1, 2, ... times slower than the first one, and fails as `says` prescribes."""
 
-    alive: list[Fake] = []
+    alive: list[FakeWorker] = []
     turns: list[str] = []
     says: dict[str, str] = {}  # peer, or peer and precision -> what is the matter
 
     def __init__(self, place: WorkerConfig) -> None:
         self.place = place
         self.name = f"{place.peer} {place.precision}"
-        self.matter = Fake.says.get(place.peer) or Fake.says.get(self.name)
-        self.seconds = 1.0 + len({fake.name for fake in Fake.alive if fake.name != self.name})
-        Fake.alive.append(self)
+        self.matter = FakeWorker.says.get(place.peer) or FakeWorker.says.get(self.name)
+        self.seconds = 1.0 + len({fake.name for fake in FakeWorker.alive if fake.name != self.name})
+        FakeWorker.alive.append(self)
 
     def ready(self) -> str | None:
         if self.matter == "broken":
             raise Failed("broken: its process ended")
         return "not installed: pip install it" if self.matter == "absent" else None
 
-    def turn(self, job: Job | StepJob) -> JobResult:
+    def turn(self, job: PeerJob | StepJob) -> JobResult:
         if self.matter == "breaks":
             raise Failed("breaks: its process ended")
         if self.matter == "refuses":
             raise Missing("can't do that")
-        Fake.turns.append(f"{self.name} {self.place.threads}")
+        FakeWorker.turns.append(f"{self.name} {self.place.threads}")
         if isinstance(job, StepJob):
             if job.results is not None:
                 values = torch.tensor([1.0, 2.0 + 0.01 * (self.place.precision == "int8")])
                 if self.matter == "wrong":
-                    values[1] = 9.0 if self.place.precision == "int8" else 2.0 + 0.02 * len(Fake.says)
+                    values[1] = 9.0 if self.place.precision == "int8" else 2.0 + 0.02 * len(FakeWorker.says)
                 torch.save((values, torch.tensor(2.0)), job.results)
             return JobResult(self.seconds, None)
         if self.place.peer == "read":
@@ -58,17 +58,17 @@ class Fake:
         )
 
     def close(self) -> None:
-        Fake.alive.remove(self)
+        FakeWorker.alive.remove(self)
 
 
 @pytest.fixture(autouse=True)
 def _fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(Fake, "says", {})
-    monkeypatch.setattr(Fake, "turns", [])
-    monkeypatch.setattr(side_by_side, "Worker", Fake)
+    monkeypatch.setattr(FakeWorker, "says", {})
+    monkeypatch.setattr(FakeWorker, "turns", [])
+    monkeypatch.setattr(side_by_side, "Worker", FakeWorker)
     monkeypatch.setattr(side_by_side, "PAUSE", 0.0)
     yield
-    assert not Fake.alive  # whatever happened, no process is left behind
+    assert not FakeWorker.alive  # whatever happened, no process is left behind
 
 
 TINY = SuitePlan({"name": "tiny"}, ("int8", "fp32"), (1, 2), (4,))
@@ -95,7 +95,7 @@ def test_decoders_take_turns_and_are_ranked() -> None:
     assert (ours["speedup"], ours["baseline"]) == (3.0, "ctranslate2 int8") and rival["speedup"] == 1.0
     assert ours["share_of_dram"] > 0 and ours["share_of_cached"] > 0
     assert ours["tokens_s"] == 48.0 and ours["same_tokens"] == 4 and ours["suite"] == "decoding"
-    timed = [turn for turn in Fake.turns if "read" not in turn]
+    timed = [turn for turn in FakeWorker.turns if "read" not in turn]
     # Two turns each to begin with; then all of them, there and back again.
     order = list(dict.fromkeys(timed))
     assert len(order) == 10 and timed[20:] == [*order, *order[::-1], *order]
@@ -117,8 +117,8 @@ def test_models_are_measured_against_the_model_as_it_is() -> None:
     row = by_peer["accelerated", "bf16"]
     assert (row["suite"], row["op"], row["model"]) == ("model", "drop_in", "bert_tiny")
     assert row["shape"] == {"batch": 8, "seqlen": "8 to 64", "mode": "forward"} and 0.2 < row["padding"] < 0.5
-    timed = Fake.turns[
-        Fake.turns.index("as it is bf16 2") :
+    timed = FakeWorker.turns[
+        FakeWorker.turns.index("as it is bf16 2") :
     ]  # the second group of processes: a check, two turns, three
     order = list(dict.fromkeys(timed))
     assert len(order) == 6 and timed[18:] == [*order, *order[::-1], *order]
@@ -126,7 +126,7 @@ def test_models_are_measured_against_the_model_as_it_is() -> None:
 
 def test_sentences_are_measured_in_each_order() -> None:
     plan = SuitePlan(models.QUICK[1], ("fp32",), (2,), only=("fastformer.Encoder", "sentence-transformers"))
-    Fake.says = {"sentence-transformers": "absent"}
+    FakeWorker.says = {"sentence-transformers": "absent"}
     measured = [
         (row["provider"], row["shape"]["order"], row["shape"]["batch"], row["padding"])
         for row in suite.measure(plan, 1)
@@ -139,7 +139,7 @@ def test_sentences_are_measured_in_each_order() -> None:
     assert {batch for _, order, batch, _ in measured if order == "one by one"} == {1}
     padding = {order: share for _, order, _, share in measured}
     assert padding["one by one"] == 0.0 < padding["sorted"] < padding["mixed"]
-    assert sum("as it is" in turn for turn in Fake.turns) == 3 * 4  # a check, two turns and one that counts
+    assert sum("as it is" in turn for turn in FakeWorker.turns) == 3 * 4  # a check, two turns and one that counts
 
 
 def test_only_int8_is_shown_beside_fp32() -> None:
@@ -148,43 +148,44 @@ def test_only_int8_is_shown_beside_fp32() -> None:
 
 
 def test_absent_peers_are_rows_that_say_how_to_install_them() -> None:
-    Fake.says = {"ctranslate2": "absent"}
+    FakeWorker.says = {"ctranslate2": "absent"}
     by_peer = rows(TINY)
     row = by_peer["ctranslate2", "int8"]
     assert row["missing"] == "not installed: pip install it" and row["shape"] == {"batch": 4, "num_beams": 1}
     assert by_peer["fastformer", "int8"]["baseline"] == "transformers fp32"
-    Fake.says = {"openvino": "absent"}
+    FakeWorker.says = {"openvino": "absent"}
     by_peer = rows(BERT)
     assert all(by_peer["openvino", precision]["missing"] for precision in ("fp32", "bf16", "int8"))
     assert "ms_p50" in by_peer["onnxruntime", "fp32"]
-    Fake.says = {peer: "absent" for peer in ("as it is", "accelerated", "torch.compile", "accelerated, torch.compile")}
+    peers = ("as it is", "accelerated", "torch.compile", "accelerated, torch.compile")
+    FakeWorker.says = dict.fromkeys(peers, "absent")
     by_peer = rows(SuitePlan(models.QUICK[0], ("fp32",), (1,), only=("accelerated", "torch.compile")))
     assert len(by_peer) == 3 and all("missing" in row for row in by_peer.values())
 
 
 @pytest.mark.parametrize(("plan", "peer"), [(TINY, "ctranslate2"), (BERT, "openvino")], ids=["decoders", "models"])
 def test_a_wrong_peer_is_not_timed(plan: SuitePlan, peer: str) -> None:
-    Fake.says = {f"{peer} fp32": "wrong"}
+    FakeWorker.says = {f"{peer} fp32": "wrong"}
     row = rows(plan)[peer, "fp32"]
     assert row["wrong"] and "ms_p50" not in row and "speedup" not in row
-    assert Fake.turns.count(f"{peer} fp32 2") <= 3  # those that found it out
+    assert FakeWorker.turns.count(f"{peer} fp32 2") <= 3  # those that found it out
     assert "ms_p50" in rows(plan)[peer, "int8"]  # which may be off, and says how far
 
 
 def test_int8_that_lost_the_weights_is_wrong() -> None:
-    Fake.says = {"openvino int8": "wrong"}
+    FakeWorker.says = {"openvino int8": "wrong"}
     assert "ms_p50" not in rows(BERT)["openvino", "int8"]
 
 
 @pytest.mark.parametrize("matter", ["broken", "breaks", "refuses"])
 def test_a_broken_rival_is_a_row_and_a_broken_fastformer_an_error(matter: str) -> None:
-    Fake.says = {"torch.compile": matter, "onnxruntime int8": matter}
+    FakeWorker.says = {"torch.compile": matter, "onnxruntime int8": matter}
     by_peer = rows(BERT)
     assert by_peer["torch.compile", "fp32"]["missing"] and by_peer["onnxruntime", "int8"]["missing"]
     assert "ms_p50" in by_peer["onnxruntime", "fp32"] and "ms_p50" in by_peer["accelerated", "fp32"]
     if matter != "refuses":
         for plan, ours in ((BERT, "accelerated"), (TINY, "fastformer"), (BERT, "as it is")):
-            Fake.says = {ours: matter}
+            FakeWorker.says = {ours: matter}
             with pytest.raises(Failed, match="its process ended"):
                 rows(plan)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.peers import ctranslate2, hugging_face
-from benchmarks.peers.job import Job, Missing
+from benchmarks.peers.job import Missing, PeerJob
 from benchmarks.peers.llama_cpp import tensors_of, write_gguf
 from benchmarks.peers.ours import Ours
 from fastformer.models import GPT, Transformer
@@ -56,13 +56,13 @@ def peer(name: str, model, precision: str = "fp32") -> Any:
     return hugging_face.HuggingFace(model, precision, 1, {})
 
 
-def jobs(vocab_size: int = 60) -> list[Job]:
+def jobs(vocab_size: int = 60) -> list[PeerJob]:
     """Returns jobs for sources of several lengths in a batch, with and without an end, greedily and with beams of one
     length.
     """
     generator = torch.Generator().manual_seed(2)
     batch = [torch.randint(3, vocab_size, (n,), generator=generator).tolist() for n in (9, 3, 14, 1)]
-    return [Job([batch, batch[:1]], 1, 20), Job([batch], 3, 10)]
+    return [PeerJob([batch, batch[:1]], 1, 20), PeerJob([batch], 3, 10)]
 
 
 OPTIONS = {
@@ -135,7 +135,7 @@ def test_outputs_end_with_their_end_token(name: str) -> None:
 @pytest.mark.parametrize("make", [gpt, llama])
 def test_gpts(make) -> None:
     model = make()
-    job = Job([[[5, 7, 9], [11, 4]], [[8]]], 1, 12)
+    job = PeerJob([[[5, 7, 9], [11, 4]], [[8]]], 1, 12)
     expected = Ours(model, "fp32", torch.get_num_threads(), {}).turn(job).tokens
     rival = peer("transformers", model)
     assert rival.turn(job).tokens == expected
