@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
+from fastformer.locks import ForkSafeLock
 from fastformer.nn.guards import ATTENTIONS, is_traced
 from fastformer.ops import attention, varlen_attention
 from fastformer.ops._common import expand_mask, resolve_scale
@@ -290,7 +290,7 @@ def _torch_attention(*args: Any, **options: Any) -> Tensor:
 
 _activation: torch.library.Library | None = None
 _activated: set[_Activated] = set()  # the calls of `activate` that haven't ended
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 
 
 class _Activated(contextlib.AbstractContextManager[None]):

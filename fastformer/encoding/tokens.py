@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
+from fastformer.locks import ForkSafeLock
 from fastformer.settings import Positive, check_value
 
 logger = logging.getLogger("fastformer")
@@ -65,13 +65,7 @@ class Reader:
     def __init__(self, tokenizer: Tokenizer, max_len: int, *, lowers: bool = False) -> None:
         self.tokenizer, self.max_len, self._lowers = tokenizer, max_len, lowers
         self.num_cut = 0
-        self._lock = threading.Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.Lock())
+        self._lock = ForkSafeLock()
 
     def set_max_len(self, value: int, most: int) -> None:
         """Sets max_len.

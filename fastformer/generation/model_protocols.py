@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
-import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Protocol, TypeAlias, TypeGuard, cast, get_args
@@ -19,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.generation.config import Precision
+from fastformer.locks import ForkSafeLock
 from fastformer.models.quantization import QUANTIZED
 from fastformer.nn import KVCache, SequenceLayout
 from fastformer.ops.linear_topk import TopK
@@ -31,7 +29,7 @@ _CASTS = {"fp32": "model.float()", "bf16": "model.bfloat16()", "fp16": "model.ha
 
 _is_training = attrgetter("training")
 
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 # The modules that were in training mode, by id, and the number of threads that decode with each of them.
 _held: dict[int, int] = {}
 
@@ -342,13 +340,3 @@ def evaluating(model: Model) -> Iterator[Evaluation]:
         yield evaluation
     finally:
         evaluation.end()
-
-
-def _renew() -> None:
-    # A child process has none of the threads that may hold the lock or models.
-    global _lock
-    _lock = threading.Lock()
-
-
-if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_renew)
