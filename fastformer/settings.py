@@ -13,7 +13,7 @@ import inspect
 import math
 import operator
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
@@ -176,6 +176,34 @@ def as_integer(value: Any) -> Any:
         return operator.index(value)
     except TypeError:
         return value
+
+
+def as_tuple(name: str, values: Any) -> tuple[Any, ...]:
+    """Converts a list, or another iterable, to a tuple.
+
+    Raises:
+        ValueError: a text, a mapping, or something that can't be iterated over; the message names the setting.
+    """
+    error = ValueError(f"expected {name} to be a list, got {values!r:.60}")
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise error
+    try:
+        return tuple(values)
+    except TypeError:  # tensors and arrays are Iterables, but those without dimensions can't be iterated over
+        raise error from None
+
+
+def as_ids(name: str, values: Any) -> tuple[int, ...]:
+    """Converts ids to a tuple.
+
+    Raises:
+        ValueError: something else than integers; the message names the setting.
+    """
+    ids = tuple(map(as_integer, as_tuple(name, values)))
+    for value in ids:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"expected {name} to hold integers, got {value!r:.60}")
+    return ids
 
 
 def why_not(value: object, hint: Any) -> str | None:

@@ -85,6 +85,7 @@ WRONG = [
     (TransformerConfig, {"max_len": 0}, "max_len"),
     (TransformerConfig, {"layer_norm_eps": -1e-9}, "layer_norm_eps"),
     (TransformerConfig, {"source_vocab_size": 7}, "tie_embeddings"),
+    *((TransformerConfig, {"suppress_tokens": ids}, "suppress_tokens") for ids in ([-1], [1.5], [True], "3", 3)),
     (GPTConfig, {"num_layers": 0}, "num_layers"),
     (GPTConfig, {"bias": None}, "bias"),
     (GPTConfig, {"rotary_base": 0}, "rotary_base"),

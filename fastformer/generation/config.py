@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias, TypedDict
 
 from torch import Tensor
 
 from fastformer.generation.foreign_options import check_names, with_config
-from fastformer.settings import Amount, Convert, Count, Positive, Range, as_integer, check_settings
+from fastformer.settings import Amount, Convert, Count, Positive, Range, as_ids, as_integer, as_tuple, check_settings
 
 logger = logging.getLogger("fastformer")
 
@@ -24,47 +24,29 @@ StoppingCriterion: TypeAlias = Callable[..., Any]  # see `processors.make_stop`
 AboveZero: TypeAlias = Annotated[float, Range(above=0)]
 
 
-def _listed(name: str, values: Any) -> tuple[Any, ...]:
-    error = ValueError(f"expected {name} to be a list, got {values!r:.60}")
-    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-        raise error
-    try:
-        return tuple(values)
-    except TypeError:  # tensors and arrays are Iterables, but those without dimensions can't be iterated over
-        raise error from None
-
-
-def _ids(name: str, values: Any) -> tuple[int, ...]:
-    found = tuple(map(as_integer, _listed(name, values)))
-    for value in found:
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"expected {name} to hold integers, got {value!r:.60}")
-    return found
-
-
 def _sorted_ids(name: str, values: Any) -> tuple[int, ...]:
-    return tuple(sorted(set(_ids(name, values))))
+    return tuple(sorted(set(as_ids(name, values))))
 
 
 def _end_ids(name: str, value: Any) -> tuple[int, ...] | None:
     if value is None:
         return None
     one = as_integer(value)
-    found = _ids(name, [one] if isinstance(one, int) and not isinstance(one, bool) else value)
+    found = as_ids(name, [one] if isinstance(one, int) and not isinstance(one, bool) else value)
     if not found:
         raise ValueError(f"expected {name} to be an id or several, got none")
     return tuple(dict.fromkeys(found))
 
 
 def _sequences(name: str, values: Any) -> tuple[tuple[int, ...], ...]:
-    found = tuple(_ids(name, value) for value in _listed(name, values))
+    found = tuple(as_ids(name, value) for value in as_tuple(name, values))
     if not all(found):
         raise ValueError(f"expected each of {name} to hold ids, got an empty one")
     return found
 
 
 def _texts(name: str, values: Any) -> tuple[str, ...]:
-    found = (values,) if isinstance(values, str) else _listed(name, values)
+    found = (values,) if isinstance(values, str) else as_tuple(name, values)
     for one in found:
         if not isinstance(one, str) or not one:
             raise ValueError(f"expected {name} to hold texts that aren't empty, got {one!r:.60}")
@@ -73,7 +55,7 @@ def _texts(name: str, values: Any) -> tuple[str, ...]:
 
 def _functions(name: str, given: Any) -> tuple[Callable[..., Any], ...]:
     # Hugging Face's lists of functions are callable; they are treated as lists all the same.
-    found = (given,) if callable(given) and not isinstance(given, list) else _listed(name, given)
+    found = (given,) if callable(given) and not isinstance(given, list) else as_tuple(name, given)
     for function in found:
         if not callable(function):
             raise ValueError(f"expected {name} to hold functions of (input_ids, scores), got {function!r:.60}")
@@ -188,7 +170,7 @@ class GenerationConfig:
     num_return_sequences: Positive = 1
     num_beam_groups: Positive = 1
     diversity_penalty: Amount = 0.0
-    suppress_tokens: Annotated[Sequence[int], Convert(_ids)] = ()
+    suppress_tokens: Annotated[Sequence[int], Convert(as_ids)] = ()
     bad_words_ids: Annotated[Sequence[Sequence[int]], Convert(_sequences)] = ()
     shortlist: Annotated[Sequence[int], Convert(_sorted_ids)] = ()
     forced_bos_token_id: int | None = None

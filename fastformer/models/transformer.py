@@ -30,15 +30,8 @@ from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.norm import AddLayerNorm
 from fastformer.nn.transformer import TransformerDecoder, TransformerEncoder
 from fastformer.ops._dropout import draws_seeds_together
-from fastformer.settings import Amount, Convert, Count, Positive, Probability, Range, check_settings
+from fastformer.settings import Amount, Convert, Count, Positive, Probability, Range, as_ids, check_settings
 from fastformer.special_ids import SpecialIds
-
-
-def _ids(name: str, values: Any) -> tuple[int, ...]:
-    is_list = isinstance(values, list | tuple)
-    if not is_list or any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in values):
-        raise ValueError(f"expected {name} to be a list of ids, got {values!r:.60}")
-    return tuple(values)
 
 
 @dataclass
@@ -115,7 +108,7 @@ class TransformerConfig:
     window_size: Count | None = None
     max_len: Positive = 1024
     special_ids: SpecialIds = SpecialIds()
-    suppress_tokens: Annotated[tuple[int, ...], Convert(_ids)] = ()
+    suppress_tokens: Annotated[tuple[int, ...], Convert(as_ids)] = ()
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -130,8 +123,8 @@ class TransformerConfig:
             raise ValueError("tie_embeddings needs one vocabulary for source and target: omit source_vocab_size")
         for size in (self.vocab_size, self.source_vocab_size or self.vocab_size):
             self.special_ids.check(size, reads_sources=True)
-        if outside := [token for token in self.suppress_tokens if token >= self.vocab_size]:
-            raise ValueError(f"expected suppress_tokens below vocab_size {self.vocab_size}, got {outside[0]}")
+        if outside := [token for token in self.suppress_tokens if not 0 <= token < self.vocab_size]:
+            raise ValueError(f"expected suppress_tokens from 0 to below vocab_size {self.vocab_size}, got {outside[0]}")
 
 
 class Transformer(NextTokenModel):
