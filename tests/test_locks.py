@@ -19,7 +19,7 @@ from fastformer.locks import ForkSafeLock
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork")
 def test_a_forked_child_finds_every_lock_open() -> None:
-    locks = [ForkSafeLock(), Reader(None, 8)._lock, functional._lock, model_protocols._lock]  # type: ignore[arg-type]
+    locks = [ForkSafeLock(), Reader(None, 8)._lock, functional._lock, model_protocols._lock]
     held, done = threading.Event(), threading.Event()
 
     def hold() -> None:

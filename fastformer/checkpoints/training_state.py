@@ -162,9 +162,9 @@ def checkpoint_folder(run: Path) -> Path:
     """
     folder = run / FOLDER
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        found = "a link" if folder.is_symlink() else "something else"
+        kind = "a link" if folder.is_symlink() else "something else"
         raise ValueError(
-            f"expected {folder} to be a folder, got {found} of that name: remove it. To keep a run on another disk, "
+            f"expected {folder} to be a folder, got {kind} of that name: remove it. To keep a run on another disk, "
             "make the whole run folder a link"
         )
     return folder
@@ -176,8 +176,8 @@ def checkpoints(run: Path) -> list[Path]:
     Raises:
         ValueError: see `checkpoint_folder`.
     """
-    found = [path for path in checkpoint_folder(run).glob("step-*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=step_of)
+    paths = [path for path in checkpoint_folder(run).glob("step-*") if _NAME.fullmatch(path.name)]
+    return sorted(paths, key=step_of)
 
 
 def step_of(path: Path) -> int:
@@ -200,8 +200,8 @@ def load_checkpoint(path: Path, read_parts: Reader | None = None) -> dict[str, A
     for name, kind in _PARTS.items():
         if not isinstance(state.get(name), kind):
             raise ValueError(f"expected {path} to hold {name!r} as {kind.__name__}, got {state.get(name)!r:.80}")
-    if (found := state["counters"].get("step")) != step_of(path):
-        raise ValueError(f"expected {path} to be of that update, got {found!r:.40}: was the file renamed?")
+    if (step := state["counters"].get("step")) != step_of(path):
+        raise ValueError(f"expected {path} to be of that update, got {step!r:.40}: was the file renamed?")
     if is_parted:
         _add_parts(path, state, read_parts)
     check_plain(path, state["model"])
@@ -216,15 +216,15 @@ def _add_parts(path: Path, state: dict[str, Any], read_parts: Reader | None) -> 
     for name, digest in files.items():
         if os.sep in name or not is_plain_file(path / name) or _digest(path / name) != digest:
             raise ValueError(f"{path / name} is damaged, truncated or missing")
-    found = read_parts(path)
-    if found.keys() != places.keys():
-        raise ValueError(f"expected {path} to hold {len(places)} tensors in parts, got {len(found)} of other names")
+    tensors = read_parts(path)
+    if tensors.keys() != places.keys():
+        raise ValueError(f"expected {path} to hold {len(places)} tensors in parts, got {len(tensors)} of other names")
     for name, place in places.items():
         *outer, last = place
         inner = state
         for key in outer:
             inner = inner[key]
-        inner[last] = found[name]
+        inner[last] = tensors[name]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -288,16 +288,16 @@ def _normalizers(form: TextForm) -> list[Any]:
     """Returns the normalizers that work on a part of a text as they do on the whole."""
     library = tokenizers_library()
     normalizers = library.normalizers
-    found: list[Any] = []
+    steps: list[Any] = []
     if form.normalization.startswith("nfkc"):
-        found.append(normalizers.NFKC())
+        steps.append(normalizers.NFKC())
     elif form.normalization.startswith("nfc"):
-        found.append(normalizers.NFC())
+        steps.append(normalizers.NFC())
     if form.normalization.endswith("lower"):
-        found.append(normalizers.Lowercase())
+        steps.append(normalizers.Lowercase())
     if form.spaces == "collapse":
-        found.append(normalizers.Replace(library.Regex(r"[ \t]+"), " "))
-    return found
+        steps.append(normalizers.Replace(library.Regex(r"[ \t]+"), " "))
+    return steps
 
 
 def _pipeline(model: tokenizers.models.BPE, form: TextForm, user_tokens: Sequence[str]) -> tokenizers.Tokenizer:

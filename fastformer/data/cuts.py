@@ -69,11 +69,11 @@ def parts(texts: Iterable[str], cuts: re.Pattern[str] | None, size: int, name: s
 def _parts(text: str, cuts: re.Pattern[str] | None, size: int) -> Iterator[str]:
     start = 0
     while cuts is not None and len(text) - start > size:
-        found = cuts.search(text, start + size)
-        if found is None:
+        cut = cuts.search(text, start + size)
+        if cut is None:
             break
-        yield text[start : found.start()]
-        start = found.end()
+        yield text[start : cut.start()]
+        start = cut.end()
     yield text[start:]
 
 
@@ -174,10 +174,10 @@ def _splits_words(split: Mapping[str, Any]) -> bool:
 def _is_known(pattern: str | None) -> bool:
     """Returns whether a regular expression consists of known alternatives."""
     while pattern:
-        found = next((each for each in _ALTERNATIVES if pattern == each or pattern.startswith(f"{each}|")), None)
-        if found is None:
+        part = next((each for each in _ALTERNATIVES if pattern == each or pattern.startswith(f"{each}|")), None)
+        if part is None:
             return False
-        pattern = pattern[len(found) + 1 :]
+        pattern = pattern[len(part) + 1 :]
         if not pattern:
             return True
     return False

@@ -60,11 +60,11 @@ class Examples(Sequence[Example]):
 
     def take(self, places: Iterable[int]) -> Examples:
         """Returns the examples at some places."""
-        found = Examples()
+        examples = Examples()
         for place in places:
             example = self._example(place)
-            found.append(example.source, example.target)
-        return found
+            examples.append(example.source, example.target)
+        return examples
 
     def __len__(self) -> int:
         return len(self._ends) // 2
@@ -84,9 +84,9 @@ class Examples(Sequence[Example]):
     @property
     def lengths(self) -> Tensor:
         """The `Example.lengths` of each example, (examples, 2) int64."""
-        found = torch.frombuffer(self._ends, dtype=torch.int64).diff().view(-1, 2)
-        found[:, 1] -= (found[:, 0] == 0).long()  # the last token of a window is only predicted
-        return found
+        lengths = torch.frombuffer(self._ends, dtype=torch.int64).diff().view(-1, 2)
+        lengths[:, 1] -= (lengths[:, 0] == 0).long()  # the last token of a window is only predicted
+        return lengths
 
     @property
     def num_tokens(self) -> tuple[int, int]:

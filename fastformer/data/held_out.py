@@ -46,12 +46,12 @@ def keys_of(examples: Examples, seed: int = 0) -> list[bytes]:
 def first_ones(keys: Iterable[bytes]) -> list[int]:
     """Returns the places of the keys that don't occur before."""
     seen: set[bytes] = set()
-    found = []
+    places = []
     for place, key in enumerate(keys):
         if key not in seen:
             seen.add(key)
-            found.append(place)
-    return found
+            places.append(place)
+    return places
 
 
 def different_from(examples: Examples, others: Examples) -> list[int]:

@@ -99,13 +99,13 @@ class TextBlock:
     bad: list[BadLine] = field(default_factory=list)
     size: int = 0
 
-    def add(self, found: tuple[str, bool] | BadLine) -> None:
+    def add(self, passage: tuple[str, bool] | BadLine) -> None:
         """Adds a passage or a bad line."""
-        if isinstance(found, BadLine):
-            self.bad.append(found)
+        if isinstance(passage, BadLine):
+            self.bad.append(passage)
         else:
-            self.passages.append(found)
-        self.size += len(found.message if isinstance(found, BadLine) else found[0])
+            self.passages.append(passage)
+        self.size += len(passage.message if isinstance(passage, BadLine) else passage[0])
 
     def documents(self, *, skip_bad: bool) -> tuple[list[tuple[str, bool]], list[BadLine]]:
         """Returns the passages and the bad lines.
@@ -155,9 +155,9 @@ def stream_documents(path: str, cuts: re.Pattern[str] | None) -> Iterator[TextBl
         ImportError: the library that reads the file is not installed.
     """
     block, is_empty = TextBlock(), True
-    for found in _passages(path, cuts):
+    for passage in _passages(path, cuts):
         is_empty = False
-        block.add(found)
+        block.add(passage)
         if block.size >= TEXT:
             yield block
             block = TextBlock()
@@ -259,11 +259,11 @@ class _Lines:
             end = len(data)
         else:
             end = int(numpy.flatnonzero(numpy.frombuffer(data, numpy.uint8) == 10)[count - 1]) + 1
-        found, rest = Lines(self._name, self._next, data[:end]), data[end:]
+        lines, rest = Lines(self._name, self._next, data[:end]), data[end:]
         self._chunks, self._size = [rest], len(rest)
         self._ends -= min(count, self._ends)
         self._next += count
-        return found
+        return lines
 
     def count_all(self) -> int:
         """Counts the lines of the whole file; after that, none can be taken."""
@@ -289,9 +289,9 @@ class _Texts:
 
     def take(self, count: int) -> list[Row]:
         """Returns the next `count` texts."""
-        found, self._waiting = self._waiting[:count], self._waiting[count:]
+        lines, self._waiting = self._waiting[:count], self._waiting[count:]
         self._taken += count
-        return found
+        return lines
 
     def count_all(self) -> int:
         """Counts the rows of the whole column; after that, none can be taken."""

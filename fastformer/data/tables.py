@@ -110,14 +110,14 @@ def stream_column(file: str, column: str) -> Iterator[tuple[int, str | BadRow]]:
     shown: list[object] = []  # for a message
     # The rows before the first one that has the column, in their order.
     waiting: list[tuple[int, object]] = []
-    found = False
+    has_values = False
     for number, row in _parquet(file, column) if kind == "Parquet" else _json(file):
         if len(shown) < _SHOWN_ROWS:
             shown.append(row)
         value = row if isinstance(row, BadRow) else "" if row is _BLANK else _look_up(row, column)
-        found = found or not (row is _BLANK or value is _MISSING or isinstance(value, BadRow))
+        has_values = has_values or not (row is _BLANK or value is _MISSING or isinstance(value, BadRow))
         waiting.append((number, value))
-        if found:
+        if has_values:
             yield from ((number, _as_text(value, column)) for number, value in waiting)
             waiting.clear()
     if any(value is _MISSING for _, value in waiting):

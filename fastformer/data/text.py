@@ -87,10 +87,10 @@ def stream_rows(
     path: str | os.PathLike[str], *, allow_empty: bool = False, max_line: int | None = MAX_LINE
 ) -> Iterator[str | BadLine]:
     """Yields the texts of a column or their faults, as `read_rows`; for lines of a file see `streams`."""
-    name, found = os.fspath(path), column_of(path)
-    if found is None:
+    name, column = os.fspath(path), column_of(path)
+    if column is None:
         raise ValueError(f"expected a column of a table, FILE:COLUMN, got {name}")
-    for number, text in stream_column(*found):
+    for number, text in stream_column(*column):
         if isinstance(text, BadRow):
             yield BadLine(name, number, text.kind, text.message)
         else:

@@ -157,10 +157,10 @@ def _enter(folder: Path, resume: bool | str, lock: RunLock) -> tuple[bool, bool]
     if not going_on and (checkpoints(folder) or (folder / WEIGHTS).exists()):
         raise ValueError(f"the folder {folder} already holds a run: give --resume to continue it, or another folder")
     if not going_on and folder.is_dir() and not (folder / LOCK).exists():  # else from a killed run
-        found = [name for name in WRITTEN if os.path.lexists(folder / name)]
-        if found:
+        unknown = [name for name in WRITTEN if os.path.lexists(folder / name)]
+        if unknown:
             raise ValueError(
-                f"expected a new run folder, got {folder} with a {found[0]} that no run wrote: give another"
+                f"expected a new run folder, got {folder} with a {unknown[0]} that no run wrote: give another"
             )
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
@@ -313,16 +313,16 @@ def _tidy(folder: Path) -> None:
 
 def _latest(folder: Path, world: World) -> tuple[Path, dict[str, Any]] | None:
     """Returns the last undamaged checkpoint, which rank 0 chooses."""
-    found: list[tuple[Path, dict[str, Any]] | None] = [None]
+    checkpoint: list[tuple[Path, dict[str, Any]] | None] = [None]
 
     def read() -> Path | None:
-        found[0] = latest_checkpoint(folder, read_parts)
-        return None if found[0] is None else found[0][0]
+        checkpoint[0] = latest_checkpoint(folder, read_parts)
+        return None if checkpoint[0] is None else checkpoint[0][0]
 
     path = world.run_on_rank0(read)
     if path is None:
         return None
-    return world.run_on_all(lambda: found[0] or (path, load_checkpoint(path, read_parts)))
+    return world.run_on_all(lambda: checkpoint[0] or (path, load_checkpoint(path, read_parts)))
 
 
 def _dropout_seeds(config: TrainConfig, world: World) -> Literal["auto", "run", "batch"]:

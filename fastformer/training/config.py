@@ -110,15 +110,15 @@ class TrainConfig(Machine, Validation, Optimisation, Tokens, Filters, Data, Mode
             ValueError: weights that are not numbers or not in the allowed range.
         """
         try:
-            found = [float(word) for word in split_at_commas(self.data_weights)]
+            weights = [float(word) for word in split_at_commas(self.data_weights)]
         except ValueError:
-            found = [math.nan]
-        if not all(LEAST_WEIGHT <= weight <= 1 / LEAST_WEIGHT for weight in found):
+            weights = [math.nan]
+        if not all(LEAST_WEIGHT <= weight <= 1 / LEAST_WEIGHT for weight in weights):
             raise ValueError(
                 f"expected data_weights from {LEAST_WEIGHT} to {1 / LEAST_WEIGHT:g}, one for each corpus with commas "
                 f"between them, got {self.data_weights!r}"
             )
-        return found
+        return weights
 
     def pair_filter(self) -> PairFilter:
         """Makes the filter of training pairs."""

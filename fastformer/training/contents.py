@@ -15,11 +15,11 @@ _OF_CONTENTS = ("torch.distributed.checkpoint.metadata", "torch.distributed.chec
 class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Returns a class of DCP's tables, a dtype or a size, and refuses anything else."""
-        found = super().find_class(module, name) if module in (*_OF_CONTENTS, "torch", "torch.serialization") else None
-        if (module in _OF_CONTENTS and isinstance(found, type)) or isinstance(
-            found, torch.dtype | torch.layout | torch.memory_format
+        kind = super().find_class(module, name) if module in (*_OF_CONTENTS, "torch", "torch.serialization") else None
+        if (module in _OF_CONTENTS and isinstance(kind, type)) or isinstance(
+            kind, torch.dtype | torch.layout | torch.memory_format
         ):
-            return found
+            return kind
         if (module, name) in (
             *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
             *(("pathlib", "PosixPath"), ("pathlib", "Path"), ("pathlib", "PurePosixPath")),

@@ -117,7 +117,7 @@ def mean_of(losses: Mapping[int, float], examples: Examples) -> float:
 
 
 def translation_scores(
-    found: Sequence[str],
+    outputs: Sequence[str],
     pairs: Sequence[tuple[str, str]],
     nll: float,
     num_samples: int,
@@ -126,15 +126,15 @@ def translation_scores(
 ) -> Scores:
     """Compares the translations of sources with their references."""
     sources, references = [source for source, _ in pairs], [target for _, target in pairs]
-    exact_match = sum(a == b for a, b in zip(found, references, strict=True)) / len(pairs)
+    exact_match = sum(a == b for a, b in zip(outputs, references, strict=True)) / len(pairs)
     scores = Scores(nll, exact_match=exact_match, translated=len(pairs))
-    scores.samples = list(zip(sources, found, references, strict=True))[:num_samples]
+    scores.samples = list(zip(sources, outputs, references, strict=True))[:num_samples]
     try:
         metrics = corpus_metrics(bleu_tokenize)
     except ImportError:
         return scores  # exact match needs no sacrebleu
-    found_scores = corpus_scores(found, references, bleu_tokenize=bleu_tokenize)
-    (bleu, bleu_signature), (scores.chrf, chrf_signature) = found_scores.values()
+    by_name = corpus_scores(outputs, references, bleu_tokenize=bleu_tokenize)
+    (bleu, bleu_signature), (scores.chrf, chrf_signature) = by_name.values()
     scores.signatures = {"chrf_signature": chrf_signature}
     # BLEU counts runs of up to four words: if no reference has four, it is 0 for any translation.
     words = metrics["BLEU"].tokenizer
@@ -145,7 +145,7 @@ def translation_scores(
 
 
 def corpus_scores(
-    found: Sequence[str],
+    outputs: Sequence[str],
     references: Sequence[str],
     *more_references: Sequence[str],
     bleu_tokenize: BleuTokenize = "13a",
@@ -154,7 +154,7 @@ def corpus_scores(
     """Computes sacreBLEU's scores of translations, each with the signature that says how it was computed.
 
     Args:
-        found: the translations; empty ones count as such.
+        outputs: the translations; empty ones count as such.
         references: the right translations, one for each.
         more_references: further lists of references, each as long as the translations.
         bleu_tokenize: the tokenization for BLEU: "zh", "ja-mecab", "ko-mecab", and "char" or "flores200" for other
@@ -170,7 +170,7 @@ def corpus_scores(
     """
     metrics, given = corpus_metrics(bleu_tokenize, ter), [list(references), *map(list, more_references)]
     return {
-        name: (metric.corpus_score(list(found), given).score, str(metric.get_signature()))
+        name: (metric.corpus_score(list(outputs), given).score, str(metric.get_signature()))
         for name, metric in metrics.items()
     }
 
@@ -229,8 +229,8 @@ def words_hint(references: Sequence[str], bleu_tokenize: str) -> str | None:
     ]
     if 2 * len(runs) <= len(references):
         return None
-    found = Counter(script for some in runs for script in some & _WITHOUT_SPACES.keys())
-    advice = "HIRAGANA" if found["HIRAGANA"] else max(found, key=lambda script: found[script], default="THAI")
+    counts = Counter(script for some in runs for script in some & _WITHOUT_SPACES.keys())
+    advice = "HIRAGANA" if counts["HIRAGANA"] else max(counts, key=lambda script: counts[script], default="THAI")
     return (
         f"the references have no spaces, and BLEU by {bleu_tokenize} takes what stands between spaces for a word: give "
         f"--bleu_tokenize {_WITHOUT_SPACES[advice]}, or look at chrF"

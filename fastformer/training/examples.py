@@ -127,12 +127,12 @@ def _load_shards(config: TrainConfig, tokenizer: Tokenizer | None) -> Data:
 def _pairs_of(path: Path) -> Pairs:
     """Reads pairs from a file of JSON lines that `prepare` wrote."""
     try:
-        found = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+        pairs = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}): prepare the data again") from error
-    if not all(isinstance(pair, list) and len(pair) == 2 and all(isinstance(s, str) for s in pair) for pair in found):
+    if not all(isinstance(pair, list) and len(pair) == 2 and all(isinstance(s, str) for s in pair) for pair in pairs):
         raise ValueError(f"expected two texts on each line of {path}, got others: prepare the data again")
-    return [(source, target) for source, target in found]
+    return [(source, target) for source, target in pairs]
 
 
 def validation_data(config: TrainConfig, tokenizer: Tokenizer) -> tuple[Examples, Pairs, int]:
@@ -239,12 +239,12 @@ def tokenizer_of(config: TrainConfig, pairs: Pairs) -> Tokenizer:
     if config.tokenizer in WORDS:
         sides = ([source for source, _ in pairs], [target for _, target in pairs])
         return PairTokenizer(*(make_tokenizer(config, side) for side in sides))
-    found = [load_tokenizer(path) for path in paths_of(config.tokenizer)]
-    if len(found) == 1 and isinstance(found[0], PairTokenizer):
-        return found[0]
-    if len(found) != 2:
+    tokenizers = [load_tokenizer(path) for path in paths_of(config.tokenizer)]
+    if len(tokenizers) == 1 and isinstance(tokenizers[0], PairTokenizer):
+        return tokenizers[0]
+    if len(tokenizers) != 2:
         raise ValueError(f"expected the paths of two tokenizers for shared_vocab false, got {config.tokenizer!r}")
-    return PairTokenizer(*found)
+    return PairTokenizer(*tokenizers)
 
 
 def make_tokenizer(config: TrainConfig, texts: Sequence[str]) -> Tokenizer:
@@ -268,10 +268,10 @@ def make_tokenizer(config: TrainConfig, texts: Sequence[str]) -> Tokenizer:
         if learned < config.vocab_size:
             logger.info("the training text has no more than %d of them", learned)
         return tokenizer
-    found = load_tokenizer(config.tokenizer)
-    if isinstance(found, PairTokenizer):
+    loaded = load_tokenizer(config.tokenizer)
+    if isinstance(loaded, PairTokenizer):
         raise ValueError(f"{config.tokenizer} has a vocabulary for each side: expected shared_vocab false")
-    return found
+    return loaded
 
 
 def _pairs(config: TrainConfig) -> tuple[list[Pairs], Pairs]:
@@ -365,14 +365,14 @@ def _drawn(keys: Sequence[int], count: int, seed: int | None, taken: Container[i
     Python's generator draws these numbers in every version.
     """
     left = {key for key in keys if key not in taken}
-    count, chooser, found = min(count, len(left)), random.Random(seed), list[int]()
+    count, chooser, places = min(count, len(left)), random.Random(seed), list[int]()
     at = len(keys)
-    while len(found) < count:
+    while len(places) < count:
         at = at - 1 if seed is None else int(chooser.random() * len(keys))
         if keys[at] in left:
             left.remove(keys[at])
-            found.append(at)
-    return sorted(found)
+            places.append(at)
+    return sorted(places)
 
 
 def number_texts(seed: int) -> tuple[Pairs, Pairs]:
@@ -406,9 +406,9 @@ def _load_text(config: TrainConfig, tokenizer: Tokenizer | None) -> Data:
     warn_of_line_ends(tokenizer)
     train, sizes = Examples(), []
     for texts in corpora:
-        found = windows(_document_ids(tokenizer, texts, "training"), config.seqlen)
-        sizes.append(len(found))
-        train.extend(found)
+        examples = windows(_document_ids(tokenizer, texts, "training"), config.seqlen)
+        sizes.append(len(examples))
+        train.extend(examples)
     val, weights = windows(_document_ids(tokenizer, val_texts, "validation"), config.seqlen), _weights(config, sizes)
     characters = sum(map(len, val_texts))
     if config.val_text:

@@ -242,13 +242,13 @@ def padded_size(batch: Batch) -> Size:
 
 def _tensors(batches: Sequence[Batch]) -> list[Tensor]:
     """Lists all tensors of some packed batches, in the order that `_like` expects."""
-    found: list[Tensor | None] = []
+    tensors: list[Tensor | None] = []
     for batch in batches:
-        found += [batch.source, batch.target_in, batch.target_out]
+        tensors += [batch.source, batch.target_in, batch.target_out]
         for layout in (batch.source_layout, batch.target_layout):
             if layout is not None:
-                found += [layout.seqlens, layout.cu_seqlens, layout.positions]
-    return [tensor for tensor in found if tensor is not None]
+                tensors += [layout.seqlens, layout.cu_seqlens, layout.positions]
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _like(batch: Batch, tensors: Iterator[Tensor]) -> Batch:

@@ -78,10 +78,10 @@ class _Origin:
 
     def files(self) -> list[str]:
         """Lists the files, with a folder's files one by one."""
-        found = []
+        files = []
         for path in map(file_of, self.paths):
-            found += [str(file) for file in sorted(Path(path).iterdir())] if os.path.isdir(path) else [path]
-        return found
+            files += [str(file) for file in sorted(Path(path).iterdir())] if os.path.isdir(path) else [path]
+        return files
 
     def size(self) -> int | None:
         """Returns the bytes of the files together; None: one of them is a pipe."""
@@ -119,11 +119,11 @@ def prepare(
     folder, work = Path(out), Path(out) / WORK
     settings = _settings(config, kind, shards or _number_of_shards(origins), bpe_characters)
     if (folder / INDEX).is_file():
-        found = Manifest.load(folder)
+        existing = Manifest.load(folder)
         shutil.rmtree(work, ignore_errors=True)
-        _check_complete(found, folder, settings, origins)
+        _check_complete(existing, folder, settings, origins)
         logger.info("nothing is left to do: %s is complete", folder)
-        return found
+        return existing
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not work.is_dir())):
         raise ValueError(f"expected a new or an empty folder, but there are files in {folder}")
     work.mkdir(parents=True, exist_ok=True)
@@ -283,7 +283,7 @@ class _Preparation:
             write_table(path, _table(examples))
         else:
             write_rows(piles, [row for _, row in left_out.validation], path)
-            texts = [(source, target) for found, _ in left_out.validation if found for source, target in [found]]
+            texts = [(source, target) for pair, _ in left_out.validation if pair for source, target in [pair]]
             if self.recipe.kind == "text":
                 characters = characters_of(read_examples(path), tokenizer)
         if self.recipe.kind == "text":
@@ -371,16 +371,16 @@ def _settings(config: TrainConfig, kind: str, shards: int, bpe_characters: int) 
     return {"shards": shards, "bpe_characters": bpe_characters, **values}
 
 
-def _check_complete(found: Manifest, folder: Path, settings: dict[str, Any], origins: Sequence[_Origin]) -> None:
+def _check_complete(manifest: Manifest, folder: Path, settings: dict[str, Any], origins: Sequence[_Origin]) -> None:
     """Checks, by sizes, that a complete folder is the one that the call would make.
 
     Raises:
         ValueError: settings, weights or files differ.
     """
-    before = [(source.name, source.weight) for source in found.sources]
-    if (found.settings, before) != (settings, [(origin.name, origin.weight) for origin in origins]):
+    before = [(source.name, source.weight) for source in manifest.sources]
+    if (manifest.settings, before) != (settings, [(origin.name, origin.weight) for origin in origins]):
         raise ValueError(f"{folder} holds shards that were prepared with other settings: give another folder")
-    for source, origin in zip(found.sources, origins, strict=True):
+    for source, origin in zip(manifest.sources, origins, strict=True):
         size = origin.size()
         if size is None:
             logger.warning("%s is complete, so %s was not read", folder, origin.name)

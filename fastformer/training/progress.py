@@ -164,8 +164,8 @@ class Progress:
             values["translated"] = scores.translated
         self.say(f"validation {'of the average ' if average else ''}at {step}: " + "  ".join(parts))
         for sample in scores.samples:
-            source, found, reference = (console.printable(text, _SAMPLE) for text in sample)
-            self.say(f"  {source}\n    -> {found}" + ("" if found == reference else f"\n    ({reference})"))
+            source, output, reference = (console.printable(text, _SAMPLE) for text in sample)
+            self.say(f"  {source}\n    -> {output}" + ("" if output == reference else f"\n    ({reference})"))
         if scores.samples:
             values["samples"] = [list(sample) for sample in scores.samples]
         self._write(step, "average" if average else "validation", values | {"kept": kept} | scores.signatures)

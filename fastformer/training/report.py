@@ -113,10 +113,10 @@ def _charts(rows: Sequence[Row], scores: Sequence[Row]) -> list[tuple[str, str, 
         ("Real tokens a second", [speed], "tokens a second", False),
         ("Padding, % of what is computed", [padding], "%", False),
     ]
-    found = [(title, chart(lines, label, log=log), lines) for title, lines, label, log in asked]
+    charts = [(title, chart(lines, label, log=log), lines) for title, lines, label, log in asked]
     return [
         (title, picture, [line.name for line in lines if line.points] if len(lines) > 1 else [])
-        for title, picture, lines in found
+        for title, picture, lines in charts
         if picture
     ]
 
@@ -147,8 +147,8 @@ def _facts(rows: Sequence[Row], scores: Sequence[Row]) -> list[tuple[str, str]]:
 def _signatures(scores: Sequence[Row]) -> list[tuple[str, str]]:
     """Returns sacreBLEU's signatures, which say how scores were computed."""
     keys = (("bleu_signature", "BLEU"), ("chrf_signature", "chrF"))
-    found = {label: row[key] for row in scores for key, label in keys if isinstance(row.get(key), str)}
-    return list(found.items())
+    signatures = {label: row[key] for row in scores for key, label in keys if isinstance(row.get(key), str)}
+    return list(signatures.items())
 
 
 def _heatmaps(folder: Path, sources: Sequence[str]) -> list[tuple[str, str]]:
@@ -158,13 +158,13 @@ def _heatmaps(folder: Path, sources: Sequence[str]) -> list[tuple[str, str]]:
     model, tokenizer = load_model(folder)
     if not hasattr(model, "attention_maps"):
         return []
-    translator, found = Translator(model, tokenizer), []
+    translator, heatmaps = Translator(model, tokenizer), []
     for text in sources[:_HEATMAPS]:
         source, target, weights = translator.attention(text)
         mean = weights[-1].mean(0)[:_TOKENS, :_TOKENS].tolist()
         picture = heatmap(target[:_TOKENS], source[:_TOKENS], mean, f"attention of the translation of {text}")
-        found.append((_cut(text), picture))
-    return found
+        heatmaps.append((_cut(text), picture))
+    return heatmaps
 
 
 def _cut(text: str) -> str:

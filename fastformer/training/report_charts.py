@@ -115,9 +115,9 @@ class _Axis:
         if self._log:
             powers = range(math.floor(math.log10(self._low)), math.ceil(math.log10(self._high)) + 1)
             for digits in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
-                found = [d * 10.0**p for p in powers for d in digits if self._low <= d * 10.0**p <= self._high]
-                if len(found) >= 3:
-                    return found[:: -(-len(found) // (most + 2))]
+                ticks = [d * 10.0**p for p in powers for d in digits if self._low <= d * 10.0**p <= self._high]
+                if len(ticks) >= 3:
+                    return ticks[:: -(-len(ticks) // (most + 2))]
         raw = (self._high - self._low) / most
         size = 10.0 ** math.floor(math.log10(raw))
         step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= raw)

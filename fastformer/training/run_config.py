@@ -107,16 +107,16 @@ def check_unchanged(config: TrainConfig, saved: str, origin: object) -> TrainCon
 
 def absolute_paths(config: TrainConfig) -> TrainConfig:
     """Returns the settings with absolute paths."""
-    found = {name: getattr(config, name) for name in PATHS.split()}
+    paths = {name: getattr(config, name) for name in PATHS.split()}
     if config.tokenizer not in WORDS:
-        found["tokenizer"] = config.tokenizer
-    absolute: dict[str, Any] = {name: _absolute(name, path) for name, path in found.items() if path and path != STDIN}
+        paths["tokenizer"] = config.tokenizer
+    absolute: dict[str, Any] = {name: _absolute(name, path) for name, path in paths.items() if path and path != STDIN}
     return replace(config, **absolute)
 
 
 def _absolute(name: str, path: str) -> str:
     paths = paths_of(path) if name in SEVERAL else [path]
     # The shell expands ~ only at the beginning of a word.
-    found = [os.path.abspath(one if os.path.exists(one) else os.path.expanduser(one)) for one in paths]
+    absolute = [os.path.abspath(one if os.path.exists(one) else os.path.expanduser(one)) for one in paths]
     # A comma in the name of a folder is no separator while the folder exists.
-    return ",".join(found if len(found) == 1 or paths_of(",".join(found)) == found else paths)
+    return ",".join(absolute if len(absolute) == 1 or paths_of(",".join(absolute)) == absolute else paths)

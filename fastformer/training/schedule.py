@@ -43,10 +43,10 @@ def surprises(config: TrainConfig, d_model: int, done: int = 0, last_rate: float
         done: the number of updates before this start.
         last_rate: the learning rate of the last of them.
     """
-    found = []
+    sentences = []
     if config.warmup >= config.steps > 1 and config.lr:
         reached, peak = (rate_of(config, step, d_model) for step in (config.steps, config.warmup))
-        found.append(
+        sentences.append(
             f"the warmup of {config.warmup} updates is not over when the run ends, after {config.steps}: its rate ends "
             f"at {reached:.2e}, {100 * reached / peak:.0f} % of the peak; give --warmup {config.steps // 10}, or more "
             "steps"
@@ -56,10 +56,10 @@ def surprises(config: TrainConfig, d_model: int, done: int = 0, last_rate: float
         before, after = rate_of(config, done, d_model), rate_of(config, done + 1, d_model)
         ratio = before / last_rate
         if not 1 / _JUMP <= ratio <= _JUMP:
-            found.append(
+            sentences.append(
                 f"the rate goes from {last_rate:.2e} at update {done} to {after:.2e} at the next one, by a factor of "
                 f"{after / last_rate:.3g}: schedule {config.schedule} depends on steps ({config.steps}), warmup "
                 f"({config.warmup}) and lr ({config.lr:g}); to keep the rate, give --schedule constant --warmup 0 --lr "
                 f"{last_rate:.3g}"
             )
-    return found
+    return sentences

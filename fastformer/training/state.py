@@ -245,22 +245,22 @@ def fingerprint(examples: Examples | ShardedExamples) -> dict[str, int | str]:
     }
 
 
-def check_same(expected: dict[str, int | str], found: dict[str, int | str], run: object, flags: str = "") -> None:
+def check_same(expected: dict[str, int | str], actual: dict[str, int | str], run: object, flags: str = "") -> None:
     """Checks that the data of a run that resumes are those that it began with.
 
     Args:
-        expected, found: fingerprints.
+        expected, actual: fingerprints.
         run: the checkpoint, for messages.
         flags: the flags that name the data, for messages.
 
     Raises:
         ValueError: other data.
     """
-    if expected == found:
+    if expected == actual:
         return
     before, now = (
         f"{each['examples']:,} examples of {each['source_tokens']:,} and {each['target_tokens']:,} tokens"
-        for each in (expected, found)
+        for each in (expected, actual)
     )
     if before == now:
         now = "as many of other content or in another order"

@@ -262,9 +262,9 @@ class Trainer:
         if best is not None and not averaged:
             own, shown = f"update {best.step}", best.show(self.best.measure)
             # `fastformer average`, or an earlier average_last, may have left another model there.
-            found = self.world.run_on_rank0(lambda: read_notes(self.run)).get("model", own)
-            single = "" if found == own else f"; the best single update, {best.step}"
-            progress.say(f"the model in {self.run} is {found}{single}: {shown}")
+            saved = self.world.run_on_rank0(lambda: read_notes(self.run)).get("model", own)
+            single = "" if saved == own else f"; the best single update, {best.step}"
+            progress.say(f"the model in {self.run} is {saved}{single}: {shown}")
         return scores
 
     def updates(self) -> Iterator[Update]:
@@ -509,9 +509,9 @@ class Trainer:
 
     def _not_finite(self, loss: float, norm: float) -> str:
         what = "gradient's norm" if math.isfinite(loss) and not math.isfinite(norm) else "loss"
-        found = checkpoints(self.run)
-        kept = f"the last good checkpoint is {found[-1]}" if found else "no checkpoint was saved yet"
-        again = "Go on with --resume and" if found else "Train again with"
+        paths = checkpoints(self.run)
+        kept = f"the last good checkpoint is {paths[-1]}" if paths else "no checkpoint was saved yet"
+        again = "Go on with --resume and" if paths else "Train again with"
         return (
             f"the {what} became {loss if what == 'loss' else norm} at update {self.step}: training stopped and {kept}. "
             f"{again} a lower --lr (now {self.config.lr}), a longer --warmup, a lower --clip, or --precision fp32"

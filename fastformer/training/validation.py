@@ -61,7 +61,7 @@ def scores_of(parts: Sequence[Part], data: Data, pairs: Pairs, config: TrainConf
         characters, tokens = data.val_characters, data.val.num_tokens[1]
         return Scores(nll, nll_per_character=nll * tokens / characters if characters else None)
     texts = {place: text for part in parts for place, text in part.texts.items()}
-    found = [texts[place] for place in range(len(pairs))]
-    scores = translation_scores(found, pairs, nll, config.samples, bleu_tokenize=config.bleu_tokenize)
+    outputs = [texts[place] for place in range(len(pairs))]
+    scores = translation_scores(outputs, pairs, nll, config.samples, bleu_tokenize=config.bleu_tokenize)
     scores.lines = len(data.val_texts)
     return scores

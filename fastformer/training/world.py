@@ -90,8 +90,8 @@ class Runner:
             tensor: Any = tensors[name].detach()
             tensor = tensor.full_tensor() if is_parted(tensor) else tensor
             memo[id(place)] = nn.Parameter(tensor) if isinstance(place, nn.Parameter) else tensor.clone()
-        found = copy.deepcopy(self.shell, memo)
-        return found.train(model.training)
+        copied = copy.deepcopy(self.shell, memo)
+        return copied.train(model.training)
 
 
 class _Loss(nn.Module):
@@ -206,19 +206,19 @@ class World:
         """Returns the values of all processes, in the order of their ranks, in each process."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
+        values: list[Any] = [None] * self.size
         with self.reporting_loss():
-            dist.all_gather_object(found, value, group=self._host)
-        return found
+            dist.all_gather_object(values, value, group=self._host)
+        return values
 
     def all_reduce_max(self, *values: float) -> list[float]:
         """Returns the maximum of each value over all processes."""
         if self.size == 1:
             return [*values]
-        found = torch.tensor(values, dtype=torch.float64, device="cpu")
+        maxima = torch.tensor(values, dtype=torch.float64, device="cpu")
         with self.reporting_loss():
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._host)
-        return found.tolist()
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self._host)
+        return maxima.tolist()
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sums a tensor over all processes in place; all get the same bits."""
@@ -272,17 +272,17 @@ class World:
                 raise OtherRankError(f"rank {rank} failed: {problem}")
         return result
 
-    def check_same(self, found: dict[str, object], advice: str) -> None:
+    def check_same(self, values: dict[str, object], advice: str) -> None:
         """Checks that values are the same in all processes.
 
         Args:
-            found: this process's values by their names.
+            values: this process's values by their names.
             advice: the remedy, for the message.
 
         Raises:
             ValueError: the values of a process differ from those of rank 0.
         """
-        everything = self.gather(found)
+        everything = self.gather(values)
         for name, expected in everything[0].items():
             others = [rank for rank, each in enumerate(everything) if each[name] != expected]
             if others:
@@ -554,13 +554,13 @@ def read_parts(folder: Path) -> dict[str, Tensor]:
         entries = read_contents(folder).state_dict_metadata
         if not all(isinstance(entry, TensorStorageMetadata) for entry in entries.values()):
             raise ValueError("something that is not a tensor")
-        found = {
+        tensors = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu") for name, entry in entries.items()
         }
-        load(found, storage_reader=FileSystemReader(folder), no_dist=True)
+        load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)
     except Exception as error:  # the reader passes on the errors of unpicklers and files
         raise ValueError(f"{folder} is damaged ({_first_line(error)})") from error
-    return found
+    return tensors
 
 
 def _first_line(error: BaseException) -> str:

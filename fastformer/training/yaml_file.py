@@ -36,10 +36,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no YAML: {error}") from error
     if not isinstance(values, dict):
-        found = "nothing" if values is None else type(values).__name__
-        raise ValueError(
-            f"expected settings in {file}, one `name: value` per line, got {found}: is the file truncated?"
-        )
+        kind = "nothing" if values is None else type(values).__name__
+        raise ValueError(f"expected settings in {file}, one `name: value` per line, got {kind}: is the file truncated?")
     return values
 
 

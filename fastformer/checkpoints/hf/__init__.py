@@ -138,8 +138,8 @@ def from_model(model: Transformer | GPT | BERT) -> tuple[dict[str, Any], dict[st
     forms: Any = ENCODER_FORMS if isinstance(model, BERT) else DECODER_FORMS
     for form in forms.values():
         try:
-            found: tuple[dict[str, Any], dict[str, Tensor]] = form.from_model(model)
-            return found
+            converted: tuple[dict[str, Any], dict[str, Tensor]] = form.from_model(model)
+            return converted
         except ValueError as error:
             reasons.append(error)
     # The reasons of families of another kind, such as with other positions, help only if they are the only ones.

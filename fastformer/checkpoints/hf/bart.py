@@ -240,12 +240,12 @@ def _check_start(start: int, pad: int, form: Form) -> None:
 
 def _form(config: TransformerConfig) -> tuple[str, Form]:
     """Returns the family that has a model's options."""
-    found = config.positions, config.embedding_norm, config.norm_first
+    options = config.positions, config.embedding_norm, config.norm_first
     for kind, form in FORMS.items():
-        if form[1:4] == found:
+        if form[1:4] == options:
             return kind, form
     known = "; or ".join(f"{form.options} ({form.name})" for form in FORMS.values())
-    raise ValueError(f"expected {known}; got {Form('', *found).options}")
+    raise ValueError(f"expected {known}; got {Form('', *options).options}")
 
 
 def _names(config: TransformerConfig) -> dict[str, tuple[str, ...]]:
@@ -281,7 +281,7 @@ def _names(config: TransformerConfig) -> dict[str, tuple[str, ...]]:
 
 def _embeddings(settings: Mapping[str, Any], left: dict[str, Tensor], form: Form) -> tuple[Tensor, Tensor, Tensor]:
     """Removes the source, target and output matrices from `left` and returns them, as one object if they are tied."""
-    found = {name: left.pop(name, None) for name in (_SHARED, _SOURCE, _TARGET, _OUTPUT)}
+    tables = {name: left.pop(name, None) for name in (_SHARED, _SOURCE, _TARGET, _OUTPUT)}
     # Of matrices that are tied, the file has one.
     is_tied, is_shared = (
         flag_of(settings, "tie_word_embeddings", True),
@@ -294,7 +294,7 @@ def _embeddings(settings: Mapping[str, Any], left: dict[str, Tensor], form: Form
         groups[2] = groups[0]
     matrices = []
     for name, group in zip((_TARGET, _SOURCE, _OUTPUT), groups, strict=True):
-        held = [found[name], *(found[other] for other in sorted(group))]
+        held = [tables[name], *(tables[other] for other in sorted(group))]
         matrix = next((one for one in held if one is not None), None)
         if matrix is None or matrix.dim() != 2:
             raise ValueError(f"expected the tensors of a {form.name}, got no matrix called {name}")

@@ -134,8 +134,8 @@ def model_type(folder: Path) -> str | None:
         values = read_json(folder / CONFIG)
     except (OSError, ValueError):
         return None  # the loader reports what is wrong with the file
-    found = values.get("model_type") if "architecture" not in values else None
-    return found if isinstance(found, str) else None
+    kind = values.get("model_type") if "architecture" not in values else None
+    return kind if isinstance(kind, str) else None
 
 
 def load_folder(
@@ -229,23 +229,23 @@ def special_tokens(
     Raises:
         ValueError: the vocabulary lacks a token, or the model has another id for it.
     """
-    named, found = dict(names), {}
+    named, ids = dict(names), {}
     for key, value in tokenizer_settings(folder).items():
         name = value.get("content") if isinstance(value, dict) else value  # a mapping adds options
         if key.removesuffix("_token") in named and key.endswith("_token") and isinstance(name, str):
             named[key.removesuffix("_token")] = name
     for kind, name in named.items():
-        found[kind], said = vocab.get(name), settings.get(f"{kind}_token_id")
+        ids[kind], said = vocab.get(name), settings.get(f"{kind}_token_id")
         # A model needs no bos of its own, so that its settings may have a null: to_huggingface writes one.
         is_free = kind == "unk" or (kind == "bos" and said is None)
-        is_right = is_free or found[kind] in (said if isinstance(said, list) else [said])
-        if found[kind] is None or not is_right:
+        is_right = is_free or ids[kind] in (said if isinstance(said, list) else [said])
+        if ids[kind] is None or not is_right:
             raise ValueError(
                 f"expected the vocabulary of {folder} to have {name!r}"
                 + ("" if kind == "unk" else f" with the {kind}_token_id of {CONFIG}, {said!r}")
-                + f", got {found[kind]!r}"
+                + f", got {ids[kind]!r}"
             )
-    return found
+    return ids
 
 
 def read_file(file: Path) -> bytes:
@@ -279,12 +279,12 @@ def check_tokenizer_class(folder: Path, known: Iterable[str]) -> str | None:
     name = tokenizer_settings(folder).get("tokenizer_class")
     if name is None:
         return None
-    found = str(name).removesuffix("Fast")
-    if found not in known:
+    kind = str(name).removesuffix("Fast")
+    if kind not in known:
         raise ValueError(
             f"expected {folder / TOKENIZER_CONFIG} to name a tokenizer_class in {', '.join(known)}, got {name!r}"
         )
-    return found
+    return kind
 
 
 def languages_of(folder: Path, settings: Mapping[str, Any], ids: Mapping[str, int], places: Places) -> Languages:
@@ -342,9 +342,9 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         return _unpickled(old)
     state: dict[str, Tensor] = {}
     for file, names in read_index(index).items():
-        found = _unpickled(file)
-        check_shard(index, file, names, found)
-        state |= found
+        tensors = _unpickled(file)
+        check_shard(index, file, names, tensors)
+        state |= tensors
     return state
 
 
@@ -475,10 +475,10 @@ def activation_of(settings: Mapping[str, Any], name: str, default: str, known: M
     Raises:
         ValueError: an activation that is not known.
     """
-    found = settings.get(name, default)
-    if not isinstance(found, str) or found not in known:
-        raise ValueError(f"expected {name} to be one of {(*known,)}, got {found!r}")
-    return known[found]
+    activation = settings.get(name, default)
+    if not isinstance(activation, str) or activation not in known:
+        raise ValueError(f"expected {name} to be one of {(*known,)}, got {activation!r}")
+    return known[activation]
 
 
 def eos_setting(ids: SpecialIds) -> int | list[int]:
@@ -520,8 +520,8 @@ def load_foreign(
 
     def check(model: Any) -> None:
         expected = {name: Entry(tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
-        found = {name: _entry(name, parts, convert) for name, parts in weights.items()}
-        check_entries("the weights", "the settings", found, expected)
+        entries = {name: _entry(name, parts, convert) for name, parts in weights.items()}
+        check_entries("the weights", "the settings", entries, expected)
         check_tables(model, "the settings")
 
     model = make_to_load(lambda device: kind(config, device=device, dtype=dtype), device, check)
@@ -535,13 +535,13 @@ def load_foreign(
     return model.eval()
 
 
-def _parts(found: Parts) -> tuple[Tensor, ...]:
-    return (found,) if isinstance(found, Tensor) else found
+def _parts(parts: Parts) -> tuple[Tensor, ...]:
+    return (parts,) if isinstance(parts, Tensor) else parts
 
 
-def _entry(name: str, found: Parts, convert: Callable[[str, Tensor], Tensor]) -> Entry:
+def _entry(name: str, weights: Parts, convert: Callable[[str, Tensor], Tensor]) -> Entry:
     """Returns the shape and the dtype of tensors after they are converted and concatenated."""
-    parts = _parts(found)
+    parts = _parts(weights)
     try:
         shapes = [tuple(convert(name, torch.empty_like(part, device="meta")).shape) for part in parts]
     except (RuntimeError, IndexError):  # a tensor with another number of dimensions keeps its shape

@@ -262,8 +262,8 @@ def same_dropout(settings: Mapping[str, Any], default: float, *names: str) -> fl
     Raises:
         ValueError: the probabilities differ.
     """
-    found = {name: settings.get(name, default) for name in names}
-    first, *others = found.values()
+    rates = {name: settings.get(name, default) for name in names}
+    first, *others = rates.values()
     if not isinstance(first, int | float) or any(other != first for other in others):
-        raise ValueError(f"expected one probability of dropout, got {found!r:.120}")
+        raise ValueError(f"expected one probability of dropout, got {rates!r:.120}")
     return float(first)

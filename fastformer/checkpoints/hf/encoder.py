@@ -157,9 +157,9 @@ class EncoderForm(NamedTuple):
             raise ValueError(f"expected a pad_token_id from 0 to {vocab_size - 1}, got {pad!r}")
 
         def known(*names: str) -> int | None:
-            found = next((settings[name] for name in names if settings.get(name) is not None), None)
-            is_id = isinstance(found, int) and not isinstance(found, bool) and 0 <= found < vocab_size
-            return found if is_id and found != pad else None
+            token_id = next((settings[name] for name in names if settings.get(name) is not None), None)
+            is_id = isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < vocab_size
+            return token_id if is_id and token_id != pad else None
 
         eos, start = known("eos_token_id", "sep_token_id"), known("bos_token_id", "cls_token_id")
         return SpecialIds(

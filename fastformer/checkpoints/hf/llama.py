@@ -160,10 +160,10 @@ class Variant(NamedTuple):
 
     def _activation(self, settings: Mapping[str, Any]) -> str:
         for name in self.activation_settings:
-            if (found := settings.get(name)) is not None:
-                if found not in self.activations:
-                    raise ValueError(f"expected a {name} in {(*self.activations,)}, got {found!r}")
-                return self.activations[found]
+            if (activation := settings.get(name)) is not None:
+                if activation not in self.activations:
+                    raise ValueError(f"expected a {name} in {(*self.activations,)}, got {activation!r}")
+                return self.activations[activation]
         return next(iter(self.activations.values()))
 
     def _windows(self, settings: Mapping[str, Any], depth: int) -> dict[str, Any]:
@@ -253,23 +253,23 @@ class Variant(NamedTuple):
 
     def _check_biases(self, config: GPTConfig) -> None:
         """Raises ValueError for biases that the family doesn't have."""
-        found: dict[str, bool] = {}
+        biases: dict[str, bool] = {}
         for setting, value, what in zip(self.biases, (*biases_of(config), config.bias), _BIASES, strict=True):
-            expected = found.setdefault(setting, value) if isinstance(setting, str) else setting
+            expected = biases.setdefault(setting, value) if isinstance(setting, str) else setting
             if value != expected:
                 raise ValueError(f"expected a {self.name}, with {what}={expected}, got {value}")
 
     def _window_settings(self, config: GPTConfig) -> dict[str, Any]:
         window = None if config.window_size is None else config.window_size + 1
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         # With layer_types, the window may be missing: no layer reads the usual one, and Gemma's masks refuse None.
         if window is not None or not self.has_layer_types:
-            found["sliding_window"] = window
+            values["sliding_window"] = window
         if self.has_layer_types:
-            found["layer_types"] = [SLIDING if has_window else FULL for has_window in config.windows]
+            values["layer_types"] = [SLIDING if has_window else FULL for has_window in config.windows]
             if self.layer_types is _after_some:
-                found["use_sliding_window"] = window is not None
-        return found
+                values["use_sliding_window"] = window is not None
+        return values
 
     def _names(self, config: GPTConfig) -> dict[str, tuple[str, ...]]:
         qkv, out = biases_of(config)

@@ -48,8 +48,8 @@ def read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> MakeTokenizer:
     backend = read_library(file, read_json(file)) if file.is_file() else None
     codes = _CODES.split() if named == "MBartTokenizer" else [*_CODES.split(), *_MORE_CODES.split()]
     if backend is not None:
-        found = {name: i for name, i in added_tokens(backend).items() if _LANGUAGE.fullmatch(name)}
-        is_many = named == "MBart50Tokenizer" or (named is None and len(found) > len(_CODES.split()))
+        ids = {name: i for name, i in added_tokens(backend).items() if _LANGUAGE.fullmatch(name)}
+        is_many = named == "MBart50Tokenizer" or (named is None and len(ids) > len(_CODES.split()))
     else:
         if named is None:
             raise ValueError(f"expected a {TOKENIZER} in {folder}, or a tokenizer_config.json with a tokenizer_class")
@@ -58,9 +58,9 @@ def read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> MakeTokenizer:
         processor = read_sentencepiece(path, read_file(path))
         size = processor.get_piece_size()
         vocab = fairseq_vocab(processor)
-        found = {code: size + 1 + place for place, code in enumerate(codes)}
+        ids = {code: size + 1 + place for place, code in enumerate(codes)}
         vocab["<mask>"] = size + 1 + len(codes)
-    languages = languages_of(folder, settings, found, "front" if is_many else "start")
+    languages = languages_of(folder, settings, ids, "front" if is_many else "start")
     _check_start(languages, settings)
     if backend is not None:
         special = special_tokens(folder, settings, backend.get_vocab())

@@ -98,12 +98,12 @@ def _base(settings: Mapping[str, Any], kind: str) -> Any:
     """Returns the base of the rotary positions in layers of one kind."""
     name, usual = _BASES[kind]
     listed = settings.get("rope_parameters") or {}
-    found = listed.get(kind) or {}
-    for scaling in (found, settings.get("rope_scaling") or {}):
+    parameters = listed.get(kind) or {}
+    for scaling in (parameters, settings.get("rope_scaling") or {}):
         if (said := scaling.get("rope_type", scaling.get("type", "default"))) != "default":
             raise ValueError(f"expected a rope_type of 'default', got {said!r}")
     own = settings.get(name)
-    return found.get("rope_theta", usual if own is None else own)
+    return parameters.get("rope_theta", usual if own is None else own)
 
 
 def _settings(config: BERTConfig) -> dict[str, Any]:

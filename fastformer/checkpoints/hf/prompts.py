@@ -101,12 +101,12 @@ def _bos(backend: LibraryBackend, config: Mapping[str, Any], chat: Mapping[str, 
 
 def _chat(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Returns the chat template, and the special tokens by the names that templates use."""
-    found = {}
+    chat = {}
     for name in CHAT_NAMES[1:]:
         value = config.get(name)
         value = value.get("content") if isinstance(value, Mapping) else value  # a mapping adds options
         if isinstance(value, str):
-            found[name] = value
+            chat[name] = value
     template = config.get("chat_template")
     if (folder / _TEMPLATE).is_file():
         try:
@@ -119,23 +119,23 @@ def _chat(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if template is not None:
         if not isinstance(template, str):
             raise ValueError(f"expected the chat_template of {folder} to be a text, got {template!r:.60}")
-        found["chat_template"] = template
-    return found
+        chat["chat_template"] = template
+    return chat
 
 
 def _added(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[int, bool]]:
     """Returns the tokens that were added to the vocabulary, with their ids and whether they are special."""
-    found: dict[str, tuple[int, bool]] = {}
+    added: dict[str, tuple[int, bool]] = {}
     for token, i in _read(folder / "added_tokens.json").items():
-        found[token] = (i, True)
+        added[token] = (i, True)
     listed = config.get("added_tokens_decoder")
     for i, token in listed.items() if isinstance(listed, Mapping) else ():
         if isinstance(token, Mapping) and isinstance(token.get("content"), str) and str(i).isdecimal():
-            found[token["content"]] = (int(i), bool(token.get("special", False)))
-    for token, (i, _) in found.items():
+            added[token["content"]] = (int(i), bool(token.get("special", False)))
+    for token, (i, _) in added.items():
         if not isinstance(i, int) or isinstance(i, bool) or i < 0:
             raise ValueError(f"expected the added tokens of {folder} to have ids, got {i!r} for {token!r:.40}")
-    return found
+    return added
 
 
 def _read(file: Path) -> dict[str, Any]:

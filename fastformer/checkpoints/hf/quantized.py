@@ -73,25 +73,28 @@ def quantization_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str
     Raises:
         ValueError: a method other than GPTQ and AWQ, or an unsupported form of one of them.
     """
-    found, origin = settings.get(_SETTINGS), _SETTINGS
+    quantization, origin = settings.get(_SETTINGS), _SETTINGS
     for name in _FILES:
-        if found is None and (folder / name).is_file():
-            found, origin = {"quant_method": "gptq" if name == _FILES[0] else "awq", **read_json(folder / name)}, name
-    if found is None:
+        if quantization is None and (folder / name).is_file():
+            quantization, origin = (
+                {"quant_method": "gptq" if name == _FILES[0] else "awq", **read_json(folder / name)},
+                name,
+            )
+    if quantization is None:
         return None
-    if not isinstance(found, Mapping):
-        raise ValueError(f"expected {origin} to be a mapping, got {found!r:.60}")
-    found = {_OTHER_NAMES.get(name, name): value for name, value in found.items()}
-    method, bits = found.get("quant_method"), found.get("bits")
+    if not isinstance(quantization, Mapping):
+        raise ValueError(f"expected {origin} to be a mapping, got {quantization!r:.60}")
+    quantization = {_OTHER_NAMES.get(name, name): value for name, value in quantization.items()}
+    method, bits = quantization.get("quant_method"), quantization.get("bits")
     if method not in ("gptq", "awq"):
         raise ValueError(f"expected weights that are not quantised, or by gptq or awq, got a {origin} of {method!r}")
     if bits != 4:
         raise ValueError(f"expected {method} of 4 bits, got bits {bits!r}")
     key, known = ("checkpoint_format", ("gptq", "gptq_v2")) if method == "gptq" else ("version", ("gemm",))
-    form = str(found.get(key) or known[0]).lower()
-    if form not in known or found.get("is_marlin_format"):
-        raise ValueError(f"expected {method} with a {key} of {' or '.join(known)}, got {found.get(key)!r}")
-    return {**found, "form": form}
+    form = str(quantization.get(key) or known[0]).lower()
+    if form not in known or quantization.get("is_marlin_format"):
+        raise ValueError(f"expected {method} with a {key} of {' or '.join(known)}, got {quantization.get(key)!r}")
+    return {**quantization, "form": form}
 
 
 def dequantized(
@@ -161,10 +164,10 @@ def keep_groups(model: nn.Module, matrices: list[Groups]) -> None:
         for name, tensor in wanted.items():
             if (tensor.shape[1], tensor.dtype) != (columns, dtype):
                 continue
-            found = [places.get(digest, -1) for digest in _digests(tensor.cpu())]
-            if min(found, default=-1) < 0:
+            order = [places.get(digest, -1) for digest in _digests(tensor.cpu())]
+            if min(order, default=-1) < 0:
                 continue
-            index = torch.tensor(found)
+            index = torch.tensor(order)
             zeros = zero[index]
             groups = Groups(nibbles[index], scale[index], None if (zeros == 8).all() else zeros)
             if is_on(groups, tensor):

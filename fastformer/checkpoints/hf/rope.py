@@ -36,21 +36,21 @@ def read_rope(
     Raises:
         ValueError: an unknown kind of scaling, or a value that isn't a number.
     """
-    found = _parameters(settings, layers, is_nested)
-    theta = next((of[name] for of in (found, settings) for name in _BASES if of.get(name) is not None), base)
-    part = next((of[name] for of in (found, settings) for name in _FRACTIONS if of.get(name) is not None), fraction)
+    rope = _parameters(settings, layers, is_nested)
+    theta = next((of[name] for of in (rope, settings) for name in _BASES if of.get(name) is not None), base)
+    part = next((of[name] for of in (rope, settings) for name in _FRACTIONS if of.get(name) is not None), fraction)
     options: dict[str, Any] = {"rotary_base": _number("rope_theta", theta)}
     if _number("partial_rotary_factor", part) != 1.0:
         options["rotary_fraction"] = part
-    kind = found.get("rope_type") or found.get("type") or "default"
-    if "short_factor" in found and kind in ("su", "yarn"):  # Phi-3's first names for it
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if "short_factor" in rope and kind in ("su", "yarn"):  # Phi-3's first names for it
         kind = "longrope"
     if kind not in KINDS:
         raise ValueError(f"expected a rope_type in {KINDS}, got {kind!r}")
     if kind == "default":
         return options
     limit = settings.get("max_position_embeddings")
-    scaling = {name: value for name, value in found.items() if name not in _NAMES and value is not None}
+    scaling = {name: value for name, value in rope.items() if name not in _NAMES and value is not None}
     if kind == "linear":
         scaling.pop(_LENGTH, None)
     elif kind == "dynamic":  # the scaling grows from this length on
@@ -192,7 +192,7 @@ def of_version(settings: Mapping[str, Any], major: int) -> dict[str, Any]:
 
 def _parameters(settings: Mapping[str, Any], layers: str, is_nested: bool) -> dict[str, Any]:
     """Returns the mapping of rotary parameters, from whichever version."""
-    found: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         value = settings.get(name)
         if value is None:
@@ -202,8 +202,8 @@ def _parameters(settings: Mapping[str, Any], layers: str, is_nested: bool) -> di
         nested = {kind: each for kind, each in value.items() if isinstance(each, Mapping)}
         if nested or is_nested:
             value = nested.get(layers, {})
-        found |= value
-    return found
+        parameters |= value
+    return parameters
 
 
 def _number(name: str, value: object) -> float:

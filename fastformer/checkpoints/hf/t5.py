@@ -239,8 +239,8 @@ def _heads_in_use(config: TransformerConfig, state: Mapping[str, Tensor]) -> int
 def _embeddings(settings: Mapping[str, Any], left: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor, Tensor]:
     """Removes the source, target and output matrices from `left` and returns them, as one object if they are tied."""
     shared, output = left.pop(_SHARED, None), left.pop(_OUTPUT, None)
-    found = [left.pop(place, None) for place in _EMBEDDINGS.values()]
-    either = next((one for one in (shared, *found, output) if one is not None), None)
+    tables = [left.pop(place, None) for place in _EMBEDDINGS.values()]
+    either = next((one for one in (shared, *tables, output) if one is not None), None)
     if either is None or either.dim() != 2:
         raise ValueError(f"expected the tensors of a {name}, got no matrix called {_SHARED}")
     if output is None and not flag_of(settings, "tie_word_embeddings", settings["model_type"] != "mt5"):
@@ -248,7 +248,7 @@ def _embeddings(settings: Mapping[str, Any], left: dict[str, Tensor], name: str)
             f"expected the tensors of a {name} that generates text, got none called {_OUTPUT}, which isn't tied to the "
             "embedding (tie_word_embeddings): the model was saved without its head"
         )
-    return first_equal(*(either if one is None else one for one in (*found, output)))
+    return first_equal(*(either if one is None else one for one in (*tables, output)))
 
 
 def _names(config: TransformerConfig) -> dict[str, tuple[str, ...]]:

@@ -88,9 +88,9 @@ def read_examples_table(path: Path) -> Any:
     library, table = arrow(), read_table(path)
     ids = library.list_(library.int32())
     expected = {"source": ids, "target": ids, "origin": library.uint16()}
-    found = dict(zip(table.schema.names, table.schema.types, strict=True))
-    if found != expected:
-        columns = ", ".join(f"{name} ({kind})" for name, kind in found.items())
+    types = dict(zip(table.schema.names, table.schema.types, strict=True))
+    if types != expected:
+        columns = ", ".join(f"{name} ({kind})" for name, kind in types.items())
         raise ValueError(f"expected {path} to have the columns source, target and origin, got {columns or 'none'}")
     try:
         table.validate(full=True)

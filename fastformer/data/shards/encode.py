@@ -105,27 +105,33 @@ def encode_block(
         ValueError: a line is bad, and bad lines are not skipped.
     """
     if isinstance(block, PairBlock):
-        found = _of_pairs(block, recipe, tokenizer)
+        encoded = _of_pairs(block, recipe, tokenizer)
     else:
-        found = _of_text(block, recipe, tokenizer)
-    count = len(found.targets)
+        encoded = _of_text(block, recipe, tokenizer)
+    count = len(encoded.targets)
     # Examples are dealt to the shards in turn, in random order, beginning with a random shard.
     chooser = numpy.random.default_rng([recipe.seed, 1, *seeds])
     shard = (chooser.integers(recipe.shards) + chooser.permutation(count)) % recipe.shards
     order = numpy.argsort(shard, kind="stable")
     ends = numpy.concatenate([[0], numpy.bincount(shard, minlength=recipe.shards).cumsum()])
-    columns = {"source": lists(found.sources).take(order), "target": lists(found.targets).take(order)}
+    columns = {"source": lists(encoded.sources).take(order), "target": lists(encoded.targets).take(order)}
     candidates: list[list[str]] = []
     if recipe.has_keys:
-        keys = _keys(found, recipe.seed)
+        keys = _keys(encoded, recipe.seed)
         for name, key in zip(KEYS, keys, strict=True):
             columns[name] = arrow().array(key[order])
         if recipe.hold_out:
             # Each content once: else one that a text repeats would leave no room for others.
             lowest = numpy.unique(numpy.stack(keys, axis=1), axis=0, return_index=True)[1][:MOST]
-            candidates = [[f"{keys[0][i]:016x}{keys[1][i]:016x}", *found.texts[i]] for i in lowest.tolist()]
+            candidates = [[f"{keys[0][i]:016x}{keys[1][i]:016x}", *encoded.texts[i]] for i in lowest.tolist()]
     about = Block(
-        found.read, found.bad, found.bad + found.left_out, found.characters, found.unknown, ends.tolist(), candidates
+        encoded.read,
+        encoded.bad,
+        encoded.bad + encoded.left_out,
+        encoded.characters,
+        encoded.unknown,
+        ends.tolist(),
+        candidates,
     )
     table = arrow().table(columns).replace_schema_metadata({"block": json.dumps(vars(about))})
     write_table(path, table)
@@ -138,7 +144,7 @@ def open_block(path: Path) -> tuple[Any, Block]:
 
 
 @dataclass
-class _Found:
+class _Encoded:
     """The examples of a block, their texts (none for a language model), and counts of what was read."""
 
     sources: list[list[int]]
@@ -151,31 +157,31 @@ class _Found:
     unknown: Counter[str]
 
 
-def _of_pairs(block: PairBlock, recipe: Recipe, tokenizer: Tokenizer) -> _Found:
+def _of_pairs(block: PairBlock, recipe: Recipe, tokenizer: Tokenizer) -> _Encoded:
     pairs, bad = block.pairs(skip_bad=recipe.skip_bad)
     read, left_out = len(pairs) + len(bad), Counter[str]()
     if recipe.filters:
         # Duplicates are found among all blocks, by their keys.
         (pairs,), left_out = replace(recipe.filters, drop_duplicates=False).apply([pairs])
-    found = _Found([], [], [], read, Counter(line.kind for line in bad), left_out, 0, Counter())
+    examples = _Encoded([], [], [], read, Counter(line.kind for line in bad), left_out, 0, Counter())
     encoded: list[list[list[int]]] = []
     for side, own in enumerate(sides(tokenizer)):
         texts = [pair[side] for pair in pairs]
         encoded.append(own.encode_batch(texts))
-        found.unknown += count_unknown(own, texts, encoded[-1])
-        found.characters += sum(map(len, texts))
+        examples.unknown += count_unknown(own, texts, encoded[-1])
+        examples.characters += sum(map(len, texts))
     for pair, source, target in zip(pairs, *encoded, strict=True):
         example = encode_pair(source, target, special_ids=tokenizer.special_ids)
         if max(example.lengths) <= recipe.max_len:
-            found.sources.append(example.source)
-            found.targets.append(example.target)
-            found.texts.append(pair)
-    if len(found.texts) < len(pairs):
-        found.left_out[f"{TOO_LONG} {recipe.max_len} tokens"] += len(pairs) - len(found.texts)
-    return found
+            examples.sources.append(example.source)
+            examples.targets.append(example.target)
+            examples.texts.append(pair)
+    if len(examples.texts) < len(pairs):
+        examples.left_out[f"{TOO_LONG} {recipe.max_len} tokens"] += len(pairs) - len(examples.texts)
+    return examples
 
 
-def _of_text(block: TextBlock, recipe: Recipe, tokenizer: Tokenizer) -> _Found:
+def _of_text(block: TextBlock, recipe: Recipe, tokenizer: Tokenizer) -> _Encoded:
     documents, bad = block.documents(skip_bad=recipe.skip_bad)
     pieces = [tokenizer.pieces(text) for text, _ in documents]
     texts = [piece for some in pieces for piece in some]
@@ -189,11 +195,11 @@ def _of_text(block: TextBlock, recipe: Recipe, tokenizer: Tokenizer) -> _Found:
     targets = [ids[i : i + recipe.seqlen + 1].tolist() for i in range(0, len(ids) - 1, recipe.seqlen)]
     count, reasons = len(targets), Counter(line.kind for line in bad)
     read, characters = len(documents) + len(bad), sum(len(text) for text, _ in documents)
-    return _Found([[]] * count, targets, [()] * count, read, reasons, Counter(), characters, unknown)
+    return _Encoded([[]] * count, targets, [()] * count, read, reasons, Counter(), characters, unknown)
 
 
-def _keys(found: _Found, seed: int) -> tuple[Array, Array]:
+def _keys(examples: _Encoded, seed: int) -> tuple[Array, Array]:
     """Returns the keys of the examples, in high and low halves."""
-    both = b"".join(key_of(*example, seed) for example in zip(found.sources, found.targets, strict=True))
+    both = b"".join(key_of(*example, seed) for example in zip(examples.sources, examples.targets, strict=True))
     halves = numpy.frombuffer(both, ">u8").astype(numpy.uint64).reshape(-1, 2)
     return numpy.ascontiguousarray(halves[:, 0]), numpy.ascontiguousarray(halves[:, 1])

@@ -85,8 +85,8 @@ def find_left_out(paths: Sequence[Path], recipe: Recipe) -> LeftOut:
                 rows[key] = (where, at - int(starts[where]))
             held_out[where] += not dropped[at]
             dropped[at] = True
-    found = [(tuple(chosen[key]), rows[key]) for key in chosen]
-    return LeftOut(starts.tolist(), numpy.packbits(dropped), duplicates, held_out, found)
+    validation = [(tuple(chosen[key]), rows[key]) for key in chosen]
+    return LeftOut(starts.tolist(), numpy.packbits(dropped), duplicates, held_out, validation)
 
 
 class _Lowest:
@@ -120,13 +120,13 @@ def _keys_of(paths: Sequence[Path], starts: Array, number: int, passes: int) -> 
     # Hashes are uniform, so that equal ranges of their high halves have about as many.
     step = (1 << 64) // passes
     first, last = number * step, (1 << 64) - 1 if number == passes - 1 else (number + 1) * step - 1
-    found: list[tuple[Array, Array, Array]] = []
+    chosen: list[tuple[Array, Array, Array]] = []
     for start, path in zip(starts[:-1], paths, strict=True):
         table = read_table(path)
         high, low = (table.column(name).to_numpy() for name in KEYS)
         here = numpy.flatnonzero((high >= numpy.uint64(first)) & (high <= numpy.uint64(last)))
-        found.append((high[here], low[here], here + start))
-    high, low, place = (numpy.concatenate(parts) for parts in zip(*found, strict=True))
+        chosen.append((high[here], low[here], here + start))
+    high, low, place = (numpy.concatenate(parts) for parts in zip(*chosen, strict=True))
     return high, low, place
 
 

@@ -62,10 +62,10 @@ class Stored:
             ValueError: the file is missing, or has other contents.
         """
         self.check_there(folder)
-        found = sha256_of(folder / self.file)
-        if found != self.sha256:
+        digest = sha256_of(folder / self.file)
+        if digest != self.sha256:
             raise ValueError(
-                f"{folder / self.file} was changed or damaged: expected the SHA-256 {self.sha256}, got {found}: "
+                f"{folder / self.file} was changed or damaged: expected the SHA-256 {self.sha256}, got {digest}: "
                 f"{_AGAIN}"
             )
 
@@ -99,10 +99,10 @@ class Shard(Stored):
         """
         self.check_content(folder)
         table = read_examples_table(folder / self.file)
-        for name, found in counts_of(table, len(self.by_source)).items():
-            if found != getattr(self, name):
+        for name, count in counts_of(table, len(self.by_source)).items():
+            if count != getattr(self, name):
                 raise ValueError(
-                    f"expected {name} {getattr(self, name)} in {folder / self.file}, got {found}: {_AGAIN}"
+                    f"expected {name} {getattr(self, name)} in {folder / self.file}, got {count}: {_AGAIN}"
                 )
         if vocab_sizes is not None:
             check_ids(table, folder / self.file, vocab_sizes)
@@ -200,14 +200,14 @@ class Manifest:
             values["validation"] = Stored(**values["validation"])
             if values["validation_texts"] is not None:
                 values["validation_texts"] = Stored(**values["validation_texts"])
-            found = cls(**values)
-            found._check()
+            manifest = cls(**values)
+            manifest._check()
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{place / INDEX} is damaged or of another version ({error}): {_AGAIN}") from error
-        for stored in (*found.shards, found.validation, found.validation_texts):
+        for stored in (*manifest.shards, manifest.validation, manifest.validation_texts):
             if stored is not None:
                 stored.check_there(place)
-        return found
+        return manifest
 
     def _check(self) -> None:
         """Checks the types and the numbers.
@@ -260,11 +260,11 @@ class Manifest:
         Raises:
             ValueError: they are those of another tokenizer.
         """
-        found = tokenizer_digest(tokenizer)
-        if found != self.tokenizer:
+        digest = tokenizer_digest(tokenizer)
+        if digest != self.tokenizer:
             raise ValueError(
                 f"expected the tokenizer that the shards were prepared with ({self.tokenizer[:12]}), got another, "
-                f"{owner} ({found[:12]}): prepare the data with --tokenizer and that one"
+                f"{owner} ({digest[:12]}): prepare the data with --tokenizer and that one"
             )
 
     def fingerprint(self) -> str:

@@ -39,9 +39,9 @@ class _Mapped:
         """Returns the lengths of some examples, (n, 2) int64."""
         at = rows.numpy()
         sides = [ends[at + 1] - ends[at] for ends in (self.source_ends, self.target_ends)]
-        found = torch.from_numpy(numpy.stack(sides, axis=1).astype(numpy.int64))
-        found[:, 1] -= (found[:, 0] == 0).long()  # the last token of a window is only predicted
-        return found
+        lengths = torch.from_numpy(numpy.stack(sides, axis=1).astype(numpy.int64))
+        lengths[:, 1] -= (lengths[:, 0] == 0).long()  # the last token of a window is only predicted
+        return lengths
 
 
 class ShardedExamples(Sequence[Example]):
@@ -103,17 +103,17 @@ class ShardedExamples(Sequence[Example]):
         Raises:
             ValueError: its contents differ from those that were prepared.
         """
-        found = self._open.pop(shard, None)
-        if found is None:
+        mapped = self._open.pop(shard, None)
+        if mapped is None:
             stored = self.manifest.shards[shard]
             if shard not in self._checked:
                 stored.check_examples(self.folder, self._vocab_sizes)
                 self._checked.add(shard)
-            found = _Mapped(self.folder / stored.file)
-        self._open[shard] = found
+            mapped = _Mapped(self.folder / stored.file)
+        self._open[shard] = mapped
         while len(self._open) > self._window + 1:
             self._open.popitem(last=False)
-        return found
+        return mapped
 
     @property
     def num_windows(self) -> int:
@@ -135,30 +135,30 @@ class ShardedExamples(Sequence[Example]):
     def lengths_at(self, indices: Sequence[int] | Tensor) -> Tensor:
         """Returns the source and target lengths of some examples, (n, 2) int64."""
         places = torch.as_tensor(indices, dtype=torch.int64, device="cpu")
-        found = torch.empty(len(places), 2, dtype=torch.int64, device="cpu")
+        lengths = torch.empty(len(places), 2, dtype=torch.int64, device="cpu")
         for shard, here, rows in self._by_shard(places):
-            found[here] = self._mapped(shard).lengths(rows)
-        return found
+            lengths[here] = self._mapped(shard).lengths(rows)
+        return lengths
 
     def weights_at(self, indices: Tensor) -> Tensor | None:
         """Returns how often an epoch has each of some examples, (n,) fp32; None: once."""
         if self._weights is None:
             return None
-        found = torch.empty(len(indices), dtype=torch.float32, device="cpu")
+        weights = torch.empty(len(indices), dtype=torch.float32, device="cpu")
         for shard, here, rows in self._by_shard(indices):
             origin = self._mapped(shard).origin[rows.numpy()].astype(numpy.int64)
-            found[here] = self._weights[torch.from_numpy(origin)]
-        return found
+            weights[here] = self._weights[torch.from_numpy(origin)]
+        return weights
 
     def _by_shard(self, places: Tensor) -> list[tuple[int, Tensor, Tensor]]:
         """Groups examples by shard: returns each shard, its examples' indices in `places`, and their rows in it."""
         starts = torch.tensor(self._starts, device="cpu")
         shards = torch.bucketize(places, starts, right=True) - 1
-        found = []
+        groups = []
         for shard in shards.unique_consecutive().unique().tolist():
             here = (shards == shard).nonzero().flatten()
-            found.append((shard, here, places[here] - self._starts[shard]))
-        return found
+            groups.append((shard, here, places[here] - self._starts[shard]))
+        return groups
 
     @property
     def num_tokens(self) -> tuple[int, int]:
@@ -180,8 +180,8 @@ def read_examples(path: Path, vocab_sizes: tuple[int, int] | None = None) -> Exa
     table = read_examples_table(path)
     if vocab_sizes is not None:
         check_ids(table, path, vocab_sizes)
-    mapped, found = _Mapped(path), Examples()
+    mapped, examples = _Mapped(path), Examples()
     for row in range(len(mapped.origin)):
         example = mapped.example(row)
-        found.append(example.source, example.target)
-    return found
+        examples.append(example.source, example.target)
+    return examples
