@@ -142,9 +142,9 @@ def _remove_older(run: Path, path: Path, keep_last: int, regular: Callable[[int]
     """Removes the checkpoints that a new one makes superfluous."""
     older = [old for old in checkpoints(run) if step_of(old) < step_of(path) and _is_own(old)]
     planned = [old for old in older if regular(step_of(old))]
-    kept = {path, *planned[max(0, len(planned) + 1 - keep_last) :]}
+    newest = {path, *planned[max(0, len(planned) + 1 - keep_last) :]}
     for old in checkpoints(run):  # later ones too: they were damaged, or training would have resumed from them
-        if old not in kept and _is_own(old):
+        if old not in newest and _is_own(old):
             shutil.rmtree(old) if old.is_dir() else old.unlink()
 
 

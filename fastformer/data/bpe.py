@@ -284,11 +284,11 @@ def _alphabet(texts: Sequence[str], limit: int, form: TextForm) -> list[str] | N
     return sorted(counts, key=lambda character: (-counts[character], character))[:limit]
 
 
-def _normalizers(form: TextForm) -> list[Any]:
+def _normalizers(form: TextForm) -> list[tokenizers.normalizers.Normalizer]:
     """Returns the normalizers that work on a part of a text as they do on the whole."""
     library = tokenizers_library()
     normalizers = library.normalizers
-    steps: list[Any] = []
+    steps: list[tokenizers.normalizers.Normalizer] = []
     if form.normalization.startswith("nfkc"):
         steps.append(normalizers.NFKC())
     elif form.normalization.startswith("nfc"):

@@ -249,11 +249,11 @@ def _unpacker(kind: str, name: str) -> Callable[[BinaryIO], Readable]:
 
 def _zstandard(name: str) -> Callable[[BinaryIO], Readable]:
     try:
-        own = importlib.import_module("compression.zstd")  # Python 3.14
+        library = importlib.import_module("compression.zstd")  # Python 3.14
     except ImportError:
         pass
     else:
-        return cast("Callable[[BinaryIO], Readable]", own.ZstdFile)
+        return cast("Callable[[BinaryIO], Readable]", library.ZstdFile)
     try:
         package = importlib.import_module("zstandard")
     except ImportError as error:

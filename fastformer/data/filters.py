@@ -43,19 +43,19 @@ class PairFilter(Filters):
         """
         left_out: Counter[str] = Counter()
         seen: set[Pair] = set()
-        kept: list[list[Pair]] = []
+        remaining: list[list[Pair]] = []
         for corpus in corpora:
-            kept.append([])
+            remaining.append([])
             for pair in corpus:
                 reason = self.why_not(pair)
                 if reason is None and self.drop_duplicates:
                     reason = "duplicate" if pair in seen else None
                     seen.add(pair)
                 if reason is None:
-                    kept[-1].append(pair)
+                    remaining[-1].append(pair)
                 else:
                     left_out[reason] += 1
-        return kept, left_out
+        return remaining, left_out
 
     def why_not(self, pair: Pair) -> str | None:
         """Returns the reason to omit a pair, regardless of the pairs before it; None: it stays."""

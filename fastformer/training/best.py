@@ -31,8 +31,8 @@ def choose_measure(config: TrainConfig, references: Sequence[str] = ()) -> str:
         ImportError: a package that bleu_tokenize needs is not installed.
         ValueError: a measure that this run can't compute.
     """
-    asked = config.best_by
-    measure = asked if asked != "auto" else "exact_match" if config.task == "numbers" else "bleu"
+    best_by = config.best_by
+    measure = best_by if best_by != "auto" else "exact_match" if config.task == "numbers" else "bleu"
     missing = None
     if measure != "nll" and config.model == "gpt":
         missing = "translations, and model gpt makes none"
@@ -46,11 +46,11 @@ def choose_measure(config: TrainConfig, references: Sequence[str] = ()) -> str:
         corpus_metrics(config.bleu_tokenize)  # raises before the first validation
         hint = words_hint(references, config.bleu_tokenize)
         if hint is not None:
-            logger.warning("%s%s", hint, "" if asked == "bleu" else "; the best model is chosen by chrF")
-        return "bleu" if hint is None or asked == "bleu" else "chrf"
-    if asked == "auto":
+            logger.warning("%s%s", hint, "" if best_by == "bleu" else "; the best model is chosen by chrF")
+        return "bleu" if hint is None or best_by == "bleu" else "chrf"
+    if best_by == "auto":
         return "nll"
-    raise ValueError(f"best_by {asked} needs {missing}; give --best_by nll or auto to do without")
+    raise ValueError(f"best_by {best_by} needs {missing}; give --best_by nll or auto to do without")
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,11 @@ class Record:
             return True  # the other record has no scores on this data
         is_zero = measure == "bleu" and max(self.bleu or 0.0, other.bleu or 0.0) < _ZERO
         for name in ("nll",) if is_zero else (measure, "nll"):
-            ours, theirs = self._higher_is_better(name), other._higher_is_better(name)
-            if ours is None or theirs is None or (name != "nll" and self.translated != other.translated):
+            value, other_value = self._higher_is_better(name), other._higher_is_better(name)
+            if value is None or other_value is None or (name != "nll" and self.translated != other.translated):
                 continue
-            if ours != theirs:
-                return ours > theirs
+            if value != other_value:
+                return value > other_value
         return False
 
     def show(self, measure: str) -> str:

@@ -382,8 +382,8 @@ def take_over(config: TrainConfig) -> tuple[TrainConfig, Any, Tokenizer]:
     given = dict(config.settings)
     if config.preset != plain.preset:
         model_config = config.model_config(max(config.vocab_size, 2), source_vocab_size=None if shared else 2)
-        asked = plain_values(asdict(model_config))
-        given = {name: asked[name] for name in sizes if name in asked and name != "max_len"} | given
+        values = plain_values(asdict(model_config))
+        given = {name: values[name] for name in sizes if name in values and name != "max_len"} | given
     for name, value in given.items():
         if name not in sizes:
             raise ValueError(f"model {kind} has no setting {name!r}{suggestion(name, sizes)}")

@@ -155,8 +155,8 @@ class TrainConfig(Machine, Validation, Optimisation, Tokens, Filters, Data, Mode
                 raise ValueError("expected model.tie_embeddings false for two vocabularies (shared_vocab), got true")
             sides = {"source_vocab_size": source_vocab_size, "tie_embeddings": False}
         of_tokenizer = {"vocab_size": vocab_size, "special_ids": special_ids, **asdict(special_ids), **sides}
-        own = {f.name for f in fields(config_class)}
-        of_tokenizer = {name: value for name, value in of_tokenizer.items() if name in own}
+        known = {f.name for f in fields(config_class)}
+        of_tokenizer = {name: value for name, value in of_tokenizer.items() if name in known}
         values = {**presets[self.preset], **longest, **self.settings, **of_tokenizer}
         return config_from_dict(config_class, values)
 
@@ -334,7 +334,7 @@ def _as_integer(value: Any, name: str, kinds: list[dict[str, Any]]) -> Any:
     return value
 
 
-def _joined(key: str, value: Any) -> Any:
+def _joined(key: str, value: object) -> object:
     """Joins a list, or a single number, from YAML to the text with commas that the flag expects.
 
     Raises:

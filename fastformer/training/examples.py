@@ -79,14 +79,14 @@ def load_data(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Data:
     if tokenizer is None:
         tokenizer = tokenizer_of(config, train_texts)
     train, places = _encode_pairs(tokenizer, train_texts, config.max_len, "training")
-    val, kept = _encode_pairs(tokenizer, val_texts, config.max_len, "validation")
+    val, fitting = _encode_pairs(tokenizer, val_texts, config.max_len, "validation")
     if config.drop_duplicates:
         train, places = _kept(train, places, first_ones(keys_of(train)), "that repeat others, by their tokens")
     if not (config.task or config.val_tsv or config.val_source):
         train, places = _kept(train, places, different_from(train, val), "that equal held-out ones")
     weights = _weights(config, map(len, corpora))
     return Data(
-        tokenizer, train, val, [val_texts[place] for place in kept], None if weights is None else weights[places]
+        tokenizer, train, val, [val_texts[place] for place in fitting], None if weights is None else weights[places]
     )
 
 
@@ -143,21 +143,21 @@ def validation_data(config: TrainConfig, tokenizer: Tokenizer) -> tuple[Examples
         ids = _document_ids(tokenizer, documents, "validation")
         return windows(ids, config.seqlen), [], sum(map(len, documents))
     pairs = [pair for corpus in _read_pairs(config, "val") for pair in corpus]
-    examples, kept = _encode_pairs(tokenizer, pairs, config.max_len, "validation")
-    return examples, [pairs[place] for place in kept], 0
+    examples, fitting = _encode_pairs(tokenizer, pairs, config.max_len, "validation")
+    return examples, [pairs[place] for place in fitting], 0
 
 
-def _kept(examples: Examples, places: list[int], kept: list[int], which: str) -> tuple[Examples, list[int]]:
-    """Returns the training examples that are kept, and their places; the log counts the others.
+def _kept(examples: Examples, places: list[int], remaining: list[int], which: str) -> tuple[Examples, list[int]]:
+    """Returns the training examples that are remaining, and their places; the log counts the others.
 
     Raises:
         ValueError: none is kept.
     """
-    if not kept:
+    if not remaining:
         raise ValueError(f"expected other training examples than those {which}, got none: give validation files")
-    if len(kept) < len(examples):
-        logger.info("left out %s training examples %s", f"{len(examples) - len(kept):,}", which)
-        examples, places = examples.take(kept), [places[i] for i in kept]
+    if len(remaining) < len(examples):
+        logger.info("left out %s training examples %s", f"{len(examples) - len(remaining):,}", which)
+        examples, places = examples.take(remaining), [places[i] for i in remaining]
     return examples, places
 
 
@@ -171,7 +171,7 @@ def _weights(config: TrainConfig, sizes: Iterable[int]) -> Tensor | None:
 
 def _encode_pairs(tokenizer: Tokenizer, pairs: Pairs, max_len: int, what: str) -> tuple[Examples, list[int]]:
     """Encodes pairs; returns the examples of at most max_len tokens and the indices of their pairs."""
-    examples, kept = Examples(), []
+    examples, fitting = Examples(), []
     of_source, of_target = sides(tokenizer)
     if of_source is not of_target:
         sources = encode_all(of_source, [source for source, _ in pairs], f"{what} source")
@@ -182,12 +182,14 @@ def _encode_pairs(tokenizer: Tokenizer, pairs: Pairs, max_len: int, what: str) -
         example = encode_pair(source, target, special_ids=tokenizer.special_ids)
         if max(example.lengths) <= max_len:
             examples.append(example.source, example.target)
-            kept.append(place)
+            fitting.append(place)
     if not examples:
         raise ValueError(f"every {what} example is longer than max_len {max_len}: raise max_len")
-    if len(kept) < len(pairs):
-        logger.warning("left out %d %s examples of more than max_len %d tokens", len(pairs) - len(kept), what, max_len)
-    return examples, kept
+    if len(fitting) < len(pairs):
+        logger.warning(
+            "left out %d %s examples of more than max_len %d tokens", len(pairs) - len(fitting), what, max_len
+        )
+    return examples, fitting
 
 
 def encode_all(tokenizer: Tokenizer, texts: Sequence[str], what: str) -> Iterator[list[int]]:
@@ -308,10 +310,10 @@ def _filtered(config: TrainConfig, corpora: list[Pairs]) -> list[Pairs]:
     wanted = config.pair_filter()
     if not wanted:
         return corpora
-    kept, left_out = wanted.apply(corpora)
+    remaining, left_out = wanted.apply(corpora)
     total = sum(map(len, corpora))
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.most_common())
-    if corpora and not any(kept):
+    if corpora and not any(remaining):
         raise ValueError(f"the filters leave out all {total:,} training pairs: {reasons}")
     logger.info(
         "filters left out %s of %s training pairs%s",
@@ -319,7 +321,7 @@ def _filtered(config: TrainConfig, corpora: list[Pairs]) -> list[Pairs]:
         f"{total:,}",
         f": {reasons}" if reasons else "",
     )
-    return kept
+    return remaining
 
 
 def _hold_out(config: TrainConfig, corpora: list[Pairs]) -> tuple[list[Pairs], Pairs]:
@@ -337,14 +339,14 @@ def _hold_out(config: TrainConfig, corpora: list[Pairs]) -> tuple[list[Pairs], P
     most = number_held_out(total, max(1, different // 10) if different < total else total, different)
     held_out: dict[int, tuple[str, str]] = {}
     before = 0
-    for corpus, own in zip(corpora, keys, strict=True):
+    for corpus, corpus_keys in zip(corpora, keys, strict=True):
         count = most * (before + len(corpus)) // total - most * before // total
         before += len(corpus)
-        chosen = _drawn(own, count, config.seed if config.held_out == "random" else None, held_out)
-        held_out |= {own[place]: corpus[place] for place in chosen}
+        chosen = _drawn(corpus_keys, count, config.seed if config.held_out == "random" else None, held_out)
+        held_out |= {corpus_keys[place]: corpus[place] for place in chosen}
     train = [
-        [pair for pair, key in zip(corpus, own, strict=True) if key not in held_out]
-        for corpus, own in zip(corpora, keys, strict=True)
+        [pair for pair, key in zip(corpus, corpus_keys, strict=True) if key not in held_out]
+        for corpus, corpus_keys in zip(corpora, keys, strict=True)
     ]
     how = f"drawn at random by seed {config.seed}" if config.held_out == "random" else "the last ones"
     logger.info("held out %s of %s training pairs for validation: %s", f"{len(held_out):,}", f"{total:,}", how)
@@ -422,12 +424,12 @@ def _without_copies(data: Data, seed: int) -> Data:
     If all are, because the text repeats itself, some of the different windows are held out instead.
     """
     assert isinstance(data.train, Examples)
-    train, weights, kept = data.train, data.weights, different_from(data.val, data.train)
-    if len(kept) == len(data.val):
+    train, weights, remaining = data.train, data.weights, different_from(data.val, data.train)
+    if len(remaining) == len(data.val):
         return data
-    logger.info("left out %s held-out windows that the training text has, too", f"{len(data.val) - len(kept):,}")
-    val = data.val.take(kept)
-    if not kept:
+    logger.info("left out %s held-out windows that the training text has, too", f"{len(data.val) - len(remaining):,}")
+    val = data.val.take(remaining)
+    if not remaining:
         keys = keys_of(train, seed)
         held_out = lowest_keys(keys, len(keys))
         val = train.take(keys.index(key) for key in sorted(held_out))

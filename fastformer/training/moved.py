@@ -37,13 +37,13 @@ def check_there(config: TrainConfig) -> None:
                 )
 
 
-def check_tokenizer(config: TrainConfig, before: TrainConfig, own: Tokenizer) -> None:
+def check_tokenizer(config: TrainConfig, before: TrainConfig, tokenizer: Tokenizer) -> None:
     """Checks that a changed setting of the tokenizer means the one in the run folder, which the run uses.
 
     Args:
         config: the current settings.
         before: the settings in the checkpoint.
-        own: the tokenizer in the run folder.
+        tokenizer: the tokenizer in the run folder.
 
     Raises:
         ValueError: another tokenizer.
@@ -52,7 +52,7 @@ def check_tokenizer(config: TrainConfig, before: TrainConfig, own: Tokenizer) ->
         return
     is_path = config.tokenizer not in WORDS
     if is_path and (
-        contents(tokenizer_of(config, [])) == contents(own)
+        contents(tokenizer_of(config, [])) == contents(tokenizer)
         if all(map(os.path.exists, paths_of(config.tokenizer)))
         else (
             before.tokenizer not in WORDS  # it moved, and a run that resumes doesn't open it

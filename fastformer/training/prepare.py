@@ -13,10 +13,10 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy
 
@@ -51,6 +51,9 @@ from fastformer.training.examples import (
 from fastformer.training.sections import Tokens
 
 logger = logging.getLogger("fastformer")
+
+_Text: TypeAlias = str | tuple[str, str]
+_Drawn: TypeAlias = tuple[float, int, _Text]  # a random number, the size, the text or pair
 
 Item = TypeVar("Item")
 WORK = ".work"
@@ -194,7 +197,7 @@ class _Preparation:
         """Makes the tokenizer, trained on a sample of all sources if the settings ask for it."""
         if (self.work / TOKENIZER).is_file():
             return load_tokenizer(self.work)
-        make = make_tokenizer if self.recipe.kind == "text" else tokenizer_of
+        make: Callable[..., Tokenizer] = make_tokenizer if self.recipe.kind == "text" else tokenizer_of
         tokenizer = make(self.config, self._sample() if self.config.tokenizer == "bpe" else [])
         if self.recipe.kind == "text":
             warn_of_line_ends(tokenizer)
@@ -203,11 +206,11 @@ class _Preparation:
         tokenizer.save(self.work)
         return load_tokenizer(self.work)
 
-    def _sample(self) -> list[Any]:
+    def _sample(self) -> list[_Text]:
         """Samples the texts for a BPE: all of them, or, if they are too many, each with the same probability."""
         if any(not os.path.isfile(file) for origin in self.origins for file in origin.files()):
             raise ValueError("expected files to learn a BPE from, which are read twice, got a pipe: give --tokenizer")
-        kept: list[tuple[float, int, Any]] = []  # drawn, size, text or pair
+        sample: list[_Drawn] = []
         most, size, limit = self.settings["bpe_characters"], 0, 1.0
         for number, origin in enumerate(self.origins):
             for place, block in enumerate(
@@ -217,13 +220,13 @@ class _Preparation:
                 drawn = numpy.random.default_rng([self.config.seed, 3, number, place]).random(len(texts))
                 for value, text in zip(drawn.tolist(), texts, strict=True):
                     if value < limit:
-                        kept.append((value, len(text) if isinstance(text, str) else sum(map(len, text)), text))
-                        size += kept[-1][1]
+                        sample.append((value, len(text) if isinstance(text, str) else sum(map(len, text)), text))
+                        size += sample[-1][1]
                 if size > 2 * most:
-                    kept, size, limit = _thinned(kept, most)
-        return [text for _, _, text in _thinned(kept, most)[0]]
+                    sample, size, limit = _thinned(sample, most)
+        return [text for _, _, text in _thinned(sample, most)[0]]
 
-    def _texts(self, block: PairBlock | TextBlock) -> list[Any]:
+    def _texts(self, block: PairBlock | TextBlock) -> Sequence[_Text]:
         if isinstance(block, TextBlock):
             return [
                 piece
@@ -239,7 +242,7 @@ class _Preparation:
         paths, sources = [], []
         done = 0
 
-        def tasks() -> Iterator[tuple[Any, ...]]:
+        def tasks() -> Iterator[tuple[object, ...]]:
             nonlocal done
             for number, origin in enumerate(self.origins):
                 for place, block in enumerate(origin.blocks(self.recipe.kind, cuts)):
@@ -324,15 +327,15 @@ class _Preparation:
         ]
 
 
-def _thinned(kept: list[tuple[float, int, Any]], most: int) -> tuple[list[tuple[float, int, Any]], int, float]:
+def _thinned(sample: list[_Drawn], most: int) -> tuple[list[_Drawn], int, float]:
     """Returns the texts of the lowest draws, up to a total of characters, in order; their size; the highest draw."""
     size, limit = 0, 1.0
-    for value, length, _ in sorted(kept, key=lambda item: item[0]):
+    for value, length, _ in sorted(sample, key=lambda item: item[0]):
         if size and size + length > most:
             limit = value
             break
         size += length
-    return [item for item in kept if item[0] < limit], size, limit
+    return [item for item in sample if item[0] < limit], size, limit
 
 
 def _origins(config: TrainConfig) -> tuple[str, list[_Origin]]:

@@ -124,9 +124,9 @@ class Progress:
         self._started = time.perf_counter()
         if self._metrics.is_file():
             lines = self._metrics.read_bytes().splitlines(keepends=True)
-            kept = [line for line in lines if _comes_before(line, done, validated)]
-            if kept != lines:
-                write_atomically(self._metrics, b"".join(kept))
+            earlier = [line for line in lines if _comes_before(line, done, validated)]
+            if earlier != lines:
+                write_atomically(self._metrics, b"".join(earlier))
 
     def advance(self, step: int) -> None:
         """Advances the progress bar."""

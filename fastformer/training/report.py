@@ -104,7 +104,7 @@ def _charts(rows: Sequence[Row], scores: Sequence[Row]) -> list[tuple[str, str, 
     checked = [row for row in scores if row["kind"] == "validation"]
     loss = [_line("training loss", train, "loss"), _line("validation NLL", checked, "nll")]
     speed, padding = _line("real tokens a second", train, "tokens_per_second"), _line("padding", train, "padding", 100)
-    asked = [
+    plots = [
         ("Loss, nats a target token", loss, "loss", True),
         ("Learning rate", [_line("learning rate", train, "lr")], "learning rate", False),
         ("BLEU and chrF", [_line("BLEU", checked, "bleu"), _line("chrF", checked, "chrf")], "score", False),
@@ -113,7 +113,7 @@ def _charts(rows: Sequence[Row], scores: Sequence[Row]) -> list[tuple[str, str, 
         ("Real tokens a second", [speed], "tokens a second", False),
         ("Padding, % of what is computed", [padding], "%", False),
     ]
-    charts = [(title, chart(lines, label, log=log), lines) for title, lines, label, log in asked]
+    charts = [(title, chart(lines, label, log=log), lines) for title, lines, label, log in plots]
     return [
         (title, picture, [line.name for line in lines if line.points] if len(lines) > 1 else [])
         for title, picture, lines in charts
@@ -127,16 +127,16 @@ def _facts(rows: Sequence[Row], scores: Sequence[Row]) -> list[tuple[str, str]]:
     facts = [("updates", f"{max(row['step'] for row in rows):,}")]
     if train:
         facts.append(("training loss, last", f"{train[-1]['loss']:.4f}"))
-    kept = next((row for row in reversed(scores) if row.get("kept")), None)
-    if kept is not None:
-        what = "the average" if kept["kind"] == "average" else f"update {kept['step']:,}"
+    saved = next((row for row in reversed(scores) if row.get("saved")), None)
+    if saved is not None:
+        what = "the average" if saved["kind"] == "average" else f"update {saved['step']:,}"
         facts.append(("model in the folder", what))
         for key, label, shown in (
             ("nll", "validation NLL", "{:.4f}"), ("bleu", "BLEU", "{:.2f}"), ("chrf", "chrF", "{:.2f}"),
             ("exact_match", "exact match", "{:.1%}"),
         ):  # fmt: skip
-            if isinstance(kept.get(key), int | float):
-                facts.append((label, shown.format(kept[key])))
+            if isinstance(saved.get(key), int | float):
+                facts.append((label, shown.format(saved[key])))
     if train:
         facts.append(("real tokens a second", f"{statistics.median(row['tokens_per_second'] for row in train):,.0f}"))
         facts.append(("padding", f"{statistics.fmean(row['padding'] for row in train):.1%}"))

@@ -273,19 +273,19 @@ def check_same(expected: dict[str, int | str], actual: dict[str, int | str], run
 def _load_weights(model: nn.Module, weights: Any, origin: object) -> None:
     check_plain(origin, weights)
     check_finite(origin, weights)
-    own = model.state_dict()
-    check_entries(origin, "the model that the settings describe", entries_of(weights), entries_of(own))
-    model.load_state_dict({name: part_like(weight, own[name]) for name, weight in weights.items()})
+    expected = model.state_dict()
+    check_entries(origin, "the model that the settings describe", entries_of(weights), entries_of(expected))
+    model.load_state_dict({name: part_like(weight, expected[name]) for name, weight in weights.items()})
 
 
-def _count(name: str, value: Any) -> int:
+def _count(name: str, value: object) -> int:
     """Checks a number of completed steps, and returns it."""
     if not isinstance(value, int) or not 0 <= value < 2**53:
         raise ValueError(f"expected {name} to be a count, got {value!r}")
     return int(value)
 
 
-def amount(name: str, value: Any) -> float:
+def amount(name: str, value: object) -> float:
     """Checks a number of at least 0, and returns it."""
     if not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ValueError(f"expected {name} to be a number of at least 0, got {value!r}")

@@ -260,10 +260,10 @@ class Trainer:
         # One process looks: a file system on a network may show others an older folder.
         averaged = self.config.average_last > 1 and self.world.run_on_rank0(lambda: len(checkpoints(self.run))) > 1
         if best is not None and not averaged:
-            own, shown = f"update {best.step}", best.show(self.best.measure)
+            best_update, shown = f"update {best.step}", best.show(self.best.measure)
             # `fastformer average`, or an earlier average_last, may have left another model there.
-            saved = self.world.run_on_rank0(lambda: read_notes(self.run)).get("model", own)
-            single = "" if saved == own else f"; the best single update, {best.step}"
+            saved = self.world.run_on_rank0(lambda: read_notes(self.run)).get("model", best_update)
+            single = "" if saved == best_update else f"; the best single update, {best.step}"
             progress.say(f"the model in {self.run} is {saved}{single}: {shown}")
         return scores
 
@@ -403,7 +403,7 @@ class Trainer:
         """Returns the model to validate and save, with all of its weights: the running average if the run has one."""
         return self.runner.whole(self.model if self.ema is None else self.ema.module)
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
         dtype = AUTOCAST_DTYPES.get(self.config.precision)
         return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
@@ -510,10 +510,10 @@ class Trainer:
     def _not_finite(self, loss: float, norm: float) -> str:
         what = "gradient's norm" if math.isfinite(loss) and not math.isfinite(norm) else "loss"
         paths = checkpoints(self.run)
-        kept = f"the last good checkpoint is {paths[-1]}" if paths else "no checkpoint was saved yet"
+        last = f"the last good checkpoint is {paths[-1]}" if paths else "no checkpoint was saved yet"
         again = "Go on with --resume and" if paths else "Train again with"
         return (
-            f"the {what} became {loss if what == 'loss' else norm} at update {self.step}: training stopped and {kept}. "
+            f"the {what} became {loss if what == 'loss' else norm} at update {self.step}: training stopped and {last}. "
             f"{again} a lower --lr (now {self.config.lr}), a longer --warmup, a lower --clip, or --precision fp32"
         )
 

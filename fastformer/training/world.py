@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
-from typing import Any, Literal, TypeVar
+from types import MethodType, SimpleNamespace, TracebackType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 from fastformer.nn import guards
 from fastformer.nn.stack import Stack
 from fastformer.training.contents import read_contents
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger("fastformer")
 
@@ -71,7 +74,7 @@ class Runner:
 
     module: Any
     factor: int = 1
-    waiting: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    waiting: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     shell: nn.Module | None = None  # with sharded weights: the model without its weights
     gathers: Literal["update", "layer"] | None = None  # how long sharded weights stay gathered: an update, or a layer
 
@@ -123,7 +126,7 @@ class World:
     local_rank: int = 0
     is_launched: bool = False
     timeout: float = 600.0
-    _host: Any = field(default=None, repr=False)  # the group for values on the CPU
+    _host: dist.ProcessGroup | None = field(default=None, repr=False)  # the group for values on the CPU
 
     @classmethod
     def join(cls, device: str = "auto", timeout: float = 600.0) -> World:
@@ -370,7 +373,7 @@ class _ReduceScatter:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: object, async_op: bool = False
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
     ) -> None:
         """Writes the sum of this process's part over all processes to `output_tensor`."""
         parts = torch.empty_like(input_tensor)
@@ -378,7 +381,7 @@ class _ReduceScatter:
         torch.sum(parts.view(group.size(), -1), dim=0, out=output_tensor)
 
 
-def _shard_weights(model: nn.Module, mesh: Any, *, by_layer: bool) -> None:
+def _shard_weights(model: nn.Module, mesh: DeviceMesh, *, by_layer: bool) -> None:
     """Shards a model's weights.
 
     Args:
@@ -408,7 +411,7 @@ def _shard_weights(model: nn.Module, mesh: Any, *, by_layer: bool) -> None:
                 module.set_custom_reduce_scatter(_ReduceScatter())  # type: ignore[arg-type]
 
 
-def _hooks(module: nn.Module) -> list[Any]:
+def _hooks(module: nn.Module) -> list[MethodType]:
     return [*vars(module)["_forward_pre_hooks"].values(), *vars(module)["_forward_hooks"].values()]
 
 
@@ -422,23 +425,23 @@ def _fresh_store(rank: int, size: int, limit: datetime.timedelta) -> PrefixStore
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     store = TCPStore(address, port, size, hosts, timeout=limit, wait_for_workers=False)
-    own, ends = secrets.token_hex(8), time.monotonic() + limit.total_seconds()
+    prefix, ends = secrets.token_hex(8), time.monotonic() + limit.total_seconds()
     if rank:
-        store.set(f"fastformer/asks/{rank}", own)
-        name = store.get(f"fastformer/answers/{own}").decode()  # waits
-        store.set(f"fastformer/{name}/{rank}", own)
+        store.set(f"fastformer/asks/{rank}", prefix)
+        name = store.get(f"fastformer/answers/{prefix}").decode()  # waits
+        store.set(f"fastformer/{name}/{rank}", prefix)
         return PrefixStore(name, store)
     waiting = set(range(1, size))
     while waiting:
         for each in sorted(waiting):
             if store.check([f"fastformer/asks/{each}"]):  # perhaps of an earlier process: it gets an answer, too
-                store.set(f"fastformer/answers/{store.get(f'fastformer/asks/{each}').decode()}", own)
-            if store.check([f"fastformer/{own}/{each}"]):
+                store.set(f"fastformer/answers/{store.get(f'fastformer/asks/{each}').decode()}", prefix)
+            if store.check([f"fastformer/{prefix}/{each}"]):
                 waiting.discard(each)
         if time.monotonic() > ends:
             raise TimeoutError(f"no sign of rank {', '.join(map(str, sorted(waiting)))}")
         time.sleep(0.01)
-    return PrefixStore(own, store)
+    return PrefixStore(prefix, store)
 
 
 def is_parted(tensor: object) -> bool:
@@ -473,7 +476,7 @@ class PartsWriter:
     def __init__(self, world: World) -> None:
         self._world = world
         # A group of its own: its messages must not mix with those of the training, which continues meanwhile.
-        self._group: Any = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=world.timeout))
+        self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=world.timeout))
         self._threads = ThreadPoolExecutor(1)
         self._pending: Future[None] | None = None
 

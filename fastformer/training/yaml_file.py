@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from fastformer.data.files import is_there, read_bytes
@@ -70,7 +71,7 @@ def _constructor(convert: Callable[[str], float]) -> Callable[[Any, Any], float]
     return lambda loader, node: convert(loader.construct_scalar(node).lower())
 
 
-def yaml_library() -> Any:
+def yaml_library() -> ModuleType:
     """Imports the yaml library.
 
     Raises:

@@ -145,15 +145,15 @@ def transformer_from_bart(saved: Checkpoint) -> Transformer:
         suppress_tokens=forbidden_of(saved, len(target_embedding)),
         special_ids=special_ids,
     )
-    weights = {name: joined(left, theirs, form.name) for name, theirs in _names(config).items()}
-    for name, theirs in _POSITIONS.items():
+    weights = {name: joined(left, hf_names, form.name) for name, hf_names in _names(config).items()}
+    for name, hf_name in _POSITIONS.items():
         if config.positions == "learned":
-            weights[name] = joined(left, (theirs,), form.name)[_OFFSET:]
+            weights[name] = joined(left, (hf_name,), form.name)[_OFFSET:]
         elif form.behind_pad:  # no weight, since the table is computed; old files hold it all the same
-            for name in (f"{theirs}s", theirs.replace(".weight", "._float_tensor")):
+            for name in (f"{hf_name}s", hf_name.replace(".weight", "._float_tensor")):
                 left.pop(name, None)
-        elif (table := left.pop(theirs, None)) is not None:
-            _check_positions(theirs, table, config, form)
+        elif (table := left.pop(hf_name, None)) is not None:
+            _check_positions(hf_name, table, config, form)
     weights |= embedding_weights(source_embedding, target_embedding, output)
     if config.output_bias:
         weights["output_bias"] = bias
@@ -198,17 +198,17 @@ def bart_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str,
     for name, place in _POSITIONS.items():
         if config.positions == "learned":
             weights[place] = F.pad(state[name], (0, 0, _OFFSET, 0))
-    for name, theirs in _names(config).items():
+    for name, hf_names in _names(config).items():
         if name in state:
-            parts = state[name].chunk(len(theirs))
+            parts = state[name].chunk(len(hf_names))
         else:  # attention_bias is False
-            parts = tuple(target.new_zeros(config.d_model) for _ in theirs)
-        weights |= dict(zip(theirs, parts, strict=True))
-    own = {"decoder_vocab_size": len(target), "share_encoder_decoder_embeddings": tied} if kind == "marian" else {}
+            parts = tuple(target.new_zeros(config.d_model) for _ in hf_names)
+        weights |= dict(zip(hf_names, parts, strict=True))
+    sides = {"decoder_vocab_size": len(target), "share_encoder_decoder_embeddings": tied} if kind == "marian" else {}
     settings = {
         "model_type": kind,
         "vocab_size": len(source),
-        **own,
+        **sides,
         "d_model": config.d_model,
         "encoder_attention_heads": config.num_heads,
         "decoder_attention_heads": config.num_heads,
@@ -266,16 +266,16 @@ def _names(config: TransformerConfig) -> dict[str, tuple[str, ...]]:
             norms = {"norm1": "self_attn_layer_norm", "norm2": "final_layer_norm"}
         modules = {"linear1": "fc1", "linear2": "fc2", **norms}
         for place in range(depth):
-            ours, theirs = f"{side}.layers.{place}", f"model.{side}.layers.{place}"
+            layer, hf_layer = f"{side}.layers.{place}", f"model.{side}.layers.{place}"
             for kind in ("weight", "bias"):
                 for name, attention in _ATTENTIONS.items():
                     if side == "encoder" and name != "self_attn":
                         continue
-                    parts = tuple(f"{theirs}.{attention}.{letter}_proj.{kind}" for letter in "qkv")
-                    names[f"{ours}.{name}.in_proj_{kind}"] = parts
-                    names[f"{ours}.{name}.out_proj.{kind}"] = (f"{theirs}.{attention}.out_proj.{kind}",)
+                    parts = tuple(f"{hf_layer}.{attention}.{letter}_proj.{kind}" for letter in "qkv")
+                    names[f"{layer}.{name}.in_proj_{kind}"] = parts
+                    names[f"{layer}.{name}.out_proj.{kind}"] = (f"{hf_layer}.{attention}.out_proj.{kind}",)
                 for name, module in modules.items():
-                    names[f"{ours}.{name}.{kind}"] = (f"{theirs}.{module}.{kind}",)
+                    names[f"{layer}.{name}.{kind}"] = (f"{hf_layer}.{module}.{kind}",)
     return names
 
 
@@ -332,10 +332,10 @@ def _with_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Old files of BART also contain a version, which is dropped.
     """
-    kept = {name: tensor for name, tensor in state.items() if not name.endswith(".version")}
-    if any(name.startswith("model.") for name in kept):
-        return kept
-    return {f"model.{name}": tensor for name, tensor in kept.items()}
+    tensors = {name: tensor for name, tensor in state.items() if not name.endswith(".version")}
+    if any(name.startswith("model.") for name in tensors):
+        return tensors
+    return {f"model.{name}": tensor for name, tensor in tensors.items()}
 
 
 def read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> MakeTokenizer:

@@ -50,7 +50,7 @@ def bert_options(settings: Mapping[str, Any], unused: int = 0) -> dict[str, Any]
     """Returns the options of a BERT from its settings; the first `unused` positions of its table belong to no token."""
     check_only(settings)
     dropout = settings.get("hidden_dropout_prob", 0.1)
-    own = settings.get("classifier_dropout")
+    head_dropout = settings.get("classifier_dropout")
     return {
         "d_model": number_of(settings, "hidden_size"),
         "num_heads": number_of(settings, "num_attention_heads"),
@@ -60,7 +60,7 @@ def bert_options(settings: Mapping[str, Any], unused: int = 0) -> dict[str, Any]
         "activation": activation_of(settings, "hidden_act", "gelu"),
         "dropout": dropout,
         "attention_dropout": settings.get("attention_probs_dropout_prob", 0.1),
-        "head_dropout": dropout if own is None else own,
+        "head_dropout": dropout if head_dropout is None else head_dropout,
         "head": "bert",
         "token_types": number_of(settings, "type_vocab_size", 0) if "type_vocab_size" in settings else 2,
         "max_len": number_of(settings, "max_position_embeddings") - unused,
@@ -71,7 +71,7 @@ def _roberta_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**bert_options(settings, _behind_pad(settings.get("pad_token_id", 1))), "head": "roberta"}
 
 
-def _behind_pad(pad: Any) -> int:
+def _behind_pad(pad: object) -> int:
     return pad + 1 if isinstance(pad, int) else 0
 
 
@@ -155,7 +155,7 @@ def _bert_head(config: BERTConfig) -> dict[str, str]:
 def dense_head(config: BERTConfig) -> dict[str, str]:
     """Maps the names of the head's tensors to their names in a RoBERTa."""
     parts = {"dense": "dense", "out": "out_proj"}
-    return {f"head.{ours}.{kind}": f"classifier.{name}.{kind}" for ours, name in parts.items() for kind in BOTH}
+    return {f"head.{part}.{kind}": f"classifier.{name}.{kind}" for part, name in parts.items() for kind in BOTH}
 
 
 BERT_FORM = EncoderForm("BERT", "bert.", "Bert", 0, bert_options, _bert_settings, bert_names, _bert_head)

@@ -76,7 +76,7 @@ def _distil_settings(config: BERTConfig) -> dict[str, Any]:
     settings = bert_settings(
         config, "DistilBERT", head=kind, token_types=0, pooler=False, layer_norm_eps=1e-12
     )  # DistilBERT's settings don't contain the eps
-    return {"model_type": "distilbert", **{name: settings[theirs] for name, theirs in _DISTIL_SETTINGS.items()}}
+    return {"model_type": "distilbert", **{name: settings[hf_name] for name, hf_name in _DISTIL_SETTINGS.items()}}
 
 
 def _distil_names(config: BERTConfig) -> dict[str, tuple[str, ...]]:
@@ -85,7 +85,7 @@ def _distil_names(config: BERTConfig) -> dict[str, tuple[str, ...]]:
 
 def _distil_head(config: BERTConfig) -> dict[str, str]:
     parts = {"dense": "pre_classifier", "out": "classifier"}
-    return {f"head.{ours}.{kind}": f"{name}.{kind}" for ours, name in parts.items() for kind in BOTH}
+    return {f"head.{part}.{kind}": f"{name}.{kind}" for part, name in parts.items() for kind in BOTH}
 
 
 def _mpnet_options(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,8 +110,8 @@ def _mpnet_settings(config: BERTConfig) -> dict[str, Any]:
         expected |= {"pooler": False, "head_dropout": config.dropout}
     settings = bert_settings(config, "MPNet", **expected)
     unread = ("classifier_dropout", "type_vocab_size")
-    kept = {name: value for name, value in settings.items() if name not in unread}
-    return {"model_type": "mpnet", **kept, "relative_attention_num_buckets": _BUCKETS}
+    known = {name: value for name, value in settings.items() if name not in unread}
+    return {"model_type": "mpnet", **known, "relative_attention_num_buckets": _BUCKETS}
 
 
 def _mpnet_names(config: BERTConfig) -> dict[str, tuple[str, ...]]:

@@ -179,13 +179,13 @@ def load_folder(
         tokenizer = make_tokenizer(model.config)
     except (ValueError, IndexError) as error:
         raise ValueError(f"{folder}: {error}") from error
-    asked = [
+    unapplied = [
         f"{name}={search[name]}"
         for name, none in _SEARCH_OPTIONS.items()
         if search.get(name) not in (None, none) and not (name == _FORCED and getattr(tokenizer, "languages", None))
     ]
-    if asked and family.kind == "seq2seq":  # what searches with a decoder reads its folder's options, and logs them
-        logger.warning("%s has search options that are not applied: pass %s to generate", folder, ", ".join(asked))
+    if unapplied and family.kind == "seq2seq":  # what searches with a decoder reads its folder's options, and logs them
+        logger.warning("%s has search options that are not applied: pass %s to generate", folder, ", ".join(unapplied))
     return model, tokenizer
 
 
@@ -235,14 +235,14 @@ def special_tokens(
         if key.removesuffix("_token") in named and key.endswith("_token") and isinstance(name, str):
             named[key.removesuffix("_token")] = name
     for kind, name in named.items():
-        ids[kind], said = vocab.get(name), settings.get(f"{kind}_token_id")
+        ids[kind], configured = vocab.get(name), settings.get(f"{kind}_token_id")
         # A model needs no bos of its own, so that its settings may have a null: to_huggingface writes one.
-        is_free = kind == "unk" or (kind == "bos" and said is None)
-        is_right = is_free or ids[kind] in (said if isinstance(said, list) else [said])
+        is_free = kind == "unk" or (kind == "bos" and configured is None)
+        is_right = is_free or ids[kind] in (configured if isinstance(configured, list) else [configured])
         if ids[kind] is None or not is_right:
             raise ValueError(
                 f"expected the vocabulary of {folder} to have {name!r}"
-                + ("" if kind == "unk" else f" with the {kind}_token_id of {CONFIG}, {said!r}")
+                + ("" if kind == "unk" else f" with the {kind}_token_id of {CONFIG}, {configured!r}")
                 + f", got {ids[kind]!r}"
             )
     return ids

@@ -70,12 +70,12 @@ class Form(NamedTuple):
         settings = saved.settings
         check_floating(settings, saved.state)
         left = self._with_prefix(saved.state)
-        theirs = self.names(_ANY)[EMBEDDING][0]
-        embedding, output = left.get(self.prefix + theirs), None
+        hf_name = self.names(_ANY)[EMBEDDING][0]
+        embedding, output = left.get(self.prefix + hf_name), None
         for name in self.heads:
             output = left.pop(name, output)
         if embedding is None or embedding.dim() != 2:
-            raise ValueError(f"expected the tensors of a {self.name}, got no matrix called {self.prefix}{theirs}")
+            raise ValueError(f"expected the tensors of a {self.name}, got no matrix called {self.prefix}{hf_name}")
         tied = flag_of(settings, "tie_word_embeddings", self.is_tied)
         if output is None and not tied:
             raise ValueError(
@@ -100,8 +100,8 @@ class Form(NamedTuple):
             },
         )
         weights = {
-            ours: taken(left, [self.prefix + name for name in names], self.name)
-            for ours, names in self.names(config).items()
+            own_name: taken(left, [self.prefix + name for name in names], self.name)
+            for own_name, names in self.names(config).items()
         }
         if output is not None and not tied:
             weights[OUTPUT] = (output,)
@@ -131,10 +131,10 @@ class Form(NamedTuple):
         }
         state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         weights: dict[str, Tensor] = {}
-        for ours, names in self.names(config).items():
-            parts = self._split(ours, state[ours], config) if len(names) > 1 else (state[ours],)
+        for own_name, names in self.names(config).items():
+            parts = self._split(own_name, state[own_name], config) if len(names) > 1 else (state[own_name],)
             for name, part in zip(names, parts, strict=True):
-                weights[self.prefix + name] = self.revert(ours, part, config)
+                weights[self.prefix + name] = self.revert(own_name, part, config)
         weights[self.heads[0]] = state[EMBEDDING if config.tie_embeddings else OUTPUT]
         return settings, weights
 
@@ -146,10 +146,10 @@ class Form(NamedTuple):
         return tensor.split([config.num_heads * head_dim, kv, kv])
 
     def _with_prefix(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        kept = {name: tensor for name, tensor in state.items() if not name.endswith(self.unread or ("\0",))}
-        if any(name.startswith(self.prefix) for name in kept):
-            return kept
-        return {name if name in self.heads else self.prefix + name: tensor for name, tensor in kept.items()}
+        tensors = {name: tensor for name, tensor in state.items() if not name.endswith(self.unread or ("\0",))}
+        if any(name.startswith(self.prefix) for name in tensors):
+            return tensors
+        return {name if name in self.heads else self.prefix + name: tensor for name, tensor in tensors.items()}
 
 
 _ANY = GPTConfig(3, num_layers=1)
@@ -247,12 +247,12 @@ def layer_names(
     names: dict[str, tuple[str, ...]] = {}
     stack = "encoder" if isinstance(config, BERTConfig) else "decoder"
     for layer in range(config.num_layers):
-        for ours, theirs in modules.items():
+        for ours, hf_modules in modules.items():
             if ours == "norm1" and layer == 0 and isinstance(config, BERTConfig) and not config.first_norm:
                 continue
             for kind in kinds_of(has_bias(ours)):
                 name = f"self_attn.in_proj_{kind}" if ours == "self_attn.in_proj" else f"{ours}.{kind}"
-                names[f"{stack}.layers.{layer}.{name}"] = tuple(f"{place}.{layer}.{part}.{kind}" for part in theirs)
+                names[f"{stack}.layers.{layer}.{name}"] = tuple(f"{place}.{layer}.{part}.{kind}" for part in hf_modules)
     return names
 
 

@@ -63,10 +63,10 @@ class EncoderForm(NamedTuple):
         settings, state = saved.settings, saved.state
         check_floating(settings, {name: tensor for name, tensor in state.items() if not name.endswith(_BUFFERS)})
         left = self._with_prefix(state)
-        theirs = self.prefix + self.names(_ANY)[EMBEDDING][0]
-        embedding = left.get(theirs)
+        hf_name = self.prefix + self.names(_ANY)[EMBEDDING][0]
+        embedding = left.get(hf_name)
         if embedding is None or embedding.dim() != 2:
-            raise ValueError(f"expected the tensors of a {self.name}, got no matrix called {theirs}")
+            raise ValueError(f"expected the tensors of a {self.name}, got no matrix called {hf_name}")
         # Before the options, which have lists with an entry for each layer.
         check_depth("num_hidden_layers", settings.get("num_hidden_layers"), len(left), "the settings")
         options = self.options(settings)
@@ -84,7 +84,7 @@ class EncoderForm(NamedTuple):
         for name in () if options["pooler"] else pooler:
             del left[name]
         config: BERTConfig = config_from_dict(BERTConfig, options)
-        weights = {ours: taken(left, parts, self.name) for ours, parts in self._all_names(config).items()}
+        weights = {own_name: taken(left, parts, self.name) for own_name, parts in self._all_names(config).items()}
         check_empty((name for name in left if name.startswith(self.prefix)), self.name)
         if left:
             logger.warning("loading only the encoder of a %s: its head is omitted (%s)", self.name, some(left))
@@ -120,9 +120,9 @@ class EncoderForm(NamedTuple):
             settings["num_labels"] = config.num_labels
         state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         weights: dict[str, Tensor] = {}
-        for ours, names in self._all_names(config).items():
-            tensor = state[ours]
-            if ours == POSITIONS:
+        for own_name, names in self._all_names(config).items():
+            tensor = state[own_name]
+            if own_name == POSITIONS:
                 tensor = torch.nn.functional.pad(tensor, (0, 0, unused, 0))
             for name, part in zip(names, tensor.chunk(len(names)), strict=True):
                 weights[name if config.num_labels else name.removeprefix(self.prefix)] = part
@@ -130,24 +130,26 @@ class EncoderForm(NamedTuple):
 
     def _all_names(self, config: BERTConfig) -> dict[str, tuple[str, ...]]:
         """Maps fastformer's names of all tensors to those of the family, prefix included."""
-        names = {ours: tuple(self.prefix + part for part in parts) for ours, parts in self.names(config).items()}
+        names = {
+            own_name: tuple(self.prefix + part for part in parts) for own_name, parts in self.names(config).items()
+        }
         if config.pooler and self.pooler is not None:
             names |= {f"pooler.{kind}": (f"{self.prefix}{self.pooler}.{kind}",) for kind in BOTH}
         if config.num_labels:
-            names |= {ours: (theirs,) for ours, theirs in self.head(config).items()}
+            names |= {own_name: (hf_name,) for own_name, hf_name in self.head(config).items()}
         return names
 
     def _num_labels(self, settings: Mapping[str, Any], options: Mapping[str, Any], state: Mapping[str, Tensor]) -> int:
         """Returns the number of labels of the head that classifies texts; 0: the model has no such head."""
         listed = settings.get("architectures")
-        said = listed[0] if isinstance(listed, list | tuple) and listed else None
-        if said is not None and not str(said).endswith(CLASSIFIER):
+        architecture = listed[0] if isinstance(listed, list | tuple) and listed else None
+        if architecture is not None and not str(architecture).endswith(CLASSIFIER):
             return 0
         last = self.head(config_from_dict(BERTConfig, {**options, "num_labels": 0}))["head.out.weight"]
         matrix = state.get(last)
         if matrix is None or matrix.dim() != 2:
-            if said is not None:
-                raise ValueError(f"expected the tensors of a {said}, got no matrix called {last}")
+            if architecture is not None:
+                raise ValueError(f"expected the tensors of a {architecture}, got no matrix called {last}")
             return 0
         return len(matrix)
 
@@ -170,15 +172,15 @@ class EncoderForm(NamedTuple):
         )
 
     def _with_prefix(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        kept: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, tensor in state.items():
             if not name.endswith(_BUFFERS):
                 for old, new in _OLD_KINDS.items():
                     name = name.replace(old, new)
-                kept[name] = tensor
-        if any(name.startswith(self.prefix) for name in kept):
-            return kept
-        return {self.prefix + name: tensor for name, tensor in kept.items()}
+                tensors[name] = tensor
+        if any(name.startswith(self.prefix) for name in tensors):
+            return tensors
+        return {self.prefix + name: tensor for name, tensor in tensors.items()}
 
 
 _ANY = BERTConfig(3, num_layers=1)

@@ -98,10 +98,10 @@ def _read_backend(folder: Path, named: Mapping[str, Any]) -> tuple[Path, tokeniz
         values = dict(read_json(file))
         normalizer = values.get("normalizer")
         if isinstance(normalizer, Mapping) and normalizer.get("type") == "BertNormalizer":
-            said = {name: named[key] for key, name in _NORMALISED.items() if isinstance(named.get(key), bool)}
+            options = {name: named[key] for key, name in _NORMALISED.items() if isinstance(named.get(key), bool)}
             if isinstance(named.get(_CHINESE), bool):
-                said["handle_chinese_chars"] = named[_CHINESE]
-            values["normalizer"] = {**normalizer, **said}  # this priority is that of transformers
+                options["handle_chinese_chars"] = named[_CHINESE]
+            values["normalizer"] = {**normalizer, **options}  # this priority is that of transformers
         return file, read_library(file, values)
     if (file := folder / _WORDS).is_file():
         return file, _word_pieces(file, named)

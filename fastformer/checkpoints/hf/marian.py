@@ -25,8 +25,8 @@ _LANGUAGE = re.compile(r">>[^<>\s]+<<")  # the token of a target language, in mo
 def read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> MakeTokenizer:
     """Reads the tokenizer, as `ReadTokenizer` describes."""
     vocab = check_vocab(folder / "vocab.json", read_json(folder / "vocab.json"))
-    own = folder / "target_vocab.json"
-    target_vocab = check_vocab(own, read_json(own)) if own.is_file() else vocab
+    target_file = folder / "target_vocab.json"
+    target_vocab = check_vocab(target_file, read_json(target_file)) if target_file.is_file() else vocab
     special = special_tokens(folder, settings, target_vocab)
     files = (folder / "source.spm", vocab), (folder / "target.spm", target_vocab)
     source, target = (

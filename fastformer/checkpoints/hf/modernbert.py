@@ -100,10 +100,10 @@ def _base(settings: Mapping[str, Any], kind: str) -> Any:
     listed = settings.get("rope_parameters") or {}
     parameters = listed.get(kind) or {}
     for scaling in (parameters, settings.get("rope_scaling") or {}):
-        if (said := scaling.get("rope_type", scaling.get("type", "default"))) != "default":
-            raise ValueError(f"expected a rope_type of 'default', got {said!r}")
-    own = settings.get(name)
-    return parameters.get("rope_theta", usual if own is None else own)
+        if (rope_type := scaling.get("rope_type", scaling.get("type", "default"))) != "default":
+            raise ValueError(f"expected a rope_type of 'default', got {rope_type!r}")
+    theta = settings.get(name)
+    return parameters.get("rope_theta", usual if theta is None else theta)
 
 
 def _settings(config: BERTConfig) -> dict[str, Any]:

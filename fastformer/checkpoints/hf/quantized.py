@@ -149,7 +149,7 @@ def keep_groups(model: nn.Module, matrices: list[Groups]) -> None:
     A conversion may combine the rows of matrices differently. So each row of the model is looked up by its values: if
     all rows of a matrix are found, the matrix stays int4.
     """
-    state, kept = model.state_dict(), dict[str, Groups]()
+    state, int4_groups = model.state_dict(), dict[str, Groups]()
     wanted = {name: state[name] for name in quantized_names(model)}
     for columns, dtype in {(tensor.shape[1], tensor.dtype) for tensor in wanted.values()}:
         fitting = [groups for groups in matrices if groups.scale.shape[1] == num_groups(columns)]
@@ -171,9 +171,9 @@ def keep_groups(model: nn.Module, matrices: list[Groups]) -> None:
             zeros = zero[index]
             groups = Groups(nibbles[index], scale[index], None if (zeros == 8).all() else zeros)
             if is_on(groups, tensor):
-                kept[name] = groups
+                int4_groups[name] = groups
     holder: Any = model
-    holder.precision, holder.int4_groups = INT4, kept
+    holder.precision, holder.int4_groups = INT4, int4_groups
 
 
 def _digests(matrix: Tensor) -> list[bytes]:

@@ -79,16 +79,16 @@ def longest(settings: Mapping[str, Any], options: Mapping[str, Any], *, grows: b
     Raises:
         ValueError: max_position_embeddings is not an integer.
     """
-    said = settings.get("max_position_embeddings")
-    if not isinstance(said, int) or isinstance(said, bool):
-        raise ValueError(f"expected max_position_embeddings to be an integer, got {said!r}")
+    max_positions = settings.get("max_position_embeddings")
+    if not isinstance(max_positions, int) or isinstance(max_positions, bool):
+        raise ValueError(f"expected max_position_embeddings to be an integer, got {max_positions!r}")
     scaling = options.get("rotary_scaling") or {}
-    kind, before = scaling.get("kind"), scaling.get(_LENGTH, said)
+    kind, before = scaling.get("kind"), scaling.get(_LENGTH, max_positions)
     if kind in ("dynamic", "longrope"):
-        return min(said, before)
+        return min(max_positions, before)
     if not grows or kind not in ("linear", "yarn"):
-        return said
-    return max(said, int(before * _number("factor", scaling.get("factor"))))
+        return max_positions
+    return max(max_positions, int(before * _number("factor", scaling.get("factor"))))
 
 
 def original_length(settings: Mapping[str, Any]) -> int | None:
@@ -139,15 +139,15 @@ def beyond_original(settings: Mapping[str, Any]) -> dict[str, Any]:
 def write_lengths(config: GPTConfig, *, grows: bool) -> dict[str, Any]:
     """Returns the settings from which `longest` computes a config's max_len."""
     scaling: Mapping[str, Any] = config.rotary_scaling or {}
-    kind, said = scaling.get("kind"), config.max_len
+    kind, max_positions = scaling.get("kind"), config.max_len
     if grows and kind == "linear":
-        said = math.ceil(said / scaling["factor"])
+        max_positions = math.ceil(max_positions / scaling["factor"])
     elif kind == "dynamic":
-        said = scaling[_LENGTH]
-    elif kind == "longrope" and said == scaling[_LENGTH]:
-        said = int(said * scaling.get("factor", 1))
-    own = {_LENGTH: scaling[_LENGTH]} if kind == "longrope" else {}
-    return {"max_position_embeddings": said, **own}
+        max_positions = scaling[_LENGTH]
+    elif kind == "longrope" and max_positions == scaling[_LENGTH]:
+        max_positions = int(max_positions * scaling.get("factor", 1))
+    original = {_LENGTH: scaling[_LENGTH]} if kind == "longrope" else {}
+    return {"max_position_embeddings": max_positions, **original}
 
 
 def write_rope(config: GPTConfig, full: str | None = None, sliding: str | None = None) -> dict[str, Any]:

@@ -131,16 +131,16 @@ def transformer_from_t5(saved: Checkpoint) -> Transformer:
     )
     missing = 0 if is_wide else d_model - heads * head_dim
     weights = {}
-    for ours, theirs in _names(config).items():
-        if ours.endswith("in_proj_weight"):
-            q, k, v = (F.pad(joined(left, (part,), name), (0, 0, 0, missing)) for part in theirs)
-            weights[ours] = torch.cat((q * head_dim**0.5, k, v))
+    for own_name, hf_names in _names(config).items():
+        if own_name.endswith("in_proj_weight"):
+            q, k, v = (F.pad(joined(left, (part,), name), (0, 0, 0, missing)) for part in hf_names)
+            weights[own_name] = torch.cat((q * head_dim**0.5, k, v))
         else:
-            weights[ours] = joined(left, theirs, name)
-            if ours.endswith("out_proj.weight"):
-                weights[ours] = F.pad(weights[ours], (0, missing))
-            elif ours.endswith("position_bias.table"):
-                weights[ours] = F.pad(weights[ours], (0, config.num_heads - heads))
+            weights[own_name] = joined(left, hf_names, name)
+            if own_name.endswith("out_proj.weight"):
+                weights[own_name] = F.pad(weights[own_name], (0, missing))
+            elif own_name.endswith("position_bias.table"):
+                weights[own_name] = F.pad(weights[own_name], (0, config.num_heads - heads))
     weights |= embedding_weights(source, target, output)
     check_empty(left, name)
     return load_foreign(config, weights, device=saved.device, dtype=saved.dtype or target.dtype)
@@ -170,17 +170,17 @@ def t5_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str, T
     head_dim = config.head_dim or config.d_model // config.num_heads
     heads = _heads_in_use(config, state) if config.head_dim is None else config.num_heads
     inner = heads * head_dim
-    for ours, theirs in _names(config).items():
-        tensor = state[ours]
-        if ours.endswith("in_proj_weight"):
+    for own_name, hf_names in _names(config).items():
+        tensor = state[own_name]
+        if own_name.endswith("in_proj_weight"):
             q, k, v = (part[:inner] for part in tensor.chunk(3))
-            weights |= dict(zip(theirs, (q / head_dim**0.5, k, v), strict=True))
-        elif ours.endswith("out_proj.weight"):
-            weights[theirs[0]] = tensor[:, :inner]
-        elif ours.endswith("position_bias.table"):
-            weights[theirs[0]] = tensor[:, :heads]
+            weights |= dict(zip(hf_names, (q / head_dim**0.5, k, v), strict=True))
+        elif own_name.endswith("out_proj.weight"):
+            weights[hf_names[0]] = tensor[:, :inner]
+        elif own_name.endswith("position_bias.table"):
+            weights[hf_names[0]] = tensor[:, :heads]
         else:
-            weights |= dict(zip(theirs, tensor.chunk(len(theirs)), strict=True))
+            weights |= dict(zip(hf_names, tensor.chunk(len(hf_names)), strict=True))
     settings = {
         "model_type": "t5",
         "vocab_size": len(shared),
@@ -206,10 +206,10 @@ def t5_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str, T
 
 def _activation(settings: Mapping[str, Any]) -> Any:
     """Returns the activation. The settings may also contain its two parts, which have priority."""
-    said = settings.get("feed_forward_proj", "gated-gelu" if settings["model_type"] == "mt5" else "relu")
-    inner = "gelu_new" if said == "gated-gelu" else str(said).removeprefix("gated-")
+    projection = settings.get("feed_forward_proj", "gated-gelu" if settings["model_type"] == "mt5" else "relu")
+    inner = "gelu_new" if projection == "gated-gelu" else str(projection).removeprefix("gated-")
     inner = settings.get("dense_act_fn", inner)
-    is_gated = flag_of(settings, "is_gated_act", str(said).startswith("gated-"))
+    is_gated = flag_of(settings, "is_gated_act", str(projection).startswith("gated-"))
     named = {"feed_forward_proj": f"gated-{inner}" if is_gated else inner}
     return activation_of(named, "feed_forward_proj", "relu", _ACTIVATIONS)
 
@@ -262,16 +262,16 @@ def _names(config: TransformerConfig) -> dict[str, tuple[str, ...]]:
         if side == "encoder":
             del attentions["multihead_attn"]
         for place in range(depth):
-            ours, theirs = f"{side}.layers.{place}", f"{side}.block.{place}.layer"
+            layer, hf_layer = f"{side}.layers.{place}", f"{side}.block.{place}.layer"
             for i, (name, attention) in enumerate(attentions.items()):
-                names[f"{ours}.{name}.in_proj_weight"] = tuple(f"{theirs}.{i}.{attention}.{x}.weight" for x in "qkv")
-                names[f"{ours}.{name}.out_proj.weight"] = (f"{theirs}.{i}.{attention}.o.weight",)
-                names[f"{ours}.norm{i + 1}.weight"] = (f"{theirs}.{i}.layer_norm.weight",)
+                names[f"{layer}.{name}.in_proj_weight"] = tuple(f"{hf_layer}.{i}.{attention}.{x}.weight" for x in "qkv")
+                names[f"{layer}.{name}.out_proj.weight"] = (f"{hf_layer}.{i}.{attention}.o.weight",)
+                names[f"{layer}.norm{i + 1}.weight"] = (f"{hf_layer}.{i}.layer_norm.weight",)
             last = len(attentions)
             parts = ("wi_0", "wi_1") if config.activation in _GATED else ("wi",)
-            names[f"{ours}.linear1.weight"] = tuple(f"{theirs}.{last}.DenseReluDense.{x}.weight" for x in parts)
-            names[f"{ours}.linear2.weight"] = (f"{theirs}.{last}.DenseReluDense.wo.weight",)
-            names[f"{ours}.norm{last + 1}.weight"] = (f"{theirs}.{last}.layer_norm.weight",)
+            names[f"{layer}.linear1.weight"] = tuple(f"{hf_layer}.{last}.DenseReluDense.{x}.weight" for x in parts)
+            names[f"{layer}.linear2.weight"] = (f"{hf_layer}.{last}.DenseReluDense.wo.weight",)
+            names[f"{layer}.norm{last + 1}.weight"] = (f"{hf_layer}.{last}.layer_norm.weight",)
     return names
 
 

@@ -12,6 +12,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy
@@ -19,7 +20,7 @@ import numpy
 _CHUNK = 1 << 20
 
 
-def arrow() -> Any:
+def arrow() -> ModuleType:
     """Imports pyarrow.
 
     Raises:

@@ -52,9 +52,9 @@ def write_shard(piles: Piles, number: int, folder: Path) -> Shard:
             table, about = open_block(block)
             begin, end = about.ends[number : number + 2]
             table = table.select(["source", "target"]).replace_schema_metadata(None).slice(begin, end - begin)
-            kept = numpy.flatnonzero(~bits(mask, start + begin, start + end))
-            origin = library.array(numpy.full(len(kept), source, numpy.uint16))
-            parts.append(table.take(library.array(kept)).append_column("origin", origin))
+            rows = numpy.flatnonzero(~bits(mask, start + begin, start + end))
+            origin = library.array(numpy.full(len(rows), source, numpy.uint16))
+            parts.append(table.take(library.array(rows)).append_column("origin", origin))
         table = library.concat_tables(parts).combine_chunks()
         order = numpy.random.default_rng([piles.seed, 2, number]).permutation(table.num_rows)
         write_table(path, table.take(library.array(order)))

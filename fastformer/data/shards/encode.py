@@ -165,10 +165,10 @@ def _of_pairs(block: PairBlock, recipe: Recipe, tokenizer: Tokenizer) -> _Encode
         (pairs,), left_out = replace(recipe.filters, drop_duplicates=False).apply([pairs])
     examples = _Encoded([], [], [], read, Counter(line.kind for line in bad), left_out, 0, Counter())
     encoded: list[list[list[int]]] = []
-    for side, own in enumerate(sides(tokenizer)):
+    for side, side_tokenizer in enumerate(sides(tokenizer)):
         texts = [pair[side] for pair in pairs]
-        encoded.append(own.encode_batch(texts))
-        examples.unknown += count_unknown(own, texts, encoded[-1])
+        encoded.append(side_tokenizer.encode_batch(texts))
+        examples.unknown += count_unknown(side_tokenizer, texts, encoded[-1])
         examples.characters += sum(map(len, texts))
     for pair, source, target in zip(pairs, *encoded, strict=True):
         example = encode_pair(source, target, special_ids=tokenizer.special_ids)

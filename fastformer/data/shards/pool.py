@@ -11,7 +11,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastformer.data.shards.encode import Recipe, encode_block
 from fastformer.data.streams import PairBlock, TextBlock
@@ -37,7 +37,7 @@ class Pool:
         if processes > 1:  # a forked process would inherit locks held by threads of libraries
             self._pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_begin)
 
-    def run(self, function: Callable[..., Result], tasks: Iterable[tuple[Any, ...]]) -> Iterator[Result]:
+    def run(self, function: Callable[..., Result], tasks: Iterable[tuple[object, ...]]) -> Iterator[Result]:
         """Yields the result of each task. The arguments of a task are read only when a process becomes free.
 
         Raises:
