@@ -112,7 +112,7 @@ def test_other_folders_do_not_count_as_trainings(monkeypatch) -> None:
     clock.now += 1.0
     with meter.paused():
         clock.now += 50.0
-        assert meter.state_dict()["seconds"] == 1.0
+        assert meter.state_dict()["meter"]["seconds"] == 1.0
     clock.now += 1.0
     assert meter.report()["tokens_per_second"] == 2.5
     with pytest.raises(KeyboardInterrupt), meter.paused():
