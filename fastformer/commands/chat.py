@@ -64,8 +64,8 @@ def chat(
     from fastformer.devices import choose_device
     from fastformer.generation.chat import Chat
 
-    asked = given_options(config, {**options, **({"stop_strings": stop} if stop else {})})
-    of_file = asked.pop("precision", None)
+    decoding = given_options(config, {**options, **({"stop_strings": stop} if stop else {})})
+    of_file = decoding.pop("precision", None)
     precision = precision or of_file
     if greedy:
         for name in ("temperature", "top_k", "top_p"):
@@ -73,14 +73,14 @@ def chat(
                 raise ValueError(
                     f"expected --greedy or --{name} {options[name]}, got both: {name} only affects sampling"
                 )
-        asked["do_sample"] = False
+        decoding["do_sample"] = False
     talk = Chat.from_pretrained(
         run,
         device=choose_device(device, precision),
         precision=precision,
         system=system,
         drop_oldest=drop_oldest,
-        **asked,
+        **decoding,
     )
     is_shown = is_terminal(sys.stdin) and is_terminal(sys.stdout)
     if is_shown:

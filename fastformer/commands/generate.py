@@ -88,26 +88,26 @@ def generate(
     values = given_options(config, {**options, **{name: value for name, value in given.items() if value is not None}})
     samples = not greedy and GenerationConfig(num_beams=values.get("num_beams", 1)).num_beams == 1
     _check_sampling(greedy, values)
-    theirs = folder_options(run)
-    is_foreign = theirs is not None
+    file_options = folder_options(run)
+    is_foreign = file_options is not None
     if greedy:
         values |= {"do_sample": False, "num_beams": 1}
     elif not is_foreign or not samples:  # else the folder decides
         values.setdefault("do_sample", samples)
-    asked = GenerationConfig.from_options({"do_sample": samples, **values})
-    place = choose_device(device, asked.precision)
-    model, tokenizer = load_model(run, ("GPT",), device=place, dtype=DTYPES.get(asked.precision or ""))
+    decoding = GenerationConfig.from_options({"do_sample": samples, **values})
+    place = choose_device(device, decoding.precision)
+    model, tokenizer = load_model(run, ("GPT",), device=place, dtype=DTYPES.get(decoding.precision or ""))
     if is_foreign:
-        asked = with_folder_options(theirs, values, model.config.max_len)
-    asked = replace(asked, precision=asked_precision(model, asked.precision))
-    is_open = is_foreign and asked.max_new_tokens is None and asked.max_length is None
+        decoding = with_folder_options(file_options, values, model.config.max_len)
+    decoding = replace(decoding, precision=asked_precision(model, decoding.precision))
+    is_open = is_foreign and decoding.max_new_tokens is None and decoding.max_length is None
     limit = _MANY if is_open else None
-    say = _Sayings(tokenizer, asked, model.config.max_len, limit=limit, cuts=cut, parses=parse_special)
+    say = _Sayings(tokenizer, decoding, model.config.max_len, limit=limit, cuts=cut, parses=parse_special)
     if prompt is None or prompt == "-":
-        _continue_lines(model, asked, say, "-" if file is None else file, on_error)
+        _continue_lines(model, decoding, say, "-" if file is None else file, on_error)
     else:
-        _continue_one(model, asked, say, prompt)
-    say.report(asked.max_new_tokens)
+        _continue_one(model, decoding, say, prompt)
+    say.report(decoding.max_new_tokens)
 
 
 def _continue_one(model: GPT, config: GenerationConfig, say: _Sayings, prompt: str) -> None:
@@ -292,10 +292,10 @@ def _continue_lines(model: GPT, config: GenerationConfig, say: _Sayings, file: s
                     _print_lines(lines)
                     raise failure(f"{name}, line {prompt.number}", request.error) from request.error
                 row = ids[prompt.number]
-                for found in request.results:
-                    text = say.text(prompt.text, row, found.tokens)
+                for result in request.results:
+                    text = say.text(prompt.text, row, result.tokens)
                     lines.append(_numbered(prompt, text, config.num_return_sequences))
-                    say.note_end(row, found.tokens)
+                    say.note_end(row, result.tokens)
                 if prompt.sample in (None, config.samples - 1):
                     del ids[prompt.number]
             _print_lines(lines)

@@ -102,11 +102,11 @@ def translate(
     from fastformer.generation.alignment import Aligner
     from fastformer.generation.text_io import ErrorPolicy
 
-    asked = GenerationConfig.from_options(given_options(config, options))
+    decoding = GenerationConfig.from_options(given_options(config, options))
     # It says, as the flag does, what the weights are loaded as; the translator then says what it computes in.
-    precision, asked = precision or asked.precision, replace(asked, precision=None)
-    n_best = asked.num_return_sequences if n_best is None else n_best
-    _check_inputs(text, file, reference, attention, prefix, prefix_file, n_best, asked)
+    precision, decoding = precision or decoding.precision, replace(decoding, precision=None)
+    n_best = decoding.num_return_sequences if n_best is None else n_best
+    _check_inputs(text, file, reference, attention, prefix, prefix_file, n_best, decoding)
     others = {"prefix": prefix, "prefix_file": prefix_file, "attention": attention, "align": align or None}
     _check_split(split, n_best, [name for name, value in others.items() if value is not None])
     _check_scores(reference, bleu_tokenize)
@@ -117,7 +117,7 @@ def translate(
         max_batch_size=max_batch_size, max_batch_bytes=max_batch_bytes, source_lang=source_lang,
         target_lang=target_lang,
     )  # fmt: skip
-    asked = translator.settings({"num_return_sequences": n_best}, asked)
+    decoding = translator.settings({"num_return_sequences": n_best}, decoding)
     unit: Literal["words", "tokens"] = "words" if align is True else align or "words"
     aligner = Aligner(translator, unit, align_layer, align_head) if align else None
     if text is not None and attention is not None:
@@ -125,12 +125,14 @@ def translate(
     errors = ErrorPolicy(on_error, skip_long)
     source, references = _inputs(text, file, reference, prefix, prefix_file, errors)
     remembered = _Remembered(source)
-    answering = translator.answers(remembered, asked, errors, log_probs=n_best > 1, split=split)
+    answering = translator.answers(remembered, decoding, errors, log_probs=n_best > 1, split=split)
     has_lines, is_scored = not (split and text is not None), references is not None
-    found, lost = _print_all(answering, remembered, aligner, n_best, file, has_lines=has_lines, is_scored=is_scored)
+    translations, lost = _print_all(
+        answering, remembered, aligner, n_best, file, has_lines=has_lines, is_scored=is_scored
+    )
     if references is None:
         return
-    _print_scores(found, references, bleu_tokenize)
+    _print_scores(translations, references, bleu_tokenize)
     if lost is not None:
         raise lost
 
@@ -220,7 +222,7 @@ def _print_all(
     """
     from fastformer.generation.alignment import align_answers
 
-    found: list[str] = []
+    translations: list[str] = []
     total, lost = 0, None
     with _progress(file) as advance:
         for answers in answering:
@@ -236,10 +238,10 @@ def _print_all(
                     raise
                 lost = error  # the scores go to standard error
             if is_scored:
-                found += [_best(answer) for answer in answers]
+                translations += [_best(answer) for answer in answers]
             total += len(answers)
             advance(len(answers))
-    return found, lost
+    return translations, lost
 
 
 def _check_inputs(
@@ -370,8 +372,8 @@ def _print_scores(answers: list[str], wanted: list[str | TextError], bleu_tokeni
     from fastformer.training.evaluate import corpus_scores, words_hint
 
     pairs = [(said, right) for said, right in zip(answers, wanted, strict=True) if isinstance(right, str)]
-    found, references = (list(side) for side in zip(*pairs, strict=True))
-    scores = corpus_scores(found, references, bleu_tokenize=bleu_tokenize)
+    translations, references = (list(side) for side in zip(*pairs, strict=True))
+    scores = corpus_scores(translations, references, bleu_tokenize=bleu_tokenize)
     for name, (score, signature) in scores.items():
         print(f"{name} {score:.2f}  {signature}  ({len(references):,} lines)", file=sys.stderr)
     if (hint := words_hint(references, bleu_tokenize)) is not None:

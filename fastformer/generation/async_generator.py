@@ -231,9 +231,9 @@ class AsyncGenerator(Session[Request]):
         with evaluating(checked):
             self._engine = choose_engine(checked, engine, precision)
         self._special = SpecialIds.of(checked.config)
-        own = self._special.eos
-        self._ends = frozenset(own)
-        self._chat_ends = own if self.template is None else self.template.end_ids(tokenizer, own)
+        eos = self._special.eos
+        self._ends = frozenset(eos)
+        self._chat_ends = eos if self.template is None else self.template.end_ids(tokenizer, eos)
         super().__init__(
             checked,
             lambda: new_scheduler(self._engine, max_rows, max_bytes, is_endless=True),
@@ -268,9 +268,9 @@ class AsyncGenerator(Session[Request]):
         from fastformer.checkpoints import load_model
 
         check_precision(precision)
-        theirs = folder_options(folder, unused=_ONE_ANSWER)
+        file_options = folder_options(folder, unused=_ONE_ANSWER)
         model, tokenizer = load_model(folder, ("GPT",), device=device, dtype=DTYPES.get(precision or ""))
-        config = with_folder_options(theirs, options or {}, model.config.max_len)
+        config = with_folder_options(file_options, options or {}, model.config.max_len)
         return cls(model, tokenizer, config=config, precision=asked_precision(model, precision), **limits)
 
     @property

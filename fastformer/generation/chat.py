@@ -119,9 +119,9 @@ class Chat:
         from fastformer.checkpoints import load_model
 
         check_precision(precision)
-        theirs = folder_options(folder, unused=_ONE_ANSWER)
+        file_options = folder_options(folder, unused=_ONE_ANSWER)
         model, tokenizer = load_model(folder, ("GPT",), device=device, dtype=DTYPES.get(precision or ""))
-        config = with_folder_options(theirs, options, model.config.max_len)
+        config = with_folder_options(file_options, options, model.config.max_len)
         return cls(
             model,
             tokenizer,
@@ -162,28 +162,28 @@ class Chat:
         config = GenerationConfig.from_options(options, self.config)
         if config.num_beams > 1 or config.num_return_sequences > 1:
             raise ValueError("expected neither beams nor several samples: a conversation has one answer")
-        said = {"role": "user", "content": text}
-        ids, config = self._prompt(said, config)
-        return self._pieces(said, ids, config)
+        message = {"role": "user", "content": text}
+        ids, config = self._prompt(message, config)
+        return self._pieces(message, ids, config)
 
-    def _pieces(self, said: dict[str, Any], ids: list[int], config: GenerationConfig) -> Pieces:
-        found, answer = TextPieces(self._decoder, stop=config.stop_strings), []
+    def _pieces(self, message: dict[str, Any], ids: list[int], config: GenerationConfig) -> Pieces:
+        text, answer = TextPieces(self._decoder, stop=config.stop_strings), []
         is_over = False
         tokens = self._generator.stream(ids, config, tokenizer=self._decoder)
         try:
             with contextlib.closing(tokens):
                 for token in tokens:
-                    if piece := found.add([token]):
+                    if piece := text.add([token]):
                         answer.append(piece)
                         yield piece
-            if piece := found.end():
+            if piece := text.end():
                 answer.append(piece)
                 yield piece
             is_over = True
         finally:
             if answer or is_over:
                 self._turns += 1
-                self.messages += [said, {"role": "assistant", "content": "".join(answer)}]
+                self.messages += [message, {"role": "assistant", "content": "".join(answer)}]
 
     def reset(self) -> None:
         """Forgets the conversation, except for the system prompt."""
@@ -193,17 +193,17 @@ class Chat:
         """Returns how many tokens of prompts were read so far, and how many were reused from earlier prompts."""
         return self._generator.stats()
 
-    def _prompt(self, said: dict[str, Any], config: GenerationConfig) -> tuple[list[int], GenerationConfig]:
+    def _prompt(self, message: dict[str, Any], config: GenerationConfig) -> tuple[list[int], GenerationConfig]:
         """Returns the ids of the conversation with a new message, and the config of the answer."""
-        kept = list(self.messages)
+        messages = list(self.messages)
         wanted = config.max_new_tokens
         least = min(wanted or MAX_NEW_TOKENS, max(1, self._max_len // _ROOM)) if self.drop_oldest else 1
         while True:
-            ids = self.template.encode([*kept, said], self.tokenizer)
+            ids = self.template.encode([*messages, message], self.tokenizer)
             room = self._max_len - len(ids)
             if room >= least:
                 break
-            first = next((place for place, message in enumerate(kept) if message.get("role") != "system"), None)
+            first = next((place for place, turn in enumerate(messages) if turn.get("role") != "system"), None)
             if not self.drop_oldest or first is None:
                 if room >= 1:
                     break
@@ -212,15 +212,15 @@ class Chat:
                     f"expected a conversation that leaves room for an answer in the model's {self._max_len:,} "
                     f"positions, got one of {len(ids):,} tokens{advice}"
                 )
-            behind = (place for place in range(first + 1, len(kept)) if kept[place].get("role") == "user")
-            del kept[first : next(behind, len(kept))]
-        if len(kept) < len(self.messages):
+            behind = (place for place in range(first + 1, len(messages)) if messages[place].get("role") == "user")
+            del messages[first : next(behind, len(messages))]
+        if len(messages) < len(self.messages):
             logger.warning(
                 "omitted the oldest %d messages: the conversation fills the model's %s positions",
-                len(self.messages) - len(kept),
+                len(self.messages) - len(messages),
                 f"{self._max_len:,}",
             )
-            self.messages[:] = kept
+            self.messages[:] = messages
         if wanted is None and config.max_length is not None:
             wanted = config.max_length - len(ids)
             if wanted < 1:

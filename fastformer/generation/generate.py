@@ -212,9 +212,9 @@ def _gathered(
     each = len(requests) // len(prefixes)  # requests per input
     rows: list[tuple[Sequence[int], Hypothesis]] = []
     for place, prefix in enumerate(prefixes if prompts is None else prompts):
-        found = [one for request in requests[place * each : (place + 1) * each] for one in request.results]
-        rows += [(prefix, one) for one in found]
-        rows += [(() if prompts is None else prefix, Hypothesis(score=NEVER))] * (num_return - len(found))
+        results = [one for request in requests[place * each : (place + 1) * each] for one in request.results]
+        rows += [(prefix, one) for one in results]
+        rows += [(() if prompts is None else prefix, Hypothesis(score=NEVER))] * (num_return - len(results))
     sequences = pad([[*prefix, *one.tokens] for prefix, one in rows], pad_id).to(device)
     if not return_dict:
         return sequences

@@ -172,7 +172,7 @@ class Job(Generic[R]):
 
 
 @dataclass(frozen=True)
-class Stats:
+class SessionStats:
     """Counters of the work of a session's thread.
 
     Attributes:
@@ -230,7 +230,7 @@ class JobQueue(Generic[R]):
         places: places that are reserved for requests that aren't made yet.
         load: the load of the batch when it was last known, with the jobs that it has taken since.
         refused: the number of calls that were refused.
-        counts, seconds: the times in the queue; see `Stats`.
+        counts, seconds: the times in the queue; see `SessionStats`.
     """
 
     def __init__(self, max_waiting: int, max_waiting_tokens: int | None, when_full: str) -> None:

@@ -84,10 +84,10 @@ class PairEncoder:
         """
         if not expect_text("texts", number, text).strip():
             raise TextError(f"text {number}: expected something to translate, got an empty text")
-        told = self.language_ids() if languages is None else languages
+        language_ids = self.language_ids() if languages is None else languages
         eos = SpecialIds.of(self.model.config).first_eos
         try:
-            ids = [*told.front, *self.tokenizer.encode(text), eos, *told.behind]
+            ids = [*language_ids.front, *self.tokenizer.encode(text), eos, *language_ids.behind]
         except ValueError as error:  # a lone surrogate, or text for which the tokenizer has no token
             raise TextError(f"text {number}: {error}") from error
         max_len = self.model.config.max_len
@@ -134,12 +134,12 @@ class PairEncoder:
             TextError: see `language_ids`, `encode`, `encode_prefix`, `RequestBuilder.check`.
         """
         try:
-            told = self.language_ids(item.source_lang, item.target_lang)
+            languages = self.language_ids(item.source_lang, item.target_lang)
         except ValueError as error:
             raise TextError(f"text {number}: {error}") from error
-        ids, prefix = self.encode(item.text, number, told), self.encode_prefix(item.prefix, number)
+        ids, prefix = self.encode(item.text, number, languages), self.encode_prefix(item.prefix, number)
         try:
-            return builder.check(ids, [*told.begin, *prefix], told=len(told.begin))
+            return builder.check(ids, [*languages.begin, *prefix], num_language_tokens=len(languages.begin))
         except ValueError as error:
             raise TextError(f"text {number}: {error}") from error
 

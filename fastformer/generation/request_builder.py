@@ -32,15 +32,15 @@ class CheckedInput(NamedTuple):
         prefix: what the output of a source begins with, without the start token.
         limit: the most new tokens.
         least: the number of new tokens before which the output can't end.
-        told: the number of tokens at the beginning of the prefix that name the language. By transformers' rules these
-            are forced new tokens.
+        num_language_tokens: the number of tokens at the beginning of the prefix that name the language. By
+            transformers' rules these are forced new tokens.
     """
 
     row: Sequence[int]
     prefix: Sequence[int]
     limit: int
     least: int = 0
-    told: int = 0
+    num_language_tokens: int = 0
 
 
 class DecodingIds(NamedTuple):
@@ -142,7 +142,7 @@ class RequestBuilder:
         self._ends = frozenset(self.ids.eos)
 
     def check(
-        self, row: Sequence[int], prefix: Sequence[int] = (), *, width: int | None = None, told: int = 0
+        self, row: Sequence[int], prefix: Sequence[int] = (), *, width: int | None = None, num_language_tokens: int = 0
     ) -> CheckedInput:
         """Checks an input against the model.
 
@@ -153,7 +153,7 @@ class RequestBuilder:
             prefix: what the output of a source begins with, without the start token.
             width: the width of the batch that contains a prompt, after which its new tokens come; None: the prompt's
                 length.
-            told: see `CheckedInput`.
+            num_language_tokens: see `CheckedInput`.
 
         Raises:
             ValueError: ids outside of the vocabulary, a source that is too long, or no room for a new token.
@@ -172,15 +172,15 @@ class RequestBuilder:
         check_vocabulary(row, getattr(config, "source_vocab_size", None) or config.vocab_size, "source")
         check_vocabulary(prefix, config.vocab_size, "target")
         least = self.config.least_tokens(1 + len(prefix))
-        if told and self.config.beam_rules == "transformers":
-            limit -= told if self.config.max_new_tokens is not None else 0
-            least = max(0, least - told) if self.config.min_new_tokens else least
+        if num_language_tokens and self.config.beam_rules == "transformers":
+            limit -= num_language_tokens if self.config.max_new_tokens is not None else 0
+            least = max(0, least - num_language_tokens) if self.config.min_new_tokens else least
             if limit < 1:
                 raise ValueError(
-                    f"expected max_new_tokens above {told} by transformers' rules, where the language counts, got "
-                    f"{self.config.max_new_tokens}"
+                    f"expected max_new_tokens above {num_language_tokens} by transformers' rules, where the language "
+                    f"counts, got {self.config.max_new_tokens}"
                 )
-        return CheckedInput(row, prefix, limit, least, told)
+        return CheckedInput(row, prefix, limit, least, num_language_tokens)
 
     def build_all(self, rows: Sequence[list[int]], prefixes: Sequence[Sequence[int]]) -> list[Request]:
         """Builds the requests of a batch: one for each input or, with sliding windows, one for each of its samples."""
@@ -238,13 +238,15 @@ class RequestBuilder:
     ) -> Callable[[], Search]:
         """Builds the function that makes a request's search; every call makes the same search."""
         config, limit = self.config, checked.limit
-        told = checked.told if config.beam_rules == "transformers" and config.num_beams > 1 else 0
+        num_language_tokens = (
+            checked.num_language_tokens if config.beam_rules == "transformers" and config.num_beams > 1 else 0
+        )
         if is_native:
-            return lambda: self._native_search(limit, checked.least, told)
+            return lambda: self._native_search(limit, checked.least, num_language_tokens)
         stop = make_stop(config.stopping_criteria, begin, self.engine.device)
         before = checked.row if self.is_prompted else checked.prefix
         if config.num_beams > 1:
-            return lambda: self._beam_search(limit, any_of(stop, self._text_stop(before)), told)
+            return lambda: self._beam_search(limit, any_of(stop, self._text_stop(before)), num_language_tokens)
         rows, sampling = config.samples, None
         if config.do_sample:
             seed = random.Random(f"{self._seed} {place}").getrandbits(64)
@@ -255,7 +257,7 @@ class RequestBuilder:
         noted = self._num_alternatives
         return lambda: RowSearch(limit, self._ends, rows, sampling, make_end, stop=stop, num_alternatives=noted)
 
-    def _native_search(self, limit: int, least: int, told: int) -> Search:
+    def _native_search(self, limit: int, least: int, num_language_tokens: int) -> Search:
         config = self.config
         if config.num_beams == 1:
             return NativeSearch.greedy(limit, self._ends, min_tokens=least, suppressed=config.suppress_tokens)
@@ -269,11 +271,11 @@ class RequestBuilder:
             early_stopping=config.early_stopping,
             min_tokens=least,
             suppressed=config.suppress_tokens,
-            begun=told,
+            begun=num_language_tokens,
             keeps_shares=config.keeps_scores,
         )
 
-    def _beam_search(self, limit: int, stop: Stop | None, told: int) -> Search:
+    def _beam_search(self, limit: int, stop: Stop | None, num_language_tokens: int) -> Search:
         config = self.config
         if config.beam_rules == "transformers":
             return TransformersBeamSearch(
@@ -285,7 +287,7 @@ class RequestBuilder:
                 early_stopping=config.early_stopping,
                 may_rise=self._may_rise,
                 stop=stop,
-                begun=told,
+                begun=num_language_tokens,
             )
         return BeamSearch(
             limit,
@@ -321,12 +323,12 @@ class RequestBuilder:
 
 def special_ids(model: Model, config: GenerationConfig) -> DecodingIds:
     """Returns the model's special ids, with those that the config names in their place."""
-    own = SpecialIds.of(model.config)
-    pad_id = own.pad if config.pad_token_id is None else config.pad_token_id
+    model_ids = SpecialIds.of(model.config)
+    pad_id = model_ids.pad if config.pad_token_id is None else config.pad_token_id
     eos = config.eos_token_id
-    ends = own.eos if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-    start = own.start if config.decoder_start_token_id is None else config.decoder_start_token_id
-    if config.pad_token_id is None and pad_id in ends and pad_id not in own.eos:
+    ends = model_ids.eos if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    start = model_ids.start if config.decoder_start_token_id is None else config.decoder_start_token_id
+    if config.pad_token_id is None and pad_id in ends and pad_id not in model_ids.eos:
         raise ValueError(
             f"expected two ids for eos_token_id and pad_token_id, got {pad_id} for both, which is the model's pad: "
             f"with pad_token_id={pad_id} too, nothing in an input is padding unless an attention_mask says so"

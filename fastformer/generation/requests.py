@@ -153,7 +153,7 @@ class Request(BaseRequest):
 
     @property
     def num_new_tokens(self) -> int:
-        return sum(len(found.tokens) for found in self.results)
+        return sum(len(result.tokens) for result in self.results)
 
     @property
     def expected_tokens(self) -> int:
@@ -307,23 +307,23 @@ def _kind(request: Request) -> tuple[object, ...]:
     return (id(request),)  # a user's function gets the rows of only one request
 
 
-def _checked(found: object, scores: Tensor, processor: object) -> Tensor:
+def _checked(output: object, scores: Tensor, processor: object) -> Tensor:
     """Converts the result of a processor to the dtype of the scores.
 
     Raises:
         ValueError: the result is not one number for each score, on the same device.
     """
-    if isinstance(found, np.ndarray) and found.dtype.kind in "fiu":
-        found = torch.as_tensor(np.ascontiguousarray(found), device=scores.device)
+    if isinstance(output, np.ndarray) and output.dtype.kind in "fiu":
+        output = torch.as_tensor(np.ascontiguousarray(output), device=scores.device)
     name = getattr(processor, "__name__", type(processor).__name__)
     wanted = f"expected a processor to give scores of shape {tuple(scores.shape)}"
-    if not isinstance(found, Tensor):
-        raise ValueError(f"{wanted}, got {type(found).__name__} from {name}")
-    if found.is_nested or found.layout != torch.strided or found.dtype == torch.bool or found.is_complex():
-        kind = "a nested tensor" if found.is_nested else f"{found.dtype} of layout {found.layout}"
+    if not isinstance(output, Tensor):
+        raise ValueError(f"{wanted}, got {type(output).__name__} from {name}")
+    if output.is_nested or output.layout != torch.strided or output.dtype == torch.bool or output.is_complex():
+        kind = "a nested tensor" if output.is_nested else f"{output.dtype} of layout {output.layout}"
         raise ValueError(f"{wanted} as dense numbers, got {kind} from {name}")
-    if found.shape != scores.shape:
-        raise ValueError(f"{wanted}, got {tuple(found.shape)} from {name}")
-    if found.device != scores.device:
-        raise ValueError(f"{wanted} on {scores.device}, got scores on {found.device} from {name}")
-    return found.to(scores.dtype)
+    if output.shape != scores.shape:
+        raise ValueError(f"{wanted}, got {tuple(output.shape)} from {name}")
+    if output.device != scores.device:
+        raise ValueError(f"{wanted} on {scores.device}, got scores on {output.device} from {name}")
+    return output.to(scores.dtype)

@@ -19,7 +19,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from typing_extensions import Self
 
-from fastformer.generation.jobs import Call, Job, JobQueue, NotRunning, R, Stats, TextQueue, TooLate, end_all
+from fastformer.generation.jobs import Call, Job, JobQueue, NotRunning, R, SessionStats, TextQueue, TooLate, end_all
 from fastformer.generation.model_protocols import Evaluation, Model, evaluating
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Batching, Scheduler, run
@@ -391,11 +391,11 @@ class Session(Generic[R]):
         if self._failure is not None:
             raise self._broken(self._failure)
 
-    def stats(self) -> Stats:
+    def stats(self) -> SessionStats:
         """Returns the current counters. Any thread may call this."""
         with self._changed:
             queue, load = self._queue, self._queue.load
-            return Stats(
+            return SessionStats(
                 load.running, queue.num_queued + queue.num_blocked, queue.num_tokens, load.rows, load.free_tokens,
                 load.capacity_tokens, load.read_tokens, load.cached_tokens, self._new_tokens, self._ended,
                 queue.refused, self._late, self._cancelled, self._steps, self._step_seconds, tuple(queue.counts),

@@ -185,7 +185,7 @@ class Answer:
 
     def __init__(self, tokenizer: TextCodec, request: Request | None) -> None:
         self._tokenizer = tokenizer
-        self._found: list[Hypothesis] = [] if request is None else request.results
+        self._results: list[Hypothesis] = [] if request is None else request.results
         self._prefix = [] if request is None else request.prompt.tokens[1:]  # without the start token
         self._stop = () if request is None else request.stop_strings
         self._source = () if request is None else request.prompt.source or ()
@@ -193,22 +193,22 @@ class Answer:
     @property
     def sequences(self) -> list[tuple[Sequence[int], list[int]]]:
         """Returns the ids of the source, and of each translation with its prefix, best first."""
-        return [(self._source, [*self._prefix, *hypothesis.tokens]) for hypothesis in self._found]
+        return [(self._source, [*self._prefix, *hypothesis.tokens]) for hypothesis in self._results]
 
     def texts(self) -> list[str]:
         """Returns the translations, best first."""
-        return [text_before_stop(self._tokenizer, self._prefix, found.tokens, self._stop) for found in self._found]
+        return [text_before_stop(self._tokenizer, self._prefix, result.tokens, self._stop) for result in self._results]
 
     def scored(self) -> list[Scored]:
         """Returns the translations with their scores, best first."""
-        return [Scored(text, found.score) for text, found in zip(self.texts(), self._found, strict=True)]
+        return [Scored(text, result.score) for text, result in zip(self.texts(), self._results, strict=True)]
 
     def token_scored(self) -> list[TokenScored]:
         """Returns the translations with their scores and those of their tokens, best first."""
         answers = []
-        for text, found in zip(self.texts(), self._found, strict=True):
-            tokens = zip(self._tokenizer.tokens(found.tokens), found.log_probs, strict=True)
-            answers.append(TokenScored(text, found.score, list(tokens)))
+        for text, result in zip(self.texts(), self._results, strict=True):
+            tokens = zip(self._tokenizer.tokens(result.tokens), result.log_probs, strict=True)
+            answers.append(TokenScored(text, result.score, list(tokens)))
         return answers
 
 
@@ -226,17 +226,17 @@ class Form(NamedTuple):
 
     def of(self, answer: Answer) -> Any:
         """Converts an answer to this form."""
-        found: list[Any]
+        values: list[Any]
         nothing: Any
         if self.token_scores:
-            found, nothing = answer.token_scored(), TokenScored("", -math.inf, [])
+            values, nothing = answer.token_scored(), TokenScored("", -math.inf, [])
         elif self.scores:
-            found, nothing = answer.scored(), Scored("", -math.inf)
+            values, nothing = answer.scored(), Scored("", -math.inf)
         else:
-            found, nothing = answer.texts(), ""
+            values, nothing = answer.texts(), ""
         if self.is_list:
-            return found
-        return found[0] if found else nothing
+            return values
+        return values[0] if values else nothing
 
 
 @dataclass(frozen=True)

@@ -518,8 +518,8 @@ class Translator(PairEncoder):
         if reason is not None:
             raise ValueError(f"expected a precision that the model's modules have, to score in: {reason}")
         errors = ErrorPolicy(on_error, skip_long, ("its score at -inf", "their scores are -inf"))
-        found = list(score_texts(self, as_pairs(texts, translations), errors, max_tokens))
-        return found[0] if isinstance(texts, str) else found
+        scores = list(score_texts(self, as_pairs(texts, translations), errors, max_tokens))
+        return scores[0] if isinstance(texts, str) else scores
 
     @overload  # a str is also an iterable of str: the first overload that fits counts
     def align(  # type: ignore[overload-overlap]
@@ -562,8 +562,8 @@ class Translator(PairEncoder):
         """
         aligner = Aligner(self, unit, layer, head)
         errors = ErrorPolicy(on_error, skip_long, ("its alignment empty", "their alignments are empty"))
-        found = align_texts(aligner, as_pairs(texts, translations), errors)
-        return found[0] if isinstance(texts, str) else found
+        alignments = align_texts(aligner, as_pairs(texts, translations), errors)
+        return alignments[0] if isinstance(texts, str) else alignments
 
     def attention(self, text: str) -> tuple[list[str], list[str], Tensor]:
         """Returns the cross-attention of each token of a translation to the source tokens.
@@ -579,7 +579,7 @@ class Translator(PairEncoder):
         with torch.inference_mode():
             builder = self._builder(self.settings({}), False)
             begin = self.language_ids().begin
-            request = builder.build(builder.check(source, begin, told=len(begin)))
+            request = builder.build(builder.check(source, begin, num_language_tokens=len(begin)))
             self._session(builder, is_endless=False).run([request])
         target = [*begin, *request.results[0].tokens]
         (weights,) = cross_attention(self.model, [(source, target)])

@@ -179,8 +179,8 @@ class EventStream(StreamingResponse):
     def __init__(
         self, events: AsyncGenerator[bytes, None], error_body: Callable[[int, str], object] | None = None
     ) -> None:
-        told = _with_errors(_with_pings(events), error_body or _error_body)
-        super().__init__(told, headers={"X-Accel-Buffering": "no", "Cache-Control": "no-cache"})
+        content = _with_errors(_with_pings(events), error_body or _error_body)
+        super().__init__(content, headers={"X-Accel-Buffering": "no", "Cache-Control": "no-cache"})
 
 
 async def _with_errors(
@@ -208,12 +208,12 @@ async def _with_pings(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[byt
                 yield b": still here\n\n"
                 continue
             try:
-                found = coming.result()
+                item = coming.result()
             except StopAsyncIteration:
                 return
             finally:
                 coming = None
-            yield found
+            yield item
     finally:
         if coming is not None:
             coming.cancel()

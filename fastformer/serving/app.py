@@ -158,8 +158,8 @@ class _Paths:
     def respond(self, path: str, status: int, message: str, **detail: Any) -> Response:
         """Makes an error response in the shape of a path's format."""
         module = self._plain.get(path) or next((one for pattern, _, one in self._known if pattern.match(path)), answers)
-        found: Response = getattr(module, "error_response", answers.error_response)(status, message, **detail)
-        return found
+        response: Response = getattr(module, "error_response", answers.error_response)(status, message, **detail)
+        return response
 
 
 def _add_state_routes(app: FastAPI, service: Service, limits: Limits) -> None:
@@ -185,10 +185,10 @@ def _add_state_routes(app: FastAPI, service: Service, limits: Limits) -> None:
     @app.get("/v1/info", response_model=None)
     async def info() -> Response:
         """Describes the model that is served and its limits."""
-        found = {"model": service.name, "kind": service.kind, "version": __version__, "limits": asdict(limits)}
+        fields = {"model": service.name, "kind": service.kind, "version": __version__, "limits": asdict(limits)}
         if (has_chat := getattr(service, "has_chat", None)) is not None:
-            found["chat"] = has_chat
-        return answer({**found, "languages": getattr(service, "languages", [])})
+            fields["chat"] = has_chat
+        return answer({**fields, "languages": getattr(service, "languages", [])})
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -229,9 +229,9 @@ def schema_message(error: RequestValidationError | pydantic.ValidationError) -> 
         return "expected a JSON object with the header Content-Type: application/json", ""
     # A field of several types has an error for each of them. That of the type that the value has says more.
     others = (one for one in errors if not one["type"].endswith("_type"))
-    told = next((one for one in others if _field(one) == _field(first)), first)
-    place = ".".join(str(part) for part in told["loc"] if part != "body" and not _is_branch(part))
-    return f"{place}: {told['msg']}" if place else str(told["msg"]), place
+    error_of_field = next((one for one in others if _field(one) == _field(first)), first)
+    place = ".".join(str(part) for part in error_of_field["loc"] if part != "body" and not _is_branch(part))
+    return f"{place}: {error_of_field['msg']}" if place else str(error_of_field["msg"]), place
 
 
 def _field(error: Mapping[str, Any]) -> list[int | str]:

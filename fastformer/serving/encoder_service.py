@@ -133,10 +133,10 @@ def open_encoder(
     Raises:
         ImportError, ValueError: see `Encoder`.
     """
-    found = read_folder(Path(folder), device=device)
-    if found.model.config.num_labels and found.pooling is None:
-        return RankService(CrossEncoder(found, precision=precision), name, limits=limits)
-    return EmbedService(Encoder(found, precision=precision), name, limits=limits)
+    loaded = read_folder(Path(folder), device=device)
+    if loaded.model.config.num_labels and loaded.pooling is None:
+        return RankService(CrossEncoder(loaded, precision=precision), name, limits=limits)
+    return EmbedService(Encoder(loaded, precision=precision), name, limits=limits)
 
 
 SIGMOID, NOTHING = torch.nn.Sigmoid(), torch.nn.Identity()

@@ -51,7 +51,7 @@ def read_keys(file: str | os.PathLike[str] | None = None) -> tuple[str, ...]:
     Raises:
         ValueError: the file does not exist, is not in UTF-8 or has no key.
     """
-    found = os.environ.get(KEYS, "").replace(",", " ").split()
+    keys = os.environ.get(KEYS, "").replace(",", " ").split()
     if file is not None:
         path = Path(file).expanduser()
         if not path.is_file():
@@ -64,8 +64,8 @@ def read_keys(file: str | os.PathLike[str] | None = None) -> tuple[str, ...]:
         given = [line for line in lines if line and not line.startswith("#")]
         if not given:
             raise ValueError(f"expected a key in each line of {path}, got none")
-        found += given
-    return tuple(dict.fromkeys(found))
+        keys += given
+    return tuple(dict.fromkeys(keys))
 
 
 def host_name(text: str) -> str:
@@ -288,10 +288,10 @@ class Gate:
         return False
 
     def _is_key(self, given: bytes) -> bool:
-        found = False
+        is_known = False
         for key in self.keys:  # compares all of them, so that the time tells nothing about the key
-            found |= hmac.compare_digest(key.encode(), given)
-        return found
+            is_known |= hmac.compare_digest(key.encode(), given)
+        return is_known
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
         """Reads the whole body and counts its bytes; `_TOO_LARGE` if there are too many, None if the client leaves."""
@@ -341,29 +341,29 @@ def _without_texts(body: bytes) -> bytes:
 
 def _again(body: bytes, receive: Receive) -> Receive:
     """Makes a `receive` that returns a body that was already read, then the messages after it."""
-    is_told = False
+    is_replayed = False
 
-    async def told() -> Message:
-        nonlocal is_told
-        if is_told:
+    async def replayed() -> Message:
+        nonlocal is_replayed
+        if is_replayed:
             return await receive()
-        is_told = True
+        is_replayed = True
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return told
+    return replayed
 
 
 async def _body_key(scope: Scope, body: bytes) -> bytes:
     """Returns the `api_key` of a JSON or form body; b"" if it has none."""
-    found: Any = None
+    key: Any = None
     with suppress(Exception):  # a body that can't be read has no key
         if b"json" in dict(scope["headers"]).get(b"content-type", b""):
-            found = json.loads(body).get("api_key")
+            key = json.loads(body).get("api_key")
         else:
 
             async def receive() -> Message:
                 return {"type": "http.request", "body": body, "more_body": False}
 
             async with Request(scope, receive).form() as form:
-                found = form.get("api_key")
-    return found.encode("utf-8", "replace") if isinstance(found, str) else b""
+                key = form.get("api_key")
+    return key.encode("utf-8", "replace") if isinstance(key, str) else b""

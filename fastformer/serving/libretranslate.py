@@ -80,10 +80,10 @@ def error_response(status: int, message: str, **detail: Any) -> Response:
 
 def router(service: TranslateService, limits: Limits) -> APIRouter:
     """Makes LibreTranslate's routes for a translator."""
-    found = APIRouter()
+    routes = APIRouter()
     codes, errors = service.codes, error_schemas(ErrorBody)
 
-    @found.post(
+    @routes.post(
         "/translate", response_model=None, openapi_extra=_body(TranslateBody),
         responses={200: {"model": TranslatedBody}, **errors},
     )  # fmt: skip
@@ -115,15 +115,15 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
         ]
         work = service.session.answers(items, config, split=True, deadline=deadline, **service.bounds)
         answers = await until_gone(http, work)
-        said = [joined_texts(parts) for parts in answers]
+        translations = [joined_texts(parts) for parts in answers]
         whole: list[list[str]] = []
         for page in pages:
             count = len(page.texts)
-            whole.append(versions(said[:count], page.filled))
-            said = said[count:]
+            whole.append(versions(translations[:count], page.filled))
+            translations = translations[count:]
         return answer(_told(ask, whole, detected))
 
-    @found.post(
+    @routes.post(
         "/detect", response_model=None, openapi_extra=_body(DetectBody),
         responses={200: {"model": list[DetectedBody]}, **errors},
     )  # fmt: skip
@@ -137,12 +137,12 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
 
     known: dict[int | str, dict[str, Any]] = {status: errors[status] for status in (401, 503)}
 
-    @found.get("/languages", response_model=None, responses={200: {"model": list[LanguageBody]}, **known})
+    @routes.get("/languages", response_model=None, responses={200: {"model": list[LanguageBody]}, **known})
     async def languages() -> Response:
         """Returns the languages, each with the languages that it can be translated into."""
         return answer(codes.entries())
 
-    @found.get("/frontend/settings", response_model=None, responses=known)
+    @routes.get("/frontend/settings", response_model=None, responses=known)
     async def settings(http: Request) -> Response:
         """Returns the settings that a web page needs."""
         source, target = codes.defaults()
@@ -162,12 +162,12 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
             }
         )
 
-    return found
+    return routes
 
 
-def _source(service: TranslateService, asked: str, detected: Detected | None) -> str | None:
+def _source(service: TranslateService, code: str, detected: Detected | None) -> str | None:
     if detected is None:
-        return service.codes.source(asked)
+        return service.codes.source(code)
     return None if service.codes.known is None else service.codes.source(detected.code)
 
 
@@ -204,12 +204,12 @@ async def _values(http: Request, *numbers: str) -> dict[str, Any]:
 
 def _told(ask: TranslateBody, whole: Sequence[list[str]], detected: Sequence[Detected | None]) -> dict[str, Any]:
     """Makes the body of the response, with lists if the request had a list of texts."""
-    found: dict[str, list[Any]] = {"translatedText": [texts[0] for texts in whole]}
+    fields: dict[str, list[Any]] = {"translatedText": [texts[0] for texts in whole]}
     if ask.alternatives:
-        found["alternatives"] = [texts[1 : ask.alternatives + 1] for texts in whole]
+        fields["alternatives"] = [texts[1 : ask.alternatives + 1] for texts in whole]
     if ask.source == AUTO:
-        found["detectedLanguage"] = [_detected(one) for one in detected if one is not None]
-    return {name: values[0] for name, values in found.items()} if isinstance(ask.q, str) else dict(found)
+        fields["detectedLanguage"] = [_detected(one) for one in detected if one is not None]
+    return {name: values[0] for name, values in fields.items()} if isinstance(ask.q, str) else dict(fields)
 
 
 def _detected(one: Detected) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from fastformer.generation.jobs import QUEUE_BOUNDS
 from fastformer.serving.service import Service
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-# The session's numbers: the name in `Stats`, fastformer's name of the metric, and its description.
+# The session's numbers: the name in `SessionStats`, fastformer's name of the metric, and its description.
 _GAUGES = (
     ("running", "requests_running", "Requests in the batch."),
     ("waiting", "requests_waiting", "Requests in front of the batch."),

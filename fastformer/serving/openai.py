@@ -66,37 +66,37 @@ _DONE = b"data: [DONE]\n\n"
 
 def router(service: Service, limits: Limits) -> APIRouter:
     """Makes OpenAI's routes for a model."""
-    found = APIRouter()
-    _add_models(found, service)
+    routes = APIRouter()
+    _add_models(routes, service)
     if isinstance(service, GenerateService):
-        _add_completions(found, service, limits)
-        _add_chat(found, service, limits)
+        _add_completions(routes, service, limits)
+        _add_chat(routes, service, limits)
     if isinstance(service, EmbedService):
-        _add_embeddings(found, service, limits)
-    return found
+        _add_embeddings(routes, service, limits)
+    return routes
 
 
-def _add_models(found: APIRouter, service: Service) -> None:
+def _add_models(routes: APIRouter, service: Service) -> None:
     began = int(time.time())
     model = {"id": service.name, "object": "model", "created": began, "owned_by": "fastformer"}
     known: dict[int | str, Any] = {status: ERRORS[status] for status in (401, 404, 503)}
 
-    @found.get("/v1/models", response_model=None, responses={200: {"model": ModelsBody}, **known})
+    @routes.get("/v1/models", response_model=None, responses={200: {"model": ModelsBody}, **known})
     async def models() -> Response:
         """Lists the model that is served."""
         return answer({"object": "list", "data": [model]})
 
-    @found.get("/v1/models/{name:path}", response_model=None, responses={200: {"model": ModelBody}, **known})
+    @routes.get("/v1/models/{name:path}", response_model=None, responses={200: {"model": ModelBody}, **known})
     async def one_model(name: str) -> Response:
         """Describes the model of a name."""
         check_model(name, service.name)
         return answer(model)
 
 
-def _add_completions(found: APIRouter, service: GenerateService, limits: Limits) -> None:
+def _add_completions(routes: APIRouter, service: GenerateService, limits: Limits) -> None:
     responses: dict[int | str, Any] = {200: {"model": TextCompletion, **_STREAMED}, **ERRORS}
 
-    @found.post("/v1/completions", response_model=None, responses=responses)
+    @routes.post("/v1/completions", response_model=None, responses=responses)
     async def completions(body: CompletionBody, http: Request) -> Response:
         """Continues prompts."""
         check_body(body, service.name)
@@ -120,10 +120,10 @@ def _add_completions(found: APIRouter, service: GenerateService, limits: Limits)
         return await until_gone(http, respond())
 
 
-def _add_chat(found: APIRouter, service: GenerateService, limits: Limits) -> None:
+def _add_chat(routes: APIRouter, service: GenerateService, limits: Limits) -> None:
     responses: dict[int | str, Any] = {200: {"model": ChatCompletion, **_STREAMED}, **ERRORS}
 
-    @found.post("/v1/chat/completions", response_model=None, responses=responses)
+    @routes.post("/v1/chat/completions", response_model=None, responses=responses)
     async def chat(body: ChatBody, http: Request) -> Response:
         """Answers in a chat."""
         check_body(body, service.name)
@@ -154,8 +154,8 @@ def _add_chat(found: APIRouter, service: GenerateService, limits: Limits) -> Non
         return await until_gone(http, respond())
 
 
-def _add_embeddings(found: APIRouter, service: EmbedService, limits: Limits) -> None:
-    @found.post("/v1/embeddings", response_model=None, responses={200: {"model": Embeddings}, **ERRORS})
+def _add_embeddings(routes: APIRouter, service: EmbedService, limits: Limits) -> None:
+    @routes.post("/v1/embeddings", response_model=None, responses={200: {"model": Embeddings}, **ERRORS})
     async def embeddings(body: EmbeddingsBody, http: Request) -> Response:
         """Returns the embeddings of texts."""
         check_body(body, service.name)
@@ -253,10 +253,10 @@ def _message(message: MessageBody, place: int, limits: Limits) -> dict[str, Any]
 
 def _variables(body: ChatBody) -> dict[str, Any]:
     """Returns the variables of the chat template that a request sets."""
-    found = dict(body.chat_template_kwargs or {})
-    if own := _NO_VARIABLES.intersection(found):
-        raise ApiError(f"expected variables of a chat template, got {min(own)!r}", param="chat_template_kwargs")
-    return found | {"add_generation_prompt": body.add_generation_prompt is not False}
+    variables = dict(body.chat_template_kwargs or {})
+    if reserved := _NO_VARIABLES.intersection(variables):
+        raise ApiError(f"expected variables of a chat template, got {min(reserved)!r}", param="chat_template_kwargs")
+    return variables | {"add_generation_prompt": body.add_generation_prompt is not False}
 
 
 class CompletionJob:
@@ -357,13 +357,13 @@ class _TextForm(_Form):
         super().__init__(job)
         self._offsets: Counter[int] = Counter()  # the characters of each choice's tokens so far, by choice
 
-    def whole(self, index: int, found: Completion) -> dict[str, Any]:
+    def whole(self, index: int, completion: Completion) -> dict[str, Any]:
         """Returns a complete choice."""
         return {
             "index": index,
-            "text": found.text,
-            "logprobs": self._logprobs(index, self.spelled(index, found.tokens, is_end=True)),
-            "finish_reason": found.finish_reason,
+            "text": completion.text,
+            "logprobs": self._logprobs(index, self.spelled(index, completion.tokens, is_end=True)),
+            "finish_reason": completion.finish_reason,
         }
 
     def first(self, index: int) -> Iterator[dict[str, Any]]:
@@ -392,13 +392,13 @@ class _TextForm(_Form):
 
     def _top(self, index: int, one: SpelledToken) -> dict[str, float]:
         """Returns the log-probabilities of the likeliest tokens by their texts; if texts are equal, by names."""
-        found = {one.spelled.shown: _number(one.scored.log_prob)}
+        log_probs = {one.spelled.shown: _number(one.scored.log_prob)}
         for (token, log_prob), other in zip(one.scored.alternatives, one.alternatives, strict=True):
             if token != one.scored.token:
                 names = (other.shown, self._texts[index].name(token))
-                name = next((name for name in names if name and name not in found), f"token_id:{token}")
-                found[name] = _number(log_prob)
-        return found
+                name = next((name for name in names if name and name not in log_probs), f"token_id:{token}")
+                log_probs[name] = _number(log_prob)
+        return log_probs
 
 
 class _ChatForm(_Form):
@@ -406,13 +406,13 @@ class _ChatForm(_Form):
 
     kind, chunk = "chat.completion", "chat.completion.chunk"
 
-    def whole(self, index: int, found: Completion) -> dict[str, Any]:
+    def whole(self, index: int, completion: Completion) -> dict[str, Any]:
         """Returns a complete choice; see `_TextForm`, also for the other methods."""
         return {
             "index": index,
-            "message": {"role": "assistant", "content": found.text, "refusal": None},
-            "logprobs": self._logprobs(self.spelled(index, found.tokens, is_end=True)),
-            "finish_reason": found.finish_reason,
+            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "logprobs": self._logprobs(self.spelled(index, completion.tokens, is_end=True)),
+            "finish_reason": completion.finish_reason,
         }
 
     def first(self, index: int) -> Iterator[dict[str, Any]]:

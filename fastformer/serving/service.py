@@ -129,11 +129,11 @@ class TranslateService(Service):
     async def detect(self, text: str, deadline: float) -> list[Detected]:
         """Returns the languages that a text may be in, the likeliest first. For the deadline, see `deadline`."""
         # The first call loads the detector's model, which takes a moment, so it runs beside the event loop.
-        found = await self.session.aside(
+        languages = await self.session.aside(
             lambda: self.codes.detect(text), len(text), deadline=deadline, is_slow=not self._has_detected
         )
         self._has_detected = True
-        return found
+        return languages
 
     def settings(self, options: Mapping[str, Any]) -> GenerationConfig:
         """Returns the decoding config of a request, within the limits.
@@ -166,15 +166,15 @@ class TranslateService(Service):
         weights = await self.session.call(lambda: cross_attention(self.translator.model, pairs), deadline=deadline)
         tokenizer = self.translator.tokenizer
         source_tokens = getattr(tokenizer, "source_tokens", tokenizer.tokens)
-        found = Attention([], [], [])
+        attention = Attention([], [], [])
         for (source, target), one in zip(pairs, weights, strict=True):
-            before = len(found.source)
-            found.source.extend(source_tokens(source))
-            found.target.extend(tokenizer.tokens(target))
+            before = len(attention.source)
+            attention.source.extend(source_tokens(source))
+            attention.target.extend(tokenizer.tokens(target))
             rows = one[-1].mean(0).tolist()
-            found.weights.extend([0.0] * before + [round(weight, 4) for weight in row] for row in rows)
-        width = len(found.source)  # a sentence attends only to itself
-        return found._replace(weights=[row + [0.0] * (width - len(row)) for row in found.weights])
+            attention.weights.extend([0.0] * before + [round(weight, 4) for weight in row] for row in rows)
+        width = len(attention.source)  # a sentence attends only to itself
+        return attention._replace(weights=[row + [0.0] * (width - len(row)) for row in attention.weights])
 
     def check_attention(self, items: Sequence[Item]) -> None:
         """Raises a ValueError if the model can't return its attention, or if a text is too long for it."""

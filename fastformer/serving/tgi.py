@@ -100,11 +100,11 @@ def _kind(status: int) -> dict[str, str]:
 
 def router(service: Service, limits: Limits) -> APIRouter:
     """Makes TGI's route for a language model."""
-    found = APIRouter()
+    routes = APIRouter()
     assert isinstance(service, GenerateService)
     responses: dict[int | str, Any] = {200: {"model": Generated, **_STREAMED}, **ERRORS}
 
-    @found.post("/generate", response_model=None, responses=responses)
+    @routes.post("/generate", response_model=None, responses=responses)
     async def generate(body: GenerateBody, http: Request) -> Response:
         """Continues a text."""
         options = _options(body, service, limits)
@@ -115,47 +115,47 @@ def router(service: Service, limits: Limits) -> APIRouter:
         room = service.session.max_len - len(ids)
         usual = min(room, _USUAL, limits.max_new_tokens)
         options["max_new_tokens"] = min(room, body.parameters.max_new_tokens or usual)
-        asked: dict[str, Any] = {"log_probs": bool(body.parameters.details), "deadline": deadline}
-        said = _Said(body, service)
+        arguments: dict[str, Any] = {"log_probs": bool(body.parameters.details), "deadline": deadline}
+        details = _Details(body, service)
         if body.stream:
             # An error before the first piece becomes an HTTP error.
-            pieces = await until_gone(http, service.session.stream(ids, **options, **asked).begin())
-            return EventStream(_events(said, len(ids), pieces), error_fields)
-        [whole] = await until_gone(http, service.session.complete(ids, **options, **asked))
+            pieces = await until_gone(http, service.session.stream(ids, **options, **arguments).begin())
+            return EventStream(_events(details, len(ids), pieces), error_fields)
+        [whole] = await until_gone(http, service.session.complete(ids, **options, **arguments))
         text = (body.inputs if body.parameters.return_full_text else "") + whole.text
         if not body.parameters.details:
             return answer({"generated_text": text})
-        details = said.details(whole.tokens, whole.finish_reason)
-        details |= {"prefill": [], "tokens": said.tokens(ids, whole.tokens)}
-        return answer({"generated_text": text, "details": details})
+        fields = details.details(whole.tokens, whole.finish_reason)
+        fields |= {"prefill": [], "tokens": details.tokens(ids, whole.tokens)}
+        return answer({"generated_text": text, "details": fields})
 
-    return found
+    return routes
 
 
 def _options(body: GenerateBody, service: GenerateService, limits: Limits) -> dict[str, Any]:
     """Returns the decoding options for a request: greedy decoding unless an option asks for sampling."""
-    asked = body.parameters
+    parameters = body.parameters
     if (name := unsupported_field(body)) is not None:
         raise TeiError("validation", f"expected no {name}, which this server doesn't support: leave it out")
     if len(body.inputs) > limits.max_text_chars:
         raise TeiError(
             "validation", f"expected inputs of at most {limits.max_text_chars:,} characters, got {len(body.inputs):,}"
         )
-    if asked.max_new_tokens is not None and asked.max_new_tokens > limits.max_new_tokens:
+    if parameters.max_new_tokens is not None and parameters.max_new_tokens > limits.max_new_tokens:
         raise TeiError("validation", f"expected max_new_tokens of at most {limits.max_new_tokens:,}")
-    shape = {name: getattr(asked, name) for name in ("temperature", "top_k", "top_p")}
+    shape = {name: getattr(parameters, name) for name in ("temperature", "top_k", "top_p")}
     given = {name: value for name, value in shape.items() if value is not None}
-    found: dict[str, Any] = {"do_sample": bool(given) or bool(asked.do_sample), "seed": asked.seed}
+    options: dict[str, Any] = {"do_sample": bool(given) or bool(parameters.do_sample), "seed": parameters.seed}
     # Sampling options that the request omits are neutral: those of the folder don't apply.
-    found |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **given}
-    if asked.repetition_penalty is not None:
-        found["repetition_penalty"] = asked.repetition_penalty
-    if asked.stop:
-        found["stop_strings"] = asked.stop
-    return found
+    options |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **given}
+    if parameters.repetition_penalty is not None:
+        options["repetition_penalty"] = parameters.repetition_penalty
+    if parameters.stop:
+        options["stop_strings"] = parameters.stop
+    return options
 
 
-class _Said:
+class _Details:
     """Builds the parts of an answer that describe its tokens."""
 
     def __init__(self, body: GenerateBody, service: GenerateService) -> None:
@@ -186,9 +186,9 @@ class _Said:
         }
 
 
-async def _events(said: _Said, prompt_length: int, pieces: Stream[Piece]) -> AsyncGenerator[bytes, None]:
+async def _events(details: _Details, prompt_length: int, pieces: Stream[Piece]) -> AsyncGenerator[bytes, None]:
     """Yields an event for each token. Their texts joined are the whole text; a part may come with a later token."""
-    text = said.prompt
+    text = details.prompt
     tokens: list[ScoredToken] = []
     held: dict[str, Any] | None = None  # the latest event, held back until another token or the end follows
 
@@ -199,13 +199,13 @@ async def _events(said: _Said, prompt_length: int, pieces: Stream[Piece]) -> Asy
                 if held is not None:
                     yield event(held)
                 tokens.append(one)
-                shown = said.token(one, piece.text if place == len(piece.tokens) - 1 else "")
+                shown = details.token(one, piece.text if place == len(piece.tokens) - 1 else "")
                 held = {"index": len(tokens), "token": shown, "generated_text": None, "details": None}
             if piece.finish_reason is not None and held is not None:
                 held["token"]["text"] += piece.text
                 held["generated_text"] = text
-                if said.has_details:
-                    held["details"] = said.details(tokens, piece.finish_reason) | {"input_length": prompt_length}
+                if details.has_details:
+                    held["details"] = details.details(tokens, piece.finish_reason) | {"input_length": prompt_length}
                 yield event(held)
     finally:
         await pieces.aclose()

@@ -83,11 +83,11 @@ _STREAMED: dict[str, Any] = {
 
 def router(service: TranslateService, limits: Limits) -> APIRouter:
     """Makes fastformer's routes for a translator."""
-    found = APIRouter()
+    routes = APIRouter()
 
     responses: dict[int | str, Any] = {200: {"model": Translated | TranslatedTexts, **_STREAMED}}
 
-    @found.post("/v1/translate", response_model=None, responses=responses | error_schemas(ErrorBody))
+    @routes.post("/v1/translate", response_model=None, responses=responses | error_schemas(ErrorBody))
     async def translate(ask: Ask, http: Request) -> Response:
         """Translates a text, or a list of texts."""
         deadline = service.deadline(ask.timeout)
@@ -110,17 +110,17 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
             answers = await service.session.answers(
                 items, config, log_probs=ask.scores, split=split, deadline=deadline, **service.bounds
             )
-            told = [_told(parts, ask) for parts in answers]
-            for one, code in zip(told, detected, strict=True):
+            translations = [_told(parts, ask) for parts in answers]
+            for one, code in zip(translations, detected, strict=True):
                 one |= {"detected_lang": code} if code is not None else {}
             if ask.attention:
-                told[0]["attention"] = (await service.attention(answers[0], deadline))._asdict()
-            return told
+                translations[0]["attention"] = (await service.attention(answers[0], deadline))._asdict()
+            return translations
 
-        told = await until_gone(http, work())
-        return answer(told[0] if isinstance(ask.text, str) else {"translations": told})
+        translations = await until_gone(http, work())
+        return answer(translations[0] if isinstance(ask.text, str) else {"translations": translations})
 
-    return found
+    return routes
 
 
 def _options(ask: Ask, limits: Limits) -> dict[str, Any]:
@@ -173,10 +173,10 @@ def _told(parts: Sequence[PartAnswer], ask: Ask) -> dict[str, Any]:
     """Returns the JSON value of a text's translation."""
     if not ask.scores:
         texts = joined_texts(parts)
-        found: dict[str, Any] = {"text": texts[0]}
+        translation: dict[str, Any] = {"text": texts[0]}
         if ask.alternatives:
-            found["alternatives"] = [{"text": text} for text in texts[1 : ask.alternatives + 1]]
-        return found
+            translation["alternatives"] = [{"text": text} for text in texts[1 : ask.alternatives + 1]]
+        return translation
     scored = [] if parts[0].answer is None else parts[0].answer.scored()
     if not scored:
         return {"text": "", "score": None, "alternatives": []} if ask.alternatives else {"text": "", "score": None}
@@ -187,11 +187,11 @@ def _told(parts: Sequence[PartAnswer], ask: Ask) -> dict[str, Any]:
 async def _events(
     service: TranslateService, pieces: TextStream, attention: bool, detected: Sequence[str | None], deadline: float
 ) -> AsyncGenerator[bytes, None]:
-    said: list[str] = []
+    texts: list[str] = []
     async for piece in pieces:
-        said.append(piece)
+        texts.append(piece)
         yield event({"text": piece})
-    last: dict[str, Any] = {"done": True, "text": "".join(said)}
+    last: dict[str, Any] = {"done": True, "text": "".join(texts)}
     if detected[0] is not None:
         last["detected_lang"] = detected[0]
     if attention:

@@ -190,7 +190,9 @@ def test_requests_search_in_cpp_if_it_supports_their_options(model, settings, is
     makers = [RequestBuilder(model, wanted, engine=engine(1, vocab=40)) for engine in (RunningEngine, ToyEngine)]
     dice = random.Random(0)
     for _ in range(20):
-        native, plain = (builder.build(builder.check([5, 6], told, told=len(told))).search for builder in makers)
+        native, plain = (
+            builder.build(builder.check([5, 6], told, num_language_tokens=len(told))).search for builder in makers
+        )
         assert isinstance(native, NativeSearch) == is_native and not isinstance(plain, NativeSearch)
         while is_native and native.num_rows:
             rows = [candidates(dice, 8, plain.num_candidates, VALUES["plain"]) for _ in range(plain.num_rows)]
