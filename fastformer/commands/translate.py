@@ -127,12 +127,10 @@ def translate(
     remembered = _Remembered(source)
     answering = translator.answers(remembered, decoding, errors, log_probs=n_best > 1, split=split)
     has_lines, is_scored = not (split and text is not None), references is not None
-    translations, lost = _print_all(
-        answering, remembered, aligner, n_best, file, has_lines=has_lines, is_scored=is_scored
-    )
+    printed, lost = _print_all(answering, remembered, aligner, n_best, file, has_lines=has_lines, is_scored=is_scored)
     if references is None:
         return
-    _print_scores(translations, references, bleu_tokenize)
+    _print_scores(printed, references, bleu_tokenize)
     if lost is not None:
         raise lost
 

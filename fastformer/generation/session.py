@@ -90,7 +90,13 @@ class Session(Generic[R]):
 
     @property
     def scheduler(self) -> Scheduler:
-        """The scheduler of calls in their caller's thread."""
+        """The scheduler of calls in their caller's thread.
+
+        Raises:
+            RuntimeError: the session is open, so that its thread decodes.
+        """
+        if self._thread is not None:
+            raise RuntimeError(f"expected an {self.name} that is not open, to decode in this thread, got an open one")
         if self._scheduler is None:
             batching = self._new_batching()
             assert isinstance(batching, Scheduler)
@@ -429,6 +435,7 @@ class Session(Generic[R]):
         with self._changed:
             if not self._queue.remove_blocked(job):
                 return  # they have a place, and the thread ends them
+            self._streaming.pop(job, None)
         for request in job.requests:
             request.finish()
         job.end(range(len(job.requests)))

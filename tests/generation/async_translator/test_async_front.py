@@ -258,6 +258,13 @@ async def test_functions_run_in_the_thread_between_steps(translator) -> None:
         await front.call(lambda: None)
 
 
+async def test_an_open_session_decodes_in_its_own_thread_alone(translator) -> None:
+    async with AsyncTranslator(translator) as front:
+        with pytest.raises(RuntimeError, match="open"):
+            front.run([])
+    front.run([])
+
+
 async def test_long_texts_are_read_beside_the_event_loop(translator, monkeypatch) -> None:
     monkeypatch.setattr("fastformer.generation.session._INLINE", 5)
     threads: list[str] = []
