@@ -20,7 +20,7 @@ from fastformer.generation import Translator
 from fastformer.training import TrainConfig, Trainer
 from fastformer.training.build import build_model
 from fastformer.training.evaluate import Scores
-from fastformer.training.examples import Data, load_data
+from fastformer.training.examples import TrainingData, load_data
 from fastformer.training.trainer import DivergedError
 
 VALIDATED = 500  # examples of each validation: fewer than the task has, because validations are frequent
@@ -98,7 +98,7 @@ class _Trainer(Trainer):
 
 
 @functools.lru_cache(maxsize=4)
-def numbers(seed: int) -> Data:
+def numbers(seed: int) -> TrainingData:
     """Returns the built-in task, tokenized."""
     return load_data(TrainConfig.from_dict({"task": "numbers", "seed": seed}))
 
@@ -108,7 +108,7 @@ def learn(
     *,
     steps: int,
     num_train: int | None = None,
-    data: Data | None = None,
+    data: TrainingData | None = None,
     points: int = 20,
     **settings: Any,
 ) -> tuple[Curve, torch.nn.Module]:

@@ -29,7 +29,7 @@ from fastformer.data.order import Order
 from fastformer.data.shards.reading import ShardedExamples
 from fastformer.number_words import english, german
 from fastformer.training import TrainConfig
-from fastformer.training.examples import Data, load_data
+from fastformer.training.examples import TrainingData, load_data
 from fastformer.training.prepare import prepare
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
             out = Path(folder, "shards")
             prepare(TrainConfig(train_tsv=tables, vocab_size=200, seed=seed), out, shards=_SHARDS, processes=1)
             data = load_data(TrainConfig(train_data=str(out), shards_at_once=_SHARDS))
-            by_source: Data = dataclasses.replace(data, train=BySource(out, window=_SHARDS))
+            by_source: TrainingData = dataclasses.replace(data, train=BySource(out, window=_SHARDS))
             order = Order(by_source.train, max_tokens=_MAX_TOKENS, batching="packed", seed=seed)
             steps = options.epochs * sum(len(order.plan(0, window)) for window in range(order.num_windows))
             for name, training_data in ((FAIR, data), (IN_TURN, by_source)):

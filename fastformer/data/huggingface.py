@@ -28,6 +28,9 @@ _PROBES = 1000  # tokens that are tried until one of them is text
 class LibraryBackend(Backend):
     """A tokenizer of the `tokenizers` library.
 
+    A special token that is spelled out in a text is ordinary text, with one exception: if a Unigram model has the token
+    as a piece of its vocabulary, the library finds it.
+
     Args:
         tokenizer: the library's object. Padding and truncation that it may hold are switched off.
         name: its name in messages.
@@ -43,7 +46,7 @@ class LibraryBackend(Backend):
         self.tokenizer, self._name = tokenizer, name
         self.size = 1 + max(tokenizer.get_vocab().values(), default=-1)
         self._parser: tokenizers.Tokenizer | None = None
-        self._guards: dict[frozenset[str], _Guard] = {}
+        self._guards: dict[frozenset[str], _LibraryGuard] = {}
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encodes texts to ids on all cores; an error shows the first text that can't be encoded."""
@@ -84,7 +87,7 @@ class LibraryBackend(Backend):
         with library_errors(f"{self._name} can't encode this text"):
             if written is not None and 0 in written and controls:
                 if controls not in self._guards:
-                    self._guards[controls] = _Guard(self._parser, controls)
+                    self._guards[controls] = _LibraryGuard(self._parser, controls)
                 return self._guards[controls].encode(text, written)
             return list(self._parser.encode(text, add_special_tokens=False).ids)
 
@@ -127,7 +130,7 @@ class LibraryBackend(Backend):
         return {"backend": json.loads(self.tokenizer.to_str())}
 
 
-class _Guard(ControlGuard):
+class _LibraryGuard(ControlGuard):
     """Encodes texts in which only some characters may become control tokens.
 
     The library looks for added tokens before it does anything else. `_finder` does this alone, with the tokenizer's own

@@ -147,7 +147,7 @@ class PieceBackend(Backend):
         if written is None or 0 not in written:
             return self.split(text, self._controls | self.plain)
         known = self._controls | self.plain | self._symbols
-        return _Guard(self, {token: i for token, i in known.items() if token in controls}).encode(text, written)
+        return _PieceGuard(self, {token: i for token, i in known.items() if token in controls}).encode(text, written)
 
     def encoder_frames(self) -> tuple[Frame, Frame]:
         """Returns the frames of XLM-RoBERTa: <s> A </s>, and <s> A </s></s> B </s>."""
@@ -169,7 +169,7 @@ class PieceBackend(Backend):
         return values
 
 
-class _Guard(ControlGuard):
+class _PieceGuard(ControlGuard):
     """Encodes texts in which only some characters may become control tokens; see `ControlGuard`."""
 
     def __init__(self, backend: PieceBackend, ids: Mapping[str, int]) -> None:

@@ -54,7 +54,7 @@ def choose_measure(config: TrainConfig, references: Sequence[str] = ()) -> str:
 
 
 @dataclass(frozen=True)
-class Record:
+class ScoreRecord:
     """The scores of one validation.
 
     Attributes:
@@ -71,7 +71,7 @@ class Record:
     chrf: float | None
     exact_match: float | None
 
-    def beats(self, other: Record, measure: str) -> bool:
+    def beats(self, other: ScoreRecord, measure: str) -> bool:
         """Returns whether this record is better than another one.
 
         Only scores of the same kind on the same data are compared. If one record lacks the measure, or if both have the
@@ -112,7 +112,7 @@ class Best:
 
     def __init__(self, measure: str, data: str, translated: int) -> None:
         self.measure, self.data, self.translated = measure, data, translated
-        self.record: Record | None = None
+        self.record: ScoreRecord | None = None
         self.bad_validations = 0
 
     def add(self, step: int, scores: Scores) -> bool:
@@ -124,9 +124,9 @@ class Best:
         self.bad_validations += 1
         return False
 
-    def of(self, step: int, scores: Scores) -> Record:
+    def of(self, step: int, scores: Scores) -> ScoreRecord:
         """Builds the record of a validation without adding it."""
-        return Record(step, self.data, self.translated, scores.nll, scores.bleu, scores.chrf, scores.exact_match)
+        return ScoreRecord(step, self.data, self.translated, scores.nll, scores.bleu, scores.chrf, scores.exact_match)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for a checkpoint."""
@@ -136,5 +136,5 @@ class Best:
     def load_state_dict(self, state: dict[str, Any], origin: object = None) -> None:
         """Restores the state that `state_dict` returned."""
         record = state["best"]["record"]
-        self.record = None if record is None else Record(**record)
+        self.record = None if record is None else ScoreRecord(**record)
         self.bad_validations = int(state["best"]["bad_validations"])

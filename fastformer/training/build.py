@@ -38,7 +38,7 @@ from fastformer.models.weights import WEIGHTS
 from fastformer.settings import suggestion
 from fastformer.special_ids import SpecialIds
 from fastformer.training.config import TrainConfig, plain_values
-from fastformer.training.examples import Data, load_data
+from fastformer.training.examples import TrainingData, load_data
 from fastformer.training.graph_updates import check_device
 from fastformer.training.interrupts import Interrupts
 from fastformer.training.moved import check_origin, check_there, check_tokenizer, digest_of
@@ -257,7 +257,7 @@ def _read_origin(config: TrainConfig) -> _Beginning:
     return _Beginning(config, tokenizer, source.state_dict())
 
 
-def _load_same_data(config: TrainConfig, tokenizer: Tokenizer | None, world: World) -> Data:
+def _load_same_data(config: TrainConfig, tokenizer: Tokenizer | None, world: World) -> TrainingData:
     """Loads the data, and compares them among all processes."""
     data = world.run_on_all(lambda: load_data(config, tokenizer))
     if world.size > 1:
@@ -282,7 +282,7 @@ def _count_epochs(trainer: Trainer) -> None:
     trainer.config = replace(config, steps=steps, epochs=0.0)
 
 
-def _log_sizes(trainer: Trainer, model: nn.Module, data: Data) -> None:
+def _log_sizes(trainer: Trainer, model: nn.Module, data: TrainingData) -> None:
     config, size = trainer.config, trainer.world.size
     parameters = sum(parameter.numel() for parameter in model.parameters())
     source_vocab_size = getattr(data.tokenizer, "source_vocab_size", None)

@@ -40,7 +40,7 @@ ENCODED_AT_ONCE = 4096  # texts at a time: enough for all cores, and few enough 
 
 
 @dataclass
-class Data:
+class TrainingData:
     """The data that a run trains and validates on.
 
     Attributes:
@@ -60,7 +60,7 @@ class Data:
     val_characters: int = 0
 
 
-def load_data(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Data:
+def load_data(config: TrainConfig, tokenizer: Tokenizer | None = None) -> TrainingData:
     """Reads, filters, splits and tokenizes the data that the settings name.
 
     Args:
@@ -85,12 +85,12 @@ def load_data(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Data:
     if not (config.task or config.val_tsv or config.val_source):
         train, places = _kept(train, places, different_from(train, val), "that equal held-out ones")
     weights = _weights(config, map(len, corpora))
-    return Data(
+    return TrainingData(
         tokenizer, train, val, [val_texts[place] for place in fitting], None if weights is None else weights[places]
     )
 
 
-def _load_shards(config: TrainConfig, tokenizer: Tokenizer | None) -> Data:
+def _load_shards(config: TrainConfig, tokenizer: Tokenizer | None) -> TrainingData:
     """Opens the shards that `fastformer prepare` made; they are read when they are needed."""
     assert config.train_data is not None
     folder = Path(config.train_data)
@@ -121,7 +121,7 @@ def _load_shards(config: TrainConfig, tokenizer: Tokenizer | None) -> Data:
     val = read_examples(folder / manifest.validation.file, sizes)
     if not val or (texts and len(texts) != len(val)) or (val.num_tokens[0] == 0) != (kind == "text"):
         raise ValueError(f"expected {kind} in {folder / manifest.validation.file}, got others: prepare the data again")
-    return Data(own, examples, val, texts, None, manifest.validation_characters)
+    return TrainingData(own, examples, val, texts, None, manifest.validation_characters)
 
 
 def _pairs_of(path: Path) -> Pairs:
@@ -388,7 +388,7 @@ def number_texts(seed: int) -> tuple[Pairs, Pairs]:
     return [(english(n), german(n)) for n in train], [(english(n), german(n)) for n in val]
 
 
-def _load_text(config: TrainConfig, tokenizer: Tokenizer | None) -> Data:
+def _load_text(config: TrainConfig, tokenizer: Tokenizer | None) -> TrainingData:
     if not config.train_text:
         raise ValueError("expected train_text, a text file or a folder of them, for model gpt, got none")
     corpora = [read_documents(path, skip_bad=config.skip_bad_lines) for path in paths_of(config.train_text)]
@@ -414,11 +414,11 @@ def _load_text(config: TrainConfig, tokenizer: Tokenizer | None) -> Data:
     val, weights = windows(_document_ids(tokenizer, val_texts, "validation"), config.seqlen), _weights(config, sizes)
     characters = sum(map(len, val_texts))
     if config.val_text:
-        return Data(tokenizer, train, val, [], weights, characters)
-    return _without_copies(Data(tokenizer, train, val, [], weights, characters), config.seed)
+        return TrainingData(tokenizer, train, val, [], weights, characters)
+    return _without_copies(TrainingData(tokenizer, train, val, [], weights, characters), config.seed)
 
 
-def _without_copies(data: Data, seed: int) -> Data:
+def _without_copies(data: TrainingData, seed: int) -> TrainingData:
     """Leaves the windows out of held-out text that are training examples, too.
 
     If all are, because the text repeats itself, some of the different windows are held out instead.
@@ -436,7 +436,7 @@ def _without_copies(data: Data, seed: int) -> Data:
         places = [place for place, key in enumerate(keys) if key not in held_out]
         train, weights = train.take(places), None if weights is None else weights[places]
         logger.info("held out %s windows, because the last tenth of the text repeats the rest", f"{len(val):,}")
-    return Data(data.tokenizer, train, val, [], weights, characters_of(val, data.tokenizer))
+    return TrainingData(data.tokenizer, train, val, [], weights, characters_of(val, data.tokenizer))
 
 
 def characters_of(examples: Iterable[Example], tokenizer: Tokenizer) -> int:

@@ -32,7 +32,7 @@ from fastformer.data.shards.arrow_file import arrow, lists, write_table
 from fastformer.data.shards.deal import Piles, write_rows, write_shard
 from fastformer.data.shards.encode import TOO_LONG, Recipe, open_block
 from fastformer.data.shards.left_out import LeftOut, find_left_out
-from fastformer.data.shards.manifest import INDEX, Manifest, Shard, Source, Stored, tokenizer_digest
+from fastformer.data.shards.manifest import INDEX, Manifest, Shard, ShardSource, Stored, tokenizer_digest
 from fastformer.data.shards.pool import Pool, encode_task, usable_cores
 from fastformer.data.shards.reading import read_examples
 from fastformer.data.streams import PairBlock, TextBlock, stream_documents, stream_pairs, stream_tsv
@@ -311,10 +311,10 @@ class _Preparation:
 
     def _sources(
         self, paths: Sequence[Path], sources: Sequence[int], left_out: LeftOut, shards: Sequence[Shard]
-    ) -> list[Source]:
+    ) -> list[ShardSource]:
         read, reasons, held_out = self._counts(paths, sources, left_out)
         return [
-            Source(
+            ShardSource(
                 origin.name,
                 origin.weight,
                 read[number],

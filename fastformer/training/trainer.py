@@ -35,7 +35,7 @@ from fastformer.special_ids import SpecialIds
 from fastformer.training.best import Best, choose_measure
 from fastformer.training.config import TrainConfig
 from fastformer.training.evaluate import Scores, model_loss
-from fastformer.training.examples import Data
+from fastformer.training.examples import TrainingData
 from fastformer.training.graph_updates import GraphUpdates, check_device, pad_batch, size_of, why_uncapturable
 from fastformer.training.interrupts import Interrupted, Interrupts
 from fastformer.training.progress import Meter, Progress, Silence
@@ -53,7 +53,7 @@ from fastformer.training.state import (
     split,
 )
 from fastformer.training.updates import Update, dropout_seed, places_of
-from fastformer.training.validation import Part, scores_of, validate_part
+from fastformer.training.validation import ValidationPart, scores_of, validate_part
 from fastformer.training.world import PartsWriter, World, local_part, read_parts
 
 logger = logging.getLogger("fastformer")
@@ -88,7 +88,7 @@ class Trainer:
         config: TrainConfig,
         run: Path,
         model: nn.Module,
-        data: Data,
+        data: TrainingData,
         device: torch.device,
         *,
         lock: RunLock | None = None,
@@ -411,7 +411,7 @@ class Trainer:
         """Computes the scores of a model on the validation data."""
         return scores_of([self._validate_part(model)], self.data, self.pairs, self.config)
 
-    def _validate_part(self, model: nn.Module) -> Part:
+    def _validate_part(self, model: nn.Module) -> ValidationPart:
         with self._autocast():
             return validate_part(
                 model, self.data, self.pairs, self.config, self.device, self.world.rank, self.world.size
@@ -457,7 +457,7 @@ class Trainer:
 
     def _validate_unless_interrupted(self, model: nn.Module) -> Scores | None:
         # A validation may take minutes and can be repeated, so a signal aborts it.
-        part: Part | None = None
+        part: ValidationPart | None = None
         try:
             with self.interrupts.at_once():
                 if self.world.size == 1:

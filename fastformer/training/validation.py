@@ -12,11 +12,11 @@ from fastformer.engine.frozen import repack
 from fastformer.generation import Translator
 from fastformer.training.config import TrainConfig
 from fastformer.training.evaluate import Scores, losses_of, mean_of, translation_scores
-from fastformer.training.examples import Data, Pairs
+from fastformer.training.examples import Pairs, TrainingData
 
 
 @dataclass
-class Part:
+class ValidationPart:
     """The part of a validation that one process computed.
 
     Attributes:
@@ -29,8 +29,8 @@ class Part:
 
 
 def validate_part(
-    model: nn.Module, data: Data, pairs: Pairs, config: TrainConfig, device: torch.device, rank: int, size: int
-) -> Part:
+    model: nn.Module, data: TrainingData, pairs: Pairs, config: TrainConfig, device: torch.device, rank: int, size: int
+) -> ValidationPart:
     """Computes the part of one process.
 
     Args:
@@ -51,10 +51,10 @@ def validate_part(
             texts = Translator(model, data.tokenizer).translate([pairs[place][0] for place in mine])
     finally:
         repack(model)  # copies of the weights would take memory until the next validation
-    return Part(losses, dict(zip(mine, texts, strict=True)))
+    return ValidationPart(losses, dict(zip(mine, texts, strict=True)))
 
 
-def scores_of(parts: Sequence[Part], data: Data, pairs: Pairs, config: TrainConfig) -> Scores:
+def scores_of(parts: Sequence[ValidationPart], data: TrainingData, pairs: Pairs, config: TrainConfig) -> Scores:
     """Computes the scores from the parts of all processes."""
     nll = mean_of({place: loss for part in parts for place, loss in part.losses.items()}, data.val)
     if not pairs:

@@ -97,7 +97,7 @@ class Runner:
         return copied.train(model.training)
 
 
-class _Loss(nn.Module):
+class _LossModule(nn.Module):
     """A module whose forward is a model's loss, for DistributedDataParallel."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -319,7 +319,7 @@ class World:
             return Runner(model)
         if sharding == "fsdp":
             return self._shard(model, *others)
-        replica = DistributedDataParallel(_Loss(model), broadcast_buffers=False, gradient_as_bucket_view=True)
+        replica = DistributedDataParallel(_LossModule(model), broadcast_buffers=False, gradient_as_bucket_view=True)
         return Runner(SimpleNamespace(loss=replica), self.size, replica.no_sync)
 
     def _shard(self, model: nn.Module, *others: nn.Module) -> Runner:

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from fastformer.training import TrainConfig
-from fastformer.training.best import Best, Record, choose_measure
+from fastformer.training.best import Best, ScoreRecord, choose_measure
 from fastformer.training.evaluate import Scores
 
 
@@ -63,8 +63,8 @@ def test_a_requested_measure_that_is_impossible() -> None:
         choose_measure(TrainConfig(model="gpt", train_text="x", best_by="exact_match"))
 
 
-def record(nll: float, bleu: float | None = None, data: str = "x", translated: int = 5, **more: float) -> Record:
-    return Record(1, data, translated, nll, bleu, more.get("chrf"), more.get("exact_match"))
+def record(nll: float, bleu: float | None = None, data: str = "x", translated: int = 5, **more: float) -> ScoreRecord:
+    return ScoreRecord(1, data, translated, nll, bleu, more.get("chrf"), more.get("exact_match"))
 
 
 @pytest.mark.parametrize(

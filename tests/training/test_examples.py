@@ -18,7 +18,7 @@ from fastformer.data import BPETokenizer, ByteTokenizer, load_tokenizer
 from fastformer.number_words import english, german
 from fastformer.training import TrainConfig, examples, start
 from fastformer.training import trainer as trainer_module
-from fastformer.training.examples import Data, encode_all, load_data
+from fastformer.training.examples import TrainingData, encode_all, load_data
 from tests.training.tiny import SIZES
 
 POEM = "Roses are red,\n\n  violets\x0bare blue\u2028;\nsugar is sweet\n"
@@ -29,7 +29,7 @@ def lines(path: Path, texts: list[str]) -> str:
     return str(path)
 
 
-def texts_of(data: Data, part: str) -> list[tuple[str, str]]:
+def texts_of(data: TrainingData, part: str) -> list[tuple[str, str]]:
     decode = data.tokenizer.decode
     return [(decode(example.source), decode(example.target)) for example in getattr(data, part)]
 

@@ -16,7 +16,7 @@ from fastformer.data.shards import left_out
 from fastformer.data.shards.reading import ShardedExamples
 from fastformer.data.tokenizer import cuts_of
 from fastformer.training import TrainConfig
-from fastformer.training.examples import Data, load_data
+from fastformer.training.examples import TrainingData, load_data
 from fastformer.training.prepare import prepare
 from tests.data import odd_tokenizers
 from tests.data.test_cuts import WORDS, text_of
@@ -39,7 +39,7 @@ def contents(examples: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     return [(tuple(example.source), tuple(example.target)) for example in examples]
 
 
-def all_of(config: TrainConfig, folder: Path) -> list[Data]:
+def all_of(config: TrainConfig, folder: Path) -> list[TrainingData]:
     """Returns the data of a training in memory and in shards."""
     prepare(config, folder, shards=2, processes=1)
     names = ("model", "seqlen", "max_len", "settings", "shared_vocab")

@@ -57,7 +57,7 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
-class Form(NamedTuple):
+class BartForm(NamedTuple):
     """A family: its name, and the values of three options of `TransformerConfig`.
 
     Attributes:
@@ -83,12 +83,12 @@ class Form(NamedTuple):
 
 # By the model_type of transformers.
 FORMS = {
-    "bart": Form("BART", "learned", True, False),
-    "marian": Form("Marian", "halves", False, False),  # Junczys-Dowmunt et al. 2018
-    "mbart": Form("mBART", "learned", True, True),  # Liu et al. 2020
-    "pegasus": Form("Pegasus", "halves", False, True),  # Zhang et al. 2020
+    "bart": BartForm("BART", "learned", True, False),
+    "marian": BartForm("Marian", "halves", False, False),  # Junczys-Dowmunt et al. 2018
+    "mbart": BartForm("mBART", "learned", True, True),  # Liu et al. 2020
+    "pegasus": BartForm("Pegasus", "halves", False, True),  # Zhang et al. 2020
     # Fan et al. 2020; NLLB (NLLB Team et al. 2022) has the same model_type
-    "m2m_100": Form("M2M100", "concatenated", False, True, behind_pad=True),
+    "m2m_100": BartForm("M2M100", "concatenated", False, True, behind_pad=True),
 }
 _OFFSET = 2  # unused rows of a learned table, before position 0
 
@@ -232,20 +232,20 @@ def bart_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str,
     return settings, weights
 
 
-def _check_start(start: int, pad: int, form: Form) -> None:
+def _check_start(start: int, pad: int, form: BartForm) -> None:
     """Raises ValueError if the decoder's first token has no position: an M2M100 counts none for PAD."""
     if form.behind_pad and start == pad:
         raise ValueError(f"expected a {form.name}, whose decoder starts with another id than PAD's, got {start}")
 
 
-def _form(config: TransformerConfig) -> tuple[str, Form]:
+def _form(config: TransformerConfig) -> tuple[str, BartForm]:
     """Returns the family that has a model's options."""
     options = config.positions, config.embedding_norm, config.norm_first
     for kind, form in FORMS.items():
         if form[1:4] == options:
             return kind, form
     known = "; or ".join(f"{form.options} ({form.name})" for form in FORMS.values())
-    raise ValueError(f"expected {known}; got {Form('', *options).options}")
+    raise ValueError(f"expected {known}; got {BartForm('', *options).options}")
 
 
 def _names(config: TransformerConfig) -> dict[str, tuple[str, ...]]:
@@ -279,7 +279,7 @@ def _names(config: TransformerConfig) -> dict[str, tuple[str, ...]]:
     return names
 
 
-def _embeddings(settings: Mapping[str, Any], left: dict[str, Tensor], form: Form) -> tuple[Tensor, Tensor, Tensor]:
+def _embeddings(settings: Mapping[str, Any], left: dict[str, Tensor], form: BartForm) -> tuple[Tensor, Tensor, Tensor]:
     """Removes the source, target and output matrices from `left` and returns them, as one object if they are tied."""
     tables = {name: left.pop(name, None) for name in (_SHARED, _SOURCE, _TARGET, _OUTPUT)}
     # Of matrices that are tied, the file has one.
@@ -303,7 +303,7 @@ def _embeddings(settings: Mapping[str, Any], left: dict[str, Tensor], form: Form
     return source, target, output
 
 
-def _check_positions(name: str, table: Tensor, config: TransformerConfig, form: Form) -> None:
+def _check_positions(name: str, table: Tensor, config: TransformerConfig, form: BartForm) -> None:
     atol = 1e-6 if table.element_size() >= 4 else 1e-2
     is_right = table.shape == (config.max_len, config.d_model)  # checked before a table of the same size is built
     if is_right:
@@ -313,7 +313,7 @@ def _check_positions(name: str, table: Tensor, config: TransformerConfig, form: 
         raise ValueError(f"expected {name} to be {form.name}'s sines and cosines, got another table")
 
 
-def _id(settings: Mapping[str, Any], name: str, form: Form) -> Any:
+def _id(settings: Mapping[str, Any], name: str, form: BartForm) -> Any:
     value = settings.get(name)
     if value is None:
         raise ValueError(f"expected a {form.name} with a {name}, got none")

@@ -36,7 +36,7 @@ _CONV1D = ("gpt2",)  # families whose weights are (in, out) if they aren't quant
 _UNBIASED = ("llama", "mistral")  # families whose layers some programs saved with biases of zero
 
 
-class _Layer(NamedTuple):
+class _QuantizedLayer(NamedTuple):
     """The parts of a layer: q (out, in), scales and zeros (groups, out), and the group of each input (in)."""
 
     q: Tensor
@@ -183,7 +183,7 @@ def _digests(matrix: Tensor) -> list[bytes]:
     return [hashlib.blake2b(row, digest_size=16).digest() for row in rows]
 
 
-def _layer(name: str, rounded: Mapping[str, Any], left: dict[str, Tensor]) -> _Layer:
+def _layer(name: str, rounded: Mapping[str, Any], left: dict[str, Tensor]) -> _QuantizedLayer:
     """Removes a layer's tensors from the state and returns them."""
     missing = [part for part in ("qweight", "qzeros", "scales") if f"{name}.{part}" not in left]
     if missing:
@@ -218,7 +218,7 @@ def _layer(name: str, rounded: Mapping[str, Any], left: dict[str, Tensor]) -> _L
         index = torch.arange(inputs) // size
     if index.shape != (inputs,) or int(index.min()) < 0 or int(index.max()) >= expected[0]:
         raise ValueError(f"expected {name}.g_idx to name one of {expected[0]} groups for each of {inputs} inputs")
-    return _Layer(q, scales, zeros, index.long())
+    return _QuantizedLayer(q, scales, zeros, index.long())
 
 
 def _nibbles(words: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ class Shard(Stored):
 
 
 @dataclass(frozen=True)
-class Source:
+class ShardSource:
     """One source of text, and the numbers of its examples.
 
     Attributes:
@@ -150,7 +150,7 @@ class Manifest:
     kind: Literal["pairs", "text"]
     tokenizer: str
     settings: dict[str, Any]
-    sources: list[Source]
+    sources: list[ShardSource]
     shards: list[Shard]
     validation: Stored
     validation_texts: Stored | None = None
@@ -195,7 +195,7 @@ class Manifest:
             if values["version"] == VERSION and checksum != _checksum(values):
                 raise ValueError("it was changed since: its SHA-256 is another")
             del values["format"], values["version"]
-            values["sources"] = [Source(**source) for source in values["sources"]]
+            values["sources"] = [ShardSource(**source) for source in values["sources"]]
             values["shards"] = [Shard(**shard) for shard in values["shards"]]
             values["validation"] = Stored(**values["validation"])
             if values["validation_texts"] is not None:

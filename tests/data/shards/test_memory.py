@@ -12,7 +12,7 @@ import pytest
 from fastformer.data import ByteTokenizer
 from fastformer.data.shards.arrow_file import arrow, write_table
 from fastformer.data.shards.deal import describe, shard_name
-from fastformer.data.shards.manifest import Manifest, Source, Stored, tokenizer_digest
+from fastformer.data.shards.manifest import Manifest, ShardSource, Stored, tokenizer_digest
 
 pytest.importorskip("pyarrow", reason="shards are files of Arrow")
 
@@ -49,7 +49,7 @@ def write_shards(folder: Path, shards: int, examples: int) -> int:
         write_table(folder / shard_name(number), arrow().table(columns))
         found.append(describe(folder / shard_name(number), 1))
     ByteTokenizer().save(folder)
-    source = Source("random", 1.0, shards * examples, shards * examples, 0, {})
+    source = ShardSource("random", 1.0, shards * examples, shards * examples, 0, {})
     validation = Stored.of(folder / shard_name(0))
     Manifest("pairs", tokenizer_digest(ByteTokenizer()), {}, [source], found, validation).save(folder)
     return sum(shard.size for shard in found)
