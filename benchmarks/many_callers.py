@@ -44,11 +44,11 @@ def seconds_of(
     results: list[Array | None] = [None] * callers
     begin = threading.Barrier(callers + 1)
 
-    def call(place: int) -> None:
+    def call(caller: int) -> None:
         begin.wait()
-        results[place] = encode(engine, texts, batch)
+        results[caller] = encode(engine, texts, batch)
 
-    threads = [threading.Thread(target=call, args=(place,)) for place in range(callers)]
+    threads = [threading.Thread(target=call, args=(caller,)) for caller in range(callers)]
     for thread in threads:
         thread.start()
     begin.wait()

@@ -188,9 +188,9 @@ async def _all(server: PeerServer, texts: list[str]) -> tuple[list[str], list[fl
 
     async def work(number: int) -> None:
         client = Client(server.port, server.path)
-        for place in range(number, len(texts), _CLIENTS):
+        for index in range(number, len(texts), _CLIENTS):
             began = time.perf_counter()
-            translations[place] = (await client.ask({"text": texts[place], "split": False}))["text"]
+            translations[index] = (await client.ask({"text": texts[index], "split": False}))["text"]
             seconds.append(time.perf_counter() - began)
         client.close()
 

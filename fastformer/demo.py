@@ -79,8 +79,8 @@ def clear(folder: Path) -> None:
         saved = folder / FOLDER
         if saved.is_symlink():
             raise ValueError(f"expected {saved} to be a folder, got a link: give another --out")
-        for place, names in ((folder, OWN_FILES), (saved, OWN_CHECKPOINTS)):
-            for path in place.iterdir() if place.is_dir() else ():
+        for directory, names in ((folder, OWN_FILES), (saved, OWN_CHECKPOINTS)):
+            for path in directory.iterdir() if directory.is_dir() else ():
                 if (path.is_file() or path.is_symlink()) and any(path.match(name) for name in names):
                     path.unlink()
         for path in filter(run_log.wrote, folder.glob("train*.log")):

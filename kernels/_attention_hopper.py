@@ -194,8 +194,8 @@ class Plan:
             return
         run, boxes, rest = self._ready
         descriptors = []
-        for place, cached, box in zip(self._order, self._descriptors, boxes, strict=True):
-            x = tensors[place]
+        for index, cached, box in zip(self._order, self._descriptors, boxes, strict=True):
+            x = tensors[index]
             address = x.data_ptr()
             descriptor = cached.get(address)
             if descriptor is None:

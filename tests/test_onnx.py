@@ -117,9 +117,7 @@ def made(make: Callable[[], nn.Module], call: Callable[..., Any]) -> CallModule:
 QUICK = ("ours: causal", "ours: weights", "accelerated: decoder")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(w, marks=() if w in QUICK else pytest.mark.slow) for w in CASES])
 def test_the_older_exporter(name, tmp_path):
     """The slow cases cover every module: they differ in the attributes that fastformer's ops get."""
     module, inputs = made(*CASES[name][:2]), CASES[name][2]

@@ -18,8 +18,8 @@ def newer_assembler() -> str | None:
     import triton
 
     bundled = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    places = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin", *Path("/usr/local").glob("cuda*/bin")]
-    versions = {str(place / "ptxas"): version_of(place / "ptxas") for place in places if (place / "ptxas").is_file()}
+    folders = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin", *Path("/usr/local").glob("cuda*/bin")]
+    versions = {str(f / "ptxas"): version_of(f / "ptxas") for f in folders if (f / "ptxas").is_file()}
     newest = max(versions, key=lambda path: versions[path], default=None)
     return newest if newest is not None and versions[newest] > version_of(bundled) else None
 

@@ -98,7 +98,7 @@ def _events(ptx: str) -> list[_Ptx]:
         for name in names:
             places = labels[name]
             # Each copy of inline assembly has its own label with the same name: the last one before the branch counts.
-            after.append(max([place for place in places if place <= i], default=places[0]))
+            after.append(max([target for target in places if target <= i], default=places[0]))
         result.append(_Ptx(kind, [successor for successor in after if successor < len(instructions)]))
     return result
 

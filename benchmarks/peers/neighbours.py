@@ -22,9 +22,9 @@ def measure(plan: SuitePlan, rounds: int, neighbours: int) -> Iterator[Row]:
     Raises:
         Failed: fastformer raised an error.
     """
-    places = [place for place in plan.places(plan.precisions) if place.peer == "fastformer"]
+    configs = [config for config in plan.places(plan.precisions) if config.peer == "fastformer"]
     shared = {"suite": "decoding", "op": "peers_neighbours", "model": plan.case["name"], "provider": "fastformer"}
-    with started(places) as (workers, missing):
+    with started(configs) as (workers, missing):
         for shape, job in jobs(plan.case, plan.batches, plan.beams):
             yield from (shared | {"shape": shape} | row for row in without_time(missing, "precision"))
             tokens = {key: worker.turn(job).tokens for key, worker in workers.items()}

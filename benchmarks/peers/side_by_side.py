@@ -34,24 +34,24 @@ _TOLERANCES = {"fp32": 2e-3, "bf16": 0.1, "int8": 0.5}
 
 
 @contextlib.contextmanager
-def started(places: Sequence[WorkerConfig]) -> Iterator[tuple[Workers, dict[PeerKey, str]]]:
+def started(configs: Sequence[WorkerConfig]) -> Iterator[tuple[Workers, dict[PeerKey, str]]]:
     """Starts the workers of the peers, which end with the block; yields those that can run, and why others can't."""
     workers: Workers = {}
     missing: dict[PeerKey, str] = {}
     try:
-        for place in places:
-            thing = PeerKey(place.peer, place.precision)
+        for config in configs:
+            thing = PeerKey(config.peer, config.precision)
             if thing in missing:
                 continue
-            worker = workers[thing, place.threads] = Worker(place)
+            worker = workers[thing, config.threads] = Worker(config)
             try:
                 why = worker.ready()
             except Failed as failure:
-                if place.peer in OURS:
+                if config.peer in OURS:
                     raise
                 why = str(failure)
             if why is not None:
-                workers.pop((thing, place.threads)).close()
+                workers.pop((thing, config.threads)).close()
                 missing[thing] = why
         yield workers, missing
     finally:

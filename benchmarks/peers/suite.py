@@ -112,14 +112,14 @@ def _models(plan: SuitePlan, rounds: int) -> Iterator[Row]:
     # memory.
     for base, group in (("fp32", {"fp32", "int8"}), ("bf16", {"bf16"})):
         precisions = group.intersection(plan.precisions)
-        places = [
-            place
-            for place in plan.places(sorted({base, *precisions}))
-            if place.precision in precisions or place.peer == "as it is"
+        configs = [
+            config
+            for config in plan.places(sorted({base, *precisions}))
+            if config.precision in precisions or config.peer == "as it is"
         ]
         if not precisions:
             continue
-        with started(places) as (workers, missing):
+        with started(configs) as (workers, missing):
             for case in cases:
                 yield from (shared(case) | row for row in without_time(missing, "dtype"))
                 if workers:

@@ -135,7 +135,7 @@ def peers(case: dict[str, Any]) -> dict[str, type[Peer]]:
     return {peer.name: peer for peer in compared}
 
 
-def serve(place: WorkerConfig, orders: IO[str], answers: IO[str]) -> None:
+def serve(config: WorkerConfig, orders: IO[str], answers: IO[str]) -> None:
     """Runs the worker's side: answers with a line at the start, and with one for each order."""
 
     def answer(**values: object) -> None:
@@ -143,8 +143,8 @@ def serve(place: WorkerConfig, orders: IO[str], answers: IO[str]) -> None:
         answers.flush()
 
     try:
-        model = place.case if place.case["name"] in models.MODELS else make_model(place.case)
-        peer = peers(place.case)[place.peer](model, place.precision, place.threads, place.options)
+        model = config.case if config.case["name"] in models.MODELS else make_model(config.case)
+        peer = peers(config.case)[config.peer](model, config.precision, config.threads, config.options)
         answer()
     except Missing as missing:
         answer(missing=str(missing))

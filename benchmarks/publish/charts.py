@@ -81,20 +81,20 @@ def draw_speedups(title: str, cases: Sequence[TableCase], rows: list[Row]) -> Fi
     # A position for c (case, rival), from top to bottom, the same in all panels.
     places: dict[tuple[str, str], float] = {}
     heights: dict[str, list[float]] = {}
-    place = 0.0
+    height = 0.0
     for case in cases:
         for rival in dict.fromkeys(c.against for c in comparisons if c.label == case.label):
-            places[case.label, rival] = place
-            heights.setdefault(case.label, []).append(place)
-            place += 1.0
+            places[case.label, rival] = height
+            heights.setdefault(case.label, []).append(height)
+            height += 1.0
         if case.label in heights:
-            place += 0.7
-    fig = style.figure(title, footer=machine(rows), columns=len(panels), height=1.35 + 0.2 * place)
+            height += 0.7
+    fig = style.figure(title, footer=machine(rows), columns=len(panels), height=1.35 + 0.2 * height)
     low = min(0.8, *(c.ratio / 1.12 for c in comparisons))
     high = max(2.0, *(c.ratio for c in comparisons)) * 1.5
     for axes, panel in zip(fig.axes, panels, strict=True):
         axes.set_xscale("log")
-        axes.set(xlim=(low, high), ylim=(place - 1.0, -0.8))
+        axes.set(xlim=(low, high), ylim=(height - 1.0, -0.8))
         for c in comparisons:
             if c.panel != panel:
                 continue
@@ -210,12 +210,12 @@ def draw_stages(rows: list[Row]) -> Figure:
     )
     (axes,) = fig.axes
     first = rows[0]["ms_p50"]
-    for place, row in enumerate(rows):
+    for row_index, row in enumerate(rows):
         name = row["provider"]
         is_ours = name.startswith("cpp") or name == "kv_cache"
-        axes.barh(place, row["tokens_s"], height=0.7, color=style.OURS if is_ours else style.GREY)
+        axes.barh(row_index, row["tokens_s"], height=0.7, color=style.OURS if is_ours else style.GREY)
         text = f"{row['tokens_s']:,.0f} tokens/s, {style.two_digits(first / row['ms_p50'])}x"
-        axes.text(row["tokens_s"] * 1.05, place, text, va="center", fontsize=9)
+        axes.text(row["tokens_s"] * 1.05, row_index, text, va="center", fontsize=9)
     _logarithmic(axes, x=10)
     low, high = min(row["tokens_s"] for row in rows), max(row["tokens_s"] for row in rows)
     axes.set(xlim=(low / 2, high * 6), ylim=(len(rows) - 0.4, -0.6), xlabel="tokens a second")

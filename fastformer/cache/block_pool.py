@@ -1,4 +1,4 @@
-"""The pool of a `KVCache`'s blocks, which counts the holders of each block."""
+"""The free blocks of a `KVCache`."""
 
 from __future__ import annotations
 
@@ -18,45 +18,34 @@ class CacheFullError(InputError):
 
 
 class BlockPool:
-    """Reference-counted blocks. A block without holders is free; `take` hands out the most recently freed block first.
+    """A stack of free blocks: `allocate` hands out the most recently freed block first.
 
     Args:
-        num_blocks: the number of blocks, including the null block.
+        num_blocks: the number of blocks, including the null block, which is never free.
 
     Attributes:
-        counts: (num_blocks,) the number of holders of each block: groups of rows, or other readers.
-        num_free: the number of blocks that can be taken.
+        num_free: the number of free blocks.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self.counts = np.zeros(num_blocks, np.int32)
-        self.counts[NULL_BLOCK] = 1
-        self.num_free = num_blocks - 1
-        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # a stack of num_free blocks
+        self.num_blocks, self.num_free = num_blocks, num_blocks - 1
+        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
 
-    def take(self, num_blocks: int) -> Ints:
-        """Takes free blocks for one holder.
+    def allocate(self, num_blocks: int) -> Ints:
+        """Takes free blocks.
 
         Raises:
             CacheFullError: fewer than num_blocks blocks are free.
         """
         if num_blocks > self.num_free:
             raise CacheFullError(
-                f"the cache has {self.num_free} free blocks of {len(self.counts) - 1} and {num_blocks} are needed: "
+                f"the cache has {self.num_free} free blocks of {self.num_blocks - 1} and {num_blocks} are needed: "
                 "make it with a larger num_blocks, or free groups"
             )
         end, self.num_free = self.num_free, self.num_free - num_blocks
-        blocks = self._free[self.num_free : end][::-1].copy()
-        self.counts[blocks] = 1
-        return blocks
-
-    def share(self, blocks: npt.NDArray[np.integer]) -> None:
-        """Adds a holder to each of these blocks. The blocks are distinct, and each has a holder already."""
-        self.counts[blocks] += 1
+        return self._free[self.num_free : end][::-1].copy()
 
     def release(self, blocks: npt.NDArray[np.integer]) -> None:
-        """Removes a holder from each of these distinct blocks."""
-        self.counts[blocks] -= 1
-        free = blocks[self.counts[blocks] == 0]
-        self._free[self.num_free : self.num_free + len(free)] = free
-        self.num_free += len(free)
+        """Returns distinct blocks to the pool."""
+        self._free[self.num_free : self.num_free + len(blocks)] = blocks
+        self.num_free += len(blocks)

@@ -226,7 +226,7 @@ class BlockTable:
                 rows = slice(start, start + group.size)
                 capacities = self.capacities[rows, None]
                 position = np.arange(capacities.max())
-                is_named = np.zeros(len(self.pool.counts), np.bool_)
+                is_named = np.zeros(self.pool.num_blocks, np.bool_)
                 is_named[self.slots[rows, : len(position)][position < capacities] // self.block_size] = True
                 blocks = np.array(group.blocks, np.intp)
                 stays = is_named[blocks]
@@ -263,7 +263,7 @@ class BlockTable:
         keys, capacities, size = self.keys[rows], self.capacities[rows], self.block_size
         row, ahead = spread(due)
         self.collect([self._by_key[key] for key in set(keys[row].tolist())])
-        blocks = self._take(len(row))
+        blocks = self._allocate(len(row))
         for key, block in zip(keys[row].tolist(), blocks.tolist(), strict=True):
             self._by_key[key].blocks.append(block)
         column = capacities[row] // size + ahead
@@ -290,10 +290,10 @@ class BlockTable:
             return None
         return np.where(is_short, blocks_of(until, self.block_size) - capacities // self.block_size, 0)
 
-    def _take(self, num_blocks: int) -> Ints:
+    def _allocate(self, num_blocks: int) -> Ints:
         if num_blocks > self.pool.num_free:
             self.collect()
-        return self.pool.take(num_blocks)
+        return self.pool.allocate(num_blocks)
 
     def check_counts(self, begin: int, counts: Ints, num_tokens: int) -> None:
         """Raises InputError unless counts has a valid entry (see `KVCache.begin`) for each row from row `begin` on."""
@@ -332,21 +332,19 @@ class BlockTable:
         """Gives sources to groups without one. Returns (sum of lengths,) the slots of their tokens, concatenated."""
         size, keys = self.block_size, np.array([self.groups[group].key for group in groups], np.intp)
         blocks = blocks_of(lengths, size)
-        blocks_taken = self._take(int(blocks.sum()))
+        allocated = self._allocate(int(blocks.sum()))
         firsts = np.cumsum(blocks) - blocks
         source, position = spread(lengths)
-        slots = blocks_taken[firsts[source] + position // size] * size + position % size
+        slots = allocated[firsts[source] + position // size] * size + position % size
         self.source_slots[keys[source], position] = slots
         self.source_seqlens[keys] = lengths
-        for group, length, group_blocks in zip(
-            groups, lengths.tolist(), np.split(blocks_taken, firsts[1:]), strict=True
-        ):
+        for group, length, group_blocks in zip(groups, lengths.tolist(), np.split(allocated, firsts[1:]), strict=True):
             self.groups[group].source_seqlen, self.groups[group].source_blocks = length, group_blocks.tolist()
         return slots
 
     def take_slots(self, num_tokens: int) -> Ints:
         """Takes blocks permanently, for tokens that belong to no group. Returns (num_tokens,) their slots."""
-        blocks = self._take(blocks_of(num_tokens, self.block_size))
+        blocks = self._allocate(blocks_of(num_tokens, self.block_size))
         slots = np.add.outer(blocks * self.block_size, np.arange(self.block_size, dtype=np.int32))
         return slots.reshape(-1)[:num_tokens]
 

@@ -71,7 +71,7 @@ class CrossEncoder(FolderModel):
         usual = nn.Sigmoid() if self.num_labels == 1 else nn.Identity()
         self.activation_fn: Activation = activation_fn or loaded.activation or usual
         labels = loaded.labels if len(loaded.labels) == self.num_labels else ()
-        self.labels = labels or tuple(f"LABEL_{place}" for place in range(self.num_labels))
+        self.labels = labels or tuple(f"LABEL_{i}" for i in range(self.num_labels))
 
     @property
     def num_labels(self) -> int:
@@ -191,8 +191,8 @@ class CrossEncoder(FolderModel):
             activation_fn=activation_fn,
             batch_tokens=batch_tokens,
         )
-        order = sorted(range(len(scores)), key=lambda place: -scores[place])[:top_k]
-        ranking: list[dict[str, Any]] = [{"corpus_id": place, "score": float(scores[place])} for place in order]
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])[:top_k]
+        ranking: list[dict[str, Any]] = [{"corpus_id": index, "score": float(scores[index])} for index in order]
         for entry in ranking if return_documents else ():
             entry["text"] = texts[entry["corpus_id"]]
         return ranking
@@ -217,9 +217,9 @@ class CrossEncoder(FolderModel):
                 check_input(pair, number)
             rows = rows_of(self._reader, with_prompt(chunk, prompt))
             logits = np.zeros((len(chunk), self.num_labels), np.float32)
-            for places in packed(list(map(len, rows.ids)), *limits):
-                logits[places] = self._classify(rows.some(places))
-                advance(len(places))
+            for indices in packed(list(map(len, rows.ids)), *limits):
+                logits[indices] = self._classify(rows.select(indices))
+                advance(len(indices))
             yield logits
 
     def _tokenized(self, texts: Sequence[Any]) -> Rows:
@@ -261,13 +261,13 @@ def with_prompt(inputs: Sequence[Input], prompt: str) -> Sequence[Input]:
 
 def rows_of(reader: Reader, inputs: Sequence[Input], *, cuts: bool = True) -> Rows:
     """Returns a row for each pair or text, in their order; see `Reader.texts`."""
-    pairs = [place for place, texts in enumerate(inputs) if len(texts) == 2]
-    single = [place for place, texts in enumerate(inputs) if len(texts) == 1]
-    paired = reader.pairs([(inputs[place][0], inputs[place][1]) for place in pairs], cuts=cuts)
-    single_rows = reader.texts([inputs[place][0] for place in single], cuts=cuts)
-    by_place = dict(zip([*pairs, *single], [*paired.ids, *single_rows.ids], strict=True))
-    ids = [by_place[place] for place in range(len(inputs))]
+    pairs = [index for index, texts in enumerate(inputs) if len(texts) == 2]
+    single = [index for index, texts in enumerate(inputs) if len(texts) == 1]
+    paired = reader.pairs([(inputs[index][0], inputs[index][1]) for index in pairs], cuts=cuts)
+    single_rows = reader.texts([inputs[index][0] for index in single], cuts=cuts)
+    by_index = dict(zip([*pairs, *single], [*paired.ids, *single_rows.ids], strict=True))
+    ids = [by_index[index] for index in range(len(inputs))]
     if paired.types is None:
         return Rows(ids)
     types = dict(zip(pairs, paired.types, strict=True))
-    return Rows(ids, [types.get(place, [0] * len(row)) for place, row in enumerate(ids)])
+    return Rows(ids, [types.get(index, [0] * len(row)) for index, row in enumerate(ids)])

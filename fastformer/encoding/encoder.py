@@ -247,9 +247,9 @@ class Encoder(FolderModel):
         skipped = self._skipped(prompt)
         for rows in self._rows(texts, prompt):
             pooled = np.zeros((len(rows.ids), finish.width), np.float32)
-            for places in self._batches(rows, limits):
-                pooled[places] = self._pooled(rows.some(places), skipped)
-                advance(len(places))
+            for indices in self._batches(rows, limits):
+                pooled[indices] = self._pooled(rows.select(indices), skipped)
+                advance(len(indices))
             yield finish(pooled)
 
     def _skipped(self, prompt: str) -> int:
@@ -277,12 +277,12 @@ class Encoder(FolderModel):
         all_states: list[Tensor] = []
         for rows in self._rows(texts, prompt):
             states: list[Tensor] = [torch.zeros(0, int(self._folder.model.config.d_model))] * len(rows.ids)
-            for places in self._batches(rows, limits):
-                lengths = [len(rows.ids[place]) for place in places]
-                hidden = torch.from_numpy(self._engine.encode(rows.some(places).ids, pooling="none"))
-                for place, part in zip(places, hidden.split(lengths), strict=True):
-                    states[place] = part
-                advance(len(places))
+            for indices in self._batches(rows, limits):
+                lengths = [len(rows.ids[index]) for index in indices]
+                hidden = torch.from_numpy(self._engine.encode(rows.select(indices).ids, pooling="none"))
+                for index, part in zip(indices, hidden.split(lengths), strict=True):
+                    states[index] = part
+                advance(len(indices))
             all_states += states
         return all_states
 
@@ -296,8 +296,8 @@ class Encoder(FolderModel):
     @staticmethod
     def _batches(rows: Rows, limits: tuple[int, int | None]) -> Iterator[list[int]]:
         """Yields the indices of rows that are computed together. Rows without tokens are omitted and stay zeros."""
-        nonempty = [place for place, ids in enumerate(rows.ids) if ids]
-        for batch in packed([len(rows.ids[place]) for place in nonempty], *limits):
+        nonempty = [i for i, ids in enumerate(rows.ids) if ids]
+        for batch in packed([len(rows.ids[i]) for i in nonempty], *limits):
             yield [nonempty[index] for index in batch]
 
 

@@ -218,8 +218,8 @@ class EncoderEngine:
         pooled: list[Array | None] = [None] * len(ids)
         for part in batches.packed([len(text) for text in ids], _MODULE_TOKENS):
             types = None if token_types is None else [token_types[i] for i in part]
-            for place, rows in zip(part, self._rows([ids[i] for i in part], types, pooling, normalize), strict=True):
-                pooled[place] = rows
+            for index, rows in zip(part, self._rows([ids[i] for i in part], types, pooling, normalize), strict=True):
+                pooled[index] = rows
         if not pooled:
             return np.zeros((0, self.model.config.d_model), np.float32)
         return np.concatenate(cast(list[Array], pooled))

@@ -96,17 +96,17 @@ def read_folder(path: str | os.PathLike[str], *, device: torch.device | str | No
         raise ValueError(f"expected the folder of an encoder, but there is no folder {folder}: nothing is downloaded")
     settings = _read(folder / _SETTINGS)
     modules = _modules(folder)
-    place = modules[0][1] if modules else folder
-    model_settings = next((values for name in _MODEL_SETTINGS if (values := _read(place / name))), {})
+    model_folder = modules[0][1] if modules else folder
+    model_settings = next((values for name in _MODEL_SETTINGS if (values := _read(model_folder / name))), {})
     max_len = model_settings.get("max_seq_length")
     if max_len is not None and number_of(model_settings, "max_seq_length") < 1:
-        raise ValueError(f"expected {place} to have a max_seq_length of at least 1, got {max_len}")
+        raise ValueError(f"expected {model_folder} to have a max_seq_length of at least 1, got {max_len}")
     prompts = _prompts(folder, settings)
-    model, tokenizer = _load(place, device)
+    model, tokenizer = _load(model_folder, device)
     most = min(tokenizer.max_len if max_len is None else max_len, model.config.max_len)
     reader = Reader(tokenizer, most, lowers=flag_of(model_settings, "do_lower_case", False))
     pooling, steps = _after(folder, modules, model)
-    foreign = _read(place / CONFIG)
+    foreign = _read(model_folder / CONFIG)
     similarity = settings.get("similarity_fn_name") or "cosine"
     if similarity not in ALL:
         raise ValueError(f"expected {folder / _SETTINGS} to name a similarity in {[*ALL]}, got {similarity!r}")
@@ -126,16 +126,16 @@ def read_folder(path: str | os.PathLike[str], *, device: torch.device | str | No
     )
 
 
-def _load(place: Path, device: torch.device | str | None) -> tuple[Any, Any]:
-    if not (place / CONFIG).is_file():
-        raise ValueError(f"expected the file {place / CONFIG}, which doesn't exist: was the model saved completely?")
-    kind = model_type(place)
+def _load(folder: Path, device: torch.device | str | None) -> tuple[Any, Any]:
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"expected the file {folder / CONFIG}, which doesn't exist: was the model saved completely?")
+    kind = model_type(folder)
     family = None if kind is None else FAMILIES.get(kind)
     if family is None or family.kind != "encoder" or family.read_tokenizer is None:
         families = ", ".join(f.name for f in FAMILIES.values() if f.kind == "encoder")
-        got = "none of transformers' models" if kind is None else f"one of {kind!r}"
-        raise ValueError(f"expected the folder of an encoder, one of {families}, got {got}: {place}")
-    return load_folder(place, family, device=device)
+        kind_found = "none of transformers' models" if kind is None else f"one of {kind!r}"
+        raise ValueError(f"expected the folder of an encoder, one of {families}, got {kind_found}: {folder}")
+    return load_folder(folder, family, device=device)
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:
@@ -176,17 +176,17 @@ def _after(
         raise ValueError(f"expected {folder / _MODULES} to have one Pooling, after the Transformer, got {kinds}")
     pooling, width = _pooling(modules[1][1], model.config.d_model)
     steps: list[RowLayer] = []
-    for kind, place in modules[2:]:
-        step = _step(kind, place, width)
+    for kind, subfolder in modules[2:]:
+        step = _step(kind, subfolder, width)
         if step is not None:
             steps.append(step)
             width = step.out_features or width
     return pooling, tuple(steps)
 
 
-def _pooling(place: Path, d_model: int) -> tuple[Pooling, int]:
+def _pooling(folder: Path, d_model: int) -> tuple[Pooling, int]:
     """Returns the pooling of a folder, and the width of its rows."""
-    file = place / CONFIG
+    file = folder / CONFIG
     settings = read_json(file)
     kinds = settings.get("pooling_mode")
     if kinds is None:
@@ -205,35 +205,35 @@ def _pooling(place: Path, d_model: int) -> tuple[Pooling, int]:
     return Pooling(kinds, flag_of(settings, "include_prompt", True)), len(kinds) * d_model
 
 
-def _step(kind: str, place: Path, width: int) -> RowLayer | None:
-    settings = _read(place / CONFIG)
+def _step(kind: str, folder: Path, width: int) -> RowLayer | None:
+    settings = _read(folder / CONFIG)
     for name in ("module_input_name", "module_output_name"):
         if settings.get(name) not in (None, _ROW):
-            raise ValueError(f"expected {place / CONFIG} to have {name} {_ROW}, got {settings[name]!r}")
+            raise ValueError(f"expected {folder / CONFIG} to have {name} {_ROW}, got {settings[name]!r}")
     if kind == "Dropout":
         return None
     if kind == "Normalize":
         return Normalize()
-    settings = read_json(place / CONFIG)  # the file must exist
-    weights = {name: tensor.float() for name, tensor in read_weights(place).items()}
+    settings = read_json(folder / CONFIG)  # the file must exist
+    weights = {name: tensor.float() for name, tensor in read_weights(folder).items()}
     if kind == "LayerNorm":
-        return LayerNorm(_get(weights, place, "norm.weight", (width,)), _get(weights, place, "norm.bias", (width,)))
+        return LayerNorm(_get(weights, folder, "norm.weight", (width,)), _get(weights, folder, "norm.bias", (width,)))
     into, out = number_of(settings, "in_features"), number_of(settings, "out_features")
     if into != width:
-        raise ValueError(f"expected {place / CONFIG} to have in_features {width}, as the rows have, got {into}")
-    bias = _get(weights, place, "linear.bias", (out,)) if flag_of(settings, "bias", True) else None
+        raise ValueError(f"expected {folder / CONFIG} to have in_features {width}, as the rows have, got {into}")
+    bias = _get(weights, folder, "linear.bias", (out,)) if flag_of(settings, "bias", True) else None
     residual: Tensor | bool | None = flag_of(settings, "use_residual", False)
     if residual and into != out:
-        residual = _get(weights, place, "residual.weight", (out, into))
-    activation = activation_named(settings.get("activation_function", "Tanh"), place / CONFIG)
-    return Dense(_get(weights, place, "linear.weight", (out, into)), bias, activation, residual)
+        residual = _get(weights, folder, "residual.weight", (out, into))
+    activation = activation_named(settings.get("activation_function", "Tanh"), folder / CONFIG)
+    return Dense(_get(weights, folder, "linear.weight", (out, into)), bias, activation, residual)
 
 
-def _get(weights: Mapping[str, Tensor], place: Path, name: str, shape: tuple[int, ...]) -> Tensor:
+def _get(weights: Mapping[str, Tensor], folder: Path, name: str, shape: tuple[int, ...]) -> Tensor:
     tensor = weights.get(name)
     if tensor is None or tuple(tensor.shape) != shape:
         got = "none" if tensor is None else f"one of {tuple(tensor.shape)}"
-        raise ValueError(f"expected the weights in {place} to have a {name} of {shape}, got {got}")
+        raise ValueError(f"expected the weights in {folder} to have a {name} of {shape}, got {got}")
     return tensor
 
 
@@ -252,12 +252,12 @@ def activation_named(name: object, file: Path) -> nn.Module:
 def _score_activation(folder: Path, settings: Mapping[str, Any], foreign: Mapping[str, Any]) -> nn.Module | None:
     """Returns the activation of scores, from one of the settings in which sentence-transformers' versions store it."""
     nested = foreign.get("sentence_transformers")
-    places: list[tuple[object, Path]] = [
+    sources: list[tuple[object, Path]] = [
         (settings.get("activation_fn"), folder / _SETTINGS),
         (nested.get("activation_fn") if isinstance(nested, Mapping) else None, folder / CONFIG),
         (foreign.get("sbert_ce_default_activation_function"), folder / CONFIG),
     ]
-    return next((activation_named(name, file) for name, file in places if name is not None), None)
+    return next((activation_named(name, file) for name, file in sources if name is not None), None)
 
 
 def _prompts(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
@@ -275,11 +275,11 @@ def _prompts(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
 
 def _labels(foreign: Mapping[str, Any]) -> tuple[str, ...]:
     named = foreign.get("id2label")
-    if not isinstance(named, Mapping) or not all(str(place).isdecimal() for place in named):
+    if not isinstance(named, Mapping) or not all(str(index).isdecimal() for index in named):
         return ()
-    by_place = {int(place): str(label) for place, label in named.items()}
+    by_index = {int(index): str(label) for index, label in named.items()}
     # Other numbers than 0, 1, ... name no outputs of the head.
-    return tuple(by_place[place] for place in range(len(by_place))) if set(by_place) == {*range(len(by_place))} else ()
+    return tuple(by_index[index] for index in range(len(by_index))) if set(by_index) == {*range(len(by_index))} else ()
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -102,10 +102,10 @@ class FolderModel:
         shape = len(rows.ids), max(map(len, rows.ids), default=0)
         ids = torch.full(shape, self._folder.model.config.special_ids.pad)
         mask, types = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-        for place, row in enumerate(rows.ids):
-            ids[place, : len(row)], mask[place, : len(row)] = torch.tensor(row), 1
+        for index, row in enumerate(rows.ids):
+            ids[index, : len(row)], mask[index, : len(row)] = torch.tensor(row), 1
             if rows.types is not None:
-                types[place, : len(row)] = torch.tensor(rows.types[place])
+                types[index, : len(row)] = torch.tensor(rows.types[index])
         features = {"input_ids": ids, "attention_mask": mask}
         return features | ({"token_type_ids": types} if self._reader.tokenizer.has_token_types else {})
 
@@ -138,8 +138,8 @@ class FolderModel:
         """
         if device is not None:
             devices = [device] if isinstance(device, str | torch.device) else list(device)
-            places = {(target.type, target.index or 0) for target in map(torch.device, devices)}
-            if places != {(self.device.type, self.device.index or 0)} or len(devices) != 1:
+            targets = {(target.type, target.index or 0) for target in map(torch.device, devices)}
+            if targets != {(self.device.type, self.device.index or 0)} or len(devices) != 1:
                 raise ValueError(
                     f"expected device {str(self.device)!r}, on which the model is, got {device!r}: give it to the class"
                 )

@@ -61,14 +61,14 @@ class EncodeRequest(BaseRequest):
         self.results: Any = None
         self._finish = finish
         # The result of a text without tokens stays zeros.
-        self._places = [place for place, ids in enumerate(rows.ids) if ids]
+        self._indices = [index for index, ids in enumerate(rows.ids) if ids]
         self._results = np.zeros((len(rows.ids), compute.width), np.float32)
         self.num_taken, self.num_tokens = 0, sum(map(len, rows.ids))
 
     @property
     def is_complete(self) -> bool:
         """Whether all texts of the request have been computed."""
-        return self.num_taken == len(self._places)
+        return self.num_taken == len(self._indices)
 
     def take(self, batch_tokens: int, *, is_first: bool) -> list[int]:
         """Returns the indices of the texts to compute next.
@@ -78,17 +78,17 @@ class EncodeRequest(BaseRequest):
             is_first: return at least one text.
         """
         indices: list[int] = []
-        for place in self._places[self.num_taken :]:
-            batch_tokens -= len(self.rows.ids[place])
+        for index in self._indices[self.num_taken :]:
+            batch_tokens -= len(self.rows.ids[index])
             if batch_tokens < 0 and (indices or not is_first):
                 break
-            indices.append(place)
+            indices.append(index)
         return indices
 
-    def put(self, places: Sequence[int], results: Array) -> None:
+    def put(self, indices: Sequence[int], results: Array) -> None:
         """Stores the results of the texts that `take` returned."""
-        self._results[list(places)] = results
-        self.num_taken += len(places)
+        self._results[list(indices)] = results
+        self.num_taken += len(indices)
 
     def is_late(self, now: float) -> bool:
         """Returns whether the deadline has passed before the request began."""
@@ -156,8 +156,8 @@ def score_request(
     Raises:
         ValueError: see `CrossEncoder.predict`; or a pair is too long.
     """
-    for place, pair in enumerate(inputs):
-        check_input(pair, place)
+    for index, pair in enumerate(inputs):
+        check_input(pair, index)
 
     def finish(logits: Array) -> Array:
         scores = encoder._activated(torch.from_numpy(logits), activation_fn or encoder.activation_fn)

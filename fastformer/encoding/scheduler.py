@@ -68,15 +68,15 @@ class EncodingScheduler:
             return ended
         # The longest texts first: threads then wait the least for the last texts of a call.
         order = sorted(
-            ((request, place) for request, places in parts for place in places),
+            ((request, index) for request, indices in parts for index in indices),
             key=lambda item: -len(item[0].rows.ids[item[1]]),
         )
         if order:
             results = parts[0][0].compute(_together(order))
-            row_of = {(id(request), place): row for row, (request, place) in enumerate(order)}
-            for request, places in parts:
-                request.put(places, results[[row_of[id(request), place] for place in places]])
-            self._read_tokens += sum(len(request.rows.ids[place]) for request, place in order)
+            row_of = {(id(request), index): row for row, (request, index) in enumerate(order)}
+            for request, indices in parts:
+                request.put(indices, results[[row_of[id(request), index] for index in indices]])
+            self._read_tokens += sum(len(request.rows.ids[index]) for request, index in order)
         done = [request for request, _ in parts if request.is_complete]
         for request in done:
             request.finish()
@@ -96,11 +96,11 @@ class EncodingScheduler:
         for request in [*self.running, *self.waiting]:
             if parts and request.compute != parts[0][0].compute:
                 continue
-            places = request.take(left, is_first=not any(taken for _, taken in parts))
-            if not places and not request.is_complete:
+            indices = request.take(left, is_first=not any(chosen for _, chosen in parts))
+            if not indices and not request.is_complete:
                 break
-            parts.append((request, places))
-            left -= sum(len(request.rows.ids[place]) for place in places)
+            parts.append((request, indices))
+            left -= sum(len(request.rows.ids[place]) for place in indices)
         begun, now = {id(request) for request, _ in parts}, time.monotonic()
         for request in self.waiting:
             if id(request) in begun:
@@ -124,7 +124,7 @@ class EncodingScheduler:
 
 def _together(order: list[tuple[EncodeRequest, int]]) -> Rows:
     """Joins the rows of texts of several requests for one model."""
-    ids = [request.rows.ids[place] for request, place in order]
+    ids = [request.rows.ids[index] for request, index in order]
     if order[0][0].rows.types is None:
         return Rows(ids)
-    return Rows(ids, [request.rows.types[place] for request, place in order if request.rows.types is not None])
+    return Rows(ids, [request.rows.types[index] for request, index in order if request.rows.types is not None])

@@ -43,10 +43,10 @@ class Rows(NamedTuple):
     ids: list[list[int]]
     types: list[list[int]] | None = None
 
-    def some(self, places: Sequence[int]) -> Rows:
+    def select(self, indices: Sequence[int]) -> Rows:
         """Returns the rows at these indices."""
-        types = None if self.types is None else [self.types[place] for place in places]
-        return Rows([self.ids[place] for place in places], types)
+        types = None if self.types is None else [self.types[index] for index in indices]
+        return Rows([self.ids[index] for index in indices], types)
 
 
 class Reader:
@@ -124,7 +124,7 @@ class Reader:
         """Returns the rows of texts or pairs. Those of more than max_len tokens are encoded again, and cut."""
         max_len = self.max_len
         rows = encode(texts, _WHOLE)
-        long = [place for place, row in enumerate(rows) if length(row) > max_len]
+        long = [index for index, row in enumerate(rows) if length(row) > max_len]
         if not long:
             return rows
         if not cuts:
@@ -132,8 +132,8 @@ class Reader:
                 f"expected texts of at most {max_len:,} tokens, got one of {length(rows[long[0]]):,} at place "
                 f"{long[0]}: shorten it, or ask for truncation"
             )
-        for place, row in zip(long, encode([texts[place] for place in long], max_len), strict=True):
-            rows[place] = row
+        for index, row in zip(long, encode([texts[index] for index in long], max_len), strict=True):
+            rows[index] = row
         with self._lock:
             is_first, self.num_cut = self.num_cut == 0, self.num_cut + len(long)
         if is_first:

@@ -198,8 +198,8 @@ class BERT(PretrainedModel):
             x = self.embedding_projection(x)
         bias = None
         if self.position_bias is not None:
-            places = torch.arange(layout.max_seqlen, device=tokens.device)
-            bias = self.position_bias(places, places)
+            positions_in_row = torch.arange(layout.max_seqlen, device=tokens.device)
+            bias = self.position_bias(positions_in_row, positions_in_row)
         rotary = rotations(self.rotary, self.local_rotary, config.windows, layout.positions)
         return self.encoder(x, layout=layout, rotary=rotary, position_bias=bias)
 

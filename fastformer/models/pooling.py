@@ -43,18 +43,18 @@ def pool(hidden: Tensor, layout: SequenceLayout | None, kind: str) -> Tensor:
     seqlens = torch.full((batch,), width, device=rows.device) if layout is None else layout.seqlens.to(rows.device)
     has_tokens = (seqlens > 0)[:, None]
     if kind in ("cls", "lasttoken"):
-        place = torch.zeros_like(seqlens) if kind == "cls" else (seqlens - 1).clamp(min=0)
-        pooled = rows[torch.arange(batch, device=rows.device), place.long()]
+        position = torch.zeros_like(seqlens) if kind == "cls" else (seqlens - 1).clamp(min=0)
+        pooled = rows[torch.arange(batch, device=rows.device), position.long()]
         return torch.where(has_tokens, pooled, 0.0)
-    place = torch.arange(width, device=rows.device)
-    real = (place < seqlens[:, None])[..., None]
+    position = torch.arange(width, device=rows.device)
+    real = (position < seqlens[:, None])[..., None]
     if kind == "max":
         return torch.where(has_tokens, rows.masked_fill(~real, float("-inf")).amax(1), 0.0)
     wide = rows if rows.dtype == torch.float64 else rows.float()
     states = torch.where(real, wide, 0.0)  # padding may hold NaN
     count = seqlens.clamp(min=1)[:, None].to(wide.dtype)
     if kind == "weightedmean":
-        total = (states * (place + 1).to(wide.dtype)[:, None]).sum(1) / (count * (count + 1) / 2)
+        total = (states * (position + 1).to(wide.dtype)[:, None]).sum(1) / (count * (count + 1) / 2)
     else:
         total = states.sum(1) / (count.sqrt() if kind == "mean_sqrt_len_tokens" else count)
     return total.to(rows.dtype)

@@ -122,8 +122,8 @@ def to_bytes(state: dict[str, Tensor], notes: Mapping[str, str]) -> bytearray:
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     data[: 8 + size] = len(text).to_bytes(8, "little") + text
-    place = data.index(_digest_field(_NO_DIGEST), 0, 8 + len(text)) + len('"sha256":"')
-    data[place : place + len(_NO_DIGEST)] = hashlib.sha256(data).hexdigest().encode()
+    offset = data.index(_digest_field(_NO_DIGEST), 0, 8 + len(text)) + len('"sha256":"')
+    data[offset : offset + len(_NO_DIGEST)] = hashlib.sha256(data).hexdigest().encode()
     return data
 
 

@@ -107,15 +107,15 @@ def differentiate(
         # Views, so that one tensor in two places has a gradient for each, and the tensors behind the views stay
         # unchanged.
         leaves = [
-            x.view_as(x) if wanted and x is not None and x.requires_grad else x
-            for x, wanted in zip(inputs, needed, strict=True)
+            x.view_as(x) if learning and x is not None and x.requires_grad else x
+            for x, learning in zip(inputs, needed, strict=True)
         ]
         outputs = function(*leaves)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         pairs = [(y, dy) for y, dy in zip(outputs, grads, strict=False) if dy is not None and y.requires_grad]
-        wanted = [leaf for leaf, x in zip(leaves, inputs, strict=True) if leaf is not x and leaf is not None]
-        if not pairs or not wanted:
+        learning = [leaf for leaf, x in zip(leaves, inputs, strict=True) if leaf is not x and leaf is not None]
+        if not pairs or not learning:
             return (None,) * len(inputs)
         ys, dys = zip(*pairs, strict=True)
-        gradients = iter(torch.autograd.grad(ys, wanted, dys, create_graph=True, allow_unused=True))
+        gradients = iter(torch.autograd.grad(ys, learning, dys, create_graph=True, allow_unused=True))
         return tuple(next(gradients) if leaf is not x else None for leaf, x in zip(leaves, inputs, strict=True))

@@ -55,8 +55,8 @@ def decode(batch: list[Request], threads: int, *, max_bytes: int = 2**26, cancel
     scheduler = Scheduler(CppEngine(large_enough()), max_rows=ROWS + 8, max_bytes=max_bytes)
     scheduler.submit(batch)
     scheduler.step()
-    for place in cancelled:
-        batch[place].cancel()
+    for index in cancelled:
+        batch[index].cancel()
     finish(scheduler)
     return [(str(request.error), [(h.tokens, h.log_probs, h.score) for h in request.results]) for request in batch]
 
@@ -79,15 +79,15 @@ def test_broken_and_cancelled_requests_do_not_affect_others() -> None:
     alone, bad = decode(requests(1), 1), (3, 40, 50)
     for threads in (1, 2, 3):
         outcomes = decode(requests(1, bad=bad), threads)
-        for place, (outcome, due) in enumerate(zip(outcomes, alone, strict=True)):
-            if place in bad:
+        for index, (outcome, due) in enumerate(zip(outcomes, alone, strict=True)):
+            if index in bad:
                 assert "NaN or infinite" in outcome[0] and not outcome[1]
             else:
                 assert outcome == due
     # Whether a request was done by then depends on the time.
     outcomes = decode(requests(1), 2, cancelled=(2, 45))
-    for place, (outcome, due) in enumerate(zip(outcomes, alone, strict=True)):
-        assert outcome == due or (place in (2, 45) and outcome == ("None", []))
+    for index, (outcome, due) in enumerate(zip(outcomes, alone, strict=True)):
+        assert outcome == due or (index in (2, 45) and outcome == ("None", []))
 
 
 def begun(prompts: Sequence[Prompt], limits: Sequence[int]) -> tuple[CppBatch, list[NativeSearch]]:
@@ -107,10 +107,10 @@ def test_each_search_takes_at_least_one_step() -> None:
         if not going:
             break
         more = iter(batch.run_searches(going, last_tokens(going), False, Limits(10**6, 0.005, 0)))
-        for place, search in enumerate(searches):
+        for index, search in enumerate(searches):
             if search in going:
-                steps[place] += next(more)
-        finished = [place for place, search in enumerate(going) if search.handle.is_done]
+                steps[index] += next(more)
+        finished = [index for index, search in enumerate(going) if search.handle.is_done]
         assert all(len(search.handle.tokens(0)) == steps[searches.index(search)] for search in going
                    if not search.handle.is_done)  # fmt: skip
         batch.free(finished)

@@ -380,8 +380,8 @@ def test_slots_that_the_cache_does_not_have(row: int, position: int, slot: int, 
 
 def test_the_last_slot_is_one(backend: str) -> None:
     q, cache = torch.randn(1, 1, 1, 8), torch.randn(2, 3, 1, 8)
-    table, one = torch.tensor([[5]], **INT32), torch.ones(1, **INT32)
-    out = decode_attention(q, cache, cache.clone(), one, slot_table=table)
+    table, length_one = torch.tensor([[5]], **INT32), torch.ones(1, **INT32)
+    out = decode_attention(q, cache, cache.clone(), length_one, slot_table=table)
     torch.testing.assert_close(out[0, 0], cache[1, 2])
 
 

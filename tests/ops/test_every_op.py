@@ -254,7 +254,7 @@ def test_inputs_may_have_any_strides(call: OpCall, dtype: torch.dtype, forced: s
     # One by one, or, where a call takes long, all at once.
     changes: list[dict[str, Tensor]] = [{name: view} for name, variants in lying.items() for view in variants]
     if forced == "triton":
-        changes = [{name: variants[place] for name, variants in lying.items()} for place in (0, -1)]
+        changes = [{name: variants[index] for name, variants in lying.items()} for index in (0, -1)]
     for change in changes:
         assert all(torch.equal(view, tensors[name]) for name, view in change.items())
         values = results(call, N, tensors | change)
@@ -344,12 +344,12 @@ def on_backends_by_turns() -> list[Any]:
     All other pairs are slow: the checks of the schema and of the fake have every call. A graph contains one call of an
     op for either, because the backend is chosen within the call.
     """
-    params, places = [], dict.fromkeys((call.op for call in CALLS), 0)
+    params, counts = [], dict.fromkeys((call.op for call in CALLS), 0)
     for call in CALLS:
         for place, backend in enumerate((None, "reference")):
-            marks = () if place == places[call.op] else pytest.mark.slow
+            marks = () if place == counts[call.op] else pytest.mark.slow
             params.append(pytest.param(call, backend, id=f"{backend}-{call}", marks=marks))
-        places[call.op] += 1
+        counts[call.op] += 1
     return params
 
 

@@ -219,8 +219,8 @@ def benchmarks_of(name: str) -> list[Benchmark]:
         Benchmark(
             name=f"{name}_training",
             shapes={
-                device: [{**shape, "dropout_p": p} for p in (0.0, 0.1) for shape in each]
-                for device, each in shapes.items()
+                device: [{**shape, "dropout_p": p} for p in (0.0, 0.1) for shape in device_shapes]
+                for device, device_shapes in shapes.items()
             },
             providers={kind: training(kind, name) for kind in kinds},
             oracles={"baseline": training("torch.nn", name, like="baseline")},

@@ -125,7 +125,7 @@ LOOPS = {
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops(name: str) -> None:
     code, expected = LOOPS[name]
-    assert [[each.opcode for each in loop] for loop in loops(parse(listing(code)))] == expected
+    assert [[instruction.opcode for instruction in loop] for loop in loops(parse(listing(code)))] == expected
 
 
 def test_counts() -> None:
