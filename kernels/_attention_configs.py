@@ -86,7 +86,7 @@ class Row(NamedTuple):
 
 
 # (architecture, largest block_d) -> configs. Architectures: 80 for all that multiply with mma.sync (sm_80 to 89, and
-# 120 unless it has a row of its own; the tiles fit into 99 KB of shared memory), 90 for wgmma, 100 for tcgen05.
+# 120 unless it has its own row; the tiles fit into 99 KB of shared memory), 90 for wgmma, 100 for tcgen05.
 Table = dict[tuple[int, int], Row]
 FORWARD: Table = {
     (80, 32): Row(

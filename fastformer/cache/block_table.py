@@ -1,6 +1,6 @@
 """The tables that map each token to its slot in a `KVCache`: numpy arrays on the host.
 
-A slot is the place of one token: slot s lies in block s // block_size. Each row has a table of slots, one for each
+A slot holds one token: slot s is in block s // block_size. Each row has a table of slots, one for each
 position. These invariants hold between any two calls:
 
 - Positions before a row's length hold its tokens. Rows of a group may name the same slots there.
@@ -176,7 +176,7 @@ class BlockTable:
         history = flat + np.repeat(starts, sizes)
         index = np.arange(len(flat)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # of each row in its group
         is_new = index >= np.repeat(before, sizes)
-        place = np.where(is_new, history, index + np.repeat(starts, sizes))  # the row whose slots it goes on to write
+        place = np.where(is_new, history, index + np.repeat(starts, sizes))  # the row whose slots it continues to write
         seqlens = self.seqlens[history]
         capacities = np.where(is_new, seqlens, self.capacities[place])
         width = int(capacities.max(initial=0))
@@ -219,7 +219,7 @@ class BlockTable:
             self._by_key[key].is_forked = True
 
     def collect(self, groups: Collection[Group] | None = None) -> None:
-        """Releases the blocks that forks have left behind, in all groups or in the given ones."""
+        """Releases the blocks that forks no longer use, in all groups or in the given ones."""
         start = 0
         for group in self.groups:
             if group.is_forked and (groups is None or group in groups):

@@ -187,7 +187,7 @@ class KVCache:
 
     @property
     def free_blocks(self) -> int:
-        """The number of blocks that no group holds. Blocks left behind by forks are collected before they run out."""
+        """The number of blocks that no group holds. Blocks that forks no longer use are collected if these run out."""
         return self._table.pool.num_free
 
     @property

@@ -47,7 +47,7 @@ class LayerCache(NamedTuple):
 
 
 class StepTables(NamedTuple):
-    """One step of a `KVCache`, from `KVCache.begin` to `KVCache.commit`: the places that its layers read and write.
+    """One step of a `KVCache`, from `KVCache.begin` to `KVCache.commit`: the slots that its layers read and write.
 
     The tensors belong to the cache. They are valid until the cache changes, and so until the commit.
 

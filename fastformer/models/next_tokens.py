@@ -21,7 +21,7 @@ class NextTokenModel(PretrainedModel):
 
     @property
     def output_weight(self) -> Tensor:
-        """The projection before the softmax: (vocab_size, d_model)."""
+        """The weight of the LM head, (vocab_size, d_model)."""
         raise NotImplementedError
 
     @property

@@ -1,6 +1,6 @@
 """Attention in plain PyTorch with materialised scores: the reference for the kernels of every attention op.
 
-Dense, packed and cached attention differ in the place of the diagonal and in the numbers of keys and queries of a
+Dense, packed and cached attention differ in the position of the diagonal and in the numbers of keys and queries of a
 sequence; here each of these may be one number or one per sequence.
 """
 

@@ -139,13 +139,13 @@ def _kept_by_inductor(default: Any, fake: Callable[..., Any]) -> Callable[..., A
     name = default.name()
 
     @functools.wraps(fake)
-    def told(*args: Any) -> Any:
+    def with_fallback(*args: Any) -> Any:
         lowering = sys.modules.get("torch._inductor.lowering")
         if lowering is not None:
             getattr(lowering, "FALLBACK_ALLOW_LIST", set()).add(name)
         return fake(*args)
 
-    return told
+    return with_fallback
 
 
 def _without_memory(name: str, fake: Callable[..., object]) -> Callable[..., object]:

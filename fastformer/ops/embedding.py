@@ -167,7 +167,7 @@ def embedding(
     dropout_seed: Tensor | None = None,
     atomics: bool = False,
 ) -> Tensor:
-    """Looks tokens up, scales them, adds positions and drops elements.
+    """Fused token embedding: lookup, scaling, positions and dropout.
 
     Args:
         ids: (..., seqlen) int64 or int32.

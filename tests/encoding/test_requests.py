@@ -1,4 +1,4 @@
-"""Texts of several callers share a step with the same bits as alone; budgets, cancellation and errors hold."""
+"""Batching texts of several callers is bit-identical to encoding them alone; budgets, cancellation and errors."""
 
 from __future__ import annotations
 

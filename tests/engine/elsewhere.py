@@ -1,4 +1,4 @@
-"""Products of the engine's module for another instruction set, in a process of its own."""
+"""Runs products of the engine for another instruction set in a subprocess."""
 
 from __future__ import annotations
 

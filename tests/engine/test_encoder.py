@@ -1,4 +1,4 @@
-"""The C++ encoder equals plain PyTorch, has the same bits in any batch, and refuses wrong input."""
+"""The C++ encoder equals plain PyTorch, is bit-identical in any batch, and rejects invalid input."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def expected_int8(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) ->
 
 
 def packed(q: np.ndarray) -> np.ndarray:
-    """(n, k) whole numbers from 0 to 15 as (n, 16 * groups) bytes; what is beyond k is noise that must not count."""
+    """(n, k) whole numbers from 0 to 15 as (n, 16 * groups) bytes; padding beyond k is noise that must not count."""
     n, k = q.shape
     padded = np.random.default_rng(k).integers(0, 16, (n, -(-k // GROUP) * GROUP), dtype=np.uint8)
     padded[:, :k] = q

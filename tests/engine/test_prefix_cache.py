@@ -1,4 +1,4 @@
-"""Prompts with a common beginning share memory and are computed once, with the same bits as alone."""
+"""Prompts with a common prefix share memory, are computed once, and are bit-identical to prompts alone."""
 
 from __future__ import annotations
 

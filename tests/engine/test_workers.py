@@ -1,4 +1,4 @@
-"""If threads decode rows of their own, tokens don't change, and a request's failure affects no other request."""
+"""Decoding rows on several threads changes no tokens, and a failed request affects no other."""
 
 from __future__ import annotations
 

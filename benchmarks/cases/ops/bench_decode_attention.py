@@ -60,7 +60,7 @@ def _in_order(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def eager(x: Inputs, shape: Shape) -> torch.Tensor:
-    """Gathers the tokens in order, a source once a beam, and computes scores and softmax in memory."""
+    """Eager baseline: gathers K and V (one copy per beam), then softmax(Q K^T) V."""
     k, v = (t.repeat_interleave(shape["heads"] // shape["kv_heads"], 1) for t in _in_order(x))
     q = x["q"].transpose(1, 2)
     return ((q @ k.transpose(-2, -1) * shape["head_dim"] ** -0.5).softmax(-1) @ v).transpose(1, 2)
