@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,37 +12,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import BaseTorchDispatchMode
 
 from fastformer import ops
+from tests.ops.calls import CALLS, OF_ONE_DTYPE, OpCall
 
-SHAPES = [(12, 64), (3, 4, 64)]
-
-
-learning: list[Tensor] = []
+LEARNING = pytest.mark.parametrize("call", [call for call in CALLS if call.learns], ids=str)
 
 
-def drawn(*shape: int) -> Tensor:
-    learning.append(torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).requires_grad_())
-    return learning[-1]
-
-
-def heads(shape: tuple[int, ...]) -> Tensor:
-    return drawn(*shape).view(2, 6, 4, 16)
-
-
-CALLS: dict[str, Callable[[tuple[int, ...]], Any]] = {
-    "feed_forward": lambda shape: ops.feed_forward(drawn(*shape), drawn(32, 64), None, drawn(8, 32), None),
-    "feed_forward swiglu": lambda shape: ops.feed_forward(
-        drawn(*shape), drawn(32, 64), drawn(32), drawn(8, 16), drawn(8), activation="swiglu"
-    ),
-    "add_layer_norm": lambda shape: ops.add_layer_norm(drawn(*shape), drawn(*shape), drawn(64), drawn(64))[0],
-    "its sum": lambda shape: ops.add_layer_norm(drawn(*shape), drawn(*shape), drawn(64), drawn(64))[1],
-    "linear": lambda shape: ops.linear(drawn(*shape), drawn(9, 64), drawn(9)),
-    "embedding": lambda shape: ops.embedding(torch.ones(shape, dtype=torch.long), drawn(9, 16)),
-    "attention": lambda shape: ops.attention(*(heads(shape),) * 3),
-    "rotary": lambda shape: ops.rotary(heads(shape), *ops.rotary_tables(6, 16)),
-    "linear_cross_entropy": lambda shape: ops.linear_cross_entropy(
-        drawn(*shape).view(-1, 64), drawn(9, 64), torch.ones(12, dtype=torch.long), reduction="none"
-    ),
-}
+def outputs_of(call: OpCall) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """Returns the outputs of a call that have gradients, and its leaves."""
+    tensors = call.tensors(5)
+    leaves = [x.requires_grad_() for name, x in tensors.items() if x.is_floating_point() and name not in OF_ONE_DTYPE]
+    outputs = call(5, **tensors)
+    return tuple(out for out in outputs if out.requires_grad and not out.is_leaf), leaves
 
 
 @pytest.fixture(params=["past", "through"])
@@ -53,17 +33,16 @@ def way(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("backend", [None, "reference"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", CALLS)
-def test_it_may_be_changed(name: str, shape: tuple[int, ...], backend: str | None, way: None) -> None:
+@LEARNING
+def test_it_may_be_changed(call: OpCall, backend: str | None, way: None) -> None:
     with ops.use_backend(backend):
-        out = CALLS[name](shape)
-    before = out.detach().clone()
-    out.mul_(2).add_(1)
-    out[:1] = 0
-    assert torch.equal(out[1:], 2 * before[1:] + 1) and out.requires_grad
-    if name not in ("attention", "its sum"):  # which their gradients read
-        out.sum().backward()
+        outputs, _ = outputs_of(call)
+    for place, out in enumerate(outputs):
+        before = out.detach().clone()
+        out.mul_(2).add_(1)
+        assert torch.equal(out, 2 * before + 1) and out.requires_grad
+        if call.stem not in ("attention", "attention_weights") and place == 0:  # which their gradients read
+            out.sum().backward()
 
 
 class Stop(torch.autograd.Function):
@@ -79,21 +58,20 @@ class Stop(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
-@pytest.mark.parametrize("name", CALLS)
-def test_an_input_without_gradient_gets_none(name: str, create_graph: bool, way: None) -> None:
-    learning.clear()
-    out = CALLS[name](SHAPES[1])
+@LEARNING
+def test_an_input_without_gradient_gets_none(call: OpCall, create_graph: bool, way: None) -> None:
+    (out, *_), leaves = outputs_of(call)
     other = torch.zeros_like(out, requires_grad=True)
     Stop.apply(out, other).sum().backward(retain_graph=True, create_graph=create_graph)
-    assert other.grad is not None and learning and all(leaf.grad is None for leaf in learning)
+    assert other.grad is not None and all(leaf.grad is None for leaf in leaves)
     out.sum().backward()
-    assert any(leaf.grad is not None for leaf in learning)
+    assert any(leaf.grad is not None for leaf in leaves)
 
 
 @pytest.mark.parametrize("backend", [None, "reference"])
 def test_a_norm_whose_output_is_unused_gets_no_gradient(backend: str | None, way: None) -> None:
-    x, weight, bias = drawn(3, 64), drawn(64), drawn(64)
+    x, residual, weight, bias = (torch.randn(shape, requires_grad=True) for shape in ((3, 64), (3, 64), (64,), (64,)))
     with ops.use_backend(backend):
-        ops.add_layer_norm(x, drawn(3, 64), weight, bias)[1].sum().backward()
+        ops.add_layer_norm(x, residual, weight, bias)[1].sum().backward()
     assert weight.grad is None and bias.grad is None
     assert x.grad is not None and torch.equal(x.grad, torch.ones(3, 64))
