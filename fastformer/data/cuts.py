@@ -29,6 +29,11 @@ AT_WORDS_WITHOUT_SPACE = re.compile(rf"(?<=[{LETTERS}]) (?=[{LETTERS}])")
 AT_LINES_AND_WORDS = re.compile(f"{AT_LINES.pattern}|{AT_WORDS_WITHOUT_SPACE.pattern}")
 
 
+def is_long(text: str) -> bool:
+    """Returns whether a text has more than PIECE characters, so that it may be cut."""
+    return len(text) > PIECE
+
+
 def pieces(text: str, cuts: re.Pattern[str] | None) -> list[str]:
     """Cuts a long text into pieces of at least PIECE characters, of which the last may be shorter."""
     return [*_parts(text, cuts, PIECE)]

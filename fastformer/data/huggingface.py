@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fastformer.data.backend import Backend, ControlGuard, Frame
-from fastformer.data.checks import check_text, check_texts
+from fastformer.data.checks import check_text
 from fastformer.data.cuts import cuts_of
 
 if TYPE_CHECKING:
@@ -50,8 +50,6 @@ class LibraryBackend(Backend):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encodes texts to ids on all cores; an error shows the first text that can't be encoded."""
-        check_texts(texts)
-        texts = list(texts)
         try:
             with library_errors(f"{self._name} can't encode this text"):
                 return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
@@ -103,8 +101,7 @@ class LibraryBackend(Backend):
             ValueError: the post-processor does something else.
         """
         with library_errors(f"{self._name} can't encode its own tokens"):
-            tokens = itertools.chain("ab", itertools.islice(self.tokenizer.get_vocab(), _PROBES))
-            encodings = (self.tokenizer.encode(token, add_special_tokens=False) for token in tokens)
+            encodings = (self.tokenizer.encode(token, add_special_tokens=False) for token in self._probes())
             probes = [*itertools.islice((encoding for encoding in encodings if encoding.ids), num_texts)]
             if len(probes) < num_texts:
                 raise ValueError("none of them is text")
@@ -122,6 +119,11 @@ class LibraryBackend(Backend):
         if text != ids:
             raise ValueError(f"expected {self._name} to put special tokens around texts, got {whole.ids} for {ids}")
         return Frame(tuple(map(tuple, special)), tuple(types))
+
+    def _probes(self) -> Iterator[str]:
+        """Yields tokens, most of which are text."""
+        yield from "ab"
+        yield from itertools.islice(self.tokenizer.get_vocab(), _PROBES)
 
     def encoder_frames(self) -> tuple[Frame, Frame]:
         return self.frame(1), self.frame(2)

@@ -25,6 +25,8 @@ class PairTokenizer(Tokenizer):
 
     def __init__(self, source: Tokenizer, target: Tokenizer) -> None:
         for side, tokenizer in (("source", source), ("target", target)):
+            if not isinstance(tokenizer, Tokenizer):
+                raise ValueError(f"expected a fastformer.data.Tokenizer for the {side}, got {type(tokenizer).__name__}")
             if tokenizer.has_target:
                 raise ValueError(f"expected a tokenizer for the {side} only, got one with two vocabularies")
         if source.special_ids != target.special_ids:

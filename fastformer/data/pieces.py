@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastformer.data.backend import Backend, ControlGuard, Frame, any_of
-from fastformer.data.checks import check_text, check_texts
+from fastformer.data.checks import check_text
 
 if TYPE_CHECKING:
     import sentencepiece
@@ -51,6 +51,8 @@ class PieceBackend(Backend):
                 raise ValueError("expected an id for pieces that the vocabulary lacks, got none")
             unk = int(processor.unk_id())
         self.processor, self.vocab, self._unk = processor, None if vocab is None else dict(vocab), unk
+        # Characters that the model doesn't know are a piece together, which may be spelled like a special token.
+        self._ids = {piece: i for piece, i in (vocab or {}).items() if piece not in _SPECIAL}
         self._added, self._has_codes = None if added is None else dict(added), has_codes
         self._num_pieces = int(processor.get_piece_size())
         self._tokens = {i: token for token, i in (vocab or {}).items()}
@@ -67,7 +69,6 @@ class PieceBackend(Backend):
             self._hidden |= {i for token, i in numbers.items() if processor.id_to_piece(i) == token}
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        check_texts(texts)
         for text in texts:
             check_text(text)
         if len(texts) == 1 or self.plain:
@@ -82,9 +83,8 @@ class PieceBackend(Backend):
         code = _CODE.match(text) if self._has_codes else None
         pieces = [] if code is None else [code.group()]
         pieces += self.processor.encode(text[code.end() :] if code else text, out_type=str)
-        ids = (self.vocab.get(piece, self._unk) for piece in pieces)
-        # Characters that the model doesn't know are a piece together, which may be spelled like a special token.
-        return [self._unk if i in self._hidden else i for i in ids]
+        ids, unk = self._ids, self._unk
+        return [ids.get(piece, unk) for piece in pieces]
 
     def split(self, text: str, known: Mapping[str, int]) -> list[int]:
         """Encodes a text in which some tokens are found first."""

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from fastformer.data.backend import Backend, ByteBackend, Encoded, Frame
 from fastformer.data.checks import check_text, check_texts, checked_ids, until_eos
-from fastformer.data.cuts import pieces
+from fastformer.data.cuts import is_long, pieces
 from fastformer.data.user_tokens import UserTokens
 from fastformer.files import write_atomically
 from fastformer.languages import Languages
@@ -83,7 +83,6 @@ class Tokenizer:
     ) -> None:
         self.backend, self.role, self._bos = backend, role, bos
         self._frames = (Frame.of([] if bos is None else [bos], []),) if frames is None else tuple(frames)
-        self._special_ids = SpecialIds() if special_ids is None else special_ids
         self._target, self.has_target = backend if target is None else target, target is not None
         self._vocab_size = self._target.size if vocab_size is None else vocab_size
         language_ids = {} if languages is None else {i: name for name, i in languages.ids.items()}
@@ -91,7 +90,7 @@ class Tokenizer:
             raise ValueError(f"expected ids below {self.vocab_size}, got {largest}: is it another model's tokenizer?")
         self.max_len, self.side, self.has_token_types = max_len, side, has_token_types
         self.languages, self._language_names = languages, language_ids
-        self._omits_languages = languages is not None and languages.places != "asked"
+        self.special_ids = SpecialIds() if special_ids is None else special_ids
         self.chat = dict(chat or {})
 
     @property
@@ -102,6 +101,10 @@ class Tokenizer:
     @special_ids.setter
     def special_ids(self, ids: SpecialIds) -> None:
         self._special_ids = ids
+        # The ids that decoding omits.
+        self._omitted = {getattr(ids, name) for name in _OMITTED.get(self.role, ())}
+        if self.languages is not None and self.languages.places != "asked":
+            self._omitted |= self._language_names.keys()
 
     @property
     def vocab_size(self) -> int:
@@ -123,8 +126,7 @@ class Tokenizer:
         Raises:
             ValueError: see `encode_batch`.
         """
-        check_text(text)
-        if max_len is None and self.cuts is not None:
+        if max_len is None and isinstance(text, str) and is_long(text) and self.cuts is not None:
             return [i for ids in self.encode_batch(self.pieces(text)) for i in ids]
         return self.encode_batch([text], max_len)[0]
 
@@ -145,7 +147,8 @@ class Tokenizer:
         ids = self.backend.encode_batch(list(texts))
         if limit is None and not frame.num_special:
             return ids
-        return [frame.around([self._cut(each, limit)])[0] for each in ids]
+        before, after = ([i for i, _ in special] for special in frame.special)
+        return [[*before, *self._cut(each, limit), *after] for each in ids]
 
     def encode_pair(self, first: str, second: str, max_len: int | None = None) -> Encoded:
         """Encodes two texts to ids and token types; see `encode_pairs`."""
@@ -234,7 +237,7 @@ class Tokenizer:
 
     def pieces(self, text: str) -> list[str]:
         """Cuts a long text so that the ids of the pieces, one after another, are the ids of the text (see `cuts`)."""
-        return pieces(text, self.cuts)
+        return pieces(text, self.cuts) if is_long(text) else [text]
 
     @property
     def cuts(self) -> re.Pattern[str] | None:
@@ -243,11 +246,9 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decodes ids of the model's output to text: skips special tokens, stops at EOS."""
-        size, special = self.vocab_size, self.special_ids
-        within = [*checked_ids(ids, size)] if self.role == "encoder" else until_eos(ids, special, size)
-        omitted = {getattr(special, name) for name in _OMITTED.get(self.role, ())}
-        if self._omits_languages:
-            omitted |= self._language_names.keys()
+        if self.role == "encoder":
+            return self._target.decode([*checked_ids(ids, self.vocab_size)])
+        within, omitted = until_eos(ids, self.special_ids, self.vocab_size), self._omitted
         return self._target.decode([i for i in within if i not in omitted])
 
     def tokens(self, ids: Iterable[int]) -> list[str]:

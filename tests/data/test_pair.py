@@ -37,6 +37,8 @@ def test_invalid_pairs(tmp_path) -> None:
     for sides in ((pair, ByteTokenizer()), (ByteTokenizer(), pair)):
         with pytest.raises(ValueError, match=r"\bvocabular"):
             PairTokenizer(*sides)
+    with pytest.raises(ValueError, match=r"\bTokenizer\b.*\bstr\b"):
+        PairTokenizer(ByteTokenizer(), "bytes")
     other = ByteTokenizer()
     other.special_ids = SpecialIds(pad=7)
     with pytest.raises(ValueError, match=r"\bspecial ids\b"):
