@@ -266,7 +266,8 @@ class TextOptions:
             names: the fields that the call has; None: all.
         """
         names = cls.__dataclass_fields__ if names is None else names
-        return cls(**{name: options.pop(name) for name in names if name in options})
+        given = {name: options.pop(name) for name in names if name in options}
+        return cls(**given) if given else _USUAL
 
     def items(self, texts: str | Iterable[str]) -> Iterable[Item]:
         """Yields texts with their prefixes and languages; see `as_items`."""
@@ -307,6 +308,9 @@ class TextOptions:
                 "the end is known; translate gives them"
             )
         return form
+
+
+_USUAL = TextOptions()
 
 
 class TextError(ValueError):
