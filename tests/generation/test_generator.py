@@ -132,6 +132,14 @@ def test_an_abandoned_stream_keeps_its_prompt_and_a_failure_caches_nothing(chatt
     generator.generate(prompt, **LONG)
     assert generator.stats().cached_tokens == 5 * 48
 
+    def interrupt(input_ids: Any, scores: Any) -> Any:
+        raise KeyboardInterrupt  # in the middle of a step
+
+    with pytest.raises(KeyboardInterrupt):
+        next(generator.stream(prompt, **LONG, logits_processor=[interrupt]))
+    assert generator.stats().running == 0
+    assert generator.generate(prompt, **LONG).tolist() == generate(chatty, prompt, **LONG).tolist()
+
 
 @pytest.mark.parametrize("engine", [CPP, "kv_cache"])
 def test_threads_share_a_generator(chatty, engine) -> None:
