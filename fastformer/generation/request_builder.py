@@ -224,7 +224,7 @@ class RequestBuilder:
             prompt,
             self._search_maker(checked, begin, place, sample, is_native=self._is_native and window is None),
             processors=processors,
-            search_suffices=self._leaves_words and does_search(config, processors),
+            search_suffices=bool(processors) and self._leaves_words and does_search(config, processors),
             keeps_scores=config.keeps_scores,
             log_probs=self.log_probs,
             max_time=config.max_time,

@@ -358,8 +358,9 @@ class Session(Generic[R]):
         """
         if size <= _INLINE and not is_slow:
             return work()
-        with self._changed:
-            self._queue.check_texts(self._texts.num_waiting)
+        if self._texts.num_waiting:
+            with self._changed:
+                self._queue.check_texts(self._texts.num_waiting)
         with self._counts_late():
             return await self._texts.run(work, size, deadline)
 

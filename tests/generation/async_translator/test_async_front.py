@@ -157,8 +157,13 @@ async def test_what_waits_for_a_thread_ends_at_its_deadline(translator) -> None:
 
 async def test_texts_that_wait_when_the_front_closes_are_not_read(translator) -> None:
     gate, begun, run = threading.Event(), threading.Event(), []
+
+    def hold() -> bool:
+        begun.set()
+        return gate.wait(10)
+
     async with AsyncTranslator(translator) as front:
-        held = asyncio.create_task(front.aside(lambda: begun.set() or gate.wait(10), 10**6))
+        held = asyncio.create_task(front.aside(hold, 10**6))
         await until(begun.is_set)
         waiting = asyncio.create_task(front.aside(lambda: run.append(1), 10**6))
         await asyncio.sleep(0)
