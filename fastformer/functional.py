@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
+from fastformer.engine.checks import is_traced
 from fastformer.locks import ForkSafeLock
-from fastformer.nn.guards import ATTENTIONS, is_traced
 from fastformer.ops import attention, varlen_attention
 from fastformer.ops._common import expand_mask, resolve_scale
 from fastformer.ops.attention import why_no_kernel
@@ -94,9 +94,6 @@ def scaled_dot_product_attention(
             that PyTorch computes, PyTorch's errors.
     """
     return attend_heads(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lies_as_query=True)
-
-
-ATTENTIONS.add(scaled_dot_product_attention)
 
 
 def attend_heads(

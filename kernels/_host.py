@@ -36,5 +36,11 @@ def _no_function(name: str) -> Callable[..., Any] | None:
     return None
 
 
-# (name) -> a function of the C++ extension, None if it lacks the function; set by `fastformer.ops`.
+# (name) -> a function of the C++ extension, None if it lacks the function; see `use_extension`.
 extension_function: Callable[[str], Callable[..., Any] | None] = _no_function
+
+
+def use_extension(function: Callable[[str], Callable[..., Any] | None]) -> None:
+    """Sets `extension_function`; `fastformer.ops` calls this when it is imported."""
+    global extension_function
+    extension_function = function

@@ -64,8 +64,19 @@ class Resolved(NamedTuple):
 
 # (kernel, arguments, options): called instead of launching, for reports of launches.
 interceptor: Callable[[Any, tuple[object, ...], dict[str, object]], None] | None = None
-# Called for each binary that is made ready in this process.
 watchers: list[Callable[[Resolved], None]] = []
+
+
+def watch(watcher: Callable[[Resolved], None]) -> None:
+    """Adds a function that is called for each binary that is made ready in this process."""
+    watchers.append(watcher)
+
+
+def unwatch(watcher: Callable[[Resolved], None]) -> None:
+    """Removes what `watch` added."""
+    watchers.remove(watcher)
+
+
 # By kernel and device: the functions that start the kernel, by the specialisation of the arguments.
 _compiled: dict[tuple[int, int], dict[tuple[object, ...], Start]] = {}
 # By kernel, device and `key_of`: the same functions, for arguments that Triton would specialise differently.

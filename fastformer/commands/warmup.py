@@ -55,14 +55,14 @@ def warmup(
     from fastformer.kernels import _launch
 
     made: list[Resolved] = []
-    _launch.watchers.append(made.append)
+    _launch.watch(made.append)
     began = time.perf_counter()
     try:
         with torch.cuda.device(place):
             run_all(calls(model, batch_size, length, training))
             torch.cuda.synchronize()
     finally:
-        _launch.watchers.remove(made.append)
+        _launch.unwatch(made.append)
     for line in told(made, time.perf_counter() - began):
         print(line)
     if out is not None:

@@ -13,14 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.encoding import batches
+from fastformer.engine.checks import why_not_now
 from fastformer.engine.frozen import packed
 from fastformer.generation.engines.cpp import arrays_of, bias_by_distance, shared_options
-from fastformer.generation.engines.cpp_support import find_guards, forget_guards, why_not_in
+from fastformer.generation.engines.cpp_support import why_not_in
 from fastformer.generation.engines.kv_cache import packed as packed_ids
 from fastformer.generation.model_protocols import check_precision, dtype_precision, own_precision, why_not_by_modules
 from fastformer.models import BERT
+from fastformer.models.as_made import find_guards
 from fastformer.models.pooling import POOLINGS, Pooling
-from fastformer.nn.guards import why_not_now
 from fastformer.ops import _extension
 
 Rows: TypeAlias = Sequence[Sequence[int]]
@@ -276,17 +277,15 @@ def pack_encoder(model: BERT, precision: str, last_position: Tensor | None = Non
     """Packs the weights of a model, which may be freed afterwards; or returns why the C++ code can't compute it.
 
     Args:
-        model: the encoder.
+        model: the encoder, as its config made it.
         precision: see `EncoderEngine`.
         last_position: (d_model,), a row after the model's table of positions, which only `Gaps` may name; None: none.
     """
-    reason = EncoderEngine.why_unsupported(model, precision)
+    reason = why_not_encoded(BERT, model, precision)
     if reason is not None:
         return reason
     encoder = _packed_encoder(model, precision, last_position)
-    packed = PackedEncoder(encoder, model.config.max_len, model.config.token_types)
-    forget_guards(model)
-    return packed
+    return PackedEncoder(encoder, model.config.max_len, model.config.token_types)
 
 
 def _call(encoder: _EncoderBinding, ids: Rows, types: Rows | None, pooling: str, normalize: bool, *gaps: Any) -> Array:

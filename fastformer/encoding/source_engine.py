@@ -8,20 +8,17 @@ from torch import Tensor
 
 from fastformer.encoding.engine import PackedEncoder, why_not_encoded
 from fastformer.generation.engines import cpp
-from fastformer.generation.engines.cpp_support import find_guards, forget_guards
 from fastformer.models import Transformer
 from fastformer.ops import _extension
 
 
 def pack_source(model: Transformer, precision: str) -> PackedEncoder | str:
-    """Packs the encoder of a model, which may be freed afterwards; or returns why the C++ code can't compute it."""
-    reason = why_not_encoded(Transformer, model, precision) or find_guards(model)[1]
+    """Packs the encoder of a model as its config made it; or returns why the C++ code can't compute it."""
+    reason = why_not_encoded(Transformer, model, precision)
     if reason is not None:
         return reason
     extension = cast(Any, _extension.module())
-    packed = encoder_of(extension.PackedModel(pack_options(model, precision), pack_tensors(model, precision)))
-    forget_guards(model)
-    return packed
+    return encoder_of(extension.PackedModel(pack_options(model, precision), pack_tensors(model, precision)))
 
 
 def encoder_of(weights: object) -> PackedEncoder:

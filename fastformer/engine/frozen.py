@@ -42,6 +42,7 @@ class _Entry:
         layout: the layout of the tensors (see `layout_of`) from which `tensors` and `places` were made.
         tensors: the tensors that are sampled, which are kept alive.
         places: (address, number of bytes) of their samples.
+        notes: the findings about the model of other rooms, by name.
         copies: by precision, the stamp of the weights and the copy made of them, or the reason why there is none.
     """
 
@@ -49,6 +50,7 @@ class _Entry:
         self.layout: object = None
         self.tensors: list[Tensor] = []
         self.places: list[tuple[int, int]] = []
+        self.notes: dict[str, Any] = {}
         self.copies: dict[str, tuple[Stamp, object]] = {}
 
 
@@ -58,6 +60,18 @@ class _Refusal(NamedTuple):
 
 _lock = threading.Lock()
 _entries: WeakKeyDictionary[nn.Module, _Entry] = WeakKeyDictionary()
+
+
+def _entry_of(model: nn.Module) -> _Entry:
+    entry = _entries.get(model)
+    if entry is None:
+        entry = _entries[model] = _Entry()
+    return entry
+
+
+def notes_of(model: nn.Module) -> dict[str, Any]:
+    """Returns a dictionary for findings about a model, which `repack` drops. They must not refer to the model."""
+    return _entry_of(model).notes
 
 
 def layout_of(tensors: list[Tensor]) -> object:
@@ -89,10 +103,7 @@ def stamp_of(model: nn.Module, tensors: list[Tensor]) -> Stamp:
     Raises:
         UnfitError: the engine can't read a tensor, or couldn't notice its changes.
     """
-    entry = _entries.get(model)
-    if entry is None:
-        entry = _entries[model] = _Entry()
-    layout = layout_of(tensors)
+    entry, layout = _entry_of(model), layout_of(tensors)
     if entry.layout != layout:
         if (reason := next(filter(None, map(_why_not, tensors)), None)) is not None:
             raise UnfitError(reason)
@@ -121,7 +132,9 @@ def _samples(tensor: Tensor) -> list[tuple[int, int]]:
     """Returns a few places of a tensor, from its first to its last element, as (address, number of bytes)."""
     if not tensor.numel():
         return []
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    extent = tensor.numel()
+    if not tensor.is_contiguous():
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin, rest = tensor.data_ptr(), extent * tensor.element_size() - _SAMPLE_BYTES
     if rest <= _SAMPLE_BYTES * _SAMPLES:
         return [(begin, rest + _SAMPLE_BYTES)]
@@ -207,11 +220,11 @@ def unpack(model: nn.Module) -> None:
 
 
 def repack(model: nn.Module) -> None:
-    """Drops the packed copies of a model's weights: the next call that needs one packs the weights again.
+    """Makes the next call examine a model anew, and pack its weights again if it needs a packed copy.
 
     A change that PyTorch counts is noticed without this, and so are parameters that were replaced or moved. Call it
     after you have written to a part of a tensor through `parameter.data`, through a NumPy array that shares the memory,
-    or from another process: such a write is not noticed.
+    or from another process, or replaced a method of a class inside of the model: neither is noticed.
 
     Args:
         model: the model that was changed, or a module that contains it.

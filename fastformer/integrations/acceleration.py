@@ -12,7 +12,9 @@ from typing import Any, Literal, TypeVar, get_args
 import torch.nn.modules.module as torch_module
 from torch import nn
 
+from fastformer.engine.checks import examine_again, replacement
 from fastformer.engine.frozen import repack
+from fastformer.engine.stamp import forget_plans
 from fastformer.generation.config import Precision
 from fastformer.integrations import torch_nn
 from fastformer.integrations.replace import (
@@ -27,7 +29,6 @@ from fastformer.integrations.replace import (
     restore_class,
     why_left,
 )
-from fastformer.nn.guards import forget_plans, replacement
 
 Model = TypeVar("Model", bound=nn.Module)
 Padding = Literal["auto", "skip", "compute"]
@@ -164,6 +165,7 @@ def accelerate(
     products, unknown = _products(model), _with_new_fields(model)
     forget_restored_forwards(model.modules())
     repack(model)
+    examine_again()
     for module in list(model.modules()):
         forget_plans(module)
         by = products.get(module) or (None if module in unknown else known.get(type(module)))
@@ -344,13 +346,7 @@ def known_replacements() -> dict[type[nn.Module], Replacement]:
 
 def _families() -> list[Any]:
     loaded = [name for name, theirs in _FAMILIES.items() if theirs in sys.modules]
-    families = [importlib.import_module(f"fastformer.integrations.{name}") for name in loaded]
-    if loaded:
-        from fastformer.integrations.known import register
-
-        for name in loaded:  # a forward that was foreign at the first call may be transformers' again
-            register(sys.modules[_FAMILIES[name]])
-    return families
+    return [importlib.import_module(f"fastformer.integrations.{name}") for name in loaded]
 
 
 def _fused_losses(model: nn.Module) -> dict[type[nn.Module], Replacement]:

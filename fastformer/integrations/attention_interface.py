@@ -19,10 +19,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from fastformer.engine.checks import is_traced, is_written_in
 from fastformer.functional import attend_heads
-from fastformer.integrations.known import SDPA_FUNCTIONS, attends_as_known, is_sdpa_known
+from fastformer.integrations.known import attends_as_known, is_sdpa_known
 from fastformer.integrations.packing import attend, packed_layouts
-from fastformer.nn.guards import is_traced, is_written_in
 from fastformer.ops import attention
 from fastformer.ops._common import resolve_scale
 from fastformer.ops.attention import why_no_kernel
@@ -182,8 +182,6 @@ def _is_equal(mask: Tensor, other: Tensor) -> bool:
 _MASKS: tuple[object, ...] = (make_mask, _their_mask) if is_written_in(_their_mask, transformers) else ()
 AttentionInterface.register("sdpa", attention_forward)
 AttentionMaskInterface.register("sdpa", make_mask)
-if _their_attention is sdpa_attention_forward:
-    SDPA_FUNCTIONS.add(attention_forward)
 
 
 class _Patched:

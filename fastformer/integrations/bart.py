@@ -9,20 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.bart import modeling_bart as bart
 
+from fastformer.engine.checks import is_written_as_known
 from fastformer.integrations.engine_encode import StackOnEncoder
 from fastformer.integrations.fused import add_and_norm, fused_feed_forward
 from fastformer.integrations.fused_loss import Seq2SeqLoss
 from fastformer.integrations.heads import KeepsPadding, Seq2SeqModel, derive, replacements
-from fastformer.integrations.known import CACHE, OLD_CACHE, RETURNS_TUPLES, register
+from fastformer.integrations.known import CACHE, OLD_CACHE, RETURNS_TUPLES
 from fastformer.integrations.packing import entered, entered_memory
 from fastformer.integrations.padding import Owner
-from fastformer.integrations.positionwise import register_parts
 from fastformer.integrations.replace import Replacement
 from fastformer.integrations.stacks import Decoder, Encoder
-from fastformer.nn.guards import is_written_as_known
-
-register(bart)
-register_parts(bart.BartClassificationHead)
 
 
 class _Layer(nn.Module):

@@ -7,18 +7,13 @@ from typing import Any
 from torch import Tensor
 from transformers.models.bert import modeling_bert as bert
 
+from fastformer.engine.checks import is_written_as_known
 from fastformer.integrations.engine_encode import EncoderOwner
 from fastformer.integrations.fused import add_and_norm, fused_feed_forward, plain_dropout
 from fastformer.integrations.heads import EncoderHead, KeepsPadding, TokenLabels, replacements
-from fastformer.integrations.known import attends_as_known, is_known, nothing_else, register
+from fastformer.integrations.known import attends_as_known, is_known, nothing_else
 from fastformer.integrations.packing import attend, key_padding_of, packing
 from fastformer.integrations.padding import Owner, PackingStack
-from fastformer.integrations.positionwise import register_parts
-from fastformer.nn.guards import is_written_as_known
-
-register(bert)
-register_parts(bert.BertPooler, bert.BertOnlyNSPHead, bert.BertOnlyMLMHead, bert.BertPreTrainingHeads)
-register_parts(bert.BertLMPredictionHead, bert.BertPredictionHeadTransform)
 
 # Arguments of a forward that don't change what it computes here.
 _HARMLESS = frozenset({"position_ids", "cache_position", "return_dict", "num_items_in_batch"})

@@ -16,9 +16,7 @@ from typing import Any
 from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES
 from fastformer.integrations.engine_encode import EncoderStack
 from fastformer.integrations.heads import EncoderHead, KeepsPadding, Seq2SeqModel, TokenLabels, derive
-from fastformer.integrations.known import register
 from fastformer.integrations.padding import Owner, PackingStack
-from fastformer.integrations.positionwise import register_parts
 from fastformer.integrations.replace import Replacement
 
 
@@ -57,10 +55,6 @@ _SEQ2SEQ: Roles = {
 _SEQ2SEQ_CLASSES = {"mbart": "MBart", "pegasus": "Pegasus", "m2m_100": "M2M100"}
 # An ELECTRA's head may summarize all positions.
 _OTHERS = frozenset({"ElectraForMultipleChoice"})
-# The endings of the names of heads' parts that read one position at a time, or the first one.
-_PARTS = (
-    *("Pooler", "LMHead", "ClassificationHead", "DiscriminatorPredictions", "GeneratorPredictions", "PredictionHead"),
-)
 
 
 def replacements() -> Iterator[Replacement]:
@@ -85,9 +79,7 @@ def _roles(kind: str) -> Roles:
 
 
 def _derived(source: ModuleType, name: str, bases: tuple[type, ...]) -> Any:
-    register(source)  # each time: a forward that was foreign at the first call may be transformers' again
     if name not in globals():
-        register_parts(*(part for each, part in vars(source).items() if each.endswith(_PARTS)))
         globals()[name] = derive(__name__, getattr(source, name), *bases)
     return globals()[name]
 

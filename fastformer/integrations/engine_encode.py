@@ -23,14 +23,13 @@ from torch import Tensor, nn
 from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES
 from fastformer.encoding.engine import Gaps, PackedEncoder, pack_encoder, why_no_encoder
 from fastformer.encoding.source_engine import pack_source
-from fastformer.engine.frozen import unpack
+from fastformer.engine.frozen import UnfitError, unpack
 from fastformer.integrations.as_made import why_not_as_made
 from fastformer.integrations.conversion import from_huggingface, settings_of
 from fastformer.integrations.engine_models import (
     NO_END,
     FoundModel,
     FoundModels,
-    UnfitError,
     counts_words,
     model_type_of,
 )

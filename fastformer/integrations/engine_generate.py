@@ -25,6 +25,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
 
+from fastformer.engine.frozen import UnfitError
 from fastformer.generation.engines.base import Prompt
 from fastformer.generation.engines.cpp_support import PACKED_PRECISIONS
 from fastformer.generation.model_protocols import is_decoder_only
@@ -34,7 +35,6 @@ from fastformer.integrations.engine_models import (
     EngineModel,
     ForeignEngine,
     Setting,
-    UnfitError,
     counts_words,
 )
 from fastformer.integrations.known import why_not_at_this_moment
@@ -66,6 +66,7 @@ _SERVED_VALUES: dict[str, tuple[object, ...]] = {
     "token_healing": (False,), "is_assistant": (False,), "low_memory": (False,), "use_mtp": (False,),
 }  # fmt: skip
 _PLAIN = GenerationConfig()
+_DEFAULTS = {name: value for name, value in vars(_PLAIN).items() if type(value) in (bool, int, float, str, type(None))}
 # The arguments of generate that are not options, and those of them that must be None or False.
 _ARGUMENTS = frozenset(
     {
@@ -226,7 +227,13 @@ def _why_not_options(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         if type(config) is not GenerationConfig:
             return f"its generation_config is a {type(config).__name__}"
         for name, value in vars(config).items():
-            if name[0] != "_" and not _is_served(name, value):
+            is_default = value is None or value is _DEFAULTS.get(name, _DEFAULTS)
+            if (
+                name not in _SERVED
+                and not (name in _DEFAULTS and is_default)
+                and name[0] != "_"
+                and not _is_served(name, value)
+            ):
                 return f"the engine doesn't know {name}={value!r:.60} of the generation_config"
     if given.get("return_dict_in_generate") or any(each.return_dict_in_generate for each in configs):
         for name in ("use_cache", "cache_implementation"):

@@ -19,14 +19,16 @@ from fastformer.checkpoints.hf import FAMILIES, UNSUPPORTED, bart
 from fastformer.checkpoints.hf.rope import beyond_original, original_length
 from fastformer.encoding.engine import PackedEncoder
 from fastformer.encoding.source_engine import encoder_of
+from fastformer.engine.as_made import PRECISIONS
+from fastformer.engine.checks import examine_again, why_not_now
 from fastformer.engine.frozen import UnfitError, packed, packed_before, refusal, repack
+from fastformer.engine.stamp import Kept, ModelGuards
 from fastformer.generation.engines.cpp import CppEngine, pack
-from fastformer.generation.engines.cpp_support import forget_guards, why_no_cpp_engine, why_not_supported
-from fastformer.integrations.as_made import PRECISIONS, guards_of, tables_of, why_not_as_made
+from fastformer.generation.engines.cpp_support import why_no_cpp_engine, why_not_in
+from fastformer.integrations.as_made import guards_of, tables_of, why_not_as_made
 from fastformer.integrations.conversion import convert, from_huggingface, settings_of
 from fastformer.integrations.replace import forget_restored_forwards, original_class
 from fastformer.models import GPT, Transformer
-from fastformer.nn.guards import Kept, ModelGuards
 
 # The max_len of a model whose positions have no limit: the engine counts tokens in 32 bits.
 NO_END = 2**20
@@ -173,7 +175,7 @@ class EngineModel(FoundModel[PackedWeights]):
 
     def pack(self, model: nn.Module, converted: Any, precision: str) -> PackedWeights:
         """See `FoundModel`."""
-        reason = why_not_supported(converted, precision)
+        reason = why_not_now() or why_not_in(precision, converted)
         if reason is not None:
             raise UnfitError(reason)
         if isinstance(converted, GPT) and converted.config.window_size == 0:
@@ -181,7 +183,6 @@ class EngineModel(FoundModel[PackedWeights]):
         if not isinstance(converted, GPT) and converted.config.positions == "relative":
             converted.config.max_len = NO_END  # their positions have no limit
         weights = pack(converted, precision)
-        forget_guards(converted)
         encoder = None if isinstance(converted, GPT) else encoder_of(weights)
         return PackedWeights(weights, converted.to("meta"), encoder)
 
@@ -273,6 +274,7 @@ class FoundModels(Generic[Found]):
         plan: tuple[Found | str, ModelGuards] | None = kept.get(True)
         if plan is None or not plan[1].hold(model):
             forget_restored_forwards(model.modules())
+            examine_again()
             reason = self._find(model)
             guards = guards_of(model)
             plan = kept[True] = (self._kind(model, guards) if reason is None else reason, guards)

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import activations
 
+from fastformer.engine.checks import DROPOUTS, active_dropout, is_plain, is_watched, is_written_as_known
 from fastformer.integrations.known import is_known
-from fastformer.nn.guards import DROPOUTS, active_dropout, is_plain, is_watched, is_written_as_known
 from fastformer.nn.linear import LINEARS
 from fastformer.nn.norm import find_norm_plan
 from fastformer.ops import add_layer_norm

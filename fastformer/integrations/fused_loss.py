@@ -19,10 +19,10 @@ from transformers.loss import loss_utils
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, CausalLMOutputWithPast, Seq2SeqLMOutput
 
+from fastformer.engine.checks import is_plain, is_traced, is_written_as_known, is_written_in
 from fastformer.integrations.known import CACHE, by_name, gives_tuple
 from fastformer.integrations.packing import telling
 from fastformer.integrations.replace import original_class
-from fastformer.nn.guards import if_written_in, is_plain, is_traced, is_written_as_known
 from fastformer.nn.linear import LINEARS
 from fastformer.ops import linear_cross_entropy
 
@@ -37,7 +37,7 @@ def _losses() -> tuple[object, ...]:
     return (*functions, kind.__init__, kind.__call__, kind.forward)
 
 
-_KNOWN = if_written_in(_losses(), nn, transformers)
+_KNOWN = tuple(each if is_written_in(each, nn, transformers) else None for each in _losses())
 
 
 def are_losses_known() -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.models.gpt2 import modeling_gpt2 as gpt2
 
+from fastformer.engine.checks import is_written_as_known
 from fastformer.integrations.attention_interface import attention_forward, is_patched
 from fastformer.integrations.fused import fused_activation, join_residual, plain_dropout
 from fastformer.integrations.fused_loss import CausalLoss
@@ -24,16 +25,12 @@ from fastformer.integrations.known import (
     RETURNS_TUPLES,
     is_known,
     is_sdpa_known,
-    register,
 )
 from fastformer.integrations.packing import left
 from fastformer.integrations.products import is_plain_conv1d
 from fastformer.integrations.replace import Replacement
 from fastformer.integrations.stacks import CausalLayer, CausalStack
-from fastformer.nn.guards import is_written_as_known
 from fastformer.ops import feed_forward
-
-register(gpt2)
 
 # With fewer rows, as in a decode step, PyTorch's product reads weights in Conv1D's layout faster.
 _FEW_ROWS = 16

@@ -22,13 +22,13 @@ import transformers
 from torch import Tensor, nn
 from transformers.loss import loss_utils
 
+from fastformer.engine.checks import is_written_in
 from fastformer.integrations.engine_generate import ENCODING_METHODS, OnEngine
 from fastformer.integrations.engine_models import is_convertible
 from fastformer.integrations.fused_loss import are_losses_known
 from fastformer.integrations.known import cache_of, record_outputs_of
 from fastformer.integrations.padding import Owner
 from fastformer.integrations.replace import Replacement
-from fastformer.nn.guards import is_written_in
 
 Model = TypeVar("Model", bound=type[nn.Module])
 _NAMES_BEFORE_MASK = 3  # input_ids, attention_mask, decoder_input_ids

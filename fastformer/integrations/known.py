@@ -1,42 +1,35 @@
-"""A record of transformers' classes and functions at first sight, by which a replaced one is noticed."""
+"""What a call of transformers' modules runs: its own functions and hooks, or replaced ones."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Iterable
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import nn
-from transformers import activations
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import generic
 
-from fastformer.nn.guards import (
-    ATTENTIONS,
-    BLOCKS,
-    FORWARDS,
-    PLAIN_CALLS,
+from fastformer.engine.checks import (
+    attends_by_known_function,
     has_plain_call,
-    if_written_in,
     is_called_plainly,
-    is_its_own,
     is_traced,
     is_unhooked,
     is_watched,
     is_written_as_known,
     is_written_in,
-    watched_names,
     why_not_now,
 )
+from fastformer.engine.stamp import watched_names
 
 try:
     from transformers.utils import output_capturing
@@ -56,81 +49,67 @@ def major_of(version: str) -> int:
     return major
 
 
-# Before 5, layers have a __call__ of their own, for checkpoints; stacks ask for checkpoints themselves. The containers,
-# in which peft keeps adapters, are never called.
-_CALLS = (GradientCheckpointingLayer.__call__, nn.ParameterDict.__call__, nn.ParameterList.__call__)
-PLAIN_CALLS.update(if_written_in(_CALLS, transformers, nn))
 # Before 5, a layer returns a tuple.
 RETURNS_TUPLES = major_of(transformers.__version__) < 5
 # The name of the cache among a model's arguments and outputs: "cache" since 5.24, which also accepts the older name.
 OLD_CACHE = "past_key_values"
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else OLD_CACHE
 CACHE_NAMES = frozenset({CACHE, OLD_CACHE})
-# The functions and losses that classes look up in a module of transformers, by the module's name. None: a foreign
-# function was in its place when the module was registered.
-_FUNCTIONS: dict[str, dict[str, object]] = {}
 _LOSSES = frozenset({"CrossEntropyLoss", "BCEWithLogitsLoss", "MSELoss"})
-_BLOCK = "feed_forward_chunk"  # the method that a layer's forward passes to transformers' apply_chunking_to_forward
 
 
-def register(source: ModuleType) -> None:
-    """Remembers the forwards and functions in a module of transformers, so that a replaced one is noticed.
+def replaced_in_sources(kinds: Iterable[type[nn.Module]]) -> str | None:
+    """Says which function that classes look up in a module of transformers was replaced; None if none was.
 
-    One that was replaced before is remembered by a later call, once it is transformers' own again.
+    The modules are those that define the classes. A function, or a loss, of such a module is written in transformers,
+    in PyTorch or in Python's own library.
     """
-    known = _FUNCTIONS.setdefault(source.__name__, {})
-    for kind in vars(source).values():
-        if not (isinstance(kind, type) and issubclass(kind, nn.Module)) or kind.forward is nn.Module.forward:
-            continue
-        if FORWARDS.get(kind) is None:
-            # Some decorators of forwards are written in torch.utils.
-            FORWARDS[kind] = kind.forward if is_its_own(kind, transformers, nn, torch.utils) else None
-        if _BLOCK in vars(kind) and BLOCKS.setdefault(kind, {}).get(_BLOCK) is None:
-            BLOCKS[kind][_BLOCK] = getattr(kind, _BLOCK) if is_its_own(kind, transformers, method=_BLOCK) else None
-    if not source.__name__.startswith("transformers.models."):
-        return
-    for name, value in vars(source).items():
-        is_asked = (
-            isinstance(value, FunctionType) and (value.__module__ or "").split(".")[0] not in sys.stdlib_module_names
-        )
-        if known.get(name) is None and (is_asked or name in known or name in _LOSSES):
-            is_own = is_written_in(value, transformers, torch) or value is getattr(nn, name, None)
-            known[name] = value if is_own else None
-
-
-def sources_of(kinds: Iterable[type[nn.Module]]) -> list[tuple[dict[str, Any], dict[str, object]]]:
-    """Returns the variables and the functions of the registered modules that define some classes.
-
-    The modules are registered again, since a function that was replaced at first sight may be transformers' own now.
-    """
-    names = sorted({each.__module__ for kind in kinds for each in kind.__mro__} & _FUNCTIONS.keys())
-    for name in names:
-        register(sys.modules[name])
-    return [(vars(sys.modules[name]), _FUNCTIONS[name]) for name in names]
-
-
-def replaced_function(sources: Iterable[tuple[dict[str, Any], dict[str, object]]]) -> str | None:
-    """Says which function of some modules of transformers (see `sources_of`) was replaced; None if none was."""
-    for space, functions in sources:
-        for name, function in functions.items():
-            if function is None or space.get(name) is not function:
-                return f"{name} of {space['__name__']} was replaced"
+    names = {each.__module__ for kind in kinds for each in kind.__mro__}
+    folders = tuple(os.path.join(each.__path__[0], "") for each in (transformers, torch))
+    for source in sorted(name for name in names if name.startswith("transformers.models.")):
+        for name, value in vars(sys.modules[source]).items():
+            if name in _LOSSES:
+                is_own = value is getattr(nn, name)
+            elif isinstance(value, FunctionType):
+                is_own = value.__code__.co_filename.startswith(folders) or _is_of_python(value.__module__)
+            else:
+                is_own = (
+                    isinstance(value, type | BuiltinFunctionType)
+                    or not callable(value)
+                    or _is_of_python_or_theirs(value)
+                )
+            if not is_own:
+                return f"{name} of {source} was replaced"
     return None
 
 
-register(activations)
-# The functions that may be registered as "sdpa": transformers' own, and the one of `attention_interface` around it.
-SDPA_FUNCTIONS: set[object] = {sdpa_attention_forward}
+def _is_of_python(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in sys.stdlib_module_names
+
+
+def _is_of_python_or_theirs(value: object) -> bool:
+    # A special form of typing can be called; so can a mock, which is of the standard library, too.
+    return type(value).__module__.partition(".")[0] in ("typing", "collections", "types", "torch", "transformers")
+
+
+# The module of this library's function, which calls transformers' own for models that aren't accelerated.
+_OURS = "fastformer.integrations.attention_interface"
+_WAS_ORIGINAL = ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward  # before it was put in its place
 
 
 def attends_as_known() -> bool:
     """Returns whether attention "sdpa" ends up in PyTorch's function or this library's, and not in a replacement."""
-    return F.scaled_dot_product_attention in ATTENTIONS and is_sdpa_known()
+    return attends_by_known_function() and is_sdpa_known()
 
 
 def is_sdpa_known() -> bool:
     """Returns whether the function registered as "sdpa" is transformers' or this library's."""
-    return ALL_ATTENTION_FUNCTIONS["sdpa"] in SDPA_FUNCTIONS
+    function = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    return function is sdpa_attention_forward or (
+        _WAS_ORIGINAL
+        and getattr(function, "__module__", None) == _OURS
+        and is_written_in(function, sys.modules["fastformer"])
+    )
 
 
 def is_recording() -> bool:

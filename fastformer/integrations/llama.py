@@ -22,12 +22,9 @@ from fastformer.integrations.heads import (
     replacements,
     stands_for_original,
 )
-from fastformer.integrations.known import register
 from fastformer.integrations.packing import entered_positions, left
 from fastformer.integrations.replace import Replacement
 from fastformer.integrations.stacks import CausalLayer, CausalStack
-
-register(llama)
 
 
 class LlamaRMSNorm(RMSNorm, llama.LlamaRMSNorm):

@@ -8,12 +8,9 @@ from fastformer.integrations.bart import DecoderLayer, EncoderLayer
 from fastformer.integrations.engine_encode import StackOnEncoder
 from fastformer.integrations.fused_loss import Seq2SeqLoss
 from fastformer.integrations.heads import KeepsPadding, Seq2SeqModel, derive, replacements
-from fastformer.integrations.known import register
 from fastformer.integrations.padding import Owner
 from fastformer.integrations.replace import Replacement
 from fastformer.integrations.stacks import Decoder, Encoder
-
-register(marian)
 
 
 class MarianEncoderLayer(EncoderLayer, marian.MarianEncoderLayer):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from fastformer.nn.guards import is_traced
+from fastformer.engine.checks import is_traced
 from fastformer.nn.layout import Padding, SequenceLayout, read_padding
 from fastformer.ops import attention, varlen_attention
 

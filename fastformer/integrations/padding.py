@@ -7,7 +7,7 @@ whether padded positions are read (labels there, a softmax over positions). Any 
 forward that replaced the owner's, has no grant: the stack computes padding as the plain model does.
 
 An owner grants nothing if a module that reads its stacks may look at several positions, or has a hook or a forward of
-its own. This is checked once, and again when `nn.guards` finds the model changed.
+its own. This is checked once, and again when `engine.stamp` finds the model changed.
 """
 
 from __future__ import annotations
@@ -19,27 +19,19 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import nn
 
+from fastformer.engine.checks import has_plain_call, is_traced, is_watched, is_written_in, replacement
+from fastformer.engine.stamp import Guards, Plans
 from fastformer.integrations.known import (
     attends_as_known,
     code_of,
     is_recording,
     is_unhooked_or_recorded,
     own_function,
-    replaced_function,
-    sources_of,
+    replaced_in_sources,
 )
 from fastformer.integrations.packing import Grant, telling, told
 from fastformer.integrations.positionwise import is_positionwise, is_positionwise_part
 from fastformer.integrations.replace import forget_restored_forwards
-from fastformer.nn.guards import (
-    Guards,
-    Plans,
-    has_plain_call,
-    is_traced,
-    is_watched,
-    is_written_in,
-    replacement,
-)
 
 
 class Rule:
@@ -79,7 +71,7 @@ class PackingStack(nn.Module):
     def has_known_layers(self) -> bool:
         """Returns whether each layer accepts packed tokens, and calls no attention after the stack has ended.
 
-        This is called once, and again when `nn.guards` finds the model changed.
+        This is called once, and again when `engine.stamp` finds the model changed.
         """
         raise NotImplementedError
 
@@ -178,19 +170,16 @@ def _planned(owner: nn.Module) -> _Plan:
     inside = [module for module in owner.modules() if module is not owner]
     forget_restored_forwards(inside)
     reading = _reading(owner)
-    sources = sources_of({type(module) for module in (owner, *reading)})
     checkpointed = [module for module in inside if getattr(module, "gradient_checkpointing", False)]
     stacks = [module for module in (owner, *reading) if isinstance(module, PackingStack)]
     known = frozenset(id(stack) for stack in stacks if stack.has_known_layers())
     is_checkpointed = bool(getattr(owner, "gradient_checkpointing", False))
-    reason = _first_reason(owner, reading) or replaced_function(sources)
+    reason = _first_reason(owner, reading) or replaced_in_sources({type(module) for module in (owner, *reading)})
     return _Plan(reason, known, checkpointed, is_checkpointed)
 
 
 def _guards_of(owner: nn.Module) -> Guards:
-    reading = _reading(owner)
-    sources = sources_of({type(module) for module in (owner, *reading)})
-    return Guards(owner, reading, [(space, name) for space, functions in sources for name in functions])
+    return Guards(owner, _reading(owner))
 
 
 # The findings about owners. A copied model is examined anew.

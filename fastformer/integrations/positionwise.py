@@ -6,8 +6,8 @@ from typing import cast
 
 from torch import nn
 
+from fastformer.checkpoints.hf import FAMILIES
 from fastformer.integrations.replace import is_accelerated, original_class
-from fastformer.nn.guards import FORWARDS
 from fastformer.nn.linear import LINEARS
 
 # Modules of torch.nn that work on one token (the last dimension) or on one number, with any settings.
@@ -20,13 +20,15 @@ _BY_TOKEN = frozenset(
         *(nn.Softshrink, nn.Softsign, nn.Tanh, nn.Tanhshrink, nn.Threshold),
     }
 )
-# Classes of transformers' heads and poolers that read one position at a time, or the first one.
-_PARTS: set[type[nn.Module]] = set()
-
-
-def register_parts(*kinds: type[nn.Module]) -> None:
-    """Registers classes of transformers' heads and poolers that read one position at a time, or the first one."""
-    _PARTS.update(kinds)
+# The modules of transformers whose classes are known.
+_SOURCES = frozenset(
+    {"transformers.activations", "transformers.pytorch_utils", *(each.source(kind) for kind, each in FAMILIES.items())}
+)
+# Parts of heads and poolers that read one position at a time, or the first one, by the endings of their names.
+_PARTS = (
+    *("Pooler", "LMHead", "ClassificationHead", "DiscriminatorPredictions", "GeneratorPredictions", "PredictionHead"),
+    *("BertOnlyNSPHead", "BertOnlyMLMHead", "BertPreTrainingHeads", "BertPredictionHeadTransform"),
+)
 
 
 def is_positionwise(module: nn.Module) -> bool:
@@ -43,7 +45,7 @@ def is_positionwise(module: nn.Module) -> bool:
         return bool(module.num_parameters == 1)
     if kind.__module__.startswith("torch."):
         return kind in _BY_TOKEN
-    return kind in FORWARDS or kind.__module__.startswith("peft.tuners.lora.")
+    return kind.__module__ in _SOURCES or kind.__module__.startswith("peft.tuners.lora.")
 
 
 def is_positionwise_part(part: nn.Module) -> bool:
@@ -51,4 +53,5 @@ def is_positionwise_part(part: nn.Module) -> bool:
     kind = original_class(part) if is_accelerated(part) else type(part)
     if kind.__module__ == "peft.utils.other":  # its modules hold copies of a part, and call one of them
         return True
-    return kind in _PARTS or (not kind.__module__.startswith("transformers.models.") and is_positionwise(part))
+    is_part = kind.__module__ in _SOURCES and kind.__name__.endswith(_PARTS)
+    return is_part or (not kind.__module__.startswith("transformers.models.") and is_positionwise(part))

@@ -7,13 +7,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import pytorch_utils as theirs
 
-from fastformer.integrations.known import is_known, register
+from fastformer.engine.checks import is_written_as_known
+from fastformer.integrations.known import is_known
 from fastformer.integrations.replace import Replacement, by_original
-from fastformer.nn.guards import is_written_as_known
 from fastformer.nn.linear import Linear, linear
 from fastformer.ops.linear import runs_as_op
-
-register(theirs)
 
 
 class Conv1D(theirs.Conv1D):

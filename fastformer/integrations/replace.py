@@ -52,6 +52,9 @@ def why_left(module: nn.Module, known: dict[type[nn.Module], Replacement]) -> st
     if replacement is not None:
         if "forward" in module.__dict__:
             return "it has its own forward"
+        kind = replacement.original
+        if kind.__module__.partition(".")[0] not in ("torch", "transformers"):  # a class of yours under another's name
+            return f"{kind.__name__}.forward was replaced"
         for name in (*replacement.attributes(module), _MEMORY):
             if hasattr(module, name):
                 return f"it has an attribute {name} already"

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from fastformer.engine.checks import is_traced, is_written_as_known
 from fastformer.integrations.attention_interface import is_patched, masks_as_known
 from fastformer.integrations.known import CACHE, CACHE_NAMES, cache_of, gives_tuple, nothing_else, take_cache
 from fastformer.integrations.packing import entered, entered_cache, packing, told, worth_packing, writes_plainly
 from fastformer.integrations.padding import PackingStack
-from fastformer.nn.guards import is_traced, is_written_as_known
 from fastformer.nn.layout import Padding, read_padding
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.models.t5 import modeling_t5 as t5
 
+from fastformer.engine.checks import is_traced, is_written_as_known
 from fastformer.integrations.attention_interface import attend_padded
 from fastformer.integrations.engine_encode import StackOnEncoder
 from fastformer.integrations.engine_generate import OnEngine
@@ -26,17 +27,12 @@ from fastformer.integrations.heads import (
     replacements,
     stands_for_original,
 )
-from fastformer.integrations.known import OLD_CACHE, RETURNS_TUPLES, cache_of, register
+from fastformer.integrations.known import OLD_CACHE, RETURNS_TUPLES, cache_of
 from fastformer.integrations.packing import Packing, attend, current_run, entered, entered_memory
 from fastformer.integrations.padding import Owner
-from fastformer.integrations.positionwise import register_parts
 from fastformer.integrations.replace import Replacement
 from fastformer.integrations.stacks import Decoder, Encoder, Stack
-from fastformer.nn.guards import is_traced, is_written_as_known
 from fastformer.nn.layout import Padding
-
-register(t5)
-register_parts(t5.T5ClassificationHead)
 
 
 class T5LayerNorm(RMSNorm, t5.T5LayerNorm):

@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 
 import fastformer.nn as fnn
+from fastformer.engine.checks import replacement
 from fastformer.engine.frozen import unpack
 from fastformer.integrations.replace import Replacement, is_accelerated
-from fastformer.nn.guards import BLOCKS, is_its_own
 from fastformer.nn.packed_stack import copy_bytes, megabytes, precision_of, why_no_engine
 from fastformer.nn.stack import STACK_PLANS, Stack
 
@@ -48,11 +48,10 @@ def _attention_attributes(attention: nn.MultiheadAttention) -> dict[str, Any]:
 
 
 def _why_not(module: nn.Module) -> str | None:
-    kind = type(module)
-    for name in ("forward", *BLOCKS.get(kind, ())):
-        if not is_its_own(kind, nn, method=name):
-            return f"{kind.__name__}.{name} was replaced"
-    return None
+    replaced = replacement(type(module))
+    # A replaced function in place of the attention's own is called by fastformer's class.
+    is_function = replaced is not None and replaced.replaced.startswith("torch.")
+    return None if replaced is None or is_function else f"{replaced.replaced} was replaced"
 
 
 def decide(model: nn.Module, precision: str | None, *, wanted: bool, padding: str) -> None:

@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.cache.layer_view import AttentionCache
+from fastformer.engine.checks import Replacement, given, is_unhooked, plain_parameters, replacement
+from fastformer.engine.stamp import Plans
 from fastformer.nn.attention_parameters import AttentionParameters, WindowSize
 from fastformer.nn.cached_attention import append_cached, attend_cached, attention_unpacked
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError
-from fastformer.nn.guards import Plans, Replacement, given, is_unhooked, plain_parameters, replacement
 from fastformer.nn.layout import Jagged, SequenceLayout, open_nested
 from fastformer.nn.linear import LINEARS, linear
 from fastformer.nn.masks import (
@@ -540,11 +541,11 @@ class MultiheadAttention(AttentionParameters):
 _FORWARD = MultiheadAttention.forward
 
 
-def find_attention_plan(attention: nn.Module) -> AttentionPlan:
+def find_attention_plan(attention: nn.Module, *, is_lent: bool = False) -> AttentionPlan:
     """Finds the plan of an attention of fastformer's class, or of a class derived from it."""
     inside = attention._modules
-    out_proj = plain_parameters(inside.get("out_proj"), *LINEARS)
-    q_norm, k_norm = find_norm_plan(inside.get("q_norm")), find_norm_plan(inside.get("k_norm"))
+    out_proj = plain_parameters(inside.get("out_proj"), *LINEARS, is_lent=is_lent)
+    q_norm, k_norm = (find_norm_plan(inside.get(name), is_lent=is_lent) for name in ("q_norm", "k_norm"))
     calls_norms = "q_norm" in inside and (q_norm is None or k_norm is None)
     return AttentionPlan(replacement(type(attention)), out_proj, q_norm, k_norm, out_proj is None or calls_norms)
 
@@ -556,11 +557,11 @@ _PLANS: Plans[AttentionPlan] = Plans(
 )
 
 
-def plan_inside(attention: object) -> AttentionPlan | None:
+def plan_inside(attention: object, *, is_lent: bool = False) -> AttentionPlan | None:
     """Returns the plan of a layer's attention; None if that module has to be called."""
     if not isinstance(attention, MultiheadAttention) or type(attention).forward is not _FORWARD:
         return None
-    plan = find_attention_plan(attention)
+    plan = find_attention_plan(attention, is_lent=is_lent)
     return plan if plan.replaced is None and is_unhooked(attention) else None
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastformer.engine.checks import active_dropout
 from fastformer.nn.errors import InputError
-from fastformer.nn.guards import active_dropout
 from fastformer.nn.layers import (
     LAYER_PLANS,
     AttentionCall,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer.nn.guards import is_traced
+from fastformer.engine.checks import is_traced
 
 _RELU_OR_GELU = ("relu", "gelu", F.relu, F.gelu)
 

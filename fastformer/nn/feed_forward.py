@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastformer.engine.checks import DROPOUTS, active_dropout, is_plain, is_untouched, plain_parameters
+from fastformer.engine.stamp import Plans
 from fastformer.nn.errors import InputError
-from fastformer.nn.guards import DROPOUTS, Plans, active_dropout, is_plain, is_untouched, plain_parameters
 from fastformer.nn.linear import LINEARS
 from fastformer.ops.feed_forward import ACTIVATIONS, GATED, feed_forward
 
@@ -85,15 +86,16 @@ class FeedForwardPlan(NamedTuple):
         )
 
 
-def find_feed_forward_plan(module: nn.Module) -> FeedForwardPlan | None:
+def find_feed_forward_plan(module: nn.Module, *, is_lent: bool = False) -> FeedForwardPlan | None:
     """Finds the plan of a module with `linear1`, `activation`, `dropout` and `linear2`; None if they must be called.
 
     They must be called if one of them was replaced (an adapter, a quantised linear), patched or hooked.
+    `is_lent` is that of `is_untouched`.
     """
     inside = module._modules
     name = fused_name(module.activation, is_untouched)  # type: ignore[arg-type]
-    linear1 = plain_parameters(inside.get("linear1"), *LINEARS)
-    linear2 = plain_parameters(inside.get("linear2"), *LINEARS)
+    linear1 = plain_parameters(inside.get("linear1"), *LINEARS, is_lent=is_lent)
+    linear2 = plain_parameters(inside.get("linear2"), *LINEARS, is_lent=is_lent)
     dropout = inside.get("dropout")
     if name is None or linear1 is None or linear2 is None or not is_untouched(dropout, *DROPOUTS):
         return None

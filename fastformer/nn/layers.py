@@ -10,6 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.cache.layer_view import LayerCache
+from fastformer.engine.checks import (
+    DROPOUTS,
+    Replacement,
+    active_dropout,
+    gathers,
+    given,
+    is_unhooked,
+    is_untouched,
+    replacement,
+)
+from fastformer.engine.stamp import Plans
 from fastformer.nn.attention import AttentionPlan, MultiheadAttention, plan_inside
 from fastformer.nn.attention_parameters import WindowSize
 from fastformer.nn.embedding import RotaryPositions
@@ -22,17 +33,6 @@ from fastformer.nn.feed_forward import (
     find_feed_forward_plan,
     is_gated,
     resolve_activation,
-)
-from fastformer.nn.guards import (
-    DROPOUTS,
-    Plans,
-    Replacement,
-    active_dropout,
-    gathers,
-    given,
-    is_unhooked,
-    is_untouched,
-    replacement,
 )
 from fastformer.nn.layout import SequenceLayout, open_nested
 from fastformer.nn.masks import as_additive
@@ -117,16 +117,16 @@ class LayerPlan(NamedTuple):
 def find_layer_plan(layer: _Layer) -> LayerPlan:
     """Finds the plan of a layer of fastformer's class, or of a class derived from it."""
     inside, replaced = layer._modules, replacement(type(layer))
-    own_blocks = layer._has_own_blocks()
-    norms = [find_norm_plan(inside.get(name)) for name in layer._norm_names()]
+    own_blocks, is_gathered = layer._has_own_blocks(), gathers(layer)
+    norms = [find_norm_plan(inside.get(name), is_lent=is_gathered) for name in layer._norm_names()]
     dropouts = [inside.get(f"dropout{i}") for i in layer._sub_layers]
     joins = own_blocks and all(each is not None for each in norms)
     joins = joins and all(is_untouched(each, *DROPOUTS) for each in dropouts)
-    self_attention = plan_inside(inside.get("self_attn"))
+    self_attention = plan_inside(inside.get("self_attn"), is_lent=is_gathered)
     why_called = None
     if type(layer).forward not in _FORWARDS or replaced is not None:
         why_called = f"{type(layer).__name__} has a forward of its own, or another was put in its place"
-    elif not (is_unhooked(layer) or gathers(layer)):
+    elif not (is_unhooked(layer) or is_gathered):
         why_called = "it has a hook, or a forward of its own"
     return LayerPlan(
         replaced,
@@ -134,10 +134,10 @@ def find_layer_plan(layer: _Layer) -> LayerPlan:
         tuple(each for each in dropouts if each is not None) if joins else (),
         not (own_blocks and self_attention is not None),
         self_attention,
-        plan_inside(inside.get("multihead_attn")) if layer.has_cross_attention else None,
-        find_feed_forward_plan(layer),
+        plan_inside(inside.get("multihead_attn"), is_lent=is_gathered) if layer.has_cross_attention else None,
+        find_feed_forward_plan(layer, is_lent=is_gathered),
         why_called,
-        gathers(layer),
+        is_gathered,
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fastformer.nn import guards
-from fastformer.nn.guards import is_written_as_known
+from fastformer.engine import checks
+from fastformer.engine.checks import is_written_as_known
 from fastformer.ops.linear import unchecked_linear
 
 # `F.linear(x, weight, bias)`, with its errors.
@@ -22,4 +22,4 @@ class Linear(nn.Linear):
         return linear(input, self.weight, self.bias)
 
 
-LINEARS = (*guards.LINEARS, Linear)
+LINEARS = (*checks.LINEARS, Linear)

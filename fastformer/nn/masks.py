@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fastformer.engine.checks import is_traced
 from fastformer.nn.errors import InputError
-from fastformer.nn.guards import is_traced
 
 # Counting costs a device three small kernels a call. With fewer keys than this, attention would save less. An estimate,
 # not yet measured.

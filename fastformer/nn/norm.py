@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastformer.engine.checks import is_untouched
 from fastformer.nn.errors import InputError
-from fastformer.nn.guards import FORWARDS, is_untouched
 from fastformer.ops.add_layer_norm import add_layer_norm
 
 
@@ -108,7 +108,7 @@ class AddLayerNorm(nn.LayerNorm):
         return f"{super().extra_repr()}, dropout={self.dropout}, rms_norm={self.rms_norm}"
 
 
-FORWARDS[AddLayerNorm] = AddLayerNorm.forward
+_FORWARD = AddLayerNorm.forward
 
 
 class NormPlan(NamedTuple):
@@ -125,17 +125,17 @@ class NormPlan(NamedTuple):
         return add_layer_norm(x, None, weight, bias, eps=self.eps, rms_norm=self.rms_norm)[0]
 
 
-def find_norm_plan(norm: object) -> NormPlan | None:
+def find_norm_plan(norm: object, *, is_lent: bool = False) -> NormPlan | None:
     """Finds the plan of a plain norm of the last dimension; None for any other module.
 
-    It doesn't check `is_watched`.
+    It doesn't check `is_watched`. `is_lent` is that of `is_untouched`.
     """
-    if not is_untouched(norm, AddLayerNorm, nn.LayerNorm, nn.RMSNorm):
+    if not is_untouched(norm, AddLayerNorm, nn.LayerNorm, nn.RMSNorm, is_lent=is_lent):
         return None
     assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
     if len(norm.normalized_shape) != 1 or norm.eps is None:
         return None
-    if isinstance(norm, AddLayerNorm) and norm.dropout and norm.training:
+    if isinstance(norm, AddLayerNorm) and (AddLayerNorm.forward is not _FORWARD or (norm.dropout and norm.training)):
         return None
     # Some modules, such as the replicas of DataParallel, store their parameters elsewhere.
     expected = ("weight",) if type(norm) is nn.RMSNorm else ("weight", "bias")

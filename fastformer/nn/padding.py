@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastformer.engine.checks import is_traced
 from fastformer.nn.errors import InputError
 from fastformer.nn.fast_path import zeroed_by_torch
-from fastformer.nn.guards import is_traced
 from fastformer.nn.layout import Padding, read_padding
 from fastformer.nn.masks import is_causal_mask
 

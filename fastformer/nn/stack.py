@@ -10,9 +10,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from fastformer.engine.checks import Replacement, active_dropout, replacement
+from fastformer.engine.stamp import Plans
 from fastformer.errors import InputError
 from fastformer.nn.attention import AttentionPlan, MultiheadAttention
-from fastformer.nn.guards import Plans, Replacement, active_dropout, replacement
 from fastformer.nn.layers import (
     LayerPlan,
     TransformerDecoderLayer,

@@ -12,12 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from fastformer.cache.kv_cache import KVCache
 from fastformer.cache.layer_view import StepTables
+from fastformer.engine.checks import given, is_called_plainly, replacement
 from fastformer.nn.cached_step import check_layers, check_masks, next_tokens
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError
 from fastformer.nn.fast_path import fast_dtype, nests
 from fastformer.nn.feed_forward import Activation
-from fastformer.nn.guards import given, is_called_plainly, replacement
 from fastformer.nn.layers import LayerPlan, ResidualStream, TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.layout import SequenceLayout, open_nested
 from fastformer.nn.masks import as_additive, is_causal_mask, square_subsequent_mask

@@ -33,7 +33,7 @@ from fastformer.ops._backends import Backends, triton_kernel
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_host.extension_function = _extension.host_function
+_host.use_extension(_extension.host_function)
 
 BACKENDS = ("triton", "cpp", "reference")
 # The backend of each device type unless `use_backend` forces another; other devices use the reference.
@@ -422,6 +422,11 @@ def _remember(keys: set[Hashable], key: Hashable | None) -> None:
 
 # Every op, by its schema's name.
 OPS: dict[str, Op[..., Any]] = {}
+
+
+def add_op(name: str, op: Op[..., Any]) -> None:
+    """Adds an op to `OPS`."""
+    OPS[name] = op
 
 
 # The only autocast table. "cast": matrix products run in the autocast dtype (their softmax and loss stay fp32 inside).

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fastformer.ops import _fastest
 from fastformer.ops._backends import WhyUnsupported
-from fastformer.ops._dispatch import OPS, PREFERRED, Op, TensorIndices
+from fastformer.ops._dispatch import PREFERRED, Op, TensorIndices, add_op
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -92,7 +92,7 @@ def define_op(
         tensor_indices=TensorIndices(default._schema),
         fastest=_fastest.ChoiceCache() if has_faster else None,
     )
-    OPS[name] = op
+    add_op(name, op)
     LIBRARY.impl(name, lambda *args: op.run("reference", op.filled(args)), "CompositeExplicitAutograd")
     LIBRARY.impl(name, lambda *args: op.run(PREFERRED["cuda"], op.filled(args)), "CUDA")
     LIBRARY.impl(name, lambda *args: op.run(PREFERRED["cpu"], op.filled(args)), "CPU")

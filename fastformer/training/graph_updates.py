@@ -25,9 +25,9 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from fastformer.data import Batch
 from fastformer.data.batching import IGNORE_INDEX
+from fastformer.engine.stamp import ModelGuards
 from fastformer.graphs import CaptureError, Graph, Graphs
 from fastformer.nn import SequenceLayout
-from fastformer.nn.guards import ModelGuards
 
 # The most graphs: each takes some megabytes, and a size that is still new after so many is too rare to gain from one.
 MAX_GRAPHS = 64

@@ -17,9 +17,10 @@ from torch.optim.swa_utils import AveragedModel
 
 from fastformer.data import Examples
 from fastformer.data.shards.reading import ShardedExamples
+from fastformer.engine.checks import is_sharded
 from fastformer.models.weights import check_entries, check_finite, check_plain, entries_of
 from fastformer.special_ids import SpecialIds
-from fastformer.training.world import is_parted, part_like
+from fastformer.training.world import part_like
 
 _ELSEWHERE = object()
 State = dict[str, Any]  # tensors and plain values
@@ -225,7 +226,7 @@ def split(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if isinstance(value, dict):
             values = {key: rest(inner, *place, key) for key, inner in value.items()}
             return {key: inner for key, inner in values.items() if inner is not _ELSEWHERE}
-        if not is_parted(value):
+        if not is_sharded(value):
             return value
         name = "/".join(map(str, place))
         tensors[name], places[name] = value, [*place]

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MethodType, SimpleNamespace, TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
-from fastformer.nn import guards
+from fastformer.engine.checks import is_sharded
 from fastformer.nn.stack import Stack
 from fastformer.training.contents import read_contents
 
@@ -91,7 +91,7 @@ class Runner:
         memo: dict[int, Any] = {}
         for name, place in places.items():
             tensor: Any = tensors[name].detach()
-            tensor = tensor.full_tensor() if is_parted(tensor) else tensor
+            tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
             memo[id(place)] = nn.Parameter(tensor) if isinstance(place, nn.Parameter) else tensor.clone()
         copied = copy.deepcopy(self.shell, memo)
         return copied.train(model.training)
@@ -237,7 +237,7 @@ class World:
         their operations costs the CPU as much time as a small layer.
         """
         parameters = list(parameters)
-        if not any(is_parted(parameter) for parameter in parameters):
+        if not any(is_sharded(parameter) for parameter in parameters):
             return nn.utils.clip_grad_norm_(parameters, most)
         gradients = [local_part(each.grad.detach()) for each in parameters if each.grad is not None]
         norm = self.all_reduce_sum(torch.stack(torch._foreach_norm(gradients)).square().sum()).sqrt()
@@ -393,15 +393,10 @@ def _shard_weights(model: nn.Module, mesh: DeviceMesh, *, by_layer: bool) -> Non
     """
     # Imported here, as everything of sharding is: it takes as long as the rest of a training's imports.
     from torch.distributed.fsdp import FSDPModule, fully_shard
-    from torch.distributed.tensor import DTensor
 
-    guards.PARTED.add(DTensor)
     layers = [layer for stack in model.modules() if isinstance(stack, Stack) for layer in stack.layers]
     for layer in layers if by_layer else ():
-        unknown = set(_hooks(layer))
         fully_shard(layer, mesh=mesh)
-        guards.GATHERING.update(hook.__func__ for hook in _hooks(layer) if hook not in unknown)
-        guards.BORROWERS.update(layer.modules())
     fully_shard(model, mesh=mesh)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -409,10 +404,6 @@ def _shard_weights(model: nn.Module, mesh: DeviceMesh, *, by_layer: bool) -> Non
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, FSDP's choice for fp32
             if mesh.device_type == "cpu":
                 module.set_custom_reduce_scatter(_ReduceScatter())  # type: ignore[arg-type]
-
-
-def _hooks(module: nn.Module) -> list[MethodType]:
-    return [*vars(module)["_forward_pre_hooks"].values(), *vars(module)["_forward_hooks"].values()]
 
 
 def _fresh_store(rank: int, size: int, limit: datetime.timedelta) -> PrefixStore:
@@ -444,21 +435,16 @@ def _fresh_store(rank: int, size: int, limit: datetime.timedelta) -> PrefixStore
     return PrefixStore(prefix, store)
 
 
-def is_parted(tensor: object) -> bool:
-    """Returns whether an object is a tensor of which each process holds a part."""
-    return isinstance(tensor, tuple(guards.PARTED))
-
-
 def local_part(tensor: Tensor) -> Tensor:
     """Returns this process's part of a tensor."""
     parted: Any = tensor
-    part: Tensor = parted.to_local() if is_parted(tensor) else tensor
+    part: Tensor = parted.to_local() if is_sharded(tensor) else tensor
     return part
 
 
 def part_like(whole: Tensor, other: Tensor) -> Tensor:
     """Cuts a whole tensor to the part that this process holds of another one of that shape, without communication."""
-    if not is_parted(other) or whole.shape != other.shape:
+    if not is_sharded(other) or whole.shape != other.shape:
         return whole
     from torch.distributed.tensor import distribute_tensor
 
@@ -530,7 +516,7 @@ def _cause(error: BaseException) -> str:
 
 def _copied(tensor: Tensor) -> Tensor:
     """Copies a tensor to the CPU."""
-    if not is_parted(tensor):
+    if not is_sharded(tensor):
         return tensor.detach().cpu().clone()
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor

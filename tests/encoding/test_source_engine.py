@@ -96,15 +96,6 @@ def test_a_model_encodes_by_the_rule_and_a_source_has_its_bits_alone(name: str) 
 
 
 @needs_cpp
-def test_a_model_that_is_hooked_is_not_packed() -> None:
-    model = model_of("bart")
-    handle = model.encoder.layers[0].register_forward_hook(lambda module, inputs, out: 2 * out)
-    assert "hook" in pack_source(model, "fp32")
-    handle.remove()
-    packed(model)
-
-
-@needs_cpp
 def test_invalid_sources_get_an_error() -> None:
     encoder = packed(model_of("tensor2tensor"))
     for ids in ([[1], []], [[1, 70]], [[-1]], [[1] * 301]):

@@ -21,11 +21,12 @@ from fastformer.generation.engines.base import (
     SearchingBatch,
     Selection,
 )
-from fastformer.generation.engines.cpp_support import tensors_of, why_not_supported
+from fastformer.generation.engines.cpp_support import why_not_supported
 from fastformer.generation.engines.sampling import choose
 from fastformer.generation.model_protocols import Model, own_precision
 from fastformer.generation.native_search import NativeSearch, extension_module
 from fastformer.models import GPT, Transformer
+from fastformer.models.as_made import tensors_of
 from fastformer.models.gpt import GPTConfig
 from fastformer.models.quantization import INT4, SCALE, ZERO, groups_of
 from fastformer.nn import Embedding, MultiheadAttention, RelativePositionBias

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from fastformer.cache.block_pool import CacheFullError, Ints
+from fastformer.engine.stamp import ModelGuards
 from fastformer.generation.engines.base import Candidates, Limits, Prompt, SearchingBatch, Selection
 from fastformer.generation.engines.captured_step import CapturedStep, Shape, check_capturable, rounded
 from fastformer.generation.engines.device_search import Record
@@ -35,7 +36,6 @@ from fastformer.generation.model_protocols import DecoderOnly, EncoderDecoder, M
 from fastformer.generation.native_search import NativeSearch, last_tokens
 from fastformer.graphs import CaptureError, Graphs
 from fastformer.nn import KVCache
-from fastformer.nn.guards import ModelGuards
 from fastformer.ops import _backends
 
 logger = logging.getLogger("fastformer")

@@ -24,8 +24,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from fastformer.engine import frozen
 from fastformer.generation import generate, repack
 from fastformer.generation.engines import cpp_support
-from fastformer.generation.engines.cpp_support import tensors_of, why_not_supported
+from fastformer.generation.engines.cpp_support import why_not_supported
 from fastformer.models import GPT, GPTConfig, Transformer
+from fastformer.models.as_made import tensors_of
 from fastformer.nn import MultiheadAttention
 from fastformer.ops import use_backend
 from tests.engine.test_thread_team import in_child
@@ -240,6 +241,8 @@ def test_modes_around_a_call_do_not_change_the_packing(monkeypatch) -> None:
     handle.remove()
     with monkeypatch.context() as patch:
         patch.setattr(MultiheadAttention, "forward", lambda self, *args, **options: None)
+        assert why_not_supported(model, None) is None  # the contract: a class is examined when it is handed over
+        repack(model)
         assert "MultiheadAttention.forward" in str(why_not_supported(model, None))
     with monkeypatch.context() as patch:
         patch.setattr(nn.Linear, "forward", lambda self, x: x)
@@ -418,4 +421,4 @@ def test_an_uncounted_write_to_a_part_is_not_noticed_before_repack(kind) -> None
     assert torch.equal(generate(model, SOURCES[:1], **options), due)
     repack(model)  # more often than needed
     with pytest.raises(ValueError, match=r"\bmodel\b.*\bdict\b"):
-        repack({})  # type: ignore[arg-type]
+        repack({})
