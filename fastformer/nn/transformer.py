@@ -146,7 +146,7 @@ class TransformerEncoder(Stack):
         """
         plan = STACK_PLANS.of(self)
         others = (layout, cache, rotary, position_bias)
-        is_bare = all(option is None for option in others)
+        is_bare = layout is None and cache is None and rotary is None and position_bias is None
         if plan.replaced is not None and is_bare:
             options = given(mask=mask, src_key_padding_mask=src_key_padding_mask, is_causal=is_causal)
             out: Tensor = plan.replaced.original.forward(self, src, **options)
@@ -220,8 +220,8 @@ class TransformerEncoder(Stack):
             is_trusted: whether the layout was read from a mask, so that nothing in it needs a check.
             zeroed: see `Skipped`.
         """
-        is_plain = all(each is None for each in (zeroed, cache, rotary, position_bias))
-        if is_plain and plan.evaluation is not None and not torch.is_grad_enabled():
+        has_options = not (cache is None and rotary is None and position_bias is None and zeroed is None)
+        if not has_options and plan.evaluation is not None and not torch.is_grad_enabled():
             out = plan.evaluation.run(self, src, mask, key_padding_mask, is_causal, layout, is_trusted=is_trusted)
             if out is not None:
                 return out
@@ -231,7 +231,7 @@ class TransformerEncoder(Stack):
             mask = None
             step = cache.begin(*next_tokens(cache, src, self.layers, layout))
         rows = None
-        if all(each is None for each in (cache, layout, rotary, position_bias, zeroed)):
+        if layout is None and not has_options:
             rows = _as_rows(plan, src)
         shape = None if rows is None else src.shape[:2]
 
