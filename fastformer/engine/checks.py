@@ -98,8 +98,10 @@ def _is_original(name: str, *packages: str) -> bool:
 @_examined
 def replaced_function() -> str | None:
     """Returns the name of a function by which modules of torch.nn compute and which was replaced; None if none was."""
-    names = (name for name in _FUNCTIONS if not _is_original(name))
-    return next((f"torch.nn.functional.{name}" for name in names), None)
+    for name in _FUNCTIONS:
+        if not _is_original(name):
+            return f"torch.nn.functional.{name}"
+    return None
 
 
 @_examined
