@@ -10,7 +10,7 @@ import torch
 
 from fastformer.checkpoints.hf import FAMILIES
 from fastformer.checkpoints.hf.common import Checkpoint
-from fastformer.checkpoints.hf.fields import FIELDS
+from fastformer.checkpoints.hf.fields import FIELDS, with_usual_ids
 from fastformer.integrations import accelerate, from_huggingface, report
 from tests.integrations.config_fields import (
     IDS,
@@ -95,38 +95,68 @@ def test_each_rope_is_computed(rope) -> None:
     assert differences(converted_results(from_huggingface(theirs), kind), expected) == {}
 
 
-SAMPLE = ("bart", "t5", "gpt2", "gemma3_text", "bert", "modernbert")
+class Omitting:
+    """A family's small model, of which fields of its config are omitted."""
 
+    def __init__(self, kind: str) -> None:
+        self.family = FAMILIES[kind]
+        self.theirs = made(Change(kind, "use_cache", True, self.family.kind == "encoder"))
+        self.saved, self._state = self.theirs.config.to_dict(), self.theirs.state_dict()
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind in SAMPLE else pytest.mark.slow) for kind in FAMILIES]
-)
-def test_an_omitted_field_has_the_default_of_its_class(kind) -> None:
-    """What a folder without a field loads as is what transformers makes of its config."""
-    family = FAMILIES[kind]
-    theirs = made(Change(kind, "use_cache", True, family.kind == "encoder"))
-    saved, state = theirs.config.to_dict(), theirs.state_dict()
-
-    def loaded(settings: dict[str, Any]) -> Any:
+    def loaded(self, settings: dict[str, Any]) -> Any:
+        """Returns the config of the model that a folder with these settings has; None: it is refused."""
+        settings = {**settings, "architectures": [type(self.theirs).__name__]}
         try:
-            return family.to_model(Checkpoint({**settings, "architectures": [type(theirs).__name__]}, state)).config
+            return self.family.to_model(Checkpoint(settings, self._state)).config
         except ValueError:
             return None
 
-    omitted, unchanged = [], loaded(saved)
-    for name in saved.keys() - {"model_type", "architectures"}:
-        less = {other: value for other, value in saved.items() if other != name}
+    def filled(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Returns the settings that transformers makes of some."""
+        return type(self.theirs.config).from_dict(copy.deepcopy(settings)).to_dict()
+
+
+@kinds
+def test_omitted_fields_have_the_defaults_of_their_class(kind) -> None:
+    """What a folder without fields loads as is what transformers makes of its config. Sizes of the small model stay."""
+    model = Omitting(kind)
+    usual = type(model.theirs.config)().to_dict()
+
+    def is_needed(name: str) -> bool:  # a size of the small model, or an id of its vocabulary
+        value = model.saved[name]
+        is_other = isinstance(value, int) and not isinstance(value, bool) and value != usual.get(name)
+        return is_other or name in ("model_type", "num_heads") or name.endswith("_token_id")
+
+    less = {name: value for name, value in model.saved.items() if is_needed(name)}
+    assert model.loaded(less) == model.loaded(model.filled(less)) is not None
+    assert len(less) < len(model.saved) - 10
+
+
+@pytest.mark.slow
+@kinds
+def test_each_omitted_field_has_the_default_of_its_class(kind) -> None:
+    model = Omitting(kind)
+    omitted, unchanged = [], model.loaded(model.saved)
+    for name in model.saved.keys() - {"model_type", "architectures"}:
+        less = {other: value for other, value in model.saved.items() if other != name}
         try:
-            whole = type(theirs.config).from_dict(copy.deepcopy(less)).to_dict()
+            whole = model.filled(less)
         except Exception:  # transformers makes no such config
             continue
-        found, expected = loaded(less), unchanged if whole == saved else loaded(whole)
-        if found is not None and expected is not None:
-            assert found == expected, name
+        config, expected = model.loaded(less), unchanged if whole == model.saved else model.loaded(whole)
+        if config is not None and expected is not None:
+            assert config == expected, name
             omitted.append(name)
-    less = {name: value for name, value in saved.items() if name not in omitted}
-    assert loaded(less) == loaded(type(theirs.config).from_dict(copy.deepcopy(less)).to_dict()) is not None
     assert len(omitted) > 10
+
+
+@kinds
+def test_usual_ids_are_those_of_the_class(kind) -> None:
+    """A small model can't have them: they are beyond its vocabulary."""
+    usual = type(config_of(kind, {}))().to_dict()
+    for name, value in with_usual_ids({"model_type": kind}).items():
+        if name.endswith("_token_id"):
+            assert value == usual[name], name
 
 
 @kinds
