@@ -27,7 +27,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, f
 
 @dataclass(frozen=True)
 class Made:
-    """What a model of one library has to have in common with a new one of its config.
+    """The properties that a model of one library has to share with a new one of its config.
 
     Attributes:
         is_free: (module, name) -> whether an attribute may differ without an effect on the results in evaluation.

@@ -1,8 +1,8 @@
 """Checks whether a call of modules still runs the code of their classes, and nothing else.
 
 A fused path reads the parameters of modules and calls none of them. That would silently skip a hook, a forward on the
-instance, an override in a subclass or a parametrization. What instances and modes may change is checked at the moment
-of the call. Classes and functions are examined when a model is handed over (see `examine_again`), by the places that
+instance, an override in a subclass or a parametrization. Instances and modes are checked at the moment of the
+call. Classes and functions are examined when a model is handed over (see `examine_again`), by the places that
 their code names: a class's own method is written in the package of the class.
 """
 

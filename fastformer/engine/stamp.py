@@ -6,7 +6,7 @@ plan when they fail. The C++ engine, which reads a whole model's weights, and CU
 call, depend on the model's tensors, too, which `ModelGuards` watch.
 
 Noticed are modules, parameters and buffers that were replaced, hooks, forwards and settings on instances, and train or
-eval. What a class or a function of PyTorch does is examined when a plan is made, and not again.
+eval. Classes and functions of PyTorch are examined when a plan is made, and not again.
 """
 
 from __future__ import annotations

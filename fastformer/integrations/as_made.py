@@ -1,4 +1,4 @@
-"""What a model of transformers has to have in common with a new one of its config, for the engine to run it.
+"""The properties that a model of transformers has to share with a new one of its config, for the engine to run it.
 
 Its modules are transformers', or those that `accelerate` put in their place.
 """
