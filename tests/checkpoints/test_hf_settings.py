@@ -107,7 +107,7 @@ def test_old_settings_are_read_as_transformers_reads_them(kind, settings, expect
 def test_omitted_settings_are_as_in_transformers(kind) -> None:
     if IS_OLD and kind == "olmo3":
         pytest.skip("version 4 has another base where the settings don't say")
-    settings = SIZES | {"num_attention_heads": 32, "hidden_size": 1024}
+    settings = SIZES | {"num_attention_heads": 32, "hidden_size": 1024, "num_hidden_layers": 30}
     del settings["num_key_value_heads"]
     theirs = getattr(transformers, FAMILIES[kind].config_class)(**settings)
     assert options_of(kind, theirs.to_dict()) == options_of(kind, settings)

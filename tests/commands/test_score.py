@@ -65,6 +65,10 @@ def test_two_systems_are_compared(files, ran) -> None:
     assert bleu[1] == f"{corpus_scores(BETTER, REFERENCE)['BLEU'][0]:.2f}"
     assert bleu[3] == f"{corpus_scores(WORSE, REFERENCE)['BLEU'][0]:.2f}"
     assert "bs:1000|" in chrf[-1] and 0 < float(chrf[6]) < 0.2 and float(same[6]) == 1 and same[1] == same[3]
+    rows = [line.split() for line in ran(*given, files["worse"], "--ter", "--bleu_tokenize", "char").out.splitlines()]
+    for hypotheses, column in ((BETTER, 1), (WORSE, 3)):
+        due = corpus_scores(hypotheses, REFERENCE, bleu_tokenize="char", ter=True)
+        assert [(row[0], row[column]) for row in rows] == [(name, f"{value:.2f}") for name, (value, _) in due.items()]
 
 
 def test_tensors_of_wrong_sizes_are_named(files, tmp_path, ran) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastformer.checkpoints.hf import FAMILIES
+from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES
 from fastformer.checkpoints.hf.common import Checkpoint
 from fastformer.checkpoints.hf.fields import FIELDS, with_usual_ids
 from fastformer.integrations import accelerate, from_huggingface, report
@@ -157,6 +157,8 @@ def test_usual_ids_are_those_of_the_class(kind) -> None:
     for name, value in with_usual_ids({"model_type": kind}).items():
         if name.endswith("_token_id"):
             assert value == usual[name], name
+    if kind in ENCODER_FORMS:
+        assert ENCODER_FORMS[kind].pad == usual["pad_token_id"]
 
 
 @kinds

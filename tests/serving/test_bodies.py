@@ -66,6 +66,33 @@ def test_fields_that_would_change_an_answer_are_refused_by_name(kind) -> None:
     assert unsupported_field(kind.model_validate({**RIGHT[kind], "newest_field": {"a": 1}})) is None
 
 
+# Fields of other servers that change what they answer, as their clients write them.
+OF_OTHERS = (
+    "allowed_token_ids audio bad_words bad_words_ids decoder_input_details documents dry_multiplier dynatemp_range "
+    "early_stopping ebnf echo encoder_repetition_penalty epsilon_cutoff eta_cutoff forced_bos_token_id "
+    "forced_eos_token_id format function_call functions grammar guided_choice guided_grammar guided_json guided_regex "
+    "ignore_eos images include_stop_str_in_output json_schema length_penalty logits_processors lora_path max_length "
+    "max_time min_length mirostat mirostat_mode modalities n_predict n_probs no_repeat_ngram_size no_stop_trim "
+    "num_beams num_return_sequences options penalty_alpha prediction prompt_embeds prompt_logprobs reasoning_effort "
+    "regex repeat_penalty response_format return_token_ids return_tokens_as_token_ids samplers skip_special_tokens "
+    "spaces_between_special_tokens stop_sequences structural_tag structured_outputs suffix suppress_tokens tfs_z think "
+    "thinking tool_choice tools top_a top_n_sigma top_n_tokens truncate truncate_prompt_tokens typical_p "
+    "use_beam_search watermark web_search_options xtc_probability"
+)
+OF_OTHER_ENCODERS = (
+    "add_special_tokens embedding_type embedding_types input_type instruction late_chunking max_chunks_per_doc "
+    "max_tokens_per_doc normalized output_dimension output_dtype rank_fields return_multivector task task_type "
+    "truncate_prompt_tokens use_activation"
+)
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_fields_of_other_servers_are_refused(kind) -> None:
+    of_text = issubclass(kind, CompletionBody | ChatBody | GenerateBody | Parameters)
+    for name in (OF_OTHERS if of_text else OF_OTHER_ENCODERS).split():
+        assert unsupported_field(kind.model_validate({**RIGHT[kind], name: {"a": 1}})) == name
+
+
 def test_fields_of_parts_are_refused_by_their_places() -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [{"id": "1"}]}]
     assert unsupported_field(ChatBody.model_validate({"messages": messages})) == "messages.1.tool_calls"

@@ -17,9 +17,11 @@ import httpx
 import pytest
 
 from fastformer import __version__
+from fastformer.generation.jobs import QUEUE_BOUNDS, SessionStats
 from fastformer.serving import Limits, make_app, open_service
 from fastformer.serving.answers import EndedEarly
 from fastformer.serving.gate import Traffic, Watch, read_keys
+from fastformer.serving.metrics import Metrics
 from fastformer.serving.run import Server, bound
 from tests.serving import models
 from tests.serving.asking import serving
@@ -71,10 +73,11 @@ async def test_libretranslates_clients_send_the_key_in_the_body(translator_folde
 
 
 async def test_public_paths_are_documented(translator_folder) -> None:
-    async with serving(open_service(translator_folder), keys=KEYS, metrics_public=True, page_public=True) as client:
-        for path in ("/", "/metrics"):
-            assert (await client.get(path)).status_code == 200
-        assert (await client.get("/v1/info")).status_code == 401
+    public: dict[str, set[str]] = {"metrics_public": {"/metrics"}, "page_public": {"/"}}
+    for flags in (["metrics_public"], ["page_public"], [*public]):
+        async with serving(open_service(translator_folder), keys=KEYS, **dict.fromkeys(flags, True)) as client:
+            found = {path for path in ("/", "/metrics", "/v1/info") if (await client.get(path)).status_code == 200}
+            assert found == {path for flag in flags for path in public[flag]}
 
 
 def test_keys_of_files_and_of_the_environment(tmp_path, monkeypatch) -> None:
@@ -328,6 +331,22 @@ async def test_a_server_describes_its_model_and_its_answers(translator_folder, c
     *_, line, last = [json.loads(record.message) for record in caplog.records if record.name == "fastformer.access"]
     assert (line["method"], line["bytes"]) == ("POST", len(answer.content)) and line["ms"] > 0
     assert last["status"] == metrics.answered.call_args.args[1] == 499 and last["client"] == ""
+
+
+def test_each_number_of_a_session_has_its_metric() -> None:
+    service: Any = mock.Mock()
+    stats: dict[str, Any] = {field.name: 1.0 + i for i, field in enumerate(dataclasses.fields(SessionStats))}
+    counts = (1,) * (len(QUEUE_BOUNDS) + 1)
+    service.session.stats.return_value = SessionStats(**{**stats, "queue_counts": counts})
+    found = dict(re.findall(r"^fastformer_(\w+) (\S+)$", Metrics(service).text().decode(), re.MULTILINE))
+    of_metric = {
+        "requests_running": "running", "requests_waiting": "waiting", "waiting_tokens": "waiting_tokens",
+        "batch_rows": "rows", "cache_free_tokens": "free_tokens", "cache_tokens": "capacity_tokens",
+        "prompt_tokens_total": "read_tokens", "cached_tokens_total": "cached_tokens", "new_tokens_total": "new_tokens",
+        "cancelled_total": "cancelled", "steps_total": "steps", "step_seconds_total": "step_seconds",
+        "queue_seconds_sum": "queue_seconds",
+    }  # fmt: skip
+    assert {metric: float(found[metric]) for metric in of_metric} == {m: stats[name] for m, name in of_metric.items()}
 
 
 async def test_metrics_have_no_labels_from_clients(translator_folder) -> None:

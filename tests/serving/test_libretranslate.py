@@ -118,3 +118,14 @@ def test_a_language_is_no_target_of_itself() -> None:
     targets = {one["code"]: one["targets"] for one in codes.entries()}
     assert targets == {"de": ["en", "fr"], "en": ["de", "fr"], "fr": ["de", "en"]}
     assert codes.defaults() == ("auto", "de") and codes.source("de") == codes.source("deu_Latn") == "deu_Latn"
+
+
+async def test_the_codes_of_a_pair_may_be_in_any_case(translator_folder) -> None:
+    async with serving(open_service(translator_folder, source_lang="en", target_lang="de-AT")) as client:
+        for source, target, status in (("EN", "De-at", 200), (" en ", "de-AT", 200), ("en", "en", 400)):
+            answer = await client.post("/translate", json={"q": "a", "source": source, "target": target})
+            assert answer.status_code == status, answer.text
+            answer = await client.post(
+                "/v1/translate", json={"text": "a", "source_lang": source, "target_lang": target}
+            )
+            assert answer.status_code == status, answer.text

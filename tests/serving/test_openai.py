@@ -12,6 +12,7 @@ import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -541,6 +542,35 @@ async def test_a_request_without_a_length_gets_the_usual_one(tmp_path) -> None:
         answer = (await http.post("/generate", json={"inputs": "a", "parameters": {"details": True}})).json()
         assert answer["details"]["generated_tokens"] == 100 and answer["details"]["finish_reason"] == "length"
         assert not [token for token in answer["details"]["tokens"] if token["special"]]
+
+
+async def test_a_request_without_a_length_stays_within_the_servers_limit(folder) -> None:
+    async with serving(open_service(folder, limits=Limits(max_new_tokens=5))) as http:
+        least = {"temperature": 0, "min_tokens": 5}
+        for path, body in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": MESSAGES})):
+            answer = await http.post(f"/v1/{path}", json=body | least)
+            assert answer.json()["usage"]["completion_tokens"] == 5, answer.text
+        answer = await http.post("/generate", json={"inputs": PROMPTS[0], "parameters": {"details": True}})
+        assert answer.json()["details"]["generated_tokens"] <= 5
+
+
+async def test_errors_of_generate_have_the_type_of_their_status(folder) -> None:
+    kinds = {
+        401: "unauthorized", 405: "validation", 413: "validation", 422: "validation", 500: "generation",
+        503: "unhealthy", 504: "generation",
+    }  # fmt: skip
+    async with serving(open_service(folder, limits=Limits(max_body_bytes=1000)), keys=["key"]) as http:
+        for status, kind in kinds.items():
+            http.app.state.traffic.is_refusing = status == 503
+            method, head = "GET" if status == 405 else "POST", {"Authorization": "Bearer key"} if status != 401 else {}
+            body = {"inputs": "a" * 2000 * (status == 413) or "a", "timeout": 1e-6 if status == 504 else None}
+            parameters = {"top_p": 2} if status == 422 else {}
+            with contextlib.ExitStack() as stack:
+                if status == 500:
+                    failing = mock.AsyncMock(side_effect=RuntimeError)
+                    stack.enter_context(mock.patch.object(http.app.state.service, "prompt_ids", failing))
+                answer = await http.request(method, "/generate", headers=head, json={**body, "parameters": parameters})
+            assert (answer.status_code, answer.json()["error_type"]) == (status, kind), answer.text
 
 
 @pytest.mark.parametrize("limits", [Limits(max_texts=2), Limits(max_waiting=2)], ids=["texts", "queue"])
