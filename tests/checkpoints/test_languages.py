@@ -38,6 +38,15 @@ def test_outputs_equal_transformers(kind, made, tmp_path, capsys) -> None:
     assert translator.translate(spoken.saved.texts, max_new_tokens=count) == spoken.said()
 
 
+def test_settings_that_a_tokenizers_folder_omits_are_the_usual_ones(made, tmp_path) -> None:
+    spoken = made("nllb")
+    folder = shutil.copytree(spoken.saved.folder, tmp_path / "nllb")
+    settings = json.loads((file := folder / "tokenizer_config.json").read_text())
+    file.write_text(json.dumps({name: value for name, value in settings.items() if name != "legacy_behaviour"}))
+    translator = Translator.from_pretrained(folder, **spoken.languages)
+    assert [translator.encode(text) for text in spoken.saved.texts] == [*map(spoken.read, spoken.saved.texts)]
+
+
 @pytest.mark.parametrize("kind, penalty", [("nllb", 0.0), ("nllb", 2.0), ("mbart", 1.0), ("madlad", 1.0)])
 def test_beams_by_transformers_rules_equal_its_own(kind, penalty, made) -> None:
     spoken = made(kind)
