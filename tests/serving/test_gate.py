@@ -206,7 +206,7 @@ async def test_the_deadline_of_a_request_counts_while_its_text_waits(kind, tmp_p
     if kind != "translator":
         pytest.importorskip("transformers", reason="the folders are written by transformers")
     folder = models.folder_of(kind, tmp_path / "model", translator_folder)
-    async with serving(open_service(folder, limits=Limits(timeout_s=0.1))) as client:
+    async with serving(open_service(folder, limits=Limits(timeout_s=0.4))) as client:
         gate, service = threading.Event(), client.app.state.service
         held = asyncio.ensure_future(service.session.aside(lambda: gate.wait(10), 10**6))
         answers = await asyncio.gather(*(client.post(path, json=body) for path, body in WAITING[kind]))
