@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from fastformer.checkpoints.hf import FAMILIES, model_type
+from fastformer.checkpoints.run import architecture_of
 from fastformer.generation import AsyncGenerator, AsyncTranslator, Translator
 from fastformer.generation.alignment import check_attention, cross_attention
 from fastformer.generation.async_generator import ChatIds, Prompt
@@ -17,7 +18,6 @@ from fastformer.generation.config import GenerationConfig, Precision
 from fastformer.generation.pair_encoder import PartAnswer
 from fastformer.generation.session import Session
 from fastformer.generation.text_io import Item
-from fastformer.models import read_architecture
 from fastformer.serving.answers import TooLarge
 from fastformer.serving.codes import UNKNOWN, Codes, Detected
 from fastformer.serving.limits import Limits
@@ -339,6 +339,6 @@ def _kind_of(folder: Path) -> Kind:
     family = None if kind is None else FAMILIES.get(kind)
     if family is not None:
         return {"encoder": "encoder", "decoder": "generator"}.get(family.kind, "translator")  # type: ignore[return-value]
-    if kind is None and (folder / "config.json").is_file() and read_architecture(folder) == "GPT":
+    if architecture_of(folder) == "GPT":
         return "generator"
     return "translator"

@@ -243,6 +243,10 @@ def test_texts_are_translated(tmp_path: Path, name: str, one_file: bool, capsys:
     assert architecture_of(folder) == "Transformer"
     assert not cli.main(["translate", str(folder), text, "--max_new_tokens", "8", "--precision", "fp32"])
     assert capsys.readouterr().out.strip() == expected
+    pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+    from fastformer.serving import open_service
+
+    assert open_service(folder).kind == "translator"
     with pytest.raises(ValueError, match="translator of CTranslate2"):
         load_model(folder, ("GPT",))
 
