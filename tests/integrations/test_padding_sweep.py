@@ -192,8 +192,9 @@ def patched_class(model: Any, draw: random.Random) -> Callable[[], None]:
              if any(each.__module__.startswith("transformers.models") for each in kind.__mro__)]  # fmt: skip
     kind = draw.choice(kinds)
     own = kind.forward
-    kind.forward = lambda self, *args, **kwargs: mixed_output(own(self, *args, **kwargs))
-    return lambda: setattr(kind, "forward", own)
+    patch = pytest.MonkeyPatch()  # which takes back a method of a class that had inherited it
+    patch.setattr(kind, "forward", lambda self, *args, **kwargs: mixed_output(own(self, *args, **kwargs)))
+    return patch.undo
 
 
 def unwrapped(model: Any, draw: random.Random) -> None:
