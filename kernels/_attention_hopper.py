@@ -188,7 +188,7 @@ class Plan:
             programs = min(num_tiles, together * num_sms(tensors[0].device))
             limit = {"maxnreg": SHARED_REGISTERS} if together == 2 else {}
             run = Launch(self._kernel(), (programs,), **constants, num_warps=4, **limit)
-            boxes = [tuple(descriptor_of.block_shape[-2:]) for descriptor_of in arguments[:count]]
+            boxes = [tuple(argument.block_shape[-2:]) for argument in arguments[:count]]
             self._ready = run, boxes, arguments[len(tensors) :]
             run(*arguments)
             return

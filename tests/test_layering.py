@@ -22,7 +22,7 @@ ALLOWED = {
     "console": set(),
     "graphs": set(),
     "ops": {"kernels"},
-    "engine": {"ops"},
+    "engine": {"locks", "ops"},
     "errors": set(),
     "locks": set(),
     "cache": {"errors"},

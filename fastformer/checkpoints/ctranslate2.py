@@ -61,8 +61,8 @@ _NEVER = -1e4  # the logit of an id that the vocabulary lacks: its probability i
 _SINES = ("halves", "concatenated", "interleaved")
 _RELATIVE = "relative_attention_bias"
 _PIECES = ("sentencepiece.bpe.model", "spiece.model", "sentencepiece.model")
-# The tokens of languages in NLLB, mBART-50, M2M100, Marian and MADLAD, with the names in them; and whether a source
-# begins with the target language's alone.
+# The tokens of languages in NLLB and mBART-50, M2M100, and Marian, with the names in them; and whether a source begins
+# with the target language's alone.
 _LANGUAGES = (
     (re.compile(r"([a-z]{3}_[A-Z][a-z]{3}|[a-z]{2,3}_[A-Z]{2})"), False),
     (re.compile(r"__([a-z]{2,3})__"), False),
@@ -133,8 +133,8 @@ def read_variables(path: Path) -> tuple[str, dict[str, Tensor]]:
         if kind >= len(_DTYPES):
             raise ValueError(f"expected a dtype from 0 to {len(_DTYPES) - 1} of {key!r:.60} in {path}, got {kind}")
         dtype = _DTYPES[kind]
-        if math.prod(shape) * dtype.itemsize != length:
-            raise ValueError(f"expected {key!r:.60} in {path}, {shape} of {dtype}, to have other than {length:,} bytes")
+        if (needed := math.prod(shape) * dtype.itemsize) != length:
+            raise ValueError(f"expected {needed:,} bytes of {key!r:.60} in {path}, {shape} of {dtype}, got {length:,}")
         if key in variables:
             raise ValueError(f"expected names that differ in {path}, got {key!r:.60} twice")
         data = reader.take(length)
@@ -180,7 +180,7 @@ def read_vocabularies(folder: Path) -> Vocabularies:
 
 
 class _Variables:
-    """The variables of a specification; each is read once, so that those which no one reads are known."""
+    """The variables of a specification. Reading one removes it, so that what is left was not read."""
 
     def __init__(self, variables: Mapping[str, Tensor]) -> None:
         self._variables = dict(variables)
@@ -219,9 +219,9 @@ class _Variables:
 
     def embedding_factor(self, d_model: int) -> float:
         """Returns the factor of the embeddings: a number of the file, or a flag for the root of the width."""
-        name = "scale_embeddings"
-        is_flag = all(not self._variables[f"{side}/{name}"].dtype.is_floating_point for side in ("encoder", "decoder"))
-        value = self.both(name)
+        stored = self._variables.get("encoder/scale_embeddings")
+        value = self.both("scale_embeddings")
+        is_flag = stored is not None and not stored.dtype.is_floating_point
         return (d_model**0.5 if value else 1.0) if is_flag else value
 
     def count(self, prefix: str) -> int:
@@ -336,6 +336,9 @@ def _transformer(
     depths = {side: variables.count(f"{side}/layer_") for side in ("encoder", "decoder")}
     heads = int(variables.both("num_heads"))
     d_model = target.shape[1]
+    counts = len(vocabularies.source), len(vocabularies.target), len(vocabularies.target)
+    if (rows := tuple(map(len, (source, target, output)))) != counts:
+        raise ValueError(f"expected matrices with a row for each token of the vocabularies, {counts}, got {rows}")
     ids, vocab_size = _special_ids(variables, vocabularies, settings)
     source, target, output = first_equal(*(_with_rows(matrix, vocab_size) for matrix in (source, target, output)))
     bias = variables.matrix("decoder/projection/bias") if "decoder/projection/bias" in variables else None
@@ -397,9 +400,9 @@ def _transformer(
 
 def _refuse(variables: _Variables) -> None:
     """Removes the options that every supported model has in common, and refuses other values by name."""
-    for name in ("alibi", "alibi_use_positive_positions", "scale_alibi"):
-        if variables.scalar(f"decoder/{name}", 0.0) and name == "alibi":
-            raise ValueError("expected a model without alibi, got one with it")
+    if variables.scalar("decoder/alibi", 0.0):
+        raise ValueError("expected a model without alibi, got one with it")
+    variables.drop("decoder/alibi_use_positive_positions", "decoder/scale_alibi")
     for name, reason in (
         ("encoder/embeddings_1/weight", "several features of a source token"),
         (

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -12,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from fastformer.locks import ForkSafeLock
 from fastformer.ops import _extension
 
 T = TypeVar("T")
@@ -58,7 +56,7 @@ class _Refusal(NamedTuple):
     reason: str
 
 
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 _entries: WeakKeyDictionary[nn.Module, _Entry] = WeakKeyDictionary()
 
 
@@ -224,7 +222,7 @@ def repack(model: nn.Module) -> None:
 
     A change that PyTorch counts is noticed without this, and so are parameters that were replaced or moved. Call it
     after you have written to a part of a tensor through `parameter.data`, through a NumPy array that shares the memory,
-    or from another process, or replaced a method of a class inside of the model: neither is noticed.
+    or from another process, or replaced a method of a class inside of the model: a call notices none of these.
 
     Args:
         model: the model that was changed, or a module that contains it.
@@ -236,13 +234,3 @@ def repack(model: nn.Module) -> None:
         raise ValueError(f"expected a model, got {type(model).__name__}")
     for module in model.modules():
         unpack(module)
-
-
-def _renew_lock() -> None:
-    # A child process has no threads that might hold the lock.
-    global _lock
-    _lock = threading.Lock()
-
-
-if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_renew_lock)

@@ -139,6 +139,7 @@ def test_models_of_both_sides_may_have_vocabularies_of_their_own(folder: Path) -
         ),
         ({"decoder/num_heads": torch.tensor(4, dtype=torch.int16)}, "num_heads"),
         ({"encoder/scale_embeddings": torch.tensor(3.0), "decoder/scale_embeddings": torch.tensor(3.0)}, "embeddings"),
+        ({"encoder/scale_embeddings": None}, "scale_embeddings"),
         ({"decoder/layer_0/ffn/linear_0/weight_zero": torch.ones(4)}, "weight_zero"),
         ({"decoder/layer_0/ffn/linear_0/weight": None}, "linear"),
         ({"decoder/layer_1/ffn/linear_0/weight_scale": None}, "scale"),
@@ -162,6 +163,14 @@ def test_other_specifications_are_refused(folder: Path) -> None:
         load_transformer(folder)
     (folder / MODEL).write_bytes(written({}, version=5))
     with pytest.raises(ValueError, match="version"):
+        load_transformer(folder)
+
+
+@pytest.mark.parametrize("change", [lambda tokens: tokens[:-1], lambda tokens: [*tokens, "more"]])
+def test_a_vocabulary_has_a_token_for_each_row(folder: Path, change: Any) -> None:
+    tokens = json.loads((folder / "shared_vocabulary.json").read_text())
+    (folder / "shared_vocabulary.json").write_text(json.dumps(change(tokens)))
+    with pytest.raises(ValueError, match="vocabular"):
         load_transformer(folder)
 
 
@@ -192,7 +201,7 @@ def test_damaged_files_are_errors(folder: Path) -> None:
         with pytest.raises(ValueError):
             read_variables(folder / MODEL)
     (folder / MODEL).write_bytes(data + b"\0")
-    with pytest.raises(ValueError, match="end"):
+    with pytest.raises(ValueError, match="model.bin"):
         read_variables(folder / MODEL)
     # Sizes, names and dtypes, of which most are at the beginning; the numbers of a matrix may be any.
     for _ in range(300):
@@ -247,7 +256,7 @@ def test_texts_are_translated(tmp_path: Path, name: str, one_file: bool, capsys:
     from fastformer.serving import open_service
 
     assert open_service(folder).kind == "translator"
-    with pytest.raises(ValueError, match="translator of CTranslate2"):
+    with pytest.raises(ValueError, match="CTranslate2"):
         load_model(folder, ("GPT",))
 
 
