@@ -206,9 +206,15 @@ async def test_the_deadline_of_a_request_counts_while_its_text_waits(kind, tmp_p
     if kind != "translator":
         pytest.importorskip("transformers", reason="the folders are written by transformers")
     folder = models.folder_of(kind, tmp_path / "model", translator_folder)
-    async with serving(open_service(folder, limits=Limits(timeout_s=0.4))) as client:
-        gate, service = threading.Event(), client.app.state.service
-        held = asyncio.ensure_future(service.session.aside(lambda: gate.wait(10), 10**6))
+    async with serving(open_service(folder, limits=Limits(timeout_s=0.1))) as client:
+        begun, gate, service = threading.Event(), threading.Event(), client.app.state.service
+
+        def wait() -> bool:
+            begun.set()
+            return gate.wait(10)
+
+        held = asyncio.ensure_future(service.session.aside(wait, 10**6))
+        assert await asyncio.to_thread(begun.wait, 10)  # until then shorter texts would be read before it
         answers = await asyncio.gather(*(client.post(path, json=body) for path, body in WAITING[kind]))
         assert {answer.status_code for answer in answers} == {504}
         assert service.session.stats().late == len(answers) and not gate.is_set()
