@@ -19,7 +19,15 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import nn
 
-from fastformer.engine.checks import has_plain_call, is_traced, is_watched, is_written_in, replacement
+from fastformer.engine.checks import (
+    has_plain_call,
+    is_its_own,
+    is_traced,
+    is_unhooked,
+    is_watched,
+    is_written_in,
+    replacement,
+)
 from fastformer.engine.stamp import Guards, Plans
 from fastformer.integrations.known import (
     attends_as_known,
@@ -232,9 +240,16 @@ def _collect(module: nn.Module, owner: nn.Module, found: dict[nn.Module, bool]) 
 
 
 # Wrappers that return the owner's output unchanged, by the prefix of their modules' names.
-_WRAPPERS = ("peft.", "torch.nn.parallel.", "torch._dynamo.", "sentence_transformers.")
-# Modules of sentence-transformers that read the model's output only at real positions, or read no positions.
-_BY_MASK = frozenset({"Pooling", "Normalize", "Dense", "LayerNorm", "Dropout"})
+_WRAPPERS = ("peft.", "torch.nn.parallel.", "torch._dynamo.")
+_PIPELINES = "sentence_transformers."
+# Classes of sentence-transformers that only call the modules inside of them, one after another or one of them.
+_CALLERS = frozenset(
+    {"SentenceTransformer", "SparseEncoder", "CrossEncoder", "MultiVectorEncoder", "Transformer", "MLMTransformer"}
+) | {"Router", "Asym"}
+# Its modules that read the model's output only at real positions, or read no positions.
+_BY_MASK = frozenset(
+    {"Pooling", "Normalize", "Dense", "LayerNorm", "Dropout", "SpladePooling", "SparseAutoEncoder", "LogitScore"}
+) | {"MultiVectorMask", "HierarchicalTokenPooling", "StaticEmbedding", "SparseStaticEmbedding"}
 
 
 def decide(model: nn.Module, choice: Literal["auto", "skip", "compute"]) -> None:
@@ -264,26 +279,62 @@ def _find_owners(model: nn.Module, stacks: Sequence[nn.Module]) -> None:
     stacks = [each for each in stacks if (role := vars(each).get(ROLE)) is None or id(role.rule) in inside]
     if not stacks:
         return
-    owner = model
-    while type(owner).__module__.startswith(_WRAPPERS):
-        around = [child for child in owner.children() if any(stack in set(child.modules()) for stack in stacks)]
-        if len(around) != 1 or not all(child is around[0] or _reads_by_mask(child) for child in owner.children()):
-            break
-        owner = around[0]
-    is_known = isinstance(owner, (Owner, PackingStack))
-    rule = Rule(None if is_known else f"the model around it, {type(owner).__name__}, may read padded positions")
     for module in model.modules():
         if (role := vars(module).get(ROLE)) is not None and id(role.rule) in inside:
             del vars(module)[ROLE]
-    for stack in stacks:
-        _give(stack, Role(rule, False))
-    _give(owner, Role(rule, True))
+    owners = [model]
+    try:
+        owners, reason = _owners_in(model), None
+    except _ReadsPaddingError as error:
+        reason = str(error)
+    for owner in dict.fromkeys(owners):
+        rule, within = Rule(reason), set(owner.modules())
+        for stack in stacks:
+            if stack in within:
+                _give(stack, Role(rule, False))
+        _give(owner, Role(rule, True))
+
+
+class _ReadsPaddingError(Exception):
+    """Raised if a module around the stacks may read their output at padding; the message names the module."""
+
+
+def _owners_in(module: nn.Module, pipeline: bool = False) -> list[nn.Module]:
+    """Returns the models of known classes inside of a module, which only wraps them, or reads no padding.
+
+    Args:
+        module: the argument of `accelerate`, or a module around a stack inside of it.
+        pipeline: whether a model of sentence-transformers is around the module.
+
+    Raises:
+        _ReadsPaddingError: the module, or one inside of it, may read padded positions.
+    """
+    if isinstance(module, (Owner, PackingStack)):
+        return [module]
+    kind, children = type(module), list(module.children())
+    around = [child for child in children if any(isinstance(inner, PackingStack) for inner in child.modules())]
+    if kind.__module__.startswith(_WRAPPERS) and len(around) == 1:
+        return _owners_in(around[0])
+    calls_plainly = is_unhooked(module) and (is_its_own(kind) or kind is nn.ModuleDict)
+    is_caller = kind.__module__.startswith(_PIPELINES) and kind.__name__ in _CALLERS
+    if not calls_plainly or not (is_caller or (pipeline and kind in (nn.Sequential, nn.ModuleDict))):
+        raise _ReadsPaddingError(f"the model around it, {kind.__name__}, may read padded positions")
+    for child in children:
+        if child not in around and not _reads_by_mask(child):
+            raise _ReadsPaddingError(f"the module next to it, {type(child).__name__}, may read padded positions")
+    expansion = getattr(module, "query_expansion", None)
+    if expansion is not None and not expansion["attend"]:
+        raise _ReadsPaddingError("its queries are expanded by tokens that are masked like padding, and read")
+    return [owner for child in around for owner in _owners_in(child, pipeline=True)]
 
 
 def _reads_by_mask(module: nn.Module) -> bool:
-    """Returns whether a module next to a model in the same wrapper doesn't read the model's output at padding."""
+    """Returns whether a module of sentence-transformers doesn't read a model's output at padding."""
     kind = type(module)
-    return not kind.__module__.startswith("sentence_transformers.") or kind.__name__ in _BY_MASK
+    is_known = kind.__module__.startswith(_PIPELINES) and kind.__name__ in _BY_MASK
+    if not is_known and kind in (nn.Sequential, nn.ModuleDict):  # a route without a stack
+        return is_unhooked(module) and all(map(_reads_by_mask, module.children()))
+    return is_known and is_unhooked(module) and is_its_own(kind)
 
 
 def _give(module: nn.Module, role: Role) -> None:

@@ -53,5 +53,7 @@ def is_positionwise_part(part: nn.Module) -> bool:
     kind = original_class(part) if is_accelerated(part) else type(part)
     if kind.__module__ == "peft.utils.other":  # its modules hold copies of a part, and call one of them
         return True
+    if kind is nn.CrossEntropyLoss:  # of a head whose owner examines the labels of each call
+        return True
     is_part = kind.__module__ in _SOURCES and kind.__name__.endswith(_PARTS)
     return is_part or (not kind.__module__.startswith("transformers.models.") and is_positionwise(part))

@@ -6,7 +6,6 @@ import copy
 import gc
 import pickle
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +16,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fastformer.checkpoints.hf import ENCODER_FORMS
-from fastformer.integrations import accelerate, report
+from fastformer.integrations import accelerate
 from tests.checks import assert_accurate
-from tests.encoding.folders import MANY, TEXTS, bert
 from tests.integrations.decoders import IS_OLD, Wide
 from tests.integrations.encoders import BASE, CASES, HEAD, ONLY_EAGER, VOCAB, Case, drawn, padded, texts_of
 from tests.memory import resident
@@ -120,7 +118,7 @@ def test_every_family_equals_its_modules(name: str, calls: list[int]) -> None:
 
 
 # Heads that read padding (a softmax over all positions) or may do so for all that is known.
-READS_PADDING = {("distilbert", "ForMaskedLM"), ("electra", CHOICE)}
+READS_PADDING = {("electra", CHOICE)}
 _FEW = {("bert", HEAD), ("distilbert", "ForMaskedLM"), ("modernbert", "ForTokenClassification"),
         ("modernbert", HEAD), ("roberta", "ForQuestionAnswering")}  # fmt: skip
 
@@ -147,6 +145,17 @@ def test_heads_read_the_engines_states(kind: str, end: str, calls: list[int]) ->
     calls[0] = 0
     check(case, {key: value[..., :1, :] for key, value in batch.items()})
     assert calls == [several]
+
+
+def test_labels_at_padding_count_in_a_model_with_a_loss_inside(calls: list[int]) -> None:
+    plain = made(Case("distilbert", "ForMaskedLM", {}))
+    ours, batch = accelerate(copy.deepcopy(plain)), batch_of(CASES["distilbert"])
+    labels = batch["input_ids"]
+    with torch.no_grad():
+        assert_accurate(*(model(**batch, labels=labels).loss for model in (ours, plain, copy.deepcopy(plain).double())))
+        assert calls == [0]
+        ours(**batch, labels=labels.masked_fill(batch["attention_mask"] == 0, -100))
+    assert calls == [1]
 
 
 @pytest.mark.parametrize("side", ["left", "holes"])
@@ -389,31 +398,6 @@ def test_bf16_follows_autocast_and_the_parameters(name: str, calls: list[int]) -
         assert calls == [2]
         torch.testing.assert_close(half(**inputs())[0].float(), found[0].float(), rtol=0.05, atol=0.05)
     assert calls == [3]
-
-
-@pytest.mark.slow  # sentence-transformers takes seconds to import; all the ways by which it calls a model
-def test_a_sentence_transformer_gives_the_same_embeddings(tmp_path: Path, calls: list[int]) -> None:
-    library = pytest.importorskip("sentence_transformers", reason="not installed: pip install sentence-transformers")
-    bert(tmp_path)
-    plain = library.SentenceTransformer(str(tmp_path), device="cpu")
-    ours = accelerate(copy.deepcopy(plain))
-    assert "C++" in str(report(ours).encode) and "zeros" in str(report(ours).padding)
-    for options in ({}, {"normalize_embeddings": True, "batch_size": 3}):
-        torch.testing.assert_close(
-            torch.from_numpy(ours.encode(MANY, **options)), torch.from_numpy(plain.encode(MANY, **options))
-        )
-    assert calls[0] >= 2
-    for one, other in zip(
-        *(model.encode(TEXTS, output_value="token_embeddings") for model in (ours, plain)), strict=True
-    ):
-        torch.testing.assert_close(one, other)
-    calls[0] = 0
-    bert(tmp_path / "pairs", num_labels=1)
-    pairs = [("a bird", text) for text in TEXTS]
-    plain = library.CrossEncoder(str(tmp_path / "pairs"), device="cpu")
-    ours = accelerate(copy.deepcopy(plain))
-    torch.testing.assert_close(torch.from_numpy(ours.predict(pairs)), torch.from_numpy(plain.predict(pairs)))
-    assert calls[0] >= 1
 
 
 def test_a_copy_and_a_pickle_pack_their_own(calls: list[int]) -> None:
