@@ -38,6 +38,7 @@ ALLOWED = {
     "number_words": set(),
     "plots": set(),
     "checkpoints": {"baseline", "data", "files", "languages", "models", "ops", "special_ids"},
+    "audio": {"checkpoints", "files", "generation", "languages", "locks", "models", "ops", "settings"},
     "encoding": {"checkpoints", "engine", "files", "generation", "locks", "models", "nn", "ops", "settings"},
     "generation": {
         "cache",

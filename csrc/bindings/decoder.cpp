@@ -148,7 +148,40 @@ std::unique_ptr<GuardedSession> new_session(SharedModel* model, int64_t num_toke
 std::vector<int64_t> admit(GuardedSession& guarded, const std::vector<Ids>& sources, const std::vector<Ids>& tokens,
                            int32_t threads) {
   const Released released;
-  return guarded.with([&](Session& session) { return session.admit(sources, tokens, threads); });
+  std::vector<Source> of_prompts;
+  for (const Ids& ids : sources) of_prompts.push_back({ids.data(), nullptr, std::ssize(ids)});
+  return guarded.with([&](Session& session) { return session.admit(of_prompts, tokens, threads); });
+}
+
+// states: (prompts, tokens, d_model).
+void admit_states(GuardedSession& guarded, const python::Floats& states, const std::vector<Ids>& tokens,
+                  int32_t threads) {
+  const std::vector<int64_t>& shape = states.array.shape();
+  std::vector<Source> sources;
+  for (int64_t i = 0; shape.size() == 3 && i < shape[0]; ++i)
+    sources.push_back({nullptr, states.data() + i * shape[1] * shape[2], shape[1]});
+  const Released released;
+  guarded.with([&](Session& session) {
+    if (shape.size() != 3 || shape[1] < 1 || shape[2] != session.model().options.d_model)
+      throw std::invalid_argument("states: expected shape (prompts, tokens, d_model)");
+    session.admit(sources, tokens, threads);
+  });
+}
+
+Object align(GuardedSession& guarded, int64_t group, int64_t source, const Ids& tokens, const Ids& targets, int32_t end,
+             const std::vector<std::tuple<int64_t, int64_t>>& heads, int32_t threads) {
+  const auto count = std::ssize(tokens);
+  std::vector<std::pair<int64_t, int64_t>> pairs;
+  for (const auto& [layer, head] : heads) pairs.emplace_back(layer, head);
+  Array probabilities = python::new_floats(1, count), scores = python::new_floats(std::ssize(heads) * count, source);
+  guarded.with([&](Session& session) {
+    if (group < 0 || group >= session.num_groups() || session.source_tokens(group) != source)
+      throw std::invalid_argument("expected a group of the session, and the number of its source's tokens");
+    const Released released;
+    session.align(group, tokens, targets, end, pairs, threads, static_cast<float*>(probabilities.data()),
+                  static_cast<float*>(scores.data()));
+  });
+  return python::make_tuple(std::move(probabilities.object()), std::move(scores.object()));
 }
 
 // The logits array must be dense, because results written to a converted copy of it would be lost.
@@ -241,6 +274,8 @@ void bind_decoder(PyObject* module) {
       module, "PackedModel", &python::construct<&pack_model, "PackedModel", "options tensors">, none, model_properties);
   static PyMethodDef methods[] = {
       method<"admit", "sources tokens threads", &admit>(),
+      method<"admit_states", "states tokens threads", &admit_states>(),
+      method<"align", "group source tokens targets end heads threads", &align>(),
       method<"step", "tokens k log_probs logit_rows logits threads", &step>(),
       method<"run", "searches tokens max_steps seconds least_rows log_probs threads", &run>(),
       method<"reorder", "parents", &reorder>(),

@@ -69,12 +69,33 @@ Object encode_states(Encoder& encoder, const python::Floats& states, const std::
   return std::move(out.object());
 }
 
+// Runs an encoder of speech on features of (recordings, num_mels, frames).
+Object encode_features(Encoder& encoder, const python::Floats& features, int32_t threads) {
+  const PackedModel& model = encoder.model();
+  const int64_t mels = model.num_mels(), most = 2 * model.front_positions.rows();
+  if (mels == 0) throw std::invalid_argument("features: expected ids, the model reads no features");
+  if (features.array.ndim() != 3 || features.array.shape(1) != mels || features.array.shape(2) < 1 ||
+      features.array.shape(2) > most)
+    throw std::invalid_argument("features: expected shape (recordings, " + std::to_string(mels) + ", 1 to " +
+                                std::to_string(most) + ")");
+  Texts texts;
+  texts.features = features.data(), texts.frames = features.array.shape(2);
+  texts.lengths.assign(features.array.shape(0), (texts.frames + 1) / 2);
+  python::Array out = python::new_floats(encoder.num_rows(texts, Pooling::none), model.options.d_model);
+  {
+    const python::Released released;
+    encoder.encode(texts, Pooling::none, false, threads, static_cast<float*>(out.data()));
+  }
+  return std::move(out.object());
+}
+
 }  // namespace
 
 void bind_encoder(PyObject* module) {
   static PyMethodDef methods[] = {
       python::method<"encode", "ids token_types pooling normalize threads positions? places? unseen?", &encode>(),
       python::method<"encode_states", "states lengths threads", &encode_states>(),
+      python::method<"encode_features", "features threads", &encode_features>(),
       {}};
   static PyGetSetDef properties[] = {
       python::property<&max_len>("max_len"), python::property<&weight_bytes>("weight_bytes"), {}};

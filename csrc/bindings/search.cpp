@@ -1,10 +1,12 @@
 // Python bindings of the searches; fastformer/generation/native_search.py wraps them.
 
 #include "engine/search.h"
+#include "engine/warping.h"
 
 #include <algorithm>
 #include <limits>
 
+#include "bindings/arrays.h"
 #include "bindings/module.h"
 
 namespace fastformer {
@@ -79,6 +81,38 @@ std::unique_ptr<Search> greedy_search(int64_t limit, std::vector<int32_t> eos, s
   return search;
 }
 
+// A search by the rules of `TokenRules`: greedy, with beams or, if top_k isn't 1, sampling.
+std::unique_ptr<Search> ruled_search(int64_t limit, int32_t eos, int64_t num_beams, int64_t num_return, double alpha,
+                                     int64_t most_finished, std::vector<int32_t> suppressed,
+                                     std::vector<int32_t> suppressed_first, std::vector<int32_t> prefix,
+                                     float repetition_penalty, int64_t no_repeat_ngram_size, int32_t timestamp_begin,
+                                     int32_t max_initial_timestamp, int64_t top_k, float temperature, int64_t seed,
+                                     int32_t probed_token, int32_t probed_at, int64_t probed_position) {
+  constexpr int64_t kMost = 1 << 16;
+  const auto is_count = [](int64_t n) { return 1 <= n && n <= kMost; };
+  if (limit < 1 || !is_count(num_beams) || !is_count(num_return) || !is_count(most_finished) || top_k < 0 ||
+      no_repeat_ngram_size < 0 || !(temperature > 0) || !(repetition_penalty > 0))
+    throw std::invalid_argument("expected positive numbers of tokens and beams, and a positive temperature");
+  const auto begun = std::ssize(prefix);
+  std::unique_ptr<Search> search;
+  if (top_k != 1) search = make_sampling_search(limit, {eos}, num_return, alpha, begun);
+  else if (num_beams == 1) search = make_greedy_search(limit, {eos});
+  else search = make_patient_beam_search(limit, {eos}, num_beams, alpha, num_return, most_finished, begun);
+  search->rules = std::make_shared<const TokenRules>(TokenRules{.prefix = std::move(prefix),
+                                                                .suppressed = std::move(suppressed),
+                                                                .suppressed_first = std::move(suppressed_first),
+                                                                .repetition_penalty = repetition_penalty,
+                                                                .no_repeat_ngram_size = no_repeat_ngram_size,
+                                                                .timestamp_begin = timestamp_begin,
+                                                                .max_initial_timestamp = max_initial_timestamp,
+                                                                .end_of_text = eos,
+                                                                .top_k = top_k,
+                                                                .temperature = temperature,
+                                                                .seed = static_cast<uint64_t>(seed)});
+  search->probed = {probed_token, probed_at, probed_position};
+  return search;
+}
+
 std::vector<int64_t> places_of_done(const std::vector<const Search*>& searches) {
   std::vector<int64_t> places;
   for (size_t i = 0; i < searches.size(); ++i)
@@ -103,7 +137,13 @@ Object results(Search& search) {
   return list;
 }
 
+std::vector<std::pair<int64_t, int64_t>> warp_matrix(const python::Floats& matrix) {
+  if (matrix.array.ndim() != 2) throw std::invalid_argument("matrix: expected two dimensions");
+  return warp(matrix.data(), matrix.array.shape(0), matrix.array.shape(1));
+}
+
 int64_t limit(const Search& search) { return search.limit; }
+double probed(const Search& search) { return search.probed.probability; }
 int64_t num_candidates(const Search& search) { return search.num_candidates; }
 int64_t num_tokens(const Search& search) { return search.num_tokens; }
 int64_t num_rows(const Search& search) { return search.num_rows; }
@@ -125,7 +165,8 @@ void bind_search(PyObject* module) {
   static PyGetSetDef properties[] = {
       property<&limit>("limit"),       property<&num_candidates>("num_candidates"), property<&num_tokens>("num_tokens"),
       property<&num_rows>("num_rows"), property<&peak_rows>("peak_rows"),           property<&scores>("scores"),
-      property<&is_done>("is_done"),   property<&is_broken>("is_broken"),           {}};
+      property<&is_done>("is_done"),   property<&is_broken>("is_broken"),           property<&probed>("probed"),
+      {}};
   python::add_class<Search>(module, "Search", nullptr, methods, properties);
   static PyMethodDef functions[] = {
       function<"greedy_search", "limit eos min_tokens? suppressed?", &greedy_search>(),
@@ -133,7 +174,13 @@ void bind_search(PyObject* module) {
                "limit eos num_beams alpha num_return early_stopping min_tokens? suppressed? by_transformers_rules? "
                "never_stops? begun? keeps_shares?",
                &beam_search>(),
+      function<"ruled_search",
+               "limit eos num_beams num_return alpha most_finished suppressed suppressed_first prefix "
+               "repetition_penalty no_repeat_ngram_size timestamp_begin max_initial_timestamp top_k temperature seed "
+               "probed_token probed_at probed_position",
+               &ruled_search>(),
       function<"last_tokens", "searches", &last_tokens>(),
+      function<"warp", "matrix", &warp_matrix>(),
       function<"places_of_done", "searches", &places_of_done>(),
       {}};
   python::add_functions(module, functions);

@@ -67,21 +67,24 @@ int64_t Session::num_rows() const {
   return rows;
 }
 
-void Session::check(const std::vector<Ids>& sources, const std::vector<Ids>& tokens) const {
-  const auto inside = [](const Ids& ids, int64_t size) {
-    return std::all_of(ids.begin(), ids.end(), [=](int32_t id) { return 0 <= id && id < size; });
+void Session::check(const std::vector<Source>& sources, const std::vector<Ids>& tokens) const {
+  const auto inside = [](const int32_t* ids, int64_t count, int64_t size) {
+    return std::all_of(ids, ids + count, [=](int32_t id) { return 0 <= id && id < size; });
   };
   if (model_->options.has_encoder() && sources.size() != tokens.size())
     throw std::invalid_argument("expected a source for each prompt");
-  for (const Ids& source : sources)
-    if (!inside(source, model_->source_vocab_size()) || std::ssize(source) > model_->max_len())
+  for (const Source& source : sources)
+    if ((source.states != nullptr) != model_->options.is_bare)
+      throw std::invalid_argument("expected states of sources for a model without embeddings, and ids for others");
+    else if (source.ids &&
+             (!inside(source.ids, source.count, model_->source_vocab_size()) || source.count > model_->max_len()))
       throw std::invalid_argument("expected sources with ids in the vocabulary and at most max_len tokens");
   for (const Ids& prompt : tokens)
-    if (!inside(prompt, model_->vocab_size()) || std::ssize(prompt) > model_->max_len())
+    if (!inside(prompt.data(), std::ssize(prompt), model_->vocab_size()) || std::ssize(prompt) > model_->max_len())
       throw std::invalid_argument("expected prompts with ids in the vocabulary and at most max_len tokens");
 }
 
-std::vector<int64_t> Session::admit(const std::vector<Ids>& sources, const std::vector<Ids>& tokens, int threads) {
+std::vector<int64_t> Session::admit(const std::vector<Source>& sources, const std::vector<Ids>& tokens, int threads) {
   check_threads(threads);
   check(sources, tokens);
   read_pending();
@@ -91,7 +94,7 @@ std::vector<int64_t> Session::admit(const std::vector<Ids>& sources, const std::
   std::vector<int64_t> cached;
   try {
     for (size_t i = 0; i < tokens.size(); ++i) {
-      TokenCache::Group& group = cache_.add(has_encoder ? sources[i].size() : 0);
+      TokenCache::Group& group = cache_.add(has_encoder ? sources[i].count : 0);
       // With an encoder, the states of a token depend on the source as well.
       if (has_encoder) cache_.append(group, tokens[i].size());
       else beginnings[i] = cache_.begin_prompt(group, tokens[i]);
@@ -110,9 +113,9 @@ std::vector<int64_t> Session::admit(const std::vector<Ids>& sources, const std::
 
 // Encodes the sources of the groups from `first` on. If there are too many tokens for one pass through the stack, whole
 // sources are distributed among the threads.
-void Session::read_sources(const std::vector<Ids>& sources, size_t first, int threads) {
+void Session::read_sources(const std::vector<Source>& sources, size_t first, int threads) {
   int64_t total = 0, most = kPrefillTokens;
-  for (const Ids& source : sources) total += std::ssize(source);
+  for (const Source& source : sources) total += source.count;
   const bool is_apart = threads > 1 && total > kPrefillTokens;
   if (is_apart) {
     const int64_t rounds = (total + kPrefillTokens * threads - 1) / (kPrefillTokens * threads);
@@ -120,11 +123,13 @@ void Session::read_sources(const std::vector<Ids>& sources, size_t first, int th
   }
   std::vector<Batch> batches;
   for (size_t i = 0; i < sources.size(); ++i) {
-    const int64_t length = sources[i].size();
+    const int64_t length = sources[i].count;
     // If they are distributed, a batch ends with the source that fills it, so that there are no more batches than
     // planned.
     if (batches.empty() || batches.back().count() + (is_apart ? 0 : length - 1) >= most) batches.emplace_back();
-    batches.back().add(sources[i].data(), length, 0, &cache_.groups[first + i], nullptr, true);
+    for (int64_t t = 0; sources[i].states && t < length; ++t)
+      batches.back().embedded.push_back(sources[i].states + t * model_->options.d_model);
+    batches.back().add(sources[i].ids, length, 0, &cache_.groups[first + i], nullptr, true);
   }
   const int64_t workers = is_apart ? std::min<int64_t>(threads, batches.size()) : 1;
   for (int64_t worker = 0; worker < workers; ++worker) forward(worker);
@@ -178,9 +183,8 @@ void Session::end_pending() {
   pending_from_ = cache_.groups.size();
 }
 
-const Candidates& Session::step_of(const Places& groups, const Ids& tokens, Forward& forward,
-                                   const Selection& selection, int threads) try {
-  Batch batch = batch_of(groups, tokens);
+const Candidates& Session::step_of(const Places& groups, Batch batch, Forward& forward, const Selection& selection,
+                                   int threads) try {
   if (!has_pending()) return forward.step(batch, selection, threads);
   batch.append(pending_);
   const Candidates& candidates = forward.step(batch, selection, std::max(threads, pending_threads_));
@@ -226,7 +230,39 @@ const Candidates& Session::step(const Ids& tokens, const Selection& selection, i
   std::iota(all.begin(), all.end(), 0);
   Forward& first = forward(0);
   begin_step();
-  return step_of(all, tokens, first, selection, threads_for(num_rows(), threads));
+  return step_of(all, batch_of(all, tokens), first, selection, threads_for(num_rows(), threads));
+}
+
+void Session::align(int64_t group, const Ids& tokens, const Ids& targets, int32_t end,
+                    const std::vector<std::pair<int64_t, int64_t>>& pairs, int threads, float* probabilities,
+                    float* scores) {
+  check_threads(threads);
+  read_pending();
+  const TokenCache::Group& of_group = cache_.groups.at(group);
+  const TokenCache::Row& row = of_group.rows.at(0);
+  const int64_t count = std::ssize(tokens), vocab = model_->vocab_size();
+  if (of_group.rows.size() != 1 || std::ssize(row.slots) != count || std::ssize(targets) != count || end < 1 ||
+      end > vocab)
+    throw std::invalid_argument("expected the tokens of a group's prompt, and a target after each of them");
+  Batch batch;
+  Selection selection{1, false, {}};
+  for (int64_t i = 0; i < count; ++i) {
+    batch.add(tokens.data() + i, 1, i, &of_group, &row, false);
+    batch.spans.back().stores = false;
+    selection.logit_rows.push_back(static_cast<int32_t>(i));
+  }
+  FloatBuffer logits;
+  logits.reserve(count * vocab);
+  selection.logits = logits.data();
+  selection.choose = [&](int64_t i, float* z, int32_t* id, float* value) {
+    *id = targets[i], *value = 0;
+    probabilities[i] = *id < 0 || *id >= end ? 0.f : std::exp(z[*id] - log_sum_exp(z, end));
+  };
+  const Forward::Probe probe{pairs, count, scores};
+  Forward& first = forward(0);
+  first.probe = &probe;
+  first.step(batch, selection, threads);
+  first.probe = nullptr;
 }
 
 // ---- searches ----
@@ -287,8 +323,14 @@ void Session::run_worker(Run& run, Places groups, Ids tokens, Forward& forward, 
   for (int64_t steps = 1;; ++steps) {
     Selection selection{1, run.log_probs, {}};
     int64_t first = 0;
+    Batch batch = batch_of(groups, tokens);
+    std::vector<std::pair<Search*, int64_t>> ruled;  // the search of each row in logit_rows, and the row's place in it
     for (const int64_t place : groups) {
-      const Search& search = *run.searches[place];
+      Search& search = *run.searches[place];
+      for (int64_t row = 0; search.rules && row < search.num_rows; ++row) {
+        selection.logit_rows.push_back(static_cast<int32_t>(first + row));
+        ruled.emplace_back(&search, row);
+      }
       selection.k = std::max(selection.k, search.num_candidates);
       const int64_t behind = first + search.num_rows;
       for (const int32_t id : search.suppressed) selection.bans.push_back({id, first, behind, search.keeps_shares});
@@ -296,7 +338,26 @@ void Session::run_worker(Run& run, Places groups, Ids tokens, Forward& forward, 
         for (const int32_t id : search.eos()) selection.bans.push_back({id, first, behind, search.keeps_shares});
       first = behind;
     }
-    const Candidates& candidates = step_of(groups, tokens, forward, selection, threads);
+    for (const int64_t place : groups) {
+      Search& search = *run.searches[place];
+      if (search.has_begun() || search.probed.token < 0 || search.probed.position < 0) continue;
+      const TokenCache::Group& group = cache_.groups[place];
+      selection.logit_rows.push_back(static_cast<int32_t>(batch.count()));
+      ruled.emplace_back(&search, -1);
+      batch.add(&search.probed.at, 1, search.probed.position, &group, &group.rows[0], false);
+      batch.spans.back().stores = false;
+    }
+    if (!ruled.empty()) {
+      forward.logits.reserve(std::ssize(ruled) * model_->vocab_size());
+      selection.logits = forward.logits.data();
+      selection.choose = [&, vocab = model_->vocab_size()](int64_t row, float* z, int32_t* ids, float* values) {
+        const auto at = std::lower_bound(selection.logit_rows.begin(), selection.logit_rows.end(), row);
+        const auto [search, place] = ruled[at - selection.logit_rows.begin()];
+        if (place >= 0) return search->choose(place, z, vocab, selection.k, ids, values);
+        search->probed.probability = std::exp(z[search->probed.token] - log_sum_exp(z, vocab));
+      };
+    }
+    const Candidates& candidates = step_of(groups, std::move(batch), forward, selection, threads);
     Places going;
     int64_t row = 0;
     tokens.clear();

@@ -21,6 +21,14 @@ struct RunLimits {
   int64_t least_rows = 0;
 };
 
+// The tokens of a source in the caller's memory: ids or, for a model without embeddings of sources, states of d_model
+// floats each, which another model's encoder returned.
+struct Source {
+  const int32_t* ids;
+  const float* states;
+  int64_t count;
+};
+
 class Session {
  public:
   // num_tokens: the capacity of the cache, including sources.
@@ -31,7 +39,12 @@ class Session {
   // tokens. Some tokens wait for the next step, which reads the weights anyway; their errors are errors of that step.
   // In a model without an encoder, a common prefix of prompts is computed once, in whole blocks, and stays in the cache
   // while there is memory. Returns how many tokens of each prompt were found in the cache.
-  std::vector<int64_t> admit(const std::vector<Ids>& sources, const std::vector<Ids>& tokens, int threads);
+  std::vector<int64_t> admit(const std::vector<Source>& sources, const std::vector<Ids>& tokens, int threads);
+  // Computes the tokens of a group's prompt, which is its only row, once more: writes the probability of each target
+  // after its token, in a choice among the ids below `end`, and for pairs of a layer and a head the products of queries
+  // with the keys of the source, (pairs, tokens, source).
+  void align(int64_t group, const Ids& tokens, const Ids& targets, int32_t end,
+             const std::vector<std::pair<int64_t, int64_t>>& pairs, int threads, float* probabilities, float* scores);
   // Appends a token to each row.
   const Candidates& step(const Ids& tokens, const Selection& selection, int threads);
   // Steps each row at least once, until its search is done or the run ends: at its limits, if memory runs out, or when
@@ -55,6 +68,7 @@ class Session {
   // The part of a prompt that admit() would find in the cache.
   TokenCache::Known known(const Ids& tokens) const { return cache_.known(tokens); }
   int64_t num_rows() const;
+  int64_t source_tokens(int64_t group) const { return std::ssize(cache_.groups.at(group).source); }
   int64_t num_groups() const { return std::ssize(cache_.groups); }
   // Whether prompts wait for the next step; see admit.
   bool has_pending() const { return pending_.count() > 0; }
@@ -64,17 +78,17 @@ class Session {
   struct Run;                           // the data that the workers of one run share
   using Places = std::vector<int64_t>;  // indices of groups
 
-  void check(const std::vector<Ids>& sources, const std::vector<Ids>& tokens) const;
+  void check(const std::vector<Source>& sources, const std::vector<Ids>& tokens) const;
   int threads_for(int64_t rows, int threads) const;
   int workers_for(int64_t rows, int threads) const;
-  void read_sources(const std::vector<Ids>& sources, size_t first, int threads);
+  void read_sources(const std::vector<Source>& sources, size_t first, int threads);
   Batch read_prompts(const std::vector<Ids>& tokens, const std::vector<TokenCache::Beginning>& beginnings, size_t first,
                      int threads);
   void read_pending();
   void end_pending();
   // Runs a step of these groups, whose rows have slots for their tokens, together with the pending prompts. If it
   // fails, the rows lose these slots again.
-  const Candidates& step_of(const Places& groups, const Ids& tokens, Forward& forward, const Selection& selection,
+  const Candidates& step_of(const Places& groups, Batch batch, Forward& forward, const Selection& selection,
                             int threads);
   // Throws unless each row can take one of these tokens.
   void check_step(const Ids& tokens);

@@ -68,7 +68,7 @@ Pooling pooling_named(std::string_view name) {
 struct Encoder::Lane {
   explicit Lane(const PackedModel& model) : forward(model) {}
   Forward forward;
-  FloatBuffer states;
+  FloatBuffer states, embeddings;
   Batch batch;
 };
 
@@ -103,7 +103,7 @@ int64_t Encoder::num_rows(const Texts& texts, Pooling pooling) const {
         throw std::invalid_argument(std::string(name) + ": expected numbers from 0 to " + number(size - 1) + ", got " +
                                     number(id) + " in text " + number(place));
   };
-  if (!texts.embedded && model_->source_vocab_size() == 0)
+  if (texts.has_ids() && model_->source_vocab_size() == 0)
     throw std::invalid_argument("expected embeddings instead of ids: the model has no embedding table");
   if (texts.embedded && !model_->source_projection.empty())
     throw std::invalid_argument("expected ids instead of embeddings: the model projects its embeddings");
@@ -117,7 +117,7 @@ int64_t Encoder::num_rows(const Texts& texts, Pooling pooling) const {
     if (length < 1 || length > model_->max_len())
       throw std::invalid_argument("ids: expected texts of 1 to " + number(model_->max_len()) + " tokens, got " +
                                   number(length) + " in text " + number(i));
-    if (!texts.embedded) check("ids", i, texts.ids[i], model_->source_vocab_size());
+    if (texts.has_ids()) check("ids", i, texts.ids[i], model_->source_vocab_size());
     if (!texts.types.empty()) {
       const auto types = std::ssize(texts.types[i]);
       if (types != length)
@@ -192,9 +192,16 @@ void Encoder::encode(const Texts& texts, Pooling pooling, bool normalise, int th
     batch.ids.clear(), batch.positions.clear(), batch.types.clear(), batch.spans.clear(), batch.embedded.clear();
     for (int64_t i = begin; i < end; ++i) {
       const int64_t length = texts.length(order[i]);
-      if (texts.embedded)
-        for (int64_t t = 0; t < length; ++t) batch.embedded.push_back(texts.embedded + (firsts[order[i]] + t) * dim);
-      batch.add(texts.embedded ? nullptr : texts.ids[order[i]].data(), length, 0, nullptr, nullptr, false);
+      const float* embedded = texts.embedded + firsts[order[i]] * dim;
+      if (texts.features) {
+        lane.embeddings.reserve((end - begin) * length * dim);
+        embedded = lane.embeddings.data() + (i - begin) * length * dim;
+        lane.forward.read_features(texts.features + order[i] * model_->num_mels() * texts.frames, texts.frames, threads,
+                                   lane.embeddings.data() + (i - begin) * length * dim);
+      }
+      if (!texts.has_ids())
+        for (int64_t t = 0; t < length; ++t) batch.embedded.push_back(embedded + t * dim);
+      batch.add(texts.has_ids() ? texts.ids[order[i]].data() : nullptr, length, 0, nullptr, nullptr, false);
       if (!texts.types.empty()) {
         const Ids& types = texts.types[order[i]];
         batch.types.insert(batch.types.end(), types.begin(), types.end());

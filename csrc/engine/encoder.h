@@ -36,6 +36,9 @@ struct Texts {
   // Instead of ids: embeddings of d_model floats, one text after another, and the number of tokens of each text.
   const float* embedded = nullptr;
   std::vector<int64_t> lengths;
+  // Or the features of recordings, (count, num_mels, frames), of which every second frame becomes a token.
+  const float* features = nullptr;
+  int64_t frames = 0;
   // For texts whose padding between tokens was omitted. An empty list, or no lists: the text had no padding.
   std::vector<Ids> positions;   // the position ids of the tokens
   std::vector<Ids> places;      // the original indices of the tokens, ascending: attention measures distances in them
@@ -43,8 +46,9 @@ struct Texts {
 
   bool is_sparse(int64_t text) const { return !places.empty() && !places[text].empty(); }
   int64_t num_unseen(int64_t text) const { return unseen.empty() ? 0 : unseen[text]; }
-  int64_t count() const { return static_cast<int64_t>(embedded ? lengths.size() : ids.size()); }
-  int64_t length(int64_t text) const { return embedded ? lengths[text] : std::ssize(ids[text]); }
+  bool has_ids() const { return embedded == nullptr && features == nullptr; }
+  int64_t count() const { return has_ids() ? std::ssize(ids) : std::ssize(lengths); }
+  int64_t length(int64_t text) const { return has_ids() ? std::ssize(ids[text]) : lengths[text]; }
 };
 
 // Thread-safe: several threads may use one encoder at once.

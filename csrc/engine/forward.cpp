@@ -61,6 +61,35 @@ void Forward::encode(const Batch& batch, int threads, float* states, const Stage
   run_stages(stages_, threads);
 }
 
+void Forward::read_features(const float* features, int64_t frames, int threads, float* embeddings) {
+  const int64_t mels = model_.num_mels(), dim = model_.options.d_model, wide = padded(dim), half = (frames + 1) / 2;
+  // One frame of zeros comes before and after all others, so the operand of a convolution is three consecutive rows.
+  hidden_.reserve((frames + 2) * dim), y_.reserve(kChunk * wide), x_.reserve((frames + 2) * mels);
+  stages_.clear();
+  add_rows(frames + 2, threads, [=, this](int64_t t) {
+    for (int64_t m = 0; m < mels; ++m)
+      x_.data()[t * mels + m] = t == 0 || t > frames ? 0.f : features[m * frames + t - 1];
+    if (t == 0 || t > frames) std::fill_n(hidden_.data() + t * dim, dim, 0.f);
+  });
+  const auto convolve = [&](int index, const float* from, int64_t step, int64_t rows, float* to, const Table* table) {
+    const PackedWeight& weight = model_.front[index];
+    frames_[index].resize(kChunk, weight.k, model_.options.precision);
+    for (int64_t first = 0; first < rows; first += kChunk) {
+      const int64_t count = std::min(kChunk, rows - first);
+      add_rows(count, threads, [=, this](int64_t r) { frames_[index].store(r, from + (first + r) * step); });
+      add_product(frames_[index], weight, y_.data(), count, threads);
+      add_rows(count, threads, [=, this](int64_t r) {
+        activate_row(Activation::gelu, y_.data() + r * wide, dim);
+        std::copy_n(y_.data() + r * wide, dim, to + (first + r) * dim);
+        if (table) table->add_to(first + r, 1, to + (first + r) * dim);
+      });
+    }
+  };
+  convolve(0, x_.data(), mels, frames, hidden_.data() + dim, nullptr);
+  convolve(1, hidden_.data(), 2 * dim, half, embeddings, &model_.front_positions);
+  run_stages(stages_, threads);
+}
+
 void Forward::read_prompts(const Batch& batch, int threads) {
   add_stack(model_.decoder, batch, false, threads);
   run_stages(stages_, threads);

@@ -22,6 +22,7 @@ struct Span {
   const TokenCache::Group* group;  // null: tokens of an encoder, which attend to their own span
   const TokenCache::Row* row;
   bool is_prompt;  // false: the single token of a decode step
+  bool stores = true;  // false: a token of a prompt that is computed again, for its logits
   // For an encoder's text from which padding was omitted:
   const int32_t* places = nullptr;  // the original indices of its tokens, ascending; null: 0, 1, 2 ...
   int64_t unseen = 0;               // tokens at its beginning that attend but that no token attends to
@@ -56,6 +57,17 @@ class Forward {
   // Runs texts through the encoder and writes their normalised states to `states`, (tokens, d_model); then runs
   // `finish`.
   void encode(const Batch& batch, int threads, float* states, const Stage& finish);
+  // Runs the front of an encoder of speech: features (num_mels, frames) -> embeddings ((frames + 1) / 2, d_model).
+  void read_features(const float* features, int64_t frames, int threads, float* embeddings);
+  // Where attention to the source writes the products of queries and keys, without their scale: (pairs, rows, keys),
+  // for pairs of a layer and a head. null: nowhere.
+  struct Probe {
+    const std::vector<std::pair<int64_t, int64_t>>& pairs;
+    int64_t rows;
+    float* scores;
+  };
+  const Probe* probe = nullptr;
+  FloatBuffer logits;  // for a caller that selects tokens itself
   // Runs prompts, or chunks of them, through the decoder.
   void read_prompts(const Batch& batch, int threads);
   // Runs one token of each row and returns the candidates for the next one. Prompts that follow in the batch go through
@@ -152,7 +164,7 @@ class Forward {
   FloatBuffer x_, qkv_, context_, y_, hidden_;
   // The operands of products: the input of a sub-layer, the outputs of all heads, the hidden rows of the feed-forward
   // network, and embeddings to be projected.
-  PackedRows narrow_, heads_, wide_, embedded_;
+  PackedRows narrow_, heads_, wide_, embedded_, frames_[2];
 };
 
 // Calls f.operator()<T>() with the type of the cached keys and values: fp32, or bf16 for lower precisions.

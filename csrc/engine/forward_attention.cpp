@@ -128,7 +128,8 @@ void Forward::attend_self(int64_t layer, const Span& span, int64_t begin, int64_
     const int64_t position = span.first_position + t - span.begin, slot = span.row->slots[position];
     place_queries(model_.decoder.layers[layer], t, position, begin, end);
     const float *k = qkv_.data() + t * ld + o.q_dim(), *v = k + o.kv_dim();
-    for (int64_t head = begin; head < end; ++head) store_cache<T>(layer, head, slot, k + head * dim, v + head * dim);
+    for (int64_t head = begin; head < end && span.stores; ++head)
+      store_cache<T>(layer, head, slot, k + head * dim, v + head * dim);
   }
   if (only_keys) return;
   if (span.is_prompt) {
@@ -212,9 +213,15 @@ template <typename T>
 void Forward::attend_source(int64_t layer, const Span& span, int64_t begin, int64_t end) {
   const ModelOptions& o = model_.options;
   const std::vector<int32_t>& source = span.group->source;
+  const int64_t keys = std::ssize(source);
   for (int64_t t = span.begin; t < span.end; ++t)
-    attend_token<T>(layer, qkv_.data() + t * padded(o.q_dim()), begin, end, source.data(), std::ssize(source),
-                    context_.data() + t * o.q_dim(), kLog2e * o.attention_scale, NoBias());
+    attend_token<T>(layer, qkv_.data() + t * padded(o.q_dim()), begin, end, source.data(), keys,
+                    context_.data() + t * o.q_dim(), kLog2e * o.attention_scale, [=, this](int64_t h, float* scores) {
+                      if (!probe || span.is_prompt) return;
+                      for (size_t i = 0; i < probe->pairs.size(); ++i)
+                        if (probe->pairs[i] == std::pair(layer, h))
+                          std::copy_n(scores, keys, probe->scores + (static_cast<int64_t>(i) * probe->rows + t) * keys);
+                    });
 }
 
 template void Forward::store_cache<float>(int64_t, int64_t, int64_t, const float*, const float*);

@@ -64,7 +64,8 @@ void LmHead::add_stages(const PackedRows& states, int64_t rows, const Selection&
   stages.push_back({num_shards_,
                     [=, this, &states, &selection](int64_t shard) { scan_shard(shard, states, rows, selection); },
                     gemm_work(states, rows, weight())});
-  const int64_t tasks = threads == 1 || rows < 8 ? 1 : std::min<int64_t>(rows, 4 * threads);
+  const bool is_short = rows < 8 && !selection.choose;
+  const int64_t tasks = threads == 1 || is_short ? 1 : std::min<int64_t>(rows, 4 * threads);
   stages.push_back({tasks, [=, this, &selection, &candidates](int64_t task) {
                       for (int64_t row = rows * task / tasks; row < rows * (task + 1) / tasks; ++row)
                         merge_shards(row, rows, selection, candidates);
@@ -153,6 +154,8 @@ void LmHead::merge_shards(int64_t row, int64_t rows, const Selection& selection,
   const int64_t k = selection.k;
   float* values = candidates.values.data() + row * k;
   int32_t* ids = candidates.ids.data() + row * k;
+  if (selection.choose && !places_.empty() && places_[row] >= 0)
+    return selection.choose(row, selection.logits + places_[row] * model_.vocab_size(), ids, values);
   std::copy_n(best_[row].values, k, values);
   std::copy_n(best_[row].columns, k, ids);
   bool is_broken = best_[row].is_broken;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "common/thread_team.h"
@@ -26,6 +27,9 @@ struct Selection {
   bool log_probs;           // return log-probabilities instead of logits
   Ids logit_rows;           // rows, in ascending order, for which all logits are returned as well
   float* logits = nullptr;  // (len(logit_rows), vocab_size)
+  // Chooses the candidates of a row of logit_rows from its logits, which it may change; several threads call it. Empty:
+  // all rows get their best tokens.
+  std::function<void(int64_t row, float* logits, int32_t* ids, float* values)> choose;
   std::vector<Ban> bans;
 };
 

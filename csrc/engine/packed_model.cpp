@@ -189,8 +189,8 @@ const ModelOptions& checked(const ModelOptions& o) {
     throw std::invalid_argument("expected a window for each decoder layer");
   if (std::ssize(o.encoder_windows) != std::max<int64_t>(0, o.num_encoder_layers))
     throw std::invalid_argument("expected a window for each encoder layer");
-  if (o.is_bare && (o.has_decoder() || !o.has_encoder()))
-    throw std::invalid_argument("expected a model without embeddings to be an encoder without a decoder");
+  if (o.is_bare && !o.has_encoder())
+    throw std::invalid_argument("expected a model without embeddings of sources to have an encoder");
   if (o.parallel_residual && (o.norm_placement != NormPlacement::pre || o.has_encoder()))
     throw std::invalid_argument("expected pre-norm and no encoder in a model with a parallel residual");
   if (o.has_norms_behind() && o.has_encoder() && o.has_decoder())  // cross-attention has no norm after it
@@ -265,6 +265,14 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
   const Names names(tensors, "");
   if (o.has_encoder()) encoder = pack_stack(o, names.within("encoder"), false, o.encoder_windows);
   if (o.has_decoder()) decoder = pack_stack(o, names.within("decoder"), o.has_encoder(), o.decoder_windows);
+  if (names.find("front.0.weight")) {
+    const auto convolution = [&](const std::string& name, int64_t k) {
+      return names.weight(name + ".weight", name + ".bias", 0, o.d_model, o.d_model, k, o.precision);
+    };
+    front = {convolution("front.0", names.table("front.0.weight").shape[1]), convolution("front.1", 3 * o.d_model)};
+    if (front[0].k % 3) throw std::invalid_argument("expected a convolution over three frames");
+    front_positions = Table(names.table("front.positions", o.d_model), Precision::fp32);
+  }
   encoder.position_bias = position_bias(o, names, "encoder_position_bias");
   decoder.position_bias = position_bias(o, names, "decoder_position_bias");
   std::map<const void*, Table> tables;  // a table that both sides share is stored once

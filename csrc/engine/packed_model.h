@@ -47,7 +47,7 @@ struct ModelOptions {
   bool rms_norm = false;
   bool parallel_residual = false;  // x + attention(norm1(x)) + feed_forward(norm2(x)); only with NormPlacement::pre
   bool skips_first_norm = false;   // the encoder's first layer reads the embeddings without a norm
-  bool is_bare = false;            // only layers, and perhaps a final norm: each call passes embeddings
+  bool is_bare = false;            // sources have no embeddings or final norm, unless given: calls pass their states
   float eps;
   float scale = 1;  // the factor for embeddings
   float attention_scale;
@@ -148,7 +148,7 @@ class RotaryTable {
 // The tensors have the names of the model's state_dict, with these exceptions. "source_embedding", "target_embedding"
 // and "output" may name the same tied matrix. "source_positions", "target_positions", "source_types",
 // "source_projection", "cos" and "sin" are the model's tables; "local_cos" and "local_sin" those of layers with a
-// window, if they differ. For "encoder_position_bias" and "decoder_position_bias", see PositionBias.
+// window, if they differ. "front.0", "front.1" and "front.positions" are the front of an encoder of speech. For "encoder_position_bias" and "decoder_position_bias", see PositionBias.
 class PackedModel {
  public:
   PackedModel(const ModelOptions& options, const ModelTensors& tensors);
@@ -164,6 +164,7 @@ class PackedModel {
   }
 
   int64_t vocab_size() const { return output.n; }
+  int64_t num_mels() const { return front.empty() ? 0 : front[0].k / 3; }
   int64_t source_vocab_size() const { return source_.embedding.rows(); }
   int64_t num_token_types() const { return source_.types.rows(); }
   int64_t max_len() const { return max_len_; }
@@ -176,6 +177,10 @@ class PackedModel {
 
   const ModelOptions options;
   std::vector<PackedWeight> source_projection;  // one or none: from the embeddings to d_model
+  // Two or none: convolutions over three frames, whose weights are (d_model, 3 * inputs), frame by frame; the second one
+  // takes every other frame. GELU follows each of them. front_positions: (frames, d_model), added to the result.
+  std::vector<PackedWeight> front;
+  Table front_positions;
   PackedStack encoder, decoder;
   PackedWeight output;
 

@@ -8,6 +8,8 @@
 #include <memory>
 #include <vector>
 
+#include "engine/token_rules.h"
+
 namespace fastformer {
 
 struct Hypothesis {
@@ -32,6 +34,20 @@ class Search {
   int64_t min_tokens = 0;           // with fewer tokens, the caller sets ids that end a row to -inf as well
   bool keeps_shares = false;        // forbidden ids keep their share of the probability: others don't get it
   int64_t num_tokens = 0;           // the number of new tokens of each row that continues
+
+  // Not null: the search chooses from all logits of a row, by `choose`.
+  std::shared_ptr<const TokenRules> rules;
+  // The probability of a token after another one in the prompt, which the first step computes; token < 0: none. The
+  // position of the other one; negative: it is the prompt's last token.
+  struct Probed {
+    int32_t token = -1, at = 0;
+    int64_t position = 0;
+    float probability = 0;
+  };
+  mutable Probed probed;
+  // Applies the rules to the logits of a row that continues, and writes its num_candidates candidates, and -inf for
+  // the rest of k.
+  virtual void choose(int64_t row, float* logits, int64_t vocab, int64_t k, int32_t* ids, float* values) const;
   const std::vector<int32_t>& eos() const { return eos_; }
 
   // Advances by a step. The candidates of a row are ids and values (log-probabilities or logits), best first, with ties
@@ -64,6 +80,8 @@ class Search {
 
   Search(int64_t limit, std::vector<int32_t> eos) : limit(limit), eos_(std::move(eos)) {}
 
+  // Applies the rules to the logits of a row, and returns the logarithm of the sum of their exponentials.
+  float apply_rules(int64_t row, float* logits, int64_t vocab) const;
   bool ends(int32_t token) const;
   int32_t append(int32_t parent, int32_t token, float log_prob);
   Hypothesis line_of(int32_t node) const;  // without the score
@@ -91,5 +109,15 @@ enum class EarlyStopping {
 std::unique_ptr<Search> make_beam_search(int64_t limit, std::vector<int32_t> eos, int64_t num_beams, double alpha,
                                          int64_t num_return, EarlyStopping early_stopping, bool by_transformers_rules,
                                          int64_t begun = 0);
+
+// Searches as CTranslate2's: a score is the sum of log-probabilities divided by length ** alpha, and the length has no
+// EOS. The search ends after most_finished hypotheses or, if alpha is 0, when the best one has ended and num_return have.
+// begun: the number of tokens before the new ones that count in lengths.
+std::unique_ptr<Search> make_patient_beam_search(int64_t limit, std::vector<int32_t> eos, int64_t num_beams,
+                                                 double alpha, int64_t num_return, int64_t most_finished,
+                                                 int64_t begun);
+// Draws num_rows hypotheses, independent of each other.
+std::unique_ptr<Search> make_sampling_search(int64_t limit, std::vector<int32_t> eos, int64_t num_rows, double alpha,
+                                             int64_t begun);
 
 }  // namespace fastformer

@@ -52,8 +52,9 @@ from fastformer.special_ids import SpecialIds
 
 MODEL = "model.bin"
 _SPECIFICATION = "TransformerSpec"
+SPEECH = "WhisperSpec"
 _DTYPES = (torch.float32, torch.int8, torch.int16, torch.int32, torch.float16, torch.bfloat16)
-_ACTIVATIONS = ("relu", "gelu_tanh", "silu", "gelu")
+ACTIVATIONS = ("relu", "gelu_tanh", "silu", "gelu")
 _GATED = {"gelu_tanh": "geglu_tanh", "silu": "swiglu"}
 _MOST_DIMENSIONS = 4
 _SCALE = "_scale"
@@ -102,6 +103,17 @@ class _Reader:
             return data.removesuffix(b"\0").decode()
         except UnicodeDecodeError as error:
             raise ValueError(f"expected UTF-8 names in {self._path}, got {data!r:.60}") from error
+
+
+def specification(folder: Path) -> str:
+    """Returns the name of a folder's specification; empty for a file that `read_variables` refuses."""
+    try:
+        with (folder / MODEL).open("rb") as file:
+            head = file.read(256)
+        (length,) = struct.unpack_from("<H", head, 4)
+        return head[6 : 6 + length].removesuffix(b"\0").decode()
+    except (OSError, struct.error, UnicodeDecodeError):
+        return ""
 
 
 def read_variables(path: Path) -> tuple[str, dict[str, Tensor]]:
@@ -179,7 +191,7 @@ def read_vocabularies(folder: Path) -> Vocabularies:
     return Vocabularies(read("source"), read("target"))
 
 
-class _Variables:
+class Variables:
     """The variables of a specification. Reading one removes it, so that what is left was not read."""
 
     def __init__(self, variables: Mapping[str, Tensor]) -> None:
@@ -314,7 +326,7 @@ def load_transformer(
         if dtype is None:
             is_bf16 = any(tensor.dtype == torch.bfloat16 for tensor in stored.values()) and not is_rounded
             dtype = torch.bfloat16 if is_bf16 else torch.float32
-        model = _transformer(_Variables(stored), vocabularies, settings, device, dtype)
+        model = _transformer(Variables(stored), vocabularies, settings, device, dtype)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
     if is_rounded:
@@ -323,7 +335,7 @@ def load_transformer(
 
 
 def _transformer(
-    variables: _Variables,
+    variables: Variables,
     vocabularies: Vocabularies,
     settings: Mapping[str, Any],
     device: torch.device | str | None,
@@ -343,9 +355,9 @@ def _transformer(
     source, target, output = first_equal(*(_with_rows(matrix, vocab_size) for matrix in (source, target, output)))
     bias = variables.matrix("decoder/projection/bias") if "decoder/projection/bias" in variables else None
     activation = int(variables.both("activation"))
-    if activation >= len(_ACTIVATIONS):
-        raise ValueError(f"expected an activation of {_ACTIVATIONS}, got number {activation}")
-    kind = _ACTIVATIONS[activation]
+    if activation >= len(ACTIVATIONS):
+        raise ValueError(f"expected an activation of {ACTIVATIONS}, got number {activation}")
+    kind = ACTIVATIONS[activation]
     is_gated = "encoder/layer_0/ffn/linear_0_noact/weight" in variables
     if is_gated and kind not in _GATED:
         raise ValueError(f"expected a gated activation of {(*_GATED,)}, got {kind!r}")
@@ -360,12 +372,12 @@ def _transformer(
     embedding_norm = "encoder/layernorm_embedding/gamma" in variables
     for side, place in (("encoder", "source"), ("decoder", "target")):
         if embedding_norm:
-            weights |= _norm(variables, f"{side}/layernorm_embedding", f"{place}_embedding_norm")
+            weights |= norm_weights(variables, f"{side}/layernorm_embedding", f"{place}_embedding_norm")
         if f"{side}/layer_norm/gamma" in variables:
-            weights |= _norm(variables, f"{side}/layer_norm", f"{side}.norm")
+            weights |= norm_weights(variables, f"{side}/layer_norm", f"{side}.norm")
     for side, depth in depths.items():
         for i in range(depth):
-            weights |= _layer(variables, f"{side}/layer_{i}", f"{side}.layers.{i}", d_model // heads)
+            weights |= layer_weights(variables, f"{side}/layer_{i}", f"{side}.layers.{i}", d_model // heads)
     bias = torch.zeros(len(vocabularies.target)) if bias is None else bias
     if has_bias := bool(bias.any()) or len(bias) < vocab_size:
         weights["output_bias"] = torch.nn.functional.pad(bias, (0, vocab_size - len(bias)), value=_NEVER)
@@ -398,7 +410,7 @@ def _transformer(
     return load_foreign(config, weights, device=device, dtype=dtype)
 
 
-def _refuse(variables: _Variables) -> None:
+def _refuse(variables: Variables) -> None:
     """Removes the options that every supported model has in common, and refuses other values by name."""
     if variables.scalar("decoder/alibi", 0.0):
         raise ValueError("expected a model without alibi, got one with it")
@@ -420,7 +432,7 @@ def _refuse(variables: _Variables) -> None:
     variables.drop("decoder/alignment_layer", "decoder/alignment_heads")
 
 
-def _embeddings(variables: _Variables) -> tuple[Tensor, Tensor, Tensor]:
+def _embeddings(variables: Variables) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the matrices of source, target and output, as one object if all have the same numbers."""
     names = ("encoder/embeddings_0/weight", "decoder/embeddings/weight", "decoder/projection/weight")
     matrices = [variables.matrix(name) for name in names]
@@ -434,7 +446,7 @@ def _with_rows(matrix: Tensor, count: int) -> Tensor:
 
 
 def _special_ids(
-    variables: _Variables, vocabularies: Vocabularies, settings: Mapping[str, Any]
+    variables: Variables, vocabularies: Vocabularies, settings: Mapping[str, Any]
 ) -> tuple[SpecialIds, int]:
     """Returns the special ids, and the number of ids that they need."""
     largest = max(map(len, vocabularies))
@@ -466,7 +478,7 @@ def _special_ids(
     return SpecialIds(pad=pad, eos=eos, unk=unk, start=start), largest
 
 
-def _positions(variables: _Variables, d_model: int, pad: int) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
+def _positions(variables: Variables, d_model: int, pad: int) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
     """Returns the kind of positions, their tables as weights, and the sizes of the config.
 
     Args:
@@ -502,14 +514,14 @@ def _positions(variables: _Variables, d_model: int, pad: int) -> tuple[str, dict
     return "relative", biases, {"num_buckets": buckets, "max_distance": distances.pop(), "max_len": _MAX_LEN}
 
 
-def _norm(variables: _Variables, name: str, place: str) -> dict[str, Tensor]:
+def norm_weights(variables: Variables, name: str, place: str) -> dict[str, Tensor]:
     parts = {f"{place}.weight": variables.matrix(f"{name}/gamma")}
     if f"{name}/beta" in variables:
         parts[f"{place}.bias"] = variables.matrix(f"{name}/beta")
     return parts
 
 
-def _linear(variables: _Variables, names: list[str], weight: str, bias: str) -> dict[str, Tensor]:
+def _linear(variables: Variables, names: list[str], weight: str, bias: str) -> dict[str, Tensor]:
     """Returns linear maps that are stored one by one, joined (dimension 0); a missing bias beside others is zero."""
     matrices = [variables.matrix(f"{name}/weight") for name in names]
     biases = [variables.matrix(f"{name}/bias") if f"{name}/bias" in variables else None for name in names]
@@ -521,7 +533,7 @@ def _linear(variables: _Variables, names: list[str], weight: str, bias: str) -> 
     return parts
 
 
-def _layer(variables: _Variables, name: str, place: str, head_dim: int) -> dict[str, Tensor]:
+def layer_weights(variables: Variables, name: str, place: str, head_dim: int) -> dict[str, Tensor]:
     """Returns the weights of a layer by fastformer's names."""
     weights: dict[str, Tensor] = {}
     attentions = [("self_attention", "self_attn", ["linear_0"], "linear_1")]
@@ -543,10 +555,10 @@ def _layer(variables: _Variables, name: str, place: str, head_dim: int) -> dict[
         weights |= joined
         out = f"{place}.{ours}.out_proj"
         weights |= _linear(variables, [f"{name}/{theirs}/{output}"], f"{out}.weight", f"{out}.bias")
-        weights |= _norm(variables, f"{name}/{theirs}/layer_norm", f"{place}.norm{i}")
+        weights |= norm_weights(variables, f"{name}/{theirs}/layer_norm", f"{place}.norm{i}")
     gates = ["linear_0"] + ["linear_0_noact"] * (f"{name}/ffn/linear_0_noact/weight" in variables)
     weights |= _linear(
         variables, [f"{name}/ffn/{x}" for x in gates], f"{place}.linear1.weight", f"{place}.linear1.bias"
     )
     weights |= _linear(variables, [f"{name}/ffn/linear_1"], f"{place}.linear2.weight", f"{place}.linear2.bias")
-    return weights | _norm(variables, f"{name}/ffn/layer_norm", f"{place}.norm{len(attentions) + 1}")
+    return weights | norm_weights(variables, f"{name}/ffn/layer_norm", f"{place}.norm{len(attentions) + 1}")

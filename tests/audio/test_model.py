@@ -1,0 +1,232 @@
+"""`SpeechModel` computes what transformers and CTranslate2 do, alone and in batches, and refuses what it can't."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fastformer.audio.model import SpeechModel
+from fastformer.checkpoints.speech import is_speech_folder
+from tests.audio.whispers import EN, EOT, NO_TIMESTAMPS, SOT, TRANSCRIBE, VOCAB, features, states_of, whisper
+from tests.checks import assert_accurate
+
+FOLDERS = Path(__file__).parent.parent / "foreign" / "speech"
+PROMPT = [SOT, EN, TRANSCRIBE]
+
+
+@pytest.fixture(scope="module")
+def speech() -> SpeechModel:
+    return SpeechModel.from_pretrained(FOLDERS / "fp16", precision="fp32")
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    """The same model in transformers."""
+    pytest.importorskip("transformers")
+    model = whisper()
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.copy_(tensor.half())
+    return model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of a folder, to change."""
+    return Path(shutil.copytree(FOLDERS / "int8", tmp_path / "int8"))
+
+
+@pytest.mark.parametrize("frames", [48, 47, 2, 1])
+def test_states_are_as_accurate_as_transformers(plain: Any, speech: SpeechModel, frames: int) -> None:
+    inputs = features(2, frames)
+    exact = states_of(copy.deepcopy(plain).double(), inputs.double())
+    assert_accurate(speech.encode(inputs), states_of(plain, inputs), exact)
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("bf16", 0.03), ("int8", 0.05)])
+def test_rounded_states_are_near(speech: SpeechModel, precision: str, bound: float) -> None:
+    exact = speech.encode(features(2))
+    ours = SpeechModel.from_pretrained(FOLDERS / "fp16", precision=precision).encode(features(2))
+    assert 0 < float((ours - exact).norm() / exact.norm()) < bound
+
+
+@pytest.mark.parametrize("name", ["fp16", "int8"])
+def test_results_are_those_of_ctranslate2(name: str) -> None:
+    expected = json.loads((FOLDERS / name / "expected.json").read_text())
+    speech = SpeechModel.from_pretrained(FOLDERS / name, precision="fp32")
+    states = speech.encode(features(6))
+    torch.testing.assert_close(states[0, :2], torch.tensor(expected["states"]), rtol=1e-4, atol=1e-4)
+    for languages, row in zip(speech.detect_language(states), expected["languages"], strict=True):
+        assert [token for token, _ in languages] == [token for token, _ in row]
+        np.testing.assert_allclose([p for _, p in languages], [p for _, p in row], rtol=1e-3)
+    for case in expected["searches"]:
+        results = speech.generate(states, [case["prompt"]] * 6, **case["options"])
+        for result, (sequences, scores, no_speech) in zip(results, case["results"], strict=True):
+            assert result.sequences_ids == sequences, case["options"]
+            np.testing.assert_allclose(result.scores, scores, rtol=1e-3)
+            np.testing.assert_allclose(result.no_speech_prob, no_speech, rtol=1e-3)
+    times = speech.align(states, PROMPT, expected["texts"], expected["frames"])
+    for found, (path, probabilities) in zip(times, expected["times"], strict=True):
+        assert found.alignments == [tuple(pair) for pair in path]
+        np.testing.assert_allclose(found.text_token_probs, probabilities, rtol=1e-3)
+
+
+def test_folders_of_transformers_give_the_same(plain: Any, speech: SpeechModel, tmp_path: Path) -> None:
+    plain.save_pretrained(tmp_path)
+    loaded = SpeechModel.from_pretrained(tmp_path, precision="fp32")
+    converted = SpeechModel.from_model(plain, precision="fp32")
+    states = speech.encode(features(3))
+    assert torch.equal(loaded.encode(features(3)), states) and torch.equal(converted.encode(features(3)), states)
+    assert loaded.generate(states, [PROMPT] * 3, max_length=40) == speech.generate(states, [PROMPT] * 3, max_length=40)
+    assert loaded.detect_language(states) == speech.detect_language(states)
+    assert loaded.config.suppress_ids == speech.config.suppress_ids == converted.config.suppress_ids
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+def test_windows_and_threads_do_not_change_bits(precision: str) -> None:
+    speech = SpeechModel.from_pretrained(FOLDERS / "fp16", precision=precision, num_threads=1)
+    together = SpeechModel.from_pretrained(FOLDERS / "fp16", precision=precision, num_threads=2)
+    states = together.encode(features(20))
+    prompts = [PROMPT, [SOT], [*PROMPT, NO_TIMESTAMPS, 4, 5], [68, 9, 8, 7, *PROMPT]] * 5
+    options: list[dict[str, Any]] = [
+        {"beam_size": 1, "return_scores": True, "return_no_speech_prob": True},
+        {"beam_size": 3, "num_hypotheses": 2, "return_scores": True, "return_no_speech_prob": True},
+    ]
+    results = [together.generate(states, prompts, max_length=40, **each) for each in options]
+    for i in range(0, 20, 3):
+        assert torch.equal(states[i], speech.encode(features(20)[i : i + 1])[0])
+        for each, batch in zip(options, results, strict=True):
+            assert speech.generate(states[i : i + 1], [prompts[i]], max_length=40, **each) == [batch[i]]
+
+
+def test_sampling_draws_by_seed_and_temperature(speech: SpeechModel) -> None:
+    states, options = speech.encode(features(2)), {"beam_size": 1, "max_length": 40, "return_scores": True}
+    draws = [
+        speech.generate(states, [PROMPT] * 2, sampling_topk=0, num_hypotheses=5, seed=seed, **options)
+        for seed in (3, 3, 4)
+    ]
+    assert draws[0] == draws[1] != draws[2]
+    for result in draws[0]:
+        assert len({tuple(ids) for ids in result.sequences_ids}) > 1
+        assert result.scores == sorted(result.scores, reverse=True)
+    best = speech.generate(states, [PROMPT] * 2, **options)
+    cold = speech.generate(states, [PROMPT] * 2, sampling_topk=0, sampling_temperature=1e-5, seed=1, **options)
+    only = speech.generate(states, [PROMPT] * 2, sampling_topk=0, sampling_temperature=0, **options)
+    assert cold == best == only
+    few = speech.generate(states, [PROMPT] * 2, sampling_topk=2, sampling_temperature=5.0, seed=1, **options)
+    assert few != best
+
+
+def test_draws_have_the_probabilities_of_the_model(speech: SpeechModel, plain: Any) -> None:
+    states = speech.encode(features(1))
+    results = speech.generate(
+        states, [[*PROMPT, NO_TIMESTAMPS]], beam_size=1, num_hypotheses=4000, sampling_topk=0, max_length=8, seed=0,
+        sampling_temperature=1.5, suppress_tokens=[], suppress_blank=False,
+    )  # fmt: skip
+    firsts = [ids[0] if ids else EOT for ids in results[0].sequences_ids]
+    with torch.no_grad():
+        tokens = torch.tensor([[*PROMPT, NO_TIMESTAMPS]])
+        probabilities = (plain(encoder_outputs=(states,), decoder_input_ids=tokens).logits[0, -1] / 1.5).softmax(-1)
+    frequencies = torch.bincount(torch.tensor(firsts), minlength=VOCAB) / 4000
+    assert float((frequencies - probabilities).abs().max()) < 0.04
+
+
+def test_bad_calls_are_refused(speech: SpeechModel) -> None:
+    states = speech.encode(features(2))
+    broken = features(1)
+    broken[0, 3, 5] = float("nan")
+    for wrong in (broken, features(1)[0], features(1)[:, :7], torch.ones(1, 8, 49), torch.ones(1, 8, 0)):
+        with pytest.raises(ValueError, match="features"):
+            speech.encode(wrong)
+    for wrong in (states[0], states[..., :8], torch.ones(2, 25, 16)):
+        with pytest.raises(ValueError, match="states"):
+            speech.generate(wrong, [PROMPT] * len(wrong))
+    for prompt in ([EN], [], [*PROMPT, VOCAB], [SOT, *[1] * 40], [68, *[1] * 40, SOT], [SOT, *[1] * 20]):
+        with pytest.raises(ValueError, match="prompts"):
+            speech.generate(states[:1], [prompt], max_length=40)
+    bad: list[dict[str, Any]] = [
+        {"beam_size": 0}, {"patience": 0}, {"num_hypotheses": 6}, {"num_hypotheses": 0}, {"sampling_topk": 3},
+        {"suppress_tokens": [VOCAB]}, {"repetition_penalty": 0}, {"no_repeat_ngram_size": -1}, {"max_length": 1},
+        {"sampling_temperature": -1.0},
+    ]  # fmt: skip
+    for options in bad:
+        with pytest.raises(ValueError):
+            speech.generate(states[:1], [PROMPT], **{"max_length": 40} | options)
+    with pytest.raises(ValueError, match="prompts"):
+        speech.generate(states, [PROMPT])
+    with pytest.raises(ValueError, match="tokens"):
+        speech.align(states[:1], PROMPT, [[1] * 40], 48)
+    with pytest.raises(ValueError):
+        speech.align(states, PROMPT, [[1]], 48)
+    with pytest.raises(ValueError, match="precision"):
+        SpeechModel.from_pretrained(FOLDERS / "fp16", precision="int4")
+    with pytest.raises(RuntimeError, match="finite"):
+        speech.generate(states * float("nan"), [PROMPT] * 2, max_length=40)
+    empty = speech.encode(features(0))
+    assert not len(empty) and speech.generate(empty, []) == [] and speech.detect_language(empty) == []
+
+
+def test_folders_that_are_no_whisper_are_refused(folder: Path, tmp_path: Path) -> None:
+    assert is_speech_folder(folder) and not is_speech_folder(tmp_path)
+    others = FOLDERS.parent / "ctranslate2" / "marian"
+    assert not is_speech_folder(others)
+    for wrong in (others, tmp_path, tmp_path / "none"):
+        with pytest.raises((ValueError, OSError)):
+            SpeechModel.from_pretrained(wrong)
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(ValueError, match="whisper"):
+        SpeechModel.from_pretrained(tmp_path)
+    (folder / "vocabulary.json").write_text(json.dumps(["a", "b"]))
+    with pytest.raises(ValueError, match="vocabulary"):
+        SpeechModel.from_pretrained(folder)
+
+
+def test_damaged_folders_are_refused(plain: Any, folder: Path, tmp_path: Path) -> None:
+    data = (folder / "model.bin").read_bytes()
+    for changed in (data[:-50], data + b"x", data.replace(b"conv1", b"conv9"), data.replace(b"layer_1", b"layer_2")):
+        (folder / "model.bin").write_bytes(changed)
+        with pytest.raises(ValueError):
+            SpeechModel.from_pretrained(folder)
+    state = plain.state_dict()
+    changes: dict[str, Any] = {
+        "model.encoder.conv1.weight": lambda t: t[:, :-1],
+        "model.encoder.conv2.weight": lambda t: t[..., :2],
+        "model.encoder.embed_positions.weight": lambda t: t[:, :-1],
+        "model.encoder.layers.0.self_attn.v_proj.weight": lambda t: t[:-1],
+        "model.decoder.layers.1.encoder_attn.q_proj.bias": lambda t: t[:-1],
+        "model.decoder.layers.1.fc2.weight": lambda t: t.T,
+        "model.decoder.layer_norm.bias": lambda t: None,
+        "model.decoder.embed_tokens.weight": lambda t: t[:, :-1],
+    }
+    for name, change in changes.items():
+        wrong = copy.copy(state) | {name: change(state[name])}
+        fake = copy.copy(plain)
+        fake.state_dict = lambda wrong=wrong: {k: v for k, v in wrong.items() if v is not None and "proj_out" not in k}
+        with pytest.raises(ValueError):
+            SpeechModel.from_model(fake)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("FASTFORMER_TEST_WHISPER" not in os.environ, reason="no real Whisper in FASTFORMER_TEST_WHISPER")
+def test_a_real_model_searches_as_ctranslate2() -> None:
+    """Features of noise in place of speech: the searches still have to find the same."""
+    ctranslate2 = pytest.importorskip("ctranslate2")
+    folder = os.environ["FASTFORMER_TEST_WHISPER"]
+    speech = SpeechModel.from_pretrained(folder, precision="fp32")
+    theirs = ctranslate2.models.Whisper(folder, compute_type="float32")
+    noise = torch.randn(2, speech.config.n_mels, 3000, generator=torch.Generator().manual_seed(0)).mul(0.3)
+    states = speech.encode(noise)
+    prompt = [speech.config.sot]
+    view = ctranslate2.StorageView.from_array(states.numpy())
+    for beams in (1, 5):
+        expected = theirs.generate(view, [prompt] * 2, beam_size=beams)
+        found = speech.generate(states, [prompt] * 2, beam_size=beams)
+        assert [each.sequences_ids for each in found] == [each.sequences_ids for each in expected]
