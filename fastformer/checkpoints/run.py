@@ -13,7 +13,7 @@ from torch import nn
 
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.baseline.lstm import LSTMConfig
-from fastformer.checkpoints import ctranslate2
+from fastformer.checkpoints import ctranslate2, gguf
 from fastformer.checkpoints.hf import FAMILIES, UNSUPPORTED, load_folder, model_type
 from fastformer.data import PairTokenizer, Tokenizer, load_tokenizer
 from fastformer.data.pair import contents
@@ -26,6 +26,11 @@ _ARCHITECTURE = {"seq2seq": "Transformer", "decoder": "GPT", "encoder": "BERT"} 
 _COMMANDS = {"seq2seq": "translate", "decoder": "generate"}
 _ENCODER = "; it is an encoder: see `fastformer embed` and `fastformer rank`"
 ARCHITECTURES = ("Transformer", "GPT", "LSTMSeq2Seq")  # that are trained in runs
+_HINTS = {
+    **dict.fromkeys(ARCHITECTURES, "; see `fastformer translate`"),
+    "GPT": "; see `fastformer generate`",
+    "BERT": _ENCODER,
+}
 
 
 def load_model(
@@ -38,8 +43,8 @@ def load_model(
     """Loads the model and the tokenizer of a run folder.
 
     Args:
-        run: the folder. If a "Transformer" is expected, the folder may hold a BART, a Marian or a T5 that transformers
-            saved or CTranslate2 converted; if a "GPT" is expected, a decoder, such as a Llama.
+        run: the folder, or a GGUF file. If a "Transformer" is expected, the folder may hold a BART, a Marian or a T5
+            that transformers saved or CTranslate2 converted; if a "GPT" is expected, a decoder, such as a Llama.
         expected: the architectures that the caller accepts, such as "Transformer"; empty: any.
         device: the device of the parameters; None: the CPU.
         dtype: the dtype of the parameters; None: as saved.
@@ -47,6 +52,13 @@ def load_model(
     Raises:
         ValueError: another architecture, or a folder that is damaged or whose files don't belong together.
     """
+    if expected and gguf.is_gguf(run):
+        if (architecture := gguf.architecture_of(run)) in (*expected, None):
+            return gguf.load_file(run, device=device, dtype=dtype)
+        raise ValueError(
+            f"expected a model of {' or '.join(expected)}, got one of {architecture!r}: {run}"
+            + _HINTS.get(str(architecture), "")
+        )
     if expected and ctranslate2.is_folder(run):
         if "Transformer" not in expected:
             raise ValueError(f"expected a folder of {' or '.join(expected)}, got a translator of CTranslate2: {run}")
@@ -56,11 +68,9 @@ def load_model(
         return _load_foreign(Path(run), kind, expected, device, dtype)
     tokenizer, architecture = load_tokenizer(run), read_architecture(run)
     if architecture not in (expected or ARCHITECTURES):
-        hints = dict.fromkeys(ARCHITECTURES, "; see `fastformer translate`")
-        hints |= {"GPT": "; see `fastformer generate`", "BERT": _ENCODER}
         raise ValueError(
             f"expected a folder of {' or '.join(expected or ARCHITECTURES)}, got one of {architecture!r}: {run}"
-            + hints.get(architecture, "")
+            + _HINTS.get(architecture, "")
         )
     model: Any = _load(architecture, run, device, dtype)
     if tokenizer.vocab_size != model.config.vocab_size:
@@ -81,6 +91,8 @@ def load_model(
 
 def architecture_of(run: str | os.PathLike[str]) -> str | None:
     """Returns the architecture as which `load_model` loads a folder, such as "GPT"; None: loading it is an error."""
+    if gguf.is_gguf(run):
+        return gguf.architecture_of(run)
     if ctranslate2.is_folder(run):
         return "Transformer"
     kind = model_type(Path(run))

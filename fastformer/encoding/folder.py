@@ -1,11 +1,12 @@
-"""Reads the folders that sentence-transformers and transformers save.
+"""Reads the folders that sentence-transformers and transformers save, and encoders in GGUF files.
 
 modules.json                          the modules in their order, each with its folder
 config_sentence_transformers.json     prompts, the similarity, the activation of a cross-encoder
 sentence_bert_config.json             max_seq_length, do_lower_case (in the folder of the model)
 1_Pooling/config.json, 2_Dense/...    the modules that follow the model
 
-A folder of transformers has none of these files. No code of a folder is run: its modules are recognised by name.
+A folder of transformers has none of these files, and a GGUF file names the pooling alone. No code of a folder is run:
+its modules are recognised by name.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastformer.checkpoints import gguf
 from fastformer.checkpoints.hf import FAMILIES, load_folder, model_type
 from fastformer.checkpoints.hf.common import flag_of, number_of, read_weights
 from fastformer.encoding.modules import ACTIVATIONS, Dense, LayerNorm, Normalize, Pooling, RowLayer
@@ -81,10 +83,10 @@ class Folder:
 
 
 def read_folder(path: str | os.PathLike[str], *, device: torch.device | str | None = None) -> Folder:
-    """Reads all contents of a folder.
+    """Reads all contents of a folder, or of a GGUF file.
 
     Args:
-        path: the path of the folder.
+        path: the path of the folder or of the file.
         device: the device for the model; None: the CPU.
 
     Raises:
@@ -92,6 +94,8 @@ def read_folder(path: str | os.PathLike[str], *, device: torch.device | str | No
         ValueError: a file is missing or damaged, a model or module is unknown, or files don't match each other.
     """
     folder = Path(path)
+    if gguf.is_gguf(folder):
+        return _read_gguf(folder, device)
     if not folder.is_dir():
         raise ValueError(f"expected the folder of an encoder, but there is no folder {folder}: nothing is downloaded")
     settings = _read(folder / _SETTINGS)
@@ -124,6 +128,17 @@ def read_folder(path: str | os.PathLike[str], *, device: torch.device | str | No
         activation=_score_activation(folder, settings, foreign),
         labels=_labels(foreign),
     )
+
+
+def _read_gguf(path: Path, device: torch.device | str | None) -> Folder:
+    if gguf.architecture_of(path) not in ("BERT", None):
+        raise ValueError(f"expected the GGUF file of an encoder, got one of a language model: {path}")
+    pooling = gguf.pooling_of(path)
+    model: Any
+    tokenizer: Any
+    model, tokenizer = gguf.load_file(path, device=device)
+    most = model.config.max_len
+    return Folder(path, model, Reader(tokenizer, most), None if pooling is None else Pooling((pooling,), True))
 
 
 def _load(folder: Path, device: torch.device | str | None) -> tuple[Any, Any]:

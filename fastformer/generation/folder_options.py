@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from fastformer.checkpoints import generation_settings
+from fastformer.checkpoints import ctranslate2, generation_settings, gguf
 from fastformer.checkpoints.hf import model_type
 from fastformer.checkpoints.hf.common import GENERATION
 from fastformer.generation.config import OPTIONS, GenerationConfig
@@ -29,12 +29,13 @@ _SAMPLING = ("temperature", "top_k", "top_p")
 
 
 def folder_options(folder: str | os.PathLike[str], unused: Collection[str] = ()) -> dict[str, Any] | None:
-    """Returns the decoding options in a folder's generation_config.json.
+    """Returns the decoding options in a folder's generation_config.json, or in a GGUF file.
 
     Options that the caller doesn't use, or that fastformer doesn't have, are dropped; a warning names them.
 
     Args:
-        folder: a folder that transformers saved, or what `fastformer quantize` wrote of one.
+        folder: a folder that transformers saved or CTranslate2 converted, what `fastformer quantize` wrote of one, or a
+            GGUF file.
         unused: the names of options that the caller doesn't use.
 
     Returns:
@@ -44,9 +45,11 @@ def folder_options(folder: str | os.PathLike[str], unused: Collection[str] = ())
     Raises:
         ValueError: the file is damaged.
     """
-    if model_type(Path(folder)) is None and not Path(folder, GENERATION).is_file():
+    origin, is_file = Path(folder, GENERATION), gguf.is_gguf(folder)
+    if not is_file and not origin.is_file() and model_type(Path(folder)) is None and not ctranslate2.is_folder(folder):
         return None
-    found = {name: value for name, value in generation_settings(folder).items() if name not in _OF_THE_MODEL}
+    settings = gguf.search_options(folder) if is_file else generation_settings(folder)
+    found = {name: value for name, value in settings.items() if name not in _OF_THE_MODEL}
     known = {name: value for name, value in found.items() if name in OPTIONS and name not in unused}
     dropped = [
         f"{name}={value!r:.40}"
@@ -54,7 +57,9 @@ def folder_options(folder: str | os.PathLike[str], unused: Collection[str] = ())
         if name not in known and value is not False and value != _neutral(name)
     ]
     if dropped:
-        logger.warning("%s has search options that are not applied: %s", Path(folder, GENERATION), ", ".join(dropped))
+        logger.warning(
+            "%s has search options that are not applied: %s", folder if is_file else origin, ", ".join(dropped)
+        )
     return known
 
 
@@ -86,7 +91,7 @@ def with_folder_options(theirs: Mapping[str, Any] | None, options: Mapping[str, 
     config = GenerationConfig.from_options({**given, "generation_config": usable})
     applied = [f"{name}={value!r:.40}" for name, value in usable.items() if config.do_sample or name not in _SAMPLING]
     if applied:
-        logger.info("defaults of the folder's %s: %s", GENERATION, ", ".join(applied))
+        logger.info("defaults of the model's files: %s", ", ".join(applied))
     return config
 
 

@@ -9,7 +9,6 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from fastformer.checkpoints.hf import FAMILIES, model_type
 from fastformer.checkpoints.run import architecture_of
 from fastformer.generation import AsyncGenerator, AsyncTranslator, Translator
 from fastformer.generation.alignment import check_attention, cross_attention
@@ -335,10 +334,5 @@ def _kind_of(folder: Path) -> Kind:
     """Returns the kind of a folder's model; an unknown one is a translator's, whose loader explains any error."""
     if (folder / "modules.json").is_file():  # a folder of sentence-transformers
         return "encoder"
-    kind = model_type(folder)
-    family = None if kind is None else FAMILIES.get(kind)
-    if family is not None:
-        return {"encoder": "encoder", "decoder": "generator"}.get(family.kind, "translator")  # type: ignore[return-value]
-    if architecture_of(folder) == "GPT":
-        return "generator"
-    return "translator"
+    kinds: dict[str | None, Kind] = {"BERT": "encoder", "GPT": "generator"}
+    return kinds.get(architecture_of(folder), "translator")

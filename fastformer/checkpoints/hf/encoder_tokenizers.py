@@ -104,7 +104,12 @@ def _read_backend(folder: Path, named: Mapping[str, Any]) -> tuple[Path, tokeniz
             values["normalizer"] = {**normalizer, **options}  # this priority is that of transformers
         return file, read_library(file, values)
     if (file := folder / _WORDS).is_file():
-        return file, _word_pieces(file, named)
+        try:
+            lines = read_file(file).decode("utf-8").split("\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"expected {file} to be UTF-8 ({error})") from error
+        words = {line.rstrip("\r"): i for i, line in enumerate(lines) if line or i < len(lines) - 1}
+        return file, word_pieces(file, words, named)
     if (file := folder / _VOCAB).is_file():
         vocab = check_vocab(file, read_json(file))
         has_space = flag_of(named, "add_prefix_space", False)
@@ -120,20 +125,25 @@ def _read_backend(folder: Path, named: Mapping[str, Any]) -> tuple[Path, tokeniz
     )
 
 
-def _word_pieces(file: Path, named: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """Builds the tokenizer of a WordPiece vocabulary."""
+def word_pieces(file: Path, vocab: Mapping[str, int], named: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """Builds the tokenizer of a WordPiece vocabulary.
+
+    Args:
+        file: the file of the vocabulary, for messages.
+        vocab: the ids of the pieces; ## begins those that don't begin a word.
+        named: the options of tokenizer_config.json.
+
+    Raises:
+        ImportError: tokenizers is not installed.
+        ValueError: the vocabulary lacks special tokens.
+    """
     library = tokenizers_library()
-    try:
-        lines = read_file(file).decode("utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"expected {file} to be UTF-8 ({error})") from error
-    vocab = {line.rstrip("\r"): i for i, line in enumerate(lines) if line or i < len(lines) - 1}
     special = {kind: next((name for name in names if name in vocab), None) for kind, names in _SPECIAL.items()}
     unk, sep, cls = special["unk"], special["sep"], special["cls"]
     if unk is None or sep is None or cls is None:
         raise ValueError(f"expected {file} to have tokens such as [UNK], [CLS] and [SEP], got {len(vocab)} others")
     with library_errors(f"{file} is no WordPiece vocabulary"):
-        backend: tokenizers.Tokenizer = library.Tokenizer(library.models.WordPiece(vocab, unk_token=unk))
+        backend: tokenizers.Tokenizer = library.Tokenizer(library.models.WordPiece(dict(vocab), unk_token=unk))
     strip = named.get("strip_accents")
     backend.normalizer = library.normalizers.BertNormalizer(
         clean_text=True,

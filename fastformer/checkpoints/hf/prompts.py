@@ -62,10 +62,13 @@ def read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> MakeTokenizer:
         )
     unk = chat.get("unk_token") or getattr(backend.model, "unk_token", None)
     library = LibraryBackend(backend, str(folder / TOKENIZER))
-    return None if unk is None else backend.token_to_id(unk), _maker(library, _bos(library, config, chat, folder), chat)
+    return None if unk is None else backend.token_to_id(unk), prompt_tokenizer(
+        library, _bos(library, config, chat, folder), chat
+    )
 
 
-def _maker(backend: Backend, bos: int | None, chat: Mapping[str, str]) -> Callable[[GPTConfig], Tokenizer]:
+def prompt_tokenizer(backend: Backend, bos: int | None, chat: Mapping[str, str]) -> Callable[[GPTConfig], Tokenizer]:
+    """Returns a function that makes the tokenizer of a language model; see `Tokenizer` for the arguments."""
     return lambda config: Tokenizer(
         backend, config.special_ids, "prompts", vocab_size=config.vocab_size, bos=bos, chat=chat
     )
@@ -81,7 +84,9 @@ def _from_pieces(folder: Path, config: Mapping[str, Any], chat: Mapping[str, str
         bos = processor.bos_id() if name is None else added[name][0] if name in added else processor.piece_to_id(name)
         bos = None if bos < 0 else bos
     unk = processor.unk_id()
-    return None if unk < 0 else unk, _maker(PieceBackend(processor, added=added, special=chat.values()), bos, chat)
+    return None if unk < 0 else unk, prompt_tokenizer(
+        PieceBackend(processor, added=added, special=chat.values()), bos, chat
+    )
 
 
 def _bos(backend: LibraryBackend, config: Mapping[str, Any], chat: Mapping[str, str], folder: Path) -> int | None:

