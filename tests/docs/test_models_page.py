@@ -8,6 +8,8 @@ import pytest
 import transformers
 
 import fastformer
+from fastformer.checkpoints.gguf.blocks import Kind
+from fastformer.checkpoints.gguf.models import ARCHITECTURES
 from fastformer.checkpoints.hf import FAMILIES
 from fastformer.integrations.known import RETURNS_TUPLES
 from tests.docs.pages import DOCS
@@ -21,13 +23,14 @@ _SIZES = {
     "n_positions": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
     "cls_token_id": 1, "sep_token_id": 2, "forced_eos_token_id": 2,
 }  # fmt: skip
+PAGE = (DOCS / "models" / "index.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, list[str]]:
     """Returns the other columns of the table by family. Names in brackets are relatives without own classes."""
     found = {}
-    for line in (DOCS / "models" / "index.md").read_text(encoding="utf-8").splitlines():
+    for line in PAGE.split("The columns mean")[0].splitlines():
         if line.startswith("| ") and not line.startswith(("| Family", "| ---", "| `")):
             first, *others = (cell.strip() for cell in line.strip("| ").split(" | "))
             for name in re.sub(r" ?\([^)]*\)", "", first).split(", "):
@@ -39,6 +42,13 @@ def test_every_family_has_a_row(rows: dict[str, list[str]]) -> None:
     names = {family.name for family in FAMILIES.values()}
     assert names <= set(rows)
     assert set(rows) - names == {"LSTM with attention"}
+
+
+def test_the_tables_of_gguf_have_its_architectures_and_kinds() -> None:
+    tables = PAGE.split("## GGUF files")[1].split("\n## ")[0]
+    cells = [line.strip("| ").split(" | ")[0] for line in tables.splitlines() if line.startswith("| ")]
+    assert {name for cell in cells for name in re.findall("`([^`.]+)`", cell)} == {*ARCHITECTURES}
+    assert {name for cell in cells for name in re.findall(r"\b[A-Z]+[0-9]+\w*", cell)} == {kind.name for kind in Kind}
 
 
 @pytest.mark.parametrize("kind", list(FAMILIES))
