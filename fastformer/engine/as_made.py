@@ -34,7 +34,7 @@ class Made:
         why_not: (module, the same module of the new model) -> a further difference between them, or None.
         class_of: the class that the config names for a module.
         has_hook: whether calling a module runs a hook that the engine would not call.
-        may_be: (name, module) -> whether a child of this name may be any module of this kind.
+        may_be: (name, module) -> whether a child of this name may be any module of this kind; None: no child may.
         is_rewritten: (module, name) -> whether each call writes a buffer before it reads it.
         has_tables: whether buffers may have another dtype than the parameters.
     """
@@ -43,7 +43,7 @@ class Made:
     why_not: Callable[[Any, Any], str | None]
     class_of: Callable[[nn.Module], type] = type
     has_hook: Callable[[nn.Module], bool] = lambda module: bool(module._forward_hooks or module._forward_pre_hooks)
-    may_be: Callable[[str, Any], bool] = lambda name, module: False
+    may_be: Callable[[str, Any], bool] | None = None
     is_rewritten: Callable[[nn.Module, str], bool] = lambda module, name: False
     has_tables: bool = False
 
@@ -56,8 +56,8 @@ def why_not_as_made(model: nn.Module, make: Callable[[], nn.Module], made: Made)
         make: makes a new model of the config, whose weights may be on "meta".
         made: what is compared.
     """
-    kinds = {kind for module in model.modules() for kind in (type(module), made.class_of(module))}
-    if (replaced := replaced_method(kinds)) is not None:
+    modules = [*model.modules()]
+    if (replaced := replaced_method({*map(type, modules), *map(made.class_of, modules)})) is not None:
         return replaced
     try:
         new = make()
@@ -72,20 +72,20 @@ def why_not_as_made(model: nn.Module, make: Callable[[], nn.Module], made: Made)
             return f"{_called(name)} {reason}"
         children, expected = module._modules, other._modules
         for child in children.keys() | expected.keys() if children.keys() != expected.keys() else children:
-            inner, theirs = children.get(child), expected.get(child)
-            if inner is None and theirs is None:
+            inner, made_inner = children.get(child), expected.get(child)
+            if inner is None and made_inner is None:
                 continue
-            if inner is not None and made.may_be(child, inner):
-                theirs = inner
-            if inner is None or theirs is None:
+            if made.may_be is not None and inner is not None and made.may_be(child, inner):
+                made_inner = inner
+            if inner is None or made_inner is None:
                 what = "has no" if inner is None else "has an additional"
                 return f"{_called(name)} {what} module {child!r}, which contradicts its config"
-            if (id(inner), id(theirs)) not in seen:
-                seen.add((id(inner), id(theirs)))
-                stack.append((f"{name}.{child}" if name else child, inner, theirs))
+            if (id(inner), id(made_inner)) not in seen:
+                seen.add((id(inner), id(made_inner)))
+                stack.append((f"{name}.{child}" if name else child, inner, made_inner))
     if len(dtypes) != 1 or not dtypes.keys() <= PRECISIONS.keys():
-        found = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
-        return f"its parameters are not all float32 or all bfloat16: {found or 'it has none'}"
+        listed = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
+        return f"its parameters are not all float32 or all bfloat16: {listed or 'it has none'}"
     return None
 
 
@@ -119,23 +119,25 @@ def replaced_method(kinds: Iterable[type]) -> str | None:
 
 
 def _why_not_module(module: nn.Module, new: nn.Module, made: Made) -> str | None:
-    kind, expected = made.class_of(module), made.class_of(new)
+    kind, expected = made.class_of(module), type(new)
     if kind is not expected:
         return f"is a {_full_name(kind)}, not {_full_name(expected)}"
     if made.has_hook(module):
         return "has a forward hook, which it would not call"
-    own, theirs = vars(module), vars(new)
-    for name, value in own.items():
+    attributes, as_new = vars(module), vars(new)
+    for name, value in attributes.items():
         # An instance's attribute that hides a method of its class, such as a patched prepare_inputs_for_generation.
-        if name not in theirs and callable(value) and not isinstance(value, nn.Module) and hasattr(kind, name):
+        if name not in as_new and callable(value) and not isinstance(value, nn.Module) and hasattr(kind, name):
             return f"has its own {name}"
-    for name, value in theirs.items():
-        current = own.get(name)
+    for name, value in as_new.items():
+        current = attributes.get(name)
         if isinstance(value, _FUNCTIONS):
             if _bare(value) != _bare(current) and not made.is_free(module, name):
                 return f"has a {name} that contradicts its config"
         # If a tensor stood for a number, it could be changed without detection.
-        elif isinstance(value, _SCALARS) and _differ(value, current) and not made.is_free(module, name):
+        elif isinstance(value, _SCALARS) and (type(value) is not type(current) or value != current):
+            if made.is_free(module, name):
+                continue
             return f"has {name} {current!r}, while its config says {value!r}"
     return made.why_not(module, new)
 
@@ -172,10 +174,6 @@ def _why_not_tensors(
                 advice = "load a model with dtype=, and don't cast it"
                 return f"has a {name} with values that contradict its config: {advice}"
     return None
-
-
-def _differ(value: object, other: object) -> bool:
-    return type(value) is not type(other) or value != other
 
 
 def _bare(function: Any) -> object:

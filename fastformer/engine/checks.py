@@ -48,8 +48,9 @@ def _examined(check: Check) -> Check:
     def once(*args: Any) -> Any:
         return cached(*args)
 
-    kept: Check = torch.compiler.assume_constant_result(once)
-    return kept
+    constant: Any = torch.compiler.assume_constant_result(once)
+    constant.eager = cached  # for callers that no compiler traces
+    return cast(Check, constant)
 
 
 def examine_again() -> None:
@@ -165,14 +166,14 @@ def is_watched() -> bool:
         return True
     if torch.compiler.is_compiling():
         return False
-    return replaced_function() is not None or _has_function_mode()
+    return cast(Any, replaced_function).eager() is not None or (
+        torch._C._len_torch_function_stack() > 0 and _has_function_mode()
+    )
 
 
 def _has_function_mode() -> bool:
     # The mode of `with torch.device(...)` only sets the device of new tensors.
-    return torch._C._len_torch_function_stack() > 0 and any(
-        type(mode) is not DeviceContext for mode in overrides._get_current_function_mode_stack()
-    )
+    return any(type(mode) is not DeviceContext for mode in overrides._get_current_function_mode_stack())
 
 
 def why_not_now() -> str | None:
@@ -195,14 +196,14 @@ def is_called_plainly(module: nn.Module) -> bool:
 
 def is_unhooked(module: nn.Module) -> bool:
     """Returns `is_called_plainly`, for callers that have checked `is_watched` once for many modules."""
-    own = module.__dict__
+    attributes = module.__dict__
     return not (
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-        or "forward" in own
-        or own.get("_compiled_call_impl") is not None
+        attributes["_forward_hooks"]
+        or attributes["_forward_pre_hooks"]
+        or attributes["_backward_hooks"]
+        or attributes["_backward_pre_hooks"]
+        or "forward" in attributes
+        or attributes.get("_compiled_call_impl") is not None
         or not has_plain_call(module)
     )
 
@@ -218,13 +219,13 @@ def gathers(module: nn.Module) -> bool:
 
     Such a module must be called, but the hooks don't change its results.
     """
-    own = module.__dict__
-    hooks = [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]
+    attributes = module.__dict__
+    hooks = [*attributes["_forward_pre_hooks"].values(), *attributes["_forward_hooks"].values()]
     return (
         bool(hooks)
         and all(map(_is_fsdp_hook, hooks))
-        and not (own["_backward_hooks"] or own["_backward_pre_hooks"] or "forward" in own)
-        and own.get("_compiled_call_impl") is None
+        and not (attributes["_backward_hooks"] or attributes["_backward_pre_hooks"] or "forward" in attributes)
+        and attributes.get("_compiled_call_impl") is None
         and has_plain_call(module)
     )
 

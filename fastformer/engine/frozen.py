@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -33,43 +32,65 @@ class Stamp(NamedTuple):
     config: tuple[object, ...]
 
 
-class _Entry:
-    """What is stored for a model.
-
-    Attributes:
-        layout: the layout of the tensors (see `layout_of`) from which `tensors` and `places` were made.
-        tensors: the tensors that are sampled, which are kept alive.
-        places: (address, number of bytes) of their samples.
-        notes: the findings about the model of other rooms, by name.
-        copies: by precision, the stamp of the weights and the copy made of them, or the reason why there is none.
-    """
-
-    def __init__(self) -> None:
-        self.layout: object = None
-        self.tensors: list[Tensor] = []
-        self.places: list[tuple[int, int]] = []
-        self.notes: dict[str, Any] = {}
-        self.copies: dict[str, tuple[Stamp, object]] = {}
+class _Sampled(NamedTuple):
+    layout: object  # see `layout_of`
+    tensors: list[Tensor]
+    places: list[tuple[int, int]]  # (address, number of bytes)
 
 
 class _Refusal(NamedTuple):
     reason: str
 
 
+# The name of the attribute that holds a module's `Notes`.
+ATTRIBUTE = "_fastformer_notes"
 _lock = ForkSafeLock()
-_entries: WeakKeyDictionary[nn.Module, _Entry] = WeakKeyDictionary()
 
 
-def _entry_of(model: nn.Module) -> _Entry:
-    entry = _entries.get(model)
-    if entry is None:
-        entry = _entries[model] = _Entry()
-    return entry
+class Notes:
+    """What this library notes about a module, in one attribute of it. Nothing here may refer to the module.
+
+    A copy of the module has its settings, and is examined and packed anew.
+
+    Attributes:
+        settings: the decisions of `accelerate`, by name.
+        findings: the results of checks, with the guards as long as which they hold, by name; `repack` drops them.
+        copies: by precision, the stamp of the weights and the copy made of them, or the reason why there is none.
+        sampled: the tensors that are sampled, which are kept alive; replaced as a whole, for threads without the lock.
+    """
+
+    def __init__(self, settings: dict[str, Any] | None = None) -> None:
+        self.settings: dict[str, Any] = {} if settings is None else settings
+        self.findings: dict[object, Any] = {}
+        self.copies: dict[str, tuple[Stamp, object]] = {}
+        self.sampled = _Sampled(None, [], [])
+
+    def __reduce__(self) -> tuple[type[Notes], tuple[dict[str, Any]]]:
+        return Notes, (self.settings,)
 
 
-def notes_of(model: nn.Module) -> dict[str, Any]:
-    """Returns a dictionary for findings about a model, which `repack` drops. They must not refer to the model."""
-    return _entry_of(model).notes
+def notes_of(module: nn.Module) -> Notes:
+    """Returns a module's notes, which it gets if it has none."""
+    attributes = vars(module)
+    notes: Notes | None = attributes.get(ATTRIBUTE)
+    return attributes.setdefault(ATTRIBUTE, Notes()) if notes is None else notes
+
+
+def setting_of(module: nn.Module, name: str) -> Any:
+    """Returns a decision of `accelerate` for a module; None if there is none."""
+    notes: Notes | None = vars(module).get(ATTRIBUTE)
+    return None if notes is None else notes.settings.get(name)
+
+
+def forget_setting(module: nn.Module, name: str) -> Any:
+    """Removes a decision of `accelerate` for a module, and returns it; None if there is none."""
+    notes: Notes | None = vars(module).get(ATTRIBUTE)
+    return None if notes is None else notes.settings.pop(name, None)
+
+
+def forget_notes(module: nn.Module) -> None:
+    """Removes the attribute with a module's notes."""
+    vars(module).pop(ATTRIBUTE, None)
 
 
 def layout_of(tensors: list[Tensor]) -> object:
@@ -101,42 +122,42 @@ def stamp_of(model: nn.Module, tensors: list[Tensor]) -> Stamp:
     Raises:
         UnfitError: the engine can't read a tensor, or couldn't notice its changes.
     """
-    entry, layout = _entry_of(model), layout_of(tensors)
-    if entry.layout != layout:
-        if (reason := next(filter(None, map(_why_not, tensors)), None)) is not None:
-            raise UnfitError(reason)
-        places = [place for tensor in tensors for place in _samples(tensor)]
-        entry.layout, entry.tensors, entry.places = layout, tensors, places
+    layout_in_cpp, notes = _extension.host_function("tensor_layout"), vars(model).get(ATTRIBUTE) or notes_of(model)
+    layout = None if layout_in_cpp is None else layout_in_cpp(tensors)
+    layout = layout_of(tensors) if layout is None else layout
+    if notes.sampled.layout != layout:
+        places: list[tuple[int, int]] = []
+        for tensor in tensors:
+            _add_samples(tensor, places)
+        notes.sampled = _Sampled(layout, tensors, places)
     count, digest = _extension.host_function("tensor_versions"), _extension.host_function("memory_digest")
     versions = [tensor._version for tensor in tensors] if count is None else count(tensors)
     config = vars(model).get("config")
     return Stamp(
         layout,
         versions,
-        None if digest is None else digest(entry.places),
+        None if digest is None else digest(notes.sampled.places),
         () if config is None else tuple(vars(config).values()),
     )
 
 
-def _why_not(tensor: Tensor) -> str | None:
+def _add_samples(tensor: Tensor, places: list[tuple[int, int]]) -> None:
+    """Adds a few places of a tensor, from its first to its last element, as (address, number of bytes)."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        return f"a weight is on {tensor.device}, {tensor.layout}"
+        raise UnfitError(f"a weight is on {tensor.device}, {tensor.layout}")
     if tensor.is_inference():
-        return "a weight was made in inference mode, whose changes could not be noticed"
-    return None
-
-
-def _samples(tensor: Tensor) -> list[tuple[int, int]]:
-    """Returns a few places of a tensor, from its first to its last element, as (address, number of bytes)."""
+        raise UnfitError("a weight was made in inference mode, whose changes could not be noticed")
     if not tensor.numel():
-        return []
+        return
     extent = tensor.numel()
     if not tensor.is_contiguous():
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin, rest = tensor.data_ptr(), extent * tensor.element_size() - _SAMPLE_BYTES
     if rest <= _SAMPLE_BYTES * _SAMPLES:
-        return [(begin, rest + _SAMPLE_BYTES)]
-    return [(begin + rest * i // (_SAMPLES - 1), _SAMPLE_BYTES) for i in range(_SAMPLES)]
+        places.append((begin, rest + _SAMPLE_BYTES))
+        return
+    for i in range(_SAMPLES):
+        places.append((begin + rest * i // (_SAMPLES - 1), _SAMPLE_BYTES))
 
 
 def packed(
@@ -156,14 +177,14 @@ def packed(
     Raises:
         UnfitError: `pack` raised it, now or before for the same weights.
     """
+    copies = (vars(model).get(ATTRIBUTE) or notes_of(model)).copies
+    before, copy = copies.get(precision, (None, None))
+    # Without the lock: another model may be packed meanwhile.
+    if copy is not None and type(copy) is not _Refusal and (may_be_old or before == stamp_of(model, find(model))):
+        return cast(T, copy)
+    copy = None  # memory may not suffice for it and the next one
     with _lock:
-        entry = _entries.get(model)
-        if may_be_old and entry is not None and precision in entry.copies:
-            old = entry.copies[precision][1]
-            if not isinstance(old, _Refusal):
-                return cast(T, old)
         now = _drop_old(model, find)
-        copies = _entries[model].copies
         if precision not in copies:
             try:
                 copies[precision] = (now, pack())
@@ -178,9 +199,10 @@ def packed(
 def _drop_old(model: nn.Module, find: FindTensors) -> Stamp:
     """Drops the copies from before a model's changes: memory may not suffice for two. Returns the model's stamp."""
     now = stamp_of(model, find(model))
-    copies = _entries[model].copies
-    for name in [name for name, (before, _) in copies.items() if before != now]:
-        del copies[name]
+    copies = notes_of(model).copies
+    for name, (before, _) in list(copies.items()):
+        if before != now:
+            del copies[name]
     return now
 
 
@@ -207,14 +229,17 @@ def refusal(model: nn.Module, precision: str) -> str | None:
 
 
 def _copy_of(model: nn.Module, precision: str) -> object:
-    entry = _entries.get(model)
-    return None if entry is None else entry.copies.get(precision, (None, None))[1]
+    notes: Notes | None = vars(model).get(ATTRIBUTE)
+    return None if notes is None else notes.copies.get(precision, (None, None))[1]
 
 
 def unpack(model: nn.Module) -> None:
     """Drops the copies of a model's weights."""
-    with _lock:
-        _entries.pop(model, None)
+    notes: Notes | None = vars(model).get(ATTRIBUTE)
+    if notes is not None:
+        with _lock:
+            notes.copies.clear()
+            notes.sampled = _Sampled(None, [], [])
 
 
 def repack(model: nn.Module) -> None:
@@ -234,3 +259,6 @@ def repack(model: nn.Module) -> None:
         raise ValueError(f"expected a model, got {type(model).__name__}")
     for module in model.modules():
         unpack(module)
+        notes: Notes | None = vars(module).get(ATTRIBUTE)
+        if notes is not None:
+            notes.findings.clear()

@@ -23,7 +23,7 @@ from torch import nn
 
 from fastformer.engine.checks import HOOKS as _HOOKS
 from fastformer.engine.checks import examine_again, gathers, has_plain_tensors, is_unhooked, is_watched
-from fastformer.engine.frozen import layout_of
+from fastformer.engine.frozen import ATTRIBUTE, layout_of, notes_of
 from fastformer.ops import _extension
 
 T = TypeVar("T")
@@ -67,11 +67,11 @@ class Guards:
     ) -> None:
         modules, wholly, others = tuple(modules), tuple(wholly), tuple(spaces)
         every = (*modules, *wholly, *strangers)
-        own, partly, whole = vars(owner), [*map(vars, modules)], [*map(vars, wholly)]
+        attributes_of_owner, partly, whole = vars(owner), [*map(vars, modules)], [*map(vars, wholly)]
         # Nothing here may refer to the owner's own dictionary, which refers to this object.
-        names = ["_modules", *(name for name in watched_names(own) if name not in _OF_THE_OWNER_ALONE)]
+        names = ["_modules", *(name for name in watched_names(attributes_of_owner) if name not in _OF_THE_OWNER_ALONE)]
         # Dictionaries of which every value is watched, and attributes (dictionary, name), each watched alone.
-        watched = [own["_modules"], *others, *whole]
+        watched = [attributes_of_owner["_modules"], *others, *whole]
         watched += [each[name] for each in (*partly, *whole) for name in ("_modules", *_HOOKS)]
         # The dictionaries of hooks themselves are watched, too, since users may replace them.
         attributes = [
@@ -83,8 +83,8 @@ class Guards:
         sized = [*watched, *partly, *tensors]
         watched = [space for space in watched if space]  # an empty one of the same size has no values
         self._record = (
-            *((type(owner), *map(type, every)), every, tuple(names), tuple(map(own.get, names))),
-            *(tuple(sized), (len(own), *map(len, sized))),
+            *((type(owner), *map(type, every)), every, tuple(names), tuple(map(attributes_of_owner.get, names))),
+            *(tuple(sized), (len(attributes_of_owner), *map(len, sized))),
             *(tuple(watched), tuple(chain.from_iterable(map(dict.values, watched)))),
             *(tuple(attributes), tuple([space.get(name) for space, name in attributes])),
             *(tuple(tensors), tuple(map(type, chain.from_iterable(map(dict.values, tensors))))),
@@ -103,11 +103,11 @@ class Guards:
     def _hold(self, owner: nn.Module) -> bool:
         """Computes `hold` without the C++ extension: built-in functions over flat columns."""
         kinds, modules, names, own_values, sized, sizes, *_, tensors, types = self._record
-        own, [spaces, values, attributes, expected] = vars(owner), self._record[6:10]
+        attributes_of_owner, [spaces, values, attributes, expected] = vars(owner), self._record[6:10]
         return (
             all(map(is_, kinds, map(type, (owner, *modules))))
-            and sizes == (len(own), *map(len, sized))
-            and all(map(is_, own_values, map(own.get, names)))
+            and sizes == (len(attributes_of_owner), *map(len, sized))
+            and all(map(is_, own_values, map(attributes_of_owner.get, names)))
             and all(map(is_, values, chain.from_iterable(map(dict.values, spaces))))
             and all(map(is_, expected, starmap(dict.get, attributes)))
             and all(map(is_, types, map(type, chain.from_iterable(map(dict.values, tensors)))))
@@ -156,25 +156,18 @@ class ModelGuards:
 
 def _own_state(model: nn.Module) -> list[object]:
     """Returns the owner's state that `Guards` doesn't watch: its settings and its hooks."""
-    own = vars(model)
+    attributes = vars(model)
     return [
-        *(value for value in own.values() if isinstance(value, _SCALARS)),
-        *(hook for name in _HOOKS for hook in own[name].values()),
+        *(value for value in attributes.values() if isinstance(value, _SCALARS)),
+        *(hook for name in _HOOKS for hook in attributes[name].values()),
     ]
 
 
-class Kept(dict[bool, tuple[Any, Guards]]):
-    """The plans of a module in training and in evaluation, each with its guards. A copy of the module makes its own."""
-
-    def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
-        return Kept, ()
-
-
 class Plans(Generic[T]):
-    """A lookup of the findings about modules. Each module holds its own, which are valid as long as its guards hold.
+    """A lookup of the findings about modules, in training and in evaluation, each valid as long as its guards hold.
 
     Args:
-        attribute: the name of the module's attribute that holds its plans.
+        name: the name of the findings in each module's `Notes`.
         find: (module) -> the findings. They must not refer to the module, or it would be freed late.
         guard: (module) -> the guards of the findings.
         watched: (module, the findings) -> the findings that replace them for a call that `is_watched`; None: the same.
@@ -182,40 +175,31 @@ class Plans(Generic[T]):
 
     def __init__(
         self,
-        attribute: str,
+        name: str,
         find: Callable[[Any], T],
         guard: Callable[[Any], Guards] | None = None,
         *,
         watched: Callable[[Any, T], T] | None = None,
     ) -> None:
-        self._attribute = attribute
+        self._names = {mode: (name, mode) for mode in (False, True)}
         self._find = find
         self._guard = guards_of if guard is None else guard
         self._watched = watched
 
     def of(self, module: nn.Module) -> T:
         """Returns the findings about a module for the current call."""
-        found = self._of(module)
-        return found if self._watched is None or not is_watched() else self._watched(module, found)
-
-    def _of(self, module: nn.Module) -> T:
         if torch.compiler.is_compiling():
-            return self._find(module)  # the compiler guards the values that are read here
-        own = vars(module)
-        plans = own.get(self._attribute)
-        if plans is None:
-            plans = own[self._attribute] = Kept()
-        found: tuple[T, Guards] | None = plans.get(own["training"])
-        if found is None or not found[1].hold(module):
-            examine_again()
-            found = plans[own["training"]] = (self._find(module), self._guard(module))
-        return found[0]
-
-
-def forget_plans(module: nn.Module) -> None:
-    """Removes all plans that a module holds."""
-    for name in [name for name, value in vars(module).items() if isinstance(value, Kept)]:
-        del module.__dict__[name]
+            plan = self._find(module)  # the compiler guards the values that are read here
+        else:
+            attributes = vars(module)
+            findings = (attributes.get(ATTRIBUTE) or notes_of(module)).findings
+            name = self._names[attributes["training"]]
+            guarded: tuple[T, Guards] | None = findings.get(name)
+            if guarded is None or not guarded[1].hold(module):
+                examine_again()
+                guarded = findings[name] = (self._find(module), self._guard(module))
+            plan = guarded[0]
+        return plan if self._watched is None or not is_watched() else self._watched(module, plan)
 
 
 def guards_of(owner: nn.Module) -> Guards:
@@ -251,11 +235,11 @@ def guards_of(owner: nn.Module) -> Guards:
     return Guards(owner, partly, wholly=wholly, strangers=strangers, lent=lent)
 
 
-def watched_names(own: dict[str, Any]) -> Iterator[str]:
+def watched_names(attributes: dict[str, Any]) -> Iterator[str]:
     """Yields the names of a module's attributes that may change the work of a call: functions and None.
 
     An absent child module is None, and users may replace the None by a function.
     """
-    for name, value in own.items():
+    for name, value in attributes.items():
         if name in _SETTINGS or (value is None and name[0] != "_") or (callable(value) and not isinstance(value, type)):
             yield name

@@ -10,11 +10,11 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Protocol, TypeAlias, TypeGuard, cast, get_args
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from fastformer.engine.frozen import notes_of
 from fastformer.generation.config import Precision
 from fastformer.locks import ForkSafeLock
 from fastformer.models.quantization import QUANTIZED
@@ -156,16 +156,14 @@ def as_model(model: object) -> Model:
     )
 
 
-# For each model the modules inside of it, and the children of all its modules, from which the modules were found.
-_inside: WeakKeyDictionary[nn.Module, tuple[list[nn.Module], list[nn.Module | None]]] = WeakKeyDictionary()
-
-
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """Returns all modules of a model, each once; the order is not that of `model.modules()`.
 
     Each call of generate asks several times. The modules are found again only after one of them was replaced.
     """
-    inside, children = _inside.get(model, ((), None))
+    findings = notes_of(model).findings
+    # The modules inside of the model, and the children of all its modules, from which these were collected.
+    inside, children = findings.get("modules", ((), None))
     every = [model, *inside]
     if children != [*itertools.chain.from_iterable([module._modules.values() for module in every])]:
         every, seen, children = [model], {model}, []
@@ -175,7 +173,7 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
                 if child is not None and child not in seen:
                     seen.add(child)
                     every.append(child)
-        _inside[model] = every[1:], children
+        findings["modules"] = every[1:], children
     return every
 
 

@@ -13,8 +13,7 @@ import torch.nn.modules.module as torch_module
 from torch import nn
 
 from fastformer.engine.checks import examine_again, replacement
-from fastformer.engine.frozen import repack
-from fastformer.engine.stamp import forget_plans
+from fastformer.engine.frozen import forget_notes, repack
 from fastformer.generation.config import Precision
 from fastformer.integrations import torch_nn
 from fastformer.integrations.replace import (
@@ -167,7 +166,6 @@ def accelerate(
     repack(model)
     examine_again()
     for module in list(model.modules()):
-        forget_plans(module)
         by = products.get(module) or (None if module in unknown else known.get(type(module)))
         if by is not None and why_left(module, {by.original: by}) is None:
             replace_class(module, by)
@@ -199,49 +197,49 @@ def report(model: nn.Module) -> Report:
     """
     _check_module(model)
     known, products, unknown = known_replacements(), _products(model), _with_new_fields(model)
-    found = Report()
+    result = Report()
     for name, module in model.named_modules():
         if is_accelerated(module):
-            found.swapped[name] = original_class(module).__name__
+            result.swapped[name] = original_class(module).__name__
             continue
         by = products.get(module)
         reason = why_left(module, known if by is None else {by.original: by})
         if type(module) in known and reason is None:
             reason = unknown.get(module)
         if reason is not None:
-            found.left[name] = reason
-    found.encode, found.padding = torch_nn.described(model), torch_nn.described_padding(model)
+            result.left[name] = reason
+    result.encode, result.padding = torch_nn.described(model), torch_nn.described_padding(model)
     if "transformers" in sys.modules:
         from fastformer.integrations import engine_encode, engine_generate
         from fastformer.integrations.attention_interface import patched_attention
         from fastformer.integrations.padding import described
 
-        found.attention = patched_attention(model)
-        found.padding |= described(model)
-        found.generate = engine_generate.described(model)
-        found.encode |= engine_encode.described(model)
+        result.attention = patched_attention(model)
+        result.padding |= described(model)
+        result.generate = engine_generate.described(model)
+        result.encode |= engine_encode.described(model)
     inside = {inner for module in model.modules() if is_accelerated(module) for inner in module.modules()}
     for name, module in model.named_modules():
         if module in inside and (replaced := replacement(type(module))) is not None:
-            found.left[name] = f"{replaced.replaced} was replaced"
-    found.hooked = _hooked(model, inside)
-    return found
+            result.left[name] = f"{replaced.replaced} was replaced"
+    result.hooked = _hooked(model, inside)
+    return result
 
 
 def _with_new_fields(model: nn.Module) -> dict[nn.Module, str]:
     """Returns the modules of transformers' models whose configs have fields of a later version, with the reason."""
-    found: dict[nn.Module, str] = {}
+    reasons: dict[nn.Module, str] = {}
     if "transformers" in sys.modules:
         from transformers import PreTrainedModel
 
         from fastformer.integrations.conversion import new_fields
 
         for around in model.modules():
-            if isinstance(around, PreTrainedModel) and around not in found and (named := new_fields(around.config)):
-                found |= dict.fromkeys(
+            if isinstance(around, PreTrainedModel) and around not in reasons and (named := new_fields(around.config)):
+                reasons |= dict.fromkeys(
                     around.modules(), f"its config has a field that fastformer doesn't know: {named}"
                 )
-    return found
+    return reasons
 
 
 def _check_module(model: object) -> None:
@@ -263,18 +261,18 @@ def restore(model: nn.Module) -> list[str]:
             fastformer's, as by `fully_shard`, or a forward (or another method) of its own, which may call fastformer's.
     """
     _check_module(model)
-    found = [(name, module) for name, module in model.named_modules() if is_accelerated(module)]
-    for name, module in found:
+    accelerated = [(name, module) for name, module in model.named_modules() if is_accelerated(module)]
+    for name, module in accelerated:
         if is_derived(module):
             raise ValueError(
                 f"expected modules of the classes that accelerate gave them, got {type(module).__name__} "
                 f"in {name or 'the model'}: call restore before "
                 "the function that changed the class, such as fully_shard"
             )
-        if own := own_methods(module):
+        if methods := own_methods(module):
             raise ValueError(
-                f"expected modules with the methods of the classes that accelerate gave them, got another {own[0]} in "
-                f"{name or 'the model'}, which may call ours: remove it first"
+                f"expected modules with the methods of the classes that accelerate gave them, got another "
+                f"{methods[0]} in {name or 'the model'}, which may call ours: remove it first"
             )
     if "transformers" in sys.modules:
         from fastformer.integrations import engine_encode, engine_generate
@@ -286,9 +284,9 @@ def restore(model: nn.Module) -> list[str]:
         unpatch_attention(model)
         forget(model)
     torch_nn.forget(model)
-    restored = [name for name, module in found if restore_class(module)]
+    restored = [name for name, module in accelerated if restore_class(module)]
     for module in model.modules():
-        forget_plans(module)
+        forget_notes(module)
     return restored
 
 
@@ -305,7 +303,7 @@ _RECORDING = "transformers.utils.output_capturing"
 def _hooked(model: nn.Module, inside: set[nn.Module]) -> dict[str, str]:
     """Returns `Report.hooked` of a model; `inside` holds the accelerated modules and the modules inside of them."""
     on_all = ["a hook on all modules"] if torch_module._has_any_global_hook() else []
-    found = {}
+    hooked = {}
     for name, module in model.named_modules():
         kinds = [
             kind
@@ -314,8 +312,8 @@ def _hooked(model: nn.Module, inside: set[nn.Module]) -> dict[str, str]:
         ]
         kinds += on_all if is_accelerated(module) else []
         if module in inside and kinds:
-            found[name] = ", ".join(kinds)
-    return found
+            hooked[name] = ", ".join(kinds)
+    return hooked
 
 
 # Each family's file here, and transformers' module for it, which is loaded only if a model of the family exists.

@@ -83,7 +83,7 @@ def _is_free(module: nn.Module, name: str) -> bool:
 
 
 def _why_not(module: Any, new: Any) -> str | None:
-    if has_own_class(module):
+    if type(module) is not type(new) and has_own_class(module):
         return f"has another class, {type(module).__name__}, than accelerate gave it"
     if not is_written_as_known(type(module)):
         return f"has a class whose forward was replaced, {type(module).__name__}"

@@ -20,6 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastformer.engine.checks import is_traced, is_written_in
+from fastformer.engine.frozen import forget_setting, notes_of, setting_of
 from fastformer.functional import attend_heads
 from fastformer.integrations.known import attends_as_known, is_sdpa_known
 from fastformer.integrations.packing import attend, packed_layouts
@@ -63,7 +64,7 @@ def attention_forward(
         is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         return attend(q, k, v, None, dropout_p=dropout, scale=scaling, is_causal=is_causal), None
     # torch.fx calls this with other objects instead of tensors.
-    if not (PATCHED in vars(module) and isinstance(query, Tensor) and is_sdpa_known()):
+    if not (setting_of(module, PATCHED) is not None and isinstance(query, Tensor) and is_sdpa_known()):
         given = kwargs if is_causal is None else kwargs | {"is_causal": is_causal}
         out: tuple[Tensor, Tensor | None] = _their_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **given
@@ -191,8 +192,8 @@ class _Patched:
         return "_patched"
 
 
-# The name of the attribute that marks patched modules.
-PATCHED = "_fastformer_attention"
+# The name of the mark of patched modules among their settings.
+PATCHED = "attention"
 _patched = _Patched()
 # The configs of patched models, by their ids: transformers makes masks by a config.
 _configs_of_patched: dict[int, weakref.ref[PretrainedConfig]] = {}
@@ -203,14 +204,14 @@ def patch_attention(model: nn.Module) -> None:
     for around in model.modules():
         if isinstance(around, PreTrainedModel):
             for module in around.modules():
-                vars(module)[PATCHED] = _patched
+                notes_of(module).settings[PATCHED] = _patched
                 _remember(module)
 
 
 def unpatch_attention(model: nn.Module) -> None:
     """Undoes `patch_attention`."""
     for module in model.modules():
-        vars(module).pop(PATCHED, None)
+        forget_setting(module, PATCHED)
 
 
 def masks_as_known() -> bool:
@@ -220,7 +221,7 @@ def masks_as_known() -> bool:
 
 def is_patched(module: nn.Module) -> bool:
     """Returns whether a module of a model of transformers attends on fastformer's ops."""
-    return PATCHED in vars(module) and getattr(module.config, "_attn_implementation", None) == "sdpa"
+    return setting_of(module, PATCHED) is not None and getattr(module.config, "_attn_implementation", None) == "sdpa"
 
 
 def patched_attention(model: nn.Module) -> list[str]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES
 from fastformer.encoding.engine import Gaps, PackedEncoder, pack_encoder, why_no_encoder
 from fastformer.encoding.source_engine import pack_source
-from fastformer.engine.frozen import UnfitError, unpack
+from fastformer.engine.frozen import UnfitError, forget_setting, unpack
 from fastformer.integrations.as_made import why_not_as_made
 from fastformer.integrations.conversion import from_huggingface, settings_of
 from fastformer.integrations.engine_models import (
@@ -74,10 +74,10 @@ class EncoderModel(FoundModel[PackedEncoder]):
     def pack(self, model: Any, converted: Any, precision: str) -> PackedEncoder:
         """See `FoundModel`."""
         assert isinstance(converted, BERT)
-        found = pack_encoder(converted, precision, None if self.pad is None else _positions_of(model)[self.pad])
-        if isinstance(found, str):
-            raise UnfitError(found)
-        return found
+        packed = pack_encoder(converted, precision, None if self.pad is None else _positions_of(model)[self.pad])
+        if isinstance(packed, str):
+            raise UnfitError(packed)
+        return packed
 
 
 class SourceModel(EncoderModel):
@@ -106,10 +106,10 @@ class SourceModel(EncoderModel):
         assert isinstance(converted, Transformer)
         if converted.config.positions == "relative":
             converted.config.max_len = NO_END
-        found = pack_source(converted, precision)
-        if isinstance(found, str):
-            raise UnfitError(found)
-        return found
+        packed = pack_source(converted, precision)
+        if isinstance(packed, str):
+            raise UnfitError(packed)
+        return packed
 
 
 def _window_of(model: Any) -> int | None:
@@ -158,7 +158,7 @@ def _found(model: Any, guards: Any) -> EncoderModel:
     return (SourceModel if is_source(original_class(model)) else EncoderModel)(model, guards)
 
 
-ENCODERS = FoundModels("_fastformer_encoder_plan", _found, _why_not)
+ENCODERS = FoundModels("encoder", _found, _why_not)
 
 
 class OnEncoder(nn.Module):
@@ -169,11 +169,11 @@ class OnEncoder(nn.Module):
         # The cheapest first. A graph can't have the line of the log below.
         if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or not self.is_encoder_stack():
             return super().forward(*args, **kwargs)
-        found = _encoded(self, args, kwargs)
-        if isinstance(found, str):
-            logger.debug("%s runs by its modules: %s", type(self).__name__, found)
+        output = _encoded(self, args, kwargs)
+        if isinstance(output, str):
+            logger.debug("%s runs by its modules: %s", type(self).__name__, output)
             return super().forward(*args, **kwargs)
-        return found
+        return output
 
     def is_encoder_stack(self) -> bool:
         """Returns whether this is an encoder; some families use the same class for their decoders."""
@@ -214,14 +214,14 @@ class _Texts(NamedTuple):
 
     Attributes:
         ids, types: the token ids and token types of each text.
-        kept: (batch, seqlen), True at the tokens of the texts; None: there is no padding.
+        is_token: (batch, seqlen), True at the tokens of the texts; None: there is no padding.
         shape: the shape of the call's input_ids.
         gaps: the places of the tokens; None: each text is at the beginning of its row, without gaps.
     """
 
     ids: list[list[int]]
     types: list[list[int]] | None
-    kept: Tensor | None
+    is_token: Tensor | None
     shape: torch.Size
     gaps: Gaps | None = None
 
@@ -235,16 +235,16 @@ def _encoded(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return "its arguments don't fit its forward"
     if (reason := _why_not_call(model, given) or why_not_at_this_moment()) is not None:
         return reason
-    found = ENCODERS.of(model)
-    if isinstance(found, str):
-        return found
-    if found.trains:
+    plan = ENCODERS.of(model)
+    if isinstance(plan, str):
+        return plan
+    if plan.trains:
         return "a module inside of it is in training"
-    texts = _texts(model, found, given)
+    texts = _texts(model, plan, given)
     if isinstance(texts, str):
         return texts
     try:
-        weights = found.weights(model, found.acting_precision(setting))
+        weights = plan.weights(model, plan.acting_precision(setting))
     except UnfitError as error:
         return str(error)
     if max(map(len, texts.ids)) > weights.max_len:
@@ -296,7 +296,7 @@ def _shape_of_ids(model: Any, given: dict[str, Any]) -> list[tuple[str, int]]:
     return [*zip(("batch_size", "seq_len"), ids.shape, strict=False)]
 
 
-def _texts(model: Any, found: EncoderModel, given: dict[str, Any]) -> _Texts | str:
+def _texts(model: Any, plan: EncoderModel, given: dict[str, Any]) -> _Texts | str:
     """Returns the texts of a call, or the reason why the engine can't compute them."""
     ids, mask, types = given["input_ids"], given.get("attention_mask"), given.get("token_type_ids")
     if types is not None and types.dtype not in (torch.int64, torch.int32):
@@ -313,53 +313,53 @@ def _texts(model: Any, found: EncoderModel, given: dict[str, Any]) -> _Texts | s
             if not bool(real.any(1).all()):
                 return "the attention_mask has a row without ones"
             if bool((real[:, 1:] & ~real[:, :-1]).any()) or not bool(real[:, 0].all()):
-                return _texts_with_gaps(found, ids, types, real)
+                return _texts_with_gaps(plan, ids, types, real)
     rows, kinds = ids.tolist(), None if types is None else types.tolist()
     if real is not None:
         ends = real.sum(1).tolist()
         rows = [row[:end] for row, end in zip(rows, ends, strict=True)]
         kinds = None if kinds is None else [row[:end] for row, end in zip(kinds, ends, strict=True)]
-    if found.pad is not None and any(found.pad in row for row in rows):
-        return _texts_with_gaps(found, ids, types, torch.ones_like(ids, dtype=torch.bool) if real is None else real)
+    if plan.pad is not None and any(plan.pad in row for row in rows):
+        return _texts_with_gaps(plan, ids, types, torch.ones_like(ids, dtype=torch.bool) if real is None else real)
     return _Texts(rows, kinds, real, ids.shape)
 
 
-def _texts_with_gaps(found: EncoderModel, ids: Tensor, types: Tensor | None, real: Tensor) -> _Texts | str:
+def _texts_with_gaps(plan: EncoderModel, ids: Tensor, types: Tensor | None, real: Tensor) -> _Texts | str:
     """Returns the texts of a call with any mask, or the reason why the engine can't compute them.
 
     Args:
-        found: the model.
+        plan: the model.
         ids: (batch, seqlen).
         types: (batch, seqlen), or None.
         real: (batch, seqlen), True at tokens; at least one in each row.
     """
-    kept, positions = real.clone(), torch.arange(ids.shape[1], device="cpu").expand_as(ids)
-    if found.reads_first:
-        kept[:, 0] = True
+    is_token, positions = real.clone(), torch.arange(ids.shape[1], device="cpu").expand_as(ids)
+    if plan.reads_first:
+        is_token[:, 0] = True
     starts = real.int().argmax(1)
-    if found.window is not None and found.reads_first and int(starts.max()) > found.window:
+    if plan.window is not None and plan.reads_first and int(starts.max()) > plan.window:
         return "a padded first position sees no token in layers that have a window"
-    if found.pad is not None:
-        is_pad = ids == found.pad
-        if found.pad_position is None and bool((is_pad & kept).any()):
+    if plan.pad is not None:
+        is_pad = ids == plan.pad
+        if plan.pad_position is None and bool((is_pad & is_token).any()):
             return "its positions count the ids that are not PAD, but there is a PAD among the tokens"
-        positions = torch.where(is_pad, found.pad_position or 0, (~is_pad).cumsum(1) - 1)
-    unseen = (kept & ~real).sum(1).tolist()  # 1 at most: the first
-    columns = [row.nonzero().flatten() for row in kept]
+        positions = torch.where(is_pad, plan.pad_position or 0, (~is_pad).cumsum(1) - 1)
+    unseen = (is_token & ~real).sum(1).tolist()  # 1 at most: the first
+    columns = [row.nonzero().flatten() for row in is_token]
 
     def at(table: Tensor) -> list[list[int]]:
         return [row[place].tolist() for row, place in zip(table, columns, strict=True)]
 
     gaps = Gaps(at(positions), [place.tolist() for place in columns], unseen)
-    return _Texts(at(ids), None if types is None else at(types), kept, ids.shape, gaps)
+    return _Texts(at(ids), None if types is None else at(types), is_token, ids.shape, gaps)
 
 
 def _padded(rows: Tensor, texts: _Texts) -> Tensor:
     """Returns the states (tokens, d_model) as (batch, seqlen, d_model), zeros at padding."""
-    if texts.kept is None:
+    if texts.is_token is None:
         return rows.view(*texts.shape, -1)
     out = rows.new_zeros(*texts.shape, rows.shape[-1])
-    out[texts.kept] = rows
+    out[texts.is_token] = rows
     return out
 
 
@@ -404,23 +404,23 @@ def decide(model: nn.Module, precision: str | None, *, wanted: bool) -> None:
 def forget(model: nn.Module) -> None:
     """Undoes `decide`, and drops the weights that were packed."""
     for module in _encoders(model).values():
-        vars(module).pop(AROUND, None)
+        forget_setting(module, AROUND)
         ENCODERS.forget(module)
 
 
 def described(model: nn.Module) -> dict[str, str]:
     """Returns for each encoder of transformers in a module, by name, what computes it in evaluation, and why."""
-    found = {}
+    descriptions = {}
     for name, module in _encoders(model).items():
         precision, reason = ENCODERS.described(module)
         if reason is not None:
-            found[name] = f"by its modules: {reason}"
+            descriptions[name] = f"by its modules: {reason}"
         else:
             size = megabytes(_copy_bytes(module, precision))
-            found[name] = (
+            descriptions[name] = (
                 f"on the C++ engine in {precision}, in evaluation without gradients, with a packed copy of {size}"
             )
-    return found
+    return descriptions
 
 
 def _copy_bytes(model: nn.Module, precision: str) -> int:
@@ -430,5 +430,5 @@ def _copy_bytes(model: nn.Module, precision: str) -> int:
 
 
 def _encoders(model: nn.Module) -> dict[str, OnEncoder]:
-    found = ((name, module) for name, module in model.named_modules() if isinstance(module, OnEncoder))
-    return {name: module for name, module in found if module.is_encoder_stack()}
+    modules = ((name, module) for name, module in model.named_modules() if isinstance(module, OnEncoder))
+    return {name: module for name, module in modules if module.is_encoder_stack()}

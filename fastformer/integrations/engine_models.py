@@ -21,8 +21,17 @@ from fastformer.encoding.engine import PackedEncoder
 from fastformer.encoding.source_engine import encoder_of
 from fastformer.engine.as_made import PRECISIONS
 from fastformer.engine.checks import examine_again, why_not_now
-from fastformer.engine.frozen import UnfitError, packed, packed_before, refusal, repack
-from fastformer.engine.stamp import Kept, ModelGuards
+from fastformer.engine.frozen import (
+    UnfitError,
+    forget_setting,
+    notes_of,
+    packed,
+    packed_before,
+    refusal,
+    repack,
+    setting_of,
+)
+from fastformer.engine.stamp import ModelGuards
 from fastformer.generation.engines.cpp import CppEngine, pack
 from fastformer.generation.engines.cpp_support import why_no_cpp_engine, why_not_in
 from fastformer.integrations.as_made import guards_of, tables_of, why_not_as_made
@@ -77,8 +86,10 @@ class FoundModel(Generic[Weights]):
     def __init__(self, model: nn.Module, guards: ModelGuards) -> None:
         self.guards, self.precision = guards, PRECISIONS[next(model.parameters()).dtype]
         # The guards watch the training mode of the modules inside of the model, but not that of the model itself.
-        inside = (module for module in model.modules() if module is not model)
-        self.trains = any(module.training for module in inside if not isinstance(module, nn.Linear | nn.Embedding))
+        self.trains = False
+        for module in model.modules():
+            if module.training and module is not model and not isinstance(module, nn.Linear | nn.Embedding):
+                self.trains = True
         # The conversion makes these tables from the config, so it would miss a change of a table in place.
         self._tables = [(table, table.clone()) for table in tables_of(model)]
 
@@ -224,17 +235,16 @@ Found = TypeVar("Found", bound=FoundModel[Any])
 
 
 class FoundModels(Generic[Found]):
-    """A lookup of the findings about models. Each model holds its own, which are valid as long as its guards hold.
+    """A lookup of the findings about models, which are valid as long as their guards hold.
 
     Args:
-        attribute: the name of the model's attribute that holds the findings; its `Setting` is in another next to it.
+        name: the name of the findings, and of the `Setting`, in each model's `Notes`.
         kind: (model, guards) -> the findings.
         find: (model) -> why the engine's results would differ from those of the model's modules, or None.
     """
 
-    def __init__(self, attribute: str, kind: Callable[[Any, Any], Found], find: Callable[[Any], str | None]) -> None:
-        self._attribute, self._kind, self._find = attribute, kind, find
-        self._setting = f"{attribute}_setting"
+    def __init__(self, name: str, kind: Callable[[Any, Any], Found], find: Callable[[Any], str | None]) -> None:
+        self._name, self._kind, self._find = name, kind, find
 
     def decide(self, model: nn.Module, precision: str | None, *, wanted: bool) -> None:
         """Gives a model its setting, or drops its setting and its packed weights.
@@ -244,16 +254,14 @@ class FoundModels(Generic[Found]):
             precision: a known precision of `accelerate`; None leaves that of an earlier call.
             wanted: whether the model runs on the engine at all.
         """
-        own = vars(model)
         if not wanted:
             self.forget(model)
-        elif precision is not None or self._setting not in own:
-            own[self._setting] = Setting(precision)
+        elif precision is not None or self.setting(model) is None:
+            notes_of(model).settings[self._name] = Setting(precision)
 
     def setting(self, model: nn.Module) -> Setting | None:
         """Returns the setting of a model; None: it has none, and doesn't run on the engine."""
-        found = vars(model).get(self._setting)
-        return found if isinstance(found, Setting) else None
+        return cast("Setting | None", setting_of(model, self._name))
 
     def described(self, model: nn.Module) -> tuple[str, str | None]:
         """Returns the precision of a model on the engine, and why it doesn't run there; None if it does."""
@@ -267,23 +275,19 @@ class FoundModels(Generic[Found]):
 
     def of(self, model: nn.Module) -> Found | str:
         """Returns the findings about a model in its current state, or the reason why the engine can't run it."""
-        own = vars(model)
-        kept: Any = own.get(self._attribute)
-        if kept is None:
-            kept = own[self._attribute] = Kept()
-        plan: tuple[Found | str, ModelGuards] | None = kept.get(True)
+        findings = notes_of(model).findings
+        plan: tuple[Found | str, ModelGuards] | None = findings.get(self._name)
         if plan is None or not plan[1].hold(model):
             forget_restored_forwards(model.modules())
             examine_again()
             reason = self._find(model)
             guards = guards_of(model)
-            plan = kept[True] = (self._kind(model, guards) if reason is None else reason, guards)
+            plan = findings[self._name] = (self._kind(model, guards) if reason is None else reason, guards)
         return plan[0]
 
     def forget(self, model: nn.Module) -> None:
         """Drops the setting of a model, if it has one, and then the findings about it and its packed weights."""
-        if vars(model).pop(self._setting, None) is not None:
-            vars(model).pop(self._attribute, None)
+        if forget_setting(model, self._name) is not None:
             repack(model)
 
 
@@ -298,7 +302,7 @@ def _why_not(model: Any) -> str | None:
     return why_not_as_made(model)
 
 
-ENGINE_MODELS = FoundModels("_fastformer_engine_plan", EngineModel, _why_not)
+ENGINE_MODELS = FoundModels("engine", EngineModel, _why_not)
 
 
 def counts_words(model: Any) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 
 from fastformer.checkpoints.hf import FAMILIES
 from fastformer.encoding.engine import PackedEncoder
-from fastformer.engine.frozen import is_packed
+from fastformer.engine.frozen import is_packed, notes_of, setting_of
 from fastformer.integrations.as_made import Weightless
 from fastformer.integrations.engine_models import ENGINE_MODELS, EngineModel, is_convertible, model_type_of
 from fastformer.integrations.replace import original_class
@@ -57,8 +57,8 @@ class Around:
         return model if model is not None and model.get_encoder() is stack else None
 
 
-# The name of the attribute in which an encoder keeps its `Around`.
-AROUND = "_fastformer_around"
+# The name of an encoder's `Around` among its settings.
+AROUND = "around"
 
 
 def tell_encoders(model: nn.Module) -> None:
@@ -69,12 +69,12 @@ def tell_encoders(model: nn.Module) -> None:
         whole: Any = module
         encoder = whole.get_encoder() if whole.config.is_encoder_decoder else None
         if encoder is not None and is_source(original_class(encoder)):
-            vars(encoder)[AROUND] = Around(whole)
+            notes_of(encoder).settings[AROUND] = Around(whole)
 
 
 def weights_of_decoding(stack: nn.Module, precision: str) -> PackedEncoder | None:
     """Returns the engine's encoder of the model around a stack, if that is packed for decoding and hasn't changed."""
-    around = vars(stack).get(AROUND)
+    around = setting_of(stack, AROUND)
     whole = around.of(stack) if isinstance(around, Around) else None
     if whole is None or not is_packed(whole, EngineModel.place(precision)):
         return None

@@ -29,7 +29,6 @@ from fastformer.engine.checks import (
     is_written_in,
     why_not_now,
 )
-from fastformer.engine.stamp import watched_names
 
 try:
     from transformers.utils import output_capturing
@@ -160,14 +159,12 @@ _EXAMINED = frozenset({"forward", "_compiled_call_impl", "_loss_function"})
 
 def own_function(module: nn.Module) -> str | None:
     """Returns the name of a module's attribute that holds a foreign function or another callable; None if none does."""
-    own = vars(module)
-    libraries = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
-    for name in watched_names(own):
-        value = own[name]
+    for name, value in vars(module).items():
+        if name in _EXAMINED or not callable(value) or isinstance(value, type):
+            continue
         while isinstance(value, functools.partial):
             value = value.func
-        if not callable(value) or name in _EXAMINED:
-            continue
+        libraries = [sys.modules[library] for library in _LIBRARIES if library in sys.modules]
         if isinstance(value, nn.Module) or not is_written_in(code_of(value), *libraries):
             return name
     return None

@@ -28,6 +28,7 @@ from fastformer.engine.checks import (
     is_written_in,
     replacement,
 )
+from fastformer.engine.frozen import forget_setting, notes_of, setting_of
 from fastformer.engine.stamp import Guards, Plans
 from fastformer.integrations.known import (
     attends_as_known,
@@ -65,8 +66,8 @@ class _Plan(NamedTuple):
     is_checkpointed: bool  # whether the owner itself does so
 
 
-# The name of the attribute that holds a module's role.
-ROLE = "_fastformer_padding"
+# The name of a module's role among its settings, and of the findings about an owner.
+_ROLE = "padding"
 
 
 class PackingStack(nn.Module):
@@ -87,7 +88,7 @@ class PackingStack(nn.Module):
         """Returns whether the running call doesn't read this stack's output at padded positions."""
         if is_traced():
             return False
-        role = vars(self).get(ROLE)
+        role = setting_of(self, _ROLE)
         if role is None or role.rule.reason is not None or is_watched() or is_recording() or not attends_as_known():
             return False
         if not role.owns:
@@ -127,7 +128,7 @@ class Owner(nn.Module):
             reads: returns whether padded positions are read in the block. It is called only if its result matters: it
                 may read the values of a mask, for which the host waits on a GPU.
         """
-        if is_traced() or (role := vars(self).get(ROLE)) is None or not role.owns:
+        if is_traced() or (role := setting_of(self, _ROLE)) is None or not role.owns:
             yield
             return
         grant = None
@@ -160,18 +161,18 @@ def _is_called_plainly(owner: nn.Module) -> bool:
     Hooks of PyTorch and transformers, and the wrappers by which the accelerate library casts a model's output, read no
     positions.
     """
-    own = vars(owner)
+    attributes = vars(owner)
     if not has_plain_call(owner):
         return False
-    if not own["_forward_hooks"] and "forward" not in own:
+    if not attributes["_forward_hooks"] and "forward" not in attributes:
         return True
     libraries = [sys.modules[name] for name in ("torch", "transformers", "accelerate") if name in sys.modules]
-    if not all(is_written_in(code_of(hook), *libraries) for hook in own["_forward_hooks"].values()):
+    if not all(is_written_in(code_of(hook), *libraries) for hook in attributes["_forward_hooks"].values()):
         return False
-    function = getattr(own.get("forward"), "__func__", own.get("forward"))
+    function = getattr(attributes.get("forward"), "__func__", attributes.get("forward"))
     while function is not None and function is not type(owner).forward:
         function = getattr(function, "__wrapped__", None) if is_written_in(code_of(function), *libraries) else None
-    return "forward" not in own or function is not None
+    return "forward" not in attributes or function is not None
 
 
 def _planned(owner: nn.Module) -> _Plan:
@@ -190,9 +191,7 @@ def _guards_of(owner: nn.Module) -> Guards:
     return Guards(owner, _reading(owner))
 
 
-# The findings about owners. A copied model is examined anew.
-_PLAN = "_fastformer_padding_plan"
-_PLANS: Plans[_Plan] = Plans(_PLAN, _planned, _guards_of)
+_PLANS: Plans[_Plan] = Plans(_ROLE, _planned, _guards_of)
 
 
 def _first_reason(owner: nn.Module, reading: dict[nn.Module, bool]) -> str | None:
@@ -202,8 +201,8 @@ def _first_reason(owner: nn.Module, reading: dict[nn.Module, bool]) -> str | Non
         kind = type(module).__name__
         if (replaced := replacement(type(module))) is not None:
             return f"{replaced.replaced} was replaced"
-        if (own := own_function(module)) is not None:
-            return f"{names[module] or kind}.{own} is your own function, which may read several positions"
+        if (function := own_function(module)) is not None:
+            return f"{names[module] or kind}.{function} is your own function, which may read several positions"
         if module is owner:
             continue
         if not may_hold:
@@ -215,28 +214,28 @@ def _first_reason(owner: nn.Module, reading: dict[nn.Module, bool]) -> str | Non
 
 def _reading(owner: nn.Module) -> dict[nn.Module, bool]:
     """Returns the modules that read an owner's stacks or are inside of them, each with whether it is positionwise."""
-    found: dict[nn.Module, bool] = {}
+    readers: dict[nn.Module, bool] = {}
     if isinstance(owner, PackingStack):
         return {module: is_positionwise(module) for module in owner.modules() if module is not owner}
-    _collect(owner, owner, found)
-    return found
+    _collect(owner, owner, readers)
+    return readers
 
 
-def _collect(module: nn.Module, owner: nn.Module, found: dict[nn.Module, bool]) -> None:
-    """Adds the modules inside of a model to `found`: stacks with their modules, models with their parts, parts."""
+def _collect(module: nn.Module, owner: nn.Module, readers: dict[nn.Module, bool]) -> None:
+    """Adds the modules inside of a model to `readers`: stacks with their modules, models with their parts, parts."""
     inputs = module.INPUTS if isinstance(module, Owner) else frozenset()
     for name, child in module.named_children():
-        if name in inputs or child in found:
+        if name in inputs or child in readers:
             continue
         if isinstance(child, PackingStack):
-            found[child] = True
-            found.update({inner: is_positionwise(inner) for inner in child.modules() if inner is not child})
+            readers[child] = True
+            readers.update({inner: is_positionwise(inner) for inner in child.modules() if inner is not child})
         elif isinstance(child, Owner):
-            found[child] = True
-            _collect(child, owner, found)
+            readers[child] = True
+            _collect(child, owner, readers)
         else:
             for part in child.modules():
-                found[part] = is_positionwise_part(part)
+                readers[part] = is_positionwise_part(part)
 
 
 # Wrappers that return the owner's output unchanged, by the prefix of their modules' names.
@@ -274,14 +273,16 @@ def decide(model: nn.Module, choice: Literal["auto", "skip", "compute"]) -> None
 
 
 def _find_owners(model: nn.Module, stacks: Sequence[nn.Module]) -> None:
-    inside = {id(role.rule) for module in model.modules() if (role := vars(module).get(ROLE)) is not None and role.owns}
+    inside = {
+        id(role.rule) for module in model.modules() if (role := setting_of(module, _ROLE)) is not None and role.owns
+    }
     # A decision for a larger model stays: that model is around these stacks, and can't be found from here.
-    stacks = [each for each in stacks if (role := vars(each).get(ROLE)) is None or id(role.rule) in inside]
+    stacks = [each for each in stacks if (role := setting_of(each, _ROLE)) is None or id(role.rule) in inside]
     if not stacks:
         return
     for module in model.modules():
-        if (role := vars(module).get(ROLE)) is not None and id(role.rule) in inside:
-            del vars(module)[ROLE]
+        if (role := setting_of(module, _ROLE)) is not None and id(role.rule) in inside:
+            forget_setting(module, _ROLE)
     owners = [model]
     try:
         owners, reason = _owners_in(model), None
@@ -338,25 +339,26 @@ def _reads_by_mask(module: nn.Module) -> bool:
 
 
 def _give(module: nn.Module, role: Role) -> None:
-    vars(module)[ROLE] = role
+    notes_of(module).settings[_ROLE] = role
 
 
 def forget(model: nn.Module) -> None:
     """Undoes `decide`."""
     for module in model.modules():
-        vars(module).pop(ROLE, None)
-        vars(module).pop(_PLAN, None)
+        forget_setting(module, _ROLE)
 
 
 def described(model: nn.Module) -> dict[str, str]:
     """Returns for each stack in a model, by its name, its output at padded positions, and the reason."""
     names = {module: name for name, module in model.named_modules()}
-    owners = {id(role.rule): module for module in names if (role := vars(module).get(ROLE)) is not None and role.owns}
-    found = {}
+    owners = {
+        id(role.rule): module for module in names if (role := setting_of(module, _ROLE)) is not None and role.owns
+    }
+    descriptions = {}
     for stack, name in names.items():
-        if isinstance(stack, PackingStack) and (role := vars(stack).get(ROLE)) is not None:
-            found[name] = _described(stack, role.rule, owners.get(id(role.rule)))
-    return found
+        if isinstance(stack, PackingStack) and (role := setting_of(stack, _ROLE)) is not None:
+            descriptions[name] = _described(stack, role.rule, owners.get(id(role.rule)))
+    return descriptions
 
 
 def _described(stack: PackingStack, rule: Rule, owner: nn.Module | None) -> str:

@@ -134,7 +134,7 @@ def forget_restored_forwards(modules: Iterable[nn.Module]) -> None:
     does before version 5.
     """
     for module in modules:
-        if _is_of_its_class(module, "forward"):
+        if "forward" in vars(module) and _is_of_its_class(module, "forward"):
             del module.__dict__["forward"]
 
 

@@ -43,17 +43,17 @@ _DROPPING = (nn.Dropout, Embedding, MultiheadAttention, AddLayerNorm)
 
 def find_guards(model: Transformer | GPT | BERT) -> tuple[ModelGuards | None, str | None]:
     """Returns the guards of a model that is as its config makes it (cached while they hold), or why it isn't."""
-    notes = notes_of(model)
-    guards: ModelGuards | None = notes.pop(_GUARDS, None)
+    findings = notes_of(model).findings
+    guards: ModelGuards | None = findings.pop(_GUARDS, None)
     if guards is not None and guards.hold(model):
-        notes[_GUARDS] = guards
+        findings[_GUARDS] = guards
         return guards, None
     examine_again()
     kind, config = cast(Kind, type(model)), tuple(vars(model.config).items())
     reason = why_not_as_made(model, lambda: _new(kind, config), _MADE)
     if reason is not None:
         return None, reason
-    guards = notes[_GUARDS] = ModelGuards(model, [vars(model.config)])
+    guards = findings[_GUARDS] = ModelGuards(model, [vars(model.config)])
     return guards, None
 
 

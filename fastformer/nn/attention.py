@@ -150,7 +150,7 @@ class MultiheadAttention(AttentionParameters):
             plan, query, key, value, attn_mask, key_padding_mask, is_causal=is_causal, need_weights=True, layout=layout,
             memory_layout=memory_layout, rotary=rotary, position_bias=position_bias,
         )  # fmt: skip
-        attended, lse = attention(q, k, v, return_lse=True, dropout_p=self._acting_dropout(), **options)
+        attended, lse = attention(q, k, v, return_lse=True, dropout_p=self.dropout if self.training else 0.0, **options)
         weights = attention_weights(q, k, lse, **options)
         weights = weights.mean(1) if average_attn_weights else weights
         return self._output(plan, attended, query), weights if query.dim() == 3 else weights[0]
@@ -206,7 +206,7 @@ class MultiheadAttention(AttentionParameters):
             plan, query, key, value, attn_mask, key_padding_mask, is_causal=is_causal, layout=layout,
             memory_layout=memory_layout, rotary=rotary, position_bias=position_bias, shape=shape,
         )  # fmt: skip
-        attended = attention(q, k, v, dropout_p=self._acting_dropout(), **options)
+        attended = attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, **options)
         return self._output(plan, attended, query, shape)
 
     def _dense_call(
@@ -216,7 +216,8 @@ class MultiheadAttention(AttentionParameters):
         position_bias: Tensor | None, shape: tuple[int, int] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:  # fmt: skip
         """Returns the op's arguments for a padded batch, or for one sequence, which becomes a batch of one."""
-        key, value = _both(key, value)
+        if key is None or value is None:
+            key, value = _both(key, value)
         same = key is query
         memory_layout = layout if same and memory_layout is None else memory_layout
         if shape is None:
@@ -229,7 +230,8 @@ class MultiheadAttention(AttentionParameters):
         elif not self.batch_first:
             q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
         if shape is not None and attn_mask is None and key_padding_mask is None:  # saves time in small batches
-            return q, k, v, {"window_size": self._window(is_causal, 0), **self._scores()}
+            window = self._window(0) if is_causal else self.window_size
+            return q, k, v, {"window_size": window, **self._scores()}
         if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2]:
             raise InputError(
                 f"expected query, key and value of one batch, key and value of one length; got {tuple(query.shape)}, "
@@ -256,7 +258,7 @@ class MultiheadAttention(AttentionParameters):
             mask = None
         else:
             mask, seqlens_k = self._mask(q, k, attn_mask, key_padding_mask, position_bias, seqlens_k, is_batched)
-        window = self._window(is_causal, 0 if same else q.shape[1] - k.shape[1])
+        window = self._window(0 if same else q.shape[1] - k.shape[1]) if is_causal else self.window_size
         return q, k, v, {"attn_mask": mask, "seqlens_k": seqlens_k, "window_size": window, **self._scores()}
 
     def _mask(
@@ -271,7 +273,9 @@ class MultiheadAttention(AttentionParameters):
                 seqlens_k = attended_lengths(key_padding_mask)
             else:
                 key_padding_mask = None
-        mask = merge_masks(attn_mask, key_padding_mask, batch, self.num_heads, seqlen_q, seqlen_k)
+        mask = None
+        if attn_mask is not None or key_padding_mask is not None:
+            mask = merge_masks(attn_mask, key_padding_mask, batch, self.num_heads, seqlen_q, seqlen_k)
         if position_bias is not None:
             if not (is_batched and self.batch_first):
                 raise InputError("expected a batched query, and batch_first, along with a position_bias")
@@ -286,7 +290,9 @@ class MultiheadAttention(AttentionParameters):
             attended = attended.transpose(0, 1)
         # Unbatched queries and rows: all leading dimensions become one.
         rows = attended.flatten(-2) if query.dim() == 3 else attended.reshape(query.shape[0], self.q_dim)
-        return self._project_out(plan, rows)
+        if plan.out_proj is None:
+            return self.out_proj(rows)
+        return linear(rows, plan.out_proj["weight"], plan.out_proj["bias"])
 
     def _project_out(self, plan: AttentionPlan, x: Tensor) -> Tensor:
         if plan.out_proj is None:
@@ -351,7 +357,7 @@ class MultiheadAttention(AttentionParameters):
         q, k, v = self._project_heads(plan, query, key, value)
         if rotary is not None:
             q, k = rotary.rotate(q, k)
-        dropout_p = self._acting_dropout()
+        dropout_p = self.dropout if self.training else 0.0
         if position_bias is not None:
             if memory_layout is not layout:
                 raise InputError("expected a position_bias with a packed layout in self-attention only")
@@ -420,7 +426,9 @@ class MultiheadAttention(AttentionParameters):
             )
         weight, bias = self._in_proj()
         if weight is not None and key is query and value is query:
-            qkv = linear(query, weight, _of_dtype(bias, weight))
+            if bias is not None and bias.dtype != weight.dtype:
+                bias = _of_dtype(bias, weight)
+            qkv = linear(query, weight, bias)
             head_dim = self._head_dim()
             num_kv_heads = self.kv_dim // head_dim
             num_all = self.num_heads + 2 * num_kv_heads
@@ -500,17 +508,13 @@ class MultiheadAttention(AttentionParameters):
             return {}
         return given(softmax_scale=self.softmax_scale, softcap=self.softcap or None)
 
-    def _acting_dropout(self) -> float:
-        return self.dropout if self.training else 0.0
-
-    def _window(self, is_causal: bool, diagonal: int) -> WindowSize:
+    def _window(self, diagonal: int) -> WindowSize:
+        """Returns the window of a causal call."""
         left, right = self.window_size
-        if is_causal:
-            # torch.nn's triangle starts at the top left corner, the op's window at the bottom right one: seqlen_q -
-            # seqlen_k keys further left. torch.jit.trace has tensors for sizes.
-            diagonal = int(diagonal) if isinstance(diagonal, Tensor) else diagonal
-            right = diagonal if right is None else min(right, diagonal)
-        return left, right
+        # torch.nn's triangle starts at the top left corner, the op's window at the bottom right one: seqlen_q -
+        # seqlen_k keys further left. torch.jit.trace has tensors for sizes.
+        diagonal = int(diagonal) if isinstance(diagonal, Tensor) else diagonal
+        return left, diagonal if right is None else min(right, diagonal)
 
     def _extra_keys(
         self, k: Tensor, v: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool,
@@ -551,7 +555,7 @@ def find_attention_plan(attention: nn.Module, *, is_lent: bool = False) -> Atten
 
 
 _PLANS: Plans[AttentionPlan] = Plans(
-    "_fastformer_attention_plan",
+    "attention",
     find_attention_plan,
     watched=lambda attention, plan: AttentionPlan(plan.replaced, None, None, None, True),
 )

@@ -9,7 +9,6 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.engine.checks import active_dropout
 from fastformer.nn.errors import InputError
 from fastformer.nn.layers import (
     LAYER_PLANS,
@@ -99,23 +98,23 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
 
     def _join_parallel(self, plan: LayerPlan, stream: ResidualStream, call: AttentionCall) -> ResidualStream:
         norm1, norm2 = plan.norms
-        dropout1, dropout2 = map(active_dropout, plan.dropouts)
+        dropout1, dropout2 = plan.dropouts
         y, x = stream.normalise(norm1)
         attended = self._attend(plan, call, y)
-        plan = self._plan_after(plan, call)
+        plan = self._plan_after(plan) if plan.calls_attention else plan
         fed = self._feed_forward(norm2.apply(x), plan.feed_forward)
         # One addition to the stream, which is fused with the next norm.
         return ResidualStream(F.dropout(attended, dropout1) + F.dropout(fed, dropout2), x)
 
     def _join(self, plan: LayerPlan, stream: ResidualStream, call: AttentionCall) -> ResidualStream:
         before, (post_norm1, post_norm2) = plan.norms[:-2], plan.norms[-2:]
-        dropout1, dropout2 = map(active_dropout, plan.dropouts)
+        dropout1, dropout2 = plan.dropouts
         if before:
             y, x = stream.normalise(before[0])
         else:
             y = x = stream.value()
         attended = post_norm1.apply(self._attend(plan, call, y))
-        plan = self._plan_after(plan, call)
+        plan = self._plan_after(plan) if plan.calls_attention else plan
         stream = ResidualStream(attended, x, dropout1)
         if before:
             y, x = stream.normalise(before[1])

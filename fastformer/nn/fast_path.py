@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -84,23 +85,22 @@ def _tensors(layer: Any) -> list[Tensor | None]:
     modules = layer._modules
     attention = modules.get("self_attn")
     out_proj = None if attention is None else attention._modules.get("out_proj")
-    parts = (out_proj, modules.get("norm1"), modules.get("norm2"), modules.get("linear1"), modules.get("linear2"))
-    found = []
-    for owner, prefix in ((attention, "in_proj_"), *((each, "") for each in parts)):
-        own = {} if owner is None else owner._parameters
+    names = modules.get("norm1"), modules.get("norm2"), modules.get("linear1"), modules.get("linear2")
+    tensors = []
+    for owner, prefix in ((attention, "in_proj_"), *zip((out_proj, *names), itertools.repeat(""))):
+        parameters = {} if owner is None else owner._parameters
         for name in (f"{prefix}weight", f"{prefix}bias"):
             # An attribute that is a parameter costs a call of Python; one of another kind may be a property.
-            found.append(own[name] if name in own else getattr(owner, name, None))
-    return found
+            tensors.append(parameters[name] if name in parameters else getattr(owner, name, None))
+    return tensors
 
 
 def _may_be_fast(*tensors: Tensor | None) -> bool:
     """Returns whether torch.nn may take its fast path now: it is on, no tensor is missing, none needs a gradient."""
-    given = [each for each in tensors if each is not None]
     return (
-        len(given) == len(tensors)
+        type(None) not in map(type, tensors)
         and torch.backends.mha.get_fastpath_enabled()
         and not torch.is_autocast_enabled()
-        and not torch.overrides.has_torch_function(given)
-        and not (torch.is_grad_enabled() and any(each.requires_grad for each in given))
+        and not torch.overrides.has_torch_function(tensors)
+        and not (torch.is_grad_enabled() and any(cast(Tensor, each).requires_grad for each in tensors))
     )

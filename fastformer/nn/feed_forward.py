@@ -65,13 +65,13 @@ class FeedForwardPlan(NamedTuple):
     Attributes:
         activation: the activation's name in the op.
         linear1, linear2: the parameters of both linear maps.
-        dropout: the dropout module after the activation.
+        dropout_p: the acting probability of the dropout after the activation.
     """
 
     activation: str
     linear1: dict[str, Any]
     linear2: dict[str, Any]
-    dropout: nn.Module
+    dropout_p: float
 
     def compute(self, x: Tensor) -> Tensor:
         """Computes linear2(dropout(activation(linear1(x)))) in one op."""
@@ -82,7 +82,7 @@ class FeedForwardPlan(NamedTuple):
             self.linear2["weight"],
             self.linear2["bias"],
             activation=self.activation,
-            dropout_p=active_dropout(self.dropout),
+            dropout_p=self.dropout_p,
         )
 
 
@@ -100,7 +100,7 @@ def find_feed_forward_plan(module: nn.Module, *, is_lent: bool = False) -> FeedF
     if name is None or linear1 is None or linear2 is None or not is_untouched(dropout, *DROPOUTS):
         return None
     assert isinstance(dropout, nn.Module)
-    return FeedForwardPlan(name, linear1, linear2, dropout)
+    return FeedForwardPlan(name, linear1, linear2, active_dropout(dropout))
 
 
 def call_feed_forward(module: Any, x: Tensor) -> Tensor:
@@ -160,6 +160,4 @@ class FeedForward(nn.Module):
         return call_feed_forward(self, x) if plan is None else plan.compute(x)
 
 
-_PLANS: Plans[FeedForwardPlan | None] = Plans(
-    "_fastformer_feed_forward_plan", find_feed_forward_plan, watched=lambda module, plan: None
-)
+_PLANS: Plans[FeedForwardPlan | None] = Plans("feed_forward", find_feed_forward_plan, watched=lambda module, plan: None)

@@ -65,11 +65,12 @@ class ResidualStream(NamedTuple):
         )  # fmt: skip
 
 
-def _post_norm(x: Tensor, residual: Tensor, dropout: nn.Module, norm: NormPlan) -> Tensor:
+def _post_norm(x: Tensor, residual: Tensor, dropout_p: float, norm: NormPlan) -> Tensor:
     """Computes norm(dropout(x) + residual) in the sum's dtype: under autocast a post-norm layer's stream stays fp32."""
     if x.dtype != residual.dtype:
         x = x.to(torch.promote_types(x.dtype, residual.dtype))
-    return ResidualStream(x, residual, active_dropout(dropout)).normalise(norm)[0]
+    weight, bias = norm.parameters["weight"], norm.parameters.get("bias")
+    return add_layer_norm(x, residual, weight, bias, eps=norm.eps, dropout_p=dropout_p, rms_norm=norm.rms_norm)[0]
 
 
 def _handed_over(plan: LayerPlan, out: Tensor | ResidualStream) -> Tensor | ResidualStream:
@@ -90,10 +91,12 @@ class LayerPlan(NamedTuple):
 
     Attributes:
         replaced: the function that is called instead, because it replaced torch.nn's.
-        norms, dropouts: those of the sub-layers in order, which are fused with the additions; () if each module, and
-            each block that a subclass may override, is called. Norms are in the order of the layer's `_norm_names`.
+        norms, dropouts: the norms and the acting probabilities of dropout of the sub-layers in order, which are fused
+            with the additions; () if each module, and each block that a subclass may override, is called. Norms are in
+            the order of the layer's `_norm_names`.
         adds_masks: whether blocks or attention of another class get additive masks, as from torch.nn's layer.
         self_attention, cross_attention: the plans of the attentions; None if the attention is called.
+        calls_attention: whether an attention, or a module inside of it, is called; it may change the rest of the layer.
         feed_forward: the plan of the feed-forward network; None if its modules are called.
         why_called: why a stack calls the layer, in words; None if the stack computes the layer without a call.
         gathers: whether a call is needed anyway, because it gathers the parameters.
@@ -101,17 +104,14 @@ class LayerPlan(NamedTuple):
 
     replaced: Replacement | None
     norms: tuple[NormPlan, ...]
-    dropouts: tuple[nn.Module, ...]
+    dropouts: tuple[float, ...]
     adds_masks: bool
     self_attention: AttentionPlan | None
     cross_attention: AttentionPlan | None
+    calls_attention: bool
     feed_forward: FeedForwardPlan | None
     why_called: str | None
     gathers: bool = False
-
-    def attention(self, name: str) -> AttentionPlan | None:
-        """Returns the plan of the attention of this name."""
-        return self.self_attention if name == "self_attn" else self.cross_attention
 
 
 def find_layer_plan(layer: _Layer) -> LayerPlan:
@@ -123,6 +123,10 @@ def find_layer_plan(layer: _Layer) -> LayerPlan:
     joins = own_blocks and all(each is not None for each in norms)
     joins = joins and all(is_untouched(each, *DROPOUTS) for each in dropouts)
     self_attention = plan_inside(inside.get("self_attn"), is_lent=is_gathered)
+    cross_attention = None
+    if layer.has_cross_attention:
+        cross_attention = plan_inside(inside.get("multihead_attn"), is_lent=is_gathered)
+    attentions = (self_attention, cross_attention) if layer.has_cross_attention else (self_attention,)
     why_called = None
     if type(layer).forward not in _FORWARDS or replaced is not None:
         why_called = f"{type(layer).__name__} has a forward of its own, or another was put in its place"
@@ -131,10 +135,11 @@ def find_layer_plan(layer: _Layer) -> LayerPlan:
     return LayerPlan(
         replaced,
         tuple(each for each in norms if each is not None) if joins else (),
-        tuple(each for each in dropouts if each is not None) if joins else (),
+        tuple(active_dropout(each) for each in dropouts if each is not None) if joins else (),
         not (own_blocks and self_attention is not None),
         self_attention,
-        plan_inside(inside.get("multihead_attn"), is_lent=is_gathered) if layer.has_cross_attention else None,
+        cross_attention,
+        any(each is None or each.calls_modules for each in attentions),
         find_feed_forward_plan(layer, is_lent=is_gathered),
         why_called,
         is_gathered,
@@ -143,10 +148,10 @@ def find_layer_plan(layer: _Layer) -> LayerPlan:
 
 def _watched_plan(layer: _Layer, plan: LayerPlan) -> LayerPlan:
     why_called = "a hook on all modules, a mode, or a function in place of one of PyTorch's sees what modules do"
-    return LayerPlan(plan.replaced, (), (), True, None, None, None, why_called)
+    return LayerPlan(plan.replaced, (), (), True, None, None, True, None, why_called)
 
 
-LAYER_PLANS: Plans[LayerPlan] = Plans("_fastformer_layer_plan", find_layer_plan, watched=_watched_plan)
+LAYER_PLANS: Plans[LayerPlan] = Plans("layer", find_layer_plan, watched=_watched_plan)
 
 
 class AttentionCall(NamedTuple):
@@ -214,8 +219,8 @@ class _Layer(nn.Module):
             **factory,
         }
         # The order of construction is torch.nn's, so that the same seed gives the same weights.
-        own = {"window_size": window_size, **attention, **(self_attention or {})}
-        self.self_attn = MultiheadAttention(d_model, nhead, **own)
+        self_options = {"window_size": window_size, **attention, **(self_attention or {})}
+        self.self_attn = MultiheadAttention(d_model, nhead, **self_options)
         if self.has_cross_attention:
             self.multihead_attn = MultiheadAttention(d_model, nhead, **attention)
         self.activation = resolve_activation(activation)
@@ -235,11 +240,12 @@ class _Layer(nn.Module):
     def _attend(self, plan: LayerPlan, call: AttentionCall, x: Tensor) -> Tensor:
         """Computes an attention of the layer by its plan, or by calling its module if there is no plan."""
         name, memory, attn_mask, key_padding_mask, is_causal, options = call
-        memory = x if name == "self_attn" else memory
-        known = plan.attention(name)
-        if known is not None:
+        inside = plan.cross_attention
+        if name == "self_attn":
+            memory, inside = x, plan.self_attention
+        if inside is not None:
             module: Any = self._modules[name]
-            out: Tensor = module.attend(known, x, memory, memory, attn_mask, key_padding_mask, is_causal, **options)
+            out: Tensor = module.attend(inside, x, memory, memory, attn_mask, key_padding_mask, is_causal, **options)
             return out
         masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask}
         called: Tensor = getattr(self, name)(
@@ -274,32 +280,29 @@ class _Layer(nn.Module):
         fed: Tensor = dropout(self._feed_forward(x, plan.feed_forward))
         return fed
 
-    def _plan_after(self, plan: LayerPlan, call: AttentionCall) -> LayerPlan:
+    def _plan_after(self, plan: LayerPlan) -> LayerPlan:
         """Returns the plan for the part after an attention, which may have run code that changed the plan."""
-        attention = plan.attention(call.name)
-        if torch.compiler.is_compiling() or (attention is not None and not attention.calls_modules):
-            return plan
-        return LAYER_PLANS.of(self)
+        return plan if torch.compiler.is_compiling() else LAYER_PLANS.of(self)
 
     def _join_post_norm(self, plan: LayerPlan, x: Tensor, calls: Sequence[AttentionCall]) -> Tensor:
         """Computes the layer with a norm behind each sub-layer: x = norm(x + dropout(sub_layer(x)))."""
         norms, dropouts = plan.norms, plan.dropouts
-        for call, norm, dropout in zip(calls, norms, dropouts, strict=False):
+        for call, norm, dropout_p in zip(calls, norms, dropouts, strict=False):
             attended = self._attend(plan, call, x)
-            plan = self._plan_after(plan, call)
-            x = _post_norm(attended, x, dropout, norm)
+            plan = self._plan_after(plan) if plan.calls_attention else plan
+            x = _post_norm(attended, x, dropout_p, norm)
         return _post_norm(self._feed_forward(x, plan.feed_forward), x, dropouts[-1], norms[-1])
 
     def _join_pre_norm(self, plan: LayerPlan, stream: ResidualStream, calls: Sequence[AttentionCall]) -> ResidualStream:
         """Computes the layer with a norm before each sub-layer: x = x + dropout(sub_layer(norm(x)))."""
         norms, dropouts = plan.norms, plan.dropouts
-        for call, norm, dropout in zip(calls, norms, dropouts, strict=False):
+        for call, norm, dropout_p in zip(calls, norms, dropouts, strict=False):
             y, residual = stream.normalise(norm)
             attended = self._attend(plan, call, y)
-            plan = self._plan_after(plan, call)
-            stream = ResidualStream(attended, residual, active_dropout(dropout))
+            plan = self._plan_after(plan) if plan.calls_attention else plan
+            stream = ResidualStream(attended, residual, dropout_p)
         y, residual = stream.normalise(norms[-1])
-        return ResidualStream(self._feed_forward(y, plan.feed_forward), residual, active_dropout(dropouts[-1]))
+        return ResidualStream(self._feed_forward(y, plan.feed_forward), residual, dropouts[-1])
 
     def _compute(
         self, plan: LayerPlan, x: Tensor | ResidualStream, calls: Sequence[AttentionCall]
@@ -351,8 +354,8 @@ class _Layer(nn.Module):
 
     def _has_own_blocks(self) -> bool:
         """Returns whether the blocks are those of this class; blocks aren't called if their parts are fused."""
-        kind, own = type(self), self.__dict__
-        return all(name not in own and getattr(kind, name) is block for name, block in self._blocks.items())
+        kind, attributes = type(self), self.__dict__
+        return all(name not in attributes and getattr(kind, name) is block for name, block in self._blocks.items())
 
 
 class TransformerEncoderLayer(_Layer):
@@ -417,10 +420,10 @@ class TransformerEncoderLayer(_Layer):
             values = self.compute(plan, opened.values, None, None, is_causal, layout=opened.layout)
             assert isinstance(values, Tensor)
             return opened.close(values)
-        own = None if cache is None else cache.self_attention
-        options = given(layout=layout, cache=own, rotary=rotary, position_bias=position_bias)
-        found = _handed_over(plan, self.compute(plan, src, src_mask, src_key_padding_mask, is_causal, **options))
-        return found.to(fast_dtype(self, found)) if isinstance(found, Tensor) else found
+        self_cache = None if cache is None else cache.self_attention
+        options = given(layout=layout, cache=self_cache, rotary=rotary, position_bias=position_bias)
+        output = _handed_over(plan, self.compute(plan, src, src_mask, src_key_padding_mask, is_causal, **options))
+        return output.to(fast_dtype(self, output)) if isinstance(output, Tensor) else output
 
     def compute(
         self,
@@ -504,11 +507,11 @@ class TransformerDecoderLayer(_Layer):
             out: Tensor = plan.replaced.original.forward(self, tgt, memory, **options)
             return out
         masks, memory_masks = (tgt_mask, tgt_key_padding_mask), (memory_mask, memory_key_padding_mask)
-        found = self.compute(
+        output = self.compute(
             plan, tgt, memory, masks, memory_masks, tgt_is_causal, memory_is_causal, layout, memory_layout, cache,
             rotary, position_bias,
         )  # fmt: skip
-        return _handed_over(plan, found)
+        return _handed_over(plan, output)
 
     def compute(
         self,
@@ -528,12 +531,12 @@ class TransformerDecoderLayer(_Layer):
         """Computes `forward` for a stack that knows the layer's plan."""
         if cache is not None and cache.cross_attention is None:
             raise InputError("expected a cache whose memory is set (KVCache.set_memory)")
-        own_cache, other_cache = (None, None) if cache is None else (cache.self_attention, cache.cross_attention)
-        own = given(layout=layout, cache=own_cache, rotary=rotary, position_bias=position_bias)
-        other = given(layout=layout, memory_layout=memory_layout, cache=other_cache)
+        self_cache, cross_cache = (None, None) if cache is None else (cache.self_attention, cache.cross_attention)
+        self_options = given(layout=layout, cache=self_cache, rotary=rotary, position_bias=position_bias)
+        cross_options = given(layout=layout, memory_layout=memory_layout, cache=cross_cache)
         calls = (
-            AttentionCall("self_attn", None, *masks, is_causal, own),
-            AttentionCall("multihead_attn", memory, *memory_masks, memory_is_causal, other),
+            AttentionCall("self_attn", None, *masks, is_causal, self_options),
+            AttentionCall("multihead_attn", memory, *memory_masks, memory_is_causal, cross_options),
         )
         return self._compute(plan, tgt, calls)
 

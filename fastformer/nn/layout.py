@@ -194,9 +194,9 @@ def _check_lengths(seqlens: Tensor, max_seqlen: int) -> None:
     if isinstance(max_seqlen, bool | float | str) or max_seqlen is None or max_seqlen < 0:
         raise ValueError(f"expected max_seqlen to be an integer of at least 0, got {max_seqlen!r}")
     if _readable(seqlens) and seqlens.numel():
-        low, high = (int(bound) for bound in seqlens.aminmax())
+        low, high = seqlens.aminmax()
         if low < 0 or high > max_seqlen:
-            raise ValueError(f"expected seqlens from 0 to max_seqlen {max_seqlen}, got {low} to {high}")
+            raise ValueError(f"expected seqlens from 0 to max_seqlen {max_seqlen}, got {int(low)} to {int(high)}")
 
 
 class Padding(NamedTuple):
@@ -265,7 +265,9 @@ def read_padding(x: Tensor, key_padding_mask: Tensor | None, batch_first: bool) 
     longest = int(seqlens.max()) if batch else 0
     tokens = where if batch_first else where % seqlen * batch + where // seqlen
     layout = SequenceLayout.packed(seqlens, longest)
-    return Padding(tokens.to(x.device), layout.to(x.device), (x.shape[0], x.shape[1]), is_contiguous)
+    if x.device.type != "cpu":
+        tokens, layout = tokens.to(x.device), layout.to(x.device)
+    return Padding(tokens, layout, (x.shape[0], x.shape[1]), is_contiguous)
 
 
 class Jagged(NamedTuple):

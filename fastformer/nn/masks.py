@@ -14,6 +14,8 @@ from fastformer.nn.errors import InputError
 # Counting costs a device three small kernels a call. With fewer keys than this, attention would save less. An estimate,
 # not yet measured.
 LEAST_KEYS = 512
+# The devices whose memory the host reads without waiting.
+_READABLE = ("cpu",)
 
 # mask on a device -> (its version, whether it was causal)
 _causal_masks = WeakTensorKeyDictionary()
@@ -64,9 +66,9 @@ def right_padding_lengths(mask: Tensor) -> Tensor | None:
     Returns:
         (batch,) int32 if the mask is bool and ignores the last keys of each row, if any, and no others.
     """
-    if type(mask) is not Tensor or mask.dtype != torch.bool or mask.dim() != 2 or not _can_be_read(mask):
+    if type(mask) is not Tensor or mask.dtype != torch.bool or mask.dim() != 2:
         return None
-    if is_traced():
+    if mask.device.type not in _READABLE or is_traced():
         return None
     lengths = mask.shape[1] - mask.sum(1)
     is_right = torch.equal(mask, torch.arange(mask.shape[1], device=mask.device) >= lengths[:, None])
@@ -86,16 +88,11 @@ def attended_lengths(mask: Tensor) -> Tensor | None:
     Returns:
         (batch,) int32; None if lengths would save nothing: on a CPU, which reads the mask, and if there are few keys.
     """
-    if mask.dim() != 2 or mask.shape[1] < LEAST_KEYS or _can_be_read(mask):
+    if mask.dim() != 2 or mask.shape[1] < LEAST_KEYS or mask.device.type in _READABLE:
         return None
     hidden = mask if mask.dtype == torch.bool else mask.detach() == -torch.inf
     ends = torch.arange(1, mask.shape[1] + 1, dtype=torch.int32, device=mask.device)
     return ends.masked_fill(hidden, 0).amax(1)
-
-
-def _can_be_read(mask: Tensor) -> bool:
-    """Returns whether the host can read the mask's values without waiting for a device."""
-    return mask.device.type == "cpu"
 
 
 def merge_masks(

@@ -44,11 +44,10 @@ class Skipped(NamedTuple):
 
 def may_pack(plan: StackPlan, *inputs: Tensor) -> bool:
     """Returns whether the layers compute the same for packed tokens, and no other code sees the packing."""
-    return (
-        plan.why_padded is None
-        and all(type(each) in (Tensor, nn.Parameter) and each.dim() == 3 for each in inputs)
-        and not is_traced()
-    )
+    for x in inputs:
+        if type(x) not in (Tensor, nn.Parameter) or x.dim() != 3:
+            return False
+    return plan.why_padded is None and not is_traced()
 
 
 def skipped_by_encoder(
@@ -105,14 +104,14 @@ def skipped_by_decoder(
     if not (_says_all(stack, tgt, mask, is_causal) and may_pack(plan, tgt, memory)):
         return None
     batch_first = stack.layers[0].self_attn.batch_first
-    own, other = read_padding(tgt, key_padding_mask, batch_first), None
-    if own is not None:
-        other = read_padding(memory, memory_key_padding_mask, batch_first)
-    if own is None or other is None or own.layout.batch_size != other.layout.batch_size:
+    padding, of_memory = read_padding(tgt, key_padding_mask, batch_first), None
+    if padding is not None:
+        of_memory = read_padding(memory, memory_key_padding_mask, batch_first)
+    if padding is None or of_memory is None or padding.layout.batch_size != of_memory.layout.batch_size:
         return None
-    if not (own.is_contiguous or not plan.is_windowed) or (own.is_none and other.is_none):
+    if not (padding.is_contiguous or not plan.is_windowed) or (padding.is_none and of_memory.is_none):
         return None
-    return own, other
+    return padding, of_memory
 
 
 def _says_all(stack: Stack, x: Tensor, mask: Tensor | None, is_causal: bool) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from fastformer.engine.checks import Replacement, active_dropout, replacement
+from fastformer.engine.checks import Replacement, replacement
 from fastformer.engine.stamp import Plans
 from fastformer.errors import InputError
 from fastformer.nn.attention import AttentionPlan, MultiheadAttention
@@ -113,7 +113,7 @@ class Evaluation(NamedTuple):
             routes = self.routes[key] = [runs_as_op(x, *tensors[2:4]), runs_as_op(x, *tensors[4:6])]
         cu_seqlens, max_seqlen = (None, 0) if layout is None else (layout.cu_seqlens, layout.max_seqlen)
         out = function(x, tensors, *self.settings, routes, mask, cu_seqlens, max_seqlen, left, right)
-        if out is not None:
+        if out is not None and _dispatch.recorders:
             self._note(routes, layout)
         return cast("Tensor | None", out)
 
@@ -134,11 +134,11 @@ class Evaluation(NamedTuple):
         if 0 in lengths or sum(lengths) * settings.d_model != rows.numel():
             return None
         out = run_packed(stack, tensors, settings, rows, lengths, stack.packed_precision)
-        if out is not None:
+        if out is not None and _dispatch.recorders:
             self._note([True, True], layout)
-            if real is not None:
-                out, rows = out.new_zeros(x.shape), out
-                out[real] = rows
+        if out is not None and real is not None:
+            out, rows = out.new_zeros(x.shape), out
+            out[real] = rows
         return out
 
     @staticmethod
@@ -234,15 +234,19 @@ def _evaluation(layers: list[tuple[Any, LayerPlan]], norm: NormPlan | None) -> E
     for layer, plan in layers:
         attention, feed_forward = layer.self_attn, plan.feed_forward
         assert plan.self_attention is not None and feed_forward is not None and plan.self_attention.out_proj is not None
-        drops = [*map(active_dropout, (*plan.dropouts, feed_forward.dropout))]
-        if layer.has_cross_attention or any(drops) or (attention.training and attention.dropout):
+        drops = any(plan.dropouts) or feed_forward.dropout_p or (attention.training and attention.dropout)
+        if layer.has_cross_attention or drops:
             return None
         if not (layer.is_standard and attention.is_standard):
             return None
         if not (_has_own_methods(layer) and _has_own_methods(attention)):
             return None
-        own = attention._parameters
-        if not attention._qkv_same_embed_dim or own.get("in_proj_weight") is None or "in_proj_bias" not in own:
+        own_parameters = attention._parameters
+        if (
+            not attention._qkv_same_embed_dim
+            or own_parameters.get("in_proj_weight") is None
+            or "in_proj_bias" not in own_parameters
+        ):
             return None
         first, second = plan.norms
         for owner, prefix in (
@@ -281,8 +285,8 @@ def _has_own_methods(module: nn.Module) -> bool:
     """Returns whether no method of a module is overridden by another library's class or on the module itself."""
     kind = type(module)
     are_known = all(each.__module__.startswith(("fastformer.", "torch.")) for each in kind.__mro__[:-1])
-    own = vars(module)
-    return are_known and not any(name in own for name in _method_names(kind))
+    attributes = vars(module)
+    return are_known and not any(name in attributes for name in _method_names(kind))
 
 
 def _find_method_names(kind: type[nn.Module]) -> tuple[str, ...]:
@@ -298,7 +302,7 @@ def _watched_plan(stack: Stack, plan: StackPlan) -> StackPlan:
     return StackPlan(plan.replaced, (None,) * len(stack.layers), None, False, why, False, None)
 
 
-STACK_PLANS: Plans[StackPlan] = Plans("_fastformer_stack_plan", find_stack_plan, watched=_watched_plan)
+STACK_PLANS: Plans[StackPlan] = Plans("stack", find_stack_plan, watched=_watched_plan)
 
 
 class Stack(nn.Module):

@@ -48,13 +48,11 @@ def _run(
     saving = stack.gradient_checkpointing and stack.training and torch.is_grad_enabled()
     state: State = ResidualStream(None, x) if plan.streams else x
     for i, layer in enumerate(stack.layers):
-        own = plan.layers[i] if i < len(plan.layers) else None
+        layer_plan = plan.layers[i] if i < len(plan.layers) else None
         if isinstance(state, ResidualStream) and not plan.streams:
             state = state.value()
-        if saving:
-            state = checkpoint(call, layer, own, i, state, use_reentrant=False)
-        else:
-            state = call(layer, own, i, state)
+        args = (layer, layer_plan, i, state)
+        state = checkpoint(call, *args, use_reentrant=False) if saving else call(*args)
         if plan.why_padded is not None and not torch.compiler.is_compiling():
             plan = STACK_PLANS.of(stack)  # a called module or hook may have changed the next layers
     if zeroed is not None:
@@ -72,10 +70,7 @@ def _run(
 
 
 def _as_rows(plan: StackPlan, x: Tensor) -> Tensor | None:
-    """Returns a batch (.., .., dim) as (rows, dim), so that layers need no views around products; None if they do.
-
-    The layers get the first two dimensions separately.
-    """
+    """Returns a batch (.., .., dim) as (rows, dim), so that layers need no views around products; None if they do."""
     if torch.compiler.is_compiling() or plan.gathers or not may_pack(plan, x) or not x.is_contiguous():
         return None
     return x.view(-1, x.shape[-1])
@@ -158,7 +153,7 @@ class TransformerEncoder(Stack):
             return opened.close(
                 self._encode(plan, opened.values, None, None, is_causal, opened.layout, is_trusted=True)
             )
-        out = self.encode(plan, src, mask, src_key_padding_mask, is_causal, *others)
+        out = self.encode(plan, src, mask, src_key_padding_mask, is_causal, *others, is_bare=is_bare)
         # A layer that is called gives its output this dtype itself, or its own code and hooks decide.
         if torch.is_autocast_enabled("cpu") and plan.layers and plan.layers[-1] is not None:
             out = out.to(fast_dtype(self.layers[-1], out))
@@ -173,19 +168,20 @@ class TransformerEncoder(Stack):
         is_causal: bool | None,
         layout: SequenceLayout | None = None,
         *others: Any,
+        is_bare: bool = True,
         is_unread: bool = False,
     ) -> Tensor:
         """Computes `forward` by the stack's plan, for an input that isn't nested.
 
         Args:
             plan, src, mask, key_padding_mask, is_causal, layout: see `forward`.
-            others: the cache, the rotary positions and the position bias.
+            others: the cache, the rotary positions and the position bias; `is_bare` if none of them, nor a layout, is.
             is_unread: whether nothing reads the output at padding.
         """
         if is_causal is None:
             is_causal = mask is not None and is_causal_mask(mask, self._seqlen(src, layout))
         zeroed = None
-        if key_padding_mask is not None and layout is None and all(option is None for option in others):
+        if key_padding_mask is not None and is_bare:
             padding, zeroed = skipped_by_encoder(
                 self, plan, src, mask, key_padding_mask, is_causal=is_causal, is_unread=is_unread
             )
@@ -235,18 +231,24 @@ class TransformerEncoder(Stack):
             rows = _as_rows(plan, src)
         shape = None if rows is None else src.shape[:2]
 
-        def call(layer: nn.Module, own: LayerPlan | None, i: int, state: State) -> State:
-            kept = None if step is None else step.layer(i)
-            turns = rotary[i] if isinstance(rotary, list) else rotary
-            if own is not None and isinstance(layer, TransformerEncoderLayer):
-                inner = None if kept is None else kept.self_attention
-                options = given(layout=layout, cache=inner, rotary=turns, position_bias=position_bias, shape=shape)
-                return layer.compute(own, state, mask, key_padding_mask, is_causal, **options)
-            options = given(layout=layout, cache=kept, rotary=turns, position_bias=position_bias)
+        shared = given(layout=layout, position_bias=position_bias)
+
+        def call(layer: nn.Module, layer_plan: LayerPlan | None, i: int, state: State) -> State:
+            options = shared.copy()
+            if (turns := rotary[i] if isinstance(rotary, list) else rotary) is not None:
+                options["rotary"] = turns
+            if layer_plan is not None and isinstance(layer, TransformerEncoderLayer):
+                if step is not None:
+                    options["cache"] = step.layer(i).self_attention
+                if shape is not None:
+                    options["shape"] = shape
+                return layer.compute(layer_plan, state, mask, key_padding_mask, is_causal, **options)
+            if step is not None:
+                options["cache"] = step.layer(i)
             # torch.nn's stack passes additive masks to its layers.
-            masks = {"src_mask": mask, "src_key_padding_mask": key_padding_mask}
-            masks = {name: as_additive(each, src.dtype) for name, each in masks.items()}
-            return layer(state, **masks, is_causal=is_causal, **options)
+            options["src_mask"] = as_additive(mask, src.dtype)
+            options["src_key_padding_mask"] = as_additive(key_padding_mask, src.dtype)
+            return layer(state, is_causal=is_causal, **options)
 
         if rows is not None:
             return _run(self, plan, rows, call).view(src.shape)
@@ -337,10 +339,10 @@ class TransformerDecoder(Stack):
         if is_bare and memory is not None and not memory_is_causal:
             padding = skipped_by_decoder(self, plan, tgt, memory, masks, memory_masks, tgt_is_causal)
             if padding is not None:
-                own, other = padding
-                none = (None, None)
-                packed = (own.pack(tgt), other.pack(memory), none, none, tgt_is_causal, False, own.layout, other.layout)
-                return own.unpack(self._decode(plan, *packed))
+                of_tgt, of_memory = padding
+                inputs, none = (of_tgt.pack(tgt), of_memory.pack(memory)), (None, None)
+                layouts = of_tgt.layout, of_memory.layout
+                return of_tgt.unpack(self._decode(plan, *inputs, none, none, tgt_is_causal, False, *layouts))
         if cache is None:
             return self._decode(
                 plan, tgt, memory, masks, memory_masks, tgt_is_causal, memory_is_causal, layout, memory_layout, None,
@@ -382,16 +384,15 @@ class TransformerDecoder(Stack):
     ) -> Tensor:
         """Passes the inputs through the layers without packing them; a cache's step must have begun."""
 
-        def call(layer: nn.Module, own: LayerPlan | None, i: int, state: State) -> State:
-            kept = None if step is None else step.layer(i)
-            if own is not None and isinstance(layer, TransformerDecoderLayer):
+        def call(layer: nn.Module, layer_plan: LayerPlan | None, i: int, state: State) -> State:
+            cached = None if step is None else step.layer(i)
+            if layer_plan is not None and isinstance(layer, TransformerDecoderLayer):
                 return layer.compute(
-                    own, state, memory, masks, memory_masks, is_causal, memory_is_causal, layout, memory_layout, kept,
-                    rotary, position_bias,
+                    layer_plan, state, memory, masks, memory_masks, is_causal, memory_is_causal, layout, memory_layout,
+                    cached, rotary, position_bias,
                 )  # fmt: skip
-            options = given(
-                layout=layout, memory_layout=memory_layout, cache=kept, rotary=rotary, position_bias=position_bias
-            )
+            layouts = {"layout": layout, "memory_layout": memory_layout}
+            options = given(**layouts, cache=cached, rotary=rotary, position_bias=position_bias)
             return layer(
                 state,
                 memory,

@@ -171,9 +171,9 @@ def check_seqlens_k(seqlens_k: Tensor | None, k: Tensor) -> None:
         raise ValueError(f"expected seqlens_k int32 of shape ({batch},), got {described(seqlens_k)}")
     if not is_readable(seqlens_k) or not batch:
         return
-    low, high = (int(bound) for bound in torch.aminmax(seqlens_k))
+    low, high = torch.aminmax(seqlens_k)
     if low < 0 or high > seqlen_k:
-        raise ValueError(f"expected seqlens_k from 0 to {seqlen_k}, the keys of a row, got {low} to {high}")
+        raise ValueError(f"expected seqlens_k from 0 to {seqlen_k}, the keys of a row, got {int(low)} to {int(high)}")
 
 
 def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:

@@ -42,7 +42,7 @@ PREFERRED = {"cuda": "triton", "cpu": "cpp"}
 # The backend that `use_backend` forces here, or None.
 forced_backend: ContextVar[str | None] = ContextVar("fastformer_backend", default=None)
 # Shared by all threads: on a GPU the backward pass runs in a thread of autograd.
-_recorders: list[set[tuple[str, str]]] = []
+recorders: list[set[tuple[str, str]]] = []
 
 
 @contextlib.contextmanager
@@ -73,17 +73,17 @@ def record_backends() -> Iterator[set[tuple[str, str]]]:
     Benchmarks and tests use it to know what they measured. PyTorch's own backward passes are not ops.
     """
     ran: set[tuple[str, str]] = set()
-    _recorders.append(ran)
+    recorders.append(ran)
     try:
         yield ran
     finally:
         # Compared by identity, because two sets of the same pairs are equal.
-        _recorders[:] = [recorder for recorder in _recorders if recorder is not ran]
+        recorders[:] = [recorder for recorder in recorders if recorder is not ran]
 
 
 def note_backend(op_name: str, backend: str) -> None:
     """Adds the backend of a call to the sets of the open `record_backends` blocks."""
-    for recorder in _recorders:
+    for recorder in recorders:
         recorder.add((op_name, backend))
 
 
@@ -121,6 +121,7 @@ _TYPES: dict[str, frozenset[type]] = {
     "ScalarType": frozenset((torch.dtype,)),
 }
 _included, _keys_of = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_keys
+_autograd_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 
 
 class TensorIndices(dict[tuple[type, ...], tuple[int, ...]]):
@@ -204,11 +205,6 @@ def argument_checks() -> ArgumentChecks:
     return ArgumentChecks(in_cpp[0] or device_of, in_cpp[1] or _plans.geometry, None not in in_cpp)
 
 
-def autograd_is_excluded() -> bool:
-    """Returns whether this thread is inside an op that PyTorch differentiates as a whole."""
-    return torch._C._dispatch_tls_is_dispatch_key_excluded(_Key.AutogradOther)
-
-
 def needs_gradient(*tensors: Tensor | None) -> bool:
     """Returns whether autograd will record operations on these tensors."""
     if torch.is_grad_enabled():
@@ -290,7 +286,8 @@ class Op(Backends, Generic[P, T]):
             return cast(T, self.default(*args))
         if not requires_grad or not torch.is_grad_enabled():
             return cast(T, self.run(PREFERRED[device], args))
-        if self.apply is None or autograd_is_excluded():
+        # Autograd's keys are excluded in an op that is differentiated as a whole.
+        if self.apply is None or _autograd_is_excluded(_Key.AutogradOther):
             return cast(T, self.default(*args))
         return cast(T, self.apply(*args))
 
@@ -305,7 +302,14 @@ class Op(Backends, Generic[P, T]):
             The op's results; None for any other call, and under autocast.
         """
         checks = argument_checks()
-        if not checks.is_fast or not nothing_watches() or torch._C._is_any_autocast_enabled():
+        if (  # `nothing_watches`, without a call
+            not checks.is_fast
+            or _included().raw_repr() != _QUIET
+            or torch._C._is_torch_function_mode_enabled()
+            or torch._C._is_any_autocast_enabled()
+            or forward_ad._current_level >= 0
+            or torch._C._autograd._profiler_enabled()
+        ):
             return None
         device, requires_grad = checks.device_of(args, self.tensor_indices)
         if device is None or (key := checks.geometry(args)) not in self.checked:
@@ -314,7 +318,10 @@ class Op(Backends, Generic[P, T]):
             check_values()
         if not requires_grad or not torch.is_grad_enabled():
             return cast(T, self.run(PREFERRED[device], args, key))
-        return None if self.apply is None or autograd_is_excluded() else cast(T, self.apply(*args))
+        # Autograd's keys are excluded in an op that is differentiated as a whole.
+        if self.apply is None or _autograd_is_excluded(_Key.AutogradOther):
+            return None
+        return cast(T, self.apply(*args))
 
     def settle(self, args: tuple[Any, ...]) -> None:
         """Remembers that the documented function has checked a call with these arguments."""
@@ -330,8 +337,13 @@ class Op(Backends, Generic[P, T]):
     def forward(self, ctx: Any, *args: Any) -> Any:
         """Runs a direct call that autograd tracks: the forward method of the op's `autograd.Function`."""
         output = self.run(PREFERRED[args[0].device.type], args)
-        output = tuple([unviewed(x) for x in output]) if isinstance(output, tuple) else unviewed(output)
-        self.save(ctx, args, output)
+        if isinstance(output, Tensor):
+            output = unviewed(output) if output._is_view() else output
+        elif True in map(Tensor._is_view, output):
+            output = tuple(map(unviewed, output))
+        ctx.forced_backend = forced_backend.get()  # as in `save`, without a call
+        ctx.set_materialize_grads(False)
+        cast("Callable[..., None]", self.setup_context)(ctx, args, output)
         return output
 
     def save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -357,35 +369,29 @@ class Op(Backends, Generic[P, T]):
             with torch.autocast(device.type, enabled=False):
                 return self.run(preferred, args)
         forced = forced_backend.get()
+        backend = forced or preferred
+        if backend == "reference":
+            return self._run_plain(backend, args)
+        if key is None:
+            key = argument_checks().geometry(args)
         if forced is None and self.fastest is not None and device.type in _fastest.DEVICES:
-            key = _geometry(args) if key is None else key
             faster = self.fastest.find(self.name, key, lambda: self.bind(args))
             if faster is not None:
                 note_backend(self.name, faster.name)
                 return faster.run(*args)
-        backend = forced or preferred
-        if backend == "cpp":
-            return self._run_cpp(args, key)
         if backend == "triton":
             return self._run_triton(device, args, key)
-        return self._run_plain(backend, args)
-
-    def _run_cpp(self, args: tuple[Any, ...], key: Hashable | None) -> Any:
-        function = _extension.function(self.name)
-        if function is None:
-            return self._run_plain(self.choose("cpp", forced_backend.get(), args), args)
-        # The geometry decides whether C++ supports a call, so this is determined once for each geometry.
-        key = _geometry(args) if key is None else key
-        if key not in self.taken:
-            backend = self.choose("cpp", forced_backend.get(), args)
+        if key not in self.taken:  # the geometry decides whether C++ supports a call
+            backend = self.choose("cpp", forced, args)
             if backend != "cpp":
                 return self._run_plain(backend, args)
             _remember(self.taken, key)
-        note_backend(self.name, "cpp")
+        for recorder in recorders:
+            recorder.add((self.name, "cpp"))
+        function = cast("Callable[..., Any]", _extension.function(self.name))
         return function(*args) if self.cpp_call is None else self.cpp_call(function, *args)
 
     def _run_triton(self, device: torch.device, args: tuple[Any, ...], key: Hashable | None) -> Any:
-        key = _geometry(args) if key is None else key
         plan = self.plans.get(key)
         if plan is None:
             backend = self.choose("triton", forced_backend.get(), args)
@@ -407,10 +413,6 @@ class Op(Backends, Generic[P, T]):
         note_backend(self.name, backend)
         function = self.torch_function if backend == "torch" else self.reference
         return cast("Callable[..., Any]", function)(*args)
-
-
-def _geometry(args: tuple[Any, ...]) -> Hashable | None:
-    return argument_checks().geometry(args)
 
 
 def _remember(keys: set[Hashable], key: Hashable | None) -> None:

@@ -237,12 +237,16 @@ def attention(
         ValueError: shapes or dtypes don't agree, a mask doesn't broadcast, dropout_p is outside [0, 1], or softcap is
             below 0.
     """
-    is_bare = attn_mask is None and seqlens_k is None and not torch.compiler.is_compiling()
-    if is_bare and softmax_scale is None and type(q) is Tensor and q.dim() == 4 and q.shape[3] > 0:
+    # With the usual options nothing has to be resolved but the window and the scale.
+    is_usual = softmax_scale is None and (attn_mask is None or (type(attn_mask) is Tensor and attn_mask.dim() == 4))
+    is_usual = is_usual and not torch.compiler.is_compiling()
+    if is_usual and type(q) is Tensor and q.dim() == 4 and q.shape[3] > 0:
         left, right = resolve_window(is_causal, window_size)
         dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, q.device)
-        scale = q.shape[3] ** -0.5
-        outputs = _fwd.repeat(q, k, v, None, None, scale, left, right, dropout_p, dropout_seed, softcap)
+        outputs = _fwd.repeat(
+            *(q, k, v, attn_mask, seqlens_k, q.shape[3] ** -0.5, left, right, dropout_p, dropout_seed, softcap),
+            check_values=None if seqlens_k is None else lambda: check_seqlens_k(seqlens_k, k),
+        )
         if outputs is not None:
             return outputs if return_lse else outputs[0]
     q, k, v = autocast("attention", q, k, v)
@@ -255,7 +259,7 @@ def attention(
     scale = resolve_scale(softmax_scale, q.shape[-1])
     cap = resolve_softcap(softcap)
     args = (q, k, v, expand_mask(attn_mask, q, k), seqlens_k, scale, left, right, dropout_p, dropout_seed, cap)
-    if is_bare:
+    if is_usual:
         _fwd.settle(args)
     out, lse = _fwd(*args)
     return (out, lse) if return_lse else out

@@ -3,7 +3,7 @@
 PyTorch's products are fast nearly everywhere. On a CPU, fastformer's C++ kernels are faster in two cases. The first is
 fp32 on CPUs that aren't Intel's: MKL uses half of AVX-512's width there, and less than all of AVX2 (oneDNN, which
 PyTorch also has, has a larger error than these kernels may have). The second is bf16 if oneDNN has no products for the
-CPU, and PyTorch runs plain loops. Only `cpp_is_faster` decides.
+CPU, and PyTorch runs plain loops. Only `runs_as_op` decides.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fastformer.ops import _extension, _transforms
 from fastformer.ops._autograd import forbid_double_backward, register_autograd
 from fastformer.ops._common import check_linear, cpp_unsupported_dtype
-from fastformer.ops._dispatch import autocast, forced_backend, needs_gradient, note_backend
+from fastformer.ops._dispatch import autocast, forced_backend, needs_gradient, note_backend, recorders
 from fastformer.ops._library import define_op
 
 # The number of multiplications in the smallest product that C++ computes: below, a call costs more than the kernel
@@ -141,7 +141,8 @@ def unchecked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     if torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
     if not runs_as_op(x, weight, bias):
-        note_backend("linear", "torch")
+        if recorders:
+            note_backend("linear", "torch")
         return F.linear(x, weight, bias)
     x, weight = autocast("linear", x, weight)
     (bias,) = autocast("linear", bias)
@@ -151,34 +152,16 @@ def unchecked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 def runs_as_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Returns whether the op computes the product instead of `F.linear`: C++ is faster, or `use_backend` forces it.
 
-    If "triton" is forced, `F.linear` computes products: there is no Triton kernel for them.
+    C++ is faster for some sizes and dtypes on some CPUs. It doesn't run if anything but autograd and autocast would
+    notice that `F.linear` isn't called: a mode, a subclass, a tracer, a functorch transform. The conditions that most
+    calls fail come first: the device, and the size of the product. If "triton" is forced, `F.linear` computes products:
+    there is no Triton kernel for them.
     """
     if torch.compiler.is_compiling() or not isinstance(x, Tensor):  # torch.fx passes proxies
         return False
     forced = forced_backend.get()
-    if forced is None:
-        return cpp_is_faster(x, weight, bias)
-    return forced != "triton" and _fits(x, weight, bias)
-
-
-def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    return (
-        isinstance(weight, Tensor)
-        and weight.dim() == 2
-        and x.dim() > 0
-        and x.shape[-1] == weight.shape[1] > 0
-        and x.is_floating_point()
-        and (bias is None or (isinstance(bias, Tensor) and bias.shape == weight.shape[:1]))
-    )
-
-
-def cpp_is_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Returns whether the C++ product supports this call and is faster, by its sizes, its dtype and the CPU.
-
-    It returns False if anything but autograd and autocast would notice that `F.linear` isn't called: a mode, a
-    subclass, a tracer, a functorch transform. The conditions that most calls fail come first: the device, and the size
-    of the product.
-    """
+    if forced is not None:
+        return forced != "triton" and _fits(x, weight, bias)
     if x.device.type != "cpu" or weight.dim() != 2 or (size := x.numel() * weight.shape[0]) < MIN_PRODUCT_BF16:
         return False
     is_cast = torch.is_autocast_enabled("cpu")
@@ -204,6 +187,17 @@ def cpp_is_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and all(t.dtype in dtypes for t in tensors)
         and _fits(x, weight, bias)
         and (weight.is_contiguous() or weight.t().is_contiguous())  # any other layout would be copied
+    )
+
+
+def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    return (
+        isinstance(weight, Tensor)
+        and weight.dim() == 2
+        and x.dim() > 0
+        and x.shape[-1] == weight.shape[1] > 0
+        and x.is_floating_point()
+        and (bias is None or (isinstance(bias, Tensor) and bias.shape == weight.shape[:1]))
     )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from fastformer.cache import KVCache
 from fastformer.cache.block_pool import CacheFullError
 from fastformer.cache.fixed_shape import FixedShapeCache
+from fastformer.engine.frozen import notes_of
 from fastformer.generation import GenerateOutput, GenerationConfig, generate
 from fastformer.generation import requests as requests_module
 from fastformer.generation import scheduler as scheduler_module
@@ -370,10 +371,10 @@ def test_the_next_engine_of_a_model_finds_the_graphs(model, watched, monkeypatch
     own.bfloat16()
     bf16 = generate(own, inputs, engine="graph", num_beams=2, max_new_tokens=10)  # in a cache of its own dtype
     assert bf16.shape[0] == 3
-    kept = weakref.ref(next(iter(graph_module._kept[own].captured.values())))
+    kept = weakref.ref(next(iter(notes_of(own).findings["graphs"].captured.values())))
     del own
     gc.collect()
-    assert kept() is None and not graph_module._kept
+    assert kept() is None
 
 
 def test_a_shape_is_a_little_larger_than_needed() -> None:

@@ -61,7 +61,6 @@ def watched(monkeypatch) -> Iterator[Watched]:
     monkeypatch.setattr(GraphBatch, "_capture", counted_capture)
     monkeypatch.setattr(GraphBatch, "run_searches", watched_run)
     yield seen
-    graph_module._kept.clear()
 
 
 def decode(model: Any, inputs: list[list[int]], engine: str, **options: Any) -> GenerateOutput:

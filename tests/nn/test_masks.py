@@ -139,7 +139,7 @@ def padded_anyhow() -> dict[str, Tensor]:
 @pytest.fixture
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes masks and lengths unreadable for the host, as on a GPU, and counts lengths from seven keys on."""
-    monkeypatch.setattr(masks, "_can_be_read", lambda mask: False)
+    monkeypatch.setattr(masks, "_READABLE", ())
     monkeypatch.setattr("fastformer.ops._common.is_readable", lambda lengths: False)
     monkeypatch.setattr(masks, "LEAST_KEYS", 1)
 

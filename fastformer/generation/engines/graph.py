@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from fastformer.cache.block_pool import CacheFullError, Ints
+from fastformer.engine.frozen import notes_of
 from fastformer.engine.stamp import ModelGuards
 from fastformer.generation.engines.base import Candidates, Limits, Prompt, SearchingBatch, Selection
 from fastformer.generation.engines.captured_step import CapturedStep, Shape, check_capturable, rounded
@@ -47,7 +48,7 @@ _KEPT_ON = ("cuda",)  # the device types on which caches and graphs stay between
 
 
 @dataclass
-class _Kept:
+class _State:
     """The state that outlives an engine, for the next engine of the same model.
 
     Attributes:
@@ -80,9 +81,6 @@ class _Kept:
         self.guards, self.is_plain = None, False
 
 
-_kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
-
-
 class GraphEngine(KVCacheEngine):
     """Steps a `models.Transformer` or a `models.GPT`, or a model that decodes like one.
 
@@ -105,7 +103,7 @@ class GraphEngine(KVCacheEngine):
 
     def __init__(self, model: Model, precision: str | None = None) -> None:
         super().__init__(model, precision)
-        self._state = _Kept(self._empty, Graphs(self.device))
+        self._state = _State(self._empty, Graphs(self.device))
         self._keeper: weakref.finalize[..., GraphEngine] | None = None
 
     @classmethod
@@ -129,9 +127,9 @@ class GraphEngine(KVCacheEngine):
     def open(self, max_rows: int, num_tokens: int) -> GraphBatch:
         # Not earlier: an engine without a batch leaves the model's state to others.
         if self._keeper is None and self.device.type in _KEPT_ON and isinstance(self.model, nn.Module):
-            kept = _kept.pop(self.model, None)
-            if kept is not None and kept.cache.k.device == self._empty.k.device:
-                self._state = kept
+            before: _State | None = notes_of(self.model).findings.pop("graphs", None)
+            if before is not None and before.cache.k.device == self._empty.k.device:
+                self._state = before
             self._keeper = weakref.finalize(self, _keep, weakref.ref(self.model), self._state)
             self._keeper.atexit = False
         state, wanted = self._state, (max_rows, num_tokens)
@@ -152,7 +150,7 @@ class GraphEngine(KVCacheEngine):
 class GraphBatch(KVCacheBatch, SearchingBatch):
     """Rows of a `KVCache` that are stepped by graphs; see `GraphEngine`."""
 
-    def __init__(self, model: EncoderDecoder | DecoderOnly, device: torch.device, state: _Kept) -> None:
+    def __init__(self, model: EncoderDecoder | DecoderOnly, device: torch.device, state: _State) -> None:
         super().__init__(model, device, state.cache)
         self._state = state
         state.num_batches += 1
@@ -315,10 +313,10 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         cache.end_step(search.advance(values, found, cache.step))
 
 
-def _keep(reference: weakref.ref[nn.Module], state: _Kept) -> None:
+def _keep(reference: weakref.ref[nn.Module], state: _State) -> None:
     """Stores an engine's state for the next engine of its model."""
     model = reference()
     if model is None or any(getattr(value, "__self__", None) is model for value in vars(model).values()):
         return  # the guards would keep a model with methods of its own alive
     if 2 * state.cache.k.nbytes <= _KEPT_BYTES:
-        _kept[model] = state
+        notes_of(model).findings["graphs"] = state
