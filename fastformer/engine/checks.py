@@ -70,8 +70,7 @@ def is_written_in(function: object, *packages: ModuleType) -> bool:
     if isinstance(function, BuiltinFunctionType):
         return True
     code = getattr(function, "__code__", None)
-    folders = tuple(os.path.join(each.__path__[0], "") for each in packages)
-    return code is not None and code.co_filename.startswith(folders)
+    return code is not None and code.co_filename.startswith(tuple([os.path.join(p.__path__[0], "") for p in packages]))
 
 
 def is_its_own(kind: type[nn.Module], method: str = "forward") -> bool:
@@ -182,7 +181,7 @@ def why_not_now() -> str | None:
         return f"use_backend({backend!r}) asks for other code"
     if torch._C._len_torch_dispatch_stack():
         return "a TorchDispatchMode is on, which would see none of its operations"
-    if _has_function_mode():
+    if torch._C._len_torch_function_stack() and _has_function_mode():
         return "a TorchFunctionMode is on, which would see none of its operations"
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "a global forward hook is registered, which it would not call"

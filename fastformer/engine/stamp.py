@@ -157,10 +157,13 @@ class ModelGuards:
 def _own_state(model: nn.Module) -> list[object]:
     """Returns the owner's state that `Guards` doesn't watch: its settings and its hooks."""
     attributes = vars(model)
-    return [
-        *(value for value in attributes.values() if isinstance(value, _SCALARS)),
-        *(hook for name in _HOOKS for hook in attributes[name].values()),
-    ]
+    state: list[object] = []
+    for name, value in attributes.items():
+        if isinstance(value, _SCALARS):
+            state.append(value)
+        elif name in _HOOKS:
+            state += value.values()
+    return state
 
 
 class Plans(Generic[T]):
