@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastformer import ops
 from fastformer.ops import record_backends, use_backend
+from fastformer.ops._dispatch import forced_backend
 from tests.checks import saved_for_backward
 from tests.conftest import leave_out_extension, missing_backend, skip_without
 
@@ -277,3 +278,22 @@ def test_a_tensor_that_backward_needs_may_not_be_changed(mode: Any) -> None:
     weight.mul_(2)
     with pytest.raises(RuntimeError, match="inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["attention", "varlen_attention", "feed_forward", "linear_cross_entropy"])
+def test_autocast_casts_calls_that_were_checked_without_it(name: str) -> None:
+    if forced_backend.get() is not None and "attention" in name:
+        pytest.skip("Triton's interpreter multiplies bfloat16 wrongly")
+    q, weight, ends = torch.randn(2, 5, 2, 8), torch.randn(16, 16), torch.tensor([0, 5, 10], dtype=torch.int32)
+    rows = q.view(10, 2, 8)
+    calls: dict[str, Callable[[], Tensor]] = {
+        "attention": lambda: ops.attention(q, q, q),
+        "varlen_attention": lambda: ops.varlen_attention(rows, rows, rows, ends, ends, 5, 5),
+        "feed_forward": lambda: ops.feed_forward(rows.view(10, 16), weight, None, weight, None),
+        "linear_cross_entropy": lambda: ops.linear_cross_entropy(rows.view(10, 16), weight, torch.arange(10)),
+    }
+    plain = [calls[name]() for _ in range(2)][1]
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = calls[name]()
+    assert cast.dtype == (torch.float32 if "entropy" in name else torch.bfloat16)
+    assert not torch.equal(cast.float(), plain) and torch.equal(calls[name](), plain)
