@@ -30,7 +30,7 @@ from benchmarks.experiments import (
     sharding,
 )
 from benchmarks.experiments.drawing import mean_curve
-from benchmarks.experiments.experiment import RESULTS, Spread, final, last_run, load
+from benchmarks.experiments.experiment import RESULTS, final, last_run, load
 from benchmarks.experiments.learning import Curve, learn
 from benchmarks.measure import record
 from tests.benchmarks.running import checked_rows
@@ -76,13 +76,6 @@ def test_there_is_a_line_for_each_module():
 # Verdicts
 
 LOW, HIGH, WIDE = [0.1, 0.2], [0.3, 0.4], [0.0, 0.5]
-
-
-def test_a_range_is_below_another_only_if_all_its_values_are():
-    rows = lines({"a": [1.0, 2.0], "b": [2.5, 3.0], "c": [1.9, 9.0]})
-    a, b, c = (Spread.of(rows, name, final) for name in "abc")
-    assert (a.mean, a.low, a.high) == (1.5, 1.0, 2.0)
-    assert a.below(b) and not b.below(a) and not a.below(c) and not a.below(a)
 
 
 @pytest.mark.parametrize(
@@ -246,11 +239,6 @@ def test_both_models_of_the_lstm_are_as_large(few_numbers):
     assert max(sizes) < 1.05 * min(sizes)
 
 
-def test_the_mean_of_curves_ends_with_the_shortest():
-    xs, ys = mean_curve([{"x": [1.0, 2.0, 3.0], "y": [1.0, 4.0, 9.0]}, {"x": [3.0, 4.0], "y": [1.0, 1.0]}])
-    assert xs == [2.0, 3.0] and ys == pytest.approx([1.0, 2.0])
-
-
 # Commands
 
 
@@ -313,14 +301,6 @@ def test_padding_runs(monkeypatch, tmp_path):
         assert row["value"] == pytest.approx(tokens / row["tokens_s"])
 
 
-def test_padding_reads_a_text(tmp_path):
-    source, target = tmp_path / "a.txt", tmp_path / "b.txt"
-    source.write_text("one two three\nfour\n", encoding="utf-8")
-    target.write_text("eins zwei drei\nvier\n", encoding="utf-8")
-    examples, vocab_size = padding.examples_of(argparse.Namespace(text=[source, target]))
-    assert len(examples) == 2 and vocab_size > max(examples[0].target) and examples[0].target[-1] == 1  # EOS
-
-
 def test_the_ladder_runs(monkeypatch, few_numbers, tmp_path):
     pytest.importorskip("matplotlib", reason="not installed: pip install matplotlib")
     monkeypatch.setattr(
@@ -340,16 +320,6 @@ def test_a_recorded_verdict_matches_its_figures(name):
     rows = last_run(record.read(RESULTS), name)
     assert rows and {row["verdict"] for row in rows} == {load(name).judge(rows)}
     assert not any(row.get("quick") or row["dirty"] for row in rows)
-
-
-def test_the_last_run_counts():
-    rows = [
-        {"op": "a", "time": "1"},
-        {"op": "a", "time": "2"},
-        {"op": "b", "time": "3"},
-        {"op": "a", "time": "2", "n": 2},
-    ]
-    assert last_run(rows, "a") == [rows[1], rows[3]] and last_run(rows, "c") == []
 
 
 def test_the_list(capsys):

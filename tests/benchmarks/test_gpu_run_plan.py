@@ -22,7 +22,6 @@ from benchmarks.gpu_run_plan import run_step, work_through
 from benchmarks.measure.launches import recorded_launches
 from benchmarks.measure.record import ROOT
 from benchmarks.measure.suites import benchmarks, chosen_cases, has_values, key_value, nothing_fits
-from tests import conftest
 
 
 def step(key: str, *codes: str) -> PlanStep:
@@ -74,39 +73,6 @@ def test_a_step_that_hangs_or_crashes_has_a_log_and_a_line(tmp_path: Path) -> No
     text = log.read_text()
     assert f"3 passed 0 {tmp_path / 'tuning.json'}" in text and "ERROR tests/c.py" in text
     assert run_step(step("right", *codes[:2]), tmp_path, 30.0) == {"ok": True, "failed": [], "tails": {}}
-
-
-FAILING = """
-import os
-import pytest
-
-def test_wrong():
-    assert 1 == 2, "two lines\\nof it"
-
-@pytest.fixture
-def broken():
-    raise ValueError("no set-up")
-
-def test_broken(broken):
-    pass
-
-def test_calls_that_might_hang():
-    with open(os.environ["PART"]) as file:
-        said = file.read()
-    assert "FAILED" in said and "ERROR" in said
-"""
-
-
-def test_a_failing_test_is_named_before_the_next_begins(tmp_path: Path) -> None:
-    """So no name is lost if the run hangs or the machine is taken away."""
-    file = tmp_path / "test_failing.py"
-    file.write_text(FAILING)
-    words = "-m pytest -q -rN -p benchmarks.measure.failures -p no:cacheprovider -c /dev/null --rootdir"
-    command = [sys.executable, *words.split(), str(tmp_path), str(file)]
-    variables = {"PART": str(tmp_path / "logs" / "tests.0.part"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    result = run_step(PlanStep("tests", [(command, variables)], 1.0), tmp_path, 300.0)
-    names = [name.rpartition("::")[2] for name in result["failed"]]
-    assert names == ["test_wrong", "test_broken"] and "exit status 1" in result["tails"]["0"]
 
 
 def test_launches_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,13 +153,3 @@ def test_every_test_for_a_device_is_in_one_step() -> None:
         marked = re.search(r"^(@|pytestmark = )pytest\.mark\.gpu", path.read_text(), re.MULTILINE)
         if path.parent.name in ("ops", "kernels") or marked:
             assert path.relative_to(ROOT).as_posix() in named
-
-
-def test_the_shards_of_a_run_are_a_partition(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    for shard in range(3):
-        monkeypatch.setenv("FASTFORMER_TEST_SHARD", f"{shard}/3")
-        items = [SimpleNamespace(path=Path(f"tests/nn/{i}")) for i in range(7)]
-        conftest.pytest_collection_modifyitems(items)
-        seen += [int(item.path.name) for item in items]
-    assert sorted(seen) == list(range(7))

@@ -17,45 +17,6 @@ pytestmark = pytest.mark.slow  # each is a process of its own that imports every
 
 pytest.importorskip("triton")
 
-TESTS = """
-import pytest
-import torch
-from fastformer.ops import rotary, rotary_tables
-
-pytestmark = pytest.mark.gpu
-
-@pytest.mark.parametrize("value", [1, 2])
-def test_right(value):
-    x = torch.ones(2, 8, 4, 64, device="cuda", dtype=torch.bfloat16)
-    assert x.is_cuda and x.device.type == "cuda" and torch.cuda.get_device_capability() == (9, 0)
-    out = rotary(x, *rotary_tables(8, 64, device="cuda"))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        rotary(x, *rotary_tables(8, 64, device="cuda"))
-    graph.replay()
-    assert out.float().sum() == 12345  # no kernel has computed anything
-
-def test_with_a_typo():
-    torch.ones(3, device="cuda").is_finite()
-"""
-
-
-def on_the_stand_in(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu.stand_in", *command], cwd=ROOT, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-
-
-def test_a_typo_is_distinguished_from_a_wrong_value(tmp_path: Path) -> None:
-    file = tmp_path / "test_of_a_device.py"
-    file.write_text(TESTS)
-    proc = on_the_stand_in("pytest", "-q", "-c", "/dev/null", "--rootdir", str(tmp_path), str(file))
-    assert proc.returncode == 1, proc.stdout + proc.stderr
-    wrong = [line for line in proc.stdout.splitlines() if line.startswith("WRONG")]
-    assert len(wrong) == 1 and "test_with_a_typo" in wrong[0] and "is_finite" in wrong[0]
-    assert "2 tests ran, 1 to an assertion; 1 binaries" in proc.stdout  # of two sets of parameters one
-
 
 def test_every_step_of_the_plan_runs_to_its_end(tmp_path: Path) -> None:
     """This runs one small shape of each op, and one set of parameters of each GPU test. It takes minutes."""

@@ -267,19 +267,6 @@ def test_a_shape_sets_the_number_of_threads() -> None:
     assert torch.get_num_threads() == before
 
 
-def test_a_case_is_timed_on_copies_of_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[torch.Tensor] = []
-
-    def keep(x: Inputs, shape: Shape) -> torch.Tensor:
-        seen.append(x["x"])
-        return square(x, shape)
-
-    run(dataclasses.replace(TOY, providers={**TOY.providers, "rival": keep}), "fwd")
-    last = seen[-1]
-    places = {t.data_ptr(): t for t in seen if torch.equal(t, last)}
-    assert len(places) > 3 and all(t.requires_grad and t.is_leaf for t in places.values())
-
-
 def test_command_and_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused) -> None:
     out = tmp_path / "new.jsonl"
     command = "--op embedding --provider eager --quick --mode fwd --dtype float32 --device cpu --seconds 0 --out"

@@ -13,10 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.cases.models import bench_training_step
 from benchmarks.cases.models.bench_modules import call, lengths_of, module_of
+from benchmarks.cases.models.recompute_engines import RECOMPUTING
 from benchmarks.measure.case import Benchmark, Inputs, Shape, results
 from benchmarks.measure.checking import verdicts_of
 from benchmarks.measure.execute import Outcome
 from benchmarks.measure.suites import benchmarks
+from fastformer.generation import generate
+from fastformer.models import GPT, Transformer
 from tests.benchmarks.running import run_case
 from tests.benchmarks.test_run import SHAPE, TOY, square
 
@@ -207,17 +210,6 @@ def test_bytes_equal_the_tensors() -> None:
         assert moved(shape, "fwdbwd", 4) == moved(shape, "fwd", 4) + moved(shape, "bwd", 4)
 
 
-def test_providers_that_keep_all_scores_stop_at_a_length() -> None:
-    case = benchmarks()["scaling"]
-    *_, longest = case.shapes["cpu"]
-    assert longest["seqlen"] == 8192 and case.left_out("baseline", longest) == (
-        "its scores alone are 2 GiB in fp32, held several times"
-    )
-    assert case.left_out("fastformer", longest) is None
-    assert [shape["seqlen"] for shape in case.shapes["cpu"] if case.left_out("baseline", shape) is None][-1] == 4096
-    assert case.shapes["cuda"][-1]["seqlen"] == 65536
-
-
 def test_a_missing_package_is_a_row_only_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("flash_attn", "xformers", "liger_kernel"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -231,3 +223,56 @@ def test_a_missing_package_is_a_row_only_on_a_gpu(monkeypatch: pytest.MonkeyPatc
         assert {other for other in missing if "pip install" in missing[other]} >= absent
         assert not absent & benchmark.offered("cpu").keys()
         assert benchmark.ours == "fastformer" and benchmark.baseline == "eager"
+
+
+# Engines that recompute give the tokens of the cached engine, and each caches only what its name says.
+
+
+NAMES = [engine.name for engine in RECOMPUTING]
+SOURCES = [[5, 9, 7, 4, 8], [6, 3], [4, 4, 9, 10]]
+
+
+def small() -> Transformer:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"d_model": 32, "d_ff": 64, "num_heads": 4, "num_encoder_layers": 2}
+    return Transformer.from_preset("tiny", vocab_size=40, num_decoder_layers=2, **sizes).eval()
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_the_same_tokens_as_with_a_cache(num_beams: int) -> None:
+    model = small()
+    want = generate(model, SOURCES, engine="kv_cache", max_new_tokens=9, num_beams=num_beams)
+    assert len(set(map(tuple, want.tolist()))) > 1
+    for engine in NAMES:
+        assert torch.equal(generate(model, SOURCES, engine=engine, max_new_tokens=9, num_beams=num_beams), want)
+
+
+@pytest.mark.parametrize("engine", [*NAMES, "recompute"])
+def test_recomputed_layers(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The encoder runs for each token or once; cross_cache doesn't recompute the keys and values of the source."""
+    model = small()
+    encode, plain = model.encode, model.decode
+    encoded: list[Any] = []
+    memories: list[Any] = []
+
+    def note_encode(*args: Any, **rest: Any) -> Any:
+        encoded.append(args)
+        return encode(*args, **rest)
+
+    def note_decode(ids: Any, memory: Any, **rest: Any) -> Any:
+        memories.append(memory)
+        return plain(ids, memory, **rest)
+
+    monkeypatch.setattr(model, "encode", note_encode)
+    monkeypatch.setattr(model, "decode", note_decode)
+    tokens = generate(model, SOURCES[:1], engine=engine, max_new_tokens=6, min_new_tokens=6)
+    assert tokens.shape == (1, 6) and len(memories) == 6
+    assert len(encoded) == (6 if engine == "recompute" else 1)
+    assert (memories[0] is None) == (engine == "cross_cache")
+
+
+def test_a_model_without_an_encoder_is_refused() -> None:
+    gpt = GPT.from_preset("tiny", vocab_size=40)
+    for engine in NAMES:
+        with pytest.raises(ValueError, match=engine):
+            generate(gpt, [[5, 6]], engine=engine, max_new_tokens=2)

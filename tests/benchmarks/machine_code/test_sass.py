@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.machine_code.compare import compare
+from benchmarks.machine_code.hazards import in_flight, orders
 from benchmarks.machine_code.sass import Counts, bound, clocks, count, ctas_an_sm, loops, parse
+from benchmarks.machine_code.schedule import shares
+from fastformer.kernels._fences import FENCE, fenced
 
 
 def listing(code: str) -> str:
@@ -250,3 +253,209 @@ def test_compare(tmp_path: Path) -> None:
         "3 launches changed, 1 did not",
     ]
     assert compare(files[0], files[0]) == "0 launches changed, 6 did not"
+
+
+# Checks the model of a loop's schedule on a few instructions that can be followed by hand.
+
+
+PRODUCT = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24, gsb0\n"  # 64 clocks, of shared memory 48
+WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0\n"
+EXPONENTIALS = "MUFU.EX2 R1, R2\n" * 8  # 64 clocks
+
+
+def test_the_order_of_a_wait_decides_if_exponentials_overlap() -> None:
+    """With one warp, 64 clocks of products and 64 of exp2 take as long as the longer of them, or as their sum."""
+    hidden = shares(parse(listing(PRODUCT + EXPONENTIALS + WAIT)), 1)
+    serial = shares(parse(listing(PRODUCT + WAIT + EXPONENTIALS)), 1)
+    assert hidden.tensor == pytest.approx(1, abs=0.1)
+    assert serial.tensor == pytest.approx(0.5, abs=0.05)
+
+
+def test_another_warp_fills_the_gap_unless_a_barrier_holds_it() -> None:
+    loop = PRODUCT + WAIT + EXPONENTIALS
+    alone, beside = (shares(parse(listing(loop)), warps) for warps in (1, 2))
+    assert beside.tensor > 1.5 * alone.tensor
+    blocked = shares(parse(listing(loop + "BAR.SYNC.DEFER_BLOCKING 0x0\n")), 2)
+    free = shares(parse(listing(loop + "BAR.SYNC.DEFER_BLOCKING 0x2, 0x80\n")), 2)
+    assert blocked.tensor < free.tensor
+
+
+def test_reads_of_shared_memory_delay_products() -> None:
+    loads = "LDS.128 R4, [R1]\n" * 8  # 16 clocks each; with the product's own, 176 to its 64
+    assert shares(parse(listing(PRODUCT + loads + WAIT)), 1).tensor == pytest.approx(64 / 176, abs=0.05)
+
+
+def test_copies_block_no_warp_and_delay_no_later_product() -> None:
+    """Copies take 64 clocks of shared memory, during 64 clocks of exp2.
+
+    A read of as many bytes would stall the warp.
+    """
+    copies = "LDGSTS.E.BYPASS.128 [R1], desc[UR4][R2.64]\n" * 4
+    reads = "LDS.128 R4, [R1]\n" * 4
+    with_none, with_copies, with_reads = (
+        shares(parse(listing(PRODUCT + WAIT + body + EXPONENTIALS)), 1).tensor for body in ("", copies, reads)
+    )
+    assert with_copies == pytest.approx(with_none, abs=0.05) and with_reads < 0.8 * with_none
+    # Just before a product they take from what it needs.
+    assert shares(parse(listing(copies + PRODUCT + WAIT + EXPONENTIALS)), 1).tensor < 0.9 * with_none
+
+
+# Each rule of the compile report accepts correct code and catches planted errors, in hand-written PTX and SASS.
+
+
+# A pipelined loop as Triton writes it: copies two steps ahead, a wait, a barrier, a product, its wait.
+LOOP = """
+	cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;
+	cp.async.commit_group;
+	@%p1 bra 	$L__BB0_3;
+$L__BB0_2:                              // %.lr.ph
+	cp.async.wait_group 	1;
+	fence.proxy.async.shared::cta;
+	bar.sync 	0;
+	wgmma.fence.sync.aligned;
+	wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r9}, %rd7, %rd8, %p4, 1, 1, 0, 0;
+	wgmma.commit_group.sync.aligned;
+	wgmma.wait_group.sync.aligned 0;
+	bar.sync 	0;
+	cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;
+	cp.async.commit_group;
+	@%p2 bra 	$L__BB0_2;
+$L__BB0_3:
+	cp.async.wait_group 	0;
+	ret;
+"""
+FENCED, WAITED, BARRED = "\tfence.proxy.async.shared::cta;\n", "\tcp.async.wait_group \t1;\n", "\tbar.sync \t0;\n"
+PLANTED_ORDERS = {
+    "no fence": (LOOP.replace(FENCED, ""), ["1 products read copies without a proxy fence"]),
+    "a fence before the wait": (
+        LOOP.replace(WAITED + FENCED, FENCED + WAITED),
+        ["1 products read copies without a proxy fence"],
+    ),
+    "a fence behind the product": (
+        LOOP.replace(FENCED, "").replace("aligned 0;\n", "aligned 0;\n" + FENCED),
+        ["1 products read copies without a proxy fence"],
+    ),
+    "a copy before all have multiplied": (
+        LOOP.replace("aligned 0;\n" + BARRED, "aligned 0;\n"),
+        ["1 copies go where another warp group may still multiply"],
+    ),
+}
+STORED = """
+	stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r60], {%r1, %r2, %r3, %r4};
+	fence.proxy.async.shared::cta;
+	bar.sync 	2, 128;
+	wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r9}, %rd7, %rd8, %p4, 1, 1, 0, 0;
+	wgmma.wait_group.sync.aligned 0;
+	bar.sync 	2, 128;
+	@%p26 mbarrier.arrive.shared::cta.b64 _, [%r553];
+	ret;
+"""
+PLANTED_ORDERS |= {
+    "a store without a fence": (STORED.replace(FENCED, ""), ["1 products read stores without a proxy fence"]),
+    "an arrival before the group has met": (
+        STORED.replace("aligned 0;\n\tbar.sync \t2, 128;\n", "aligned 0;\n"),
+        ["1 arrivals before the warp group has met, behind products"],
+    ),
+    "an arrival behind loads": (
+        STORED.replace("\t@%p26", "\tld.shared.v4.b32 \t{%r1, %r2, %r3, %r4}, [%r8];\n\t@%p26"),
+        ["1 arrivals before the warp group has met, behind loads"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED_ORDERS)
+def test_an_unenforced_order_is_found(name: str) -> None:
+    planted, expected = PLANTED_ORDERS[name]
+    assert planted not in (LOOP, STORED) and orders(planted) == expected
+    assert orders(LOOP) == orders(STORED) == []
+    # A single warp group needs no barrier before its copies.
+    assert orders(".reqntid 256\n" + planted) == expected
+    assert bool(orders(".reqntid 128\n" + planted)) == ("copies go" not in expected[0])
+
+
+@pytest.mark.parametrize("place", ["\twgmma.mma_async", "\twgmma.wait_group", "\tret"])
+def test_a_store_that_is_read_back_is_not_an_operand(place: str) -> None:
+    """A tile changes its layout through shared memory, before or after a product."""
+    load = "\tbar.sync \t2, 128;\n\tldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r1}, [%r8];\n\tbar.sync \t2, 128;\n"
+    bare = STORED.replace(FENCED, "")
+    assert orders(bare.replace(place, load + place)) == []
+    # Another store's tile is read back.
+    second = "\tst.shared.v4.b32 \t[%r60], {%r1, %r2, %r3, %r4};\n"
+    assert orders(bare.replace("\tret", second + load + "\tret")) == ["1 products read stores without a proxy fence"]
+
+
+@pytest.mark.parametrize("table", ["$L_brx_0: .branchtargets", "JTI0_0:\n\t.branchtargets"])  # the latter: Triton 3.9's
+def test_roles_of_a_specialised_kernel_are_followed(table: str) -> None:
+    """Control flow goes through a table of branches, and through labels that each copy of inline assembly repeats."""
+    waiting = "\t{\n\twaitLoop:\n\tmbarrier.try_wait.parity.shared.b64 c, [%r1], %r2;\n\t@!c bra.uni waitLoop;\n\t}\n"
+    name = table.partition(":")[0]
+    kernel = (
+        f"\tst.shared.v2.b32 \t[global_smem+10], {{0, 5}};\n\t{table}\n\t\t$L__BB0_5,\n\t\t$L__BB0_6;\n"
+        f"\tbrx.idx \t%r1, {name};\n$L__BB0_5:\n" + waiting + "FIRST\tret;\n$L__BB0_6:\n" + waiting + STORED
+    )
+    assert orders(kernel.replace("FIRST", "")) == []
+    copying = LOOP.replace(FENCED, "").replace("BB0_2", "BB0_7").replace("BB0_3", "BB0_8")
+    assert orders(kernel.replace("FIRST", copying)) == ["1 products read copies without a proxy fence"]
+
+
+@pytest.mark.parametrize("wait", ["cp.async.wait_group \t0;", "cp.async.wait_group 2;", "cp.async.wait_all;"])
+def test_fences_follow_every_wait(wait: str) -> None:
+    """There is one fence after each wait, and only if products read shared memory."""
+    bare = LOOP.replace(FENCED, "").replace("cp.async.wait_group \t1;", wait)
+    mended = fenced(bare)
+    assert orders(bare) and not orders(mended)
+    assert mended.count(FENCE) == 2 and fenced(mended) == mended
+    assert fenced(bare.replace("wgmma.mma_async", "mma")) == bare.replace("wgmma.mma_async", "mma")
+
+
+# Two products, the first with its operand in registers, R4 to R7; the wait leaves the second one in flight.
+FLIGHT = """
+    WARPGROUP.ARRIVE
+    HGMMA.64x16x16.F32.BF16 R24, R4, gdesc[UR8].tnspB, R24, gsb0
+    HGMMA.64x16x16.F32.BF16 R40, gdesc[UR12], RZ, !UPT, gsb0
+    {between}
+    WARPGROUP.DEPBAR.LE gsb0, 0x1
+    {behind}
+    FADD R32, R24, R31
+    WARPGROUP.DEPBAR.LE gsb0, 0x0
+    FADD R40, R40, R47
+    EXIT
+"""
+
+
+@pytest.mark.parametrize(
+    "between, behind, expected",
+    [
+        ("MOV R8, R9", "MOV R4, R5", []),
+        ("MOV R7, R9", "NOP", ["MOV", "operand"]),
+        ("LDS.128 R4, [R60]", "NOP", ["LDS.128", "operand"]),
+        ("IMAD.WIDE R6, R60, R61, RZ", "NOP", ["IMAD.WIDE", "operand"]),
+        ("FADD R60, R61, R31", "NOP", ["FADD", "result"]),
+        ("STG.E.128 desc[UR4][R60.64], R20", "NOP", []),
+        ("STG.E.128 desc[UR4][R60.64], R28", "NOP", ["STG", "result"]),
+        ("NOP", "FMUL R1, R47, R2", ["FMUL", "result"]),
+        ("NOP", "MOV R40, RZ", ["MOV", "result"]),
+        ("HGMMA.64x16x16.F32.BF16 R4, gdesc[UR12], R4, gsb0", "NOP", ["HGMMA", "operand"]),
+    ],
+)
+def test_a_register_in_flight_is_not_touched(between: str, behind: str, expected: list[str]) -> None:
+    hazards = in_flight(parse(listing(FLIGHT.format(between=between, behind=behind))))
+    assert bool(hazards) == bool(expected)
+    assert all(word in hazards[0] for word in expected), hazards
+
+
+def test_registers_in_flight_are_followed_around_a_loop() -> None:
+    """A product that is issued at the end of a loop is in flight at its beginning."""
+    loop = """
+    .L_x_1:
+    MOV R4, R60
+    WARPGROUP.DEPBAR.LE gsb0, {left}
+    HGMMA.64x16x16.F32.BF16 R24, R8, gdesc[UR8], R24, gsb0
+    HGMMA.64x16x16.F32.BF16 R40, R4, gdesc[UR8], R40, gsb0
+    WARPGROUP.DEPBAR.LE gsb0, {end}
+    @P0 BRA `(.L_x_1)
+    EXIT
+    """
+    assert in_flight(parse(listing(loop.format(left="0x0", end="0x0")))) == []
+    hazards = in_flight(parse(listing(loop.format(left="0x0", end="0x1"))))
+    assert len(hazards) == 1 and "MOV" in hazards[0]

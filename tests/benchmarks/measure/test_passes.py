@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import run as run_module
 from benchmarks.measure import execute, record, timing
 from benchmarks.measure.case import Benchmark, Inputs, Provider, Shape
 from benchmarks.measure.console import table
-from benchmarks.measure.execute import Outcome, run_cases
+from benchmarks.measure.execute import run_cases
 from benchmarks.measure.suites import Case
 from benchmarks.measure.timing import STEADY
 from tests.benchmarks.measure.test_timing import Script
@@ -210,18 +208,3 @@ def test_kernels_are_compiled_once() -> None:
     outcomes = [outcome for _, outcome in run_cases(cases, "cpu", rounds=3, seconds=0.0)]
     assert [outcome.refused for outcome in outcomes] == [{}] * 13  # the last is compiled already, which is proof too
     assert len(graphs) == 12 and all(len(outcome.rows) == 3 for outcome in outcomes)
-
-
-def test_a_run_takes_cases_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = []
-
-    def note(cases: list[Case], device: str, **options: Any) -> Iterator[tuple[Case, Outcome]]:
-        sizes.append(len(cases))
-        assert (options["rounds"], options["seconds"]) == (5, 6.0)
-        return iter([(case, Outcome()) for case in cases])
-
-    monkeypatch.setattr(run_module, "run_cases", note)
-    monkeypatch.setattr(run_module, "_TOGETHER", 3)
-    options = argparse.Namespace(device="cpu", provider=None, rounds=5, seconds=6.0, out=None, quick=False)
-    run_module.Recorder(options).cases([case_of(str(i), {"eager": lambda x, shape: x["x"]}) for i in range(7)])
-    assert sizes == [3, 3, 1]

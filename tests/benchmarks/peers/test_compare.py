@@ -6,20 +6,28 @@ import functools
 import io
 import json
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
+from benchmarks.measure import record
 from benchmarks.measure.timing import Timing
 from benchmarks.peers import cases, worker
 from benchmarks.peers.__main__ import main
 from benchmarks.peers.compare import Fastest, PeerKey, busy_neighbours, num_tokens, rival, steps, take_turns
 from benchmarks.peers.job import PeerJob
+from benchmarks.peers.load import LoadResult, Refused, percentile, put_under_load
 from benchmarks.peers.reading import DRAM, bytes_per_step
 from benchmarks.peers.side_by_side import rates
+from benchmarks.serving import figures, line
 from fastformer.models import GPT, Transformer
 
 
@@ -97,15 +105,6 @@ def test_each_source_has_a_length() -> None:
         cases.mixed_sources(lines[:5], [1])
 
 
-def test_jobs_are_the_same_in_each_process_and_never_end() -> None:
-    assert cases.make_job({"name": "tiny"}, 3, 4) == cases.make_job({"name": "tiny"}, 3, 4)
-    first, second = (cases.make_model({"name": "tiny"}) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-    assert not first.output_weight[1].any() and not first.output_weight[0].any()
-    with pytest.raises(ValueError, match="batch 1"):
-        cases.make_job({"name": "gpt-tiny"}, 2, 1)
-
-
 def test_a_worker_answers_orders_and_reports_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     job = cases.make_job({"name": "tiny"}, 2, 1)
     place = worker.WorkerConfig("fastformer", "fp32", torch.get_num_threads(), {"name": "tiny"}, {})
@@ -159,3 +158,86 @@ def test_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert row["tokens_s"] == pytest.approx(24e3 / row["ms_p50"])
     assert row["share_of_dram"] > 0 and row["share_of_cached"] > 0
     assert "tiny batch=2" in capsys.readouterr().out
+
+
+# Clients of a server count the right answers and measure their time.
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Responds with as many words as requested, after 20 ms; with `lock`, one request at a time."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    lock = threading.Lock()
+    most = running = 0
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.lock:
+            Handler.running += 1
+            Handler.most = max(Handler.most, self.running)
+        time.sleep(0.02)
+        with self.lock:
+            Handler.running -= 1
+        answer = json.dumps({"text": " ".join(["t"] * body["words"])}).encode()
+        self.send_response(body.get("status", 200))
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+class FakeServer(ThreadingHTTPServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        pass  # a client that was refused closes its connections
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    server = FakeServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    Handler.most = Handler.running = 0
+    yield server.server_address[1]
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def words(answer: dict[str, str]) -> int:
+    return len(answer["text"].split())
+
+
+def test_clients_send_requests_at_once_and_count_answers_in_time(port: int) -> None:
+    bodies = [({"words": 3}, 3), ({"words": 5}, 5)]
+    load = put_under_load(port, "/any", bodies, words, clients=4, seconds=0.4, warm_up=0.1)
+    assert Handler.most == 4 and Handler.running == 0  # what was begun was waited for
+    # At least 20 ms each: four clients can't have more than 80 in 0.4 s, and have some.
+    assert 8 <= len(load.latencies) <= 84 and min(load.latencies) >= 0.02
+    assert 3 * len(load.latencies) <= load.tokens <= 5 * len(load.latencies)
+
+
+@pytest.mark.parametrize(("body", "expected"), [({"words": 3, "status": 503}, 3), ({"words": 2}, 3)])
+def test_an_invalid_answer_is_an_error(body: dict[str, int], expected: int, port: int) -> None:
+    with pytest.raises(Refused, match="503" if "status" in body else "2"):
+        put_under_load(port, "/any", [(body, expected)], words, clients=2, seconds=0.2, warm_up=0.0)
+
+
+def test_a_percentile_is_one_of_the_values() -> None:
+    values = [float(i) for i in range(100, 0, -1)]
+    assert [percentile(values, share) for share in (0.2, 0.5, 0.99, 1.0)] == [20.0, 50.0, 99.0, 100.0]
+    assert percentile([7.0], 0.5) == percentile([7.0], 0.99) == 7.0
+
+
+def test_figures_are_a_line_of_results() -> None:
+    loads = [LoadResult(2.0, [0.1] * 10, 80), LoadResult(2.0, [0.2] * 20, 160), LoadResult(2.0, [0.3] * 12, 96)]
+    fields = figures(loads)
+    assert fields["requests_s"] == 6.0 and fields["tokens_s"] == 48.0
+    assert (fields["ms_p20"], fields["ms_p50"], fields["ms_p99"]) == (100.0, 200.0, 300.0)
+    row: dict[str, Any] = {"suite": "decoding", "op": "serving", "model": "base", "shape": {"clients": 16}, **fields}
+    row |= {"provider": "p", "precision": "int8", "ours": 3.0}
+    record.check(row | record.environment("cpu"))
+    assert "6.0 requests/s" in line(row)
+    assert figures([LoadResult(1.0)]) == {}

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -117,25 +114,3 @@ def test_errors() -> None:
     assert outputs(torch.tensor([1.0, -3.0])).error(expected) == 0.25
     assert outputs(torch.tensor([1.0])).error(expected) == float("inf")
     assert outputs(torch.tensor([1.0, float("nan")])).error(expected) == float("inf")
-
-
-def test_padding_is_drawn_once() -> None:
-    assert models.bounds("512") == (512, 512) and models.bounds("8 to 64") == (8, 64)
-    keep = models.kept(BERT)
-    assert keep.shape == (8, 64) and keep[0].all() and keep.sum(1).min() >= 8
-    assert models.padding(BERT) == pytest.approx(1 - int(keep.sum()) / 512)
-    assert models.padding({"batch": 2, "seqlen": "16", "mode": "forward"}) == 0.0
-    work = make_work(ENCODER, torch.float32)
-    assert work.call(work.model.eval()).ndim == 0 and work.keep.shape == (8, 64)
-
-
-def test_worker_runs_steps(tmp_path: Path) -> None:
-    answers = io.StringIO()
-    file = tmp_path / "results.pt"
-    orders = "".join(json.dumps(asdict(step)) + "\n" for step in (StepJob(str(file)), StepJob()))
-    worker.serve(
-        worker.WorkerConfig("as it is", "fp32", torch.get_num_threads(), ENCODER, {}), io.StringIO(orders), answers
-    )
-    ready, checked, timed = map(json.loads, answers.getvalue().splitlines())
-    assert ready == {} and checked["seconds"] > 0 and timed["seconds"] > 0 and timed["tokens"] is None
-    assert StepResults(*torch.load(file)).error(StepResults(*torch.load(file))) == 0.0

@@ -142,11 +142,6 @@ def test_sentences_are_measured_in_each_order() -> None:
     assert sum("as it is" in turn for turn in FakeWorker.turns) == 3 * 4  # a check, two turns and one that counts
 
 
-def test_only_int8_is_shown_beside_fp32() -> None:
-    by_peer = rows(SuitePlan(models.QUICK[0], ("int8",), (1,), only=("openvino",)))
-    assert set(by_peer) == {("as it is", "fp32"), ("openvino", "int8")}
-
-
 def test_absent_peers_are_rows_that_say_how_to_install_them() -> None:
     FakeWorker.says = {"ctranslate2": "absent"}
     by_peer = rows(TINY)
@@ -170,11 +165,6 @@ def test_a_wrong_peer_is_not_timed(plan: SuitePlan, peer: str) -> None:
     assert row["wrong"] and "ms_p50" not in row and "speedup" not in row
     assert FakeWorker.turns.count(f"{peer} fp32 2") <= 3  # those that found it out
     assert "ms_p50" in rows(plan)[peer, "int8"]  # which may be off, and says how far
-
-
-def test_int8_that_lost_the_weights_is_wrong() -> None:
-    FakeWorker.says = {"openvino int8": "wrong"}
-    assert "ms_p50" not in rows(BERT)["openvino", "int8"]
 
 
 @pytest.mark.parametrize("matter", ["broken", "breaks", "refuses"])

@@ -73,37 +73,7 @@ OPTIONS = {
 }
 
 
-SOURCES = [[7, 3, 40, 22, 5, 9], [12, 31, 4]]
 TARGETS = [[21, 8, 50, 33, 6, 11, 45], [14, 14, 59, 3, 27, 30, 8]]  # of one length: what was read before is any of them
-
-
-def next_log_probs(model: Transformer) -> torch.Tensor:
-    """Returns fastformer's log-probabilities of each target, (2, 7)."""
-    sources = torch.tensor([source + [0] * (6 - len(source)) for source in SOURCES])
-    targets = torch.tensor(TARGETS)
-    with torch.no_grad():
-        logits = model(sources, torch.cat((torch.zeros(2, 1, dtype=torch.long), targets[:, :-1]), 1))
-    return logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_probabilities_of_ctranslate2_equal_fastformers(options: dict) -> None:
-    model = transformer(**options)
-    rival = peer("ctranslate2", model)
-    targets = [list(map(str, row)) for row in TARGETS]
-    log_probs = [result.log_probs[:7] for result in rival.translator.score_batch(rival.inputs(SOURCES), targets)]
-    torch.testing.assert_close(torch.tensor(log_probs), next_log_probs(model), atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_probabilities_of_transformers_equal_fastformers(options: dict) -> None:
-    model = transformer(**options)
-    rival = peer("transformers", model).model
-    for source, target, expected in zip(SOURCES, TARGETS, next_log_probs(model), strict=True):
-        with torch.no_grad():
-            logits = rival(torch.tensor([source]), decoder_input_ids=torch.tensor([[0, *target[:-1]]])).logits[0]
-        log_probs = logits.log_softmax(-1)[range(7), target]
-        torch.testing.assert_close(log_probs, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["ctranslate2", "transformers"])

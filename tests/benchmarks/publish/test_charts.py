@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="not installed: pip install matplotlib")
 
+import pytest
 from matplotlib.patches import Rectangle
 
 from benchmarks.plot import main
@@ -131,3 +132,50 @@ def test_providers_of_different_work_are_not_ranked(tmp_path: Path) -> None:
     assert not list(report.slower(results))
     faster = [rotary("fastformer", 2.0), rotary("eager", 1.0, ours=1.1)]  # in turns of the same rounds
     assert not list(report.slower(Results(write(tmp_path, faster))))
+
+
+# The same rows give the same picture, byte for byte; digests notice changes.
+
+
+ROWS_STYLE = [{"provider": "fastformer", "ms_p50": 1.5}, {"provider": "sdpa", "ms_p50": 3.0}]
+
+
+def picture(rows=ROWS_STYLE, title="Time & <space>"):
+    fig = style.figure(title, footer="AMD EPYC, 2 threads", height=3)
+    (axes,) = fig.axes
+    for row in rows:
+        name = row["provider"]
+        axes.plot([1, 2, 3], [row["ms_p50"]] * 3, color=style.color_of(name), label=name)
+    axes.set(xlabel="seqlen", ylabel="ms")
+    style.label_lines(axes)
+    return fig
+
+
+def test_the_same_rows_give_the_same_bytes(tmp_path: Path) -> None:
+    first = style.save(picture(), "first", ROWS_STYLE, tmp_path).read_text(encoding="utf-8")
+    assert style.save(picture(), "again", list(reversed(ROWS_STYLE)), tmp_path).read_text(encoding="utf-8") == first
+    assert "<dc:date" not in first and "Time &amp; &lt;space&gt;" in first
+    ElementTree.fromstring(first)  # it is XML
+
+
+def test_the_digests_notice_changes() -> None:
+    text = style.svg(picture(), ROWS_STYLE)
+    assert style.rows_of(text) == style.digest(ROWS_STYLE)
+    assert (
+        style.digest([ROWS_STYLE[0], {**ROWS_STYLE[1], "ms_p50": 3.1}])
+        != style.digest(ROWS_STYLE)
+        != style.digest(ROWS_STYLE[:1])
+    )
+    moved = re.sub(r'd="M (\d+)', r'd="M 9\1', text, count=1)
+    assert moved != text
+    with pytest.raises(ValueError, match="changed after it was drawn"):
+        style.rows_of(moved)
+    with pytest.raises(ValueError, match="digests"):
+        style.rows_of("<svg></svg>")
+
+
+def test_bad_calls(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="got none"):
+        style.save(picture(), "empty", [], tmp_path)
+    with pytest.raises(ValueError, match=r"\.\./x"):
+        style.save(picture(), "../x", ROWS_STYLE, tmp_path)

@@ -14,7 +14,7 @@ from benchmarks.publish.charts import charts
 from benchmarks.publish.latest import AT_FULL_RATE, WITHOUT_AVX512, Results
 from benchmarks.publish.style import PICTURES, digest, rows_of
 from benchmarks.publish.summary import TableCase
-from benchmarks.publish.tables import NOT_MEASURED, TABLES, Numbers, losses, small_work
+from benchmarks.publish.tables import NOT_MEASURED, TABLES, Numbers
 from benchmarks.readme import PAGES, all_written, differences, main, read
 
 TEXTS = read(PAGES)
@@ -82,36 +82,6 @@ def write(folder: Path, lines: list[dict[str, object]]) -> None:
     (folder / "cpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
 
 
-def test_a_ratio_that_was_not_quiet_is_marked(folder: Path) -> None:
-    """The mark comes from the rival's line, which has the ratio; a disturbance of fastformer itself doesn't mark a
-    rival.
-    """
-    readme = folder / "README.md"
-    for fields, shown in (
-        ({"ours": 2.4, "quiet": True, "ours_quiet": False}, "2.4~ times"),
-        ({"ours": 2.4, "quiet": False, "ours_quiet": True}, "2.4 times"),
-        ({"ours": 2.4, "quiet": False}, "2.4~ times"),
-        ({"ours": 2.4}, "2.4 times"),
-        ({"quiet": False}, "2.5 times"),
-    ):
-        write(folder, [LINES[0], LINES[1] | fields])
-        assert run(folder, "--write") == 0 and f"\n{shown}\n" in readme.read_text()
-
-
-def test_small_work_is_shown_as_far_as_it_was_measured(folder: Path) -> None:
-    """Each form of fastformer is compared with torch.nn, by the runner's ratios; slower ones are also losses."""
-    assert small_work(Numbers(Results(folder))) == ""
-    shape = {"dim": 32, "layers": 2, "heads": 4, "batch": 1, "seqlen": 8, "threads": 1}
-    same = {"op": "small_work", "shape": shape, "threads": 1, "baseline": "torch.nn", "quiet": True}
-    write(folder, [line("fastformer", 2.0, ours=1.0, speedup=1.1, **same),
-                   line("accelerated", 2.0, ours=1.2, speedup=0.9, **same | {"quiet": False}),
-                   line("torch.nn", 2.0, ours=1.1, speedup=1.0, **same)])  # fmt: skip
-    numbers = Numbers(Results(folder))
-    (row,) = [line for line in small_work(numbers).splitlines() if line.startswith("| d ")]
-    assert [cell.strip().partition(" ")[0] for cell in row.split("|")[2:4]] == ["0.90~", "1.1"]
-    assert "0.90" in losses(numbers) and "1.1" not in losses(numbers)
-
-
 @pytest.mark.parametrize(("kind", "name"), [(WITHOUT_AVX512, "avx2"), (AT_FULL_RATE, "accelerated_full_rate")])
 def test_results_of_other_machines_are_separate(folder: Path, kind: str, name: str) -> None:
     """This holds even if they are newer and of the same case."""
@@ -130,21 +100,6 @@ def test_results_of_other_machines_are_separate(folder: Path, kind: str, name: s
     assert numbers.figures[0].origin == f"{kind}.jsonl:1, {kind}.jsonl:2"
 
 
-def test_accelerated_generate_is_shown_beside_its_baseline(folder: Path) -> None:
-    table = TABLES["accelerated_generate"]
-    assert table(Numbers(Results(folder))) == ""
-    same = {"op": "accelerated_generate", "shape": {"batch": 1, "num_beams": 4}, "dtype": "float32",
-            "baseline": "transformers", "quiet": True}  # fmt: skip
-    write(folder, [line("accelerated", 2.0, ours=1.0, speedup=4.0, **same),
-                   line("accelerated, int8", 1.0, ours=0.5, speedup=8.0, **same),
-                   line("converted", 1.0, ours=0.5, speedup=8.1, **same),
-                   line("transformers", 8.1, ours=4.0, speedup=1.0, **same)])  # fmt: skip
-    numbers = Numbers(Results(folder))
-    cells = [[cell.strip() for cell in row.split("|")[2:4]] for row in table(numbers).splitlines()[2:]]
-    assert cells == [["4.0", "0.50"], ["8.0", ""]]
-    assert "0.50" in losses(numbers) and not numbers.missing
-
-
 def run(folder: Path, *arguments: str) -> int:
     return main([*arguments, "--results", str(folder), "--pages", str(folder / "README.md")])
 
@@ -160,32 +115,6 @@ def test_a_figure_changed_by_hand_is_noticed(folder: Path, capsys: pytest.Captur
     assert run(folder) == 1
     out = capsys.readouterr().out
     assert "-2.6 times" in out and "+2.5 times" in out
-
-
-def test_the_latest_run_counts_as_a_whole(folder: Path) -> None:
-    """Two lines of different runs give no ratio."""
-    later = [line("fastformer", 1.0, time="2026-01-03"), line("eager", 4.0, time="2026-01-03")]
-    write(folder, [*later, *LINES])
-    run(folder, "--write")
-    assert "4.0 times" in (folder / "README.md").read_text()
-    write(folder, [*LINES, later[0]])
-    run(folder, "--write")
-    assert f"{NOT_MEASURED} times" in (folder / "README.md").read_text()
-
-
-def test_decoding_beside_another_engine_is_not_a_later_run(tmp_path: Path) -> None:
-    beside = [
-        [line(peer, ms, op="peers", time=time, baseline=f"{engine} fp32", threads=2) for peer, ms in speeds.items()]
-        for time, engine, speeds in (
-            ("2026-01-01", "one", {"fastformer": 3.0, "one": 4.0}),
-            ("2026-01-03", "one", {"fastformer": 2.0, "one": 6.0}),
-            ("2026-01-04", "other", {"fastformer": 1.0, "other": 5.0}),
-        )
-    ]
-    write(tmp_path, [row for rows in beside for row in rows])
-    case = TableCase("peers", {"op": "peers"}, ("one", "other"))
-    numbers = Numbers(Results(tmp_path))
-    assert [numbers.ratio(case, "fp32", rival) for rival in case.against] == ["3.0", "5.0"]
 
 
 def test_a_missing_line_is_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
