@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from benchmarks.experiments.padding import padding_ratio
+from fastformer.data import Example, Examples
 from fastformer.data.batching import BATCHINGS, collate, plan_epoch
-from fastformer.data.examples import Example, encode_pair, windows
+from fastformer.data.examples import encode_pair, windows
+from fastformer.data.sharing import balance, cost
 from fastformer.special_ids import SpecialIds
 
 LENGTHS = torch.randint(1, 40, (700, 2), generator=torch.Generator().manual_seed(0))
@@ -84,12 +89,6 @@ def test_few_examples(batching, count) -> None:
     assert sorted(plan(batching, torch.full((count, 2), 5), max_tokens=5)) == [[i] for i in range(count)]
 
 
-def test_padding_is_weighted_by_tokens() -> None:
-    lengths = torch.tensor([[10, 10], [2, 2], [1, 1]])
-    # (10 + 2) of 20 slots and 1 of 1, on each side
-    assert padding_ratio(lengths, "random", [[0, 1], [2]]) == pytest.approx(1 - 26 / 42)
-
-
 @pytest.mark.parametrize(
     "ids", [SpecialIds(), SpecialIds(pad=3, eos=(7, 9), unk=None, start=5)], ids=["default", "other"]
 )
@@ -160,3 +159,95 @@ def test_weights_are_the_number_of_times_an_epoch_has_an_example(batching) -> No
     assert sorted(i for batch in once for i in batch) == list(range(900))
     with pytest.raises(ValueError, match=r"\bweights \(900,\).*\(3,\)"):
         plan_epoch(lengths, epoch=0, weights=torch.ones(3), **options)
+
+
+# Each batch is computed by one process; all processes get the same number of batches and similar work.
+
+
+COSTS = st.lists(st.floats(0, 1e6), max_size=40)
+
+
+@given(COSTS, st.integers(1, 9))
+def test_each_batch_is_assigned_once_and_counts_are_equal(costs, world) -> None:
+    shares = balance(costs, world)
+    assert sorted(place for share in shares for place in share) == [*range(len(costs))]
+    counts = [len(share) for share in shares]
+    assert len(counts) == world and max(counts) - min(counts) <= (len(costs) % world > 0)
+
+
+@given(COSTS.filter(len), st.integers(2, 9))
+def test_work_is_similar_and_no_share_is_far_above_the_mean(costs, world) -> None:
+    shares = balance(costs, world)
+    for share in shares:
+        assert [costs[place] for place in share] == sorted((costs[place] for place in share), reverse=True)
+    loads = [sum(costs[place] for place in share) for share in shares]
+    assert max(loads) <= sum(costs) / world + max(costs) * (1 + 1e-9)
+
+
+def test_the_longest_first_evens_out() -> None:
+    shares = balance([9.0, 8.0, 2.0, 1.0, 7.0, 3.0], 2)
+    assert sorted(sum((9.0, 8.0, 2.0, 1.0, 7.0, 3.0)[place] for place in share) for share in shares) == [14.0, 16.0]
+    assert balance([1.0, 5.0, 3.0], 1) == [[0, 1, 2]]  # one process keeps the order
+
+
+def test_no_process_is_refused() -> None:
+    with pytest.raises(ValueError, match="process"):
+        balance([1.0], 0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50)), min_size=1, max_size=8))
+def test_cost_grows_with_tokens_padding_and_length(sides) -> None:
+    lengths = torch.tensor(sides)
+    sizes = {"d_model": 64, "layers": 2, "vocab_size": 1000}
+    plain = cost(lengths, **sizes)
+    assert cost(lengths, padded=True, **sizes) >= plain * (1 - 1e-9)
+    assert cost(torch.cat([lengths, lengths]), **sizes) == pytest.approx(2 * plain)
+    # As many tokens in one sequence take longer: attention compares all of them.
+    if not lengths[:, 0].any():
+        assert cost(lengths.sum(0, keepdim=True), **sizes) >= plain * (1 - 1e-9)
+
+
+# Compact examples give back the original examples in their order.
+
+
+CHOOSER = random.Random(0)
+LIST = [
+    Example([CHOOSER.randrange(70_000) for _ in range(CHOOSER.randrange(1, 9))], [CHOOSER.randrange(70_000)] * (i % 7))
+    for i in range(50)
+]
+LIST += [Example([], [5, 6, 7]), Example([3], [1])]
+
+
+def test_as_a_list() -> None:
+    examples = Examples(LIST)
+    assert len(examples) == len(LIST) and list(examples) == LIST
+    assert examples[-1] == LIST[-1] and examples[3:-2:4] == LIST[3:-2:4] and examples[40:99] == LIST[40:]
+    for index in (len(LIST), -len(LIST) - 1):
+        with pytest.raises(IndexError):
+            examples[index]
+    assert examples.lengths.tolist() == [list(example.lengths) for example in LIST]
+    assert examples.lengths.dtype == torch.int64
+    examples.append([1], [2, 3])  # after its memory was looked at
+    assert examples[-1] == Example([1], [2, 3]) and len(examples.lengths) == len(LIST) + 1
+    assert not Examples() and Examples().lengths.shape == (0, 2)
+
+
+def test_the_fingerprint_covers_every_id_and_its_place() -> None:
+    fingerprint = Examples(LIST).fingerprint()
+    assert fingerprint == Examples(LIST).fingerprint() and len(fingerprint) == 64
+    swapped = [LIST[1], LIST[0], *LIST[2:]]
+    changed = [Example(LIST[0].source, [*LIST[1].target, 1]), *LIST[1:]]
+    moved = [Example([3, 1], []), Example([], [5, 6, 7])]
+    others = [Examples(some).fingerprint() for some in (swapped, changed, LIST[:-1], LIST[:-1] + moved[:1])]
+    assert len({fingerprint, *others}) == 5
+    # The same ids, cut elsewhere.
+    cuts = ([Example([3], [1, 1])], [Example([3, 1], [1])], [Example([3], [1]), Example([], [1])])
+    assert len({Examples(cut).fingerprint() for cut in cuts}) == 3
+
+
+def test_examples_are_collated() -> None:
+    examples, others = Examples(LIST[:20]), Examples(LIST[20:])
+    examples.extend(others)
+    examples.extend(Examples())
+    assert list(examples) == LIST and examples.fingerprint() == Examples(LIST).fingerprint()
+    assert list(others) == LIST[20:]

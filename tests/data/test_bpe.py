@@ -105,22 +105,6 @@ def test_a_tokenizer_of_an_earlier_version(tmp_path) -> None:
     assert json.loads((tmp_path / "tokenizer.json").read_text()) == json.loads(EARLIER.read_text())
 
 
-def test_the_normal_form_is_a_choice() -> None:
-    text = "10² gibt´s，½™ 5\u00a0% 'ﬁ'"
-    kept = train_bpe([text], 60, normalization="none")
-    assert kept.decode(kept.encode(text)) == text
-    assert train_bpe([text], 60).normalize(text) == "102 gibt \u0301s,1⁄2TM 5 % 'fi'"
-    assert train_bpe([text], 60, normalization="nfkc_lower").normalize("ÄﬁX") == "äfix"
-
-
-def test_meaningless_spaces_are_not_tokens() -> None:
-    bpe = train_bpe(TEXTS, 200, spaces="collapse")
-    ids = bpe.encode("one hundred")
-    for text in (" one hundred", "one hundred  ", "one   hundred", "one\thundred\n", "\u3000one hundred"):
-        assert bpe.encode(text) == ids, ascii(text)
-    assert bpe.encode("  ") == [] and bpe.decode(bpe.encode("a \n\n b")) == "a\n\nb"
-
-
 def test_no_token_is_longer_than_the_limit() -> None:
     url = "https://www.example.com/a/page?of=some&length=unknown"
     for longest in (2, 3, 5, 32):
@@ -138,18 +122,6 @@ def test_learning_from_a_line_without_spaces_is_no_slower_than_from_many() -> No
         took[size] = time.process_time() - began
     assert bpe.decode(bpe.encode(letters)) == letters
     assert took[len(letters)] < 4 * took[100]  # it was 60 times as long, and grew with the square
-
-
-@pytest.mark.slow
-def test_ten_megabytes_in_one_line() -> None:
-    """Learning a BPE from a line of 10 MB with any contents takes less than a minute of one core."""
-    chooser, size = random.Random(0), 10_000_000
-    for alphabet in ("ACGT", "abcdefghijklmnopqrstuvwxyz", "a"):
-        text = "".join(chooser.choices(alphabet, k=size))
-        began = time.process_time()
-        bpe = train_bpe([text], 8000)
-        assert time.process_time() - began < 60, alphabet
-        assert bpe.decode(bpe.encode(text)) == text
 
 
 def test_words_have_the_same_tokens_everywhere() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from fastformer.cli import COMMANDS
 from fastformer.commands import _parsing
 from fastformer.training import TrainConfig
-from tests.docs.pages import DOCS, PAGES, ROOT, blocks, commands, examples, own_commands
+from tests.docs.pages import DOCS, PAGES, ROOT, blocks, commands, environment, examples, own_commands
 from tests.docs.workshop import workshop
 
 README = ROOT / "README.md"
@@ -81,3 +83,84 @@ def test_the_examples_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(os.getcwd())  # as `python file.py` does
     for example in found:
         example.evaluate()
+
+
+# The tutorials are notebooks in text form, and run from the first cell to the last.
+
+
+TUTORIALS = sorted(path for path in (DOCS / "tutorials").glob("*.md") if path.stem != "index")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_runs(tutorial: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs in a kernel of its own, offline, in less than three minutes."""
+    jupytext = pytest.importorskip("jupytext", reason='not installed: pip install "fastformer[docs]"')
+    nbclient = pytest.importorskip("nbclient", reason='not installed: pip install "fastformer[docs]"')
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    notebook = jupytext.read(tutorial)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert len(cells) >= 3
+    client = nbclient.NotebookClient(
+        notebook, timeout=180, kernel_name="python3", resources={"metadata": {"path": str(workshop(tmp_path))}}
+    )
+    client.execute()
+    assert all(cell["execution_count"] for cell in cells)
+
+
+# Runs the recipes for many machines as two launchers on this machine.
+
+
+PAGE = (DOCS / "guide" / "distributed.md").read_text(encoding="utf-8")
+# By hand, in a batch script of Slurm, in a manifest of Kubernetes.
+RECIPES = [
+    " ".join(found.replace("\\\n", " ").split()) for found in re.findall(r"torchrun --nnodes.*?auto", PAGE, re.S)
+]
+SETTINGS = """
+steps: 4
+save_every: 2
+warmup: 2
+val_examples: 4
+device: cpu
+tokenizer: bytes
+train_tsv: {folder}/train.tsv
+rank_timeout: 60
+model: {{name: transformer, d_model: 32, d_ff: 32, num_heads: 2, num_encoder_layers: 1, num_decoder_layers: 1}}
+"""
+
+
+def test_all_recipes_are_found() -> None:
+    assert len(RECIPES) == 3 and all("--nnodes" in recipe for recipe in RECIPES)
+
+
+@pytest.mark.slow  # 30 s each: a training of two launchers ends well, and the same commands find that it did
+@pytest.mark.parametrize("number", range(3))
+def test_a_recipe_runs(number: int, tmp_path: Path) -> None:
+    (tmp_path / "train.tsv").write_text("".join(f"{i} birds\t{i} Vögel\n" for i in range(300)), encoding="utf-8")
+    (tmp_path / "train.yaml").write_text(SETTINGS.format(folder=tmp_path))
+    command = RECIPES[number].replace("/shared", str(tmp_path)).replace("--nproc-per-node 8", "--nproc-per-node 1")
+    if "--config" not in command:
+        command += f" --config {tmp_path}/train.yaml"
+    for said in ("is update", "nothing is left to do"):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        here = re.sub(r"first-machine|\$first|\"\$first|training-0\.training", "127.0.0.1", command)
+        here = here.replace("29500", str(port)).replace('"127', "127").replace(f'{port}"', str(port))
+        launchers = [
+            subprocess.Popen(
+                ["bash", "-euc", here],
+                env={**environment(), "SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "JOB_COMPLETION_INDEX": index},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                cwd=tmp_path,
+            )
+            for index in "01"
+        ]
+        outputs = [launcher.communicate(timeout=150)[0] for launcher in launchers]
+        assert [launcher.returncode for launcher in launchers] == [0, 0], outputs
+        assert any(said in output for output in outputs), outputs
+        assert (tmp_path / "run" / "model.safetensors").is_file()
+    assert "RANK" not in os.environ

@@ -8,23 +8,19 @@ import gzip
 import hashlib
 import json
 import lzma
-import multiprocessing
 import os
 import random
 import re
 import shutil
-import signal
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 
-from fastformer.data import ByteTokenizer, load_tokenizer
-from fastformer.data.held_out import MOST
+from fastformer.data import load_tokenizer
 from fastformer.data.order import Order
 from fastformer.data.shards import left_out
 from fastformer.data.shards.arrow_file import read_table, views
@@ -132,14 +128,6 @@ def test_a_pair_that_is_often_repeated_is_one_of_those_to_hold_out(tmp_path, mon
     assert len(validation) == 1 and len(found) == 200
 
 
-def test_of_text_that_repeats_its_pairs_most_different_ones_stay_in_the_training(tmp_path) -> None:
-    pairs = pairs_of("x", 20)
-    made(config_of(tsv(tmp_path / "a.tsv", pairs * 60)), tmp_path / "out")  # a hundredth of all are 12
-    found, validation = texts_of(ShardedExamples(tmp_path / "out")), held_out(tmp_path / "out")
-    assert sorted({*found} | {*validation}) == sorted(pairs) and not {*found} & {*validation}
-    assert 1 <= len(validation) <= 5
-
-
 def test_copies_are_known_by_their_ids(tmp_path) -> None:
     spaces = [lambda t: f"{t} ", lambda t: t.replace(" ", "  "), lambda t: t.replace(" ", "\u00a0")]
     pairs = pairs_of("x", 300)
@@ -218,17 +206,6 @@ def test_unequal_lines(tmp_path, lines) -> None:
         made(config, tmp_path / "out")
 
 
-def test_a_parquet_file_without_the_column(tmp_path) -> None:
-    from pyarrow import Table, parquet
-
-    parquet.write_table(Table.from_pylist([{"en": "a", "de": "b"}] * 9), tmp_path / "p.parquet")
-    config = TrainConfig(
-        train_source=f"{tmp_path}/p.parquet:en", train_target=f"{tmp_path}/p.parquet:fr", tokenizer="bytes"
-    )
-    with pytest.raises(ValueError, match=r"column fr in p\.parquet, which has: en, de"):
-        made(config, tmp_path / "out")
-
-
 # Reading.
 
 
@@ -265,12 +242,6 @@ def test_weights_are_those_of_the_index_or_of_the_call(folder) -> None:
     assert len([i for batch in planned(of_call, 0) for i in batch]) == 3 * sizes[0] + sizes[1]
     with pytest.raises(ValueError, match=r"\bdata_weights\b.* 2 sources"):
         ShardedExamples(folder, weights=[1.0])
-
-
-def test_lengths_of_any_examples(folder) -> None:
-    examples = ShardedExamples(folder, window=1)
-    some = [5, 391, 17, 200, 5, 0]
-    assert examples.lengths_at(some).tolist() == [list(examples[i].lengths) for i in some]
 
 
 def test_few_shards_are_open_and_their_arrays_are_not_copies(folder) -> None:
@@ -415,29 +386,6 @@ def test_a_folder_with_something_else_in_it(tmp_path) -> None:
 # Language models.
 
 
-def test_windows_of_text(tmp_path) -> None:
-    text = "".join(f"line {i} of the text, {'a' * (i % 7)}\n" + "\n" * (i % 5 == 0) for i in range(200))
-    (tmp_path / "a.txt").write_text(text)
-    config = TrainConfig(model="gpt", train_text=f"{tmp_path}/a.txt", tokenizer="bytes", seqlen=32)
-    manifest = made(config, tmp_path / "out", shards=3)
-    assert manifest.kind == "text" and manifest.longest == 32
-    examples = ShardedExamples(tmp_path / "out")
-    windows = {bytes(i - 3 for i in e.target if i >= 3).decode() for e in examples}
-    assert all(not e.source for e in examples) and all(window in text for window in windows)
-    # Blocks end behind a line; what a window predicts, and its first token, is all of the text.
-    assert sum(len(e.target) for e in examples) > 0.9 * len(text)
-
-
-def test_documents_end_with_eos(tmp_path) -> None:
-    rows = [{"text": f"document {i}\nof two lines"} for i in range(60)]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    config = TrainConfig(model="gpt", train_text=f"{tmp_path}/a.jsonl:text", tokenizer="bytes", seqlen=16)
-    made(config, tmp_path / "out", shards=2)
-    eos = ByteTokenizer().special_ids.first_eos
-    ends = sum(e.target[1:].count(eos) for e in ShardedExamples(tmp_path / "out"))
-    assert 50 <= ends <= 60
-
-
 def test_a_bpe_learns_from_all_of_a_long_text(tmp_path) -> None:
     # A letter a tenth: a sample that favours a part of the text lacks the letters of the others.
     text = "".join(f"{chr(97 + i // 100) * 3} {i % 9}\n" for i in range(1000))
@@ -513,37 +461,6 @@ def test_a_preparation_warns_of_what_a_training_warns_of(tmp_path, caplog) -> No
 
 
 # Longer proofs.
-
-
-def _prepare(file: str, out: str) -> None:
-    encode_lines = 200
-    import fastformer.data.streams as streams
-
-    streams.LINES = encode_lines
-    prepare(config_of(file, drop_duplicates=True), out, shards=4, processes=2)
-
-
-@pytest.mark.slow  # 30 s: killed at random times, with two processes, the shards are those of an uninterrupted call
-def test_killed_again_and_again(tmp_path) -> None:
-    pairs = pairs_of("x", 6000)
-    file = tsv(tmp_path / "a.tsv", pairs + pairs[:500])
-    context = multiprocessing.get_context("spawn")
-    whole = context.Process(target=_prepare, args=(file, str(tmp_path / "whole")))
-    whole.start()
-    whole.join()
-    chance = random.Random(0)
-    for _ in range(12):
-        process = context.Process(target=_prepare, args=(file, str(tmp_path / "out")))
-        process.start()
-        time.sleep(4 + 3 * chance.random())
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGKILL)
-        process.join()
-    process = context.Process(target=_prepare, args=(file, str(tmp_path / "out")))
-    process.start()
-    process.join()
-    assert hashes(tmp_path / "out") == hashes(tmp_path / "whole")
-    assert MOST == 500
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of other systems are Unicode")
