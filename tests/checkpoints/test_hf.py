@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import sys
 import zipfile
@@ -325,11 +324,6 @@ def test_other_commands_say_that_it_is_a_translator(made, tmp_path, capsys) -> N
     assert "tokenizer of both sides" in capsys.readouterr().err
 
 
-def test_attention_is_shown_in_the_pieces_of_either_side(made) -> None:
-    source, target, weights = Translator.from_pretrained(made("marian").folder).attention("two birds")
-    assert source[0].startswith("▁") and weights.shape[2:] == (len(target), len(source))
-
-
 def test_older_weights_are_read(made, copy) -> None:
     saved, folder = made("marian"), copy("marian")
     (folder / "model.safetensors").unlink()
@@ -451,14 +445,3 @@ def test_invalid_models_are_named(damage, copy, capsys) -> None:
     shown = {"max_position_embeddings": "source_position.table"}
     shown |= {"decoder_start_token_id": "start"}
     assert shown.get(said, said) in error and "a bug" not in error and "out of memory" not in error
-
-
-@pytest.mark.skipif(os.name != "posix", reason="pipes and devices are POSIX")
-@pytest.mark.parametrize("command", ["translate", "quantize", "average", "generate"])
-def test_pipes_and_devices_are_not_opened(command, copy, capsys) -> None:
-    folder = copy("bart")
-    for put in (os.mkfifo, lambda path: os.symlink("/dev/zero", path)):
-        (folder / "config.json").unlink()
-        put(folder / "config.json")
-        assert main([command, str(folder), *([] if command == "average" else ["x"])]) == 1
-        assert str(folder) in capsys.readouterr().err

@@ -53,7 +53,9 @@ def convert(kind: str, settings: dict[str, Any], state: dict[str, torch.Tensor])
     return FAMILIES[kind].to_model(Checkpoint({**settings, "architectures": None}, state))
 
 
-def check_sizes(kind: str, share: float) -> None:
+@pytest.mark.parametrize("share", [0.08, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_sizes_are_refused_by_a_value_error(kind, share) -> None:
     settings, state = tiny(kind)
     convert(kind, settings, state)
     dice = random.Random(kind)
@@ -68,17 +70,6 @@ def check_sizes(kind: str, share: float) -> None:
                     pass
                 except Exception as error:
                     raise AssertionError(f"{kind}, {name}={wrong!r}: {type(error).__name__}") from error
-
-
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_sizes_are_refused_by_a_value_error(kind) -> None:
-    check_sizes(kind, 0.08)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_every_size_is_refused_by_a_value_error(kind) -> None:
-    check_sizes(kind, 1.0)
 
 
 @pytest.mark.parametrize("kind", GENERATING)

@@ -54,15 +54,6 @@ def test_round_trip(tmp_path, kind, options, dtype):
     assert kind.from_pretrained(tmp_path, dtype=torch.float64)(*ids).dtype == torch.float64
 
 
-def test_the_tokenizer_is_saved_along(model, tmp_path):
-    class Tokenizer:
-        def save(self, folder):
-            (folder / "tokenizer.json").write_text("{}")
-
-    model.save_pretrained(tmp_path, Tokenizer())
-    assert (tmp_path / "tokenizer.json").is_file()
-
-
 def test_a_failed_save_keeps_the_old_model(model, folder, monkeypatch):
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(28, "No space left on device")))
@@ -105,19 +96,6 @@ def test_weights_that_are_not_numbers(model, folder, bad):
     model.save_pretrained(folder)
     with pytest.raises(ValueError, match=r"\bencoder\.norm\.weight\b"):
         Transformer.from_pretrained(folder)
-
-
-def test_missing_folder_and_files(folder, tmp_path):
-    with pytest.raises(ValueError):
-        Transformer.from_pretrained(tmp_path / "nowhere")
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"\bmodel\.safetensors\b"):
-        Transformer.from_pretrained(folder)
-    (folder / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"\bconfig\.json\b"):
-        Transformer.from_pretrained(folder)
-    with pytest.raises(ValueError, match=r"\bconfig\.json\b"):
-        read_architecture(folder)
 
 
 def test_another_architecture(folder):

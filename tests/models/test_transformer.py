@@ -407,13 +407,3 @@ def test_bad_settings(name, settings):
         with pytest.raises(ValueError, match=rf"\b{wrong}\b"):
             Transformer.from_preset(vocab_size=5, **arguments)
     assert TransformerConfig(5, positions="learned", d_model=15, num_heads=3).d_model == 15
-
-
-@torch.inference_mode()
-def test_a_batch_of_other_rows_than_the_cache_has_is_refused():
-    model = model_of().eval()
-    cache = model.new_cache(3, 5, torch.zeros(3, 2, model.config.d_model, dtype=model.output_weight.dtype))
-    for rows in (1, 2, 4):
-        with pytest.raises(ValueError, match=rf"\b3\b.*\b{rows}\b"):
-            model.decode(torch.ones(rows, 1).long(), None, cache=cache)
-    assert cache.lengths == [0, 0, 0] and cache.blocks_needed(1) == 3
