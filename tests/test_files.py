@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import secrets
+import signal
 import stat
+import sys
+import threading
 from unittest.mock import Mock
 
 import pytest
 
+from fastformer import functional
+from fastformer.encoding.tokens import Reader
 from fastformer.files import remove_left_overs, write_atomically
+from fastformer.generation import model_protocols
+from fastformer.locks import ForkSafeLock
 
 
 def test_the_mode_is_what_the_umask_leaves(tmp_path) -> None:
@@ -56,3 +65,39 @@ def test_only_leftovers_of_a_kill_are_removed(tmp_path) -> None:
     (tmp_path / f".folder.pt.{end}").mkdir()
     remove_left_overs(tmp_path, ["*.pt", "b.json"])
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*others, f".folder.pt.{end}"])
+
+
+# A lock that a thread holds during a fork is open in the child.
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork")
+def test_a_forked_child_finds_every_lock_open() -> None:
+    locks = [ForkSafeLock(), Reader(None, 8)._lock, functional._lock, model_protocols._lock]
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with locks[0], locks[1], locks[2], locks[3]:
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends a child that waits
+        for lock in locks:
+            with lock:
+                pass
+        os._exit(0)
+    done.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_copy_is_open() -> None:
+    lock = ForkSafeLock()
+    with lock:
+        for other in (copy.deepcopy(lock), pickle.loads(pickle.dumps(lock))):
+            with other:
+                assert other is not lock

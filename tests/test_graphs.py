@@ -7,7 +7,7 @@ import gc
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -17,7 +17,6 @@ import torch
 
 from fastformer import graphs as graphs_module
 from fastformer.graphs import CaptureError, Graphs
-from tests.no_sync import HostSync, NoSync
 
 
 def test_on_a_cpu_a_graph_is_a_call() -> None:
@@ -126,42 +125,6 @@ def test_a_function_that_raises_does_not_break_a_capture(monkeypatch: pytest.Mon
     stub.ended.clear()
     assert not any(stub.alive()) and stub.stream == "current" and stub.generator.state == 0
     assert graphs.capture(lambda: None) is stub.ended[0]
-
-
-X = torch.tensor([[1.0, -2.0], [3.0, 4.0]])
-SYNCS: dict[str, Callable[[], object]] = {
-    "item": lambda: X.sum().item(),
-    "if": lambda: bool(X.isfinite().all()),
-    "numpy": lambda: X.numpy(),
-    "cpu": lambda: X.cpu(),
-    "nonzero": lambda: X.nonzero(),
-    "boolean index": lambda: X[X > 0],
-    "assignment by a boolean index": lambda: X.clone().__setitem__(X > 0, torch.zeros(3)),
-    "repeat_interleave": lambda: X.repeat_interleave(X.new_ones(2, dtype=torch.long), dim=0),
-    "a new tensor of host values": lambda: torch.tensor([1.0, 2.0]),
-}
-
-
-@pytest.mark.parametrize("name", SYNCS)
-def test_operations_that_wait_for_the_device_are_noticed(name: str) -> None:
-    with pytest.raises(HostSync), NoSync():
-        SYNCS[name]()
-    SYNCS[name]()  # the mode restores everything
-
-
-def test_operations_that_do_not_wait_are_allowed() -> None:
-    index = torch.tensor([1, 0])
-
-    def check_range() -> float:  # the name of a function that asks for the device first
-        return X.sum().item()
-
-    with NoSync() as mode:
-        y = X[index].masked_fill(X > 0, 0.0) * torch.arange(2.0)
-        y = torch.where(X > 0, y, 1.0).clamp(max=3.0).index_select(0, index)
-        y = y.repeat_interleave(index + 1, dim=0, output_size=3)
-        y.fill_(2.0).lerp_(y, y)
-        check_range()
-    assert mode.calls > 8
 
 
 @pytest.mark.gpu

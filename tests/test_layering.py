@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.english import findings
+
 ROOT = Path(__file__).parent.parent
 if not (ROOT / "fastformer").is_dir():
     pytest.skip("the sources are not here", allow_module_level=True)
@@ -215,3 +217,11 @@ def test_files_have_at_most_600_lines() -> None:
     sources += [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cpp", ".h")]
     long = [str(path) for path in sources if path.read_text(encoding="utf-8").count("\n") > 600]
     assert not long, f"two files each: {', '.join(long)}"
+
+
+# No text that a user or a newcomer reads hides its actor; `python -m tests.english --list` finds the places.
+
+
+def test_the_actor_is_named() -> None:
+    places = [place for place in findings() if place.path.parts[0] != "csrc"]  # only the command counts these
+    assert not places, "\n".join(f"{place.path}:{place.line}: {place.text}" for place in places)

@@ -4,45 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from itertools import permutations
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from fastformer.ops import _extension
 
 pytestmark = pytest.mark.skipif(_extension.load() is None, reason="the C++ extension is not built")
 CPP = torch.ops.fastformer_cpp
-
-
-@pytest.mark.parametrize(
-    "shape", [(5,), (1, 5), (3, 1, 5), (2, 3, 4, 5), (2, 1, 3, 1, 2, 1, 5), (0, 3, 5), (2, 0, 3, 5)]
-)
-def test_leading_dimensions_are_rows(shape: tuple[int, ...]) -> None:
-    x, weight, bias = torch.randn(shape), torch.randn(4, 5), torch.randn(4)
-    out = CPP.linear(x, weight, bias)
-    assert out.shape == (*shape[:-1], 4) and out.is_contiguous()
-    torch.testing.assert_close(out, F.linear(x, weight, bias))
-
-
-@pytest.mark.parametrize("order", [*permutations(range(3))])
-@pytest.mark.parametrize("step", [1, 2])
-def test_strides_of_any_order(order: tuple[int, ...], step: int) -> None:
-    x, weight = torch.randn(2 * step, 3 * step, 4 * step)[::step, ::step, ::step].permute(order), torch.randn(6, 9)
-    expected = F.linear(x.contiguous(), weight[:, : x.shape[-1]].contiguous())
-    torch.testing.assert_close(CPP.linear(x, weight[:, : x.shape[-1]], None), expected)
-    bias = torch.randn(6)
-    product = CPP.linear(x.expand(5, *x.shape), weight[:, : x.shape[-1]], bias)
-    torch.testing.assert_close(product, (expected + bias).expand(5, *expected.shape))
-
-
-@pytest.mark.parametrize("bias", [None, torch.arange(8.0)[::2]])
-def test_without_features_only_the_bias_remains(bias: Tensor | None) -> None:
-    expected = torch.zeros(2, 3, 4) if bias is None else bias.expand(2, 3, 4)
-    assert torch.equal(CPP.linear(torch.empty(2, 3, 0), torch.empty(4, 0), bias), expected)
 
 
 @pytest.mark.parametrize("dims", range(1, 8))
@@ -63,19 +33,6 @@ def test_an_index_out_of_range_and_a_dtype_without_code() -> None:
         CPP.embedding_fwd(torch.tensor([7]), torch.randn(4, 3), None, None, 1.0, -1, 0.0, None, False)
     with pytest.raises(RuntimeError, match=r"Half"):
         CPP.embedding_fwd(torch.tensor([1]), torch.randn(4, 3).half(), None, None, 1.0, -1, 0.0, None, False)
-
-
-def test_a_transposed_weight_has_a_transposed_gradient() -> None:
-    x, dout = torch.randn(3, 8), torch.randn(3, 8)
-    weights = torch.randn(6, 8), torch.randn(8, 6)
-    _, saved = CPP.feed_forward_fwd(x, weights[0], None, weights[1], None, "gelu", 0.0, None, True)
-    turned = [weight.t().contiguous().t() for weight in weights]
-    due, grads = (
-        CPP.feed_forward_bwd(dout, x, w1, None, w2, saved, "gelu", 0.0, None, False) for w1, w2 in (weights, turned)
-    )
-    for place, weight in ((1, turned[0]), (3, turned[1])):
-        assert grads[place].stride() == weight.stride() and not grads[place]._is_view()
-        torch.testing.assert_close(grads[place], due[place])
 
 
 class Mallinfo(ctypes.Structure):
