@@ -188,65 +188,34 @@ def swapped(first: str, second: str, indent: int) -> tuple[str, str]:
     return f"{first}\n{second}\n", f"{second}\n{first}\n"
 
 
-# What a slip of the pen would do to the kernel, as (text, what it becomes). Each must be noticed: as an error of the
-# emulator (a deadlock, a race), or, for a few, by the numbers, which test_agrees_with_fp64 compares.
+# What a slip of the pen would do to a kernel: of each kind that the emulator finds one, as (module, text, what it
+# becomes). It is an error of the emulator (a deadlock, a race), or, for some, of the numbers.
 MISTAKES = {
-    "K's phase": ("k_full.index(stage), (at // STAGES) & 1", "k_full.index(stage), at & 1"),
-    "Q's phase": ("q_full.index(consumer), tiles & 1", "q_full.index(consumer), 0"),
-    "no wait for a free K": ("mbarrier.wait(k_empty.index(stage), ((count // STAGES) & 1) ^ 1)", "pass"),
-    "no wait for V": ("mbarrier.wait(v_full.index(stage), (at // STAGES) & 1)", "pass"),
-    "no arrive after Q": ("mbarrier.arrive(q_empty.index(consumer), count=1)", "pass"),
-    "one arrival for all consumers": (
-        "mbarrier.init(k_empty.index(i), count=CONSUMERS)",
-        "mbarrier.init(k_empty.index(i), count=1)",
+    "a phase": (forward, "k_full.index(stage), (at // STAGES) & 1", "k_full.index(stage), at & 1"),
+    "no wait for V": (forward, "mbarrier.wait(v_full.index(stage), (at // STAGES) & 1)", "pass"),
+    "no arrive after Q": (forward, "mbarrier.arrive(q_empty.index(consumer), count=1)", "pass"),
+    "a wait one too deep": (forward, "warpgroup_mma_wait(1, deps=[s])", "warpgroup_mma_wait(2, deps=[s])"),
+    "V released early": (
+        forward,
+        *swapped(
+            "acc = warpgroup_mma_wait(0, deps=[acc])",
+            "mbarrier.arrive(v_empty.index((at - 1) & (STAGES - 1)), count=1)",
+            8,
+        ),
     ),
-    "a wait one too deep": ("warpgroup_mma_wait(1, deps=[s])", "warpgroup_mma_wait(2, deps=[s])"),
-    "V released early": swapped(
-        "acc = warpgroup_mma_wait(0, deps=[acc])", "mbarrier.arrive(v_empty.index((at - 1) & (STAGES - 1)), count=1)", 8
+    "expected bytes": (forward, "v_desc.block_type.nbytes)", "v_desc.block_type.nbytes // 2)"),
+    "dropout's words": (
+        forward,
+        "gl.join(gl.join(w0, w2), gl.join(w1, w3))",
+        "gl.join(gl.join(w0, w1), gl.join(w2, w3))",
     ),
-    "expected bytes": ("v_desc.block_type.nbytes)", "v_desc.block_type.nbytes // 2)"),
-    "dropout's words": ("gl.join(gl.join(w0, w2), gl.join(w1, w3))", "gl.join(gl.join(w0, w1), gl.join(w2, w3))"),
-    "the last key": ("rows + (diagonal + window[1] + 1)", "rows + (diagonal + window[1])"),
-}  # fmt: skip
-# The same in the loop of the form with two programs per SM, which takes calls without dropout.
-MISTAKES_IN_TURN = {
-    "no wait for V": MISTAKES["no wait for V"],
-    "K released early": swapped(
-        "s = warpgroup_mma_wait(0, deps=[s])", "mbarrier.arrive(k_empty.index(at & (STAGES - 1)), count=1)", 12
+    "no fence": (backward, "        fence_async_shared()\n        mbarrier.arrive", "        mbarrier.arrive"),
+    "told of before the fence": (
+        backward,
+        *swapped("fence_async_shared()", "mbarrier.arrive(ds_full.index(0), count=1)", 8),
     ),
-    "no arrive after V": ("mbarrier.arrive(v_empty.index(at & (STAGES - 1)), count=1)", "pass"),
-    "no mask at the diagonal": ("S_LAYOUT, part != 1", "S_LAYOUT, part == 1"),
-}  # fmt: skip
-
-
-BACKWARD_MISTAKES = {
-    "the phase": ("phase = ((count + step) // STAGES) & 1", "phase = (count + step) & 1"),
-    "dS not waited for": ("mbarrier.wait(ds_full.index(0), (count + step) & 1)", "pass"),
-    "dS released early": (
-        "        dq = warpgroup_mma_wait(1, deps=[dq])\n        mbarrier.arrive(ds_empty.index(0), count=1)",
-        "        mbarrier.arrive(ds_empty.index(0), count=1)\n        dq = warpgroup_mma_wait(1, deps=[dq])",
-    ),
-    "dS told of before its fence": (
-        "        fence_async_shared()\n        mbarrier.arrive(ds_full.index(0), count=1)",
-        "        mbarrier.arrive(ds_full.index(0), count=1)\n        fence_async_shared()",
-    ),
-    "no wait for free keys": ("mbarrier.wait(key_empty.index(consumer), (tiles & 1) ^ 1)", "pass"),
-    "no arrival": ("mbarrier.arrive(row_empty.index(stage), count=1)", "pass"),
-    "no fence": ("        fence_async_shared()\n        mbarrier.arrive", "        mbarrier.arrive"),
-    "scores used early": ("s = warpgroup_mma_wait(1, deps=[s])", "s = warpgroup_mma_wait(2, deps=[s])"),
-    "P not transposed": ("p_shared.permute((1, 0))", "p_shared"),
-    "the last key": ("rows + (diagonal + window[1] + 1)", "rows + (diagonal + window[1])"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mistake", BACKWARD_MISTAKES)
-def test_a_mistake_in_the_backward_is_noticed(mistake: str) -> None:
-    kernel = kernel_with(*BACKWARD_MISTAKES[mistake], module=backward)
-    case = replace(BASE, batch=2, kv_heads=2, seqlen_q=300, seqlen_k=330, window=(None, 0), dropout_p=0.2)
-    case = replace(case, lengths=(330, 200))
-    with pytest.raises((GluonError, AssertionError)):
-        for schedule in MISTAKE_SCHEDULES:
-            check(case, torch.bfloat16, schedule, run_backward, kernel=kernel)
+    "P not transposed": (backward, "p_shared.permute((1, 0))", "p_shared"),
+}
 
 
 MISTAKE_CASE = replace(BASE, heads=2, seqlen_q=300, seqlen_k=700, window=(None, 0), dropout_p=0.2)
@@ -267,18 +236,15 @@ def kernel_with(right: str, wrong: str, module: types.ModuleType = forward) -> A
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_noticed(mistake: str) -> None:
-    kernel = kernel_with(*MISTAKES[mistake])
+    module, right, wrong = MISTAKES[mistake]
+    kernel = kernel_with(right, wrong, module)
+    case, results = MISTAKE_CASE, run
+    if module is backward:
+        case = replace(BASE, batch=2, kv_heads=2, seqlen_q=300, seqlen_k=330, window=(None, 0), dropout_p=0.2)
+        case, results = replace(case, lengths=(330, 200)), run_backward
     with pytest.raises((GluonError, AssertionError)):
         for schedule in MISTAKE_SCHEDULES:
-            check(MISTAKE_CASE, torch.bfloat16, schedule, kernel=kernel)
-
-
-@pytest.mark.parametrize("mistake", MISTAKES_IN_TURN)
-def test_a_mistake_in_turn_is_noticed(mistake: str) -> None:
-    kernel = kernel_with(*MISTAKES_IN_TURN[mistake])
-    with pytest.raises((GluonError, AssertionError)):
-        for schedule in MISTAKE_SCHEDULES:
-            check(replace(MISTAKE_CASE, dropout_p=0.0), torch.bfloat16, schedule, kernel=kernel)
+            check(case, torch.bfloat16, schedule, results, kernel=kernel)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.2])

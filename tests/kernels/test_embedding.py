@@ -19,11 +19,9 @@ pytestmark = pytest.mark.usefixtures("on_triton")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [1, 17, 512, 1000, 2500])
-def test_dims(dim: int, dtype: torch.dtype, device: str) -> None:
-    """Programs have several tokens, columns that fill no tile, or several tiles per row, each with its own dropout."""
-    inputs = make_inputs((2, 2), 5, dim, device, dtype, table=dtype)
-    compare(inputs, scale=dim**0.5, padding_idx=0, dropout_p=0.2)
+def test_rows_of_several_tiles(dtype: torch.dtype, device: str) -> None:
+    """Each tile of columns has its own dropout."""
+    compare(make_inputs((2, 2), 5, 2500, device, dtype, table=dtype), scale=50.0, padding_idx=0, dropout_p=0.2)
 
 
 # Runs of equal ids, in chunks of 4: alone, up to a chunk's end, from its start, over one and over many, to the end.
@@ -56,15 +54,6 @@ def test_positions_across_chunks(positions: bool, device: str, monkeypatch: pyte
     monkeypatch.setattr(kernels, "CHUNK", 4)
     inputs = make_inputs((11, 3), 5, 8, device, table=torch.float32, positions=positions)
     compare(inputs, padding_idx=1)
-
-
-def test_gradients_repeat(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "CHUNK", 4)
-    inputs = make_inputs((4, 15), 3, 24, device, table=torch.float32, positions=True)
-    leaves = [inputs[name].requires_grad_() for name in ("weight", "position_table")]
-    dout = torch.randn(4, 15, 24, device=device)
-    first, second = (torch.autograd.grad(embedding(**inputs), leaves, dout) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("positions", [False, True])

@@ -12,7 +12,6 @@ from benchmarks.measure.timing import peak_bytes  # noqa: E402
 from fastformer.kernels import _feed_forward_configs as configs  # noqa: E402
 from fastformer.kernels import feed_forward as kernels  # noqa: E402
 from fastformer.ops import feed_forward  # noqa: E402
-from fastformer.ops.feed_forward import GATED  # noqa: E402
 from tests.conftest import HAS_GPU  # noqa: E402
 from tests.covering import by_turns, covering  # noqa: E402
 from tests.ops.test_feed_forward import ACTIVATIONS, compare, make_inputs, plain  # noqa: E402
@@ -80,29 +79,11 @@ def test_paths(dtype: torch.dtype, activation: str, dropout_p: float, path: str,
     compare(make_inputs((5, 9, 48), 72, activation, device, dtype), activation=activation, dropout_p=dropout_p)
 
 
-@pytest.mark.parametrize("activation", ["relu", "swiglu"])
-@pytest.mark.parametrize("dim, hidden_dim", [(1, 3), (17, 5), (512, 40), (1000, 33)])
-def test_dims(dim: int, hidden_dim: int, activation: str, path: str, device: str) -> None:
-    compare(make_inputs((7, dim), hidden_dim, activation, device), activation=activation, dropout_p=0.1)
-
-
 def test_many_blocks_of_rows(path: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """There are more row blocks than run concurrently, and programs of the elementwise kernel process several."""
     monkeypatch.setattr(kernels, "ELEMENTWISE_PROGRAMS", 4)
     compare(make_inputs((290, 32), 32, "relu", device), activation="relu", dropout_p=0.1)
     compare(make_inputs((40, 32), 136, "swiglu", device), activation="swiglu")
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_inference_equals_training(activation: str, path: str, device: str) -> None:
-    x, weight1, bias1, weight2, bias2 = make_inputs((40, 16), 72, activation, device).values()
-    seed = torch.tensor(SEED, device=device)
-    (out, saved), (out_alone, nothing) = (
-        kernels.feed_forward_fwd(x, weight1, bias1, weight2, bias2, activation, 0.3, seed, needs_saved)
-        for needs_saved in (True, False)
-    )
-    assert torch.equal(out_alone, out)
-    assert saved.shape == (40, 144 if activation in GATED else 72) and nothing.shape == (0,)
 
 
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])

@@ -19,20 +19,6 @@ pytestmark = pytest.mark.usefixtures("on_triton")
 ALL_OPTIONS = {"label_smoothing": 0.1, "smooth_others": True, "z_loss": 0.01}
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("vocab_size", [7, 1000, 8192, 9001])
-def test_vocabularies(vocab_size: int, dtype: torch.dtype, reduction: str, device: str) -> None:
-    """Programs have several rows, a vocabulary that fills no tile, several tiles per row, or rows that need padding."""
-    compare(make_inputs((19 if vocab_size < 1000 else 5, 16), vocab_size, device, dtype), reduction=reduction)
-    compare(make_inputs((3, 16), vocab_size, device, dtype, bias=False), reduction=reduction, **ALL_OPTIONS)
-
-
-@pytest.mark.parametrize("dim", [1, 17, 512, 1000])
-def test_dims(dim: int, device: str) -> None:
-    compare(make_inputs((6, dim), 130, device), **ALL_OPTIONS)
-
-
 @pytest.mark.parametrize("rows", [64, 65, 150])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

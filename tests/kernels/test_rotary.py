@@ -11,17 +11,8 @@ from fastformer.kernels import rotary as kernels  # noqa: E402
 from fastformer.ops import rotary, rotary_tables  # noqa: E402
 from tests.checks import saved_for_backward  # noqa: E402
 from tests.conftest import CallsOf  # noqa: E402
-from tests.ops.test_rotary import compare  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_triton")
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_dim, rotary_dim", [(2, 2), (17, 6), (40, 40), (64, 64), (100, 64), (512, 500)])
-def test_head_dims(head_dim: int, rotary_dim: int, dtype: torch.dtype, interleaved: bool, device: str) -> None:
-    x = torch.randn(2, 7, 3, head_dim, device=device).to(dtype)
-    compare(x, rotary_tables(9, rotary_dim, device=device), interleaved=interleaved)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

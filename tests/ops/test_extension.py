@@ -14,6 +14,7 @@ import torch
 import fastformer
 from fastformer import doctor
 from fastformer.ops import _extension
+from fastformer.ops._oldest_torch import check
 
 
 @pytest.fixture
@@ -119,3 +120,18 @@ def test_the_library_that_reads_pytorchs_objects_is_for_one_pytorch(folder, monk
     _extension.host_function.cache_clear()
     monkeypatch.setattr(torch, "__version__", "2.99.1+cpu")
     assert _extension.host_function("geometry") is print
+
+
+# A PyTorch that is too old is refused by its version, not by the first name that it lacks.
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.11.0a0+git12ab", "3.0", "unknown"])
+def test_a_version_that_is_new_enough_or_unknown_is_accepted(version: str) -> None:
+    check(version)
+
+
+@pytest.mark.parametrize("version", ["2.10.0+cu128", "2.9.1", "1.13.1"])
+def test_an_older_version_is_refused_by_its_number(version: str) -> None:
+    with pytest.raises(ImportError) as refused:
+        check(version)
+    assert version in str(refused.value) and "2.11" in str(refused.value)
