@@ -3,18 +3,17 @@
     launched.py OPTIONS train RUN ...
 
 OPTIONS is JSON: "updates": a folder for a file of each process, with a line for each batch of an update that it began;
-"nan": [rank, step]: that loss is NaN; "full": the disk has no room for that checkpoint; "freeze": [rank, step]: this
-process says no more; "data": [rank, file]: this process reads another file; "pace": seconds that each update waits;
-"small": [rank, step, bytes]: from that update on no file of this process may get larger; "deaf": [rank, step]: this
-process loses its network; "dtype": another than float64; "by_layer": there is no room for whole weights, which FSDP
-gathers a layer at a time; "late": seconds that parts of a checkpoint take longer to be on the disk; "ports": a port for
-each of several trainings, with "then" between their words.
+"nan": [rank, step]: that loss is NaN; "freeze": [rank, step]: this process says no more; "data": [rank, file]: this
+process reads another file; "pace": seconds that each update waits; "small": [rank, step, bytes]: from that update
+on no file of this process may get larger; "deaf": [rank, step]: this process loses its network; "dtype": another than
+float64; "by_layer": there is no room for whole weights, which FSDP gathers a layer at a time; "late": seconds that
+parts of a checkpoint take longer to be on the disk; "ports": a port for each of several trainings, with "then" between
+their words.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -33,11 +32,9 @@ torch.set_num_threads(1)
 from torch.distributed.checkpoint.filesystem import FileSystemWriter  # noqa: E402
 
 from fastformer.__main__ import leave  # noqa: E402
-from fastformer.checkpoints.training_state import save_checkpoint  # noqa: E402
 from fastformer.cli import main  # noqa: E402
 from fastformer.data import Batch  # noqa: E402
 from fastformer.training import build, world  # noqa: E402
-from fastformer.training import trainer as module  # noqa: E402
 from fastformer.training.trainer import Trainer  # noqa: E402
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -76,16 +73,6 @@ def install(options: dict) -> None:
         world._ROOM = 0.0
     if "late" in options:
         FileSystemWriter.write_data = late_parts(FileSystemWriter.write_data, options["late"])
-    if "full" in options:
-        save = save_checkpoint
-
-        def full(run, step, *arguments, **others):
-            if step == options["full"]:
-                raise OSError(errno.ENOSPC, "No space left on device", str(run))
-            return save(run, step, *arguments, **others)
-
-        module.save_checkpoint = full  # type: ignore[attr-defined]
-        FileSystemWriter.write_data = full_parts(FileSystemWriter.write_data, options["full"])
 
 
 def hang_up() -> None:
@@ -99,15 +86,6 @@ def hang_up() -> None:
 def late_parts(write, seconds: float):
     def write_data(self, plan, planner):
         time.sleep(seconds)
-        return write(self, plan, planner)
-
-    return write_data
-
-
-def full_parts(write, step: int):
-    def write_data(self, plan, planner):
-        if RANK == 1 and f"step-{step:08d}" in str(self.path):
-            raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
         return write(self, plan, planner)
 
     return write_data

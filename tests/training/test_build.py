@@ -12,7 +12,7 @@ import torch
 
 from fastformer.checkpoints import load_model
 from fastformer.checkpoints.training_state import checkpoints
-from fastformer.data import Example, Examples, plan_epoch, train_bpe
+from fastformer.data import Example, Examples, plan_epoch
 from fastformer.data.order import Order
 from fastformer.training import TrainConfig, start
 from fastformer.training.build import build_model, count_updates
@@ -206,9 +206,3 @@ def test_init_from_the_other_architectures(config, tmp_path, kind) -> None:
 def test_the_seed_draws_the_weights(config) -> None:
     one, same, other = (build_model(changed(config, seed=seed), 259).output_weight for seed in (1, 1, 2))
     assert torch.equal(one, same) and not torch.equal(one, other)
-
-
-def test_a_tokenizer_of_a_file(config, tmp_path) -> None:
-    train_bpe([text for pair in PAIRS for text in pair], 30).save(tmp_path)
-    trainer = start(changed(config, tokenizer=str(tmp_path / "tokenizer.json")), tmp_path / "run")
-    assert trainer.data.tokenizer.vocab_size <= 30 + 256

@@ -95,7 +95,7 @@ CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
 }  # fmt: skip
 # Settings that are tried elsewhere: they need a folder of shards, or a corpus that is made.
 ELSEWHERE = {
-    "task": "tests/training/test_best.py::test_the_measure_fits_the_task",
+    "task": "tests/training/test_kept.py::test_the_measure_fits_the_task",
     "train_data": "tests/training/test_prepared.py::test_a_resumed_run_equals_an_uninterrupted_one",
     "shards_at_once": "tests/training/test_prepared.py::test_a_resumed_run_equals_an_uninterrupted_one",
 }

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
-import subprocess
 import sys
-import time
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -35,7 +32,6 @@ from tests.training.tiny import (
     contents,
     crash_at,
     lines,
-    losses,
     scripted,
     weights,
 )
@@ -213,29 +209,6 @@ def test_a_state_that_is_written_later_belongs_to_its_update() -> None:
     losses[0][1] = 3.0
     assert {int(kept["step"]) for kept in rest["optimizer"]["state"].values()} == {1}
     assert rest["losses"] == [[1, 2.0]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes", [{}, {"batching": "bucketed"}, {"cuda_graphs": True}], ids=["packed", "bucketed", "graphs"]
-)
-def test_kill_9_and_resume_equal_an_uninterrupted_run(config, tmp_path, monkeypatch, changes) -> None:
-    monkeypatch.setenv("FASTFORMER_CPU_GRAPHS", "1")
-    config = changed(config, steps=100, save_every=10, **changes)
-    start(config, tmp_path / "whole").train()
-    (tmp_path / "settings.yaml").write_text(json.dumps(config.to_dict()))
-    command = [sys.executable, "-m", "fastformer.cli", "train", str(tmp_path / "killed"), "--resume", "auto"]
-    command += ["--config", str(tmp_path / "settings.yaml")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    while not (tmp_path / "killed" / "checkpoints" / "step-00000050.pt").exists():
-        assert process.poll() is None
-        time.sleep(0.001)
-    process.kill()
-    process.wait()
-    done = latest_checkpoint(tmp_path / "killed")[1]["counters"]["step"]
-    assert 40 <= done < 100
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole") and len(losses(tmp_path / "whole")) == 100
 
 
 # What breaks.

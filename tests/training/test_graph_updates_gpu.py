@@ -11,7 +11,7 @@ from fastformer.training import TrainConfig, Trainer, start
 from fastformer.training import trainer as trainer_module
 from fastformer.training.schedule import rate_of
 from tests.no_sync import no_waiting
-from tests.training.tiny import PAIRS, changed, crash_at, lines, losses, on_padded_batches, weights, write_pairs
+from tests.training.tiny import PAIRS, changed, lines, losses, on_padded_batches, weights, write_pairs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -57,19 +57,6 @@ def test_graphs_train_like_calls(config, tmp_path, changes) -> None:
         average, other = (t.ema.module.output_weight for t in (captured, eager))
         assert float((average - other).abs().mean()) < 0.02 * moved
         assert int(captured.state_dict()["ema"]["n_averaged"]) == config.steps
-
-
-def test_a_killed_run_resumes_exactly(config, tmp_path) -> None:
-    config = changed(config, save_every=10, ema=0.9)
-    whole = start(config, tmp_path / "whole")
-    before = weights(whole)
-    whole.train()
-    trainer = start(config, tmp_path / "parts")
-    crash_at(trainer, 25)
-    resumed = start(config, tmp_path / "parts", resume=True)
-    assert resumed.step == 20
-    resumed.train()
-    assert_same_run(resumed, whole, float((weights(whole) - before).abs().mean()))
 
 
 def test_a_replayed_update_is_one_launch_and_never_waits(config, tmp_path) -> None:

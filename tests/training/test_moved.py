@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import lzma
+import os
 import shlex
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +18,10 @@ import torch
 from fastformer.checkpoints.training_state import checkpoints, load_checkpoint, save_checkpoint
 from fastformer.cli import main
 from fastformer.data import train_bpe
+from fastformer.training import start
+from fastformer.training.examples import load_data
 from fastformer.training.run_config import load_config
-from tests.training.tiny import PAIRS, contents, losses, write_pairs
+from tests.training.tiny import PAIRS, changed, contents, losses, write_pairs
 
 FLAGS = shlex.split("--max_tokens 64 --max_len 40 --val_examples 0 --log_every 1 --schedule constant --device cpu")
 DEPTH = "--model.num_encoder_layers 1 --model.num_decoder_layers 1"
@@ -72,15 +79,6 @@ def test_data_on_another_mount(form, data, tmp_path) -> None:
     assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
     settings = load_config("parts")
     assert str(tmp_path / "mount") in settings.data_flags() and "/data/" not in settings.data_flags()
-
-
-@pytest.mark.slow
-def test_an_edited_config_yaml_may_move_the_data(data, tmp_path) -> None:
-    assert run("run", FORMS["tsv"], data, 1) == 0
-    data.rename(tmp_path / "mount")
-    file = tmp_path / "run" / "config.yaml"
-    file.write_text(file.read_text().replace(str(data), str(tmp_path / "mount")))
-    assert main(["train", "run", "--resume", "--steps", "2"]) == 0
 
 
 def test_the_same_data_as_files_of_another_kind(data) -> None:
@@ -174,3 +172,68 @@ def test_the_run_of_init_from_was_moved(data, tmp_path, ran) -> None:
     save_checkpoint(tmp_path / "run", 3, state, keep_last=1)
     assert main([*tuned, "--steps", "4", "--init_from", "moved"]) == 0
     assert torch.load(checkpoints(tmp_path / "run")[-1], weights_only=True)["counters"]["step"] == 4
+
+
+# The same data give the same training from any kind of file; a run continues with another kind.
+
+
+@pytest.fixture
+def files(tmp_path) -> dict[str, tuple[str, str]]:
+    """Returns the source and target files by kind."""
+    sides = ["".join(f"{pair[side]}\n" for pair in PAIRS) for side in (0, 1)]
+    rows = [{"en": source, "translation": {"de": target}} for source, target in PAIRS]
+    (tmp_path / "a.en").write_text(sides[0])
+    (tmp_path / "a.de").write_text(sides[1])
+    (tmp_path / "z.en").write_bytes(gzip.compress(sides[0].encode()))
+    (tmp_path / "z.de").write_bytes(lzma.compress(sides[1].encode()))
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "p.tsv").write_text("".join(f"{source}\t{target}\tCC-BY\n" for source, target in PAIRS))
+    return {
+        "plain": (str(tmp_path / "a.en"), str(tmp_path / "a.de")),
+        "compressed": (str(tmp_path / "z.en"), str(tmp_path / "z.de")),
+        "columns": (f"{tmp_path / 'p.jsonl'}:en", f"{tmp_path / 'p.jsonl'}:translation.de"),
+        "three columns": (f"{tmp_path / 'p.tsv'}:1", f"{tmp_path / 'p.tsv'}:2"),
+    }
+
+
+def test_the_same_examples(config, files) -> None:
+    found = set()
+    for source, target in files.values():
+        data = load_data(changed(config, train_tsv=None, val_tsv=None, train_source=source, train_target=target))
+        found.add((data.train.fingerprint(), data.val.fingerprint()))
+    ends = []
+    for path in files["compressed"]:  # as <(cat FILE)
+        reading, writing = os.pipe()
+        with open(path, "rb") as file, os.fdopen(writing, "wb") as sink:
+            sink.write(file.read())
+        ends.append(reading)
+    source, target = (f"/dev/fd/{end}" for end in ends)
+    data = load_data(changed(config, train_tsv=None, val_tsv=None, train_source=source, train_target=target))
+    found.add((data.train.fingerprint(), data.val.fingerprint()))
+    for end in ends:
+        os.close(end)
+    assert len(found) == 1
+
+
+def test_a_run_resumes_with_a_column(config, files, tmp_path) -> None:
+    source, target = files["columns"]
+    config = changed(config, train_tsv=None, val_tsv=None, train_source=source, train_target=target, steps=1)
+    start(config, tmp_path / "run").train()
+    assert main(["train", str(tmp_path / "run"), "--resume", "--steps", "2"]) == 0
+    assert len(losses(tmp_path / "run")) == 2
+
+
+def test_settings_and_a_tsv_from_pipes(config, tmp_path, monkeypatch) -> None:
+    import io
+
+    import yaml
+
+    values = changed(config, steps=1, val_tsv=None, train_tsv="-").to_dict()
+    reading, writing = os.pipe()
+    os.write(writing, yaml.safe_dump(values).encode())
+    os.close(writing)
+    text = "".join(f"{source}\t{target}\n" for source, target in PAIRS).encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+    assert main(["train", str(tmp_path / "run"), "--config", f"/dev/fd/{reading}"]) == 0
+    os.close(reading)
+    assert len(losses(tmp_path / "run")) == 1

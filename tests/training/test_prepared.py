@@ -49,18 +49,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(shards, tmp_path) -> None:
     assert replace(parts.position, trained_seconds=0.0) == replace(whole.position, trained_seconds=0.0)
 
 
-def test_one_window_trains_on_the_examples_of_the_files(shards, config, tmp_path) -> None:
-    of_shards = load_data(shards)
-    of_files = load_data(changed(config, train_tsv=str(tmp_path / "many.tsv"), val_tsv=None))
-    everything = [
-        (e.source, e.target) for data in (of_shards, of_files) for part in (data.train, data.val) for e in part
-    ]
-    assert sorted(everything[: len(PAIRS)]) == sorted(everything[len(PAIRS) :])
-    assert [text for pair in of_shards.val_texts for text in pair] == [
-        of_shards.tokenizer.decode(side) for e in of_shards.val for side in (e.source, e.target)
-    ]
-
-
 def test_epochs_are_counted_over_windows(shards, tmp_path) -> None:
     del (values := shards.to_dict())["steps"]
     trainer = start(TrainConfig.from_dict({**values, "epochs": 2}), tmp_path / "run")

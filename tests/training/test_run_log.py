@@ -6,7 +6,6 @@ import io
 import logging
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -142,42 +141,3 @@ def test_a_full_disk_for_metrics_does_not_end_a_training(config, tmp_path, monke
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(filter(None, text.splitlines())))
     assert [line["step"] for line in lines(tmp_path / "run", "train")] == [1, 3, 4]
     assert "lacks the line of update 2" in caplog.text
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full and a POSIX shell")
-@pytest.mark.parametrize(
-    ("how", "status", "streams"),
-    [
-        ("{} | head -n 3; exit ${{PIPESTATUS[0]}}", 0, ["standard output"]),
-        ("{} 2>&1 | head -n 1; exit ${{PIPESTATUS[0]}}", 0, ["standard output", "standard error"]),
-        ("{} | (exec <&-; sleep 1); exit ${{PIPESTATUS[0]}}", 0, ["standard output"]),  # a tee that died
-        ("{} > /dev/full", 0, ["standard output"]),
-        ("{} > /dev/full 2>&1", 0, ["standard output", "standard error"]),
-        ("{} >&-", 0, ["standard output"]),
-        ("{} 2>&- > /dev/null", 0, ["standard error"]),
-        ("{} <&- >&- 2>&-", 0, ["standard output", "standard error"]),
-        ("LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 PYTHONIOENCODING=ascii {}", 0, []),
-    ],
-)
-def test_a_training_survives_the_loss_of_real_streams(config, tmp_path, how, status, streams) -> None:
-    """The command runs in a separate process: same model and checkpoints, a correct exit status, and a line in
-    train.log.
-    """
-    import yaml
-
-    config = changed(config, steps=30, save_every=10, val_examples=4, tokenizer="bytes")
-    start(config, tmp_path / "whole").train()
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config.to_dict()))
-    line = how.format(f"{sys.executable} -m fastformer.cli train {tmp_path}/run --config {tmp_path}/c.yaml")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, timeout=300)
-    assert done.returncode == status, done.stderr
-    assert b"Traceback" not in done.stderr and b"bug" not in done.stderr + done.stdout
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
-    names = [sorted(path.name for path in (tmp_path / run / "checkpoints").iterdir()) for run in ("run", "whole")]
-    assert names[0] == names[1]
-    log = (tmp_path / "run" / "train.log").read_text()
-    assert "update     30/30" in log and "the model in" in log
-    for stream in ("standard output", "standard error"):
-        assert (stream in log) == (stream in streams), log

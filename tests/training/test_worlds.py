@@ -81,21 +81,6 @@ def test_another_number_of_processes_resumes(whole, tmp_path, sharding) -> None:
         assert found == worlds.batches(whole.parent / "updates") and len(found) == 20 * 4
 
 
-def test_every_start_has_another_number_of_processes(whole, tmp_path) -> None:
-    """There are ten starts of two updates each, by one to four processes that store weights in different ways."""
-    chooser, seen = random.Random(0), tmp_path / "updates"
-    seen.mkdir()
-    before: int | None = None
-    for start in range(10):
-        processes: int = chooser.choice([each for each in (0, 1, 2, 4) if each != before])
-        before, sharding = processes, chooser.choice(["ddp", "fsdp"])
-        options = {"updates": str(seen), "by_layer": chooser.random() < 0.5}
-        settings = {"steps": 2 * start + 2, "sharding": sharding, "resume": "auto", "dropout_seeds": "batch"}
-        worlds.train(processes, tmp_path / "run", options=options, **settings, **CONSTANT)
-    assert worlds.difference(whole, tmp_path / "run") <= TOLERANCE
-    assert worlds.batches(seen) == worlds.batches(whole.parent / "updates")
-
-
 def test_a_file_of_ddp_is_read_by_fsdp_and_back(whole, tmp_path) -> None:
     """One process begins, FSDP continues from its file, DDP from the parts, and `average` reads both."""
     run = tmp_path / "run"
@@ -131,26 +116,6 @@ def test_other_files_in_one_process_are_named_before_anything_is_written(tmp_pat
     said = worlds.train(2, tmp_path / "run", options=options, fails=True)
     assert re.search(r"expected the same training data .* rank 1 ", said), said
     assert not (tmp_path / "run" / "model.safetensors").exists() and not checkpoints(tmp_path / "run")
-
-
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
-def test_a_full_disk_ends_all_and_loses_nothing(tmp_path, sharding) -> None:
-    run = tmp_path / "run"
-    said = worlds.train(2, run, options={"full": 4}, save_every=2, sharding=sharding, fails=True)
-    assert re.search("^fastformer: .*No space left", said, re.MULTILINE), said
-    assert [step_of(path) for path in checkpoints(run)] == [2]
-    worlds.train(2, run, resume="true", steps=6)  # the half that was written is no checkpoint
-    assert not [*(run / "checkpoints").glob(".step*")]
-
-
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
-def test_no_model_is_kept_before_there_is_a_checkpoint(tmp_path, sharding) -> None:
-    """A folder with a model and without a checkpoint could neither be resumed nor be trained in anew."""
-    run = tmp_path / "run"
-    options = {"full": 2, "late": 1.0}
-    worlds.train(2, run, options=options, save_every=9, val_every=2, sharding=sharding, fails=True)
-    assert not checkpoints(run) and not (run / "model.safetensors").exists()
-    worlds.train(2, run, resume="auto", steps=3, sharding=sharding)
 
 
 @pytest.mark.parametrize(("sharding", "rank"), [("ddp", 0), ("fsdp", 0), ("fsdp", 1)])
