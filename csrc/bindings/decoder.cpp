@@ -83,6 +83,7 @@ ModelOptions options_of(PyObject* d) {
   reader.optional("logit_softcap", o.logit_softcap);
   reader.optional("padding_idx", o.padding_idx);
   reader.optional("encoder_windows", o.encoder_windows);
+  reader.optional("causal_encoder", o.causal_encoder);
   reader.optional("decoder_windows", o.decoder_windows);
   reader.expect_end();
   return o;

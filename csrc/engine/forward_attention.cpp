@@ -178,7 +178,7 @@ template <typename T>
 void Forward::attend_own_span(int64_t layer, const Span& span, int64_t kv_head) {
   const ModelOptions& o = model_.options;
   const PackedLayer& weights = model_.encoder.layers[layer];
-  const int64_t window = weights.window;
+  const int64_t window = weights.window, last = o.causal_encoder ? 0 : window;  // how far a token sees; -1: to the end
   const Scores change(o, model_.encoder.position_bias);
   const int64_t dim = o.head_dim, ld = padded(o.qkv_dim()), group = o.num_heads / o.num_kv_heads;
   const int64_t length = span.end - span.begin, num_keys = length - span.unseen;
@@ -201,11 +201,11 @@ void Forward::attend_own_span(int64_t layer, const Span& span, int64_t kv_head) 
   };
   if (!places)
     return attend([=](int64_t i) { return window < 0 ? 0 : std::max<int64_t>(0, i - window); },
-                  [=](int64_t i) { return window < 0 ? length : std::min(length, i + window + 1); }, change);
+                  [=](int64_t i) { return last < 0 ? length : std::min(length, i + last + 1); }, change);
   const auto keys_before = [=](int64_t place) { return std::lower_bound(keys, keys + num_keys, place) - keys; };
   attend(
       [=](int64_t i) { return window < 0 ? 0 : keys_before(places[i] - window); },
-      [=](int64_t i) { return window < 0 ? num_keys : keys_before(places[i] + window + 1); },
+      [=](int64_t i) { return last < 0 ? num_keys : keys_before(places[i] + last + 1); },
       [=](int64_t h, int64_t i, int64_t key, int64_t count, float* x) { change(h, places[i], keys + key, count, x); });
 }
 

@@ -47,6 +47,7 @@ struct ModelOptions {
   bool rms_norm = false;
   bool parallel_residual = false;  // x + attention(norm1(x)) + feed_forward(norm2(x)); only with NormPlacement::pre
   bool skips_first_norm = false;   // the encoder's first layer reads the embeddings without a norm
+  bool causal_encoder = false;     // the encoder's tokens attend to no later token
   bool is_bare = false;            // sources have no embeddings or final norm, unless given: calls pass their states
   float eps;
   float scale = 1;  // the factor for embeddings

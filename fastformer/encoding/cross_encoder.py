@@ -61,7 +61,7 @@ class CrossEncoder(FolderModel):
     ) -> None:
         super().__init__(folder, precision, device, prompts, default_prompt_name)
         loaded = self._folder
-        if not loaded.model.config.num_labels:
+        if not loaded.num_labels:
             raise ValueError(
                 f"expected a model with a head for classification, got one without in {loaded.path}: "
                 "fastformer.Encoder computes its embeddings"
@@ -76,7 +76,7 @@ class CrossEncoder(FolderModel):
     @property
     def num_labels(self) -> int:
         """The number of scores that the head computes for a pair."""
-        return int(self._folder.model.config.num_labels)
+        return self._folder.num_labels
 
     def predict(
         self,
@@ -227,7 +227,17 @@ class CrossEncoder(FolderModel):
 
     def _classify(self, rows: Rows) -> Array:
         """Returns the logits of rows of pairs or texts, (rows, num_labels)."""
-        return self._engine.classify(rows.ids, rows.types)
+        head = self._folder.head
+        if head is None:
+            return self._engine.classify(rows.ids, rows.types)
+        pad = None if head.compares else self._folder.model.config.special_ids.pad
+        return head(self._engine.encode([_until_pad(ids, pad) for ids in rows.ids], pooling="lasttoken"))
+
+
+def _until_pad(ids: list[int], pad: int | None) -> list[int]:
+    """Returns ids without PAD at their end, unless all are PAD: transformers' classifiers read the last other token."""
+    last = next((place for place in reversed(range(len(ids))) if ids[place] != pad), len(ids) - 1)
+    return ids[: last + 1]
 
 
 def _inputs(sentences: Any) -> tuple[bool, Iterable[Input]]:

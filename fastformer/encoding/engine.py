@@ -1,4 +1,4 @@
-"""Runs a `models.BERT` for inference: the whole encoder in one C++ call, or by its modules."""
+"""Runs a `models.BERT`, or the layers of a `models.GPT`, for inference: all in one C++ call, or by its modules."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from fastformer.encoding import batches
 from fastformer.engine.checks import why_not_now
 from fastformer.engine.frozen import packed
+from fastformer.generation.engines import cpp
 from fastformer.generation.engines.cpp import arrays_of, bias_by_distance, shared_options
 from fastformer.generation.engines.cpp_support import why_not_in
 from fastformer.generation.engines.kv_cache import packed as packed_ids
 from fastformer.generation.model_protocols import check_precision, dtype_precision, own_precision, why_not_by_modules
-from fastformer.models import BERT
+from fastformer.models import BERT, GPT
 from fastformer.models.as_made import find_guards
-from fastformer.models.pooling import POOLINGS, Pooling
+from fastformer.models.pooling import POOLINGS, Pooling, pool
 from fastformer.ops import _extension
 
 Rows: TypeAlias = Sequence[Sequence[int]]
@@ -91,6 +92,8 @@ class PackedEncoder(NamedTuple):
 class EncoderEngine:
     """Encodes texts, as ids, with a `models.BERT`: hidden states, a vector for each text, or the logits of its labels.
 
+    Of a `models.GPT` it computes the hidden states in the same way, without a cache.
+
     On a CPU the whole encoder is one C++ call, from weights that are packed once for all engines of the model. fp32
     computes the same as the model. bf16 rounds the weights and their inputs; int8 has a scale for each output of a
     weight, and a scale and a zero point for each row of its inputs; int4 has the same inputs as int8, and a scale for
@@ -108,12 +111,12 @@ class EncoderEngine:
         precision: "fp32", "bf16", "int8" or "int4"; None: the model's own.
 
     Raises:
-        ValueError: the model is not a BERT, or neither the C++ code nor the modules compute in the precision.
+        ValueError: the model is not a BERT or a GPT, or neither the C++ code nor the modules compute in the precision.
     """
 
-    def __init__(self, model: BERT, precision: str | None = None) -> None:
-        if not isinstance(model, BERT):
-            raise ValueError(f"expected a models.BERT, got {type(model).__name__}")
+    def __init__(self, model: BERT | GPT, precision: str | None = None) -> None:
+        if not isinstance(model, BERT | GPT):
+            raise ValueError(f"expected a models.BERT or a models.GPT, got {type(model).__name__}")
         check_precision(precision)
         self.model, self.precision = model, precision or own_precision(model)
         if self._cpp(may_be_old=True) is None:
@@ -162,14 +165,14 @@ class EncoderEngine:
         """
         if pooling not in (*POOLINGS, "none", "pooler"):
             raise ValueError(f"expected a pooling in {('none', *POOLINGS, 'pooler')}, got {pooling!r}")
-        if pooling == "pooler" and self.model.pooler is None:
+        if pooling == "pooler" and getattr(self.model, "pooler", None) is None:
             raise ValueError("expected a model with a pooler for pooling 'pooler', got one without")
         return self._encode(self._cpp(), ids, token_types, pooling, normalize)
 
     def _encode(
         self, packed: _Packed | None, ids: Rows, token_types: Rows | None, pooling: str, normalize: bool
     ) -> Array:
-        if token_types is not None and not self.model.config.token_types:
+        if token_types is not None and not num_types(self.model):
             raise ValueError("expected no token_types: the model has no embeddings of them (config.token_types 0)")
         if packed is None:
             return self._by_modules(ids, token_types, pooling, normalize)
@@ -181,7 +184,7 @@ class EncoderEngine:
 
     def classify(self, ids: Rows, token_types: Rows | None = None) -> Array:
         """Returns the logits of each text's labels, (texts, num_labels) fp32. See `encode` for arguments and errors."""
-        if self.model.head is None:
+        if not isinstance(self.model, BERT) or self.model.head is None:
             raise ValueError("expected a model with a head (config.num_labels), got one without")
         config = self.model.config
         packed = self._cpp()
@@ -196,7 +199,7 @@ class EncoderEngine:
 
     def _cpp(self, *, may_be_old: bool = False) -> _Packed | None:
         model, precision = self.model, self.precision
-        if why_not_encoded(BERT, model, precision) is not None:
+        if why_not_encoded(_kind_of(model), model, precision) is not None:
             return None
         name = f"encoder {precision}"
         try:
@@ -231,11 +234,15 @@ class EncoderEngine:
         tokens, layout = packed_ids(ids, device)
         of_types = None if types is None else packed_ids(types, device)[0]
         with torch.inference_mode():
-            hidden = self.model.encode(tokens, layout=layout, token_types=of_types)
-            if pooling != "none":
-                # The pooler's weights have the model's dtype; pooling is in fp32.
-                hidden = hidden if pooling == "pooler" else hidden.float()
-                hidden = self.model.pooled(hidden, layout, cast(Any, pooling))
+            if isinstance(self.model, BERT):
+                hidden = self.model.encode(tokens, layout=layout, token_types=of_types)
+            else:
+                hidden = self.model.decode(tokens, layout=layout)
+            # The pooler's weights have the model's dtype; pooling is in fp32.
+            if pooling == "pooler":
+                hidden = cast(BERT, self.model).pooled(hidden, layout, "pooler")
+            elif pooling != "none":
+                hidden = pool(hidden.float(), layout, pooling)
             if normalize:
                 hidden = F.normalize(hidden.float(), dim=-1)
         ends = np.cumsum([len(text) for text in ids])[:-1]
@@ -246,7 +253,7 @@ class _Unsupported(Exception):
     """Raised if a model is not as its config makes it."""
 
 
-def _tensors_of(model: BERT) -> list[Tensor]:
+def _tensors_of(model: BERT | GPT) -> list[Tensor]:
     """Returns the tensors of a model, or raises `_Unsupported` if it is not as its config makes it."""
     guards, reason = find_guards(model)
     if guards is None:
@@ -256,7 +263,16 @@ def _tensors_of(model: BERT) -> list[Tensor]:
 
 def _why_not(model: object, precision: str | None) -> str | None:
     """Returns what `EncoderEngine.why_unsupported` does, also for a model's own precision, such as "float64"."""
-    return why_not_encoded(BERT, model, precision) or find_guards(cast(BERT, model))[1]
+    return why_not_encoded(_kind_of(model), model, precision) or find_guards(cast(BERT, model))[1]
+
+
+def _kind_of(model: object) -> type[nn.Module]:
+    return GPT if isinstance(model, GPT) else BERT
+
+
+def num_types(model: BERT | GPT) -> int:
+    """Returns the number of a model's token types; 0: it has no embeddings of them."""
+    return model.config.token_types if isinstance(model, BERT) else 0
 
 
 def why_not_encoded(kind: type[nn.Module], model: object, precision: str | None) -> str | None:
@@ -265,6 +281,8 @@ def why_not_encoded(kind: type[nn.Module], model: object, precision: str | None)
         return missing
     if type(model) is not kind:
         return f"it only supports models.{kind.__name__}, and a {type(model).__name__} may compute something else"
+    if isinstance(model, GPT) and model.config.parallel_residual:
+        return "it encodes with no model that has a parallel residual"
     return why_not_now() or why_not_in(precision, model)
 
 
@@ -273,7 +291,7 @@ def why_no_encoder() -> str | None:
     return _extension.why_missing("Encoder")
 
 
-def pack_encoder(model: BERT, precision: str, last_position: Tensor | None = None) -> PackedEncoder | str:
+def pack_encoder(model: BERT | GPT, precision: str, last_position: Tensor | None = None) -> PackedEncoder | str:
     """Packs the weights of a model, which may be freed afterwards; or returns why the C++ code can't compute it.
 
     Args:
@@ -281,11 +299,11 @@ def pack_encoder(model: BERT, precision: str, last_position: Tensor | None = Non
         precision: see `EncoderEngine`.
         last_position: (d_model,), a row after the model's table of positions, which only `Gaps` may name; None: none.
     """
-    reason = why_not_encoded(BERT, model, precision)
+    reason = why_not_encoded(_kind_of(model), model, precision)
     if reason is not None:
         return reason
     encoder = _packed_encoder(model, precision, last_position)
-    return PackedEncoder(encoder, model.config.max_len, model.config.token_types)
+    return PackedEncoder(encoder, model.config.max_len, num_types(model))
 
 
 def _call(encoder: _EncoderBinding, ids: Rows, types: Rows | None, pooling: str, normalize: bool, *gaps: Any) -> Array:
@@ -308,12 +326,12 @@ def _as_array(x: Tensor) -> Array:
     return array
 
 
-def _check(ids: Rows, token_types: Rows | None, model: BERT) -> None:
+def _check(ids: Rows, token_types: Rows | None, model: BERT | GPT) -> None:
     """Checks the ids and token types in the same way as the C++ code."""
     config = model.config
     if token_types is not None and [*map(len, token_types)] != [*map(len, ids)]:
         raise ValueError("expected token_types of each token of each text")
-    for name, rows, size in (("ids", ids, config.vocab_size), ("token_types", token_types or [], config.token_types)):
+    for name, rows, size in (("ids", ids, config.vocab_size), ("token_types", token_types or [], num_types(model))):
         for i, text in enumerate(rows):
             if not 1 <= len(text) <= config.max_len:
                 raise ValueError(f"{name}: expected texts of 1 to {config.max_len} tokens, got {len(text)} in text {i}")
@@ -324,11 +342,12 @@ def _check(ids: Rows, token_types: Rows | None, model: BERT) -> None:
                     raise ValueError(f"{name}: expected numbers from 0 to {size - 1}, got {token} in text {i}")
 
 
-def _pack(model: BERT, precision: str) -> _Packed:
-    return _Packed(_packed_encoder(model, precision), _in_fp32(model.pooler), _in_fp32(model.head))
+def _pack(model: BERT | GPT, precision: str) -> _Packed:
+    pooler, head = (model.pooler, model.head) if isinstance(model, BERT) else (None, None)
+    return _Packed(_packed_encoder(model, precision), _in_fp32(pooler), _in_fp32(head))
 
 
-def _packed_encoder(model: BERT, precision: str, last_position: Tensor | None = None) -> _EncoderBinding:
+def _packed_encoder(model: BERT | GPT, precision: str, last_position: Tensor | None = None) -> _EncoderBinding:
     extension = cast(Any, _extension.module())
     weights = extension.PackedModel(pack_options(model, precision), pack_tensors(model, precision, last_position))
     return cast(_EncoderBinding, extension.Encoder(weights))
@@ -338,8 +357,17 @@ def _in_fp32(module: nn.Module | None) -> nn.Module | None:
     return None if module is None else copy.deepcopy(module).float().requires_grad_(False).eval()
 
 
-def pack_options(model: BERT, precision: str) -> dict[str, object]:
+def pack_options(model: BERT | GPT, precision: str) -> dict[str, object]:
     """Returns the options of a model that its tensors don't show, for ModelOptions in csrc/engine/packed_model.h."""
+    if isinstance(model, GPT):
+        options = cpp.pack_options(model, precision)
+        return options | {
+            "num_encoder_layers": options["num_decoder_layers"],
+            "encoder_windows": options["decoder_windows"],
+            "causal_encoder": True,
+            "num_decoder_layers": 0,
+            "decoder_windows": [],
+        }
     config = model.config
     return shared_options(config, model.encoder.layers[0], model.embedding, precision) | {
         "num_encoder_layers": len(model.encoder.layers),
@@ -349,8 +377,14 @@ def pack_options(model: BERT, precision: str) -> dict[str, object]:
     }
 
 
-def pack_tensors(model: BERT, precision: str, last_position: Tensor | None = None) -> dict[str, Any]:
+def pack_tensors(model: BERT | GPT, precision: str, last_position: Tensor | None = None) -> dict[str, Any]:
     """Returns the tensors by their names in csrc/engine/packed_model.h; for int4, matrices hold whole numbers."""
+    if isinstance(model, GPT):
+        named = {name: tensor for name, tensor in cpp.named_tensors(model).items() if name != "output"}
+        sides = (("decoder.", "encoder."), ("target_", "source_"))
+        for old, new in sides:
+            named = {new + name.removeprefix(old) if name.startswith(old) else name: t for name, t in named.items()}
+        return arrays_of(model, named, precision)
     tensors: dict[str, Tensor] = {
         f"encoder.{name}": p for name, p in model.encoder.named_parameters(remove_duplicate=False)
     }

@@ -23,12 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.checkpoints import gguf
-from fastformer.checkpoints.hf import FAMILIES, load_folder, model_type
+from fastformer.checkpoints.hf import FAMILIES, encoding_family, load_folder, model_type
 from fastformer.checkpoints.hf.common import flag_of, number_of, read_weights
-from fastformer.encoding.modules import ACTIVATIONS, Dense, LayerNorm, Normalize, Pooling, RowLayer
+from fastformer.checkpoints.hf.encoder import CLASSIFIER
+from fastformer.encoding.modules import ACTIVATIONS, Dense, LabelHead, LayerNorm, Normalize, Pooling, RowLayer
 from fastformer.encoding.similarity import ALL
 from fastformer.encoding.tokens import Reader
 from fastformer.files import read_json, read_small
+from fastformer.models import GPT
 from fastformer.models.pooling import POOLINGS
 from fastformer.models.pretrained import CONFIG
 from fastformer.settings import suggestion
@@ -43,7 +45,7 @@ _MODEL_SETTINGS = tuple(
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 _PACKAGE = "sentence_transformers."
-_KNOWN = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout")
+_KNOWN = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout", "LogitScore")
 _ROW = "sentence_embedding"  # the feature that modules after the pooling read and write
 _LEGACY = "pooling_mode_"
 _LEGACY_POOLINGS = {"cls_token": "cls", "max_tokens": "max", "mean_tokens": "mean"} | {
@@ -57,7 +59,7 @@ class Folder:
 
     Attributes:
         path: the path of the folder.
-        model: a `models.BERT`, in evaluation mode.
+        model: a `models.BERT`, or a `models.GPT` without its head, in evaluation mode.
         reader: makes rows from texts.
         pooling: the pooling of the model's rows; None: the folder doesn't name one.
         steps: the steps that follow the pooling.
@@ -67,6 +69,7 @@ class Folder:
         truncate_dim: the number of dimensions that a row is truncated to; None: all.
         activation: the activation of a cross-encoder's scores; None: the folder doesn't name one.
         labels: the labels of a classifier, by index; empty if the folder doesn't name them.
+        head: the head of a decoder that scores or classifies; None: the model has its own, or the folder has none.
     """
 
     path: Path
@@ -80,6 +83,12 @@ class Folder:
     truncate_dim: int | None = None
     activation: nn.Module | None = None
     labels: tuple[str, ...] = ()
+    head: LabelHead | None = None
+
+    @property
+    def num_labels(self) -> int:
+        """The number of scores of a classifier or reranker; 0: the folder has no head."""
+        return int(getattr(self.model.config, "num_labels", 0)) if self.head is None else self.head.num_labels
 
 
 def read_folder(path: str | os.PathLike[str], *, device: torch.device | str | None = None) -> Folder:
@@ -109,8 +118,13 @@ def read_folder(path: str | os.PathLike[str], *, device: torch.device | str | No
     model, tokenizer = _load(model_folder, device)
     most = min(tokenizer.max_len if max_len is None else max_len, model.config.max_len)
     reader = Reader(tokenizer, most, lowers=flag_of(model_settings, "do_lower_case", False))
-    pooling, steps = _after(folder, modules, model)
     foreign = _read(model_folder / CONFIG)
+    head = _label_head(folder, modules, model, foreign)
+    pooling, steps = (None, ()) if head is not None else _after(folder, modules, model)
+    if not modules and _architecture(foreign).endswith("ForCausalLM"):
+        pooling = Pooling(("lasttoken",))  # as in sentence-transformers
+    if "message" in (model_settings.get("modality_config") or {}):
+        raise ValueError(f"expected {model_folder} to embed plain texts, got a chat template that writes them")
     similarity = settings.get("similarity_fn_name") or "cosine"
     if similarity not in ALL:
         raise ValueError(f"expected {folder / _SETTINGS} to name a similarity in {[*ALL]}, got {similarity!r}")
@@ -127,6 +141,7 @@ def read_folder(path: str | os.PathLike[str], *, device: torch.device | str | No
         truncate_dim=truncate_dim,
         activation=_score_activation(folder, settings, foreign),
         labels=_labels(foreign),
+        head=head,
     )
 
 
@@ -145,9 +160,9 @@ def _load(folder: Path, device: torch.device | str | None) -> tuple[Any, Any]:
     if not (folder / CONFIG).is_file():
         raise ValueError(f"expected the file {folder / CONFIG}, which doesn't exist: was the model saved completely?")
     kind = model_type(folder)
-    family = None if kind is None else FAMILIES.get(kind)
-    if family is None or family.kind != "encoder" or family.read_tokenizer is None:
-        families = ", ".join(f.name for f in FAMILIES.values() if f.kind == "encoder")
+    family = encoding_family(kind)
+    if family is None:
+        families = ", ".join(each.name for kind, each in FAMILIES.items() if encoding_family(kind) is not None)
         kind_found = "none of transformers' models" if kind is None else f"one of {kind!r}"
         raise ValueError(f"expected the folder of an encoder, one of {families}, got {kind_found}: {folder}")
     return load_folder(folder, family, device=device)
@@ -197,6 +212,37 @@ def _after(
             steps.append(step)
             width = step.out_features or width
     return pooling, tuple(steps)
+
+
+def _architecture(foreign: Mapping[str, Any]) -> str:
+    """Returns the name of transformers' class of a model; "" if its config.json doesn't name it."""
+    names = foreign.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else ""
+
+
+def _label_head(
+    folder: Path, modules: Sequence[tuple[str, Path]], model: Any, foreign: Mapping[str, Any]
+) -> LabelHead | None:
+    """Returns the head by which a decoder scores or classifies: that of its class, or the logits of two tokens."""
+    is_score = [kind for kind, _ in modules[1:]] == ["LogitScore"]
+    if not isinstance(model, GPT) or not (is_score or _architecture(foreign).endswith(CLASSIFIER)):
+        if "LogitScore" in [kind for kind, _ in modules]:
+            raise ValueError(f"expected {folder / _MODULES} to have a LogitScore only after a decoder")
+        return None
+    state = read_weights(modules[0][1] if modules else folder)
+    if not is_score:
+        if "score.weight" not in state:
+            raise ValueError(
+                f"expected the weights in {folder} to have a score.weight, as {_architecture(foreign)} has"
+            )
+        return LabelHead(state["score.weight"].float())
+    settings, tied = read_json(modules[1][1] / CONFIG), model.embedding.weight.detach().cpu()
+    table, vocab = state.get("lm_head.weight", tied), model.config.vocab_size
+    tokens = [settings.get("true_token_id"), settings.get("false_token_id")]
+    given = [token for token in tokens if token is not None]
+    if not given or tokens[0] is None or not all(isinstance(token, int) and 0 <= token < vocab for token in given):
+        raise ValueError(f"expected {modules[1][1] / CONFIG} to name tokens below {vocab}, got {tokens}")
+    return LabelHead(table[given].float(), compares=len(given) == 2)
 
 
 def _pooling(folder: Path, d_model: int) -> tuple[Pooling, int]:

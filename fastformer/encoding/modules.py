@@ -109,6 +109,30 @@ def normalized(rows: Array) -> Array:
     return np.asarray(rows / np.maximum(lengths, np.float32(_LEAST)))
 
 
+@dataclass(frozen=True)
+class LabelHead:
+    """The labels' logits of a decoder's last token.
+
+    Attributes:
+        weight: (labels, d_model); or of two tokens of the vocabulary, if the head compares them.
+        compares: whether the one logit is that of the first token minus that of the second.
+    """
+
+    weight: Tensor
+    compares: bool = False
+
+    @property
+    def num_labels(self) -> int:
+        """The number of logits."""
+        return 1 if self.compares else len(self.weight)
+
+    def __call__(self, rows: Array) -> Array:
+        """Returns the logits (rows, num_labels) of the last tokens' states (rows, d_model)."""
+        with torch.inference_mode():
+            logits = [F.linear(row, self.weight) for row in torch.from_numpy(rows).split(1)]
+            return torch.cat([row[:, :1] - row[:, 1:] if self.compares else row for row in logits]).numpy()
+
+
 class RowLayer(Protocol):
     """A layer on rows: (rows, in_features) -> (rows, out_features)."""
 

@@ -72,12 +72,15 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT | BERT:
     return convert(model, lambda settings: settings)
 
 
-def convert(model: nn.Module, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Transformer | GPT | BERT:
+def convert(
+    model: nn.Module, change: Callable[[dict[str, Any]], dict[str, Any]], *, headless: bool = False
+) -> Transformer | GPT | BERT:
     """Converts a model as `from_huggingface` does, with other settings.
 
     Args:
         model: see `from_huggingface`.
         change: (settings of the model) -> those that are read.
+        headless: whether the model is a decoder without its head.
 
     Raises:
         ValueError: see `from_huggingface`.
@@ -85,7 +88,7 @@ def convert(model: nn.Module, change: Callable[[dict[str, Any]], dict[str, Any]]
     kind = getattr(getattr(model, "config", None), "model_type", None)
     family = FAMILIES.get(kind or "")
     name = original_class(model).__name__
-    if family is None or name not in (family.model_class, *family.others):
+    if family is None or name not in ((family.headless,) if headless else (family.model_class, *family.others)):
         why = f": {UNSUPPORTED[kind]}, which our models don't have" if kind in UNSUPPORTED else ""
         known = ", ".join(name for each in FAMILIES.values() for name in (each.model_class, *each.others))
         raise ValueError(f"expected one of transformers' {known}, got {type(model).__name__}{why}")

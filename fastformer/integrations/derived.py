@@ -13,9 +13,17 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES
-from fastformer.integrations.engine_encode import EncoderStack
-from fastformer.integrations.heads import EncoderHead, KeepsPadding, Seq2SeqModel, TokenLabels, derive
+from fastformer.checkpoints.hf import DECODER_FORMS, ENCODER_FORMS, FAMILIES
+from fastformer.integrations.engine_encode import DecoderOnEncoder, EncoderStack
+from fastformer.integrations.heads import (
+    EncoderHead,
+    KeepsPadding,
+    LanguageModel,
+    LastToken,
+    Seq2SeqModel,
+    TokenLabels,
+    derive,
+)
 from fastformer.integrations.padding import Owner, PackingStack
 from fastformer.integrations.replace import Replacement
 
@@ -53,6 +61,8 @@ _SEQ2SEQ: Roles = {
 }
 # The beginning of the names of an encoder-decoder's classes, by the model_type.
 _SEQ2SEQ_CLASSES = {"mbart": "MBart", "pegasus": "Pegasus", "m2m_100": "M2M100"}
+# Decoder-only families whose classes are in a file here.
+_OWN_FILES = frozenset({"gpt2", "llama"})
 # An ELECTRA's head may summarize all positions.
 _OTHERS = frozenset({"ElectraForMultipleChoice"})
 
@@ -72,7 +82,12 @@ def _roles(kind: str) -> Roles:
     if kind in _SEQ2SEQ_CLASSES:
         classes, table = _SEQ2SEQ_CLASSES[kind], _SEQ2SEQ
     elif FAMILIES[kind].generates:
-        return {FAMILIES[kind].model_class: ()}
+        family = FAMILIES[kind]
+        if kind not in DECODER_FORMS or kind in _OWN_FILES:
+            return {family.model_class: ()}
+        stack = {family.headless: (DecoderOnEncoder, EncoderStack)}
+        labels = family.headless.removesuffix("Model") + "ForSequenceClassification"
+        return {family.model_class: (LanguageModel,), labels: (LastToken,), **stack}
     else:
         classes, table = ENCODER_FORMS[kind].classes, {} if kind == "bert" else _ENCODER
     return {classes + end: bases for end, bases in table.items() if classes + end not in _OTHERS}

@@ -20,24 +20,25 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES
+from fastformer.checkpoints.hf import DECODER_FORMS, ENCODER_FORMS, FAMILIES
 from fastformer.encoding.engine import Gaps, PackedEncoder, pack_encoder, why_no_encoder
 from fastformer.encoding.source_engine import pack_source
-from fastformer.engine.frozen import UnfitError, forget_setting, unpack
+from fastformer.engine.frozen import UnfitError, forget_setting, notes_of, setting_of, unpack
 from fastformer.integrations.as_made import why_not_as_made
-from fastformer.integrations.conversion import from_huggingface, settings_of
+from fastformer.integrations.conversion import convert, from_huggingface, settings_of
 from fastformer.integrations.engine_models import (
     NO_END,
     FoundModel,
     FoundModels,
     counts_words,
+    is_convertible,
     model_type_of,
 )
 from fastformer.integrations.engine_sources import AROUND, is_source, tell_encoders, weights_of_decoding, whole_of
 from fastformer.integrations.known import RETURNS_TUPLES, by_name, gives_tuple, why_not_at_this_moment
 from fastformer.integrations.padding import Owner, PackingStack
 from fastformer.integrations.replace import original_class
-from fastformer.models import BERT, Transformer
+from fastformer.models import BERT, GPT, Transformer
 from fastformer.nn.packed_stack import copy_bytes, megabytes
 
 logger = logging.getLogger("fastformer")
@@ -73,11 +74,25 @@ class EncoderModel(FoundModel[PackedEncoder]):
 
     def pack(self, model: Any, converted: Any, precision: str) -> PackedEncoder:
         """See `FoundModel`."""
-        assert isinstance(converted, BERT)
+        assert isinstance(converted, BERT | GPT)
         packed = pack_encoder(converted, precision, None if self.pad is None else _positions_of(model)[self.pad])
         if isinstance(packed, str):
             raise UnfitError(packed)
         return packed
+
+
+class DecoderModel(EncoderModel):
+    """The layers of a decoder-only model that the engine runs without a cache, as embedders use them."""
+
+    reads_first = False
+
+    def skipped(self, model: Any) -> int | None:
+        """See `EncoderModel`."""
+        return None
+
+    def convert(self, model: nn.Module) -> Any:
+        """See `FoundModel`."""
+        return convert(model, lambda settings: {**settings, "tie_word_embeddings": True}, headless=True)
 
 
 class SourceModel(EncoderModel):
@@ -141,12 +156,20 @@ def is_encoder(kind: type) -> bool:
     return kind is getattr(source, family.model_class, None)
 
 
+def is_decoder_stack(kind: type) -> bool:
+    """Returns whether a class of transformers is a decoder-only model without a head that can be converted."""
+    model_type = model_type_of(kind) or ""
+    return model_type in DECODER_FORMS and kind.__name__ == FAMILIES[model_type].headless
+
+
 def _why_not(model: Any) -> str | None:
     """Returns why the engine's results would differ from those of an encoder's modules; None if they would not."""
     if (missing := why_no_encoder()) is not None:
         return f"there is no C++ engine: {missing}"
     kind, model_type = original_class(model), getattr(getattr(model, "config", None), "model_type", None)
     if is_source(kind) and model_type == model_type_of(kind):
+        return why_not_as_made(model)
+    if is_decoder_stack(kind) and model_type == model_type_of(kind):
         return why_not_as_made(model)
     if not is_encoder(kind) or model_type != model_type_of(kind):
         return f"{kind.__name__} is not an encoder that from_huggingface converts"
@@ -155,7 +178,9 @@ def _why_not(model: Any) -> str | None:
 
 
 def _found(model: Any, guards: Any) -> EncoderModel:
-    return (SourceModel if is_source(original_class(model)) else EncoderModel)(model, guards)
+    kind = original_class(model)
+    found = SourceModel if is_source(kind) else DecoderModel if is_decoder_stack(kind) else EncoderModel
+    return found(model, guards)
 
 
 ENCODERS = FoundModels("encoder", _found, _why_not)
@@ -207,6 +232,32 @@ class EncoderStack(StackOnEncoder):
     def has_known_layers(self) -> bool:
         """Returns whether the engine runs this stack, and so omits padding."""
         return ENCODERS.setting(self) is not None and isinstance(ENCODERS.of(self), EncoderModel)
+
+
+# The setting that says that a decoder's hidden states are what its caller wants: it is no part of a model that
+# generates, or a model of sentence-transformers is around it.
+_EMBEDS = "embeds"
+
+
+class DecoderOnEncoder(StackOnEncoder):
+    """`OnEncoder` for the stack of a decoder-only model, in calls without a cache."""
+
+    def is_encoder_stack(self) -> bool:
+        """See `OnEncoder`."""
+        return bool(setting_of(self, _EMBEDS))
+
+    def is_causal_stack(self) -> bool:
+        """See `PackingStack`."""
+        return True
+
+
+def _tell_decoders(model: nn.Module) -> None:
+    """Tells each decoder-only stack whether it embeds."""
+    whole = [] if type(model).__module__.startswith("sentence_transformers.") else [*model.modules()]
+    generating = {id(part) for each in whole if is_convertible(original_class(each)) for part in each.modules()}
+    for module in model.modules():
+        if isinstance(module, DecoderOnEncoder):
+            notes_of(module).settings[_EMBEDS] = id(module) not in generating
 
 
 class _Texts(NamedTuple):
@@ -281,6 +332,10 @@ def _why_not_call(model: Any, given: dict[str, Any]) -> str | None:
         if value is not None and (type(value) is not Tensor or value.shape != ids.shape or value.device != ids.device):
             return f"{name} is not a tensor of the ids' shape"
     config = model.config
+    if isinstance(model, DecoderOnEncoder):
+        use_cache = given.get("use_cache")
+        if config.use_cache if use_cache is None else use_cache:
+            return "it asks for a cache"
     if not config.return_dict and given.get("return_dict", False) is None:
         return "return_dict is None, which some versions of transformers treat as True, in contradiction to its config"
     if config.output_hidden_states or config.output_attentions:
@@ -383,6 +438,8 @@ def _as_asked(model: Any, hidden: Tensor, given: dict[str, Any]) -> Any:
             return hidden, pooled
         return (hidden,) if pooled is None else (hidden, pooled)
     source = sys.modules[original_class(model).__module__]
+    if kind in DECODER_FORMS:
+        return source.BaseModelOutputWithPast(hidden)
     usual = "BaseModelOutput" if form is None else "BaseModelOutputWithPoolingAndCrossAttentions"
     output = getattr(source, _OUTPUTS.get(kind, usual))
     return output(hidden, pooled) if has_pooler else output(hidden)
@@ -397,6 +454,7 @@ def decide(model: nn.Module, precision: str | None, *, wanted: bool) -> None:
         wanted: whether the encoders run on the engine at all.
     """
     tell_encoders(model)
+    _tell_decoders(model)
     for module in _encoders(model).values():
         ENCODERS.decide(module, precision, wanted=wanted)
 
@@ -405,6 +463,7 @@ def forget(model: nn.Module) -> None:
     """Undoes `decide`, and drops the weights that were packed."""
     for module in _encoders(model).values():
         forget_setting(module, AROUND)
+        forget_setting(module, _EMBEDS)
         ENCODERS.forget(module)
 
 

@@ -7,6 +7,7 @@ LanguageModel   a causal stack's head; reads padding where labels, the last logi
 Seq2SeqModel    the same of a decoder with its encoder
 EncoderHead     `LanguageModel` around a stack that isn't causal
 TokenLabels     a head with one label a token
+LastToken       a head that reads the last token of each row that isn't PAD
 KeepsPadding    reads padding in each call: a softmax over all tokens, the last token, labels anywhere
 """
 
@@ -103,6 +104,19 @@ class KeepsPadding(LanguageModel):
     """A head that reads padding in each call: a softmax over all tokens, the last token, labels anywhere."""
 
     ALWAYS_READS = True
+
+
+class LastToken(LanguageModel):
+    """A decoder's head that reads the last id of each row that isn't PAD, whatever the mask says."""
+
+    def _sees_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        ids, mask, pad = kwargs.get("input_ids"), kwargs.get("attention_mask"), getattr(self.config, "pad_token_id", 0)
+        if args or pad is None or not isinstance(ids, Tensor):
+            return True
+        if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+            return True
+        is_word = ids != pad
+        return bool((is_word & (mask == 0)).any()) or not bool(is_word.any(1).all())
 
 
 class TokenLabels(LanguageModel):

@@ -12,11 +12,13 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama as llama
 
+from fastformer.integrations.engine_encode import DecoderOnEncoder
 from fastformer.integrations.fused import RMSNorm, join_rms
 from fastformer.integrations.fused_loss import CausalLoss
 from fastformer.integrations.heads import (
     KeepsPadding,
     LanguageModel,
+    LastToken,
     TokenLabels,
     derive,
     replacements,
@@ -48,7 +50,7 @@ class LlamaDecoderLayer(CausalLayer, llama.LlamaDecoderLayer):
 
 
 @stands_for_original
-class LlamaModel(CausalStack, llama.LlamaModel):
+class LlamaModel(DecoderOnEncoder, CausalStack, llama.LlamaModel):
     """Llama's stack, whose layers see packed tokens."""
 
     kinds = (LlamaDecoderLayer, llama.LlamaAttention)
@@ -64,7 +66,7 @@ REPLACEMENTS = replacements(
     {
         "LlamaForCausalLM": LanguageModel,
         "LlamaForQuestionAnswering": KeepsPadding,
-        "LlamaForSequenceClassification": KeepsPadding,
+        "LlamaForSequenceClassification": LastToken,
         "LlamaForTokenClassification": TokenLabels,
     },
     *(LlamaRMSNorm, LlamaDecoderLayer, LlamaModel),

@@ -134,7 +134,7 @@ def open_encoder(
         ImportError, ValueError: see `Encoder`.
     """
     loaded = read_folder(Path(folder), device=device)
-    if loaded.model.config.num_labels and loaded.pooling is None:
+    if loaded.num_labels and loaded.pooling is None:
         return RankService(CrossEncoder(loaded, precision=precision), name, limits=limits)
     return EmbedService(Encoder(loaded, precision=precision), name, limits=limits)
 

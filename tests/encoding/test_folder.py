@@ -25,8 +25,8 @@ def refused(folder: Path, match: str) -> None:
 def test_no_folder_no_model_another_architecture(tmp_path) -> None:
     refused(tmp_path / "none", "none")
     refused(tmp_path, "config.json")
-    write(tmp_path / "config.json", {"model_type": "gpt2"})
-    refused(tmp_path, "'gpt2'")
+    write(tmp_path / "config.json", {"model_type": "bart"})
+    refused(tmp_path, "'bart'")
     write(tmp_path / "config.json", {"model_type": "unheard"})
     refused(tmp_path, "'unheard'")
 

@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from fastformer.checkpoints.hf import ENCODER_FORMS
+from fastformer.checkpoints.hf import DECODER_FORMS, ENCODER_FORMS, FAMILIES
 from fastformer.integrations import accelerate
 from tests.checks import assert_accurate
 from tests.integrations.decoders import IS_OLD, Wide
@@ -178,6 +178,81 @@ def test_padding_may_be_anywhere(name: str, side: str, calls: list[int]) -> None
     check(case, batch, read_of(batch))
     sees_nothing = case.kind == "modernbert" and side == "left"  # windows from the first position end before a token
     assert (calls[0] == 0) == sees_nothing
+
+
+_DECODER = {
+    "vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3,
+    "intermediate_size": 40, "max_position_embeddings": 48, "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1,
+}  # fmt: skip
+_WINDOWED = ("mistral", "ministral", "olmo3", "phi3", "gemma2", "gemma3_text", "starcoder2")
+
+
+def decoder_of(kind: str, end: str = "Model", **options: Any) -> Any:
+    options |= {"sliding_window": 4} if kind in _WINDOWED else {}
+    options |= {"head_dim": 8, "query_pre_attn_scalar": 8} if kind.startswith(("gemma", "ministral")) else {}
+    options["attn_implementation"] = "eager" if kind == "gemma2" else "sdpa"
+    config = getattr(transformers, FAMILIES[kind].config_class)(**_DECODER | options)
+    name = FAMILIES[kind].headless.removesuffix("Model") + end
+    torch.manual_seed(3)
+    model = getattr(transformers, name)(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0, 0.3)
+    return model
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in ("qwen3", "llama", "gemma3_text") else pytest.mark.slow)
+        for kind in DECODER_FORMS
+        if kind not in ("gpt2", "gpt_neox") and not IS_OLD
+    ],
+)
+def test_a_decoder_embeds_without_a_cache(kind: str, side: str, calls: list[int]) -> None:
+    plain = decoder_of(kind)
+    ours, exact = accelerate(copy.deepcopy(plain)), copy.deepcopy(plain).double()
+    inputs = padded(plain, texts_of(plain, (30, 21, 13, 7, 1)), side)
+    batch = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    real = batch["attention_mask"].bool()
+    with torch.no_grad():
+        outs = [model(**batch, use_cache=False) for model in (ours, plain)]
+        with Wide():
+            outs.append(exact(**batch, use_cache=False))
+        assert calls == [1] and type(outs[0]) is type(outs[1])
+        assert_accurate(*(out.last_hidden_state[real] for out in outs))
+        assert not outs[0].last_hidden_state[~real].any()
+        ours(**batch, use_cache=True)
+        assert type(ours(**batch, use_cache=False, return_dict=False)) is tuple
+    assert calls == [2]
+
+
+@pytest.mark.skipif(IS_OLD, reason="decoders are replaced from transformers 5 on")
+def test_a_decoder_inside_of_one_that_generates_stays_by_its_modules(calls: list[int]) -> None:
+    ours = accelerate(decoder_of("qwen3", "ForCausalLM"), precision="int8")
+    batch = {"input_ids": torch.tensor([[5, 6, 7]])}
+    with torch.no_grad():
+        ours(**batch, use_cache=False)
+        ours.model(**batch, use_cache=False)
+    assert calls == [0]
+
+
+@pytest.mark.skipif(IS_OLD, reason="decoders are replaced from transformers 5 on")
+def test_a_decoders_classifier_reads_the_last_id_that_is_not_pad(calls: list[int]) -> None:
+    """Tests rows whose last id is PAD's word, and one whose mask hides an id that the classifier reads."""
+    plain = decoder_of("qwen3", "ForSequenceClassification", num_labels=3)
+    ours, exact = accelerate(copy.deepcopy(plain)), copy.deepcopy(plain).double()
+    for ids, mask, runs in (
+        ([[5, 6, 7, 0], [8, 9, 0, 0]], [[1, 1, 1, 1], [1, 1, 0, 0]], 1),
+        ([[0, 0, 7, 8], [5, 8, 9, 0]], [[0, 0, 1, 1], [1, 1, 1, 1]], 1),
+        ([[5, 6, 7, 8], [8, 9, 6, 5]], [[1, 1, 1, 1], [1, 1, 0, 0]], 0),
+        ([[0, 0, 0, 0], [8, 9, 6, 5]], [[0, 0, 0, 1], [1, 1, 1, 1]], 0),
+    ):
+        before, batch = calls[0], {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+        with torch.no_grad():
+            assert_accurate(*(model(**batch, use_cache=False).logits for model in (ours, plain, exact)))
+        assert calls[0] == before + runs, (ids, mask)
 
 
 def test_a_window_is_that_of_the_familys_form(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

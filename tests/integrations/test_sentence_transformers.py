@@ -73,9 +73,13 @@ def dense_of(save: Save, *behind: nn.Module, **options: Any) -> Any:
 
 
 def transformer(save: Save, name: str = "BertModel", **options: Any) -> Any:
+    return of_path(save(name), **options)
+
+
+def of_path(folder: str, **options: Any) -> Any:
     from sentence_transformers.base.modules import Transformer
 
-    return Transformer(save(name), **options)
+    return Transformer(folder, **options)
 
 
 def pooling(mode: Any = "mean", size: int = D_MODEL, **options: Any) -> Any:
@@ -87,12 +91,13 @@ def pooling(mode: Any = "mean", size: int = D_MODEL, **options: Any) -> Any:
 def layer(kind: str, *args: Any, **options: Any) -> Any:
     """Returns a module of sentence-transformers behind a model, with random weights."""
     from sentence_transformers.base import modules as base
+    from sentence_transformers.cross_encoder import modules as cross_modules
     from sentence_transformers.multi_vector_encoder import modules as multi
     from sentence_transformers.sentence_transformer import modules as dense_modules
     from sentence_transformers.sparse_encoder import modules as sparse
 
     torch.manual_seed(1)
-    places = (base, dense_modules, sparse, multi)
+    places = (base, dense_modules, sparse, multi, cross_modules)
     return next(getattr(place, kind) for place in places if hasattr(place, kind))(*args, **options)
 
 
@@ -157,6 +162,25 @@ def sparse(name: str, mode: str) -> Kind:
 def cross(name: str, **options: Any) -> Kind:
     calls = SCORES if options["num_labels"] == 1 else (lambda model: model.predict(PAIRS, apply_softmax=True),)
     return Kind(lambda save: library.CrossEncoder(save(name, **options), device="cpu"), calls)
+
+
+DECODER: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 8}
+
+
+def of_decoder(name: str, side: str = "left", mode: str = "lasttoken", **options: Any) -> Kind:
+    def make(save: Save) -> Any:
+        folder = save(f"{name}Model", side, **DECODER | options)
+        return library.SentenceTransformer(modules=[of_path(folder), pooling(mode)], device="cpu")
+
+    return Kind(make)
+
+
+def generating(save: Save) -> Any:
+    """Returns a CrossEncoder that compares the logits of two tokens, as Qwen3-Reranker does."""
+    folder = save("Qwen3ForCausalLM", "left", **DECODER)
+    return library.CrossEncoder(
+        modules=[of_path(folder, transformer_task="text-generation"), layer("LogitScore", 7, 8)], device="cpu"
+    )
 
 
 KINDS = {
@@ -255,6 +279,14 @@ KINDS = {
         ),
         TASKS,
     ),
+    "Qwen3": of_decoder("Qwen3"),
+    "Qwen3 padded on the right": of_decoder("Qwen3", "right", "weightedmean"),
+    "Mistral": of_decoder("Mistral", sliding_window=4),
+    "Llama": of_decoder("Llama"),
+    "Gemma 3": of_decoder("Gemma3Text", mode="mean", sliding_window=4, query_pre_attn_scalar=8),
+    "CrossEncoder of Qwen3": cross("Qwen3ForSequenceClassification", num_labels=1, **DECODER),
+    "CrossEncoder of Llama": cross("LlamaForSequenceClassification", num_labels=2, **DECODER),
+    "CrossEncoder of Qwen3's logits": Kind(generating, SCORES),
     "CrossEncoder of BERT": cross("BertForSequenceClassification", num_labels=1),
     "CrossEncoder of XLM-RoBERTa": cross("XLMRobertaForSequenceClassification", num_labels=1),
     "CrossEncoder of DistilBERT": cross("DistilBertForSequenceClassification", num_labels=3),

@@ -105,6 +105,26 @@ _FAMILIES = {
     "modernbert": _encoder("modernbert"),
 }
 FAMILIES = {kind: _checked(family) for kind, family in _FAMILIES.items()}
+
+
+def encoding_family(kind: str | None) -> Family | None:
+    """Returns the family of a folder whose model encodes texts: an encoder, or a decoder, without its head.
+
+    A decoder's texts get the special tokens of its tokenizer around them, as those of an encoder do, and no prompt.
+    """
+    family = None if kind is None else FAMILIES.get(kind)
+    if kind is None or family is None or kind not in DECODER_FORMS:
+        return family if family is not None and family.kind == "encoder" else None
+    heads = DECODER_FORMS[kind].heads
+
+    def to_model(saved: Checkpoint) -> Transformer | GPT | BERT:
+        state = {name: tensor for name, tensor in saved.state.items() if name not in (*heads, "score.weight")}
+        return family.to_model(saved._replace(state=state, settings={**saved.settings, "tie_word_embeddings": True}))
+
+    read = functools.partial(encoder_tokenizers.read_tokenizer, kind)
+    return family._replace(to_model=to_model, read_tokenizer=read, kind="encoder")
+
+
 # Families that you may try to load, and the reason why fastformer's models can't compute them.
 UNSUPPORTED = {
     "umt5": "UMT5 has a table of relative positions in each layer",

@@ -122,6 +122,11 @@ class Family(NamedTuple):
         """Whether a model of this family generates text."""
         return self.kind != "encoder"
 
+    @property
+    def headless(self) -> str:
+        """The name of transformers' class of the model without a head, if that isn't `model_class` itself."""
+        return f"{self.config_class.removesuffix('Config')}Model"
+
     def source(self, model_type: str) -> str:
         """Returns the name of the module of transformers that has the model's class."""
         name = model_type if self.package is None else self.package

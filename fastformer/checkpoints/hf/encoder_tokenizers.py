@@ -27,7 +27,7 @@ from fastformer.data.huggingface import (
 from fastformer.data.pieces import fairseq_pieces, read_sentencepiece
 from fastformer.data.tokenizer import TOKENIZER, Tokenizer
 from fastformer.files import read_json
-from fastformer.models import BERTConfig
+from fastformer.models import BERTConfig, GPTConfig
 
 if TYPE_CHECKING:
     import tokenizers
@@ -77,7 +77,7 @@ def read_tokenizer(kind: str, folder: Path, settings: Mapping[str, Any]) -> Make
         backend = LibraryBackend(tokenizer, str(file))
     frames = backend.encoder_frames()
 
-    def make(config: BERTConfig) -> Tokenizer:
+    def make(config: BERTConfig | GPTConfig) -> Tokenizer:
         max_len = config.max_len if limit is None else int(min(limit, config.max_len))
         return Tokenizer(
             backend,
@@ -87,7 +87,7 @@ def read_tokenizer(kind: str, folder: Path, settings: Mapping[str, Any]) -> Make
             frames=frames,
             max_len=max_len,
             side=side,
-            has_token_types=has_types and config.token_types > 1,
+            has_token_types=has_types and getattr(config, "token_types", 0) > 1,
         )
 
     return unk, make
