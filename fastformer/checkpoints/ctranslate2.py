@@ -55,7 +55,7 @@ _SPECIFICATION = "TransformerSpec"
 SPEECH = "WhisperSpec"
 _DTYPES = (torch.float32, torch.int8, torch.int16, torch.int32, torch.float16, torch.bfloat16)
 ACTIVATIONS = ("relu", "gelu_tanh", "silu", "gelu")
-_GATED = {"gelu_tanh": "geglu_tanh", "silu": "swiglu"}
+GATED = {"gelu_tanh": "geglu_tanh", "silu": "swiglu"}
 _MOST_DIMENSIONS = 4
 _SCALE = "_scale"
 _NEVER = -1e4  # the logit of an id that the vocabulary lacks: its probability is 0
@@ -252,6 +252,13 @@ class Variables:
         check_empty(self._variables, "Transformer")
 
 
+def precision_of(stored: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[bool, torch.dtype]:
+    """Returns whether matrices are int8, and the dtype of the parameters: the given one, or else that of the file."""
+    is_rounded = any(tensor.dtype == torch.int8 and tensor.dim() == 2 for tensor in stored.values())
+    is_bf16 = any(tensor.dtype == torch.bfloat16 for tensor in stored.values()) and not is_rounded
+    return is_rounded, dtype or (torch.bfloat16 if is_bf16 else torch.float32)
+
+
 def load_folder(
     folder: Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> tuple[Transformer, Tokenizer]:
@@ -322,10 +329,7 @@ def load_transformer(
         raise ValueError(f"{folder}: expected a {_SPECIFICATION}, an encoder-decoder, got a {name!r:.60}")
     vocabularies, settings = read_vocabularies(folder), read_json(folder / "config.json")
     try:
-        is_rounded = any(tensor.dtype == torch.int8 and tensor.dim() == 2 for tensor in stored.values())
-        if dtype is None:
-            is_bf16 = any(tensor.dtype == torch.bfloat16 for tensor in stored.values()) and not is_rounded
-            dtype = torch.bfloat16 if is_bf16 else torch.float32
+        is_rounded, dtype = precision_of(stored, dtype)
         model = _transformer(Variables(stored), vocabularies, settings, device, dtype)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
@@ -359,8 +363,8 @@ def _transformer(
         raise ValueError(f"expected an activation of {ACTIVATIONS}, got number {activation}")
     kind = ACTIVATIONS[activation]
     is_gated = "encoder/layer_0/ffn/linear_0_noact/weight" in variables
-    if is_gated and kind not in _GATED:
-        raise ValueError(f"expected a gated activation of {(*_GATED,)}, got {kind!r}")
+    if is_gated and kind not in GATED:
+        raise ValueError(f"expected a gated activation of {(*GATED,)}, got {kind!r}")
     factor = variables.embedding_factor(d_model)
     if factor != 1.0 and not math.isclose(factor, d_model**0.5, rel_tol=1e-3):
         raise ValueError(f"expected embeddings times 1 or {d_model**0.5:g}, the root of the width, got {factor:g}")
@@ -393,7 +397,7 @@ def _transformer(
         norm_first=norm_first,
         norm="rms" if is_rms else "layer",
         layer_norm_eps=(1e-6 if is_rms else 1e-5) if eps is None else eps,
-        activation=_GATED[kind] if is_gated else kind,  # type: ignore[arg-type]
+        activation=GATED[kind] if is_gated else kind,  # type: ignore[arg-type]
         positions=positions,  # type: ignore[arg-type]
         scale_embedding=factor != 1.0,
         scale_output=scaled_output not in (0.0, 1.0),
@@ -521,7 +525,7 @@ def norm_weights(variables: Variables, name: str, place: str) -> dict[str, Tenso
     return parts
 
 
-def _linear(variables: Variables, names: list[str], weight: str, bias: str) -> dict[str, Tensor]:
+def linear_weights(variables: Variables, names: list[str], weight: str, bias: str) -> dict[str, Tensor]:
     """Returns linear maps that are stored one by one, joined (dimension 0); a missing bias beside others is zero."""
     matrices = [variables.matrix(f"{name}/weight") for name in names]
     biases = [variables.matrix(f"{name}/bias") if f"{name}/bias" in variables else None for name in names]
@@ -541,7 +545,7 @@ def layer_weights(variables: Variables, name: str, place: str, head_dim: int) ->
         attentions.append(("attention", "multihead_attn", ["linear_0", "linear_1"], "linear_2"))
     for i, (theirs, ours, inputs, output) in enumerate(attentions, 1):
         scale = variables.scalar(f"{name}/{theirs}/queries_scale", head_dim**-0.5) * head_dim**0.5
-        joined = _linear(
+        joined = linear_weights(
             variables,
             [f"{name}/{theirs}/{x}" for x in inputs],
             f"{place}.{ours}.in_proj_weight",
@@ -554,11 +558,11 @@ def layer_weights(variables: Variables, name: str, place: str, head_dim: int) ->
                 part[: len(part) // 3] *= scale
         weights |= joined
         out = f"{place}.{ours}.out_proj"
-        weights |= _linear(variables, [f"{name}/{theirs}/{output}"], f"{out}.weight", f"{out}.bias")
+        weights |= linear_weights(variables, [f"{name}/{theirs}/{output}"], f"{out}.weight", f"{out}.bias")
         weights |= norm_weights(variables, f"{name}/{theirs}/layer_norm", f"{place}.norm{i}")
     gates = ["linear_0"] + ["linear_0_noact"] * (f"{name}/ffn/linear_0_noact/weight" in variables)
-    weights |= _linear(
+    weights |= linear_weights(
         variables, [f"{name}/ffn/{x}" for x in gates], f"{place}.linear1.weight", f"{place}.linear1.bias"
     )
-    weights |= _linear(variables, [f"{name}/ffn/linear_1"], f"{place}.linear2.weight", f"{place}.linear2.bias")
+    weights |= linear_weights(variables, [f"{name}/ffn/linear_1"], f"{place}.linear2.weight", f"{place}.linear2.bias")
     return weights | norm_weights(variables, f"{name}/ffn/layer_norm", f"{place}.norm{len(attentions) + 1}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import nn
 
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.baseline.lstm import LSTMConfig
-from fastformer.checkpoints import ctranslate2, gguf
+from fastformer.checkpoints import ctranslate2, ctranslate2_decoders, gguf
 from fastformer.checkpoints.hf import FAMILIES, UNSUPPORTED, load_folder, model_type
 from fastformer.data import PairTokenizer, Tokenizer, load_tokenizer
 from fastformer.data.pair import contents
@@ -52,17 +52,13 @@ def load_model(
     Raises:
         ValueError: another architecture, or a folder that is damaged or whose files don't belong together.
     """
-    if expected and gguf.is_gguf(run):
-        if (architecture := gguf.architecture_of(run)) in (*expected, None):
-            return gguf.load_file(run, device=device, dtype=dtype)
+    if expected and (load := _other_program(run)) is not None:
+        if (architecture := architecture_of(run)) in (*expected, None):
+            return load(Path(run), device=device, dtype=dtype)
         raise ValueError(
             f"expected a model of {' or '.join(expected)}, got one of {architecture!r}: {run}"
             + _HINTS.get(str(architecture), "")
         )
-    if expected and ctranslate2.is_folder(run):
-        if "Transformer" not in expected:
-            raise ValueError(f"expected a folder of {' or '.join(expected)}, got a translator of CTranslate2: {run}")
-        return ctranslate2.load_folder(Path(run), device=device, dtype=dtype)
     kind = model_type(Path(run)) if expected else None
     if kind is not None:
         return _load_foreign(Path(run), kind, expected, device, dtype)
@@ -93,8 +89,8 @@ def architecture_of(run: str | os.PathLike[str]) -> str | None:
     """Returns the architecture as which `load_model` loads a folder, such as "GPT"; None: loading it is an error."""
     if gguf.is_gguf(run):
         return gguf.architecture_of(run)
-    if ctranslate2.is_folder(run):
-        return "Transformer"
+    if (load := _other_program(run)) is not None:
+        return "GPT" if load is ctranslate2_decoders.load_folder else "Transformer"
     kind = model_type(Path(run))
     if kind is not None:
         family = FAMILIES.get(kind)
@@ -103,6 +99,16 @@ def architecture_of(run: str | os.PathLike[str]) -> str | None:
         return read_architecture(run)
     except ValueError:
         return None
+
+
+def _other_program(run: str | os.PathLike[str]) -> Callable[..., tuple[Any, Tokenizer]] | None:
+    """Returns what loads a file of llama.cpp or a folder of CTranslate2; None for any other folder."""
+    if gguf.is_gguf(run):
+        return gguf.load_file
+    if not ctranslate2.is_folder(run):
+        return None
+    is_decoder = ctranslate2.specification(Path(run)) == ctranslate2_decoders.SPECIFICATION
+    return ctranslate2_decoders.load_folder if is_decoder else ctranslate2.load_folder
 
 
 def load_models(

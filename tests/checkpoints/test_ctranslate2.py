@@ -256,7 +256,7 @@ def test_texts_are_translated(tmp_path: Path, name: str, one_file: bool, capsys:
     from fastformer.serving import open_service
 
     assert open_service(folder).kind == "translator"
-    with pytest.raises(ValueError, match="CTranslate2"):
+    with pytest.raises(ValueError, match="fastformer translate"):
         load_model(folder, ("GPT",))
 
 

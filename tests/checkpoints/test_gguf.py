@@ -160,10 +160,24 @@ def test_special_ids_templates_and_options_are_the_files(tmp_path) -> None:
     values, tensors = contents(LLAMA)
     values |= {"general.sampling.temp": (6, 0.7), "general.sampling.top_k": (5, 9)}
     values |= {"tokenizer.ggml.add_bos_token": (7, False), "tokenizer.ggml.eot_token_id": (4, 2)}
+    types = values["tokenizer.ggml.token_type"][1][1]
+    types[1] = 4  # a token of the user's that ends texts is special
     (tmp_path / "x.gguf").write_bytes(to_bytes(values, tensors))
     model, tokenizer = load(tmp_path / "x.gguf")
+    assert 1 not in tokenizer.encode("a<|im_end|>") and 1 in tokenizer.encode_template("a<|im_end|>")
     assert model.config.special_ids.eos == (1, 2, 3) and tokenizer.encode("the")[0] != 0
     assert folder_options(tmp_path / "x.gguf") == {"do_sample": True, "temperature": 0.7, "top_k": 9}
+
+
+@pytest.mark.parametrize(("pre", "is_whole"), [("llama-bpe", True), ("dbrx", False)])
+def test_a_word_that_no_merges_make_is_a_token_by_its_name(pre, is_whole, tmp_path) -> None:
+    values, tensors = contents(LLAMA)
+    values["tokenizer.ggml.tokens"][1][1][200] = "zqz"
+    values["tokenizer.ggml.pre"] = 8, pre
+    merges = [merge for merge in values["tokenizer.ggml.merges"][1][1] if "zq" not in merge.replace(" ", "")]
+    values["tokenizer.ggml.merges"] = 9, (8, merges[:20])
+    (tmp_path / "x.gguf").write_bytes(to_bytes(values, tensors))
+    assert (200 in load(tmp_path / "x.gguf")[1].encode("zqz")) == is_whole
 
 
 def test_commands_and_classes_take_a_file(tmp_path, capsys) -> None:

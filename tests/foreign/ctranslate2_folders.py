@@ -1,9 +1,10 @@
-"""Writes the folders in tests/foreign/ctranslate2: random models, converted and computed by CTranslate2.
+"""Writes the folders in tests/foreign/ctranslate2 and ctranslate2_decoders: random models, converted by CTranslate2.
 
     pip install ctranslate2==4.8.5 && python -m tests.foreign.ctranslate2_folders
 
 Each folder has CTranslate2's files, and in expected.json what CTranslate2 computes in fp32 of the rounded weights: the
-log-probabilities of translations, and the best hypotheses of two searches.
+log-probabilities of translations, and the best hypotheses of two searches; of decoders, the log-probabilities of
+prompts, and their continuations.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 import transformers
 
 FOLDERS = Path(__file__).parent / "ctranslate2"
+DECODER_FOLDERS = Path(__file__).parent / "ctranslate2_decoders"
 VOCAB = 40
 _SIZES = {
     "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
@@ -96,6 +98,82 @@ def write(folder: Path, kind: str, options: dict[str, Any], quantization: str | 
     (folder / "expected.json").write_text(json.dumps(expected))
 
 
+_DECODER = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32,
+            "max_position_embeddings": 64}  # fmt: skip
+_GROUPED: dict[str, Any] = {**_DECODER, "num_key_value_heads": 2}
+_GEMMA: dict[str, Any] = {**_GROUPED, "head_dim": 8, "hidden_activation": "gelu_pytorch_tanh"}
+DECODERS: list[tuple[str, str, dict[str, Any], str | None]] = [
+    ("gpt2", "GPT2", {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}, "int8"),
+    ("llama", "Llama", _GROUPED, "int8"),
+    ("mistral", "Mistral", {**_GROUPED, "sliding_window": 12}, "float16"),
+    ("qwen2", "Qwen2", _GROUPED, "int16"),
+    ("qwen3", "Qwen3", {**_GROUPED, "head_dim": 8}, "bfloat16"),
+    ("gemma", "Gemma", _GEMMA, "int8"),
+    ("gemma2", "Gemma2", {**_GEMMA, "query_pre_attn_scalar": 8}, "float16"),
+    ("gemma3", "Gemma3Text", {**_GEMMA, "sliding_window": 12, "num_hidden_layers": 6, "query_pre_attn_scalar": 8},
+     "int8"),
+    ("neox", "GPTNeoX", {**_DECODER, "rotary_pct": 0.5}, None),
+]  # fmt: skip
+
+
+def make_decoder(kind: str, options: dict[str, Any]) -> Any:
+    """Makes a decoder in which every parameter matters, with the attributes that the converter reads."""
+    torch.manual_seed(7)
+    name = kind.removesuffix("Text")
+    config = getattr(transformers, f"{kind}Config")(vocab_size=VOCAB, bos_token_id=0, eos_token_id=1, **options)
+    model = getattr(transformers, {"GPT2": "GPT2LMHeadModel"}.get(name, f"{name}ForCausalLM"))(config).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            is_norm = ("norm" in key or "ln_" in key) and "weight" in key and "Gemma" not in kind
+            parameter.copy_(torch.randn_like(parameter) * 0.4 + is_norm)
+    if kind == "GPTNeoX":
+        model.config.__dict__ |= {"rotary_pct": 0.5, "rotary_emb_base": 10000}
+        model.__dict__["embed_out"] = model.lm_head
+    return model
+
+
+def write_decoder(folder: Path, kind: str, settings: dict[str, Any], quantization: str | None) -> None:
+    """Converts a decoder, and lets CTranslate2 compute what a reader of the folder has to."""
+    import ctranslate2
+    from ctranslate2.converters.transformers import _MODEL_LOADERS
+
+    model, loader = make_decoder(kind, settings), _MODEL_LOADERS[f"{kind}Config"]
+    tokens = ["<s>", "</s>", "<unk>", *(f"t{i}" for i in range(3, VOCAB))]
+
+    class Names:
+        bos_token, eos_token, unk_token, pad_token, chat_template = "<s>", "</s>", "<unk>", None, None
+
+        def convert_ids_to_tokens(self, i: int) -> str:
+            return tokens[i]
+
+    spec = loader.get_model_spec(model)
+    loader.set_config(spec.config, model, Names())
+    loader.set_vocabulary(spec, tokens)
+    spec.validate()
+    spec.optimize(quantization=quantization)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    spec.save(str(folder))
+    added = [{"id": i, "content": token, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
+              "normalized": False} for i, token in enumerate(tokens[:3])]  # fmt: skip
+    words = {"type": "WordLevel", "vocab": {token: i for i, token in enumerate(tokens)}, "unk_token": "<unk>"}
+    library = {"added_tokens": added, "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": words}
+    (folder / "tokenizer.json").write_text(json.dumps(library))
+    draw = random.Random(5)
+    prompts = [draw.choices(tokens[3:], k=k) for k in (1, 2, 3, 5, 8, 11)]
+    engine = ctranslate2.Generator(str(folder), device="cpu", compute_type="float32")
+    options = {"max_length": 20, "sampling_topk": 1, "include_prompt_in_result": False, "end_token": "</s>"}
+    # One by one: a batch with a window is an error there.
+    expected = {
+        "prompts": prompts,
+        "log_probs": [engine.score_batch([prompt])[0].log_probs for prompt in prompts],
+        "continuations": [engine.generate_batch([prompt], **options)[0].sequences[0] for prompt in prompts],
+    }
+    (folder / "expected.json").write_text(json.dumps(expected))
+
+
 if __name__ == "__main__":
     for name, kind, options, quantization in CASES:
         write(FOLDERS / name, kind, options, quantization)
+    for name, kind, options, quantization in DECODERS:
+        write_decoder(DECODER_FOLDERS / name, kind, options, quantization)
