@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import json
 import os
 import re
@@ -17,11 +16,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
-from benchmarks import many_callers, processes
+from benchmarks import processes
 from benchmarks import token_times as token_times_module
 from benchmarks.cases.models.bench_decoding import ENGINES
 from benchmarks.measure.synthetic_text import write_pairs
@@ -33,7 +31,6 @@ from benchmarks.token_times import PlotLine, token_times
 from fastformer.commands import _parsing
 from fastformer.commands import train as command
 from fastformer.data.tokenizer import ByteTokenizer
-from fastformer.encoding.engine import Array
 from fastformer.generation.scheduler import run_batch
 from fastformer.models import GPT
 from fastformer.ops import _extension
@@ -80,25 +77,6 @@ def test_each_turn_of_a_chat_reads_only_new_tokens(measured: Measured, capsys: p
     assert [row["provider"] for row in rows] == ["Generator", "generate"]
     for row in rows:
         assert len(row["curve"]["y"]) == 3 and min(row["curve"]["y"]) > 0
-
-
-SIZES = {"vocab_size": 60, "d_model": 32, "num_heads": 4, "num_layers": 1, "d_ff": 48, "max_len": 128}
-CALLERS = [*THREADS, "--rounds", "1", "--batch", "2", "--texts", "4"]
-CALLERS += [text for name, size in SIZES.items() for text in (f"--{name}", str(size))]
-
-
-def test_many_callers_get_the_bits_of_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert many_callers.main(["--callers", "3", "--precision", "fp32", "int8", *CALLERS]) == 0
-    lines = capsys.readouterr().out.splitlines()[1:]
-    assert [line.split(",")[0] for line in lines] == ["fp32", "int8"]
-    encode, numbers = many_callers.encode, itertools.count(1)
-
-    def once_otherwise(*args: Any) -> Array:
-        number, values = next(numbers), encode(*args)
-        return np.nextafter(values, np.float32(1)) if number == 4 else values  # by one of the two callers
-
-    monkeypatch.setattr(many_callers, "encode", once_otherwise)
-    assert many_callers.main(["--callers", "2", "--precision", "fp32", *CALLERS]) == 1
 
 
 # Precisions.
