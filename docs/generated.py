@@ -178,9 +178,10 @@ def http_descriptions() -> dict[str, Any]:
     from fastformer.serving.encoder_service import EmbedService, RankService
     from fastformer.serving.limits import Limits
     from fastformer.serving.service import GenerateService, Service, TranslateService
+    from fastformer.serving.speech_service import SpeechService
 
     found: dict[str, Any] = {}
-    for each in (TranslateService, GenerateService, EmbedService, RankService):
+    for each in (TranslateService, GenerateService, EmbedService, RankService, SpeechService):
         # Routes are made from the class; whatever a router reads of a loaded model is a stand-in here.
         stand_in = type(each.__name__, (each,), {"__getattr__": lambda self, name: MagicMock()})
         service: Service = object.__new__(stand_in)

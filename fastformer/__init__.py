@@ -2,9 +2,10 @@
 
 `fastformer.nn` has the modules of torch.nn; `Transformer` and `GPT` are whole models, `generate` decodes with them, a
 `Translator` reads and writes text, an `AsyncTranslator` does so for many tasks at once, and a `Chat` holds a
-conversation. An `Encoder` computes embeddings of texts, and a `CrossEncoder` scores pairs of them. `accelerate` makes a
-model that already exists compute on the same ops, in place, `report` says how, and `restore` undoes it. These and the
-packages below are loaded on first use: importing the package alone stays cheap.
+conversation. A `WhisperModel` transcribes speech. An `Encoder` computes embeddings of texts, and a `CrossEncoder`
+scores pairs of them. `accelerate` makes a model that already exists compute on the same ops, in place, `report` says
+how, and `restore` undoes it. These and the packages below are loaded on first use: importing the package alone stays
+cheap.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fastformer.audio import BatchedInferencePipeline as BatchedInferencePipeline
+    from fastformer.audio import WhisperModel as WhisperModel
     from fastformer.encoding import CrossEncoder as CrossEncoder
     from fastformer.encoding import Encoder as Encoder
     from fastformer.functional import activate as activate
@@ -32,12 +35,14 @@ __version__ = "0.1.0"
 __all__ = [
     "GPT",
     "AsyncTranslator",
+    "BatchedInferencePipeline",
     "Chat",
     "ChatTemplate",
     "CrossEncoder",
     "Encoder",
     "Transformer",
     "Translator",
+    "WhisperModel",
     "__version__",
     "accelerate",
     "activate",
@@ -49,6 +54,7 @@ __all__ = [
 
 # The names above, by the package that has them.
 _NAMES = {
+    "audio": ("BatchedInferencePipeline", "WhisperModel"),
     "encoding": ("CrossEncoder", "Encoder"),
     "functional": ("activate", "deactivate"),
     "generation": ("AsyncTranslator", "Chat", "ChatTemplate", "Translator", "generate"),

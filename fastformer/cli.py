@@ -25,6 +25,7 @@ COMMANDS = {
     "prepare": "Tokenizes text that doesn't fit in memory into shards on disk, to train on.",
     "train": "Trains on text files or on the built-in task; writes a run folder.",
     "translate": "Translates a text, a file, or standard input line by line.",
+    "transcribe": "Writes down speech, or translates it into English, as text or subtitles.",
     "generate": "Continues a prompt with a language model.",
     "chat": "Chats with a language model.",
     "embed": "Computes the embeddings of texts, a line each, with an encoder.",
@@ -48,6 +49,7 @@ EXTRAS = {
     "transformers": "hf",
     "jinja2": "chat",
     **dict.fromkeys(["fastapi", "starlette", "pydantic", "uvicorn", "httptools"], "serve"),
+    **dict.fromkeys(["av", "soundfile", "onnxruntime"], "audio"),
     **dict.fromkeys(["prometheus_client", "python_multipart", "py3langid"], "serve"),
 }
 # What a command needs beyond "train", so that a user installs once.

@@ -40,7 +40,7 @@ ALLOWED = {
     "number_words": set(),
     "plots": set(),
     "checkpoints": {"baseline", "data", "files", "languages", "models", "ops", "special_ids"},
-    "audio": {"checkpoints", "files", "generation", "languages", "locks", "models", "ops", "settings"},
+    "audio": {"checkpoints", "console", "files", "generation", "languages", "locks", "models", "ops", "settings"},
     "encoding": {"checkpoints", "engine", "files", "generation", "locks", "models", "nn", "ops", "settings"},
     "generation": {
         "cache",
@@ -56,7 +56,7 @@ ALLOWED = {
         "settings",
         "special_ids",
     },
-    "serving": {"__version__", "checkpoints", "encoding", "files", "generation", "models", "settings"},
+    "serving": {"__version__", "audio", "checkpoints", "encoding", "files", "generation", "models", "settings"},
     "training": {
         "baseline",
         "checkpoints",

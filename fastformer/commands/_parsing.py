@@ -24,7 +24,8 @@ def parse(module: ModuleType, name: str, words: Sequence[str]) -> dict[str, Any]
         module: the command's module. These names in it are optional: `add_settings(parser)` adds flags beyond the
             function's signature; `SHORT` maps short names to flags; `USAGE` is the first line of the help if the
             signature doesn't say enough; `FILLED_BY` are flags that exclude an optional argument; `TEXTS` are the
-            parameters that are texts, not names of files; `LISTED` are the flags that accept several values,
+            parameters that are texts, not names of files; `REST` is the last argument, if it takes all
+            further words; `LISTED` are the flags that accept several values,
             separated by commas.
         name: the name of the command and of its function.
         words: the words of the command line after the command.
@@ -36,8 +37,11 @@ def parse(module: ModuleType, name: str, words: Sequence[str]) -> dict[str, Any]
     parser, hints = make_parser(module, name)
     short = getattr(module, "SHORT", {})
     parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    rest = getattr(module, "REST", None)
     places = _words.Places(
-        sum(p.default is p.empty for p in parameters), len(parameters), frozenset(getattr(module, "FILLED_BY", ()))
+        sum(p.default is p.empty for p in parameters),
+        1 << 30 if rest else len(parameters),
+        frozenset(getattr(module, "FILLED_BY", ())),
     )
     flags = {key: hint for key, hint in hints.items() if key not in {p.name for p in parameters}}
     alone = frozenset(flag[2:] for action in parser._actions if action.nargs == "?" for flag in action.option_strings)
@@ -48,6 +52,8 @@ def parse(module: ModuleType, name: str, words: Sequence[str]) -> dict[str, Any]
         _check_listed(typed.flags, getattr(module, "LISTED", ()))
         texts: dict[str, Any] = {}
         spelled = [_spelled(key, value, flags, texts) for key, value in typed.flags]
+        place = len(parameters) - 1 if rest else len(typed.arguments)
+        typed.arguments, further = typed.arguments[:place], typed.arguments[place:]
         # jsonargparse would parse a text as YAML, so it receives a placeholder instead.
         for place, word in enumerate(typed.arguments):
             if place < len(parameters) and _words.is_text(hints[parameters[place].name]):
@@ -59,6 +65,8 @@ def parse(module: ModuleType, name: str, words: Sequence[str]) -> dict[str, Any]
     except argparse.ArgumentError as error:
         message = explain(str(error), hints)
         raise argparse.ArgumentError(None, f"{message}; see `fastformer {name} --help`") from error
+    if rest is not None and further:
+        values[rest] = further
     for key, text in texts.items():
         if key in written:
             text = list(map(console.typed, text)) if isinstance(text, list) else console.typed(text)

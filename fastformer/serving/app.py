@@ -39,12 +39,13 @@ _HOST = re.compile(r"[a-z0-9._:-]+")
 _UNMATCHED = "unmatched"  # the name of a path without a route, in metrics and the log
 # The formats of each kind of service: modules with `router(service, limits)` and `error_response(status, message)`.
 # BODY_KEYS of a module are the paths whose bodies may hold a key; UNQUEUED are paths whose POST requests need no place
-# in the queue.
+# in the queue, and UPLOADS those whose bodies are files.
 _FORMATS = {
     "translator": ("translate", "libretranslate"),
     "generator": ("openai", "tgi"),
     "encoder": ("openai", "tei"),
     "cross-encoder": ("openai", "rerank", "tei"),
+    "speech": ("openai", "openai_audio"),
 }
 
 
@@ -119,9 +120,11 @@ def make_app(
     public = {path for path, is_public in (("/metrics", metrics_public), ("/", page_public)) if is_public}
     body_keys = {path for module in modules for path in getattr(module, "BODY_KEYS", ())}
     queued = {path for path in posted if not any(path in getattr(module, "UNQUEUED", ()) for module in modules)}
+    uploads = {path for module in modules for path in getattr(module, "UPLOADS", ())}
     app.add_middleware(
         Gate, limits=limits, traffic=state.traffic, keys=tuple(keys), hosts=names, open_paths=public,
-        body_key_paths=body_keys, queued_paths=queued, place=service.session.place, respond=state.paths.respond,
+        body_key_paths=body_keys, queued_paths=queued, upload_paths=uploads, place=service.session.place,
+        respond=state.paths.respond,
     )  # fmt: skip
     if origins:
         app.add_middleware(

@@ -196,6 +196,7 @@ class Gate:
         open_paths: paths that need no key.
         body_key_paths: paths whose bodies may hold the key, as `api_key`.
         queued_paths: paths whose POST requests need a place in the queue.
+        upload_paths: paths whose bodies are files, with a limit of their own.
         place: holds a place in the queue while its context is open, or raises QueueFull: the request is then refused
             before its body is parsed.
         respond: makes the response for an error.
@@ -209,6 +210,7 @@ class Gate:
     open_paths: Collection[str]
     body_key_paths: Collection[str]
     queued_paths: Collection[str]
+    upload_paths: Collection[str]
     place: Callable[[], AbstractContextManager[None]]
     respond: Respond
 
@@ -243,10 +245,14 @@ class Gate:
         if body is None:
             return  # the client has left
         if body is _TOO_LARGE:
-            message = f"expected a body of at most {self.limits.max_body_bytes:,} bytes"
+            message = f"expected a body of at most {self._most(path):,} bytes"
             await self._closing(path, 413, message)(scope, receive, send)
             return
-        if _brackets(body) > _MOST_NESTED and _brackets(_without_texts(body)) > _MOST_NESTED:
+        if (
+            path not in self.upload_paths
+            and _brackets(body) > _MOST_NESTED
+            and _brackets(_without_texts(body)) > _MOST_NESTED
+        ):
             message = f"expected a body of at most {_MOST_NESTED:,} lists and objects"
             await self.respond(path, 400, message)(scope, receive, send)
             return
@@ -261,6 +267,9 @@ class Gate:
                 await self.respond(path, 429, str(error), headers=headers_of(error))(scope, receive, send)
             return
         await self.app(scope, _again(body, receive), send)
+
+    def _most(self, path: str) -> int:
+        return self.limits.max_audio_bytes if path in self.upload_paths else self.limits.max_body_bytes
 
     def _closing(self, path: str, status: int, message: str) -> Response:
         return self.respond(path, status, message, headers={"Connection": "close"})
@@ -296,7 +305,7 @@ class Gate:
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
         """Reads the whole body and counts its bytes; `_TOO_LARGE` if there are too many, None if the client leaves."""
         headers = dict(scope["headers"])
-        most = self.limits.max_body_bytes
+        most = self._most(scope["path"])
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > most and b"expect" in headers:
             return _TOO_LARGE  # the client waits for permission before it sends the body

@@ -16,6 +16,8 @@ class Limits:
         max_waiting: requests that may wait for the batch; one more is answered 429
         max_waiting_tokens: tokens of the sources and prompts that may wait for the batch
         max_body_bytes: the size of a request's body; a larger one is answered 413
+        max_audio_bytes: the size of a body with audio
+        max_audio_seconds: the length of a recording
         max_texts: texts in one request
         max_text_chars: characters of each text
         max_chat_chars: characters of all messages of a chat together
@@ -34,6 +36,8 @@ class Limits:
     max_waiting: Positive = 256
     max_waiting_tokens: Positive = 65_536
     max_body_bytes: Positive = 8 << 20
+    max_audio_bytes: Positive = 25 << 20
+    max_audio_seconds: Positive = 3_600
     max_texts: Positive = 2_048
     max_text_chars: Positive = 200_000
     max_chat_chars: Positive = 500_000

@@ -438,8 +438,8 @@ _TYPES = {
     504: ("timeout_error", "timeout"),
 }
 
-# The names that clients of Hugging Face send if they are configured with a URL and no model.
-_PLACEHOLDERS = ("dummy", "tgi")
+# The names that clients send if they are configured with a URL and no model: those of Hugging Face, and of speech.
+_PLACEHOLDERS = ("dummy", "tgi", "whisper-1")
 
 ERRORS = error_schemas(
     ErrorBody,

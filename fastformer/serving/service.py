@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from fastformer.checkpoints.run import architecture_of
+from fastformer.checkpoints.speech import is_speech_folder
 from fastformer.generation import AsyncGenerator, AsyncTranslator, Translator
 from fastformer.generation.alignment import check_attention, cross_attention
 from fastformer.generation.async_generator import ChatIds, Prompt
@@ -24,7 +25,7 @@ from fastformer.serving.limits import Limits
 _MARKS = 16  # about the characters that a chat template writes around a message
 _MOST_ATTENDED = 1_000  # characters of a text whose attention is returned: the answer grows with their square
 
-Kind: TypeAlias = Literal["translator", "generator", "encoder", "cross-encoder"]
+Kind: TypeAlias = Literal["translator", "generator", "encoder", "cross-encoder", "speech"]
 
 
 class Service:
@@ -296,6 +297,11 @@ def open_service(
     options = dict(options or {})
     if kind != "translator":
         _refuse("a model that translates nothing", source_lang=source_lang, target_lang=target_lang)
+    if kind == "speech":
+        from fastformer.serving.speech_service import open_speech
+
+        _refuse("a model of speech", engine=engine, max_batch_bytes=max_batch_bytes, **options)
+        return open_speech(folder, name, precision=precision, limits=limits, max_windows=max_batch_size)
     if kind == "encoder":
         from fastformer.serving.encoder_service import open_encoder
 
@@ -334,5 +340,7 @@ def _kind_of(folder: Path) -> Kind:
     """Returns the kind of a folder's model; an unknown one is a translator's, whose loader explains any error."""
     if (folder / "modules.json").is_file():  # a folder of sentence-transformers
         return "encoder"
+    if is_speech_folder(folder):
+        return "speech"
     kinds: dict[str | None, Kind] = {"BERT": "encoder", "GPT": "generator"}
     return kinds.get(architecture_of(folder), "translator")

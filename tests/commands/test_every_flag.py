@@ -25,6 +25,8 @@ from fastformer.models import GPT, Transformer
 from fastformer.settings import choices
 from fastformer.training import TrainConfig
 from fastformer.training.sections import SEVERAL
+from tests.audio import speech
+from tests.audio.test_reading import wav
 from tests.checkpoints import decoders
 from tests.encoding.folders import bert
 from tests.generation.chat_templates import CHATML
@@ -43,6 +45,7 @@ MANY = "--max_new_tokens 30 --min_new_tokens 30"
 BEAMS = f"{FEW} --num_beams 4"
 SAMPLES = f"{FEW} --do_sample --seed 1"
 LONG = "--seed 1 --max_new_tokens 40"
+SPOKEN = "--language en --beam_size 1"
 LATE = "--max_new_tokens 20 --num_beams 4 --n_best 4 --beam_rules transformers"
 DECODING: dict[str, Row] = {
     "num_beams": (FEW, BEAMS),
@@ -187,12 +190,35 @@ CASES: dict[str, dict[str, Row]] = {
         "bleu_tokenize": (COMPARED, f"{COMPARED} --bleu_tokenize char"),
         "ter": (COMPARED, f"{COMPARED} --ter"),
     },
+    "transcribe {whisper} {audio}": {
+        "format": (SPOKEN, f"{SPOKEN} --format srt"),
+        "out": (SPOKEN, f"{SPOKEN} --out {{out}}/new"),
+        "language": (SPOKEN, "--language de --beam_size 1"),
+        "task": (SPOKEN, f"{SPOKEN} --task translate"),
+        "initial_prompt": (SPOKEN, f"{SPOKEN} --initial_prompt dog"),
+        "precision": (f"{SPOKEN} --format json", f"{SPOKEN} --format json --precision bf16"),
+        "threads": (SPOKEN, f"{SPOKEN} --threads=-1"),
+        "batch_size": (SPOKEN, f"{SPOKEN} --batch_size 2"),
+        "beam_size": (f"{SPOKEN} --format json", f"{SPOKEN} --format json --beam_size 4"),
+        "patience": (SPOKEN, f"{SPOKEN} --patience 0"),
+        "length_penalty": (f"{SPOKEN} --format json", f"{SPOKEN} --format json --length_penalty 5"),
+        "repetition_penalty": (SPOKEN, f"{SPOKEN} --repetition_penalty 3"),
+        "no_repeat_ngram_size": (SPOKEN, f"{SPOKEN} --no_repeat_ngram_size 1"),
+        "condition_on_previous_text": (SPOKEN, f"{SPOKEN} --condition_on_previous_text=false"),
+        "prefix": (SPOKEN, f"{SPOKEN} --prefix dog"),
+        "hotwords": (SPOKEN, f"{SPOKEN} --hotwords bird"),
+        "max_new_tokens": (SPOKEN, f"{SPOKEN} --max_new_tokens 4"),
+        "without_timestamps": (SPOKEN, f"{SPOKEN} --without_timestamps"),
+        "word_timestamps": (f"{SPOKEN} --format json", f"{SPOKEN} --format json --word_timestamps"),
+        "vad_filter": (f"{SPOKEN} --format json", f"{SPOKEN} --format json --vad_filter=true"),
+        "multilingual": (SPOKEN, f"{SPOKEN} --multilingual"),
+    },
     "quantize {gpt} {out}/q": {"precision": ("", "--precision int4")},
 }  # fmt: skip
 # Flags without two values that differ in more than speed: a bad value is refused.
 REFUSED = {"device", "batch_tokens", "max_batch_size", "max_batch_bytes", "max_tokens", "max_time", "source_lang",
            "target_lang", "on_error", "skip_long", "align_layer", "align_head", "cut", "drop_oldest",
-           "window"}  # fmt: skip
+           "window", "threads", "patience"}  # fmt: skip
 # Flags whose other values are tried elsewhere: a GPU, a training, or several minutes have to be there.
 ELSEWHERE = {
     "translate": {
@@ -240,8 +266,9 @@ def places(tmp_path_factory) -> dict[str, str]:
     }  # fmt: skip
     for name, data in files.items():
         (folder / name).write_bytes(data)
-    found = {path.name: str(path) for path in folder.iterdir()}
-    return found
+    speech.folder(folder / "whisper")
+    (folder / "audio").write_bytes(wav([*speech.sound(5, 2), *[0.0] * 60_000, *speech.sound(2, 3)]))
+    return {path.name: str(path) for path in folder.iterdir()}
 
 
 @pytest.fixture(scope="module")

@@ -109,4 +109,8 @@ def folder_of(kind: str, folder: Path, translator_folder: Path) -> Path:
     """A folder of a kind of service."""
     if kind == "translator":
         return translator_folder
+    if kind == "speech":
+        from tests.audio import speech
+
+        return speech.folder(folder)
     return {"generator": generator, "encoder": encoder, "cross-encoder": classifier}[kind](folder)

@@ -1,0 +1,134 @@
+"""Log-mel features of 16 kHz audio, as Whisper reads them: 100 frames a second, computed a window at a time."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Array: TypeAlias = NDArray[np.float32]
+
+RATE = 16_000  # samples a second
+HOP = 160  # samples between two frames
+FRAMES_PER_SECOND = RATE // HOP
+_FFT = 400  # samples of a frame
+_BLOCK_FRAMES = 6_000  # computed together where the loudest frame of a recording is searched
+_LINEAR_MELS, _MEL_HZ = 15, 200 / 3  # Slaney's scale: linear up to 1 kHz, then logarithmic, 27 mels for a factor 6.4
+_LOG_STEP = np.log(6.4) / 27
+
+
+class Samples(Protocol):
+    """Audio of one channel at `RATE`, which is read in parts."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, stop: int) -> Array:
+        """Returns the samples from start to stop, in fp32."""
+
+
+@functools.cache
+def mel_filters(n_mels: int) -> torch.Tensor:
+    """Returns the weights of each frequency in each band, (n_mels, frequencies), as triangles of equal area."""
+    top = _LINEAR_MELS + np.log(RATE / 2 / 1000) / _LOG_STEP
+    mels = np.linspace(0, top, n_mels + 2)
+    corners = np.where(mels < _LINEAR_MELS, mels * _MEL_HZ, 1000 * np.exp((mels - _LINEAR_MELS) * _LOG_STEP))
+    frequencies = np.linspace(0, RATE / 2, _FFT // 2 + 1)
+    widths = np.diff(corners)
+    rising = (frequencies - corners[:-2, None]) / widths[:-1, None]
+    falling = (corners[2:, None] - frequencies) / widths[1:, None]
+    triangles = np.maximum(0, np.minimum(rising, falling)) * (2 / (corners[2:] - corners[:-2]))[:, None]
+    return torch.from_numpy(triangles.astype(np.float32))
+
+
+class Features:
+    """The features of a recording: those of a whole recording, of which `window` computes a part at a time.
+
+    The loudest frame of the recording bounds the range of all frames below it, so it is searched once.
+
+    Args:
+        samples: the audio.
+        n_mels: the number of bands.
+        width: the number of frames of a window.
+        padding: samples of silence after the audio.
+    """
+
+    def __init__(self, samples: Samples, n_mels: int, width: int, padding: int = HOP) -> None:
+        self.samples, self.n_mels, self.width = samples, n_mels, width
+        self._length = len(samples) + padding
+        self._last: tuple[int, int, torch.Tensor] | None = None
+
+    @property
+    def num_frames(self) -> int:
+        """The number of frames that begin in the audio, without its padding."""
+        return len(self.samples) // HOP
+
+    @property
+    def all_frames(self) -> int:
+        """The number of frames with those of the padding."""
+        return self._length // HOP
+
+    @functools.cached_property
+    def _least(self) -> float:
+        """The least value of a frame: 80 dB below the loudest one."""
+        blocks = range(0, self.all_frames, _BLOCK_FRAMES)
+        return max((float(self._log_mel(at, at + _BLOCK_FRAMES).max()) for at in blocks), default=0.0) - 8
+
+    def window(self, start: int, num_frames: int) -> Array:
+        """Returns the features (n_mels, width) of frames, followed by zeros.
+
+        Args:
+            start: the first frame.
+            num_frames: the number of frames; those beyond the end are zeros too.
+        """
+        least, result = self._least, np.zeros((self.n_mels, self.width), np.float32)
+        frames = self._log_mel(start, start + min(num_frames, self.width))
+        result[:, : frames.shape[1]] = ((frames.clamp(min=least) + 4) / 4).numpy()
+        return result
+
+    def _log_mel(self, start: int, stop: int) -> torch.Tensor:
+        """Returns the logarithms of the bands' energies, (n_mels, frames)."""
+        stop = min(stop, self.all_frames)
+        if stop <= start:
+            return torch.zeros(self.n_mels, 0)
+        if self._last is not None and self._last[:2] == (start, stop):
+            return self._last[2]  # of a short recording, whose loudest frame was searched in this block
+        audio = torch.from_numpy(self._padded(start * HOP - _FFT // 2, (stop - 1) * HOP + _FFT // 2))
+        power = torch.fft.rfft(audio.unfold(0, _FFT, HOP) * _window()).abs() ** 2
+        result = (mel_filters(self.n_mels) @ power.T).clamp(min=1e-10).log10()
+        self._last = (start, stop, result) if start == 0 and stop == self.all_frames else None
+        return result
+
+    def _padded(self, start: int, stop: int) -> Array:
+        """Returns samples, of which those outside of the padded audio are its reflection."""
+        if start >= 0 and stop <= len(self.samples):
+            return self.samples.read(start, stop)
+        period = max(2 * (self._length - 1), 1)
+        places = np.arange(start, stop) % period
+        places = np.minimum(places, period - places)
+        first, last = int(places.min()), min(int(places.max()) + 1, len(self.samples))
+        read = self.samples.read(first, last) if last > first else np.zeros(0, np.float32)
+        silence = np.zeros(int(places.max()) + 1 - first - len(read), np.float32)
+        return np.concatenate([read, silence])[places - first]
+
+
+@functools.cache
+def _window() -> torch.Tensor:
+    return torch.hann_window(_FFT)
+
+
+def log_mel(samples: Any, n_mels: int = 80, *, padding: int = 0) -> Array:
+    """Returns the features of audio, (n_mels, frames), as transformers' WhisperFeatureExtractor computes them.
+
+    Args:
+        samples: (samples,), one channel at 16 kHz.
+        n_mels: the number of bands: 80, or 128 for large-v3 and its kin.
+        padding: samples of silence after the audio.
+    """
+    from fastformer.audio.reading import Recording
+
+    recording = Recording.of(samples)
+    width = (len(recording) + padding) // HOP
+    return Features(recording, n_mels, width, padding).window(0, width)

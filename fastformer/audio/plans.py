@@ -1,0 +1,458 @@
+"""The order in which the windows of a recording are decoded, and the segments that they give."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fastformer.audio.features import FRAMES_PER_SECOND, HOP, RATE, Array, Features
+from fastformer.audio.options import TranscriptionOptions
+from fastformer.audio.reading import Recording, Spliced
+from fastformer.audio.results import Segment, TranscriptionInfo, Word
+from fastformer.audio.tokens import Tokens
+from fastformer.audio.voice import Part, Times, VadOptions, speech_parts
+from fastformer.audio.windows import (
+    Ask,
+    Decoder,
+    Detect,
+    Draft,
+    Encode,
+    Window,
+    compression_ratio,
+    vote,
+)
+from fastformer.audio.words import WordTimes, is_improbable
+
+_MIN_PAUSE_MS = 160  # at which the parts of a batch may be cut
+_AT_BORDER = 2.0  # seconds from a window's border in which a text is improbable as it is beside silence
+
+
+@dataclass(eq=False)
+class Job:
+    """A window's generator, and what it asks for.
+
+    Attributes:
+        work: the generator.
+        put: takes its result; jobs end in the order in which they began.
+        ask: what it asks for; None: it has ended.
+        result: its result.
+        waited: the steps that it has waited for an answer.
+    """
+
+    work: Generator[Ask, Any, Any]
+    put: Callable[[Any], list[Segment]]
+    ask: Ask | None = None
+    result: Any = None
+    waited: int = 0
+    is_done: bool = field(default=False, init=False)
+
+    def advance(self, answer: Any = None) -> None:
+        """Gives the generator the answer that it waits for; the first time there is none."""
+        try:
+            self.ask, self.waited = self.work.send(answer), 0
+        except StopIteration as end:
+            self.ask, self.result, self.is_done = None, end.value, True
+
+
+class Detected(NamedTuple):
+    """The language of a recording, and the states of the window in which it was found, with its place."""
+
+    language: str
+    probability: float
+    all_languages: list[tuple[str, float]]
+    first: tuple[tuple[int, int], Any] | None
+
+
+class Plan(ABC):
+    """The windows of a recording.
+
+    Args:
+        recording: the audio.
+        tokens: the model's tokens.
+        config: the model's `SpeechConfig`.
+        options: the options.
+        language: the language's code; None: it is detected.
+        task: "transcribe" or "translate".
+
+    Attributes:
+        info: the facts about the recording; None: its language isn't known yet.
+        jobs: the windows that are decoded now, in their order.
+        is_over: whether no further window begins.
+        progress: seconds of the recording that are done.
+    """
+
+    is_batch = False
+
+    def __init__(
+        self,
+        recording: Recording,
+        tokens: Tokens,
+        config: Any,
+        options: TranscriptionOptions,
+        language: str | None,
+        task: str,
+    ) -> None:
+        tokens.check(language, task)
+        self.recording, self.tokens, self.config, self.options = recording, tokens, config, options
+        self.width = min((options.chunk_length or 30) * FRAMES_PER_SECOND, config.max_frames)
+        suppressed = tokens.suppressed(options.suppress_tokens)
+        forbidden = None if suppressed is None else tuple(suppressed)
+        self.decoder = Decoder(tokens, options, forbidden, task, config.max_length, self.is_batch)
+        self.words = WordTimes(options.prepend_punctuations, options.append_punctuations)
+        self.info: TranscriptionInfo | None = None
+        self.jobs: deque[Job] = deque()
+        self.progress = 0.0
+        self._vad: VadOptions | None = None
+        self._times: Times | None = None
+        self._first: tuple[tuple[int, int], Any] | None = None  # a window whose states are known, and they
+        self._num_segments = 0
+        self._speech = recording.duration
+        self._language = language if tokens.is_multilingual else "en"
+
+    @property
+    @abstractmethod
+    def is_over(self) -> bool: ...
+
+    @abstractmethod
+    def next_job(self) -> Job:
+        """Returns the next window, which doesn't depend on those that are decoded now."""
+
+    @property
+    def num_ahead(self) -> int:
+        """The most windows that may be decoded at once."""
+        return 1 << 30
+
+    @abstractmethod
+    def _detection_windows(self) -> Iterator[tuple[Array, tuple[int, int] | None]]:
+        """Yields the features in which the language is searched, and the window that has the same ones."""
+
+    def fill(self, most: int) -> None:
+        """Begins windows, so that up to `most` are decoded at once."""
+        if self.info is None:
+            if self._language is not None:
+                self._know(Detected(self._language, 1, [], None), is_named=True)
+            elif not self.jobs:
+                self._begin(Job(self._detect(), self._know))
+        while self.info is not None and not self.is_over and len(self.jobs) < min(most, self.num_ahead):
+            self._begin(self.next_job())
+
+    def collect(self) -> list[Segment]:
+        """Removes the windows that are done from the front, and returns their segments."""
+        segments: list[Segment] = []
+        while self.jobs and self.jobs[0].is_done:
+            job = self.jobs.popleft()
+            segments += job.put(job.result)
+        return segments
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all windows are done."""
+        return self.info is not None and not self.jobs and self.is_over
+
+    def _begin(self, job: Job) -> None:
+        job.advance()
+        self.jobs.append(job)
+
+    def _detect(self) -> Generator[Ask, Any, Detected]:
+        options, windows = self.options, list[list[tuple[str, float]]]()
+        first = None
+        for features, place in self._detection_windows():
+            states = yield Encode(features)
+            windows.append([(token[2:-2], probability) for token, probability in (yield Detect(states))])
+            if place is not None:
+                first = place, states
+            if windows[-1][0][1] > (options.language_detection_threshold or 0):
+                return Detected(*windows[-1][0], windows[-1], first)
+        return Detected(*vote(windows), windows[-1], first)
+
+    def _know(self, detected: Detected, *, is_named: bool = False) -> list[Segment]:
+        self._language, self._first = detected.language, detected.first
+        self.info = TranscriptionInfo(
+            detected.language, detected.probability, self.recording.duration, self._speech,
+            None if is_named else detected.all_languages, self.options, self._vad,
+        )  # fmt: skip
+        return []
+
+    def _segment(self, draft: Draft, window: Window, seek: int) -> Segment:
+        self._num_segments += 1
+        text = window.text
+        segment = Segment(
+            self._num_segments, seek, draft.start, draft.end, self.tokens.decode(draft.tokens), draft.tokens,
+            text.avg_logprob, text.compression_ratio, text.no_speech_prob, draft.words, text.temperature,
+        )  # fmt: skip
+        if self._times is not None:
+            _restore(segment, self._times)
+        return segment
+
+
+def _restore(segment: Segment, times: Times) -> None:
+    """Turns the times of a segment from those of the speech into those of the recording."""
+    for word in segment.words or ():
+        part = times.part_of((word.start + word.end) / 2)  # both times in one part
+        word.start, word.end = times.original(word.start, part), times.original(word.end, part)
+    if segment.words:
+        segment.start, segment.end = segment.words[0].start, segment.words[-1].end
+    else:
+        segment.start = times.original(segment.start, times.part_of(segment.start))
+        segment.end = times.original(segment.end, times.part_of(segment.end, is_end=True))
+
+
+class Windows(Plan):
+    """Windows one after another: each begins where the text of the one before ends, and reads that text.
+
+    Without times and without the text before, a window is likely to begin 30 s after the one before. Then several are
+    decoded at once, and those whose begin turns out to be another are decoded again.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        options, config = self.options, self.config
+        samples: Any = self.recording
+        if options.vad_filter and not options.has_clips:
+            self._vad = options.vad()
+            parts = speech_parts(self.recording, self._vad)
+            samples = Spliced(self.recording, parts)
+            self._speech = len(samples) / RATE
+            self._times = Times(parts) if parts else None
+        self.features = Features(samples, config.n_mels, config.max_frames)
+        self.num_frames = self.features.num_frames
+        points = [round(time * FRAMES_PER_SECOND) for time in options.clip_timestamps] or [0]
+        points += [self.num_frames] if len(points) % 2 else []
+        self._clips = list(zip(points[::2], points[1::2], strict=True))
+        self._next = self._place(0, self._clips[0][0])
+        prompt = options.initial_prompt
+        self._previous = self.tokens.encode(" " + prompt.strip()) if isinstance(prompt, str) else list(prompt or ())
+        self._is_ahead = (
+            options.without_timestamps and not options.condition_on_previous_text and not options.word_timestamps
+        )
+
+    @property
+    def is_over(self) -> bool:
+        return self._next is None
+
+    @property
+    def num_ahead(self) -> int:
+        return 1 << 30 if self._is_ahead and not self._previous else 1
+
+    def _place(self, clip: int, seek: int) -> tuple[int, int, int] | None:
+        """Returns the next window: its clip, its first frame and its length; None at the end."""
+        for number in range(clip, len(self._clips)):
+            start, stop = self._clips[number]
+            seek = max(seek, start) if number == clip else start
+            if seek < (stop := min(stop, self.num_frames)):
+                return number, seek, min(self.width, stop - seek)
+        return None
+
+    def _detection_windows(self) -> Iterator[tuple[Array, tuple[int, int] | None]]:
+        start = int(self.options.clip_timestamps[0] * FRAMES_PER_SECOND) if self.options.clip_timestamps else 0
+        start = start if start < self.num_frames else 0
+        for number in range(self.options.language_detection_segments):
+            seek = start + number * self.width
+            size = min(self.width, self.num_frames - seek)
+            if number and size <= 0:
+                return
+            yield self.features.window(seek, max(1, size)), (seek, size) if not number else None
+
+    def next_job(self) -> Job:
+        assert self._next is not None and self._language is not None
+        clip, seek, size = self._next
+        states = self._first[1] if self._first is not None and self._first[0] == (seek, size) else None
+        self._first = None
+        work = self.decoder.decode(
+            self.features.window(seek, size), self._language, self._previous, offset=seek / FRAMES_PER_SECOND,
+            seconds=size / FRAMES_PER_SECOND, num_frames=size, is_first=seek == 0, seed=seek, states=states,
+        )  # fmt: skip
+        is_alone = self.num_ahead == 1
+        self._next = None if is_alone else self._place(clip, seek + size)
+        return Job(work, lambda window: self._put(window, clip, seek, size, is_alone))
+
+    def _put(self, window: Window, clip: int, seek: int, size: int, is_alone: bool) -> list[Segment]:
+        following = seek + window.seek
+        segments: list[Segment] = []
+        if window.drafts is not None:
+            drafts: list[Draft] | None = window.drafts
+            if self.options.word_timestamps:
+                drafts, following = self._with_words(window, seek, size)
+            if drafts is not None:
+                segments = self._segments(window, drafts, seek)
+        following = following if following > seek else seek + size  # never the same window again
+        self.progress = min(following, self.num_frames) / FRAMES_PER_SECOND
+        if is_alone or following != seek + size:
+            self.jobs.clear()
+            self._next = self._place(clip, following)
+        return segments
+
+    def _segments(self, window: Window, drafts: Sequence[Draft], seek: int) -> list[Segment]:
+        segments = []
+        ids: list[int] = []
+        for draft in drafts:
+            if draft.start != draft.end and self.tokens.decode(draft.tokens).strip():
+                ids += draft.tokens
+                segments.append(self._segment(draft, window, seek))
+        options = self.options
+        is_reset = window.text.temperature > options.prompt_reset_on_temperature
+        self._previous = [] if is_reset or not options.condition_on_previous_text else self._previous + ids
+        return segments
+
+    def _with_words(self, window: Window, seek: int, size: int) -> tuple[list[Draft] | None, int]:
+        """Gives a window's segments their words. Returns the segments that stay, and where the next window begins."""
+        offset, drafts = seek / FRAMES_PER_SECOND, window.drafts or []
+        self.words.put(drafts, window.words, offset, self.tokens.text_end)
+        following, last = seek + window.seek, _last_end(drafts)
+        if not window.ends_with_time and last is not None and last > offset:
+            following = round(last * FRAMES_PER_SECOND)
+        threshold = self.options.hallucination_silence_threshold
+        if threshold is not None:
+            spoken = next((draft for draft in drafts if draft.words), None)
+            if spoken is not None and is_improbable(spoken) and spoken.start - offset > threshold:
+                return None, seek + round((spoken.start - offset) * FRAMES_PER_SECOND)  # again, without the silence
+            cut = self._improbable(drafts, offset, size / FRAMES_PER_SECOND, threshold)
+            if cut is not None:
+                following = round(max(offset + 1, drafts[cut].start) * FRAMES_PER_SECOND)
+                if self.num_frames / FRAMES_PER_SECOND - drafts[cut].end < threshold:
+                    following = self.num_frames
+                drafts = drafts[:cut]
+        if (last := _last_end(drafts)) is not None:
+            self.words.last_end = last
+        return drafts, following
+
+    def _improbable(self, drafts: list[Draft], offset: float, seconds: float, threshold: float) -> int | None:
+        """Returns the place of the first improbable segment between silence, borders and other improbable ones."""
+        last_end, window_end = self.words.last_end, offset + self.width / FRAMES_PER_SECOND
+        for place, draft in enumerate(drafts):
+            if not draft.words:
+                continue
+            if is_improbable(draft):
+                following = next((later for later in drafts[place + 1 :] if later.words), None)
+                next_start = following.words[0].start if following and following.words else offset + seconds
+                is_after_silence = (
+                    draft.start - last_end > threshold or draft.start < threshold or draft.start - offset < _AT_BORDER
+                )
+                is_before_silence = (
+                    next_start - draft.end > threshold
+                    or is_improbable(following)
+                    or window_end - draft.end < _AT_BORDER
+                )
+                if is_after_silence and is_before_silence:
+                    return place
+            last_end = draft.end
+        return None
+
+
+def _last_end(drafts: Sequence[Draft]) -> float | None:
+    """Returns the end of the last word; without words, that of the last segment."""
+    words: list[Word] = [word for draft in drafts for word in draft.words or ()]
+    return words[-1].end if words else drafts[-1].end if drafts else None
+
+
+class Chunk(NamedTuple):
+    """Speech that is decoded as one window: its parts, and its begin in all speech, in samples."""
+
+    parts: list[Part]
+    start: int
+
+    @property
+    def length(self) -> int:
+        return sum(part.stop - part.start for part in self.parts)
+
+
+class Chunks(Plan):
+    """Windows between pauses, none of which depends on another: those of `BatchedInferencePipeline`."""
+
+    is_batch = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        options, recording = self.options, self.recording
+        most = self.width * HOP
+        if options.has_clips:
+            times = [int(time * RATE) for time in options.clip_timestamps]
+            times += [len(recording)] if len(times) % 2 else []
+            parts = [Part(*pair) for pair in zip(times[::2], times[1::2], strict=True)]
+            self._chunks = [Chunk([part], part.start) for part in parts]
+        else:
+            if options.vad_filter or len(recording) >= most:
+                given = options.vad() if options.vad_parameters else options.vad(min_silence_duration_ms=_MIN_PAUSE_MS)
+                self._vad = VadOptions(**{**vars(given), "max_speech_duration_s": most / RATE})
+                parts = speech_parts(recording, self._vad)
+            else:
+                parts = [Part(0, len(recording))]
+            self._chunks = _joined(parts, most)
+            self._times = Times(parts) if parts else None
+        self._speech = sum(chunk.length for chunk in self._chunks) / RATE
+        self._place = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self._place == len(self._chunks)
+
+    def _features(self, chunk: Chunk) -> Features:
+        return Features(Spliced(self.recording, chunk.parts), self.config.n_mels, self.config.max_frames)
+
+    def _detection_windows(self) -> Iterator[tuple[Array, tuple[int, int] | None]]:
+        if len(self._chunks) == 1:
+            features = self._features(self._chunks[0])
+            yield features.window(0, features.num_frames), (0, 0)
+            return
+        width = self.config.max_frames
+        pieces, left = [], self.options.language_detection_segments * width
+        for chunk in self._chunks:
+            if left <= 0:
+                break
+            features = self._features(chunk)
+            size = min(left, features.num_frames)
+            pieces.append(features.window(0, size)[:, :size])
+            left -= size
+        joined = np.concatenate([*pieces, np.full((self.config.n_mels, 1), -1.5, np.float32)], 1)
+        for start in range(0, joined.shape[1], width):
+            window = joined[:, start : start + width]
+            yield np.pad(window, ((0, 0), (0, width - window.shape[1]))), None
+
+    def next_job(self) -> Job:
+        assert self._language is not None
+        chunk, self._place = self._chunks[self._place], self._place + 1
+        features, seconds = self._features(chunk), chunk.length / RATE
+        states = self._first[1] if self._first is not None else None
+        self._first = None
+        prompt = self.options.initial_prompt
+        previous = self.tokens.encode(prompt) if isinstance(prompt, str) else list(prompt or ())
+        work = self.decoder.decode(
+            features.window(0, features.num_frames), self._language, previous, offset=chunk.start / RATE,
+            seconds=seconds, num_frames=math.ceil(seconds) * FRAMES_PER_SECOND, is_first=False, seed=chunk.start,
+            states=states,
+        )  # fmt: skip
+        return Job(work, lambda window: self._put(window, chunk))
+
+    def _put(self, window: Window, chunk: Chunk) -> list[Segment]:
+        seek = int(chunk.start / RATE * FRAMES_PER_SECOND)
+        drafts = window.drafts or []
+        if self.options.word_timestamps:
+            self.words.last_end = self.words.put(drafts, window.words, seek / FRAMES_PER_SECOND, self.tokens.text_end)
+        segments = []
+        for draft in drafts:
+            draft.start, draft.end = round(draft.start, 3), round(draft.end, 3)
+            segment = self._segment(draft, window, seek)
+            segment.compression_ratio = compression_ratio(segment.text)
+            segments.append(segment)
+        self.progress = chunk.parts[-1].stop / RATE
+        return segments
+
+
+def _joined(parts: Sequence[Part], most: int) -> list[Chunk]:
+    """Joins parts to chunks of at most `most` samples."""
+    chunks: list[Chunk] = []
+    end = 0
+    for part in parts:
+        size = part.stop - part.start
+        if chunks and chunks[-1].length + size <= most:
+            chunks[-1].parts.append(part)
+        else:
+            chunks.append(Chunk([part], end))
+        end += size
+    return chunks

@@ -1,0 +1,317 @@
+"""Reads audio from files, bytes and arrays: one channel of 16 kHz, at once or a part at a time.
+
+With `av` (an extra) all formats of FFmpeg are read, with `soundfile` those of libsndfile, without either WAV.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import struct
+import tempfile
+from collections.abc import Iterable, Iterator
+from typing import Any, BinaryIO, TypeAlias
+
+import numpy as np
+import torch
+from torch.nn.functional import conv1d
+
+from fastformer.audio.features import RATE, Array
+
+Source: TypeAlias = "str | os.PathLike[str] | BinaryIO | bytes | np.ndarray[Any, Any]"
+
+_IN_MEMORY = 64 << 20  # bytes; a longer recording is held in a temporary file
+_BLOCK = 1 << 16  # samples, or frames of a file, that are read together
+_PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE  # the encodings of WAV
+_ZEROS, _ROLLOFF = 6, 0.99  # of the resampling filter
+
+
+class Recording:
+    """Audio of one channel at 16 kHz, in an array, or in 16 bits in a file that is deleted with the object.
+
+    Args:
+        length: the number of samples.
+        samples: fp32.
+        file: 16-bit samples, in place of `samples`.
+    """
+
+    def __init__(self, length: int, samples: Array | None = None, file: Any = None) -> None:
+        self._length, self._samples, self._file = length, samples, file
+
+    @staticmethod
+    def of(samples: Any) -> Recording:
+        """Returns the recording of an array or a tensor of samples: floats from -1 to 1, or 16-bit integers.
+
+        Raises:
+            ValueError: the array has another shape or type, or holds NaN or infinite numbers.
+        """
+        array = np.asarray(samples)
+        if array.ndim != 1:
+            raise ValueError(
+                f"expected samples of one channel at {RATE:,} Hz, in an array of one dimension, got the shape "
+                f"{array.shape}: average the channels first"
+            )
+        if array.dtype == np.int16:
+            array = array.astype(np.float32) / 32768
+        elif array.dtype.kind != "f":
+            raise ValueError(f"expected samples as floats from -1 to 1, or as int16, got {array.dtype}")
+        array = np.ascontiguousarray(array, np.float32)
+        if not np.isfinite(array.sum(dtype=np.float64)):
+            raise ValueError("expected finite samples, got NaN or infinite ones")
+        return Recording(len(array), array)
+
+    def __del__(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def duration(self) -> float:
+        """The length in seconds."""
+        return self._length / RATE
+
+    def read(self, start: int, stop: int) -> Array:
+        """Returns the samples from start to stop, in fp32."""
+        if self._samples is not None:
+            return self._samples[start:stop]
+        self._file.seek(2 * start)
+        samples = np.frombuffer(self._file.read(2 * max(0, min(stop, self._length) - start)), np.int16)
+        return samples.astype(np.float32) * np.float32(2**-15)
+
+
+class Spliced:
+    """Parts of a recording, one behind the other.
+
+    Args:
+        recording: the audio.
+        parts: the first sample of each part and the one after its last, in ascending order.
+    """
+
+    def __init__(self, recording: Recording, parts: Iterable[tuple[int, int]]) -> None:
+        self._recording, self._parts = recording, list(parts)
+        self._length = sum(stop - start for start, stop in self._parts)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, start: int, stop: int) -> Array:
+        """Returns the samples from start to stop, in fp32."""
+        pieces, before = [np.zeros(0, np.float32)], 0
+        for first, last in self._parts:
+            begin, end = max(start - before, 0) + first, min(stop - before + first, last)
+            if begin < end:
+                pieces.append(self._recording.read(begin, end))
+            before += last - first
+        return np.concatenate(pieces)
+
+
+def open_audio(source: Source | Recording, *, max_seconds: float | None = None) -> Recording:
+    """Reads audio: a path, a file object, bytes of a file, or an array of samples at 16 kHz.
+
+    Args:
+        source: the audio.
+        max_seconds: the longest audio that is read; None: any.
+
+    Raises:
+        ValueError: the file holds no audio that can be read here, or more than max_seconds.
+        OSError: the file can't be opened.
+    """
+    if isinstance(source, Recording):
+        recording = source
+    elif isinstance(source, str | os.PathLike):
+        with open(source, "rb") as file:
+            recording = _stored(_decoded(file, os.fspath(source)), max_seconds)
+    elif isinstance(source, bytes | bytearray | memoryview):
+        recording = _stored(_decoded(io.BytesIO(source), "the audio"), max_seconds)
+    elif hasattr(source, "read"):
+        recording = _stored(_decoded(source, getattr(source, "name", "the audio")), max_seconds)
+    else:
+        recording = Recording.of(source)
+    _check_length(len(recording), max_seconds)
+    return recording
+
+
+def decode_audio(
+    input_file: Source, sampling_rate: int = RATE, split_stereo: bool = False
+) -> Array | tuple[Array, Array]:
+    """Returns the samples of audio at 16 kHz, in fp32, as faster-whisper's function of this name does.
+
+    Raises:
+        ValueError: see `open_audio`; or another rate than 16 kHz, or separate channels.
+    """
+    if sampling_rate != RATE or split_stereo:
+        raise ValueError(f"expected one channel at {RATE} Hz, got {sampling_rate} Hz and split_stereo={split_stereo}")
+    recording = open_audio(input_file)
+    return recording.read(0, len(recording))
+
+
+def _check_length(num_samples: int, max_seconds: float | None) -> None:
+    if max_seconds is not None and num_samples > max_seconds * RATE:
+        raise ValueError(f"expected audio of at most {max_seconds:g} seconds, got a longer recording")
+
+
+def _stored(blocks: Iterable[np.ndarray[Any, Any]], max_seconds: float | None) -> Recording:
+    """Stores blocks of 16-bit samples at `RATE`, those of a long recording on disk."""
+    file = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115
+    length = 0
+    try:
+        for block in blocks:
+            file.write(block.tobytes())
+            length += block.size
+            _check_length(length, max_seconds)
+    except BaseException:
+        file.close()
+        raise
+    return Recording(length, file=file)
+
+
+def _decoded(file: Any, name: Any) -> Iterator[np.ndarray[Any, Any]]:
+    """Yields 16-bit samples at `RATE`. A file that ends in the middle yields those before."""
+    if not hasattr(file, "seekable") or not file.seekable():
+        file = io.BytesIO(file.read())
+    head = file.read(12)
+    file.seek(0)
+    if not head:
+        raise ValueError(f"{name} is empty: expected audio")
+    for module, decode in (("av", _with_av), ("soundfile", _with_soundfile)):
+        try:
+            __import__(module)
+        except ImportError:
+            continue
+        yield from decode(file, name)
+        return
+    if head[:4] not in (b"RIFF", b"RF64") or head[8:] != b"WAVE":
+        raise ValueError(
+            f"expected audio as WAV, got another format in {name}: for other formats pip install 'fastformer[audio]'"
+        )
+    yield from _as_int16(_resampled(*_wav(file, name)))
+
+
+def _with_av(file: Any, name: Any) -> Iterator[np.ndarray[Any, Any]]:
+    import av
+
+    try:
+        with av.open(file, mode="r", metadata_errors="ignore") as container:
+            if not container.streams.audio:
+                raise ValueError(f"expected audio in {name}, got a file without any")
+            resampler = av.AudioResampler(format="s16", layout="mono", rate=RATE)
+            for frame in (*_frames(container, av.error.FFmpegError), None):
+                if frame is not None:
+                    frame.pts = None  # times that jump are no reason to stop
+                for part in resampler.resample(frame):
+                    yield part.to_ndarray().reshape(-1)
+    except av.error.FFmpegError as error:
+        raise ValueError(f"expected audio in {name}, which FFmpeg can't read: {error.strerror}") from error
+
+
+def _frames(container: Any, errors: type[Exception]) -> Iterator[Any]:
+    """Yields the frames of the first stream of audio, except damaged ones."""
+    failures = 0
+    frames = container.decode(audio=0)
+    while failures < 1000:
+        try:
+            yield next(frames)
+            failures = 0
+        except StopIteration:
+            return
+        except errors:
+            failures += 1
+
+
+def _with_soundfile(file: Any, name: Any) -> Iterator[np.ndarray[Any, Any]]:
+    import soundfile
+
+    try:
+        with soundfile.SoundFile(file) as audio:
+            blocks = (block.mean(1) for block in audio.blocks(_BLOCK, dtype="float32", always_2d=True))
+            yield from _as_int16(_resampled(blocks, audio.samplerate))
+    except soundfile.LibsndfileError as error:
+        raise ValueError(f"expected audio in {name}, which libsndfile can't read: {error}") from error
+
+
+def _wav(file: Any, name: Any) -> tuple[Iterator[Array], int]:
+    """Returns the blocks of a WAV file's samples, its channels averaged, and its rate."""
+    file.read(12)
+    kind = channels = rate = bits = 0
+    while len(head := file.read(8)) == 8:
+        tag, size = head[:4], struct.unpack("<I", head[4:])[0]
+        if tag == b"data":
+            break
+        body = file.read(size + size % 2)
+        if tag == b"fmt " and len(body) >= 16:
+            kind, channels, rate, _, _, bits = struct.unpack("<HHIIHH", body[:16])
+            if kind == _EXTENSIBLE and len(body) >= 26:
+                kind = struct.unpack("<H", body[24:26])[0]
+    is_known = (kind == _PCM and bits in (8, 16, 24, 32)) or (kind == _FLOAT and bits in (32, 64))
+    if not is_known or not channels or not rate:
+        raise ValueError(
+            f"expected WAV of 8 to 32 bits or floats in {name}, got encoding {kind} with {bits} bits, {channels} "
+            f"channels and {rate} Hz: for other formats pip install 'fastformer[audio]'"
+        )
+
+    def blocks(left: int) -> Iterator[Array]:
+        frame = channels * bits // 8
+        while left and (data := file.read(min(left, _BLOCK * frame))):
+            left -= len(data)
+            samples = _numbers(data[: len(data) // frame * frame], kind, bits)
+            yield samples.reshape(-1, channels).mean(1, dtype=np.float32)
+
+    return blocks(size if tag == b"data" else 0), rate
+
+
+def _numbers(data: bytes, kind: int, bits: int) -> Array:
+    """Returns samples of WAV as numbers from -1 to 1."""
+    if kind == _FLOAT:
+        return np.frombuffer(data, f"<f{bits // 8}").astype(np.float32)
+    if bits == 8:
+        return (np.frombuffer(data, np.uint8).astype(np.float32) - 128) * np.float32(2**-7)
+    if bits == 24:
+        padded = np.zeros((len(data) // 3, 4), np.uint8)
+        padded[:, 1:] = np.frombuffer(data, np.uint8).reshape(-1, 3)
+        return (padded.view("<i4").ravel() / 2**31).astype(np.float32)
+    return (np.frombuffer(data, f"<i{bits // 8}") / 2 ** (bits - 1)).astype(np.float32)
+
+
+def _as_int16(blocks: Iterable[Array]) -> Iterator[np.ndarray[Any, Any]]:
+    for block in blocks:
+        if not np.isfinite(block).all():
+            raise ValueError("expected finite samples, got NaN or infinite ones")
+        yield np.clip(np.rint(block * 32768), -32768, 32767).astype(np.int16)
+
+
+def _resampled(blocks: Iterable[Array], rate: int) -> Iterator[Array]:
+    """Converts blocks of samples from a rate to `RATE`, by a windowed sinc, with the same result for any blocks."""
+    if rate == RATE:
+        yield from blocks
+        return
+    shared = math.gcd(rate, RATE)
+    old, new = rate // shared, RATE // shared
+    if old > _BLOCK or new > _BLOCK:
+        raise ValueError(f"expected a usual sampling rate, got {rate:,} Hz")
+    cutoff = min(old, new) * _ROLLOFF
+    width = math.ceil(_ZEROS * old / cutoff)
+    times = np.arange(-width, width + old) / old - np.arange(new)[:, None] / new
+    phases = np.clip(times * cutoff, -_ZEROS, _ZEROS)
+    kernel = np.sinc(phases) * np.cos(phases * np.pi / _ZEROS / 2) ** 2 * (cutoff / old)
+    filters = torch.from_numpy(kernel.astype(np.float32))[:, None]
+    # A step reads `old` samples with `width` before and after them, and gives `new` samples.
+    rest, total, given = np.zeros(width, np.float32), 0, 0
+
+    def convert(samples: Array) -> Array:
+        return conv1d(torch.from_numpy(samples)[None, None], filters, stride=old)[0].T.reshape(-1).numpy()
+
+    for block in blocks:
+        total += len(block)
+        rest = np.concatenate([rest, block])
+        steps = (len(rest) - 2 * width) // old
+        if steps > 0:
+            converted = convert(rest[: steps * old + 2 * width])
+            given += len(converted)
+            yield converted
+            rest = rest[steps * old :]
+    if total:
+        converted = convert(np.concatenate([rest, np.zeros(2 * width + old, np.float32)]))
+        yield converted[: math.ceil(total * new / old) - given]

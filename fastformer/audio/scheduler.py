@@ -1,0 +1,202 @@
+"""Runs the recordings of many callers together: windows that ask the same of the model ask it in one call."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastformer.audio.plans import Job, Plan
+from fastformer.audio.results import Segment
+from fastformer.audio.windows import Align, Ask, Detect, Encode, Generate
+from fastformer.generation.requests import BaseRequest
+from fastformer.generation.scheduler import Load
+from fastformer.settings import Positive, check_value
+
+MAX_WINDOWS = 8
+
+
+class SpeechRequest(BaseRequest):
+    """A recording, and its segments as they come. They don't depend on other requests.
+
+    Args:
+        plan: the recording's windows.
+
+    Attributes:
+        segments: the segments that haven't been taken yet; if there is a listener, it receives them instead.
+    """
+
+    name = "the audio"
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(None)
+        self.plan = plan
+        self.num_tokens = round(plan.recording.duration)  # its seconds, as its weight in the queue
+        self.segments: list[Segment] = []
+        self._tell: Callable[[Any], object] = self.segments.append
+        self._num_new_tokens = 0
+
+    @property
+    def num_new_tokens(self) -> int:
+        """The number of tokens in the segments so far."""
+        return self._num_new_tokens
+
+    def listen(self, on_token: Callable[[Any], object]) -> None:
+        """Sets the listener, which is called with each segment."""
+        self._tell = on_token
+
+    def take(self) -> list[Segment]:
+        """Removes and returns the segments that have come."""
+        segments = self.segments.copy()
+        self.segments.clear()
+        return segments
+
+    def collect(self) -> None:
+        """Passes on the segments of the windows that are done."""
+        for segment in self.plan.collect():
+            self._num_new_tokens += len(segment.tokens)
+            self._tell(segment)
+
+    def finish(self) -> None:
+        """Ends the request with the segments so far."""
+        self.is_done = True
+
+
+class SpeechScheduler:
+    """Decodes windows of waiting recordings together.
+
+    Args:
+        model: has the methods of `SpeechModel`.
+        max_windows: the most windows that are decoded together.
+
+    Attributes:
+        waiting: the requests that haven't begun, the next one first.
+        running: the requests that have begun.
+    """
+
+    def __init__(self, model: Any, max_windows: int = MAX_WINDOWS) -> None:
+        check_value("max_windows", max_windows, Positive)
+        self.model, self.max_windows = model, max_windows
+        self.waiting: deque[SpeechRequest] = deque()
+        self.running: list[SpeechRequest] = []
+        self._read = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no request waits or runs."""
+        return not self.waiting and not self.running
+
+    def submit(self, requests: Iterable[SpeechRequest]) -> None:
+        """Appends requests to the queue."""
+        self.waiting.extend(requests)
+
+    def load(self) -> Load:
+        """Returns the current counters."""
+        rows = sum(len(request.plan.jobs) for request in self.running)
+        waiting = sum(request.num_tokens for request in self.waiting)
+        return Load(len(self.running), len(self.waiting), waiting, rows, read_tokens=self._read)
+
+    def renewed(self) -> SpeechScheduler:
+        """Returns a new scheduler with the same limits."""
+        return SpeechScheduler(self.model, self.max_windows)
+
+    def clear(self) -> None:
+        """Drops all requests."""
+        self.waiting.clear()
+        self.running.clear()
+
+    def step(self) -> list[SpeechRequest]:
+        """Asks the model once, for as many windows as it can answer together.
+
+        Returns:
+            The requests that ended in this step: done, failed or cancelled.
+        """
+        ended = self._dropped()
+        self._begin()
+        group = self._group()
+        if group:
+            answers = _answers(self.model, [job.ask for _, job in group])
+            for (request, job), answer in zip(group, answers, strict=True):
+                self._guarded(request, job.advance, answer)
+        for request in self.running:
+            self._guarded(request, request.collect)
+            if request.plan.is_done and not request.is_done:
+                request.finish()
+        done = [request for request in self.running if request.is_done]
+        self.running = [request for request in self.running if not request.is_done]
+        return ended + done
+
+    def _dropped(self) -> list[SpeechRequest]:
+        """Removes and returns the requests that were cancelled."""
+        requests = [*self.running, *self.waiting]
+        dropped = [request for request in requests if request.is_cancelled]
+        if dropped:
+            self.running = [request for request in self.running if not request.is_cancelled]
+            self.waiting = deque(request for request in self.waiting if not request.is_cancelled)
+        for request in dropped:
+            request.finish()
+        return dropped
+
+    def _begin(self) -> None:
+        """Begins windows: one of each request first, then more of those that can have more."""
+        while self.waiting and len(self.running) < self.max_windows:
+            request = self.waiting.popleft()
+            request.begun_at = time.monotonic()
+            self._read += request.num_tokens
+            self.running.append(request)
+        for request in self.running:
+            self._guarded(request, request.plan.fill, 1)
+        for request in self.running:
+            free = self.max_windows - sum(len(one.plan.jobs) for one in self.running)
+            self._guarded(request, request.plan.fill, len(request.plan.jobs) + max(0, free))
+
+    def _group(self) -> list[tuple[SpeechRequest, Job]]:
+        """Returns the windows that ask next: the most that ask the same, or those that have waited longer."""
+        groups: defaultdict[Hashable, list[tuple[SpeechRequest, Job]]] = defaultdict(list)
+        for request in self.running:
+            for job in () if request.is_done else request.plan.jobs:
+                if job.ask is not None:
+                    job.waited += 1
+                    groups[_kind(job)].append((request, job))
+        return max(groups.values(), key=lambda group: len(group) + max(job.waited for _, job in group), default=[])
+
+    def _guarded(self, request: SpeechRequest, work: Callable[..., object], *arguments: Any) -> None:
+        """Does a part of a request's work; an error ends that request alone."""
+        if request.is_done:
+            return
+        try:
+            work(*arguments)
+        except Exception as error:
+            request.fail(error)
+
+
+def _kind(job: Job) -> Hashable:
+    """Returns a key that the windows share which may ask the model in one call."""
+    ask = job.ask
+    if isinstance(ask, Generate):  # a sample depends on its place in a call
+        return (ask.arguments, id(job)) if ask.seed is not None else ask.arguments
+    if isinstance(ask, Align):
+        return Align, ask.start
+    return type(ask).__name__
+
+
+def _answers(model: Any, asks: Sequence[Ask | None]) -> Sequence[Any]:
+    """Asks the model for windows that share a kind."""
+    first = asks[0]
+    if isinstance(first, Encode):
+        states = model.encode(np.stack([ask.features for ask in asks]))  # type: ignore[union-attr]
+        return [states[index : index + 1].clone() for index in range(len(asks))]
+    states = torch.cat([ask.states for ask in asks])  # type: ignore[union-attr]
+    if isinstance(first, Detect):
+        return list(model.detect_language(states))
+    if isinstance(first, Align):
+        tokens, frames = zip(*((ask.tokens, ask.num_frames) for ask in asks), strict=True)  # type: ignore[union-attr]
+        return list(model.align(states, list(first.start), list(tokens), list(frames)))
+    assert isinstance(first, Generate)
+    prompts = [ask.prompt for ask in asks]  # type: ignore[union-attr]
+    arguments = {**dict(first.arguments), "return_scores": True, "return_no_speech_prob": True, "seed": first.seed}
+    return list(model.generate(states, prompts, **arguments))

@@ -1,0 +1,292 @@
+"""Decodes windows of audio. A window is a generator: it yields what it needs of the model, and receives the answer.
+
+So the windows of many recordings can ask the model together, and each is written as if it ran alone.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+from fastformer.audio.features import FRAMES_PER_SECOND, Array
+from fastformer.audio.options import TranscriptionOptions
+from fastformer.audio.results import Word
+from fastformer.audio.tokens import SECONDS_PER_TIMESTAMP, Tokens
+from fastformer.audio.words import TimedWord, timed_words
+
+
+class Encode(NamedTuple):
+    """Asks for the states of a window's features."""
+
+    features: Array
+
+
+class Detect(NamedTuple):
+    """Asks for the languages of a window, as pairs of a token and its probability, the likeliest first."""
+
+    states: Any
+
+
+class Generate(NamedTuple):
+    """Asks for the text of a window.
+
+    Attributes:
+        arguments: those of `SpeechModel.generate`; windows with the same ones may be generated together.
+        seed: the seed of sampling; None: nothing is sampled.
+    """
+
+    states: Any
+    prompt: list[int]
+    arguments: tuple[tuple[str, Any], ...]
+    seed: int | None
+
+
+class Align(NamedTuple):
+    """Asks for the times of a text's tokens; the arguments are those of `SpeechModel.align`."""
+
+    states: Any
+    start: tuple[int, ...]
+    tokens: list[int]
+    num_frames: int
+
+
+Ask: TypeAlias = Encode | Detect | Generate | Align
+T: TypeAlias = Generator[Ask, Any, Any]
+
+
+@dataclass
+class Draft:
+    """A segment before it has an id; the fields are those of `Segment`."""
+
+    start: float
+    end: float
+    tokens: list[int]
+    words: list[Word] | None = None
+
+
+class Text(NamedTuple):
+    """The text of a window, and how likely it is."""
+
+    tokens: list[int]
+    avg_logprob: float
+    no_speech_prob: float
+    temperature: float
+    compression_ratio: float
+
+
+class Window(NamedTuple):
+    """A window that was decoded.
+
+    Attributes:
+        text: its text.
+        drafts: its segments; None: it is silent.
+        seek: the frames, from its begin, after which the next window begins.
+        ends_with_time: whether its text ends with one time, after which there is no speech.
+        words: the words of its segments, if they were asked for.
+    """
+
+    text: Text
+    drafts: list[Draft] | None
+    seek: int
+    ends_with_time: bool
+    words: list[TimedWord]
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Decodes windows of one recording.
+
+    Attributes:
+        tokens: the model's tokens.
+        options: the options of the recording.
+        suppressed: the ids that are never generated.
+        task: "transcribe" or "translate".
+        max_length: the most tokens of a prompt and its text.
+        is_batch: whether the windows are those of `BatchedInferencePipeline`: each is decoded once, at the first
+            temperature, and none is taken for silent.
+    """
+
+    tokens: Tokens
+    options: TranscriptionOptions
+    suppressed: tuple[int, ...] | None
+    task: str
+    max_length: int
+    is_batch: bool = False
+
+    def decode(
+        self,
+        features: Array,
+        language: str,
+        previous: Sequence[int],
+        *,
+        offset: float,
+        seconds: float,
+        num_frames: int,
+        is_first: bool,
+        seed: int,
+        states: Any = None,
+    ) -> Generator[Ask, Any, Window]:
+        """Decodes a window.
+
+        Args:
+            features: its features.
+            language: the code of its language, unless that is detected for each window.
+            previous: the ids of the text before it.
+            offset: its begin, in seconds.
+            seconds, num_frames: its length.
+            is_first: whether its text begins with the prefix.
+            seed: the seed of sampling.
+            states: its states, if they are known already.
+        """
+        options, tokens = self.options, self.tokens
+        if states is None:
+            states = yield Encode(features)
+        if options.multilingual:
+            language = (yield Detect(states))[0][0][2:-2]
+        prompt = self._prompt(language, previous, options.prefix if is_first and not self.is_batch else None)
+        text = yield from self._text(states, prompt, seed)
+        if not self.is_batch and _is_silent(text, options):
+            return Window(text, None, num_frames, False, [])
+        drafts, seek, ends_with_time = split(tokens, text.tokens, offset, seconds, num_frames)
+        words: list[TimedWord] = []
+        spoken = [token for draft in drafts for token in draft.tokens if token < tokens.text_end]
+        if options.word_timestamps and spoken:
+            start = tuple(tokens.sequence(language, self.task))
+            words = timed_words(tokens, spoken, language, (yield Align(states, start, spoken, num_frames)))
+        return Window(text, drafts, seek, ends_with_time, words)
+
+    def _prompt(self, language: str, previous: Sequence[int], prefix: str | None) -> list[int]:
+        tokens, options, half = self.tokens, self.options, self.max_length // 2 - 1
+        hotwords = tokens.encode(" " + options.hotwords.strip())[:half] if options.hotwords and not prefix else []
+        prompt = [tokens.previous, *hotwords, *previous[-half:]] if hotwords or previous else []
+        prompt += tokens.sequence(language, self.task)
+        if options.without_timestamps:
+            prompt.append(tokens.no_timestamps)
+        elif prefix:
+            prompt.append(tokens.first_timestamp)
+        return prompt + (tokens.encode(" " + prefix.strip())[:half] if prefix else [])
+
+    def _text(self, states: Any, prompt: list[int], seed: int) -> Generator[Ask, Any, Text]:
+        """Generates a text: the first that is good of those at rising temperatures, or else the likeliest."""
+        options = self.options
+        arguments = self._arguments(prompt)
+        texts = []
+        for temperature in options.temperatures[: 1 if self.is_batch else None]:
+            is_sampled = temperature > 0 and not self.is_batch
+            if is_sampled:
+                search = {
+                    "beam_size": 1,
+                    "num_hypotheses": options.best_of,
+                    "sampling_topk": 0,
+                    "sampling_temperature": temperature,
+                }
+            else:
+                search = {"beam_size": options.beam_size, "patience": options.patience}
+            result = yield Generate(
+                states, prompt, tuple({**arguments, **search}.items()), seed if is_sampled else None
+            )
+            ids = list(result.sequences_ids[0])
+            log_prob = result.scores[0] * len(ids) ** options.length_penalty / (len(ids) + 1)
+            ratio = compression_ratio(self.tokens.decode(ids).strip())
+            texts.append(Text(ids, log_prob, result.no_speech_prob, temperature, ratio))
+            if self.is_batch or _is_good(texts[-1], options):
+                return texts[-1]
+        most = options.compression_ratio_threshold
+        plain = [text for text in texts if most is not None and text.compression_ratio <= most]
+        best = max(plain or texts, key=lambda text: text.avg_logprob)
+        return best._replace(temperature=texts[-1].temperature)
+
+    def _arguments(self, prompt: list[int]) -> dict[str, Any]:
+        options, most, max_length = self.options, self.max_length, self.max_length
+        if options.max_new_tokens is not None and (max_length := len(prompt) + options.max_new_tokens) > most:
+            raise ValueError(
+                f"expected a prompt and new tokens of at most {most} together, got {len(prompt)} and "
+                f"max_new_tokens={options.max_new_tokens}"
+            )
+        arguments = {
+            "length_penalty": options.length_penalty,
+            "repetition_penalty": options.repetition_penalty,
+            "no_repeat_ngram_size": options.no_repeat_ngram_size,
+            "max_length": max_length,
+            "suppress_blank": options.suppress_blank,
+            "suppress_tokens": self.suppressed,
+        }
+        if not self.is_batch:
+            latest = round(options.max_initial_timestamp / SECONDS_PER_TIMESTAMP)
+            arguments["max_initial_timestamp_index"] = latest
+        return arguments
+
+
+def _is_good(text: Text, options: TranscriptionOptions) -> bool:
+    """Whether a text needs no other temperature."""
+    ratio, least, silence = (
+        options.compression_ratio_threshold,
+        options.log_prob_threshold,
+        options.no_speech_threshold,
+    )
+    is_unlikely = least is not None and text.avg_logprob < least
+    if is_unlikely and silence is not None and text.no_speech_prob > silence:
+        return True  # silence
+    return not is_unlikely and not (ratio is not None and text.compression_ratio > ratio)
+
+
+def _is_silent(text: Text, options: TranscriptionOptions) -> bool:
+    silence, least = options.no_speech_threshold, options.log_prob_threshold
+    return (
+        silence is not None and text.no_speech_prob > silence and not (least is not None and text.avg_logprob > least)
+    )
+
+
+def compression_ratio(text: str) -> float:
+    """Returns the length of a text in bytes by its length when compressed."""
+    data = text.encode("utf-8")
+    return len(data) / len(zlib.compress(data))
+
+
+def split(
+    tokens: Tokens, ids: Sequence[int], offset: float, seconds: float, num_frames: int
+) -> tuple[list[Draft], int, bool]:
+    """Splits a window's text at its times: two times that follow each other are an end and a begin.
+
+    Args:
+        tokens: the model's tokens.
+        ids: the text's ids.
+        offset: the window's begin, in seconds.
+        seconds, num_frames: the window's length.
+
+    Returns:
+        The segments, the frames after which the next window begins, and whether the text ends with a single time.
+    """
+    is_time = [*map(tokens.is_timestamp, ids)]
+    ends_with_time = is_time[-2:] == [False, True]
+    cuts = [place for place in range(1, len(ids)) if is_time[place] and is_time[place - 1]]
+    if not cuts:
+        times = [token for token in ids if tokens.is_timestamp(token)]
+        if times and times[-1] != tokens.first_timestamp:
+            seconds = tokens.seconds(times[-1])
+        return [Draft(offset, offset + seconds, list(ids))], num_frames, ends_with_time
+    if ends_with_time:
+        cuts.append(len(ids))
+    drafts = []
+    for begin, end in zip([0, *cuts], cuts, strict=False):
+        part = list(ids[begin:end])
+        drafts.append(Draft(offset + tokens.seconds(part[0]), offset + tokens.seconds(part[-1]), part))
+    if ends_with_time:
+        return drafts, num_frames, True
+    # The text after the last time isn't complete: the next window begins there.
+    last = ids[cuts[-1] - 1] - tokens.first_timestamp
+    return drafts, last * round(FRAMES_PER_SECOND * SECONDS_PER_TIMESTAMP), False
+
+
+def vote(windows: Sequence[Sequence[tuple[str, float]]]) -> tuple[str, float]:
+    """Returns the language that most windows have, and the highest of its probabilities.
+
+    Args:
+        windows: for each window its languages with their probabilities, the likeliest first.
+    """
+    firsts = [languages[0] for languages in windows]
+    names = [name for name, _ in firsts]
+    best = max(dict.fromkeys(names), key=names.count)
+    return best, max(probability for name, probability in firsts if name == best)

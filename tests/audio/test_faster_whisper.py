@@ -1,0 +1,68 @@
+"""Segments, words and times are those of faster-whisper, whose results are in tests/foreign/speech_texts.json."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fastformer import BatchedInferencePipeline, WhisperModel
+from fastformer.audio import voice
+from tests.audio.speech import folder
+from tests.foreign import speech_texts
+
+EXPECTED = json.loads(speech_texts.FILE.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> WhisperModel:
+    return WhisperModel(folder(tmp_path_factory.mktemp("speech"), frames=3000, length=448), compute_type="float32")
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_segments_are_those_of_faster_whisper(name, model, monkeypatch) -> None:
+    monkeypatch.setattr(voice, "speech_probabilities", lambda samples: speech_texts.loud(samples.read(0, len(samples))))
+    cases = {**speech_texts.CASES, **speech_texts.BATCHES}
+    options = {**speech_texts._USUAL, **cases[name]}
+    run = BatchedInferencePipeline(model) if name in speech_texts.BATCHES else model
+    size = {"batch_size": 2} if name in speech_texts.BATCHES else {}
+    segments, info = run.transcribe(speech_texts.audio(), **options, **size)
+    speech, expected = EXPECTED[name]
+    assert info.duration_after_vad == pytest.approx(speech, abs=1e-6)
+    for segment, row in zip(list(segments), expected, strict=True):
+        *facts, log_prob, no_speech, words = row
+        assert speech_texts._plain(segment)[:6] == facts
+        assert segment.avg_logprob == pytest.approx(log_prob, abs=2e-3)
+        assert segment.no_speech_prob == pytest.approx(no_speech, abs=2e-3)
+        assert (segment.words is None) == (words is None)
+        for word, (text, start, end) in zip(segment.words or (), words or (), strict=True):
+            assert word.word == text
+            assert np.abs([word.start - start, word.end - end]).max() <= 0.021
+
+
+REAL = os.environ.get("FASTFORMER_TEST_WHISPER")
+SPOKEN = os.environ.get("FASTFORMER_TEST_SPEECH")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (REAL and SPOKEN), reason="FASTFORMER_TEST_WHISPER and FASTFORMER_TEST_SPEECH name no folders")
+def test_real_speech_is_written_as_faster_whisper_writes_it() -> None:
+    faster_whisper = pytest.importorskip("faster_whisper")
+    ours = WhisperModel(str(REAL), compute_type="float32")
+    other = faster_whisper.WhisperModel(str(REAL), device="cpu", compute_type="float32")
+    near, count = 0, 0
+    for path in sorted(Path(str(SPOKEN)).iterdir()):
+        options = {"word_timestamps": True, "temperature": [0.0]}
+        segments, expected = (list(each.transcribe(str(path), **options)[0]) for each in (ours, other))
+        assert [segment.text for segment in segments] == [segment.text for segment in expected], path.name
+        pairs = [
+            pair
+            for ones, others in zip(segments, expected, strict=True)
+            for pair in zip(ones.words, others.words, strict=True)
+        ]
+        count += len(pairs)
+        near += sum(max(abs(one.start - each.start), abs(one.end - each.end)) <= 0.04 for one, each in pairs)
+    assert count and near >= 0.95 * count

@@ -1,0 +1,132 @@
+"""WAV of all kinds is read without other packages; what is no audio is refused."""
+
+from __future__ import annotations
+
+import io
+import struct
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastformer.audio import decode_audio
+from fastformer.audio.reading import open_audio
+from tests.audio.speech import sound
+
+
+@pytest.fixture(autouse=True)
+def without_extras(monkeypatch, request) -> None:
+    if "module" not in request.fixturenames:
+        for name in ("av", "soundfile"):
+            monkeypatch.setitem(sys.modules, name, None)
+
+
+def wav(samples: Any, rate: int = 16_000, kind: str = "i2", channels: int = 1, *, extensible: bool = False) -> bytes:
+    """Returns the file of samples from -1 to 1, the same in all channels."""
+    samples = np.repeat(np.asarray(samples, np.float64), channels)
+    size = int(kind[1])
+    if kind[0] == "f":
+        data = samples.astype(f"<{kind}").tobytes()
+    elif kind == "i1":
+        data = (np.round(samples * 127) + 128).astype(np.uint8).tobytes()
+    elif kind == "i3":
+        data = np.round(samples * (2**23 - 1)).astype("<i4").view(np.uint8).reshape(-1, 4)[:, :3].tobytes()
+    else:
+        data = np.round(samples * (2 ** (8 * size - 1) - 1)).astype(f"<{kind}").tobytes()
+    code = 3 if kind[0] == "f" else 1
+    fields = [0xFFFE if extensible else code, channels, rate, rate * channels * size, channels * size, 8 * size]
+    head = struct.pack("<HHIIHH", *fields)
+    if extensible:
+        head += struct.pack("<HHIH14s", 22, 8 * size, 0, code, b"\0\0\0\0\x10\0\x80\0\0\xaa\0\x38\x9b\x71")
+    body = b"LIST" + struct.pack("<I", 3) + b"abc\0" + b"fmt " + struct.pack("<I", len(head)) + head
+    body += b"data" + struct.pack("<I", len(data)) + data
+    return b"RIFF" + struct.pack("<I", 4 + len(body)) + b"WAVE" + body
+
+
+@pytest.mark.parametrize("kind", ["i1", "i2", "i3", "i4", "f4", "f8"])
+@pytest.mark.parametrize("channels", [1, 5])
+def test_every_kind_of_wav(kind, channels) -> None:
+    samples = sound(1)
+    read = decode_audio(wav(samples, kind=kind, channels=channels, extensible=channels > 2))
+    np.testing.assert_allclose(read, samples, atol=0.02 if kind == "i1" else 1e-4)
+
+
+@pytest.mark.parametrize("rate", [8_000, 11_025, 22_050, 44_100, 48_000])
+def test_other_rates_keep_the_sound(rate) -> None:
+    times = np.arange(rate * 2 + 77) / rate
+    read = decode_audio(wav(np.sin(2 * np.pi * 440 * times) * 0.5, rate))
+    assert len(read) == -(-len(times) * 16_000 // rate)
+    expected = np.sin(2 * np.pi * 440 * np.arange(len(read)) / 16_000) * 0.5
+    np.testing.assert_allclose(read[200:-200], expected[200:-200], atol=2e-3)
+
+
+def test_a_frequency_that_16_khz_cannot_hold_is_removed() -> None:
+    times = np.arange(48_000) / 48_000
+    read = decode_audio(wav(np.sin(2 * np.pi * 12_000 * times) * 0.5, 48_000))
+    assert np.abs(read[200:-200]).max() < 0.01
+
+
+def test_samples_beyond_one_are_clipped() -> None:
+    assert np.abs(decode_audio(wav(np.full(100, 7.5), kind="f4"))).max() == pytest.approx(1, abs=1e-4)
+
+
+def test_paths_files_bytes_and_arrays_are_the_same(tmp_path) -> None:
+    samples = sound(1)
+    data = wav(samples)
+    (tmp_path / "a.wav").write_bytes(data)
+
+    class Pipe(io.RawIOBase):
+        def __init__(self) -> None:
+            self.rest = io.BytesIO(data)
+
+        def readinto(self, buffer: Any) -> int:
+            return self.rest.readinto(buffer)
+
+        def readable(self) -> bool:
+            return True
+
+    expected = decode_audio(data)
+    whole = np.round(samples.astype(np.float64) * 32767).astype(np.int16)
+    for source in (tmp_path / "a.wav", str(tmp_path / "a.wav"), io.BytesIO(data), io.BufferedReader(Pipe()), whole):
+        np.testing.assert_array_equal(decode_audio(source), expected)
+
+
+def test_a_file_that_ends_in_the_middle_gives_what_is_there() -> None:
+    data = wav(sound(1))
+    assert 0 < len(decode_audio(data[: len(data) // 2])) < 16_000
+    assert len(decode_audio(data[: data.index(b"data") + 9])) == 0
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        b"", b"this is no audio, but a text", wav([])[:20],
+        wav([0.1] * 9, kind="i2").replace(b"\x01\0\x01\0", b"\x55\0\x01\0"),
+        wav([np.nan] * 9, kind="f4"), np.full(9, np.nan), np.zeros((2, 9)), np.zeros(9, np.int32), np.array(["a"]),
+    ],
+)  # fmt: skip
+def test_what_is_no_audio_is_refused(source) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        decode_audio(source)
+
+
+def test_a_long_recording_is_refused_and_one_without_samples_is_not() -> None:
+    with pytest.raises(ValueError, match="0.5 seconds"):
+        open_audio(wav(sound(1)), max_seconds=0.5)
+    assert len(open_audio(wav([]))) == 0
+    with pytest.raises(FileNotFoundError):
+        open_audio("no such file.wav")
+
+
+@pytest.mark.parametrize("module", ["av", "soundfile"])
+def test_packages_read_the_same(module, monkeypatch) -> None:
+    pytest.importorskip(module)
+    if module == "soundfile":
+        monkeypatch.setitem(sys.modules, "av", None)
+    samples = sound(1)
+    np.testing.assert_allclose(decode_audio(wav(samples, channels=2)), samples, atol=1e-4)
+    assert len(decode_audio(wav(samples, 8_000))) == 32_000
+    for bad in (b"", b"no audio at all, but a text"):
+        with pytest.raises(ValueError, match="expected"):
+            decode_audio(bad)
