@@ -59,6 +59,7 @@ GATED = {"gelu_tanh": "geglu_tanh", "silu": "swiglu"}
 _MOST_DIMENSIONS = 4
 _SCALE = "_scale"
 _NEVER = -1e4  # the logit of an id that the vocabulary lacks: its probability is 0
+_BLANK = "<blank>"  # the padding of OpenNMT
 _SINES = ("halves", "concatenated", "interleaved")
 _RELATIVE = "relative_attention_bias"
 _PIECES = ("sentencepiece.bpe.model", "spiece.model", "sentencepiece.model")
@@ -116,18 +117,23 @@ def specification(folder: Path) -> str:
         return ""
 
 
-def read_variables(path: Path) -> tuple[str, dict[str, Tensor]]:
+def read_variables(path: Path, data: Tensor | None = None) -> tuple[str, dict[str, Tensor]]:
     """Reads a model.bin: the name of its specification, and its variables and aliases by name.
 
     An alias is the same object as its variable. The bytes are mapped, and copied where a variable isn't aligned.
 
+    Args:
+        path: the file.
+        data: its bytes, if they are in memory; then the path is for messages alone.
+
     Raises:
         ValueError: another version, or a file that is cut, damaged or no model.bin.
     """
-    if not is_plain_file(path.resolve()):
-        raise ValueError(f"expected {path} to be a file")
-    size = path.stat().st_size
-    reader = _Reader(path, torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8))
+    if data is None:
+        if not is_plain_file(path.resolve()):
+            raise ValueError(f"expected {path} to be a file")
+        data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+    reader = _Reader(path, data)
     version = reader.number("I")
     if version != 6:
         raise ValueError(
@@ -269,6 +275,7 @@ def load_folder(
         ValueError: see `load_transformer`; the folder has no tokenizer, or one of another vocabulary.
     """
     model, vocabularies = load_transformer(folder, device=device, dtype=dtype)
+    ends = ends_sources(vocabularies, read_json(folder / "config.json"))
     unk = model.config.special_ids.unk
     tables = [{token: i for i, token in enumerate(tokens)} for tokens in vocabularies]
     files = [folder / "source.spm", folder / "target.spm"]
@@ -292,7 +299,7 @@ def load_folder(
             f"expected the tokenizer in {folder}, source.spm and target.spm, {', '.join(_PIECES)} or {TOKENIZER}: copy "
             "it from the folder that was converted (--copy_files)"
         )
-    options: dict[str, Any] = {"languages": _languages(tables[0])}
+    options: dict[str, Any] = {"languages": _languages(tables[0]), "ends_sources": ends}
     if files and backends[0] is not backends[1]:
         options["target"] = backends[1]
     if not files and library.encode("").ids[:1] == [tables[0].get("<s>")]:
@@ -324,18 +331,39 @@ def load_transformer(
     Raises:
         ValueError: the file is damaged, or the model has parts that `Transformer` doesn't have.
     """
-    name, stored = read_variables(folder / MODEL)
+    stored, vocabularies = read_variables(folder / MODEL), read_vocabularies(folder)
+    settings = read_json(folder / "config.json")
+    return transformer_of(folder, stored, vocabularies, settings, device=device, dtype=dtype), vocabularies
+
+
+def transformer_of(
+    origin: Path,
+    stored: tuple[str, dict[str, Tensor]],
+    vocabularies: Vocabularies,
+    settings: Mapping[str, Any],
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Transformer:
+    """Builds a model from the result of `read_variables`; see `load_transformer`. The origin is for messages."""
+    name, variables = stored
     if name != _SPECIFICATION:
-        raise ValueError(f"{folder}: expected a {_SPECIFICATION}, an encoder-decoder, got a {name!r:.60}")
-    vocabularies, settings = read_vocabularies(folder), read_json(folder / "config.json")
+        raise ValueError(f"{origin}: expected a {_SPECIFICATION}, an encoder-decoder, got a {name!r:.60}")
     try:
-        is_rounded, dtype = precision_of(stored, dtype)
-        model = _transformer(Variables(stored), vocabularies, settings, device, dtype)
+        is_rounded, dtype = precision_of(variables, dtype)
+        model = _transformer(Variables(variables), vocabularies, settings, device, dtype)
     except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from error
+        raise ValueError(f"{origin}: {error}") from error
     if is_rounded:
         model.precision = INT8
-    return model, vocabularies
+    return model
+
+
+def ends_sources(vocabularies: Vocabularies, settings: Mapping[str, Any]) -> bool:
+    """Returns whether sources end with EOS, which those of OpenNMT don't unless its settings say so."""
+    if settings.get("add_source_bos"):
+        raise ValueError("expected a model whose sources begin with their text, got one with add_source_bos")
+    return _BLANK not in vocabularies.source or bool(settings.get("add_source_eos"))
 
 
 def _transformer(
@@ -465,8 +493,6 @@ def _special_ids(
     eos, unk = id_of("eos_token", "</s>"), id_of("unk_token", "<unk>")
     if variables.scalar("decoder/start_from_zero_embedding", 0.0):
         return SpecialIds(pad=largest, eos=eos, unk=unk, start=largest), largest + 1
-    if "<blank>" in vocabularies.source:
-        raise ValueError("expected a model whose sources end with </s>, got one of OpenNMT, which has <blank>")
     token = settings.get("decoder_start_token", "<s>")
     if token is None:
         raise ValueError(
@@ -475,7 +501,8 @@ def _special_ids(
     if token not in vocabularies.target:
         raise ValueError(f"expected the decoder_start_token {token!r:.60} in the target's vocabulary")
     start = vocabularies.target.index(token)
-    pads = {tokens.index("<pad>") if "<pad>" in tokens else None for tokens in vocabularies}
+    name = _BLANK if _BLANK in vocabularies.source else "<pad>"
+    pads = {tokens.index(name) if name in tokens else None for tokens in vocabularies}
     pad = pads.pop() if len(pads) == 1 else None
     if pad is None:
         return SpecialIds(pad=largest, eos=eos, unk=unk, start=start), largest + 1

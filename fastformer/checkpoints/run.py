@@ -13,7 +13,7 @@ from torch import nn
 
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.baseline.lstm import LSTMConfig
-from fastformer.checkpoints import ctranslate2, ctranslate2_decoders, gguf
+from fastformer.checkpoints import argos, ctranslate2, ctranslate2_decoders, gguf
 from fastformer.checkpoints.hf import FAMILIES, UNSUPPORTED, load_folder, model_type
 from fastformer.data import PairTokenizer, Tokenizer, load_tokenizer
 from fastformer.data.pair import contents
@@ -102,9 +102,11 @@ def architecture_of(run: str | os.PathLike[str]) -> str | None:
 
 
 def _other_program(run: str | os.PathLike[str]) -> Callable[..., tuple[Any, Tokenizer]] | None:
-    """Returns what loads a file of llama.cpp or a folder of CTranslate2; None for any other folder."""
+    """Returns what loads a file of llama.cpp, a package of Argos or a folder of CTranslate2; None for others."""
     if gguf.is_gguf(run):
         return gguf.load_file
+    if argos.is_package(run):
+        return argos.load_package
     if not ctranslate2.is_folder(run):
         return None
     is_decoder = ctranslate2.specification(Path(run)) == ctranslate2_decoders.SPECIFICATION

@@ -56,9 +56,10 @@ class Tokenizer:
             omits it. None: the model isn't told a language.
         chat: `chat_template`, and the spellings of the special tokens that templates can use (`CHAT_NAMES`), without
             those that the model doesn't have.
+        ends_sources: whether a translator's sources end with EOS, which `encode` doesn't add; those of OpenNMT don't.
 
     Attributes:
-        backend, role, max_len, has_token_types, languages, chat: the same.
+        backend, role, max_len, has_token_types, languages, chat, ends_sources: the same.
         has_target: whether translations have a vocabulary of their own.
 
     Raises:
@@ -80,6 +81,7 @@ class Tokenizer:
         target: Backend | None = None,
         languages: Languages | None = None,
         chat: Mapping[str, str] | None = None,
+        ends_sources: bool = True,
     ) -> None:
         self.backend, self.role, self._bos = backend, role, bos
         self._frames = (Frame.of([] if bos is None else [bos], []),) if frames is None else tuple(frames)
@@ -91,7 +93,7 @@ class Tokenizer:
         self.max_len, self.side, self.has_token_types = max_len, side, has_token_types
         self.languages, self._language_names = languages, language_ids
         self.special_ids = SpecialIds() if special_ids is None else special_ids
-        self.chat = dict(chat or {})
+        self.chat, self.ends_sources = dict(chat or {}), ends_sources
 
     @property
     def special_ids(self) -> SpecialIds:
@@ -281,6 +283,8 @@ class Tokenizer:
         values = {"vocab_size": self.vocab_size, "special_ids": asdict(self.special_ids)}
         if self.languages is not None:
             values["languages"] = self.languages.to_dict()
+        if not self.ends_sources:
+            values["ends_sources"] = False
         if self.role == "encoder":
             values |= {"max_len": self.max_len, "has_token_types": self.has_token_types, "side": self.side}
             backend.pop("vocab", None)  # it follows from the model

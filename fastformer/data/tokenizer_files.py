@@ -103,6 +103,8 @@ def _saved(file: Path, values: Mapping[str, Any]) -> Tokenizer:
     special_ids = SpecialIds.from_dict(values["special_ids"])
     if values.get("languages") is not None:
         options["languages"] = Languages.from_dict(values["languages"])
+    if values.get("ends_sources") is False:
+        options["ends_sources"] = False
     if "bos" in values:
         options["bos"] = None if values["bos"] is None else int(values["bos"])
     if kind == "marian":

@@ -74,6 +74,8 @@ class PairEncoder:
     def encode(self, text: str, number: int | str = 1, languages: LanguageIds | None = None) -> list[int]:
         """Returns the source ids of a text, with EOS at the end and the ids that tell the model the language.
 
+        A tokenizer whose `ends_sources` is false has sources without EOS.
+
         Args:
             text: the text to translate.
             number: the name of the text in messages.
@@ -85,9 +87,9 @@ class PairEncoder:
         if not expect_text("texts", number, text).strip():
             raise TextError(f"text {number}: expected something to translate, got an empty text")
         language_ids = self.language_ids() if languages is None else languages
-        eos = SpecialIds.of(self.model.config).first_eos
+        ends = [SpecialIds.of(self.model.config).first_eos] * getattr(self.tokenizer, "ends_sources", True)
         try:
-            ids = [*language_ids.front, *self.tokenizer.encode(text), eos, *language_ids.behind]
+            ids = [*language_ids.front, *self.tokenizer.encode(text), *ends, *language_ids.behind]
         except ValueError as error:  # a lone surrogate, or text for which the tokenizer has no token
             raise TextError(f"text {number}: {error}") from error
         max_len = self.model.config.max_len

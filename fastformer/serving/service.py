@@ -9,6 +9,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from fastformer.checkpoints import argos
 from fastformer.checkpoints.run import architecture_of
 from fastformer.checkpoints.speech import is_speech_folder
 from fastformer.generation import AsyncGenerator, AsyncTranslator, Translator
@@ -322,7 +323,8 @@ def open_service(
         folder, device=device, precision=precision, max_batch_size=max_batch_size, max_batch_bytes=max_batch_bytes
     )
     if translator.languages is None:
-        pair = source_lang or UNKNOWN, target_lang or UNKNOWN
+        codes = (argos.codes_of(folder) if argos.is_package(folder) else None) or (UNKNOWN, UNKNOWN)
+        pair = source_lang or codes[0], target_lang or codes[1]
     else:
         pair = UNKNOWN, UNKNOWN
         translator.check_languages(source_lang, target_lang)

@@ -296,13 +296,3 @@ def test_languages_are_those_of_the_vocabulary(tmp_path: Path) -> None:
 def test_a_folder_needs_a_tokenizer(folder: Path) -> None:
     with pytest.raises(ValueError, match="tokenizer"):
         load_model(folder, ("Transformer",))
-
-
-def test_models_of_opennmt_are_refused(folder: Path) -> None:
-    _, stored = read_variables(folder / MODEL)
-    stored["decoder/start_from_zero_embedding"] = torch.tensor(0, dtype=torch.int8)
-    (folder / MODEL).write_bytes(written(stored))
-    tokens = json.loads((folder / "shared_vocabulary.json").read_text())
-    (folder / "shared_vocabulary.json").write_text(json.dumps(["<blank>" if t == "t8" else t for t in tokens]))
-    with pytest.raises(ValueError, match="OpenNMT"):
-        load_transformer(folder)

@@ -19,6 +19,7 @@ def _made() -> Path:
     """Returns a folder that is made once per process, and which `workshop` copies."""
     from tests.checkpoints import decoders, families, multilingual
     from tests.encoding import folders
+    from tests.foreign.ctranslate2_folders import ARGOS
 
     made = Path(tempfile.mkdtemp(prefix="fastformer-docs-"))
     for name, labels in (("bert-base-uncased", None), ("all-MiniLM-L6-v2", None), ("ms-marco-MiniLM-L6-v2", 1)):
@@ -31,6 +32,9 @@ def _made() -> Path:
     decoders.llama3(made / "llama")
     decoders.gpt2(made / "gpt2")
     shutil.copytree(FROZEN / "run", made / "numbers")
+    package = Path(shutil.copytree(ARGOS, Path(tempfile.mkdtemp(prefix="fastformer-docs-")) / "translate-en_de"))
+    archive = shutil.make_archive(str(made / "package"), "zip", package.parent, package.name)
+    Path(archive).rename(made / "translate-en_de-1_0.argosmodel")
     pairs = [line.split("\t") for line in (FROZEN / "pairs.tsv").read_text(encoding="utf-8").splitlines()]
     for name, some in (("train", pairs), ("val", pairs[:20]), ("test", pairs[:7])):
         for side, ending in enumerate(("en", "de")):

@@ -18,7 +18,11 @@ from typing import Any
 import torch
 import transformers
 
+from fastformer.ops.embedding import sinusoidal_positions
+from tests.checkpoints.families import ENGLISH, GERMAN, sentencepiece_model
+
 FOLDERS = Path(__file__).parent / "ctranslate2"
+ARGOS = Path(__file__).parent / "argos"
 DECODER_FOLDERS = Path(__file__).parent / "ctranslate2_decoders"
 VOCAB = 40
 _SIZES = {
@@ -172,7 +176,64 @@ def write_decoder(folder: Path, kind: str, settings: dict[str, Any], quantizatio
     (folder / "expected.json").write_text(json.dumps(expected))
 
 
+class _Drawn(dict[str, torch.Tensor]):
+    """Weights of OpenNMT by name, each drawn when the converter asks for it."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self._sizes: dict[str, tuple[int, ...]] = {
+            "emb_luts.0": (vocab_size, 16),
+            "generator": (vocab_size, 16),
+            "w_1": (32, 16),
+            "w_2": (16, 32),
+        }
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        module, kind = name.removesuffix(".pe").rsplit(".", 1)
+        if name.endswith(".pe"):
+            return sinusoidal_positions(40, 16, "interleaved")[:, None]
+        shape: tuple[int, ...] = next((sizes for end, sizes in self._sizes.items() if module.endswith(end)), (16, 16))
+        shape = shape if kind == "weight" and "norm" not in module else shape[:1]
+        is_norm, factor = "norm" in module and kind == "weight", 3.0 if "context_attn" in module else 0.4
+        return torch.randn(shape) * factor + is_norm
+
+    def get(self, name: str, default: Any = None) -> torch.Tensor:
+        return self[name]
+
+
+def write_argos(folder: Path) -> None:
+    """Writes a package of Argos Translate, whose model OpenNMT-py trains, and what CTranslate2 computes."""
+    from argparse import Namespace
+
+    import ctranslate2
+    import sentencepiece
+    from ctranslate2.converters import opennmt_py
+
+    torch.manual_seed(7)
+    pieces = sentencepiece_model([*ENGLISH, *GERMAN], vocab_size=60, normalization_rule_name="identity")
+    processor = sentencepiece.SentencePieceProcessor(model_proto=pieces)
+    tokens = ["<unk>", "<blank>", "<s>", "</s>", *(processor.id_to_piece(i) for i in range(3, len(processor)))]
+    options = Namespace(enc_layers=2, dec_layers=2, heads=2, decoder_type="transformer")
+    spec = opennmt_py._get_model_spec_seq2seq(options, _Drawn(len(tokens)), [tokens], [tokens], 1)
+    spec.validate()
+    spec.optimize(quantization="int8")
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "model").mkdir(parents=True)
+    spec.save(str(folder / "model"))
+    (folder / "sentencepiece.model").write_bytes(pieces)
+    (folder / "metadata.json").write_text(json.dumps({"from_code": "en", "to_code": "de", "package_version": "1.0"}))
+    engine = ctranslate2.Translator(str(folder / "model"), device="cpu", compute_type="float32")
+    texts = [*ENGLISH, "the woman", "two birds 漢", "a dog reads the book in the park"]
+    sources = [processor.encode(text, out_type=str) for text in texts]
+    expected: dict[str, Any] = {"texts": texts}
+    for beams in (1, 3):
+        found = engine.translate_batch(sources, beam_size=beams, max_decoding_length=12)
+        expected[f"translations_{beams}"] = [processor.decode_pieces(each.hypotheses[0]) for each in found]
+    (folder / "expected.json").write_text(json.dumps(expected))
+
+
 if __name__ == "__main__":
+    write_argos(ARGOS)
     for name, kind, options, quantization in CASES:
         write(FOLDERS / name, kind, options, quantization)
     for name, kind, options, quantization in DECODERS:
