@@ -29,12 +29,19 @@ class PackedHead {
  public:
   // keys, values: (count, dim), row-major.
   void pack(const T* keys, const T* values, int64_t count, int64_t dim) {
-    count_ = count, dim_ = dim;
     const int64_t k_size = packed_size<T>(dim, count), v_size = packed_size<T>(count, dim);
     if (std::ssize(keys_) < k_size) keys_.resize(k_size);
     if (std::ssize(values_) < v_size) values_.resize(v_size);
-    fastformer::pack<T>(keys, 1, dim, dim, count, keys_.data());
-    fastformer::pack<T>(values, dim, 1, count, dim, values_.data());
+    pack_into(keys, values, count, dim, keys_.data(), values_.data());
+    use(keys_.data(), values_.data(), count, dim);
+  }
+  static void pack_into(const T* keys, const T* values, int64_t count, int64_t dim, T* to_keys, T* to_values) {
+    fastformer::pack<T>(keys, 1, dim, dim, count, to_keys);
+    fastformer::pack<T>(values, dim, 1, count, dim, to_values);
+  }
+  // Attends to keys and values that pack_into has written.
+  void use(const T* keys, const T* values, int64_t count, int64_t dim) {
+    packed_keys_ = keys, packed_values_ = values, count_ = count, dim_ = dim;
   }
 
   // Computes rows of results from rows of queries, q_stride apart. Row i sees the keys [first(i), end(i)), both of
@@ -56,7 +63,7 @@ class PackedHead {
       scores_.resize(kRows * width);
       if constexpr (!std::is_same_v<T, float>) weights_.resize(kRows * width);
       for (int64_t i = 0; i < m; ++i) store_row(q + (begin + i) * q_stride, dim_, queries_.data() + i * dim_);
-      gemm<T>(m, seen, dim_, queries_.data(), dim_, keys_.data() + from * round_up(dim_, kPair<T>), scores_.data(),
+      gemm<T>(m, seen, dim_, queries_.data(), dim_, packed_keys_ + from * round_up(dim_, kPair<T>), scores_.data(),
               width, false);
       float inverse[kRows];
       for (int64_t i = 0; i < m; ++i) {
@@ -83,7 +90,7 @@ class PackedHead {
       if constexpr (std::is_same_v<T, float>) weights = scores_.data();
       else weights = weights_.data();
       // An odd last key is paired with a row of zeros, whose weight is 0.
-      gemm<T>(m, dim_, round_up(seen, kPair<T>), weights, width, values_.data() + from * kPanel, sums_.data(), dim_,
+      gemm<T>(m, dim_, round_up(seen, kPair<T>), weights, width, packed_values_ + from * kPanel, sums_.data(), dim_,
               false, count_);
       for (int64_t i = 0; i < m; ++i)
         for_each_vec<float>(dim_, [&](int64_t c, int64_t n) {
@@ -107,6 +114,7 @@ class PackedHead {
     return total.sum();
   }
 
+  const T *packed_keys_ = nullptr, *packed_values_ = nullptr;
   int64_t count_ = 0, dim_ = 0;
   std::vector<T> keys_, values_, queries_, weights_;
   std::vector<float> scores_, sums_;

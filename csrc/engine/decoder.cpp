@@ -94,7 +94,12 @@ std::vector<int64_t> Session::admit(const std::vector<Source>& sources, const st
   std::vector<int64_t> cached;
   try {
     for (size_t i = 0; i < tokens.size(); ++i) {
-      TokenCache::Group& group = cache_.add(has_encoder ? sources[i].count : 0);
+      const bool is_packed = model_->options.is_bare;
+      TokenCache::Group& group = cache_.add(has_encoder && !is_packed ? sources[i].count : 0);
+      if (is_packed) {
+        group.packed_source = PooledMemory(Forward::packed_source_bytes(*model_, sources[i].count));
+        group.packed_tokens = sources[i].count;
+      }
       // With an encoder, the states of a token depend on the source as well.
       if (has_encoder) cache_.append(group, tokens[i].size());
       else beginnings[i] = cache_.begin_prompt(group, tokens[i]);

@@ -68,7 +68,7 @@ class Session {
   // The part of a prompt that admit() would find in the cache.
   TokenCache::Known known(const Ids& tokens) const { return cache_.known(tokens); }
   int64_t num_rows() const;
-  int64_t source_tokens(int64_t group) const { return std::ssize(cache_.groups.at(group).source); }
+  int64_t source_tokens(int64_t group) const { return cache_.groups.at(group).packed_tokens; }
   int64_t num_groups() const { return std::ssize(cache_.groups); }
   // Whether prompts wait for the next step; see admit.
   bool has_pending() const { return pending_.count() > 0; }

@@ -126,14 +126,14 @@ void Forward::add_rows(int64_t rows, int threads, F&& row) {
 
 // Adds a stage that calls attend_heads(span, begin, end) for the kv heads of the spans [begin, end), some in each task.
 template <typename F>
-void Forward::add_heads(const Batch& batch, int64_t begin, int64_t end, int threads, F&& attend_heads) {
+void Forward::add_heads(const std::vector<Span>& spans, int64_t begin, int64_t end, int threads, F&& attend_heads) {
   const int64_t heads = model_.options.num_kv_heads, all = (end - begin) * heads;
   const int64_t tasks = threads == 1 ? 1 : std::min<int64_t>(all, 2 * threads);
-  stages_.push_back({tasks, [=, &batch](int64_t task) {
+  stages_.push_back({tasks, [=, &spans](int64_t task) {
                        const int64_t last = all * (task + 1) / tasks;
                        for (int64_t i = all * task / tasks, next; i < last; i = next) {
                          next = std::min((i / heads + 1) * heads, last);
-                         attend_heads(batch.spans[begin + i / heads], i % heads, i % heads + next - i);
+                         attend_heads(spans[begin + i / heads], i % heads, i % heads + next - i);
                        }
                      }});
 }
@@ -192,6 +192,7 @@ void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_en
                   .steps = is_encoder ? spans : batch.steps()};
   reserve(pass);
   stages_.clear();
+  if (!is_encoder && model_.options.is_bare) join_groups(batch);
 
   if (pass.is_projected(model_)) add_projection(batch, model_.source_projection[0], threads);
   pass.for_chunks(rows, [&](Chunk chunk) {
@@ -258,7 +259,7 @@ void Forward::add_self_attention(const Pass& pass, size_t layer) {
   const bool is_last = pass.is_last(layer);
   with_cache_type(model_.options.precision, [&]<typename T>() {
     if (pass.is_encoder)
-      return add_heads(pass.batch, 0, pass.spans, pass.threads,
+      return add_heads(pass.batch.spans, 0, pass.spans, pass.threads,
                        [=, this](const Span& span, int64_t begin, int64_t end) {
                          for (int64_t head = begin; head < end; ++head) attend_own_span<T>(index, span, head);
                        });
@@ -266,8 +267,8 @@ void Forward::add_self_attention(const Pass& pass, size_t layer) {
       attend_self<T>(index, span, begin, end, is_last && span.is_prompt);
     };
     // Prompts come first, because steps may attend to their keys.
-    if (pass.steps < pass.spans) add_heads(pass.batch, pass.steps, pass.spans, pass.threads, attend);
-    if (pass.steps > 0) add_heads(pass.batch, 0, pass.steps, pass.threads, attend);
+    if (pass.steps < pass.spans) add_heads(pass.batch.spans, pass.steps, pass.spans, pass.threads, attend);
+    if (pass.steps > 0) add_heads(pass.batch.spans, 0, pass.steps, pass.threads, attend);
   });
 }
 
@@ -303,7 +304,12 @@ void Forward::add_cross_attention(const Pass& pass, size_t layer, Chunk chunk) {
   const auto index = static_cast<int64_t>(layer);
   add_product(narrow_, weights.cross_q, qkv_.data(), chunk.count, pass.threads);
   with_cache_type(o.precision, [&]<typename T>() {
-    add_heads(pass.batch, 0, pass.is_last(layer) ? pass.steps : pass.spans, pass.threads,
+    if (o.is_bare)
+      return add_heads(joined_, 0, pass.is_last(layer) ? joined_steps_ : std::ssize(joined_), pass.threads,
+                       [=, this](const Span& span, int64_t begin, int64_t end) {
+                         for (int64_t head = begin; head < end; ++head) attend_packed_source<T>(index, span, head);
+                       });
+    add_heads(pass.batch.spans, 0, pass.is_last(layer) ? pass.steps : pass.spans, pass.threads,
               [=, this](const Span& span, int64_t begin, int64_t end) { attend_source<T>(index, span, begin, end); });
   });
   add_context_product(pass, weights.cross_out, chunk);
@@ -323,6 +329,17 @@ void Forward::add_feed_forward(const Pass& pass, size_t layer, Chunk chunk) {
   const Norm& own = pass.attends_to_source(model_) ? weights.norm3 : weights.norm2;
   float* states = pass.is_last(layer) ? pass.states : nullptr;
   add_join(pass, chunk, own, weights.post_norm2, {.next = first_norm(pass, layer + 1), .states = states});
+}
+
+void Forward::join_groups(const Batch& batch) {
+  joined_.clear();
+  joined_steps_ = 0;
+  const Span* before = nullptr;
+  for (const Span& span : batch.spans) {
+    if (before && !span.is_prompt && !before->is_prompt && before->group == span.group) joined_.back().end = span.end;
+    else joined_.push_back(span), joined_steps_ += !span.is_prompt;
+    before = &span;
+  }
 }
 
 // Writes the initial residual stream of a token.
@@ -362,8 +379,9 @@ void Forward::add_stores(const Batch& batch, int threads) {
   for (size_t i = 0; i < model_.decoder.layers.size(); ++i) {
     add_product(narrow_, model_.decoder.layers[i].cross_kv, qkv_.data(), rows, threads);
     with_cache_type(o.precision, [&]<typename T>() {
-      add_heads(batch, 0, batch.spans.size(), threads, [=, this](const Span& span, int64_t begin, int64_t end) {
-        for (int64_t head = begin; head < end; ++head)
+      add_heads(batch.spans, 0, batch.spans.size(), threads, [=, this](const Span& span, int64_t begin, int64_t end) {
+        for (int64_t head = begin; head < end && o.is_bare; ++head) pack_source<T>(static_cast<int64_t>(i), span, head);
+        for (int64_t head = begin; head < end && !o.is_bare; ++head)
           for (int64_t t = span.begin; t < span.end; ++t) {
             const float* from = qkv_.data() + t * ld + head * dim;
             store_cache<T>(static_cast<int64_t>(i), head, span.group->source[t - span.begin], from, from + kv_dim);

@@ -68,6 +68,8 @@ class Forward {
   };
   const Probe* probe = nullptr;
   FloatBuffer logits;  // for a caller that selects tokens itself
+  // The bytes of a packed source's keys and values in all layers.
+  static int64_t packed_source_bytes(const PackedModel& model, int64_t tokens);
   // Runs prompts, or chunks of them, through the decoder.
   void read_prompts(const Batch& batch, int threads);
   // Runs one token of each row and returns the candidates for the next one. Prompts that follow in the batch go through
@@ -120,7 +122,7 @@ class Forward {
   template <typename F>
   void add_rows(int64_t rows, int threads, F&& row);
   template <typename F>
-  void add_heads(const Batch& batch, int64_t begin, int64_t end, int threads, F&& attend_heads);
+  void add_heads(const std::vector<Span>& spans, int64_t begin, int64_t end, int threads, F&& attend_heads);
   // Describes how a sub-layer's output is added to the residual stream x, and what the next sub-layer reads; see join.
   struct Join {
     const Norm* of_sum = nullptr;  // x = of_sum(x + given), which the next sub-layer reads; the others are then null
@@ -151,6 +153,13 @@ class Forward {
   void attend_own_span(int64_t layer, const Span& span, int64_t kv_head);
   template <typename T>
   void attend_source(int64_t layer, const Span& span, int64_t begin, int64_t end);
+  template <typename T>
+  std::pair<T*, T*> source_head(const TokenCache::Group& group, int64_t layer, int64_t head) const;
+  template <typename T>
+  void pack_source(int64_t layer, const Span& span, int64_t head);
+  template <typename T>
+  void attend_packed_source(int64_t layer, const Span& span, int64_t head);
+  void join_groups(const Batch& batch);
 
   const PackedModel& model_;
   TokenCache* cache_;  // null: an encoder alone
@@ -159,6 +168,9 @@ class Forward {
   Candidates candidates_;
 
   std::vector<Stage> stages_;
+  // The spans of a batch, those of consecutive rows of a group joined, and how many of them are steps.
+  std::vector<Span> joined_;
+  int64_t joined_steps_ = 0;
   // For all tokens of a batch: the residual stream, Q, K and V, and the output of attention. For a chunk of them: the
   // output of a product, and the hidden rows of the feed-forward network. Rows that products write are `padded`.
   FloatBuffer x_, qkv_, context_, y_, hidden_;

@@ -213,15 +213,64 @@ template <typename T>
 void Forward::attend_source(int64_t layer, const Span& span, int64_t begin, int64_t end) {
   const ModelOptions& o = model_.options;
   const std::vector<int32_t>& source = span.group->source;
-  const int64_t keys = std::ssize(source);
   for (int64_t t = span.begin; t < span.end; ++t)
-    attend_token<T>(layer, qkv_.data() + t * padded(o.q_dim()), begin, end, source.data(), keys,
-                    context_.data() + t * o.q_dim(), kLog2e * o.attention_scale, [=, this](int64_t h, float* scores) {
-                      if (!probe || span.is_prompt) return;
-                      for (size_t i = 0; i < probe->pairs.size(); ++i)
-                        if (probe->pairs[i] == std::pair(layer, h))
-                          std::copy_n(scores, keys, probe->scores + (static_cast<int64_t>(i) * probe->rows + t) * keys);
-                    });
+    attend_token<T>(layer, qkv_.data() + t * padded(o.q_dim()), begin, end, source.data(), std::ssize(source),
+                    context_.data() + t * o.q_dim(), kLog2e * o.attention_scale, NoBias());
+}
+
+int64_t Forward::packed_source_bytes(const PackedModel& model, int64_t tokens) {
+  const ModelOptions& o = model.options;
+  int64_t bytes = 0;
+  with_cache_type(o.precision, [&]<typename T>() {
+    bytes = (packed_size<T>(o.head_dim, tokens) + packed_size<T>(tokens, o.head_dim)) * static_cast<int64_t>(sizeof(T));
+  });
+  return bytes * o.num_decoder_layers * o.num_kv_heads;
+}
+
+// Returns the packed keys and values of a source for a layer and a head.
+template <typename T>
+std::pair<T*, T*> Forward::source_head(const TokenCache::Group& group, int64_t layer, int64_t head) const {
+  const ModelOptions& o = model_.options;
+  const int64_t size = packed_size<T>(o.head_dim, group.packed_tokens);
+  T* keys = reinterpret_cast<T*>(group.packed_source.data()) +
+            (layer * o.num_kv_heads + head) * (size + packed_size<T>(group.packed_tokens, o.head_dim));
+  return {keys, keys + size};
+}
+
+template <typename T>
+void Forward::pack_source(int64_t layer, const Span& span, int64_t head) {
+  const ModelOptions& o = model_.options;
+  const int64_t dim = o.head_dim, ld = padded(2 * o.kv_dim()), count = span.end - span.begin;
+  HeadScratch<T>& scratch = head_scratch<T>(count * dim);
+  for (int64_t t = 0; t < count; ++t) {
+    const float* from = qkv_.data() + (span.begin + t) * ld + head * dim;
+    store_row(from, dim, scratch.keys.data() + t * dim);
+    store_row(from + o.kv_dim(), dim, scratch.values.data() + t * dim);
+  }
+  const auto [keys, values] = source_head<T>(*span.group, layer, head);
+  PackedHead<T>::pack_into(scratch.keys.data(), scratch.values.data(), count, dim, keys, values);
+}
+
+// Attends from all rows of a group at once, which read the keys and values together.
+template <typename T>
+void Forward::attend_packed_source(int64_t layer, const Span& span, int64_t kv_head) {
+  const ModelOptions& o = model_.options;
+  const int64_t dim = o.head_dim, ld = padded(o.q_dim()), group = o.num_heads / o.num_kv_heads;
+  const int64_t tokens = span.group->packed_tokens;
+  PackedHead<T>& packed = head_scratch<T>(0).packed;
+  const auto [keys, values] = source_head<T>(*span.group, layer, kv_head);
+  packed.use(keys, values, tokens, dim);
+  for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
+    packed.attend(
+        qkv_.data() + span.begin * ld + h * dim, ld, span.end - span.begin, kLog2e * o.attention_scale,
+        [](int64_t) { return 0; }, [=](int64_t) { return tokens; },
+        [=, this](int64_t row, int64_t, int64_t, const float* scores) {
+          for (size_t i = 0; probe && !span.is_prompt && i < probe->pairs.size(); ++i)
+            if (probe->pairs[i] == std::pair(layer, h))
+              std::copy_n(scores, tokens,
+                          probe->scores + (static_cast<int64_t>(i) * probe->rows + span.begin + row) * tokens);
+        },
+        context_.data() + span.begin * o.q_dim() + h * dim, o.q_dim());
 }
 
 template void Forward::store_cache<float>(int64_t, int64_t, int64_t, const float*, const float*);
@@ -230,6 +279,10 @@ template void Forward::attend_self<float>(int64_t, const Span&, int64_t, int64_t
 template void Forward::attend_self<bfloat16>(int64_t, const Span&, int64_t, int64_t, bool);
 template void Forward::attend_own_span<float>(int64_t, const Span&, int64_t);
 template void Forward::attend_own_span<bfloat16>(int64_t, const Span&, int64_t);
+template void Forward::pack_source<float>(int64_t, const Span&, int64_t);
+template void Forward::pack_source<bfloat16>(int64_t, const Span&, int64_t);
+template void Forward::attend_packed_source<float>(int64_t, const Span&, int64_t);
+template void Forward::attend_packed_source<bfloat16>(int64_t, const Span&, int64_t);
 template void Forward::attend_source<float>(int64_t, const Span&, int64_t, int64_t);
 template void Forward::attend_source<bfloat16>(int64_t, const Span&, int64_t, int64_t);
 

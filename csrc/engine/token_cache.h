@@ -27,6 +27,9 @@ class TokenCache {
   struct Group {
     std::vector<Row> rows;
     std::vector<int32_t> source;  // the slots of its source
+    // Or the source's keys and values, packed for the products of all rows at once (`Forward::source_head`).
+    PooledMemory packed_source;
+    int64_t packed_tokens = 0;
     std::vector<int32_t> blocks;  // all blocks that it holds, for its source, prompt and rows
     bool was_reordered = false;   // some of its blocks may be dead
   };

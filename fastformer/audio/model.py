@@ -177,7 +177,7 @@ class SpeechModel:
 
     def _session(self, states: Floats, prompts: Sequence[Sequence[int]], num_tokens: int) -> Any:
         """Returns a session with the keys and values of the states and of the prompts, and room for more tokens."""
-        room = sum(states.shape[1] + len(prompt) + 32 for prompt in prompts) + num_tokens
+        room = sum(len(prompt) + 32 for prompt in prompts) + num_tokens
         session = self._extension.Session(self._decoder, room)
         session.admit_states(states, [list(prompt) for prompt in prompts], self.threads)
         return session
