@@ -75,6 +75,7 @@ ALLOWED = {
         "special_ids",
     },
     "integrations": {
+        "audio",
         "checkpoints",
         "encoding",
         "engine",

@@ -175,11 +175,11 @@ class SpeechModel:
 
     # ---- the decoder ----
 
-    def _session(self, states: Floats, prompts: Sequence[Sequence[int]], num_tokens: int) -> Any:
-        """Returns a session with the keys and values of the states and of the prompts, and room for more tokens."""
+    def new_session(self, states: Tensor | Floats, prompts: Sequence[Sequence[int]], num_tokens: int) -> Any:
+        """Returns a session with the keys and values of states and prompts, and room for more tokens."""
         room = sum(len(prompt) + 32 for prompt in prompts) + num_tokens
         session = self._extension.Session(self._decoder, room)
-        session.admit_states(states, [list(prompt) for prompt in prompts], self.threads)
+        session.admit_states(self._states(states), [list(prompt) for prompt in prompts], self.threads)
         return session
 
     def detect_language(self, states: Tensor | npt.NDArray[Any]) -> list[list[tuple[str, float]]]:
@@ -193,7 +193,7 @@ class SpeechModel:
         array, rows = self._states(states), len(states)
         if not rows:
             return []
-        session = self._session(array, [[]] * rows, 16 * rows)
+        session = self.new_session(array, [[]] * rows, 16 * rows)
         logits = np.empty((rows, self.config.vocab_size), np.float32)
         session.step([self.config.sot] * rows, 1, False, [*range(rows)], logits, self.threads)
         probabilities = torch.from_numpy(logits)[:, [*self.config.lang_ids]].softmax(-1).tolist()
@@ -290,7 +290,7 @@ class SpeechModel:
         if not searches:
             return []
         rows = num_hypotheses if samples else beam_size
-        session = self._session(
+        session = self.new_session(
             array, [prompt[:-1] for prompt in prompts], sum(2 * rows * (plan.limit + 32) for plan in plans)
         )
         _run(self._extension, session, searches, [prompt[-1] for prompt in prompts], self.threads)
@@ -363,7 +363,7 @@ class SpeechModel:
             tokens = [*start_sequence, config.no_timestamps, *text, config.eot]
             if len(tokens) > config.max_length:
                 raise ValueError(f"text_tokens: expected at most {config.max_length} tokens, got {len(tokens)}")
-            session = self._session(window[None], [tokens], 0)
+            session = self.new_session(window[None], [tokens], 0)
             probabilities, scores = session.align(
                 group=0,
                 source=window.shape[0],

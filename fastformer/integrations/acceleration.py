@@ -123,6 +123,9 @@ def accelerate(
     and a call has no mask, or one of padding that it skips. They know fp32, bf16 and int8; asked for int4 they keep
     their own precision.
 
+    A Whisper of transformers runs on the engine, too: its encoder, and the steps of its `generate`, whose windows,
+    rules and fallbacks stay transformers'. It needs another copy of its weights, and knows fp32, bf16 and int8.
+
     Args:
         model: any module. Known are those of torch.nn (`MultiheadAttention`, `TransformerEncoderLayer`,
             `TransformerDecoderLayer`, `TransformerEncoder`, `TransformerDecoder`, `Transformer`), and of transformers
@@ -318,7 +321,8 @@ def _hooked(model: nn.Module, inside: set[nn.Module]) -> dict[str, str]:
 
 # Each family's file here, and transformers' module for it, which is loaded only if a model of the family exists.
 _FAMILIES = {
-    name: f"transformers.models.{name}.modeling_{name}" for name in ("bart", "bert", "gpt2", "llama", "marian", "t5")
+    name: f"transformers.models.{name}.modeling_{name}"
+    for name in ("bart", "bert", "gpt2", "llama", "marian", "t5", "whisper")
 }
 
 

@@ -18,7 +18,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import transformers
@@ -34,6 +34,7 @@ from fastformer.integrations.engine_models import (
     ENGINE_MODELS,
     EngineModel,
     ForeignEngine,
+    FoundModels,
     Setting,
     counts_words,
 )
@@ -121,7 +122,17 @@ def _signed(generate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class OnEngine:
-    """A model of transformers whose `generate` runs on the engine if the engine can serve the call."""
+    """A model of transformers whose `generate` runs on the engine if the engine can serve the call.
+
+    Attributes:
+        MODELS: the findings about models of the class.
+    """
+
+    MODELS: ClassVar[FoundModels[Any]] = ENGINE_MODELS
+
+    def why_not_options(self) -> str | None:
+        """Returns why the options of the generation_config keep `generate` off the engine; None if they don't."""
+        return _why_not_options(self, (), {})
 
     @_signed
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -431,13 +442,14 @@ def decide(model: nn.Module, precision: str | None, *, wanted: bool) -> None:
         raise ValueError(f"expected precision to be one of {known}, got {precision!r}")
     for module in model.modules():
         if isinstance(module, OnEngine):
-            ENGINE_MODELS.decide(module, precision, wanted=wanted)
+            module.MODELS.decide(cast(nn.Module, module), precision, wanted=wanted)
 
 
 def forget(model: nn.Module) -> None:
     """Undoes `decide`, and drops the weights that were packed."""
     for module in model.modules():
-        ENGINE_MODELS.forget(module)
+        if isinstance(module, OnEngine):
+            module.MODELS.forget(cast(nn.Module, module))
 
 
 def described(model: nn.Module) -> dict[str, str]:
@@ -446,7 +458,7 @@ def described(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         if not isinstance(module, OnEngine):
             continue
-        precision, reason = ENGINE_MODELS.described(cast(nn.Module, module))
-        reason = reason or _why_not_options(module, (), {})  # of its generation_config
+        precision, reason = module.MODELS.described(cast(nn.Module, module))
+        reason = reason or module.why_not_options()
         found[name] = f"on the C++ engine in {precision}" if reason is None else f"transformers' own: {reason}"
     return found

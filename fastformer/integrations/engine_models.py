@@ -124,7 +124,7 @@ class FoundModel(Generic[Weights]):
                     converted = self.convert(alive)
                 except ValueError as error:
                     raise UnfitError(str(error)) from error
-                return self.pack(alive, converted.eval(), precision)
+                return self.pack(alive, converted, precision)
 
         return packed(model, self.place(precision), make, find=lambda _: self.guards.tensors)
 
@@ -147,7 +147,7 @@ class FoundModel(Generic[Weights]):
         Raises:
             ValueError: this library has no equivalent of the model.
         """
-        return from_huggingface(model)
+        return from_huggingface(model).eval()
 
     def pack(self, model: nn.Module, converted: Any, precision: str) -> Weights:
         """Packs the weights of a model that was converted.
@@ -208,7 +208,7 @@ class _BeyondOriginal(EngineModel):
 
     def convert(self, model: nn.Module) -> Any:
         """See `FoundModel`."""
-        return convert(model, beyond_original)
+        return convert(model, beyond_original).eval()
 
 
 class ForeignEngine(CppEngine):
