@@ -95,13 +95,7 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
         if not texts or ask.q == "":
             raise ValueError("expected a text as q, got an empty one")
         service.check_texts(texts)
-        if ask.alternatives > limits.max_alternatives:
-            raise ValueError(f"expected at most {limits.max_alternatives} alternatives, got {ask.alternatives:,}")
-        options = {}
-        if ask.alternatives:
-            count = ask.alternatives + 1
-            options = {"num_return_sequences": count, "num_beams": max(count, service.config.num_beams)}
-        config, target = service.settings(options), codes.target(ask.target)
+        config, target = service.settings({}, ask.alternatives), codes.target(ask.target)
         kind = HtmlPage if ask.format == "html" else _Plain
         size = sum(map(len, texts))
         pages = await service.session.aside(lambda: [kind(text) for text in texts], size, deadline=deadline)

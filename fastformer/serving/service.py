@@ -136,13 +136,26 @@ class TranslateService(Service):
         self._has_detected = True
         return languages
 
-    def settings(self, options: Mapping[str, Any]) -> GenerationConfig:
+    def settings(self, options: Mapping[str, Any], alternatives: int = 0) -> GenerationConfig:
         """Returns the decoding config of a request, within the limits.
+
+        Args:
+            options: the options that the request sets; those of the server hold for the others.
+            alternatives: further translations of each text, of beams or samples.
 
         Raises:
             ValueError: an option is out of its range, or beyond the limits.
         """
-        config = self.session.settings(options, self.config)
+        given = dict(options)
+        if given.get("do_sample"):  # the beams of the server are not what such a request asks for
+            given.setdefault("num_beams", 1)
+        if alternatives > (most := self.limits.max_alternatives):
+            raise ValueError(f"expected at most {most} alternatives, got {alternatives:,}")
+        if alternatives:
+            given["num_return_sequences"] = count = alternatives + 1
+            if not given.get("do_sample", self.config.do_sample):
+                given["num_beams"] = max(count, given.get("num_beams", self.config.num_beams))
+        config = self.session.settings(given, self.config)
         self.check_config(config)
         return config
 

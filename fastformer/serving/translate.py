@@ -91,7 +91,8 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
     async def translate(ask: Ask, http: Request) -> Response:
         """Translates a text, or a list of texts."""
         deadline = service.deadline(ask.timeout)
-        config = service.settings(_options(ask, limits))
+        given = {name: value for name in _OPTIONS if (value := getattr(ask, name)) is not None}
+        config = service.settings(given, ask.alternatives)
         texts = [ask.text] if isinstance(ask.text, str) else ask.text
         service.check_texts(texts)
         items, detected = await _items(service, ask, texts, deadline)
@@ -121,19 +122,6 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
         return answer(translations[0] if isinstance(ask.text, str) else {"translations": translations})
 
     return routes
-
-
-def _options(ask: Ask, limits: Limits) -> dict[str, Any]:
-    """Returns the decoding options that a request sets."""
-    options = {name: value for name in _OPTIONS if (value := getattr(ask, name)) is not None}
-    if ask.alternatives:
-        if ask.alternatives > limits.max_alternatives:
-            raise ValueError(f"expected at most {limits.max_alternatives} alternatives, got {ask.alternatives:,}")
-        count = ask.alternatives + 1
-        options["num_return_sequences"] = count
-        if not ask.do_sample:
-            options["num_beams"] = max(count, ask.num_beams or 1)
-    return options
 
 
 def _split(ask: Ask) -> bool:

@@ -125,6 +125,57 @@ async def test_the_rest_of_a_large_body_is_read_for_a_while_only(translator_fold
         assert (await client.post("/v1/translate", content=endless())).status_code == 413 and sent < 80
 
 
+async def test_a_body_comes_in_time(translator_folder) -> None:
+    async def slow() -> AsyncIterator[bytes]:
+        yield b'{"text"'
+        await asyncio.sleep(0.3)
+        yield b': "a"}'
+
+    for name, status in (("body_s", 408), ("write_s", 200)):
+        limits = Limits(**{"body_s": 60.0, "write_s": 60.0, name: 0.1})
+        async with serving(open_service(translator_folder, limits=limits)) as client:
+            headers = {"Content-Type": "application/json"}
+            answer = await client.post("/v1/translate", content=slow(), headers=headers)
+            assert answer.status_code == status and ("connection" in answer.headers) == (status == 408)
+
+
+async def test_each_reason_of_a_refusal_is_counted_by_its_name(translator_folder) -> None:
+    service: Any = open_service(translator_folder, limits=Limits(max_body_bytes=100, max_waiting=1))
+    async with serving(service, keys=KEYS, hosts=["here"]) as client:
+        traffic, key = client.app.state.traffic, {"Authorization": f"Bearer {KEYS[0]}"}
+
+        async def refused(text: str, **headers: str) -> int:
+            return (await client.post("/v1/translate", json={"text": text}, headers=headers)).status_code
+
+        async def counts() -> dict[str, float]:
+            text = (await client.get("/metrics", headers=key)).text
+            found = re.findall(r'fastformer_rejected_total{reason="(\w+)"} (\S+)', text)
+            return {reason: float(count) for reason, count in found}
+
+        taken, leave = asyncio.Event(), asyncio.Event()
+
+        async def hold() -> None:
+            with service.session.place():
+                taken.set()
+                await leave.wait()
+
+        assert await refused("a") == 401 and await counts() == {"key": 1}
+        assert await refused("a", Host="evil.example", **key) == 403 and await counts() == {"key": 1}
+        assert await refused("a" * 100, **key) == 413 and await counts() == {"key": 1, "large": 1}
+        late = await client.post("/v1/translate", json={"text": "a", "timeout": 1e-9}, headers=key)
+        assert late.status_code == 504 and await counts() == {"key": 1, "large": 1, "late": 1}
+        held = asyncio.ensure_future(hold())
+        await taken.wait()
+        assert await refused("a", **key) == 429 and await counts() == {"key": 1, "large": 1, "late": 1, "full": 1}
+        leave.set()
+        await held
+        assert (await client.post("/v1/translate", json={}, headers=key)).status_code == 400
+        traffic.is_refusing = True
+        assert await refused("a", **key) == 503
+        traffic.is_refusing = False
+        assert await counts() == {"key": 1, "large": 1, "late": 1, "full": 1, "ending": 1}
+
+
 async def test_the_time_to_the_first_byte_is_not_that_to_the_last() -> None:
     seen: list[tuple[float, float]] = []
 

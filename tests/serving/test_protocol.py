@@ -84,9 +84,9 @@ class Served(NamedTuple):
 
 
 @contextlib.contextmanager
-def serving(limits: Limits) -> Iterator[Served]:
+def serving(limits: Limits, idle_s: float = 2) -> Iterator[Served]:
     app = App()
-    with listening(app, limits, lifespan="off", timeout_keep_alive=2) as (server, place):
+    with listening(app, limits, lifespan="off", timeout_keep_alive=idle_s) as (server, place):
         yield Served(app, place, server)
         app.go = True
 
@@ -143,6 +143,30 @@ def test_a_head_comes_in_time(served) -> None:
             client.sendall(head)
             began = time.monotonic()
             assert everything(client) == b"" and time.monotonic() - began > 0.2
+
+
+@pytest.mark.parametrize("short", ["body_s", "write_s", "idle_s"])
+def test_each_limit_of_time_ends_the_connections_that_it_is_for(short) -> None:
+    seconds = {"body_s": 60.0, "write_s": 60.0, "idle_s": 60.0, short: 0.2}
+    of_client = {
+        "body_s": b"GET / HTTP/1.1\r\nHost:",  # a head without its end
+        "write_s": get("/large"),  # whose answer isn't read
+        "idle_s": get("/small"),
+    }
+    limits, names = Limits(body_s=seconds["body_s"], write_s=seconds["write_s"]), {}
+    with serving(limits, seconds["idle_s"]) as served, contextlib.ExitStack() as held:
+        for name, data in of_client.items():
+            client = held.enter_context(served.connected(SO_RCVBUF=4096))
+            names[client.getsockname()] = name
+            client.sendall(data)
+
+        def connected() -> set[str]:
+            return {names[each.client] for each in served.server.server_state.connections}
+
+        until(lambda: {"/large", "/small"} <= {*served.app.paths})
+        until(lambda: connected() == of_client.keys() - {short})
+        time.sleep(0.3)  # in which a limit that ends the wrong ones would end them
+        assert connected() == of_client.keys() - {short}
 
 
 def test_a_head_behind_another_request_comes_in_time_too(served) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fastformer.serving import Limits, make_app, open_service
+from fastformer.generation.jobs import NotRunning, Stream, TooLate
+from fastformer.serving import Limits, make_app, open_service, openai, tgi, translate
+from fastformer.serving.answers import FAILED
 from tests.serving import models
 from tests.serving.asking import events, serving
+from tests.serving.servers import running
 
-pytest.importorskip("httpx", reason="the httpx library is not installed")
+httpx = pytest.importorskip("httpx", reason="the httpx library is not installed")
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
 
 LONG = "a woman reads a book and two men walk the dog in the park and the dog sees two birds"
@@ -185,3 +188,49 @@ async def test_a_failing_request_of_a_stream_is_an_error_of_its_format(folder) -
                 # A client's time above the server's doesn't count.
                 answer = await client.post(route, json={**body, "stream": stream, "timeout": 100})
                 assert answer.status_code == 504 and json.loads(answer.text)["error"]
+
+
+# A request of each route that streams, the kind of its service, and the format of its errors.
+STREAMS: dict[str, tuple[str, dict[str, Any], Any]] = {
+    "/v1/completions": ("generator", {"prompt": LONG, "max_tokens": 9, "min_tokens": 9}, openai),
+    "/v1/chat/completions": ("generator", {"messages": [{"role": "user", "content": "a"}], "min_tokens": 9}, openai),
+    "/generate": ("generator", {"inputs": LONG}, tgi),
+    "/v1/translate": ("translator", {"text": "one. two. three."}, translate),
+}
+
+
+@pytest.fixture(scope="module")
+def urls(folder, translator_folder) -> Iterator[dict[str, str]]:
+    """Returns the URL of a real server for each kind of service."""
+    with running(folder) as generator, running(translator_folder) as translator:
+        yield {"generator": generator.url, "translator": translator.url}
+
+
+@pytest.mark.parametrize("route", STREAMS)
+def test_a_stream_that_fails_has_an_error_as_its_last_event_and_no_end(route, urls, monkeypatch) -> None:
+    kind, body, form = STREAMS[route]
+    following = Stream.__anext__
+    for error, status, message in (
+        (RuntimeError("a secret"), 500, FAILED),
+        (TooLate("no time is left"), 504, "no time is left"),
+        (NotRunning("closed"), 503, "closed"),
+    ):
+        begun = set[int]()
+
+        async def fails(pieces: Any, error: Exception = error, begun: set[int] = begun) -> Any:
+            if id(pieces) in begun:
+                raise error
+            begun.add(id(pieces))
+            return await following(pieces)
+
+        monkeypatch.setattr(Stream, "__anext__", fails)
+        received = b""
+        request = httpx.stream("POST", urls[kind] + route, json={**body, "stream": True}, timeout=20)
+        with pytest.raises(httpx.RemoteProtocolError), request as stream:
+            assert stream.status_code == 200
+            for part in stream.iter_raw():
+                received += part
+        name, data = received.decode().removesuffix("\n\n").split("\n\n")[-1].split("\n")
+        assert name == "event: error" and b"[DONE]" not in received
+        due = json.loads(form.error_response(status, message).body)
+        assert json.loads(data.removeprefix("data: ")) == due

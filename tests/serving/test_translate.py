@@ -69,6 +69,26 @@ async def test_scores_prefixes_and_alternatives_are_those_of_whole_texts(transla
         assert found == {"text": translator.translate("one", **sampled)}
 
 
+async def test_the_beams_of_the_server_hold_unless_a_request_says_otherwise(translator_folder, translator) -> None:
+    def best(beams: int) -> list[str]:
+        return list(dict.fromkeys(translator.translate("one", num_beams=beams, num_return_sequences=2)))
+
+    async with serving(open_service(translator_folder, options={"num_beams": 4})) as client:
+        for ask, beams in (({}, 4), ({"num_beams": 2}, 2)):
+            found = (await client.post("/v1/translate", json={"text": "one", "alternatives": 1, **ask})).json()
+            assert [found["text"], *(one["text"] for one in found["alternatives"])] == best(beams)
+        body = {"q": "one", "source": "und", "target": "und", "alternatives": 1}
+        found = (await client.post("/translate", json=body)).json()
+        assert [found["translatedText"], *found["alternatives"]] == best(4) != best(2)
+        sampled = {"do_sample": True, "seed": 3}
+        for count in (1, 2):
+            found = (
+                await client.post("/v1/translate", json={"text": "one", "alternatives": count - 1, **sampled})
+            ).json()
+            due = translator.translate(["one"], num_return_sequences=count, **sampled)[0]
+            assert found["text"] == (due if count == 1 else due[0])
+
+
 async def test_attention_has_a_weight_for_each_pair_of_tokens(translator_folder, translator) -> None:
     async with serving(open_service(translator_folder)) as client:
         for stream in (False, True):
