@@ -156,7 +156,7 @@ def arriving() -> Source[bytes]:
     from fastformer.generation.text_io import IterableSource
 
     if sys.stdin is None:
-        raise ValueError("expected a text, --file, or lines on standard input, which is closed")
+        raise ValueError("expected lines on standard input, which is closed")
     try:
         return PipeLines(sys.stdin.fileno())
     except OSError:  # not a file of the system: all of its lines are there already

@@ -98,27 +98,21 @@ def chat(
 
 def _lines(is_shown: bool) -> Iterator[str]:
     """Yields the lines that the user types; on a terminal after a prompt, where Ctrl-C discards the line."""
-    if sys.stdin is None:
-        raise ValueError("expected lines on standard input, which is closed")
+    from fastformer.commands._lines import each_line
+
+    if not is_shown:
+        yield from each_line(None)
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # input() then edits lines, and knows the last ones
     while True:
         try:
-            if is_shown:
-                with contextlib.suppress(ImportError):
-                    import readline  # noqa: F401  # input() then edits lines, and knows the last ones
-                line = input("> ")
-            else:
-                line = sys.stdin.readline()
-                if not line:
-                    return
+            yield typed(input("> ").removesuffix("\r"))
         except EOFError:
             print()
             return
         except KeyboardInterrupt:
-            if not is_shown:
-                raise
             print("\nCtrl-D leaves", file=sys.stderr)
-            continue
-        yield typed(line.removesuffix("\n").removesuffix("\r"))
 
 
 def _answer(talk: Chat, text: str, is_shown: bool) -> None:

@@ -48,7 +48,12 @@ def answers(folder) -> list[str]:
 @pytest.fixture
 def typed(monkeypatch) -> Callable[..., None]:
     """Puts lines into standard input."""
-    return lambda *lines: monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+
+    def put(*lines: str) -> None:
+        data = "".join(f"{line}\n" for line in lines).encode()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+    return put
 
 
 def test_lines_are_the_turns_of_one_conversation(folder, answers, typed, capsys, ran) -> None:

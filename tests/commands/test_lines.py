@@ -4,14 +4,75 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import lzma
 import os
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+from fastformer.cli import main
 from fastformer.commands._lines import PipeLines
+from fastformer.data import ByteTokenizer
+from fastformer.models import GPT
+from tests.generation.small import tiny
+
+MARKED = b"\xef\xbb\xbfone\r\ntwo birds"  # as an editor of Windows writes it, without an end of the last line
+# Each command that reads lines, with flags for which every character of them counts in what it prints.
+READERS: dict[str, list[str]] = {
+    "translate": ["translate", "translator", "--num_beams", "2", "--n_best", "2", "--max_new_tokens", "6"],
+    "generate": ["generate", "gpt", "--greedy", "--max_new_tokens", "4"],
+    "score": ["score", "gpt", "--by_line"],
+    "embed": ["embed", "encoder"],
+    "rank": ["rank", "encoder", "--query", "a bird"],
+    "chat": ["chat", "chat", "--greedy", "--max_new_tokens", "4"],
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    """Returns a folder with a small model of each kind."""
+    pytest.importorskip("transformers", reason="the folders are written by transformers")
+    from tests.checkpoints.decoders import llama3
+    from tests.encoding.folders import bert
+    from tests.generation.chat_templates import CHATML
+    from tests.generation.test_chat import with_template
+
+    place = tmp_path_factory.mktemp("lines")
+    tiny(max_len=40).save_pretrained(place / "translator", ByteTokenizer())
+    tiny(GPT, max_len=40).save_pretrained(place / "gpt", ByteTokenizer())
+    (place / "encoder").mkdir()
+    bert(place / "encoder", num_labels=1)
+    llama3(place / "chat")
+    with_template(place / "chat", CHATML)
+    return place
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_lines_are_read_alike_from_files_and_pipes(command, folders, tmp_path, monkeypatch, capfdbinary) -> None:
+    """A byte order mark, line ends of Windows, a last line without an end and compression change no result."""
+    monkeypatch.chdir(folders)
+    words, file = READERS[command], tmp_path / "lines"
+
+    def outcome(way: str, content: bytes) -> tuple[int, bytes, bytes]:
+        file.write_bytes(content)
+        with open(file, "rb") as stream, io.BytesIO(content) as memory:
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(stream if way == "pipe" else memory, encoding="utf-8"))
+            flags = {"file": ["--file", str(file)], "-": ["--file", "-"]}.get(way, [])
+            code = main([*words, *flags])
+        return code, *capfdbinary.readouterr()
+
+    ways = {"chat": ["stdin", "pipe"], "score": ["file", "-"]}.get(command, ["file", "-", "pipe"])
+    code, due, _ = outcome(ways[0], b"one\ntwo birds\n")
+    assert code == 0 and due
+    for way in ways:
+        for content in (MARKED, gzip.compress(MARKED)):
+            assert outcome(way, content)[:2] == (0, due), way
+        code, _, err = outcome(way, b"one\ntwo\xff\n")
+        assert code == 1 and b"line 2: expected UTF-8" in err, (way, err)
 
 
 def piped(data: bytes) -> tuple[PipeLines, int]:
