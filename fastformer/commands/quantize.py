@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Literal
 
@@ -20,19 +21,19 @@ def quantize(run: str, out: str, *, precision: Literal["int8", "int4"] = "int8")
         precision: int8 has 255 steps for each output of a matrix; int4 has 16 for each 32 weights
     """
     from fastformer.checkpoints import load_model
-    from fastformer.checkpoints.hf import model_type
     from fastformer.checkpoints.hf.common import GENERATION
-    from fastformer.files import read_small, write_atomically
+    from fastformer.files import write_atomically
+    from fastformer.generation.folder_options import saved_options
     from fastformer.models.weights import weights_size
 
     folder = Path(out)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"expected a new or an empty folder, but there are files in {out}")
     model, tokenizer = load_model(run, ("Transformer", "GPT"))
+    options = saved_options(run)
     model.quantize(precision).save_pretrained(folder, tokenizer)
-    search = Path(run, GENERATION)  # the sampling options of a folder of transformers, whose defaults hold without it
-    if search.is_file() or model_type(Path(run)) is not None:
-        write_atomically(folder / GENERATION, read_small(search) if search.is_file() else b"{}\n")
+    if options is not None:  # even without any, the folder then has transformers' defaults
+        write_atomically(folder / GENERATION, f"{json.dumps(options)}\n".encode())
     before, after = (weights_size(Path(path)) for path in (run, out))
     instead = f" instead of {before / 2**20:.1f}" if before else ""
     print(f"wrote {out}: {after / 2**20:.1f} MiB of weights{instead}")

@@ -1,5 +1,7 @@
 """The defaults of a request to a folder that transformers saved: the options in its generation_config.json.
 
+Older folders have the options among the settings of the model, in config.json.
+
 The file decides defaults and nothing else. An option means the same for every folder, whether its file has options, has
 none, or doesn't exist; an option that neither the request nor the file has gets transformers' default.
 """
@@ -14,7 +16,7 @@ from typing import Any
 
 from fastformer.checkpoints import ctranslate2, generation_settings, gguf
 from fastformer.checkpoints.hf import model_type
-from fastformer.checkpoints.hf.common import GENERATION
+from fastformer.checkpoints.hf.common import GENERATION, search_settings
 from fastformer.generation.config import OPTIONS, GenerationConfig
 
 logger = logging.getLogger("fastformer")
@@ -26,29 +28,26 @@ _OF_THE_MODEL = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_
 _NEUTRAL = {"typical_p": 1.0, "min_p": 0.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "encoder_repetition_penalty": 1.0,
             "guidance_scale": 1.0, "top_h": 1.0, "num_assistant_tokens": 20}  # fmt: skip
 _SAMPLING = ("temperature", "top_k", "top_p")
+_OWN = ("beam_rules", "engine", "precision", "seed", "shortlist", "window")  # options that transformers doesn't have
 
 
 def folder_options(folder: str | os.PathLike[str], unused: Collection[str] = ()) -> dict[str, Any] | None:
-    """Returns the decoding options in a folder's generation_config.json, or in a GGUF file.
+    """Returns the decoding options of a folder's requests: the `saved_options` that fastformer has and the caller uses.
 
     Options that the caller doesn't use, or that fastformer doesn't have, are dropped; a warning names them.
 
     Args:
-        folder: a folder that transformers saved or CTranslate2 converted, what `fastformer quantize` wrote of one, or a
-            GGUF file.
+        folder: see `saved_options`.
         unused: the names of options that the caller doesn't use.
 
     Returns:
-        The options by name, none if there is no such file. None: the folder isn't one of transformers, so that the
-        defaults of its requests are those of `GenerationConfig`.
+        The options by name. None: see `saved_options`.
 
     Raises:
         ValueError: the file is damaged.
     """
-    origin, is_file = Path(folder, GENERATION), gguf.is_gguf(folder)
-    if not is_file and not origin.is_file() and model_type(Path(folder)) is None and not ctranslate2.is_folder(folder):
+    if (settings := saved_options(folder)) is None:
         return None
-    settings = gguf.search_options(folder) if is_file else generation_settings(folder)
     found = {name: value for name, value in settings.items() if name not in _OF_THE_MODEL}
     known = {name: value for name, value in found.items() if name in OPTIONS and name not in unused}
     dropped = [
@@ -57,10 +56,33 @@ def folder_options(folder: str | os.PathLike[str], unused: Collection[str] = ())
         if name not in known and value is not False and value != _neutral(name)
     ]
     if dropped:
-        logger.warning(
-            "%s has search options that are not applied: %s", folder if is_file else origin, ", ".join(dropped)
-        )
+        logger.warning("%s has search options that are not applied: %s", folder, ", ".join(dropped))
     return known
+
+
+def saved_options(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Returns all decoding options that a model's files have.
+
+    Args:
+        folder: a folder that transformers saved or CTranslate2 converted, what `fastformer quantize` wrote of one, or a
+            GGUF file.
+
+    Returns:
+        The options by name. None: the folder is another, so that the defaults of its requests are those of
+        `GenerationConfig`.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    if gguf.is_gguf(folder):
+        return gguf.search_options(folder)
+    if Path(folder, GENERATION).is_file() or ctranslate2.is_folder(folder):
+        return generation_settings(folder)
+    if model_type(Path(folder)) is None:
+        return None
+    settings = search_settings(Path(folder))
+    names = {name for name in OPTIONS if name not in _OWN}.union(_NEUTRAL)
+    return {name: value for name, value in settings.items() if name in names and value is not None}
 
 
 def _neutral(name: str) -> Any:

@@ -215,7 +215,7 @@ def test_damaged_files_are_errors(folder: Path) -> None:
             continue
 
 
-def with_pieces(folder: Path, one_file: bool = False) -> Any:
+def with_pieces(folder: Path, file: str | None = None) -> Any:
     """Gives a folder a SentencePiece model, whose pieces become the vocabulary. Returns the model."""
     sentencepiece = pytest.importorskip("sentencepiece", reason="the sentencepiece library is not installed")
     text = folder / "text"
@@ -224,7 +224,7 @@ def with_pieces(folder: Path, one_file: bool = False) -> Any:
         input=str(text), model_prefix=str(folder / "source"), vocab_size=20, minloglevel=2, bos_id=-1
     )
     data = (folder / "source.model").read_bytes()
-    for name in ["sentencepiece.bpe.model"] if one_file else ["source.spm", "target.spm"]:
+    for name in [file] if file else ["source.spm", "target.spm"]:
         (folder / name).write_bytes(data)
     processor = sentencepiece.SentencePieceProcessor(model_proto=data)
     pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size()) if not processor.is_unknown(i)]
@@ -236,10 +236,10 @@ def with_pieces(folder: Path, one_file: bool = False) -> Any:
     return processor
 
 
-@pytest.mark.parametrize("name, one_file", [("marian", False), ("marian", True), ("m2m", True)])
-def test_texts_are_translated(tmp_path: Path, name: str, one_file: bool, capsys: Any) -> None:
+@pytest.mark.parametrize("name, file", [("marian", None), ("marian", "spiece.model"), ("m2m", "sentencepiece.model")])
+def test_texts_are_translated(tmp_path: Path, name: str, file: str | None, capsys: Any) -> None:
     folder = Path(shutil.copytree(FOLDERS / name, tmp_path / name))
-    processor = with_pieces(folder, one_file)
+    processor = with_pieces(folder, file)
     model, vocabularies = load_transformer(folder)
     text = "the old cat sees a dog"
     ids = [vocabularies.source.index(piece) for piece in processor.encode(text, out_type=str)]
@@ -280,7 +280,7 @@ def test_the_tokenizer_json_of_transformers(tmp_path: Path) -> None:
 
 def test_languages_are_those_of_the_vocabulary(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(FOLDERS / "m2m", tmp_path / "m2m"))
-    with_pieces(folder, one_file=True)
+    with_pieces(folder, "sentencepiece.bpe.model")
     tokens = json.loads((folder / "shared_vocabulary.json").read_text())
     for names, short in (
         (["eng_Latn", "deu_Latn"], "deu_Latn"),
@@ -291,6 +291,41 @@ def test_languages_are_those_of_the_vocabulary(tmp_path: Path) -> None:
         languages = load_model(folder, ("Transformer",))[1].languages
         assert languages is not None and languages.ids[short] == len(tokens) - 1
         assert (languages.places == "asked") == names[0].startswith(">>")
+
+
+@pytest.mark.parametrize("name", ["bart", "t5", "marian"])
+def test_what_a_config_omits_is_as_in_ctranslate2(tmp_path: Path, name: str) -> None:
+    folder = Path(shutil.copytree(FOLDERS / name, tmp_path / name))
+    tokens = json.loads((folder / "shared_vocabulary.json").read_text())
+    if "<s>" not in tokens:
+        tokens[5] = "<s>"
+        (folder / "shared_vocabulary.json").write_text(json.dumps(tokens))
+    usual: dict[str, Any] = {"eos_token": "</s>", "unk_token": "<unk>", "decoder_start_token": "<s>"}
+    usual["layer_norm_epsilon"] = 1e-6 if name == "t5" else 1e-5
+    other = {"eos_token": "t7", "unk_token": "t8", "decoder_start_token": "t9", "layer_norm_epsilon": 0.25}
+    configs = []
+    for settings in ({}, usual, other):
+        (folder / "config.json").write_text(json.dumps(settings))
+        configs.append(load_transformer(folder)[0].config)
+    omitted, explicit, changed = configs
+    assert omitted == explicit
+    ids = changed.special_ids
+    assert (ids.eos, ids.unk, changed.layer_norm_eps) == ((7,), 8, 0.25)
+    starts = (tokens.index("<s>"), 9)
+    if name == "marian":  # its decoder begins with a zero embedding, which is an id more
+        starts = (len(tokens), len(tokens))
+    assert (omitted.special_ids.start, ids.start) == starts
+
+
+def test_a_vocabulary_without_padding_has_an_id_more(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FOLDERS / "bart", tmp_path / "bart"))
+    text = (folder / "shared_vocabulary.json").read_text()
+    (folder / "shared_vocabulary.json").write_text(text.replace("<pad>", "pad"))
+    model, whole = load_transformer(folder)[0], load_transformer(FOLDERS / "bart")[0]
+    assert (model.config.special_ids.pad, whole.config.special_ids.pad) == (40, 1)
+    source, target = torch.tensor([[5, 1, 9, 2]]), torch.tensor([[2, 7, 8]])  # the token is a word now
+    logits = model.float()(source, target)
+    assert logits[..., 40].max() < -9000 and logits.shape[-1] == 41
 
 
 def test_a_folder_needs_a_tokenizer(folder: Path) -> None:

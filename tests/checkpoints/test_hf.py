@@ -307,6 +307,39 @@ def test_pad_may_be_generated_if_nothing_forbids_it(tmp_path) -> None:
     assert loaded(saved.folder)[0].config.suppress_tokens == ()
 
 
+OLDER: dict[str, dict[str, Any]] = {
+    "marian": {"bad_words_ids": [[39], [7]]},
+    "bart": {"bad_words_ids": [[1], [9]], "no_repeat_ngram_size": 3, "forced_bos_token_id": 0},
+    "t5": {"bad_words_ids": [[5]]},
+    "mbart50": {"forced_bos_token_id": "de_DE", "bad_words_ids": [[1]]},
+    "nllb": {"forced_bos_token_id": "fra_Latn"},
+    "llama3": {"eos_token_id": [3, 1], "pad_token_id": 5},
+}
+
+
+@pytest.mark.parametrize("kind", OLDER)
+def test_the_options_of_a_search_may_be_among_the_settings(kind, made, tmp_path, caplog) -> None:
+    """As folders had them before there was a generation_config.json."""
+    saved = getattr(made(kind), "saved", made(kind))
+    folder, values, results = getattr(saved, "folder", saved), dict(OLDER[kind]), []
+    if isinstance(name := values.get("forced_bos_token_id"), str):
+        values["forced_bos_token_id"] = loaded(folder)[1].languages.ids[name]
+    for place in ("generation_config.json", "config.json", None):
+        caplog.clear()
+        changed = shutil.copytree(folder, tmp_path / "model")
+        search = {"generation_config.json": values, None: {}}.get(place)
+        (changed / "generation_config.json").unlink(missing_ok=True)
+        if search is not None:
+            (changed / "generation_config.json").write_text(json.dumps(search))
+        else:
+            setting("config.json", **values)(changed)
+        model, tokenizer = loaded(changed)
+        results.append((model.config, tokenizer.languages, caplog.messages[:]))
+        shutil.rmtree(changed)
+    newer, older, without = results
+    assert newer == older != without
+
+
 def test_search_options_are_named(tmp_path, caplog) -> None:
     saved = families.bart(tmp_path / "model", forced_bos_token_id=0, no_repeat_ngram_size=3)
     with caplog.at_level(logging.WARNING, "fastformer"):

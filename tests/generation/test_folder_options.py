@@ -19,6 +19,7 @@ from fastformer.cli import main
 from fastformer.generation import AsyncGenerator, generate
 from fastformer.generation.folder_options import folder_options, with_folder_options
 from tests.checkpoints import decoders
+from tests.foreign import gguf_files
 
 FILES: dict[str, dict[str, Any] | None] = {
     "missing": None,
@@ -114,13 +115,42 @@ def test_the_log_says_what_is_applied_and_what_is_not(folders, tmp_path, caplog)
     assert not caplog.records  # without sampling, a temperature has no effect
 
 
-def test_a_quantised_folder_keeps_the_defaults_of_its_kind(folders, tmp_path, capsys) -> None:
-    for name in ("missing", "with the options of a chat model"):
-        assert main(["quantize", str(folders(name)), str(tmp_path / name)]) == 0
-        found, expected = (
-            with_folder_options(folder_options(folder), {"temperature": 0.5}, 64)
-            for folder in (tmp_path / name, folders(name))
-        )
-        assert found == expected
+@pytest.fixture
+def older(folders, tmp_path) -> Path:
+    """Returns a folder whose options are among the settings of the model."""
+    folder = shutil.copytree(folders("missing"), tmp_path / "older")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | OLDER))
+    return folder
+
+
+OLDER = {"do_sample": True, "temperature": 0.5, "top_k": 7, "repetition_penalty": 1.25, "max_length": 40, "min_p": 0.25}
+
+
+def test_options_of_an_older_folder_are_among_its_settings(older, folders, caplog) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(older).generation_config
+    config = with_folder_options(folder_options(older), {}, 64)
+    applied = {name: value for name, value in OLDER.items() if name != "min_p"}
+    for name, value in applied.items():
+        assert getattr(config, name) == value == getattr(theirs, name), name
+    assert "min_p=0.25" in caplog.text and folder_options(folders("missing")) == {}
+
+
+@pytest.mark.parametrize("option, value", [("temperature", 0.5), ("top_k", 5), ("top_p", 0.9)])
+def test_an_option_of_sampling_implies_sampling(option, value, folders, capsys) -> None:
+    for name in FILES:
+        assert with_folder_options(folder_options(folders(name)), {option: value}, 64).do_sample
+        with pytest.raises(ValueError, match="do_sample"):
+            with_folder_options(folder_options(folders(name)), {option: value, "do_sample": False}, 64)
+    words = ["generate", str(folders("missing")), PROMPT, f"--{option}={value}", "--max_new_tokens=3", "--device=cpu"]
+    assert main(words) == 0 and capsys.readouterr().out.startswith(PROMPT)
+
+
+def test_a_quantised_folder_keeps_the_defaults_of_its_kind(folders, older, tmp_path, capsys) -> None:
+    gguf = gguf_files.FOLDER / "llama.gguf"
+    for number, model in enumerate((folders("missing"), folders("with the options of a chat model"), older, gguf)):
+        out = tmp_path / str(number)
+        assert main(["quantize", str(model), str(out)]) == 0
+        assert folder_options(out) == folder_options(model) is not None
     load_model(folders("empty"), ("GPT",))[0].save_pretrained(tmp_path / "run")
     assert folder_options(tmp_path / "run") is None  # the folder of a model of fastformer

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassClassValidationError
 
-from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES
+from fastformer.checkpoints.hf import DECODER_FORMS, ENCODER_FORMS, FAMILIES
 from fastformer.checkpoints.hf.common import Checkpoint
 from fastformer.checkpoints.hf.fields import FIELDS, with_usual_ids
 from fastformer.integrations import accelerate, from_huggingface, report
 from tests.integrations.config_fields import (
+    BASES,
     IDS,
     LEFT,
     RIGHT,
@@ -77,6 +80,92 @@ def test_each_field_gives_the_results_of_transformers(kind, tmp_path) -> None:
     conversions, saved folders and accelerated models, in forwards and in `generate`."""
     found = [check(change, tmp_path / str(i)) for i, change in enumerate(changes(kind))]
     assert sum(found) > len(found) / 2
+
+
+# Another value of each field that changes what a family computes, sizes apart; True: the contrary of the usual one.
+UNUSUAL: dict[str, Any] = {
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon"), 0.3),
+    **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function", "activation"), "silu"),
+    "feed_forward_proj": "gated-silu",
+    **dict.fromkeys(
+        ("scale_embedding", "tie_word_embeddings", "scale_decoder_outputs", "share_encoder_decoder_embeddings"), True
+    ),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "use_parallel_residual"), True),
+    "classifier_pooling": "mean", "local_attention": 4, "sliding_window": 3, "query_pre_attn_scalar": 5,
+    "relative_attention_num_buckets": 4, "relative_attention_max_distance": 7,
+    "final_logit_softcapping": 60.0, "attn_logit_softcapping": 2.0,
+    **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "activation_dropout"), 0.25),
+    **dict.fromkeys(("attention_dropout", "dropout_rate", "resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.25),
+    **dict.fromkeys(("hidden_dropout", "residual_dropout", "embedding_dropout", "classifier_dropout"), 0.25),
+    **dict.fromkeys(("seq_classif_dropout", "mlp_dropout"), 0.25),
+}  # fmt: skip
+# Values that a family refuses, or that mean its usual ones.
+REFUSED = {
+    "modernbert": ("embedding_dropout", "attention_dropout", "mlp_bias"), "phi3": ("resid_pdrop",),
+    "gemma3_text": ("attn_logit_softcapping",), "mpnet": ("relative_attention_num_buckets",),
+}  # fmt: skip
+
+
+def unusual(kind: str) -> dict[str, Any]:
+    """Returns the options of a config with the values of `UNUSUAL`."""
+    before = config_of(kind, BASES[kind]).to_dict()
+    found = {name: value for name, value in UNUSUAL.items() if name in before and name not in REFUSED.get(kind, ())}
+    for name, value in found.items():
+        if value is True:
+            found[name] = not before[name]
+        elif value == before[name]:
+            found[name] = "gelu_new"
+    if rope := before.get("rope_parameters"):
+        bases = {"full_attention": 123.0, "sliding_attention": 55.0}
+        nested = {place: {"rope_type": "default", "rope_theta": theta} for place, theta in bases.items()}
+        found["rope_parameters"] = nested if "full_attention" in rope else {**rope, "rope_theta": 123.0}
+    return found
+
+
+@kinds
+def test_all_fields_at_once_give_the_results_of_transformers(kind) -> None:
+    """As quick a check of every field as there can be; the slow test takes them one by one."""
+    theirs = made(Change(kind, "", Nested(unusual(kind)), FAMILIES[kind].kind == "encoder"))
+    settings = {**theirs.config.to_dict(), "architectures": [type(theirs).__name__]}
+    ours = FAMILIES[kind].to_model(Checkpoint(settings, theirs.state_dict()))
+    with torch.no_grad():
+        if FAMILIES[kind].kind == "seq2seq":
+            found, expected = ours(IDS, TARGETS), theirs(IDS, decoder_input_ids=TARGETS).logits
+        else:
+            found, expected = ours(IDS), theirs(IDS).logits
+    assert differences({"logits": found}, {"logits": expected}) == {}
+    dropouts = {name: value for name, value in vars(ours.config).items() if "dropout" in name}
+    others = {0.0} if FAMILIES[kind].kind != "seq2seq" else set()  # dropouts that the family doesn't have
+    assert {0.25} <= {*dropouts.values()} <= {0.25} | others, dropouts
+
+
+# As versions before 5 write them, for families that read them and for families that don't.
+OLDER: dict[str, tuple[Any, ...]] = {
+    "rope_theta": (123.0,), "partial_rotary_factor": (0.5,), "rotary_emb_base": (123.0,), "rotary_pct": (0.5,),
+    "rope_local_base_freq": (123.0,), "global_rope_theta": (123.0,), "local_rope_theta": (123.0,),
+    "rope_scaling": (ROPES[0], ROPES[1], ROPES[6], {**ROPES[6], "type": "llama3"}), "head_dim": (8,),
+    "sliding_window_pattern": (3,), "global_attn_every_n_layers": (2,), "position_embedding_type": ("relative_key",),
+    "scale_decoder_outputs": (True, False), "tie_word_embeddings": (True, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", sorted(DECODER_FORMS.keys() | ENCODER_FORMS.keys()))
+def test_older_spellings_are_read_as_transformers_reads_them(kind) -> None:
+    """The settings as a file has them, and what transformers makes of them, give the same model."""
+    form, read = (DECODER_FORMS | ENCODER_FORMS)[kind], 0
+    for name, values in OLDER.items():
+        for value in values:
+            if kind == "olmo3" and "rope_theta" in (name, *(value if isinstance(value, dict) else ())):
+                continue  # version 5 takes it for one kind of layers only, and version 4 for both
+            settings = {**BASES[kind], "model_type": kind, name: value}
+            try:
+                theirs = getattr(transformers, FAMILIES[kind].config_class).from_dict(copy.deepcopy(settings)).to_dict()
+                found = form.options(settings)
+            except (ValueError, KeyError, StrictDataclassClassValidationError):  # either of the two refuses it
+                continue
+            assert found == form.options(theirs), (name, value)
+            read += 1
+    assert read > 9
 
 
 @kinds

@@ -316,10 +316,17 @@ def languages_of(folder: Path, settings: Mapping[str, Any], ids: Mapping[str, in
     return Languages(ids, places, source=named.get("src_lang"), target=target)
 
 
-def search_settings(folder: Path, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the options of a search, from their own file or, in older folders, from the model's settings."""
+def search_settings(folder: Path, settings: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    """Returns the options of a search, from their own file or, in older folders, from the model's settings.
+
+    Args:
+        folder: the folder.
+        settings: the model's settings; None: they are read.
+    """
     file = folder / GENERATION
-    return read_json(file) if file.is_file() else settings
+    if file.is_file():
+        return read_json(file)
+    return read_json(folder / CONFIG) if settings is None else settings
 
 
 def _forbidden(folder: Path, search: Mapping[str, Any]) -> list[int]:

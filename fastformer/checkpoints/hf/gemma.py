@@ -128,7 +128,7 @@ VARIANTS = (
     Variant(
         "gemma3_text",
         "Gemma 3",
-        layer_types=all_but_each(6),
+        layer_types=all_but_each(6, "sliding_window_pattern"),
         base=1_000_000.0,
         local_base=10_000.0,
         more=_gemma3,

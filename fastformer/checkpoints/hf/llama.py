@@ -20,7 +20,7 @@ from fastformer.checkpoints.hf.decoder import (
     layer_names,
     same_dropout,
 )
-from fastformer.checkpoints.hf.rope import longest, read_rope, write_lengths, write_rope
+from fastformer.checkpoints.hf.rope import ROPE_NAMES, longest, read_rope, write_lengths, write_rope
 from fastformer.models import GPTConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -60,6 +60,7 @@ class Variant(NamedTuple):
         even_heads: whether d_model has to be a multiple of the number of heads even then.
         partial: whether only a part of each head may be rotated.
         fraction: that part, if the settings don't contain it.
+        rope_names: the settings that contain base and part beside the others, in version 4.
         base: the base of the rotations, if the settings don't contain it.
         local_base: the same for layers with a window, in families that rotate these differently. 0: as in other layers.
         grows: whether some kinds of scaling give a model more positions than its settings say.
@@ -88,6 +89,7 @@ class Variant(NamedTuple):
     even_heads: bool = False
     partial: bool = False
     fraction: float = 1.0
+    rope_names: tuple[str, str] = ROPE_NAMES
     base: float = 10_000.0
     local_base: float | None = None
     grows: bool = True
@@ -183,7 +185,7 @@ class Variant(NamedTuple):
         return {"window_size": size, **({} if all(layers) else {"window_layers": layers})}
 
     def _rope(self, settings: Mapping[str, Any], has_windows: bool) -> dict[str, Any]:
-        rope = read_rope(settings, layers=FULL, base=self.base, fraction=self.fraction)
+        rope = read_rope(settings, layers=FULL, base=self.base, fraction=self.fraction, names=self.rope_names)
         if "rotary_fraction" in rope and not self.partial:
             raise ValueError(
                 f"expected a {self.name}, that rotates whole heads, got a partial_rotary_factor of "
@@ -191,8 +193,9 @@ class Variant(NamedTuple):
             )
         if self.local_base is None or not has_windows:
             return rope
+        base = settings.get("rope_local_base_freq") if self.local_base else None
         local = read_rope(
-            {"rope_theta": settings.get("rope_local_base_freq"), "rope_parameters": settings.get("rope_parameters")},
+            {"rope_theta": base, "rope_parameters": settings.get("rope_parameters")},
             layers=SLIDING,
             base=self.local_base or rope["rotary_base"],
             is_nested=True,
@@ -306,11 +309,11 @@ def _after_some(settings: Mapping[str, Any], depth: int) -> list[str]:
     return [SLIDING if layer >= first else FULL for layer in range(depth)]
 
 
-def all_but_each(count: int) -> LayerTypes:
-    """Gives a window to all layers but each count-th; the setting sliding_window_pattern replaces the count."""
+def all_but_each(count: int, setting: str | None = None) -> LayerTypes:
+    """Gives a window to all layers but each count-th; a setting of some families replaces the count."""
 
     def types(settings: Mapping[str, Any], depth: int) -> list[str]:
-        each = _or(settings, "sliding_window_pattern", count)
+        each = count if setting is None else _or(settings, setting, count)
         return [SLIDING if (layer + 1) % each else FULL for layer in range(depth)]
 
     return types

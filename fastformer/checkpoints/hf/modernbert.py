@@ -97,11 +97,9 @@ def _windows(settings: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
 def _base(settings: Mapping[str, Any], kind: str) -> Any:
     """Returns the base of the rotary positions in layers of one kind."""
     name, usual = _BASES[kind]
-    listed = settings.get("rope_parameters") or {}
-    parameters = listed.get(kind) or {}
-    for scaling in (parameters, settings.get("rope_scaling") or {}):
-        if (rope_type := scaling.get("rope_type", scaling.get("type", "default"))) != "default":
-            raise ValueError(f"expected a rope_type of 'default', got {rope_type!r}")
+    parameters = {**((settings.get("rope_parameters") or {}).get(kind) or {}), **(settings.get("rope_scaling") or {})}
+    if (rope_type := parameters.get("rope_type", parameters.get("type", "default"))) != "default":
+        raise ValueError(f"expected a rope_type of 'default', got {rope_type!r}")
     theta = settings.get(name)
     return parameters.get("rope_theta", usual if theta is None else theta)
 

@@ -58,6 +58,7 @@ VARIANTS = (
         even_heads=True,
         own_heads=False,
         fraction=0.25,
+        rope_names=("rotary_emb_base", "rotary_pct"),
         partial=True,
         eps="layer_norm_eps",
         usual={"layer_norm_eps": 1e-5, "attention_bias": True},

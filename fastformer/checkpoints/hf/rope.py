@@ -14,14 +14,19 @@ from fastformer.models import GPTConfig
 from fastformer.models.rotary_scaling import RotaryScaling
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-_BASES = ("rope_theta", "rotary_emb_base")
-_FRACTIONS = ("partial_rotary_factor", "rotary_pct")
+ROPE_NAMES = ("rope_theta", "partial_rotary_factor")
 _LENGTH = "original_max_position_embeddings"
-_NAMES = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
+_NAMES = ("type", "rope_type", *ROPE_NAMES)
 
 
 def read_rope(
-    settings: Mapping[str, Any], *, layers: str, base: float, fraction: float = 1.0, is_nested: bool = False
+    settings: Mapping[str, Any],
+    *,
+    layers: str,
+    base: float,
+    fraction: float = 1.0,
+    names: tuple[str, str] = ROPE_NAMES,
+    is_nested: bool = False,
 ) -> dict[str, Any]:
     """Returns the options of `GPTConfig` for rotary positions: rotary_base, rotary_fraction, rotary_scaling.
 
@@ -31,14 +36,17 @@ def read_rope(
         settings: the settings of a model.
         layers: the kind of layers to read, since each kind may have parameters of its own.
         base, fraction: the values if the settings don't contain them.
+        names: the names of both beside the other settings.
         is_nested: ignore parameters that aren't given for this kind of layers.
 
     Raises:
         ValueError: an unknown kind of scaling, or a value that isn't a number.
     """
     rope = _parameters(settings, layers, is_nested)
-    theta = next((of[name] for of in (rope, settings) for name in _BASES if of.get(name) is not None), base)
-    part = next((of[name] for of in (rope, settings) for name in _FRACTIONS if of.get(name) is not None), fraction)
+    theta, part = (
+        next((value for value in (rope.get(name), settings.get(beside)) if value is not None), usual)
+        for name, beside, usual in zip(ROPE_NAMES, names, (base, fraction), strict=True)
+    )
     options: dict[str, Any] = {"rotary_base": _number("rope_theta", theta)}
     if _number("partial_rotary_factor", part) != 1.0:
         options["rotary_fraction"] = part
