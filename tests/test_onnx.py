@@ -117,19 +117,18 @@ def made(make: Callable[[], nn.Module], call: Callable[..., Any]) -> CallModule:
 QUICK = ("ours: causal", "ours: weights", "accelerated: decoder")
 
 
-@pytest.mark.parametrize("name", [pytest.param(w, marks=() if w in QUICK else pytest.mark.slow) for w in CASES])
-def test_the_older_exporter(name, tmp_path):
-    """The slow cases cover every module: they differ in the attributes that fastformer's ops get."""
+@pytest.mark.parametrize(
+    ("name", "dynamo"),
+    [
+        pytest.param(name, dynamo, marks=() if name in QUICK and not dynamo else pytest.mark.slow)
+        for name in CASES
+        for dynamo in (False, True)
+    ],
+)
+def test_modules(name, dynamo, tmp_path):
+    """The slow cases cover every module with both exporters: they differ in the attributes of fastformer's ops."""
     module, inputs = made(*CASES[name][:2]), CASES[name][2]
-    torch.testing.assert_close(run(exported(tmp_path / "m.onnx", module, inputs, False), inputs), module(*inputs))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_the_newer_exporter(name, tmp_path):
-    """The cases cover every module: they differ in the attributes that fastformer's ops get."""
-    module, inputs = made(*CASES[name][:2]), CASES[name][2]
-    torch.testing.assert_close(run(exported(tmp_path / "m.onnx", module, inputs, True), inputs), module(*inputs))
+    torch.testing.assert_close(run(exported(tmp_path / "m.onnx", module, inputs, dynamo), inputs), module(*inputs))
 
 
 MODELS: dict[str, tuple[str, dict[str, Any], bool]] = {

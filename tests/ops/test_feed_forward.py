@@ -132,14 +132,6 @@ def test_rows_of_whole_kilobytes(dtype: torch.dtype, activation: str, device: st
         compare(make_inputs((90, 20), 2048, activation, device, dtype), activation=activation)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dim", [512, 1024])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_model_sizes(dim: int, dtype: torch.dtype, activation: str, backend: str, device: str) -> None:
-    compare(make_inputs((150, dim), 4 * dim, activation, device, dtype), activation=activation)
-
-
 @pytest.mark.parametrize("dtype, rows, activation", covering(DTYPES, [3, 70], ACTIVATIONS))
 def test_weights_that_are_views_of_their_transpose(dtype, rows, activation, backend, device) -> None:
     inputs = make_inputs((rows, 16), 40, activation, device, dtype, out_dim=24)

@@ -129,13 +129,6 @@ def test_a_cap_over_several_tiles_and_chunks(backend: str, device: str) -> None:
         compare(make_inputs((1100, 16), 40, device), label_smoothing=0.1, softcap=2.0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("vocab_size", [32000, 50257])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_model_sizes(vocab_size: int, dtype: torch.dtype, backend: str, device: str) -> None:
-    compare(make_inputs((300, 512), vocab_size, device, dtype), label_smoothing=0.1)
-
-
 def test_large_logits(backend: str, device: str) -> None:
     """For logits of several hundred, exp of a single one would overflow."""
     if device != "cpu" and backend == "reference":
