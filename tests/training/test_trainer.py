@@ -131,6 +131,15 @@ def test_gradient_checkpointing_changes_nothing(config, tmp_path) -> None:
     assert losses(tmp_path / "a") == pytest.approx(losses(tmp_path / "b"), abs=1e-5)
 
 
+def test_bf16_autocast_trains(config, tmp_path) -> None:
+    trainer = start(changed(config, precision="bf16", steps=3), tmp_path / "run")
+    trainer.train()
+    assert all(math.isfinite(loss) for loss in losses(tmp_path / "run")) and trainer.scaler.is_enabled() is False
+    plain = start(changed(config, steps=3), tmp_path / "plain")
+    plain.train()
+    assert losses(tmp_path / "plain") != losses(tmp_path / "run")
+
+
 @pytest.mark.parametrize("batching", ["random", "bucketed", "packed"])
 def test_all_batchings_train(config, tmp_path, batching) -> None:
     start(changed(config, steps=2, batching=batching), tmp_path / "run").train()
