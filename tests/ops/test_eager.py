@@ -297,3 +297,15 @@ def test_autocast_casts_calls_that_were_checked_without_it(name: str) -> None:
         cast = calls[name]()
     assert cast.dtype == (torch.float32 if "entropy" in name else torch.bfloat16)
     assert not torch.equal(cast.float(), plain) and torch.equal(calls[name](), plain)
+
+
+def test_values_that_are_read_are_checked_in_every_call() -> None:
+    q, ends = torch.randn(2, 5, 2, 8), torch.tensor([0, 5, 10], dtype=torch.int32)
+    rows, lengths = q.view(10, 2, 8), torch.tensor([5, 3], dtype=torch.int32)
+    for _ in range(2):
+        ops.attention(q, q, q, seqlens_k=lengths)
+        ops.varlen_attention(rows, rows, rows, ends, ends, 5, 5)
+    with pytest.raises(ValueError, match=r"\bseqlens_k\b"):
+        ops.attention(q, q, q, seqlens_k=lengths + 1)
+    with pytest.raises(ValueError, match=r"\bcu_seqlens_q\b"):
+        ops.varlen_attention(rows, rows, rows, ends + 1, ends, 5, 5)
