@@ -50,17 +50,19 @@ _lock = ForkSafeLock()
 class Notes:
     """What this library notes about a module, in one attribute of it. Nothing here may refer to the module.
 
-    A copy of the module has its settings, and is examined and packed anew.
+    A copy of the module has its settings, and is examined and packed anew. A shallow copy shares all notes until its
+    settings are changed; the guards and stamps of what it shares notice in which of its attributes it differs.
 
     Attributes:
+        owner: the id of the module for which this was made; None: it was copied.
         settings: the decisions of `accelerate`, by name.
         findings: the results of checks, with the guards as long as which they hold, by name; `repack` drops them.
         copies: by precision, the stamp of the weights and the copy made of them, or the reason why there is none.
         sampled: the tensors that are sampled, which are kept alive; replaced as a whole, for threads without the lock.
     """
 
-    def __init__(self, settings: dict[str, Any] | None = None) -> None:
-        self.settings: dict[str, Any] = {} if settings is None else settings
+    def __init__(self, settings: dict[str, Any], owner: int | None = None) -> None:
+        self.owner, self.settings = owner, settings
         self.findings: dict[object, Any] = {}
         self.copies: dict[str, tuple[Stamp, object]] = {}
         self.sampled = _Sampled(None, [], [])
@@ -73,7 +75,7 @@ def notes_of(module: nn.Module) -> Notes:
     """Returns a module's notes, which it gets if it has none."""
     attributes = vars(module)
     notes: Notes | None = attributes.get(ATTRIBUTE)
-    return attributes.setdefault(ATTRIBUTE, Notes()) if notes is None else notes
+    return attributes.setdefault(ATTRIBUTE, Notes({}, id(module))) if notes is None else notes
 
 
 def setting_of(module: nn.Module, name: str) -> Any:
@@ -82,10 +84,17 @@ def setting_of(module: nn.Module, name: str) -> Any:
     return None if notes is None else notes.settings.get(name)
 
 
+def settings_to_change(module: nn.Module) -> dict[str, Any]:
+    """Returns the decisions of `accelerate` for a module, which no other module shares."""
+    notes = notes_of(module)
+    if notes.owner != id(module):
+        notes = vars(module)[ATTRIBUTE] = Notes(dict(notes.settings), id(module))
+    return notes.settings
+
+
 def forget_setting(module: nn.Module, name: str) -> Any:
     """Removes a decision of `accelerate` for a module, and returns it; None if there is none."""
-    notes: Notes | None = vars(module).get(ATTRIBUTE)
-    return None if notes is None else notes.settings.pop(name, None)
+    return None if setting_of(module, name) is None else settings_to_change(module).pop(name)
 
 
 def forget_notes(module: nn.Module) -> None:

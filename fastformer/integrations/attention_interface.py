@@ -20,7 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastformer.engine.checks import is_traced, is_written_in
-from fastformer.engine.frozen import forget_setting, notes_of, setting_of
+from fastformer.engine.frozen import forget_setting, setting_of, settings_to_change
 from fastformer.functional import attend_heads
 from fastformer.integrations.known import attends_as_known, is_sdpa_known
 from fastformer.integrations.packing import attend, packed_layouts
@@ -204,7 +204,7 @@ def patch_attention(model: nn.Module) -> None:
     for around in model.modules():
         if isinstance(around, PreTrainedModel):
             for module in around.modules():
-                notes_of(module).settings[PATCHED] = _patched
+                settings_to_change(module)[PATCHED] = _patched
                 _remember(module)
 
 

@@ -30,6 +30,7 @@ from fastformer.engine.frozen import (
     refusal,
     repack,
     setting_of,
+    settings_to_change,
 )
 from fastformer.engine.stamp import ModelGuards
 from fastformer.generation.engines.cpp import CppEngine, pack
@@ -257,7 +258,7 @@ class FoundModels(Generic[Found]):
         if not wanted:
             self.forget(model)
         elif precision is not None or self.setting(model) is None:
-            notes_of(model).settings[self._name] = Setting(precision)
+            settings_to_change(model)[self._name] = Setting(precision)
 
     def setting(self, model: nn.Module) -> Setting | None:
         """Returns the setting of a model; None: it has none, and doesn't run on the engine."""

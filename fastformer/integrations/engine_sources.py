@@ -13,7 +13,7 @@ from torch import nn
 
 from fastformer.checkpoints.hf import FAMILIES
 from fastformer.encoding.engine import PackedEncoder
-from fastformer.engine.frozen import is_packed, notes_of, setting_of
+from fastformer.engine.frozen import is_packed, setting_of, settings_to_change
 from fastformer.integrations.as_made import Weightless
 from fastformer.integrations.engine_models import ENGINE_MODELS, EngineModel, is_convertible, model_type_of
 from fastformer.integrations.replace import original_class
@@ -69,7 +69,7 @@ def tell_encoders(model: nn.Module) -> None:
         whole: Any = module
         encoder = whole.get_encoder() if whole.config.is_encoder_decoder else None
         if encoder is not None and is_source(original_class(encoder)):
-            notes_of(encoder).settings[AROUND] = Around(whole)
+            settings_to_change(encoder)[AROUND] = Around(whole)
 
 
 def weights_of_decoding(stack: nn.Module, precision: str) -> PackedEncoder | None:

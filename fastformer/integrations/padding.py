@@ -28,7 +28,7 @@ from fastformer.engine.checks import (
     is_written_in,
     replacement,
 )
-from fastformer.engine.frozen import forget_setting, notes_of, setting_of
+from fastformer.engine.frozen import forget_setting, setting_of, settings_to_change
 from fastformer.engine.stamp import Guards, Plans
 from fastformer.integrations.known import (
     attends_as_known,
@@ -339,7 +339,7 @@ def _reads_by_mask(module: nn.Module) -> bool:
 
 
 def _give(module: nn.Module, role: Role) -> None:
-    notes_of(module).settings[_ROLE] = role
+    settings_to_change(module)[_ROLE] = role
 
 
 def forget(model: nn.Module) -> None:

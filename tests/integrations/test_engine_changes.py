@@ -340,13 +340,20 @@ def test_a_precision_ends_with_restore(calls: list[int]) -> None:
     assert calls == [3]
 
 
-def test_a_shallow_copy_uses_its_own_hooks() -> None:
+def test_a_shallow_copy_uses_its_own_hooks_and_settings(calls: list[int]) -> None:
     plain, ours = pair()
     twin = copy.copy(ours)
     alike(plain, twin)
+    for other in (twin, copy.copy(copy.deepcopy(ours))):
+        accelerate(other, encode=False)
+    count = calls[0]
+    alike(plain, twin)
+    assert calls == [count]
+    alike(plain, ours)
+    assert calls == [count + 1]
     handle = twin.encoder.layer[1].register_forward_pre_hook(lambda _, a: (a[0] * 2, *a[1:]))  # of both
     other = plain.encoder.layer[1].register_forward_pre_hook(lambda _, a: (a[0] * 2, *a[1:]))
-    alike(plain, twin)
+    alike(plain, accelerate(twin))
     alike(plain, ours)
     handle.remove(), other.remove()
     alike(plain, twin)
