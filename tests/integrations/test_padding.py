@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 from unittest import mock
 
@@ -188,6 +189,13 @@ def test_known_heads_are_packed(name):
     assert not fastformer.report(fastformer.accelerate(model)).left
     assert packs(lambda: model(**given))
     assert_real_outputs_equal(model(**given), plain(**given))
+    if "labels" in given and not model.config.is_encoder_decoder:  # labels at padding count like others
+        labels = IDS % 2 if "Token" in name else IDS
+        between = [None] * ([*inspect.signature(plain.forward).parameters].index("attention_mask") - 1)
+        for args, options in (((IDS, *between, MASK), {}), ((), {"input_ids": IDS, "attention_mask": MASK})):
+            ours, theirs = (each(*args, labels=labels, **options).loss for each in (model, plain))
+            assert_equal(ours, theirs)
+            assert not packs(lambda: model(*args, labels=labels, **options))  # noqa: B023
     lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
     assert packs(lambda: lora(**given))
     assert_real_outputs_equal(lora(**given), plain(**given))
