@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,39 @@ def test_special_tokens_are_known_in_what_a_template_writes(made) -> None:
     assert last not in pieces.encode("two<|im_end|>") and last + 1 in pieces.encode("two<note>")
     assert pieces.decode(pieces.encode_template("two<note><|im_end|>")) == "two<note>"
     assert pieces.tokens([last, last + 1, 1]) == ["<|im_end|>", "<note>", "<s>"]
+
+
+_LISTED = {"added_tokens_decoder": {"3": {"content": "<|im_end|>", "special": True}}}
+_NAMES = {"bos_token": "<|begin|>", "eos_token": "<|im_end|>"}
+
+
+@pytest.mark.parametrize(
+    "named, mapped",
+    [
+        ({}, _NAMES), ({}, {name: {"content": token, "lstrip": False} for name, token in _NAMES.items()}),
+        (_NAMES, {"eos_token": "<|end|>"}), (_NAMES | _LISTED, {"eos_token": "<|end|>"}),
+        (_NAMES, {"pad_token": "<|im_start|>"}),
+    ],
+)  # fmt: skip
+def test_names_of_special_tokens_are_found_where_transformers_finds_them(named, mapped, copy) -> None:
+    folder = copy("llama3")
+    file = folder / "tokenizer_config.json"
+    settings = {name: value for name, value in json.loads(file.read_text()).items() if not name.endswith("_token")}
+    file.write_text(json.dumps(settings | named))
+    (folder / "special_tokens_map.json").write_text(json.dumps(mapped))
+    theirs, tokenizer = transformers.AutoTokenizer.from_pretrained(folder), loaded(folder)[1]
+    for name in ("bos_token", "eos_token", "pad_token"):
+        assert tokenizer.chat.get(name) == getattr(theirs, name), name
+    assert tokenizer.encode("two birds") == theirs("two birds")["input_ids"]
+
+
+def test_tokens_that_an_older_folder_adds_are_those_of_transformers(copy) -> None:
+    folder = copy("merges")
+    size = len(json.loads((folder / "vocab.json").read_text()))
+    (folder / "added_tokens.json").write_text(json.dumps({"<note>": size}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    expected = transformers.AutoTokenizer.from_pretrained(folder)("two<note> birds")["input_ids"]
+    assert loaded(folder)[1].encode_template("two<note> birds") == expected and size in expected
 
 
 def test_the_search_settings_of_the_folder_are_reported(made) -> None:

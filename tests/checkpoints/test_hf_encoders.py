@@ -107,6 +107,8 @@ _PADDED = {"strategy": {"Fixed": 20}, "direction": "Left", "pad_to_multiple_of":
         ({"truncation": _CUT, "padding": _PADDED | {"pad_token": "[PAD]"}}, {"padding_side": "left"}),
         ({"truncation": _CUT | {"direction": "Right"}}, {"max_len": 10}),
         ({"truncation": _CUT}, {"model_max_length": 9, "max_len": 10}), ({}, {"model_max_length": 10**30}),
+        ({}, {"do_lower_case": False}), ({}, {"strip_accents": False}), ({}, {"tokenize_chinese_chars": False}),
+        ({}, {"model_input_names": ["input_ids", "attention_mask"]}),
     ],
     ids=str,
 )  # fmt: skip
@@ -122,7 +124,10 @@ def test_what_its_files_remember_counts_as_in_transformers(saved, named, made, t
         cut = {"truncation": True, "max_length": limit}
         for pair in PAIRS:
             assert tokenizer.encode_pair(*pair, limit)[0] == theirs(*pair, **cut)["input_ids"]
-        assert tokenizer.encode_batch(TEXTS, limit) == [theirs(text, **cut)["input_ids"] for text in TEXTS]
+            types = theirs(*pair, **cut).get("token_type_ids")
+            assert tokenizer.has_token_types == (types is not None)
+        texts = [*TEXTS, "Café 漢字 The"]
+        assert tokenizer.encode_batch(texts, limit) == [theirs(text, **cut)["input_ids"] for text in texts]
 
 
 def test_bad_calls_are_named(made) -> None:

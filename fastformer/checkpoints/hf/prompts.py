@@ -36,7 +36,9 @@ _CONFIG, _MAP, _TEMPLATE = "tokenizer_config.json", "special_tokens_map.json", "
 
 def read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> MakeTokenizer:
     """Reads the tokenizer, as `ReadTokenizer` describes."""
-    config = _read(folder / _MAP) | _read(folder / _CONFIG)
+    config, mapped = _read(folder / _CONFIG), _read(folder / _MAP)
+    # As in transformers: a folder that lists its added tokens, as newer ones do, has their names there too.
+    config = mapped | config if "added_tokens_decoder" in config else config | mapped
     chat = _chat(folder, config)
     if not (folder / TOKENIZER).is_file() and (folder / _PIECES).is_file():
         return _from_pieces(folder, config, chat)
