@@ -16,18 +16,10 @@ from fastformer.generation.chat import MAX_NEW_TOKENS
 from fastformer.generation.chat_template import ChatTemplate, Message, TemplateTokenizer
 from fastformer.generation.config import GenerationConfig, Precision
 from fastformer.generation.engines import choose_engine
-from fastformer.generation.folder_options import folder_options, with_folder_options
+from fastformer.generation.folder_options import load_language_model
 from fastformer.generation.inputs import check_vocabulary
 from fastformer.generation.jobs import Job, Stream
-from fastformer.generation.model_protocols import (
-    DTYPES,
-    Model,
-    as_model,
-    asked_precision,
-    check_precision,
-    evaluating,
-    is_decoder_only,
-)
+from fastformer.generation.model_protocols import Model, as_model, check_precision, evaluating, is_decoder_only
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import new_scheduler
@@ -265,13 +257,8 @@ class AsyncGenerator(Session[Request]):
         Raises:
             ImportError, ValueError: see the class; or the folder has no language model, or is damaged.
         """
-        from fastformer.checkpoints import load_model
-
-        check_precision(precision)
-        file_options = folder_options(folder, unused=_ONE_ANSWER)
-        model, tokenizer = load_model(folder, ("GPT",), device=device, dtype=DTYPES.get(precision or ""))
-        config = with_folder_options(file_options, options or {}, model.config.max_len)
-        return cls(model, tokenizer, config=config, precision=asked_precision(model, precision), **limits)
+        model, tokenizer, decoding = load_language_model(folder, options or {}, _ONE_ANSWER, device, precision)
+        return cls(model, tokenizer, **decoding, **limits)
 
     @property
     def ends(self) -> frozenset[int]:

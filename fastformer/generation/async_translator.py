@@ -10,7 +10,7 @@ from fastformer.generation.config import GenerationConfig
 from fastformer.generation.engines import choose_engine
 from fastformer.generation.jobs import Job, Stream
 from fastformer.generation.model_protocols import evaluating
-from fastformer.generation.pair_encoder import Part, PartAnswer, joined_texts
+from fastformer.generation.pair_encoder import Part, joined_texts
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.requests import Request
 from fastformer.generation.session import Session
@@ -31,12 +31,12 @@ class TextStream(Stream[str]):
     """A translation in pieces: an asynchronous iterator, which cancels its requests when it is closed or deleted.
 
     Attributes:
-        parts: the answers of the sentences whose pieces have all been returned.
+        answers: those of the sentences whose pieces have all been returned.
     """
 
-    def __init__(self, job: Job[Any] | None, pieces: AsyncGenerator[str, None], parts: list[PartAnswer]) -> None:
+    def __init__(self, job: Job[Any] | None, pieces: AsyncGenerator[str, None], answers: list[Answer]) -> None:
         super().__init__(job, pieces)
-        self.parts = parts
+        self.answers = answers
 
 
 class AsyncTranslator(Session[Request]):
@@ -103,11 +103,8 @@ class AsyncTranslator(Session[Request]):
         config = self.settings(options, config)
         form = text_options.form(config)
         items, split = [text_options.item(text)], text_options.split
-        (parts,) = await self.answers(items, config, log_probs=form.log_probs, split=split)
-        if split:
-            return joined_texts(parts)[0]
-        assert parts[0].answer is not None
-        return form.of(parts[0].answer)
+        (answers,) = await self.answers(items, config, log_probs=form.log_probs, split=split)
+        return joined_texts(answers)[0] if split else form.of(answers[0])
 
     async def answers(
         self,
@@ -119,7 +116,7 @@ class AsyncTranslator(Session[Request]):
         deadline: float | None = None,
         most_new_tokens: int | None = None,
         most_parts: int | None = None,
-    ) -> list[list[PartAnswer]]:
+    ) -> list[list[Answer]]:
         """Translates several texts, which are submitted together.
 
         Args:
@@ -140,10 +137,9 @@ class AsyncTranslator(Session[Request]):
         """
         builder = self._builder(config, log_probs=log_probs)
         texts = await self._built(deadline, items, builder, split, most_new_tokens, most_parts)
-        requests = [request for parts in texts for _, request in parts if request is not None]
-        if requests:
+        if requests := [request for parts in texts for _, request in parts if request is not None]:
             await self.submit(requests, deadline=deadline).results()
-        return [[self._answer(*part) for part in parts] for parts in texts]
+        return [[Answer(self.tokenizer, request, part.space) for part, request in parts] for parts in texts]
 
     @shows_fields(TextOptions, _ONE_STREAM)
     def stream(self, text: str, *, config: GenerationConfig | None = None, **options: Any) -> AsyncIterator[str]:
@@ -200,7 +196,7 @@ class AsyncTranslator(Session[Request]):
         """Submits a text's parts together, and returns the stream of their translations and the white space."""
         requests = [request for _, request in parts if request is not None]
         job = self.submit(requests, deadline=deadline, streams=by_token) if requests else None
-        answers: list[PartAnswer] = []
+        answers: list[Answer] = []
 
         async def pieces() -> AsyncGenerator[str, None]:
             indices = itertools.count()
@@ -216,10 +212,11 @@ class AsyncTranslator(Session[Request]):
                                     yield piece
                         rest = text.end()
                     else:
-                        rest = "".join(Answer(self.tokenizer, await job.result(index)).texts())
-                answers.append(self._answer(part, request))
-                if rest or part.space:
-                    yield rest + part.space
+                        await job.result(index)
+                answer = Answer(self.tokenizer, request, part.space)
+                answers.append(answer)
+                if rest := rest + part.space if by_token else answer.spaced():
+                    yield rest
 
         return TextStream(job, pieces(), answers)
 
@@ -245,7 +242,7 @@ class AsyncTranslator(Session[Request]):
         count = 0
         # All parts are encoded before the first is translated, so that an invalid one is reported before any work.
         for number, item in enumerate(items, 1):
-            texts.append(self.translator.parts(item, number, builder, split=split))
+            texts.append(self.translator.parts(item, number, builder, split))
             count += len(texts[-1])
             if most_parts is not None and count > most_parts:  # raised before the remaining texts are read
                 raise ValueError(
@@ -263,9 +260,6 @@ class AsyncTranslator(Session[Request]):
             return request
 
         return [[(part, build(part, item.text)) for part in parts] for item, parts in zip(items, texts, strict=True)]
-
-    def _answer(self, part: Part, request: Request | None) -> PartAnswer:
-        return PartAnswer(None if request is None else Answer(self.tokenizer, request), part.space)
 
     def _builder(self, config: GenerationConfig, *, log_probs: bool) -> RequestBuilder:
         return RequestBuilder(self.model, config, log_probs=log_probs, engine=self._engine, tokenizer=self.tokenizer)

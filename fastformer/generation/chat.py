@@ -14,10 +14,10 @@ from torch import nn
 
 from fastformer.generation.chat_template import ChatTemplate, TemplateTokenizer
 from fastformer.generation.config import GenerationConfig, Precision
-from fastformer.generation.folder_options import folder_options, with_folder_options
+from fastformer.generation.folder_options import load_language_model
 from fastformer.generation.generator import Generator
-from fastformer.generation.model_protocols import DTYPES, Model, asked_precision, check_precision, is_decoder_only
-from fastformer.generation.scheduler import Stats
+from fastformer.generation.model_protocols import Model, is_decoder_only
+from fastformer.generation.scheduler import Load
 from fastformer.generation.streaming import TextPieces
 from fastformer.special_ids import SpecialIds
 
@@ -116,21 +116,8 @@ class Chat:
             ImportError: jinja2 is not installed.
             ValueError: see the class; or the folder has no language model, or is damaged.
         """
-        from fastformer.checkpoints import load_model
-
-        check_precision(precision)
-        file_options = folder_options(folder, unused=_ONE_ANSWER)
-        model, tokenizer = load_model(folder, ("GPT",), device=device, dtype=DTYPES.get(precision or ""))
-        config = with_folder_options(file_options, options, model.config.max_len)
-        return cls(
-            model,
-            tokenizer,
-            system=system,
-            config=config,
-            precision=asked_precision(model, precision),
-            drop_oldest=drop_oldest,
-            max_bytes=max_bytes,
-        )
+        model, tokenizer, decoding = load_language_model(folder, options, _ONE_ANSWER, device, precision)
+        return cls(model, tokenizer, system=system, drop_oldest=drop_oldest, max_bytes=max_bytes, **decoding)
 
     def ask(self, text: str, **options: Any) -> str:
         """Answers a user's message.
@@ -189,7 +176,7 @@ class Chat:
         """Forgets the conversation, except for the system prompt."""
         self.messages[:] = [] if self.system is None else [{"role": "system", "content": self.system}]
 
-    def stats(self) -> Stats:
+    def stats(self) -> Load:
         """Returns how many tokens of prompts were read so far, and how many were reused from earlier prompts."""
         return self._generator.stats()
 

@@ -14,10 +14,13 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from fastformer.checkpoints import ctranslate2, generation_settings, gguf
+import torch
+
+from fastformer.checkpoints import ctranslate2, generation_settings, gguf, load_model
 from fastformer.checkpoints.hf import model_type
 from fastformer.checkpoints.hf.common import GENERATION, search_settings
-from fastformer.generation.config import OPTIONS, GenerationConfig
+from fastformer.generation.config import OPTIONS, GenerationConfig, Precision
+from fastformer.generation.model_protocols import DTYPES, asked_precision, check_precision
 
 logger = logging.getLogger("fastformer")
 
@@ -115,6 +118,21 @@ def with_folder_options(theirs: Mapping[str, Any] | None, options: Mapping[str, 
     if applied:
         logger.info("defaults of the model's files: %s", ", ".join(applied))
     return config
+
+
+def load_language_model(
+    folder: str | os.PathLike[str],
+    options: Mapping[str, Any],
+    unused: Collection[str],
+    device: torch.device | str | None,
+    precision: Precision | None,
+) -> tuple[Any, Any, dict[str, Any]]:
+    """Returns the model and the tokenizer of a folder, and the config and precision of its decoding, by these names."""
+    check_precision(precision)
+    file_options = folder_options(folder, unused)
+    model, tokenizer = load_model(folder, ("GPT",), device=device, dtype=DTYPES.get(precision or ""))
+    config = with_folder_options(file_options, options, model.config.max_len)
+    return model, tokenizer, {"config": config, "precision": asked_precision(model, precision)}
 
 
 def _is_beyond(length: object, max_len: int) -> bool:

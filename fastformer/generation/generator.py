@@ -23,7 +23,7 @@ from fastformer.generation.inputs import TokenIds, input_rows
 from fastformer.generation.model_protocols import Model, as_model, check_precision, evaluating
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.requests import Request
-from fastformer.generation.scheduler import Stats, new_scheduler
+from fastformer.generation.scheduler import Load, new_scheduler
 from fastformer.generation.session import Session
 from fastformer.generation.streaming import Detokenizer
 from fastformer.settings import Positive, check_value
@@ -150,9 +150,9 @@ class Generator:
 
         return tokens()
 
-    def stats(self) -> Stats:
+    def stats(self) -> Load:
         """Returns how many tokens of prompts were read so far, and how many were reused from earlier prompts."""
-        return self._session.scheduler.stats()
+        return self._session.scheduler.load()
 
     def clear(self) -> None:
         """Drops all prompts and frees their memory."""

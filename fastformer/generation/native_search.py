@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from fastformer.generation.config import BeamRules, EarlyStopping
@@ -139,7 +139,7 @@ class NativeSearch(Search):
         return bad_numbers() if self.handle.is_broken else None
 
     def last_tokens(self) -> list[int]:
-        return last_tokens([self])
+        return list(extension_module().last_tokens([self.handle]))
 
     def tokens(self, row: int) -> list[int]:
         return self.handle.tokens(row)
@@ -156,15 +156,3 @@ class NativeSearch(Search):
             for row in found:
                 row.score = math.fsum(row.log_probs) if row.tokens else NEVER
         return found
-
-
-def last_tokens(searches: Iterable[NativeSearch]) -> list[int]:
-    """Returns the last token of each row of each search. Every search has taken a step."""
-    tokens: list[int] = extension_module().last_tokens([search.handle for search in searches])
-    return tokens
-
-
-def places_of_done(searches: Iterable[NativeSearch]) -> list[int]:
-    """Returns the places of the searches that are done."""
-    places: list[int] = extension_module().places_of_done([search.handle for search in searches])
-    return places

@@ -8,12 +8,12 @@ from __future__ import annotations
 import operator
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from fastformer.generation.model_protocols import Model
 from fastformer.generation.request_builder import CheckedInput, RequestBuilder
-from fastformer.generation.sentences import split_sentences
+from fastformer.generation.sentences import Sentence, split_sentences
 from fastformer.generation.text_io import Answer, ErrorPolicy, Item, Source, TextCodec, TextError, expect_text
 from fastformer.languages import LanguageIds, Languages
 from fastformer.special_ids import SpecialIds
@@ -146,7 +146,7 @@ class PairEncoder:
             raise TextError(f"text {number}: {error}") from error
 
     def parts(
-        self, item: Item, number: int, builder: RequestBuilder, *, split: bool, errors: ErrorPolicy | None = None
+        self, item: Item, number: int, builder: RequestBuilder, split: bool, errors: ErrorPolicy | None = None
     ) -> list[Part]:
         """Encodes a text as one part, or its sentences as a part each.
 
@@ -166,14 +166,13 @@ class PairEncoder:
         """
         name, parts = str(number), list[Part]()
         try:
-            if not split:
-                return [Part(name, self.encode_item(item, number, builder), "", True)]
-            sentences = split_sentences(expect_text("texts", number, item.text))
+            text = expect_text("texts", number, item.text)
+            sentences = split_sentences(text) if split else [Sentence(text, "")]
             for place, (sentence, space) in enumerate(sentences, 1):
-                name, checked = f"{number}, sentence {place}", None
-                if sentence:
-                    checked = self.encode_item(item._replace(text=sentence), name, builder)
-                    checked = checked._replace(row=array("q", checked.row))  # a text may have many sentences
+                name, checked = f"{number}, sentence {place}" if split else str(number), None
+                if sentence or not split:
+                    checked = self.encode_item(item._replace(text=sentence), name if split else number, builder)
+                    checked = checked._replace(row=array("q", checked.row))  # there may be many
                 parts.append(Part(name, checked, space, place == len(sentences)))
         except TextError as error:
             if errors is None:
@@ -222,33 +221,32 @@ class PartSource:
         return self._ready.popleft()
 
 
-class PartAnswer(NamedTuple):
-    """The answer for a part of a text, and the white space after it; None: the part has nothing to translate."""
-
-    answer: Answer | None
-    space: str
+def whole_texts(pairs: Iterable[tuple[Part, Answer]]) -> Iterator[list[Answer]]:
+    """Yields the answers for the parts of each text."""
+    answers: list[Answer] = []
+    for part, answer in pairs:
+        answers.append(answer)
+        if part.is_last:
+            yield answers
+            answers = []
 
 
 class Joined(Answer):
-    """The answer for a text whose sentences were translated one by one.
+    """The answer for a text whose sentences were translated one by one."""
 
-    Args:
-        text: the translation.
-    """
-
-    def __init__(self, text: str) -> None:
-        self._text = text
+    def __init__(self, sentences: Sequence[Answer]) -> None:
+        self._texts = joined_texts(sentences)
 
     def texts(self) -> list[str]:
-        """Returns the translation, as a list of one text."""
-        return [self._text]
+        return self._texts
 
 
-def joined_texts(parts: Sequence[PartAnswer]) -> list[str]:
+def joined_texts(sentences: Sequence[Answer]) -> list[str]:
     """Joins the translations of a text's sentences to those of the text, best first; see `versions`."""
-    translations = [[""] if part.answer is None else part.answer.texts() or [""] for part in parts]
-    spaces = [part.space for part in parts]
-    return versions(translations, lambda texts: "".join(map(operator.add, texts, spaces)))
+    spaces = [answer.space for answer in sentences]
+    return versions(
+        [answer.texts() or [""] for answer in sentences], lambda texts: "".join(map(operator.add, texts, spaces))
+    )
 
 
 def versions(translations: Sequence[Sequence[str]], join: Callable[[list[str]], str]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 
 from fastformer.generation.engines.base import Batch, Candidates, Engine, Limits, SearchingBatch, Selection
-from fastformer.generation.native_search import NativeSearch, last_tokens, places_of_done
+from fastformer.generation.native_search import NativeSearch, extension_module
 from fastformer.generation.requests import BaseRequest, Request, process_logits
 from fastformer.generation.search import Sample
 
@@ -32,21 +32,6 @@ _RUN_STEPS = 1_000_000
 _FIRST_TOLD = 4
 
 
-class Stats(NamedTuple):
-    """Counters of a scheduler's work.
-
-    Attributes:
-        running, waiting: the number of requests in the batch, and in the queue.
-        read_tokens: the number of source and prompt tokens that were read so far.
-        cached_tokens: the number of prompt tokens that were not read, because an earlier prompt has the same beginning.
-    """
-
-    running: int
-    waiting: int
-    read_tokens: int
-    cached_tokens: int
-
-
 class Load(NamedTuple):
     """Counters of a scheduler's work, and the state of its memory.
 
@@ -56,7 +41,7 @@ class Load(NamedTuple):
         rows: the number of rows in the batch.
         free_tokens, capacity_tokens: the batch's free memory and capacity, in tokens, if it has any.
         read_tokens: the number of source and prompt tokens that were read so far.
-        cached_tokens: the number of prompt tokens that were not read, because they were in the cache.
+        cached_tokens: the number of prompt tokens that were not read, because an earlier prompt has the same beginning.
     """
 
     running: int = 0
@@ -135,9 +120,7 @@ class Scheduler:
         self.max_tokens = max_bytes // engine.token_bytes if engine.token_bytes else max_bytes
         self._batch: Batch | None = None
         self._capacity_rows = self._capacity_tokens = 0
-        self._free_at_first = self._free_tokens = (
-            0  # tokens, in whole blocks: at first, and when they were last counted
-        )
+        self._free_at_first = self._free_tokens = 0  # in whole blocks: at first, and when they were last counted
         self._reserved_tokens = self._min_capacity = 0  # the latter: for the next batch, in tokens
         self.waiting: deque[Request] = deque()
         self.waiting_tokens = 0
@@ -164,18 +147,11 @@ class Scheduler:
         """True if no request waits or runs."""
         return not self.waiting and not self.running
 
-    def stats(self) -> Stats:
-        """Returns the current counters. Any thread may call this."""
-        return Stats(len(self.running), len(self.waiting), self._read_tokens, self._cached_tokens)
-
     def load(self) -> Load:
-        """Returns the counters and the state of the memory. Only the thread that steps the scheduler may call this."""
-        if not self.running:  # else the memory is that before the last step
-            self._free_tokens = 0 if self._batch is None else self._batch.free_tokens()
+        """Returns the current counters. Any thread may call this; while requests run, the memory is that before a step."""
         return Load(
             len(self.running), len(self.waiting), self.waiting_tokens, self._running_rows, self._free_tokens,
-            self._free_at_first,
-            self._read_tokens, self._cached_tokens,
+            self._free_at_first, self._read_tokens, self._cached_tokens,
         )  # fmt: skip
 
     def renewed(self) -> Scheduler:
@@ -220,7 +196,7 @@ class Scheduler:
         self.running.clear()
         self.waiting.clear()
         self._waiting_rows = self._running_rows = self._reserved_tokens = self.waiting_tokens = 0
-        self._capacity_rows = self._capacity_tokens = self._free_at_first = 0
+        self._capacity_rows = self._capacity_tokens = self._free_at_first = self._free_tokens = 0
 
     def cancel_all(self) -> None:
         """Ends all requests without results. The batch stays, with its cached prompts."""
@@ -244,6 +220,8 @@ class Scheduler:
             self._reserved_tokens -= request.reserved_tokens
         leaving = set(places)
         self.running = [request for place, request in enumerate(self.running) if place not in leaving]
+        if not self.running:
+            self._free_tokens = self._open_batch.free_tokens()
         return gone
 
     def _drop(self) -> list[Request]:
@@ -371,7 +349,7 @@ class Scheduler:
         if not is_current or (rows, tokens) != (self._capacity_rows, self._capacity_tokens):
             self._batch = None  # there may be no memory for two batches
             self._batch = self.engine.open(rows, tokens)
-            self._free_at_first = self._batch.free_tokens()
+            self._free_at_first = self._free_tokens = self._batch.free_tokens()
             self._capacity_rows, self._capacity_tokens = rows, tokens
 
     def _make_room(self) -> None:
@@ -483,14 +461,15 @@ def _run_searches(batch: SearchingBatch, requests: Sequence[Request], limits: Li
     begun = len(requests)
     while begun and not requests[begun - 1].steps:  # the new ones were admitted last
         begun -= 1
-    tokens = last_tokens(searches[:begun])
+    module, handles = extension_module(), [search.handle for search in searches]
+    tokens: list[int] = module.last_tokens(handles[:begun])
     for request in requests[begun:]:
         tokens += request.next_tokens()
     log_probs = any([request.log_probs for request in requests])
     counts = batch.run_searches(searches, tokens, log_probs, limits._replace(max_steps=steps))
     if not any(counts):
         return None
-    done = set(places_of_done(searches))
+    done = set(module.places_of_done(handles))
     leaving: list[int] = []
     for place, request in enumerate(requests):
         is_done = place in done

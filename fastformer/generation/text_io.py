@@ -176,15 +176,16 @@ def perplexity(per_token: float) -> float:
 
 
 class Answer:
-    """The translations of a text.
+    """The translations of a text, or of one of its sentences.
 
     Args:
         tokenizer: decodes the translations.
         request: the finished request; None for an empty or skipped text.
+        space: the white space after a sentence.
     """
 
-    def __init__(self, tokenizer: TextCodec, request: Request | None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: TextCodec, request: Request | None, space: str = "") -> None:
+        self._tokenizer, self.space = tokenizer, space
         self._results: list[Hypothesis] = [] if request is None else request.results
         self._prefix = [] if request is None else request.prompt.tokens[1:]  # without the start token
         self._stop = () if request is None else request.stop_strings
@@ -198,6 +199,10 @@ class Answer:
     def texts(self) -> list[str]:
         """Returns the translations, best first."""
         return [text_before_stop(self._tokenizer, self._prefix, result.tokens, self._stop) for result in self._results]
+
+    def spaced(self) -> str:
+        """Returns the only translation with the white space after it."""
+        return "".join(self.texts()) + self.space
 
     def scored(self) -> list[Scored]:
         """Returns the translations with their scores, best first."""

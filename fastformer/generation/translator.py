@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypedDict, overload
@@ -28,8 +27,8 @@ from fastformer.generation.model_protocols import (
     is_decoder_only,
     why_not_by_modules,
 )
-from fastformer.generation.pair_encoder import Joined, PairEncoder, Part, PartSource
-from fastformer.generation.request_builder import CheckedInput, RequestBuilder, most_new_tokens
+from fastformer.generation.pair_encoder import Joined, PairEncoder, Part, PartSource, whole_texts
+from fastformer.generation.request_builder import RequestBuilder, most_new_tokens
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, new_scheduler
 from fastformer.generation.scoring import MAX_TOKENS, score_texts
@@ -234,41 +233,29 @@ class Translator(PairEncoder):
         text_options = TextOptions.taken_from(options)
         config, errors = self.settings(options, config), text_options.errors()
         self.check_languages(text_options.source_lang, text_options.target_lang)
-        form, items = text_options.form(config), text_options.items(texts)
+        form, items, split = text_options.form(config), text_options.items(texts), text_options.split
         deadline = None if config.max_time is None else time.monotonic() + config.max_time
-        if text_options.split:
-            ready = self.answers(IterableSource(items), config, errors, split=True, deadline=deadline)
-            answers = [form.of(answer) for answer in itertools.chain.from_iterable(ready)]
-            return answers[0] if isinstance(texts, str) else answers
         builder = self._builder(config, form.log_probs)
-        # All texts are read first, so that an invalid one is reported before any work. Only their ids stay, in few
-        # bytes each.
-        inputs: list[CheckedInput | None] = []
-        for number, item in enumerate(items, 1):
-            try:
-                checked = self.encode_item(item, number, builder)
-                inputs.append(checked._replace(row=array("q", checked.row)))
-            except TextError as error:
-                errors.handle(error)
-                inputs.append(None)
+        # All texts are read first, so that an invalid one is reported before any work.
+        numbered = enumerate(items, 1)
+        parts = [part for number, item in numbered for part in self.parts(item, number, builder, split, errors)]
 
         def build(index: int) -> Request | None:
-            checked = inputs[index]
-            if checked is None:
-                return None
-            request = builder.build(checked, place=index)
-            request.deadline = deadline
-            return request
+            return self._build(parts[index], builder, index, deadline)
 
-        # The longest texts come first, so that few rows are left to decode alone at the end.
-        order = sorted(range(len(inputs)), key=lambda index: -len((inputs[index] or ((),))[0]))
-        answers = [None] * len(inputs)
+        # The longest come first, so that few rows are left to decode alone at the end.
+        lengths = [0 if part.checked is None else len(part.checked.row) for part in parts]
+        order = sorted(range(len(parts)), key=lambda index: -lengths[index])
+        values: list[Any] = [None] * len(parts)
         for pairs in self._session(builder, is_endless=False).map(IterableSource(order), build):
             for index, request in pairs:
-                check_request(request, index + 1)
-                answers[index] = form.of(Answer(self.tokenizer, request))
-        errors.report(len(inputs))
-        return answers[0] if isinstance(texts, str) else answers
+                check_request(request, parts[index].name)
+                answer = Answer(self.tokenizer, request, parts[index].space)
+                values[index] = answer if split else form.of(answer)
+        if split:
+            values = [form.of(Joined(answers)) for answers in whole_texts(zip(parts, values, strict=True))]
+        errors.report(len(values))
+        return values[0] if isinstance(texts, str) else values
 
     @overload
     def stream(
@@ -324,8 +311,8 @@ class Translator(PairEncoder):
             return self._pieces(next(iter(items)), config, errors)
         source = IterableSource(items)
         if isinstance(texts, str):
-            parts = self._parts(source, config, errors, split=True, read_ahead=read_ahead)
-            return (text for ready in parts for pair in ready if (text := _text(*pair)))
+            parts = self._parts(source, config, errors, False, read_ahead, split=True)
+            return (text for ready in parts for _, answer in ready if (text := answer.spaced()))
         answers = self.answers(source, config, errors, log_probs=form.log_probs, read_ahead=read_ahead, split=split)
         return (form.of(answer) for ready in answers for answer in ready)
 
@@ -338,7 +325,6 @@ class Translator(PairEncoder):
         log_probs: bool = False,
         read_ahead: int = READ_AHEAD,
         split: bool = False,
-        deadline: float | None = None,
     ) -> Iterator[list[Answer]]:
         """Translates the texts of a source, in order; `stream` and the command use this.
 
@@ -349,39 +335,24 @@ class Translator(PairEncoder):
             log_probs: whether to compute scores.
             read_ahead: the most texts, or with split sentences, that are in memory; see `stream`.
             split: see `translate`; `TextOptions.form` has accepted it.
-            deadline: a time of `time.monotonic` for all texts; None: each text has the config's max_time.
 
         Yields:
             The answers that come next in the order, as soon as they are complete.
         """
-        parts = self._parts(
-            source, settings, errors, log_probs=log_probs, read_ahead=read_ahead, split=split, deadline=deadline
-        )
-
-        def answers() -> Iterator[list[Answer]]:
-            text = ""
-            for ready in parts:
-                complete: list[Answer] = []
-                for part, answer in ready:
-                    text += _text(part, answer) if split else ""
-                    if part.is_last:
-                        complete.append(Joined(text) if split else answer)
-                        text = ""
-                if complete:
-                    yield complete
-
-        return answers()
+        parts = self._parts(source, settings, errors, log_probs, read_ahead, split)
+        if not split:
+            return ([answer for _, answer in ready] for ready in parts)
+        pairs = itertools.chain.from_iterable(parts)
+        return ([Joined(answers)] for answers in whole_texts(pairs))
 
     def _parts(
         self,
         source: Source[Item],
         settings: GenerationConfig,
         errors: ErrorPolicy,
-        *,
-        log_probs: bool = False,
-        read_ahead: int = READ_AHEAD,
+        log_probs: bool,
+        read_ahead: int,
         split: bool,
-        deadline: float | None = None,
     ) -> Iterator[list[tuple[Part, Answer]]]:
         """Yields the parts of texts with their answers, in order; see `answers`."""
         builder, places = self._builder(settings, log_probs), itertools.count()
@@ -389,15 +360,10 @@ class Translator(PairEncoder):
         def encode(item: Item, number: int) -> list[Part]:
             if isinstance(item.text, str) and not item.text.strip() and not split:
                 return [Part(str(number), None, "", True)]
-            return self.parts(item, number, builder, split=split, errors=errors)
+            return self.parts(item, number, builder, split, errors)
 
         def build(part: Part) -> Request | None:
-            place = next(places)
-            if part.checked is None:
-                return None
-            request = builder.build(part.checked, place=place)
-            request.deadline = request.deadline if deadline is None else deadline
-            return request
+            return self._build(part, builder, next(places))
 
         def parts() -> Iterator[list[tuple[Part, Answer]]]:
             total, session = 0, self._session(builder, is_endless=True)
@@ -408,11 +374,20 @@ class Translator(PairEncoder):
                         yield answers  # those before the error
                     total += part.is_last
                     check_request(request, part.name)
-                    answers.append((part, Answer(self.tokenizer, request)))
+                    answers.append((part, Answer(self.tokenizer, request, part.space)))
                 yield answers
             errors.report(total)
 
         return parts()
+
+    @staticmethod
+    def _build(part: Part, builder: RequestBuilder, place: int, deadline: float | None = None) -> Request | None:
+        """Builds the request of a part; a deadline replaces that of the config's max_time."""
+        if part.checked is None:
+            return None
+        request = builder.build(part.checked, place=place)
+        request.deadline = deadline or request.deadline
+        return request
 
     def _pieces(self, item: Item, config: GenerationConfig, errors: ErrorPolicy) -> Iterator[str]:
         """Yields the translation of a text, piece by piece."""
@@ -585,7 +560,3 @@ class Translator(PairEncoder):
         (weights,) = cross_attention(self.model, [(source, target)])
         source_tokens = getattr(self.tokenizer, "source_tokens", self.tokenizer.tokens)(source)
         return source_tokens, self.tokenizer.tokens(target), weights
-
-
-def _text(part: Part, answer: Answer) -> str:
-    return "".join(answer.texts()) + part.space

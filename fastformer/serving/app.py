@@ -7,7 +7,7 @@ import importlib
 import itertools
 import logging
 import re
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from types import ModuleType
 from typing import Any
@@ -132,35 +132,44 @@ def make_app(
             expose_headers=["Retry-After"],
         )  # fmt: skip
     app.add_middleware(
-        Watch, traffic=state.traffic, metrics=state.metrics, template_of=state.paths.template,
+        Watch, traffic=state.traffic, metrics=state.metrics, template_of=state.paths.templates.__getitem__,
         respond=state.paths.respond, logs=access_log,
     )  # fmt: skip
     return app
 
 
-class _Paths:
-    """Finds the route template and the format of a path before the request is routed."""
+class _Templates(dict[str, str]):
+    """The route template of each path; those that match only themselves are entries."""
 
     def __init__(self) -> None:
-        self._known: list[tuple[re.Pattern[str], str, ModuleType]] = []
-        self._plain: dict[str, ModuleType] = {}  # templates that match only themselves
+        self.patterns: list[tuple[re.Pattern[str], str]] = []
 
-    def add(self, templates: Collection[str] | Any, module: ModuleType) -> None:
+    def __missing__(self, path: str) -> str:
+        return next((template for pattern, template in self.patterns if pattern.match(path)), _UNMATCHED)
+
+
+class _Paths:
+    """Finds the route template and the format of a path before the request is routed.
+
+    Attributes:
+        templates: the route template of each path.
+    """
+
+    def __init__(self) -> None:
+        self.templates = _Templates()
+        self._modules: dict[str, ModuleType] = {}  # by template
+
+    def add(self, templates: Iterable[str], module: ModuleType) -> None:
         """Adds the templates of routes, with the module that makes their errors."""
         for template in templates:
-            self._known.append((compile_path(template)[0], template, module))
+            self._modules.setdefault(template, module)
+            self.templates.patterns.append((compile_path(template)[0], template))
             if "{" not in template:
-                self._plain.setdefault(template, module)
-
-    def template(self, path: str) -> str:
-        """Returns the template of a path's route."""
-        if path in self._plain:
-            return path
-        return next((template for pattern, template, _ in self._known if pattern.match(path)), _UNMATCHED)
+                self.templates[template] = template
 
     def respond(self, path: str, status: int, message: str, **detail: Any) -> Response:
         """Makes an error response in the shape of a path's format."""
-        module = self._plain.get(path) or next((one for pattern, _, one in self._known if pattern.match(path)), answers)
+        module = self._modules.get(self.templates[path], answers)
         response: Response = getattr(module, "error_response", answers.error_response)(status, message, **detail)
         return response
 

@@ -109,7 +109,7 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
         ]
         work = service.session.answers(items, config, split=True, deadline=deadline, **service.bounds)
         answers = await until_gone(http, work)
-        translations = [joined_texts(parts) for parts in answers]
+        translations = [joined_texts(sentences) for sentences in answers]
         whole: list[list[str]] = []
         for page in pages:
             count = len(page.texts)

@@ -16,9 +16,8 @@ from fastformer.generation import AsyncGenerator, AsyncTranslator, Translator
 from fastformer.generation.alignment import check_attention, cross_attention
 from fastformer.generation.async_generator import ChatIds, Prompt
 from fastformer.generation.config import GenerationConfig, Precision
-from fastformer.generation.pair_encoder import PartAnswer
 from fastformer.generation.session import Session
-from fastformer.generation.text_io import Item
+from fastformer.generation.text_io import Answer, Item
 from fastformer.serving.answers import TooLarge
 from fastformer.serving.codes import UNKNOWN, Codes, Detected
 from fastformer.serving.limits import Limits
@@ -164,18 +163,18 @@ class TranslateService(Service):
         """The limits that `AsyncTranslator.answers` and `begin` apply."""
         return {"most_new_tokens": self.limits.max_new_tokens, "most_parts": self.limits.max_sentences}
 
-    async def attention(self, parts: Sequence[PartAnswer], deadline: float) -> Attention:
+    async def attention(self, answers: Sequence[Answer], deadline: float) -> Attention:
         """Computes a translation's attention: the weights of the last decoder layer, averaged over its heads.
 
         Args:
-            parts: the answers of the text's sentences.
+            answers: those of the text's sentences.
             deadline: a result of `deadline`.
 
         Raises:
             ValueError: the model has no attention maps.
             NotRunning, TooLate: see `Session.call`.
         """
-        pairs = [part.answer.sequences[0] for part in parts if part.answer is not None and part.answer.sequences]
+        pairs = [sequences[0] for answer in answers if (sequences := answer.sequences)]
         # The model's thread runs this between two steps.
         weights = await self.session.call(lambda: cross_attention(self.translator.model, pairs), deadline=deadline)
         tokenizer = self.translator.tokenizer

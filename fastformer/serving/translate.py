@@ -9,8 +9,8 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from fastformer.generation.async_translator import TextStream
-from fastformer.generation.pair_encoder import PartAnswer, joined_texts
-from fastformer.generation.text_io import Item
+from fastformer.generation.pair_encoder import joined_texts
+from fastformer.generation.text_io import Answer, Item
 from fastformer.serving.answers import ErrorBody, EventStream, answer, error_schemas, event, until_gone
 from fastformer.serving.answers import error_response as error_response
 from fastformer.serving.codes import AUTO
@@ -111,7 +111,7 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
             answers = await service.session.answers(
                 items, config, log_probs=ask.scores, split=split, deadline=deadline, **service.bounds
             )
-            translations = [_told(parts, ask) for parts in answers]
+            translations = [_translation(sentences, ask) for sentences in answers]
             for one, code in zip(translations, detected, strict=True):
                 one |= {"detected_lang": code} if code is not None else {}
             if ask.attention:
@@ -157,15 +157,15 @@ async def _items(
     return items, detected
 
 
-def _told(parts: Sequence[PartAnswer], ask: Ask) -> dict[str, Any]:
+def _translation(answers: Sequence[Answer], ask: Ask) -> dict[str, Any]:
     """Returns the JSON value of a text's translation."""
     if not ask.scores:
-        texts = joined_texts(parts)
+        texts = joined_texts(answers)
         translation: dict[str, Any] = {"text": texts[0]}
         if ask.alternatives:
             translation["alternatives"] = [{"text": text} for text in texts[1 : ask.alternatives + 1]]
         return translation
-    scored = [] if parts[0].answer is None else parts[0].answer.scored()
+    scored = answers[0].scored()
     if not scored:
         return {"text": "", "score": None, "alternatives": []} if ask.alternatives else {"text": "", "score": None}
     best, *others = [one._asdict() for one in scored]
@@ -183,5 +183,5 @@ async def _events(
     if detected[0] is not None:
         last["detected_lang"] = detected[0]
     if attention:
-        last["attention"] = (await service.attention(pieces.parts, deadline))._asdict()
+        last["attention"] = (await service.attention(pieces.answers, deadline))._asdict()
     yield event(last)

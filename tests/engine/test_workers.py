@@ -13,7 +13,7 @@ import torch
 
 from fastformer.generation.engines.base import Limits, Prompt
 from fastformer.generation.engines.cpp import CppBatch, CppEngine
-from fastformer.generation.native_search import NativeSearch, last_tokens
+from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler
 from fastformer.models import Transformer
@@ -106,7 +106,8 @@ def test_each_search_takes_at_least_one_step() -> None:
         going = [search for search in searches if not search.handle.is_done]
         if not going:
             break
-        more = iter(batch.run_searches(going, last_tokens(going), False, Limits(10**6, 0.005, 0)))
+        tokens = [token for search in going for token in search.last_tokens()]
+        more = iter(batch.run_searches(going, tokens, False, Limits(10**6, 0.005, 0)))
         for index, search in enumerate(searches):
             if search in going:
                 steps[index] += next(more)

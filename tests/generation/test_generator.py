@@ -214,10 +214,10 @@ def test_memory_that_is_shared_is_counted_once(chatty) -> None:
     blocks = 10 + 6 * 4
     scheduler = Scheduler(engine, max_rows=8, max_bytes=blocks * 16 * engine.token_bytes, is_endless=True)
     requests, running = requests_of(prompts, 8), set()
-    requests[0].on_token = lambda token: running.add(scheduler.stats().running)
+    requests[0].on_token = lambda token: running.add(scheduler.load().running)
     run(scheduler, requests)
-    assert running == {6} and scheduler.stats().cached_tokens == 5 * 160
-    assert scheduler.stats().read_tokens == 165 + 5 * 5
+    assert running == {6} and scheduler.load().cached_tokens == 5 * 160
+    assert scheduler.load().read_tokens == 165 + 5 * 5
     for request, other in zip(requests, requests_of(prompts, 8), strict=True):
         run(new_scheduler(engine), [other])
         assert request.results == other.results
@@ -256,7 +256,7 @@ def test_requests_in_too_little_memory_get_the_results_of_each_alone(chatty, see
         if dice.random() < 0.1:
             dice.choice(requests).cancel()
         scheduler.step()
-    assert scheduler.stats().cached_tokens > 0
+    assert scheduler.load().cached_tokens > 0
     for request, (prompt, limit, beams) in zip(requests, asked, strict=True):
         assert request.is_done and request.error is None
         if not request.is_cancelled or request.results:

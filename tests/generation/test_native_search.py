@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from fastformer.generation.config import GenerationConfig
-from fastformer.generation.native_search import NativeSearch, last_tokens, places_of_done
+from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.processors import ForcedToken
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.scheduler import Scheduler, run
@@ -44,7 +44,6 @@ def test_nan_ends_a_search_with_an_error(value: float, beams: int, row: int, pla
     with pytest.raises(ValueError, match="NaN"):
         search.advance([[4, 3, 2, 5, 6, 7]] * beams, values, 0)
     assert search.handle.is_broken and search.handle.is_done and search.num_rows == 0
-    assert places_of_done([search]) == [0]
 
 
 def test_arguments_that_would_read_out_of_bounds_are_refused() -> None:
@@ -58,14 +57,6 @@ def test_arguments_that_would_read_out_of_bounds_are_refused() -> None:
     for returned in (0, 3):
         with pytest.raises(ValueError, match=rf"\bnum_return\b.*\bnum_beams = 2\b.*{returned}"):
             NativeSearch.beams(5, ENDS, 2, num_return=returned)
-
-
-def test_several_searches_run_at_once() -> None:
-    three, one = NativeSearch.beams(5, ENDS, 3), NativeSearch.greedy(1, ENDS)
-    three.advance([[4, 3, 2, 5, 6, 7]], [[-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]], 0)
-    assert last_tokens([three]) == [4, 3, 2] and places_of_done([three, one]) == []
-    one.advance([[8]], [[-1.0]], 0)
-    assert places_of_done([three, one, one]) == [1, 2] and last_tokens([one, three]) == [4, 3, 2]
 
 
 # With a scheduler

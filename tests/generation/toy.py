@@ -13,7 +13,7 @@ import torch
 from fastformer.generation.engines import Candidates, Engine, Prompt, Selection
 from fastformer.generation.engines.base import Limits, SearchingBatch
 from fastformer.generation.engines.sampling import choose
-from fastformer.generation.native_search import NativeSearch, places_of_done
+from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.search import Hypothesis as Found
@@ -148,7 +148,7 @@ class RunningEngine(MeteredEngine):
     ) -> list[int]:
         max_steps, seconds, min_rows = limits
         assert [search.num_rows for search in searches] == list(map(len, self.groups))
-        assert not places_of_done(searches) and seconds > 0 and max_steps > 0
+        assert not any(search.handle.is_done for search in searches) and seconds > 0 and max_steps > 0
         assert min_rows <= sum(search.peak_rows for search in searches)  # or no step would ever be taken
         taken, steps, goes_on = [0] * len(searches), 0, True
         while goes_on:

@@ -34,7 +34,7 @@ from fastformer.generation.engines.kv_cache import (
     new_cache,
 )
 from fastformer.generation.model_protocols import DecoderOnly, EncoderDecoder, Model
-from fastformer.generation.native_search import NativeSearch, last_tokens
+from fastformer.generation.native_search import NativeSearch
 from fastformer.graphs import CaptureError, Graphs
 from fastformer.nn import KVCache
 from fastformer.ops import _backends
@@ -199,7 +199,7 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
             is_done = taken == 0 or steps >= limits.max_steps or any(search.handle.is_done for search in searches)
             if is_done or time.monotonic() >= end:
                 break
-            tokens = last_tokens(searches)
+            tokens = [token for search in searches for token in search.last_tokens()]
         rows = [max(1, search.num_rows) for search in searches]
         if rows != self._cache.group_sizes:
             self._cache.fork(list(map(range, rows)))
@@ -259,9 +259,9 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
                 if [first + parent for parent in kept] != parents[first : slots.stop]:
                     raise RuntimeError(f"expected group {first // beams} to go on from {kept} on the device too")
                 here += slots
-            said = last_tokens([search for _, search in going if not search.handle.is_done])
-            if said != [tokens[slot] for slot in here]:
-                raise RuntimeError(f"expected the tokens {said} on the device too")
+            latest = [token for _, search in going if not search.handle.is_done for token in search.last_tokens()]
+            if latest != [tokens[slot] for slot in here]:
+                raise RuntimeError(f"expected the tokens {latest} on the device too")
 
     def _captured_of(self, shape: Shape) -> CapturedStep:
         if self._number != self._state.num_batches:
