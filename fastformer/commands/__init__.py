@@ -14,10 +14,10 @@ from pathlib import Path
 
 def command_line(*words: object) -> str:
     """Returns a `fastformer` command to paste into a shell, with the script's own path if it is not on the PATH."""
-    script, found = Path(sys.argv[0]), shutil.which("fastformer")
+    script, installed = Path(sys.argv[0]), shutil.which("fastformer")
     if script.name == "cli.py":  # python -m fastformer.cli
         start = [sys.executable, "-m", "fastformer.cli"]
-    elif script.name == "fastformer" and (found is None or Path(found).resolve() != script.resolve()):
+    elif script.name == "fastformer" and (installed is None or Path(installed).resolve() != script.resolve()):
         start = [str(script)]
     else:
         start = ["fastformer"]

@@ -57,12 +57,12 @@ def good_lines(file: str) -> list[str]:
     Raises:
         TextError: a line is bad.
     """
-    found = []
+    texts = []
     for line in all_lines(file):
         if not isinstance(line, str):
             raise line
-        found.append(line)
-    return found
+        texts.append(line)
+    return texts
 
 
 def each_line(file: str | None) -> Iterator[str]:

@@ -288,8 +288,8 @@ def _settle(typed: Typed, unsure: list[tuple[int, int]], places: Places) -> None
 
 
 def _refuse_without_value(name: str, rest: Sequence[str]) -> NoReturn:
-    found = f"the flag {rest[0]}; for a text like this write --{name}={rest[0]}" if rest else "nothing"
-    _refuse(f"expected one argument after --{name}, got {found}")
+    got = f"the flag {rest[0]}; for a text like this write --{name}={rest[0]}" if rest else "nothing"
+    _refuse(f"expected one argument after --{name}, got {got}")
 
 
 def _refuse(message: str) -> NoReturn:

@@ -33,17 +33,17 @@ def average(run: str, *, last: int | None = None) -> None:
     check_places(folder, (WEIGHTS, CONFIG))
     model, _ = load_model(run)
     with RunLock(folder):
-        found = checkpoints(folder)[-(last or 0) :]
-        weights = average_weights(found, read_parts)
-        check_entries(found[-1], f"the model in {run}", entries_of(weights), entries_of(model.state_dict()))
+        paths = checkpoints(folder)[-(last or 0) :]
+        weights = average_weights(paths, read_parts)
+        check_entries(paths[-1], f"the model in {run}", entries_of(weights), entries_of(model.state_dict()))
         model.load_state_dict(weights)
-        save_model(model, run, notes={"model": describe_average(found)})
-    if last is not None and len(found) < last:
+        save_model(model, run, notes={"model": describe_average(paths)})
+    if last is not None and len(paths) < last:
         logger.warning(
             "--last asks for %d checkpoints; %s has %d, which were averaged (to keep more, train with --keep_last %d)",
-            last, run, len(found), last,
+            last, run, len(paths), last,
         )  # fmt: skip
-    print(f"averaged {', '.join(path.stem for path in found)} into {run}")
+    print(f"averaged {', '.join(path.stem for path in paths)} into {run}")
     if type(model).__name__ != "GPT":
         score = command_line("translate", run, "--file", "SOURCE", "--reference", "TARGET")
         print(f"nothing was validated; {score} scores the model")

@@ -180,9 +180,9 @@ class _Sayings:
         if self._room and len(ids) + self._room > self._max_len:
             begin = self.tokenizer.encode("")  # BOS, if the tokenizer adds one
             begin = begin if ids[: len(begin)] == begin else []
-            kept = self._max_len - self._room - len(begin)
-            if kept > 0:
-                ids = [*begin, *ids[-kept:]]
+            length = self._max_len - self._room - len(begin)
+            if length > 0:
+                ids = [*begin, *ids[-length:]]
                 self._shortened += 1
         unk = self.tokenizer.special_ids.unk
         self._tokens += len(ids)
@@ -193,9 +193,9 @@ class _Sayings:
         """Returns a prompt, as it was typed, with its continuation."""
         from fastformer.generation.streaming import text_before_stop
 
-        said, again = text_before_stop(self.tokenizer, ids, tokens, self._stop), self.tokenizer.decode(ids)
+        whole, again = text_before_stop(self.tokenizer, ids, tokens, self._stop), self.tokenizer.decode(ids)
         # A tokenizer may not give back a prompt exactly, a line end say.
-        return prompt + said[len(again) :] if said.startswith(again) else said
+        return prompt + whole[len(again) :] if whole.startswith(again) else whole
 
     def streamer(self, prompt: str) -> Any:
         """Makes a streamer that prints a continuation while it is made."""

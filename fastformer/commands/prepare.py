@@ -48,8 +48,8 @@ def prepare(
     kind = {"model": "gpt"} if settings.get("train_text") else {}
     config = TrainConfig.from_dict({**settings, **kind})
     with Interrupts():
-        found = make(config, out, shards=shards, processes=processes, bpe_characters=bpe_characters)
-    print(summary(found))
+        prepared = make(config, out, shards=shards, processes=processes, bpe_characters=bpe_characters)
+    print(summary(prepared))
 
 
 def add_settings(parser: ArgumentParser) -> dict[str, Any]:

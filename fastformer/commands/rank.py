@@ -45,8 +45,8 @@ def rank(
     if not query.strip():
         raise ValueError("expected a query, got an empty text")
     ranker = CrossEncoder.from_pretrained(folder, precision=precision, device=choose_device(device, precision))
-    found = ranker.rank(query, each_line(file), top_k, return_documents=True, batch_tokens=batch_tokens)
-    for each in found:
+    ranking = ranker.rank(query, each_line(file), top_k, return_documents=True, batch_tokens=batch_tokens)
+    for each in ranking:
         if json_lines:
             print(json.dumps(each, ensure_ascii=False))
         else:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from fastformer.settings import BleuTokenize
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
 
@@ -92,7 +92,7 @@ def score(
     from fastformer.devices import choose_device
     from fastformer.generation.text_io import ErrorPolicy
 
-    place = choose_device(device)
+    place, errors = choose_device(device), ErrorPolicy(on_error, skip_long, _LEFT)
     architecture = architecture_of(listed_paths(run)[0])
     if architecture == "BERT":
         raise ValueError(f"expected a folder of a translator or of a language model, got an encoder: {run}")
@@ -101,65 +101,51 @@ def score(
             raise ValueError(f"expected no --source_lang and --target_lang for the language model in {run}")
         if target is not None:
             raise ValueError(f"expected no --target for the language model in {run}: it scores --file")
-        errors = ErrorPolicy(on_error, skip_long, _LEFT)
-        _score_text(run, file, by_line, context, token_scores, place, precision, errors, max_tokens)
-        return
-    if target is None:
-        raise ValueError(f"expected --target, translations of the lines of --file, for the translator in {run}")
-    if by_line or context is not None:
-        raise ValueError("expected --by_line and --context only for a language model")
-    languages = source_lang, target_lang
-    _score_translations(run, file, target, languages, token_scores, place, precision, on_error, skip_long, max_tokens)
+        scores = _text_scores(run, file, by_line, context, place, precision, errors, max_tokens)
+    else:
+        if target is None:
+            raise ValueError(f"expected --target, translations of the lines of --file, for the translator in {run}")
+        if by_line or context is not None:
+            raise ValueError("expected --by_line and --context only for a language model")
+        pair = source_lang, target_lang
+        scores = _translation_scores(run, file, target, pair, place, precision, errors, max_tokens)
+    total = _Total()
+    for scored in scores:
+        columns = [f"{value:.6f}" for value in (scored.score, scored.per_token, scored.perplexity)]
+        if token_scores:
+            pairs = [[token, round(value, 6)] for token, value in scored.tokens]
+            columns.append(json.dumps(pairs, ensure_ascii=False))
+        print("\t".join(columns))
+        total.add(scored)
+    total.report()
 
 
-def _score_translations(
-    run: str,
-    file: str,
-    target: str,
-    languages: tuple[str | None, str | None],
-    token_scores: bool,
-    device: torch.device,
-    precision: Precision | None,
-    on_error: str,
-    skip_long: bool,
-    max_tokens: int,
-) -> None:
+def _translation_scores(
+    run: str, file: str, target: str, pair: tuple[str | None, str | None], device: torch.device,
+    precision: Precision | None, errors: ErrorPolicy, max_tokens: int,
+) -> Iterator[TokenScored]:  # fmt: skip
+    """Yields a translator's score of each line of a file, given that of another."""
     from fastformer.commands import listed_paths
     from fastformer.commands._lines import all_lines
     from fastformer.generation import Translator
     from fastformer.generation.scoring import score_texts
-    from fastformer.generation.text_io import ErrorPolicy
 
-    errors = ErrorPolicy(on_error, skip_long, _LEFT)
     sources, targets = all_lines(file), all_lines(target)
     _check_counts(sources, file, targets, target)
     runs = listed_paths(run)
+    source_lang, target_lang = pair
     translator = Translator.from_pretrained(
-        runs if len(runs) > 1 else run,
-        device=device,
-        precision=precision,
-        source_lang=languages[0],
-        target_lang=languages[1],
-    )
-    total = _Total()
-    for found in score_texts(translator, zip(sources, targets, strict=True), errors, max_tokens):
-        _print(found, token_scores)
-        total.add(found)
-    total.report()
+        runs if len(runs) > 1 else run, device=device, precision=precision, source_lang=source_lang,
+        target_lang=target_lang,
+    )  # fmt: skip
+    return score_texts(translator, zip(sources, targets, strict=True), errors, max_tokens)
 
 
-def _score_text(
-    run: str,
-    file: str,
-    by_line: bool,
-    context: int | None,
-    token_scores: bool,
-    device: torch.device,
-    precision: Precision | None,
-    errors: ErrorPolicy,
-    max_tokens: int,
-) -> None:
-    """Prints a language model's scores of the texts of a file."""
+def _text_scores(
+    run: str, file: str, by_line: bool, context: int | None, device: torch.device, precision: Precision | None,
+    errors: ErrorPolicy, max_tokens: int,
+) -> Iterator[TokenScored]:  # fmt: skip
+    """Yields a language model's score of each text of a file."""
     from fastformer.checkpoints import load_models
     from fastformer.commands import listed_paths
     from fastformer.commands._lines import all_lines
@@ -185,16 +171,12 @@ def _score_text(
         pieces = tokenizer.encode_batch(tokenizer.pieces(texts[0]))
         # As in training, EOS ends a document.
         rows = [[*(i for ids in pieces for i in ids), tokenizer.special_ids.first_eos]]
-    total = _Total()
     for start in range(0, len(rows), _LINES):
         some = rows[start : start + _LINES]
         scores = score_rows(model, [window_parts(row, model.config.max_len, context) for row in some], max_tokens)
         for place, (row, log_probs) in enumerate(zip(some, scores, strict=True), start):
             tokens = list(zip(tokenizer.tokens(row[1:]), log_probs, strict=True))
-            found = TokenScored(texts[place], -math.inf if place in skipped else math.fsum(log_probs), tokens)
-            _print(found, token_scores)
-            total.add(found)
-    total.report()
+            yield TokenScored(texts[place], -math.inf if place in skipped else math.fsum(log_probs), tokens)
 
 
 class _Total:
@@ -204,12 +186,12 @@ class _Total:
         self._texts = self._tokens = self._characters = 0
         self._score = 0.0
 
-    def add(self, found: TokenScored) -> None:
+    def add(self, scored: TokenScored) -> None:
         """Adds a text's score, if it has scored tokens."""
-        if found.tokens:
-            self._texts, self._tokens = self._texts + 1, self._tokens + len(found.tokens)
-            self._characters += len(found.text)
-            self._score += found.score
+        if scored.tokens:
+            self._texts, self._tokens = self._texts + 1, self._tokens + len(scored.tokens)
+            self._characters += len(scored.text)
+            self._score += scored.score
 
     def report(self) -> None:
         """Prints the last line."""
@@ -227,13 +209,6 @@ class _Total:
         )
 
 
-def _print(found: TokenScored, token_scores: bool) -> None:
-    columns = [f"{value:.6f}" for value in (found.score, found.per_token, found.perplexity)]
-    if token_scores:
-        columns.append(json.dumps([[token, round(value, 6)] for token, value in found.tokens], ensure_ascii=False))
-    print("\t".join(columns))
-
-
 def _score_hypotheses(
     hypotheses: str, reference: str, baseline: str | None, bleu_tokenize: BleuTokenize, ter: bool
 ) -> None:
@@ -241,23 +216,23 @@ def _score_hypotheses(
     from fastformer.commands._lines import good_lines
     from fastformer.training.evaluate import corpus_metrics, corpus_scores
 
-    found = good_lines(hypotheses)
+    translations = good_lines(hypotheses)
     files = listed_paths(reference)
     references = [good_lines(file) for file in files]
     others = None if baseline is None else good_lines(baseline)
     for file, lines in zip(files, references, strict=True):
-        _check_counts(found, hypotheses, lines, file)
+        _check_counts(translations, hypotheses, lines, file)
     if baseline is not None and others is not None:
-        _check_counts(found, hypotheses, others, baseline)
+        _check_counts(translations, hypotheses, others, baseline)
     if others is None:
-        scores = corpus_scores(found, *references, bleu_tokenize=bleu_tokenize, ter=ter)
+        scores = corpus_scores(translations, *references, bleu_tokenize=bleu_tokenize, ter=ter)
         for name, (value, signature) in scores.items():
             print(f"{name} {value:.2f}  {signature}")
         return
     from sacrebleu.significance import PairedTest
 
     logging.getLogger("sacrebleu").setLevel(logging.WARNING)
-    systems: list[tuple[str, Sequence[str]]] = [("baseline", others), ("hypotheses", found)]
+    systems: list[tuple[str, Sequence[str]]] = [("baseline", others), ("hypotheses", translations)]
     metrics = corpus_metrics(bleu_tokenize, ter)
     signatures, table = PairedTest(systems, metrics, references, "bs", 1000)()
     for name, (key, signed) in zip(metrics, signatures.items(), strict=True):  # sacrebleu calls chrF "chrF2"

@@ -130,8 +130,8 @@ def _section(kind: type[_Section], given: Mapping[str, Any]) -> _Section:
 def _hints() -> dict[str, Any]:
     """Returns the type of each flag, by its name."""
     of_options = get_type_hints(GenerationConfig, include_extras=True)
-    found = {name: hint for kind in _sections() for name, hint in get_type_hints(kind, include_extras=True).items()}
-    return {**found, **{name: of_options[name] for name in _OPTIONS}}
+    hints = {name: hint for kind in _sections() for name, hint in get_type_hints(kind, include_extras=True).items()}
+    return {**hints, **{name: of_options[name] for name in _OPTIONS}}
 
 
 def _given(path: str | None, flags: dict[str, Any]) -> dict[str, Any]:

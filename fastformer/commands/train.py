@@ -171,8 +171,8 @@ def _defaults(architecture: str) -> dict[str, Any]:
 
 def _described_defaults(name: str) -> str:
     """Returns "; by default 128 (gpt 64)": the first architecture's default, and those of others if they differ."""
-    found = {kind: values[name] for kind in ARCHITECTURES if name in (values := _defaults(kind))}
-    shown = {kind: _shown(value) for kind, value in found.items() if value is not None}
+    defaults = {kind: values[name] for kind in ARCHITECTURES if name in (values := _defaults(kind))}
+    shown = {kind: _shown(value) for kind, value in defaults.items() if value is not None}
     if not shown:
         return ""
     first = next(iter(shown.values()))

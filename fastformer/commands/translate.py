@@ -106,12 +106,12 @@ def translate(
     # It says, as the flag does, what the weights are loaded as; the translator then says what it computes in.
     precision, decoding = precision or decoding.precision, replace(decoding, precision=None)
     n_best = decoding.num_return_sequences if n_best is None else n_best
-    _check_inputs(text, file, reference, attention, prefix, prefix_file, n_best, decoding)
-    others = {"prefix": prefix, "prefix_file": prefix_file, "attention": attention, "align": align or None}
-    _check_split(split, n_best, [name for name, value in others.items() if value is not None])
+    others = {
+        "reference": reference, "attention": attention, "prefix": prefix, "prefix_file": prefix_file, "align": align,
+        "align_layer": align_layer, "align_head": align_head,
+    }  # fmt: skip
+    _check_inputs(text, file, n_best, decoding, split, others)
     _check_scores(reference, bleu_tokenize)
-    if not align and (align_layer, align_head) != (None, None):
-        raise ValueError("expected --align with --align_layer and --align_head")
     translator = _translator(
         run, bool(align) or attention is not None, device, precision, ensemble_weights, ensemble_mean=ensemble_mean,
         max_batch_size=max_batch_size, max_batch_bytes=max_batch_bytes, source_lang=source_lang,
@@ -195,15 +195,9 @@ def _inputs(
 
 
 def _print_all(
-    answering: Iterator[list[Answer]],
-    remembered: _Remembered,
-    aligner: Aligner | None,
-    n_best: int,
-    file: str | None,
-    *,
-    has_lines: bool,
-    is_scored: bool,
-) -> tuple[list[str], OutputLostError | None]:
+    answering: Iterator[list[Answer]], remembered: _Remembered, aligner: Aligner | None, n_best: int, file: str | None,
+    *, has_lines: bool, is_scored: bool,
+) -> tuple[list[str], OutputLostError | None]:  # fmt: skip
     """Prints all answers while they are computed.
 
     Args:
@@ -243,39 +237,45 @@ def _print_all(
 
 
 def _check_inputs(
-    text: str | None,
-    file: str | None,
-    reference: str | None,
-    attention: str | None,
-    prefix: str | None,
-    prefix_file: str | None,
-    n_best: int,
-    config: GenerationConfig,
+    text: str | None, file: str | None, n_best: int, config: GenerationConfig, split: bool, others: dict[str, Any]
 ) -> None:
+    """Refuses flags that contradict each other; `others` has the flags that are not for every call, by name."""
     from fastformer.plots import check_picture
 
-    if attention is not None:
-        check_picture(attention)
-    if text is not None and file is not None:
-        raise ValueError(f"expected a text or --file, got both: {text!r:.60} and {file}")
-    if attention is not None and text is None:
-        raise ValueError("expected a text to draw the attention of: fastformer translate RUN 'text' --attention F")
-    if reference is not None and file is None:
-        raise ValueError("expected --file with --reference: its translations are compared with the reference")
-    if prefix is not None and prefix_file is not None:
-        raise ValueError(f"expected --prefix or --prefix_file, got both: {prefix!r:.60} and {prefix_file}")
-    if prefix_file is not None and file is None:
-        raise ValueError("expected --file with --prefix_file: it has a line for each of its lines")
-    if prefix is not None and attention is not None:
-        raise ValueError("expected --prefix or --attention, got both: the picture shows a translation without one")
-    if n_best < 1:
-        raise ValueError(f"expected --n_best of at least 1, got {n_best}")
-    if n_best > 1 and reference is not None:
-        raise ValueError("expected --n_best or --reference, got both: one translation of a line is compared")
-    if n_best > config.num_beams and not config.do_sample:
-        raise ValueError(
-            f"expected --num_beams of at least --n_best {n_best}, or --do_sample; got --num_beams {config.num_beams}"
-        )
+    given = {name for name, value in others.items() if value not in (None, False)}
+    if "attention" in given:
+        check_picture(others["attention"])
+    shown = ", got both: {prefix!r:.60} and {prefix_file}".format(**others)
+    alone = [f"--n_best {n_best}"] * (n_best > 1)
+    alone += [f"--{name}" for name in ("prefix", "prefix_file", "attention", "align") if name in given]
+    missing = "expected --file with --{}: {}".format
+    for is_wrong, message in (
+        (text is not None and file is not None, f"expected a text or --file, got both: {text!r:.60} and {file}"),
+        ("attention" in given and text is None, "expected a text to draw the --attention of"),
+        ("reference" in given and file is None, missing("reference", "its translations are compared")),
+        ({"prefix", "prefix_file"} <= given, f"expected --prefix or --prefix_file{shown}"),
+        ("prefix_file" in given and file is None, missing("prefix_file", "it has a line for each of its lines")),
+        ({"prefix", "attention"} <= given, "expected --prefix or --attention, got both: no picture shows a prefix"),
+        (n_best < 1, f"expected --n_best of at least 1, got {n_best}"),
+        (
+            n_best > 1 and "reference" in given,
+            "expected --n_best or --reference, got both: one translation of a line is compared",
+        ),
+        (
+            n_best > config.num_beams and not config.do_sample,
+            f"expected --num_beams of at least --n_best {n_best}, or --do_sample; got --num_beams {config.num_beams}",
+        ),
+        (
+            split and bool(alone),
+            f"expected --split or {' '.join(alone[:1])}, got both: each sentence is translated by itself",
+        ),
+        (
+            "align" not in given and bool({"align_layer", "align_head"} & given),
+            "expected --align with --align_layer and --align_head",
+        ),
+    ):
+        if is_wrong:
+            raise ValueError(message)
 
 
 def _check_scores(reference: str | None, bleu_tokenize: BleuTokenize) -> None:
@@ -299,12 +299,6 @@ def _check_references(references: list[str | TextError], reference: str, count: 
         raise ValueError(f"{bad[0]}; --on_error skip omits such lines from the scores")
     if bad:
         logger.warning("omitted %d of %d lines from the scores, the first of them for %s", len(bad), count, bad[0])
-
-
-def _check_split(split: bool, n_best: int, others: list[str]) -> None:
-    if split and (n_best > 1 or others):
-        other = f"--n_best {n_best}" if n_best > 1 else f"--{others[0]}"
-        raise ValueError(f"expected --split or {other}, got both: each sentence is translated by itself")
 
 
 def _best(answer: Answer) -> str:
@@ -342,7 +336,7 @@ def _print_answers(answers: list[Answer], n_best: int, first: int, alignments: l
             columns = [[f"{score:.6f}", *row] for score, row in zip(scores, columns, strict=True)]
         if alignments is not None:
             pairs = zip(columns, alignments[place], strict=True)
-            columns = [[word.replace("\t", " ") for word in row] + [pharaoh(found)] for row, found in pairs]
+            columns = [[word.replace("\t", " ") for word in row] + [pharaoh(alignment)] for row, alignment in pairs]
         nothing = ["-inf"] * (n_best > 1) + [""] * (1 if alignments is None else 2)
         number = [str(first + place)] * (n_best > 1)
         lines += ["\t".join([*number, *row]) for row in (columns or [nothing])[:n_best]]
@@ -369,7 +363,7 @@ def _progress(file: str | None) -> Iterator[Callable[[int], object]]:
 def _print_scores(answers: list[str], wanted: list[str | TextError], bleu_tokenize: BleuTokenize) -> None:
     from fastformer.training.evaluate import corpus_scores, words_hint
 
-    pairs = [(said, right) for said, right in zip(answers, wanted, strict=True) if isinstance(right, str)]
+    pairs = [(text, right) for text, right in zip(answers, wanted, strict=True) if isinstance(right, str)]
     translations, references = (list(side) for side in zip(*pairs, strict=True))
     scores = corpus_scores(translations, references, bleu_tokenize=bleu_tokenize)
     for name, (score, signature) in scores.items():

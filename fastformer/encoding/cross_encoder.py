@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fastformer.encoding.batches import BATCH_TOKENS, as_int, check_limits, check_several, chunks, packed, progress
+from fastformer.encoding.batches import BATCH_TOKENS, as_int, check_limits, check_several, chunks, progress
 from fastformer.encoding.folder import Folder
 from fastformer.encoding.folder_model import FolderModel, one_of
 from fastformer.encoding.modules import Array
@@ -124,7 +124,7 @@ class CrossEncoder(FolderModel):
         activation = activation_fn or self.activation_fn
         parts = []
         with progress(read, show_progress_bar) as advance:
-            for logits in self._logits(read, front, limits, advance):
+            for logits in self._computed(self._rows(read, front), self.num_labels, limits, advance, self._classify):
                 scores = self._activated(torch.from_numpy(logits), activation)
                 parts.append(scores.softmax(1) if apply_softmax and scores.dim() > 1 else scores)
         shape = (0,) if self.num_labels == 1 else (0, self.num_labels)
@@ -180,17 +180,10 @@ class CrossEncoder(FolderModel):
                 yield query, expect_text("documents", number, document)
 
         scores = self.predict(
-            pairs(),
-            prompt_name=prompt_name,
-            prompt=prompt,
-            device=device,
-            pool=pool,
-            chunk_size=chunk_size,
-            batch_size=batch_size,
-            show_progress_bar=show_progress_bar,
-            activation_fn=activation_fn,
+            pairs(), prompt_name=prompt_name, prompt=prompt, device=device, pool=pool, chunk_size=chunk_size,
+            batch_size=batch_size, show_progress_bar=show_progress_bar, activation_fn=activation_fn,
             batch_tokens=batch_tokens,
-        )
+        )  # fmt: skip
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[:top_k]
         ranking: list[dict[str, Any]] = [{"corpus_id": index, "score": float(scores[index])} for index in order]
         for entry in ranking if return_documents else ():
@@ -207,20 +200,12 @@ class CrossEncoder(FolderModel):
             raise ValueError(f"expected activation_fn to keep the {len(logits)} rows, got {tuple(scores.shape)}")
         return scores.to(torch.float32, copy=True)
 
-    def _logits(
-        self, inputs: Iterable[Input], prompt: str, limits: tuple[int, int | None], advance: Callable[[int], object]
-    ) -> Iterator[Array]:
-        """Yields the logits of the next pairs, (pairs, num_labels)."""
+    def _rows(self, inputs: Iterable[Input], prompt: str) -> Iterator[Rows]:
         numbers = itertools.count()
         for chunk in chunks(inputs):
             for pair, number in zip(chunk, numbers, strict=False):
                 check_input(pair, number)
-            rows = rows_of(self._reader, with_prompt(chunk, prompt))
-            logits = np.zeros((len(chunk), self.num_labels), np.float32)
-            for indices in packed(list(map(len, rows.ids)), *limits):
-                logits[indices] = self._classify(rows.select(indices))
-                advance(len(indices))
-            yield logits
+            yield rows_of(self._reader, with_prompt(chunk, prompt))
 
     def _tokenized(self, texts: Sequence[Any]) -> Rows:
         return rows_of(self._reader, [[text] if isinstance(text, str) else text for text in texts])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import logging
@@ -14,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastformer.encoding.batches import BATCH_TOKENS, check_limits, check_several, chunks, packed, progress
+from fastformer.encoding.batches import BATCH_TOKENS, check_limits, check_several, chunks, progress
 from fastformer.encoding.folder import Folder
-from fastformer.encoding.folder_model import FolderModel, one_of
+from fastformer.encoding.folder_model import FolderModel, batches, one_of
 from fastformer.encoding.modules import Array, Normalize, Pooling, Stored, normalized, pooled, stored
 from fastformer.encoding.similarity import ALL, PAIRED, Embeddings, as_rows
 from fastformer.encoding.tokens import Rows
@@ -244,13 +245,8 @@ class Encoder(FolderModel):
         finish: _Finish,
         advance: Callable[[int], object],
     ) -> Iterator[Array]:
-        skipped = self._skipped(prompt)
-        for rows in self._rows(texts, prompt):
-            pooled = np.zeros((len(rows.ids), finish.width), np.float32)
-            for indices in self._batches(rows, limits):
-                pooled[indices] = self._pooled(rows.select(indices), skipped)
-                advance(len(indices))
-            yield finish(pooled)
+        pool = functools.partial(self._pooled, skipped=self._skipped(prompt))
+        return map(finish, self._computed(self._rows(texts, prompt), finish.width, limits, advance, pool))
 
     def _skipped(self, prompt: str) -> int:
         """Returns the number of tokens at the beginning of each text that are omitted from its embedding as prompt."""
@@ -277,7 +273,7 @@ class Encoder(FolderModel):
         all_states: list[Tensor] = []
         for rows in self._rows(texts, prompt):
             states: list[Tensor] = [torch.zeros(0, int(self._folder.model.config.d_model))] * len(rows.ids)
-            for indices in self._batches(rows, limits):
+            for indices in batches(rows, limits):
                 lengths = [len(rows.ids[index]) for index in indices]
                 hidden = torch.from_numpy(self._engine.encode(rows.select(indices).ids, pooling="none"))
                 for index, part in zip(indices, hidden.split(lengths), strict=True):
@@ -292,13 +288,6 @@ class Encoder(FolderModel):
             for text, number in zip(chunk, numbers, strict=False):
                 expect_text("sentences", number, text)
             yield self._reader.texts([prompt + text for text in chunk] if prompt else chunk)
-
-    @staticmethod
-    def _batches(rows: Rows, limits: tuple[int, int | None]) -> Iterator[list[int]]:
-        """Yields the indices of rows that are computed together. Rows without tokens are omitted and stay zeros."""
-        nonempty = [i for i, ids in enumerate(rows.ids) if ids]
-        for batch in packed([len(rows.ids[i]) for i in nonempty], *limits):
-            yield [nonempty[index] for index in batch]
 
 
 _POSITIONAL = tuple(inspect.signature(Encoder.encode).parameters)[2:]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from fastformer.encoding.batches import packed
 from fastformer.encoding.engine import EncoderEngine
 from fastformer.encoding.folder import Folder, read_folder
+from fastformer.encoding.modules import Array
 from fastformer.encoding.tokens import Rows
 from fastformer.settings import Positive, check_value, suggestion
 
@@ -130,6 +133,22 @@ class FolderModel:
         """Returns the rows of texts as the class reads them."""
         raise NotImplementedError
 
+    def _computed(
+        self,
+        chunks: Iterable[Rows],
+        width: int,
+        limits: tuple[int, int | None],
+        advance: Callable[[int], object],
+        compute: Callable[[Rows], Array],
+    ) -> Iterator[Array]:
+        """Yields what `compute` returns for the rows of each chunk, (texts, width); zeros for rows without tokens."""
+        for rows in chunks:
+            results = np.zeros((len(rows.ids), width), np.float32)
+            for indices in batches(rows, limits):
+                results[indices] = compute(rows.select(indices))
+                advance(len(indices))
+            yield results
+
     def _check_run(self, device: Any, pool: Any, chunk_size: int | None) -> None:
         """Checks the arguments by which sentence-transformers distributes a call.
 
@@ -165,6 +184,13 @@ class FolderModel:
         """Returns results on the CPU in the form that the caller asks for; for one text, its row."""
         converted: Any = rows.to(self.device) if convert_to_tensor else rows.numpy() if convert_to_numpy else list(rows)
         return converted[0] if is_one else converted
+
+
+def batches(rows: Rows, limits: tuple[int, int | None]) -> Iterator[list[int]]:
+    """Yields the indices of rows that are computed together, without rows that have no tokens."""
+    nonempty = [i for i, ids in enumerate(rows.ids) if ids]
+    for batch in packed([len(rows.ids[i]) for i in nonempty], *limits):
+        yield [nonempty[index] for index in batch]
 
 
 def one_of(sentences: Any, inputs: Any) -> Any:

@@ -58,7 +58,7 @@ def cross_attention(model: Model, pairs: Sequence[tuple[Sequence[int], Sequence[
     """
     attention_maps = check_attention(model)
     special, device = SpecialIds.of(model.config), device_of(model)
-    found: list[Any] = [None] * len(pairs)
+    maps: list[Any] = [None] * len(pairs)
     lengths = {place: max(map(len, pair)) for place, pair in enumerate(pairs)}
     for places in batches_by_length(lengths, lambda count, longest: count * longest**2 <= _MOST_PAIRS):
         sources = pad([pairs[place][0] for place in places], special.pad).to(device)
@@ -67,8 +67,8 @@ def cross_attention(model: Model, pairs: Sequence[tuple[Sequence[int], Sequence[
             weights = attention_maps(sources, shifted)["cross"]
         for row, place in enumerate(places):
             source, target = pairs[place]
-            found[place] = weights[:, row, :, : len(target), : len(source)].float().cpu().clone()
-    return found
+            maps[place] = weights[:, row, :, : len(target), : len(source)].float().cpu().clone()
+    return maps
 
 
 def check_attention(model: Model) -> Callable[[Tensor, Tensor], dict[str, Tensor]]:
@@ -130,24 +130,24 @@ class Aligner:
         ids = self._without_eos(ids)
         if self._unit == "tokens":
             return self._each(ids)
-        told = self._told(ids)
-        places, count = said_words(ids[told:], self.translator.tokenizer.decode)
+        offset = self._told(ids)
+        places, count = said_words(ids[offset:], self.translator.tokenizer.decode)
         count = min(count, len(text.split()))
-        places = [range(0)] * told + [range(min(mine.start, count), min(mine.stop, count)) for mine in places]
+        places = [range(0)] * offset + [range(min(mine.start, count), min(mine.stop, count)) for mine in places]
         return Side(ids, places, count)
 
     def _written(self, text: str, ids: Sequence[int], encode: Callable[[str], Sequence[int]]) -> Side:
         ids = self._without_eos(ids)
         if self._unit == "tokens":
             return self._each(ids)
-        told = self._told(ids)
-        return Side(ids, [range(0)] * told + written_words(text, ids[told:], encode), len(text.split()))
+        offset = self._told(ids)
+        return Side(ids, [range(0)] * offset + written_words(text, ids[offset:], encode), len(text.split()))
 
     def _each(self, ids: Sequence[int]) -> Side:
         """Makes a `Side` with one place for each token, except tokens that name the language."""
-        told = self._told(ids)
-        count = len(ids) - told
-        return Side(ids, [range(0)] * told + [range(place, place + 1) for place in range(count)], count)
+        offset = self._told(ids)
+        count = len(ids) - offset
+        return Side(ids, [range(0)] * offset + [range(place, place + 1) for place in range(count)], count)
 
     def _told(self, ids: Sequence[int]) -> int:
         """Returns the number of ids at the beginning that name the language."""
@@ -167,15 +167,15 @@ class Aligner:
         """
         eos = self._eos[0]
         worth = [place for place, (source, target) in enumerate(pairs) if source.num_places and target.num_places]
-        found: list[Alignment] = [[] for _ in pairs]
+        alignments: list[Alignment] = [[] for _ in pairs]
         ids = [([*pairs[place][0].ids, eos], [*pairs[place][1].ids, eos]) for place in worth]
         for place, weights in zip(worth, cross_attention(self.translator.model, ids), strict=True):
             source, target = pairs[place]
             chosen = self._chosen(weights)[: len(target.ids), : len(source.ids)].double()
             scores = _members(target) @ chosen @ _members(source).T
-            said = [word for word in range(target.num_places) if any(word in places for places in target.places)]
-            found[place] = [(int(scores[word].argmax()), word) for word in said]
-        return found
+            covered = [word for word in range(target.num_places) if any(word in places for places in target.places)]
+            alignments[place] = [(int(scores[word].argmax()), word) for word in covered]
+        return alignments
 
     def _chosen(self, weights: Tensor) -> Tensor:
         """Returns the weights of the layer and of the head, or of the mean of its heads: (target, source)."""
@@ -246,14 +246,14 @@ def align_texts(
     nothing = Side((), [], 0)
     for number, (text, translation) in enumerate(pairs, 1):
         try:
-            found = encoded_pair(aligner.translator, text, translation, number)
+            encoded = encoded_pair(aligner.translator, text, translation, number)
         except TextError as error:
             errors.handle(error)
-            found = None
-        if found is None:
+            encoded = None
+        if encoded is None:
             sides.append((nothing, nothing))
             continue
-        source, target = found
+        source, target = encoded
         sides.append((aligner.source(str(text), source), aligner.target(str(translation), target)))
     errors.report(len(sides))
     return aligner.align(sides)
@@ -262,12 +262,12 @@ def align_texts(
 def align_answers(aligner: Aligner, texts: Sequence[str], answers: Sequence[Answer]) -> list[list[Alignment]]:
     """Returns the alignments of texts with each of the translations that a translator made."""
     pairs = [
-        (aligner.source(text, source), aligner.said(target, said))
+        (aligner.source(text, source), aligner.said(target, translation))
         for text, answer in zip(texts, answers, strict=True)
-        for (source, target), said in zip(answer.sequences, answer.texts(), strict=True)
+        for (source, target), translation in zip(answer.sequences, answer.texts(), strict=True)
     ]
-    found = iter(aligner.align(pairs))
-    return [[next(found) for _ in answer.sequences] for answer in answers]
+    alignments = iter(aligner.align(pairs))
+    return [[next(alignments) for _ in answer.sequences] for answer in answers]
 
 
 def pharaoh(alignment: Alignment) -> str:

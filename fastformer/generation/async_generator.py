@@ -11,10 +11,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
+from typing_extensions import Unpack
 
 from fastformer.generation.chat import MAX_NEW_TOKENS
 from fastformer.generation.chat_template import ChatTemplate, Message, TemplateTokenizer
-from fastformer.generation.config import GenerationConfig, Precision
+from fastformer.generation.config import GenerationConfig, GenerationOptions, Precision
 from fastformer.generation.engines import choose_engine
 from fastformer.generation.folder_options import load_language_model
 from fastformer.generation.inputs import check_vocabulary
@@ -321,7 +322,7 @@ class AsyncGenerator(Session[Request]):
         log_probs: bool = False,
         num_alternatives: int = 0,
         deadline: float | None = None,
-        **options: Any,
+        **options: Unpack[GenerationOptions],
     ) -> list[Completion]:
         """Continues a prompt.
 
@@ -356,7 +357,7 @@ class AsyncGenerator(Session[Request]):
         log_probs: bool = False,
         num_alternatives: int = 0,
         deadline: float | None = None,
-        **options: Any,
+        **options: Unpack[GenerationOptions],
     ) -> Stream[Piece]:
         """Continues a prompt, piece by piece. The request has its place in the queue when this returns.
 
@@ -384,7 +385,7 @@ class AsyncGenerator(Session[Request]):
         *,
         log_probs: bool = False,
         num_alternatives: int = 0,
-        **options: Any,
+        **options: Unpack[GenerationOptions],
     ) -> list[SampleRequest]:
         """Makes the request of each sample; see `complete`. Several prompts' requests may be submitted together."""
         if num_alternatives != 0:

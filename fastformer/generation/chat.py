@@ -11,9 +11,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from typing_extensions import Unpack
 
 from fastformer.generation.chat_template import ChatTemplate, TemplateTokenizer
-from fastformer.generation.config import GenerationConfig, Precision
+from fastformer.generation.config import GenerationConfig, GenerationOptions, Precision
 from fastformer.generation.folder_options import load_language_model
 from fastformer.generation.generator import Generator
 from fastformer.generation.model_protocols import Model, is_decoder_only
@@ -119,7 +120,7 @@ class Chat:
         model, tokenizer, decoding = load_language_model(folder, options, _ONE_ANSWER, device, precision)
         return cls(model, tokenizer, system=system, drop_oldest=drop_oldest, max_bytes=max_bytes, **decoding)
 
-    def ask(self, text: str, **options: Any) -> str:
+    def ask(self, text: str, **options: Unpack[GenerationOptions]) -> str:
         """Answers a user's message.
 
         Args:
@@ -131,7 +132,7 @@ class Chat:
         """
         return "".join(self.stream(text, **options))
 
-    def stream(self, text: str, **options: Any) -> Pieces:
+    def stream(self, text: str, **options: Unpack[GenerationOptions]) -> Pieces:
         """Answers a user's message, piece by piece.
 
         Closing the iterator ends the answer; the part that was generated stays in the conversation.

@@ -164,9 +164,9 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
             added = len(width) if isinstance(width, str) else width if isinstance(width, int) else 0
             _check_length(len(str(subject)) + (str(subject).count("\n") + 1) * max(0, added))
         _before_call(name, subject, args[place + 1 :], kwargs)
-        found = _checked(function(*args, **kwargs))
+        result = _checked(function(*args, **kwargs))
         _check_time()
-        return made_of(found, *args[place:], *kwargs.values())
+        return made_of(result, *args[place:], *kwargs.values())
 
     if passes is not None:
         call.jinja_pass_arg = passes  # type: ignore[attr-defined]
@@ -342,9 +342,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def made(self, value: Any) -> Any:
         """Returns a list, tuple, mapping, slice or comparison of the template's source after a check of its size."""
-        found = _checked(value)
+        checked = _checked(value)
         _check_time()
-        return found
+        return checked
 
     def shown(self, value: Any) -> str:
         """Returns a value as it is printed."""
@@ -414,23 +414,23 @@ class Sandbox(ImmutableSandboxedEnvironment):
             items = [*args[0]]
             _check_length(sum(len(str(item)) for item in items) + len(subject) * len(items))
             args = (items, *args[1:])
-        found = _checked(super().call(context, obj, *args, **kwargs))
+        result = _checked(super().call(context, obj, *args, **kwargs))
         _check_time()
         # A method of a text makes a new text; a macro or another function of the template has marked its own.
-        return made_of(found, subject, *args, *kwargs.values()) if isinstance(subject, str) else found
+        return made_of(result, subject, *args, *kwargs.values()) if isinstance(subject, str) else result
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """Wraps str.format so that attributes are hidden, and long numbers, which may be widths, are refused."""
-        found = super().wrap_str_format(value)
-        if found is None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
             return None
         text, name = value.__self__, value.__name__
         if _LONG_NUMBER.search(text):
             raise BoundExceeded("it formats to a width above 99,999")
         if isinstance(text, Markup):
-            return found
+            return wrapped
 
-        @functools.wraps(found)
+        @functools.wraps(wrapped)
         def call(*args: Any, **kwargs: Any) -> Text:
             if name == "format_map":
                 [values], args = args, ()

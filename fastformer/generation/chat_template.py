@@ -67,8 +67,8 @@ class ChatTemplate:
         self, source: str, tokens: Mapping[str, str] | None = None, *, name: str = "the chat template"
     ) -> None:
         if not isinstance(source, str) or len(source) > _MAX_SOURCE:
-            found = f"{len(source):,} characters" if isinstance(source, str) else type(source).__name__
-            raise ValueError(f"expected {name} to be a text of at most {_MAX_SOURCE:,} characters, got {found}")
+            got = f"{len(source):,} characters" if isinstance(source, str) else type(source).__name__
+            raise ValueError(f"expected {name} to be a text of at most {_MAX_SOURCE:,} characters, got {got}")
         try:
             from fastformer.generation.chat_sandbox import Sandbox
         except ImportError as error:
@@ -139,8 +139,8 @@ class ChatTemplate:
             **(as_texts(_plain(variables, "variables")) if variables else {}),
         }
         names = {**self._names, "messages": values, "add_generation_prompt": bool(add_generation_prompt), **given}
-        found: Text = self._guarded(lambda: self._sandbox.render(self._template, names))
-        return found
+        text: Text = self._guarded(lambda: self._sandbox.render(self._template, names))
+        return text
 
     def encode(
         self,

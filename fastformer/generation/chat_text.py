@@ -75,17 +75,17 @@ class Text(str):
 
     def _with_values(self, values: Any) -> Iterator[str]:
         left, last = iter(values if isinstance(values, tuple) else (values,)), 0
-        for found in _DIRECTIVE.finditer(str.__str__(self)):
-            yield self[last : found.start()]
-            last, directive = found.end(), found[0]
-            if found["kind"] == "%":
-                yield Text("%", self._mask[found.start() : found.start() + 1])
+        for match in _DIRECTIVE.finditer(str.__str__(self)):
+            yield self[last : match.start()]
+            last, directive = match.end(), match[0]
+            if match["kind"] == "%":
+                yield Text("%", self._mask[match.start() : match.start() + 1])
             else:
-                value = next(left) if found["key"] is None else values[found["key"]]
-                is_whole = found["kind"] == "s" and directive == (
-                    "%s" if found["key"] is None else f"%({found['key']})s"
+                value = next(left) if match["key"] is None else values[match["key"]]
+                is_whole = match["kind"] == "s" and directive == (
+                    "%s" if match["key"] is None else f"%({match['key']})s"
                 )
-                shown = value if found["key"] is None else {found["key"]: value}
+                shown = value if match["key"] is None else {match["key"]: value}
                 yield value if is_whole and isinstance(value, str) else directive % (shown,)
         yield self[last:]
 
@@ -146,12 +146,12 @@ class Text(str):
         """Returns parts of the text, which are so far apart; None: by white space."""
         if len(parts) > MAX_ITEMS:
             raise BoundExceeded(f"it cuts a text into more than {MAX_ITEMS:,} parts")
-        found, place = [], 0
+        pieces, place = [], 0
         for part in parts:
             place = str.find(self, part, place) if gap is None else place
-            found.append(self[place : place + len(part)])
+            pieces.append(self[place : place + len(part)])
             place += len(part) + (gap or 0)
-        return found
+        return pieces
 
     def lstrip(self, chars: str | None = None) -> Text:
         return self[len(self) - len(str.lstrip(self, chars)) :]
@@ -234,7 +234,7 @@ def made_of(whole: Any, *parts: Any) -> Any:
 def _same(whole: str, parts: Callable[[], Iterable[str]]) -> Text:
     """Returns a text that was computed as a whole, with the mask of its parts if they are the same text."""
     try:
-        found = Text("").join(parts())
+        text = Text("").join(parts())
     except (TypeError, ValueError, LookupError, StopIteration, RuntimeError, AttributeError):
         return Text(whole)
-    return found if str.__eq__(found, whole) else Text(whole)
+    return text if str.__eq__(text, whole) else Text(whole)

@@ -32,34 +32,34 @@ def _end_ids(name: str, value: Any) -> tuple[int, ...] | None:
     if value is None:
         return None
     one = as_integer(value)
-    found = as_ids(name, [one] if isinstance(one, int) and not isinstance(one, bool) else value)
-    if not found:
+    ids = as_ids(name, [one] if isinstance(one, int) and not isinstance(one, bool) else value)
+    if not ids:
         raise ValueError(f"expected {name} to be an id or several, got none")
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(ids))
 
 
 def _sequences(name: str, values: Any) -> tuple[tuple[int, ...], ...]:
-    found = tuple(as_ids(name, value) for value in as_tuple(name, values))
-    if not all(found):
+    sequences = tuple(as_ids(name, value) for value in as_tuple(name, values))
+    if not all(sequences):
         raise ValueError(f"expected each of {name} to hold ids, got an empty one")
-    return found
+    return sequences
 
 
 def _texts(name: str, values: Any) -> tuple[str, ...]:
-    found = (values,) if isinstance(values, str) else as_tuple(name, values)
-    for one in found:
+    texts = (values,) if isinstance(values, str) else as_tuple(name, values)
+    for one in texts:
         if not isinstance(one, str) or not one:
             raise ValueError(f"expected {name} to hold texts that aren't empty, got {one!r:.60}")
-    return found
+    return texts
 
 
 def _functions(name: str, given: Any) -> tuple[Callable[..., Any], ...]:
     # Hugging Face's lists of functions are callable; they are treated as lists all the same.
-    found = (given,) if callable(given) and not isinstance(given, list) else as_tuple(name, given)
-    for function in found:
+    functions = (given,) if callable(given) and not isinstance(given, list) else as_tuple(name, given)
+    for function in functions:
         if not callable(function):
             raise ValueError(f"expected {name} to hold functions of (input_ids, scores), got {function!r:.60}")
-    return found
+    return functions
 
 
 @dataclass(frozen=True)
@@ -202,9 +202,9 @@ class GenerationConfig:
             ValueError: an unknown name (the nearest one is suggested), or an error of the class.
         """
         if config is not None and not isinstance(config, GenerationConfig):
-            found = f"{type(config).__module__}.{type(config).__qualname__}"  # transformers' class has the same name
+            got = f"{type(config).__module__}.{type(config).__qualname__}"  # transformers' class has the same name
             raise ValueError(
-                f"expected config to be a fastformer.generation.GenerationConfig, got {found}: give a mapping, or a "
+                f"expected config to be a fastformer.generation.GenerationConfig, got {got}: give a mapping, or a "
                 "config of transformers, as generation_config"
             )
         if not isinstance(options, Mapping):
@@ -278,8 +278,8 @@ class GenerationConfig:
         """
         as_made = f"as chosen for all requests of this {type(owner).__name__}"
         if self.precision not in (None, precision):
-            own = "the model's own precision" if precision is None else f"precision {precision!r}"
-            raise ValueError(f"expected {own}, {as_made}, got {self.precision!r}")
+            expected = "the model's own precision" if precision is None else f"precision {precision!r}"
+            raise ValueError(f"expected {expected}, {as_made}, got {self.precision!r}")
         if self.engine not in (None, engine):
             raise ValueError(f"expected engine {engine!r}, {as_made}, got {self.engine!r}")
         if not self.use_cache:

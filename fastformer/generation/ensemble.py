@@ -103,7 +103,7 @@ def _shares(weights: Sequence[float] | None, count: int) -> tuple[float, ...]:
 
 def _config(models: Sequence[Model]) -> EnsembleConfig:
     first, configs = models[0], [model.config for model in models]
-    found = [
+    summaries = [
         EnsembleConfig(
             vocab_size=config.vocab_size,
             source_vocab_size=getattr(config, "source_vocab_size", None) or config.vocab_size,
@@ -114,15 +114,16 @@ def _config(models: Sequence[Model]) -> EnsembleConfig:
         )
         for config in configs
     ]
-    for number, (model, config) in enumerate(zip(models, found, strict=True), 1):
+    for number, (model, config) in enumerate(zip(models, summaries, strict=True), 1):
         if is_decoder_only(model) != is_decoder_only(first):
             raise ValueError("expected models that all read a source, or that all continue prompts, got both kinds")
         for name in ("vocab_size", "source_vocab_size", "special_ids"):
-            mine, theirs = getattr(config, name), getattr(found[0], name)
-            if mine != theirs:
+            of_model, of_first = getattr(config, name), getattr(summaries[0], name)
+            if of_model != of_first:
                 raise ValueError(
-                    f"expected models of one vocabulary, got {name} {theirs} of the first and {mine} of number {number}"
+                    f"expected models of one vocabulary, got {name} {of_first} of the first and {of_model} of number "
+                    f"{number}"
                 )
         if device_of(model) != device_of(first):
             raise ValueError(f"expected models on one device, got {device_of(first)} and {device_of(model)}")
-    return found[0]
+    return summaries[0]

@@ -51,11 +51,11 @@ def folder_options(folder: str | os.PathLike[str], unused: Collection[str] = ())
     """
     if (settings := saved_options(folder)) is None:
         return None
-    found = {name: value for name, value in settings.items() if name not in _OF_THE_MODEL}
-    known = {name: value for name, value in found.items() if name in OPTIONS and name not in unused}
+    options = {name: value for name, value in settings.items() if name not in _OF_THE_MODEL}
+    known = {name: value for name, value in options.items() if name in OPTIONS and name not in unused}
     dropped = [
         f"{name}={value!r:.40}"
-        for name, value in found.items()
+        for name, value in options.items()
         if name not in known and value is not False and value != _neutral(name)
     ]
     if dropped:
@@ -93,11 +93,13 @@ def _neutral(name: str) -> Any:
     return getattr(GenerationConfig, name) if name in OPTIONS else _NEUTRAL.get(name)
 
 
-def with_folder_options(theirs: Mapping[str, Any] | None, options: Mapping[str, Any], max_len: int) -> GenerationConfig:
+def with_folder_options(
+    of_folder: Mapping[str, Any] | None, options: Mapping[str, Any], max_len: int
+) -> GenerationConfig:
     """Returns a config of given options and a folder's, as transformers combines them. The log names the folder's.
 
     Args:
-        theirs: the result of `folder_options`.
+        of_folder: the result of `folder_options`.
         options: fields of `GenerationConfig`, which override the folder's. An option that shapes sampling implies
             do_sample if that isn't given.
         max_len: the model's max_len. A max_length in the folder beyond it is ignored.
@@ -108,9 +110,9 @@ def with_folder_options(theirs: Mapping[str, Any] | None, options: Mapping[str, 
     given = dict(options)
     if "do_sample" not in given and any(given.get(name) is not None for name in _SAMPLING):
         given["do_sample"] = True
-    if theirs is None:
+    if of_folder is None:
         return GenerationConfig.from_options(given)
-    usable = {name: value for name, value in theirs.items() if name not in given}
+    usable = {name: value for name, value in of_folder.items() if name not in given}
     if given.get("max_new_tokens") is not None or _is_beyond(usable.get("max_length"), max_len):
         usable.pop("max_length", None)
     config = GenerationConfig.from_options({**given, "generation_config": usable})

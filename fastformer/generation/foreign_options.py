@@ -57,30 +57,30 @@ def with_config(options: Mapping[str, Any], known: Sequence[str]) -> dict[str, A
     Raises:
         ValueError: generation_config isn't a config, or contains an option that fastformer doesn't have.
     """
-    found = dict(options)
-    config = found.pop("generation_config", None)
+    given = dict(options)
+    config = given.pop("generation_config", None)
     if config is None:
-        return found
+        return given
     stated = config.to_diff_dict() if hasattr(config, "to_diff_dict") else config
     if not isinstance(stated, Mapping):
         raise ValueError(
             f"expected generation_config to be transformers' GenerationConfig or a mapping, got {type(config).__name__}"
         )
-    said = {
+    of_config = {
         name: value
         for name, value in stated.items()
         if value is not None and name not in _NO_OPTIONS and not str(name).startswith("_")
     }
     try:
-        check_names(said, known)
+        check_names(of_config, known)
     except ValueError as error:
         raise ValueError(f"expected a generation_config of options that are known here: {error}") from None
-    said.setdefault("beam_rules", "transformers")
-    merged = {**said, **found}
+    of_config.setdefault("beam_rules", "transformers")
+    merged = {**of_config, **given}
     if merged.get("do_sample", False):
         merged.setdefault("top_k", _TOP_K)
     else:
         for name in _SAMPLING:
-            if name not in found:
+            if name not in given:
                 merged.pop(name, None)  # without do_sample, these have no effect in transformers
     return merged

@@ -54,14 +54,14 @@ class Streamer(Protocol):
 
 def shows_options(function: Callable[P, R]) -> Callable[P, R]:
     """Gives a function's signature the fields of `GenerationConfig` instead of **options, for help()."""
-    own = inspect.signature(function)
-    *named, rest = own.parameters.values()
+    signature = inspect.signature(function)
+    *named, rest = signature.parameters.values()
     kinds = GenerationOptions.__annotations__
     options = [
         rest.replace(name=f.name, kind=rest.KEYWORD_ONLY, default=f.default, annotation=kinds[f.name].__forward_arg__)
         for f in fields(GenerationConfig)
     ]
-    function.__signature__ = own.replace(parameters=[*named, *options])  # type: ignore[attr-defined]
+    function.__signature__ = signature.replace(parameters=[*named, *options])  # type: ignore[attr-defined]
     return function
 
 

@@ -48,7 +48,7 @@ def _lists(ids: Any, name: str) -> list[list[int]]:
     rows = list(ids)
     if not rows or not _is_list(rows[0]):
         rows = [rows]
-    found: list[list[int]] = []
+    ids_of_rows: list[list[int]] = []
     for number, row in enumerate(rows):
         if not _is_list(row):
             raise ValueError(f"{wanted}; {name}[{number}] is {row!r}, where others are lists")
@@ -56,10 +56,10 @@ def _lists(ids: Any, name: str) -> list[list[int]]:
         try:
             if any(isinstance(value, bool) for value in values):
                 raise TypeError("True and False are not ids")
-            found.append([operator.index(value) for value in values])
+            ids_of_rows.append([operator.index(value) for value in values])
         except TypeError as error:
             raise ValueError(f"{wanted}; {name}[{number}] holds something else: {error}") from error
-    return found
+    return ids_of_rows
 
 
 def as_rows(ids: Any, pad_id: int | None, start_id: int | None, name: str) -> list[list[int]]:

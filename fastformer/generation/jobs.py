@@ -171,17 +171,12 @@ class Job(Generic[R]):
         await self._changed.wait()
 
 
-@dataclass(frozen=True)
-class SessionStats:
-    """Counters of the work of a session's thread.
+@dataclass
+class SessionStats(Load):
+    """Counters of the work of a session's thread, after those of its scheduler.
 
     Attributes:
-        running: the number of requests in the batch.
-        waiting: the number of requests that wait for the batch.
-        waiting_tokens: the number of tokens that the waiting requests have to read.
-        rows: the number of rows in the batch.
-        free_tokens, capacity_tokens: the batch's free memory and capacity, in tokens.
-        read_tokens, cached_tokens: the numbers of source and prompt tokens so far; see `Load`.
+        waiting, waiting_tokens: also those in front of the scheduler; for the other fields of `Load` see there.
         new_tokens: the number of tokens in the answers so far.
         ended: the number of requests that were answered or have failed.
         refused: the number of calls that were refused because the queue was full.
@@ -193,23 +188,15 @@ class SessionStats:
         queue_seconds: the total time that these requests waited.
     """
 
-    running: int
-    waiting: int
-    waiting_tokens: int
-    rows: int
-    free_tokens: int
-    capacity_tokens: int
-    read_tokens: int
-    cached_tokens: int
-    new_tokens: int
-    ended: int
-    refused: int
-    late: int
-    cancelled: int
-    steps: int
-    step_seconds: float
-    queue_counts: tuple[int, ...]
-    queue_seconds: float
+    new_tokens: int = 0
+    ended: int = 0
+    refused: int = 0
+    late: int = 0
+    cancelled: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    queue_counts: tuple[int, ...] = ()
+    queue_seconds: float = 0.0
 
 
 def end_all(events: Iterable[tuple[Job[Any], Sequence[int]]]) -> None:
@@ -295,9 +282,8 @@ class JobQueue(Generic[R]):
         """Removes and returns the jobs that the batch takes."""
         while self.blocked and self._has_room(self.blocked[0].num_tokens):
             self.jobs.append(self.blocked.popleft())
-        waiting, num_tokens, taken = self.num_queued, self.num_tokens, [*self.jobs]
+        self.load.waiting, self.load.waiting_tokens, taken = self.num_queued, self.num_tokens, [*self.jobs]
         self.jobs.clear()
-        self.load = self.load._replace(waiting=waiting, waiting_tokens=num_tokens)
         return taken
 
     def clear(self) -> list[Job[R]]:

@@ -179,13 +179,13 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 def _on_meta(model: nn.Module) -> str | None:
     """Returns the name of a tensor on "meta", or None if there is none, or if hooks load the missing values."""
-    modules, found = modules_of(model), False
+    modules, is_on_meta = modules_of(model), False
     for module in modules:  # each call of generate runs this; names are only for errors
         for tensors in (module._parameters, module._buffers):
             for tensor in tensors.values():
                 if tensor is not None and tensor.is_meta:
-                    found = True
-    if not found:
+                    is_on_meta = True
+    if not is_on_meta:
         return None
     if any("_hf_hook" in vars(module) for module in modules):  # accelerate loads offloaded weights by it
         return None
@@ -242,21 +242,21 @@ def dtype_precision(model: object, *, is_of_one_dtype: bool = False) -> str:
     Returns:
         One of `DTYPES`; for another dtype its name in PyTorch; "mixed" for parameters of several dtypes.
     """
-    found: set[torch.dtype] = set()
+    dtypes: set[torch.dtype] = set()
     is_cast = {device: torch.is_autocast_enabled(device) for device in ("cpu", "cuda")}
     reads_device = any(is_cast.values())
     for module in modules_of(model) if isinstance(model, nn.Module) else []:
-        if found and is_of_one_dtype:
+        if dtypes and is_of_one_dtype:
             break
         for parameter in module._parameters.values():
             if parameter is None or not (dtype := parameter.dtype).is_floating_point:
                 continue
             if reads_device and dtype != torch.float64 and is_cast.get(device := parameter.device.type):
                 dtype = torch.get_autocast_dtype(device)
-            found.add(dtype)
-    if len(found) > 1:
+            dtypes.add(dtype)
+    if len(dtypes) > 1:
         return "mixed"
-    dtype = found.pop() if found else torch.get_default_dtype()
+    dtype = dtypes.pop() if dtypes else torch.get_default_dtype()
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
@@ -277,14 +277,16 @@ def asked_precision(model: object, precision: Precision | None) -> Precision | N
 
 def why_not_by_modules(model: object, precision: str | None) -> str | None:
     """Returns the reason why an engine that calls the model's own modules can't decode in a precision, or None."""
-    own = dtype_precision(model)
-    if precision is None or precision == own:
+    computed = dtype_precision(model)
+    if precision is None or precision == computed:
         return None
     if precision in QUANTIZED:
-        return f"it calls the model's modules, which compute in {own}; only the engine 'cpp' computes in {precision}"
+        return (
+            f"it calls the model's modules, which compute in {computed}; only the engine 'cpp' computes in {precision}"
+        )
     is_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     advice = "leave autocast" if is_autocast else f"decode with {_CASTS[precision]}"
-    return f"it calls the model's modules, which compute in {own}: for {precision} {advice}"
+    return f"it calls the model's modules, which compute in {computed}: for {precision} {advice}"
 
 
 class Evaluation:

@@ -151,8 +151,8 @@ class NativeSearch(Search):
         return parents
 
     def results(self) -> list[Hypothesis]:
-        found = [Hypothesis(*one) for one in self.handle.results()]
+        hypotheses = [Hypothesis(*one) for one in self.handle.results()]
         if not self.rules.num_beams:
-            for row in found:
+            for row in hypotheses:
                 row.score = math.fsum(row.log_probs) if row.tokens else NEVER
-        return found
+        return hypotheses

@@ -63,31 +63,31 @@ def make_processors(
         has_shortlist: whether the engine itself restricts tokens to the config's shortlist.
     """
     min_tokens = config.least_tokens(prompt_length) if min_tokens is None else min_tokens
-    found: list[Processor] = []
+    processors: list[Processor] = []
     if config.shortlist and not has_shortlist:
-        found.append(Shortlist(tuple(sorted({*config.shortlist, *eos}))))
+        processors.append(Shortlist(tuple(sorted({*config.shortlist, *eos}))))
     if config.repetition_penalty != 1.0:
-        found.append(RepetitionPenalty(config.repetition_penalty))
+        processors.append(RepetitionPenalty(config.repetition_penalty))
     if config.no_repeat_ngram_size:
-        found.append(NoRepeatNgrams(config.no_repeat_ngram_size))
+        processors.append(NoRepeatNgrams(config.no_repeat_ngram_size))
     # As in transformers, a bad word that is only an id of eos forbids nothing.
     words = [word for word in config.bad_words_ids if len(word) > 1 or word[0] not in eos]
     if words:
-        found.append(BadWords(tuple(words)))
+        processors.append(BadWords(tuple(words)))
     if config.suppress_tokens:
-        found.append(SuppressTokens(config.suppress_tokens))
+        processors.append(SuppressTokens(config.suppress_tokens))
     if min_tokens and eos:
-        found.append(MinNewTokens(min_tokens, prompt_length, tuple(eos)))
-    if found and eos:
-        found.append(EndWhereNothingFollows(tuple(eos)))
+        processors.append(MinNewTokens(min_tokens, prompt_length, tuple(eos)))
+    if processors and eos:
+        processors.append(EndWhereNothingFollows(tuple(eos)))
     if config.forced_bos_token_id is not None:
-        found.append(ForcedToken(config.forced_bos_token_id, 1))  # as in transformers, after exactly one id
+        processors.append(ForcedToken(config.forced_bos_token_id, 1))  # as in transformers, after exactly one id
     if config.forced_eos_token_id is not None:
-        found.append(ForcedToken(config.forced_eos_token_id, prompt_length + limit - 1))
-    found += _own(config)
-    if found and config.beam_rules == "transformers" and config.num_beams > 1:
-        found.insert(1 if isinstance(found[0], Shortlist) else 0, LogProbs())
-    return tuple(found)
+        processors.append(ForcedToken(config.forced_eos_token_id, prompt_length + limit - 1))
+    processors += _own(config)
+    if processors and config.beam_rules == "transformers" and config.num_beams > 1:
+        processors.insert(1 if isinstance(processors[0], Shortlist) else 0, LogProbs())
+    return tuple(processors)
 
 
 def _own(config: GenerationConfig) -> Sequence[Processor]:
@@ -314,8 +314,8 @@ def make_stop(
         input_ids = torch.tensor([[*before, *row] for row in rows], dtype=torch.long, device=device)
         ends = [False] * len(rows)
         for criterion in functions:
-            found = _checked(criterion(input_ids, None), len(rows), criterion)
-            ends = [one or other for one, other in zip(ends, found, strict=True)]
+            ended = _checked(criterion(input_ids, None), len(rows), criterion)
+            ends = [one or other for one, other in zip(ends, ended, strict=True)]
         return ends
 
     return stop
@@ -329,15 +329,15 @@ def any_of(*stops: Stop | None) -> Stop | None:
     return lambda rows: [any(ends) for ends in zip(*(stop(rows) for stop in given), strict=True)]
 
 
-def _checked(found: Any, count: int, criterion: object) -> list[bool]:
-    if isinstance(found, bool):
-        return [found] * count
-    values = found.tolist() if isinstance(found, Tensor) or hasattr(found, "tolist") else found
+def _checked(ends: Any, count: int, criterion: object) -> list[bool]:
+    if isinstance(ends, bool):
+        return [ends] * count
+    values = ends.tolist() if isinstance(ends, Tensor) or hasattr(ends, "tolist") else ends
     if isinstance(values, bool):
         return [values] * count
     if isinstance(values, list) and len(values) == count and all(isinstance(value, bool) for value in values):
         return values
     name = getattr(criterion, "__name__", type(criterion).__name__)
     raise ValueError(
-        f"expected a stopping criterion to return a boolean, or {count} of them, got {found!r:.60} from {name}"
+        f"expected a stopping criterion to return a boolean, or {count} of them, got {ends!r:.60} from {name}"
     )

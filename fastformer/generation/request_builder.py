@@ -262,44 +262,23 @@ class RequestBuilder:
         if config.num_beams == 1:
             return NativeSearch.greedy(limit, self._ends, min_tokens=least, suppressed=config.suppress_tokens)
         return NativeSearch.beams(
-            limit,
-            self._ends,
-            config.num_beams,
-            beam_rules=config.beam_rules,
-            alpha=config.alpha,
-            num_return=config.num_return_sequences,
-            early_stopping=config.early_stopping,
-            min_tokens=least,
-            suppressed=config.suppress_tokens,
-            begun=num_language_tokens,
-            keeps_shares=config.keeps_scores,
-        )
+            limit, self._ends, config.num_beams, beam_rules=config.beam_rules, alpha=config.alpha,
+            num_return=config.num_return_sequences, early_stopping=config.early_stopping, min_tokens=least,
+            suppressed=config.suppress_tokens, begun=num_language_tokens, keeps_shares=config.keeps_scores,
+        )  # fmt: skip
 
     def _beam_search(self, limit: int, stop: Stop | None, num_language_tokens: int) -> Search:
         config = self.config
+        first, returned = (limit, self._ends, config.num_beams), config.num_return_sequences
         if config.beam_rules == "transformers":
             return TransformersBeamSearch(
-                limit,
-                self._ends,
-                config.num_beams,
-                alpha=config.alpha,
-                num_return=config.num_return_sequences,
-                early_stopping=config.early_stopping,
-                may_rise=self._may_rise,
-                stop=stop,
-                begun=num_language_tokens,
-            )
+                *first, alpha=config.alpha, num_return=returned, early_stopping=config.early_stopping,
+                may_rise=self._may_rise, stop=stop, begun=num_language_tokens,
+            )  # fmt: skip
         return BeamSearch(
-            limit,
-            self._ends,
-            config.num_beams,
-            alpha=config.alpha,
-            num_return=config.num_return_sequences,
-            early_stopping=config.early_stopping is True,
-            num_groups=config.num_beam_groups,
-            diversity_penalty=config.diversity_penalty,
-            stop=stop,
-        )
+            *first, alpha=config.alpha, num_return=returned, early_stopping=config.early_stopping is True,
+            num_groups=config.num_beam_groups, diversity_penalty=config.diversity_penalty, stop=stop,
+        )  # fmt: skip
 
     def _text_stop(self, before: Sequence[int]) -> Stop | None:
         """Returns the function that ends beams at a stop text, or None."""

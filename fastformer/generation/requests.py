@@ -286,7 +286,7 @@ def process_logits(edited: Iterable[tuple[Request, range]], logits: Tensor) -> T
     for _, neighbours in itertools.groupby(edited, key=lambda pair: _kind(pair[0])):
         alike = list(neighbours)
         processors = alike[0][0].processors
-        rows = [row for _, own in alike for row in own]  # sampled rows may lie between them
+        rows = [row for _, rows_of_request in alike for row in rows_of_request]  # sampled rows may lie between them
         history = [row for request, _ in alike for row in request.history()]
         input_ids = torch.tensor(history, dtype=torch.long, device=logits.device)
         try:

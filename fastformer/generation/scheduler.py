@@ -6,8 +6,9 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -32,7 +33,8 @@ _RUN_STEPS = 1_000_000
 _FIRST_TOLD = 4
 
 
-class Load(NamedTuple):
+@dataclass
+class Load:
     """Counters of a scheduler's work, and the state of its memory.
 
     Attributes:
@@ -148,7 +150,7 @@ class Scheduler:
         return not self.waiting and not self.running
 
     def load(self) -> Load:
-        """Returns the current counters. Any thread may call this; while requests run, the memory is that before a step."""
+        """Returns the current counters; while requests run, the free memory is that before the latest step."""
         return Load(
             len(self.running), len(self.waiting), self.waiting_tokens, self._running_rows, self._free_tokens,
             self._free_at_first, self._read_tokens, self._cached_tokens,

@@ -99,9 +99,9 @@ def score(
     """
     decoder = as_model(model)
     config = decoder.config
-    asked = GenerationConfig(pad_token_id=pad_token_id, decoder_start_token_id=decoder_start_token_id)
-    asked.check_model(config.vocab_size)
-    ids = special_ids(decoder, asked)
+    ids_given = GenerationConfig(pad_token_id=pad_token_id, decoder_start_token_id=decoder_start_token_id)
+    ids_given.check_model(config.vocab_size)
+    ids = special_ids(decoder, ids_given)
     pad_id = ids.pad if ids.marks_padding else None
     rows = as_rows(input_ids, pad_id, None, "input_ids")
     if is_decoder_only(decoder):
@@ -158,15 +158,15 @@ def score_rows(model: Model, rows: Sequence[Sequence[Part]], max_tokens: int = M
     check_value("max_tokens", max_tokens, Positive)
     parts = [part for row in rows for part in row]
     check_parts(model, parts)
-    found: list[list[float]] = [[] for _ in parts]
+    log_probs: list[list[float]] = [[] for _ in parts]
     lengths = {place: part.length for place, part in enumerate(parts) if part.outputs}
     for places in batches_by_length(lengths, lambda count, longest: count * longest <= max_tokens):
         batch = [parts[place] for place in places]
         with evaluating(model):
             values = iter(_log_probs(model, batch).tolist())
         for place, part in zip(places, batch, strict=True):
-            found[place] = [next(values) for _ in part.outputs][part.known :]
-    each = iter(found)
+            log_probs[place] = [next(values) for _ in part.outputs][part.known :]
+    each = iter(log_probs)
     return [[value for _ in row for value in next(each)] for row in rows]
 
 
@@ -196,22 +196,22 @@ def _log_probs(model: Model, parts: Sequence[Part]) -> Tensor:
     """Returns the log-probabilities of the outputs of a batch, with the parts concatenated, (total,)."""
     outputs, _ = packed([part.outputs for part in parts], device_of(model))
     hidden, logits_of = _states(model, parts)
-    own = getattr(model, "token_log_probs", None)  # this method needs no logits
-    found: Tensor = chosen_log_probs(logits_of, hidden, outputs) if own is None else own(hidden, outputs)
-    return found
+    direct = getattr(model, "token_log_probs", None)  # this method needs no logits
+    log_probs: Tensor = chosen_log_probs(logits_of, hidden, outputs) if direct is None else direct(hidden, outputs)
+    return log_probs
 
 
 def _states(model: Model, parts: Sequence[Part]) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Returns the states of a model at each input, (total, size), and the function that turns them into logits."""
     if is_ensemble(model):
-        found = [_states(as_model(member), parts) for member in model.members]
+        states = [_states(as_model(member), parts) for member in model.members]
 
         def combined(rows: Tensor) -> Tensor:
-            each = rows.split([hidden.shape[1] for hidden, _ in found], 1)
-            pairs = zip(each, found, strict=True)
-            return model.combine([logits_of(own.to(hidden.dtype)) for own, (hidden, logits_of) in pairs])
+            each = rows.split([hidden.shape[1] for hidden, _ in states], 1)
+            pairs = zip(each, states, strict=True)
+            return model.combine([logits_of(part.to(hidden.dtype)) for part, (hidden, logits_of) in pairs])
 
-        return torch.cat([hidden for hidden, _ in found], 1), combined
+        return torch.cat([hidden for hidden, _ in states], 1), combined
     if is_recurrent(model):
         return _recurrent_states(model, parts), model.output
     assert is_encoder_decoder(model) or is_decoder_only(model)
@@ -252,8 +252,8 @@ def score_texts(
         for text, translation in chunk:
             number = next(numbers)
             try:
-                found = encoded_pair(translator, text, translation, number)
-                rows.append([target_part(*found, start, known)] if found else [])
+                encoded = encoded_pair(translator, text, translation, number)
+                rows.append([target_part(*encoded, start, known)] if encoded else [])
             except TextError as error:
                 errors.handle(error)
                 rows.append(None)

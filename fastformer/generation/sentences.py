@@ -84,18 +84,18 @@ def split_sentences(text: str) -> list[Sentence]:
         The sentences, without white space at their ends. If the text begins with white space, the first sentence is
         empty; no other is. All sentences and spaces, one after another, make up the text.
     """
-    found: list[Sentence] = []
+    sentences: list[Sentence] = []
     line = 0
     for run in _SPACE.finditer(text):
         if run.start() > 0 and not _LINE_END.search(run.group()):
             continue
-        found += _line_sentences(text[line : run.start()])
+        sentences += _line_sentences(text[line : run.start()])
         if run.start() == 0:
-            found.append(Sentence("", run.group()))
+            sentences.append(Sentence("", run.group()))
         else:
-            found[-1] = Sentence(found[-1].text, run.group())
+            sentences[-1] = Sentence(sentences[-1].text, run.group())
         line = run.end()
-    return [*found, *_line_sentences(text[line:])]
+    return [*sentences, *_line_sentences(text[line:])]
 
 
 def _line_sentences(line: str) -> Iterator[Sentence]:
@@ -132,12 +132,12 @@ def _is_end(line: str, start: int, end: re.Match[str]) -> bool:
 
 def _stop_ends(line: str, start: int, stop: int, after: int) -> bool:
     """Returns whether a full stop at `stop` ends a sentence, if the next one would begin with the word at `after`."""
-    found = _LAST_WORD.search(line, max(start, stop - _LONGEST_WORD), stop)
-    word = "" if found is None else found.group().strip(_AROUND)
+    match = _LAST_WORD.search(line, max(start, stop - _LONGEST_WORD), stop)
+    word = "" if match is None else match.group().strip(_AROUND)
     following = _WORD.match(line, after)
     next_word = "" if following is None else following.group()
     low, next_low = word.lower(), next_word.lower()
-    if found is not None and found.start() == start and _ITEM.fullmatch(word):
+    if match is not None and match.start() == start and _ITEM.fullmatch(word):
         return False  # the number of an item in a list
     if word.isdecimal():  # an ordinal, or the day of a date
         return not (len(word) <= 2 and (next_low in _AFTER_ORDINALS or next_word[:1].isdecimal()))

@@ -56,6 +56,10 @@ class Session(Generic[R]):
         max_waiting_tokens: how many tokens those may have to read; one call alone may have more. None: any number.
         when_full: "wait" has a task wait for a place, "refuse" raises QueueFull.
 
+    Attributes:
+        model: the same.
+        queue: the requests in front of the batch.
+
     Raises:
         ValueError: a limit below 1, another when_full.
     """
@@ -78,7 +82,7 @@ class Session(Generic[R]):
         self._thread: threading.Thread | None = None
         self._is_closing = self._is_cancelling = False
         self._failure: BaseException | None = None  # the error that ended the thread
-        self._queue: JobQueue[R] = JobQueue(max_waiting, max_waiting_tokens, when_full)
+        self.queue: JobQueue[R] = JobQueue(max_waiting, max_waiting_tokens, when_full)
         self._calls: deque[Call[Any]] = deque()
         self._jobs: dict[R, tuple[Job[R], int]] = {}  # each request's job and index; used only by the thread
         self._streaming: dict[Job[R], int] = {}  # streamed jobs, and the number of their requests that run; likewise
@@ -305,8 +309,8 @@ class Session(Generic[R]):
             if deadline is not None and time.monotonic() >= deadline:
                 self._late += 1
                 raise job.late()
-            self._queue.places.discard(_place.get())  # its own
-            if self._queue.put(job):
+            self.queue.places.discard(_place.get())  # its own
+            if self.queue.put(job):
                 self._changed.notify()
             else:
                 ends = [request.deadline for request in requests if request.deadline is not None]
@@ -329,14 +333,14 @@ class Session(Generic[R]):
         """
         place = object()
         with self._changed:
-            self._queue.reserve(place)
+            self.queue.reserve(place)
         token = _place.set(place)
         try:
             yield
         finally:
             _place.reset(token)
             with self._changed:
-                self._queue.places.discard(place)
+                self.queue.places.discard(place)
 
     async def aside(
         self, work: Callable[[], T], size: int, *, deadline: float | None = None, is_slow: bool = False
@@ -360,7 +364,7 @@ class Session(Generic[R]):
             return work()
         if self._texts.num_waiting:
             with self._changed:
-                self._queue.check_texts(self._texts.num_waiting)
+                self.queue.check_texts(self._texts.num_waiting)
         with self._counts_late():
             return await self._texts.run(work, size, deadline)
 
@@ -401,28 +405,23 @@ class Session(Generic[R]):
     def stats(self) -> SessionStats:
         """Returns the current counters. Any thread may call this."""
         with self._changed:
-            queue, load = self._queue, self._queue.load
+            queue = self.queue
+            waiting = {"waiting": queue.num_queued + queue.num_blocked, "waiting_tokens": queue.num_tokens}
             return SessionStats(
-                load.running, queue.num_queued + queue.num_blocked, queue.num_tokens, load.rows, load.free_tokens,
-                load.capacity_tokens, load.read_tokens, load.cached_tokens, self._new_tokens, self._ended,
-                queue.refused, self._late, self._cancelled, self._steps, self._step_seconds, tuple(queue.counts),
-                queue.seconds,
+                **{**vars(queue.load), **waiting}, new_tokens=self._new_tokens, ended=self._ended,
+                refused=queue.refused, late=self._late, cancelled=self._cancelled, steps=self._steps,
+                step_seconds=self._step_seconds, queue_counts=tuple(queue.counts), queue_seconds=queue.seconds,
             )  # fmt: skip
-
-    @property
-    def max_waiting(self) -> int:
-        """The number of requests that may wait for room in the batch."""
-        return self._queue.max_waiting
 
     @property
     def num_queued(self) -> int:
         """The number of requests that have a place in the queue and haven't begun."""
-        return self._queue.num_queued
+        return self.queue.num_queued
 
     @property
     def num_blocked(self) -> int:
         """The number of requests that wait for a place in the queue."""
-        return self._queue.num_blocked
+        return self.queue.num_blocked
 
     def _expire(self, job: Job[R]) -> None:
         """Ends a job whose deadline has passed."""
@@ -434,7 +433,7 @@ class Session(Generic[R]):
     def _end_blocked(self, job: Job[R]) -> None:
         """Ends requests whose time is over before they have a place in the queue."""
         with self._changed:
-            if not self._queue.remove_blocked(job):
+            if not self.queue.remove_blocked(job):
                 return  # they have a place, and the thread ends them
             self._streaming.pop(job, None)
         for request in job.requests:
@@ -451,7 +450,7 @@ class Session(Generic[R]):
             if not request.is_done:
                 request.cancel()
         with self._changed:
-            if self._queue.remove_blocked(job):
+            if self.queue.remove_blocked(job):
                 self._streaming.pop(job, None)
             self._changed.notify()
 
@@ -467,8 +466,8 @@ class Session(Generic[R]):
         batching = self._new_batching()
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue.jobs or self._calls or self._is_closing)
-                if not self._queue.jobs and not self._calls:
+                self._changed.wait_for(lambda: self.queue.jobs or self._calls or self._is_closing)
+                if not self.queue.jobs and not self._calls:
                     return
             with evaluating(self.model) as mode:
                 batching = self._run(batching, mode)
@@ -477,7 +476,7 @@ class Session(Generic[R]):
         """Steps until no work is left, and returns the scheduler in use at the end."""
         while True:
             with self._changed:
-                arrived = self._queue.take() if self._queue.jobs or self._queue.blocked else ()
+                arrived = self.queue.take() if self.queue.jobs or self.queue.blocked else ()
                 num_calls = len(self._calls)
                 is_cancelling = self._is_cancelling
             for job in arrived:  # all of them before an error: `_give_up` fails only those that it knows
@@ -490,7 +489,7 @@ class Session(Generic[R]):
             for _ in range(num_calls):
                 mode.hold()
                 self._calls.popleft().run()
-            load = self._queue.load
+            load = self.queue.load
             if not load.running and not load.waiting:
                 return batching
             began = time.monotonic()
@@ -501,7 +500,7 @@ class Session(Generic[R]):
                 ended, batching = self._recover(error, batching)
             seconds, load = time.monotonic() - began, batching.load()
             with self._changed:  # before the tasks are notified
-                self._queue.measure(load, seconds)
+                self.queue.measure(load, seconds)
             self._steps += 1
             self._step_seconds += seconds
             self._tell(ended)
@@ -514,7 +513,7 @@ class Session(Generic[R]):
             events.append((job, [index]))
             self._ended += 1
             if request.begun_at is not None:
-                self._queue.note_wait(request.begun_at - job.submitted_at)
+                self.queue.note_wait(request.begun_at - job.submitted_at)
             self._new_tokens += request.num_new_tokens
         if self._streaming:
             with self._changed:
@@ -531,9 +530,9 @@ class Session(Generic[R]):
         loops: dict[asyncio.AbstractEventLoop, list[tuple[Job[R], Sequence[int]]]] = {}
         for event in events:
             loops.setdefault(event[0].loop, []).append(event)
-        for loop, own in loops.items():
+        for loop, events_of_loop in loops.items():
             with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits
-                loop.call_soon_threadsafe(end_all, own)
+                loop.call_soon_threadsafe(end_all, events_of_loop)
 
     def _recover(self, error: BaseException, batching: Batching[R]) -> tuple[list[R], Batching[R]]:
         """Recovers from an error of the model: requests that had begun fail, the others begin with a new batch."""
@@ -556,7 +555,7 @@ class Session(Generic[R]):
         """Fails every request and refuses new ones, because the thread can't continue."""
         with self._changed:
             self._failure = error
-            jobs = [*dict.fromkeys(job for job, _ in self._jobs.values()), *self._queue.clear()]
+            jobs = [*dict.fromkeys(job for job, _ in self._jobs.values()), *self.queue.clear()]
             calls = list(self._calls)
             for collection in (self._jobs, self._calls, self._streaming):
                 collection.clear()

@@ -91,34 +91,34 @@ class TextPieces:
         if not self._stop:
             self._ids += tokens
             return self._give(self._grow())
-        said, run = "", []
+        text, run = "", []
         for token in tokens:
             run.append(token)
             if name := self._name(token):
-                said += self._add(run)
-                said += "" if self.is_stopped else self._behind(name)
+                text += self._add(run)
+                text += "" if self.is_stopped else self._behind(name)
                 if self.is_stopped:
-                    return said
+                    return text
                 run = []
-        return said + self._add(run)
+        return text + self._add(run)
 
     def _add(self, tokens: Sequence[int]) -> str:
         self._ids += tokens
         self._held += self._grow()
         if find_stop(self._held + self._uncertain(), self._stop, self._unsearched) >= 0:
             return self._stopped()
-        kept = len(self._held) - _beginning(self._held, self._stop)
+        certain = len(self._held) - _beginning(self._held, self._stop)
         if self._open:
-            rest, found = self._rest(), []
+            rest, still_open = self._rest(), []
             for begin, behind, missing in self._open:
                 more = rest[behind - self._given_length :]
                 if more.startswith(missing):
                     return self._stop_at(rest, begin)
                 if missing.startswith(more):
-                    found.append((begin, behind, missing))
-                    kept = min(kept, begin - self._given_length)
-            self._open = found
-        piece, self._held = self._held[:kept], self._held[kept:]
+                    still_open.append((begin, behind, missing))
+                    certain = min(certain, begin - self._given_length)
+            self._open = still_open
+        piece, self._held = self._held[:certain], self._held[certain:]
         return self._give(piece)
 
     def _name(self, token: int) -> str:
@@ -134,17 +134,17 @@ class TextPieces:
     def _behind(self, name: str) -> str:
         """Looks for stop texts that contain the name of the omitted token that was added last."""
         rest = self._rest()
-        length, found = self._given_length + len(rest), []
+        length, still_open = self._given_length + len(rest), []
         for begin, behind, missing in self._open:
             more = _named(rest[behind - self._given_length :]) + name
             if _named(missing).startswith(more):
-                found.append((begin, length, missing[len(more) :]))
+                still_open.append((begin, length, missing[len(more) :]))
         for one in self._stop:
             before, _, _ = _named(one).partition(name)
             if len(before) < len(one) and _named(rest[self._unsearched :]).endswith(before):
-                found.append((length - len(before), length, one[len(before) + len(name) :]))
-        whole = [begin for begin, _, missing in found if not missing]
-        self._open = found
+                still_open.append((length - len(before), length, one[len(before) + len(name) :]))
+        whole = [begin for begin, _, missing in still_open if not missing]
+        self._open = still_open
         return self._stop_at(rest, min(whole)) if whole else ""
 
     def _stop_at(self, rest: str, place: int) -> str:
@@ -168,9 +168,9 @@ class TextPieces:
 
     def copy(self) -> TextPieces:
         """Returns an independent copy that continues from the same state."""
-        found = copy.copy(self)
-        found._ids, found._given = list(self._ids), list(self._given)
-        return found
+        copied = copy.copy(self)
+        copied._ids, copied._given = list(self._ids), list(self._given)
+        return copied
 
     def _give(self, piece: str) -> str:
         if piece:
@@ -211,21 +211,21 @@ class TextPieces:
             least = end - _MOST_BROKEN
             while end > max(least, 0) and text[end - 1] == BROKEN:
                 end -= 1
-        found = _UNSETTLED.search(text, max(0, end - _LOOK_BACK), end)
-        return len(text[: found.start()].rstrip()) if found else end
+        match = _UNSETTLED.search(text, max(0, end - _LOOK_BACK), end)
+        return len(text[: match.start()].rstrip()) if match else end
 
     def _move(self, latest: int) -> None:
         """Moves the beginning of the window forward, at most to a given token, if the text then stays the same."""
         uncertain = len(self._text) - self._certain
-        for kept in _KEPT:
-            start = min(latest, self._end - kept)
+        for length in _KEPT:
+            start = min(latest, self._end - length)
             if start <= self._start:
                 break
             text = self._tokenizer.decode(self._ids[start : self._end])
             needed = uncertain + _CONTEXT
             if len(text) >= needed and self._text.endswith(text[len(text) - needed :]):
                 self._start, self._text, self._certain = start, text, len(text) - uncertain
-                self._most = max(_WINDOW, 2 * kept)
+                self._most = max(_WINDOW, 2 * length)
                 return
         self._most = 2 * (self._end - self._start)
 
@@ -305,11 +305,11 @@ class StopTexts:
 
     def __call__(self, rows: Sequence[Sequence[int]]) -> list[bool]:
         """Returns for each row of new tokens whether its last token completes a stop text."""
-        found = {tuple(row): self._after(tuple(row)) for row in rows}
+        states = {tuple(row): self._after(tuple(row)) for row in rows}
         shortest = min(map(len, rows), default=0)
         # Groups of beams come one after another, each with rows of the same length.
-        self._known = {key: pieces for key, pieces in self._known.items() if len(key) >= shortest - 1} | found
-        return [found[tuple(row)].is_stopped for row in rows]
+        self._known = {key: pieces for key, pieces in self._known.items() if len(key) >= shortest - 1} | states
+        return [states[tuple(row)].is_stopped for row in rows]
 
     def _after(self, row: tuple[int, ...]) -> TextPieces:
         before = self._known.get(row[:-1])

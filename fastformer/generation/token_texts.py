@@ -71,7 +71,7 @@ class TokenTexts:
 
     def add(self, tokens: Iterable[ScoredToken]) -> list[SpelledToken]:
         """Adds tokens, and returns those whose texts are certain now."""
-        found: list[SpelledToken] = []
+        spelled: list[SpelledToken] = []
         for one in tokens:
             alternatives = [self._alternative(token) for token, _ in one.alternatives]
             self._ids.append(one.token)
@@ -84,13 +84,13 @@ class TokenTexts:
                 self._held.append((one, alternatives))
                 self._held_text = text
                 if len(self._held) >= _MOST_IDS + (_CHARACTER if text.endswith(BROKEN) else 0):
-                    found += self.end()
+                    spelled += self.end()
                     del self._ids[self._told :]
                 continue
             if self._held and text.startswith(self._held_text):  # the held ones are no part of this token's character
                 text = text[len(self._held_text) :]
-                found += self.end()
-            found += self._divided([*self._held, (one, alternatives)], text)
+                spelled += self.end()
+            spelled += self._divided([*self._held, (one, alternatives)], text)
             self._held, self._held_text = [], ""
             if text:  # the next text may depend on a token that has a text
                 self._ids = self._ids[self._told :]
@@ -98,13 +98,13 @@ class TokenTexts:
             elif len(self._ids) > _MOST_IDS and self.is_special(one.token) and self.is_special(self._ids[-2]):
                 del self._ids[-2]
             self._told = len(self._ids)
-        return found
+        return spelled
 
     def end(self) -> list[SpelledToken]:
         """Returns the tokens that are left at the end of the text."""
-        found = self._divided(self._held, self._held_text)
+        spelled = self._divided(self._held, self._held_text)
         self._held, self._held_text = [], ""
-        return found
+        return spelled
 
     def is_special(self, token: int) -> bool:
         """Returns whether a token has no text, wherever it is. White space may have none at the beginning of a text."""
@@ -124,9 +124,9 @@ class TokenTexts:
         text = self._text(token)[len(self._before) :]
         text = text[len(self._held_text) :] if text.startswith(self._held_text) else text
         is_broken, name = text.endswith(BROKEN), self.name(token)
-        own = _bytes_of(name) if is_broken or self._held else None
-        found = self._spelled(token, text, own if is_broken or own is not None else text.encode())
-        return found._replace(shown=name or text) if is_broken or not text else found
+        data = _bytes_of(name) if is_broken or self._held else None
+        spelled = self._spelled(token, text, data if is_broken or data is not None else text.encode())
+        return spelled._replace(shown=name or text) if is_broken or not text else spelled
 
     def _divided(self, run: Sequence[tuple[ScoredToken, list[Spelled]]], text: str) -> list[SpelledToken]:
         """Divides the text of a run of tokens among them."""
@@ -159,5 +159,5 @@ def _bytes_of(name: str) -> bytes | None:
     """Returns the bytes of a token that is a part of a character, from the tokenizer's name of it."""
     if match := _BYTE.fullmatch(name):
         return bytes([int(match[1], 16)])
-    found = [_BYTES.get(character) for character in name]
-    return bytes(byte for byte in found if byte is not None) if name and None not in found else None
+    data = [_BYTES.get(character) for character in name]
+    return bytes(byte for byte in data if byte is not None) if name and None not in data else None

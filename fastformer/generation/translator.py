@@ -173,11 +173,11 @@ class Translator(PairEncoder):
         runs = [run] if isinstance(run, str | os.PathLike) else list(run)
         if ensemble_weights is not None and is_one:
             raise ValueError("expected ensemble_weights for several folders, got one folder")
-        models, own = load_models(runs, ("Transformer", "LSTMSeq2Seq"), device=device, dtype=dtype)
+        models, of_folder = load_models(runs, ("Transformer", "LSTMSeq2Seq"), device=device, dtype=dtype)
         model = models[0] if is_one else Ensemble(models, ensemble_weights, ensemble_mean)
         return cls(
             model,
-            tokenizer or own,
+            tokenizer or of_folder,
             max_batch_size=max_batch_size,
             max_batch_bytes=max_batch_bytes,
             precision=next(filter(None, (asked_precision(one, precision) for one in models)), None),

@@ -38,14 +38,16 @@ class ErrorBody(BaseModel):
     error: ErrorFields
 
 
-def error_schemas(body: type[BaseModel], own: Mapping[int, str] | None = None) -> dict[int | str, dict[str, Any]]:
+def error_schemas(
+    body: type[BaseModel], descriptions: Mapping[int, str] | None = None
+) -> dict[int | str, dict[str, Any]]:
     """Returns the `responses` of a route's schema for its errors, by status.
 
     Args:
         body: the model of their bodies.
-        own: descriptions of further statuses, or others than the usual ones.
+        descriptions: those of further statuses, or others than the usual ones.
     """
-    texts = _ERRORS | {**(own or {})}
+    texts = _ERRORS | {**(descriptions or {})}
     return {status: {"model": body, "description": texts[status]} for status in sorted(texts)}
 
 

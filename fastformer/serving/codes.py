@@ -52,9 +52,9 @@ class Codes:
         """Returns each language with its code, its name, and the codes of the languages that it translates into."""
         if self.known is None:
             source, target = self.pair
-            found = {source: [target]}
-            found.setdefault(target, [])
-            return [{"code": code, "name": code, "targets": targets} for code, targets in found.items()]
+            targets_of = {source: [target]}
+            targets_of.setdefault(target, [])
+            return [{"code": code, "name": code, "targets": targets} for code, targets in targets_of.items()]
         codes = sorted(self._short.values())
         return [
             {"code": code, "name": name, "targets": [other for other in codes if other != code]}
@@ -114,12 +114,12 @@ class Codes:
     def _identifier(self) -> Any:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
-        found = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+        identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
         if self.known is not None:
-            labels: Sequence[str] = [code for code in found.labels if self._is_known(code)]
+            labels: Sequence[str] = [code for code in identifier.labels if self._is_known(code)]
             if labels:
-                found.set_languages(labels)
-        return found
+                identifier.set_languages(labels)
+        return identifier
 
     def _is_known(self, code: str) -> bool:
         assert self.known is not None

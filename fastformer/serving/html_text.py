@@ -101,11 +101,11 @@ class HtmlPage:
         spans, self.texts = [], []
         for begin, end in reader.spans:
             text = page[begin:end]
-            said = html.unescape(text)
-            if said.strip():
+            plain = html.unescape(text)
+            if plain.strip():
                 begin += len(text) - len(text.lstrip(" \t\n\r\f"))
                 spans.append((begin, begin + len(text.strip(" \t\n\r\f"))))
-                self.texts.append(_WHITE.sub(" ", said).strip(" "))
+                self.texts.append(_WHITE.sub(" ", plain).strip(" "))
         ends = [0, *(end for _, end in spans)]
         begins = [*(begin for begin, _ in spans), len(page)]
         self._between = [page[end:begin] for end, begin in zip(ends, begins, strict=True)]
@@ -161,9 +161,9 @@ class _Reader(HTMLParser):
         self._start(tag)
         if tag in _VOID:
             return
-        found = dict(reversed(attrs))  # the first of several with one name counts
-        is_kept = _KEPT.get((found["translate"] or "").lower()) if "translate" in found else None
-        if is_kept is None and (tag in _UNTRANSLATED or "notranslate" in (found.get("class") or "").split()):
+        attributes = dict(reversed(attrs))  # the first of several with one name counts
+        is_kept = _KEPT.get((attributes["translate"] or "").lower()) if "translate" in attributes else None
+        if is_kept is None and (tag in _UNTRANSLATED or "notranslate" in (attributes.get("class") or "").split()):
             is_kept = True
         one = _Element(tag, self._count, True if tag in _RAW else is_kept)
         self._count += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -54,3 +55,16 @@ class Limits:
 
     def __post_init__(self) -> None:
         check_settings(self)
+
+    def why_not(self, texts: Sequence[str], count: int | None = None) -> str | None:
+        """Returns why texts exceed the limits: there are too many, or one is too long; None: they don't.
+
+        Args:
+            texts: the texts.
+            count: how many they count as; None: each counts.
+        """
+        if (count := len(texts) if count is None else count) > self.max_texts:
+            return f"expected at most {self.max_texts:,} texts, got {count:,}"
+        if (longest := max(map(len, texts), default=0)) > self.max_text_chars:
+            return f"expected texts of at most {self.max_text_chars:,} characters, got one of {longest:,}"
+        return None

@@ -160,15 +160,9 @@ def _add_embeddings(routes: APIRouter, service: EmbedService, limits: Limits) ->
         """Returns the embeddings of texts."""
         check_body(body, service.name)
         texts = _embedded_texts(body.input)
-        if len(texts) > limits.max_texts:
-            raise ApiError(f"expected at most {limits.max_texts:,} texts, got {len(texts):,}", param="input")
-        longest = max(map(len, texts))
-        if longest > limits.max_text_chars:
-            raise ApiError(
-                f"expected texts of at most {limits.max_text_chars:,} characters, got one of {longest:,}",
-                param="input",
-                code="string_above_max_length",
-            )
+        if (reason := limits.why_not(texts)) is not None:
+            code = "string_above_max_length" if len(texts) <= limits.max_texts else None
+            raise ApiError(reason, param="input", code=code)
         width = service.encoder.get_embedding_dimension()
         if body.dimensions is not None and body.dimensions > width:
             raise ApiError(f"expected dimensions of at most {width}, got {body.dimensions:,}", param="dimensions")

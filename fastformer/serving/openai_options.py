@@ -15,12 +15,8 @@ _DIGITS = 9  # the most digits of a token's id
 
 def check_length(text: str | list[int], limits: Limits, param: str) -> None:
     """Raises an ApiError if a text has more characters than the limits allow."""
-    if isinstance(text, str) and len(text) > limits.max_text_chars:
-        raise ApiError(
-            f"expected a text of at most {limits.max_text_chars:,} characters, got {len(text):,}",
-            param=param,
-            code="string_above_max_length",
-        )
+    if isinstance(text, str) and (reason := limits.why_not([text])) is not None:
+        raise ApiError(reason, param=param, code="string_above_max_length")
 
 
 def check_count(body: GenerateBody, limits: Limits) -> None:

@@ -44,8 +44,8 @@ class TranslateRows:
     def __call__(self, batch: Batch) -> Batch:
         """Returns a batch with its translations; rows of similar length decode together."""
         texts = [str(text) for text in batch[self.text_column]]
-        found = self.translator.translate(texts, **self.options)
-        return {**batch, self.translation_column: np.array(found, dtype=object)}
+        translations = self.translator.translate(texts, **self.options)
+        return {**batch, self.translation_column: np.array(translations, dtype=object)}
 
 
 def translate_corpus(
@@ -106,13 +106,15 @@ def translate_corpus(
         rows.write_parquet(target)
     finally:
         context.checkpoint_config = before
-    asked, written = (_count(ray.data.read_parquet(path, columns=[id_column]), id_column) for path in (source, target))
-    if asked != written:
+    expected, written = (
+        _count(ray.data.read_parquet(path, columns=[id_column]), id_column) for path in (source, target)
+    )
+    if expected != written:
         raise RuntimeError(
-            f"expected each of {asked[0]:,} rows of {source} once in {target}, got {written[0]:,} rows"
-            + ("" if asked[0] != written[0] else " with other ids")
+            f"expected each of {expected[0]:,} rows of {source} once in {target}, got {written[0]:,} rows"
+            + ("" if expected[0] != written[0] else " with other ids")
         )
-    return asked[0]
+    return expected[0]
 
 
 def _count(rows: Dataset, id_column: str) -> tuple[int, int]:

@@ -72,16 +72,16 @@ class Ranking(BaseModel):
 
 def router(service: Service, limits: Limits) -> APIRouter:
     """Makes the routes of a cross-encoder."""
-    found = APIRouter()
+    routes = APIRouter()
     assert isinstance(service, RankService)
 
-    @found.post("/v1/rerank", response_model=None, responses={200: {"model": Ranking}, **ERRORS})
-    @found.post("/v2/rerank", response_model=None, responses={200: {"model": Ranking}, **ERRORS})
+    @routes.post("/v1/rerank", response_model=None, responses={200: {"model": Ranking}, **ERRORS})
+    @routes.post("/v2/rerank", response_model=None, responses={200: {"model": Ranking}, **ERRORS})
     async def rerank(body: DocumentsBody, http: Request) -> Response:
         """Ranks documents by how well they answer a query, the best first."""
         return answer(await ranking(body, http, service, limits))
 
-    return found
+    return routes
 
 
 async def ranking(body: DocumentsBody, http: Request, service: RankService, limits: Limits) -> dict[str, Any]:
@@ -95,10 +95,10 @@ async def ranking(body: DocumentsBody, http: Request, service: RankService, limi
     if service.encoder.num_labels != 1:
         raise ApiError(f"expected a model of one label to rank with, got {service.encoder.num_labels}")
     texts = [one if isinstance(one, str) else one.text for one in body.documents]
-    if len(texts) > limits.max_texts:
-        raise ApiError(f"expected at most {limits.max_texts:,} documents, got {len(texts):,}", param="documents")
     check_length(body.query, limits, "query")
-    check_length(max(texts, key=len), limits, "documents")
+    if (reason := limits.why_not(texts)) is not None:
+        code = "string_above_max_length" if len(texts) <= limits.max_texts else None
+        raise ApiError(reason, param="documents", code=code)
     pairs = [[body.query, text] for text in texts]
     try:
         work = service.scores(pairs, activation=SIGMOID, cuts=True, timeout=body.timeout)

@@ -42,38 +42,38 @@ def bound(host: str, port: int) -> list[socket.socket]:
     Raises:
         ValueError: the host is unknown or not this machine's, or the port is taken or not allowed.
     """
-    found: list[socket.socket] = []
+    listeners: list[socket.socket] = []
     try:
         places = socket.getaddrinfo(host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, address in dict.fromkeys((place[0], place[4]) for place in places):
             try:
-                found.append(_bound(family, address))
+                listeners.append(_bound(family, address))
             except OSError as error:
                 # A machine may have a name for IPv6's localhost, and no IPv6.
                 if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL) or len(places) == 1:
                     raise
-        if not found:
+        if not listeners:
             raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
     except OSError as error:
-        for one in found:
+        for one in listeners:
             one.close()
         reason = (error.strerror or str(error)).lower()
         raise ValueError(f"expected a host and a port to listen on, got {host} and {port}: {reason}") from error
-    return found
+    return listeners
 
 
 def _bound(family: socket.AddressFamily, address: Any) -> socket.socket:
-    found = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         if os.name == "posix":  # a port is free again as soon as its last server has ended
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:  # IPv4's addresses have sockets of their own
-            found.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        found.bind(address)
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(address)
     except OSError:
-        found.close()
+        listener.close()
         raise
-    return found
+    return listener
 
 
 def _affordable(limits: Limits) -> tuple[int, int]:
@@ -191,10 +191,10 @@ class Server(uvicorn.Server):
 
     def _new_protocol(self) -> asyncio.Protocol:
         kind: Any = self.config.http_protocol_class
-        found: asyncio.Protocol = kind(
+        protocol: asyncio.Protocol = kind(
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
-        return found
+        return protocol
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begins to end the server; a second signal ends it at once."""

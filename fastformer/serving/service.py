@@ -9,6 +9,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import torch
+
 from fastformer.checkpoints import argos
 from fastformer.checkpoints.run import architecture_of
 from fastformer.checkpoints.speech import is_speech_folder
@@ -59,14 +61,8 @@ class Service:
 
     def check_texts(self, texts: Sequence[str]) -> None:
         """Raises TooLarge if there are more texts, or longer ones, than the limits allow."""
-        limits = self.limits
-        if len(texts) > limits.max_texts:
-            raise TooLarge(f"expected at most {limits.max_texts} texts, got {len(texts):,}")
-        for number, text in enumerate(texts, 1):
-            if len(text) > limits.max_text_chars:
-                raise TooLarge(
-                    f"text {number}: expected at most {limits.max_text_chars:,} characters, got {len(text):,}"
-                )
+        if (reason := self.limits.why_not(texts)) is not None:
+            raise TooLarge(reason)
 
     def check_config(self, config: GenerationConfig) -> None:
         """Raises a ValueError if a search costs more than the limits allow."""
@@ -280,7 +276,7 @@ def open_service(
     folder: str | os.PathLike[str],
     *,
     precision: Precision | None = None,
-    device: Any = None,
+    device: torch.device | str | None = None,
     engine: str | None = None,
     limits: Limits | None = None,
     options: Mapping[str, Any] | None = None,

@@ -172,19 +172,19 @@ def error_fields(status: int, message: str, **detail: Any) -> dict[str, Any]:
 
 def router(service: Service, limits: Limits) -> APIRouter:
     """Makes TEI's routes for a model."""
-    found = APIRouter()
+    routes = APIRouter()
     if isinstance(service, EmbedService):
-        _add_embed(found, service, limits)
+        _add_embed(routes, service, limits)
     if isinstance(service, RankService):
-        _add_predict(found, service, limits)
-        _add_rerank(found, service, limits)
-    return found
+        _add_predict(routes, service, limits)
+        _add_rerank(routes, service, limits)
+    return routes
 
 
-def _add_embed(found: APIRouter, service: EmbedService, limits: Limits) -> None:
-    _add_info(found, service, limits, {"embedding": {"pooling": service.encoder.pooling}})
+def _add_embed(routes: APIRouter, service: EmbedService, limits: Limits) -> None:
+    _add_info(routes, service, limits, {"embedding": {"pooling": service.encoder.pooling}})
 
-    @found.post("/embed", response_model=None, responses={200: {"model": list[list[float]]}, **ERRORS})
+    @routes.post("/embed", response_model=None, responses={200: {"model": list[list[float]]}, **ERRORS})
     async def embed(body: EmbedBody, http: Request) -> Response:
         """Returns the embeddings of texts."""
         texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
@@ -205,16 +205,16 @@ def _add_embed(found: APIRouter, service: EmbedService, limits: Limits) -> None:
         return answer(encoded.rows.tolist())
 
 
-def _add_predict(found: APIRouter, service: RankService, limits: Limits) -> None:
+def _add_predict(routes: APIRouter, service: RankService, limits: Limits) -> None:
     labels = service.encoder.labels
     kind = "reranker" if service.encoder.num_labels == 1 else "classifier"
     names = {str(place): label for place, label in enumerate(labels)}
     of_labels = {"id2label": names, "label2id": {label: place for place, label in enumerate(labels)}}
-    _add_info(found, service, limits, {kind: of_labels})
+    _add_info(routes, service, limits, {kind: of_labels})
 
     responses: dict[int | str, Any] = {200: {"model": list[Prediction] | list[list[Prediction]]}, **ERRORS}
 
-    @found.post("/predict", response_model=None, responses=responses)
+    @routes.post("/predict", response_model=None, responses=responses)
     async def predict(body: PredictBody, http: Request) -> Response:
         """Returns the classes of texts or pairs."""
         is_one, inputs = _inputs(body.inputs)
@@ -232,8 +232,8 @@ def _add_predict(found: APIRouter, service: RankService, limits: Limits) -> None
         return answer(given[0] if is_one else given)
 
 
-def _add_rerank(found: APIRouter, service: RankService, limits: Limits) -> None:
-    @found.post("/rerank", response_model=None, responses={200: {"model": list[Rank] | Ranking}, **ERRORS})
+def _add_rerank(routes: APIRouter, service: RankService, limits: Limits) -> None:
+    @routes.post("/rerank", response_model=None, responses={200: {"model": list[Rank] | Ranking}, **ERRORS})
     async def rerank(body: RankBody, http: Request) -> Response:
         """Ranks texts by how well they answer a query, the best first; with documents, as /v1/rerank does."""
         if isinstance(body, DocumentsBody):
@@ -252,7 +252,7 @@ def _add_rerank(found: APIRouter, service: RankService, limits: Limits) -> None:
         return answer(ranks)
 
 
-def _add_info(found: APIRouter, service: EmbedService | RankService, limits: Limits, kind: dict[str, Any]) -> None:
+def _add_info(routes: APIRouter, service: EmbedService | RankService, limits: Limits, kind: dict[str, Any]) -> None:
     info = Info(
         model_id=service.name,
         model_sha=None,
@@ -270,7 +270,7 @@ def _add_info(found: APIRouter, service: EmbedService | RankService, limits: Lim
     ).model_dump()
     known: dict[int | str, Any] = {status: ERRORS[status] for status in (401, 503)}
 
-    @found.get("/info", response_model=None, responses={200: {"model": Info}, **known})
+    @routes.get("/info", response_model=None, responses={200: {"model": Info}, **known})
     async def of_model() -> Response:
         """Describes the model and its limits."""
         return answer(info)
@@ -296,12 +296,7 @@ def _check(body: _Body, inputs: Sequence[Sequence[str]], limits: Limits) -> None
         raise TeiError("validation", f"expected no {name}, which this server doesn't support: leave it out")
     if not inputs:
         raise TeiError("empty", "expected at least one text, got none")
-    if len(inputs) > limits.max_texts:
-        raise TeiError("validation", f"expected at most {limits.max_texts} texts, got {len(inputs):,}")
-    longest = max(len(text) for each in inputs for text in each)
-    if longest > limits.max_text_chars:
-        raise TeiError(
-            "validation", f"expected texts of at most {limits.max_text_chars:,} characters, got one of {longest:,}"
-        )
+    if (reason := limits.why_not([text for texts in inputs for text in texts], len(inputs))) is not None:
+        raise TeiError("validation", reason)
     if body.truncate and (body.truncation_direction or "right").lower() == "left":
         raise TeiError("validation", "expected truncation_direction right: texts are cut at their end")

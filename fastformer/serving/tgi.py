@@ -137,10 +137,8 @@ def _options(body: GenerateBody, service: GenerateService, limits: Limits) -> di
     parameters = body.parameters
     if (name := unsupported_field(body)) is not None:
         raise TeiError("validation", f"expected no {name}, which this server doesn't support: leave it out")
-    if len(body.inputs) > limits.max_text_chars:
-        raise TeiError(
-            "validation", f"expected inputs of at most {limits.max_text_chars:,} characters, got {len(body.inputs):,}"
-        )
+    if (reason := limits.why_not([body.inputs])) is not None:
+        raise TeiError("validation", reason)
     if parameters.max_new_tokens is not None and parameters.max_new_tokens > limits.max_new_tokens:
         raise TeiError("validation", f"expected max_new_tokens of at most {limits.max_new_tokens:,}")
     shape = {name: getattr(parameters, name) for name in ("temperature", "top_k", "top_p")}

@@ -211,8 +211,8 @@ class Engine(ABC):
         size = self.block_size
         if size is None:
             return 0
-        own = num_rows * (-(-new_tokens // size) + 1)
-        return (-(-len(prompt.source or ()) // size) + -(-len(prompt.tokens) // size) + own) * size
+        of_rows = num_rows * (-(-new_tokens // size) + 1)
+        return (-(-len(prompt.source or ()) // size) + -(-len(prompt.tokens) // size) + of_rows) * size
 
     def runs_searches(self) -> bool:
         """Returns whether the engine's batches are `SearchingBatch`es, which advance native searches themselves."""

@@ -193,18 +193,18 @@ class CppBatch(SearchingBatch):
             logits.numpy() if shown else None,
             torch.get_num_threads(),
         )
-        found = Candidates(ids.tolist(), values.tolist())
+        candidates = Candidates(ids.tolist(), values.tolist())
         if shown:
             chosen = choose(logits, replace(selection, logit_rows=range(len(shown))))
             for place, row in enumerate(shown):
-                found.ids[row], found.values[row] = chosen.ids[place], chosen.values[place]
-        return found
+                candidates.ids[row], candidates.values[row] = chosen.ids[place], chosen.values[place]
+        return candidates
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """Appends a token to each row, and returns the logits of the next token, (rows, vocab_size) fp32."""
-        found = torch.empty(len(tokens), self._vocab_size, dtype=torch.float32, device="cpu")
-        self.session.step(tokens, 1, False, [*range(len(tokens))], found.numpy(), torch.get_num_threads())
-        return found
+        logits = torch.empty(len(tokens), self._vocab_size, dtype=torch.float32, device="cpu")
+        self.session.step(tokens, 1, False, [*range(len(tokens))], logits.numpy(), torch.get_num_threads())
+        return logits
 
     def run_searches(
         self, searches: Sequence[NativeSearch], tokens: Sequence[int], log_probs: bool, limits: Limits
@@ -359,12 +359,12 @@ def arrays_of(model: nn.Module, tensors: dict[str, Tensor], precision: str) -> d
     multiplied = [tensor for name, tensor in tensors.items() if not _is_looked_up(name)]
     groups = groups_of(model, multiplied) if precision == INT4 else {}
     for name, tensor in tensors.items():
-        if (found := groups.get(id(tensor))) is None or _is_looked_up(name):
+        if (group := groups.get(id(tensor))) is None or _is_looked_up(name):
             arrays[name] = _array(tensor)
             continue
-        arrays[name], arrays[name + SCALE] = found.nibbles.numpy(), found.scale.float().numpy()
-        if found.zero is not None:
-            arrays[name + ZERO] = found.zero.numpy()
+        arrays[name], arrays[name + SCALE] = group.nibbles.numpy(), group.scale.float().numpy()
+        if group.zero is not None:
+            arrays[name + ZERO] = group.zero.numpy()
     return arrays
 
 

@@ -87,13 +87,13 @@ class DeviceSearch:
         banned[list(rules.suppressed)] = True
         self._is_end, self._is_suppressed = ends.to(device), banned.to(device)
 
-    def load(self, tokens: Sequence[int], searches: Sequence[NativeSearch], said: Ints) -> None:
+    def load(self, tokens: Sequence[int], searches: Sequence[NativeSearch], counts: Ints) -> None:
         """Sends the state of the searches to the device.
 
         Args:
             tokens: the next token of each row of the searches; the slots of a group that have no row get its first one.
             searches: the searches of the first groups.
-            said: the number of new tokens in the rows of each group.
+            counts: the number of new tokens in the rows of each group.
         """
         host, scores, ends = self._staged.numpy(), self._staged_scores.numpy(), self._ends
         host[:], scores[:] = 0, NEVER
@@ -104,8 +104,8 @@ class DeviceSearch:
             host[first : first + rows] = tokens[begin : begin + rows]
             scores[first : first + rows] = search.handle.scores
             begin += rows
-        host[ends[0] : ends[0] + len(said)] = said
-        host[ends[1] : ends[1] + len(said)] = [search.rules.min_tokens for search in searches]
+        host[ends[0] : ends[0] + len(counts)] = counts
+        host[ends[1] : ends[1] + len(counts)] = [search.rules.min_tokens for search in searches]
         self._sent.copy_(self._staged, non_blocking=True)
         self.scores.copy_(self._staged_scores, non_blocking=True)
 

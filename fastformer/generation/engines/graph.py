@@ -219,9 +219,9 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
                 return 0
         lengths = np.array(cache.lengths, np.int32)
         limits = np.array([search.limit for search in searches], np.int32)
-        said = np.array([search.handle.num_tokens for search in searches], np.int32)
-        last = lengths + limits - said - 1  # the position of the last token that may be given
-        num_steps = min(num_steps, int((limits - said).max()))
+        counts = np.array([search.handle.num_tokens for search in searches], np.int32)
+        last = lengths + limits - counts - 1  # the position of the last token that may be given
+        num_steps = min(num_steps, int((limits - counts).max()))
         rules = searches[0].rules._replace(min_tokens=0)
         is_edited = bool(rules.suppressed) or any(search.rules.min_tokens for search in searches)
         count = min(searches[0].num_candidates, self.model.config.vocab_size)
@@ -234,7 +234,7 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         except CacheFullError:
             return self._run_captured(searches, tokens, log_probs, num_steps // 2) if num_steps > 1 else 0
         if self._loaded != (captured, searches):
-            search.load(tokens, searches, said)
+            search.load(tokens, searches, counts)
         self._loaded = None  # until nothing can fail any more
         for _ in range(num_steps):
             self._replay(captured)
@@ -254,10 +254,10 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
             going = [(place * beams, search) for place, search in enumerate(searches) if not search.handle.is_done]
             here: list[int] = []  # the slots of the rows that go on
             for first, search in going:
-                kept = search.handle.advance(ids, values, first)
-                slots = range(first, first + len(kept))
-                if [first + parent for parent in kept] != parents[first : slots.stop]:
-                    raise RuntimeError(f"expected group {first // beams} to go on from {kept} on the device too")
+                new_parents = search.handle.advance(ids, values, first)
+                slots = range(first, first + len(new_parents))
+                if [first + parent for parent in new_parents] != parents[first : slots.stop]:
+                    raise RuntimeError(f"expected group {first // beams} to go on from {new_parents} on the device too")
                 here += slots
             latest = [token for _, search in going if not search.handle.is_done for token in search.last_tokens()]
             if latest != [tokens[slot] for slot in here]:
@@ -266,13 +266,13 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
     def _captured_of(self, shape: Shape) -> CapturedStep:
         if self._number != self._state.num_batches:
             raise RuntimeError("expected the batch that was opened last: another one has its cache by now")
-        kept, vocab_size = self._state.captured, self.model.config.vocab_size
-        if shape not in kept:
-            kept[shape] = CapturedStep(shape, self._cache, self._state.spare, vocab_size, STEPS_PER_LOOK)
-            if len(kept) > MAX_SHAPES:
-                kept.popitem(last=False)
-        kept.move_to_end(shape)
-        return kept[shape]
+        captured, vocab_size = self._state.captured, self.model.config.vocab_size
+        if shape not in captured:
+            captured[shape] = CapturedStep(shape, self._cache, self._state.spare, vocab_size, STEPS_PER_LOOK)
+            if len(captured) > MAX_SHAPES:
+                captured.popitem(last=False)
+        captured.move_to_end(shape)
+        return captured[shape]
 
     def _replay(self, captured: CapturedStep) -> None:
         if captured.graph is None and captured.is_warm and not self._state.is_plain:
@@ -307,10 +307,10 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
             cache.end_step(None)
             return
         if shape.is_edited:
-            values, found = search.candidates(model.logits(hidden), shape.log_probs)
+            values, ids = search.candidates(model.logits(hidden), shape.log_probs)
         else:
-            values, found = model.top_tokens(hidden, shape.num_candidates, log_probs=shape.log_probs)
-        cache.end_step(search.advance(values, found, cache.step))
+            values, ids = model.top_tokens(hidden, shape.num_candidates, log_probs=shape.log_probs)
+        cache.end_step(search.advance(values, ids, cache.step))
 
 
 def _keep(reference: weakref.ref[nn.Module], state: _State) -> None:

@@ -99,8 +99,8 @@ class KVCacheBatch(Batch):
 
     def is_current(self) -> bool:
         # The model's dtype or its layers may have changed, and autocast may be on or off since.
-        own, new = self._cache.k, new_cache(self.model, 1, 1).k
-        return (own.dtype, own.shape[0], own.shape[2:]) == (new.dtype, new.shape[0], new.shape[2:])
+        current, new = self._cache.k, new_cache(self.model, 1, 1).k
+        return (current.dtype, current.shape[0], current.shape[2:]) == (new.dtype, new.shape[0], new.shape[2:])
 
     def free_tokens(self) -> int:
         return self._cache.free_blocks * self._cache.block_size
@@ -163,16 +163,16 @@ def choose_from_hidden(model: EncoderDecoder | DecoderOnly, hidden: Tensor, sele
     16-bit logits are rounded, while `top_tokens` compares the unrounded sums. Each row uses one of the two
     independently, because its tokens must not depend on its neighbours.
     """
-    num_rows, asked = hidden.shape[0], list(selection.logit_rows)
-    if len(asked) == num_rows:
+    num_rows, logit_rows = hidden.shape[0], list(selection.logit_rows)
+    if len(logit_rows) == num_rows:
         return choose(model.logits(hidden), selection)
-    plain = sorted(set(range(num_rows)).difference(asked))
+    plain = sorted(set(range(num_rows)).difference(logit_rows))
     count = min(selection.num_candidates, model.config.vocab_size)
-    best = model.top_tokens(hidden[plain] if asked else hidden, count, log_probs=selection.log_probs)
-    found = Candidates(best.indices.tolist(), best.values.tolist())
-    if not asked:
-        return found
-    shown = choose(model.logits(hidden[asked]), replace(selection, logit_rows=range(len(asked))))
-    places = sorted(range(num_rows), key=(plain + asked).__getitem__)
-    ids, values = found.ids + shown.ids, found.values + shown.values
+    best = model.top_tokens(hidden[plain] if logit_rows else hidden, count, log_probs=selection.log_probs)
+    candidates = Candidates(best.indices.tolist(), best.values.tolist())
+    if not logit_rows:
+        return candidates
+    shown = choose(model.logits(hidden[logit_rows]), replace(selection, logit_rows=range(len(logit_rows))))
+    places = sorted(range(num_rows), key=(plain + logit_rows).__getitem__)
+    ids, values = candidates.ids + shown.ids, candidates.values + shown.values
     return Candidates([ids[place] for place in places], [values[place] for place in places])

@@ -111,12 +111,12 @@ class RecurrentBatch(Batch):
     def free(self, groups: Sequence[int]) -> None:
         leaving = set(groups)
         self._lengths = [length for group, length in enumerate(self._lengths) if group not in leaving]
-        kept = [range(0 if group in leaving else rows) for group, rows in enumerate(self._rows)]
-        if any(kept):
-            self.fork(kept)
+        parents = [range(0 if group in leaving else rows) for group, rows in enumerate(self._rows)]
+        if any(parents):
+            self.fork(parents)
         else:
             self._memory = self._mask = self._state = None
-        self._rows = [len(rows) for group, rows in enumerate(kept) if group not in leaving]
+        self._rows = [len(rows) for group, rows in enumerate(parents) if group not in leaving]
 
     def free_tokens(self) -> int:
         """Returns the number of tokens of memory that the rows' sources leave free."""

@@ -41,8 +41,8 @@ def choose(logits: Tensor, selection: Selection) -> Candidates:
     if selection.log_probs:
         total = _log_total(logits)
         if selection.keeps is not None:
-            kept = [row for row, keeps in zip(selection.logit_rows, selection.keeps, strict=True) if keeps]
-            total[kept] = 0.0
+            raw_rows = [row for row, keeps in zip(selection.logit_rows, selection.keeps, strict=True) if keeps]
+            total[raw_rows] = 0.0
         values = values - total
     values = values.masked_fill(broken, torch.nan)  # the sampled token may not be the one with the NaN
     return Candidates(ids.tolist(), values.tolist())
@@ -68,14 +68,14 @@ def sample(logits: Tensor, samples: Sequence[Sample]) -> Tensor:
     tokens = torch.zeros(len(samples), dtype=torch.long, device=logits.device)
     kinds = [one[:3] for one in samples]  # temperature, top_k, top_p
     for kind in dict.fromkeys(kinds):
-        here = [row for row, own in enumerate(kinds) if own == kind]
+        here = [row for row, kind_of_row in enumerate(kinds) if kind_of_row == kind]
         rows = torch.tensor(here, device=logits.device)
         uniform = torch.tensor([samples[row].uniform for row in here], dtype=torch.float64, device=logits.device)
         # fp64: in a sum of many small probabilities, each token must remain possible.
         cumulative = warp(logits[rows], *kind).softmax(-1).double().cumsum(-1)
         point = uniform[:, None] * cumulative[:, -1:]
-        found = torch.searchsorted(cumulative, point, right=True).flatten()
-        tokens[rows] = found.clamp(max=logits.shape[-1] - 1)
+        drawn = torch.searchsorted(cumulative, point, right=True).flatten()
+        tokens[rows] = drawn.clamp(max=logits.shape[-1] - 1)
     return tokens
 
 
