@@ -43,52 +43,10 @@ SCORED, COMPARED = "{run} --file {lines} --target {others}", "--hypotheses {line
 EMBEDDED, RANKED = "--out {out}/v.npy --file {lines}", "--query bird --file {lines}"
 MANY = "--max_new_tokens 30 --min_new_tokens 30"
 BEAMS = f"{FEW} --num_beams 4"
-SAMPLES = f"{FEW} --do_sample --seed 1"
 LONG = "--seed 1 --max_new_tokens 40"
 SPOKEN = "--language en --beam_size 1"
-LATE = "--max_new_tokens 20 --num_beams 4 --n_best 4 --beam_rules transformers"
-DECODING: dict[str, Row] = {
-    "num_beams": (FEW, BEAMS),
-    "beam_rules": (f"{BEAMS} --n_best 4", f"{BEAMS} --n_best 4 --beam_rules transformers --length_penalty 2"),
-    "length_penalty": (f"{LATE} --length_penalty 3", f"{LATE} --length_penalty -3"),
-    "early_stopping": (
-        f"{LATE} --length_penalty 3 --early_stopping never",
-        f"{LATE} --length_penalty 3 --early_stopping true",
-    ),
-    "num_beam_groups": (f"{BEAMS} --n_best 4", f"{BEAMS} --n_best 4 --num_beam_groups 2 --diversity_penalty 9.0"),
-    "diversity_penalty": (
-        f"{BEAMS} --n_best 4 --num_beam_groups 2 --diversity_penalty 0.1",
-        f"{BEAMS} --n_best 4 --num_beam_groups 2 --diversity_penalty 9.0",
-    ),
-    "min_new_tokens": (
-        "--max_new_tokens 30 --do_sample --seed 1",
-        "--max_new_tokens 30 --do_sample --seed 1 --min_new_tokens 30",
-    ),
-    "max_new_tokens": (FEW, "--max_new_tokens 3"),
-    "max_time": (FEW, f"{FEW} --max_time -1"),
-    "repetition_penalty": (FEW, f"{FEW} --repetition_penalty 9"),
-    "no_repeat_ngram_size": (FEW, f"{FEW} --no_repeat_ngram_size 1"),
-    "temperature": (SAMPLES, f"{SAMPLES} --temperature 0.1"),
-    "top_k": (SAMPLES, f"{SAMPLES} --top_k 1"),
-    "top_p": (SAMPLES, f"{SAMPLES} --top_p 0.01"),
-    "seed": (SAMPLES, f"{SAMPLES} --seed 2"),
-}
-
-
-def of_generate(row: Row) -> Row:
-    return tuple(words.replace("--do_sample ", "").replace("--n_best", "--num_return_sequences") for words in row)
-
-
-GREEDY = {"max_new_tokens", "repetition_penalty", "no_repeat_ngram_size", "max_time"}
 CASES: dict[str, dict[str, Row]] = {
     "translate {run}": {
-        **{
-            name: tuple(f"'the dog' {words}" for words in row)
-            for name, row in DECODING.items()
-            if name != "early_stopping"
-        },
-        "do_sample": (f"a {FEW} --seed 1", f"a {FEW} --seed 1 --do_sample"),
-        "n_best": (f"a {BEAMS}", f"a {BEAMS} --n_best 2"),
         "file": (f"{FEW} --file {{lines}}", f"{FEW} --file {{others}}"),
         "reference": (f"{FEW} --file {{lines}}", f"{FEW} --file {{lines}} --reference {{others}}"),
         "bleu_tokenize": (
@@ -116,13 +74,6 @@ CASES: dict[str, dict[str, Row]] = {
         "ensemble_mean": (f"{BEAMS} --n_best 4", f"{BEAMS} --n_best 4 --ensemble_mean log_probabilities"),
     },
     "generate {gpt}": {
-        **{
-            name: tuple(f"'the dog' {words} {'--greedy' * (name in GREEDY)}" for words in of_generate(row))
-            for name, row in DECODING.items()
-            if name != "num_beams"
-        },
-        "num_beams": (f"'the dog' {FEW} --greedy", f"'the dog' {BEAMS}"),
-        "num_return_sequences": (f"a {BEAMS}", f"a {BEAMS} --num_return_sequences 2"),
         "window": ("a --greedy --max_new_tokens 60", "a --greedy --max_new_tokens 60 --window slide"),
         "file": (f"{FEW} --greedy --file {{lines}}", f"{FEW} --greedy --file {{others}}"),
         "stop": (f"a {FEW} --greedy --min_new_tokens 8", f"a {FEW} --greedy --min_new_tokens 8 --stop t --stop ' '"),
@@ -216,15 +167,23 @@ CASES: dict[str, dict[str, Row]] = {
     "quantize {gpt} {out}/q": {"precision": ("", "--precision int4")},
 }  # fmt: skip
 # Flags without two values that differ in more than speed: a bad value is refused.
-REFUSED = {"device", "batch_tokens", "max_batch_size", "max_batch_bytes", "max_tokens", "max_time", "source_lang",
+REFUSED = {"device", "batch_tokens", "max_batch_size", "max_batch_bytes", "max_tokens", "source_lang",
            "target_lang", "on_error", "skip_long", "align_layer", "align_head", "cut", "drop_oldest",
            "window", "threads", "patience"}  # fmt: skip
-# Flags whose other values are tried elsewhere: a GPU, a training, or several minutes have to be there.
+# Flags whose other values are tried elsewhere: the search is called with them, or a GPU, a training, or several minutes
+# have to be there.
+REACHES = "tests/commands/test_options.py::test_each_flag_reaches_the_search"
+DECODING = [
+    "num_beams", "beam_rules", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty",
+    "min_new_tokens", "max_new_tokens", "max_time", "repetition_penalty", "no_repeat_ngram_size", "temperature",
+    "top_k", "top_p", "seed",
+]  # fmt: skip
 ELSEWHERE = {
     "translate": {
-        "early_stopping": "tests/commands/test_options.py::test_each_flag_reaches_the_search",
+        **dict.fromkeys([*DECODING, "do_sample", "n_best"], REACHES),
         "attention": "tests/commands/test_translate.py::test_attention_is_drawn",
     },
+    "generate": dict.fromkeys([*DECODING, "num_return_sequences"], REACHES),
     "average": {"last": "tests/commands/test_average.py::test_the_number_of_averaged_checkpoints"},
     "demo": dict.fromkeys(("out", "seed"), "tests/commands/test_every_flag.py::test_the_flags_of_demo_reach_it"),
     "warmup": dict.fromkeys(

@@ -82,7 +82,8 @@ def test_cancelled_and_late_requests_are_skipped(encoder) -> None:
     while not scheduler.is_idle:
         scheduler.step()
     np.testing.assert_array_equal(other.results, encoder.encode(TEXTS[:2]))
-    assert scheduler.load()[:3] == (0, 0, 0)
+    load = scheduler.load()
+    assert load.running == load.waiting == load.waiting_tokens == 0
 
 
 def test_an_error_in_one_callers_layers_affects_only_this_caller(classifier) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import threading
 from collections.abc import Iterator
@@ -277,12 +276,6 @@ async def test_errors_before_a_route_have_the_type_of_its_format(folder) -> None
         assert (info["model_id"], info["served_model_name"], info["model_dtype"]) == ("mini", "mini", "fp32")
         assert (info["max_client_batch_size"], info["max_concurrent_requests"]) == (7, 9)
         assert info["auto_truncate"] is False and info["version"] == fastformer.__version__
-
-
-def test_base64_is_fp32_in_little_endian(server, encoder) -> None:
-    body = {"input": "a bird", "encoding_format": "base64"}
-    row = httpx.post(f"{server.url}/v1/embeddings", json=body).json()["data"][0]["embedding"]
-    np.testing.assert_array_equal(np.frombuffer(base64.b64decode(row), "<f4"), encoder.encode("a bird"))
 
 
 @pytest.mark.parametrize("option", ["engine", "max_batch_size", "max_batch_bytes", "num_beams"])

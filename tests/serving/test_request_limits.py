@@ -68,8 +68,10 @@ async def test_a_request_without_a_length_stays_within_the_servers_limit(folder)
         for path, body in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": MESSAGES})):
             answer = await http.post(f"/v1/{path}", json=body | least)
             assert answer.json()["usage"]["completion_tokens"] == 5, answer.text
-        answer = await http.post("/generate", json={"inputs": PROMPTS[0], "parameters": {"details": True}})
-        assert answer.json()["details"]["generated_tokens"] <= 5
+        for count, tokens in ((None, 5), (5, 5), (6, None)):
+            parameters = {"details": True, "max_new_tokens": count}
+            answer = (await http.post("/generate", json={"inputs": PROMPTS[0], "parameters": parameters})).json()
+            assert answer.get("details", {}).get("generated_tokens") == tokens, answer
 
 
 async def test_errors_of_generate_have_the_type_of_their_status(folder) -> None:
