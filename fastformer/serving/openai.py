@@ -24,6 +24,7 @@ from fastformer.generation.async_generator import (
     pieces_of,
 )
 from fastformer.generation.jobs import Stream
+from fastformer.generation.processors import CountPenalties, LeastShare, TokenBias
 from fastformer.generation.streaming import behind_ends
 from fastformer.generation.token_texts import Spelled, SpelledToken, TokenTexts
 from fastformer.serving.answers import EventStream, answer, event, until_gone
@@ -45,17 +46,19 @@ from fastformer.serving.openai_bodies import (
     ModelsBody,
     TextCompletion,
     check_body,
+    check_length,
     check_model,
     error_fields,
 )
 from fastformer.serving.openai_bodies import error_response as error_response
-from fastformer.serving.openai_options import check_count, check_length, new_tokens, options_of
 from fastformer.serving.service import GenerateService, Service
 
 _STREAMED: dict[str, Any] = {
     "description": "JSON, or with stream the same in pieces as server-sent events, of which the last is [DONE].",
     "content": EVENTS,
 }
+_LEAST_TOP_P = 1e-9  # keeps one token, as OpenAI's 0 does
+_DIGITS = 9  # the most digits of a token's id
 _CHAT_TOKENS = 1_024  # the most new tokens of a chat's answer if the request sets no number
 # Names of the server's own, or of arguments of the functions that pass the variables on.
 _NO_VARIABLES = frozenset((
@@ -102,7 +105,7 @@ def _add_completions(routes: APIRouter, service: GenerateService, limits: Limits
         check_body(body, service.name)
         if body.best_of not in (None, body.n or 1):
             raise ApiError(f"expected best_of to be n, {body.n or 1}, got {body.best_of}", param="best_of")
-        check_count(body, limits)
+        _check_count(body, limits)
         prompts = _prompts(body.prompt)
         most = min(limits.max_texts, limits.max_waiting)  # each completion takes a place in the queue
         if len(prompts) * (body.n or 1) > most:
@@ -113,7 +116,7 @@ def _add_completions(routes: APIRouter, service: GenerateService, limits: Limits
 
         async def respond() -> Response:
             rows = await _encoded(service, prompts, deadline, body.parse_special)
-            lengths = [new_tokens(body, row, service, body.max_tokens, 16) for row in rows]
+            lengths = [_new_tokens(body, row, service, body.max_tokens, 16) for row in rows]
             job = CompletionJob(service, body, rows, lengths, body.logprobs, deadline)
             return await _respond(job, _TextForm(job))
 
@@ -133,7 +136,7 @@ def _add_chat(routes: APIRouter, service: GenerateService, limits: Limits) -> No
                 "/v1/completions",
                 param="messages",
             )
-        check_count(body, limits)
+        _check_count(body, limits)
         if body.top_logprobs and not body.logprobs:
             raise ApiError("expected logprobs to be true along with top_logprobs", param="top_logprobs")
         messages = [_message(message, place, limits) for place, message in enumerate(body.messages)]
@@ -147,7 +150,7 @@ def _add_chat(routes: APIRouter, service: GenerateService, limits: Limits) -> No
                 ids = await service.chat_ids(messages, deadline, **variables)
             except ValueError as error:
                 raise _unread(error, "messages") from error
-            lengths = [new_tokens(body, ids, service, most, _CHAT_TOKENS)]
+            lengths = [_new_tokens(body, ids, service, most, _CHAT_TOKENS)]
             job = CompletionJob(service, body, [ids], lengths, alternatives, deadline)
             return await _respond(job, _ChatForm(job))
 
@@ -253,6 +256,94 @@ def _variables(body: ChatBody) -> dict[str, Any]:
     return variables | {"add_generation_prompt": body.add_generation_prompt is not False}
 
 
+def _check_count(body: GenerateBody, limits: Limits) -> None:
+    """Raises an ApiError if a request asks for more answers to a prompt than the limits allow."""
+    if (body.n or 1) > limits.max_beams:
+        raise ApiError(f"expected n of at most {limits.max_beams}", param="n")
+
+
+def _new_tokens(body: GenerateBody, ids: list[int], service: GenerateService, requested: int | None, usual: int) -> int:
+    """Returns the most new tokens of a prompt's answer.
+
+    Args:
+        body: the request's body.
+        ids: the ids of the prompt.
+        service: its model limits the number of positions.
+        requested: the number in the request; None: the request has none.
+        usual: the number for a request without one, if the model has positions for as many.
+    """
+    limits = service.limits
+    name = "max_completion_tokens" if getattr(body, "max_completion_tokens", None) is not None else "max_tokens"
+    if requested is not None and requested > limits.max_new_tokens:
+        raise ApiError(f"expected {name} of at most {limits.max_new_tokens:,}, got {requested:,}", param=name)
+    room = service.session.max_len - len(ids)
+    if requested is not None and requested > room:
+        raise ApiError(
+            f"expected {name} of at most {room:,} after a prompt of {len(ids):,} tokens, because the model has "
+            f"{service.session.max_len:,} positions; got {requested:,}",
+            param=name,
+            code="context_length_exceeded",
+        )
+    return requested or min(room, limits.max_new_tokens, usual)
+
+
+def _options(body: GenerateBody, service: GenerateService, prompt_length: int, *, is_chat: bool) -> dict[str, Any]:
+    """Returns the decoding options for a request; the model's folder has those that the request omits.
+
+    If neither sets a temperature, tokens are drawn at temperature 1, as OpenAI does. Temperature 0 is greedy decoding.
+
+    Args:
+        body: the request's body.
+        service: completes the prompt.
+        prompt_length: the number of the prompt's tokens, which penalties don't count.
+        is_chat: whether the answer is one in a chat, which ends with its turn.
+    """
+    options: dict[str, Any] = {"seed": body.seed}
+    if body.temperature == 0:
+        options |= {"do_sample": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    else:
+        options |= {"do_sample": True, "num_return_sequences": body.n or 1}
+        if body.temperature is not None:
+            options["temperature"] = body.temperature
+        if body.top_p is not None:
+            options["top_p"] = max(body.top_p, _LEAST_TOP_P)
+        if body.top_k is not None:
+            options["top_k"] = max(body.top_k, 0)
+    if body.stop:
+        options["stop_strings"] = [body.stop] if isinstance(body.stop, str) else body.stop
+    if body.repetition_penalty is not None:
+        options["repetition_penalty"] = body.repetition_penalty
+    if body.min_tokens is not None:
+        options["min_new_tokens"] = body.min_tokens
+    if body.stop_token_ids:
+        size = service.session.model.config.vocab_size
+        if (largest := max(body.stop_token_ids)) >= size:
+            raise ApiError(f"expected ids of tokens below {size:,}, got {largest:,}", param="stop_token_ids")
+        options["eos_token_id"] = [*service.session.ends_of(is_chat=is_chat), *body.stop_token_ids]
+    if processors := _processors(body, service, prompt_length):
+        options["logits_processor"] = processors
+    return options
+
+
+def _processors(body: GenerateBody, service: GenerateService, prompt_length: int) -> list[Any]:
+    processors: list[Any] = []
+    if body.presence_penalty or body.frequency_penalty:
+        processors.append(CountPenalties(body.presence_penalty or 0.0, body.frequency_penalty or 0.0, prompt_length))
+    if body.logit_bias:
+        size = service.session.model.config.vocab_size
+        biases = []
+        for name, bias in body.logit_bias.items():
+            is_number = name.isascii() and name.isdecimal() and len(name) <= _DIGITS
+            if not is_number or int(name) >= size:
+                raise ApiError(f"expected ids of tokens below {size:,}, got {name!r:.40}", param="logit_bias")
+            biases.append((int(name), bias))
+        processors.append(TokenBias(tuple(sorted(biases))))
+    if body.min_p and body.temperature != 0:  # as in vLLM, of the probabilities at the request's temperature
+        temperature = service.session.config.temperature if body.temperature is None else body.temperature
+        processors.append(LeastShare(body.min_p, temperature))
+    return processors
+
+
 class CompletionJob:
     """The requests of a body, and the values that its answers share.
 
@@ -283,7 +374,7 @@ class CompletionJob:
         self.is_chat = isinstance(rows[0], ChatIds)
         self._requests: list[SampleRequest] = []
         for row, limit in zip(rows, most, strict=True):
-            options = options_of(body, service, len(row), is_chat=self.is_chat)
+            options = _options(body, service, len(row), is_chat=self.is_chat)
             self._requests += service.session.requests(
                 row, max_new_tokens=limit, log_probs=alternatives is not None, num_alternatives=alternatives or 0,
                 **options,

@@ -16,9 +16,8 @@ from fastformer.audio.scheduler import MAX_WINDOWS, SpeechRequest
 from fastformer.generation.jobs import Job
 from fastformer.serving.answers import EventStream, answer, event, until_gone
 from fastformer.serving.limits import Limits
-from fastformer.serving.openai_bodies import ERRORS, EVENTS, ApiError, Body, check_body, error_fields
+from fastformer.serving.openai_bodies import ERRORS, EVENTS, ApiError, Body, check_body, check_length, error_fields
 from fastformer.serving.openai_bodies import error_response as error_response
-from fastformer.serving.openai_options import check_length
 from fastformer.serving.service import Service
 from fastformer.serving.speech_service import SpeechService, segments_of
 

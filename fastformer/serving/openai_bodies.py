@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
 from fastformer.serving.answers import answer, error_schemas
+from fastformer.serving.limits import Limits
 
 MOST_ALTERNATIVES = 20  # the most alternatives of a token, with their log-probabilities
 _MOST_STOPS = 16
@@ -499,6 +500,12 @@ def check_model(requested: str | None, served: str) -> None:
             code="model_not_found",
             status=404,
         )
+
+
+def check_length(text: str | list[int], limits: Limits, param: str) -> None:
+    """Raises an ApiError if a text has more characters than the limits allow."""
+    if isinstance(text, str) and len(text) > limits.max_text_chars:
+        raise ApiError(limits.why_not([text]) or "", param=param, code="string_above_max_length")
 
 
 def check_body(body: Body, served: str) -> None:

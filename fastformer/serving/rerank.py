@@ -20,9 +20,9 @@ from fastformer.serving.openai_bodies import (
     Int,
     Text,
     check_body,
+    check_length,
 )
 from fastformer.serving.openai_bodies import error_response as error_response
-from fastformer.serving.openai_options import check_length
 from fastformer.serving.service import Service
 
 
