@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import fastformer
-from fastformer.encoding.batches import READ_AHEAD
+from fastformer.encoding.batches import READ_AHEAD, packed
 from tests.checks import assert_accurate
 from tests.encoding.folders import D_MODEL, MANY, MAX_LEN, TEXTS, bert, dense, mean, modules, states, write
 from tests.engine.plain_encoder import POOLINGS, pooled
@@ -54,6 +54,7 @@ def test_a_text_has_the_same_bits_in_any_batch(plain) -> None:
     assert encoder.encode(TEXTS[::-1]).tobytes() == np.ascontiguousarray(whole[::-1]).tobytes()
     assert encoder.encode(text for text in TEXTS).tobytes() == whole.tobytes()
     assert encoder.encode(TEXTS[3]).tobytes() == whole[3].tobytes()
+    assert [*packed([5, 9, 2, 3, 3], 12, 2)] == [[1], [0, 3], [4, 2]]  # within both limits, longest first
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda encoder: pickle.loads(pickle.dumps(encoder))])

@@ -125,7 +125,7 @@ async def test_the_room_behind_a_prompt_may_be_filled_and_not_exceeded(folder) -
             room = models.MAX_LEN - first["usage"]["prompt_tokens"]
             fits = await client.post(route, json={**body, **ended, "max_tokens": room})
             assert fits.status_code == 200
-            long = json.loads(json.dumps(body).replace(LONG, LONG * 9))
+            long = json.loads(json.dumps(body).replace(LONG, LONG * 50))
             for more in ({**body, "max_tokens": room + 1}, long):
                 beyond = await client.post(route, json={**ended, **more})
                 assert beyond.status_code == 400 and beyond.json()["error"]["code"] == "context_length_exceeded"
