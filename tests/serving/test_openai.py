@@ -378,7 +378,7 @@ async def test_a_chat_is_bounded_before_it_is_read(messages, folder, calls_of) -
     async with serving(service) as client:
         answer = await client.post("/v1/chat/completions", json={"messages": messages})
         assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("messages") and not read
-        fitting = [{"role": "user", "content": "a" * 20, "name": "a" * 10}, {"role": "user", "content": LETTERS * 10}]
+        fitting = [{"role": "user", "content": "a" * 23, "name": "a" * 10}, {"role": "user", "content": LETTERS * 10}]
         answer = await client.post("/v1/chat/completions", json={"messages": fitting, "max_tokens": 1})
         assert answer.status_code == 200 and len(read) == 1
 
