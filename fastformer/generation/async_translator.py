@@ -242,7 +242,7 @@ class AsyncTranslator(Session[Request]):
         count = 0
         # All parts are encoded before the first is translated, so that an invalid one is reported before any work.
         for number, item in enumerate(items, 1):
-            texts.append(self.translator.parts(item, number, builder, split))
+            texts.append(self.translator.parts(item, number, builder, split=split))
             count += len(texts[-1])
             if most_parts is not None and count > most_parts:  # raised before the remaining texts are read
                 raise ValueError(

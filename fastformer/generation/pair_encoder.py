@@ -146,7 +146,7 @@ class PairEncoder:
             raise TextError(f"text {number}: {error}") from error
 
     def parts(
-        self, item: Item, number: int, builder: RequestBuilder, split: bool, errors: ErrorPolicy | None = None
+        self, item: Item, number: int, builder: RequestBuilder, *, split: bool, errors: ErrorPolicy | None = None
     ) -> list[Part]:
         """Encodes a text as one part, or its sentences as a part each.
 

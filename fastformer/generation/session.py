@@ -414,6 +414,11 @@ class Session(Generic[R]):
             )  # fmt: skip
 
     @property
+    def max_waiting(self) -> int:
+        """The number of requests that may wait for room in the batch."""
+        return self.queue.max_waiting
+
+    @property
     def num_queued(self) -> int:
         """The number of requests that have a place in the queue and haven't begun."""
         return self.queue.num_queued

@@ -238,7 +238,10 @@ class Translator(PairEncoder):
         builder = self._builder(config, form.log_probs)
         # All texts are read first, so that an invalid one is reported before any work.
         numbered = enumerate(items, 1)
-        parts = [part for number, item in numbered for part in self.parts(item, number, builder, split, errors)]
+        parts = [
+            part for number, item in numbered
+            for part in self.parts(item, number, builder, split=split, errors=errors)
+        ]  # fmt: skip
 
         def build(index: int) -> Request | None:
             return self._build(parts[index], builder, index, deadline)
@@ -360,7 +363,7 @@ class Translator(PairEncoder):
         def encode(item: Item, number: int) -> list[Part]:
             if isinstance(item.text, str) and not item.text.strip() and not split:
                 return [Part(str(number), None, "", True)]
-            return self.parts(item, number, builder, split, errors)
+            return self.parts(item, number, builder, split=split, errors=errors)
 
         def build(part: Part) -> Request | None:
             return self._build(part, builder, next(places))
