@@ -244,6 +244,12 @@ def test_weights_are_those_of_the_index_or_of_the_call(folder) -> None:
         ShardedExamples(folder, weights=[1.0])
 
 
+def test_lengths_of_any_examples(folder) -> None:
+    examples = ShardedExamples(folder, window=1)
+    some = [5, 391, 17, 200, 5, 0]
+    assert examples.lengths_at(some).tolist() == [list(examples[i].lengths) for i in some]
+
+
 def test_few_shards_are_open_and_their_arrays_are_not_copies(folder) -> None:
     examples = ShardedExamples(folder, window=2)
     for batch in planned(examples, 0):
