@@ -180,6 +180,35 @@ def test_a_word_that_no_merges_make_is_a_token_by_its_name(pre, is_whole, tmp_pa
     assert (200 in load(tmp_path / "x.gguf")[1].encode("zqz")) == is_whole
 
 
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "smollm", "qwen2", "gemma3", "olmo2", "starcoder2", "gpt2"])
+def test_a_written_file_has_the_same_model_and_tokens(name, kind, tmp_path, capsys) -> None:
+    path = tmp_path / "small.gguf"
+    assert main(["quantize", str(FOLDER / f"{name}.gguf"), str(path), "--precision", kind]) == 0
+    (model, tokenizer), (written, other) = load(FOLDER / f"{name}.gguf", dtype=torch.float32), load(path)
+    assert written.config == model.config and written.precision == {"q8_0": "int8", "q4_0": "int4"}[kind]
+    for key, tensor in model.state_dict().items():
+        error = (written.state_dict()[key] - tensor).abs().max() / tensor.abs().max()
+        assert error <= (0 if tensor.dim() == 1 else 1 / 200 if kind == "q8_0" else 1 / 6)
+        if kind == "q8_0" and name in ("llama", "qwen2", "gemma3", "olmo2", "gpt2"):  # they are of Q8_0
+            assert error == 0
+    for line in EXPECTED[name]["texts"]:
+        assert other.encode_prompt(line) == tokenizer.encode_prompt(line)
+        assert other.decode(other.encode(line)) == tokenizer.decode(tokenizer.encode(line))
+    assert other.chat.get("chat_template") == tokenizer.chat.get("chat_template")
+
+
+def test_what_has_no_form_in_gguf_is_refused(tmp_path, capsys) -> None:
+    for source, options, message in (
+        ("phi3", ["--precision", "q8_0"], "scaling"),
+        ("bert", ["--precision", "q8_0"], "expected"),
+    ):
+        assert main(["quantize", str(FOLDER / f"{source}.gguf"), str(tmp_path / "x.gguf"), *options]) == 1
+        assert message in capsys.readouterr().err
+    assert main(["quantize", str(LLAMA), str(tmp_path / "x"), "--precision", "q4_0"]) == 1
+    assert "int4" in capsys.readouterr().err and not [*tmp_path.iterdir()]
+
+
 def test_commands_and_classes_take_a_file(tmp_path, capsys) -> None:
     assert main(["generate", str(LLAMA), "the dog", "--greedy", "--max_new_tokens", "4", "--device", "cpu"]) == 0
     said = capsys.readouterr().out
@@ -318,11 +347,12 @@ def test_many_damaged_files_raise_nothing_but_value_error(seed, tmp_path) -> Non
 
 
 @pytest.mark.slow
-def test_the_gguf_package_reads_the_same() -> None:
+def test_the_gguf_package_reads_the_same(tmp_path) -> None:
     gguf = pytest.importorskip("gguf", reason="the gguf package is not installed")
-    for name in EXPECTED:
-        file: GGUF = read_gguf(FOLDER / f"{name}.gguf")
-        reader = gguf.GGUFReader(FOLDER / f"{name}.gguf")
+    assert main(["quantize", str(LLAMA), str(tmp_path / "x.gguf"), "--precision", "q4_0"]) == 0
+    for path in (*(FOLDER / f"{name}.gguf" for name in EXPECTED), tmp_path / "x.gguf"):
+        file: GGUF = read_gguf(path)
+        reader = gguf.GGUFReader(path)
         for tensor in reader.tensors:
             stored = file.tensors[tensor.name]
             plain = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)

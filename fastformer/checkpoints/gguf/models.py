@@ -218,14 +218,14 @@ class _Values:
         return {name: self.number(key) for name, key in names.items() if self.raw(key) is not None}
 
 
-_SIZES = {
+SETTINGS = {
     "hidden_size": "embedding_length", "num_hidden_layers": "block_count", "num_attention_heads":
     "attention.head_count", "num_key_value_heads": "attention.head_count_kv", "intermediate_size":
     "feed_forward_length", "max_position_embeddings": "context_length", "rms_norm_eps":
     "attention.layer_norm_rms_epsilon", "head_dim": "attention.key_length", "rope_theta": "rope.freq_base",
     "sliding_window": "attention.sliding_window",
 }  # fmt: skip
-_GPT2 = {
+GPT2_SETTINGS = {
     "n_embd": "embedding_length", "n_layer": "block_count", "n_head": "attention.head_count", "n_inner":
     "feed_forward_length", "n_positions": "context_length", "layer_norm_epsilon": "attention.layer_norm_epsilon",
 }  # fmt: skip
@@ -240,7 +240,7 @@ def _settings(file: GGUF, values: _Values, vocabulary: Vocabulary) -> dict[str, 
         "bos_token_id": ids.get("bos"),
         "eos_token_id": vocabulary.ends,
         "pad_token_id": ids.get("padding"),
-        **values.settings(_GPT2 if name == "gpt2" else _SIZES),
+        **values.settings(GPT2_SETTINGS if name == "gpt2" else SETTINGS),
     }
     if values.number("expert_count", 0):
         raise ValueError(f"expected a model with one feed-forward network a layer, got {values.raw('expert_count')}")

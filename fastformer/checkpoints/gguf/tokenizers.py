@@ -1,7 +1,7 @@
 """The tokenizer inside of a GGUF file.
 
 tokenizer.ggml.model            "gpt2": a byte-level BPE; "llama": a SentencePiece BPE; "bert": WordPiece
-tokenizer.ggml.pre              how a "gpt2" cuts a text into words, by name (`_PRE`)
+tokenizer.ggml.pre              how a "gpt2" cuts a text into words, by name (`PRE`)
 tokenizer.ggml.tokens           the tokens at their ids; scores and token_type have their scores and types
 tokenizer.ggml.merges           of a "gpt2"
 tokenizer.ggml.X_token_id       the ids of bos, eos, eot, eom, unknown, seperator (so spelled), padding, cls, mask
@@ -26,7 +26,7 @@ from fastformer.data.pieces import PieceBackend, read_sentencepiece
 from fastformer.data.tokenizer import Tokenizer
 from fastformer.models import BERTConfig
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)  # types of tokens
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)  # types of tokens
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SLASHED = _REST.replace(r"[\r\n]*", r"[\r\n/]*")
@@ -38,8 +38,8 @@ _GPT4O = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}?"
     rf"|\p{{N}}{{1,3}}|{_SLASHED}"
 )
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_DIGIT = r"\p{N}"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+DIGIT = r"\p{N}"
 
 
 class _Pre(NamedTuple):
@@ -58,9 +58,9 @@ class _Pre(NamedTuple):
     nfc: bool = False
 
 
-_PRE: dict[str, _Pre] = {
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "roberta-bpe", "jina-v1-en", "jina-v2-code"), _Pre((_GPT2,))),
-    **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone"), _Pre((_DIGIT, _GPT2))),
+PRE: dict[str, _Pre] = {
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "roberta-bpe", "jina-v1-en", "jina-v2-code"), _Pre((GPT2,))),
+    **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone"), _Pre((DIGIT, GPT2))),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), _Pre((_LLAMA3,), True, True)),
     **dict.fromkeys(("dbrx", "smaug-bpe"), _Pre((_LLAMA3,))),
     "qwen2": _Pre((_QWEN2,), nfc=True),
@@ -71,7 +71,7 @@ _PRE: dict[str, _Pre] = {
 # Tokens that end a text in some models, whether or not a file names their ids.
 _ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>",
          "<|end_of_text|>", "<eos>")  # fmt: skip
-_CHAT = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
+CHAT = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
 _WORD = "▁"
 _MOST_SPECIAL = 1 << 20
 
@@ -108,8 +108,8 @@ class Vocabulary(NamedTuple):
     def ends(self) -> list[int]:
         """The ids that end a text, the usual one first."""
         named = [self.ids[name] for name in ("eos", "eot", "eom") if name in self.ids]
-        special = (i for i, kind in enumerate(self.types) if kind in (_CONTROL, _USER) and self.tokens[i] in _ENDS)
-        return [i for i in dict.fromkeys((*named, *special)) if self.types[i] != _BYTE]
+        special = (i for i, kind in enumerate(self.types) if kind in (CONTROL, USER) and self.tokens[i] in _ENDS)
+        return [i for i in dict.fromkeys((*named, *special)) if self.types[i] != BYTE]
 
     @property
     def last(self) -> int:
@@ -122,8 +122,8 @@ class Vocabulary(NamedTuple):
     @property
     def added(self) -> dict[str, tuple[int, bool]]:
         """The tokens that are found before all others, with their ids and whether they are special."""
-        kinds = (_CONTROL, _USER, _UNKNOWN)
-        return {self.tokens[i]: (i, kind != _USER) for i, kind in enumerate(self.types) if kind in kinds}
+        kinds = (CONTROL, USER, UNKNOWN)
+        return {self.tokens[i]: (i, kind != USER) for i, kind in enumerate(self.types) if kind in kinds}
 
 
 def read_vocabulary(path: Path, values: Mapping[str, Any]) -> Vocabulary:
@@ -135,7 +135,7 @@ def read_vocabulary(path: Path, values: Mapping[str, Any]) -> Vocabulary:
     tokens, types = (values.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     if not isinstance(tokens, list) or not tokens or not all(type(token) is str for token in tokens):
         raise ValueError(f"expected {path} to have a tokenizer, got tokenizer.ggml.tokens {tokens!r:.60}")
-    types = [_NORMAL] * len(tokens) if types is None else [*types] if isinstance(types, list) else types
+    types = [NORMAL] * len(tokens) if types is None else [*types] if isinstance(types, list) else types
     if not isinstance(types, list) or len(types) != len(tokens) or not all(type(kind) is int for kind in types):
         raise ValueError(f"expected a tokenizer.ggml.token_type of each of {len(tokens)} tokens, got {types!r:.60}")
     ids = {}
@@ -144,11 +144,11 @@ def read_vocabulary(path: Path, values: Mapping[str, Any]) -> Vocabulary:
             if type(i) is not int or not 0 <= i < len(tokens):
                 raise ValueError(f"expected {key} to be one of {len(tokens)} ids, got {i!r:.60}")
             ids[match[1]] = i
-    if sum(kind in (_CONTROL, _USER) for kind in types) > _MOST_SPECIAL:
+    if sum(kind in (CONTROL, USER) for kind in types) > _MOST_SPECIAL:
         raise ValueError(f"expected at most {_MOST_SPECIAL:,} special tokens in {path}")
     vocabulary = Vocabulary(path, values, tokens, types, ids)
     for i in vocabulary.ends:  # a text must not spell one
-        types[i] = _CONTROL
+        types[i] = CONTROL
     return vocabulary
 
 
@@ -169,7 +169,7 @@ def decoder_tokenizer(vocabulary: Vocabulary) -> MakeTokenizer:
         raise ValueError(f"expected a tokenizer.ggml.model of 'gpt2' or 'llama' for a language model, got {kind!r}")
     ids = vocabulary.ids
     bos = ids.get("bos", 1 if kind == "llama" else None) if vocabulary.get("add_bos_token", bool, adds_bos) else None
-    chat = {name: vocabulary.tokens[ids[key]] for name, key in _CHAT.items() if key in ids}
+    chat = {name: vocabulary.tokens[ids[key]] for name, key in CHAT.items() if key in ids}
     template = vocabulary.values.get("tokenizer.chat_template")
     if template is not None:
         if not isinstance(template, str):
@@ -205,12 +205,12 @@ def encoder_tokenizer(vocabulary: Vocabulary) -> MakeTokenizer:
 
 
 def _pre(vocabulary: Vocabulary, name: str | None) -> _Pre:
-    if name not in _PRE:
+    if name not in PRE:
         raise ValueError(
-            f"expected {vocabulary.path} to have a tokenizer.ggml.pre in {', '.join(_PRE)}, got {name!r}: without the "
+            f"expected {vocabulary.path} to have a tokenizer.ggml.pre in {', '.join(PRE)}, got {name!r}: without the "
             "right one, texts become other tokens; convert the model again with a newer llama.cpp"
         )
-    return _PRE[name]
+    return PRE[name]
 
 
 def _byte_level(vocabulary: Vocabulary, name: str | None) -> LibraryBackend:
@@ -219,8 +219,8 @@ def _byte_level(vocabulary: Vocabulary, name: str | None) -> LibraryBackend:
     pairs = [merge.split(" ") for merge in merges if isinstance(merge, str)]
     if len(pairs) < len(merges) or any(len(pair) != 2 for pair in pairs):
         raise ValueError(f"expected tokenizer.ggml.merges of {vocabulary.path} to be pairs of tokens")
-    vocab = {token: i for i, token in enumerate(vocabulary.tokens) if vocabulary.types[i] != _UNUSED}
-    if len(vocab) < len(vocabulary.tokens) - vocabulary.types.count(_UNUSED):
+    vocab = {token: i for i, token in enumerate(vocabulary.tokens) if vocabulary.types[i] != UNUSED}
+    if len(vocab) < len(vocabulary.tokens) - vocabulary.types.count(UNUSED):
         raise ValueError(f"expected tokens that differ in {vocabulary.path}, got some of them twice")
     cuts: list[dict[str, Any]] = [
         {"type": "Split", "pattern": {"Regex": cut}, "behavior": "Isolated", "invert": False} for cut in pre.cuts
@@ -247,9 +247,9 @@ def _byte_level(vocabulary: Vocabulary, name: str | None) -> LibraryBackend:
 def _words(vocabulary: Vocabulary) -> LibraryBackend:
     """Makes a WordPiece of the tokenizers library. In the file, ▁ marks the pieces that begin words."""
     vocab = {
-        token if kind == _CONTROL else token[1:] if token.startswith(_WORD) else f"##{token}": i
+        token if kind == CONTROL else token[1:] if token.startswith(_WORD) else f"##{token}": i
         for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
-        if kind != _UNUSED
+        if kind != UNUSED
     }
     lowers = vocabulary.get("normalizer.lowercase", bool, True)
     strips = vocabulary.get("normalizer.strip_accents", bool, lowers)
@@ -271,23 +271,23 @@ def _sentencepiece(vocabulary: Vocabulary) -> PieceBackend:
 
 
 def _special(vocabulary: Vocabulary) -> Sequence[str]:
-    return [vocabulary.tokens[i] for name, i in vocabulary.ids.items() if name in (*_CHAT.values(), "eot", "eom")]
+    return [vocabulary.tokens[i] for name, i in vocabulary.ids.items() if name in (*CHAT.values(), "eot", "eom")]
 
 
 def _message(vocabulary: Vocabulary, scores: Sequence[float], *, has_prefix: bool, trims: bool) -> Iterator[bytes]:
     """Yields the fields of a SentencePiece `ModelProto`: its pieces (1), how it was trained (2), its normaliser (3)."""
-    first = vocabulary.types.index(_UNKNOWN) if _UNKNOWN in vocabulary.types else 0
+    first = vocabulary.types.index(UNKNOWN) if UNKNOWN in vocabulary.types else 0
     unk = vocabulary.ids.get("unknown", first)
     # Some files call the ids without a token unknown, too.
-    types = [_UNUSED if kind == _UNKNOWN else kind for kind in vocabulary.types]
-    types[unk] = _UNKNOWN
+    types = [UNUSED if kind == UNKNOWN else kind for kind in vocabulary.types]
+    types[unk] = UNKNOWN
     for i, (token, kind) in enumerate(zip(vocabulary.tokens, types, strict=True)):
-        if not token or kind not in range(_NORMAL, _BYTE + 1):
+        if not token or kind not in range(NORMAL, BYTE + 1):
             raise ValueError(f"expected tokens of types 1 to 6 in {vocabulary.path}, got {token!r:.60} of type {kind}")
-        piece = token.replace(" ", _WORD) if kind == _USER else token
+        piece = token.replace(" ", _WORD) if kind == USER else token
         yield _bytes(1, _bytes(1, piece.encode()) + b"\x15" + struct.pack("<f", scores[i]) + _number(3, kind))
     ids = {name: vocabulary.ids.get(name, -1) for name in ("bos", "eos", "padding")}
-    trained = [(3, 2), (4, len(types)), (35, _BYTE in types), (40, unk), (41, ids["bos"]),
+    trained = [(3, 2), (4, len(types)), (35, BYTE in types), (40, unk), (41, ids["bos"]),
                (42, ids["eos"]), (43, ids["padding"])]  # fmt: skip
     yield _bytes(2, b"".join(_number(field, value) for field, value in trained))
     normal = [(3, has_prefix), (4, trims), (5, True)]
