@@ -25,6 +25,10 @@ PACKAGES = (
     "tqdm",
     "matplotlib",
     "transformers",
+    "av",
+    "soundfile",
+    "silero-vad",
+    "onnxruntime",
 )
 # The numbers in the matrices of 12 layers of 768, with feed-forward networks of 3,072.
 _BERT_BASE = 12 * (4 * 768 * 768 + 2 * 768 * 3072)

@@ -17,6 +17,8 @@ FROZEN = Path(__file__).parents[1] / "frozen"
 @functools.cache
 def _made() -> Path:
     """Returns a folder that is made once per process, and which `workshop` copies."""
+    from tests.audio import speech
+    from tests.audio.test_reading import wav
     from tests.checkpoints import decoders, families, multilingual
     from tests.encoding import folders
     from tests.foreign.ctranslate2_folders import ARGOS
@@ -29,6 +31,9 @@ def _made() -> Path:
     families.bart(made / "bart-base")
     families.t5(made / "t5-small")
     multilingual.nllb(made / "nllb-200")
+    speech.folder(made / "whisper-base")
+    for seed, name in enumerate(("speech.wav", "talk.wav")):
+        (made / name).write_bytes(wav(speech.sound(3, seed)))
     decoders.llama3(made / "llama")
     decoders.gpt2(made / "gpt2")
     shutil.copytree(FROZEN / "run", made / "numbers")

@@ -16,6 +16,8 @@ from fastformer.encoding import CrossEncoder
 from fastformer.generation import Translator
 from fastformer.models import Transformer
 from fastformer.serving import Limits
+from tests.audio import speech
+from tests.audio.test_reading import wav
 from tests.serving import models
 from tests.serving.servers import Running, running, until
 
@@ -249,6 +251,17 @@ def test_texts_are_ranked_by_a_cross_encoder(browser: Any, tmp_path: Path) -> No
         ranked = visit.page.locator("#ranks span:first-child").all_text_contents()
         best = [texts[each["corpus_id"]] for each in CrossEncoder.from_pretrained(folder).rank(texts[1], texts)]
         assert ranked == best
+        visit.end()
+
+
+def test_a_file_is_transcribed(browser: Any, tmp_path: Path) -> None:
+    with running(speech.folder(tmp_path / "whisper")) as server:
+        visit = Visit(browser, server.url)
+        (tmp_path / "a.wav").write_bytes(wav(speech.sound(5, 2)))
+        visit.page.set_input_files("#audio", str(tmp_path / "a.wav"))
+        visit.page.click("#hear")
+        visit.expect("#status").to_contain_text("Done")
+        assert visit.page.text_content("#heard").strip()
         visit.end()
 
 
