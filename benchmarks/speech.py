@@ -1,0 +1,200 @@
+"""Transcribes recordings with fastformer, faster-whisper and transformers in turns, and compares speed and texts.
+
+    pip install faster-whisper && python -m benchmarks.speech FOLDER talk.wav [more.mp3] [--threads 1 2] [--out FILE]
+
+FOLDER is a Whisper's folder of CTranslate2, or of transformers, which alone transformers can read. Each provider is a
+process for each precision and number of threads, of which the better counts. "one by one" decodes windows in their
+order, "batched" cuts them at pauses, 8 at a time. Memory is what the process grew by while it loaded and worked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.measure import record
+from benchmarks.measure.commands import count, parser_of, positive
+
+PROVIDERS = ("fastformer", "faster-whisper", "transformers")
+BATCH = 8
+_COMPUTE_TYPES = {"int8": "int8", "fp32": "float32", "bf16": "bfloat16"}
+
+
+class Job(NamedTuple):
+    """What a worker does: a provider's model in a precision, on a number of threads."""
+
+    provider: str
+    precision: str
+    threads: int
+
+
+class Worker:
+    """The run's side of a process that holds a model and transcribes on demand."""
+
+    def __init__(self, job: Job, folder: str, beams: int, files: list[str]) -> None:
+        self.job = job
+        words = [*map(str, job), folder, str(beams), *files]
+        threads = {"OMP_NUM_THREADS": str(job.threads), "MKL_NUM_THREADS": str(job.threads)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.speech", "--worker", *words],
+            env=os.environ | threads, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.missing = self.ask("")
+
+    def ask(self, mode: str) -> Any:
+        """Returns the answer to a line."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        if mode:
+            self._process.stdin.write(mode + "\n")
+            self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        return {"missing": "the process ended"}
+
+    def close(self) -> None:
+        """Ends the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def work(provider: str, precision: str, threads: str, folder: str, beams: str, *files: str) -> None:
+    """The worker's side: loads the model, and for each line of standard input transcribes all files."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    options = {"language": "en", "beam_size": int(beams), "temperature": 0.0}
+    pipe: Any = None
+    try:
+        if provider == "transformers":
+            import torch
+            import transformers
+
+            torch.set_num_threads(int(threads))
+            pipe = transformers.pipeline(
+                "automatic-speech-recognition", folder, dtype=torch.float32, chunk_length_s=30, device="cpu"
+            )
+        else:
+            module = __import__("faster_whisper" if provider == "faster-whisper" else "fastformer")
+            model = module.WhisperModel(
+                folder, device="cpu", compute_type=_COMPUTE_TYPES[precision], cpu_threads=int(threads)
+            )
+            batched = module.BatchedInferencePipeline(model)
+    except (ImportError, OSError, ValueError) as error:
+        print(json.dumps({"missing": f"{type(error).__name__}: {error}"}), flush=True)
+        return
+    print(json.dumps({}), flush=True)
+    for line in sys.stdin:
+        is_batch, began, texts, seconds = line.strip() == "batched", time.perf_counter(), [], 0.0
+        for file in files:
+            if pipe is not None:
+                kinds = {"num_beams": int(beams), "language": "en", "task": "transcribe"}
+                texts.append(pipe(file, batch_size=BATCH if is_batch else 1, generate_kwargs=kinds)["text"])
+                continue
+            run = batched.transcribe if is_batch else model.transcribe
+            segments, info = run(file, **options, **({"batch_size": BATCH} if is_batch else {}))
+            texts.append("".join(segment.text for segment in segments))
+            seconds += info.duration
+        elapsed = time.perf_counter() - began
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+        print(json.dumps({"elapsed": elapsed, "seconds": seconds, "texts": texts, "peak_mib": grown}), flush=True)
+
+
+def word_errors(text: str, reference: str) -> float:
+    """Returns the least number of words to insert, delete or replace, as a share of the reference's words."""
+    words, others = ("".join(c.lower() for c in each if c.isalnum() or c == " ").split() for each in (text, reference))
+    row = [*range(len(others) + 1)]
+    for place, word in enumerate(words, 1):
+        before, row[0] = row[0], place
+        for other, each in enumerate(others, 1):
+            before, row[other] = row[other], min(row[other] + 1, row[other - 1] + 1, before + (word != each))
+    return row[-1] / max(1, len(others))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints a line for each provider, precision and mode."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["--worker"]:
+        work(*arguments[1:])
+        return 0
+    parser = parser_of("speech", __doc__, out=True)
+    parser.add_argument("folder", help="the folder of a Whisper")
+    parser.add_argument("files", nargs="+", help="recordings of English speech")
+    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=PROVIDERS[:2])
+    parser.add_argument("--precisions", nargs="+", choices=[*_COMPUTE_TYPES], default=["int8", "fp32"])
+    parser.add_argument("--threads", type=positive, nargs="+", default=[os.cpu_count() or 1])
+    parser.add_argument("--modes", nargs="+", choices=["one by one", "batched"], default=["one by one", "batched"])
+    parser.add_argument("--num_beams", **count(1, "beams of the search; 1 is greedy"))
+    parser.add_argument("--rounds", **count(3, "turns of each"))
+    options = parser.parse_args(arguments)
+    for precision in options.precisions:
+        for row in compare(options, precision):
+            record.append(options.out, row)
+    return 0
+
+
+def compare(options: argparse.Namespace, precision: str) -> list[dict[str, Any]]:
+    """Returns the rows of a precision."""
+    folder, files = os.path.abspath(options.folder), [os.path.abspath(file) for file in options.files]
+    jobs = [Job(provider, precision, threads) for provider in options.providers for threads in options.threads]
+    workers = [Worker(job, folder, options.num_beams, files) for job in jobs]
+    rows: list[dict[str, Any]] = []
+    try:
+        for mode in options.modes:
+            turns: dict[Job, list[dict[str, Any]]] = {}
+            for number in range(options.rounds + 1):  # the first warms up
+                for worker in workers:
+                    if not worker.missing:
+                        turn = worker.ask(mode)
+                        if number and "elapsed" in turn:
+                            turns.setdefault(worker.job, []).append(turn)
+            best = {}
+            for job, each in sorted(turns.items(), key=lambda item: -statistics.median(t["elapsed"] for t in item[1])):
+                best[job.provider] = (job, each)  # the faster number of threads comes last
+            rows += [_row(provider, mode, best, options) for provider in options.providers if provider in best]
+    finally:
+        for worker in workers:
+            if worker.missing:
+                print(f"{worker.job.provider}, {precision}: {worker.missing['missing']}")
+            worker.close()
+    return rows
+
+
+def _row(provider: str, mode: str, best: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    job, turns = best[provider]
+    times = [turn["elapsed"] for turn in turns]
+    seconds = max(turn["seconds"] for _, each in best.values() for turn in each)
+    _, others = best.get("faster-whisper", best[provider])
+    ratios = [other["elapsed"] / turn["elapsed"] for turn, other in zip(turns, others, strict=True)]
+    errors = word_errors(" ".join(turns[-1]["texts"]), " ".join(others[-1]["texts"]))
+    ms = {f"ms_p{part}": 1000 * value for part, value in zip((20, 50, 80), _quantiles(times), strict=True)}
+    windows = BATCH if mode == "batched" else 1
+    rate, speedup = seconds / statistics.median(times), statistics.median(ratios)
+    print(
+        f"{provider}, {job.precision}, {mode}, {job.threads} threads: {rate:.1f} s of audio a second, {speedup:.2f} "
+        f"times faster-whisper, {100 * errors:.1f} % other words, {turns[-1]['peak_mib']:.0f} MiB"
+    )
+    return {
+        "suite": "decoding", "op": "speech", "provider": provider, "precision": job.precision,
+        "model": Path(options.folder).name, "data": "speech",
+        "shape": {"seconds": round(seconds), "windows": windows, "num_beams": options.num_beams}, **ms,
+        "rounds": len(times), "speedup": speedup, "baseline": "faster-whisper", "error": errors, "value": rate,
+        "unit": "seconds of audio a second", "peak_mib": turns[-1]["peak_mib"],
+        **record.environment("cpu"), "threads": job.threads,
+    }  # fmt: skip
+
+
+def _quantiles(values: list[float]) -> list[float]:
+    ordered = sorted(values)
+    return [ordered[round(share * (len(ordered) - 1))] for share in (0.2, 0.5, 0.8)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
