@@ -52,7 +52,7 @@ class Worker:
     def ask(self, mode: str) -> Any:
         """Returns the answer to a line."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        if mode:
+        if mode and self._process.poll() is None:
             self._process.stdin.write(mode + "\n")
             self._process.stdin.flush()
         for line in self._process.stdout:
@@ -62,9 +62,10 @@ class Worker:
 
     def close(self) -> None:
         """Ends the process."""
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait()
+        self._process.stdout.close()
 
 
 def work(provider: str, precision: str, threads: str, folder: str, beams: str, *files: str) -> None:

@@ -254,10 +254,11 @@ class Windows(Plan):
         start = start if start < self.num_frames else 0
         for number in range(self.options.language_detection_segments):
             seek = start + number * self.width
-            size = min(self.width, self.num_frames - seek)
-            if number and size <= 0:
+            if number and seek >= self.features.all_frames:
                 return
-            yield self.features.window(seek, max(1, size)), (seek, size) if not number else None
+            # At the end of the recording, a window that is decoded has a frame less.
+            is_same = not number and seek + self.width <= self.num_frames
+            yield self.features.window(seek, self.width), (seek, self.width) if is_same else None
 
     def next_job(self) -> Job:
         assert self._next is not None and self._language is not None
@@ -396,10 +397,6 @@ class Chunks(Plan):
         return Features(Spliced(self.recording, chunk.parts), self.config.n_mels, self.config.max_frames)
 
     def _detection_windows(self) -> Iterator[tuple[Array, tuple[int, int] | None]]:
-        if len(self._chunks) == 1:
-            features = self._features(self._chunks[0])
-            yield features.window(0, features.num_frames), (0, 0)
-            return
         width = self.config.max_frames
         pieces, left = [], self.options.language_detection_segments * width
         for chunk in self._chunks:
@@ -418,14 +415,11 @@ class Chunks(Plan):
         assert self._language is not None
         chunk, self._place = self._chunks[self._place], self._place + 1
         features, seconds = self._features(chunk), chunk.length / RATE
-        states = self._first[1] if self._first is not None else None
-        self._first = None
         prompt = self.options.initial_prompt
         previous = self.tokens.encode(prompt) if isinstance(prompt, str) else list(prompt or ())
         work = self.decoder.decode(
             features.window(0, features.num_frames), self._language, previous, offset=chunk.start / RATE,
             seconds=seconds, num_frames=math.ceil(seconds) * FRAMES_PER_SECOND, is_first=False, seed=chunk.start,
-            states=states,
         )  # fmt: skip
         return Job(work, lambda window: self._put(window, chunk))
 
