@@ -7,6 +7,7 @@ engine.py          `EncoderEngine`: runs the model in one C++ call, or by its mo
 modules.py         the modules that follow the model: pooling, linear layers, norms
 encoder.py         `Encoder`: embeddings
 cross_encoder.py   `CrossEncoder`: scores and classes
+sparse.py          SPLADE's pooling, and sparse embeddings
 requests.py        the texts of one caller, and their results
 scheduler.py       computes the requests of many callers together
 """
@@ -14,3 +15,4 @@ scheduler.py       computes the requests of many callers together
 from fastformer.encoding.cross_encoder import CrossEncoder as CrossEncoder
 from fastformer.encoding.encoder import Encoder as Encoder
 from fastformer.encoding.engine import EncoderEngine as EncoderEngine
+from fastformer.encoding.sparse import SparseEmbedding as SparseEmbedding

@@ -20,6 +20,7 @@ from fastformer.encoding.folder import Folder
 from fastformer.encoding.folder_model import FolderModel, batches, one_of
 from fastformer.encoding.modules import Array, Normalize, Pooling, Stored, normalized, pooled, stored
 from fastformer.encoding.similarity import ALL, PAIRED, Embeddings, as_rows
+from fastformer.encoding.sparse import SparseEmbedding, Splade, sparse_of
 from fastformer.encoding.tokens import Rows
 from fastformer.generation.text_io import expect_text
 from fastformer.settings import Positive, check_value, suggestion
@@ -210,6 +211,39 @@ class Encoder(FolderModel):
         finish = self._finish(normalize, False, truncate_dim)
         return self._parts(sentences, self._prompt(prompt, prompt_name), limits, finish, lambda count: None)
 
+    def encode_sparse(
+        self,
+        sentences: str | Iterable[str],
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        *,
+        max_active_dims: int | None = None,
+        batch_size: int | None = None,
+        batch_tokens: int = BATCH_TOKENS,
+    ) -> Any:
+        """Returns the weights of words in texts, as SPLADE computes them: a `SparseEmbedding` for each text.
+
+        Args:
+            sentences, prompt_name, prompt, batch_size, batch_tokens: see `encode`.
+            max_active_dims: the most words that an embedding has; the greatest weights count. None: all.
+
+        Raises:
+            ValueError: the folder has no SpladePooling; or see `encode`.
+        """
+        if not isinstance(self._pooling, Splade):
+            raise ValueError(f"expected a folder with a SpladePooling, got one with pooling {self.pooling!r}")
+        check_value("max_active_dims", max_active_dims, Positive | None)
+        texts: Iterable[str] = [sentences] if isinstance(sentences, str) else sentences
+        check_several("sentences", texts)
+        found: list[SparseEmbedding] = []
+        for rows in self._rows(texts, self._prompt(prompt, prompt_name)):
+            embeddings = [SparseEmbedding(np.zeros(0, np.int32), np.zeros(0, np.float32))] * len(rows.ids)
+            for indices in self._batches(rows, check_limits(batch_tokens, batch_size)):
+                for index, row in zip(indices, self._pooled(rows.select(indices), 0), strict=True):
+                    embeddings[index] = sparse_of(row, max_active_dims)
+            found += embeddings
+        return found[0] if isinstance(sentences, str) else found
+
     def similarity(self, embeddings1: Embeddings, embeddings2: Embeddings) -> Tensor:
         """Returns the similarity of each row of embeddings1 to each row of embeddings2, (rows1, rows2)."""
         return ALL[self.similarity_fn_name](as_rows(embeddings1), as_rows(embeddings2))
@@ -234,6 +268,8 @@ class Encoder(FolderModel):
         while normalize is False and steps and isinstance(steps[-1], Normalize):
             steps.pop()
         width = int(self._folder.model.config.d_model) * len(self._pooling.kinds)
+        if isinstance(self._pooling, Splade):
+            width = len(self._pooling.output)
         dim = self.truncate_dim if truncate_dim is None else truncate_dim
         return _Finish(width, steps, dim, bool(normalize) or also)
 
@@ -257,9 +293,11 @@ class Encoder(FolderModel):
     def _pooled(self, rows: Rows, skipped: int) -> Array:
         """Returns the pooled states of texts, each of which has tokens: (texts, d_model * kinds)."""
         kinds = self._pooling.kinds
-        if len(kinds) == 1 and not skipped:
+        if len(kinds) == 1 and not skipped and not isinstance(self._pooling, Splade):
             return self._engine.encode(rows.ids, pooling=cast(Any, kinds[0]))
         hidden = self._engine.encode(rows.ids, pooling="none")
+        if isinstance(self._pooling, Splade):
+            return self._pooling(hidden, list(map(len, rows.ids)))
         return pooled(hidden, list(map(len, rows.ids)), kinds, skipped)
 
     def _states(

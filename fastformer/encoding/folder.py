@@ -28,6 +28,7 @@ from fastformer.checkpoints.hf.common import flag_of, number_of, read_weights
 from fastformer.checkpoints.hf.encoder import CLASSIFIER
 from fastformer.encoding.modules import ACTIVATIONS, Dense, LabelHead, LayerNorm, Normalize, Pooling, RowLayer
 from fastformer.encoding.similarity import ALL
+from fastformer.encoding.sparse import Splade, read_splade
 from fastformer.encoding.tokens import Reader
 from fastformer.files import read_json, read_small
 from fastformer.models import GPT
@@ -45,7 +46,7 @@ _MODEL_SETTINGS = tuple(
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 _PACKAGE = "sentence_transformers."
-_KNOWN = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout", "LogitScore")
+_KNOWN = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout", "LogitScore", "SpladePooling")
 _ROW = "sentence_embedding"  # the feature that modules after the pooling read and write
 _LEGACY = "pooling_mode_"
 _LEGACY_POOLINGS = {"cls_token": "cls", "max_tokens": "max", "mean_tokens": "mean"} | {
@@ -75,7 +76,7 @@ class Folder:
     path: Path
     model: Any
     reader: Reader
-    pooling: Pooling | None = None
+    pooling: Pooling | Splade | None = None
     steps: tuple[RowLayer, ...] = ()
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
@@ -181,6 +182,7 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
     modules = []
     for kind, name in entries:
         last = kind.rpartition(".")[2]
+        last = "Transformer" if last == "MLMTransformer" else last
         if not kind.startswith(_PACKAGE) or last not in _KNOWN:
             raise ValueError(f"expected {file} to have modules in {', '.join(_KNOWN)}, got {kind!r}")
         if Path(name).is_absolute() or ".." in Path(name).parts:
@@ -195,9 +197,11 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
 
 def _after(
     folder: Path, modules: Sequence[tuple[str, Path]], model: Any
-) -> tuple[Pooling | None, tuple[RowLayer, ...]]:
+) -> tuple[Pooling | Splade | None, tuple[RowLayer, ...]]:
     """Returns the pooling, and the steps that follow it."""
     kinds = [kind for kind, _ in modules]
+    if kinds[1:] == ["SpladePooling"]:
+        return read_splade(modules[0][1], modules[1][1]), ()
     if "Pooling" not in kinds:
         if len(kinds) > 1:
             raise ValueError(f"expected {folder / _MODULES} to have a Pooling after the Transformer, got {kinds}")

@@ -1,4 +1,4 @@
-"""The routes of Hugging Face's text-embeddings-inference: POST /embed, /rerank, /predict, GET /info."""
+"""The routes of text-embeddings-inference: POST /embed, /embed_sparse, /rerank, /predict, GET /info."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 
 from fastformer import __version__
 from fastformer.encoding.scheduler import STEP_TOKENS
+from fastformer.encoding.sparse import sparse_of
 from fastformer.serving.answers import answer, error_schemas, until_gone
 from fastformer.serving.encoder_service import NOTHING, SIGMOID, EmbedService, RankService
 from fastformer.serving.limits import Limits
@@ -50,6 +51,20 @@ class EmbedBody(_Body):
     prompt_name: str | None = None
     normalize: bool | None = True
     dimensions: Annotated[Int, Field(ge=1)] | None = None
+
+
+class SparseBody(_Body):
+    """The body of a POST /embed_sparse request; see `EmbedBody`."""
+
+    inputs: str | Texts
+    prompt_name: str | None = None
+
+
+class SparseValue(BaseModel):
+    """The id of a word, and its weight."""
+
+    index: int
+    value: float
 
 
 class RerankBody(_Body):
@@ -175,6 +190,8 @@ def router(service: Service, limits: Limits) -> APIRouter:
     routes = APIRouter()
     if isinstance(service, EmbedService):
         _add_embed(routes, service, limits)
+        if service.encoder.pooling == "splade":
+            _add_sparse(routes, service, limits)
     if isinstance(service, RankService):
         _add_predict(routes, service, limits)
         _add_rerank(routes, service, limits)
@@ -203,6 +220,20 @@ def _add_embed(routes: APIRouter, service: EmbedService, limits: Limits) -> None
         )
         encoded = await until_gone(http, work)
         return answer(encoded.rows.tolist())
+
+
+def _add_sparse(routes: APIRouter, service: EmbedService, limits: Limits) -> None:
+    responses: dict[int | str, Any] = {200: {"model": list[list[SparseValue]]}, **ERRORS}
+
+    @routes.post("/embed_sparse", response_model=None, responses=responses)
+    async def embed_sparse(body: SparseBody, http: Request) -> Response:
+        """Returns the weights of words in texts, of a SPLADE."""
+        texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
+        _check(body, [[text] for text in texts], limits)
+        work = service.embed(texts, prompt_name=body.prompt_name, cuts=bool(body.truncate), timeout=body.timeout)
+        encoded = await until_gone(http, work)
+        rows = [zip(row.indices.tolist(), row.values.tolist(), strict=True) for row in map(sparse_of, encoded.rows)]
+        return answer([[{"index": index, "value": value} for index, value in row] for row in rows])
 
 
 def _add_predict(routes: APIRouter, service: RankService, limits: Limits) -> None:

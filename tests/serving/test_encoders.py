@@ -17,6 +17,7 @@ import fastformer
 from fastformer import CrossEncoder, Encoder
 from fastformer.serving import Limits, open_service
 from tests.encoding.folders import D_MODEL, MANY
+from tests.encoding.test_sparse import masked
 from tests.serving import models
 from tests.serving.asking import serving
 from tests.serving.servers import Running, running
@@ -73,6 +74,20 @@ def test_embeddings_are_the_librarys_bit_for_bit(client, encoder, folder) -> Non
     assert found.usage.prompt_tokens == found.usage.total_tokens == counted(folder, texts)
     cut = client.embeddings.create(model="mini", input="a bird " * 30, extra_body={"truncate": True})
     np.testing.assert_array_equal(np.array(cut.data[0].embedding, np.float32), encoder.encode("a bird " * 30))
+
+
+def test_sparse_embeddings(tmp_path: Path, client: Any) -> None:
+    masked(tmp_path, "Bert", {"pooling_strategy": "max"})
+    texts, encoder = ["a bird sings", "", "the hills"], Encoder(tmp_path)
+    with running(tmp_path) as server:
+        answers = httpx.post(f"{server.url}/embed_sparse", json={"inputs": texts}).json()
+        alone = httpx.post(f"{server.url}/embed_sparse", json={"inputs": texts[0]}).json()
+    for found, expected in zip(answers, encoder.encode_sparse(texts), strict=True):
+        assert [each["index"] for each in found] == expected.indices.tolist()
+        np.testing.assert_array_equal(np.array([each["value"] for each in found], np.float32), expected.values)
+    assert alone == answers[:1]
+    refused = httpx.post(f"{str(client.base_url).split('/v1')[0]}/embed_sparse", json={"inputs": "a"})
+    assert refused.status_code == 404
 
 
 async def test_texts_of_many_clients_are_computed_together(folder, encoder) -> None:

@@ -1,0 +1,122 @@
+"""SPLADE's weights equal those of transformers' masked language models, whatever the batch."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import fastformer
+from tests.checks import assert_accurate
+from tests.encoding.folders import D_MODEL, MANY, MAX_LEN, SPECIAL, WORDS, bert, ids_of, modules, write
+
+SIZES: dict[str, Any] = {
+    "vocab_size": len(SPECIAL + WORDS), "hidden_size": D_MODEL, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 48, "max_position_embeddings": MAX_LEN + 8, "pad_token_id": 0, "bos_token_id": 2,
+    "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3,
+}  # fmt: skip
+
+
+def masked(folder: Path, name: str, pooling: dict[str, Any], seed: int = 0, **settings: Any) -> Any:
+    """Writes the folder of a SPLADE, and returns transformers' model."""
+    import transformers
+
+    bert(folder)
+    (folder / "model.safetensors").unlink()
+    kind = getattr(transformers, f"{name}ForMaskedLM")
+    sizes = {"dim": D_MODEL, "n_layers": 2, "n_heads": 4, "hidden_dim": 48} if name == "DistilBert" else {}
+    torch.manual_seed(seed)
+    model = kind(kind.config_class(**SIZES | sizes | settings)).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.normal_(1.0 if parameter.dim() == 1 and key.endswith("weight") else 0.0, 0.3)
+    model.save_pretrained(folder)
+    modules(folder, ("SpladePooling", pooling))
+    return model
+
+
+def expected(model: Any, folder: Path, texts: list[str], dtype: torch.dtype, sums: bool, twice: bool) -> Tensor:
+    model = copy.deepcopy(model).to(dtype)
+    rows = []
+    with torch.inference_mode():
+        for inputs in ids_of(folder, texts):
+            inputs.pop("token_type_ids")
+            weights = model(**inputs).logits[0].relu().log1p()
+            weights = weights.log1p() if twice else weights
+            rows.append(weights.sum(0) if sums else weights.amax(0))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("Bert", {"hidden_act": "gelu_new"}),
+        ("Bert", {"tie_word_embeddings": False}),
+        ("DistilBert", {"activation": "relu"}),
+        ("Roberta", {"layer_norm_eps": 0.01}),
+        ("MPNet", {"pad_token_id": 1}),
+        ("ModernBert", {"local_attention": 8, **dict.fromkeys(("norm_bias", "mlp_bias", "classifier_bias"), True)}),
+        ("Electra", {"embedding_size": 16}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_weights_equal_those_of_transformers(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    sums, twice = name == "DistilBert", name == "ModernBert"
+    pooling = {"pooling_strategy": "sum" if sums else "max", "activation_function": "log1p_relu" if twice else "relu"}
+    model = masked(tmp_path, name, pooling, **settings)
+    encoder = fastformer.Encoder(tmp_path)
+    # MPNet's PAD is [UNK] here, whose positions transformers doesn't count.
+    texts = [text for text in MANY if 1 not in encoder.tokenize([text])["input_ids"]]
+    assert encoder.pooling == "splade" and encoder.get_embedding_dimension() == SIZES["vocab_size"]
+    plain, exact = (expected(model, tmp_path, texts, dtype, sums, twice) for dtype in (torch.float32, torch.float64))
+    rows = encoder.encode(texts)
+    another = masked(tmp_path / "another", name, pooling, seed=1, **settings)  # plain PyTorch may be lucky once
+    folder = tmp_path / "another"
+    more = (expected(another, folder, texts, dtype, sums, twice) for dtype in (torch.float32, torch.float64))
+    ours = np.concatenate([rows, fastformer.Encoder(folder).encode(texts)])
+    assert_accurate(torch.from_numpy(ours), *(torch.cat(both) for both in zip((plain, exact), more, strict=True)))
+    sparse = encoder.encode_sparse(texts)
+    for row, (indices, values) in zip(rows, sparse, strict=True):
+        assert (np.diff(indices) > 0).all() and (values > 0).all() and indices.dtype == np.int32
+        again = np.zeros_like(row)
+        again[indices] = values
+        np.testing.assert_array_equal(again, row)
+    alone = encoder.encode_sparse(texts[3])
+    np.testing.assert_array_equal(alone.values, sparse[3].values)
+    few = encoder.encode_sparse(texts[3], max_active_dims=3)
+    assert sorted(few.values) == sorted(alone.values)[-3:]
+
+
+def test_an_int8_model_is_near_and_prompts_count(tmp_path: Path) -> None:
+    masked(tmp_path, "Bert", {"pooling_strategy": "max"})
+    write(tmp_path / "config_sentence_transformers.json", {"prompts": {"query": "query : "}})
+    fp32, int8 = fastformer.Encoder(tmp_path), fastformer.Encoder(tmp_path, precision="int8")
+    one, other = fp32.encode(MANY), int8.encode(MANY)
+    assert 0.98 < (one * other).sum() / np.linalg.norm(one) / np.linalg.norm(other) < 1
+    prompted = fp32.encode_sparse("a bird", "query")
+    np.testing.assert_array_equal(prompted.values, fp32.encode_sparse("query : a bird").values)
+
+
+def test_what_is_no_splade_is_refused(tmp_path: Path, plain: tuple[Path, Any]) -> None:
+    with pytest.raises(ValueError, match="SpladePooling"):
+        fastformer.Encoder(plain[0]).encode_sparse(["a"])
+    masked(tmp_path / "strategy", "Bert", {"pooling_strategy": "min"})
+    with pytest.raises(ValueError, match="pooling_strategy"):
+        fastformer.Encoder(tmp_path / "strategy")
+    bert(tmp_path / "headless")
+    modules(tmp_path / "headless", ("SpladePooling", {"pooling_strategy": "max"}))
+    with pytest.raises(ValueError, match="without its head"):
+        fastformer.Encoder(tmp_path / "headless")
+    model = fastformer.Encoder(masked_folder(tmp_path))
+    with pytest.raises(ValueError, match="max_active_dims"):
+        model.encode_sparse("a", max_active_dims=0)
+
+
+def masked_folder(tmp_path: Path) -> Path:
+    masked(tmp_path / "whole", "Bert", {"pooling_strategy": "max"})
+    return tmp_path / "whole"
