@@ -27,6 +27,8 @@ from fastformer.settings import Positive, check_value, suggestion
 
 logger = logging.getLogger("fastformer")
 
+_SPARSE_TEXTS = 256  # texts whose numbers for all words are in memory at a time
+
 Output = Literal["sentence_embedding", "token_embeddings"]
 
 
@@ -235,13 +237,13 @@ class Encoder(FolderModel):
         check_value("max_active_dims", max_active_dims, Positive | None)
         texts: Iterable[str] = [sentences] if isinstance(sentences, str) else sentences
         check_several("sentences", texts)
-        found: list[SparseEmbedding] = []
-        for rows in self._rows(texts, self._prompt(prompt, prompt_name)):
-            embeddings = [SparseEmbedding(np.zeros(0, np.int32), np.zeros(0, np.float32))] * len(rows.ids)
-            for indices in self._batches(rows, check_limits(batch_tokens, batch_size)):
-                for index, row in zip(indices, self._pooled(rows.select(indices), 0), strict=True):
-                    embeddings[index] = sparse_of(row, max_active_dims)
-            found += embeddings
+        limits, finish = check_limits(batch_tokens, batch_size), self._finish(None, False, None)
+        prompt, rest, found = self._prompt(prompt, prompt_name), iter(texts), list[SparseEmbedding]()
+        while some := list(itertools.islice(rest, _SPARSE_TEXTS)):
+            for number, text in enumerate(some, len(found) + 1):
+                expect_text("sentences", number, text)
+            for rows in self._parts(some, prompt, limits, finish, lambda count: None):
+                found += [sparse_of(row, max_active_dims) for row in rows]
         return found[0] if isinstance(sentences, str) else found
 
     def similarity(self, embeddings1: Embeddings, embeddings2: Embeddings) -> Tensor:
