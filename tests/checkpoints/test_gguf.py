@@ -263,6 +263,7 @@ BAD = {
     "width": (changed("llama.embedding_length", (4, 2**30)), "embed|shape|expected"),
     "heads": (changed("llama.attention.head_count", (4, 0)), "head"),
     "context": (changed("llama.context_length", (4, 2**31 - 1)), "max_len|positions|length"),
+    "no context": (changed("llama.context_length", (4, 0)), "original_max_position_embeddings|context|position"),
     "text for a number": (changed("llama.block_count", (8, "two")), "block_count"),
     "alignment": (changed("general.alignment", (4, 3)), "alignment"),
     "scaling": (changed("llama.rope.scaling.type", (8, "ntk")), "."),
