@@ -1,13 +1,13 @@
 // Python bindings of the searches; fastformer/generation/native_search.py wraps them.
 
 #include "engine/search.h"
-#include "engine/warping.h"
 
 #include <algorithm>
 #include <limits>
 
 #include "bindings/arrays.h"
 #include "bindings/module.h"
+#include "engine/warping.h"
 
 namespace fastformer {
 namespace {
@@ -162,11 +162,11 @@ void bind_search(PyObject* module) {
                                   method<"tokens", "row", &tokens>(),
                                   method<"results", "", &results>(),
                                   {}};
-  static PyGetSetDef properties[] = {
-      property<&limit>("limit"),       property<&num_candidates>("num_candidates"), property<&num_tokens>("num_tokens"),
-      property<&num_rows>("num_rows"), property<&peak_rows>("peak_rows"),           property<&scores>("scores"),
-      property<&is_done>("is_done"),   property<&is_broken>("is_broken"),           property<&probed>("probed"),
-      {}};
+  static PyGetSetDef properties[] = {property<&limit>("limit"),           property<&num_candidates>("num_candidates"),
+                                     property<&num_tokens>("num_tokens"), property<&num_rows>("num_rows"),
+                                     property<&peak_rows>("peak_rows"),   property<&scores>("scores"),
+                                     property<&is_done>("is_done"),       property<&is_broken>("is_broken"),
+                                     property<&probed>("probed"),         {}};
   python::add_class<Search>(module, "Search", nullptr, methods, properties);
   static PyMethodDef functions[] = {
       function<"greedy_search", "limit eos min_tokens? suppressed?", &greedy_search>(),

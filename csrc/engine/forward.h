@@ -21,7 +21,7 @@ struct Span {
   int64_t begin, end, first_position;
   const TokenCache::Group* group;  // null: tokens of an encoder, which attend to their own span
   const TokenCache::Row* row;
-  bool is_prompt;  // false: the single token of a decode step
+  bool is_prompt;      // false: the single token of a decode step
   bool stores = true;  // false: a token of a prompt that is computed again, for its logits
   // For an encoder's text from which padding was omitted:
   const int32_t* places = nullptr;  // the original indices of its tokens, ascending; null: 0, 1, 2 ...

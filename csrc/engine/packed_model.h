@@ -149,7 +149,8 @@ class RotaryTable {
 // The tensors have the names of the model's state_dict, with these exceptions. "source_embedding", "target_embedding"
 // and "output" may name the same tied matrix. "source_positions", "target_positions", "source_types",
 // "source_projection", "cos" and "sin" are the model's tables; "local_cos" and "local_sin" those of layers with a
-// window, if they differ. "front.0", "front.1" and "front.positions" are the front of an encoder of speech. For "encoder_position_bias" and "decoder_position_bias", see PositionBias.
+// window, if they differ. "front.0", "front.1" and "front.positions" are the front of an encoder of speech. For
+// "encoder_position_bias" and "decoder_position_bias", see PositionBias.
 class PackedModel {
  public:
   PackedModel(const ModelOptions& options, const ModelTensors& tensors);
@@ -178,8 +179,8 @@ class PackedModel {
 
   const ModelOptions options;
   std::vector<PackedWeight> source_projection;  // one or none: from the embeddings to d_model
-  // Two or none: convolutions over three frames, whose weights are (d_model, 3 * inputs), frame by frame; the second one
-  // takes every other frame. GELU follows each of them. front_positions: (frames, d_model), added to the result.
+  // Two or none: convolutions over three frames, whose weights are (d_model, 3 * inputs), frame by frame; the second
+  // one takes every other frame. GELU follows each of them. front_positions: (frames, d_model), added to the result.
   std::vector<PackedWeight> front;
   Table front_positions;
   PackedStack encoder, decoder;

@@ -111,8 +111,8 @@ std::unique_ptr<Search> make_beam_search(int64_t limit, std::vector<int32_t> eos
                                          int64_t begun = 0);
 
 // Searches as CTranslate2's: a score is the sum of log-probabilities divided by length ** alpha, and the length has no
-// EOS. The search ends after most_finished hypotheses or, if alpha is 0, when the best one has ended and num_return have.
-// begun: the number of tokens before the new ones that count in lengths.
+// EOS. The search ends after most_finished hypotheses or, if alpha is 0, when the best one has ended and num_return
+// have. begun: the number of tokens before the new ones that count in lengths.
 std::unique_ptr<Search> make_patient_beam_search(int64_t limit, std::vector<int32_t> eos, int64_t num_beams,
                                                  double alpha, int64_t num_return, int64_t most_finished,
                                                  int64_t begun);
