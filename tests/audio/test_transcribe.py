@@ -300,3 +300,12 @@ def test_long_audio_takes_flat_memory(model) -> None:
 
     peak(30)
     assert peak(1200) < peak(100) + (4 << 20)
+
+
+def test_windows_ahead_are_decoded_again_if_one_ends_early(model, monkeypatch) -> None:
+    first = model.tokens.first_timestamp
+    early = [first, 256, first + 50, first + 50]  # a second of the two of a window
+    result = SimpleNamespace(sequences_ids=[early], scores=[-0.1], no_speech_prob=0.0)
+    monkeypatch.setattr(model.model, "generate", lambda states, prompts, **options: [result] * len(prompts))
+    segments, _ = model.transcribe(sound(7), "en", **AHEAD)
+    assert [(segment.start, segment.end) for segment in segments] == [(start, start + 1.0) for start in range(7)]
