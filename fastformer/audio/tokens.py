@@ -48,10 +48,10 @@ class Tokens:
 
     def _special(self, *names: str) -> int:
         ids = [self._tokenizer.token_to_id(f"<|{name}|>") for name in names]
-        found = next((token for token in ids if token is not None), None)
-        if found is None:
+        first = next((token for token in ids if token is not None), None)
+        if first is None:
             raise ValueError(f"expected a tokenizer of Whisper, got one without the token <|{names[0]}|>")
-        return int(found)
+        return int(first)
 
     def language_of(self, token: int) -> str:
         """Returns the code of a language's token."""

@@ -323,9 +323,9 @@ def _folder(name: str | os.PathLike[str], root: str | None) -> Path:
     cache = Path(root or os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
     for pattern in _HUB_NAMES:
         repository = cache / ("models--" + pattern.format(str(name).replace("/", "--")))
-        found = [path.parent for path in repository.glob("snapshots/*/config.json")]
-        if found:
-            return max(found, key=lambda path: path.stat().st_mtime)
+        folders = [path.parent for path in repository.glob("snapshots/*/config.json")]
+        if folders:
+            return max(folders, key=lambda path: path.stat().st_mtime)
     raise ValueError(
         f"expected the folder of a Whisper model, got {os.fspath(name)!r}, which is none; nothing is downloaded"
     )

@@ -95,16 +95,16 @@ class WordTimes:
         last_end, rest = self.last_end, iter(words)
         for segment in segments:
             left = sum(token < text_end for token in segment.tokens)
-            found = []
+            spoken = []
             while left > 0 and (word := next(rest, None)) is not None:
                 left -= word.num_tokens
                 if word.word:
                     start, end = round(offset + word.start, 2), round(offset + word.end, 2)
-                    found.append(Word(start, end, word.word, word.probability))
-            if found:
-                _fit(segment, found, last_end, usual)
+                    spoken.append(Word(start, end, word.word, word.probability))
+            if spoken:
+                _fit(segment, spoken, last_end, usual)
                 last_end = segment.end
-            segment.words = found
+            segment.words = spoken
         return last_end
 
 

@@ -87,8 +87,8 @@ def transcribe(
                 _write(_counted(segments, advance), info, format, out and Path(out, name))
             return
         together = model.transcribe_all(map(_source, paths), on_progress=advance, **options)
-        for (found, info), name in zip(together, names, strict=True):
-            _write(iter(found), info, format, out and Path(out, name))
+        for (texts, info), name in zip(together, names, strict=True):
+            _write(iter(texts), info, format, out and Path(out, name))
 
 
 def _check_names(names: Sequence[str], format: str, out: str | None) -> None:

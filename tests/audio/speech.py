@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.audio.whispers import TASKS, draw_weights
+
 LANGUAGES = ("en", "de", "fr")
-TASKS = ("translate", "transcribe", "startoflm", "startofprev", "nospeech", "notimestamps")
 LETTERS = [*"abcdefghijklmnopqrstuvwxyz"]
 FRAMES, LENGTH = 200, 60  # of a window, and the most tokens
 
@@ -20,12 +21,12 @@ def tokenizer(num_times: int = FRAMES // 2 + 1) -> Any:
 
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
     texts = [*bytes_, *("Ġ" + letter for letter in LETTERS)]
-    found = Tokenizer(models.BPE({text: place for place, text in enumerate(texts)}, [("Ġ", one) for one in LETTERS]))
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.decoder = decoders.ByteLevel()
+    letters = Tokenizer(models.BPE({text: place for place, text in enumerate(texts)}, [("Ġ", one) for one in LETTERS]))
+    letters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters.decoder = decoders.ByteLevel()
     names = ["endoftext", "startoftranscript", *LANGUAGES, *TASKS, *(f"{i * 0.02:.2f}" for i in range(num_times))]
-    found.add_special_tokens([AddedToken(f"<|{name}|>", special=True) for name in names])
-    return found
+    letters.add_special_tokens([AddedToken(f"<|{name}|>", special=True) for name in names])
+    return letters
 
 
 def whisper(frames: int = FRAMES, length: int = LENGTH, *, is_multilingual: bool = True) -> tuple[Any, Any]:
@@ -43,12 +44,8 @@ def whisper(frames: int = FRAMES, length: int = LENGTH, *, is_multilingual: bool
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.WhisperForConditionalGeneration(config).eval()
+    draw_weights(model)
     with torch.no_grad():
-        for name, tensor in model.named_parameters():
-            if name != "model.encoder.embed_positions.weight":
-                factor = 3.0 if "encoder_attn" in name or "decoder.embed_positions" in name else 1.5
-                tensor.copy_(torch.randn(tensor.shape) * factor * tensor.shape[-1] ** -0.5)
-                tensor.add_(1 if "norm.weight" in name else 0)
         rows = model.model.decoder.embed_tokens.weight
         letters = rows[[tokens.token_to_id(text) for one in LETTERS for text in (one, "Ġ" + one)]]
         rows[: ids["endoftext"]] *= 0.3  # bytes, which are no letters, are rare

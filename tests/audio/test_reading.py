@@ -39,7 +39,7 @@ def wav(samples: Any, rate: int = 16_000, kind: str = "i2", channels: int = 1, *
     head = struct.pack("<HHIIHH", *fields)
     if extensible:
         head += struct.pack("<HHIH14s", 22, 8 * size, 0, code, b"\0\0\0\0\x10\0\x80\0\0\xaa\0\x38\x9b\x71")
-    body = b"LIST" + struct.pack("<I", 3) + b"abc\0" + b"fmt " + struct.pack("<I", len(head)) + head
+    body = b"junk" + struct.pack("<I", 3) + b"abc\0" + b"fmt " + struct.pack("<I", len(head)) + head
     body += b"data" + struct.pack("<I", len(data)) + data
     return b"RIFF" + struct.pack("<I", 4 + len(body)) + b"WAVE" + body
 

@@ -18,6 +18,16 @@ TOKENS = [
 ]
 
 
+@torch.no_grad()
+def draw_weights(model: Any) -> None:
+    """Draws weights that make logits far apart, and attention depend on its source and its positions."""
+    for name, tensor in model.named_parameters():
+        if name != "model.encoder.embed_positions.weight":
+            factor = 3.0 if "encoder_attn" in name or "decoder.embed_positions" in name else 1.5
+            tensor.copy_(torch.randn(tensor.shape) * factor * tensor.shape[-1] ** -0.5)
+            tensor.add_(1 if "norm.weight" in name else 0)
+
+
 def whisper(**settings: Any) -> Any:
     import transformers
 
@@ -28,12 +38,8 @@ def whisper(**settings: Any) -> Any:
     ids = {"eos_token_id": EOT, "bos_token_id": EOT, "pad_token_id": EOT, "decoder_start_token_id": SOT}
     config = transformers.WhisperConfig(**sizes | heads | lengths | ids | settings)
     model = transformers.WhisperForConditionalGeneration(config).eval()
+    draw_weights(model)
     with torch.no_grad():
-        for name, tensor in model.named_parameters():
-            if name != "model.encoder.embed_positions.weight":
-                factor = 3.0 if "encoder_attn" in name or "decoder.embed_positions" in name else 1.5
-                tensor.copy_(torch.randn(tensor.shape) * factor * tensor.shape[-1] ** -0.5)
-                tensor.add_(1 if "norm.weight" in name else 0)
         model.model.decoder.embed_tokens.weight[EOT].mul_(2.6)
     options = {
         "no_timestamps_token_id": NO_TIMESTAMPS,

@@ -207,12 +207,12 @@ def _byte_level(backend: LibraryBackend) -> dict[str, Any]:
     normalizer = values.get("normalizer")
     nfc = normalizer is not None
     form = tuple(cuts), bool(model.get("ignore_merges")), nfc
-    found = [name for name, pre in PRE.items() if (pre.cuts, pre.whole_words, pre.nfc) == form]
+    names = [name for name, pre in PRE.items() if (pre.cuts, pre.whole_words, pre.nfc) == form]
     is_plain = model.get("type") == "BPE" and (not nfc or normalizer.get("type") == "NFC")
-    if not is_plain or not found or "ByteLevel" not in json.dumps(values.get("decoder")):
+    if not is_plain or not names or "ByteLevel" not in json.dumps(values.get("decoder")):
         raise ValueError("expected a byte-level BPE that cuts words in a way that has a name in GGUF, got another one")
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": found[0], "tokenizer.ggml.merges": merges}
+    return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": names[0], "tokenizer.ggml.merges": merges}
 
 
 def _pieces(backend: PieceBackend) -> dict[str, Any]:
