@@ -6,6 +6,7 @@ Nothing heavy is imported here: `fastformer --help` and `fastformer doctor` work
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import gc
 import importlib
@@ -72,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = words[: words.index("--")] if "--" in words else words
     debug = "--debug" in options
+    if arguments is None:  # this process ends with the command: nothing has to search torch's objects for garbage
+        atexit.register(gc.freeze)
     with warnings.catch_warnings(), _few_collections(), console.standard_streams():
         _quieten(debug)
         try:

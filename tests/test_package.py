@@ -28,6 +28,30 @@ def test_the_root_offers_its_names_lazily() -> None:
     assert proc.returncode == 0, proc.stderr
 
 
+# Each takes a tenth of a second or more, and no text needs it before a model of its own does.
+HEAVY = {
+    "torch._dynamo", "torch._inductor", "triton", "sympy", "transformers", "sentencepiece", "matplotlib", "sacrebleu",
+    "onnxruntime", "fastapi", "jinja2", "huggingface_hub", "pyarrow", "tensorboard", "regex", "av",
+}  # fmt: skip
+
+
+def test_a_first_translation_imports_what_it_needs_and_no_more() -> None:
+    code = (
+        "import atexit, gc, sys\n"
+        "from fastformer.cli import main\n"
+        "atexit.register(lambda: print('not searched at the end:', gc.get_freeze_count() > 9999))\n"
+        "assert main() == 0\n"
+        "import fastformer\n"
+        "fastformer.Encoder, fastformer.CrossEncoder, fastformer.Chat, fastformer.WhisperModel, fastformer.nn\n"
+        "print(*sys.modules)"
+    )
+    command = ["translate", str(ROOT / "tests/frozen/run"), "forty-two", "--max_new_tokens=3"]
+    proc = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True)
+    assert proc.returncode == 0, proc.stderr
+    assert not HEAVY & set(proc.stdout.split())
+    assert "not searched at the end: True" in proc.stdout  # the end would take a quarter of a second
+
+
 def test_every_exported_name_is_there() -> None:
     assert fastformer.GPT is fastformer.models.GPT and fastformer.generate is fastformer.generation.generate
     assert all(getattr(fastformer, name) is not None for name in fastformer.__all__)

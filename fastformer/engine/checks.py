@@ -48,9 +48,15 @@ def _examined(check: Check) -> Check:
     def once(*args: Any) -> Any:
         return cached(*args)
 
-    constant: Any = torch.compiler.assume_constant_result(once)
+    constant: Any = constant_for_compilers(once)
     constant.eager = cached  # for callers that no compiler traces
     return cast(Check, constant)
+
+
+def constant_for_compilers(function: Check) -> Check:
+    """Does what torch.compiler.assume_constant_result does, which would import the compiler, for half a second."""
+    cast(Any, function)._dynamo_marked_constant = True
+    return function
 
 
 def examine_again() -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from itertools import starmap
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from fastformer.engine.checks import Replacement, replacement
+from fastformer.engine.checks import Replacement, constant_for_compilers, replacement
 from fastformer.engine.stamp import Plans
 from fastformer.errors import InputError
 from fastformer.nn.attention import AttentionPlan, MultiheadAttention
@@ -294,7 +293,7 @@ def _find_method_names(kind: type[nn.Module]) -> tuple[str, ...]:
 
 
 # torch 2.11's compiler can look a name up in a __dict__, but not walk over it.
-_method_names: Callable[[type[nn.Module]], tuple[str, ...]] = torch.compiler.assume_constant_result(_find_method_names)
+_method_names = constant_for_compilers(_find_method_names)
 
 
 def _watched_plan(stack: Stack, plan: StackPlan) -> StackPlan:
