@@ -1,4 +1,4 @@
-"""Checks or writes the tables of README.md and docs/benchmarks/, from the committed results.
+"""Checks or writes the tables of README.md, docs/benchmarks/ and docs/coming-from/, from the committed results.
 
     python -m benchmarks.readme           # differences, and figures that were not measured; 1 if a page is stale
     python -m benchmarks.readme --write
@@ -21,7 +21,11 @@ from benchmarks.measure.commands import parser_of
 from benchmarks.publish.latest import RESULTS, Results
 from benchmarks.publish.tables import TABLES, Numbers, tables_of
 
-PAGES = (record.ROOT / "README.md", *sorted((record.ROOT / "docs" / "benchmarks").glob("*.md")))
+_DOCS = record.ROOT / "docs"
+PAGES = (
+    record.ROOT / "README.md",
+    *(page for part in ("benchmarks", "coming-from") for page in sorted((_DOCS / part).glob("*.md"))),
+)
 _BLOCK = re.compile(r"<!-- numbers: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 

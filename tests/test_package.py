@@ -7,12 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import fastformer
-from tests.encoding.folders import bert
+from tests.docs.workshop import workshop
 from tests.training.tiny import write_pairs
 
 ROOT = Path(__file__).parent.parent
@@ -131,26 +132,20 @@ def block_with(text: str) -> str:
     return match
 
 
-def test_the_python_of_the_first_minute_runs() -> None:
-    names: dict[str, object] = {}
-    exec(block_with("from_preset"), names)
-    assert {"layer", "model", "tokens"} <= names.keys()
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> None:
+    """Nothing is downloaded: small models with random weights are in folders of the names."""
+    monkeypatch.chdir(workshop(tmp_path))
 
 
-def test_a_model_that_exists_is_accelerated(tmp_path, monkeypatch, capsys) -> None:
-    """Nothing is downloaded: a small BERT with random weights is in a folder of the name."""
-    (tmp_path / "bert-base-uncased").mkdir()
-    bert(tmp_path / "bert-base-uncased")
-    monkeypatch.chdir(tmp_path)
+def test_a_model_that_exists_is_accelerated(here, capsys) -> None:
     exec(block_with("accelerate(model)"), {"batch": {"input_ids": torch.randint(5, 20, (2, 7))}})
     assert "2 BertLayer" in capsys.readouterr().out
 
 
-def test_a_marian_translates(tmp_path, monkeypatch, capsys) -> None:
-    from tests.checkpoints.families import marian
-
-    marian(tmp_path / "opus-mt-en-de")
-    monkeypatch.chdir(tmp_path)
-    exec(block_with("Translator"), {})
+def test_a_marian_translates_and_others_embed_and_transcribe(here, capsys) -> None:
+    names: dict[str, Any] = {}
+    exec(block_with("Translator"), names)
     whole, pieces = capsys.readouterr().out.split("\n")
     assert whole and pieces == whole, "what is streamed is the whole translation"
+    assert len(names["vectors"]) == 2 and names["info"].duration > 0

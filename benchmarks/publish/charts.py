@@ -13,7 +13,7 @@ from benchmarks.experiments import EXPERIMENTS
 from benchmarks.measure.scaling_fits import fit
 from benchmarks.publish import style
 from benchmarks.publish.latest import Results, Row, case_of, grouped, machine, was_timed
-from benchmarks.publish.summary import DROP_IN, LLAMA, MODELS, MODULES, OPS, PEERS, Comparison, TableCase
+from benchmarks.publish.summary import DROP_IN, LLAMA, MODELS, MODULES, OPS, PEERS, WELL_KNOWN, Comparison, TableCase
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,12 +73,12 @@ def select_cases(cases: Sequence[TableCase], results: Results) -> list[Row]:
 
 
 def draw_speedups(title: str, cases: Sequence[TableCase], rows: list[Row]) -> Figure:
-    """Draws how many times faster fastformer is than c rival: bars from 1 to the right, to the left if slower."""
+    """Draws how many times faster fastformer is than a rival: bars from 1 to the right, to the left if slower."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     comparisons = compare(rows, cases)
     panels = list(dict.fromkeys(c.panel for c in comparisons))
-    # A position for c (case, rival), from top to bottom, the same in all panels.
+    # A position for a (case, rival), from top to bottom, the same in all panels.
     places: dict[tuple[str, str], float] = {}
     heights: dict[str, list[float]] = {}
     height = 0.0
@@ -294,6 +294,11 @@ def _speedups(title: str, command: str, cases: Sequence[TableCase]) -> Chart:
 _RUN = "python -m benchmarks.run --suite {} --out benchmarks/results/cpu.jsonl"
 
 CHARTS: dict[str, Chart] = {
+    "well_known": _speedups(
+        "On two cores: how many times faster than the programs that you know",
+        "python -m benchmarks.peers --case minilm (and base, llama, bert_base), python -m benchmarks.speech",
+        WELL_KNOWN,
+    ),
     "ops": _speedups("Single ops: how many times faster than the same in PyTorch", _RUN.format("ops"), OPS),
     "modules": _speedups("Modules: how many times faster", _RUN.format("modules"), MODULES),
     "models": _speedups("Models: how many times faster", _RUN.format("model"), MODELS),

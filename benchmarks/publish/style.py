@@ -51,6 +51,7 @@ _COLORS = {
     "sdpa": BLUE,
     "compiled": GREEN,
     "ctranslate2": PURPLE,
+    "faster-whisper": PURPLE,  # CTranslate2's
     "openvino": ORANGE,
     "onnxruntime": BLUE,
     "llama.cpp": GREEN,

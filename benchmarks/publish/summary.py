@@ -88,7 +88,8 @@ class TableCase:
     def rivals(self, rows: Iterable[Row]) -> list[str]:
         """Returns the required rivals, and then all others that were measured."""
         measured = dict.fromkeys(row["provider"] for row in self.rows(rows))
-        return [*self.against, *(name for name in measured if name not in self.against and not is_ours(name))]
+        others = (name for name in measured if name not in (*self.against, self.ours) and not is_ours(name))
+        return [*self.against, *others]
 
     def comparisons(self, rows: Iterable[Row]) -> Iterator[Comparison]:
         """Yields the comparisons that were measured."""
@@ -306,21 +307,81 @@ AVX2_PEERS = tuple(
 )
 
 
+class Headline(NamedTuple):
+    """A sentence of README, and what it is measured by.
+
+    Attributes:
+        does: what fastformer does, as the beginning of a sentence.
+        case: the case.
+        panel: the number format.
+        rivals: the providers that it names.
+    """
+
+    does: str
+    case: TableCase
+    panel: Panel
+    rivals: tuple[str, ...]
+
+
 def _case(cases: Sequence[TableCase], label: str) -> TableCase:
     (match,) = [case for case in cases if case.label == label]
     return match
 
 
-# (case, rival, formats) of the table in README.
-SUMMARY = (
-    (_case(DROP_IN, "BERT-base, 8 sequences of 32 to 128 tokens"), "as it is", ("fp32", "bf16")),
-    (_case(DROP_IN, "BERT-base, 8 sequences of 32 to 128 tokens"), "openvino", ("fp32", "bf16")),
-    (_case(DROP_IN, "GPT-2 small, 16 to 256 tokens, with the fused loss"), "as it is", ("fp32",)),
-    (_case(DROP_IN, "torch.nn's encoder, 6 layers, training step, 8 of 1 to 512 tokens"), "as it is", ("fp32",)),
-    (_case(MODELS, "training step of base, 64 sentences of mixed length"), "baseline", ("fp32", "bf16")),
-    (_case(MODELS, "training step of base, 64 sentences of mixed length"), "torch.compile", ("fp32", "bf16")),
-    (_case(GENERATE, "Marian's base shape, greedy, fp32"), "transformers", ("fp32",)),
-    (_case(PEERS, "base, greedy, 1 source"), "ctranslate2", ("int8", "fp32")),
-    (_case(PEERS, "GPT-2's small shape, one prompt"), "llama.cpp", ("int8",)),
-    (_case(OPS, "causal attention (2, 8, 2048, 64), training"), "sdpa", ("fp32", "bf16")),
+_MINILM = {
+    "op": "drop_in", "model": "minilm", "order": "sorted",
+    "provider": ("fastformer.Encoder", "sentence-transformers", "onnxruntime", "openvino"),
+}  # fmt: skip
+_BERT = _case(DROP_IN, "BERT-base, 8 sequences of 32 to 128 tokens")
+# The tasks that README draws: each beside the programs that its users know.
+WELL_KNOWN = (
+    TableCase("MiniLM's shape: embeddings", _MINILM, ("onnxruntime",), "fastformer.Encoder", (INT8, FP32)),
+    replace(_case(PEERS, "base, greedy, 1 source"), label="OPUS-MT's shape: translation", panels=_EACH[1::2]),
+    # From the day on which it is measured.
+    TableCase("Whisper: speech, in batches", {"op": "speech", "windows": 8}, ("faster-whisper",), panels=_EACH[1::2]),
+    replace(
+        _case(LLAMA, "a prompt of 512 tokens, 32 tokens"), label="Llama's form, 168 M: an answer", panels=_EACH[1::2]
+    ),
+    replace(
+        _BERT,
+        label="BERT-base: evaluation",
+        where={**_BERT.where, "provider": ("accelerated", "as it is", "onnxruntime", "openvino")},
+        panels=(INT8, FP32),
+    ),
 )
+# The table in README.
+HEADLINES = (
+    Headline("embeds sentences (MiniLM's shape)", WELL_KNOWN[0], INT8, ("onnxruntime", "openvino")),
+    Headline("embeds sentences (MiniLM's shape)", WELL_KNOWN[0], FP32, ("sentence-transformers",)),
+    Headline("translates a sentence (OPUS-MT's shape)", WELL_KNOWN[1], INT8, ("ctranslate2",)),
+    Headline("answers a prompt of 512 tokens (Llama's form)", WELL_KNOWN[3], INT8, ("llama.cpp",)),
+    Headline(
+        "answers 16 prompts together (Llama's form)", _case(LLAMA, "16 prompts of 32, 32 tokens"), INT8, ("llama.cpp",)
+    ),
+    Headline("evaluates BERT-base after `accelerate`", _BERT, FP32, ("as it is", "onnxruntime")),
+    Headline(
+        "trains torch.nn's encoder after `accelerate`",
+        _case(DROP_IN, "torch.nn's encoder, 6 layers, training step, 8 of 1 to 512 tokens"), FP32, ("as it is",),
+    ),
+    Headline(
+        "trains GPT-2 small with the fused loss",
+        _case(DROP_IN, "GPT-2 small, 16 to 256 tokens, with the fused loss"), FP32, ("as it is",),
+    ),
+)  # fmt: skip
+# The tables of docs/coming-from, by their page.
+COMING_FROM = {
+    "ctranslate2": (
+        HEADLINES[2],
+        Headline("translates 16 sentences together (OPUS-MT's shape)", _case(PEERS, "base, greedy, 16 sources"),
+                 _PRECISIONS[0], ("ctranslate2",)),
+        Headline("translates a sentence with 4 beams (OPUS-MT's shape)", _case(PEERS, "base, 4 beams, 1 source"),
+                 _PRECISIONS[0], ("ctranslate2",)),
+    ),
+    "sentence_transformers": HEADLINES[:2],
+    "llama_cpp": (
+        Headline("answers a prompt of 32 tokens (Llama's form)", _case(LLAMA, "a prompt of 32 tokens, 32 tokens"),
+                 _PRECISIONS[0], ("llama.cpp",)),
+        *HEADLINES[3:5],
+    ),
+    "torch_nn": HEADLINES[5:],
+}  # fmt: skip

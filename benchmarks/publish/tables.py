@@ -6,7 +6,6 @@ A cell is a field of one line, or the ratio of two lines of one run. The text ar
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -27,17 +26,19 @@ from benchmarks.publish.style import two_digits
 from benchmarks.publish.summary import (
     AVX2,
     AVX2_PEERS,
+    COMING_FROM,
     DROP_IN,
     ENCODERS_INT8,
     GENERATE,
+    HEADLINES,
     LLAMA,
     MODELS,
     MODULES,
     OPS,
     PEERS,
     SMALL_WORK,
-    SUMMARY,
     Comparison,
+    Headline,
     TableCase,
     size_of,
 )
@@ -181,16 +182,13 @@ def elsewhere(kind: str, make: Callable[[Numbers], str], numbers: Numbers) -> st
     return ""
 
 
-def summary(numbers: Numbers) -> str:
-    """Makes the table of ten numbers for a newcomer, each with the command that measures it."""
+def summary(headlines: Sequence[Headline], numbers: Numbers) -> str:
+    """Makes a table for a newcomer, in words."""
     lines = []
-    for case, against, panels in SUMMARY:
-        first = len(numbers.figures)
-        figures = ", ".join(f"{numbers.ratio(case, panel, against)} ({panel})" for panel in panels)
-        commands = dict.fromkeys(re.sub(r" --out \S+", "", figure.command) for figure in numbers.figures[first:])
-        command = "; ".join(f"`{command}`" for command in commands)
-        lines.append([case.label, figures, name_of(against), command or NOT_MEASURED])
-    return table(["", "times faster", "than", "command"], lines)
+    for does, case, panel, rivals in headlines:
+        figures = [f"{numbers.ratio(case, panel.name, rival)} times as fast as {name_of(rival)}" for rival in rivals]
+        lines.append([f"{does}, {panel.name}", ", ".join(figures)])
+    return table(["fastformer", "on two cores"], lines)
 
 
 def losses(numbers: Numbers) -> str:
@@ -476,7 +474,8 @@ def scaling(numbers: Numbers) -> str:
 
 _measured = functools.partial(times_faster, measured_alone=True)
 TABLES: dict[str, Callable[[Numbers], str]] = {
-    "summary": summary,
+    "summary": functools.partial(summary, HEADLINES),
+    **{f"from_{page}": functools.partial(summary, headlines) for page, headlines in COMING_FROM.items()},
     "losses": losses,
     "models": functools.partial(times_faster, MODELS),
     "modules": functools.partial(times_faster, MODULES),
