@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fastformer.models import GPT as GPT
     from fastformer.models import Transformer as Transformer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "GPT",
     "AsyncTranslator",

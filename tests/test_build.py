@@ -35,6 +35,7 @@ def sources(tmp_path: Path) -> Path:
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "fastformer").mkdir()
+    (tmp_path / "fastformer/__init__.py").write_text('__version__ = "1.0"\n')
     return tmp_path
 
 

@@ -77,6 +77,43 @@ def test_an_installation_is_typed(tmp_path) -> None:
     assert (tmp_path / "lib" / "fastformer" / "commands" / "train.py").is_file()
 
 
+@pytest.mark.parametrize(
+    ("tag", "heading", "error"),
+    [
+        ("v1.2.3", "1.2.3 - 2026-12-01", ""),
+        ("1.2.3", "1.2.3", "v1.2.3"),
+        ("v1.2.4", "1.2.4", "v1.2.3"),
+        ("v1.2.3", "1.2.3 (unreleased)", "the date"),
+        ("v1.2.3", "1.2.30", "a heading"),
+    ],
+)
+def test_a_release_has_the_notes_of_its_tag(tag: str, heading: str, error: str, tmp_path: Path) -> None:
+    script = ROOT / ".github/release_notes.py"
+    if not script.exists():
+        pytest.skip("the sources are not here")
+    files = {
+        "fastformer/__init__.py": '__version__ = "1.2.3"\n',
+        "CITATION.cff": "cff-version: 1.2.0\nversion: 1.2.3\n",
+        "CHANGELOG.md": f"# Changelog\n\n## {heading}\n\n### Speed\n\n- More.\n\n## 1.2.2\n\n- Less.\n",
+        ".github/release_notes.py": script.read_text(encoding="utf-8"),
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    words = [sys.executable, str(tmp_path / ".github/release_notes.py"), tag]
+    proc = subprocess.run(words, capture_output=True, text=True)
+    assert proc.stdout == ("" if error else "### Speed\n\n- More.\n")
+    assert bool(proc.returncode) == bool(error) and error in proc.stderr and "Traceback" not in proc.stderr
+
+
+def test_the_next_release_is_the_first_in_the_changelog() -> None:
+    if not (ROOT / "CITATION.cff").exists():
+        pytest.skip("the sources are not here")
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings[0] in ("Unreleased", fastformer.__version__)
+    assert f"version: {fastformer.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+
+
 # Without the C++ extension (an old CPU, or no compiler) everything works, with one warning.
 
 
