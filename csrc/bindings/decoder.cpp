@@ -3,6 +3,7 @@
 #include "engine/decoder.h"
 
 #include <algorithm>
+#include <cstring>
 #include <mutex>
 
 #include "bindings/arrays.h"
@@ -12,6 +13,7 @@ namespace fastformer {
 namespace {
 
 using python::Array;
+using python::Bytes;
 using python::Object;
 using python::Released;
 
@@ -187,7 +189,8 @@ Object align(GuardedSession& guarded, int64_t group, int64_t source, const Ids& 
 
 // The logits array must be dense, because results written to a converted copy of it would be lost.
 Object step(GuardedSession& guarded, const Ids& tokens, int64_t k, bool log_probs, const Ids& logit_rows,
-            const std::optional<Array>& logits, int32_t threads) {
+            const std::optional<Array>& logits, int32_t threads, const std::optional<Ids>& masked_rows,
+            const std::optional<Bytes>& masks) {
   return guarded.with([&](Session& session) {
     if (k < 1 || k > session.model().vocab_size())
       throw std::invalid_argument("expected k from 1 to the size of the vocabulary");
@@ -202,6 +205,22 @@ Object step(GuardedSession& guarded, const Ids& tokens, int64_t k, bool log_prob
         if (row < 0 || row >= session.num_rows())
           throw std::invalid_argument("expected logit_rows to be rows of the session");
       selection.logits = static_cast<float*>(logits->data());
+    }
+    if (masked_rows && !masked_rows->empty()) {
+      const int64_t words = (session.model().vocab_size() + 31) / 32;
+      if (!masks || masks->array.ndim() != 2 || masks->array.shape(0) != std::ssize(*masked_rows) ||
+          masks->array.shape(1) % 4 != 0 || masks->array.shape(1) < 4 * words)
+        throw std::invalid_argument("expected masks with a row of " + std::to_string(4 * words) +
+                                    " bytes for each of masked_rows");
+      int32_t behind = 0;
+      for (const int32_t row : *masked_rows) {
+        if (row < behind || row >= session.num_rows())
+          throw std::invalid_argument("expected masked_rows to be rows of the session, in ascending order");
+        behind = row + 1;
+      }
+      selection.masked_rows = *masked_rows, selection.mask_words = masks->array.shape(1) / 4;
+      selection.masks.resize(masked_rows->size() * selection.mask_words);
+      std::memcpy(selection.masks.data(), masks->data(), selection.masks.size() * 4);
     }
     const Candidates* candidates;
     {
@@ -277,7 +296,7 @@ void bind_decoder(PyObject* module) {
       method<"admit", "sources tokens threads", &admit>(),
       method<"admit_states", "states tokens threads", &admit_states>(),
       method<"align", "group source tokens targets end heads threads", &align>(),
-      method<"step", "tokens k log_probs logit_rows logits threads", &step>(),
+      method<"step", "tokens k log_probs logit_rows logits threads masked_rows? masks?", &step>(),
       method<"run", "searches tokens max_steps seconds least_rows log_probs threads", &run>(),
       method<"reorder", "parents", &reorder>(),
       method<"release", "groups", &release>(),

@@ -45,6 +45,9 @@ void LmHead::add_stages(const PackedRows& states, int64_t rows, const Selection&
   places_.assign(selection.logit_rows.empty() ? 0 : rows, -1);
   for (size_t i = 0; i < selection.logit_rows.size(); ++i)
     places_.at(selection.logit_rows[i]) = static_cast<int32_t>(i);
+  mask_places_.assign(selection.masked_rows.empty() ? 0 : rows, -1);
+  for (size_t i = 0; i < selection.masked_rows.size(); ++i)
+    mask_places_.at(selection.masked_rows[i]) = static_cast<int32_t>(i);
   bans_.clear(), keeps_shares_ = false;
   for (Selection::Ban ban : selection.bans) {
     if (!shortlist_.ids.empty()) {
@@ -72,6 +75,27 @@ void LmHead::add_stages(const PackedRows& states, int64_t rows, const Selection&
                     }});
 }
 
+bool LmHead::may_choose(int64_t row, int64_t first, int64_t count, const Selection& selection) const {
+  if (mask_places_[row] < 0) return true;
+  const uint32_t* mask = selection.masks.data() + mask_places_[row] * selection.mask_words;
+  if (shortlist_.ids.empty()) {  // a panel's columns are whole words
+    const auto is_zero = [](uint32_t word) { return word == 0; };
+    return !std::all_of(mask + first / 32, mask + std::min(selection.mask_words, (first + count + 31) / 32), is_zero);
+  }
+  for (int64_t c = first; c < first + count; ++c)
+    if (const int32_t id = shortlist_.ids[c]; mask[id / 32] >> (id % 32) & 1) return true;
+  return false;
+}
+
+void LmHead::apply_mask(int64_t row, int64_t first, int64_t count, const Selection& selection, float* z) const {
+  if (mask_places_[row] < 0) return;
+  const uint32_t* mask = selection.masks.data() + mask_places_[row] * selection.mask_words;
+  for (int64_t c = 0; c < count; ++c) {
+    const int32_t id = id_of(static_cast<int32_t>(first + c));
+    if (!(mask[id / 32] >> (id % 32) & 1)) z[c] = kNever;
+  }
+}
+
 void LmHead::scan_shard(int64_t shard, const PackedRows& states, int64_t rows, const Selection& selection) {
   static thread_local std::vector<float> tile;
   reserve(tile, rows * kPanelColumns);
@@ -93,8 +117,12 @@ void LmHead::scan_shard(int64_t shard, const PackedRows& states, int64_t rows, c
     const int64_t first = panel * kPanelColumns, count = std::min(kPanelColumns, w.n - first);
     Sum* sums = sums_.data() + panel / part_panels_ * rows;
     if (panel % part_panels_ == 0) std::fill_n(sums, rows, Sum{kNever, 0});
-    gemm(states, rows, w, panel, panel + 1, tile.data(), kPanelColumns);
-    if (cap > 0) cap_row(tile.data(), rows * kPanelColumns, 1 / cap, cap);
+    // Logits that no row may choose aren't computed.
+    bool is_needed = mask_places_.empty();
+    for (int64_t row = 0; row < rows && !is_needed; ++row) is_needed = may_choose(row, first, count, selection);
+    if (is_needed) gemm(states, rows, w, panel, panel + 1, tile.data(), kPanelColumns);
+    else std::fill_n(tile.data(), rows * kPanelColumns, kNever);
+    if (cap > 0 && is_needed) cap_row(tile.data(), rows * kPanelColumns, 1 / cap, cap);
     const auto here = ban;
     const auto forbid = [&](bool keeps_share) {
       for (ban = here; ban != bans_.end() && ban->id < first + kPanelColumns; ++ban)
@@ -105,6 +133,7 @@ void LmHead::scan_shard(int64_t shard, const PackedRows& states, int64_t rows, c
     for (int64_t row = 0; row < rows; ++row) {
       float* z = tile.data() + row * kPanelColumns;
       std::fill(z + count, z + kPanelColumns, kNever);
+      if (!mask_places_.empty() && is_needed) apply_mask(row, first, count, selection, z);
       if (selection.log_probs) add_exponentials(z, sums[row]);
     }
     if (keeps_shares_) forbid(true);

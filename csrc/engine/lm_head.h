@@ -31,6 +31,11 @@ struct Selection {
   // all rows get their best tokens.
   std::function<void(int64_t row, float* logits, int32_t* ids, float* values)> choose;
   std::vector<Ban> bans;
+  // Rows, in ascending order, that may only choose some ids: id i of the r-th of them if bit i % 32 is set in
+  // masks[r * mask_words + i / 32].
+  Ids masked_rows;
+  std::vector<uint32_t> masks;
+  int64_t mask_words = 0;
 };
 
 // The best tokens of each row, (rows, k), best first; ties go to the lower id. If there are fewer than k, the rest is
@@ -73,6 +78,10 @@ class LmHead {
 
   const PackedWeight& weight() const { return shortlist_.ids.empty() ? model_.output : shortlist_.weight; }
   int32_t id_of(int32_t column) const { return shortlist_.ids.empty() ? column : shortlist_.ids[column]; }
+  // Returns whether the row may choose an id of one of these columns.
+  bool may_choose(int64_t row, int64_t first, int64_t count, const Selection& selection) const;
+  // Sets the logits of columns that the row may not choose to -inf.
+  void apply_mask(int64_t row, int64_t first, int64_t count, const Selection& selection, float* z) const;
   void scan_shard(int64_t shard, const PackedRows& states, int64_t rows, const Selection& selection);
   void merge_shards(int64_t row, int64_t rows, const Selection& selection, Candidates& candidates) const;
   static void keep_best(const float* z, int64_t first, int64_t k, Best& best);
@@ -84,6 +93,7 @@ class LmHead {
   std::vector<Selection::Ban> bans_;
   bool keeps_shares_ = false;  // whether any of the bans does
   Ids places_;
+  Ids mask_places_;  // likewise of each row among those with a mask
   // The parts depend only on the vocabulary, so that sums are the same for any number of threads. The number of shards
   // depends on the threads, because it doesn't change which tokens are best; each shard has to fill its k best first.
   int64_t num_parts_ = 0, part_panels_ = 0, num_shards_ = 0;

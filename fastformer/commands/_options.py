@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from docstring_parser import parse as parse_docstring
@@ -57,6 +58,23 @@ def _help(kind: Any) -> dict[str, str]:
     """Returns the first sentence about each field, without its period."""
     texts = {p.arg_name: p.description or "" for p in parse_docstring(kind.__doc__ or "").params}
     return {name: " ".join(text.split()).partition(". ")[0].rstrip(".") for name, text in texts.items()}
+
+
+def constraint_options(
+    schema: str | None, regex: str | None, choices: Sequence[str] | None, grammar: str | None
+) -> dict[str, Any]:
+    """Returns the options of a text's constraint from flags, of which schema and grammar are the paths of files.
+
+    Raises:
+        ValueError: a file doesn't exist, or isn't a text.
+    """
+    options: dict[str, Any] = {"regex": regex, "choices": choices or None}
+    for name, path in (("schema", schema), ("grammar", grammar)):
+        try:
+            options[name] = None if path is None else Path(path).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"expected --{name} to be a file of text, got {path} ({error})") from error
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def given_options(path: str | None, flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser
 
-from fastformer.commands._options import add_options, given_options
+from fastformer.commands._options import add_options, constraint_options, given_options
 from fastformer.console import is_terminal, shown, typed
 from fastformer.generation.config import Precision
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastformer")
 
-TEXTS = ("system", "stop")
+TEXTS = ("system", "stop", "regex", "choices")
 _OPTIONS = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
 _HELP = "/reset begins anew, /quit or Ctrl-D leaves, Ctrl-C ends an answer; // begins a line that begins with /"
 
@@ -38,6 +38,10 @@ def chat(
     system: str | None = None,
     greedy: bool = False,
     stop: list[str] | None = None,
+    schema: str | None = None,
+    regex: str | None = None,
+    choices: list[str] | None = None,
+    grammar: str | None = None,
     drop_oldest: bool = False,
     device: str = "auto",
     precision: Precision | None = None,
@@ -55,6 +59,10 @@ def chat(
         system: the text that the conversation begins with, such as "You are brief."; by default the template's
         greedy: take the best token always, without sampling; by default the folder's generation_config.json decides
         stop: a text that ends an answer and isn't printed; repeat the flag for several
+        schema: a file with a JSON schema, which the answer matches as JSON
+        regex: a regular expression that the answer matches as a whole
+        choices: a text that the answer may be; repeat the flag for several
+        grammar: a file with a context-free grammar, in Lark's syntax, that the answer matches
         drop_oldest: if the conversation fills the model's positions, omit its oldest turns instead of stopping
         device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
         precision: convert the weights to this; int8 and int4 are for a CPU; by default they stay as they were saved
@@ -64,7 +72,8 @@ def chat(
     from fastformer.devices import choose_device
     from fastformer.generation.chat import Chat
 
-    decoding = given_options(config, {**options, **({"stop_strings": stop} if stop else {})})
+    given = constraint_options(schema, regex, choices, grammar) | ({"stop_strings": stop} if stop else {})
+    decoding = given_options(config, {**options, **given})
     of_file = decoding.pop("precision", None)
     precision = precision or of_file
     if greedy:

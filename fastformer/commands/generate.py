@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jsonargparse import ArgumentParser
 
-from fastformer.commands._options import OPTIONS, add_options, given_options
+from fastformer.commands._options import OPTIONS, add_options, constraint_options, given_options
 from fastformer.console import shown
 from fastformer.generation.config import GenerationConfig, Precision
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastformer")
 
 FILLED_BY = ("file",)  # a prompt or a file, not both
-TEXTS = ("prompt", "stop")
+TEXTS = ("prompt", "stop", "regex", "choices")
 _MANY = 512  # new tokens of a prompt if neither a flag nor the folder of another program sets their number
 
 
@@ -39,6 +39,10 @@ def generate(
     *,
     file: str | None = None,
     stop: list[str] | None = None,
+    schema: str | None = None,
+    regex: str | None = None,
+    choices: list[str] | None = None,
+    grammar: str | None = None,
     on_error: Literal["stop", "skip"] = "stop",
     device: str = "auto",
     precision: Precision | None = None,
@@ -67,6 +71,10 @@ def generate(
             number and a tab
         stop: a text that ends the continuation and isn't printed; repeat the flag for several. In most shells
             $'\\n' is a line end
+        schema: a file with a JSON schema, which the continuation matches as JSON
+        regex: a regular expression that the continuation matches as a whole
+        choices: a text that the continuation may be; repeat the flag for several
+        grammar: a file with a context-free grammar, in Lark's syntax, that the continuation matches
         on_error: at a line that is too long or not UTF-8, stop, or skip it with an empty line instead and a warning
         device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
         precision: convert the weights to this; int8 and int4 are for a CPU; by default they stay as they were saved
@@ -85,6 +93,7 @@ def generate(
     if prompt is not None and file is not None:
         raise ValueError(f"expected a prompt or --file, got both: {prompt!r:.60} and {file}")
     given = {"precision": precision, "stop_strings": stop or None}
+    given |= constraint_options(schema, regex, choices, grammar)
     values = given_options(config, {**options, **{name: value for name, value in given.items() if value is not None}})
     samples = not greedy and GenerationConfig(num_beams=values.get("num_beams", 1)).num_beams == 1
     _check_sampling(greedy, values)

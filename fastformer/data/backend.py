@@ -86,6 +86,16 @@ class Backend(ABC):
     def id_to_token(self, i: int) -> str | None:
         """Returns the token of an id; None: it has none."""
 
+    def token_bytes(self) -> list[bytes | None]:
+        """Returns for each id the bytes that it adds to a text that has begun.
+
+        None: the token is special, or its bytes depend on its neighbours.
+
+        Raises:
+            ValueError: the bytes of tokens aren't known.
+        """
+        raise ValueError(f"expected a tokenizer whose tokens have known bytes, got one of {self.library}")
+
     def readable(self, i: int) -> str:
         """Returns the token of an id with visible spaces and line ends, or that of UNK for an id without a token."""
         token = self.id_to_token(i)
@@ -196,6 +206,10 @@ class ByteBackend(Backend):
                 data.append(i - FIRST_BYTE)
         return data.decode("utf-8", errors="replace")
 
+    def token_bytes(self) -> list[bytes | None]:
+        user = [None if self.user.is_dropped else token.encode() for token in self.user.tokens]
+        return [*[None] * FIRST_BYTE, *(bytes([byte]) for byte in range(NUM_BYTES)), *user]
+
     def id_to_token(self, i: int) -> str:
         """Returns a special or user token, a character, or <0xNN> for a byte that is not a character by itself."""
         byte = i - FIRST_BYTE
@@ -265,6 +279,10 @@ class Renumbered(Backend):
 
     def decode(self, ids: list[int]) -> str:
         return self.inner.decode([old for i in ids if (old := self.inner_ids[i]) is not None])
+
+    def token_bytes(self) -> list[bytes | None]:
+        inner, special = self.inner.token_bytes(), len(SPECIAL_TOKENS)
+        return [None if old is None or i < special else inner[old] for i, old in enumerate(self.inner_ids)]
 
     def id_to_token(self, i: int) -> str | None:
         return SPECIAL_TOKENS[i] if i < len(SPECIAL_TOKENS) else self.inner.id_to_token(self.inner_ids[i] or 0)

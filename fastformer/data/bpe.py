@@ -148,6 +148,12 @@ class BPEBackend(LibraryBackend):
             text = text.removeprefix(" ")  # the space that encoding added to the first word
         return text.replace("\n ", "\n")
 
+    def token_bytes(self) -> list[bytes | None]:
+        data: list[bytes | None] = [token.encode() for token in self._tokens]
+        data[: _BYTE_IDS.stop] = [*[None] * FIRST_BYTE, *(bytes([byte]) for byte in range(NUM_BYTES))]
+        # A text has no space after the end of a line.
+        return [None if i in self._dropped or not one or b"\n" in one else one for i, one in enumerate(data)]
+
     def to_json(self) -> dict[str, Any]:
         values: dict[str, Any] = json.loads(self.tokenizer.to_str())
         return values

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 
 _GAPS = 2**16  # ids without a token that a file may have
 _SPECIAL = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# The characters by which byte-level tokenizers, such as GPT-2's, write bytes: a byte that is no visible character of
+# Latin-1 has one from U+0100 on.
+_VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTES = {chr(byte): byte for byte in _VISIBLE}
+_BYTES |= {chr(0x100 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_VISIBLE}))}
 _PROBES = 1000  # tokens that are tried until one of them is text
 
 
@@ -68,6 +74,27 @@ class LibraryBackend(Backend):
 
     def id_to_token(self, i: int) -> str | None:
         return self.tokenizer.id_to_token(i)
+
+    def token_bytes(self) -> list[bytes | None]:
+        decoder = json.loads(self.tokenizer.to_str())["decoder"] or {}
+        steps = decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
+        kinds = [step.get("type") for step in steps]
+        if kinds == ["ByteLevel"]:
+            bytes_of = _visible_bytes
+        elif not {*kinds} - {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
+            # `Strip` only changes the beginning or the end of a text.
+            spaces = [step for step in steps if step["type"] in ("Replace", "Metaspace")]
+            signs = {step.get("replacement") if "pattern" not in step else step["pattern"].get("String"): step
+                     for step in spaces}  # fmt: skip
+            if [*signs] != ["▁"] or any(step.get("content", " ") != " " for step in spaces):
+                raise ValueError(f"expected {self._name} to write spaces as ▁, got the decoder {decoder!r:.200}")
+            bytes_of = functools.partial(_piece_bytes, has_bytes="ByteFallback" in kinds)
+        else:
+            raise ValueError(f"expected {self._name} to decode each token by itself, got {decoder!r:.200}")
+        added = self.tokenizer.get_added_tokens_decoder()
+        special = {i for i, token in added.items() if token.special}
+        names = [None if i in special else self.id_to_token(i) for i in range(self.size)]
+        return [None if name is None else bytes_of(name) for name in names]
 
     @functools.cached_property
     def cuts(self) -> re.Pattern[str] | None:
@@ -130,6 +157,18 @@ class LibraryBackend(Backend):
 
     def to_json(self) -> dict[str, Any]:
         return {"backend": json.loads(self.tokenizer.to_str())}
+
+
+def _visible_bytes(name: str) -> bytes:
+    """Returns the bytes that a token of a byte-level tokenizer writes."""
+    data = [_BYTES.get(character, -1) for character in name]
+    return name.encode() if -1 in data else bytes(data)
+
+
+def _piece_bytes(name: str, *, has_bytes: bool) -> bytes:
+    """Returns the bytes of a token whose spaces are ▁."""
+    match = _BYTE.fullmatch(name) if has_bytes else None
+    return bytes([int(match[1], 16)]) if match else name.replace("▁", " ").encode()
 
 
 class _LibraryGuard(ControlGuard):

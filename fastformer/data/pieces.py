@@ -115,6 +115,18 @@ class PieceBackend(Backend):
             return token
         return str(self.processor.id_to_piece(i))
 
+    def token_bytes(self) -> list[bytes | None]:
+        return [self._bytes_of(i) for i in range(self.size)]
+
+    def _bytes_of(self, i: int) -> bytes | None:
+        processor, token = self.processor, self.id_to_token(i)
+        if token is None or i in self._hidden or token in self.plain:  # decoding omits a space behind an added token
+            return None
+        piece = processor.piece_to_id(token)
+        if processor.is_unknown(piece) or processor.is_control(piece) or processor.is_unused(piece):
+            return None
+        return bytes([int(token[3:5], 16)]) if processor.is_byte(piece) else token.replace("▁", " ").encode()
+
     @functools.cached_property
     def _controls(self) -> dict[str, int]:
         """The model's control pieces, which no text spells, and the special tokens that it doesn't have."""

@@ -11,6 +11,7 @@ PAD. The tokenizer of a pretrained model has that model's ids.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -103,6 +104,7 @@ class Tokenizer:
     @special_ids.setter
     def special_ids(self, ids: SpecialIds) -> None:
         self._special_ids = ids
+        vars(self).pop("token_bytes", None)
         # The ids that decoding omits.
         self._omitted = {getattr(ids, name) for name in _OMITTED.get(self.role, ())}
         if self.languages is not None and self.languages.places != "asked":
@@ -252,6 +254,19 @@ class Tokenizer:
             return self._target.decode([*checked_ids(ids, self.vocab_size)])
         within, omitted = until_eos(ids, self.special_ids, self.vocab_size), self._omitted
         return self._target.decode([i for i in within if i not in omitted])
+
+    @functools.cached_property
+    def token_bytes(self) -> Sequence[bytes | None]:
+        """For each id of the model's output, the bytes that it adds to a text that has begun.
+
+        None: `decode` omits the token, or its bytes depend on its neighbours.
+
+        Raises:
+            ValueError: the bytes of tokens aren't known.
+        """
+        data, omitted = self._target.token_bytes(), self._omitted.union(self.special_ids.eos)
+        data += [None] * (self.vocab_size - len(data))
+        return [None if i in omitted else one for i, one in enumerate(data)]
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
         """Returns each id of the model's output as a short readable string, for pictures and messages."""

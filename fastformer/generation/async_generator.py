@@ -145,7 +145,8 @@ class SampleRequest(Request):
     def _reason(self) -> FinishReason:
         tokens = self.results[0].tokens
         is_cut = len(tokens) >= self.search.limit and tokens[-1] not in self._ends
-        return "length" if is_cut and not self._text.is_stopped else "stop"
+        is_complete = self.search.matchers is not None and self.search.matchers[0].is_complete
+        return "length" if is_cut and not (is_complete or self._text.is_stopped) else "stop"
 
 
 def _scored(row: Hypothesis, place: int) -> ScoredToken:
@@ -413,7 +414,7 @@ class AsyncGenerator(Session[Request]):
             tokenizer=self.tokenizer,
             num_alternatives=num_alternatives,
         )
-        begin = () if is_chat else behind_ends(ids, self._ends)
+        begin = builder.anchor or (() if is_chat else behind_ends(ids, self._ends))
         new_text = functools.partial(TextPieces, self.tokenizer, begin, is_told=True, runs=self._runs)
         kind = functools.partial(SampleRequest, new_text=new_text, ends=builder.ids.eos)
         checked, requests = builder.check(ids), list[SampleRequest]()

@@ -15,6 +15,7 @@ from typing_extensions import Unpack
 
 from fastformer.generation.chat_template import ChatTemplate, TemplateTokenizer
 from fastformer.generation.config import GenerationConfig, GenerationOptions, Precision
+from fastformer.generation.constraints import Vocabulary
 from fastformer.generation.folder_options import load_language_model
 from fastformer.generation.generator import Generator
 from fastformer.generation.model_protocols import Model, is_decoder_only
@@ -155,8 +156,10 @@ class Chat:
         return self._pieces(message, ids, config)
 
     def _pieces(self, message: dict[str, Any], ids: list[int], config: GenerationConfig) -> Pieces:
-        text, answer = TextPieces(self._decoder, stop=config.stop_strings), []
-        is_over = False
+        is_over, begin, answer = False, list[int](), list[str]()
+        if config.constraint is not None:
+            begin = Vocabulary.of(self._decoder, self._generator.model.config.vocab_size).anchor
+        text = TextPieces(self._decoder, begin, is_told=bool(begin), stop=config.stop_strings)
         tokens = self._generator.stream(ids, config, tokenizer=self._decoder)
         try:
             with contextlib.closing(tokens):

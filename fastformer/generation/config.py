@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias, TypedDict
+from typing import Annotated, Any, Literal, TypeAlias, TypedDict, get_args
 
 from torch import Tensor
 
+from fastformer.generation.constraints import Constraint, ConstraintKind
 from fastformer.generation.foreign_options import check_names, with_config
 from fastformer.settings import Amount, Convert, Count, Positive, Range, as_ids, as_integer, as_tuple, check_settings
 
@@ -60,6 +62,26 @@ def _functions(name: str, given: Any) -> tuple[Callable[..., Any], ...]:
         if not callable(function):
             raise ValueError(f"expected {name} to hold functions of (input_ids, scores), got {function!r:.60}")
     return functions
+
+
+def _schema(name: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    make = getattr(value, "model_json_schema", None)
+    try:
+        schema = make() if callable(make) else json.loads(value) if isinstance(value, str) else value
+        text = json.dumps(dict(schema) if isinstance(schema, Mapping) else schema)
+    except (TypeError, ValueError) as error:  # json's error is a ValueError
+        raise ValueError(f"expected {name} as a mapping or a text in JSON, got {value!r:.60} ({error})") from error
+    if not isinstance(schema, Mapping | bool):
+        raise ValueError(f"expected {name} to be an object, got {text:.60}")
+    return text
+
+
+def _pattern(name: str, value: Any) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ValueError(f"expected {name} as a text that isn't empty, got {value!r:.60}")
+    return value
 
 
 @dataclass(frozen=True)
@@ -128,6 +150,14 @@ class GenerationConfig:
         stop_strings: texts that end a row. A row ends with the token that completes one of them in the text of its new
             tokens. The ids of the row contain the stop string, its text doesn't. A beam that ends so counts as one that
             ends in EOS. `generate` needs a tokenizer for them.
+        schema: the new tokens are JSON that this JSON schema allows: a mapping, its JSON text, or a pydantic model. It
+            is stored as JSON. With schema, regex, choices and grammar, of which there can be one, every complete text
+            matches; one that is cut by max_new_tokens is the beginning of a text that matches. They need llguidance
+            (`pip install 'fastformer[structured]'`), and `generate` needs a tokenizer. They are for prompts, and not
+            for beams. A part of one that llguidance can't enforce is an error.
+        regex: the new tokens match this regular expression as a whole, in the syntax of Rust's regex crate.
+        choices: the new tokens are one of these texts.
+        grammar: the new tokens match this context-free grammar, in the syntax of Lark.
         window: the action when a text fills the model's positions: stop ends the text; slide forgets the older half of
             the tokens that the model sees and continues, up to max_new_tokens. With slide, the model reads only the end
             of a longer prompt. Whenever max_len tokens are full, the model reads the last max_len // 2 of them again,
@@ -179,6 +209,10 @@ class GenerationConfig:
     renormalize_logits: bool | None = None
     stopping_criteria: Annotated[StoppingCriterion | Sequence[StoppingCriterion], Convert(_functions)] = ()
     stop_strings: Annotated[str | Sequence[str], Convert(_texts)] = ()
+    schema: Annotated[Mapping[str, Any] | str | bool | type[Any] | None, Convert(_schema)] = None
+    regex: Annotated[str | None, Convert(_pattern)] = None
+    choices: Annotated[Sequence[str], Convert(_texts)] = ()
+    grammar: Annotated[str | None, Convert(_pattern)] = None
     window: Window = "stop"
     max_time: AboveZero | None = None
     eos_token_id: Annotated[int | Sequence[int] | None, Convert(_end_ids)] = None
@@ -222,6 +256,15 @@ class GenerationConfig:
     def __post_init__(self) -> None:
         if check_settings(self):
             self._check_combinations()
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What new tokens must match, or None."""
+        choices = json.dumps(self.choices) if self.choices else None
+        assert self.schema is None or isinstance(self.schema, str)  # as `_schema` stores it
+        texts: dict[ConstraintKind, str | None]
+        texts = {"schema": self.schema, "regex": self.regex, "choices": choices, "grammar": self.grammar}
+        return next((Constraint(kind, text) for kind, text in texts.items() if text is not None), None)
 
     @property
     def samples(self) -> int:
@@ -287,6 +330,17 @@ class GenerationConfig:
 
     def _check_combinations(self) -> None:
         beams, groups, by_transformers_rules = self.num_beams, self.num_beam_groups, self.beam_rules == "transformers"
+        if (constraint := self.constraint) is not None:
+            named = [name for name in get_args(ConstraintKind) if getattr(self, name) not in (None, ())]
+            if len(named) > 1:
+                raise ValueError(f"expected one of schema, regex, choices and grammar, got {' and '.join(named)}")
+            if beams > 1:
+                raise ValueError(
+                    f"expected num_beams 1 with {constraint.kind}, got {beams}: decode greedily, or sample"
+                )
+            for name in ("forced_bos_token_id", "forced_eos_token_id"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"expected {name} or {constraint.kind}, got both")
         if self.engine is not None and not self.use_cache:
             raise ValueError(f"expected engine or use_cache=False, got both: engine={self.engine!r}")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
@@ -363,6 +417,10 @@ class GenerationOptions(TypedDict, total=False):
     renormalize_logits: bool | None
     stopping_criteria: StoppingCriterion | Sequence[StoppingCriterion]
     stop_strings: str | Sequence[str]
+    schema: Mapping[str, Any] | str | bool | type[Any] | None
+    regex: str | None
+    choices: Sequence[str]
+    grammar: str | None
     window: Window
     max_time: float | None
     eos_token_id: int | Sequence[int] | None

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from fastformer.generation.config import GenerationConfig
+from fastformer.generation.constraints import Constraint, Matcher, Vocabulary
 from fastformer.generation.engines import Engine, Prompt, choose_engine
 from fastformer.generation.inputs import check_vocabulary
 from fastformer.generation.model_protocols import Model, is_decoder_only
@@ -79,6 +80,7 @@ class RequestBuilder:
         engine: the engine for the requests.
         is_prompted: whether inputs are prompts; if not, they are sources.
         ids: the special ids of the model, or those that the config names.
+        anchor: under a constraint, the id behind which new tokens are decoded; see `Vocabulary`.
 
     Raises:
         ValueError: the model can't apply an option.
@@ -114,6 +116,10 @@ class RequestBuilder:
         self.model, self.config, self._tokenizer = model, config, tokenizer
         if num_alternatives and config.num_beams > 1:
             raise ValueError(f"expected num_beams 1 along with num_alternatives, got {config.num_beams}")
+        self._matcher: Matcher | None = None
+        self.anchor: Sequence[int] = ()
+        if config.constraint is not None:
+            self._matcher = self._constrain(config.constraint)
         self._num_alternatives = min(num_alternatives, model.config.vocab_size)
         self.log_probs = log_probs or config.num_beams > 1 or num_alternatives > 0
         self.ids = special_ids(model, config)
@@ -129,7 +135,9 @@ class RequestBuilder:
             self.engine.runs_searches()
             and _extension.module() is not None
             and not (config.do_sample or config.num_beam_groups > 1)
-            and not (config.stop_strings or config.stopping_criteria or self._may_rise or num_alternatives)
+            and not (
+                config.stop_strings or config.stopping_criteria or self._may_rise or num_alternatives or self._matcher
+            )
         )
         unsaid = {*config.suppress_tokens, *self.ids.eos}
         allowed = len({*config.shortlist} - unsaid) if config.shortlist else model.config.vocab_size - len(unsaid)
@@ -140,6 +148,15 @@ class RequestBuilder:
             self._seed = int(torch.randint(2**62, (), device="cpu"))
         self._built = 0
         self._ends = frozenset(self.ids.eos)
+
+    def _constrain(self, constraint: Constraint) -> Matcher:
+        if not self.is_prompted:
+            raise ValueError(f"expected no {constraint.kind} for {type(self.model).__name__}, which reads a source")
+        if self._tokenizer is None:
+            raise ValueError(f"expected tokenizer=, whose tokens have known bytes, along with {constraint.kind}")
+        vocabulary = Vocabulary.of(self._tokenizer, self.model.config.vocab_size)
+        self.anchor = vocabulary.anchor
+        return vocabulary.matcher(constraint, special_ids(self.model, self.config).eos)
 
     def check(
         self, row: Sequence[int], prefix: Sequence[int] = (), *, width: int | None = None, num_language_tokens: int = 0
@@ -255,7 +272,10 @@ class RequestBuilder:
                 sampling, rows = replace(sampling, sample=sample, num_samples=rows), 1
         make_end = (lambda: self._end_of_text(before)) if config.stop_strings else None
         noted = self._num_alternatives
-        return lambda: RowSearch(limit, self._ends, rows, sampling, make_end, stop=stop, num_alternatives=noted)
+        matcher = self._matcher
+        return lambda: RowSearch(
+            limit, self._ends, rows, sampling, make_end, stop=stop, num_alternatives=noted, matcher=matcher
+        )
 
     def _native_search(self, limit: int, least: int, num_language_tokens: int) -> Search:
         config = self.config

@@ -8,13 +8,14 @@ from __future__ import annotations
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fastformer.generation.config import Processor
+from fastformer.generation.constraints import Mask, allowed_tokens
 from fastformer.generation.engines.base import Candidates, Prompt
 from fastformer.generation.processors import AtOneLength, ForcedToken, RowWise
 from fastformer.generation.search import Hypothesis, Search
@@ -276,24 +277,35 @@ def window_end(tokens: Sequence[int], window: int) -> Sequence[int]:
     return tokens[-max(1, window // 2) :] if len(tokens) >= window else tokens
 
 
-def process_logits(edited: Iterable[tuple[Request, range]], logits: Tensor) -> Tensor:
+def process_logits(
+    edited: Sequence[tuple[Request, range]], masked: tuple[Sequence[int], Mask] | None, logits: Tensor
+) -> Tensor:
     """Runs the processors of requests on the logits, in place.
 
     Args:
         edited: the requests, each with the indices of its rows.
+        masked: the indices of rows that may only choose some tokens, whatever the processors do, and their masks.
         logits: (rows, vocab_size).
     """
+    if masked is not None:
+        rows, masks = masked
+        forbidden = ~torch.from_numpy(allowed_tokens(masks, logits.shape[-1])).to(logits.device)
+        logits[rows] = logits[rows].masked_fill(forbidden, -torch.inf)
+        if edited:
+            process_logits(edited, None, logits)
+            logits[rows] = logits[rows].masked_fill(forbidden, -torch.inf)
+        return logits
     for _, neighbours in itertools.groupby(edited, key=lambda pair: _kind(pair[0])):
         alike = list(neighbours)
         processors = alike[0][0].processors
-        rows = [row for _, rows_of_request in alike for row in rows_of_request]  # sampled rows may lie between them
+        places = [row for _, rows_of_request in alike for row in rows_of_request]  # sampled rows may lie between them
         history = [row for request, _ in alike for row in request.history()]
         input_ids = torch.tensor(history, dtype=torch.long, device=logits.device)
         try:
-            scores = logits[rows]
+            scores = logits[places]
             for processor in processors:
                 scores = _checked(processor(input_ids, scores), scores, processor)
-            logits[rows] = scores
+            logits[places] = scores
         except Exception as error:  # only this request fails; the others continue
             for request, _ in alike:
                 request.error = error

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 
+from fastformer.generation.constraints import Mask
 from fastformer.generation.engines.base import Batch, Candidates, Engine, Limits, SearchingBatch, Selection
 from fastformer.generation.native_search import NativeSearch, extension_module
 from fastformer.generation.requests import BaseRequest, Request, process_logits
@@ -440,7 +442,7 @@ def run_batch(batch: Batch, requests: Sequence[Request], limits: Limits) -> list
             batch.free(leaving)
         return leaving
     tokens = [token for request in requests for token in request.next_tokens()]
-    leaving, parents = _advance(requests, batch.step(tokens, _selection(requests)))
+    leaving, parents = _advance(requests, batch.step(tokens, _selection(requests, batch.takes_masks)))
     if leaving:
         batch.free(leaving)
     if parents is not None:
@@ -480,33 +482,67 @@ def _run_searches(batch: SearchingBatch, requests: Sequence[Request], limits: Li
     return leaving
 
 
-def _selection(requests: Sequence[Request]) -> Selection:
+def _selection(requests: Sequence[Request], takes_masks: bool) -> Selection:
     """Returns the selection that requests need from the next step."""
+    masked_rows, masks = _masks(requests)
+    edited_masks: list[int] = []  # the masks that `process_logits` applies, and the places of their rows in logit_rows
+    edited_places: list[int] = []
     logit_rows: list[int] = []
     samples: list[Sample | None] = []  # for each of logit_rows
     keeps: list[bool] = []  # likewise
     edited: list[tuple[Request, range]] = []  # each request with its part of logit_rows
-    first, is_sampled = 0, False
+    first, num_masked, is_sampled = 0, 0, False
     for request in requests:
         rows = range(first, first + request.search.num_rows)
         first = rows.stop
         drawn = request.search.samples()
-        if drawn is None and not request.processors:
+        is_masked = request.search.matchers is not None
+        num_masked += len(rows) if is_masked else 0
+        if drawn is None and not request.processors and (takes_masks or not is_masked):
             continue
+        places = range(len(logit_rows), len(logit_rows) + len(rows))
+        if is_masked and (request.processors or not takes_masks):
+            edited_masks += range(num_masked - len(rows), num_masked)
+            edited_places += places
         if request.processors:
-            edited.append((request, range(len(logit_rows), len(logit_rows) + len(rows))))
+            edited.append((request, places))
         is_sampled = is_sampled or drawn is not None
         logit_rows += rows
         samples += drawn if drawn is not None else [None] * len(rows)
         keeps += [request.keeps_scores] * len(rows)
+    masked = None if masks is None or not edited_places else (edited_places, masks[edited_masks])
     return Selection(
         num_candidates=max(request.search.num_candidates for request in requests),
         log_probs=any(request.log_probs for request in requests),
         logit_rows=logit_rows,
-        process=partial(process_logits, edited) if edited else None,
+        process=partial(process_logits, edited, masked) if edited or masked else None,
         samples=samples if is_sampled else None,
         keeps=keeps if any(keeps) else None,
+        masked_rows=masked_rows,
+        masks=masks,
     )
+
+
+def _masks(requests: Sequence[Request]) -> tuple[list[int], Mask | None]:
+    """Returns the rows of requests that may only choose some tokens, and the masks of these rows."""
+    rows: list[int] = []
+    masked: list[tuple[Request, slice]] = []
+    first = 0
+    for request in requests:
+        behind = first + request.search.num_rows
+        if request.search.matchers is not None:
+            masked.append((request, slice(len(rows), len(rows) + behind - first)))
+            rows += range(first, behind)
+        first = behind
+    if not masked:
+        return [], None
+    masks: Mask = np.zeros((len(rows), max(one.num_words for one in masked[0][0].search.matchers or ())), np.uint32)
+    for request, places in masked:
+        try:
+            request.search.fill_masks(masks[places])
+        except Exception as error:  # only this request fails; the others continue
+            request.error = error
+    return rows, masks
 
 
 def _advance(requests: Sequence[Request], candidates: Candidates) -> tuple[list[int], list[list[int]] | None]:

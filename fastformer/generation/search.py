@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fastformer.generation.config import EarlyStopping
+from fastformer.generation.constraints import Mask, Matcher
 
 NEVER = -math.inf  # the score of a missing hypothesis
 
@@ -72,6 +73,7 @@ class Search(ABC):
         num_candidates: the number of candidates that the search needs for each row.
         num_rows: the number of rows in the next step.
         peak_rows: the most rows that the search ever has.
+        matchers: the constraints of its rows; None: all tokens are allowed.
     """
 
     limit: int
@@ -90,6 +92,12 @@ class Search(ABC):
     def samples(self) -> list[Sample | None] | None:
         """Returns for each row the way to sample its next token; None if no row is sampled."""
         return None
+
+    matchers: Sequence[Matcher] | None = None
+
+    def fill_masks(self, masks: Mask) -> None:
+        """Writes which tokens each row may choose next; see `Matcher.fill`. Only if there are `matchers`."""
+        raise NotImplementedError
 
     @abstractmethod
     def advance(self, ids: Sequence[Sequence[int]], values: Sequence[Sequence[float]], first: int) -> list[int]:
@@ -134,6 +142,10 @@ class RowSearch(Search):
         make_end: makes for each row a function that takes each new token and returns whether the row ends with it.
         stop: a further criterion that ends rows; None: only EOS ends a row.
         num_alternatives: the number of likeliest tokens to record at each position.
+        matcher: the beginning of a constraint for each row; None: tokens are free.
+
+    Attributes:
+        matchers: the state of each row's constraint; None: tokens are free.
     """
 
     def __init__(
@@ -146,7 +158,9 @@ class RowSearch(Search):
         *,
         stop: Stop | None = None,
         num_alternatives: int = 0,
+        matcher: Matcher | None = None,
     ) -> None:
+        self.matchers = None if matcher is None else [matcher.copy() for _ in range(num_rows)]
         self.limit, self.eos, self.sampling, self._stop = limit, eos, sampling, stop
         self._noted = num_alternatives
         # The first candidate of a sampled row is the token that was drawn; the best tokens follow it.
@@ -184,6 +198,8 @@ class RowSearch(Search):
             value, row = values[first + parent], self._rows[place]
             _check_numbers(value)
             if value[0] == NEVER:  # every token is forbidden
+                if self.matchers is not None:
+                    raise ValueError("expected options that leave a token which the constraint allows, got none")
                 continue
             token = ids[first + parent][0]
             row.tokens.append(token)
@@ -192,6 +208,9 @@ class RowSearch(Search):
                 noted = slice(self._first_noted, self._first_noted + self._noted)
                 row.alternatives.append([*zip(ids[first + parent][noted], value[noted], strict=True)])
             is_ended = self._ends is not None and self._ends[place](token)
+            if self.matchers is not None:
+                self.matchers[place].take(token)
+                is_ended = is_ended or self.matchers[place].is_complete
             if token not in self.eos and len(row.tokens) < self.limit and not is_ended:
                 parents.append(parent)
                 alive.append(place)
@@ -201,6 +220,11 @@ class RowSearch(Search):
             alive = [place for place, ends in zip(alive, stops, strict=True) if not ends]
         self._alive, self.num_rows = alive, len(alive)
         return parents
+
+    def fill_masks(self, masks: Mask) -> None:
+        for place, mask in zip(self._alive, masks, strict=True):
+            assert self.matchers is not None
+            self.matchers[place].fill(mask)
 
     def results(self) -> list[Hypothesis]:
         """Returns the hypothesis of each row, in order."""

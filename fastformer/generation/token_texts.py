@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import codecs
-import re
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from fastformer.generation.async_generator import ScoredToken
 from fastformer.generation.streaming import BROKEN, ByteRuns
 
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CONTEXT = 6  # the ids before the first token that are decoded with it
 _MOST_IDS = 64  # the most ids of a run of bytes, or of special tokens, that are decoded again for each token after them
 _CHARACTER = 4  # the most bytes of a character
-# The characters by which byte-level tokenizers, such as GPT-2's, write bytes: a byte that is no visible character of
-# Latin-1 has one from U+0100 on.
-_VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_BYTES = {chr(byte): byte for byte in _VISIBLE}
-_BYTES |= {chr(0x100 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_VISIBLE}))}
 
 
 class Spelled(NamedTuple):
@@ -55,7 +49,7 @@ class TokenTexts:
     A token alone may have another text than it has behind others: SentencePiece drops the space of the first one.
 
     Args:
-        tokenizer: with encode and decode; with tokens too, names of tokens and bytes are found.
+        tokenizer: with encode and decode; with tokens and token_bytes too, names and bytes of tokens are found.
         begin: the ids before the first token, whose text the tokens continue.
     """
 
@@ -117,6 +111,17 @@ class TokenTexts:
         """Returns the tokenizer's name of a token, or "" if it has none."""
         return str(self._tokenizer.tokens([token])[0]) if hasattr(self._tokenizer, "tokens") else ""
 
+    @functools.cached_property
+    def _bytes(self) -> Sequence[bytes | None]:
+        try:
+            data: Sequence[bytes | None] = self._tokenizer.token_bytes
+            return data
+        except (AttributeError, ValueError):
+            return ()
+
+    def _bytes_of(self, token: int) -> bytes | None:
+        return self._bytes[token] if token < len(self._bytes) else None
+
     def _text(self, *more: int) -> str:
         return str(self._tokenizer.decode([*self._ids, *more])) if self._ids or more else ""
 
@@ -124,7 +129,7 @@ class TokenTexts:
         text = self._text(token)[len(self._before) :]
         text = text[len(self._held_text) :] if text.startswith(self._held_text) else text
         is_broken, name = text.endswith(BROKEN), self.name(token)
-        data = _bytes_of(name) if is_broken or self._held else None
+        data = self._bytes_of(token) if is_broken or self._held else None
         spelled = self._spelled(token, text, data if is_broken or data is not None else text.encode())
         return spelled._replace(shown=name or text) if is_broken or not text else spelled
 
@@ -135,7 +140,7 @@ class TokenTexts:
         if len(tokens) < 2 and BROKEN not in text:
             data, texts = [text.encode()] * len(tokens), [text] * len(tokens)
         else:
-            data = [b"" if self.is_special(token) else _bytes_of(self.name(token)) for token in tokens]
+            data = [b"" if self.is_special(token) else self._bytes_of(token) for token in tokens]
             reader = codecs.getincrementaldecoder("utf-8")("replace")
             texts = [reader.decode(each or b"") for each in data]
             texts[-1] += reader.decode(b"", True)
@@ -153,11 +158,3 @@ class TokenTexts:
     def _spelled(self, token: int, text: str, data: bytes | None) -> Spelled:
         is_special = self.is_special(token)
         return Spelled(text, self.name(token) if is_special else text, None if is_special else data)
-
-
-def _bytes_of(name: str) -> bytes | None:
-    """Returns the bytes of a token that is a part of a character, from the tokenizer's name of it."""
-    if match := _BYTE.fullmatch(name):
-        return bytes([int(match[1], 16)])
-    data = [_BYTES.get(character) for character in name]
-    return bytes(byte for byte in data if byte is not None) if name and None not in data else None

@@ -63,6 +63,13 @@ OTHERS: dict[str, tuple[list[tuple[Any, Any]], list[Any]]] = {
         [[], "1", 1.0, [1, 2.0], [1, True], True],
     ),
     "stop_strings": ([("end", ("end",)), (["a", "b"], ("a", "b"))], [*LISTS, "", ["a", ""], [3]]),
+    "choices": ([("end", ("end",)), (["a", "b"], ("a", "b"))], [*LISTS, "", ["a", ""], [3]]),
+    "schema": (
+        [({"type": "null"}, '{"type": "null"}'), ('{"a": 1}', '{"a": 1}'), (True, "true"), (None, None)],
+        [3, [{}], "{", "7", "", {"a": keep}, 1.5],
+    ),
+    "regex": ([("a+", "a+"), (None, None)], ["", 3, ["a"], True]),
+    "grammar": ([("start: A", "start: A"), (None, None)], ["", 3, ["a"]]),
     "logits_processor": ([(keep, (keep,)), ([keep], (keep,))], [*LISTS, [keep, 3], "x", ["x"]]),
     "stopping_criteria": ([(keep, (keep,)), ((keep,), (keep,))], [*LISTS, [3]]),
     "engine": ([("kv_cache", "kv_cache"), (None, None)], [3, True, ["cpp"]]),

@@ -31,6 +31,7 @@ def third(input_ids: Tensor, scores: Tensor, **options: Any) -> bool:
     return input_ids.shape[1] > 3
 
 
+FOR_PROMPTS = ("window", "schema", "regex", "choices", "grammar")
 # By option: two values, and the other options of both searches.
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "max_new_tokens": (4, 5, {"min_new_tokens": 5}),
@@ -59,6 +60,10 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "renormalize_logits": (False, True, {**RULES, "logits_processor": louder}),
     "stopping_criteria": ([], third, LONG),
     "stop_strings": ([], [chr(byte) for byte in range(37)], LONG),
+    "schema": (None, {"const": "!"}, LONG),
+    "regex": (None, "[!-$]{2}", LONG),
+    "choices": ([], ["!!", "##"], LONG),
+    "grammar": (None, 'start: "!" | "$"', LONG),
     "window": ("slide", "stop", {"max_new_tokens": 130}),  # with "stop" it doesn't fit
     "max_time": (None, 1e-9, LONG),
     "eos_token_id": (None, [*range(3, 40)], {"max_new_tokens": 12}),
@@ -74,7 +79,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_another_value_of_an_option_gives_another_result(name, model, gpt, monkeypatch) -> None:
     first, second, more = CASES[name]
-    used, ids = (gpt, PROMPT) if name == "window" else (model, SOURCE)
+    used, ids = (gpt, PROMPT) if name in FOR_PROMPTS else (model, SOURCE)
     steps = watch_steps(monkeypatch)
     results: list[Any] = []
     for value in (first, second):

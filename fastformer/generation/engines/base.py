@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from fastformer.generation.constraints import Mask
 from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.search import Sample
 
@@ -57,6 +58,9 @@ class Selection:
         samples: for each of logit_rows, the way to sample its token, or None to take the best tokens; None: no row is
             sampled. The first candidate of a sampled row is the token that was drawn, with its log-probability before
             warping; the best tokens follow it.
+        masked_rows: the rows, in ascending order, that may only choose some tokens. A batch with takes_masks forbids
+            the others before `process`; for any other batch, `process` forbids them, and the rows are in logit_rows.
+        masks: for each of masked_rows, the tokens that it may choose: see `Matcher.fill`.
         keeps: for each of logit_rows, whether the output of `process` is returned without a log-softmax; None: False
             for all of them.
     """
@@ -67,6 +71,8 @@ class Selection:
     process: Callable[[Tensor], Tensor] | None = None
     samples: Sequence[Sample | None] | None = None
     keeps: Sequence[bool] | None = None
+    masked_rows: Sequence[int] = ()
+    masks: Mask | None = None
 
 
 class Candidates(NamedTuple):
@@ -97,7 +103,12 @@ class Batch(ABC):
     one source and have the same length. The caller maintains the same list of groups.
 
     Memory is counted in tokens: those of a group's source, its prompt and each of its rows.
+
+    Attributes:
+        takes_masks: whether steps forbid the tokens that `Selection.masks` forbid.
     """
+
+    takes_masks: ClassVar[bool] = False
 
     @abstractmethod
     def prefill(self, prompts: Sequence[Prompt]) -> Sequence[int] | None:

@@ -50,6 +50,8 @@ class Session(Protocol):
         logit_rows: Sequence[int],
         logits: npt.NDArray[np.float32] | None,
         threads: int,
+        masked_rows: Sequence[int] | None = None,
+        masks: npt.NDArray[np.uint8] | None = None,
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]: ...
     def run(
         self,
@@ -147,6 +149,8 @@ class CppBatch(SearchingBatch):
     prompts, if the model's weights have changed meanwhile. Requests that are decoded together use the same weights.
     """
 
+    takes_masks: ClassVar[bool] = True
+
     def __init__(self, engine: CppEngine, vocab_size: int, num_tokens: int, shortlist: list[int]) -> None:
         self._engine, self._vocab_size, self._num_tokens = engine, vocab_size, num_tokens
         self._shortlist, self._num_groups = shortlist, 0
@@ -192,6 +196,7 @@ class CppBatch(SearchingBatch):
             shown,
             logits.numpy() if shown else None,
             torch.get_num_threads(),
+            *(() if selection.masks is None else (list(selection.masked_rows), selection.masks.view(np.uint8))),
         )
         candidates = Candidates(ids.tolist(), values.tolist())
         if shown:

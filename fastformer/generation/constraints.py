@@ -1,0 +1,237 @@
+"""Constraints: a JSON schema, a regular expression, a list of choices or a grammar that new tokens must match.
+
+The library llguidance computes at each step which tokens may come next, from the bytes of each token
+(`Tokenizer.token_bytes`). A row ends when its text is complete and nothing can follow, or by an id that ends it where
+the text may end.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+ConstraintKind = Literal["schema", "regex", "choices", "grammar"]
+Mask = npt.NDArray[np.uint32]
+
+# JSON may have one space, or a line end and an indentation, between its parts. Without a limit, small models write
+# white space up to the limit of tokens.
+_WHITE_SPACE = r"( |\n[ \t]{0,40})"
+_MOST_GRAMMARS = 32  # the compiled grammars that a vocabulary keeps
+_PREFIXES = ("\n", "=", "a")  # texts in front of a text that a tokenizer would else begin with a space
+_vocabularies: weakref.WeakKeyDictionary[Any, Vocabulary] = weakref.WeakKeyDictionary()
+
+
+class Constraint(NamedTuple):
+    """What new tokens must match.
+
+    Attributes:
+        kind: the name of the option.
+        text: a schema or a list of choices as JSON, a regular expression, or a grammar in Lark's syntax.
+    """
+
+    kind: ConstraintKind
+    text: str
+
+
+class Vocabulary:
+    """The tokens of a model as bytes, and the grammars that were compiled for them.
+
+    Args:
+        tokenizer: has encode and token_bytes.
+        vocab_size: the number of the model's ids.
+
+    Attributes:
+        anchor: the id of a letter, or no id. The text of tokens behind it is their bytes, whereas decoding may omit the
+            first space of a text.
+
+    Raises:
+        ImportError: llguidance is not installed.
+        ValueError: the tokenizer doesn't know the bytes of its tokens.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        library = _library()
+        data = getattr(tokenizer, "token_bytes", None)
+        if data is None:
+            raise ValueError(
+                "expected a tokenizer that knows the bytes of its tokens, as those of fastformer.data do, to constrain "
+                f"the text, got {type(tokenizer).__name__}"
+            )
+        self.vocab_size, self.bytes = vocab_size, [*data[:vocab_size], *[None] * (vocab_size - len(data))]
+        self.anchor = [i for i, one in enumerate(self.bytes) if one and len(one) == 1 and one.isalpha()][-1:]
+        # The id behind the last one stands for the end of the text: which ids end it depends on the request.
+        self._tokens = library.LLTokenizer(library.TokenizerWrapper(_Wrapped(tokenizer, self.bytes)))
+        self._grammars: OrderedDict[Constraint, Any] = OrderedDict()
+
+    @classmethod
+    def of(cls, tokenizer: Any, vocab_size: int) -> Vocabulary:
+        """Returns the vocabulary of a tokenizer, which is made once."""
+        if not hasattr(tokenizer, "token_bytes"):
+            return cls(tokenizer, vocab_size)  # an error
+        vocabulary = _vocabularies.get(tokenizer)
+        if vocabulary is None or vocabulary.vocab_size != vocab_size:
+            vocabulary = _vocabularies[tokenizer] = cls(tokenizer, vocab_size)
+        return vocabulary
+
+    def matcher(self, constraint: Constraint, ends: Sequence[int]) -> Matcher:
+        """Compiles a constraint.
+
+        Args:
+            constraint: the constraint.
+            ends: the ids that end a text.
+
+        Raises:
+            ValueError: the constraint is wrong, can't be satisfied, or has a part that the library can't enforce.
+        """
+        state = self._grammars.get(constraint)
+        if state is None:
+            state = self._compile(constraint)
+            self._grammars[constraint] = state
+            if len(self._grammars) > _MOST_GRAMMARS:
+                self._grammars.popitem(last=False)
+        else:
+            self._grammars.move_to_end(constraint)
+        return Matcher(state.deep_copy(), self.vocab_size, ends)
+
+    def _compile(self, constraint: Constraint) -> Any:
+        library = _library()
+        try:
+            grammar = _grammar_of(constraint, library)
+            limits = library.LLParserLimits(verbose_errors=False)
+            state = library.LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
+            # Warnings are about parts that wouldn't be enforced.
+            problems = [state.get_error()] if state.is_error() else state.get_grammar_warnings()
+        except ValueError as error:
+            problems = [str(error)]
+        if problems:
+            raise ValueError(f"expected a {constraint.kind} that can be enforced: {problems[0]:.500}")
+        return state
+
+
+class _Wrapped:
+    """A tokenizer as llguidance reads it. The token behind the last one is the end of the text."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Any, data: Sequence[bytes | None]) -> None:
+        self.eos_token_id = len(data)
+        # A token whose bytes begin with FF is special; one without bytes is never allowed.
+        self.tokens = [*(one or b"" for one in data), b"\xff<end>"]
+        self.special_token_ids = [self.eos_token_id]
+        self._tokenizer, self._data = weakref.ref(tokenizer), data  # a vocabulary lives as long as its tokenizer
+        self._ids: dict[bytes, int] = {}
+        for i, one in enumerate(data):
+            if one:
+                self._ids.setdefault(one, i)
+        self._longest = max(map(len, self._ids), default=0)
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Encodes a text that the grammar forces: if possible, in the tokens that the model has seen for it."""
+        whole = text.encode() if isinstance(text, str) else text
+        tokenizer: Any = self._tokenizer()
+        try:
+            for prefix in () if tokenizer is None else ("", *_PREFIXES):
+                ids, before = tokenizer.encode(prefix + whole.decode()), prefix.encode()
+                data = [self._data[i] if i < len(self._data) else None for i in ids]
+                for place in range(len(ids) + 1 if prefix else 1):
+                    if b"".join(one or b"\xff" for one in data[place:]) == whole and (
+                        b"".join(one or b"\xff" for one in data[:place]).lstrip(b" ") == before
+                    ):
+                        return ids[place:]
+        except ValueError:  # not UTF-8, or a text that the tokenizer can't encode
+            pass
+        ids, begin = [], 0
+        while begin < len(whole):
+            longest = min(self._longest, len(whole) - begin)
+            size = next((n for n in range(longest, 0, -1) if whole[begin : begin + n] in self._ids), 0)
+            if not size:
+                break
+            ids.append(self._ids[whole[begin : begin + size]])
+            begin += size
+        return ids
+
+
+class Matcher:
+    """The state of a row under a constraint.
+
+    Args:
+        state: llguidance's LLMatcher.
+        vocab_size: the number of the model's ids.
+        ends: the ids that end the row; they are allowed where the text may end, and only there.
+    """
+
+    def __init__(self, state: Any, vocab_size: int, ends: Sequence[int]) -> None:
+        self._state, self._size, self._ends = state, vocab_size, tuple(ends)
+        self.num_words = -(-(vocab_size + 1) // 32)
+
+    def copy(self) -> Matcher:
+        """Returns an independent copy."""
+        return Matcher(self._state.deep_copy(), self._size, self._ends)
+
+    def fill(self, mask: Mask) -> None:
+        """Writes which tokens may come next, (num_words,): token i may if bit i % 32 of word i // 32 is set.
+
+        Raises:
+            ValueError: the constraint is too complex to continue.
+        """
+        self._state.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._state.is_error():
+            raise ValueError(f"the constraint can't be followed any further: {self._state.get_error():.500}")
+        may_end = _is_set(mask, self._size)
+        for token in (self._size, *self._ends):
+            word, bit = token >> 5, np.uint32(1 << (token & 31))
+            mask[word] = mask[word] | bit if may_end else mask[word] & ~bit
+
+    def take(self, token: int) -> None:
+        """Continues after a token.
+
+        Raises:
+            ValueError: the constraint doesn't allow it.
+        """
+        if token not in self._ends and not self._state.consume_token(token):
+            raise ValueError(f"token {token} breaks the constraint: {self._state.get_error():.500}")
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text matches, and nothing can follow."""
+        return bool(self._state.is_stopped()) and not self._state.is_error()
+
+
+def allowed_tokens(masks: Mask, vocab_size: int) -> npt.NDArray[np.bool_]:
+    """Returns masks with a boolean for each token, (rows, vocab_size)."""
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
+    return bits.view(np.bool_)
+
+
+def _is_set(mask: Mask, token: int) -> bool:
+    return bool(int(mask[token >> 5]) >> (token & 31) & 1)
+
+
+def _grammar_of(constraint: Constraint, library: ModuleType) -> str:
+    matcher, text = library.LLMatcher, constraint.text
+    if constraint.kind == "schema":
+        options = {"whitespace_pattern": _WHITE_SPACE}
+        return str(matcher.grammar_from_json_schema(text, overrides=options))
+    if constraint.kind == "regex":
+        return str(matcher.grammar_from_regex(text))
+    if constraint.kind == "choices":
+        choices = " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(text))
+        return str(matcher.grammar_from_lark(f"start: {choices}"))
+    return str(matcher.grammar_from_lark(text))
+
+
+def _library() -> ModuleType:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ImportError(
+            "a schema, a regex, choices or a grammar needs the llguidance library: pip install 'fastformer[structured]'"
+        ) from error
+    return llguidance

@@ -1,0 +1,202 @@
+"""New tokens match a schema, a regular expression, choices or a grammar, on every engine, beside rows that are free."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from fastformer.data import ByteTokenizer
+from fastformer.generation import GenerationConfig, generate
+from fastformer.generation.async_generator import AsyncGenerator
+from fastformer.generation.generator import Generator
+from fastformer.generation.request_builder import RequestBuilder
+from fastformer.generation.scheduler import new_scheduler, run
+from fastformer.models import GPT, Transformer
+from tests.generation.detokenizers import detokenizer
+from tests.generation.small import CPP, needs_cpp
+from tests.generation.weights import drawn
+
+pytest.importorskip("llguidance", reason="the llguidance library is not installed")
+jsonschema = pytest.importorskip("jsonschema", reason="the jsonschema library is not installed")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "age": {"type": "integer", "minimum": -5, "maximum": 300},
+        "tags": {"type": "array", "items": {"enum": ["é", "日本", 7]}, "minItems": 1, "maxItems": 2},
+        "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/point"}]},
+    },
+    "required": ["name", "age", "tags", "next"],
+    "additionalProperties": False,
+    "$defs": {"point": {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"],
+                        "additionalProperties": False}},
+}  # fmt: skip
+CHOICES = ["yes", "yes, of course", "no", "don't", '"\\', "é"]
+REGEX = r"[a-d]{2,4}(-[0-9]{1,3})?!"
+GRAMMAR = 'start: "(" start ")" | /[x-z]/'
+EACH = [{"schema": SCHEMA}, {"choices": CHOICES}, {"regex": REGEX}, {"grammar": GRAMMAR}]
+PROMPT = [70, 71, 72]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return drawn(GPT, vocab_size=400, d_model=16, num_heads=2, d_ff=16, num_layers=2, max_len=1000)
+
+
+def texts(model: Any, tokenizer: Any, count: int = 1, **options: Any) -> list[str]:
+    """Returns the new texts, which have ended before the limit."""
+    limit = 900
+    out = generate(model, [PROMPT], tokenizer=tokenizer, max_new_tokens=limit, num_return_sequences=count, **options)
+    rows = [[i for i in row[len(PROMPT) :].tolist() if i] for row in out]
+    assert all(len(row) < limit for row in rows)
+    begin = [i for i, one in enumerate(tokenizer.token_bytes) if one == b"a"][-1]
+    return [tokenizer.decode([begin, *row])[1:] for row in rows]
+
+
+def matches(text: str, options: dict[str, Any]) -> bool:
+    if "schema" in options:
+        jsonschema.validate(json.loads(text), options["schema"])
+        return True
+    if "choices" in options:
+        return text in options["choices"]
+    if "regex" in options:
+        return re.fullmatch(options["regex"], text) is not None
+    inner = text.strip("()")
+    return inner in "xyz" and text == "(" * (len(text) // 2) + inner + ")" * (len(text) // 2)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "byte level", "byte fallback", "sentencepiece"])
+@pytest.mark.parametrize("options", EACH, ids=lambda one: next(iter(one)))
+def test_every_text_that_ends_matches(kind, options, model, tmp_path_factory) -> None:
+    tokenizer = detokenizer(kind, tmp_path_factory.mktemp("tokenizer"))
+    sampling = {"do_sample": True, "seed": 3, "temperature": 3.0}
+    found = texts(model, tokenizer, **options) + texts(model, tokenizer, 6, **options, **sampling)
+    assert all(matches(text, options) for text in found)
+    assert len({*found}) > 1
+
+
+@pytest.mark.parametrize("engine", [CPP, "kv_cache", "recompute"])
+@pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.5}, {"shortlist": [*range(3, 259)]}], ids=str)
+def test_the_best_allowed_token_is_chosen(engine, more, model) -> None:
+    tokenizer, said = ByteTokenizer(), list[int]()
+    while True:  # a loop that knows only which bytes may come next
+        if any(tokenizer.encode(one) == said for one in CHOICES) and not any(
+            tokenizer.encode(one)[: len(said)] == said != tokenizer.encode(one) for one in CHOICES
+        ):
+            break
+        allowed = {tokenizer.encode(one)[len(said)] for one in CHOICES if tokenizer.encode(one)[: len(said)] == said
+                   and len(tokenizer.encode(one)) > len(said)}  # fmt: skip
+        allowed |= {1} if any(tokenizer.encode(one) == said for one in CHOICES) else set()
+        logits = model(torch.tensor([[*PROMPT, *said]]))[0, -1]
+        if "repetition_penalty" in more:
+            seen = torch.tensor(sorted({*PROMPT, *said}))
+            old = logits[seen]
+            logits[seen] = torch.where(old > 0, old / 1.5, old * 1.5)
+        said.append(max(allowed, key=lambda i: float(logits[i])))
+        if said[-1] == 1:
+            break
+    out = generate(model, [PROMPT], choices=CHOICES, tokenizer=tokenizer, engine=engine, max_new_tokens=40, **more)
+    assert out[0, len(PROMPT) :].tolist() == said
+
+
+@needs_cpp
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rows_with_and_without_constraints_share_a_batch(threads, model) -> None:
+    tokenizer, kinds = ByteTokenizer(), [
+        {"schema": SCHEMA}, {}, {"regex": REGEX, "do_sample": True, "seed": 1}, {"choices": CHOICES},
+        {"do_sample": True, "seed": 2}, {"grammar": GRAMMAR, "repetition_penalty": 1.2}, {"num_beams": 3},
+        {"regex": "[a-z]{12}", "num_return_sequences": 3, "do_sample": True, "seed": 5},
+    ]  # fmt: skip
+
+    def requests(options: dict[str, Any]) -> list[Any]:
+        builder = RequestBuilder(model, GenerationConfig(max_new_tokens=60, **options), tokenizer=tokenizer)
+        return [builder.build(builder.check(PROMPT))]
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with torch.inference_mode():
+            together, alone = [requests(one) for one in kinds], [requests(one) for one in kinds]
+            builder = RequestBuilder(model, GenerationConfig())
+            run(new_scheduler(builder.engine), [one for each in together for one in each])
+            for each in alone:
+                run(new_scheduler(builder.engine), each)
+    finally:
+        torch.set_num_threads(before)
+    for one, other in zip(together, alone, strict=True):
+        assert [row.tokens for row in one[0].results] == [row.tokens for row in other[0].results]
+
+
+def test_a_text_that_is_cut_is_the_beginning_of_one_that_matches(model) -> None:
+    whole = "a" * 50
+    out = generate(model, [PROMPT], choices=[whole], tokenizer=ByteTokenizer(), max_new_tokens=7)
+    assert ByteTokenizer().decode(out[0, len(PROMPT) :].tolist()) == whole[:7]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schema": {"type": "string", "format": "unheard-of"}}, {"schema": {"not": {"type": "null"}}},
+        {"schema": {"$ref": "#/nowhere"}}, {"schema": {"type": "fruit"}}, {"schema": {"enum": []}},
+        {"schema": "{"}, {"schema": 7}, {"regex": "("}, {"regex": "(?=a)b"}, {"regex": ""},
+        {"grammar": "start: nothing"},
+        {"choices": ["a", ""]}, {"choices": [1]}, {"regex": "a", "choices": ["a"]}, {"regex": "a", "num_beams": 2},
+        {"regex": "a", "forced_eos_token_id": 1}, {"schema": {"type": "array", "uniqueItems": True}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_enforced_is_an_error_before_the_first_token(options, model) -> None:
+    with pytest.raises(ValueError):
+        generate(model, [PROMPT], tokenizer=ByteTokenizer(), max_new_tokens=4, **options)
+
+
+def test_a_constraint_needs_a_tokenizer_and_prompts(model) -> None:
+    with pytest.raises(ValueError, match="tokenizer"):
+        generate(model, [PROMPT], regex="a")
+    with pytest.raises(ValueError, match="tokenizer"):
+        generate(model, [PROMPT], regex="a", tokenizer=object())
+    source = drawn(
+        Transformer, vocab_size=260, d_model=8, num_heads=2, d_ff=8, num_encoder_layers=1, num_decoder_layers=1
+    )
+    with pytest.raises(ValueError, match="source"):
+        generate(source, [PROMPT], regex="a", tokenizer=ByteTokenizer())
+
+
+def test_options_that_forbid_every_allowed_token_are_an_error(model) -> None:
+    [token] = ByteTokenizer().encode("b")
+    generator = Generator(model)
+    with pytest.raises(ValueError, match="constraint"):
+        generator.generate([PROMPT], regex="ab+", suppress_tokens=[token], tokenizer=ByteTokenizer(), max_new_tokens=9)
+    assert generator.generate([PROMPT], regex="ab{2}", tokenizer=ByteTokenizer(), max_new_tokens=9).shape[1] == 6
+
+
+def test_a_processor_cannot_break_a_constraint(model) -> None:
+    def wants_z(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, -9.0).index_fill(1, torch.tensor(ByteTokenizer().encode("z")), 50.0)
+
+    [text] = texts(model, ByteTokenizer(), regex="[a-c]{4}", logits_processor=wants_z)
+    assert re.fullmatch("[a-c]{4}", text)
+
+
+async def _completion(model: Any, tokenizer: Any, **options: Any) -> Any:
+    async with AsyncGenerator(model, tokenizer) as session:
+        [one] = await session.complete(PROMPT, **options)
+        pieces = [piece async for piece in session.stream(PROMPT, **options)]
+        assert "".join(piece.text for piece in pieces) == one.text
+        assert pieces[-1].finish_reason == one.finish_reason
+        return one
+
+
+@pytest.mark.parametrize("kind", ["bytes", "byte fallback", "sentencepiece"])
+def test_a_whole_text_stops_and_a_cut_one_has_the_reason_length(kind, model, tmp_path_factory) -> None:
+    tokenizer = detokenizer(kind, tmp_path_factory.mktemp("tokenizer"))
+    whole = asyncio.run(_completion(model, tokenizer, choices=["  two spaces"], max_new_tokens=12))
+    assert (whole.text, whole.finish_reason) == ("  two spaces", "stop")
+    cut = asyncio.run(_completion(model, tokenizer, regex="[a-z]{12}", max_new_tokens=3))
+    assert len(cut.tokens) == 3 and cut.finish_reason == "length"
