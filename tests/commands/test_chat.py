@@ -68,6 +68,29 @@ def test_lines_are_the_turns_of_one_conversation(folder, answers, typed, capsys,
     assert capsys.readouterr().out == answers[0][: answers[0].index(answers[0][2:4])] + "\n"
 
 
+class Pipe(io.RawIOBase):
+    """Notes each write that reaches the reader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[bytes] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.writes.append(bytes(data))
+        return len(data)
+
+
+def test_an_answer_reaches_a_pipe_while_it_is_made(folder, answers, typed, monkeypatch) -> None:
+    pipe = Pipe()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(pipe), encoding="utf-8"))
+    typed(TEXTS[0])
+    assert main(["chat", str(folder), "--greedy", "--system", "be brief", *FEW]) == 0
+    assert b"".join(pipe.writes).decode() == f"{answers[0]}\n" and len(pipe.writes) > 3
+
+
 def test_a_second_slash_begins_a_line_that_begins_with_one(folder, typed, capsys) -> None:
     chat = Chat.from_pretrained(folder, do_sample=False, max_new_tokens=8)
     expected = {}

@@ -44,7 +44,7 @@ def loaded(folder: Path) -> Any:
     return load_model(folder, ("GPT",))
 
 
-def with_template(folder: Path, template: str) -> None:
+def with_template(folder: Path, template: str | list[dict[str, str]]) -> None:
     for file in ("tokenizer_config.json", "config.json"):
         values = json.loads((folder / file).read_text())
         more = {"chat_template": template} if file.startswith("tok") else {"max_position_embeddings": 512}
@@ -56,6 +56,15 @@ def ids_by_transformers(folder: Path, messages: list[dict[str, Any]]) -> list[in
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@pytest.mark.parametrize("names", [("tool_use", "default"), ("default", "tool_use"), ("only",)])
+def test_of_several_templates_the_default_one_is_used(names, folders, tmp_path) -> None:
+    folder = shutil.copytree(folders("llama3"), tmp_path / "model")
+    texts = {"default": CHATML, "only": CHATML, "tool_use": MISTRAL}
+    with_template(folder, [{"name": name, "template": texts[name]} for name in names])
+    chat, messages = Chat.from_pretrained(folder), [{"role": "user", "content": TEXTS[0]}]
+    assert chat.template.encode(messages, chat.tokenizer) == ids_by_transformers(folders("llama3"), messages)
 
 
 @pytest.mark.parametrize("kind", ["llama3", "llama2"])
