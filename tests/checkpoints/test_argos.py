@@ -70,6 +70,14 @@ def test_a_converted_package_keeps_sources_without_eos(tmp_path, capsys) -> None
     assert first == second
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_settings_say_whether_sources_end_with_eos(ends, tmp_path) -> None:
+    folder = shutil.copytree(ARGOS, tmp_path / "package")
+    settings = json.loads((folder / "model" / "config.json").read_text())
+    (folder / "model" / "config.json").write_text(json.dumps(settings | {"add_source_eos": ends}))
+    assert load(folder)[1].ends_sources is ends
+
+
 def test_a_server_knows_the_languages(tmp_path) -> None:
     pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
     from fastformer.serving import open_service
