@@ -69,8 +69,9 @@ def test_several_files_together_are_those_alone(ran, texts, places, tmp_path) ->
     assert (code, out.splitlines()) == (0, [*texts["a"], *texts["b"], *texts["c"]])
     code, out, _ = ran("a.wav", "b.wav", "--format", "json", *OPTIONS)
     assert [len(json.loads(line)["segments"]) for line in out.splitlines()] == [len(texts["a"]), len(texts["b"])]
-    code, out, error = ran("a.wav", "b.wav", "--format", "srt", *OPTIONS)
-    assert code == 1 and "--out" in error
+    for form in ("srt", "vtt"):
+        code, out, error = ran("a.wav", "b.wav", "--format", form, *OPTIONS)
+        assert code == 1 and "--out" in error and not out
     code, out, _ = ran("a.wav", "b.wav", "--format", "srt", "--out", str(tmp_path / "new"), *OPTIONS)
     assert code == 0 and out == ""
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"a.srt", "b.srt"}

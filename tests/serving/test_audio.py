@@ -62,7 +62,8 @@ def test_each_format(form, path, text) -> None:
 
 
 def test_a_part_of_a_second_counts_as_one(path) -> None:
-    assert asked(path, {"language": "en"}, audio=wav(sound(0.6, 2))).json()["usage"] == {"type": "duration", "seconds": 1}
+    value = asked(path, {"language": "en"}, audio=wav(sound(0.6, 2))).json()
+    assert value["usage"] == {"type": "duration", "seconds": 1}
 
 
 def test_words_and_segments(path) -> None:

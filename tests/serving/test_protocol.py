@@ -195,6 +195,12 @@ def test_a_head_stays_within_its_size_in_one_piece_too(patient, line) -> None:
         assert everything(client).startswith(b"HTTP/1.1 400") and not patient.app.paths
 
 
+def test_a_head_of_60_kib_is_answered(patient) -> None:
+    with patient.connected() as client:
+        client.sendall(get("/", f"Cookie: a={'b' * (60 << 10)}", "Connection: close"))
+        assert everything(client).startswith(b"HTTP/1.1 200 ")
+
+
 def test_an_error_is_not_sent_into_an_answer(patient) -> None:
     with patient.connected() as client:
         client.sendall(get("/begun"))
