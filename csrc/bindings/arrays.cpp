@@ -25,11 +25,13 @@ Array::Array(Object array) : array_(std::move(array)) {
   PyArrayObject* const from = as_array(array_.get());
   const int type = PyArray_TYPE(from);
   dtype_ = type == NPY_FLOAT    ? Dtype::fp32
+           : type == NPY_HALF   ? Dtype::fp16
            : type == NPY_UINT16 ? Dtype::uint16
            : type == NPY_UINT8  ? Dtype::uint8
                                 : Dtype::other;
   shape_.assign(PyArray_DIMS(from), PyArray_DIMS(from) + PyArray_NDIM(from));
-  is_dense_ = PyArray_IS_C_CONTIGUOUS(from) && PyArray_ISBEHAVED_RO(from);
+  is_packed_ = PyArray_IS_C_CONTIGUOUS(from) && PyArray_ISNOTSWAPPED(from);
+  is_aligned_ = PyArray_ISALIGNED(from);
   is_writable_ = PyArray_ISWRITEABLE(from);
   data_ = PyArray_DATA(from);
 }

@@ -6,7 +6,7 @@
 
 namespace fastformer::python {
 
-enum class Dtype { fp32, uint16, uint8, other };
+enum class Dtype { fp32, fp16, uint16, uint8, other };
 
 // An array, which this object keeps alive.
 class Array {
@@ -17,7 +17,8 @@ class Array {
   const std::vector<int64_t>& shape() const { return shape_; }
   int64_t ndim() const { return std::ssize(shape_); }
   int64_t shape(size_t dimension) const { return shape_[dimension]; }
-  bool is_dense() const { return is_dense_; }  // C-contiguous, aligned, in native byte order
+  bool is_dense() const { return is_packed_ && is_aligned_; }
+  bool is_packed() const { return is_packed_; }  // C-contiguous, in native byte order
   bool is_writable() const { return is_writable_; }
   void* data() const { return data_; }
   Object& object() { return array_; }
@@ -26,7 +27,7 @@ class Array {
   Object array_;
   Dtype dtype_ = Dtype::other;
   std::vector<int64_t> shape_;
-  bool is_dense_ = false, is_writable_ = false;
+  bool is_packed_ = false, is_aligned_ = false, is_writable_ = false;
   void* data_ = nullptr;
 };
 

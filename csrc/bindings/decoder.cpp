@@ -97,12 +97,12 @@ ModelTensors tensors_of(PyObject* arrays) {
   Py_ssize_t next = 0;
   while (PyDict_Next(arrays, &next, &name, &value)) {
     const Array array = python::Cast<Array>::from(value);  // the dictionary keeps the memory alive
-    using Kind = ModelTensor::Kind;
     using python::Dtype;
     if (array.dtype() == Dtype::other)
-      throw std::invalid_argument("expected arrays of float32, uint16 (the bits of bfloat16) or uint8");
-    if (!array.is_dense()) throw std::invalid_argument("expected contiguous arrays");
+      throw std::invalid_argument("expected arrays of float32, float16, uint16 (the bits of bfloat16) or uint8");
+    if (!array.is_packed()) throw std::invalid_argument("expected contiguous arrays");
     const Kind kind = array.dtype() == Dtype::uint16  ? Kind::bf16
+                      : array.dtype() == Dtype::fp16  ? Kind::fp16
                       : array.dtype() == Dtype::uint8 ? Kind::bytes
                                                       : Kind::fp32;
     tensors[python::Cast<std::string>::from(name)] = {array.data(), kind, array.shape()};

@@ -230,11 +230,10 @@ Object tensor_versions(PyObject* tensors) {
   return bytes_of(key);
 }
 
-}  // namespace
-
-void bind_tensors(PyObject* module) {
+// Adds the functions that read PyTorch's objects to this module.
+void read_torch(PyObject* module) {
   using python::function;
-  if (!find_torch()) return;  // the versions in Python are used
+  if (torch.tensor != nullptr || !find_torch()) return;  // without them, the versions in Python are used
   static PyMethodDef functions[] = {
       function<"geometry", "args", &geometry>("Bytes that are equal for calls that can share a plan, or None."),
       function<"device_of", "args tensor_indices", &device_of>(
@@ -244,6 +243,15 @@ void bind_tensors(PyObject* module) {
           "The identity, addresses and layout of the tensors, as bytes, or None."),
       function<"tensor_versions", "tensors", &tensor_versions>("The version counters of the tensors, as bytes."),
       {}};
+  python::add_functions(module, functions);
+}
+
+}  // namespace
+
+// Speech is decoded without PyTorch, which would be imported for nothing.
+void bind_tensors(PyObject* module) {
+  static PyMethodDef functions[] = {
+      python::function<"read_torch", "module", &read_torch>("Adds functions that read tensors to the module."), {}};
   python::add_functions(module, functions);
 }
 

@@ -20,8 +20,11 @@
 
 #pragma once
 
+#include <immintrin.h>
+
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <string_view>
 #include <vector>
@@ -38,17 +41,28 @@ enum class Precision { fp32, bf16, int8, int4 };
 // Returns the precision named "fp32", "bf16", "int8" or "int4". Throws std::invalid_argument for other names.
 Precision precision_named(std::string_view name);
 
-// A matrix (n, k) in a model's memory, in fp32 or bf16, with a row stride in elements.
+// The elements of a tensor in a model's memory.
+enum class Kind { fp32, bf16, fp16, bytes };
+
+inline int64_t element_bytes(Kind kind) { return kind == Kind::fp32 ? 4 : kind == Kind::bytes ? 1 : 2; }
+
+// Returns element i of a tensor of numbers, which may be unaligned, as in a file that is mapped.
+inline float number_at(const void* data, Kind kind, int64_t i) {
+  const auto read = [=]<typename T>(T value) {
+    std::memcpy(&value, static_cast<const T*>(data) + i, sizeof(T));
+    return value;
+  };
+  if (kind == Kind::bf16) return static_cast<float>(read(bfloat16()));
+  return kind == Kind::fp16 ? _cvtsh_ss(read(uint16_t())) : read(0.0f);
+}
+
+// A matrix (n, k) of numbers in a model's memory.
 struct Matrix {
   const void* data;
-  bool is_bf16;
+  Kind kind;
   int64_t n, k;
-  int64_t row_stride;
 
-  float at(int64_t i, int64_t j) const {
-    return is_bf16 ? static_cast<float>(static_cast<const bfloat16*>(data)[i * row_stride + j])
-                   : static_cast<const float*>(data)[i * row_stride + j];
-  }
+  float at(int64_t i, int64_t j) const { return number_at(data, kind, i * k + j); }
 };
 
 constexpr int64_t kInt4Group = 32;

@@ -10,8 +10,7 @@ namespace fastformer {
 namespace {
 
 float at(const ModelTensor& tensor, int64_t i) {
-  return tensor.kind == ModelTensor::Kind::bf16 ? static_cast<float>(static_cast<const bfloat16*>(tensor.data)[i])
-                                                : static_cast<const float*>(tensor.data)[i];
+  return number_at(tensor.data, tensor.kind, i);
 }
 
 // The bytes in a row of an Int4Matrix.
@@ -51,22 +50,21 @@ class Names {
   }
   // Returns the number of rows of a weight with k columns.
   int64_t rows(const std::string& name, int64_t k) const {
-    check_table(name, get(name).kind == ModelTensor::Kind::bytes ? nibble_bytes(k) : k);
+    check_table(name, get(name).kind == Kind::bytes ? nibble_bytes(k) : k);
     return get(name).shape[0];
   }
   // Returns rows [begin, end) of a matrix with k columns.
   Matrix matrix(const std::string& name, int64_t begin, int64_t end, int64_t rows, int64_t k) const {
     const ModelTensor& tensor = get(name);
     check(name, tensor, {rows, k});
-    const bool is_bf16 = tensor.kind == ModelTensor::Kind::bf16;
-    const int64_t offset = begin * k * (is_bf16 ? 2 : 4);
-    return Matrix{static_cast<const char*>(tensor.data) + offset, is_bf16, end - begin, k, k};
+    const int64_t offset = begin * k * element_bytes(tensor.kind);
+    return Matrix{static_cast<const char*>(tensor.data) + offset, tensor.kind, end - begin, k};
   }
   PackedWeight weight(const std::string& name, const std::string& bias, int64_t begin, int64_t end, int64_t rows,
                       int64_t k, Precision precision) const {
     const std::vector<float> biases = find(bias) ? vector(bias, rows, 0) : std::vector<float>();
     const float* from = biases.empty() ? nullptr : biases.data() + begin;
-    if (get(name).kind == ModelTensor::Kind::bytes) {
+    if (get(name).kind == Kind::bytes) {
       if (precision != Precision::int4) throw_unexpected(name, "dtype");
       return PackedWeight(int4(name, begin, end, rows, k), from);
     }
@@ -77,12 +75,11 @@ class Names {
 
  private:
   Int4Matrix int4(const std::string& name, int64_t begin, int64_t end, int64_t rows, int64_t k) const {
-    using Kind = ModelTensor::Kind;
     const int64_t groups = int4_groups(k);
     const auto part = [&](const std::string& part, Kind kind, int64_t columns) {
       check(part, get(part), {rows, columns});
       if (get(part).kind != kind) throw_unexpected(part, "dtype");
-      return static_cast<const char*>(get(part).data) + begin * columns * (kind == Kind::bytes ? 1 : 4);
+      return static_cast<const char*>(get(part).data) + begin * columns * element_bytes(kind);
     };
     const auto bytes = [](const char* data) { return reinterpret_cast<const uint8_t*>(data); };
     const uint8_t* nibbles = bytes(part(name, Kind::bytes, nibble_bytes(k)));
@@ -93,7 +90,7 @@ class Names {
 
   // Returns a tensor whose elements at() can read.
   const ModelTensor& numbers(const std::string& name) const {
-    if (get(name).kind == ModelTensor::Kind::bytes) throw_unexpected(name, "dtype");
+    if (get(name).kind == Kind::bytes) throw_unexpected(name, "dtype");
     return get(name);
   }
   void check(const std::string& name, const ModelTensor& tensor, const std::vector<int64_t>& shape) const {

@@ -19,7 +19,6 @@ namespace fastformer {
 // Int4Matrix, (n, 16 * groups). Its scales (fp32) and optional zero points (bytes) are the tensors with its name plus
 // ".scale" and ".zero".
 struct ModelTensor {
-  enum class Kind { fp32, bf16, bytes };
   const void* data;
   Kind kind;
   std::vector<int64_t> shape;

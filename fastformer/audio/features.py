@@ -6,7 +6,6 @@ import functools
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 Array: TypeAlias = NDArray[np.float32]
@@ -30,7 +29,7 @@ class Samples(Protocol):
 
 
 @functools.cache
-def mel_filters(n_mels: int) -> torch.Tensor:
+def mel_filters(n_mels: int) -> Array:
     """Returns the weights of each frequency in each band, (n_mels, frequencies), as triangles of equal area."""
     top = _LINEAR_MELS + np.log(RATE / 2 / 1000) / _LOG_STEP
     mels = np.linspace(0, top, n_mels + 2)
@@ -40,7 +39,8 @@ def mel_filters(n_mels: int) -> torch.Tensor:
     rising = (frequencies - corners[:-2, None]) / widths[:-1, None]
     falling = (corners[2:, None] - frequencies) / widths[1:, None]
     triangles = np.maximum(0, np.minimum(rising, falling)) * (2 / (corners[2:] - corners[:-2]))[:, None]
-    return torch.from_numpy(triangles.astype(np.float32))
+    filters: Array = triangles.astype(np.float32)
+    return filters
 
 
 class Features:
@@ -58,7 +58,7 @@ class Features:
     def __init__(self, samples: Samples, n_mels: int, width: int, padding: int = HOP) -> None:
         self.samples, self.n_mels, self.width = samples, n_mels, width
         self._length = len(samples) + padding
-        self._last: tuple[int, int, torch.Tensor] | None = None
+        self._last: tuple[int, int, Array] | None = None
 
     @property
     def num_frames(self) -> int:
@@ -85,19 +85,21 @@ class Features:
         """
         least, result = self._least, np.zeros((self.n_mels, self.width), np.float32)
         frames = self._log_mel(start, start + min(num_frames, self.width))
-        result[:, : frames.shape[1]] = ((frames.clamp(min=least) + 4) / 4).numpy()
+        result[:, : frames.shape[1]] = (np.maximum(frames, np.float32(least)) + 4) / 4
         return result
 
-    def _log_mel(self, start: int, stop: int) -> torch.Tensor:
+    def _log_mel(self, start: int, stop: int) -> Array:
         """Returns the logarithms of the bands' energies, (n_mels, frames)."""
         stop = min(stop, self.all_frames)
         if stop <= start:
-            return torch.zeros(self.n_mels, 0)
+            return np.zeros((self.n_mels, 0), np.float32)
         if self._last is not None and self._last[:2] == (start, stop):
             return self._last[2]  # of a short recording, whose loudest frame was searched in this block
-        audio = torch.from_numpy(self._padded(start * HOP - _FFT // 2, (stop - 1) * HOP + _FFT // 2))
-        power = torch.fft.rfft(audio.unfold(0, _FFT, HOP) * _window()).abs() ** 2
-        result = (mel_filters(self.n_mels) @ power.T).clamp(min=1e-10).log10()
+        audio = self._padded(start * HOP - _FFT // 2, (stop - 1) * HOP + _FFT // 2)
+        frames = np.lib.stride_tricks.sliding_window_view(audio, _FFT)[::HOP] * _window()
+        spectrum = np.fft.rfft(frames)
+        power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32, copy=False)
+        result: Array = np.log10(np.maximum(mel_filters(self.n_mels) @ power.T, np.float32(1e-10)))
         self._last = (start, stop, result) if start == 0 and stop == self.all_frames else None
         return result
 
@@ -115,8 +117,9 @@ class Features:
 
 
 @functools.cache
-def _window() -> torch.Tensor:
-    return torch.hann_window(_FFT)
+def _window() -> Array:
+    window: Array = (0.5 - 0.5 * np.cos(2 * np.pi / _FFT * np.arange(_FFT))).astype(np.float32)
+    return window
 
 
 def log_mel(samples: Any, n_mels: int = 80, *, padding: int = 0) -> Array:

@@ -10,11 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from fastformer.checkpoints.speech import SpeechConfig, SpeechWeights, from_state, load_speech
-from fastformer.generation.native_search import extension_module
+from fastformer.extension import extension_module, num_threads
 
 PRECISIONS = ("auto", "fp32", "bf16", "int8")
 _SLICE = 0.2  # seconds between two looks at signals
@@ -57,7 +55,7 @@ class SpeechModel:
     Args:
         weights: the config and the tensors.
         precision: "fp32", "bf16" or "int8"; "auto": that of the file, and fp32 for a file of float16.
-        num_threads: the number of threads; None: torch.get_num_threads().
+        num_threads: the number of threads; None: that of PyTorch.
 
     Attributes:
         config: the sizes and the special tokens.
@@ -73,19 +71,13 @@ class SpeechModel:
         self.precision = weights.precision if precision == "auto" else precision
         self._num_threads = num_threads
         self._extension = extension_module()
-        config, tensors = weights.config, weights.tensors
-        is_source = {name: name.startswith(("encoder.", "front.")) for name in tensors}
-        encoder = {name: _array(tensors[name]) for name, is_one in is_source.items() if is_one}
-        self._encoder = self._extension.Encoder(self._packed(encoder, config.encoder_heads, config.encoder_layers, 0))
-        arrays: dict[int, Floats] = {}  # tied matrices stay one array, which the engine stores once
-        decoder = {
-            name: arrays.setdefault(id(tensors[name]), _array(tensors[name]))
-            for name, is_one in is_source.items()
-            if not is_one
-        }
-        self._decoder = self._packed(decoder, config.decoder_heads, 0, config.decoder_layers)
+        config = weights.config
+        # One side after the other, the larger one first: fewer arrays of the file are in memory at once.
+        self._decoder = self._packed(weights.read("decoder"), config.decoder_heads, 0, config.decoder_layers)
+        encoder = self._packed(weights.read("encoder"), config.encoder_heads, config.encoder_layers, 0)
+        self._encoder = self._extension.Encoder(encoder)
 
-    def _packed(self, arrays: dict[str, Floats], heads: int, encoder_layers: int, decoder_layers: int) -> Any:
+    def _packed(self, arrays: dict[str, npt.NDArray[Any]], heads: int, encoder_layers: int, decoder_layers: int) -> Any:
         config = self.config
         options = {
             "precision": self.precision,
@@ -136,11 +128,11 @@ class SpeechModel:
     @property
     def threads(self) -> int:
         """The number of threads of a call."""
-        return self._num_threads or torch.get_num_threads()
+        return self._num_threads or num_threads()
 
     # ---- the encoder ----
 
-    def encode(self, features: Tensor | npt.NDArray[Any]) -> Tensor:
+    def encode(self, features: npt.ArrayLike) -> Floats:
         """Encodes windows.
 
         Args:
@@ -161,11 +153,11 @@ class SpeechModel:
         if not np.isfinite(array).all():
             raise ValueError("features: expected finite numbers, got NaN or infinity")
         if not len(array):
-            return torch.empty(0, (array.shape[2] + 1) // 2, config.d_model)
+            return np.empty((0, (array.shape[2] + 1) // 2, config.d_model), np.float32)
         states: Floats = self._encoder.encode_features(array, self.threads)
-        return torch.from_numpy(states).view(len(array), -1, config.d_model)
+        return states.reshape(len(array), -1, config.d_model)
 
-    def _states(self, states: Tensor | npt.NDArray[Any]) -> Floats:
+    def _states(self, states: npt.ArrayLike) -> Floats:
         array, config = _floats("states", states), self.config
         if array.shape[2] != config.d_model or not 1 <= array.shape[1] <= config.max_frames // 2:
             raise ValueError(
@@ -175,14 +167,14 @@ class SpeechModel:
 
     # ---- the decoder ----
 
-    def new_session(self, states: Tensor | Floats, prompts: Sequence[Sequence[int]], num_tokens: int) -> Any:
+    def new_session(self, states: npt.ArrayLike, prompts: Sequence[Sequence[int]], num_tokens: int) -> Any:
         """Returns a session with the keys and values of states and prompts, and room for more tokens."""
         room = sum(len(prompt) + 32 for prompt in prompts) + num_tokens
         session = self._extension.Session(self._decoder, room)
         session.admit_states(self._states(states), [list(prompt) for prompt in prompts], self.threads)
         return session
 
-    def detect_language(self, states: Tensor | npt.NDArray[Any]) -> list[list[tuple[str, float]]]:
+    def detect_language(self, states: npt.ArrayLike) -> list[list[tuple[str, float]]]:
         """Returns the languages of each window, as tokens such as "<|en|>", with their probabilities, best first.
 
         Raises:
@@ -190,19 +182,19 @@ class SpeechModel:
         """
         if not self.config.is_multilingual:
             raise ValueError("expected a multilingual model to detect a language, got one of English alone")
-        array, rows = self._states(states), len(states)
-        if not rows:
+        array = self._states(states)
+        if not (rows := len(array)):
             return []
         session = self.new_session(array, [[]] * rows, 16 * rows)
         logits = np.empty((rows, self.config.vocab_size), np.float32)
         session.step([self.config.sot] * rows, 1, False, [*range(rows)], logits, self.threads)
-        probabilities = torch.from_numpy(logits)[:, [*self.config.lang_ids]].softmax(-1).tolist()
+        probabilities = _softmax(logits[:, [*self.config.lang_ids]]).tolist()
         tokens = [*self.config.languages.values()]
         return [sorted(zip(tokens, row, strict=True), key=lambda pair: -pair[1]) for row in probabilities]
 
     def generate(
         self,
-        states: Tensor | npt.NDArray[Any],
+        states: npt.ArrayLike,
         prompts: Sequence[Sequence[int]],
         *,
         beam_size: int = 5,
@@ -328,7 +320,7 @@ class SpeechModel:
 
     def align(
         self,
-        states: Tensor | npt.NDArray[Any],
+        states: npt.ArrayLike,
         start_sequence: Sequence[int],
         text_tokens: Sequence[Sequence[int]],
         num_frames: int | Sequence[int],
@@ -374,8 +366,8 @@ class SpeechModel:
                 threads=self.threads,
             )
             offset = len(start_sequence)
-            weights = torch.from_numpy(scores).view(len(config.alignment_heads), len(tokens), -1)
-            weights = weights[..., : max(0, count) // 2] * (config.d_model // config.decoder_heads) ** -0.5
+            weights = scores.reshape(len(config.alignment_heads), len(tokens), -1)
+            weights = weights[..., : max(0, count) // 2] * np.float32((config.d_model // config.decoder_heads) ** -0.5)
             path = _warp(self._extension, weights, offset, len(text) + 1, median_filter_width)
             results.append(AlignmentResult(path, probabilities[0, offset : offset + len(text)].tolist()))
         return results
@@ -397,14 +389,8 @@ def _check_search(beam_size: int, most_finished: int, num_hypotheses: int, *, sa
         raise ValueError(f"num_hypotheses: expected 1 to beam_size * patience, got {num_hypotheses}")
 
 
-def _array(tensor: Tensor) -> Floats:
-    """Returns the numbers of a tensor in fp32, which has those of fp16 and bf16."""
-    array: Floats = tensor.detach().cpu().float().contiguous().numpy()
-    return array
-
-
-def _floats(name: str, values: Tensor | npt.NDArray[Any]) -> Floats:
-    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+def _floats(name: str, values: npt.ArrayLike) -> Floats:
+    array = np.asarray(values)
     if array.ndim != 3 or not np.issubdtype(array.dtype, np.floating):
         raise ValueError(f"{name}: expected a float array of three dimensions, got {array.dtype} of {array.shape}")
     return np.ascontiguousarray(array, np.float32)
@@ -435,19 +421,26 @@ def _result(search: Any, prefix: list[int], eot: int, length_penalty: float, has
     return SpeechResult(sequences, scores if has_scores else [], search.probed)
 
 
-def _warp(extension: Any, scores: Tensor, first: int, count: int, width: int) -> list[tuple[int, int]]:
+def _softmax(values: Floats) -> Floats:
+    values = np.exp(values - values.max(-1, keepdims=True))
+    values /= values.sum(-1, keepdims=True)
+    return values
+
+
+def _warp(extension: Any, scores: Floats, first: int, count: int, width: int) -> list[tuple[int, int]]:
     """Returns the best path through the weights of (heads, tokens, times) for `count` tokens from `first` on."""
     times = scores.shape[-1]
     if times == 0:
         return []
-    weights = scores.softmax(-1)
-    deviation, mean = torch.std_mean(weights, dim=-2, keepdim=True, correction=0)
-    weights = (weights - mean) / deviation
-    if times > width // 2:
-        reach = width // 2
-        padded = torch.nn.functional.pad(weights, (reach, reach), mode="reflect")
-        weights = padded.unfold(-1, width, 1).median(-1).values
-    matrix = weights.mean(0)[first : first + count].contiguous().numpy()
+    weights = _softmax(scores)
+    weights -= weights.mean(-2, keepdims=True)
+    deviation = np.sqrt(np.square(weights).mean(-2, keepdims=True))
+    weights /= np.where(deviation > 0, deviation, np.nan)  # tokens that attend alike tell no time
+    weights = weights[:, first : first + count]
+    if times > (reach := width // 2):
+        padded = np.pad(weights, ((0, 0), (0, 0), (reach, reach)), mode="reflect")
+        weights = np.sort(np.lib.stride_tricks.sliding_window_view(padded, width, -1), -1)[..., reach]
+    matrix = np.ascontiguousarray(weights.mean(0))
     path: list[tuple[int, int]] = extension.warp(matrix)
     return path
 

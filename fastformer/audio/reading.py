@@ -14,8 +14,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
-import torch
-from torch.nn.functional import conv1d
 
 from fastformer.audio.features import RATE, Array
 
@@ -296,12 +294,13 @@ def _resampled(blocks: Iterable[Array], rate: int) -> Iterator[Array]:
     times = np.arange(-width, width + old) / old - np.arange(new)[:, None] / new
     phases = np.clip(times * cutoff, -_ZEROS, _ZEROS)
     kernel = np.sinc(phases) * np.cos(phases * np.pi / _ZEROS / 2) ** 2 * (cutoff / old)
-    filters = torch.from_numpy(kernel.astype(np.float32))[:, None]
+    filters = kernel.astype(np.float32).T
     # A step reads `old` samples with `width` before and after them, and gives `new` samples.
     rest, total, given = np.zeros(width, np.float32), 0, 0
 
     def convert(samples: Array) -> Array:
-        return conv1d(torch.from_numpy(samples)[None, None], filters, stride=old)[0].T.reshape(-1).numpy()
+        steps = np.lib.stride_tricks.sliding_window_view(samples, len(filters))[::old]
+        return (steps @ filters).reshape(-1)
 
     for block in blocks:
         total += len(block)

@@ -8,13 +8,11 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from fastformer.audio.plans import Job, Plan
 from fastformer.audio.results import Segment
 from fastformer.audio.windows import Align, Ask, Detect, Encode, Generate
-from fastformer.generation.requests import BaseRequest
-from fastformer.generation.scheduler import Load
+from fastformer.requests import BaseRequest, Load
 from fastformer.settings import Positive, check_value
 
 MAX_WINDOWS = 8
@@ -189,8 +187,8 @@ def _answers(model: Any, asks: Sequence[Ask | None]) -> Sequence[Any]:
     first = asks[0]
     if isinstance(first, Encode):
         states = model.encode(np.stack([ask.features for ask in asks]))  # type: ignore[union-attr]
-        return [states[index : index + 1].clone() for index in range(len(asks))]
-    states = torch.cat([ask.states for ask in asks])  # type: ignore[union-attr]
+        return [states[index : index + 1].copy() for index in range(len(asks))]
+    states = np.concatenate([ask.states for ask in asks])  # type: ignore[union-attr]
     if isinstance(first, Detect):
         return list(model.detect_language(states))
     if isinstance(first, Align):

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-import torch
 
 from fastformer.audio.features import RATE, Array, Samples
 from fastformer.settings import Count, Range, check_settings
@@ -156,6 +155,8 @@ def _silero() -> Callable[[Iterator[Array]], Iterator[Array]] | None:
     sequences, scripted = folder / "silero_vad_16k_sequence.onnx", folder / "silero_vad.jit"
     if sequences.is_file() and importlib.util.find_spec("onnxruntime"):
         return functools.partial(_by_onnx, _onnx_session(sequences))
+    import torch
+
     return functools.partial(_by_script, torch.jit.load(str(scripted), map_location="cpu").eval())
 
 
@@ -178,6 +179,8 @@ def _by_onnx(session: Any, blocks: Iterator[Array]) -> Iterator[Array]:
 
 
 def _by_script(model: Any, blocks: Iterator[Array]) -> Iterator[Array]:
+    import torch
+
     model.reset_states()
     with torch.inference_mode():
         for block in blocks:

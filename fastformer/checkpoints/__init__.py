@@ -12,6 +12,21 @@ of transformers' models: its settings, the names of its weights, its tokenizer. 
 line in `hf/__init__.py`.
 """
 
-from fastformer.checkpoints.hf import generation_settings as generation_settings
-from fastformer.checkpoints.run import load_model as load_model
-from fastformer.checkpoints.run import load_models as load_models
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fastformer.checkpoints.hf import generation_settings as generation_settings
+    from fastformer.checkpoints.run import load_model as load_model
+    from fastformer.checkpoints.run import load_models as load_models
+
+# Loaded on first use: to read speech's folders needs neither PyTorch nor the models.
+_NAMES = {"generation_settings": "hf", "load_model": "run", "load_models": "run"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)

@@ -18,10 +18,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fastformer.checkpoints.ctranslate2 import MODEL, Vocabularies, ends_sources, read_variables, transformer_of
+from fastformer.checkpoints.ctranslate2 import Vocabularies, ends_sources, transformer_of
 from fastformer.checkpoints.hf.common import make_translator
+from fastformer.checkpoints.model_bin import MODEL, read_variables
 from fastformer.data import Tokenizer
 from fastformer.data.pieces import PieceBackend, read_sentencepiece
 from fastformer.files import is_plain_file, read_small
@@ -96,7 +96,7 @@ class _Folder:
     def small(self, name: str) -> bytes:
         return read_small(self._path / name)
 
-    def model(self) -> Tensor | None:
+    def model(self) -> bytearray | None:
         """Returns the bytes of model.bin; None: they are mapped."""
         return None
 
@@ -131,8 +131,8 @@ class _Zip(_Folder):
     def small(self, name: str) -> bytes:
         return bytes(self._read(name, _MOST_SMALL))
 
-    def model(self) -> Tensor | None:
-        return torch.frombuffer(self._read(f"model/{MODEL}", _MOST_MODEL), dtype=torch.uint8)
+    def model(self) -> bytearray | None:
+        return self._read(f"model/{MODEL}", _MOST_MODEL)
 
     def _read(self, name: str, most: int) -> bytearray:
         info = self._members.get(name)

@@ -1,63 +1,56 @@
 """Encoder-decoders in the folders that CTranslate2 reads, with the numbers of the file.
 
-model.bin                     the weights, by name (`read_variables`)
+model.bin                     the weights, by name (`model_bin.py`)
 config.json                   the names of special tokens, the eps of the norms
 shared_vocabulary.json        a list of tokens; or source_vocabulary.json and target_vocabulary.json
 source.spm, target.spm        the SentencePiece models of both sides (Marian), which the converter copies if it is told
                               to; or one of `_PIECES` for both; or the tokenizer.json of transformers
-
-model.bin is little-endian. A text is its length and a zero byte after it:
-
-u32 version (6), text name of the specification, u32 revision
-u32 number of variables, and for each: text name, u8 rank, u32 sizes, u8 dtype, u32 number of bytes, the bytes
-u32 number of aliases, and for each: text alias, text name
-
-An int8 or int16 matrix X stands for X / X_scale, with a scale for each row (int8) or one for all (int16).
-`models.quantization` rounds the quotients to the same int8, so that a model computed in int8 has the file's numbers.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import os
 import re
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fastformer.checkpoints.hf.common import (
-    check_empty,
     embedding_weights,
     first_equal,
     load_foreign,
     make_translator,
     read_file,
-    taken,
+)
+from fastformer.checkpoints.model_bin import (
+    ACTIVATIONS,
+    BF16,
+    MODEL,
+    Array,
+    Variables,
+    is_rounded,
+    layer_weights,
+    norm_weights,
+    read_variables,
 )
 from fastformer.data.backend import Backend
 from fastformer.data.huggingface import LibraryBackend, read_library
 from fastformer.data.pieces import PieceBackend, read_sentencepiece
 from fastformer.data.tokenizer import TOKENIZER, Tokenizer
-from fastformer.files import is_plain_file, read_json, read_json_list
+from fastformer.files import read_json, read_json_list
 from fastformer.languages import Languages
 from fastformer.models import Transformer, TransformerConfig
 from fastformer.models.quantization import INT8
 from fastformer.ops.embedding import sinusoidal_positions
 from fastformer.special_ids import SpecialIds
 
-MODEL = "model.bin"
 _SPECIFICATION = "TransformerSpec"
-SPEECH = "WhisperSpec"
-_DTYPES = (torch.float32, torch.int8, torch.int16, torch.int32, torch.float16, torch.bfloat16)
-ACTIVATIONS = ("relu", "gelu_tanh", "silu", "gelu")
 GATED = {"gelu_tanh": "geglu_tanh", "silu": "swiglu"}
-_MOST_DIMENSIONS = 4
-_SCALE = "_scale"
 _NEVER = -1e4  # the logit of an id that the vocabulary lacks: its probability is 0
 _BLANK = "<blank>"  # the padding of OpenNMT
 _SINES = ("halves", "concatenated", "interleaved")
@@ -71,104 +64,6 @@ _LANGUAGES = (
     (re.compile(r">>([^<>\s]+)<<"), True),
 )
 _MAX_LEN = 512  # of models whose positions are relative, which have no limit of their own
-
-
-def is_folder(folder: str | os.PathLike[str]) -> bool:
-    """Returns whether a folder is one that CTranslate2 reads."""
-    return Path(folder, MODEL).is_file()
-
-
-class _Reader:
-    """Reads the parts of a file in memory, and never beyond its end."""
-
-    def __init__(self, path: Path, data: Tensor) -> None:
-        self._path, self._data, self._place = path, data, 0
-
-    @property
-    def left(self) -> int:
-        return len(self._data) - self._place
-
-    def take(self, size: int) -> Tensor:
-        if size > self.left:
-            raise ValueError(f"expected {size:,} more bytes in {self._path}, got {self.left:,}: the file was cut")
-        self._place += size
-        return self._data[self._place - size : self._place]
-
-    def number(self, form: str) -> int:
-        (value,) = struct.unpack(f"<{form}", bytes(self.take(struct.calcsize(form)).tolist()))
-        return int(value)
-
-    def text(self) -> str:
-        data = bytes(self.take(self.number("H")).tolist())
-        try:
-            return data.removesuffix(b"\0").decode()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"expected UTF-8 names in {self._path}, got {data!r:.60}") from error
-
-
-def specification(folder: Path) -> str:
-    """Returns the name of a folder's specification; empty for a file that `read_variables` refuses."""
-    try:
-        with (folder / MODEL).open("rb") as file:
-            head = file.read(256)
-        (length,) = struct.unpack_from("<H", head, 4)
-        return head[6 : 6 + length].removesuffix(b"\0").decode()
-    except (OSError, struct.error, UnicodeDecodeError):
-        return ""
-
-
-def read_variables(path: Path, data: Tensor | None = None) -> tuple[str, dict[str, Tensor]]:
-    """Reads a model.bin: the name of its specification, and its variables and aliases by name.
-
-    An alias is the same object as its variable. The bytes are mapped, and copied where a variable isn't aligned.
-
-    Args:
-        path: the file.
-        data: its bytes, if they are in memory; then the path is for messages alone.
-
-    Raises:
-        ValueError: another version, or a file that is cut, damaged or no model.bin.
-    """
-    if data is None:
-        if not is_plain_file(path.resolve()):
-            raise ValueError(f"expected {path} to be a file")
-        data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
-    reader = _Reader(path, data)
-    version = reader.number("I")
-    if version != 6:
-        raise ValueError(
-            f"expected {path} of version 6, got {version}: convert the model again with a newer CTranslate2"
-        )
-    name, _ = reader.text(), reader.number("I")
-    variables: dict[str, Tensor] = {}
-    for _ in range(reader.number("I")):
-        key = reader.text()
-        rank = reader.number("B")
-        if rank > _MOST_DIMENSIONS:
-            raise ValueError(f"expected {key!r:.60} in {path} of at most {_MOST_DIMENSIONS} dimensions, got {rank}")
-        shape = [reader.number("I") for _ in range(rank)]
-        kind, length = reader.number("B"), reader.number("I")
-        if kind >= len(_DTYPES):
-            raise ValueError(f"expected a dtype from 0 to {len(_DTYPES) - 1} of {key!r:.60} in {path}, got {kind}")
-        dtype = _DTYPES[kind]
-        if (needed := math.prod(shape) * dtype.itemsize) != length:
-            raise ValueError(f"expected {needed:,} bytes of {key!r:.60} in {path}, {shape} of {dtype}, got {length:,}")
-        if key in variables:
-            raise ValueError(f"expected names that differ in {path}, got {key!r:.60} twice")
-        data = reader.take(length)
-        if data.storage_offset() % dtype.itemsize:
-            data = data.clone()
-        variables[key] = data.view(dtype).view(shape)
-    for _ in range(reader.number("I")):
-        alias, key = reader.text(), reader.text()
-        if key not in variables or alias in variables:
-            raise ValueError(f"expected aliases of variables in {path}, got {alias!r:.60} for {key!r:.60}")
-        for part in ("", _SCALE):  # the file names the matrix alone
-            if key + part in variables:
-                variables[alias + part] = variables[key + part]
-    if reader.left:
-        raise ValueError(f"expected {path} to end after its aliases, got {reader.left:,} bytes more")
-    return name, variables
 
 
 class Vocabularies(NamedTuple):
@@ -197,72 +92,22 @@ def read_vocabularies(folder: Path) -> Vocabularies:
     return Vocabularies(read("source"), read("target"))
 
 
-class Variables:
-    """The variables of a specification. Reading one removes it, so that what is left was not read."""
-
-    def __init__(self, variables: Mapping[str, Tensor]) -> None:
-        self._variables = dict(variables)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._variables
-
-    def matrix(self, name: str) -> Tensor:
-        """Removes a variable and its scale, and returns its numbers, in fp32 if it was rounded."""
-        (stored,) = taken(self._variables, (name,), "Transformer")
-        scale = self._variables.pop(name + _SCALE, None)
-        if stored.dtype.is_floating_point:
-            return stored
-        if scale is None or scale.shape not in ((), (1,), stored.shape[:1]) or not scale.is_floating_point():
-            raise ValueError(
-                f"expected {name}_scale with a scale for each row of {name}, got {getattr(scale, 'shape', None)}"
-            )
-        return stored.float() / scale.float().reshape(-1, *[1] * (stored.dim() - 1))
-
-    def scalar(self, name: str, default: float | None = None) -> float:
-        stored = self._variables.pop(name, None)
-        if stored is None and default is not None:
-            return default
-        if stored is None or stored.numel() != 1:
-            raise ValueError(
-                f"expected a number {name} of a Transformer, got {stored if stored is None else (*stored.shape,)}"
-            )
-        return float(stored)
-
-    def both(self, name: str, default: float | None = None) -> float:
-        """Returns a number that both stacks have."""
-        encoder, decoder = (self.scalar(f"{side}/{name}", default) for side in ("encoder", "decoder"))
-        if encoder != decoder:
-            raise ValueError(f"expected one {name} of encoder and decoder, got {encoder:g} and {decoder:g}")
-        return encoder
-
-    def embedding_factor(self, d_model: int) -> float:
-        """Returns the factor of the embeddings: a number of the file, or a flag for the root of the width."""
-        stored = self._variables.get("encoder/scale_embeddings")
-        value = self.both("scale_embeddings")
-        is_flag = stored is not None and not stored.dtype.is_floating_point
-        return (d_model**0.5 if value else 1.0) if is_flag else value
-
-    def count(self, prefix: str) -> int:
-        """Returns the number of layers whose names begin with the prefix."""
-        names = (name[len(prefix) :].split("/")[0] for name in self._variables if name.startswith(prefix))
-        numbers = {name for name in names if name != "norm"}  # layer_norm is the stack's
-        if numbers != {str(i) for i in range(len(numbers))} or not numbers:
-            raise ValueError(f"expected layers {prefix}0, {prefix}1, ..., got {sorted(numbers)!r:.60}")
-        return len(numbers)
-
-    def drop(self, *names: str) -> None:
-        for name in names:
-            self._variables.pop(name, None)
-
-    def check_empty(self) -> None:
-        check_empty(self._variables, "Transformer")
+def as_tensor(array: Array) -> Tensor:
+    """Returns a tensor on an array's memory, or on a copy if it is unaligned."""
+    tensor = torch.from_numpy(np.require(array, requirements=["A", "W"]))
+    return tensor.view(torch.bfloat16) if array.dtype == BF16 else tensor
 
 
-def precision_of(stored: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[bool, torch.dtype]:
+def as_tensors(arrays: Mapping[str, Array]) -> dict[str, Tensor]:
+    """See `as_tensor`."""
+    return {name: as_tensor(array) for name, array in arrays.items()}
+
+
+def precision_of(stored: Mapping[str, Array], dtype: torch.dtype | None) -> tuple[bool, torch.dtype]:
     """Returns whether matrices are int8, and the dtype of the parameters: the given one, or else that of the file."""
-    is_rounded = any(tensor.dtype == torch.int8 and tensor.dim() == 2 for tensor in stored.values())
-    is_bf16 = any(tensor.dtype == torch.bfloat16 for tensor in stored.values()) and not is_rounded
-    return is_rounded, dtype or (torch.bfloat16 if is_bf16 else torch.float32)
+    rounded = is_rounded(stored)
+    is_bf16 = any(array.dtype == BF16 for array in stored.values()) and not rounded
+    return rounded, dtype or (torch.bfloat16 if is_bf16 else torch.float32)
 
 
 def load_folder(
@@ -338,7 +183,7 @@ def load_transformer(
 
 def transformer_of(
     origin: Path,
-    stored: tuple[str, dict[str, Tensor]],
+    stored: tuple[str, dict[str, Array]],
     vocabularies: Vocabularies,
     settings: Mapping[str, Any],
     *,
@@ -350,11 +195,11 @@ def transformer_of(
     if name != _SPECIFICATION:
         raise ValueError(f"{origin}: expected a {_SPECIFICATION}, an encoder-decoder, got a {name!r:.60}")
     try:
-        is_rounded, dtype = precision_of(variables, dtype)
+        rounded, dtype = precision_of(variables, dtype)
         model = _transformer(Variables(variables), vocabularies, settings, device, dtype)
     except ValueError as error:
         raise ValueError(f"{origin}: {error}") from error
-    if is_rounded:
+    if rounded:
         model.precision = INT8
     return model
 
@@ -385,7 +230,7 @@ def _transformer(
         raise ValueError(f"expected matrices with a row for each token of the vocabularies, {counts}, got {rows}")
     ids, vocab_size = _special_ids(variables, vocabularies, settings)
     source, target, output = first_equal(*(_with_rows(matrix, vocab_size) for matrix in (source, target, output)))
-    bias = variables.matrix("decoder/projection/bias") if "decoder/projection/bias" in variables else None
+    bias = as_tensor(variables.matrix("decoder/projection/bias")) if "decoder/projection/bias" in variables else None
     activation = int(variables.both("activation"))
     if activation >= len(ACTIVATIONS):
         raise ValueError(f"expected an activation of {ACTIVATIONS}, got number {activation}")
@@ -404,12 +249,13 @@ def _transformer(
     embedding_norm = "encoder/layernorm_embedding/gamma" in variables
     for side, place in (("encoder", "source"), ("decoder", "target")):
         if embedding_norm:
-            weights |= norm_weights(variables, f"{side}/layernorm_embedding", f"{place}_embedding_norm")
+            weights |= as_tensors(norm_weights(variables, f"{side}/layernorm_embedding", f"{place}_embedding_norm"))
         if f"{side}/layer_norm/gamma" in variables:
-            weights |= norm_weights(variables, f"{side}/layer_norm", f"{side}.norm")
+            weights |= as_tensors(norm_weights(variables, f"{side}/layer_norm", f"{side}.norm"))
     for side, depth in depths.items():
         for i in range(depth):
-            weights |= layer_weights(variables, f"{side}/layer_{i}", f"{side}.layers.{i}", d_model // heads)
+            layer = layer_weights(variables, f"{side}/layer_{i}", f"{side}.layers.{i}", d_model // heads)
+            weights |= as_tensors(layer)
     bias = torch.zeros(len(vocabularies.target)) if bias is None else bias
     if has_bias := bool(bias.any()) or len(bias) < vocab_size:
         weights["output_bias"] = torch.nn.functional.pad(bias, (0, vocab_size - len(bias)), value=_NEVER)
@@ -467,7 +313,7 @@ def _refuse(variables: Variables) -> None:
 def _embeddings(variables: Variables) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the matrices of source, target and output, as one object if all have the same numbers."""
     names = ("encoder/embeddings_0/weight", "decoder/embeddings/weight", "decoder/projection/weight")
-    matrices = [variables.matrix(name) for name in names]
+    matrices = [as_tensor(variables.matrix(name)) for name in names]
     if any(matrix.dim() != 2 or matrix.shape[1] != matrices[0].shape[1] for matrix in matrices):
         raise ValueError(f"expected embeddings of one width, got shapes {[(*m.shape,) for m in matrices]}")
     return first_equal(*matrices)
@@ -517,7 +363,7 @@ def _positions(variables: Variables, d_model: int, pad: int) -> tuple[str, dict[
     """
     names = [f"{side}/position_encodings/encodings" for side in ("encoder", "decoder")]
     if all(name in variables for name in names):
-        tables = [variables.matrix(name) for name in names]
+        tables = [as_tensor(variables.matrix(name)) for name in names]
         if any(table.dim() != 2 or table.shape[1] != d_model for table in tables):
             raise ValueError(f"expected position encodings of width {d_model}, got {[(*t.shape,) for t in tables]}")
         rows = min(map(len, tables))
@@ -531,7 +377,8 @@ def _positions(variables: Variables, d_model: int, pad: int) -> tuple[str, dict[
     for side in ("encoder", "decoder"):
         if f"{side}/layer_0/self_attention/{_RELATIVE}" not in variables:
             raise ValueError("expected a model with a table of positions or a relative bias, got neither")
-        biases[f"{side}_position_bias.table"] = variables.matrix(f"{side}/layer_0/self_attention/{_RELATIVE}")
+        table = variables.matrix(f"{side}/layer_0/self_attention/{_RELATIVE}")
+        biases[f"{side}_position_bias.table"] = as_tensor(table)
         for i in range(1, variables.count(f"{side}/layer_")):
             variables.drop(f"{side}/layer_{i}/self_attention/{_RELATIVE}")
     distances = {
@@ -543,53 +390,3 @@ def _positions(variables: Variables, d_model: int, pad: int) -> tuple[str, dict[
         raise ValueError(f"expected one relative_attention_max_distance, got {sorted(distances)}")
     buckets = len(biases["encoder_position_bias.table"])
     return "relative", biases, {"num_buckets": buckets, "max_distance": distances.pop(), "max_len": _MAX_LEN}
-
-
-def norm_weights(variables: Variables, name: str, place: str) -> dict[str, Tensor]:
-    parts = {f"{place}.weight": variables.matrix(f"{name}/gamma")}
-    if f"{name}/beta" in variables:
-        parts[f"{place}.bias"] = variables.matrix(f"{name}/beta")
-    return parts
-
-
-def linear_weights(variables: Variables, names: list[str], weight: str, bias: str) -> dict[str, Tensor]:
-    """Returns linear maps that are stored one by one, joined (dimension 0); a missing bias beside others is zero."""
-    matrices = [variables.matrix(f"{name}/weight") for name in names]
-    biases = [variables.matrix(f"{name}/bias") if f"{name}/bias" in variables else None for name in names]
-    parts = {weight: torch.cat(matrices)}
-    if any(each is not None for each in biases):
-        parts[bias] = torch.cat(
-            [m.new_zeros(len(m)) if each is None else each for m, each in zip(matrices, biases, strict=True)]
-        )
-    return parts
-
-
-def layer_weights(variables: Variables, name: str, place: str, head_dim: int) -> dict[str, Tensor]:
-    """Returns the weights of a layer by fastformer's names."""
-    weights: dict[str, Tensor] = {}
-    attentions = [("self_attention", "self_attn", ["linear_0"], "linear_1")]
-    if f"{name}/attention/linear_0/weight" in variables:
-        attentions.append(("attention", "multihead_attn", ["linear_0", "linear_1"], "linear_2"))
-    for i, (theirs, ours, inputs, output) in enumerate(attentions, 1):
-        scale = variables.scalar(f"{name}/{theirs}/queries_scale", head_dim**-0.5) * head_dim**0.5
-        joined = linear_weights(
-            variables,
-            [f"{name}/{theirs}/{x}" for x in inputs],
-            f"{place}.{ours}.in_proj_weight",
-            f"{place}.{ours}.in_proj_bias",
-        )
-        if not math.isclose(scale, 1.0, rel_tol=1e-6):
-            # In fp32: the product of an fp16 weight and a root has more digits.
-            joined = {key: part.float() for key, part in joined.items()}
-            for part in joined.values():
-                part[: len(part) // 3] *= scale
-        weights |= joined
-        out = f"{place}.{ours}.out_proj"
-        weights |= linear_weights(variables, [f"{name}/{theirs}/{output}"], f"{out}.weight", f"{out}.bias")
-        weights |= norm_weights(variables, f"{name}/{theirs}/layer_norm", f"{place}.norm{i}")
-    gates = ["linear_0"] + ["linear_0_noact"] * (f"{name}/ffn/linear_0_noact/weight" in variables)
-    weights |= linear_weights(
-        variables, [f"{name}/ffn/{x}" for x in gates], f"{place}.linear1.weight", f"{place}.linear1.bias"
-    )
-    weights |= linear_weights(variables, [f"{name}/ffn/linear_1"], f"{place}.linear2.weight", f"{place}.linear2.bias")
-    return weights | norm_weights(variables, f"{name}/ffn/layer_norm", f"{place}.norm{len(attentions) + 1}")

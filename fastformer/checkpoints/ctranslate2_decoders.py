@@ -1,6 +1,6 @@
 """Decoders in the folders that CTranslate2 reads: GPT-2, Llama, Mistral, Qwen, Gemma, GPT-NeoX and their relatives.
 
-model.bin                     see `checkpoints.ctranslate2`; a "TransformerDecoderSpec"
+model.bin                     see `checkpoints.model_bin`; a "TransformerDecoderSpec"
 config.json                   the names of special tokens, the eps of the norms
 vocabulary.json               a list of tokens
 tokenizer.json                and the other files of `checkpoints.hf.prompts`, which the converter copies if it is told
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.checkpoints import ctranslate2
+from fastformer.checkpoints import ctranslate2, model_bin
+from fastformer.checkpoints.ctranslate2 import as_tensor, as_tensors
 from fastformer.checkpoints.hf.common import generation_settings, load_foreign, with_search_ids
 from fastformer.checkpoints.hf.decoder import special_ids
 from fastformer.checkpoints.hf.prompts import read_tokenizer
@@ -48,10 +49,10 @@ def load_folder(
         ImportError: the library of the tokenizer is not installed.
         ValueError: the files are damaged or don't fit one another, or the model has parts that `GPT` doesn't have.
     """
-    _, stored = ctranslate2.read_variables(folder / ctranslate2.MODEL)
+    _, stored = model_bin.read_variables(folder / model_bin.MODEL)
     tokens, settings = read_json_list(folder / "vocabulary.json"), read_json(folder / "config.json")
     unk, make_tokenizer = read_tokenizer(folder, settings)
-    is_rounded, dtype = ctranslate2.precision_of(stored, dtype)
+    rounded, dtype = ctranslate2.precision_of(stored, dtype)
     try:
         if settings.get("quantization_type") not in (None, 0):
             raise ValueError(f"expected weights of int8 or more bits, got a quantization_type of {settings!r:.80}")
@@ -59,7 +60,7 @@ def load_folder(
         ids = with_search_ids(
             {"eos_token_id": tokens.index(eos) if eos in tokens else None}, generation_settings(folder)
         )
-        model = _gpt(ctranslate2.Variables(stored), len(tokens), ids, unk, settings, device, dtype)
+        model = _gpt(model_bin.Variables(stored), len(tokens), ids, unk, settings, device, dtype)
         tokenizer = make_tokenizer(model.config)
         names = [tokenizer.backend.id_to_token(i) for i in range(len(tokens))]
         different = [token for token, name in zip(tokens, names, strict=True) if name not in (token, None)]
@@ -67,13 +68,13 @@ def load_folder(
             raise ValueError(f"expected a tokenizer with the ids of vocabulary.json, got others: {different[:3]!r:.80}")
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
-    if is_rounded:
+    if rounded:
         model.precision = INT8
     return model, tokenizer
 
 
 def _gpt(
-    variables: ctranslate2.Variables,
+    variables: model_bin.Variables,
     vocab_size: int,
     ids: Mapping[str, Any],
     unk: int | None,
@@ -89,7 +90,8 @@ def _gpt(
         raise ValueError("expected a decoder with norms before its sub-layers, got one with norms after them")
     variables.drop(*(f"decoder/{name}" for name in ("alibi_use_positive_positions", "scale_alibi", "alignment_layer",
                                                     "alignment_heads", "sliding_window")))  # fmt: skip
-    embedding, output = (variables.matrix(f"decoder/{name}/weight") for name in ("embeddings", "projection"))
+    names = ("embeddings", "projection")
+    embedding, output = (as_tensor(variables.matrix(f"decoder/{name}/weight")) for name in names)
     if embedding.dim() != 2 or len(embedding) != vocab_size or output.shape != embedding.shape:
         raise ValueError(
             f"expected matrices with a row for each of {vocab_size} tokens, got {(*embedding.shape,)} and "
@@ -102,7 +104,8 @@ def _gpt(
     options, depth = _options(variables, embedding.shape[1]), variables.count("decoder/layer_")
     weights |= _norm(variables, "decoder/layer_norm", "decoder.norm")
     if options["positions"] == "learned":
-        weights["embedding.position.table"] = table = variables.matrix("decoder/position_encodings/encodings")
+        table = as_tensor(variables.matrix("decoder/position_encodings/encodings"))
+        weights["embedding.position.table"] = table
         options["max_len"] = len(table)
     for i in range(depth):
         weights |= _layer(variables, f"decoder/layer_{i}", f"decoder.layers.{i}", options)
@@ -131,7 +134,7 @@ def _gpt(
     return model
 
 
-def _options(variables: ctranslate2.Variables, d_model: int) -> dict[str, Any]:
+def _options(variables: model_bin.Variables, d_model: int) -> dict[str, Any]:
     """Returns the options of the model that its variables name, without sizes that follow from the weights."""
     scalar, first = variables.scalar, _PLAIN.format(0)
     depth, heads = variables.count("decoder/layer_"), int(scalar("decoder/num_heads"))
@@ -145,9 +148,9 @@ def _options(variables: ctranslate2.Variables, d_model: int) -> dict[str, Any]:
         return values.pop()
 
     activation = int(scalar("decoder/activation"))
-    if activation >= len(ctranslate2.ACTIVATIONS):
-        raise ValueError(f"expected an activation of {ctranslate2.ACTIVATIONS}, got number {activation}")
-    kind = ctranslate2.ACTIVATIONS[activation]
+    if activation >= len(model_bin.ACTIVATIONS):
+        raise ValueError(f"expected an activation of {model_bin.ACTIVATIONS}, got number {activation}")
+    kind = model_bin.ACTIVATIONS[activation]
     if "decoder/layer_0/ffn/linear_0_noact/weight" in variables:
         if kind not in ctranslate2.GATED:
             raise ValueError(f"expected a gated activation of {(*ctranslate2.GATED,)}, got {kind!r}")
@@ -190,13 +193,13 @@ def _options(variables: ctranslate2.Variables, d_model: int) -> dict[str, Any]:
     return options | _rope(variables, each, one, windows, head_dim)
 
 
-def _embedding_scale(variables: ctranslate2.Variables, d_model: int) -> float:
+def _embedding_scale(variables: model_bin.Variables, d_model: int) -> float:
     factor = variables.scalar("decoder/embeddings/multiply_by_sqrt_depth", 0.0)
     is_scaled = variables.scalar("decoder/scale_embeddings", 0.0)
     return 1.0 if not is_scaled else factor or d_model**0.5
 
 
-def _rope(variables: ctranslate2.Variables, each: Any, one: Any, windows: list[float], head_dim: int) -> dict[str, Any]:
+def _rope(variables: model_bin.Variables, each: Any, one: Any, windows: list[float], head_dim: int) -> dict[str, Any]:
     """Returns the options of rotary positions."""
     if one("rotary_interleave", 1.0):
         raise ValueError("expected rotations of the halves of a head, got rotations of neighbours (rotary_interleave)")
@@ -231,25 +234,27 @@ def _rope(variables: ctranslate2.Variables, each: Any, one: Any, windows: list[f
     return rope
 
 
-def _norm(variables: ctranslate2.Variables, name: str, place: str) -> dict[str, Tensor]:
+def _norm(variables: model_bin.Variables, name: str, place: str) -> dict[str, Tensor]:
     """Returns the weights of a norm; those that multiply by 1 + gamma have the sum."""
-    weights = ctranslate2.norm_weights(variables, name, place)
+    weights = as_tensors(model_bin.norm_weights(variables, name, place))
     if variables.scalar(f"{name}/layer_norm_use_residual", 0.0):
         weights[f"{place}.weight"] = weights[f"{place}.weight"].double() + 1
     return weights
 
 
-def _layer(variables: ctranslate2.Variables, name: str, place: str, options: Mapping[str, Any]) -> dict[str, Tensor]:
+def _layer(variables: model_bin.Variables, name: str, place: str, options: Mapping[str, Any]) -> dict[str, Tensor]:
     """Returns the weights of a layer by fastformer's names."""
-    linear = ctranslate2.linear_weights
+
+    def linear(*arguments: Any) -> dict[str, Tensor]:
+        return as_tensors(model_bin.linear_weights(variables, *arguments))
+
     attention, ffn = f"{name}/self_attention", f"{name}/ffn"
-    weights = linear(variables, [f"{attention}/linear_0"], f"{place}.self_attn.in_proj_weight",
-                     f"{place}.self_attn.in_proj_bias")  # fmt: skip
+    weights = linear([f"{attention}/linear_0"], f"{place}.self_attn.in_proj_weight", f"{place}.self_attn.in_proj_bias")
     out = f"{place}.self_attn.out_proj"
-    weights |= linear(variables, [f"{attention}/linear_1"], f"{out}.weight", f"{out}.bias")
+    weights |= linear([f"{attention}/linear_1"], f"{out}.weight", f"{out}.bias")
     gates = [f"{ffn}/linear_0"] + [f"{ffn}/linear_0_noact"] * (f"{ffn}/linear_0_noact/weight" in variables)
-    weights |= linear(variables, gates, f"{place}.linear1.weight", f"{place}.linear1.bias")
-    weights |= linear(variables, [f"{ffn}/linear_1"], f"{place}.linear2.weight", f"{place}.linear2.bias")
+    weights |= linear(gates, f"{place}.linear1.weight", f"{place}.linear1.bias")
+    weights |= linear([f"{ffn}/linear_1"], f"{place}.linear2.weight", f"{place}.linear2.bias")
     if f"{name}/shared_layer_norm/gamma" in variables:
         weights |= (shared := _norm(variables, f"{name}/shared_layer_norm", f"{place}.norm1"))
         return weights | {key.replace("norm1", "norm2"): tensor for key, tensor in shared.items()}

@@ -13,7 +13,7 @@ from torch import nn
 
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.baseline.lstm import LSTMConfig
-from fastformer.checkpoints import argos, ctranslate2, ctranslate2_decoders, gguf
+from fastformer.checkpoints import argos, ctranslate2, ctranslate2_decoders, gguf, model_bin
 from fastformer.checkpoints.hf import FAMILIES, UNSUPPORTED, load_folder, model_type
 from fastformer.data import PairTokenizer, Tokenizer, load_tokenizer
 from fastformer.data.pair import contents
@@ -107,9 +107,9 @@ def _other_program(run: str | os.PathLike[str]) -> Callable[..., tuple[Any, Toke
         return gguf.load_file
     if argos.is_package(run):
         return argos.load_package
-    if not ctranslate2.is_folder(run):
+    if not model_bin.is_folder(run):
         return None
-    is_decoder = ctranslate2.specification(Path(run)) == ctranslate2_decoders.SPECIFICATION
+    is_decoder = model_bin.specification(Path(run)) == ctranslate2_decoders.SPECIFICATION
     return ctranslate2_decoders.load_folder if is_decoder else ctranslate2.load_folder
 
 

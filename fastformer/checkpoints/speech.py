@@ -6,29 +6,37 @@ the files of `checkpoints.ctranslate2`, with vocabulary.json or vocabulary.txt. 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from fastformer.checkpoints import ctranslate2 as ct2
-from fastformer.checkpoints.hf.common import (
+from fastformer.checkpoints.model_bin import (
     ACTIVATIONS,
-    GENERATION,
-    check_empty,
-    check_floating,
-    generation_settings,
-    model_type,
-    read_weights,
-    taken,
+    BF16,
+    CONFIG,
+    MODEL,
+    SPEECH,
+    Array,
+    Variables,
+    is_folder,
+    is_rounded,
+    layer_weights,
+    norm_weights,
+    read_variables,
+    specification,
 )
-from fastformer.data.tokenizer import TOKENIZER
+from fastformer.checkpoints.tensors import check_empty, taken
 from fastformer.files import read_json, read_json_list
-from fastformer.models.pretrained import CONFIG
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Side: TypeAlias = Literal["encoder", "decoder"]
 
 _NUM_TASKS = 6  # the tokens between the languages and the timestamps: translate, transcribe ... notimestamps
 
@@ -51,7 +59,6 @@ class SpeechConfig:
         suppress_ids: ids that are not chosen if `suppress_tokens` has -1.
         suppress_ids_begin: ids that are not chosen first if `suppress_blank` is set.
         alignment_heads: pairs of a layer and a head of cross-attention, which follow the time of words.
-        tokenizer_file: the tokenizer.json of the folder, or None.
     """
 
     d_model: int
@@ -74,7 +81,6 @@ class SpeechConfig:
     suppress_ids: tuple[int, ...]
     suppress_ids_begin: tuple[int, ...]
     alignment_heads: tuple[tuple[int, int], ...]
-    tokenizer_file: Path | None = None
 
     @property
     def lang_ids(self) -> tuple[int, ...]:
@@ -111,39 +117,60 @@ class SpeechConfig:
 
 
 class SpeechWeights(NamedTuple):
-    """A Whisper: its config, its tensors by their names in csrc/engine/packed_model.h, and its file's precision."""
+    """A Whisper: its config, its file's precision, and its arrays by their names in csrc/engine/packed_model.h.
+
+    Attributes:
+        read: returns the arrays of the encoder or of the decoder, so that only one side is in memory. A ValueError says
+            which of them are missing, unexpected or misshapen.
+    """
 
     config: SpeechConfig
-    tensors: dict[str, Tensor]
     precision: str
+    read: Callable[[Side], dict[str, Array]]
 
 
 def is_speech_folder(folder: Path) -> bool:
     """Returns whether a folder holds a Whisper, of transformers or of CTranslate2."""
-    if ct2.is_folder(folder):
-        return ct2.specification(folder) == ct2.SPEECH
-    return model_type(folder) == "whisper"
+    if is_folder(folder):
+        return specification(folder) == SPEECH
+    try:
+        return read_json(folder / CONFIG).get("model_type") == "whisper"
+    except (OSError, ValueError):
+        return False
 
 
 def load_speech(folder: Path) -> SpeechWeights:
-    """Loads the config and the tensors of a folder.
+    """Loads the config of a folder, and the way to its arrays.
 
     Raises:
         ValueError: the folder holds no Whisper, or a file is missing, damaged or of another model.
     """
     if not folder.is_dir():
         raise ValueError(f"expected a folder with a Whisper, got {folder}")
-    file = folder / TOKENIZER
-    tokenizer = file if file.is_file() else None
+    with _errors_of(folder):
+        if is_folder(folder):
+            weights = _from_ctranslate2(folder)
+        else:
+            settings = read_json(folder / CONFIG)
+            if settings.get("model_type") != "whisper":
+                raise ValueError(f"expected a model of type 'whisper', got {settings.get('model_type')!r:.60}")
+            from fastformer.checkpoints.hf.common import check_floating, generation_settings, read_weights
+
+            state = read_weights(folder)
+            check_floating(settings, state)
+            weights = from_state(settings, generation_settings(folder), state)
+
+    def read(side: Side) -> dict[str, Array]:
+        with _errors_of(folder):
+            return weights.read(side)
+
+    return weights._replace(read=read)
+
+
+@contextlib.contextmanager
+def _errors_of(folder: Path) -> Iterator[None]:
     try:
-        if ct2.is_folder(folder):
-            return _from_ctranslate2(folder, tokenizer)
-        settings = read_json(folder / CONFIG)
-        if settings.get("model_type") != "whisper":
-            raise ValueError(f"expected a model of type 'whisper', got {settings.get('model_type')!r:.60}")
-        state = read_weights(folder)
-        check_floating(settings, state)
-        return from_state(settings, generation_settings(folder), state, tokenizer)
+        yield
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder}: {error}") from error
 
@@ -151,40 +178,43 @@ def load_speech(folder: Path) -> SpeechWeights:
 # ---- transformers ----
 
 
-def from_state(
-    settings: Mapping[str, Any], search: Mapping[str, Any], state: Mapping[str, Tensor], tokenizer: Path | None = None
-) -> SpeechWeights:
+def from_state(settings: Mapping[str, Any], search: Mapping[str, Any], state: Mapping[str, Tensor]) -> SpeechWeights:
     """Converts a model of transformers.
 
     Args:
         settings: its config.json.
         search: its generation_config.json.
         state: its state_dict.
-        tokenizer: its tokenizer.json.
 
     Raises:
         ValueError: missing, unexpected or misshapen tensors, or settings that the engine doesn't support.
     """
-    left = {name.removeprefix("model."): tensor for name, tensor in state.items()}
-    tensors: dict[str, Tensor] = {}
+    from fastformer.checkpoints.hf.common import ACTIVATIONS as NAMED
+
+    left = {name.removeprefix("model."): _as_array(tensor) for name, tensor in state.items()}
     output = left.pop("proj_out.weight", None)
-    (embedding, positions) = taken(left, ("decoder.embed_tokens.weight", "decoder.embed_positions.weight"), "Whisper")
-    tensors |= {"target_embedding": embedding, "target_positions": positions}
-    tensors["output"] = embedding if output is None or torch.equal(output, embedding) else output
-    (tensors["front.positions"],) = taken(left, ("encoder.embed_positions.weight",), "Whisper")
+    embedding, positions = taken(left, ("decoder.embed_tokens.weight", "decoder.embed_positions.weight"), "Whisper")
+    arrays = {"target_embedding": embedding, "target_positions": positions}
+    arrays["output"] = embedding if output is None or np.array_equal(output, embedding) else output
+    (arrays["front.positions"],) = taken(left, ("encoder.embed_positions.weight",), "Whisper")
     for i in (1, 2):
         weight, bias = taken(left, (f"encoder.conv{i}.weight", f"encoder.conv{i}.bias"), "Whisper")
-        tensors |= _convolution(i, weight, bias)
+        arrays |= _convolution(i, weight, bias)
     depths = {"encoder": int(settings["encoder_layers"]), "decoder": int(settings["decoder_layers"])}
     for side, depth in depths.items():
         for name in ("weight", "bias"):
-            (tensors[f"{side}.norm.{name}"],) = taken(left, (f"{side}.layer_norm.{name}",), "Whisper")
+            (arrays[f"{side}.norm.{name}"],) = taken(left, (f"{side}.layer_norm.{name}",), "Whisper")
         for i in range(depth):
-            tensors |= _layer(left, f"{side}.layers.{i}", is_decoder=side == "decoder")
+            arrays |= _layer(left, f"{side}.layers.{i}", is_decoder=side == "decoder")
     check_empty(left, "Whisper")
+
+    def read(side: Side) -> dict[str, Array]:
+        is_encoder = side == "encoder"
+        return {name: a for name, a in arrays.items() if name.startswith(("encoder.", "front.")) == is_encoder}
+
     activation = settings.get("activation_function", "gelu")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"expected an activation_function of {(*ACTIVATIONS,)}, got {activation!r:.60}")
+    if activation not in NAMED:
+        raise ValueError(f"expected an activation_function of {(*NAMED,)}, got {activation!r:.60}")
 
     def ids(name: str) -> tuple[int, ...]:
         return tuple(search.get(name) or settings.get(name) or ())
@@ -195,24 +225,23 @@ def from_state(
     languages = {int(i): token for token, i in sorted((search.get("lang_to_id") or {}).items(), key=lambda x: x[1])}
     if no_timestamps is None:
         if not languages:
-            raise ValueError(f"expected a no_timestamps_token_id in {GENERATION}")
+            raise ValueError("expected a no_timestamps_token_id in generation_config.json")
         no_timestamps = max(languages) + _NUM_TASKS
     heads = int(settings["decoder_attention_heads"])
     alignment = search.get("alignment_heads") or itertools.product(
         range(depths["decoder"] // 2, depths["decoder"]), range(heads)
     )
-    dtype = embedding.dtype
     config = SpeechConfig(
         d_model=int(settings["d_model"]),
         encoder_layers=depths["encoder"],
         encoder_heads=int(settings["encoder_attention_heads"]),
         decoder_layers=depths["decoder"],
         decoder_heads=heads,
-        vocab_size=len(tensors["output"]),
+        vocab_size=len(arrays["output"]),
         n_mels=int(settings.get("num_mel_bins", 80)),
-        max_frames=2 * len(tensors["front.positions"]),
+        max_frames=2 * len(arrays["front.positions"]),
         max_length=len(positions),
-        activation=ACTIVATIONS[activation],
+        activation=NAMED[activation],
         scale=float(settings["d_model"]) ** 0.5 if settings.get("scale_embedding") else 1.0,
         sot=int(sot),
         eot=int(eot[0] if isinstance(eot, Sequence) else eot),
@@ -223,47 +252,57 @@ def from_state(
         suppress_ids=ids("suppress_tokens"),
         suppress_ids_begin=ids("begin_suppress_tokens"),
         alignment_heads=tuple((int(layer), int(head)) for layer, head in alignment),
-        tokenizer_file=tokenizer,
     )
-    return _checked(config, tensors, "bf16" if dtype == torch.bfloat16 else "fp32")
+    config.check()
+    if (columns := arrays["front.0.weight"].shape[1]) != 3 * config.n_mels:
+        raise ValueError(f"expected convolutions of {config.n_mels} mel bins, got {columns / 3:g}")
+    return SpeechWeights(config, "bf16" if embedding.dtype == BF16 else "fp32", read)
 
 
-def _layer(left: dict[str, Tensor], name: str, *, is_decoder: bool) -> dict[str, Tensor]:
-    """Takes the tensors of a layer of transformers, and returns them by the engine's names."""
-    tensors: dict[str, Tensor] = {}
+def _as_array(tensor: Tensor) -> Array:
+    """Returns a tensor's numbers, in fp32 if the engine reads no other."""
+    import torch
+
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.uint16).numpy()
+    return (tensor if tensor.dtype == torch.float16 else tensor.float()).numpy()
+
+
+def _layer(left: dict[str, Array], name: str, *, is_decoder: bool) -> dict[str, Array]:
+    """Takes the arrays of a layer of transformers, and returns them by the engine's names."""
+    arrays: dict[str, Array] = {}
     attentions = [("self_attn", "self_attn"), ("encoder_attn", "multihead_attn")][: 1 + is_decoder]
     norms = [f"{theirs}_layer_norm" for theirs, _ in attentions] + ["final_layer_norm"]
     for theirs, ours in attentions:
         q, k, v, out = taken(left, [f"{name}.{theirs}.{x}_proj.weight" for x in ("q", "k", "v", "out")], "Whisper")
         q_bias, v_bias, out_bias = taken(left, [f"{name}.{theirs}.{x}_proj.bias" for x in ("q", "v", "out")], "Whisper")
-        tensors |= {
-            f"{name}.{ours}.in_proj_weight": torch.cat([q, k, v]),
-            f"{name}.{ours}.in_proj_bias": torch.cat([q_bias, torch.zeros_like(q_bias), v_bias]),
+        arrays |= {
+            f"{name}.{ours}.in_proj_weight": np.concatenate([q, k, v]),
+            f"{name}.{ours}.in_proj_bias": np.concatenate([q_bias, np.zeros_like(q_bias), v_bias]),
             f"{name}.{ours}.out_proj.weight": out,
             f"{name}.{ours}.out_proj.bias": out_bias,
         }
     for part in ("weight", "bias"):
         for i, norm in enumerate(norms, 1):
-            (tensors[f"{name}.norm{i}.{part}"],) = taken(left, (f"{name}.{norm}.{part}",), "Whisper")
+            (arrays[f"{name}.norm{i}.{part}"],) = taken(left, (f"{name}.{norm}.{part}",), "Whisper")
         for i in (1, 2):
-            (tensors[f"{name}.linear{i}.{part}"],) = taken(left, (f"{name}.fc{i}.{part}",), "Whisper")
-    return tensors
+            (arrays[f"{name}.linear{i}.{part}"],) = taken(left, (f"{name}.fc{i}.{part}",), "Whisper")
+    return arrays
 
 
 # ---- CTranslate2 ----
 
 
-def _from_ctranslate2(folder: Path, tokenizer: Path | None) -> SpeechWeights:
-    name, stored = ct2.read_variables(folder / ct2.MODEL)
-    if name != ct2.SPEECH:
-        raise ValueError(f"expected a {ct2.SPEECH}, got a {name!r:.60}")
+def _from_ctranslate2(folder: Path) -> SpeechWeights:
+    name, stored = read_variables(folder / MODEL)
+    if name != SPEECH:
+        raise ValueError(f"expected a {SPEECH}, got a {name!r:.60}")
+    check_empty([key for key in stored if not key.startswith(("encoder/", "decoder/"))], "Whisper")
     settings, tokens = read_json(folder / CONFIG), _vocabulary(folder)
-    tensors, sizes, is_rounded = _ctranslate2_tensors(stored)
-    for i in (1, 2):
-        weight, bias = tensors.pop(f"front.{i - 1}.weight"), tensors.pop(f"front.{i - 1}.bias")
-        tensors |= _convolution(i, weight, bias)
-    if len(tokens) != len(tensors["output"]):
-        raise ValueError(f"expected {len(tensors['output'])} tokens in the vocabulary, got {len(tokens)}")
+    sizes = _sizes(Variables(stored))
+    if len(tokens) != sizes["vocab_size"]:
+        raise ValueError(f"expected {sizes['vocab_size']} tokens in the vocabulary, got {len(tokens)}")
     table = {token: i for i, token in enumerate(tokens)}
 
     def id_of(*names: str) -> int:
@@ -276,9 +315,6 @@ def _from_ctranslate2(folder: Path, tokenizer: Path | None) -> SpeechWeights:
     languages = settings.get("lang_ids") or ()
     config = SpeechConfig(
         **sizes,
-        vocab_size=len(tokens),
-        max_frames=2 * len(tensors["front.positions"]),
-        max_length=len(tensors["target_positions"]),
         sot=id_of("<|startoftranscript|>"),
         eot=id_of("<|endoftext|>"),
         no_speech=id_of("<|nospeech|>", "<|nocaptions|>"),
@@ -288,10 +324,16 @@ def _from_ctranslate2(folder: Path, tokenizer: Path | None) -> SpeechWeights:
         suppress_ids=tuple(settings.get("suppress_ids") or ()),
         suppress_ids_begin=tuple(settings.get("suppress_ids_begin") or ()),
         alignment_heads=tuple((int(layer), int(head)) for layer, head in settings.get("alignment_heads") or ()),
-        tokenizer_file=tokenizer,
     )
-    is_bf16 = tensors["target_embedding"].dtype == torch.bfloat16
-    return _checked(config, tensors, "int8" if is_rounded else "bf16" if is_bf16 else "fp32")
+    is_bf16 = stored["decoder/embeddings/weight"].dtype == BF16
+    precision = "int8" if is_rounded(stored) else "bf16" if is_bf16 else "fp32"
+    config.check()
+
+    def read(side: Side) -> dict[str, Array]:
+        variables = read_variables(folder / MODEL)[1]  # of its own mapping, which ends with its arrays
+        return _side(config, {key: array for key, array in variables.items() if key.startswith(side)}, side)
+
+    return SpeechWeights(config, precision, read)
 
 
 def _vocabulary(folder: Path) -> list[str]:
@@ -306,68 +348,71 @@ def _vocabulary(folder: Path) -> list[str]:
     return list(tokens)
 
 
-def _ctranslate2_tensors(stored: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any], bool]:
-    """Converts the variables of a Whisper.
-
-    Returns:
-        The tensors by fastformer's names, its convolutions as "front.0" and "front.1"; its sizes by the names in
-        `SpeechConfig`; and whether its matrices are rounded.
+def _sizes(variables: Variables) -> dict[str, Any]:
+    """Returns the sizes of a Whisper by their names in `SpeechConfig`.
 
     Raises:
-        ValueError: missing, unexpected or misshapen variables, or parts that the engine doesn't have.
+        ValueError: a variable is missing, or the model has parts that the engine doesn't have.
     """
-    variables = ct2.Variables(stored)
     activation = int(variables.scalar("decoder/activation", 3))
-    if not 0 <= activation < len(ct2.ACTIVATIONS) or not variables.scalar("decoder/pre_norm", 1.0):
-        raise ValueError(f"expected pre-norm and an activation of {ct2.ACTIVATIONS}, got number {activation}")
+    if not 0 <= activation < len(ACTIVATIONS) or not variables.scalar("decoder/pre_norm", 1.0):
+        raise ValueError(f"expected pre-norm and an activation of {ACTIVATIONS}, got number {activation}")
     if variables.scalar("decoder/alibi", 0.0) or variables.scalar("decoder/start_from_zero_embedding", 0.0):
         raise ValueError("expected a Whisper without alibi that starts from a token")
-    tensors = {
-        "target_embedding": variables.matrix("decoder/embeddings/weight"),
-        "output": variables.matrix("decoder/projection/weight"),
-        "target_positions": variables.matrix("decoder/position_encodings/encodings"),
-        "front.positions": variables.matrix("encoder/position_encodings/encodings"),
+    vocab_size, d_model = variables.shape("decoder/projection/weight", 2)
+    sizes: dict[str, Any] = {
+        "activation": ACTIVATIONS[activation],
+        "vocab_size": vocab_size,
+        "d_model": d_model,
+        "n_mels": variables.shape("encoder/conv1/weight", 3)[1],
+        "max_frames": 2 * variables.shape("encoder/position_encodings/encodings", 2)[0],
+        "max_length": variables.shape("decoder/position_encodings/encodings", 2)[0],
+        "scale": d_model**0.5 if variables.scalar("decoder/scale_embeddings", 0.0) else 1.0,
     }
-    if torch.equal(tensors["target_embedding"], tensors["output"]):
-        tensors["output"] = tensors["target_embedding"]
-    for i in (0, 1):
-        for part in ("weight", "bias"):
-            tensors[f"front.{i}.{part}"] = variables.matrix(f"encoder/conv{i + 1}/{part}")
-    sizes: dict[str, Any] = {"activation": ct2.ACTIVATIONS[activation], "n_mels": tensors["front.0.weight"].shape[-2]}
-    sizes["d_model"] = d_model = tensors["target_embedding"].shape[-1]
-    sizes["scale"] = d_model**0.5 if variables.scalar("decoder/scale_embeddings", 0.0) else 1.0
     for side in ("encoder", "decoder"):
-        sizes[f"{side}_heads"] = heads = int(variables.scalar(f"{side}/num_heads"))
-        sizes[f"{side}_layers"] = depth = variables.count(f"{side}/layer_")
-        if heads < 1 or d_model % heads:
-            raise ValueError(f"expected a width that the heads divide, got {d_model} and {heads}")
-        tensors |= ct2.norm_weights(variables, f"{side}/layer_norm", f"{side}.norm")
-        for i in range(depth):
-            tensors |= ct2.layer_weights(variables, f"{side}/layer_{i}", f"{side}.layers.{i}", d_model // heads)
-    variables.drop("decoder/alignment_layer", "decoder/alignment_heads", "decoder/scale_outputs")
-    variables.drop("decoder/alibi_use_positive_positions", "decoder/scale_alibi", "decoder/sliding_window")
+        sizes[f"{side}_heads"] = int(variables.scalar(f"{side}/num_heads"))
+        sizes[f"{side}_layers"] = variables.count(f"{side}/layer_")
+    return sizes
+
+
+def _side(config: SpeechConfig, stored: Mapping[str, Array], side: Side) -> dict[str, Array]:
+    """Returns the arrays of a side by the engine's names."""
+    variables = Variables(stored)
+    variables.drop(
+        *(f"{side}/{name}" for name in ("num_heads", "activation", "pre_norm", "alibi", "start_from_zero_embedding")),
+        *(f"{side}/{name}" for name in ("scale_embeddings", "alignment_layer", "alignment_heads", "scale_outputs")),
+        *(f"{side}/{name}" for name in ("alibi_use_positive_positions", "scale_alibi", "sliding_window")),
+    )
+    positions = variables.matrix(f"{side}/position_encodings/encodings")
+    if side == "encoder":
+        arrays = {"front.positions": positions}
+        for i in (1, 2):
+            weight, bias = (variables.matrix(f"encoder/conv{i}/{part}") for part in ("weight", "bias"))
+            arrays |= _convolution(i, weight, bias)
+    else:
+        names = [f"decoder/{name}/weight" for name in ("embeddings", "projection")]
+        embedding = variables.matrix(names[0])
+        if stored[names[0]] is stored[names[1]]:
+            variables.drop(names[1], f"{names[1]}_scale")
+            output = embedding
+        else:
+            output = variables.matrix(names[1])
+            output = embedding if np.array_equal(embedding, output) else output
+        arrays = {"target_positions": positions, "target_embedding": embedding, "output": output}
+    arrays |= norm_weights(variables, f"{side}/layer_norm", f"{side}.norm")
+    heads = config.encoder_heads if side == "encoder" else config.decoder_heads
+    for i in range(config.encoder_layers if side == "encoder" else config.decoder_layers):
+        arrays |= layer_weights(variables, f"{side}/layer_{i}", f"{side}.layers.{i}", config.d_model // heads)
     variables.check_empty()
-    is_rounded = any(tensor.dtype == torch.int8 and tensor.dim() == 2 for tensor in stored.values())
-    return tensors, sizes, is_rounded
+    return arrays
 
 
 # ---- both ----
 
 
-def _convolution(number: int, weight: Tensor, bias: Tensor) -> dict[str, Tensor]:
+def _convolution(number: int, weight: Array, bias: Array) -> dict[str, Array]:
     """Returns a convolution (outputs, inputs, 3) as a matrix (outputs, 3 * inputs), frame by frame."""
-    if weight.dim() != 3 or weight.shape[2] != 3:
-        raise ValueError(f"expected convolution {number} over three frames, got {(*weight.shape,)}")
-    return {
-        f"front.{number - 1}.weight": weight.transpose(1, 2).reshape(len(weight), -1),
-        f"front.{number - 1}.bias": bias,
-    }
-
-
-def _checked(config: SpeechConfig, tensors: dict[str, Tensor], precision: str) -> SpeechWeights:
-    config.check()
-    if tensors["front.0.weight"].shape[1] != 3 * config.n_mels:
-        raise ValueError(
-            f"expected convolutions of {config.n_mels} mel bins, got {tensors['front.0.weight'].shape[1] / 3:g}"
-        )
-    return SpeechWeights(config, tensors, precision)
+    if weight.ndim != 3 or weight.shape[2] != 3:
+        raise ValueError(f"expected convolution {number} over three frames, got {weight.shape}")
+    matrix = np.ascontiguousarray(weight.transpose(0, 2, 1)).reshape(len(weight), -1)
+    return {f"front.{number - 1}.weight": matrix, f"front.{number - 1}.bias": bias}

@@ -13,8 +13,8 @@ from fastformer.encoding.cross_encoder import Activation, CrossEncoder, Input, c
 from fastformer.encoding.encoder import Encoder
 from fastformer.encoding.modules import Array
 from fastformer.encoding.tokens import Rows
-from fastformer.generation.requests import BaseRequest
 from fastformer.generation.text_io import expect_text
+from fastformer.requests import BaseRequest
 
 
 @dataclass(frozen=True)

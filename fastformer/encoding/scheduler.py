@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from fastformer.encoding.requests import EncodeRequest
 from fastformer.encoding.tokens import Rows
-from fastformer.generation.scheduler import Load
+from fastformer.requests import Load
 from fastformer.settings import Positive, check_value
 
 # The tokens of a step: enough to keep the cores busy, and few enough that the next step begins soon, which includes new

@@ -19,8 +19,8 @@ from fastformer.generation.constraints import Vocabulary
 from fastformer.generation.folder_options import load_language_model
 from fastformer.generation.generator import Generator
 from fastformer.generation.model_protocols import Model, is_decoder_only
-from fastformer.generation.scheduler import Load
 from fastformer.generation.streaming import TextPieces
+from fastformer.requests import Load
 from fastformer.special_ids import SpecialIds
 
 logger = logging.getLogger("fastformer")

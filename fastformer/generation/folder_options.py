@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fastformer.checkpoints import ctranslate2, generation_settings, gguf, load_model
+from fastformer.checkpoints import generation_settings, gguf, load_model, model_bin
 from fastformer.checkpoints.hf import model_type
 from fastformer.checkpoints.hf.common import GENERATION, search_settings
 from fastformer.generation.config import OPTIONS, GenerationConfig, Precision
@@ -79,7 +79,7 @@ def saved_options(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     """
     if gguf.is_gguf(folder):
         return gguf.search_options(folder)
-    if Path(folder, GENERATION).is_file() or ctranslate2.is_folder(folder):
+    if Path(folder, GENERATION).is_file() or model_bin.is_folder(folder):
         return generation_settings(folder)
     if model_type(Path(folder)) is None:
         return None

@@ -23,9 +23,10 @@ from fastformer.generation.inputs import TokenIds, input_rows
 from fastformer.generation.model_protocols import Model, as_model, check_precision, evaluating
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.requests import Request
-from fastformer.generation.scheduler import Load, new_scheduler
+from fastformer.generation.scheduler import new_scheduler
 from fastformer.generation.session import Session
 from fastformer.generation.streaming import Detokenizer
+from fastformer.requests import Load
 from fastformer.settings import Positive, check_value
 
 Stream: TypeAlias = collections.abc.Generator[int, None, None]

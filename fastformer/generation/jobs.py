@@ -17,9 +17,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 from typing_extensions import Self
 
-from fastformer.generation.requests import BaseRequest
-from fastformer.generation.scheduler import Load
 from fastformer.generation.text_io import failure
+from fastformer.requests import BaseRequest, Load
 from fastformer.settings import Positive, check_value
 
 T = TypeVar("T")

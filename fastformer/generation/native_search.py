@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+from fastformer.extension import extension_module as extension_module
 from fastformer.generation.config import BeamRules, EarlyStopping
 from fastformer.generation.search import NEVER, Hypothesis, Search, bad_numbers
-from fastformer.ops import _extension
 
 
 class SearchHandle(Protocol):
@@ -31,14 +31,6 @@ class SearchHandle(Protocol):
 
     def results(self) -> list[tuple[list[int], list[float], float]]:
         """Returns the hypotheses found, each as its tokens, their log-probabilities and its score."""
-
-
-def extension_module() -> Any:
-    """Returns the extension; raises a RuntimeError if there is none for this CPU."""
-    module = _extension.module()
-    if module is None:
-        raise RuntimeError("no C++ extension for this CPU: see `fastformer doctor`")
-    return module
 
 
 class SearchRules(NamedTuple):

@@ -1,13 +1,9 @@
-"""`Request`: one input with its search, its listener and its limits.
-
-`BaseRequest` is the part of a request that doesn't depend on its kind; embeddings have requests of their own.
-"""
+"""`Request`: one input with its search, its listener and its limits."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -19,67 +15,9 @@ from fastformer.generation.constraints import Mask, allowed_tokens
 from fastformer.generation.engines.base import Candidates, Prompt
 from fastformer.generation.processors import AtOneLength, ForcedToken, RowWise
 from fastformer.generation.search import Hypothesis, Search
+from fastformer.requests import BaseRequest
 
 _EXPECTED = 32  # new tokens that a beginning request gets memory for, unless its source is longer
-
-
-class BaseRequest(ABC):
-    """A request of any kind, which a `Session` runs. Any thread may call its methods.
-
-    Args:
-        max_time: seconds until the deadline; None: no deadline.
-
-    Attributes:
-        name: the name of the request in messages.
-        num_tokens: the number of tokens that it has to read, which is its weight in the queue.
-        error: the error that ended the request, or None.
-        is_done: whether the request has ended, with results or without.
-        is_cancelled: whether `cancel` has been called.
-        on_cancel: called when the request is cancelled; set by the scheduler that runs it.
-        deadline: a time of `time.monotonic` at which the request ends with the results so far; None: no deadline.
-        begun_at: the time of `time.monotonic` at which the request first left the queue; set by the scheduler.
-    """
-
-    name = "the request"
-    num_tokens: int
-
-    def __init__(self, max_time: float | None) -> None:
-        self.error: Exception | None = None
-        self.is_done = self.is_cancelled = False
-        self.on_cancel: Callable[[], object] | None = None
-        self.deadline = None if max_time is None else time.monotonic() + max_time
-        self.begun_at: float | None = None
-
-    @property
-    @abstractmethod
-    def num_new_tokens(self) -> int:
-        """The number of new tokens in all results, once the request has ended."""
-
-    @abstractmethod
-    def listen(self, on_token: Callable[[int], object]) -> None:
-        """Sets the listener, which is called with each new token. Call this before the request begins.
-
-        Raises:
-            ValueError: the request's tokens aren't known before the end.
-        """
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Ends the request with the results so far."""
-
-    def is_late(self, now: float) -> bool:
-        """Returns whether the deadline has passed."""
-        return self.deadline is not None and now >= self.deadline
-
-    def cancel(self) -> None:
-        """Ends the request before the next step, without results."""
-        self.is_cancelled = True
-        if self.on_cancel is not None:
-            self.on_cancel()
-
-    def fail(self, error: Exception) -> None:
-        """Ends the request with an error."""
-        self.error, self.is_done = error, True
 
 
 class Request(BaseRequest):

@@ -6,7 +6,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -16,8 +15,9 @@ import torch
 from fastformer.generation.constraints import Mask
 from fastformer.generation.engines.base import Batch, Candidates, Engine, Limits, SearchingBatch, Selection
 from fastformer.generation.native_search import NativeSearch, extension_module
-from fastformer.generation.requests import BaseRequest, Request, process_logits
+from fastformer.generation.requests import Request, process_logits
 from fastformer.generation.search import Sample
+from fastformer.requests import BaseRequest, Load
 
 R = TypeVar("R", bound=BaseRequest)
 
@@ -33,29 +33,6 @@ _RUN_STEPS = 1_000_000
 # A listener gets each of the first tokens separately, and later ones after each run of steps: a few milliseconds are
 # not noticeable, and a step of a small model costs less than a call of the listener.
 _FIRST_TOLD = 4
-
-
-@dataclass
-class Load:
-    """Counters of a scheduler's work, and the state of its memory.
-
-    Attributes:
-        running, waiting: the number of requests in the batch, and in the queue.
-        waiting_tokens: the number of tokens that the requests in the queue have to read.
-        rows: the number of rows in the batch.
-        free_tokens, capacity_tokens: the batch's free memory and capacity, in tokens, if it has any.
-        read_tokens: the number of source and prompt tokens that were read so far.
-        cached_tokens: the number of prompt tokens that were not read, because an earlier prompt has the same beginning.
-    """
-
-    running: int = 0
-    waiting: int = 0
-    waiting_tokens: int = 0
-    rows: int = 0
-    free_tokens: int = 0
-    capacity_tokens: int = 0
-    read_tokens: int = 0
-    cached_tokens: int = 0
 
 
 class Batching(Protocol[R]):

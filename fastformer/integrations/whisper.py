@@ -94,7 +94,7 @@ class SpeechStepper(Stepper):
         self.config, self.device = inputs.model.config, torch.device("cpu")
         self.generation_config, self._inputs = inputs.model.generation_config, inputs
         prompts = [[*prompt.tokens[:-1]] for prompt in inputs.prompts]
-        session = speech.new_session(states, prompts, 2 * len(inputs.beginning) * (inputs.limit + 32))
+        session = speech.new_session(states.numpy(), prompts, 2 * len(inputs.beginning) * (inputs.limit + 32))
         if inputs.copies > 1:
             session.reorder([[0] * inputs.copies for _ in prompts])
         self._batch = _Steps(session, speech.config.vocab_size, speech.threads)  # type: ignore[assignment]
@@ -137,7 +137,7 @@ class OnSpeechEngine(OnEngine):
         frames = speech.config.max_frames
         if features.dim() != 3 or features.shape[2] != frames or not bool(features.isfinite().all()):
             return None
-        return speech.encode(features.float()).to(features.dtype)
+        return torch.from_numpy(speech.encode(features.float().numpy())).to(features.dtype)
 
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         return super(OnEngine, self)._prepare_cache_for_generation(*args, **kwargs)  # type: ignore[misc]

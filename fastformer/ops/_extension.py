@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import logging
 from collections.abc import Callable
@@ -20,23 +19,18 @@ from typing import Any
 
 import torch
 
-logger = logging.getLogger("fastformer")
+from fastformer import extension
+from fastformer.extension import INSTALL_AGAIN as INSTALL_AGAIN
+from fastformer.extension import NOT_BUILT as NOT_BUILT
+from fastformer.extension import failures as failures
+from fastformer.extension import host as _host
+from fastformer.extension import instruction_sets, warn_failure
 
-# Best first. The names on the right are values of torch.backends.cpu.get_cpu_capability(), which follows
-# ATEN_CPU_CAPABILITY: so the AVX2 library can be tested on a CPU with AVX-512.
-_INSTRUCTION_SETS = {"avx512": ("AVX512",), "avx2": ("AVX512", "AVX2")}
+logger = logging.getLogger("fastformer")
 
 # The bytes that the engine's packed copy takes for each number of a matrix, by its precision. In int4, 32 numbers share
 # a scale.
 PACKED_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5625}
-
-# pip keeps a wheel that it built, also one without the extension.
-INSTALL_AGAIN = (
-    "run `pip install --no-build-isolation --force-reinstall --no-deps --no-cache-dir .` in the folder of its sources"
-)
-NOT_BUILT = "the C++ extension is not built for this CPU; `fastformer doctor` says how"
-# The reason why an existing library could not be loaded, by its name.
-failures: dict[str, str] = {}
 
 
 @cache
@@ -59,7 +53,7 @@ def load() -> str | None:
 def instruction_set() -> str | None:
     """Returns the instruction set of the ops that fit this CPU and load; None without any, and without a warning."""
     _host()
-    return next((isa for isa in _instruction_sets() if _has_loaded(f"_ops_{isa}")), None)
+    return next((isa for isa in instruction_sets() if _has_loaded(f"_ops_{isa}")), None)
 
 
 def _has_loaded(name: str) -> bool:
@@ -70,45 +64,19 @@ def _has_loaded(name: str) -> bool:
     try:
         torch.ops.load_library(spec.origin)
     except (OSError, RuntimeError) as failure:
-        _warn_failure(name, failure)
+        warn_failure(name, failure)
         return False
     return True
 
 
-def _instruction_sets() -> list[str]:
-    """Returns the instruction sets that this CPU can run, best first."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    return [isa for isa, capabilities in _INSTRUCTION_SETS.items() if capability in capabilities]
-
-
-def _warn_failure(name: str, failure: Exception) -> None:
-    failures[name] = str(failure)
-    logger.warning("fastformer.%s does not load and has to be built again for this PyTorch: %s", name, failure)
-
-
-@cache
-def _host() -> ModuleType | None:
-    """Loads the library for this PyTorch and Python. It has to come first: the other libraries use its functions."""
-    version = "_".join(torch.__version__.split(".")[:2])
-    return _imported(f"_host_torch{version}")
-
-
 @cache
 def _engine() -> ModuleType | None:
-    """Returns the best library of the engine that this CPU can run and that can be loaded."""
+    """Returns the library of the engine, which reads tensors from now on; see `extension.engine`."""
     _host()
-    return next((library for isa in _instruction_sets() if (library := _imported(f"_engine_{isa}")) is not None), None)
-
-
-def _imported(name: str) -> ModuleType | None:
-    """Imports the module `fastformer.<name>`; None if it doesn't exist, or with a warning if it doesn't load."""
-    if importlib.util.find_spec(f"fastformer.{name}") is None:
-        return None
-    try:
-        return importlib.import_module(f"fastformer.{name}")
-    except (ImportError, OSError, RuntimeError) as failure:
-        _warn_failure(name, failure)
-        return None
+    engine = extension.engine()
+    if engine is not None and hasattr(engine, "read_torch"):
+        engine.read_torch(engine)
+    return engine
 
 
 @cache

@@ -14,7 +14,8 @@ import torch
 
 from fastformer import cli
 from fastformer.checkpoints import load_model
-from fastformer.checkpoints.ctranslate2 import MODEL, load_transformer, read_variables
+from fastformer.checkpoints.ctranslate2 import as_tensors, load_transformer
+from fastformer.checkpoints.model_bin import MODEL, read_variables
 from fastformer.checkpoints.run import architecture_of
 from fastformer.generation import Translator, generate
 from fastformer.models import quantization
@@ -94,7 +95,7 @@ def test_hypotheses_are_those_of_ctranslate2(name: str, beams: int) -> None:
 def test_int8_has_the_numbers_of_the_file(name: str) -> None:
     """Nothing is rounded a second time."""
     model, _ = load_transformer(FOLDERS / name)
-    _, stored = read_variables(FOLDERS / name / MODEL)
+    stored = as_tensors(read_variables(FOLDERS / name / MODEL)[1])
     assert model.precision == "int8"
     weight = model.get_parameter("decoder.layers.1.linear2.weight")
     assert torch.equal(quantization.to_grid(weight)[0], stored["decoder/layer_1/ffn/linear_1/weight"])
@@ -103,7 +104,7 @@ def test_int8_has_the_numbers_of_the_file(name: str) -> None:
 
 
 def test_models_of_both_sides_may_have_vocabularies_of_their_own(folder: Path) -> None:
-    _, stored = read_variables(folder / MODEL)
+    stored = as_tensors(read_variables(folder / MODEL)[1])
     embedding = stored["decoder/embeddings/weight"].float() / stored["decoder/embeddings/weight_scale"][:, None]
     for name in ("decoder/embeddings/weight", "decoder/projection/weight", "encoder/embeddings_0/weight"):
         del stored[f"{name}_scale"]
@@ -150,7 +151,7 @@ def test_models_of_both_sides_may_have_vocabularies_of_their_own(folder: Path) -
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_parts_that_no_model_has_are_refused(folder: Path, changes: dict[str, Any], words: str) -> None:
-    _, stored = read_variables(folder / MODEL)
+    stored = as_tensors(read_variables(folder / MODEL)[1])
     changed = {name: tensor for name, tensor in {**stored, **changes}.items() if tensor is not None}
     (folder / MODEL).write_bytes(written(changed))
     with pytest.raises(ValueError, match=words):

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from fastformer.checkpoints import load_model
-from fastformer.checkpoints.ctranslate2 import MODEL, read_variables
+from fastformer.checkpoints.ctranslate2 import as_tensors
+from fastformer.checkpoints.model_bin import MODEL, read_variables
 from fastformer.checkpoints.run import architecture_of
 from fastformer.cli import main
 from fastformer.generation.folder_options import folder_options
@@ -47,7 +48,7 @@ def test_log_probs_and_tokens_equal_ctranslate2(name, quantization) -> None:
 
 
 def test_int8_keeps_the_files_numbers_and_bf16_its_dtype() -> None:
-    _, stored = read_variables(DECODER_FOLDERS / "llama" / MODEL)
+    stored = as_tensors(read_variables(DECODER_FOLDERS / "llama" / MODEL)[1])
     model = load(DECODER_FOLDERS / "llama")[0]
     name = "decoder/layer_1/ffn/linear_1/weight"
     expected = stored[name].float() / stored[f"{name}_scale"].float()[:, None]

@@ -68,7 +68,7 @@ std::shared_ptr<const PackedModel> make_model(Precision precision, bool has_enco
     std::vector<float>& values = memory[name];
     values.resize(shape[0] * shape[1]);
     for (float& value : values) value = draw(generator);
-    tensors[name] = {values.data(), ModelTensor::Kind::fp32, shape};
+    tensors[name] = {values.data(), Kind::fp32, shape};
   };
   const auto add_attention = [&](const std::string& name) {
     add(name + ".in_proj_weight", {3 * kDim, kDim}), add(name + ".out_proj.weight", {kDim, kDim});

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fastformer
-from fastformer import doctor
+from fastformer import doctor, extension
 from fastformer.ops import _extension
 from fastformer.ops._oldest_torch import check
 
@@ -24,11 +24,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     # An editable install finds the package's modules whatever its path says; loading them twice ends the process.
     finders = [importlib.machinery.BuiltinImporter, importlib.machinery.FrozenImporter, importlib.machinery.PathFinder]
     monkeypatch.setattr(sys, "meta_path", finders)
-    monkeypatch.setattr(_extension, "failures", {})
+    failures: dict[str, str] = {}
+    for module in (_extension, extension):
+        monkeypatch.setattr(module, "failures", failures)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     for name in _libraries():
         monkeypatch.delitem(sys.modules, name)
-    cached = [value for value in vars(_extension).values() if hasattr(value, "cache_clear")]
+    cached = [value for one in (_extension, extension) for value in vars(one).values() if hasattr(value, "cache_clear")]
     for function in cached:
         function.cache_clear()
     yield tmp_path
@@ -116,7 +118,7 @@ def test_the_engine_loads_without_the_ops(folder: Path) -> None:
 def test_the_library_that_reads_pytorchs_objects_is_for_one_pytorch(folder, monkeypatch) -> None:
     (folder / "_host_torch2_99.py").write_text("geometry = print\n")
     assert _extension.host_function("geometry") is None
-    _extension._host.cache_clear()
+    extension.host.cache_clear()
     _extension.host_function.cache_clear()
     monkeypatch.setattr(torch, "__version__", "2.99.1+cpu")
     assert _extension.host_function("geometry") is print

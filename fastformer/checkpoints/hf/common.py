@@ -20,6 +20,9 @@ import torch
 from torch import Tensor
 
 from fastformer.checkpoints.hf.quantized import dequantized, keep_groups, quantization_settings
+from fastformer.checkpoints.tensors import check_empty as check_empty
+from fastformer.checkpoints.tensors import some as some
+from fastformer.checkpoints.tensors import taken as taken
 from fastformer.checkpoints.torch_archive import read_archive
 from fastformer.data import Tokenizer
 from fastformer.data.backend import Backend
@@ -380,28 +383,10 @@ def check_floating(settings: Mapping[str, Any], state: Mapping[str, Tensor]) -> 
             raise ValueError(f"expected floating-point weights, got {name} of {tensor.dtype}")
 
 
-def taken(left: dict[str, Tensor], names: Iterable[str], family: str) -> tuple[Tensor, ...]:
-    """Removes tensors from `left` and returns them.
-
-    Raises:
-        ValueError: a tensor is missing.
-    """
-    missing = [name for name in names if name not in left]
-    if missing:
-        raise ValueError(f"expected the tensors of a {family}, got none called {some(missing)}")
-    return tuple(left.pop(name) for name in names)
-
-
 def joined(left: dict[str, Tensor], names: tuple[str, ...], family: str) -> Tensor:
     """Removes tensors from `left` and concatenates them; see `taken`."""
     parts = taken(left, names, family)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def check_empty(left: Iterable[str], family: str) -> None:
-    """Raises ValueError for tensors that no part of a model has taken."""
-    if names := [*left]:
-        raise ValueError(f"expected the tensors of a {family}, got others as well: {some(names)}")
 
 
 def forbidden_of(saved: Checkpoint, vocab_size: int) -> tuple[int, ...]:
@@ -562,9 +547,3 @@ def _entry(name: str, weights: Parts, convert: Callable[[str, Tensor], Tensor]) 
     if rest and all(shape[1:] == first[1:] and shape for shape in shapes):
         first = (sum(shape[0] for shape in shapes), *first[1:])
     return Entry(first, parts[0].dtype)
-
-
-def some(names: Iterable[str]) -> str:
-    """Returns the first five names, and how many more there are."""
-    known = sorted(names)
-    return ", ".join(known[:5]) + (f" and {len(known) - 5} more" if len(known) > 5 else "")
