@@ -77,9 +77,8 @@ def host() -> ModuleType | None:
 @cache
 def engine() -> ModuleType | None:
     """Returns the best library of the engine that this CPU can run and that can be loaded."""
-    if (
-        "torch" in sys.modules or not _flags() or "amx_tile" in _flags()
-    ):  # products on AMX are those of PyTorch's oneDNN
+    # Products on AMX are those of PyTorch's oneDNN.
+    if "torch" in sys.modules or not _flags() or "amx_tile" in _flags():
         host()
     return next((library for isa in instruction_sets() if (library := _imported(f"_engine_{isa}")) is not None), None)
 

@@ -41,7 +41,8 @@ Object packed_linear(const Floats& x, const Floats& weight, const std::optional<
         "packed_linear: expected precision fp32, bf16 or int8; for int4, call packed_linear_int4");
   if (bias && (bias->array.ndim() != 1 || bias->array.shape(0) != n))
     throw std::invalid_argument("packed_linear: expected a bias of (n,)");
-  const PackedWeight packed({weight.data(), Kind::fp32, n, k}, bias ? bias->data() : nullptr, precision_named(precision));
+  const PackedWeight packed({weight.data(), Kind::fp32, n, k}, bias ? bias->data() : nullptr,
+                            precision_named(precision));
   const bool rows_of_int4 = packed.precision == Precision::int8 && of_int4.value_or(false);
   return product(x, packed, rows_of_int4 ? Precision::int4 : packed.precision);
 }

@@ -9,9 +9,7 @@
 namespace fastformer {
 namespace {
 
-float at(const ModelTensor& tensor, int64_t i) {
-  return number_at(tensor.data, tensor.kind, i);
-}
+float at(const ModelTensor& tensor, int64_t i) { return number_at(tensor.data, tensor.kind, i); }
 
 // The bytes in a row of an Int4Matrix.
 int64_t nibble_bytes(int64_t k) { return int4_groups(k) * kInt4Group / 2; }

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from fastformer import requests as base_requests
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.generation import Ensemble, requests, scheduler
 from fastformer.models import GPT, Transformer
@@ -58,6 +59,6 @@ def any_model(request) -> Any:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A clock that only moves when a test moves it."""
     found = SimpleNamespace(now=100.0)
-    for module in (requests, scheduler):
+    for module in (base_requests, requests, scheduler):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: found.now))
     return found

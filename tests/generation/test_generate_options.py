@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from fastformer import requests as base_requests
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.generation import generate
-from fastformer.generation import requests as requests_module
 from fastformer.generation import scheduler as scheduler_module
 from fastformer.generation.scheduler import Scheduler
 from fastformer.models import GPT, Transformer
@@ -107,7 +107,7 @@ def test_a_time_limit_cuts_the_output(any_model, options, clock, monkeypatch) ->
 
 
 def test_inputs_without_time_left_give_empty_outputs(model, monkeypatch) -> None:
-    monkeypatch.setattr(requests_module, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(base_requests, "time", SimpleNamespace(monotonic=lambda: 0.0))
     monkeypatch.setattr(scheduler_module, "time", SimpleNamespace(monotonic=lambda: 9.0))
     for options in ({}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2, "seed": 1}):
         out = generate(model, mixed_sources(2), max_time=9.0, return_dict_in_generate=True, **options)
