@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fastformer.checkpoints import gguf
 from fastformer.checkpoints.hf import FAMILIES, encoding_family, load_folder, model_type
-from fastformer.checkpoints.hf.common import flag_of, number_of, read_weights
+from fastformer.checkpoints.hf.common import flag_of, number_of, read_numbers
 from fastformer.checkpoints.hf.encoder import CLASSIFIER
 from fastformer.encoding.modules import ACTIVATIONS, Dense, LabelHead, LayerNorm, Normalize, Pooling, RowLayer
 from fastformer.encoding.similarity import ALL
@@ -233,7 +233,7 @@ def _label_head(
         if "LogitScore" in [kind for kind, _ in modules]:
             raise ValueError(f"expected {folder / _MODULES} to have a LogitScore only after a decoder")
         return None
-    state = read_weights(modules[0][1] if modules else folder)
+    state = read_numbers(modules[0][1] if modules else folder)
     if not is_score:
         if "score.weight" not in state:
             raise ValueError(
@@ -280,7 +280,7 @@ def _step(kind: str, folder: Path, width: int) -> RowLayer | None:
     if kind == "Normalize":
         return Normalize()
     settings = read_json(folder / CONFIG)  # the file must exist
-    weights = {name: tensor.float() for name, tensor in read_weights(folder).items()}
+    weights = {name: tensor.float() for name, tensor in read_numbers(folder).items()}
     if kind == "LayerNorm":
         return LayerNorm(_get(weights, folder, "norm.weight", (width,)), _get(weights, folder, "norm.bias", (width,)))
     into, out = number_of(settings, "in_features"), number_of(settings, "out_features")

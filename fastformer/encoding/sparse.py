@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.checkpoints.hf.common import read_weights
+from fastformer.checkpoints.hf.common import read_numbers
 from fastformer.encoding.modules import Array
 from fastformer.files import read_json
 from fastformer.models.pretrained import CONFIG
@@ -138,7 +138,7 @@ def read_splade(folder: Path, module: Path) -> Splade:
     activation = settings.get(names.activation, _GELU) if names.activation is not None else _GELU
     if activation not in _ACTIVATIONS:
         raise ValueError(f"expected {folder / CONFIG} to have an activation of {[*_ACTIVATIONS]}, got {activation!r}")
-    state = {name: tensor.float() for name, tensor in read_weights(folder).items()}
+    state = {name: tensor.float() for name, tensor in read_numbers(folder).items()}
     for name in (f"{names.dense}.weight", f"{names.norm}.weight"):
         if name not in state:
             raise ValueError(

@@ -113,7 +113,7 @@ def test_dtypes_and_precisions_are_those_of_the_file() -> None:
     }  # fmt: skip
 
 
-def test_q4_0_keeps_its_integers_and_scales(tmp_path, caplog) -> None:
+def test_q4_0_keeps_its_integers_and_scales(tmp_path) -> None:
     values, tensors = contents(LLAMA)
     draw = random.Random(3)
     for name, (_, sizes, _) in tensors.items():
@@ -122,9 +122,8 @@ def test_q4_0_keeps_its_integers_and_scales(tmp_path, caplog) -> None:
             data = b"".join(scale.tobytes() + draw.randbytes(16) for scale in scales)
             tensors[name] = int(Kind.Q4_0), sizes, data
     (tmp_path / "x.gguf").write_bytes(to_bytes(values, tensors))
-    caplog.set_level("INFO")
     model, _ = load(tmp_path / "x.gguf")
-    assert model.precision == "int4" and "Q8_0" in caplog.text and "Q4_0" not in caplog.text
+    assert model.precision == "int4"
     state = model.state_dict()
     matrices = {name for name, tensor in state.items() if tensor.dim() == 2}
     assert {*model.int4_groups} == matrices - {"output.weight"}

@@ -21,7 +21,7 @@ from torch import Tensor
 from fastformer.checkpoints import load_model
 from fastformer.checkpoints.hf import FAMILIES
 from fastformer.checkpoints.hf.common import Checkpoint
-from fastformer.checkpoints.hf.quantized import dequantized, keep_groups, quantization_settings
+from fastformer.checkpoints.hf.quantized import dequantized, note_precision, quantization_settings
 from fastformer.generation import generate
 from fastformer.models import GPT
 from fastformer.models.quantization import from_groups, groups_of, is_on
@@ -101,10 +101,10 @@ def checkpoint(method: str, size: int, **options: bool) -> tuple[dict[str, Any],
 def read(folder, settings: dict[str, Any], rounded: dict[str, Tensor]) -> GPT:
     how = quantization_settings(folder, settings)
     assert how is not None
-    plain, state, matrices = dequantized(settings, how, rounded)
-    model = FAMILIES["llama"].to_model(Checkpoint(plain, state, dtype=torch.float32))
+    plain = dequantized(settings, how, rounded)
+    model = FAMILIES["llama"].to_model(Checkpoint(plain.settings, plain.state, dtype=torch.float32))
     assert isinstance(model, GPT)
-    keep_groups(model, matrices)
+    note_precision(model, plain, folder)
     return model
 
 
@@ -281,9 +281,9 @@ def test_layers_that_are_transposed(tmp_path) -> None:
         rounded |= {f"{name}.{kind}": tensor for kind, tensor in tensors.items()}
         theirs.get_parameter(f"{name}.weight").data.copy_(weight.T)
     settings = config.to_dict() | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}
-    plain, state, matrices = dequantized(settings, quantization_settings(tmp_path, settings) or {}, rounded)
-    model = FAMILIES["gpt2"].to_model(Checkpoint(plain, state, dtype=torch.float32))
-    keep_groups(model, matrices)
+    plain = dequantized(settings, quantization_settings(tmp_path, settings) or {}, rounded)
+    model = FAMILIES["gpt2"].to_model(Checkpoint(plain.settings, plain.state, dtype=torch.float32))
+    note_precision(model, plain, tmp_path)
     assert isinstance(model, GPT) and len(model.int4_groups or {}) == 4
     ids = torch.randint(40, (2, 9), generator=generator)
     with torch.inference_mode():

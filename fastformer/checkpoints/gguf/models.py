@@ -7,7 +7,6 @@ scaling of rotary positions may be a tensor of divisors.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections import Counter
@@ -22,16 +21,14 @@ from fastformer.checkpoints.gguf.file import GGUF, Stored, read_gguf
 from fastformer.checkpoints.gguf.tokenizers import Vocabulary, decoder_tokenizer, encoder_tokenizer, read_vocabulary
 from fastformer.checkpoints.hf import FAMILIES
 from fastformer.checkpoints.hf.common import Checkpoint, check_empty, load_foreign, taken
-from fastformer.checkpoints.hf.quantized import keep_groups
+from fastformer.checkpoints.hf.quantized import keep_groups, log_rounding
 from fastformer.data import Tokenizer
 from fastformer.models import BERT, GPT
 from fastformer.models.bert_config import BERTConfig
 from fastformer.models.pretrained import check_depth
-from fastformer.models.quantization import INT4, INT8, QUANTIZED
+from fastformer.models.quantization import INT8
 from fastformer.models.weights import check_finite
 from fastformer.special_ids import SpecialIds
-
-logger = logging.getLogger("fastformer")
 
 _ARCHITECTURE = "general.architecture"
 _GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -402,13 +399,7 @@ def _note_precision(file: GGUF, model: Any) -> None:
         keep_groups(model, [int4_groups(stored.shape, stored.data) for stored in matrices if stored.kind == Kind.Q4_0])
     else:
         model.precision = INT8
-    assert model.precision in QUANTIZED
-    others = sorted(kind.name for kind in rounded if kind != Kind.Q4_0 or model.precision != INT4)
-    if others:
-        logger.info(
-            "%s: matrices of %s are computed in int8, which rounds them again; precision fp32 has the file's numbers",
-            file.path, ", ".join(others),
-        )  # fmt: skip
+    log_rounding(model, file.path)
 
 
 def _nomic_bert(

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fastformer.checkpoints.hf.quantized import dequantized, keep_groups, quantization_settings
+from fastformer.checkpoints.hf.quantized import dequantized, note_precision, quantization_settings
 from fastformer.checkpoints.tensors import check_empty as check_empty
 from fastformer.checkpoints.tensors import some as some
 from fastformer.checkpoints.tensors import taken as taken
@@ -153,7 +153,7 @@ def load_folder(
 
     The ids that the folder of an encoder-decoder forbids are the config's `suppress_tokens`. Other options of its
     search in generation_config.json have to be passed to `generate`; a warning names them. A decoder's options are
-    those of `generation.folder_options`. Weights that GPTQ or AWQ rounded to 4 bits keep their values: see
+    those of `generation.folder_options`. Quantised weights keep their values: see
     `checkpoints.hf.quantized`.
 
     Args:
@@ -171,19 +171,20 @@ def load_folder(
     unk, make_tokenizer = family.read_tokenizer(folder, settings)  # small files first: their errors come early
     try:
         rounded = quantization_settings(folder, settings)
-        state, matrices = read_weights(folder), None
+        state, plain = read_weights(folder), None
         if rounded is not None:
-            settings, state, matrices = dequantized(settings, rounded, state)
-        is_half = any(tensor.dtype == torch.float16 for tensor in state.values())
-        if dtype is None and is_half and torch.device(device or "cpu").type == "cpu":
-            dtype = torch.float32
+            plain = dequantized(settings, rounded, state)
+            settings, state = plain.settings, plain.state
+        if dtype is None and torch.device(device or "cpu").type == "cpu":
+            is_half = any(tensor.dtype == torch.float16 for tensor in state.values())
+            dtype = torch.float32 if is_half else None if plain is None else plain.dtype
         search = search_settings(folder, settings)
         never = _forbidden(folder, search) if family.kind == "seq2seq" else []
         if family.kind == "decoder":
             settings = with_search_ids(settings, search)
         model = family.to_model(Checkpoint(settings, state, unk, never, device=device, dtype=dtype))
-        if matrices is not None:
-            keep_groups(model, matrices)
+        if plain is not None:
+            note_precision(model, plain, folder)
         tokenizer = make_tokenizer(model.config)
     except (ValueError, IndexError) as error:
         raise ValueError(f"{folder}: {error}") from error
@@ -361,6 +362,18 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         check_shard(index, file, names, tensors)
         state |= tensors
     return state
+
+
+def read_numbers(folder: Path) -> dict[str, Tensor]:
+    """Returns the tensors of a folder, with fp32 weights in place of quantised ones.
+
+    Raises:
+        ValueError: a file is missing or damaged, or the weights are quantised in an unsupported way.
+    """
+    state, file = read_weights(folder), folder / CONFIG
+    settings = read_json(file) if file.is_file() else {}
+    rounded = quantization_settings(folder, settings)
+    return state if rounded is None else dequantized(settings, rounded, state).state
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:

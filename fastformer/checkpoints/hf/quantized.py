@@ -1,7 +1,8 @@
-"""Folders whose linear layers GPTQ or AWQ rounded to 4 bits, as fp32 weights and as int4 for the C++ engine.
+"""Folders with quantised linear layers, as fp32 weights and, where the numbers allow it, as int4 for the C++ engine.
 
-Both methods store a layer (in, out) as int32 words of 8 nibbles, `qweight` and `qzeros`, beside fp16 `scales` (groups,
-out). A weight is scale * (q - zero), with the scale and the zero of its group of inputs.
+`compressed_tensors` reads the folders of llm-compressor. GPTQ and AWQ, of 4 bits, store a layer (in, out) as int32
+words of 8 nibbles, `qweight` and `qzeros`, beside fp16 `scales` (groups, out). A weight is scale * (q - zero), with the
+scale and the zero of its group of inputs.
 
 GPTQ   qweight (in / 8, out): a word has 8 inputs, the first in its lowest bits. qzeros (groups, out / 8): 8 outputs. In
        the checkpoint_format "gptq" each zero is stored less 1; "gptq_v2" stores it unchanged. g_idx (in) is the group
@@ -16,15 +17,31 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fastformer.checkpoints.hf import compressed_tensors
+from fastformer.checkpoints.hf.quantized_layer import QuantizedLayer, unpacked
 from fastformer.files import read_json
-from fastformer.models.quantization import GROUP, INT4, Groups, from_groups, is_on, num_groups, quantized_names
+from fastformer.models.quantization import (
+    GROUP,
+    INT4,
+    INT8,
+    QUANTIZED,
+    Groups,
+    from_grid,
+    from_groups,
+    is_on,
+    num_groups,
+    quantized_names,
+    to_grid,
+)
 
 logger = logging.getLogger("fastformer")
 
@@ -34,33 +51,27 @@ _FILES = ("quantize_config.json", "quant_config.json")  # the files of the setti
 _OTHER_NAMES = {"w_bit": "bits", "q_group_size": "group_size", "format": "checkpoint_format"}
 _CONV1D = ("gpt2",)  # families whose weights are (in, out) if they aren't quantised
 _UNBIASED = ("llama", "mistral")  # families whose layers some programs saved with biases of zero
+_SAMPLE_ROWS = 64  # of each matrix, by which the log says how much rounding changes
 
 
-class _QuantizedLayer(NamedTuple):
-    """The parts of a layer: q (out, in), scales and zeros (groups, out), and the group of each input (in)."""
+class Dequantized(NamedTuple):
+    """The weights of a quantised folder as those of a model that isn't quantised.
 
-    q: Tensor
-    scales: Tensor
-    zeros: Tensor
-    group_of: Tensor
+    Attributes:
+        settings: the folder's config.json, without its quantization_config.
+        state: the tensors, with fp32 weights in place of the quantised ones.
+        groups: the matrices that can be int4 with the folder's numbers.
+        precision: the precision in which the model is computed; None: that of its dtype.
+        dtype: the dtype that has the folder's numbers; None: that of its other tensors, for most of them.
+        floats: the quantised matrices of 8-bit floats.
+    """
 
-    def numbers(self) -> Tensor:
-        """Returns the weight (out, in) in fp32, in which the products are exact."""
-        scale, zero = (part[self.group_of].T.float() for part in (self.scales, self.zeros))
-        return (self.q.float() - zero) * scale
-
-    def groups(self) -> Groups | None:
-        """Returns the layer in groups of 32 neighbours; None if 32 neighbours belong to several groups."""
-        outputs, inputs = self.q.shape
-        padded = nn.functional.pad(
-            self.group_of[None].float(), (0, num_groups(inputs) * GROUP - inputs), mode="replicate"
-        )
-        blocks = padded.long().view(-1, GROUP)
-        if not torch.equal(blocks, blocks[:, :1].expand_as(blocks)):
-            return None
-        q = nn.functional.pad(self.q, (0, num_groups(inputs) * GROUP - inputs), value=8)
-        scale, zero = (part[blocks[:, 0]].T.contiguous() for part in (self.scales, self.zeros))
-        return Groups(q[:, ::2] | q[:, 1::2] << 4, scale.half(), zero.to(torch.uint8))
+    settings: dict[str, Any]
+    state: dict[str, Tensor]
+    groups: list[Groups]
+    precision: str | None
+    dtype: torch.dtype | None
+    floats: tuple[str, ...] = ()
 
 
 def quantization_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -71,7 +82,7 @@ def quantization_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str
         settings: the folder's config.json.
 
     Raises:
-        ValueError: a method other than GPTQ and AWQ, or an unsupported form of one of them.
+        ValueError: another method than GPTQ, AWQ and compressed-tensors, or an unsupported form of one of them.
     """
     quantization, origin = settings.get(_SETTINGS), _SETTINGS
     for name in _FILES:
@@ -84,10 +95,16 @@ def quantization_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str
         return None
     if not isinstance(quantization, Mapping):
         raise ValueError(f"expected {origin} to be a mapping, got {quantization!r:.60}")
+    method = quantization.get("quant_method")
+    if method == compressed_tensors.METHOD:
+        return {**quantization, "schemes": compressed_tensors.read_schemes(quantization)}
     quantization = {_OTHER_NAMES.get(name, name): value for name, value in quantization.items()}
-    method, bits = quantization.get("quant_method"), quantization.get("bits")
+    bits = quantization.get("bits")
     if method not in ("gptq", "awq"):
-        raise ValueError(f"expected weights that are not quantised, or by gptq or awq, got a {origin} of {method!r}")
+        raise ValueError(
+            "expected weights that are not quantised, or by gptq, awq or compressed-tensors, got a "
+            f"{origin} of {method!r}"
+        )
     if bits != 4:
         raise ValueError(f"expected {method} of 4 bits, got bits {bits!r}")
     key, known = ("checkpoint_format", ("gptq", "gptq_v2")) if method == "gptq" else ("version", ("gemm",))
@@ -97,9 +114,7 @@ def quantization_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str
     return {**quantization, "form": form}
 
 
-def dequantized(
-    settings: Mapping[str, Any], rounded: Mapping[str, Any], state: Mapping[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, Tensor], list[Groups]]:
+def dequantized(settings: Mapping[str, Any], rounded: Mapping[str, Any], state: Mapping[str, Tensor]) -> Dequantized:
     """Returns the weights of a folder in fp32, and its matrices in groups of 32.
 
     Args:
@@ -107,40 +122,111 @@ def dequantized(
         rounded: see `quantization_settings`.
         state: the folder's tensors.
 
-    Returns:
-        The settings and the state of a model that isn't quantised, with fp32 weights in place of the quantised ones;
-        and the groups of the matrices whose groups consist of neighbours.
-
     Raises:
         ValueError: tensors are missing or don't fit one another.
     """
-    left, matrices, shuffled = dict(state), list[Groups](), 0
-    for name in [name.removesuffix(".qweight") for name in state if name.endswith(".qweight")]:
+    left, groups, floats = dict(state), list[Groups](), list[str]()
+    sizes = Counter[int]()  # how many whole numbers have so many bits
+    kind, num_matrices, shuffled = settings.get("model_type"), 0, 0
+    is_packed = "schemes" in rounded
+    names = (
+        compressed_tensors.layers_in(left)
+        if is_packed
+        else [name.removesuffix(".qweight") for name in left if name.endswith(".qweight")]
+    )
+    for name in names:
         try:
-            layer = _layer(name, rounded, left)
+            layer = (compressed_tensors.take_layer if is_packed else _layer)(name, rounded, left)
         except (RuntimeError, IndexError) as error:
             raise ValueError(f"expected the tensors of {name} to fit together ({error})") from error
-        is_transposed = settings.get("model_type") in _CONV1D
-        left[f"{name}.weight"] = layer.numbers().T.contiguous() if is_transposed else layer.numbers()
-        if (groups := layer.groups()) is None:
-            shuffled += 1
-        else:
-            matrices.append(groups)
-        bias = left.get(f"{name}.bias")
-        flag = "mlp_bias" if ".mlp." in name else "attention_bias"
-        if bias is not None and settings.get("model_type") in _UNBIASED and not settings.get(flag) and not bias.any():
-            del left[f"{name}.bias"]
-    if not matrices and not shuffled:
-        raise ValueError(f"expected qweight tensors, as quant_method {rounded['quant_method']!r} has them, got none")
+        weight = layer.numbers()
+        if not weight.isfinite().all():
+            raise ValueError(f"expected finite weights, got others in {name}")
+        is_transposed = kind in _CONV1D and not is_packed
+        left[f"{name}.weight"] = weight.T.contiguous() if is_transposed else weight
+        _drop_zero_bias(name, settings, left)
+        if layer.q.is_floating_point():
+            floats.append(f"{name}.weight")
+            continue
+        num_matrices += 1
+        sizes[layer.bits] += layer.q.numel()
+        if (matrix := layer.groups()) is not None:
+            groups.append(matrix)
+        shuffled += bool((layer.group_of.diff() < 0).any())
+    if not num_matrices and not floats:
+        parts = "weight_scale" if is_packed else "qweight"
+        raise ValueError(f"expected {parts} tensors, as quant_method {rounded['quant_method']!r} has them, got none")
     if shuffled:
         logger.warning(
             "%d of %d matrices have groups of inputs that are not neighbours (desc_act): the C++ engine takes these as "
             "int8",
             shuffled,
-            shuffled + len(matrices),
+            num_matrices,
         )
     plain = {name: value for name, value in settings.items() if name != _SETTINGS}
-    return plain, left, matrices
+    precision = None if not sizes else INT4 if sizes[4] >= sizes[8] else INT8
+    dtype = torch.float32 if len(groups) < num_matrices else None
+    return Dequantized(plain, left, groups, precision, dtype, tuple(floats))
+
+
+def _drop_zero_bias(name: str, settings: Mapping[str, Any], left: dict[str, Tensor]) -> None:
+    """Removes a layer's bias if it is zero and the model has none."""
+    bias, flag = left.get(f"{name}.bias"), "mlp_bias" if ".mlp." in name else "attention_bias"
+    if bias is not None and settings.get("model_type") in _UNBIASED and not settings.get(flag) and not bias.any():
+        del left[f"{name}.bias"]
+
+
+def note_precision(model: nn.Module, source: Dequantized, origin: object) -> None:
+    """Sets the precision in which a model is computed, and logs which numbers that changes and by how much.
+
+    Args:
+        model: the model made from the dequantised weights.
+        source: these weights.
+        origin: the folder, for messages.
+    """
+    holder: Any = model
+    if source.precision == INT4:
+        keep_groups(model, source.groups)
+    else:
+        holder.precision = source.precision
+    log_rounding(model, origin)
+    dtype = next(model.parameters()).dtype
+    if source.floats and dtype in (torch.bfloat16, torch.float16):
+        matrices = [source.state[name] for name in source.floats]
+        name = str(dtype).removeprefix("torch.")
+        logger.info(
+            "%s: %d matrices of 8-bit floats become %s, which changes them by %.2g of their size",
+            origin, len(matrices), name, _change((matrix, matrix.to(dtype)) for matrix in map(_sample, matrices)),
+        )  # fmt: skip
+
+
+def log_rounding(model: nn.Module, origin: object) -> None:
+    """Logs by how much computing a model in its precision changes those matrices that aren't on the grid of int8."""
+    holder: Any = model
+    if holder.precision not in QUANTIZED:
+        return
+    state, groups = model.state_dict(), holder.int4_groups or {}
+    names = [name for name in quantized_names(model) if name not in groups]
+    pairs = [(rows, from_grid(*to_grid(rows), rows.dtype)) for rows in (_sample(state[name]) for name in names)]
+    changed = [pair for pair in pairs if not torch.equal(*pair)]
+    if changed:
+        logger.info(
+            "%s: %d of %d matrices are computed in int8, which rounds them again and changes them by %.2g of their "
+            "size; precision fp32 has the numbers of the file",
+            origin, len(changed), len(names) + len(groups), _change(changed),
+        )  # fmt: skip
+
+
+def _sample(matrix: Tensor) -> Tensor:
+    """Returns some rows of a matrix."""
+    return matrix[:: max(1, len(matrix) // _SAMPLE_ROWS)]
+
+
+def _change(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Returns the distance of all matrices from their rounded ones, relative to their size."""
+    squares = [(float((a.double() - b.double()).square().sum()), float(a.double().square().sum())) for a, b in pairs]
+    distance, size = map(sum, zip(*squares, strict=True))
+    return math.sqrt(distance / size) if size else 0.0
 
 
 def keep_groups(model: nn.Module, matrices: list[Groups]) -> None:
@@ -183,7 +269,7 @@ def _digests(matrix: Tensor) -> list[bytes]:
     return [hashlib.blake2b(row, digest_size=16).digest() for row in rows]
 
 
-def _layer(name: str, rounded: Mapping[str, Any], left: dict[str, Tensor]) -> _QuantizedLayer:
+def _layer(name: str, rounded: Mapping[str, Any], left: dict[str, Tensor]) -> QuantizedLayer:
     """Removes a layer's tensors from the state and returns them."""
     missing = [part for part in ("qweight", "qzeros", "scales") if f"{name}.{part}" not in left]
     if missing:
@@ -197,13 +283,13 @@ def _layer(name: str, rounded: Mapping[str, Any], left: dict[str, Tensor]) -> _Q
             )
     is_gptq = rounded["quant_method"] == "gptq"
     if is_gptq:
-        q = _nibbles(qweight.T)  # (out, in)
+        q = unpacked(qweight.T, 4)  # (out, in)
         if rounded["form"] == "gptq":
             qzeros = qzeros + 0x11111111  # adds 1 to all nibbles of a word at once, which the format had subtracted
-        zeros = _nibbles(qzeros)
+        zeros = unpacked(qzeros, 4)
     else:
         back = [8 * word + _AWQ_ORDER.index(output) for word in range(qweight.shape[1]) for output in range(8)]
-        q, zeros = _nibbles(qweight)[:, back].T.contiguous(), _nibbles(qzeros)[:, back]
+        q, zeros = unpacked(qweight, 4)[:, back].T.contiguous(), unpacked(qzeros, 4)[:, back]
     outputs, inputs = q.shape
     size = rounded.get("group_size")
     size = inputs if size in (None, -1) else size
@@ -218,10 +304,4 @@ def _layer(name: str, rounded: Mapping[str, Any], left: dict[str, Tensor]) -> _Q
         index = torch.arange(inputs) // size
     if index.shape != (inputs,) or int(index.min()) < 0 or int(index.max()) >= expected[0]:
         raise ValueError(f"expected {name}.g_idx to name one of {expected[0]} groups for each of {inputs} inputs")
-    return _QuantizedLayer(q, scales, zeros, index.long())
-
-
-def _nibbles(words: Tensor) -> Tensor:
-    """Unpacks (rows, columns) int32 to (rows, 8 * columns) uint8, the lowest bits of each word first."""
-    parts = [words >> shift & 15 for shift in range(0, 32, 4)]
-    return torch.stack(parts, -1).flatten(1).to(torch.uint8)
+    return QuantizedLayer(q, scales, zeros, index.long())
