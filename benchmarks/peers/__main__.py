@@ -71,7 +71,11 @@ def _plans(options: argparse.Namespace) -> list[SuitePlan]:
     all_threads = torch.get_num_threads()
     if options.case in models.MODELS:
         threads = options.threads or (all_threads,)
-        of_model = [case for case in (*models.CASES, *models.QUICK) if case["name"] == options.case]
+        of_model = [
+            case
+            for case in (*models.CASES, *models.QUICK)
+            if case["name"] == options.case and case["seqlen"] in (options.seqlen or (case["seqlen"],))
+        ]
         return [SuitePlan(case, options.precision, threads, only=options.peer or ()) for case in of_model]
     case = {"name": options.case}
     for name in ("run", "text"):
@@ -92,6 +96,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", type=Path, help="a text in its source language")
     parser.add_argument("--batch", type=positive, nargs="+", help="outputs that are decoded together (1 16; GPT-2: 1)")
     parser.add_argument("--beams", type=positive, nargs="+", help="1 is greedy (1 4; a GPT: 1)")
+    parser.add_argument(
+        "--seqlen", nargs="+", help="lengths of a case of transformers or torch.nn, as '1 to 512' (all)"
+    )
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["int8", "fp32"], help="of the weights")
     parser.add_argument("--threads", type=positive, nargs="+", help="the better number counts (decoders: 1 and all)")
     parser.add_argument("--peer", nargs="+", help="which ones (all)")
@@ -105,6 +112,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         for name in ("batch", "beams", "neighbours", "llama_bench"):
             if getattr(options, name):
                 parser.error(f"expected no --{name} beside --case {options.case}, which has its own")
+    lengths = {case["seqlen"] for case in (*models.CASES, *models.QUICK) if case["name"] == options.case}
+    if not set(options.seqlen or ()) <= lengths:
+        parser.error(f"expected --seqlen out of {sorted(lengths)} for --case {options.case}, got {options.seqlen}")
     names = sorted({name for plan in _plans(options) for name in peers(plan.case)} - {"read"})
     if unknown := sorted(set(options.peer or ()) - set(names)):
         parser.error(f"expected --peer out of {', '.join(names)}, got {', '.join(unknown)}")

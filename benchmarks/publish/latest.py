@@ -24,7 +24,7 @@ WITHOUT_AVX512 = "avx2"
 AT_FULL_RATE = "drop_in_full_rate"
 # Attention on a GPU by the kernels for one architecture, in a run of their own.
 GPU_FORMS = "cuda_attention_forms"
-_OTHER_KINDS = ("machine_code", "host_time", WITHOUT_AVX512, AT_FULL_RATE, GPU_FORMS)
+_OTHER_KINDS = ("machine_code", "host_time", "nightly", WITHOUT_AVX512, AT_FULL_RATE, GPU_FORMS)
 # The fields that identify a case, besides its shape; providers and their precisions are compared within it.
 _CASE = ("op", "mode", "dtype", "model", "data")
 _ABSENT = object()

@@ -1,0 +1,126 @@
+"""Measures the comparisons of README's table again, appends them to the results, and fails if one got worse.
+
+    make peers && python -m benchmarks.nightly     # less than 20 minutes on two cores
+
+Each ratio is compared with its median over the earlier nights on the same kind of CPU. The exit status is 1 if one is
+10 % below it, or could not be measured, and the trend of all is drawn.
+"""
+
+from __future__ import annotations
+
+import datetime
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.measure import record
+from benchmarks.measure.commands import parser_of
+from benchmarks.publish import style
+from benchmarks.publish.charts import name_of
+from benchmarks.publish.latest import RESULTS, Row, grouped, machine
+from benchmarks.publish.summary import HEADLINES
+
+# Those of `python -m benchmarks.peers`, which measure `HEADLINES`.
+JOBS = (
+    "--case minilm --precision int8 --peer 'as it is' fastformer.Encoder onnxruntime openvino",
+    "--case minilm --precision fp32 --peer 'as it is' fastformer.Encoder sentence-transformers",
+    "--case base --batch 1 --beams 1 --precision int8 --peer fastformer ctranslate2",
+    "--case llama --precision int8 --peer fastformer llama.cpp",
+    "--case bert_base --seqlen '32 to 128' --precision fp32 --peer 'as it is' accelerated onnxruntime",
+    "--case torch_nn_encoder --seqlen '1 to 512' --precision fp32 --peer 'as it is' accelerated",
+    "--case gpt2_small --seqlen '16 to 256' --precision fp32 --peer 'as it is' 'accelerated, fused loss'",
+)
+DROP = 0.9  # of the median of earlier nights
+
+
+class Ratio(NamedTuple):
+    """How many times as fast fastformer was as another program, in one night on a kind of CPU."""
+
+    name: str
+    device: str
+    night: str
+    value: float
+
+
+def ratios(rows: Sequence[Row]) -> list[Ratio]:
+    """Returns the ratios of all nights, the earliest first."""
+    found = []
+    for night, measured in sorted(grouped(rows, lambda row: str(row["night"])).items()):
+        for does, case, panel, rivals in HEADLINES:
+            for comparison in case.comparisons(measured):
+                if comparison.panel == panel.name and comparison.against in rivals:
+                    name = f"{does}, {panel.name}, against {name_of(comparison.against)}"
+                    found.append(Ratio(name, str(comparison.ours["device"]), night, comparison.ratio))
+    return found
+
+
+def verdicts(every: Sequence[Ratio], night: str) -> Iterator[tuple[bool, str]]:
+    """Yields for each headline whether it is as good as before, and a line about it."""
+    for does, _, panel, rivals in HEADLINES:
+        for rival in rivals:
+            name = f"{does}, {panel.name}, against {name_of(rival)}"
+            now = next((ratio for ratio in every if (ratio.name, ratio.night) == (name, night)), None)
+            if now is None:
+                yield False, f"not measured   {name}"
+                continue
+            before = [r.value for r in every if (r.name, r.device) == (name, now.device) and r.night != night]
+            usual = statistics.median(before) if before else now.value
+            is_good = now.value >= DROP * usual
+            verdict = "" if is_good else f"   WORSE: {100 * (1 - now.value / usual):.0f} % below the median"
+            yield is_good, f"{now.value:5.2f} ({usual:5.2f})  {name}{verdict}"
+
+
+def draw(every: Sequence[Ratio], rows: Sequence[Row], path: Path) -> None:
+    """Draws each ratio over the nights of the latest night's CPU."""
+    here = [ratio for ratio in every if ratio.device == every[-1].device]
+    nights = sorted({ratio.night for ratio in here})
+    fig = style.figure("Times as fast as other programs, night by night", footer=machine(rows[-1:]), height=5.5)
+    (axes,) = fig.axes
+    for name in dict.fromkeys(ratio.name for ratio in here):
+        points = [(nights.index(ratio.night), ratio.value) for ratio in here if ratio.name == name]
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+    axes.set_xticks(range(len(nights)), [night[:10] for night in nights])
+    axes.set_ylim(bottom=0)
+    style.legend(fig, columns=1)
+    style.save(fig, path.stem, rows, path.parent)
+
+
+def measure(job: str, rounds: int, out: Path) -> None:
+    """Runs one of `JOBS`; what is missing becomes a row that says so."""
+    words = [sys.executable, "-m", "benchmarks.peers", *shlex.split(job), "--rounds", str(rounds), "--out", str(out)]
+    subprocess.run(words, check=False)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measures, prints a line for each headline, appends the rows, and draws the trend. Returns 1 if one got worse."""
+    parser = parser_of("nightly", __doc__)
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each program (3)")
+    parser.add_argument("--results", type=Path, default=RESULTS / "nightly.jsonl", help="the file of all nights")
+    parser.add_argument("--picture", type=Path, default=record.ROOT / "build" / "nightly.svg", help="the trend")
+    options = parser.parse_args(arguments)
+    began, night = time.monotonic(), datetime.datetime.now(datetime.timezone.utc).isoformat()
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "night.jsonl"
+        for job in JOBS:
+            measure(job, options.rounds, out)
+        for row in record.read(out) if out.exists() else []:
+            record.append(options.results, {**row, "night": night})
+    rows = record.read(options.results) if options.results.exists() else []
+    every = ratios(rows)
+    results = list(verdicts(every, night))
+    print(f"\n{night[:16]}, {(time.monotonic() - began) / 60:.0f} minutes: times as fast (and its median before)")
+    print("\n".join(line for _, line in results))
+    if every:
+        draw(every, rows, options.picture)
+        print(options.picture)
+    return 0 if all(is_good for is_good, _ in results) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
