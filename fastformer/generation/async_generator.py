@@ -16,6 +16,7 @@ from typing_extensions import Unpack
 from fastformer.generation.chat import MAX_NEW_TOKENS
 from fastformer.generation.chat_template import ChatTemplate, Message, TemplateTokenizer
 from fastformer.generation.config import GenerationConfig, GenerationOptions, Precision
+from fastformer.generation.constraints import Vocabulary
 from fastformer.generation.engines import choose_engine
 from fastformer.generation.folder_options import load_language_model
 from fastformer.generation.inputs import check_vocabulary
@@ -314,6 +315,13 @@ class AsyncGenerator(Session[Request]):
             raise ValueError("expected a model that was trained to chat, whose folder has a chat_template")
         tokenizer: TemplateTokenizer = self.tokenizer
         return ChatIds(self.encode(self.template.encode(messages, tokenizer, **variables)))
+
+    def check_constraint(self, options: Mapping[str, Any]) -> None:
+        """Compiles the constraint of some options, or raises the ValueError that `requests` would raise."""
+        constraint = GenerationConfig.from_options(options).constraint
+        if constraint is not None:
+            vocabulary = Vocabulary.of(self.tokenizer, self.model.config.vocab_size)
+            vocabulary.matcher(constraint, self._special.eos)
 
     async def complete(
         self,

@@ -157,7 +157,7 @@ class GenerationConfig:
             for beams. A part of one that llguidance can't enforce is an error.
         regex: the new tokens match this regular expression as a whole, in the syntax of Rust's regex crate.
         choices: the new tokens are one of these texts.
-        grammar: the new tokens match this context-free grammar, in the syntax of Lark.
+        grammar: the new tokens match this context-free grammar, in the syntax of Lark, or in llama.cpp's GBNF.
         window: the action when a text fills the model's positions: stop ends the text; slide forgets the older half of
             the tokens that the model sees and continues, up to max_new_tokens. With slide, the model reads only the end
             of a longer prompt. Whenever max_len tokens are full, the model reads the last max_len // 2 of them again,

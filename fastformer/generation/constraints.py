@@ -90,14 +90,10 @@ class Vocabulary:
         Raises:
             ValueError: the constraint is wrong, can't be satisfied, or has a part that the library can't enforce.
         """
-        state = self._grammars.get(constraint)
-        if state is None:
-            state = self._compile(constraint)
-            self._grammars[constraint] = state
-            if len(self._grammars) > _MOST_GRAMMARS:
-                self._grammars.popitem(last=False)
-        else:
-            self._grammars.move_to_end(constraint)
+        state = self._grammars.pop(constraint, None) or self._compile(constraint)  # several threads may compile
+        self._grammars[constraint] = state
+        while len(self._grammars) > _MOST_GRAMMARS:
+            self._grammars.popitem(last=False)
         return Matcher(state.deep_copy(), self.vocab_size, ends)
 
     def _compile(self, constraint: Constraint) -> Any:
@@ -107,7 +103,10 @@ class Vocabulary:
             limits = library.LLParserLimits(verbose_errors=False)
             state = library.LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
             # Warnings are about parts that wouldn't be enforced.
-            problems = [state.get_error()] if state.is_error() else state.get_grammar_warnings()
+            problems = state.get_grammar_warnings()
+            if not state.is_error():
+                state.compute_bitmask()  # finds grammars without any text, and those that are too complex
+            problems += [state.get_error()] if state.is_error() else []
         except ValueError as error:
             problems = [str(error)]
         if problems:
@@ -224,7 +223,7 @@ def _grammar_of(constraint: Constraint, library: ModuleType) -> str:
     if constraint.kind == "choices":
         choices = " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(text))
         return str(matcher.grammar_from_lark(f"start: {choices}"))
-    return str(matcher.grammar_from_lark(text))
+    return str(library.grammar_from("grammar", text))
 
 
 def _library() -> ModuleType:

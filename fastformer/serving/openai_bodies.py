@@ -81,6 +81,7 @@ Temperature: TypeAlias = Annotated[float, Field(ge=0, le=2)]
 Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
 Text: TypeAlias = Annotated[str, Field(min_length=1)]
 LEAST_LOG_PROB = -9999.0  # JSON has no infinity
+Schema: TypeAlias = dict[str, Any] | str
 Stop: TypeAlias = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
@@ -155,7 +156,22 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class GenerateBody(Body):
+class StructuredBody(Body):
+    """The fields that constrain an answer, of which a request has at most one; response_format is OpenAI's."""
+
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
+    guided_grammar: str | None = None
+    json_schema: Schema | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    ebnf: str | None = None
+
+
+class GenerateBody(StructuredBody):
     """The fields of completions and chats.
 
     top_k, min_p, repetition_penalty, min_tokens, stop_token_ids and timeout aren't OpenAI's.

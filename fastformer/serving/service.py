@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
@@ -216,6 +217,24 @@ class GenerateService(Service):
     def has_chat(self) -> bool:
         """Whether the model's folder has a chat template."""
         return self.session.template is not None
+
+    async def check_constraint(self, options: Mapping[str, Any], size: int, deadline: float) -> None:
+        """Compiles a constraint, which requests then have at once.
+
+        Args:
+            options: the option of decoding.
+            size: the number of its characters.
+            deadline: a result of `deadline`.
+
+        Raises:
+            ValueError: the constraint is wrong, or can't be enforced.
+            QueueFull, TooLate: see `Session.aside`.
+        """
+        work = functools.partial(self.session.check_constraint, options)
+        try:
+            await self.session.aside(work, size, deadline=deadline, is_slow=True)
+        except ImportError as error:  # the extra `structured` isn't installed
+            raise ValueError(f"expected an answer without constraints here: {error}") from error
 
     async def prompt_ids(self, prompt: Prompt, deadline: float, *, parse_special: bool | None = None) -> list[int]:
         """Returns the ids of a prompt.

@@ -17,6 +17,7 @@ from fastformer.serving.answers import EventStream, answer, event, until_gone
 from fastformer.serving.limits import Limits
 from fastformer.serving.openai_bodies import EVENTS, UNSUPPORTED, Body, Int, Stop, unsupported_field
 from fastformer.serving.service import GenerateService, Service
+from fastformer.serving.structured import Constrained, checked, of_tgi
 from fastformer.serving.tei import ERRORS, TeiError
 
 _USUAL = 100  # new tokens if the request sets no number
@@ -35,6 +36,7 @@ class Parameters(Body):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     seed: Annotated[Int, Field(ge=0, lt=2**63)] | None = None
     stop: Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
+    grammar: dict[str, Any] | None = None
     return_full_text: bool | None = None
     details: bool | None = None
     parse_special: bool | None = None
@@ -109,6 +111,10 @@ def router(service: Service, limits: Limits) -> APIRouter:
         """Continues a text."""
         options = _options(body, service, limits)
         deadline = service.deadline(body.timeout)
+        if body.parameters.grammar is not None:
+            constrained = checked(Constrained("grammar", of_tgi(body.parameters.grammar)))
+            await until_gone(http, service.check_constraint(constrained.options, constrained.size, deadline))
+            options |= constrained.options
         ids = await until_gone(
             http, service.prompt_ids(body.inputs, deadline, parse_special=body.parameters.parse_special)
         )

@@ -145,7 +145,7 @@ def test_a_text_that_is_cut_is_the_beginning_of_one_that_matches(model) -> None:
         {"schema": {"type": "string", "format": "unheard-of"}}, {"schema": {"not": {"type": "null"}}},
         {"schema": {"$ref": "#/nowhere"}}, {"schema": {"type": "fruit"}}, {"schema": {"enum": []}},
         {"schema": "{"}, {"schema": 7}, {"regex": "("}, {"regex": "(?=a)b"}, {"regex": ""},
-        {"grammar": "start: nothing"},
+        {"grammar": "start: nothing"}, {"grammar": "start: start"}, {"schema": {"$ref": "#"}},
         {"choices": ["a", ""]}, {"choices": [1]}, {"regex": "a", "choices": ["a"]}, {"regex": "a", "num_beams": 2},
         {"regex": "a", "forced_eos_token_id": 1}, {"schema": {"type": "array", "uniqueItems": True}},
     ],

@@ -49,6 +49,12 @@ OF_COMPLETIONS: dict[str, Case] = {
     "min_tokens": (0, 4, ENDED),
     "stop_token_ids": ([], [D], FORCED),
     "timeout": (1e-9, 20),
+    "response_format": ({"type": "text"}, {"type": "json_object"}),
+    "structured_outputs": (None, {"choice": ["dog"]}),
+    **dict.fromkeys(("guided_json", "json_schema"), (None, {"enum": [1, 2]})),
+    **dict.fromkeys(("guided_regex", "regex"), ("[0-4]", "[5-9]")),
+    "guided_choice": (["dog"], ["bird"]),
+    **dict.fromkeys(("guided_grammar", "grammar", "ebnf"), ('start: "dog"', 'root ::= "bird"')),
 }
 OF_ENCODERS: dict[str, Case] = {
     "truncate": (False, True, {"": LONG}),
@@ -99,6 +105,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Case]]] = {
             "parameters.return_full_text": (False, True),
             "parameters.details": (False, True),
             "parameters.parse_special": (True, False),
+            "parameters.grammar": ({"type": "regex", "value": "[0-4]"}, {"type": "regex", "value": "[5-9]"}),
         },
     ),
     "/v1/embeddings": (

@@ -309,12 +309,10 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("chat/completions", CHAT | {"messages": [{"role": "assistant", "content": "loop"}]}, "messages"),
     ("chat/completions", CHAT | {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-    ("chat/completions", CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
     ("chat/completions", CHAT | {"top_logprobs": 2}, "top_logprobs"),
     ("completions", COMPLETION | {"stop_token_ids": [10**6]}, "stop_token_ids"),
     ("completions", COMPLETION | {"min_p": 1.5}, "min_p"),
     ("completions", COMPLETION | {"max_tokens": 2.5}, "max_tokens"),
-    ("completions", COMPLETION | {"guided_json": {"type": "object"}}, "guided_json"),
     ("chat/completions", CHAT | {"continue_final_message": True}, "continue_final_message"),
     ("chat/completions", CHAT | {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ("chat/completions", CHAT | {"chat_template_kwargs": {"deadline": 1}}, "chat_template_kwargs"),
@@ -328,7 +326,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 CODES = {
     "model": "model_not_found", "a a ": "context_length_exceeded", "aaaa": "string_above_max_length",
     **dict.fromkeys(
-        ("echo", "suffix", "tools", "response_format", "guided_json", "continue_final_message"), "unsupported_parameter"
+        ("echo", "suffix", "tools", "continue_final_message"), "unsupported_parameter"
     ),
 }  # fmt: skip
 

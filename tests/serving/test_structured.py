@@ -1,0 +1,151 @@
+"""Answers match the constraint that a request names in the format of any server, to OpenAI's client and by HTTP."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel, ConfigDict
+
+from tests.serving import models
+
+httpx = pytest.importorskip("httpx", reason="the httpx library is not installed")
+openai = pytest.importorskip("openai", reason="the openai library is not installed")
+jsonschema = pytest.importorskip("jsonschema", reason="the jsonschema library is not installed")
+pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
+pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
+pytest.importorskip("llguidance", reason="the llguidance library is not installed")
+
+ASKED: list[Any] = [{"role": "user", "content": "two birds"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["dog", "bird"]}, "count": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["kind", "count"],
+    "additionalProperties": False,
+}
+NAMED = {"type": "json_schema", "json_schema": {"name": "seen", "strict": True, "schema": SCHEMA}}
+
+
+class Seen(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    kind: Literal["dog", "bird"]
+    place: tuple[int, bool]
+
+
+class Bird(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    kind: Literal["dog", "bird"]
+    alone: bool
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return models.generator(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def is_seen(text: str) -> bool:
+    jsonschema.validate(json.loads(text), SCHEMA)
+    return True
+
+
+def is_one(text: str) -> bool:
+    return text in ("the dog", "two birds")
+
+
+def is_time(text: str) -> bool:
+    return re.fullmatch("[0-2][0-9]:[0-5][0-9]", text) is not None
+
+
+TIME, ONE, GRAMMAR = "[0-2][0-9]:[0-5][0-9]", ["the dog", "two birds"], 'start: "the dog" | "two birds"'
+FIELDS: list[tuple[dict[str, Any], Any]] = [
+    ({"response_format": NAMED}, is_seen), ({"response_format": {"type": "json_object", "schema": SCHEMA}}, is_seen),
+    ({"guided_json": SCHEMA}, is_seen), ({"guided_json": json.dumps(SCHEMA)}, is_seen),
+    ({"json_schema": SCHEMA}, is_seen), ({"guided_regex": TIME}, is_time), ({"regex": TIME}, is_time),
+    ({"guided_choice": ONE}, is_one), ({"guided_grammar": GRAMMAR}, is_one),
+    ({"grammar": 'root ::= "the dog" | "two birds"'}, is_one), ({"ebnf": 'root ::= "the " "dog"'}, is_one),
+    ({"structured_outputs": {"json": SCHEMA, "regex": None}}, is_seen),
+    ({"structured_outputs": {"choice": ONE}}, is_one), ({"structured_outputs": {"regex": TIME}}, is_time),
+    ({"structured_outputs": {"grammar": GRAMMAR}}, is_one),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields, matches", FIELDS, ids=[next(iter(fields)) for fields, _ in FIELDS])
+def test_answers_match_in_chats_and_completions(fields, matches, client) -> None:
+    options: dict[str, Any] = {"model": "tiny", "max_tokens": 300, "n": 2, "seed": 4, "extra_body": fields}
+    chat = client.chat.completions.create(messages=ASKED, **options)
+    whole = client.completions.create(prompt="a dog", **options)
+    for text, reason in [
+        *((choice.message.content, choice.finish_reason) for choice in chat.choices),
+        *((choice.text, choice.finish_reason) for choice in whole.choices),
+    ]:
+        assert reason == "stop" and matches(text), text
+
+
+def test_openais_client_parses_answers_whole_and_streamed(client) -> None:
+    options: dict[str, Any] = {"model": "tiny", "messages": ASKED, "max_tokens": 300, "temperature": 0}
+    parsed = client.chat.completions.parse(**options, response_format=Bird).choices[0]
+    assert isinstance(parsed.message.parsed, Bird) and parsed.finish_reason == "stop"
+    with client.chat.completions.stream(**options, response_format=Bird) as stream:
+        pieces = [event.delta for event in stream if event.type == "content.delta"]
+        final = stream.get_final_completion().choices[0]
+    assert "".join(pieces) == parsed.message.content == final.message.content and len(pieces) > 3
+    assert final.message.parsed == parsed.message.parsed
+    plain = client.chat.completions.create(**options, response_format={"type": "json_object"}, logprobs=True)
+    content = plain.choices[0].message.content
+    assert content.startswith("{") and "".join(one.token for one in plain.choices[0].logprobs.content) == content
+
+
+def test_a_cut_answer_says_so(client) -> None:
+    found = client.chat.completions.create(model="tiny", messages=ASKED, max_tokens=3, response_format=NAMED)
+    assert found.choices[0].finish_reason == "length" and found.usage.completion_tokens == 3
+
+
+BAD: list[dict[str, Any]] = [
+    {"response_format": {"type": "xml"}}, {"response_format": {"type": "json_schema"}}, {"response_format": {}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"contains": {}}}}},
+    {"guided_json": {"type": "string", "format": "unheard-of"}}, {"guided_json": "{"}, {"guided_regex": "(?=a)b"},
+    {"guided_choice": []}, {"guided_choice": ["a", ""]}, {"guided_grammar": "start: start"}, {"grammar": "root ::= no"},
+    {"structured_outputs": {}}, {"structured_outputs": {"json": SCHEMA, "choice": ONE}},
+    {"structured_outputs": {"structural_tag": {}}}, {"structured_outputs": {"regex": 5}},
+    {"response_format": NAMED, "guided_choice": ONE}, {"regex": "a" * 100_001}, {"structural_tag": {"a": 1}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", BAD, ids=lambda fields: "-".join(fields))
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_constraint_that_cannot_be_honoured_is_refused_before_any_token(fields, stream, server) -> None:
+    for route, body in (("chat/completions", {"messages": ASKED}), ("completions", {"prompt": "a"})):
+        answer = httpx.post(f"{server.url}/v1/{route}", json={**body, **fields, "stream": stream})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] in fields and answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "grammar, matches",
+    [
+        ({"type": "json", "value": SCHEMA}, is_seen), ({"type": "json", "value": json.dumps(SCHEMA)}, is_seen),
+        ({"type": "json_schema", "value": {"name": "seen", "schema": SCHEMA}}, is_seen),
+        ({"type": "regex", "value": TIME}, is_time),
+    ],
+    ids=["json", "text", "json_schema", "regex"],
+)  # fmt: skip
+def test_tgis_grammar(grammar, matches, server) -> None:
+    body: dict[str, Any] = {
+        "inputs": "a dog",
+        "parameters": {"grammar": grammar, "max_new_tokens": 300, "details": True},
+    }
+    answer = httpx.post(f"{server.url}/generate", json=body).json()
+    assert matches(answer["generated_text"]) and answer["details"]["finish_reason"] != "length"
+    body["stream"] = True
+    with httpx.stream("POST", f"{server.url}/generate", json=body) as response:
+        lines = [json.loads(line[5:]) for line in response.iter_lines() if line.startswith("data:")]
+    assert lines[-1]["generated_text"] == answer["generated_text"]
+    for bad in ({"type": "json"}, {"type": "yaml", "value": ""}, {"type": "json", "value": {"not": {}}}):
+        refused = httpx.post(f"{server.url}/generate", json={"inputs": "a", "parameters": {"grammar": bad}})
+        assert refused.status_code in (400, 422) and refused.json()["error"]
