@@ -364,7 +364,7 @@ def pack_options(model: BERT | GPT, precision: str) -> dict[str, object]:
         return options | {
             "num_encoder_layers": options["num_decoder_layers"],
             "encoder_windows": options["decoder_windows"],
-            "causal_encoder": True,
+            "causal_encoder": model.config.is_causal,
             "num_decoder_layers": 0,
             "decoder_windows": [],
         }

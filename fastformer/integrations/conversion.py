@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES, UNSUPPORTED, from_model
+from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES, UNSUPPORTED, encoding_family, from_model
 from fastformer.checkpoints.hf.common import Checkpoint, with_search_ids
 from fastformer.checkpoints.hf.fields import FIELDS, unknown_fields
 from fastformer.checkpoints.hf.rope import of_version
@@ -86,7 +86,7 @@ def convert(
         ValueError: see `from_huggingface`.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    family = FAMILIES.get(kind or "")
+    family = encoding_family(kind) if headless else FAMILIES.get(kind or "")
     name = original_class(model).__name__
     if family is None or name not in ((family.headless,) if headless else (family.model_class, *family.others)):
         why = f": {UNSUPPORTED[kind]}, which our models don't have" if kind in UNSUPPORTED else ""
@@ -102,7 +102,7 @@ def convert(
     settings = change(settings_of(found))
     if family.kind == "decoder" and getattr(found, "generation_config", None) is not None:
         settings = with_search_ids(settings, found.generation_config.to_dict())
-    if family.kind == "encoder":
+    if family.kind == "encoder" and not headless:
         _check_first_position(found, settings)
         settings["architectures"] = [name]  # it tells which head the model has
     usual = eps.pop() if eps else None

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.checkpoints.hf import DECODER_FORMS, ENCODER_FORMS, FAMILIES
+from fastformer.checkpoints.hf.fields import sees_later
 from fastformer.encoding.engine import Gaps, PackedEncoder, pack_encoder, why_no_encoder
 from fastformer.encoding.source_engine import pack_source
 from fastformer.engine.frozen import UnfitError, forget_setting, notes_of, setting_of, unpack
@@ -92,7 +93,7 @@ class DecoderModel(EncoderModel):
 
     def convert(self, model: nn.Module) -> Any:
         """See `FoundModel`."""
-        return convert(model, lambda settings: {**settings, "tie_word_embeddings": True}, headless=True)
+        return convert(model, lambda settings: settings, headless=True)
 
 
 class SourceModel(EncoderModel):
@@ -231,7 +232,11 @@ class EncoderStack(StackOnEncoder):
 
     def has_known_layers(self) -> bool:
         """Returns whether the engine runs this stack, and so omits padding."""
-        return ENCODERS.setting(self) is not None and isinstance(ENCODERS.of(self), EncoderModel)
+        return _is_on_engine(self)
+
+
+def _is_on_engine(stack: Any) -> bool:
+    return ENCODERS.setting(stack) is not None and isinstance(ENCODERS.of(stack), EncoderModel)
 
 
 # The setting that says that a decoder's hidden states are what its caller wants: it is no part of a model that
@@ -248,7 +253,12 @@ class DecoderOnEncoder(StackOnEncoder):
 
     def is_causal_stack(self) -> bool:
         """See `PackingStack`."""
-        return True
+        names = ("model_type", "is_causal", "use_bidirectional_attention")
+        return not sees_later({name: getattr(self.config, name, None) for name in names})
+
+    def has_known_layers(self) -> bool:
+        """See `PackingStack`. Packed layers are causal, so that only the engine omits padding in other stacks."""
+        return super().has_known_layers() if self.is_causal_stack() else _is_on_engine(self)
 
 
 def _tell_decoders(model: nn.Module) -> None:

@@ -40,7 +40,7 @@ class GPT(NextTokenModel):
     """A decoder-only Transformer from token ids to logits: GPT-2, and by its options Llama, Qwen, Gemma and others.
 
     Inputs are padded on the right (batch, seqlen), or packed (total,) with a `SequenceLayout.packed`, where each
-    sequence has its own positions and attends only to itself. Right padding needs no layout: attention is causal, and
+    sequence has its own positions and attends only to itself. Right padding needs no layout if attention is causal, and
     the loss skips targets of -100.
 
     Parameters: `embedding.weight`, `embedding.position.table` (learned), `decoder.*` as in
@@ -120,7 +120,8 @@ class GPT(NextTokenModel):
         )
         self.decoder = TransformerEncoder(layer, config.num_layers, norm_of(config, config.d_model, factory))
         for module, has_window in zip(self.decoder.layers, config.windows, strict=True):
-            module.self_attn.window_size = (config.window_size, 0) if has_window else (None, None)
+            after = 0 if config.is_causal else config.window_size
+            module.self_attn.window_size = (config.window_size, after) if has_window else (None, None)
         sizes = (config.d_model, config.vocab_size)
         self.output = None if config.tie_embeddings else nn.Linear(*sizes, bias=False, **factory)
         self.reset_parameters()
@@ -148,7 +149,7 @@ class GPT(NextTokenModel):
 
         Args:
             tokens: (batch, seqlen) ids, or (total,) with a packed layout.
-            layout: right-padded batches need one along with a cache only: the lengths of the prompts.
+            layout: right-padded batches need one along with a cache, or if the model isn't causal: the lengths.
             cache: from `new_cache`: tokens follow those in the cache, to which their keys and values are appended. For
                 inference.
 
@@ -156,8 +157,11 @@ class GPT(NextTokenModel):
             Hidden states, (batch, seqlen, d_model) or (total, d_model), for `logits`.
 
         Raises:
-            ValueError: ids out of the vocabulary, a sequence longer than max_len, a full cache.
+            ValueError: ids out of the vocabulary, a sequence longer than max_len, a full cache, or a cache of a model that
+                isn't causal.
         """
+        if cache is not None:
+            self.check_causal()
         before = 0 if cache is None else cache.length_bound
         check_ids(tokens, self.config.vocab_size, self.config.max_len, layout, "token", before)
         positions = None if layout is None else layout.positions
@@ -167,7 +171,7 @@ class GPT(NextTokenModel):
                 positions = cache.positions(tokens.shape[1])
         x = self.embedding(tokens, positions)
         rotary = rotations(self.rotary, self.local_rotary, self.config.windows, positions)
-        return self.decoder(x, is_causal=True, layout=layout, cache=cache, rotary=rotary)
+        return self.decoder(x, is_causal=self.config.is_causal, layout=layout, cache=cache, rotary=rotary)
 
     def forward(self, tokens: Tensor, *, layout: SequenceLayout | None = None) -> Tensor:
         """Computes the next token's logits at each position, (batch, seqlen, vocab_size) or (total, vocab_size)."""
@@ -193,7 +197,11 @@ class GPT(NextTokenModel):
 
         Returns:
             A scalar, or tokens_out's shape for reduction "none"; fp32.
+
+        Raises:
+            ValueError: the model isn't causal, so that its inputs contain the targets.
         """
+        self.check_causal()
         return self._cross_entropy(
             self.decode(tokens_in, layout=layout),
             tokens_out,
@@ -201,6 +209,11 @@ class GPT(NextTokenModel):
             smooth_others=smooth_others,
             reduction=reduction,
         )
+
+    def check_causal(self) -> None:
+        """Raises a ValueError if tokens see later tokens, so that the model can't predict the next one."""
+        if not self.config.is_causal:
+            raise ValueError("expected a causal model to predict the next token, got one with is_causal=False")
 
     def new_cache(self, batch_size: int, max_seqlen: int, *, num_blocks: int | None = None) -> KVCache:
         """Creates an empty cache for `decode`: batch_size rows of up to max_seqlen tokens, each a group of its own."""

@@ -63,6 +63,8 @@ class GPTConfig(StackConfig):
         attention_softcap: a cap for the scaled scores s: cap * tanh(s / cap) (Gemma 2); None: no cap.
         logit_softcap: a cap for the logits, of the same form; None: no cap.
         embedding_scale: the factor of the tokens' embeddings, rounded to their dtype; None: 1.
+        is_causal: whether a token sees no later token. A model whose tokens all see each other (within the window, to
+            both sides) computes embeddings of texts, and does not generate.
     """
 
     vocab_size: Annotated[int, Range(2)]
@@ -98,6 +100,7 @@ class GPTConfig(StackConfig):
     attention_softcap: _Cap | None = None
     logit_softcap: _Cap | None = None
     embedding_scale: _Cap | None = None
+    is_causal: bool = True
 
     def __post_init__(self) -> None:
         check_settings(self)

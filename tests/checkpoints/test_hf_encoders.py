@@ -95,6 +95,7 @@ def test_it_may_be_cut_on_the_left(made, tmp_path) -> None:
 
 
 _CUT = {"direction": "Left", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+_NORMALISED = {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "strip_accents": None}
 _PADDED = {"strategy": {"Fixed": 20}, "direction": "Left", "pad_to_multiple_of": 8, "pad_id": 0, "pad_type_id": 0}
 
 
@@ -109,6 +110,13 @@ _PADDED = {"strategy": {"Fixed": 20}, "direction": "Left", "pad_to_multiple_of":
         ({"truncation": _CUT}, {"model_max_length": 9, "max_len": 10}), ({}, {"model_max_length": 10**30}),
         ({}, {"do_lower_case": False}), ({}, {"strip_accents": False}), ({}, {"tokenize_chinese_chars": False}),
         ({}, {"model_input_names": ["input_ids", "attention_mask"]}),
+        # BertTokenizer reads the case from tokenizer_config.json or lower-cases; other classes read tokenizer.json.
+        *(
+            ({"normalizer": _NORMALISED | {"lowercase": lowers}}, {"tokenizer_class": name} | case)
+            for lowers in (False, True)
+            for name in ("BertTokenizer", "DistilBertTokenizerFast", "PreTrainedTokenizerFast", None)
+            for case in ({"do_lower_case": None}, {"do_lower_case": not lowers, "strip_accents": True})
+        ),
     ],
     ids=str,
 )  # fmt: skip

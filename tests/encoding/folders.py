@@ -30,6 +30,9 @@ D_MODEL, MAX_LEN = 32, 24
 MANY = [*TEXTS, *(" ".join(random.Random(number).choices(WORDS, k=1 + number % 9)) for number in range(80))]
 
 
+TOKENIZER = {"tokenizer_class": "BertTokenizer", "model_max_length": MAX_LEN, "do_lower_case": False}
+
+
 def bert(folder: Path, *, num_labels: int | None = None, seed: int = 0, **settings: Any) -> Any:
     """Writes a BERT of transformers with its tokenizer, and returns it. With labels, it is a classifier."""
     import tokenizers
@@ -55,7 +58,7 @@ def bert(folder: Path, *, num_labels: int | None = None, seed: int = 0, **settin
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ends
     )
     backend.save(str(folder / "tokenizer.json"))
-    write(folder / "tokenizer_config.json", {"tokenizer_class": "BertTokenizer", "model_max_length": MAX_LEN})
+    write(folder / "tokenizer_config.json", TOKENIZER)
     return model
 
 

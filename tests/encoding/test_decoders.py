@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,32 @@ import torch
 from torch import Tensor
 
 import fastformer
+from fastformer.checkpoints.hf import DECODER_FORMS, FAMILIES
+from fastformer.checkpoints.hf.fields import FIELDS
 from fastformer.encoding import EncoderEngine
+from fastformer.integrations.conversion import convert, from_huggingface
 from fastformer.models import GPT, GPTConfig
 from tests.checks import assert_accurate
 from tests.encoding.folders import D_MODEL, MANY, MAX_LEN, SPECIAL, TEXTS, WORDS, bert, modules, write
 
+GEMMA: dict[str, Any] = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 EOS = SPECIAL.index("[SEP]")
 SIZES: dict[str, Any] = {
     "vocab_size": len(SPECIAL + WORDS), "hidden_size": D_MODEL, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "max_position_embeddings": MAX_LEN + 8,
     "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": EOS, "tie_word_embeddings": False,
 }  # fmt: skip
+
+
+def random_weights(model: Any) -> Any:
+    """Gives a model weights with which its results differ by their inputs."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=0.3)
+            if parameter.dim() == 1 and name.endswith("weight"):
+                parameter += 1
+    return model.eval()
 
 
 def decoder(folder: Path, kind: str = "Qwen3ForCausalLM", ends: tuple[str, ...] = ("eos",), **settings: Any) -> Any:
@@ -30,13 +46,7 @@ def decoder(folder: Path, kind: str = "Qwen3ForCausalLM", ends: tuple[str, ...] 
 
     bert(folder)
     (folder / "model.safetensors").unlink()
-    torch.manual_seed(0)
-    model = getattr(transformers, kind)(getattr(transformers, kind).config_class(**SIZES | settings)).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(std=0.3)
-            if parameter.dim() == 1 and name.endswith("weight"):
-                parameter += 1
+    model = random_weights(getattr(transformers, kind)(getattr(transformers, kind).config_class(**SIZES | settings)))
     model.save_pretrained(folder)
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "[PAD]", "eos_token": "[SEP]"}
     write(folder / "tokenizer_config.json", {**named, "bos_token": "[CLS]", "model_max_length": MAX_LEN})
@@ -70,8 +80,9 @@ def expected(model: Any, folder: Path, texts: list[str], dtype: torch.dtype, mos
         {"window_size": 3, "window_layers": (True, False), "positions": "rotary", "local_rotary_base": 100.0},
         {"norm": "rms", "norm_placement": "both", "attention_softcap": 5.0, "attention_scale": 0.2},
         {"positions": "learned", "embedding_scale": 3.0},
+        {"window_size": 3, "window_layers": (True, False), "positions": "rotary", "is_causal": False},
     ],
-    ids=["Qwen3", "windows", "Gemma 2", "GPT-2"],
+    ids=["Qwen3", "windows", "Gemma 2", "GPT-2", "both sides"],
 )
 def test_hidden_states_equal_those_of_the_modules(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
@@ -97,17 +108,20 @@ def test_hidden_states_equal_those_of_the_modules(options: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(
-    ("kind", "ends", "mode"),
+    ("kind", "ends", "mode", "settings"),
     [
-        ("Qwen3ForCausalLM", ("eos",), "lasttoken"),
-        ("MistralForCausalLM", ("bos", "eos"), "lasttoken"),
-        ("Qwen3Model", (), "mean"),
-        ("LlamaForCausalLM", ("bos",), "weightedmean"),
+        ("Qwen3ForCausalLM", ("eos",), "lasttoken", {}),
+        ("MistralForCausalLM", ("bos", "eos"), "lasttoken", {}),
+        ("Qwen3Model", (), "mean", {"is_causal": False}),
+        ("LlamaForCausalLM", ("bos",), "weightedmean", {}),
+        ("Gemma3TextModel", ("bos", "eos"), "mean", {"use_bidirectional_attention": True, **GEMMA}),
     ],
 )
-def test_folders_of_embedders(kind: str, ends: tuple[str, ...], mode: str, tmp_path: Path) -> None:
+def test_folders_of_embedders(
+    kind: str, ends: tuple[str, ...], mode: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
     """Tests prompts, pooling, and that the tokens around a text survive when it is cut."""
-    model = decoder(tmp_path, kind, ends)
+    model = decoder(tmp_path, kind, ends, **settings)
     modules(tmp_path, ("Pooling", {"embedding_dimension": D_MODEL, "pooling_mode": mode}), ("Normalize", {}))
     write(tmp_path / "config_sentence_transformers.json", {"prompts": {"query": "query : ", "document": ""}})
     write(tmp_path / "sentence_bert_config.json", {"max_seq_length": 9})
@@ -129,6 +143,50 @@ def test_folders_of_embedders(kind: str, ends: tuple[str, ...], mode: str, tmp_p
             for dtype in (torch.float32, torch.float64)
         )
         assert_accurate(torch.from_numpy(found), plain, exact)
+
+
+@pytest.mark.parametrize("kind", DECODER_FORMS)
+@pytest.mark.parametrize("window", [None, 5])
+def test_decoders_whose_tokens_see_each_other(kind: str, window: int | None) -> None:
+    """Tests every family: its settings say what a token sees, and only encoding reads such a model."""
+    import transformers
+
+    family, embeds = FAMILIES[kind], kind == "gemma3_text" and window is not None
+    model_class = getattr(transformers, family.headless)
+    settings: dict[str, Any] = {"use_bidirectional_attention": True} if embeds else {"is_causal": False}
+    if window is not None:
+        settings |= GEMMA | {"sliding_window": window, "use_sliding_window": True}
+    sizes = {**SIZES}
+    if kind == "gpt2":
+        settings |= {"n_embd": D_MODEL, "n_head": 4, "n_layer": 2}
+    if kind == "gpt_neox":
+        del sizes["num_key_value_heads"]
+    model = random_weights(model_class(model_class.config_class(**sizes | settings, attn_implementation="eager")))
+    if window is not None and "sliding_window" not in FIELDS[kind]:
+        pytest.skip("the family has no windows")
+    texts = [torch.randint(5, 29, (length,)).tolist() for length in (1, 4, 9, 20, 24)]
+    engine = EncoderEngine(convert(model, lambda settings: settings, headless=True))
+    found = torch.from_numpy(engine.encode(texts, pooling="none"))
+    with torch.inference_mode():
+        plain, exact = (
+            torch.cat([each(torch.tensor([ids]), use_cache=False).last_hidden_state[0] for ids in texts])
+            for each in (model, copy.deepcopy(model).double())
+        )
+    assert_accurate(found, plain, exact)
+    whole = getattr(transformers, family.model_class)(model.config)
+    with pytest.raises(ValueError, match="is_causal"):
+        from_huggingface(whole)
+
+
+def test_a_model_whose_tokens_see_each_other_predicts_no_next_token() -> None:
+    model = GPT(GPTConfig(40, d_model=32, num_heads=4, num_layers=1, max_len=64, is_causal=False))
+    for predict in (
+        lambda: fastformer.generate(model, [[1, 2]]),
+        lambda: model.loss(torch.tensor([[1, 2]]), torch.tensor([[2, 3]])),
+        lambda: model.decode(torch.tensor([[1, 2]]), cache=model.new_cache(1, 8)),
+    ):
+        with pytest.raises(ValueError, match="causal"):
+            predict()
 
 
 def test_a_folder_without_modules_pools_as_its_architecture_does(tmp_path: Path) -> None:

@@ -284,6 +284,28 @@ KINDS = {
     "Mistral": of_decoder("Mistral", sliding_window=4),
     "Llama": of_decoder("Llama"),
     "Gemma 3": of_decoder("Gemma3Text", mode="mean", sliding_window=4, query_pre_attn_scalar=8),
+    "EmbeddingGemma": Kind(
+        lambda save: library.SentenceTransformer(
+            modules=[
+                of_path(
+                    save(
+                        "Gemma3TextModel",
+                        "right",
+                        **DECODER,
+                        sliding_window=5,
+                        use_bidirectional_attention=True,
+                        layer_types=["sliding_attention", "full_attention"],
+                    )
+                ),
+                pooling(),
+                layer("Dense", D_MODEL, 64, bias=False, activation_function=nn.Identity()),
+                layer("Dense", 64, D_MODEL, bias=False, activation_function=nn.Identity()),
+                layer("Normalize"),
+            ],
+            device="cpu",
+        )
+    ),
+    "Llama both ways": of_decoder("Llama", mode="mean", is_causal=False),
     "CrossEncoder of Qwen3": cross("Qwen3ForSequenceClassification", num_labels=1, **DECODER),
     "CrossEncoder of Llama": cross("LlamaForSequenceClassification", num_labels=2, **DECODER),
     "CrossEncoder of Qwen3's logits": Kind(generating, SCORES),

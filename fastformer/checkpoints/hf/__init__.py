@@ -57,11 +57,11 @@ def _encoder(kind: str, *others: str) -> Family:
     )
 
 
-def _checked(family: Family) -> Family:
+def _checked(family: Family, *, encodes: bool = False) -> Family:
     """Returns the family with a conversion that reads what all families have in common, which no form knows."""
 
     def to_model(saved: Checkpoint) -> Transformer | GPT | BERT:
-        check_fields(saved.settings, family.kind)
+        check_fields(saved.settings, family.kind, encodes=encodes)
         return family.to_model(saved._replace(settings=with_usual_ids(saved.settings)))
 
     return family._replace(to_model=to_model)
@@ -115,11 +115,11 @@ def encoding_family(kind: str | None) -> Family | None:
     family = None if kind is None else FAMILIES.get(kind)
     if kind is None or family is None or kind not in DECODER_FORMS:
         return family if family is not None and family.kind == "encoder" else None
-    heads = DECODER_FORMS[kind].heads
+    heads, whole = DECODER_FORMS[kind].heads, _checked(_FAMILIES[kind], encodes=True)
 
     def to_model(saved: Checkpoint) -> Transformer | GPT | BERT:
         state = {name: tensor for name, tensor in saved.state.items() if name not in (*heads, "score.weight")}
-        return family.to_model(saved._replace(state=state, settings={**saved.settings, "tie_word_embeddings": True}))
+        return whole.to_model(saved._replace(state=state, settings={**saved.settings, "tie_word_embeddings": True}))
 
     read = functools.partial(encoder_tokenizers.read_tokenizer, kind)
     return family._replace(to_model=to_model, read_tokenizer=read, kind="encoder")

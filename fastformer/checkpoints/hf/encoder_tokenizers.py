@@ -34,11 +34,20 @@ if TYPE_CHECKING:
 
 _UNK = 3  # in fairseq
 _WORDS, _VOCAB, _MERGES, _PIECES = "vocab.txt", "vocab.json", "merges.txt", "sentencepiece.bpe.model"
-_TYPED = ("bert", "electra")  # families whose tokenizers give token types, unless their files say otherwise
+_TYPED = ("bert", "electra")  # families whose tokenizers give token types, unless model_input_names says otherwise
 # The names of special tokens in a WordPiece vocabulary: the first that the vocabulary has is taken.
 _SPECIAL = {"unk": ("[UNK]", "<unk>"), "sep": ("[SEP]", "</s>"), "cls": ("[CLS]", "<s>"), "pad": ("[PAD]", "<pad>")}
-_NORMALISED = {"do_lower_case": "lowercase", "strip_accents": "strip_accents"}
 _CHINESE = "tokenize_chinese_chars"
+# The options of transformers' BertTokenizer, by their names in tokenizer_config.json: the library's names and defaults.
+_NORMALISED: dict[str, tuple[str, bool | None]] = {
+    "do_lower_case": ("lowercase", True),
+    "strip_accents": ("strip_accents", None),
+    _CHINESE: ("handle_chinese_chars", True),
+}
+# The families whose tokenizer takes them from tokenizer_config.json, and never from tokenizer.json, with the names of
+# its class there. A class of no family, such as PreTrainedTokenizerFast, takes all from tokenizer.json.
+_WORD_PIECES = {"bert": "Bert", "distilbert": "DistilBert", "electra": "Electra", "mpnet": "MPNet"}
+_FAMILY_OF = {f"{name}Tokenizer{end}": kind for kind, name in _WORD_PIECES.items() for end in ("", "Fast")}
 
 
 def read_tokenizer(kind: str, folder: Path, settings: Mapping[str, Any]) -> MakeTokenizer:
@@ -50,8 +59,9 @@ def read_tokenizer(kind: str, folder: Path, settings: Mapping[str, Any]) -> Make
         settings: the settings of the model.
     """
     named = tokenizer_settings(folder)
-    inputs = named.get("model_input_names")
-    has_types = "token_type_ids" in inputs if isinstance(inputs, list) else kind in _TYPED
+    inputs, class_name = named.get("model_input_names"), named.get("tokenizer_class")
+    family = _FAMILY_OF.get(class_name) if isinstance(class_name, str) else kind
+    has_types = "token_type_ids" in inputs if isinstance(inputs, list) else family in _TYPED
     limit = named.get("model_max_length", named.get("max_len"))  # the latter in older files
     if isinstance(limit, bool) or not isinstance(limit, int | float) or limit < 1:
         limit = None
@@ -66,7 +76,7 @@ def read_tokenizer(kind: str, folder: Path, settings: Mapping[str, Any]) -> Make
         backend = fairseq_pieces(read_sentencepiece(folder / _PIECES, read_file(folder / _PIECES)))
         unk: int | None = _UNK
     else:
-        file, tokenizer = _read_backend(folder, named)
+        file, tokenizer = _read_backend(family, folder, named)
         # tokenizer.json remembers how it last cut. Only the side outlives a call in transformers: each call says the
         # rest.
         side = named.get("truncation_side") or (tokenizer.truncation or {}).get("direction", "right")
@@ -93,15 +103,16 @@ def read_tokenizer(kind: str, folder: Path, settings: Mapping[str, Any]) -> Make
     return unk, make
 
 
-def _read_backend(folder: Path, named: Mapping[str, Any]) -> tuple[Path, tokenizers.Tokenizer]:
+def _read_backend(family: str | None, folder: Path, named: Mapping[str, Any]) -> tuple[Path, tokenizers.Tokenizer]:
     if (file := folder / TOKENIZER).is_file():
         values = dict(read_json(file))
         normalizer = values.get("normalizer")
-        if isinstance(normalizer, Mapping) and normalizer.get("type") == "BertNormalizer":
-            options = {name: named[key] for key, name in _NORMALISED.items() if isinstance(named.get(key), bool)}
-            if isinstance(named.get(_CHINESE), bool):
-                options["handle_chinese_chars"] = named[_CHINESE]
-            values["normalizer"] = {**normalizer, **options}  # this priority is that of transformers
+        if family in _WORD_PIECES and isinstance(normalizer, Mapping) and normalizer.get("type") == "BertNormalizer":
+            options = {
+                name: named[key] if isinstance(named.get(key), bool) else usual
+                for key, (name, usual) in _NORMALISED.items()
+            }
+            values["normalizer"] = {**normalizer, **options}
         return file, read_library(file, values)
     if (file := folder / _WORDS).is_file():
         try:

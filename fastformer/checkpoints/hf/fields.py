@@ -96,15 +96,17 @@ _IDS: dict[str, dict[str, int]] = {
     "modernbert": {"bos_token_id": 50281, "eos_token_id": 50282},
 }
 # Settings that the caches of transformers read in any config: which of the keys before a token they keep.
+BIDIRECTIONAL = "gemma3_text"  # the family whose use_bidirectional_attention lets tokens see later ones
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 
 
-def check_fields(settings: Mapping[str, Any], kind: str) -> None:
+def check_fields(settings: Mapping[str, Any], kind: str, *, encodes: bool = False) -> None:
     """Checks the settings that code of all of transformers' models reads, whether or not a family's config has them.
 
     Args:
         settings: the settings of a model.
         kind: what its family makes of them: "seq2seq", "decoder" or "encoder".
+        encodes: whether a decoder computes hidden states alone, so that its tokens may see later ones.
 
     Raises:
         ValueError: a decoder sees later tokens, an encoder only earlier ones, or a cache forgets tokens that the layers
@@ -112,8 +114,8 @@ def check_fields(settings: Mapping[str, Any], kind: str) -> None:
     """
     # In an encoder-decoder both values contradict one of its stacks.
     usual = {"decoder": True, "encoder": False}.get(kind)
-    told = settings.get("is_causal", usual)
-    if told is not usual:
+    told = False if kind == "decoder" and sees_later(settings) else settings.get("is_causal", usual)
+    if told is not usual and not (encodes and told is False):
         raise ValueError(
             f"expected {'no is_causal' if usual is None else f'is_causal to be {usual}'} in the settings of "
             f"{'an encoder-decoder' if usual is None else f'this {kind}'}, got {told!r}"
@@ -126,6 +128,12 @@ def check_fields(settings: Mapping[str, Any], kind: str) -> None:
         is_off = name == "sliding_window" and settings.get("use_sliding_window") is False
         if kind == "decoder" and name not in known and value is not None and not is_wide and not is_off:
             raise ValueError(f"expected no {name} in a model without windows, got {value!r}")
+
+
+def sees_later(settings: Mapping[str, Any]) -> bool:
+    """Returns whether the tokens of a decoder see later ones, by the setting of any decoder, or that of Gemma 3."""
+    of_family = settings.get("model_type") == BIDIRECTIONAL and settings.get("use_bidirectional_attention")
+    return settings.get("is_causal") is False or bool(of_family)
 
 
 def with_usual_ids(settings: Mapping[str, Any]) -> dict[str, Any]:

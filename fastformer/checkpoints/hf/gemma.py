@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fastformer.checkpoints.hf.fields import BIDIRECTIONAL
 from fastformer.checkpoints.hf.llama import MODULES, QK_NORMS, Variant, all_but_each
 from fastformer.models import GPTConfig
 
@@ -36,10 +37,10 @@ def _without_one(name: str, tensor: Tensor, config: GPTConfig) -> Tensor:
 
 
 def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
-    if settings.get("use_bidirectional_attention"):
-        raise ValueError(
-            "expected a Gemma that only sees the tokens before a token, got use_bidirectional_attention true"
-        )
+    if settings.get("use_bidirectional_attention") and (
+        settings.get("model_type") != BIDIRECTIONAL or not settings.get("is_causal", True)
+    ):
+        raise ValueError("expected use_bidirectional_attention only in a Gemma 3, without is_causal, got it in another")
     return {"embedding_scale": settings["hidden_size"] ** 0.5}
 
 

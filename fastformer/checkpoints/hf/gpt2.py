@@ -43,6 +43,7 @@ def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
         "dropout": same_dropout(settings, 0.1, "resid_pdrop", "embd_pdrop"),
         "attention_dropout": settings.get("attn_pdrop", 0.1),
         "max_len": number_of(settings, "n_positions"),
+        "is_causal": settings.get("is_causal", True),
     }
 
 

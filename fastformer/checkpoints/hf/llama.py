@@ -20,6 +20,7 @@ from fastformer.checkpoints.hf.decoder import (
     layer_names,
     same_dropout,
 )
+from fastformer.checkpoints.hf.fields import sees_later
 from fastformer.checkpoints.hf.rope import ROPE_NAMES, longest, read_rope, write_lengths, write_rope
 from fastformer.models import GPTConfig
 
@@ -148,6 +149,8 @@ class Variant(NamedTuple):
             **rope,
             **self.more(settings),
         }
+        if sees_later(settings):
+            options["is_causal"] = False
         if qkv != bias:
             options["qkv_bias"] = qkv
         if out != bias:
@@ -180,7 +183,11 @@ class Variant(NamedTuple):
             raise ValueError(f"expected layer_types of {FULL!r} and {SLIDING!r}, got {unknown[0]!r}")
         if SLIDING not in types:
             return {}
-        size = number_of(settings, "sliding_window") - 1  # sliding_window counts the token itself
+        size = number_of(settings, "sliding_window")
+        if not sees_later(settings):
+            size -= 1  # sliding_window counts the token itself
+        elif settings.get("is_causal", True):
+            size //= 2  # Gemma 3's counts both sides
         layers = tuple(kind == SLIDING for kind in types)
         return {"window_size": size, **({} if all(layers) else {"window_layers": layers})}
 

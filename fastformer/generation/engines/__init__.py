@@ -18,6 +18,7 @@ from fastformer.generation.engines.recompute import RecomputeEngine
 from fastformer.generation.engines.recurrent import RecurrentEngine
 from fastformer.generation.model_protocols import Model, as_model, check_precision, is_ensemble
 from fastformer.generation.search import Sample as Sample
+from fastformer.models import GPT
 
 # By default the first engine in this order that can decode the model is chosen. "graph" must be requested by name: it
 # is not yet measured on a GPU.
@@ -69,6 +70,8 @@ def choose_engine(model: Model, name: str | None = None, precision: str | None =
     check_precision(precision)
     if is_ensemble(model):
         return EnsembleEngine(model, lambda member: choose_engine(as_model(member), name, precision))
+    if isinstance(model, GPT):
+        model.check_causal()
     reasons: dict[str, list[str]] = {}
     candidates: tuple[Any, ...] = (*_ENGINES, *_REGISTERED.values())
     for engine in candidates:
