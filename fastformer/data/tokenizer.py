@@ -227,10 +227,10 @@ class Tokenizer:
 
         Raises:
             ValueError: a lone surrogate, a text that the library can't encode, or the tokenizer of another model than a
-                language model.
+                language model or an encoder.
         """
         check_text(text)
-        if self.role != "prompts":
+        if self.role not in ("prompts", "encoder"):
             raise ValueError("expected the tokenizer of a language model's folder, which knows control tokens")
         return self.backend.encode_control(text, written, controls)
 

@@ -2,6 +2,7 @@
 
 folder.py          reads folders that sentence-transformers or transformers saved
 tokens.py          turns texts into ids, cut to the model's maximum length
+templates.py       turns texts into ids by a chat template
 batches.py         chooses the texts that are computed together
 engine.py          `EncoderEngine`: runs the model in one C++ call, or by its modules
 modules.py         the modules that follow the model: pooling, linear layers, norms

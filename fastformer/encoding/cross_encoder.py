@@ -31,13 +31,15 @@ class CrossEncoder(FolderModel):
     """Scores pairs of texts, or classifies texts. Methods and arguments are called as in sentence-transformers.
 
     Args:
-        folder: the folder of a model with a classification head, saved by sentence-transformers or transformers.
+        folder: the folder of a model with a classification head, saved by sentence-transformers or transformers; or of
+            a language model, whose scores are the logit of "yes" less that of "no", as in sentence-transformers.
         precision: the precision of the weights: "fp32", "bf16", "int8" or "int4", the last two on a CPU; None: as they
             were saved. Scores are always fp32.
         device: the device for the model; None: the CPU.
         activation_fn: the function applied to the logits, in place of the folder's. If neither is given, it is a
             sigmoid for one label, and the identity for several.
         prompts, default_prompt_name: replace the folder's settings.
+        chat_template: see `Encoder`; it reads a message of the role query and one of the role document.
 
     Attributes:
         prompts, default_prompt_name: see `Encoder`; a prompt is put in front of the first text of a pair.
@@ -58,8 +60,9 @@ class CrossEncoder(FolderModel):
         activation_fn: Activation | None = None,
         prompts: Mapping[str, str] | None = None,
         default_prompt_name: str | None = None,
+        chat_template: str | None = None,
     ) -> None:
-        super().__init__(folder, precision, device, prompts, default_prompt_name)
+        super().__init__(folder, precision, device, prompts, default_prompt_name, chat_template, ranks=True)
         loaded = self._folder
         if not loaded.num_labels:
             raise ValueError(
@@ -205,7 +208,7 @@ class CrossEncoder(FolderModel):
         for chunk in chunks(inputs):
             for pair, number in zip(chunk, numbers, strict=False):
                 check_input(pair, number)
-            yield rows_of(self._reader, with_prompt(chunk, prompt))
+            yield rows_of(self._reader, chunk, prompt)
 
     def _tokenized(self, texts: Sequence[Any]) -> Rows:
         return rows_of(self._reader, [[text] if isinstance(text, str) else text for text in texts])
@@ -249,17 +252,12 @@ def check_input(pair: object, number: int) -> None:
         expect_text("sentences", number + 1, text)
 
 
-def with_prompt(inputs: Sequence[Input], prompt: str) -> Sequence[Input]:
-    """Returns the inputs with a prompt in front of the first text of each."""
-    return [[prompt + texts[0], *texts[1:]] for texts in inputs] if prompt else inputs
-
-
-def rows_of(reader: Reader, inputs: Sequence[Input], *, cuts: bool = True) -> Rows:
-    """Returns a row for each pair or text, in their order; see `Reader.texts`."""
+def rows_of(reader: Reader, inputs: Sequence[Input], prompt: str = "", *, cuts: bool = True) -> Rows:
+    """Returns a row for each pair or text, in their order; see `Reader.texts` and `Reader.pairs`."""
     pairs = [index for index, texts in enumerate(inputs) if len(texts) == 2]
     single = [index for index, texts in enumerate(inputs) if len(texts) == 1]
-    paired = reader.pairs([(inputs[index][0], inputs[index][1]) for index in pairs], cuts=cuts)
-    single_rows = reader.texts([inputs[index][0] for index in single], cuts=cuts)
+    paired = reader.pairs([(inputs[index][0], inputs[index][1]) for index in pairs], prompt, cuts=cuts)
+    single_rows = reader.texts([inputs[index][0] for index in single], prompt, cuts=cuts)
     by_index = dict(zip([*pairs, *single], [*paired.ids, *single_rows.ids], strict=True))
     ids = [by_index[index] for index in range(len(inputs))]
     if paired.types is None:

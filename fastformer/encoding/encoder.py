@@ -42,6 +42,8 @@ class Encoder(FolderModel):
             were saved. Embeddings, pooling and norms are always fp32.
         device: the device for the model; None: the CPU.
         prompts, default_prompt_name, similarity_fn_name, truncate_dim: replace the folder's settings.
+        chat_template: the template that writes each text as a message, with the prompt as the message of the system, in
+            place of the folder's; None: the folder's, if sentence-transformers uses it.
 
     Attributes:
         prompts: prompts by name; one of them is put in front of each text.
@@ -64,9 +66,10 @@ class Encoder(FolderModel):
         default_prompt_name: str | None = None,
         similarity_fn_name: str | None = None,
         truncate_dim: int | None = None,
+        chat_template: str | None = None,
     ) -> None:
         check_value("truncate_dim", truncate_dim, Positive | None)
-        super().__init__(folder, precision, device, prompts, default_prompt_name)
+        super().__init__(folder, precision, device, prompts, default_prompt_name, chat_template)
         loaded = self._folder
         self.similarity_fn_name = loaded.similarity if similarity_fn_name is None else similarity_fn_name
         self.truncate_dim = loaded.truncate_dim if truncate_dim is None else truncate_dim
@@ -327,7 +330,7 @@ class Encoder(FolderModel):
         for chunk in chunks(texts):
             for text, number in zip(chunk, numbers, strict=False):
                 expect_text("sentences", number, text)
-            yield self._reader.texts([prompt + text for text in chunk] if prompt else chunk)
+            yield self._reader.texts(chunk, prompt)
 
 
 _POSITIONAL = tuple(inspect.signature(Encoder.encode).parameters)[2:]

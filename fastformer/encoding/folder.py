@@ -23,14 +23,16 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.checkpoints import gguf
-from fastformer.checkpoints.hf import FAMILIES, encoding_family, load_folder, model_type
+from fastformer.checkpoints.hf import DECODER_FORMS, FAMILIES, encoding_family, load_folder, model_type
 from fastformer.checkpoints.hf.common import flag_of, number_of, read_numbers
 from fastformer.checkpoints.hf.encoder import CLASSIFIER
 from fastformer.encoding.modules import ACTIVATIONS, Dense, LabelHead, LayerNorm, Normalize, Pooling, RowLayer
 from fastformer.encoding.similarity import ALL
 from fastformer.encoding.sparse import Splade, read_splade
+from fastformer.encoding.templates import TemplateReader, format_of
 from fastformer.encoding.tokens import Reader
 from fastformer.files import read_json, read_small
+from fastformer.generation.chat_template import ChatTemplate
 from fastformer.models import GPT
 from fastformer.models.pooling import POOLINGS
 from fastformer.models.pretrained import CONFIG
@@ -47,6 +49,7 @@ _MODEL_SETTINGS = tuple(
 )
 _PACKAGE = "sentence_transformers."
 _KNOWN = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout", "LogitScore", "SpladePooling")
+_WORDS = ("yes", "no")  # whose logits a language model compares, unless its folder names tokens
 _ROW = "sentence_embedding"  # the feature that modules after the pooling read and write
 _LEGACY = "pooling_mode_"
 _LEGACY_POOLINGS = {"cls_token": "cls", "max_tokens": "max", "mean_tokens": "mean"} | {
@@ -92,12 +95,20 @@ class Folder:
         return int(getattr(self.model.config, "num_labels", 0)) if self.head is None else self.head.num_labels
 
 
-def read_folder(path: str | os.PathLike[str], *, device: torch.device | str | None = None) -> Folder:
+def read_folder(
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device | str | None = None,
+    chat_template: str | None = None,
+    ranks: bool = False,
+) -> Folder:
     """Reads all contents of a folder, or of a GGUF file.
 
     Args:
         path: the path of the folder or of the file.
         device: the device for the model; None: the CPU.
+        chat_template: the template that writes the texts, in place of the folder's; None: the folder's, if any.
+        ranks: whether a language model's folder without modules.json is a reranker's; if not, it embeds.
 
     Raises:
         ImportError: a library that the files need is not installed.
@@ -118,14 +129,12 @@ def read_folder(path: str | os.PathLike[str], *, device: torch.device | str | No
     prompts = _prompts(folder, settings)
     model, tokenizer = _load(model_folder, device)
     most = min(tokenizer.max_len if max_len is None else max_len, model.config.max_len)
-    reader = Reader(tokenizer, most, lowers=flag_of(model_settings, "do_lower_case", False))
+    reader = _reader(tokenizer, most, model_settings, chat_template, model_folder, is_plain=not modules)
     foreign = _read(model_folder / CONFIG)
-    head = _label_head(folder, modules, model, foreign)
+    head = _label_head(folder, modules, model, foreign, tokenizer, ranks=ranks)
     pooling, steps = (None, ()) if head is not None else _after(folder, modules, model)
-    if not modules and _architecture(foreign).endswith("ForCausalLM"):
+    if not modules and head is None and _architecture(foreign).endswith("ForCausalLM"):
         pooling = Pooling(("lasttoken",))  # as in sentence-transformers
-    if "message" in (model_settings.get("modality_config") or {}):
-        raise ValueError(f"expected {model_folder} to embed plain texts, got a chat template that writes them")
     similarity = settings.get("similarity_fn_name") or "cosine"
     if similarity not in ALL:
         raise ValueError(f"expected {folder / _SETTINGS} to name a similarity in {[*ALL]}, got {similarity!r}")
@@ -143,6 +152,40 @@ def read_folder(path: str | os.PathLike[str], *, device: torch.device | str | No
         activation=_score_activation(folder, settings, foreign),
         labels=_labels(foreign),
         head=head,
+    )
+
+
+def _reader(
+    tokenizer: Any,
+    max_len: int,
+    settings: Mapping[str, Any],
+    chat_template: str | None,
+    folder: Path,
+    *,
+    is_plain: bool,
+) -> Reader:
+    """Returns the reader of texts. As in sentence-transformers, modules.json without a modality means plain texts."""
+    modality = (settings.get("modality_config") or {}).get("message")
+    source = tokenizer.chat.get("chat_template") if chat_template is None else chat_template
+    if modality is None and chat_template is None and not (is_plain and source is not None):
+        return Reader(tokenizer, max_len, lowers=flag_of(settings, "do_lower_case", False))
+    if source is None:
+        raise ValueError(f"expected {folder} to have a chat template, in which its texts are to be written, got none")
+    variables = dict((settings.get("processing_kwargs") or {}).get("chat_template") or {})
+    restores = bool(variables.pop("restore_suffix", True))
+    if unknown := variables.keys() & {"padding", "truncation", "max_length", "return_tensors"}:
+        raise ValueError(f"expected {folder} to give the chat template variables alone, got {sorted(unknown)}")
+    template = ChatTemplate(source, {name: text for name, text in tokenizer.chat.items() if name != "chat_template"})
+    if template.reads("task"):
+        raise ValueError(
+            f"expected a chat template in {folder} that writes any text alike, got one that reads the task"
+        )
+    shape = (modality or {}).get("format", "auto")
+    if shape not in ("auto", "flat", "structured"):
+        raise ValueError(f"expected {folder} to have messages of a format flat or structured, got {shape!r}")
+    shape = format_of(source) if shape == "auto" else shape
+    return TemplateReader(
+        tokenizer, max_len, template, structured=shape == "structured", variables=variables, restores=restores
     )
 
 
@@ -225,10 +268,17 @@ def _architecture(foreign: Mapping[str, Any]) -> str:
 
 
 def _label_head(
-    folder: Path, modules: Sequence[tuple[str, Path]], model: Any, foreign: Mapping[str, Any]
+    folder: Path,
+    modules: Sequence[tuple[str, Path]],
+    model: Any,
+    foreign: Mapping[str, Any],
+    tokenizer: Any,
+    *,
+    ranks: bool,
 ) -> LabelHead | None:
     """Returns the head by which a decoder scores or classifies: that of its class, or the logits of two tokens."""
-    is_score = [kind for kind, _ in modules[1:]] == ["LogitScore"]
+    is_default = ranks and not modules and _architecture(foreign).endswith("ForCausalLM")
+    is_score = is_default or [kind for kind, _ in modules[1:]] == ["LogitScore"]
     if not isinstance(model, GPT) or not (is_score or _architecture(foreign).endswith(CLASSIFIER)):
         if "LogitScore" in [kind for kind, _ in modules]:
             raise ValueError(f"expected {folder / _MODULES} to have a LogitScore only after a decoder")
@@ -240,13 +290,20 @@ def _label_head(
                 f"expected the weights in {folder} to have a score.weight, as {_architecture(foreign)} has"
             )
         return LabelHead(state["score.weight"].float())
-    settings, tied = read_json(modules[1][1] / CONFIG), model.embedding.weight.detach().cpu()
-    table, vocab = state.get("lm_head.weight", tied), model.config.vocab_size
-    tokens = [settings.get("true_token_id"), settings.get("false_token_id")]
+    tied, vocab = model.embedding.weight.detach().cpu(), model.config.vocab_size
+    table = next((state[name] for name in DECODER_FORMS[foreign["model_type"]].heads if name in state), tied)
+    if is_default:
+        ids = {tokenizer.backend.id_to_token(i): i for i in range(vocab)}
+        if _WORDS[0] not in ids or _WORDS[1] not in ids:
+            raise ValueError(f"expected {folder} to have the tokens {_WORDS}, whose logits score a pair, got others")
+        tokens = [ids[word] for word in _WORDS]
+    else:
+        settings = read_json(modules[1][1] / CONFIG)
+        tokens = [settings.get("true_token_id"), settings.get("false_token_id")]
     given = [token for token in tokens if token is not None]
     if not given or tokens[0] is None or not all(isinstance(token, int) and 0 <= token < vocab for token in given):
         raise ValueError(f"expected {modules[1][1] / CONFIG} to name tokens below {vocab}, got {tokens}")
-    return LabelHead(table[given].float(), compares=len(given) == 2)
+    return LabelHead(table[given].float(), len(given) == 2, model.config.logit_softcap or 0.0)
 
 
 def _pooling(folder: Path, d_model: int) -> tuple[Pooling, int]:

@@ -26,7 +26,8 @@ class FolderModel:
         folder: a path, or the result of `read_folder`.
         precision: the precision of the weights; None: as they were saved.
         device: the device for the model; None: the CPU.
-        prompts, default_prompt_name: replace the folder's settings.
+        prompts, default_prompt_name, chat_template: replace the folder's settings.
+        ranks: see `read_folder`.
 
     Attributes:
         prompts: prompts by name; one of them is put in front of each text.
@@ -40,8 +41,15 @@ class FolderModel:
         device: torch.device | str | None,
         prompts: Mapping[str, str] | None = None,
         default_prompt_name: str | None = None,
+        chat_template: str | None = None,
+        *,
+        ranks: bool = False,
     ) -> None:
-        self._folder = loaded = folder if isinstance(folder, Folder) else read_folder(folder, device=device)
+        if isinstance(folder, Folder) and chat_template is not None:
+            raise ValueError("expected no chat_template along with a folder that was read")
+        if not isinstance(folder, Folder):
+            folder = read_folder(folder, device=device, chat_template=chat_template, ranks=ranks)
+        self._folder = loaded = folder
         self.prompts = dict(loaded.prompts if prompts is None else prompts)
         self.default_prompt_name = loaded.default_prompt_name if default_prompt_name is None else default_prompt_name
         self._prompt(None, self.default_prompt_name)

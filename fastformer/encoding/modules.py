@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastformer.ops._common import soft_capped
+
 Array = npt.NDArray[np.float32]
 Stored = Literal["float32", "int8", "uint8", "binary", "ubinary"]
 
@@ -116,10 +118,12 @@ class LabelHead:
     Attributes:
         weight: (labels, d_model); or of two tokens of the vocabulary, if the head compares them.
         compares: whether the one logit is that of the first token minus that of the second.
+        softcap: the cap of the logits; 0: none.
     """
 
     weight: Tensor
     compares: bool = False
+    softcap: float = 0.0
 
     @property
     def num_labels(self) -> int:
@@ -129,7 +133,7 @@ class LabelHead:
     def __call__(self, rows: Array) -> Array:
         """Returns the logits (rows, num_labels) of the last tokens' states (rows, d_model)."""
         with torch.inference_mode():
-            logits = [F.linear(row, self.weight) for row in torch.from_numpy(rows).split(1)]
+            logits = [soft_capped(F.linear(row, self.weight), self.softcap) for row in torch.from_numpy(rows).split(1)]
             return torch.cat([row[:, :1] - row[:, 1:] if self.compares else row for row in logits]).numpy()
 
 

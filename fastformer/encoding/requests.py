@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastformer.encoding.cross_encoder import Activation, CrossEncoder, Input, check_input, rows_of, with_prompt
+from fastformer.encoding.cross_encoder import Activation, CrossEncoder, Input, check_input, rows_of
 from fastformer.encoding.encoder import Encoder
 from fastformer.encoding.modules import Array
 from fastformer.encoding.tokens import Rows
@@ -132,7 +132,7 @@ def embed_request(
     finish, prompt = encoder._finish(normalize, False, truncate_dim), encoder._prompt(None, prompt_name)
     for number, text in enumerate(texts, 1):
         expect_text("sentences", number, text)
-    rows = encoder._reader.texts([prompt + text for text in texts], cuts=cuts)
+    rows = encoder._reader.texts(texts, prompt, cuts=cuts)
     compute = Compute(encoder._pooled, finish.width, (encoder._skipped(prompt),))
     return EncodeRequest(rows, compute, finish, max_time=max_time)
 
@@ -164,5 +164,5 @@ def score_request(
         results: Array = (scores.softmax(1) if apply_softmax and scores.dim() > 1 else scores).numpy()
         return results
 
-    rows = rows_of(encoder._reader, with_prompt(inputs, encoder._prompt(None, None)), cuts=cuts)
+    rows = rows_of(encoder._reader, inputs, encoder._prompt(None, None), cuts=cuts)
     return EncodeRequest(rows, Compute(encoder._classify, encoder.num_labels), finish)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
+from fastformer.generation.chat_template import TemplateTokenizer
 from fastformer.locks import ForkSafeLock
 from fastformer.settings import Positive, check_value
 
@@ -18,11 +19,14 @@ _WHOLE = 10**9  # more tokens than any text has
 Pair = tuple[str, str]
 
 
-class Tokenizer(Protocol):
+class Tokenizer(TemplateTokenizer, Protocol):
     """The part of `data.tokenizer.Tokenizer` that encoding uses; that class documents it."""
 
     @property
     def max_len(self) -> int: ...
+
+    @property
+    def side(self) -> str: ...
 
     @property
     def has_token_types(self) -> bool: ...
@@ -82,16 +86,19 @@ class Reader:
             raise ValueError(f"expected max_seq_length of at most {most}, the model's positions, got {value}")
         self.max_len = value
 
-    def texts(self, texts: Sequence[str], *, cuts: bool = True) -> Rows:
+    def texts(self, texts: Sequence[str], prompt: str = "", *, cuts: bool = True) -> Rows:
         """Makes a row from each text.
 
         Args:
             texts: the texts.
+            prompt: what is put in front of each text.
             cuts: whether texts of more than max_len tokens are cut; if not, they are an error.
 
         Raises:
             ValueError: a text contains a lone surrogate, which is not a character, or is too long.
         """
+        if prompt:
+            texts = [prompt + text for text in texts]
         if self._lowers:
             texts = [lowered(text) for text in texts]
         return Rows(self._encoded(self.tokenizer.encode_batch, texts, len, cuts))
@@ -102,16 +109,19 @@ class Reader:
         # The last token is of every text, such as [SEP].
         return len(alone) - int(bool(nothing) and alone[-1] == nothing[-1])
 
-    def pairs(self, pairs: Sequence[Pair], *, cuts: bool = True) -> Rows:
+    def pairs(self, pairs: Sequence[Pair], prompt: str = "", *, cuts: bool = True) -> Rows:
         """Makes a row from each pair, with the types of its tokens if the model has types.
 
         Args:
             pairs: the pairs of texts.
+            prompt: what is put in front of the first text of each pair.
             cuts: as for `texts`.
 
         Raises:
             ValueError: a text contains a lone surrogate, which is not a character, or a pair is too long.
         """
+        if prompt:
+            pairs = [(prompt + first, second) for first, second in pairs]
         if self._lowers:
             pairs = [(lowered(first), lowered(second)) for first, second in pairs]
         rows = self._encoded(self.tokenizer.encode_pairs, pairs, lambda row: len(row[0]), cuts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -79,6 +80,9 @@ class ChatTemplate:
         self._names: dict[str, Text] | None = None  # the special tokens as texts of the template
         self._controls: dict[frozenset[tuple[str, bool]], frozenset[str]] = {}
 
+    def __reduce__(self) -> Any:
+        return functools.partial(type(self), name=self._name), (self.source, self.tokens)
+
     @classmethod
     def of(cls, tokenizer: TemplateTokenizer) -> ChatTemplate:
         """Returns the template from the folder of a tokenizer.
@@ -93,6 +97,12 @@ class ChatTemplate:
                 "`fastformer generate`"
             )
         return cls(chat["chat_template"], {name: text for name, text in chat.items() if name != "chat_template"})
+
+    def reads(self, name: str) -> bool:
+        """Returns whether the template reads a variable of this name that it doesn't define itself."""
+        from jinja2 import meta
+
+        return name in meta.find_undeclared_variables(self._sandbox.parse(self.source))
 
     def render(
         self,

@@ -157,8 +157,8 @@ class GPT(NextTokenModel):
             Hidden states, (batch, seqlen, d_model) or (total, d_model), for `logits`.
 
         Raises:
-            ValueError: ids out of the vocabulary, a sequence longer than max_len, a full cache, or a cache of a model that
-                isn't causal.
+            ValueError: ids out of the vocabulary, a sequence longer than max_len, a full cache, a cache of a model that
+                is not causal.
         """
         if cache is not None:
             self.check_causal()

@@ -206,7 +206,7 @@ def test_what_has_no_equal_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="chat template"):
         fastformer.Encoder(tmp_path)
     with pytest.raises(ValueError, match="head"):
-        decoder(tmp_path / "plain")
+        decoder(tmp_path / "plain", "Qwen3Model")
         fastformer.CrossEncoder(tmp_path / "plain")
 
 

@@ -16,7 +16,8 @@ import torch
 import fastformer
 from fastformer import CrossEncoder, Encoder
 from fastformer.serving import Limits, open_service
-from tests.encoding.folders import D_MODEL, MANY
+from tests.encoding.folders import D_MODEL, MANY, modules, write
+from tests.encoding.test_decoders import decoder
 from tests.encoding.test_sparse import masked
 from tests.serving import models
 from tests.serving.asking import serving
@@ -128,6 +129,20 @@ def test_rerank_equals_the_librarys(ranker) -> None:
     expected = library.rank("a bird", MANY[:12], activation_fn=torch.nn.Identity())
     assert raw == [{"index": one["corpus_id"], "score": one["score"]} for one in expected]
     assert httpx.get(f"{ranker.url}/info").json()["model_type"].keys() == {"reranker"}
+
+
+def test_a_generative_reranker_ranks_by_its_template(tmp_path: Path) -> None:
+    decoder(tmp_path, ends=())
+    modules(tmp_path, ("LogitScore", {"true_token_id": 8, "false_token_id": 9}))
+    write(tmp_path / "sentence_bert_config.json", {"modality_config": {"message": {"format": "flat"}}})
+    (tmp_path / "chat_template.jinja").write_text("{% for each in messages %}{{ each.content }} [SEP]{% endfor %}")
+    texts = MANY[:9]
+    expected = CrossEncoder(tmp_path).rank("a bird", texts)
+    with running(tmp_path) as server:
+        found = httpx.post(f"{server.url}/rerank", json={"query": "a bird", "texts": texts}).json()
+        ranked = httpx.post(f"{server.url}/v1/rerank", json={"query": "a bird", "documents": texts}).json()["results"]
+    assert found == [{"index": one["corpus_id"], "score": one["score"]} for one in expected]
+    assert [(one["index"], one["relevance_score"]) for one in ranked] == [(e["index"], e["score"]) for e in found]
 
 
 @pytest.mark.parametrize("route", ["/v1/rerank", "/v2/rerank", "/rerank"])

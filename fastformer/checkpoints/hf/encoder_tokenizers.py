@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastformer.checkpoints.hf.common import MakeTokenizer, flag_of, read_file, tokenizer_settings
+from fastformer.checkpoints.hf.prompts import add_special, chat_of
 from fastformer.data.backend import Backend
 from fastformer.data.huggingface import (
     LibraryBackend,
@@ -72,6 +73,7 @@ def read_tokenizer(kind: str, folder: Path, settings: Mapping[str, Any]) -> Make
         )
 
     backend: Backend
+    chat = chat_of(folder, named)
     if not (folder / TOKENIZER).is_file() and kind == "xlm-roberta" and (folder / _PIECES).is_file():
         backend = fairseq_pieces(read_sentencepiece(folder / _PIECES, read_file(folder / _PIECES)))
         unk: int | None = _UNK
@@ -84,6 +86,7 @@ def read_tokenizer(kind: str, folder: Path, settings: Mapping[str, Any]) -> Make
             (token for token in _SPECIAL["unk"] if tokenizer.token_to_id(token) is not None), None
         )
         unk = None if name is None else tokenizer.token_to_id(name)
+        add_special(tokenizer, chat)
         backend = LibraryBackend(tokenizer, str(file))
     frames = backend.encoder_frames()
 
@@ -98,6 +101,7 @@ def read_tokenizer(kind: str, folder: Path, settings: Mapping[str, Any]) -> Make
             max_len=max_len,
             side=side,
             has_token_types=has_types and getattr(config, "token_types", 0) > 1,
+            chat=chat,
         )
 
     return unk, make

@@ -39,15 +39,12 @@ def read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> MakeTokenizer:
     config, mapped = _read(folder / _CONFIG), _read(folder / _MAP)
     # As in transformers: a folder that lists its added tokens, as newer ones do, has their names there too.
     config = mapped | config if "added_tokens_decoder" in config else config | mapped
-    chat = _chat(folder, config)
+    chat = chat_of(folder, config)
     if not (folder / TOKENIZER).is_file() and (folder / _PIECES).is_file():
         return _from_pieces(folder, config, chat)
     if (folder / TOKENIZER).is_file():
         backend = read_library(folder / TOKENIZER, read_json(folder / TOKENIZER))
-        # A token that the folder names is special, unless the file says that it was added as an ordinary one.
-        vocab, known = backend.get_vocab(), added_tokens(backend)
-        named = [token for name in CHAT_NAMES[1:] if (token := chat.get(name)) in vocab and token not in known]
-        backend.add_special_tokens([*dict.fromkeys(named)])
+        add_special(backend, chat)
     elif (folder / _VOCAB).is_file():
         vocab = check_vocab(folder / _VOCAB, read_json(folder / _VOCAB))
         has_space = flag_of(config, "add_prefix_space", False)
@@ -67,6 +64,13 @@ def read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> MakeTokenizer:
     return None if unk is None else backend.token_to_id(unk), prompt_tokenizer(
         library, _bos(library, config, chat, folder), chat
     )
+
+
+def add_special(backend: Any, chat: Mapping[str, str]) -> None:
+    """Makes the tokens that a folder names special, unless its tokenizer.json says that one is an ordinary one."""
+    vocab, known = backend.get_vocab(), added_tokens(backend)
+    named = [token for name in CHAT_NAMES[1:] if (token := chat.get(name)) in vocab and token not in known]
+    backend.add_special_tokens([*dict.fromkeys(named)])
 
 
 def prompt_tokenizer(backend: Backend, bos: int | None, chat: Mapping[str, str]) -> Callable[[GPTConfig], Tokenizer]:
@@ -106,7 +110,7 @@ def _bos(backend: LibraryBackend, config: Mapping[str, Any], chat: Mapping[str, 
     return next(iter(prefix), None)
 
 
-def _chat(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def chat_of(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Returns the chat template, and the special tokens by the names that templates use."""
     chat = {}
     for name in CHAT_NAMES[1:]:
