@@ -78,6 +78,7 @@ class Load:
         free_tokens, capacity_tokens: the batch's free memory and capacity, in tokens, if it has any.
         read_tokens: the number of source and prompt tokens that were read so far.
         cached_tokens: the number of prompt tokens that were not read, because an earlier prompt has the same beginning.
+        drafted_tokens, accepted_tokens: the number of new tokens that were drafted, and of those that were right.
     """
 
     running: int = 0
@@ -88,3 +89,5 @@ class Load:
     capacity_tokens: int = 0
     read_tokens: int = 0
     cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0

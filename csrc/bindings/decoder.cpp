@@ -190,7 +190,7 @@ Object align(GuardedSession& guarded, int64_t group, int64_t source, const Ids& 
 // The logits array must be dense, because results written to a converted copy of it would be lost.
 Object step(GuardedSession& guarded, const Ids& tokens, int64_t k, bool log_probs, const Ids& logit_rows,
             const std::optional<Array>& logits, int32_t threads, const std::optional<Ids>& masked_rows,
-            const std::optional<Bytes>& masks) {
+            const std::optional<Bytes>& masks, const std::optional<std::vector<int64_t>>& counts) {
   return guarded.with([&](Session& session) {
     if (k < 1 || k > session.model().vocab_size())
       throw std::invalid_argument("expected k from 1 to the size of the vocabulary");
@@ -202,8 +202,8 @@ Object step(GuardedSession& guarded, const Ids& tokens, int64_t k, bool log_prob
           logits->shape(1) != session.model().vocab_size())
         throw std::invalid_argument("expected a logits array with a row for each of logit_rows");
       for (const int32_t row : logit_rows)
-        if (row < 0 || row >= session.num_rows())
-          throw std::invalid_argument("expected logit_rows to be rows of the session");
+        if (row < 0 || row >= std::ssize(tokens))
+          throw std::invalid_argument("expected logit_rows to be rows of the step, one for each token");
       selection.logits = static_cast<float*>(logits->data());
     }
     if (masked_rows && !masked_rows->empty()) {
@@ -214,8 +214,8 @@ Object step(GuardedSession& guarded, const Ids& tokens, int64_t k, bool log_prob
                                     " bytes for each of masked_rows");
       int32_t behind = 0;
       for (const int32_t row : *masked_rows) {
-        if (row < behind || row >= session.num_rows())
-          throw std::invalid_argument("expected masked_rows to be rows of the session, in ascending order");
+        if (row < behind || row >= std::ssize(tokens))
+          throw std::invalid_argument("expected masked_rows to be rows of the step, in ascending order");
         behind = row + 1;
       }
       selection.masked_rows = *masked_rows, selection.mask_words = masks->array.shape(1) / 4;
@@ -225,9 +225,9 @@ Object step(GuardedSession& guarded, const Ids& tokens, int64_t k, bool log_prob
     const Candidates* candidates;
     {
       const Released released;
-      candidates = &session.step(tokens, selection, threads);
+      candidates = &session.step(tokens, counts.value_or(Session::Places()), selection, threads);
     }
-    const int64_t rows = session.num_rows();
+    const int64_t rows = std::ssize(tokens);
     Array ids = python::new_ids(rows, k), values = python::new_floats(rows, k);
     std::copy_n(candidates->ids.data(), rows * k, static_cast<int32_t*>(ids.data()));
     std::copy_n(candidates->values.data(), rows * k, static_cast<float*>(values.data()));
@@ -258,6 +258,10 @@ void release(GuardedSession& guarded, const std::vector<int64_t>& groups) {
     if (session.has_pending()) released.emplace();
     session.release(groups);
   });
+}
+
+void cut(GuardedSession& guarded, const std::vector<int64_t>& counts) {
+  guarded.with([&](Session& session) { session.cut(counts); });
 }
 
 void set_shortlist(GuardedSession& guarded, const Ids& ids) {
@@ -296,8 +300,9 @@ void bind_decoder(PyObject* module) {
       method<"admit", "sources tokens threads", &admit>(),
       method<"admit_states", "states tokens threads", &admit_states>(),
       method<"align", "group source tokens targets end heads threads", &align>(),
-      method<"step", "tokens k log_probs logit_rows logits threads masked_rows? masks?", &step>(),
+      method<"step", "tokens k log_probs logit_rows logits threads masked_rows? masks? counts?", &step>(),
       method<"run", "searches tokens max_steps seconds least_rows log_probs threads", &run>(),
+      method<"cut", "counts", &cut>(),
       method<"reorder", "parents", &reorder>(),
       method<"release", "groups", &release>(),
       method<"set_shortlist", "ids", &set_shortlist>(),

@@ -188,54 +188,85 @@ void Session::end_pending() {
   pending_from_ = cache_.groups.size();
 }
 
-const Candidates& Session::step_of(const Places& groups, Batch batch, Forward& forward, const Selection& selection,
-                                   int threads) try {
+const Candidates& Session::step_of(const Places& groups, const Places& counts, Batch batch, Forward& forward,
+                                   const Selection& selection, int threads) try {
   if (!has_pending()) return forward.step(batch, selection, threads);
   batch.append(pending_);
   const Candidates& candidates = forward.step(batch, selection, std::max(threads, pending_threads_));
   end_pending();
   return candidates;
 } catch (...) {
-  for (const int64_t place : groups) cache_.take_back(cache_.groups[place]);
+  for (size_t i = 0; i < groups.size(); ++i)
+    cache_.take_back(cache_.groups[groups[i]], counts.empty() ? 1 : counts[i]);
   throw;
 }
 
-void Session::check_step(const Ids& tokens) {
-  if (std::ssize(tokens) != num_rows() || tokens.empty()) throw std::invalid_argument("expected a token for each row");
+Session::Places Session::all_groups() const {
+  Places all(cache_.groups.size());
+  std::iota(all.begin(), all.end(), 0);
+  return all;
+}
+
+void Session::check_step(const Ids& tokens, const Places& counts) {
+  int64_t expected = 0;
+  for (int64_t i = 0; i < num_groups(); ++i) expected += std::ssize(cache_.groups[i].rows) * counts[i];
+  if (std::ssize(tokens) != expected || tokens.empty()) throw std::invalid_argument("expected tokens for each row");
   for (const int32_t token : tokens)
     if (token < 0 || token >= model_->vocab_size()) throw std::invalid_argument("expected tokens in the vocabulary");
-  for (const TokenCache::Group& group : cache_.groups) check_length(group);
-  if (cache_.step_tokens() > cache_.free_tokens()) throw std::length_error("the cache has no room for another token");
+  for (int64_t i = 0; i < num_groups(); ++i) check_length(cache_.groups[i], counts[i]);
+  if (cache_.step_tokens(all_groups(), counts) > cache_.free_tokens())
+    throw std::length_error("the cache has no room for another token");
 }
 
-void Session::begin_step() {
-  for (TokenCache::Group& group : cache_.groups) cache_.append(group, 1);
+void Session::begin_step(const Places& counts) {
+  for (int64_t i = 0; i < num_groups(); ++i) cache_.append(cache_.groups[i], counts[i]);
 }
 
-void Session::check_length(const TokenCache::Group& group) const {
+void Session::check_length(const TokenCache::Group& group, int64_t tokens) const {
   for (const TokenCache::Row& row : group.rows)
-    if (std::ssize(row.slots) >= model_->max_len()) throw std::length_error("a row already has max_len tokens");
+    if (std::ssize(row.slots) + tokens > model_->max_len())
+      throw std::length_error("a row has no room for so many more of max_len tokens");
 }
 
-Batch Session::batch_of(const Places& groups, const Ids& tokens) const {
+Batch Session::batch_of(const Places& groups, const Places& counts, const Ids& tokens) const {
   Batch batch;
   const int32_t* token = tokens.data();
-  for (const int64_t place : groups) {
-    const TokenCache::Group& group = cache_.groups[place];
-    for (const TokenCache::Row& row : group.rows) batch.add(token++, 1, std::ssize(row.slots) - 1, &group, &row, false);
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const TokenCache::Group& group = cache_.groups[groups[i]];
+    const int64_t count = counts.empty() ? 1 : counts[i];
+    for (const TokenCache::Row& row : group.rows) {
+      if (count > 0) batch.add(token, count, std::ssize(row.slots) - count, &group, &row, false);
+      token += count;
+    }
   }
   return batch;
 }
 
-const Candidates& Session::step(const Ids& tokens, const Selection& selection, int threads) {
+const Candidates& Session::step(const Ids& tokens, const Places& counts, const Selection& selection, int threads) {
   check_threads(threads);
   if (selection.k < 1) throw std::invalid_argument("expected k to be at least 1");
-  check_step(tokens);
-  Places all(cache_.groups.size());
-  std::iota(all.begin(), all.end(), 0);
+  const Places each = counts.empty() ? Places(num_groups(), 1) : counts;
+  if (std::ssize(each) != num_groups() || std::any_of(each.begin(), each.end(), [](int64_t n) { return n < 0; }))
+    throw std::invalid_argument("expected counts of at least 0, one for each group");
+  check_step(tokens, each);
+  const Places all = all_groups();
   Forward& first = forward(0);
-  begin_step();
-  return step_of(all, batch_of(all, tokens), first, selection, threads_for(num_rows(), threads));
+  begin_step(each);
+  const Batch batch = batch_of(all, each, tokens);
+  const Candidates& candidates = step_of(all, each, batch, first, selection, threads_for(std::ssize(tokens), threads));
+  for (int64_t i = 0; i < num_groups(); ++i) cache_.groups[i].num_drafts += each[i];
+  return candidates;
+}
+
+void Session::cut(const Places& counts) {
+  if (std::ssize(counts) != num_groups()) throw std::invalid_argument("expected counts, one for each group");
+  for (int64_t i = 0; i < num_groups(); ++i)
+    if (counts[i] < 0 || counts[i] > std::max<int64_t>(0, cache_.groups[i].num_drafts))
+      throw std::invalid_argument("expected counts of tokens that steps have appended, but not the first of them");
+  for (int64_t i = 0; i < num_groups(); ++i) {
+    cache_.take_back(cache_.groups[i], counts[i]);
+    cache_.groups[i].num_drafts -= counts[i];
+  }
 }
 
 void Session::align(int64_t group, const Ids& tokens, const Ids& targets, int32_t end,
@@ -284,7 +315,8 @@ std::vector<int64_t> Session::run(const std::vector<Search*>& searches, const Id
   }
   if (std::set<Search*>(searches.begin(), searches.end()).size() != searches.size())
     throw std::invalid_argument("expected a different search for each group");
-  check_step(tokens);
+  const Places ones(num_groups(), 1);
+  check_step(tokens, ones);
   Run run{.searches = searches, .limits = limits, .log_probs = log_probs, .rows_left = peak_rows};
   run.steps.resize(searches.size());
   const int64_t rows = num_rows();
@@ -302,11 +334,9 @@ std::vector<int64_t> Session::run(const std::vector<Search*>& searches, const Id
   const auto step = [&](int64_t worker) {
     run_worker(run, workers[worker], worker_tokens[worker], *forwards_[worker], 1);
   };
-  Places all(searches.size());
-  std::iota(all.begin(), all.end(), 0);
-  begin_step();
+  begin_step(ones);
   if (workers.size() > 1 && run_workers({std::ssize(workers), step})) return run.steps;
-  run_worker(run, all, tokens, *forwards_[0], threads_for(rows, threads));
+  run_worker(run, all_groups(), tokens, *forwards_[0], threads_for(rows, threads));
   return run.steps;
 }
 
@@ -328,7 +358,7 @@ void Session::run_worker(Run& run, Places groups, Ids tokens, Forward& forward, 
   for (int64_t steps = 1;; ++steps) {
     Selection selection{1, run.log_probs, {}};
     int64_t first = 0;
-    Batch batch = batch_of(groups, tokens);
+    Batch batch = batch_of(groups, {}, tokens);
     std::vector<std::pair<Search*, int64_t>> ruled;  // the search of each row in logit_rows, and the row's place in it
     for (const int64_t place : groups) {
       Search& search = *run.searches[place];
@@ -362,7 +392,7 @@ void Session::run_worker(Run& run, Places groups, Ids tokens, Forward& forward, 
         search->probed.probability = std::exp(z[search->probed.token] - log_sum_exp(z, vocab));
       };
     }
-    const Candidates& candidates = step_of(groups, std::move(batch), forward, selection, threads);
+    const Candidates& candidates = step_of(groups, {}, std::move(batch), forward, selection, threads);
     Places going;
     int64_t row = 0;
     tokens.clear();
@@ -393,7 +423,7 @@ void Session::run_worker(Run& run, Places groups, Ids tokens, Forward& forward, 
       return;
     }
     for (const int64_t place : groups) {
-      check_length(cache_.groups[place]);
+      check_length(cache_.groups[place], 1);
       cache_.append(cache_.groups[place], 1);
     }
   }

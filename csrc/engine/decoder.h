@@ -31,6 +31,8 @@ struct Source {
 
 class Session {
  public:
+  using Places = std::vector<int64_t>;  // indices of groups, or a number for each group
+
   // num_tokens: the capacity of the cache, including sources.
   Session(std::shared_ptr<const PackedModel> model, int64_t num_tokens);
 
@@ -45,8 +47,13 @@ class Session {
   // with the keys of the source, (pairs, tokens, source).
   void align(int64_t group, const Ids& tokens, const Ids& targets, int32_t end,
              const std::vector<std::pair<int64_t, int64_t>>& pairs, int threads, float* probabilities, float* scores);
-  // Appends a token to each row.
-  const Candidates& step(const Ids& tokens, const Selection& selection, int threads);
+  // Appends tokens to the rows, counts[i] to each row of group i, or one to every row if `counts` is empty. Returns the
+  // candidates after each token; `selection` counts the tokens. The results are those of as many steps of one token
+  // each, bit for bit.
+  const Candidates& step(const Ids& tokens, const Places& counts, const Selection& selection, int threads);
+  // Removes the last tokens of rows, counts[i] of each row of group i. They are tokens that calls of `step` have appended
+  // since the group was admitted or reordered, but not the first of them.
+  void cut(const Places& counts);
   // Steps each row at least once, until its search is done or the run ends: at its limits, if memory runs out, or when
   // a thread has no more rows. The caller gives the first tokens; the searches choose the rest. Returns the number of
   // steps of each group.
@@ -63,7 +70,7 @@ class Session {
   void set_shortlist(const Ids& ids);
 
   int64_t free_tokens() const { return cache_.free_tokens(); }
-  int64_t step_tokens() { return cache_.step_tokens(); }
+  int64_t step_tokens() { return cache_.step_tokens(all_groups()); }
   int64_t shared_tokens() const { return cache_.shared_tokens(); }
   // The part of a prompt that admit() would find in the cache.
   TokenCache::Known known(const Ids& tokens) const { return cache_.known(tokens); }
@@ -75,8 +82,7 @@ class Session {
   const PackedModel& model() const { return *model_; }
 
  private:
-  struct Run;                           // the data that the workers of one run share
-  using Places = std::vector<int64_t>;  // indices of groups
+  struct Run;  // the data that the workers of one run share
 
   void check(const std::vector<Source>& sources, const std::vector<Ids>& tokens) const;
   int threads_for(int64_t rows, int threads) const;
@@ -87,15 +93,18 @@ class Session {
   void read_pending();
   void end_pending();
   // Runs a step of these groups, whose rows have slots for their tokens, together with the pending prompts. If it
-  // fails, the rows lose these slots again.
-  const Candidates& step_of(const Places& groups, Batch batch, Forward& forward, const Selection& selection,
-                            int threads);
-  // Throws unless each row can take one of these tokens.
-  void check_step(const Ids& tokens);
-  // Begins a step: gives each row a slot for another token.
-  void begin_step();
-  void check_length(const TokenCache::Group& group) const;
-  Batch batch_of(const Places& groups, const Ids& tokens) const;
+  // fails, the rows lose these slots again. counts: see batch_of.
+  const Candidates& step_of(const Places& groups, const Places& counts, Batch batch, Forward& forward,
+                            const Selection& selection, int threads);
+  Places all_groups() const;
+  // Throws unless the rows can take these tokens, as many as `counts` says for each group.
+  void check_step(const Ids& tokens, const Places& counts);
+  // Begins a step: gives the rows slots for so many more tokens.
+  void begin_step(const Places& counts);
+  void check_length(const TokenCache::Group& group, int64_t tokens) const;
+  // Makes a batch of the last tokens of these groups' rows: counts[i] of each row of groups[i], or one if `counts` is
+  // empty.
+  Batch batch_of(const Places& groups, const Places& counts, const Ids& tokens) const;
   std::vector<Places> partition(const std::vector<Search*>& searches, int workers) const;
   // Runs the steps and searches of these groups, whose rows have slots for their tokens.
   void run_worker(Run& run, Places groups, Ids tokens, Forward& forward, int threads);

@@ -47,6 +47,11 @@ int64_t Batch::steps() const {
   return first_prompt - spans.begin();
 }
 
+int64_t Batch::step_tokens() const {
+  const int64_t count = steps();
+  return count ? spans[count - 1].end : 0;
+}
+
 // ---- the contents of a batch ----
 
 void Forward::read_sources(const Batch& batch, int threads) {
@@ -97,7 +102,7 @@ void Forward::read_prompts(const Batch& batch, int threads) {
 
 const Candidates& Forward::step(const Batch& batch, const Selection& selection, int threads) {
   add_stack(model_.decoder, batch, false, threads);
-  lm_head_.add_stages(narrow_, batch.steps(), selection, threads, candidates_, stages_);
+  lm_head_.add_stages(narrow_, batch.step_tokens(), selection, threads, candidates_, stages_);
   run_stages(stages_, threads);
   return candidates_;
 }
@@ -189,7 +194,8 @@ void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_en
                   .rows = rows,
                   .most = states ? std::min(kChunk, rows) : rows,
                   .spans = spans,
-                  .steps = is_encoder ? spans : batch.steps()};
+                  .steps = is_encoder ? spans : batch.steps(),
+                  .last_rows = is_encoder ? rows : batch.step_tokens()};
   reserve(pass);
   stages_.clear();
   if (!is_encoder && model_.options.is_bare) join_groups(batch);
@@ -202,8 +208,8 @@ void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_en
   for (size_t layer = 0; layer < stack.layers.size(); ++layer) {
     if (stack.layers[layer].norms_all_heads(model_.options)) add_head_norms(stack.layers[layer], rows, threads);
     add_self_attention(pass, layer);
-    // The last layer of a decoder computes only the steps, of one row each.
-    pass.for_chunks(pass.is_last(layer) && !is_encoder ? pass.steps : rows, [&](Chunk chunk) {
+    // The last layer of a decoder computes only the steps.
+    pass.for_chunks(pass.is_last(layer) ? pass.last_rows : rows, [&](Chunk chunk) {
       add_attention_output(pass, layer, chunk);
       if (pass.attends_to_source(model_)) add_cross_attention(pass, layer, chunk);
       add_feed_forward(pass, layer, chunk);

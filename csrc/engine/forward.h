@@ -21,7 +21,7 @@ struct Span {
   int64_t begin, end, first_position;
   const TokenCache::Group* group;  // null: tokens of an encoder, which attend to their own span
   const TokenCache::Row* row;
-  bool is_prompt;      // false: the single token of a decode step
+  bool is_prompt;      // false: the tokens of a decode step, each of which is computed as a step of its own would be
   bool stores = true;  // false: a token of a prompt that is computed again, for its logits
   // For an encoder's text from which padding was omitted:
   const int32_t* places = nullptr;  // the original indices of its tokens, ascending; null: 0, 1, 2 ...
@@ -33,8 +33,9 @@ struct Batch {
   std::vector<const float*> embedded;  // embeddings of encoder tokens, d_model floats each; or empty
   std::vector<Span> spans;
   int64_t count() const { return std::ssize(ids); }
-  // The number of decode steps, which are the first spans and have one token each.
+  // The number of spans that are decode steps, which come first, and of tokens in them.
   int64_t steps() const;
+  int64_t step_tokens() const;
   // tokens: null if they are embedded already.
   void add(const int32_t* tokens, int64_t count, int64_t first_position, const TokenCache::Group* group,
            const TokenCache::Row* row, bool is_prompt);
@@ -72,8 +73,8 @@ class Forward {
   static int64_t packed_source_bytes(const PackedModel& model, int64_t tokens);
   // Runs prompts, or chunks of them, through the decoder.
   void read_prompts(const Batch& batch, int threads);
-  // Runs one token of each row and returns the candidates for the next one. Prompts that follow in the batch go through
-  // in the same pass over the weights; a step may belong to a row whose prompt is among them.
+  // Runs the tokens of decode steps and returns the candidates after each of them. Prompts that follow in the batch go
+  // through in the same pass over the weights; a step may belong to a row whose prompt is among them.
   const Candidates& step(const Batch& batch, const Selection& selection, int threads);
 
  private:
@@ -95,6 +96,7 @@ class Forward {
     // If narrow_ is read afterwards, they process all rows at once.
     int64_t most;
     int64_t spans, steps;  // steps: of an encoder, all spans
+    int64_t last_rows;     // the rows that go through the last layer to its end
 
     bool is_last(size_t layer) const { return layer + 1 == stack.layers.size(); }
     bool is_projected(const PackedModel& model) const { return is_encoder && !model.source_projection.empty(); }

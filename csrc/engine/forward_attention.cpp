@@ -136,13 +136,19 @@ void Forward::attend_self(int64_t layer, const Span& span, int64_t begin, int64_
     for (int64_t head = begin; head < end; ++head) attend_prompt<T>(layer, span, head);
     return;
   }
-  const int64_t position = span.first_position;
-  const int64_t first = window < 0 ? 0 : std::max<int64_t>(0, position - window);
-  const int64_t count = position + 1 - first;
   const Scores change(o, model_.decoder.position_bias);
-  attend_token<T>(layer, qkv_.data() + span.begin * ld, begin, end, span.row->slots.data() + first, count,
-                  context_.data() + span.begin * o.q_dim(), change.scale2,
-                  [=](int64_t h, float* scores) { change(h, position, first, count, scores); });
+  // With several tokens, one head after another, whose keys and values then stay in the cache.
+  for (int64_t head = begin, next; head < end; head = next) {
+    next = span.end - span.begin > 1 ? head + 1 : end;
+    for (int64_t t = span.begin; t < span.end; ++t) {
+      const int64_t position = span.first_position + t - span.begin;
+      const int64_t first = window < 0 ? 0 : std::max<int64_t>(0, position - window);
+      const int64_t count = position + 1 - first;
+      attend_token<T>(layer, qkv_.data() + t * ld, head, next, span.row->slots.data() + first, count,
+                      context_.data() + t * o.q_dim(), change.scale2,
+                      [=](int64_t h, float* scores) { change(h, position, first, count, scores); });
+    }
+  }
 }
 
 // Attends from all queries of one kv head at once. Its keys are already in the cache.

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <limits>
 #include <new>
-#include <numeric>
 #include <stdexcept>
 
 namespace fastformer {
@@ -31,16 +30,11 @@ void TokenCache::give_back(int32_t block) {
   if (!prefixes_.release(block)) free_.push_back(block);
 }
 
-int64_t TokenCache::step_tokens() {
-  std::vector<int64_t> all(groups.size());
-  std::iota(all.begin(), all.end(), 0);
-  return step_tokens(all);
-}
-
-int64_t TokenCache::step_tokens(const std::vector<int64_t>& places) {
+int64_t TokenCache::step_tokens(const std::vector<int64_t>& places, const std::vector<int64_t>& counts) {
   int64_t blocks = 0;
-  for (const int64_t place : places)
-    for (const Row& row : groups[place].rows) blocks += row.used == kBlockTokens;
+  for (size_t i = 0; i < places.size(); ++i)
+    for (const Row& row : groups[places[i]].rows)
+      blocks += std::max<int64_t>(1, blocks_of(row.used + (counts.empty() ? 1 : counts[i]))) - 1;
   if (blocks * kBlockTokens > free_tokens())
     for (const int64_t place : places)
       if (groups[place].was_reordered) sweep(groups[place]);
@@ -72,8 +66,17 @@ void TokenCache::append(Group& group, int64_t tokens) {
     }
 }
 
-void TokenCache::take_back(Group& group) {
-  for (Row& row : group.rows) row.slots.pop_back(), --row.used;
+void TokenCache::take_back(Group& group, int64_t tokens) {
+  for (Row& row : group.rows)
+    for (int64_t i = 0; i < tokens; ++i) {
+      if (row.used == 0) {  // the block is empty: go back to the one that the row filled before it
+        group.blocks.erase(std::find(group.blocks.begin(), group.blocks.end(), row.block));
+        give_back(row.block);
+        row.block = static_cast<int32_t>(row.slots.back() / block_slots_);
+        row.used = static_cast<int32_t>(row.slots.back() % block_slots_) + 1;
+      }
+      row.slots.pop_back(), --row.used;
+    }
 }
 
 TokenCache::Beginning TokenCache::begin_prompt(Group& group, const std::vector<int32_t>& tokens) {
@@ -125,7 +128,7 @@ void TokenCache::reorder(Group& group, const std::vector<int32_t>& parents) {
     if (i < before) rows[i].block = group.rows[i].block, rows[i].used = group.rows[i].used;
   }
   group.rows.swap(rows);
-  group.was_reordered = true;
+  group.was_reordered = true, group.num_drafts = -1;
 }
 
 void TokenCache::sweep(Group& group) {

@@ -32,6 +32,7 @@ class TokenCache {
     int64_t packed_tokens = 0;
     std::vector<int32_t> blocks;  // all blocks that it holds, for its source, prompt and rows
     bool was_reordered = false;   // some of its blocks may be dead
+    int64_t num_drafts = -1;      // the tokens of each row that steps have appended, without the first of them
   };
 
   // The part of a prompt that is in the cache.
@@ -53,17 +54,17 @@ class TokenCache {
   int64_t free_tokens() const { return (std::ssize(free_) + prefixes_.num_idle()) * kBlockTokens; }
   // The additional tokens that the groups would need if they shared nothing.
   int64_t shared_tokens() const { return prefixes_.num_shared() * kBlockTokens; }
-  // The number of tokens needed to append one to each row, for all groups or for some. If that is more than there is,
-  // blocks that no row uses are released first.
-  int64_t step_tokens();
-  int64_t step_tokens(const std::vector<int64_t>& places);
+  // The number of tokens needed to append some to each row: counts[i] to those of group places[i], or one if `counts`
+  // is empty. If that is more than there is, blocks that no row uses are released first.
+  int64_t step_tokens(const std::vector<int64_t>& places, const std::vector<int64_t>& counts = {});
 
   // Appends a group of one row, with room for a source. Throws std::length_error if there is no memory for it.
   Group& add(int64_t source_tokens);
   // Gives each row of the group slots for `tokens` more tokens.
   void append(Group& group, int64_t tokens);
-  // Takes the last slot of each row back.
-  void take_back(Group& group);
+  // Takes the last slots of each row back. The row has written to the blocks of these slots, and of the one before them
+  // unless the last call of append gave all of them.
+  void take_back(Group& group, int64_t tokens);
   // Gives the row of a new group the slots of a prompt: those of its longest cached prefix, and new ones for the rest,
   // whose whole blocks later prompts share, including those of the same admission. The caller calls set_read when the
   // rest has been computed. If the group is released before that, none of the rest stays in the cache.

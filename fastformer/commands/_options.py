@@ -26,6 +26,7 @@ OPTIONS = (
     "min_new_tokens",
     "max_new_tokens",
     "max_time",
+    "prompt_lookup_num_tokens",
     "repetition_penalty",
     "no_repeat_ngram_size",
     "temperature",

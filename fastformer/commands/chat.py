@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastformer")
 
 TEXTS = ("system", "stop", "regex", "choices")
-_OPTIONS = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
+_OPTIONS = (
+    "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed",
+    "prompt_lookup_num_tokens",
+)  # fmt: skip
 _HELP = "/reset begins anew, /quit or Ctrl-D leaves, Ctrl-C ends an answer; // begins a line that begins with /"
 
 

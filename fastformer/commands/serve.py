@@ -14,7 +14,7 @@ from fastformer.generation.config import GenerationConfig, Precision
 from fastformer.settings import Positive, Range, check_settings, check_value, suggestion
 
 # The decoding options that a request may override.
-_OPTIONS = ("num_beams", "length_penalty", "repetition_penalty", "no_repeat_ngram_size")
+_OPTIONS = ("num_beams", "length_penalty", "repetition_penalty", "no_repeat_ngram_size", "prompt_lookup_num_tokens")
 _Section = TypeVar("_Section")
 
 

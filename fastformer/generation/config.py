@@ -163,6 +163,11 @@ class GenerationConfig:
             of a longer prompt. Whenever max_len tokens are full, the model reads the last max_len // 2 of them again,
             as if the text began there. Outputs, and options that depend on them, contain the whole text. It is for
             prompts, and not for beams.
+        prompt_lookup_num_tokens: the most tokens to draft at a time from the text itself: what followed the last tokens
+            where they occurred before, in the prompt or the new text. The model checks all of them in one pass, which
+            makes texts that repeat faster, and changes no result. Fewer are drafted, or none, while few are accepted,
+            or many rows are decoded together. By default nothing is drafted. Only the engine "cpp" drafts, and neither
+            for beams nor for several samples of one input.
         max_time: the seconds after which decoding ends with the results so far. Inputs that haven't begun by then have
             no result.
         eos_token_id: the ids that end a row; by default the model's.
@@ -214,6 +219,7 @@ class GenerationConfig:
     choices: Annotated[Sequence[str], Convert(_texts)] = ()
     grammar: Annotated[str | None, Convert(_pattern)] = None
     window: Window = "stop"
+    prompt_lookup_num_tokens: Positive | None = None
     max_time: AboveZero | None = None
     eos_token_id: Annotated[int | Sequence[int] | None, Convert(_end_ids)] = None
     pad_token_id: int | None = None
@@ -422,6 +428,7 @@ class GenerationOptions(TypedDict, total=False):
     choices: Sequence[str]
     grammar: str | None
     window: Window
+    prompt_lookup_num_tokens: int | None
     max_time: float | None
     eos_token_id: int | Sequence[int] | None
     pad_token_id: int | None

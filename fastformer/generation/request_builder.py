@@ -139,6 +139,7 @@ class RequestBuilder:
                 config.stop_strings or config.stopping_criteria or self._may_rise or num_alternatives or self._matcher
             )
         )
+        self._drafts = self.engine.step_bytes > 0
         unsaid = {*config.suppress_tokens, *self.ids.eos}
         allowed = len({*config.shortlist} - unsaid) if config.shortlist else model.config.vocab_size - len(unsaid)
         self._leaves_words = allowed > 0
@@ -248,6 +249,7 @@ class RequestBuilder:
             window=window,
             before=begin,
             stop_strings=config.stop_strings,
+            num_lookup_tokens=config.prompt_lookup_num_tokens or 0 if self._drafts else 0,
         )
 
     def _search_maker(

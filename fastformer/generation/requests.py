@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastformer.generation.config import Processor
 from fastformer.generation.constraints import Mask, allowed_tokens
+from fastformer.generation.drafts import PromptLookup
 from fastformer.generation.engines.base import Candidates, Prompt
 from fastformer.generation.processors import AtOneLength, ForcedToken, RowWise
 from fastformer.generation.search import Hypothesis, Search
@@ -37,6 +38,7 @@ class Request(BaseRequest):
             the request continues from its last half. None: no window.
         before: the ids before the new tokens, if the prompt is only their end; None: the prompt.
         stop_strings: texts that end a result, and are omitted from its text.
+        num_lookup_tokens: the most tokens to draft from the request's own text; 0: none. See `drafts.PromptLookup`.
 
     Attributes:
         results: the hypotheses found, best first; empty before the end.
@@ -47,6 +49,8 @@ class Request(BaseRequest):
         cached_tokens: the number of prompt tokens that were not read when the request began, because the batch had them
             in its cache.
         reserved_tokens: the tokens of memory that the scheduler has reserved for the request.
+        lookup: drafts from the request's own text; None: nothing is drafted from it.
+        num_drafted, num_accepted: the number of tokens that were drafted for the request, and of those accepted.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class Request(BaseRequest):
         window: int | None = None,
         before: Sequence[int] | None = None,
         stop_strings: Sequence[str] = (),
+        num_lookup_tokens: int = 0,
     ) -> None:
         super().__init__(max_time)
         self.prompt, self.num_tokens = prompt, prompt.num_tokens
@@ -78,6 +83,9 @@ class Request(BaseRequest):
         self.num_told = self.steps = self._kept_steps = self.cached_tokens = self.reserved_tokens = 0
         self._kept: list[Hypothesis] = []  # the results at the restart
         self.search = make_search()
+        self._num_lookup_tokens = num_lookup_tokens
+        self.lookup = self._new_lookup()
+        self.num_drafted = self.num_accepted = 0
         last = processors[-1] if processors else None
         self._last_token: int | None = None  # the id that a processor forces before the limit
         if isinstance(last, ForcedToken) and last.position == len(self.before) + self.search.limit - 1:
@@ -105,6 +113,19 @@ class Request(BaseRequest):
         if self.window is None:
             return self.search.limit
         return min(self.search.limit, max(1, self.window - len(self.prompt.tokens)))
+
+    @property
+    def most_drafts(self) -> int:
+        """The most tokens that may be read after the next one; 0 if the search may have several rows."""
+        if self.search.peak_rows != 1:
+            return 0
+        left = self.search.limit - self.steps
+        if self.window is not None:
+            left = min(left, self.window - len(self.prompt.tokens) - self.steps + self._slid_at)
+        return max(0, left - 1)
+
+    def _new_lookup(self) -> PromptLookup | None:
+        return PromptLookup(self._num_lookup_tokens, self.before) if self._num_lookup_tokens else None
 
     @property
     def is_full(self) -> bool:
@@ -206,7 +227,7 @@ class Request(BaseRequest):
         """Resets the request after an older one took its memory. Decoding is deterministic: results do not change."""
         if self.steps > self._kept_steps:
             self._kept, self._kept_steps = self.search.results(), self.steps
-        self.search, self.steps = self._make_search(), 0
+        self.search, self.steps, self.lookup = self._make_search(), 0, self._new_lookup()
         self.prompt, self.num_tokens, self._slid_at = self._first_prompt, self._first_prompt.num_tokens, 0
 
 

@@ -6,17 +6,14 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
 from typing import Protocol, TypeVar
 
-import numpy as np
 import torch
 
-from fastformer.generation.constraints import Mask
-from fastformer.generation.engines.base import Batch, Candidates, Engine, Limits, SearchingBatch, Selection
-from fastformer.generation.native_search import NativeSearch, extension_module
-from fastformer.generation.requests import Request, process_logits
-from fastformer.generation.search import Sample
+from fastformer.generation.batch_steps import run_batch
+from fastformer.generation.drafts import Drafter
+from fastformer.generation.engines.base import Batch, Engine, Limits
+from fastformer.generation.requests import Request
 from fastformer.requests import BaseRequest, Load
 
 R = TypeVar("R", bound=BaseRequest)
@@ -30,6 +27,7 @@ _PREFILL_TOKENS = 8192  # the most tokens in one prefill, because all of its act
 # the user can interrupt; and after this number of steps, which is longer than any text.
 _RUN_SECONDS = 0.01
 _RUN_STEPS = 1_000_000
+_DRAFT_SECONDS = 0.004  # the same if tokens may be drafted, so that a text that begins to repeat is noticed soon
 # A listener gets each of the first tokens separately, and later ones after each run of steps: a few milliseconds are
 # not noticeable, and a step of a small model costs less than a call of the listener.
 _FIRST_TOLD = 4
@@ -109,6 +107,7 @@ class Scheduler:
         self._waiting_rows = self._running_rows = 0
         self._has_cancelled = self._has_deadlines = False  # whether requests may have to leave the queue
         self._read_tokens = self._cached_tokens = 0
+        self._drafter = Drafter(engine)
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Appends requests to the queue."""
@@ -132,7 +131,8 @@ class Scheduler:
         """Returns the current counters; while requests run, the free memory is that before the latest step."""
         return Load(
             len(self.running), len(self.waiting), self.waiting_tokens, self._running_rows, self._free_tokens,
-            self._free_at_first, self._read_tokens, self._cached_tokens,
+            self._free_at_first, self._read_tokens, self._cached_tokens, self._drafter.num_drafted,
+            self._drafter.num_accepted,
         )  # fmt: skip
 
     def renewed(self) -> Scheduler:
@@ -158,8 +158,9 @@ class Scheduler:
             return ended
         is_first = any([request.on_token is not None and request.num_told < _FIRST_TOLD for request in self.running])
         min_rows = min(self._refill_below(), self._running_rows)
-        limits = Limits(1 if is_first else _RUN_STEPS, _RUN_SECONDS, min_rows)
-        left = self._remove(run_batch(self._open_batch, self.running, limits))
+        may_draft = any([request.lookup is not None for request in self.running])
+        limits = Limits(1 if is_first else _RUN_STEPS, _DRAFT_SECONDS if may_draft else _RUN_SECONDS, min_rows)
+        left = self._remove(run_batch(self._open_batch, self.running, limits, self._drafter if may_draft else None))
         for request in reversed(left):
             if not request.is_done:  # its window is full: the model reads its last half again
                 request.slide()
@@ -398,147 +399,3 @@ def run(scheduler: Scheduler, requests: Sequence[Request], before_step: Callable
         if not scheduler.is_idle:  # in the middle of a step
             scheduler.clear()
         raise
-
-
-def run_batch(batch: Batch, requests: Sequence[Request], limits: Limits) -> list[int]:
-    """Steps the rows of a batch at least once, and frees the groups whose requests leave.
-
-    A batch whose engine runs searches takes as many steps as the limits and the requests' processors allow.
-
-    Args:
-        batch: the batch.
-        requests: the request of each group.
-        limits: the limits of the run.
-
-    Returns:
-        The places of the groups that were freed.
-    """
-    leaving = _run_searches(batch, requests, limits) if isinstance(batch, SearchingBatch) else None
-    if leaving is not None:
-        if leaving:
-            batch.free(leaving)
-        return leaving
-    tokens = [token for request in requests for token in request.next_tokens()]
-    leaving, parents = _advance(requests, batch.step(tokens, _selection(requests, batch.takes_masks)))
-    if leaving:
-        batch.free(leaving)
-    if parents is not None:
-        batch.fork(parents)
-    return leaving
-
-
-def _run_searches(batch: SearchingBatch, requests: Sequence[Request], limits: Limits) -> list[int] | None:
-    """Has a batch run the searches of its requests; None if it can't, or if a processor has to be called first."""
-    steps = limits.max_steps
-    searches: list[NativeSearch] = []
-    for request in requests:
-        if not (request.search_suffices and isinstance(request.search, NativeSearch)):
-            return None
-        searches.append(request.search)
-        if request.stops_at:
-            steps = min([steps, *(stop - request.length for stop in request.stops_at if stop >= request.length)])
-    if not steps:
-        return None
-    begun = len(requests)
-    while begun and not requests[begun - 1].steps:  # the new ones were admitted last
-        begun -= 1
-    module, handles = extension_module(), [search.handle for search in searches]
-    tokens: list[int] = module.last_tokens(handles[:begun])
-    for request in requests[begun:]:
-        tokens += request.next_tokens()
-    log_probs = any([request.log_probs for request in requests])
-    counts = batch.run_searches(searches, tokens, log_probs, limits._replace(max_steps=steps))
-    if not any(counts):
-        return None
-    done = set(module.places_of_done(handles))
-    leaving: list[int] = []
-    for place, request in enumerate(requests):
-        is_done = place in done
-        if not request.take_steps(counts[place], searches[place].error if is_done else None, is_done):
-            leaving.append(place)
-    return leaving
-
-
-def _selection(requests: Sequence[Request], takes_masks: bool) -> Selection:
-    """Returns the selection that requests need from the next step."""
-    masked_rows, masks = _masks(requests)
-    edited_masks: list[int] = []  # the masks that `process_logits` applies, and the places of their rows in logit_rows
-    edited_places: list[int] = []
-    logit_rows: list[int] = []
-    samples: list[Sample | None] = []  # for each of logit_rows
-    keeps: list[bool] = []  # likewise
-    edited: list[tuple[Request, range]] = []  # each request with its part of logit_rows
-    first, num_masked, is_sampled = 0, 0, False
-    for request in requests:
-        rows = range(first, first + request.search.num_rows)
-        first = rows.stop
-        drawn = request.search.samples()
-        is_masked = request.search.matchers is not None
-        num_masked += len(rows) if is_masked else 0
-        if drawn is None and not request.processors and (takes_masks or not is_masked):
-            continue
-        places = range(len(logit_rows), len(logit_rows) + len(rows))
-        if is_masked and (request.processors or not takes_masks):
-            edited_masks += range(num_masked - len(rows), num_masked)
-            edited_places += places
-        if request.processors:
-            edited.append((request, places))
-        is_sampled = is_sampled or drawn is not None
-        logit_rows += rows
-        samples += drawn if drawn is not None else [None] * len(rows)
-        keeps += [request.keeps_scores] * len(rows)
-    masked = None if masks is None or not edited_places else (edited_places, masks[edited_masks])
-    return Selection(
-        num_candidates=max(request.search.num_candidates for request in requests),
-        log_probs=any(request.log_probs for request in requests),
-        logit_rows=logit_rows,
-        process=partial(process_logits, edited, masked) if edited or masked else None,
-        samples=samples if is_sampled else None,
-        keeps=keeps if any(keeps) else None,
-        masked_rows=masked_rows,
-        masks=masks,
-    )
-
-
-def _masks(requests: Sequence[Request]) -> tuple[list[int], Mask | None]:
-    """Returns the rows of requests that may only choose some tokens, and the masks of these rows."""
-    rows: list[int] = []
-    masked: list[tuple[Request, slice]] = []
-    first = 0
-    for request in requests:
-        behind = first + request.search.num_rows
-        if request.search.matchers is not None:
-            masked.append((request, slice(len(rows), len(rows) + behind - first)))
-            rows += range(first, behind)
-        first = behind
-    if not masked:
-        return [], None
-    masks: Mask = np.zeros((len(rows), max(one.num_words for one in masked[0][0].search.matchers or ())), np.uint32)
-    for request, places in masked:
-        try:
-            request.search.fill_masks(masks[places])
-        except Exception as error:  # only this request fails; the others continue
-            request.error = error
-    return rows, masks
-
-
-def _advance(requests: Sequence[Request], candidates: Candidates) -> tuple[list[int], list[list[int]] | None]:
-    """Advances each request by the candidates of a step. It leaves if it has ended or its window is full.
-
-    Returns:
-        The places of the requests that leave the batch; and for each request that stays the parents of its rows, or
-        None if every row continues from itself.
-    """
-    leaving: list[int] = []
-    parents: list[list[int]] = []
-    first, is_changed = 0, False
-    for place, request in enumerate(requests):
-        rows = request.search.num_rows
-        continued = request.advance(candidates, first)
-        first += rows
-        if continued and not request.is_full:
-            parents.append(continued)
-            is_changed = is_changed or continued != list(range(rows))
-        else:
-            leaving.append(place)
-    return leaving, parents if is_changed else None

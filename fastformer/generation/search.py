@@ -74,8 +74,10 @@ class Search(ABC):
         num_rows: the number of rows in the next step.
         peak_rows: the most rows that the search ever has.
         matchers: the constraints of its rows; None: all tokens are allowed.
+        is_sampling: whether `samples` returns a way to sample each row.
     """
 
+    is_sampling = False
     limit: int
     num_candidates: int
     num_rows: int
@@ -171,6 +173,7 @@ class RowSearch(Search):
         self._rows = [Hypothesis() for _ in range(num_rows)]
         self._alive = list(range(num_rows))
         self._random = None if sampling is None else random.Random(sampling.seed)
+        self.is_sampling = sampling is not None
 
     def last_tokens(self) -> list[int]:
         """Returns the last token of each row that continues."""

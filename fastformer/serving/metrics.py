@@ -29,6 +29,8 @@ _COUNTERS = (
     ("read_tokens", "prompt_tokens", "Tokens of sources and prompts that were read."),
     ("cached_tokens", "cached_tokens", "Tokens of prompts that had been read before."),
     ("new_tokens", "new_tokens", "Tokens of answers."),
+    ("drafted_tokens", "drafted_tokens", "Tokens of answers that were drafted."),
+    ("accepted_tokens", "accepted_draft_tokens", "Tokens of answers that were drafted rightly."),
     ("cancelled", "cancelled", "Calls whose client has left."),
     ("steps", "steps", "Steps of the thread that decodes."),
     ("step_seconds", "step_seconds", "Seconds that they took."),

@@ -19,7 +19,13 @@ GROUPS: list[dict[str, Any]] = [
     {"num_beams": 4, "length_penalty": 1.5, "early_stopping": True, "num_return_sequences": 2},
     {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5, "max_time": 7.5},
     {"num_beams": 4, "beam_rules": "transformers", "length_penalty": 2.0, "early_stopping": "never"},
-    {"min_new_tokens": 2, "max_new_tokens": 5, "repetition_penalty": 1.25, "no_repeat_ngram_size": 3},
+    {
+        "min_new_tokens": 2,
+        "max_new_tokens": 5,
+        "repetition_penalty": 1.25,
+        "no_repeat_ngram_size": 3,
+        "prompt_lookup_num_tokens": 4,
+    },
     {"window": "slide", "max_new_tokens": 5},
 ]
 

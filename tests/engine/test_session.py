@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from fastformer.generation.engines.cpp import pack
 from fastformer.models import GPT, Transformer
 from fastformer.ops import _extension
 from tests.generation.small import needs_cpp
-from tests.generation.weights import drawn
+from tests.generation.weights import CONFIGS, drawn
 
 pytestmark = needs_cpp
 
@@ -103,3 +104,57 @@ def test_the_best_k_are_the_first_of_all(vocab, threads) -> None:
             assert sorted(row.tolist()) == list(range(vocab)) and (np.diff(row_values) <= 0).all()
             same = np.diff(row_values) == 0
             assert (np.diff(row)[same] > 0).all() and same.sum() >= vocab // 2 - 1
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_drafts_have_the_bits_of_single_steps_and_can_be_cut(name, precision) -> None:
+    kind, options = CONFIGS[name]
+    model, dice = drawn(kind, **options), random.Random(2)
+    vocab, has_source = model.config.vocab_size, isinstance(model, Transformer)
+
+    def ids(count: int) -> list[int]:
+        return [dice.randrange(3, min(vocab, 33)) for _ in range(count)]
+
+    packed = pack(model.quantize("int4") if precision == "int4" else model, precision)
+    sources, prompts = [ids(5) if has_source else [] for _ in range(3)], [ids(n) for n in (1, 15, 21)]
+    forked = [[0], [0, 0], [0]]
+    drafting, single = (_extension.module().Session(packed, 30 * BLOCK) for _ in range(2))
+    for session in (drafting, single):
+        session.admit(sources, prompts, 1)
+        session.reorder(forked)
+    for kept, cut in [((1, 1, 1), (0, 0, 0)), ((3, 1, 1), (0, 0, 4)), ((2, 0, 2), (17, 0, 1)), ((1, 1, 12), (1, 0, 6))]:
+        counts = [a + b for a, b in zip(kept, cut, strict=True)]
+        rows = [ids(counts[group]) for group, parents in enumerate(forked) for _ in parents]
+        of_group = [group for group, parents in enumerate(forked) for _ in parents]
+        ids_found, values = drafting.step(sum(rows, []), vocab, True, [], None, 1, None, None, counts)
+        drafting.cut(list(cut))
+        at = np.cumsum([0, *map(len, rows)])
+        for step in range(max(kept)):
+            now = [row[step] for row, group in zip(rows, of_group, strict=True) if step < kept[group]]
+            one = [int(step < n) for n in kept]
+            due_ids, due = single.step(now, vocab, True, [], None, 1, None, None, one)
+            here = [at[i] + step for i, group in enumerate(of_group) if step < kept[group]]
+            assert np.array_equal(ids_found[here], due_ids) and np.array_equal(values[here], due)
+        # A row may keep a block that drafts began, for the tokens that come next.
+        assert drafting.free_tokens() - drafting.step_tokens() == single.free_tokens() - single.step_tokens()
+
+
+def test_only_tokens_of_steps_but_the_first_can_be_cut() -> None:
+    session = _extension.module().Session(pack(small(GPT), "fp32"), 4 * BLOCK)
+    session.admit([[]], [[5] * 3], 1)
+    session.step([6, 7, 8], 1, False, [], None, 1, None, None, [3])
+    for counts in ([3], [-1], [], [0, 0]):
+        with pytest.raises(ValueError, match=r"\bcounts\b"):
+            session.cut(counts)
+    session.cut([1])
+    session.step([9], 1, False, [], None, 1)
+    for call in (lambda: session.cut([3]), lambda: session.step([6, 7], 1, False, [], None, 1, None, None, [3])):
+        with pytest.raises(ValueError, match="counts|tokens"):
+            call()
+    session.cut([2])
+    with pytest.raises(ValueError, match="max_len"):
+        session.step([6] * 117, 1, False, [], None, 1, None, None, [117])
+    with pytest.raises(ValueError, match=r"\broom\b"):
+        session.step([6] * 61, 1, False, [], None, 1, None, None, [61])
+    assert session.free_tokens() == 3 * BLOCK

@@ -40,6 +40,7 @@ BOUNDS: dict[str, tuple[list[Any], list[Any]]] = {
     "diversity_penalty": ([0], [-0.5]),
     "forced_bos_token_id": ([0, None], []),
     "forced_eos_token_id": ([0, None], []),
+    "prompt_lookup_num_tokens": ([1, np.int64(10), None], [0, -1, 2.5]),
     "max_time": ([1e-9, 2, np.int32(5), None], [0, np.int64(0), -1.0]),
     "pad_token_id": ([0, None], []),
     "decoder_start_token_id": ([0, None], []),

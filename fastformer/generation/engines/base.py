@@ -82,6 +82,19 @@ class Candidates(NamedTuple):
     values: list[list[float]]
 
 
+class Readings(ABC):
+    """What a batch has computed for some tokens of its rows (`DraftingBatch.read`)."""
+
+    @abstractmethod
+    def choose(self, tokens: Sequence[int], selection: Selection) -> Candidates:
+        """Returns the candidates after one token of each row, as a step of these rows alone would.
+
+        Args:
+            tokens: the place of each row's token among the tokens that were read, in the order of the rows.
+            selection: see `Batch.step`; its rows are these rows.
+        """
+
+
 class Limits(NamedTuple):
     """The limits of a run of several steps: it returns when it reaches any of them.
 
@@ -187,6 +200,30 @@ class SearchingBatch(Batch):
         """
 
 
+class DraftingBatch(SearchingBatch):
+    """A batch that reads several tokens of a row at once, so that drafts of them cost little more than one token."""
+
+    @abstractmethod
+    def read(self, tokens: Sequence[int], counts: Sequence[int], selection: Selection) -> Readings:
+        """Appends several tokens to rows, in one pass over the weights: the first one, and drafts of what follows it.
+
+        The candidates after each token are those of as many steps of one token each, bit for bit.
+
+        Args:
+            tokens: the tokens of each row, row by row.
+            counts: for each group, the number of tokens of each of its rows; 0 leaves the group as it is.
+            selection: the candidates to compute. Its logit_rows are places of `tokens`; nothing is processed or sampled
+                before `Readings.choose`.
+        """
+
+    @abstractmethod
+    def cut(self, counts: Sequence[int]) -> None:
+        """Removes the last counts[i] tokens of each row of group i.
+
+        They are tokens that steps or `read` have appended, but not the first of those since the prefill or a fork.
+        """
+
+
 class Engine(ABC):
     """A way to decode a model in a precision, for which `why_unsupported` has returned None.
 
@@ -228,6 +265,11 @@ class Engine(ABC):
     def runs_searches(self) -> bool:
         """Returns whether the engine's batches are `SearchingBatch`es, which advance native searches themselves."""
         return False
+
+    @property
+    def step_bytes(self) -> int:
+        """The bytes of weights that a step reads, if batches are `DraftingBatch`es; else 0."""
+        return 0
 
     def reuses_prefixes(self) -> bool:
         """Returns whether the engine's batches read the common beginning of prompts only once.

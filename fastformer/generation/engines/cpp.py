@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from fastformer.engine.frozen import packed
 from fastformer.generation.engines.base import (
     Candidates,
+    DraftingBatch,
     Engine,
     KnownPrefix,
     Limits,
     Prompt,
-    SearchingBatch,
+    Readings,
     Selection,
 )
 from fastformer.generation.engines.cpp_support import why_not_supported
@@ -52,6 +53,7 @@ class Session(Protocol):
         threads: int,
         masked_rows: Sequence[int] | None = None,
         masks: npt.NDArray[np.uint8] | None = None,
+        counts: Sequence[int] = (),
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]: ...
     def run(
         self,
@@ -63,6 +65,7 @@ class Session(Protocol):
         log_probs: bool,
         threads: int,
     ) -> list[int]: ...
+    def cut(self, counts: Sequence[int]) -> None: ...
     def reorder(self, parents: Sequence[Sequence[int]]) -> None: ...
     def release(self, groups: Sequence[int]) -> None: ...
     def set_shortlist(self, ids: Sequence[int]) -> None: ...
@@ -127,6 +130,11 @@ class CppEngine(Engine):
         """Returns True: batches advance greedy and beam searches themselves."""
         return True
 
+    @property
+    def step_bytes(self) -> int:
+        packed: Any = self.prepacked(may_be_old=True)
+        return int(packed.step_bytes)
+
     def reuses_prefixes(self) -> bool:
         """Returns whether the model has no encoder: a source would change the keys and values of a prompt."""
         return isinstance(self._model, GPT)
@@ -142,7 +150,7 @@ class CppEngine(Engine):
         return CppBatch(self, self._config.vocab_size, blocks * BLOCK_SIZE, self._shortlist)
 
 
-class CppBatch(SearchingBatch):
+class CppBatch(DraftingBatch):
     """A batch that runs in a session of the C++ extension.
 
     The session begins with the first prefill. A prefill of an empty batch begins a new session, without the cached
@@ -187,7 +195,11 @@ class CppBatch(SearchingBatch):
         return self._session
 
     def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
-        shown = list(selection.logit_rows) if selection.process or selection.samples else []
+        shown = selection.logit_rows if selection.process or selection.samples else ()
+        return self.read(tokens, (), replace(selection, logit_rows=shown)).choose(range(len(tokens)), selection)
+
+    def read(self, tokens: Sequence[int], counts: Sequence[int], selection: Selection) -> CppReadings:
+        shown = list(selection.logit_rows)
         logits = torch.empty(len(shown), self._vocab_size, dtype=torch.float32, device="cpu")
         ids, values = self.session.step(
             tokens,
@@ -196,14 +208,17 @@ class CppBatch(SearchingBatch):
             shown,
             logits.numpy() if shown else None,
             torch.get_num_threads(),
-            *(() if selection.masks is None else (list(selection.masked_rows), selection.masks.view(np.uint8))),
+            *(
+                (None, None)
+                if selection.masks is None
+                else (list(selection.masked_rows), selection.masks.view(np.uint8))
+            ),
+            counts,
         )
-        candidates = Candidates(ids.tolist(), values.tolist())
-        if shown:
-            chosen = choose(logits, replace(selection, logit_rows=range(len(shown))))
-            for place, row in enumerate(shown):
-                candidates.ids[row], candidates.values[row] = chosen.ids[place], chosen.values[place]
-        return candidates
+        return CppReadings(ids.tolist(), values.tolist(), shown, logits)
+
+    def cut(self, counts: Sequence[int]) -> None:
+        self.session.cut(counts)
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """Appends a token to each row, and returns the logits of the next token, (rows, vocab_size) fp32."""
@@ -238,6 +253,31 @@ class CppBatch(SearchingBatch):
 
     def shared_tokens(self) -> int:
         return 0 if self._session is None else self._session.shared_tokens()
+
+
+class CppReadings(Readings):
+    """The candidates after each token that was read, and the logits after some of them.
+
+    Args:
+        ids, values: the candidates.
+        shown: the places of the tokens with logits, in ascending order.
+        logits: (len(shown), vocab_size) fp32.
+    """
+
+    def __init__(self, ids: Rows, values: list[list[float]], shown: Sequence[int], logits: Tensor) -> None:
+        self.ids, self.values, self.logits = ids, values, logits
+        self._places = {token: place for place, token in enumerate(shown)}
+
+    def choose(self, tokens: Sequence[int], selection: Selection) -> Candidates:
+        candidates = Candidates([self.ids[token] for token in tokens], [self.values[token] for token in tokens])
+        if selection.process or selection.samples:
+            shown = selection.logit_rows
+            places = [self._places[tokens[row]] for row in shown]
+            logits = self.logits if len(places) == len(self.logits) else self.logits[places]
+            chosen = choose(logits, replace(selection, logit_rows=range(len(shown))))
+            for place, row in enumerate(shown):
+                candidates.ids[row], candidates.values[row] = chosen.ids[place], chosen.values[place]
+        return candidates
 
 
 def _attention(model: Transformer | GPT) -> MultiheadAttention:
