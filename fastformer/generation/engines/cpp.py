@@ -208,11 +208,8 @@ class CppBatch(DraftingBatch):
             shown,
             logits.numpy() if shown else None,
             torch.get_num_threads(),
-            *(
-                (None, None)
-                if selection.masks is None
-                else (list(selection.masked_rows), selection.masks.view(np.uint8))
-            ),
+            list(selection.masked_rows),
+            None if selection.masks is None else selection.masks.view(np.uint8),
             counts,
         )
         return CppReadings(ids.tolist(), values.tolist(), shown, logits)
