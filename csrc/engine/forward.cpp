@@ -11,16 +11,6 @@ namespace {
 
 constexpr int64_t kChunk = 256;  // rows; smaller chunks would read the weights too often
 
-// Computes hidden = act(hidden) or, with a gate, act(first half) * second half.
-void activate_row(Activation activation, float* hidden, int64_t n) {
-  for_each_vec<float>(n, [=](int64_t c, int64_t m) {
-    const Vec<float> x = Vec<float>::load(hidden + c, m);
-    const Vec<float> active = activate<float>(activation, x);
-    if (is_gated(activation)) (active * Vec<float>::load(hidden + n + c, m)).store(hidden + c, m);
-    else active.store(hidden + c, m);
-  });
-}
-
 }  // namespace
 
 void Batch::add(const int32_t* tokens, int64_t count, int64_t first_position, const TokenCache::Group* group,
@@ -121,14 +111,6 @@ void Forward::add_product(const PackedRows& in, const PackedWeight& weight, floa
                      gemm_work(in, rows, weight)});
 }
 
-template <typename F>
-void Forward::add_rows(int64_t rows, int threads, F&& row) {
-  const int64_t tasks = threads == 1 || rows < 8 ? 1 : std::min<int64_t>(rows, threads);
-  stages_.push_back({tasks, [=](int64_t task) {
-                       for (int64_t r = rows * task / tasks; r < rows * (task + 1) / tasks; ++r) row(r);
-                     }});
-}
-
 // Adds a stage that calls attend_heads(span, begin, end) for the kv heads of the spans [begin, end), some in each task.
 template <typename F>
 void Forward::add_heads(const std::vector<Span>& spans, int64_t begin, int64_t end, int threads, F&& attend_heads) {
@@ -161,6 +143,7 @@ void Forward::join(int64_t first, int64_t index, const float* given, const Join&
   const auto store = [&](const float* states) {
     if (how.states) std::copy_n(states, dim, how.states + row * dim);
     else narrow_.store(index, states);
+    if (how.routes && o.precision != Precision::fp32) routed_.store(index, states);
   };
   const auto take_in = [&](const Norm& norm, float* sum, float* out) {
     normalise_row<false, true, float, float, float>(given, x, nullptr, norm.weight.data(), norm.bias.data(), o.eps,
@@ -224,8 +207,11 @@ void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_en
 
 void Forward::reserve(const Pass& pass) {
   const ModelOptions& o = model_.options;
-  const int64_t inner = pass.stack.layers.empty() ? 0 : pass.stack.layers[0].inner_columns();
-  const int64_t d_ff = pass.stack.layers.empty() ? 1 : pass.stack.layers[0].ff2.k;
+  int64_t inner = 0, d_ff = 1;
+  for (const PackedLayer& layer : pass.stack.layers) {
+    inner = std::max(inner, layer.ff.inner_columns()), d_ff = std::max(d_ff, layer.ff.ff2.k);
+    if (layer.mixture) inner = std::max(inner, reserve_experts(pass, layer.mixture));
+  }
   x_.reserve(pass.rows * o.d_model), context_.reserve(pass.rows * o.q_dim());
   y_.reserve((model_.source_projection.empty() ? pass.most : pass.rows) * padded(o.d_model));
   hidden_.reserve(pass.most * inner);
@@ -290,10 +276,13 @@ void Forward::add_context_product(const Pass& pass, const PackedWeight& out, Chu
 // in models that have one on both sides, `next` the norm before the next sub-layer.
 void Forward::add_join(const Pass& pass, Chunk chunk, const Norm& own, const Norm& post, Join how) {
   const ModelOptions& o = model_.options;
-  if (o.norm_placement == NormPlacement::sum) how = {.of_sum = &own, .states = how.states};
+  if (o.norm_placement == NormPlacement::sum)
+    how = {.of_sum = &own, .states = how.states, .routes = how.routes, .combines = how.combines};
   else if (o.has_norms_behind()) how.of_given = &post;
-  add_rows(chunk.count, pass.threads,
-           [=, this, wide = padded(o.d_model)](int64_t r) { join(chunk.first, r, y_.data() + r * wide, how); });
+  add_rows(chunk.count, pass.threads, [=, this, wide = padded(o.d_model)](int64_t r) {
+    if (how.combines) combine_experts(*how.combines, r);
+    join(chunk.first, r, y_.data() + r * wide, how);
+  });
 }
 
 void Forward::add_attention_output(const Pass& pass, size_t layer, Chunk chunk) {
@@ -301,7 +290,8 @@ void Forward::add_attention_output(const Pass& pass, size_t layer, Chunk chunk) 
   const PackedLayer& weights = pass.stack.layers[layer];
   add_context_product(pass, weights.out, chunk);
   const Norm* next = o.has_norms_in_front() ? &weights.norm2 : nullptr;
-  add_join(pass, chunk, weights.norm1, weights.post_norm1, {.next = next, .reads_x_before = o.parallel_residual});
+  add_join(pass, chunk, weights.norm1, weights.post_norm1,
+           {.next = next, .reads_x_before = o.parallel_residual, .routes = bool(weights.mixture)});
 }
 
 void Forward::add_cross_attention(const Pass& pass, size_t layer, Chunk chunk) {
@@ -319,22 +309,30 @@ void Forward::add_cross_attention(const Pass& pass, size_t layer, Chunk chunk) {
               [=, this](const Span& span, int64_t begin, int64_t end) { attend_source<T>(index, span, begin, end); });
   });
   add_context_product(pass, weights.cross_out, chunk);
-  add_join(pass, chunk, weights.norm2, weights.post_norm2, {.next = o.has_norms_in_front() ? &weights.norm3 : nullptr});
+  add_join(pass, chunk, weights.norm2, weights.post_norm2,
+           {.next = o.has_norms_in_front() ? &weights.norm3 : nullptr, .routes = bool(weights.mixture)});
 }
 
 void Forward::add_feed_forward(const Pass& pass, size_t layer, Chunk chunk) {
   const ModelOptions& o = model_.options;
   const PackedLayer& weights = pass.stack.layers[layer];
-  const int64_t inner = weights.inner_columns(), d_ff = weights.ff2.k;
-  add_product(narrow_, weights.ff1, hidden_.data(), chunk.count, pass.threads);
-  add_rows(chunk.count, pass.threads, [=, this, activation = o.activation](int64_t r) {
-    activate_row(activation, hidden_.data() + r * inner, d_ff);
-    wide_.store(r, hidden_.data() + r * inner);
-  });
-  add_product(wide_, weights.ff2, y_.data(), chunk.count, pass.threads);
+  if (weights.mixture) {
+    add_experts(weights.mixture, chunk, pass.threads);
+  } else {
+    const int64_t inner = weights.ff.inner_columns(), d_ff = weights.ff.ff2.k;
+    add_product(narrow_, weights.ff.ff1, hidden_.data(), chunk.count, pass.threads);
+    add_rows(chunk.count, pass.threads, [=, this, activation = o.activation](int64_t r) {
+      activate_row(activation, hidden_.data() + r * inner, d_ff);
+      wide_.store(r, hidden_.data() + r * inner);
+    });
+    add_product(wide_, weights.ff.ff2, y_.data(), chunk.count, pass.threads);
+  }
   const Norm& own = pass.attends_to_source(model_) ? weights.norm3 : weights.norm2;
   float* states = pass.is_last(layer) ? pass.states : nullptr;
-  add_join(pass, chunk, own, weights.post_norm2, {.next = first_norm(pass, layer + 1), .states = states});
+  add_join(pass, chunk, own, weights.post_norm2,
+           {.next = first_norm(pass, layer + 1),
+            .states = states,
+            .combines = weights.mixture ? &weights.mixture : nullptr});
 }
 
 void Forward::join_groups(const Batch& batch) {

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/activation.h"
 #include "common/thread_team.h"
 #include "engine/lm_head.h"
 #include "engine/packed_model.h"
@@ -26,6 +27,14 @@ struct Span {
   // For an encoder's text from which padding was omitted:
   const int32_t* places = nullptr;  // the original indices of its tokens, ascending; null: 0, 1, 2 ...
   int64_t unseen = 0;               // tokens at its beginning that attend but that no token attends to
+};
+
+// The product of consecutive rows with a weight.
+struct Product {
+  const PackedRows* in;
+  int64_t first, count;
+  const PackedWeight* weight;
+  float* out;  // ld: the width of whole panels
 };
 
 struct Batch {
@@ -107,6 +116,7 @@ class Forward {
     }
   };
   void reserve(const Pass& pass);
+  int64_t reserve_experts(const Pass& pass, const Mixture& mixture);
   const Norm* first_norm(const Pass& pass, size_t layer) const;
   void add_input(const Pass& pass, Chunk chunk);
   void add_qkv(const Pass& pass, size_t layer, Chunk chunk);
@@ -114,6 +124,11 @@ class Forward {
   void add_attention_output(const Pass& pass, size_t layer, Chunk chunk);
   void add_cross_attention(const Pass& pass, size_t layer, Chunk chunk);
   void add_feed_forward(const Pass& pass, size_t layer, Chunk chunk);
+  void add_experts(const Mixture& mixture, Chunk chunk, int threads);
+  void choose_experts(const Mixture& mixture, int64_t row);
+  void sort_by_expert(const Mixture& mixture, int64_t rows);
+  void combine_experts(const Mixture& mixture, int64_t row);
+  void add_products(const std::vector<Product>& products, double work, int threads);
   void add_context_product(const Pass& pass, const PackedWeight& out, Chunk chunk);
   void add_projection(const Batch& batch, const PackedWeight& projection, int threads);
   void embed(const Batch& batch, bool is_encoder, int64_t row, float* to) const;
@@ -129,9 +144,11 @@ class Forward {
   struct Join {
     const Norm* of_sum = nullptr;  // x = of_sum(x + given), which the next sub-layer reads; the others are then null
     const Norm* of_given = nullptr;
-    const Norm* next = nullptr;   // the norm before the next sub-layer; null: it reads x unchanged
-    bool reads_x_before = false;  // the next sub-layer reads x before `given` is added: a parallel residual
-    float* states = nullptr;      // fp32 rows to write instead of narrow_
+    const Norm* next = nullptr;         // the norm before the next sub-layer; null: it reads x unchanged
+    bool reads_x_before = false;        // the next sub-layer reads x before `given` is added: a parallel residual
+    float* states = nullptr;            // fp32 rows to write instead of narrow_
+    bool routes = false;                // the next sub-layer is a mixture, whose router reads fp32
+    const Mixture* combines = nullptr;  // `given` is what these experts give
   };
   void add_join(const Pass& pass, Chunk chunk, const Norm& own, const Norm& post, Join how);
   void join(int64_t first, int64_t index, const float* given, const Join& how);
@@ -179,6 +196,17 @@ class Forward {
   // The operands of products: the input of a sub-layer, the outputs of all heads, the hidden rows of the feed-forward
   // network, and embeddings to be projected.
   PackedRows narrow_, heads_, wide_, embedded_, frames_[2];
+
+  // The experts of a chunk of tokens. A pair is a token and one of its experts; pairs are sorted by expert.
+  struct Choice {
+    int64_t expert, place;  // place: the index of the pair
+    float weight;
+  };
+  std::vector<Choice> choices_;       // (tokens, experts_per_token)
+  std::vector<int64_t> tokens_;       // of pairs
+  std::vector<Product> products_[2];  // with both linear maps of experts that have tokens
+  FloatBuffer scores_, pair_out_;     // of the router; of pairs
+  PackedRows routed_, pairs_, pair_wide_, shared_wide_;
 };
 
 // Calls f.operator()<T>() with the type of the cached keys and values: fp32, or bf16 for lower precisions.
@@ -191,7 +219,25 @@ void with_cache_type(Precision precision, F&& f) {
 // Applies an RMS norm to each of `heads` consecutive vectors of the norm's size.
 void normalise_heads(const Norm& norm, float eps, int64_t heads, float* x);
 
+// Computes hidden = act(hidden) or, with a gate, act(first half) * second half.
+inline void activate_row(Activation activation, float* hidden, int64_t n) {
+  for_each_vec<float>(n, [=](int64_t c, int64_t m) {
+    const Vec<float> x = Vec<float>::load(hidden + c, m);
+    const Vec<float> active = activate<float>(activation, x);
+    if (is_gated(activation)) (active * Vec<float>::load(hidden + n + c, m)).store(hidden + c, m);
+    else active.store(hidden + c, m);
+  });
+}
+
 // The width of rows that a product writes.
 inline int64_t padded(int64_t columns) { return (columns + kPanelColumns - 1) / kPanelColumns * kPanelColumns; }
+
+template <typename F>
+void Forward::add_rows(int64_t rows, int threads, F&& row) {
+  const int64_t tasks = threads == 1 || rows < 8 ? 1 : std::min<int64_t>(rows, threads);
+  stages_.push_back({tasks, [=](int64_t task) {
+                       for (int64_t r = rows * task / tasks; r < rows * (task + 1) / tasks; ++r) row(r);
+                     }});
+}
 
 }  // namespace fastformer

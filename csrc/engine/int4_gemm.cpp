@@ -64,7 +64,7 @@ void pack_column(const Int4Matrix& w, int64_t column, char* panel, int64_t group
 constexpr int64_t kFewestForAmx = 32;
 
 // Multiplies by AMX, group by group, on weights unpacked to bytes. All else is as in the kernels.
-void gemm_by_tiles(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
+void gemm_by_tiles(const RowsView& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
                    int64_t ld) {
   alignas(64) thread_local int32_t sums[kMostBrgemmRows * kPanelColumns];
   alignas(64) thread_local char bytes[2 * kNibbleBytes];
@@ -137,7 +137,7 @@ void copy_int4_column(int64_t k, bool has_zeros, const char* from_panel, int64_t
   copy(sizeof(GroupedTail) / (4 * kPanelColumns), 4);
 }
 
-void gemm_int4(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
+void gemm_int4(const RowsView& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
                int64_t ld) {
   if (w.k > 0 && rows >= kFewestForAmx && can_brgemm(Precision::int8))
     return gemm_by_tiles(x, rows, w, begin, end, out, ld);

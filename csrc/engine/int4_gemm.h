@@ -16,7 +16,7 @@ void pack_int4(const Int4Matrix& weight, const float* bias, char* panels);
 // Copies a column of a panel of k inputs into another panel.
 void copy_int4_column(int64_t k, bool has_zeros, const char* from_panel, int64_t from, char* to_panel, int64_t to);
 
-void gemm_int4(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
+void gemm_int4(const RowsView& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
                int64_t ld);
 
 }  // namespace fastformer

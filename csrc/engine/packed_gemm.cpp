@@ -187,7 +187,7 @@ bool takes_brgemm(Precision precision, int64_t rows) {
 // steps, as in the other kernels, and added here: with add_C, AMX would continue one long sum. Integer sums are exact
 // in any order.
 template <typename Path>
-void gemm_by_tiles(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
+void gemm_by_tiles(const RowsView& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
                    int64_t ld) {
   constexpr int64_t kGroup = std::is_same_v<Path, DotInt8> ? kMostBrgemmRows : kTileRows;
   alignas(64) thread_local int32_t sums[kGroup * kPanelColumns];
@@ -322,8 +322,15 @@ void PackedRows::store(int64_t row, const float* x) {
   }
 }
 
-void gemm(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
-          int64_t ld) {
+void PackedRows::copy(int64_t row, const PackedRows& from, int64_t from_row) {
+  std::memcpy(data_.data() + row * stride_, from.data_.data() + from_row * stride_, static_cast<size_t>(stride_));
+  if (precision_ != Precision::int8 && precision_ != Precision::int4) return;
+  scales_[row] = from.scales_[from_row], zeros_[row] = from.zeros_[from_row];
+  for (int64_t g = 0; precision_ == Precision::int4 && g < int4_groups(k_); ++g)
+    sums_[g * rows_ + row] = from.sums_[g * from.rows_ + from_row];
+}
+
+void gemm(const RowsView& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out, int64_t ld) {
   if (rows <= 0 || begin >= end) return;
   if (w.precision == Precision::int4) return gemm_int4(x, rows, w, begin, end, out, ld);
   if (w.k > 0 && takes_brgemm(w.precision, rows)) {

@@ -116,6 +116,8 @@ class PackedRows {
   // gets the scale NaN if it contains NaN or infinity, or if its range overflows fp32. A row whose range is below
   // 2^-120 is stored as zeros.
   void store(int64_t row, const float* x);
+  // Copies a row of rows of the same k and precision.
+  void copy(int64_t row, const PackedRows& from, int64_t from_row);
 
   int64_t rows() const { return rows_; }
   int64_t k() const { return k_; }
@@ -135,14 +137,31 @@ class PackedRows {
   std::vector<int32_t> zeros_, sums_;
 };
 
+// The rows from one of them on, which products read. Rows up to the next multiple of kTileRows may be read as well.
+class RowsView {
+ public:
+  RowsView(const PackedRows& rows, int64_t first = 0) : rows_(rows), first_(first) {}
+
+  int64_t rows() const { return rows_.rows(); }  // of all: the stride of sums()
+  int64_t stride() const { return rows_.stride(); }
+  const char* data() const { return rows_.data() + first_ * rows_.stride(); }
+  const float* scales() const { return rows_.scales() + first_; }
+  const int32_t* zeros() const { return rows_.zeros() + first_; }
+  const int32_t* sums() const { return rows_.sums() + first_; }
+
+ private:
+  const PackedRows& rows_;
+  int64_t first_;
+};
+
 // Computes out[r * ld + c - 64 * begin] = x[r] . W[c] + b[c] for the first `rows` rows and the columns c of panels
 // [begin, end). It writes all 64 columns of a panel, so ld >= 64 * (end - begin). x has the k and the precision of the
 // weight, or int4 for a weight of int8. It is fastest for 1 to 64 rows, which read W once, but works for any number.
-void gemm(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out, int64_t ld);
+void gemm(const RowsView& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out, int64_t ld);
 
 // Estimates how long a thread takes for all panels, in units of the bytes that it could read in that time. From about
 // 12 rows on (7 for int4), multiplying takes longer than reading.
-inline double gemm_work(const PackedRows& x, int64_t rows, const PackedWeight& w) {
+inline double gemm_work(const RowsView& x, int64_t rows, const PackedWeight& w) {
   constexpr double kRows = 12;
   return std::max(static_cast<double>(w.bytes()), static_cast<double>(rows * w.n * x.stride()) / kRows);
 }

@@ -106,6 +106,33 @@ class Names {
   std::string prefix_;
 };
 
+// Packs feed-forward networks whose matrices are one below the other.
+std::vector<FeedForward> pack_experts(const ModelOptions& o, const Names& names, int64_t count) {
+  const int64_t dim = o.d_model, all = names.rows("linear1.weight", dim), inner = all / count;
+  if (all % count) throw std::invalid_argument("expected experts of one size");
+  const int64_t d_ff = is_gated(o.activation) ? inner / 2 : inner;
+  std::vector<FeedForward> experts;
+  for (int64_t i = 0; i < count; ++i) {
+    const auto part = [&](const std::string& name, int64_t n, int64_t k) {
+      return names.weight(name + ".weight", name + ".bias", i * n, (i + 1) * n, count * n, k, o.precision);
+    };
+    experts.push_back({part("linear1", inner, dim), part("linear2", dim, d_ff)});
+  }
+  return experts;
+}
+
+Mixture pack_mixture(const ModelOptions& o, const Names& names) {
+  Mixture mixture;
+  const int64_t rows = names.rows("router.weight", o.d_model);
+  if (names.find("shared.linear1.weight")) mixture.shared = pack_experts(o, names.within("shared"), 1);
+  const int64_t count = rows - std::ssize(mixture.shared);
+  if (o.experts_per_token < 1 || o.experts_per_token > count)
+    throw std::invalid_argument("expected experts_per_token from 1 to the number of experts");
+  mixture.router = names.weight("router.weight", "", 0, rows, rows, o.d_model, Precision::fp32);
+  mixture.experts = pack_experts(o, names, count);
+  return mixture;
+}
+
 PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross, int64_t window) {
   const int64_t dim = o.d_model, q_dim = o.q_dim(), rows = o.qkv_dim();
   const auto linear = [&](const Names& where, const std::string& name, int64_t n, int64_t k) {
@@ -139,9 +166,8 @@ PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross
     layer.norm1 = names.norm("norm1", dim), layer.norm2 = names.norm("norm2", dim);
   if (o.has_norms_behind())
     layer.post_norm1 = names.norm("post_norm1", dim), layer.post_norm2 = names.norm("post_norm2", dim);
-  const int64_t inner = names.rows("linear1.weight", dim);
-  layer.ff1 = linear(names, "linear1", inner, dim);
-  layer.ff2 = linear(names, "linear2", dim, is_gated(o.activation) ? inner / 2 : inner);
+  if (names.find("mixture.router.weight")) layer.mixture = pack_mixture(o, names.within("mixture"));
+  else layer.ff = pack_experts(o, names, 1)[0];
   return layer;
 }
 
@@ -331,11 +357,15 @@ void PackedModel::embed(bool is_source, int32_t token, int32_t type, int64_t pos
   }
 }
 
-int64_t PackedStack::token_bytes() const {
+int64_t PackedStack::token_bytes(const ModelOptions& o) const {
   int64_t bytes = 0;
-  for (const PackedLayer& layer : layers)
-    for (const PackedWeight* w : {&layer.qkv, &layer.out, &layer.cross_q, &layer.cross_out, &layer.ff1, &layer.ff2})
+  for (const PackedLayer& layer : layers) {
+    for (const PackedWeight* w : {&layer.qkv, &layer.out, &layer.cross_q, &layer.cross_out, &layer.mixture.router})
       bytes += w->bytes();
+    bytes += layer.ff.bytes();
+    if (layer.mixture) bytes += o.experts_per_token * layer.mixture.experts[0].bytes();
+    for (const FeedForward& shared : layer.mixture.shared) bytes += shared.bytes();
+  }
   return bytes;
 }
 

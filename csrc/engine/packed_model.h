@@ -54,7 +54,9 @@ struct ModelOptions {
   float attention_softcap = 0, logit_softcap = 0;                   // 0: none
   int64_t padding_idx = -1;                                         // the id whose embedding is zero; -1: none
   std::vector<int64_t> encoder_windows = {}, decoder_windows = {};  // the window of each layer; -1: none
-  int64_t max_len;                                                  // for a model without a table of positions
+  int64_t experts_per_token = 0;  // the number of experts that a router chooses, in layers that have one
+  bool norm_topk_prob = true;     // whether the weights of a token's experts are divided by their sum
+  int64_t max_len;                // for a model without a table of positions
   Activation activation;
 
   int64_t q_dim() const { return num_heads * head_dim; }
@@ -74,15 +76,32 @@ struct Norm {
   std::vector<float> weight, bias;  // ones and zeros if the model has none
 };
 
+struct FeedForward {
+  PackedWeight ff1, ff2;
+
+  int64_t inner_columns() const { return ff1.num_panels * kPanelColumns; }  // of the product with ff1
+  int64_t bytes() const { return ff1.bytes() + ff2.bytes(); }
+};
+
+// Several feed-forward networks, of which a router chooses some for each token.
+struct Mixture {
+  PackedWeight router;               // a column for each expert, and one for the shared expert; always fp32
+  std::vector<FeedForward> experts;  // none: the layer has no mixture
+  std::vector<FeedForward> shared;   // one or none: it computes all tokens
+
+  explicit operator bool() const { return !experts.empty(); }
+};
+
 // A layer of the encoder or the decoder; parts that encoder layers lack are empty there.
 struct PackedLayer {
-  PackedWeight qkv, out, cross_q, cross_kv, cross_out, ff1, ff2;
+  PackedWeight qkv, out, cross_q, cross_kv, cross_out;
+  FeedForward ff;  // empty in a layer with a mixture
+  Mixture mixture;
   Norm norm1, norm2, norm3;          // before the sub-layers, or after the residual additions
   Norm post_norm1, post_norm2;       // on the outputs of attention and of the feed-forward network
   std::vector<Norm> q_norm, k_norm;  // one or none: over each head, or over all heads together
   int64_t window;
 
-  int64_t inner_columns() const { return ff1.num_panels * kPanelColumns; }  // of the product with ff1
   bool norms_all_heads(const ModelOptions& o) const {
     return !q_norm.empty() && std::ssize(q_norm[0].weight) != o.head_dim;
   }
@@ -109,7 +128,7 @@ struct PackedStack {
   std::vector<Norm> final_norm;  // one or none
   PositionBias position_bias;    // of self-attention in all layers; empty: none
 
-  int64_t token_bytes() const;  // of the weights that each token reads
+  int64_t token_bytes(const ModelOptions& o) const;  // of the weights that each token reads
 };
 
 // A copy of a lookup table, in fp32, or in bf16 for the lower precisions.
@@ -173,8 +192,8 @@ class PackedModel {
   int64_t num_positions() const { return source_.positions ? source_.positions.rows() : kNoEnd; }
   int64_t num_places() const { return rotary_ ? rotary_.rows() : kNoEnd; }
   // The bytes of weights that a decode step of one row reads, and those that the encoder reads for a token.
-  int64_t step_bytes() const { return decoder.token_bytes() + output.bytes(); }
-  int64_t encoder_bytes() const { return encoder.token_bytes(); }
+  int64_t step_bytes() const { return decoder.token_bytes(options) + output.bytes(); }
+  int64_t encoder_bytes() const { return encoder.token_bytes(options); }
 
   const ModelOptions options;
   std::vector<PackedWeight> source_projection;  // one or none: from the embeddings to d_model

@@ -11,6 +11,7 @@ from torch import nn
 from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES, UNSUPPORTED, encoding_family, from_model
 from fastformer.checkpoints.hf.common import Checkpoint, with_search_ids
 from fastformer.checkpoints.hf.fields import FIELDS, unknown_fields
+from fastformer.checkpoints.hf.mixtures import in_memory
 from fastformer.checkpoints.hf.rope import of_version
 from fastformer.integrations.replace import original_class
 from fastformer.models import BERT, GPT, Transformer
@@ -62,7 +63,8 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT | BERT:
             (a MADLAD, too) or MT5ForConditionalGeneration; or a decoder: GPT2LMHeadModel; LlamaForCausalLM,
             MistralForCausalLM, MinistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Olmo2ForCausalLM,
             Olmo3ForCausalLM or Phi3ForCausalLM; GemmaForCausalLM, Gemma2ForCausalLM or Gemma3ForCausalLM;
-            GPTNeoXForCausalLM or Starcoder2ForCausalLM; or an encoder, with the head that classifies texts or without
+            GPTNeoXForCausalLM or Starcoder2ForCausalLM; MixtralForCausalLM, OlmoeForCausalLM, Qwen2MoeForCausalLM or
+            Qwen3MoeForCausalLM; or an encoder, with the head that classifies texts or without
             one: BertModel and BertForSequenceClassification, and the same classes of RoBERTa, XLM-RoBERTa, CamemBERT,
             DistilBERT, MPNet, ELECTRA and ModernBERT. The head of their ForMaskedLM is omitted.
 
@@ -202,6 +204,7 @@ def to_huggingface(model: Transformer | GPT | BERT) -> PreTrainedModel:
     weight = model.embedding.weight if isinstance(model, BERT) else model.output_weight
     theirs.to(device=weight.device, dtype=weight.dtype)
     own = theirs.state_dict()
+    weights = in_memory(weights, own)
     if _OLD_HEAD in own:
         weights[_OLD_HEAD] = weights.pop("lm_head.weight")
     expected = {name for name in own if name in weights or "embed_positions" not in name}

@@ -348,8 +348,8 @@ def _why_not_call(model: Any, given: dict[str, Any]) -> str | None:
             return "it asks for a cache"
     if not config.return_dict and given.get("return_dict", False) is None:
         return "return_dict is None, which some versions of transformers treat as True, in contradiction to its config"
-    if config.output_hidden_states or config.output_attentions:
-        return "its config asks for hidden states or attentions"
+    if config.output_hidden_states or config.output_attentions or getattr(config, "output_router_logits", False):
+        return "its config asks for hidden states, attentions or the logits of routers"
     return None
 
 
@@ -449,7 +449,8 @@ def _as_asked(model: Any, hidden: Tensor, given: dict[str, Any]) -> Any:
         return (hidden,) if pooled is None else (hidden, pooled)
     source = sys.modules[original_class(model).__module__]
     if kind in DECODER_FORMS:
-        return source.BaseModelOutputWithPast(hidden)
+        has_experts = hasattr(model.config, "output_router_logits")
+        return getattr(source, "MoeModelOutputWithPast" if has_experts else "BaseModelOutputWithPast")(hidden)
     usual = "BaseModelOutput" if form is None else "BaseModelOutputWithPoolingAndCrossAttentions"
     output = getattr(source, _OUTPUTS.get(kind, usual))
     return output(hidden, pooled) if has_pooler else output(hidden)

@@ -14,6 +14,7 @@ from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.embedding import PositionalEncoding, RelativePositionBias, RotaryEmbedding, RotaryPositions
 from fastformer.nn.feed_forward import is_gated
 from fastformer.nn.layout import SequenceLayout
+from fastformer.nn.mixture import Router, StackedLinear
 from fastformer.nn.norm import AddLayerNorm
 from fastformer.settings import shown
 
@@ -100,7 +101,7 @@ def norm_of(config: Any, size: int, factory: dict[str, Any]) -> AddLayerNorm:
 
 def init_weights(module: nn.Module, std: float) -> None:
     """Initialises a module's own parameters: N(0, std) for matrices, 0 for biases, its default for the rest."""
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear | StackedLinear):
         nn.init.normal_(module.weight, std=std)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
@@ -108,7 +109,7 @@ def init_weights(module: nn.Module, std: float) -> None:
         nn.init.normal_(module.in_proj_weight, std=std)
         if module.in_proj_bias is not None:
             nn.init.zeros_(module.in_proj_bias)
-    elif isinstance(module, nn.Embedding):
+    elif isinstance(module, nn.Embedding | Router):
         nn.init.normal_(module.weight, std=std)
     elif isinstance(module, nn.LayerNorm | PositionalEncoding | RelativePositionBias):
         module.reset_parameters()

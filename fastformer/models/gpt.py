@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from fastformer.cache.kv_cache import KVCache
 from fastformer.models.common import (
+    IGNORE_INDEX,
     cache_of,
     check_ids,
     init_weights,
@@ -24,6 +26,7 @@ from fastformer.models.rotary_scaling import RotarySpeeds
 from fastformer.nn.decoder_only import DecoderOnlyLayer
 from fastformer.nn.embedding import Embedding, PositionalEncoding, RotaryEmbedding
 from fastformer.nn.layout import SequenceLayout
+from fastformer.nn.mixture import load_balancing_loss, recorded_router_logits
 from fastformer.nn.transformer import TransformerEncoder
 from fastformer.ops._dropout import draws_seeds_together
 
@@ -34,6 +37,11 @@ _LLAMA: dict[str, Any] = {
     "num_kv_heads": 2,
     "bias": False,
 }
+
+
+def _experts_of(config: GPTConfig) -> dict[str, Any]:
+    names = ("num_experts", "num_experts_per_tok", "norm_topk_prob")
+    return {"shared_hidden_dim": config.shared_expert_d_ff, **{name: getattr(config, name) for name in names}}
 
 
 class GPT(NextTokenModel):
@@ -100,10 +108,7 @@ class GPT(NextTokenModel):
             position=position,
             **factory,
         )
-        layer = DecoderOnlyLayer(
-            config.d_model,
-            config.num_heads,
-            config.d_ff or 4 * config.d_model,
+        options: dict[str, Any] = dict(
             attention_bias=config.qkv_bias,
             num_kv_heads=config.num_kv_heads,
             norm_placement=config.norm_placement,
@@ -118,7 +123,17 @@ class GPT(NextTokenModel):
             },
             **layer_options(config, factory),
         )
-        self.decoder = TransformerEncoder(layer, config.num_layers, norm_of(config, config.d_model, factory))
+
+        def layer(is_sparse: bool) -> DecoderOnlyLayer:
+            d_ff = (config.expert_d_ff if is_sparse else None) or config.d_ff or 4 * config.d_model
+            experts = _experts_of(config) if is_sparse else None
+            return DecoderOnlyLayer(config.d_model, config.num_heads, d_ff, experts=experts, **options)
+
+        norm = norm_of(config, config.d_model, factory)
+        if any(config.sparse):
+            self.decoder = TransformerEncoder([*map(layer, config.sparse)], config.num_layers, norm)
+        else:
+            self.decoder = TransformerEncoder(layer(False), config.num_layers, norm)
         for module, has_window in zip(self.decoder.layers, config.windows, strict=True):
             after = 0 if config.is_causal else config.window_size
             module.self_attn.window_size = (config.window_size, after) if has_window else (None, None)
@@ -196,19 +211,29 @@ class GPT(NextTokenModel):
             label_smoothing, smooth_others, reduction: as in `Transformer.loss`.
 
         Returns:
-            A scalar, or tokens_out's shape for reduction "none"; fp32.
+            A scalar, or tokens_out's shape for reduction "none"; fp32. In training, a model with experts adds
+            router_aux_loss_coef times the `load_balancing_loss` of its routers to the mean, or to each target's part of
+            the sum. Padding counts there, unless the layout tells it.
 
         Raises:
             ValueError: the model isn't causal, so that its inputs contain the targets.
         """
         self.check_causal()
-        return self._cross_entropy(
-            self.decode(tokens_in, layout=layout),
-            tokens_out,
-            label_smoothing=label_smoothing,
-            smooth_others=smooth_others,
-            reduction=reduction,
-        )
+        learns_routing = self.training and self.config.router_aux_loss_coef and reduction != "none"
+        with contextlib.ExitStack() as stack:
+            routers = stack.enter_context(recorded_router_logits()) if learns_routing else []
+            hidden = self.decode(tokens_in, layout=layout)
+        options = {"label_smoothing": label_smoothing, "smooth_others": smooth_others, "reduction": reduction}
+        loss = self._cross_entropy(hidden, tokens_out, **options)
+        if not routers:
+            return loss
+        is_real = None
+        if layout is not None and not layout.is_packed and len(routers[0]) == tokens_in.numel():
+            places = torch.arange(tokens_in.shape[1], device=tokens_in.device)
+            is_real = (places < layout.seqlens[:, None]).flatten()
+        uneven = load_balancing_loss(routers, self.config.num_experts_per_tok, is_real)
+        count = (tokens_out != IGNORE_INDEX).sum() if reduction == "sum" else 1
+        return loss + self.config.router_aux_loss_coef * uneven * count
 
     def check_causal(self) -> None:
         """Raises a ValueError if tokens see later tokens, so that the model can't predict the next one."""

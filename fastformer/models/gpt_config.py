@@ -20,6 +20,11 @@ def _as_scaling(name: str, value: Any) -> RotaryScaling | None:
     return value if value is None or isinstance(value, RotaryScaling) else RotaryScaling(value)
 
 
+# The settings that only a model with experts has.
+_OF_EXPERTS = ("num_experts_per_tok", "norm_topk_prob", "expert_d_ff", "shared_expert_d_ff", "sparse_layers",
+               "router_aux_loss_coef")  # fmt: skip
+
+
 @dataclass
 class GPTConfig(StackConfig):
     """The settings of `GPT`.
@@ -65,6 +70,14 @@ class GPTConfig(StackConfig):
         embedding_scale: the factor of the tokens' embeddings, rounded to their dtype; None: 1.
         is_causal: whether a token sees no later token. A model whose tokens all see each other (within the window, to
             both sides) computes embeddings of texts, and does not generate.
+        num_experts: the number of feed-forward networks in a layer, of which a router chooses some for each token
+            (`MixtureOfExperts`); None: one, without a router.
+        num_experts_per_tok: the number that it chooses.
+        norm_topk_prob: whether the weights of a token's experts are divided by their sum.
+        expert_d_ff: d_ff of an expert; None: d_ff, which is always that of layers without experts.
+        shared_expert_d_ff: d_ff of one more network, which computes all tokens (Qwen2-MoE); None: there is none.
+        sparse_layers: for each layer, whether it has experts; None: all layers have them.
+        router_aux_loss_coef: the factor, in training, of the loss of routers that prefer some experts.
     """
 
     vocab_size: Annotated[int, Range(2)]
@@ -101,6 +114,13 @@ class GPTConfig(StackConfig):
     logit_softcap: _Cap | None = None
     embedding_scale: _Cap | None = None
     is_causal: bool = True
+    num_experts: Positive | None = None
+    num_experts_per_tok: Positive = 2
+    norm_topk_prob: bool = True
+    expert_d_ff: Positive | None = None
+    shared_expert_d_ff: Positive | None = None
+    sparse_layers: Annotated[tuple[bool, ...] | None, Convert(as_flags)] = None
+    router_aux_loss_coef: Amount = 0.0
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -114,6 +134,30 @@ class GPTConfig(StackConfig):
             raise ValueError(f"expected norm_placement 'pre' for parallel_residual, got {self.norm_placement!r}")
         if self.d_ff is None:
             self.d_ff = inner_size(self.d_model, self.activation)
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        if self.num_experts is None:
+            for name in _OF_EXPERTS:
+                if getattr(self, name) != getattr(GPTConfig, name):
+                    raise ValueError(f"expected num_experts for {name}, got None and {getattr(self, name)}")
+        elif self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"expected num_experts_per_tok of at most num_experts, got {self.num_experts_per_tok} of "
+                f"{self.num_experts}"
+            )
+        elif len(self.sparse) != self.num_layers:
+            raise ValueError(
+                f"expected sparse_layers to have a bool for each of the {self.num_layers} layers, got "
+                f"{len(self.sparse)}"
+            )
+
+    @property
+    def sparse(self) -> tuple[bool, ...]:
+        """One flag for each layer: whether it has experts."""
+        if self.num_experts is None or self.sparse_layers is None:
+            return (self.num_experts is not None,) * self.num_layers
+        return self.sparse_layers
 
     def _check_rotary(self) -> None:
         if self.positions != "rotary":

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from fastformer.models.weights import Entry
 from fastformer.nn.attention import MultiheadAttention
+from fastformer.nn.mixture import StackedLinear
 
 INT8, INT4 = "int8", "int4"
 QUANTIZED = (INT8, INT4)
@@ -56,7 +57,7 @@ def quantized_names(model: nn.Module) -> list[str]:
 def _matrices(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         dotted = f"{prefix}." if prefix else ""
-        if isinstance(module, nn.Linear | nn.Embedding):
+        if isinstance(module, nn.Linear | nn.Embedding | StackedLinear):
             yield f"{dotted}weight", module.weight
         elif isinstance(module, MultiheadAttention):
             for name in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"):

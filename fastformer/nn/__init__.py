@@ -11,6 +11,7 @@ from fastformer.nn.layers import TransformerDecoderLayer as TransformerDecoderLa
 from fastformer.nn.layers import TransformerEncoderLayer as TransformerEncoderLayer
 from fastformer.nn.layout import SequenceLayout as SequenceLayout
 from fastformer.nn.loss import LinearCrossEntropy as LinearCrossEntropy
+from fastformer.nn.mixture import MixtureOfExperts as MixtureOfExperts
 from fastformer.nn.norm import AddLayerNorm as AddLayerNorm
 from fastformer.nn.transformer import Transformer as Transformer
 from fastformer.nn.transformer import TransformerDecoder as TransformerDecoder

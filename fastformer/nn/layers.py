@@ -36,6 +36,7 @@ from fastformer.nn.feed_forward import (
 )
 from fastformer.nn.layout import SequenceLayout, open_nested
 from fastformer.nn.masks import as_additive
+from fastformer.nn.mixture import MixtureOfExperts
 from fastformer.nn.norm import AddLayerNorm, NormPlan, find_norm_plan
 from fastformer.ops._dispatch import unviewed
 from fastformer.ops.add_layer_norm import add_layer_norm
@@ -203,6 +204,7 @@ class _Layer(nn.Module):
         window_size: WindowSize = (None, None),
         head_dim: int | None = None,
         self_attention: Mapping[str, Any] | None = None,
+        experts: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if norm not in ("layer", "rms"):
@@ -225,9 +227,14 @@ class _Layer(nn.Module):
             self.multihead_attn = MultiheadAttention(d_model, nhead, **attention)
         self.activation = resolve_activation(activation)
         inner = 2 * dim_feedforward if is_gated(self.activation) else dim_feedforward
-        self.linear1 = nn.Linear(d_model, inner, bias=bias, **factory)
-        self.dropout = nn.Dropout(dropout if activation_dropout is None else activation_dropout)
-        self.linear2 = nn.Linear(dim_feedforward, d_model, bias=bias, **factory)
+        inner_dropout = dropout if activation_dropout is None else activation_dropout
+        if experts is not None:
+            of_all = {"activation": activation, "dropout": inner_dropout, "bias": bias, **factory}
+            self.mixture = MixtureOfExperts(d_model, dim_feedforward, **of_all, **experts)
+        else:
+            self.linear1 = nn.Linear(d_model, inner, bias=bias, **factory)
+            self.dropout = nn.Dropout(inner_dropout)
+            self.linear2 = nn.Linear(dim_feedforward, d_model, bias=bias, **factory)
         self.norm_first = norm_first
         for i in self._sub_layers:
             # Each norm is fused with the dropout and the addition of the sub-layer before it; that dropout's
@@ -254,7 +261,11 @@ class _Layer(nn.Module):
         return called
 
     def _feed_forward(self, x: Tensor, plan: FeedForwardPlan | None = None) -> Tensor:
-        return call_feed_forward(self, x) if plan is None else plan.compute(x)
+        if plan is not None:
+            return plan.compute(x)
+        mixture = self._modules.get("mixture")
+        out: Tensor = call_feed_forward(self, x) if mixture is None else mixture(x)
+        return out
 
     def _sa_block(
         self,
@@ -374,6 +385,8 @@ class TransformerEncoderLayer(_Layer):
         num_kv_heads, window_size: as in `MultiheadAttention`.
         norm: "layer" or "rms".
         self_attention: further arguments of the self-attention's `MultiheadAttention`, over those above.
+        experts: further arguments of a `MixtureOfExperts`, which then is the feed-forward network, and has
+            dim_feedforward as its hidden_dim; None: there is one feed-forward network.
     """
 
     has_cross_attention = False

@@ -316,13 +316,15 @@ class Stack(nn.Module):
     # The precision of that copy: "fp32", "bf16" or "int8"; None: the weights' own.
     packed_precision: str | None = None
 
-    def __init__(self, layer: nn.Module, num_layers: int, norm: nn.Module | None) -> None:
+    def __init__(self, layer: nn.Module | list[Any], num_layers: int, norm: nn.Module | None) -> None:
         super().__init__()
-        if not isinstance(layer, nn.Module) or not isinstance(num_layers, int) or num_layers < 0:
+        is_listed = isinstance(layer, list) and len(layer) == num_layers
+        if not (isinstance(layer, nn.Module) or is_listed) or not isinstance(num_layers, int) or num_layers < 0:
             raise InputError(
                 f"expected a layer and num_layers of at least 0, got {type(layer).__name__} and {num_layers!r}"
             )
-        self.layers = nn.ModuleList([copy.deepcopy(layer) for _ in range(num_layers)])
+        copies = layer if isinstance(layer, list) else [copy.deepcopy(layer) for _ in range(num_layers)]
+        self.layers = nn.ModuleList(copies)
         self.num_layers = num_layers
         self.norm = norm
         # Recomputes each layer in the backward pass instead of storing its activations.

@@ -80,7 +80,8 @@ class TransformerEncoder(Stack):
     """`torch.nn.TransformerEncoder`: a stack of encoder layers, and, with a cache, of a decoder-only model's.
 
     Args:
-        encoder_layer: a `TransformerEncoderLayer` (fastformer's or torch.nn's), copied num_layers times.
+        encoder_layer: a `TransformerEncoderLayer` (fastformer's or torch.nn's), copied num_layers times; or a list of
+            num_layers layers, which may differ, and are not copied.
         num_layers: number of layers.
         norm: applied to the output.
         enable_nested_tensor: whether evaluation without gradients skips padding as torch.nn does; see `padding`.
@@ -98,7 +99,7 @@ class TransformerEncoder(Stack):
 
     def __init__(
         self,
-        encoder_layer: nn.Module,
+        encoder_layer: nn.Module | list[Any],
         num_layers: int,
         norm: nn.Module | None = None,
         enable_nested_tensor: bool = True,
@@ -106,7 +107,7 @@ class TransformerEncoder(Stack):
     ) -> None:
         super().__init__(encoder_layer, num_layers, norm)
         self.enable_nested_tensor = enable_nested_tensor
-        self.use_nested_tensor = enable_nested_tensor and nests(encoder_layer)
+        self.use_nested_tensor = enable_nested_tensor and nests(self.layers[0] if self.layers else encoder_layer)
         self.mask_check = mask_check
 
     def forward(

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fastformer.checkpoints.hf import DECODER_FORMS, FAMILIES
+from fastformer.checkpoints.hf.mixtures import in_memory
 from fastformer.models import GPT
 
 IS_OLD = int(transformers.__version__.split(".")[0]) < 5
@@ -69,6 +70,7 @@ class Case(NamedTuple):
             settings = _of_this_version(SIZES | self.options | options)
             config = getattr(transformers, family.config_class)(**settings)
             config._attn_implementation = "eager"
+            config._experts_implementation = "eager"  # the others have no products in fp64
             model = getattr(transformers, family.model_class)(config)
             model = model.to(torch.float64 if is_exact else torch.float32).eval()
         torch.manual_seed(seed)
@@ -122,7 +124,7 @@ def gradients_of(ours: GPT, kind: str) -> dict[str, Tensor]:
             for parameter, own in zip(twin.parameters(), ours.parameters(), strict=True):
                 gradient = torch.zeros_like(own) if own.grad is None else own.grad
                 parameter.copy_(gradient if is_gradient else torch.zeros_like(own))
-        weights.append(DECODER_FORMS[kind].from_model(twin)[1])
+        weights.append(in_memory(DECODER_FORMS[kind].from_model(twin)[1], {}))
     return {name: weights[0][name] - weights[1][name] for name in weights[0]}
 
 
@@ -153,6 +155,8 @@ _ROPES: dict[str, dict[str, Any]] = {
 _GROUPED = {"num_key_value_heads": 2}
 _SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, **_GROUPED}
 _TYPES = ["sliding_attention", "full_attention"]
+_MOE = {"moe_intermediate_size": 20}
+_SHARED = {**_MOE, "shared_expert_intermediate_size": 28}
 _GEMMA = {"num_key_value_heads": 2, "head_dim": 10}
 _LOCAL = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50_000.0},
           "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}  # fmt: skip
@@ -206,6 +210,19 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
                        "use_parallel_residual": False, "tie_word_embeddings": True, "hidden_act": "gelu_new"},
     },
     "starcoder2": {"plain": _GROUPED, "window": {"sliding_window": 5, "tie_word_embeddings": False, **_GROUPED}},
+    "mixtral": {"window": {"num_local_experts": 5, "sliding_window": 6, **_GROUPED}},
+    "olmoe": {"three of five": {"num_experts": 5, "num_experts_per_tok": 3, "tie_word_embeddings": True, **_GROUPED}},
+    "qwen2_moe": {
+        "shared, one layer dense": {"num_experts": 5, "num_experts_per_tok": 2, "mlp_only_layers": [1],
+                                    "num_hidden_layers": 3, **_SHARED, **_GROUPED},
+        "windows": {"num_experts": 4, "num_experts_per_tok": 4, "norm_topk_prob": True, "qkv_bias": False, **_SHARED,
+                    **_SLIDING},
+    },
+    "qwen3_moe": {
+        "every other layer": {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True, "head_dim": 8,
+                              "decoder_sparse_step": 2, "num_hidden_layers": 3, **_MOE, **_GROUPED},
+        "windows, biased": {"num_experts": 3, "num_experts_per_tok": 1, "attention_bias": True, **_MOE, **_SLIDING},
+    },
 }  # fmt: skip
 CASES = {
     f"{kind} {variant}": Case(kind, options | (_DROPOUT if kind == "gpt2" else {}))
@@ -229,7 +246,8 @@ def drawn(kind: str, seed: int) -> Case:
     }  # fmt: skip
     if kind in ("gpt2", "gpt_neox"):
         del options["num_key_value_heads"]
-    if kind in ("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text"):
+    if kind in ("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text", "mixtral",
+                "qwen3_moe"):  # fmt: skip
         own = free or flip()
         options["head_dim"] = head_dim if own and kind not in ("phi3",) else hidden // heads
     dim = options.get("head_dim", hidden // heads)
@@ -243,11 +261,11 @@ def drawn(kind: str, seed: int) -> Case:
         options["mlp_bias"] = flip()
     window = rng.randint(2, 12)
     types = [rng.choice(_TYPES) for _ in range(depth)]
-    if kind in ("mistral", "phi3", "starcoder2"):
+    if kind in ("mistral", "phi3", "starcoder2", "mixtral"):
         options["sliding_window"] = window if flip() else None
     elif kind in ("ministral", "olmo3", "gemma2", "gemma3_text"):
         options |= {"sliding_window": window, "layer_types": types}
-    elif kind in ("qwen2", "qwen3"):
+    elif kind in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"):
         options |= {"use_sliding_window": flip(), "sliding_window": window, "max_window_layers": rng.randint(0, depth)}
     rope = {"rope_type": "default", "rope_theta": rng.choice((100.0, 10_000.0, 1e6))}
     if kind not in ("gpt2", "phi3"):
@@ -271,4 +289,12 @@ def drawn(kind: str, seed: int) -> Case:
         options["attn_logit_softcapping"] = rng.choice((None, 1.5))
     if kind == "gpt_neox":
         options["use_parallel_residual"] = flip()
+    if kind in ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"):
+        experts = rng.randint(1, 9)
+        options |= {"num_experts": experts, "num_experts_per_tok": rng.randint(1, experts)}
+        if kind != "mixtral":
+            options["norm_topk_prob"] = flip()
+        if kind.startswith("qwen"):
+            options |= {"decoder_sparse_step": rng.randint(1, 2), "mlp_only_layers": [rng.randrange(depth)]}
+            options |= _SHARED if kind == "qwen2_moe" else _MOE
     return Case(kind, options)

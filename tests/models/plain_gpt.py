@@ -66,13 +66,38 @@ class _PlainGpt:
         return self.linear(torch.einsum("hij,jhd->ihd", weights, v).flatten(1), f"{name}.out_proj")
 
     def feed(self, x: Tensor, name: str) -> Tensor:
-        y = self.linear(x, f"{name}.linear1")
+        """Applies a layer's feed-forward network, or its experts to one token after the other."""
+        place, c = f"{name}.mixture", self.c
+        if f"{place}.router.weight" not in self.w:
+            return self.network(x, name)
+        scores = self.linear(x, f"{place}.router")
+        weights = scores[:, : c.num_experts].softmax(-1)
+        rows = []
+        for token, score, weight in zip(x, scores, weights, strict=True):
+            chosen = weight.argsort(descending=True)[: c.num_experts_per_tok]
+            whole = weight[chosen].sum() if c.norm_topk_prob else 1.0
+            row = sum(weight[i] / whole * self.network(token, place, int(i)) for i in chosen)
+            if c.shared_expert_d_ff is not None:
+                row = row + score[-1].sigmoid() * self.network(token, f"{place}.shared")
+            rows.append(row)
+        return torch.stack(rows)
+
+    def of_expert(self, name: str, expert: int | None) -> tuple[Tensor, Tensor | None]:
+        weight, bias = self.w[f"{name}.weight"], self.w.get(f"{name}.bias")
+        if expert is None:
+            return weight, bias
+        return weight.chunk(self.c.num_experts)[expert], None if bias is None else bias.chunk(self.c.num_experts)[
+            expert
+        ]
+
+    def network(self, x: Tensor, name: str, expert: int | None = None) -> Tensor:
+        y = F.linear(x, *self.of_expert(f"{name}.linear1", expert))
         if self.c.activation in ("swiglu", "geglu_tanh"):
             gate, up = y.chunk(2, -1)
             y = (F.silu(gate) if self.c.activation == "swiglu" else F.gelu(gate, approximate="tanh")) * up
         else:
             y = F.gelu(y, approximate="tanh" if self.c.activation == "gelu_tanh" else "none")
-        return self.linear(y, f"{name}.linear2")
+        return F.linear(y, *self.of_expert(f"{name}.linear2", expert))
 
     def logits(self, tokens: Tensor) -> Tensor:
         c, w = self.c, self.w

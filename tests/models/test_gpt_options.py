@@ -53,7 +53,13 @@ AXES: list[list[dict[str, Any]]] = [
     [{}, {"embedding_scale": 3.3}],
     [{"activation": name} for name in ("gelu", "gelu_tanh", "swiglu", "geglu_tanh")],
     [{}, {"tie_embeddings": False}],
-]
+    [
+        {},
+        {"num_experts": 3},
+        {"num_experts": 4, "num_experts_per_tok": 3, "norm_topk_prob": False, "expert_d_ff": 9,
+         "shared_expert_d_ff": 10, "sparse_layers": (False, True)},
+    ],
+]  # fmt: skip
 
 
 def rows(axes: list[list[dict[str, Any]]], seed: int) -> list[dict[str, Any]]:
@@ -104,7 +110,11 @@ FAMILIES["gemma2"] = {
     "rotary_scaling": None, "attention_softcap": 2.0, "logit_softcap": 3.0,
 }  # fmt: skip
 every = pytest.mark.parametrize("options", ROWS, ids=map(str, range(len(ROWS))))
-families = pytest.mark.parametrize("options", FAMILIES.values(), ids=FAMILIES.keys())
+# A graph can't contain its experts, whose tokens are counted.
+_MIXTURE = {**FAMILIES["qwen3"], "num_experts": 4, "shared_expert_d_ff": 10, "sparse_layers": (False, True)}
+families = pytest.mark.parametrize(
+    "options", [*FAMILIES.values(), {**_MIXTURE, "router_aux_loss_coef": 3.0}], ids=[*FAMILIES, "mixture"]
+)
 
 
 def model_of(dtype: torch.dtype = torch.float64, gain: float = 10.0, **options: Any) -> GPT:

@@ -18,6 +18,7 @@ from fastformer.checkpoints.hf import (
     m2m100,
     marian,
     mbart,
+    mixtures,
     modernbert,
     neox,
     pegasus,
@@ -37,7 +38,7 @@ from fastformer.checkpoints.hf.t5 import t5_from_transformer, transformer_from_t
 from fastformer.models import BERT, GPT, Transformer
 
 # The families that a `GPT` may be saved as, by model_type. The first that has the model's options is taken.
-DECODER_FORMS: dict[str, Form] = {"gpt2": gpt2.FORM, **llama.FORMS, **gemma.FORMS, **neox.FORMS}
+DECODER_FORMS: dict[str, Form] = {"gpt2": gpt2.FORM, **llama.FORMS, **gemma.FORMS, **neox.FORMS, **mixtures.FORMS}
 # The families that a `BERT` may be saved as, likewise.
 ENCODER_FORMS: dict[str, EncoderForm] = {**bert.FORMS, **bert_kin.FORMS, "modernbert": modernbert.FORM}
 
@@ -95,6 +96,10 @@ _FAMILIES = {
     "gemma3_text": _decoder("gemma3_text", "Gemma3TextConfig", "Gemma3ForCausalLM", "gemma3"),
     "gpt_neox": _decoder("gpt_neox", "GPTNeoXConfig", "GPTNeoXForCausalLM"),
     "starcoder2": _decoder("starcoder2", "Starcoder2Config", "Starcoder2ForCausalLM"),
+    "mixtral": _decoder("mixtral", "MixtralConfig", "MixtralForCausalLM"),
+    "olmoe": _decoder("olmoe", "OlmoeConfig", "OlmoeForCausalLM"),
+    "qwen2_moe": _decoder("qwen2_moe", "Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
+    "qwen3_moe": _decoder("qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
     "bert": _encoder("bert", "ForPreTraining"),
     "roberta": _encoder("roberta"),
     "xlm-roberta": _encoder("xlm-roberta"),
@@ -133,9 +138,6 @@ UNSUPPORTED = {
     "granite": "Granite has factors of its embeddings, residuals and logits",
     "phi": "Phi has one norm for attention and feed-forward network, and a bias on the logits",
     "stablelm": "StableLM has biases in its norms alone",
-    "mixtral": "Mixtral has several feed-forward networks, of which it takes some for each token",
-    "qwen2_moe": "Qwen2 MoE has several feed-forward networks, of which it takes some for each token",
-    "qwen3_moe": "Qwen3 MoE has several feed-forward networks, of which it takes some for each token",
     "gpt_oss": "gpt-oss has attention sinks and several feed-forward networks",
     "albert": "ALBERT has one layer that is run many times",
     "deberta": "DeBERTa attends to positions apart from words",

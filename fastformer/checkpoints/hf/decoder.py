@@ -26,6 +26,7 @@ from fastformer.models import GPT, BERTConfig, GPTConfig
 from fastformer.models.pretrained import check_depth, config_from_dict
 from fastformer.special_ids import SpecialIds
 
+_FEW_EXPERTS = 1000
 EMBEDDING, OUTPUT = "embedding.weight", "output.weight"
 BOTH = ("weight", "bias")  # the kinds of a module's tensors
 
@@ -33,6 +34,11 @@ BOTH = ("weight", "bias")  # the kinds of a module's tensors
 def as_it_is(name: str, tensor: Tensor, config: GPTConfig) -> Tensor:
     """Returns the tensor unchanged."""
     return tensor
+
+
+def as_saved(state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the state unchanged."""
+    return dict(state)
 
 
 class Form(NamedTuple):
@@ -50,6 +56,7 @@ class Form(NamedTuple):
         is_tied: the value of tie_word_embeddings if the settings don't contain it.
         convert: (fastformer's name, a tensor of the family, config) -> fastformer's tensor.
         revert: the inverse of `convert`.
+        open: (state, settings) -> the state whose tensors have the names of the family.
         unread: the ends of the names of tensors that old files contain and no model reads.
         heads: the names of the output's matrix, with that of newer versions of transformers first.
     """
@@ -62,6 +69,7 @@ class Form(NamedTuple):
     is_tied: bool
     convert: Callable[[str, Tensor, GPTConfig], Tensor] = as_it_is
     revert: Callable[[str, Tensor, GPTConfig], Tensor] = as_it_is
+    open: Callable[[Mapping[str, Tensor], Mapping[str, Any]], dict[str, Tensor]] = as_saved
     unread: tuple[str, ...] = ()
     heads: tuple[str, ...] = ("lm_head.weight",)
 
@@ -69,7 +77,7 @@ class Form(NamedTuple):
         """Builds the model, as `ToModel` describes."""
         settings = saved.settings
         check_floating(settings, saved.state)
-        left = self._with_prefix(saved.state)
+        left = self._with_prefix(self.open(saved.state, settings))
         hf_name = self.names(_ANY)[EMBEDDING][0]
         embedding, output = left.get(self.prefix + hf_name), None
         for name in self.heads:
@@ -88,6 +96,9 @@ class Form(NamedTuple):
         check_depth("num_hidden_layers", settings.get("num_hidden_layers"), len(left), "the settings")
         options = self.options(settings)
         check_depth("layers", options["num_layers"], len(left), "the settings")
+        # The names of so many experts alone would take memory.
+        if (experts := options.get("num_experts", 0)) * options["num_layers"] > max(len(left), _FEW_EXPERTS):
+            raise ValueError(f"expected the settings to fit {len(left)} tensors, got {experts} experts in each layer")
         if saved.layer_norm_eps is not None:
             options["layer_norm_eps"] = saved.layer_norm_eps
         config: GPTConfig = config_from_dict(
@@ -103,6 +114,11 @@ class Form(NamedTuple):
             own_name: taken(left, [self.prefix + name for name in names], self.name)
             for own_name, names in self.names(config).items()
         }
+        for own_name, parts in weights.items():
+            # A sum of lengths would not show that they differ.
+            if ".linear" in own_name and len({part.shape for part in parts}) > 1:
+                shapes = ", ".join(str((*shape,)) for shape in {part.shape for part in parts})
+                raise ValueError(f"expected matrices of one shape for {own_name}, got {shapes}")
         if output is not None and not tied:
             weights[OUTPUT] = (output,)
         check_empty(left, self.name)
@@ -132,15 +148,17 @@ class Form(NamedTuple):
         state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         weights: dict[str, Tensor] = {}
         for own_name, names in self.names(config).items():
-            parts = self._split(own_name, state[own_name], config) if len(names) > 1 else (state[own_name],)
+            parts = self._split(own_name, state[own_name], config, len(names)) if len(names) > 1 else (state[own_name],)
             for name, part in zip(names, parts, strict=True):
                 weights[self.prefix + name] = self.revert(own_name, part, config)
         weights[self.heads[0]] = state[EMBEDDING if config.tie_embeddings else OUTPUT]
         return settings, weights
 
-    def _split(self, name: str, tensor: Tensor, config: GPTConfig) -> tuple[Tensor, ...]:
-        if ".linear1." in name:
-            return tensor.chunk(2)
+    def _split(self, name: str, tensor: Tensor, config: GPTConfig, count: int) -> tuple[Tensor, ...]:
+        if ".linear" in name:
+            return tensor.chunk(count)
+        if ".router." in name:
+            return tensor[:-1], tensor[-1:]
         head_dim = config.size_of_head
         kv = (config.num_kv_heads or config.num_heads) * head_dim
         return tensor.split([config.num_heads * head_dim, kv, kv])

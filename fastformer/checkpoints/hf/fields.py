@@ -21,6 +21,8 @@ _LLAMA = (
     "attention_dropout"
 )
 _QWEN = f"{_LLAMA} use_sliding_window sliding_window max_window_layers layer_types"
+_EXPERTS = "num_experts_per_tok output_router_logits router_aux_loss_coef"
+_QWEN_MOE = f"{_QWEN} {_EXPERTS} num_experts moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers"
 _GEMMA = f"{_LLAMA} head_dim attention_bias use_bidirectional_attention"
 _GEMMA2 = (
     f"{_GEMMA} hidden_activation query_pre_attn_scalar sliding_window layer_types final_logit_softcapping "
@@ -63,6 +65,10 @@ FIELDS: dict[str, frozenset[str]] = {
         "gpt_neox": f"{_ALL} {_LAYERS} hidden_act attention_dropout hidden_dropout classifier_dropout "
         "initializer_range layer_norm_eps use_cache use_parallel_residual rope_parameters attention_bias is_decoder",
         "starcoder2": f"{_LLAMA} norm_epsilon sliding_window residual_dropout embedding_dropout use_bias",
+        "mixtral": f"{_LLAMA} {_EXPERTS} head_dim sliding_window num_local_experts router_jitter_noise",
+        "olmoe": f"{_LLAMA} {_EXPERTS} attention_bias clip_qkv num_experts norm_topk_prob",
+        "qwen2_moe": f"{_QWEN_MOE} shared_expert_intermediate_size qkv_bias",
+        "qwen3_moe": f"{_QWEN_MOE} num_local_experts attention_bias head_dim",
         "bert": _BERT,
         "roberta": _BERT,
         "xlm-roberta": _BERT,
@@ -87,9 +93,9 @@ FIELDS: dict[str, frozenset[str]] = {
 _ROBERTA_IDS = {"bos_token_id": 0, "eos_token_id": 2}
 # The special ids of families whose config.json need not contain them. Those of encoder-decoders have to be there.
 _IDS: dict[str, dict[str, int]] = {
-    **dict.fromkeys(("llama", "mistral", "ministral", "gpt_neox"), {"eos_token_id": 2}),
+    **dict.fromkeys(("llama", "mistral", "ministral", "gpt_neox", "mixtral"), {"eos_token_id": 2}),
     **dict.fromkeys(("gpt2", "starcoder2"), {"eos_token_id": 50256}),
-    **dict.fromkeys(("olmo2", "olmo3"), {"pad_token_id": 1, "eos_token_id": 50279}),
+    **dict.fromkeys(("olmo2", "olmo3", "olmoe"), {"pad_token_id": 1, "eos_token_id": 50279}),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), {"pad_token_id": 0, "eos_token_id": 1}),
     **dict.fromkeys(("roberta", "xlm-roberta", "camembert", "mpnet"), _ROBERTA_IDS),
     "phi3": {"pad_token_id": 32000, "eos_token_id": 32000},

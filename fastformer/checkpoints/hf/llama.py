@@ -16,11 +16,12 @@ from fastformer.checkpoints.hf.decoder import (
     Form,
     MisfitError,
     as_it_is,
+    as_saved,
     check_form,
     layer_names,
     same_dropout,
 )
-from fastformer.checkpoints.hf.fields import sees_later
+from fastformer.checkpoints.hf.fields import FIELDS, sees_later
 from fastformer.checkpoints.hf.rope import ROPE_NAMES, longest, read_rope, write_lengths, write_rope
 from fastformer.models import GPTConfig
 
@@ -40,6 +41,7 @@ _BIASES = ("qkv_bias", "out_bias", "bias")
 # Options that every one of these families has in its settings.
 _FREE = ("d_ff", "num_kv_heads", "max_len", "layer_norm_eps", "attention_dropout", "rotary_base", "rotary_scaling")
 
+Names = dict[str, tuple[str, ...]]
 LayerTypes = Callable[[Mapping[str, Any], int], Sequence[str]]
 
 
@@ -75,7 +77,8 @@ class Variant(NamedTuple):
         more: settings -> further options.
         more_settings: a config -> the settings that `more` reads.
         free: the options that `more` may return.
-        convert, revert: see `Form`.
+        rename: (names, config) -> the names of the tensors (see `Form`), changed.
+        convert, revert, open: see `Form`.
     """
 
     kind: str
@@ -108,6 +111,8 @@ class Variant(NamedTuple):
     free: tuple[str, ...] = ()
     convert: Callable[[str, Tensor, GPTConfig], Tensor] = as_it_is
     revert: Callable[[str, Tensor, GPTConfig], Tensor] = as_it_is
+    rename: Callable[[Names, GPTConfig], Names] = lambda names, config: names
+    open: Callable[[Mapping[str, Tensor], Mapping[str, Any]], dict[str, Tensor]] = as_saved
 
     @property
     def form(self) -> Form:
@@ -121,6 +126,7 @@ class Variant(NamedTuple):
             is_tied=self.is_tied,
             convert=self.convert,
             revert=self.revert,
+            open=self.open,
             heads=self.heads,
             unread=(".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"),
         )
@@ -277,8 +283,8 @@ class Variant(NamedTuple):
             values["sliding_window"] = window
         if self.has_layer_types:
             values["layer_types"] = [SLIDING if has_window else FULL for has_window in config.windows]
-            if self.layer_types is _after_some:
-                values["use_sliding_window"] = window is not None
+        if "use_sliding_window" in FIELDS[self.kind]:
+            values["use_sliding_window"] = window is not None
         return values
 
     def _names(self, config: GPTConfig) -> dict[str, tuple[str, ...]]:
@@ -286,10 +292,11 @@ class Variant(NamedTuple):
         biased = {"self_attn.in_proj": qkv, "self_attn.out_proj": out, "linear1": config.bias, "linear2": config.bias}
         norm_bias = config.norm == "layer" and config.bias
         biased |= dict.fromkeys(("norm1", "norm2", "post_norm1", "post_norm2"), norm_bias)
-        names = {EMBEDDING: (f"{self.embedding}.weight",), "decoder.norm.weight": (f"{self.norm}.weight",)}
+        names: Names = {EMBEDDING: (f"{self.embedding}.weight",), "decoder.norm.weight": (f"{self.norm}.weight",)}
         if norm_bias:
             names["decoder.norm.bias"] = (f"{self.norm}.bias",)
-        return {**names, **layer_names(config, "layers", self.modules, lambda name: biased.get(name, False))}
+        names |= layer_names(config, "layers", self.modules, lambda name: biased.get(name, False))
+        return self.rename(names, config)
 
 
 def biases_of(config: GPTConfig) -> tuple[bool, bool]:
@@ -308,11 +315,11 @@ def everywhere(settings: Mapping[str, Any], depth: int) -> list[str]:
     return [FULL if settings.get("sliding_window") is None else SLIDING] * depth
 
 
-def _after_some(settings: Mapping[str, Any], depth: int) -> list[str]:
+def after_some(settings: Mapping[str, Any], depth: int) -> list[str]:
     """Gives the layers from max_window_layers on a window, as Qwen does."""
     if not flag_of(settings, "use_sliding_window", False) or settings.get("sliding_window") is None:
         return [FULL] * depth
-    first = _or(settings, "max_window_layers", 28)
+    first = 28 if settings.get("max_window_layers") is None else number_of(settings, "max_window_layers", 0)
     return [SLIDING if layer >= first else FULL for layer in range(depth)]
 
 
@@ -353,7 +360,7 @@ VARIANTS = (
     Variant("llama", "Llama", biases=("attention_bias", "attention_bias", "mlp_bias"), even_heads=True),
     Variant("mistral", "Mistral", usual=_MISTRAL, layer_types=everywhere, has_layer_types=False),
     Variant("ministral", "Ministral", usual=_MISTRAL, layer_types=everywhere),
-    Variant("qwen2", "Qwen2", usual=_QWEN, biases=(True, False, False), layer_types=_after_some),
+    Variant("qwen2", "Qwen2", usual=_QWEN, biases=(True, False, False), layer_types=after_some),
     Variant(
         "qwen3",
         "Qwen3",
@@ -361,7 +368,7 @@ VARIANTS = (
         modules={**MODULES, **QK_NORMS},
         fixed={"norm": "rms", "qk_norm": "head"},
         biases=("attention_bias", "attention_bias", False),
-        layer_types=_after_some,
+        layer_types=after_some,
     ),
     Variant("olmo2", "OLMo 2", **_OLMO),
     Variant("olmo3", "OLMo 3", layer_types=all_but_each(4), base=500_000.0, local_base=0.0, **_OLMO),

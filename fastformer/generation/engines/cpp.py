@@ -333,14 +333,18 @@ def _transformer_options(model: Transformer) -> dict[str, object]:
 
 
 def _gpt_options(config: GPTConfig) -> dict[str, object]:
-    scale = {} if config.attention_scale is None else {"attention_scale": config.attention_scale}
+    some: dict[str, object] = {}
+    if config.attention_scale is not None:
+        some["attention_scale"] = config.attention_scale
+    if config.num_experts is not None:
+        some |= {"experts_per_token": config.num_experts_per_tok, "norm_topk_prob": config.norm_topk_prob}
     return {
         "norm_placement": config.norm_placement,
         "parallel_residual": config.parallel_residual,
         "attention_softcap": config.attention_softcap or 0.0,
         "logit_softcap": config.logit_softcap or 0.0,
         "decoder_windows": [config.window_size if has_window else -1 for has_window in config.windows],
-        **scale,
+        **some,
     }
 
 

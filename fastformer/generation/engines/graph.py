@@ -113,6 +113,8 @@ class GraphEngine(KVCacheEngine):
             return "autocast is on, and a graph can't contain its copies of the weights: cast the model"
         if getattr(getattr(model, "config", None), "positions", None) == "relative":
             return "relative positions are a bias on the scores, which its captured steps don't add"
+        if getattr(getattr(model, "config", None), "num_experts", None) is not None:
+            return "experts compute a number of tokens that the host has to know, and a graph fixes it"
         return super().why_unsupported(model, precision)
 
     @property

@@ -1,0 +1,264 @@
+"""The relatives of Llama whose layers have several feed-forward networks: a mixture of experts.
+
+Their files have a matrix for each expert, or one tensor for all experts of a layer, as models in memory do from version
+5 of transformers on. Both are read; what is written has the form of the family's own files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastformer.checkpoints.hf.common import flag_of, number_of
+from fastformer.checkpoints.hf.decoder import MisfitError
+from fastformer.checkpoints.hf.llama import FULL, MODULES, QK_NORMS, Variant, after_some, everywhere
+from fastformer.models import GPTConfig
+
+# Settings about experts that change no pass, and those that all of these families have.
+_READ = ("output_router_logits", "router_aux_loss_coef", "num_experts_per_tok", "num_experts", "num_local_experts")
+_ABOUT_EXPERTS = re.compile(r"expert|router|routed|moe|top_?k_|_group$|scoring|sparse|clip_qkv")
+_FREE = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
+_GATED = ("gate_proj", "up_proj", "down_proj")
+
+
+class Experts(NamedTuple):
+    """The names and the settings of a family's experts.
+
+    Attributes:
+        place: the family's name of the mixture within a layer.
+        parts: the names of the gate, the map beside it and the map after both.
+        total: the setting that is the number of experts.
+        usual_count: the number of experts if the settings don't contain it.
+        norm_topk_prob: whether the weights of a token's experts are divided by their sum; None: a setting says it.
+        d_ff: the setting that is the inner size of an expert; None: that of other layers.
+        shared: the names of the shared expert and of its gate, and the setting that is its inner size; (): there is
+            none.
+        may_be_dense: whether settings may leave some layers without experts.
+    """
+
+    place: str = "mlp"
+    parts: tuple[str, str, str] = _GATED
+    total: str = "num_experts"
+    usual_count: int = 64
+    norm_topk_prob: bool | None = None
+    d_ff: str | None = None
+    shared: tuple[str, ...] = ()
+    may_be_dense: bool = False
+
+    def options(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the options of `GPTConfig` about experts; none if no layer has any."""
+        named = (self.d_ff, *self.shared[2:], *(("norm_topk_prob",) if self.norm_topk_prob is None else ()))
+        dense = ("decoder_sparse_step", "mlp_only_layers") if self.may_be_dense else ()
+        for name, value in settings.items():
+            if value not in (None, False) and name not in (*_READ, *named, *dense) and _ABOUT_EXPERTS.search(name):
+                raise ValueError(f"expected no {name}, which this family's routers don't have, got {value!r:.60}")
+        counts = {name: settings[name] for name in _READ[3:] if settings.get(name) is not None}
+        if len({*map(repr, counts.values())}) > 1:
+            raise ValueError(f"expected one number of experts, got {counts}")
+        settings = {**settings, self.total: next(iter(counts.values()), self.usual_count)}
+        depth = number_of(settings, "num_hidden_layers")
+        sparse = self._sparse(settings, depth)
+        if not any(sparse):
+            return {}
+        options: dict[str, Any] = {
+            "num_experts": number_of(settings, self.total),
+            "num_experts_per_tok": number_of(settings, "num_experts_per_tok"),
+            "router_aux_loss_coef": settings.get("router_aux_loss_coef") or 0.0,
+        }
+        if self.norm_topk_prob is None:
+            options["norm_topk_prob"] = flag_of(settings, "norm_topk_prob", False)
+        if self.d_ff is not None:
+            options["expert_d_ff"] = number_of(settings, self.d_ff)
+        if self.shared:
+            options["shared_expert_d_ff"] = number_of(settings, self.shared[2])
+        return options if all(sparse) else {**options, "sparse_layers": sparse}
+
+    def _sparse(self, settings: Mapping[str, Any], depth: int) -> tuple[bool, ...]:
+        if not self.may_be_dense or number_of(settings, self.total, 0) == 0:
+            return (not self.may_be_dense,) * depth
+        step, dense = settings.get("decoder_sparse_step", 1), settings.get("mlp_only_layers") or []
+        if not isinstance(step, int) or isinstance(step, bool) or step < 1:
+            raise ValueError(f"expected decoder_sparse_step to be an integer of at least 1, got {step!r}")
+        if not isinstance(dense, list | tuple) or not all(type(layer) is int for layer in dense):
+            raise ValueError(f"expected mlp_only_layers to be numbers of layers, got {dense!r:.60}")
+        return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(depth))
+
+    def settings(self, config: GPTConfig) -> dict[str, Any]:
+        """Returns the settings about experts."""
+        if config.num_experts is None:
+            raise MisfitError("num_experts", "expected num_experts in a model of this family, got None")
+        if (config.shared_expert_d_ff is not None) != bool(self.shared):
+            raise MisfitError("shared_expert_d_ff", f"expected other shared experts, got {config.shared_expert_d_ff}")
+        settings: dict[str, Any] = {
+            self.total: config.num_experts,
+            "num_experts_per_tok": config.num_experts_per_tok,
+            "router_aux_loss_coef": config.router_aux_loss_coef,
+        }
+        if self.norm_topk_prob is None:
+            settings["norm_topk_prob"] = config.norm_topk_prob
+        if self.d_ff is not None:
+            settings[self.d_ff] = config.expert_d_ff or config.d_ff
+        elif config.expert_d_ff not in (None, config.d_ff):
+            raise MisfitError("expert_d_ff", f"expected expert_d_ff={config.d_ff}, got {config.expert_d_ff}")
+        if self.shared:
+            settings[self.shared[2]] = config.shared_expert_d_ff
+        if self.may_be_dense:
+            dense = [layer for layer, is_sparse in enumerate(config.sparse) if not is_sparse]
+            settings |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+        return settings
+
+    def names(self, names: dict[str, tuple[str, ...]], config: GPTConfig) -> dict[str, tuple[str, ...]]:
+        """Returns the names of a model's tensors, with those of experts in the place of the feed-forward network's."""
+        gate, up, down = self.parts
+        for layer in (layer for layer, is_sparse in enumerate(config.sparse) if is_sparse):
+            own, place = f"decoder.layers.{layer}", f"layers.{layer}.{self.place}"
+            for name in ("linear1", "linear2"):
+                del names[f"{own}.{name}.weight"]
+            experts = [f"{place}.experts.{expert}" for expert in range(config.num_experts or 0)]
+            pairs = tuple(f"{expert}.{part}.weight" for expert in experts for part in (gate, up))
+            names[f"{own}.mixture.linear1.weight"] = pairs
+            names[f"{own}.mixture.linear2.weight"] = tuple(f"{expert}.{down}.weight" for expert in experts)
+            router: tuple[str, ...] = (f"{place}.gate.weight",)
+            if self.shared:
+                shared, shared_gate, _ = self.shared
+                router = (*router, f"{place}.{shared_gate}.weight")
+                for name, parts in (("linear1", _GATED[:2]), ("linear2", _GATED[2:])):
+                    hf_names = tuple(f"{place}.{shared}.{part}.weight" for part in parts)
+                    names[f"{own}.mixture.shared.{name}.weight"] = hf_names
+            names[f"{own}.mixture.router.weight"] = router
+        return names
+
+    def opened(self, state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Returns a state with a tensor for each expert, of one that may have one for all: views of them."""
+        opened: dict[str, Tensor] = {}
+        count = next((settings[name] for name in _READ[3:] if settings.get(name) is not None), self.usual_count)
+        for name, tensor in state.items():
+            match = re.fullmatch(r"(.*)\.\w+\.experts\.(gate_up_proj|down_proj)", name)
+            if match is None:
+                opened[self._on_disk(name)] = tensor
+                continue
+            if tensor.dim() != 3 or len(tensor) != count or not tensor.numel():
+                raise ValueError(f"expected {name} to have {count} experts of two dimensions, got {(*tensor.shape,)}")
+            gate, up, down = self.parts
+            for expert, matrix in enumerate(tensor.unbind()):
+                place = f"{match[1]}.{self.place}.experts.{expert}"
+                if match[2] == "down_proj":
+                    opened[f"{place}.{down}.weight"] = matrix
+                else:
+                    opened[f"{place}.{gate}.weight"], opened[f"{place}.{up}.weight"] = matrix.chunk(2)
+        return opened
+
+    def _on_disk(self, name: str) -> str:
+        return re.sub(r"(layers\.\d+)\.(mlp|block_sparse_moe)\.", rf"\1.{self.place}.", name)
+
+
+def in_memory(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a state as a model of transformers has it, of one that has a tensor for each expert.
+
+    Args:
+        weights: the tensors by their names on disk.
+        expected: those of the model, in whose form they are returned. Before version 5 it is that on disk.
+    """
+    if weights.keys() == expected.keys():
+        return dict(weights)
+    found: dict[str, Tensor] = {}
+    parts: dict[str, dict[tuple[int, str], Tensor]] = {}
+    for name, tensor in weights.items():
+        name = name.replace(".block_sparse_moe.", ".mlp.")
+        if (match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name)) is None:
+            found[name] = tensor
+        else:
+            parts.setdefault(match[1], {})[int(match[2]), match[3]] = tensor
+    for place, tensors in parts.items():
+        count = max(expert for expert, _ in tensors) + 1
+        gate, up, down = ("w1", "w3", "w2") if (0, "w1") in tensors else _GATED
+        pairs = [torch.cat([tensors[i, gate], tensors[i, up]]) for i in range(count)]
+        found[f"{place}.gate_up_proj"] = torch.stack(pairs)
+        found[f"{place}.down_proj"] = torch.stack([tensors[i, down] for i in range(count)])
+    return found
+
+
+def _every_other(settings: Mapping[str, Any], depth: int) -> list[str]:
+    """Gives every other one of the first max_window_layers a window, as Qwen2-MoE does."""
+    types = after_some({**settings, "max_window_layers": 0}, depth)
+    last = number_of(settings, "max_window_layers", 0)
+    return [kind if layer % 2 == 0 and layer < last else FULL for layer, kind in enumerate(types)]
+
+
+def _if_used(settings: Mapping[str, Any], depth: int) -> list[str]:
+    """Gives all layers a window if the settings use it."""
+    return after_some({**settings, "max_window_layers": 0}, depth)
+
+
+def _variant(kind: str, name: str, experts: Experts, **options: Any) -> Variant:
+    named = [field for field in ("expert_d_ff", "shared_expert_d_ff", "sparse_layers") if experts.d_ff is not None]
+    if experts.norm_topk_prob is None:
+        named.append("norm_topk_prob")
+    return Variant(
+        kind,
+        name,
+        more=experts.options,
+        more_settings=experts.settings,
+        free=(*_FREE, *named),
+        rename=experts.names,
+        open=experts.opened,
+        **options,
+    )
+
+
+_QWEN = {
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_key_value_heads": 4, "sliding_window": 4096,
+    "max_window_layers": 28, "router_aux_loss_coef": 0.001,
+}  # fmt: skip
+_SHARED = ("shared_expert", "shared_expert_gate", "shared_expert_intermediate_size")
+VARIANTS = (
+    _variant(
+        "mixtral",
+        "Mixtral",
+        Experts("block_sparse_moe", ("w1", "w3", "w2"), "num_local_experts", 8, True),
+        usual={
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "num_experts_per_tok": 2,
+            "router_aux_loss_coef": 0.001,
+        },
+        layer_types=everywhere,
+        has_layer_types=False,
+        base=1e6,
+    ),
+    _variant(
+        "olmoe",
+        "OLMoE",
+        Experts(),
+        usual={"rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.01},
+        modules={**MODULES, **QK_NORMS},
+        fixed={"norm": "rms", "qk_norm": "all"},
+        biases=("attention_bias", "attention_bias", False),
+        own_heads=False,
+    ),
+    _variant(
+        "qwen2_moe",
+        "Qwen2-MoE",
+        Experts(usual_count=60, d_ff="moe_intermediate_size", shared=_SHARED, may_be_dense=True),
+        usual={
+            **_QWEN, "num_key_value_heads": 16, "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "qkv_bias": True,
+        },
+        biases=("qkv_bias", False, False),
+        layer_types=_every_other,
+    ),
+    _variant(
+        "qwen3_moe",
+        "Qwen3-MoE",
+        Experts(usual_count=128, d_ff="moe_intermediate_size", may_be_dense=True),
+        usual=_QWEN,
+        modules={**MODULES, **QK_NORMS},
+        fixed={"norm": "rms", "qk_norm": "head"},
+        biases=("attention_bias", "attention_bias", False),
+        layer_types=_if_used,
+        has_layer_types=False,
+    ),
+)  # fmt: skip
+FORMS = {variant.kind: variant.form for variant in VARIANTS}
