@@ -26,6 +26,10 @@ _LLAMA: dict[str, Any] = {
 }  # fmt: skip
 _GROUPED = {**_LLAMA, "num_key_value_heads": 2}
 _GEMMA = {**_GROUPED, "head_dim": 6}
+_QWEN_MOE = {
+    **_GROUPED, "use_sliding_window": True, "sliding_window": 5, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20, "decoder_sparse_step": 2,
+}  # fmt: skip
 _BERT: dict[str, Any] = {**_LLAMA, "num_labels": 3}
 _BART: dict[str, Any] = {
     **_IDS, "d_model": 24, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 3,
@@ -61,6 +65,10 @@ BASES: dict[str, dict[str, Any]] = {
     "gemma3_text": {**_GEMMA, "sliding_window": 5, "query_pre_attn_scalar": 9, "sliding_window_pattern": 2},
     "gpt_neox": {**_LLAMA, "num_attention_heads": 3},
     "starcoder2": {**_GROUPED, "sliding_window": 5},
+    "mixtral": {**_GROUPED, "sliding_window": 5, "num_local_experts": 4},
+    "olmoe": {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 3},
+    "qwen2_moe": {**_QWEN_MOE, "shared_expert_intermediate_size": 28},
+    "qwen3_moe": {**_QWEN_MOE, "head_dim": 6},
 }  # fmt: skip
 
 _ACTIVATIONS = (

@@ -1,7 +1,7 @@
 """The relatives of Llama whose layers have several feed-forward networks: a mixture of experts.
 
 Their files have a matrix for each expert, or one tensor for all experts of a layer, as models in memory do from version
-5 of transformers on. Both are read; what is written has the form of the family's own files.
+5 of transformers on. Both are read; the first is written.
 """
 
 from __future__ import annotations
