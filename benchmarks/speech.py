@@ -4,7 +4,7 @@
 
 FOLDER is a Whisper's folder of CTranslate2, or of transformers, which alone transformers can read. Each provider is a
 process for each precision and number of threads, of which the better counts. "one by one" decodes windows in their
-order, "batched" cuts them at pauses, 8 at a time. Memory is what the process grew by while it loaded and worked.
+order, "batched" cuts them at pauses, 8 at a time. Memory is the peak of the process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
+import re
 import statistics
 import subprocess
 import sys
@@ -20,7 +20,6 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.measure import record
 from benchmarks.measure.commands import count, parser_of, positive
 
 PROVIDERS = ("fastformer", "faster-whisper", "transformers")
@@ -70,7 +69,6 @@ class Worker:
 
 def work(provider: str, precision: str, threads: str, folder: str, beams: str, *files: str) -> None:
     """The worker's side: loads the model, and for each line of standard input transcribes all files."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     options = {"language": "en", "beam_size": int(beams), "temperature": 0.0}
     pipe: Any = None
     try:
@@ -93,19 +91,26 @@ def work(provider: str, precision: str, threads: str, folder: str, beams: str, *
         return
     print(json.dumps({}), flush=True)
     for line in sys.stdin:
-        is_batch, began, texts, seconds = line.strip() == "batched", time.perf_counter(), [], 0.0
-        for file in files:
+        is_first, is_batch = line == "first\n", line == "batched\n"
+        began, texts, seconds = time.perf_counter(), [], 0.0
+        for file in files[:1] if is_first else files:
             if pipe is not None:
                 kinds = {"num_beams": int(beams), "language": "en", "task": "transcribe"}
                 texts.append(pipe(file, batch_size=BATCH if is_batch else 1, generate_kwargs=kinds)["text"])
                 continue
             run = batched.transcribe if is_batch else model.transcribe
-            segments, info = run(file, **options, **({"batch_size": BATCH} if is_batch else {}))
+            more = {"batch_size": BATCH} if is_batch else {"clip_timestamps": [0, 30]} if is_first else {}
+            segments, info = run(file, **options, **more)
             texts.append("".join(segment.text for segment in segments))
             seconds += info.duration
         elapsed = time.perf_counter() - began
-        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-        print(json.dumps({"elapsed": elapsed, "seconds": seconds, "texts": texts, "peak_mib": grown}), flush=True)
+        print(json.dumps({"elapsed": elapsed, "seconds": seconds, "texts": texts, "peak_mib": _peak()}), flush=True)
+
+
+def _peak() -> float:
+    """Returns the most memory that this process has had, in MiB; unlike getrusage, without that of its parent."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.findall(r"VmHWM:\s+(\d+)", status)[0]) / 1024
 
 
 def word_errors(text: str, reference: str) -> float:
@@ -135,14 +140,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--num_beams", **count(1, "beams of the search; 1 is greedy"))
     parser.add_argument("--rounds", **count(3, "turns of each"))
     options = parser.parse_args(arguments)
+    from benchmarks.measure import record  # imports PyTorch, which a worker must not
+
+    texts: dict[tuple[str, ...], str] = {}
     for precision in options.precisions:
-        for row in compare(options, precision):
+        for row in compare(options, precision, texts):
             record.append(options.out, row)
+    for (precision, mode, provider), text in texts.items():
+        if precision != "fp32" and (exact := texts.get(("fp32", mode, provider))) is not None:
+            print(f"{provider}, {precision}, {mode}: {100 * word_errors(text, exact):.2f} % other words than in fp32")
     return 0
 
 
-def compare(options: argparse.Namespace, precision: str) -> list[dict[str, Any]]:
-    """Returns the rows of a precision."""
+def compare(options: argparse.Namespace, precision: str, texts: dict[tuple[str, ...], str]) -> list[dict[str, Any]]:
+    """Returns the rows of a precision, and adds its texts by precision, mode and provider."""
     folder, files = os.path.abspath(options.folder), [os.path.abspath(file) for file in options.files]
     jobs = [Job(provider, precision, threads) for provider in options.providers for threads in options.threads]
     workers = [Worker(job, folder, options.num_beams, files) for job in jobs]
@@ -150,16 +161,17 @@ def compare(options: argparse.Namespace, precision: str) -> list[dict[str, Any]]
     try:
         for mode in options.modes:
             turns: dict[Job, list[dict[str, Any]]] = {}
-            for number in range(options.rounds + 1):  # the first warms up
+            for number in range(options.rounds + 1):  # the first warms up, with a window
                 for worker in workers:
                     if not worker.missing:
-                        turn = worker.ask(mode)
+                        turn = worker.ask(mode if number else "first")
                         if number and "elapsed" in turn:
                             turns.setdefault(worker.job, []).append(turn)
             best = {}
             for job, each in sorted(turns.items(), key=lambda item: -statistics.median(t["elapsed"] for t in item[1])):
                 best[job.provider] = (job, each)  # the faster number of threads comes last
             rows += [_row(provider, mode, best, options) for provider in options.providers if provider in best]
+            texts |= {(precision, mode, name): " ".join(each[-1]["texts"]) for name, (_, each) in best.items()}
     finally:
         for worker in workers:
             if worker.missing:
@@ -169,6 +181,8 @@ def compare(options: argparse.Namespace, precision: str) -> list[dict[str, Any]]
 
 
 def _row(provider: str, mode: str, best: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks.measure import record
+
     job, turns = best[provider]
     times = [turn["elapsed"] for turn in turns]
     seconds = max(turn["seconds"] for _, each in best.values() for turn in each)

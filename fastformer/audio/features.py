@@ -14,6 +14,7 @@ RATE = 16_000  # samples a second
 HOP = 160  # samples between two frames
 FRAMES_PER_SECOND = RATE // HOP
 _FFT = 400  # samples of a frame
+_SILENCE = -10.0  # the least logarithm of a band
 _BLOCK_FRAMES = 6_000  # computed together where the loudest frame of a recording is searched
 _LINEAR_MELS, _MEL_HZ = 15, 200 / 3  # Slaney's scale: linear up to 1 kHz, then logarithmic, 27 mels for a factor 6.4
 _LOG_STEP = np.log(6.4) / 27
@@ -74,7 +75,27 @@ class Features:
     def _least(self) -> float:
         """The least value of a frame: 80 dB below the loudest one."""
         blocks = range(0, self.all_frames, _BLOCK_FRAMES)
-        return max((float(self._log_mel(at, at + _BLOCK_FRAMES).max()) for at in blocks), default=0.0) - 8
+        if len(blocks) < 2:
+            return max((float(self._log_mel(at, at + _BLOCK_FRAMES).max()) for at in blocks), default=0.0) - 8
+        # A band has at most the energy of its frame times its largest weight: most frames can't be the loudest one.
+        bounds = np.concatenate([self._bounds(at, min(at + _BLOCK_FRAMES, self.all_frames)) for at in blocks])
+        loudest = _SILENCE
+        for at in sorted(blocks, key=lambda at: -bounds[at : at + _BLOCK_FRAMES].max()):
+            places = np.flatnonzero(bounds[at : at + _BLOCK_FRAMES] > loudest)
+            if not len(places):
+                break
+            frames = self._frames(at, min(at + _BLOCK_FRAMES, self.all_frames))[places]
+            loudest = max(loudest, float(_log_mel(frames, self.n_mels).max()))
+        return loudest - 8
+
+    def _bounds(self, start: int, stop: int) -> Array:
+        """Returns what the bands of frames don't exceed."""
+        # A frame is within the 4 hops around its middle.
+        hops = self._padded((start - 2) * HOP, (stop + 1) * HOP).reshape(-1, HOP)
+        energies = np.einsum("ij,ij->i", hops, hops)
+        sums = energies[:-3] + energies[1:-2] + energies[2:-1] + energies[3:]
+        most: Array = np.log10(np.maximum(sums * (1.001 * _FFT / 2 * mel_filters(self.n_mels).max()), 10**_SILENCE))
+        return most
 
     def window(self, start: int, num_frames: int) -> Array:
         """Returns the features (n_mels, width) of frames, followed by zeros.
@@ -95,13 +116,13 @@ class Features:
             return np.zeros((self.n_mels, 0), np.float32)
         if self._last is not None and self._last[:2] == (start, stop):
             return self._last[2]  # of a short recording, whose loudest frame was searched in this block
-        audio = self._padded(start * HOP - _FFT // 2, (stop - 1) * HOP + _FFT // 2)
-        frames = np.lib.stride_tricks.sliding_window_view(audio, _FFT)[::HOP] * _window()
-        spectrum = np.fft.rfft(frames)
-        power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32, copy=False)
-        result: Array = np.log10(np.maximum(mel_filters(self.n_mels) @ power.T, np.float32(1e-10)))
+        result = _log_mel(self._frames(start, stop), self.n_mels)
         self._last = (start, stop, result) if start == 0 and stop == self.all_frames else None
         return result
+
+    def _frames(self, start: int, stop: int) -> Array:
+        audio = self._padded(start * HOP - _FFT // 2, (stop - 1) * HOP + _FFT // 2)
+        return np.lib.stride_tricks.sliding_window_view(audio, _FFT)[::HOP]
 
     def _padded(self, start: int, stop: int) -> Array:
         """Returns samples, of which those outside of the padded audio are its reflection."""
@@ -114,6 +135,14 @@ class Features:
         read = self.samples.read(first, last) if last > first else np.zeros(0, np.float32)
         silence = np.zeros(int(places.max()) + 1 - first - len(read), np.float32)
         return np.concatenate([read, silence])[places - first]
+
+
+def _log_mel(frames: Array, n_mels: int) -> Array:
+    """Returns the logarithms of the bands' energies in frames of samples, (n_mels, frames)."""
+    spectrum = np.fft.rfft(frames * _window())
+    power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32, copy=False)
+    bands: Array = np.log10(np.maximum(mel_filters(n_mels) @ power.T, np.float32(10**_SILENCE)))
+    return bands
 
 
 @functools.cache

@@ -6,6 +6,7 @@ With `av` (an extra) all formats of FFmpeg are read, with `soundfile` those of l
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import os
 import struct
@@ -196,7 +197,7 @@ def _with_av(file: Any, name: Any) -> Iterator[np.ndarray[Any, Any]]:
             if not container.streams.audio:
                 raise ValueError(f"expected audio in {name}, got a file without any")
             resampler = av.AudioResampler(format="s16", layout="mono", rate=RATE)
-            for frame in (*_frames(container, av.error.FFmpegError), None):
+            for frame in itertools.chain(_frames(container, av.error.FFmpegError), [None]):
                 if frame is not None:
                     frame.pts = None  # times that jump are no reason to stop
                 for part in resampler.resample(frame):

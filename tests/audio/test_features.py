@@ -30,6 +30,14 @@ def test_windows_are_parts_of_the_whole() -> None:
         assert not window[:, size:].any()
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_loudest_frame_of_many_blocks(seed, monkeypatch) -> None:
+    samples = sound(9.87, seed) * np.linspace(1, 0.2, 157_920, dtype=np.float32)
+    whole = log_mel(samples, 80, padding=160)
+    monkeypatch.setattr("fastformer.audio.features._BLOCK_FRAMES", 90)
+    np.testing.assert_allclose(Features(Recording.of(samples), 80, 300).window(600, 300), whole[:, 600:900], atol=1e-5)
+
+
 @pytest.mark.parametrize("length", [0, 1, 159, 160, 399])
 def test_the_shortest_recordings_have_features(length) -> None:
     samples = sound(1)[:length]
