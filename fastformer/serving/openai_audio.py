@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fastformer.audio.results import FORMATS, Segment, TranscriptionInfo
 from fastformer.audio.scheduler import MAX_WINDOWS, SpeechRequest
+from fastformer.audio.tokens import LANGUAGE_NAMES
 from fastformer.generation.jobs import Job
 from fastformer.serving.answers import EventStream, answer, event, until_gone
 from fastformer.serving.limits import Limits
@@ -127,7 +128,8 @@ async def _answered(
 
 
 def _verbose(segments: list[Segment], info: TranscriptionInfo, options: dict[str, Any]) -> dict[str, Any]:
-    fields = {"task": options.get("task", "transcribe"), "language": info.language, "duration": info.duration}
+    language = LANGUAGE_NAMES.get(info.language, info.language)
+    fields = {"task": options.get("task", "transcribe"), "language": language, "duration": info.duration}
     values = [asdict(segment) for segment in segments]
     words = [word for value in values for word in value.pop("words") or ()]
     if options.get("word_timestamps"):

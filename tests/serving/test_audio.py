@@ -52,7 +52,7 @@ def test_each_format(form, path, text) -> None:
     if form.endswith("json"):
         value = response.json()
         assert value["text"] == text and value["usage"] == {"type": "duration", "seconds": 5}
-        assert form == "json" or (value["language"], value["duration"]) == ("en", 5.0) and value["segments"]
+        assert form == "json" or (value["language"], value["duration"]) == ("english", 5.0) and value["segments"]
     elif form == "text":
         assert response.text == text + "\n"
     else:
