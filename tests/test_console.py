@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fastformer import cli, console
-from fastformer.console import Output, OutputLostError, printable, standard_streams
+from fastformer.console import Output, OutputLostError, printable, shown, standard_streams
 
 posix = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, which Linux has")
 
@@ -90,6 +90,14 @@ def test_output_is_utf8_in_any_locale(encoding, monkeypatch) -> None:
     assert raw[0].getvalue() == "zwölf \u4e2d \U0001f600 ".encode() + b"\xff\n"
     assert raw[1].getvalue() == "zwölf \u4e2d \\udcff\n".encode()
     assert [stream.encoding for stream in streams] == [encoding] * 2  # as they were
+
+
+def test_tabs_and_line_ends_reach_a_terminal() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    assert shown("a\tb\nc\x1b", Terminal()) == "a\tb\nc\\x1b" and shown("\x1b", io.StringIO()) == "\x1b"
 
 
 def test_unencodable_characters_are_escaped() -> None:

@@ -24,6 +24,7 @@ class SampleSettings:
     count: Annotated[int, Range(1)] = 1
     share: Annotated[float, Range(0, below=1)] = 0.5
     part: Annotated[float, Range(0, most=1)] = 0.5
+    rate: Annotated[float, Range(above=0)] = 0.5
     kind: Literal["one", "two"] = "one"
     on: bool = True
     size: Annotated[int, Range(0)] | None = None
@@ -36,6 +37,7 @@ class SampleSettings:
         ("count", (0, 1.0, "1", True, None)),
         ("share", (1, -1e-9, math.nan, math.inf, False)),
         ("part", (1.0000001,)),
+        ("rate", (0, 0.0, -1e-9)),
         ("kind", ("tow", None)),
         ("on", ("no", 1)),
         ("size", (-1, "x")),
@@ -52,7 +54,7 @@ def test_parts_that_do_not_fit_are_refused(name, wrong) -> None:
     "values",
     [
         {"count": 1, "share": 0, "part": 1, "size": 0, "path": "x"},
-        {"share": math.nextafter(1, 0), "part": 0, "size": None, "kind": "two", "on": False},
+        {"share": math.nextafter(1, 0), "part": 0, "rate": 1e-300, "size": None, "kind": "two", "on": False},
     ],
 )
 def test_sizes_up_to_the_bounds_are_accepted(values) -> None:

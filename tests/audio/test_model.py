@@ -144,6 +144,12 @@ def test_draws_have_the_probabilities_of_the_model(speech: SpeechModel, plain: A
     assert float((frequencies - probabilities).abs().max()) < 0.04
 
 
+def test_the_older_name_of_silence_is_known(folder: Path) -> None:
+    path, expected = folder / "vocabulary.json", SpeechModel.from_pretrained(folder).config.no_speech
+    path.write_text(path.read_text().replace("<|nospeech|>", "<|nocaptions|>"))
+    assert SpeechModel.from_pretrained(folder).config.no_speech == expected
+
+
 def test_bad_calls_are_refused(speech: SpeechModel) -> None:
     states = speech.encode(features(2))
     broken = features(1)

@@ -291,6 +291,25 @@ def test_scores_of_beams_are_those_of_transformers(kind, forbidden, made, tmp_pa
         assert torch.equal(found.sequences[:, :longest], expected.sequences[:, 1 : longest + 1])
 
 
+def test_the_offset_of_a_pegasus_is_its_tokenizers(made, tmp_path) -> None:
+    folder = shutil.copytree(made("pegasus-spiece").folder, tmp_path / "folder")
+    usual = loaded(folder)[1].encode("the dog")
+    values = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(values | {"offset": 100}))
+    assert loaded(folder)[1].encode("the dog") == [i - 3 if i > 103 else i for i in usual] != usual
+
+
+@pytest.mark.parametrize("spaced", [None, False, True])
+def test_a_space_in_front_is_added_if_the_folder_says_so(spaced, made, tmp_path) -> None:
+    folder = shutil.copytree(made("bart-merges").folder, tmp_path / "folder")
+    values = json.loads((folder / "tokenizer_config.json").read_text())
+    values.pop("add_prefix_space", None)
+    values |= {} if spaced is None else {"add_prefix_space": spaced}
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    tokenizer = loaded(folder)[1]
+    assert (tokenizer.encode("the dog") == tokenizer.encode(" the dog")) is bool(spaced)
+
+
 def test_forbidden_ids_are_kept_by_every_way_out_of_a_folder(made, tmp_path) -> None:
     saved = made("marian")
     model, tokenizer = loaded(saved.folder)

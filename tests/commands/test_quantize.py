@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from fastformer.checkpoints import load_model
+from fastformer.checkpoints.gguf.file import read_gguf
 from fastformer.cli import main
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator
 from fastformer.generation.engines.cpp_support import why_no_cpp_engine
 from fastformer.models import GPT, Transformer
 from tests.encoding.folders import bert
+from tests.foreign.gguf_files import FOLDER
 from tests.generation.small import tiny
 
 FEW = ["--max_new_tokens", "6", "--device", "cpu"]
@@ -52,6 +54,14 @@ def test_a_language_model_too(tmp_path, ran) -> None:
     tiny(GPT, max_len=40).save_pretrained(tmp_path / "run", ByteTokenizer())
     assert main(["quantize", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     assert ran("generate", str(tmp_path / "out"), "a", "--greedy", *FEW).out.splitlines()[1].startswith("a")
+
+
+@pytest.mark.parametrize(("flags", "kind"), [((), "Q8_0"), (("--precision", "int8"), "Q8_0"),
+                                             (("--precision", "q4_0"), "Q4_0")])  # fmt: skip
+def test_the_precision_of_a_gguf_file(flags, kind, tmp_path) -> None:
+    out = tmp_path / "small.gguf"
+    assert main(["quantize", str(FOLDER / "llama.gguf"), str(out), *flags]) == 0
+    assert kind in {tensor.kind.name for tensor in read_gguf(out).tensors.values()}
 
 
 def test_existing_files_stay(run, tmp_path, ran) -> None:

@@ -27,6 +27,11 @@ def test_flags_of_other_toolkits(words, said, ran) -> None:
     assert said in ran(*words.split(), code=2).err
 
 
+def test_dashes_in_flags_are_underscores(capsys) -> None:
+    for flag in ("--top-k", "--top_k"):
+        assert main(["generate", "no_such_run", "a", flag, "0"]) == 1 and "no_such_run" in capsys.readouterr().err
+
+
 def test_the_help_says_how_a_text_is_given(ran) -> None:
     text = " ".join(ran("translate", "--help").out.split())
     assert "after --" in text and "--FLAG=TEXT" in text and "--FLAG=false" in text

@@ -98,6 +98,9 @@ async def test_attention_has_a_weight_for_each_pair_of_tokens(translator_folder,
         two = (await client.post("/v1/translate", json={"text": "ab. Cd.", "attention": True})).json()["attention"]
         assert len(two["weights"]) == len(two["target"]) and {*map(len, two["weights"])} == {len(two["source"])}
         assert all(abs(sum(row) - 1) < 0.01 for row in two["weights"])
+        first, before = (len(tokens) for tokens in translator.attention("ab.")[1::-1])  # of the first sentence
+        assert not any(any(row[before:]) for row in two["weights"][:first])
+        assert not any(any(row[:before]) for row in two["weights"][first:]) and len(two["target"]) > first
 
 
 WRONG = {
@@ -146,6 +149,9 @@ async def test_bad_input_is_an_error_and_costs_nothing(translator_folder) -> Non
             assert answer.status_code == 400 and answer.json()["error"]["message"], name
         for large in ({"text": ["a"] * 4}, {"text": "a" * 201}, {"text": ["a" * 201]}):
             assert (await client.post("/v1/translate", json=large)).status_code == 413
+        several = {"text": ["Aaa. Bbb. " * 18] * 2, "max_new_tokens": 1}  # the limit is each text's
+        answer = await client.post("/v1/translate", json=several)
+        assert answer.status_code == 200, answer.text
         stats = service.session.stats()
         assert stats.running == stats.waiting == 0 and service.session.is_alive
         assert (await client.post("/v1/translate", json={"text": "a"})).status_code == 200
