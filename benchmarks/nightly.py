@@ -92,7 +92,7 @@ def draw(every: Sequence[Ratio], rows: Sequence[Row], path: Path) -> None:
 
 
 def measure(job: str, rounds: int, out: Path) -> None:
-    """Runs one of `JOBS`; what is missing becomes a row that says so."""
+    """Runs one of `JOBS`; a peer that is missing becomes a row that says so."""
     words = [sys.executable, "-m", "benchmarks.peers", *shlex.split(job), "--rounds", str(rounds), "--out", str(out)]
     subprocess.run(words, check=False)
 
