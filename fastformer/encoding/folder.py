@@ -292,6 +292,7 @@ def _label_head(
         return LabelHead(state["score.weight"].float())
     tied, vocab = model.embedding.weight.detach().cpu(), model.config.vocab_size
     table = next((state[name] for name in DECODER_FORMS[foreign["model_type"]].heads if name in state), tied)
+    tokens: list[Any]
     if is_default:
         ids = {tokenizer.backend.id_to_token(i): i for i in range(vocab)}
         if _WORDS[0] not in ids or _WORDS[1] not in ids:

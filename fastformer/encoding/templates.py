@@ -102,7 +102,7 @@ class TemplateReader(Reader):
                 for text in _PROBES[1]
             )
             common = os.path.commonprefix([first[::-1], second[::-1]])
-            self._endings[key] = common[::-1] if len(common) < min(len(first), len(second)) else []
+            self._endings[key] = [*common][::-1] if len(common) < min(len(first), len(second)) else []
         return self._endings[key]
 
     def _check_pairs(self) -> None:
