@@ -50,9 +50,11 @@ class PairTokenizer(Tokenizer):
         """Encodes a translation to its ids, without EOS."""
         return self.target.encode(text)
 
-    def encode_batch(self, texts: Sequence[str], max_len: int | None = None) -> list[list[int]]:
+    def encode_batch(
+        self, texts: Sequence[str], max_len: int | None = None, *, lengths: list[int] | None = None
+    ) -> list[list[int]]:
         """Encodes many sources; see `encode`."""
-        return self.source.encode_batch(texts, max_len)
+        return self.source.encode_batch(texts, max_len, lengths=lengths)
 
     @property
     def cuts(self) -> re.Pattern[str] | None:

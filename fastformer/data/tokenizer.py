@@ -134,12 +134,15 @@ class Tokenizer:
             return [i for ids in self.encode_batch(self.pieces(text)) for i in ids]
         return self.encode_batch([text], max_len)[0]
 
-    def encode_batch(self, texts: Sequence[str], max_len: int | None = None) -> list[list[int]]:
+    def encode_batch(
+        self, texts: Sequence[str], max_len: int | None = None, *, lengths: list[int] | None = None
+    ) -> list[list[int]]:
         """Encodes many texts, on all cores if the library can; see `encode`.
 
         Args:
             texts: the texts to encode.
             max_len: the number of tokens that each is cut to, special tokens included; None: the tokenizer's max_len.
+            lengths: a list to which the number of tokens of each text before it is cut is added.
 
         Raises:
             ValueError: a lone surrogate, which is not a character, or a text that the library can't encode; a max_len
@@ -149,6 +152,8 @@ class Tokenizer:
         frame = self._frames[0]
         limit = self._limit(max_len, frame)
         ids = self.backend.encode_batch(list(texts))
+        if lengths is not None:
+            lengths += [len(each) + frame.num_special for each in ids]
         if limit is None and not frame.num_special:
             return ids
         before, after = ([i for i, _ in special] for special in frame.special)
@@ -158,12 +163,15 @@ class Tokenizer:
         """Encodes two texts to ids and token types; see `encode_pairs`."""
         return self.encode_pairs([(first, second)], max_len)[0]
 
-    def encode_pairs(self, pairs: Sequence[Pair], max_len: int | None = None) -> list[Encoded]:
+    def encode_pairs(
+        self, pairs: Sequence[Pair], max_len: int | None = None, *, lengths: list[int] | None = None
+    ) -> list[Encoded]:
         """Encodes pairs of texts to ids and token types, with the special tokens around and between the texts.
 
         Args:
             pairs: two texts each.
             max_len: the number of tokens that a pair is cut to, the longer text first; see `encode_batch`.
+            lengths: see `encode_batch`.
 
         Raises:
             ValueError: see `encode_batch`; a pair of anything but two texts; a tokenizer that isn't an encoder's.
@@ -177,13 +185,14 @@ class Tokenizer:
             check_text(pair[1])
         frame = self._frames[1]
         limit = self._limit(max_len, frame)
-        encoded = self.backend.encode_batch([text for pair in pairs for text in pair])
+        texts = [*dict.fromkeys(text for pair in pairs for text in pair)]  # a query has many passages
+        encoded = dict(zip(texts, self.backend.encode_batch(texts), strict=True))
         rows: list[Encoded] = []
-        for first, second in zip(encoded[::2], encoded[1::2], strict=True):
-            lengths = lengths_of_pair(len(first), len(second), limit)
-            ids, types = frame.around(
-                [self._cut(ids, length) for ids, length in zip((first, second), lengths, strict=True)]
-            )
+        for first, second in ((encoded[first], encoded[second]) for first, second in pairs):
+            if lengths is not None:
+                lengths.append(len(first) + len(second) + frame.num_special)
+            parts = zip((first, second), lengths_of_pair(len(first), len(second), limit), strict=True)
+            ids, types = frame.around([self._cut(ids, length) for ids, length in parts])
             rows.append((ids, types if self.has_token_types else [0] * len(ids)))
         return rows
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from fastformer.settings import Positive, check_value
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 BATCH_TOKENS = 16384  # in one call of the engine
-READ_AHEAD = 4096  # texts in memory at a time: enough for batches of even lengths
+READ_AHEAD = 2048  # texts of a chunk, two of which are in memory: enough for batches of even lengths
 
 
 def chunks(items: Iterable[T]) -> Iterator[list[T]]:
@@ -22,6 +24,26 @@ def chunks(items: Iterable[T]) -> Iterator[list[T]]:
     rest = iter(items)
     while chunk := list(itertools.islice(rest, READ_AHEAD)):
         yield chunk
+
+
+def made_ahead(make: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """Yields `make(item)` of each item, in order, and makes the next in a thread while the caller uses one.
+
+    The caller's thread reads the items, one ahead. A single item needs no thread.
+    """
+    rest, end = iter(items), object()
+    item, following = next(rest, end), next(rest, end)
+    if following is end:
+        if item is not end:
+            yield make(cast(T, item))
+        return
+    with ThreadPoolExecutor(1, "fastformer-texts") as executor:
+        pending = executor.submit(make, cast(T, item))
+        while following is not end:
+            after = executor.submit(make, cast(T, following))
+            yield pending.result()
+            pending, following = after, next(rest, end)
+        yield pending.result()
 
 
 def check_several(name: str, items: object) -> None:

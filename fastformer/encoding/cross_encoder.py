@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fastformer.encoding.batches import BATCH_TOKENS, as_int, check_limits, check_several, chunks, progress
+from fastformer.encoding.batches import BATCH_TOKENS, as_int, check_limits, check_several, chunks, made_ahead, progress
 from fastformer.encoding.folder import Folder
 from fastformer.encoding.folder_model import FolderModel, one_of
 from fastformer.encoding.modules import Array
@@ -204,11 +204,14 @@ class CrossEncoder(FolderModel):
         return scores.to(torch.float32, copy=True)
 
     def _rows(self, inputs: Iterable[Input], prompt: str) -> Iterator[Rows]:
-        numbers = itertools.count()
-        for chunk in chunks(inputs):
-            for pair, number in zip(chunk, numbers, strict=False):
-                check_input(pair, number)
-            yield rows_of(self._reader, chunk, prompt)
+        def checked() -> Iterator[list[Input]]:
+            numbers = itertools.count()
+            for chunk in chunks(inputs):
+                for pair, number in zip(chunk, numbers, strict=False):
+                    check_input(pair, number)
+                yield chunk
+
+        return made_ahead(lambda chunk: rows_of(self._reader, chunk, prompt), checked())
 
     def _tokenized(self, texts: Sequence[Any]) -> Rows:
         return rows_of(self._reader, [[text] if isinstance(text, str) else text for text in texts])

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastformer.encoding.batches import BATCH_TOKENS, check_limits, check_several, chunks, progress
+from fastformer.encoding.batches import BATCH_TOKENS, check_limits, check_several, chunks, made_ahead, progress
 from fastformer.encoding.folder import Folder
 from fastformer.encoding.folder_model import FolderModel, batches, one_of
 from fastformer.encoding.modules import Array, Normalize, Pooling, Stored, normalized, pooled, stored
@@ -326,11 +326,14 @@ class Encoder(FolderModel):
         return all_states
 
     def _rows(self, texts: Iterable[str], prompt: str) -> Iterator[Rows]:
-        numbers = itertools.count(1)
-        for chunk in chunks(texts):
-            for text, number in zip(chunk, numbers, strict=False):
-                expect_text("sentences", number, text)
-            yield self._reader.texts(chunk, prompt)
+        def checked() -> Iterator[list[str]]:
+            numbers = itertools.count(1)
+            for chunk in chunks(texts):
+                for text, number in zip(chunk, numbers, strict=False):
+                    expect_text("sentences", number, text)
+                yield chunk
+
+        return made_ahead(lambda chunk: self._reader.texts(chunk, prompt), checked())
 
 
 _POSITIONAL = tuple(inspect.signature(Encoder.encode).parameters)[2:]

@@ -72,13 +72,14 @@ class TemplateReader(Reader):
         return 0
 
     def _rows(self, texts: Sequence[Sequence[str]], prompt: str, cuts: bool) -> Rows:
-        def encode(each: Sequence[Sequence[str]], max_len: int) -> list[list[int]]:
-            return [self._encode(parts, prompt, max_len) for parts in each]
+        def encode(max_len: int, lengths: list[int]) -> list[list[int]]:
+            return [self._encode(each, prompt, max_len, lengths) for each in texts]
 
-        return Rows(self._encoded(encode, texts, len, cuts))
+        return Rows(self._encoded(encode, cuts))
 
-    def _encode(self, texts: Sequence[str], prompt: str, max_len: int) -> list[int]:
+    def _encode(self, texts: Sequence[str], prompt: str, max_len: int, lengths: list[int]) -> list[int]:
         ids = self._template.encode(self._messages(texts, prompt), self.tokenizer, **self._variables)
+        lengths.append(len(ids))
         if len(ids) <= max_len:
             return ids
         ids = ids[:max_len] if self.tokenizer.side == "right" else ids[len(ids) - max_len :]

@@ -12,10 +12,8 @@ from fastformer.settings import Positive, check_value
 
 logger = logging.getLogger("fastformer")
 
-T = TypeVar("T")
 R = TypeVar("R")
 
-_WHOLE = 10**9  # more tokens than any text has
 Pair = tuple[str, str]
 
 
@@ -31,9 +29,13 @@ class Tokenizer(TemplateTokenizer, Protocol):
     @property
     def has_token_types(self) -> bool: ...
 
-    def encode_batch(self, texts: Sequence[str], max_len: int | None = None) -> list[list[int]]: ...
+    def encode_batch(
+        self, texts: Sequence[str], max_len: int | None = None, *, lengths: list[int] | None = None
+    ) -> list[list[int]]: ...
 
-    def encode_pairs(self, pairs: Sequence[Pair], max_len: int | None = None) -> list[tuple[list[int], list[int]]]: ...
+    def encode_pairs(
+        self, pairs: Sequence[Pair], max_len: int | None = None, *, lengths: list[int] | None = None
+    ) -> list[tuple[list[int], list[int]]]: ...
 
 
 class Rows(NamedTuple):
@@ -101,7 +103,9 @@ class Reader:
             texts = [prompt + text for text in texts]
         if self._lowers:
             texts = [lowered(text) for text in texts]
-        return Rows(self._encoded(self.tokenizer.encode_batch, texts, len, cuts))
+        return Rows(
+            self._encoded(lambda most, lengths: self.tokenizer.encode_batch(texts, most, lengths=lengths), cuts)
+        )
 
     def num_prompt_tokens(self, prompt: str) -> int:
         """Returns the number of tokens at the beginning of a row that come from a prompt in front of its text."""
@@ -124,29 +128,28 @@ class Reader:
             pairs = [(prompt + first, second) for first, second in pairs]
         if self._lowers:
             pairs = [(lowered(first), lowered(second)) for first, second in pairs]
-        rows = self._encoded(self.tokenizer.encode_pairs, pairs, lambda row: len(row[0]), cuts)
+        rows = self._encoded(lambda most, lengths: self.tokenizer.encode_pairs(pairs, most, lengths=lengths), cuts)
         types = [types for _, types in rows] if self.tokenizer.has_token_types else None
         return Rows([ids for ids, _ in rows], types)
 
-    def _encoded(
-        self, encode: Callable[[Sequence[T], int], list[R]], texts: Sequence[T], length: Callable[[R], int], cuts: bool
-    ) -> list[R]:
-        """Returns the rows of texts or pairs. Those of more than max_len tokens are encoded again, and cut."""
-        max_len = self.max_len
-        rows = encode(texts, _WHOLE)
-        long = [index for index, row in enumerate(rows) if length(row) > max_len]
-        if not long:
-            return rows
-        if not cuts:
+    def _encoded(self, encode: Callable[[int, list[int]], list[R]], cuts: bool) -> list[R]:
+        """Returns the rows of texts or pairs, and counts those that were cut.
+
+        Args:
+            encode: (the most tokens of a row, a list to which the lengths before cutting are added) -> the rows.
+            cuts: see `texts`.
+        """
+        max_len, lengths = self.max_len, list[int]()
+        rows = encode(max_len, lengths)
+        long = [index for index, length in enumerate(lengths) if length > max_len]
+        if long and not cuts:
             raise ValueError(
-                f"expected texts of at most {max_len:,} tokens, got one of {length(rows[long[0]]):,} at place "
-                f"{long[0]}: shorten it, or ask for truncation"
+                f"expected texts of at most {max_len:,} tokens, got one of {lengths[long[0]]:,} at place {long[0]}: "
+                "shorten it, or ask for truncation"
             )
-        for index, row in zip(long, encode([texts[index] for index in long], max_len), strict=True):
-            rows[index] = row
         with self._lock:
             is_first, self.num_cut = self.num_cut == 0, self.num_cut + len(long)
-        if is_first:
+        if long and is_first:
             logger.warning(
                 "cut a text to max_seq_length, %d tokens; num_cut counts such texts. This warning is shown once",
                 max_len,

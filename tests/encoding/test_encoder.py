@@ -6,6 +6,8 @@ import copy
 import json
 import logging
 import pickle
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import fastformer
+from fastformer.encoding import batches
 from fastformer.encoding.batches import READ_AHEAD, packed
 from tests.checks import assert_accurate
 from tests.encoding.folders import D_MODEL, MANY, MAX_LEN, TEXTS, bert, dense, mean, modules, states, write
@@ -291,7 +294,7 @@ def test_a_stream_reads_ahead_a_little(plain) -> None:
             yield "a"
 
     parts = encoder.stream(texts())
-    assert len(next(parts)) <= READ_AHEAD and read <= READ_AHEAD + 1
+    assert len(next(parts)) <= READ_AHEAD and read <= 2 * READ_AHEAD + 1
 
 
 def test_threads_share_an_encoder(plain) -> None:
@@ -338,3 +341,31 @@ def test_a_hundred_encoders_leave_no_memory_behind(tmp_path, precision) -> None:
         if number % 5 == 4:
             seen.append(resident())
     assert max(seen[4:]) - seen[3] < 10, seen
+
+
+def test_texts_are_read_in_the_callers_thread_and_made_ahead_in_another(monkeypatch) -> None:
+    """Tests the order, errors, and that a single item starts no thread."""
+    monkeypatch.setattr(batches, "READ_AHEAD", 2)
+    caller, readers, makers = threading.get_ident(), set[int](), list[int]()
+
+    def texts(count: int) -> Iterator[int]:
+        for number in range(count):
+            readers.add(threading.get_ident())
+            yield number
+
+    def make(chunk: list[int]) -> list[int]:
+        makers.append(threading.get_ident())
+        if 8 in chunk:
+            raise ValueError("the fifth chunk")
+        return [2 * number for number in chunk]
+
+    for count in (0, 1, 2, 3, 4, 7):
+        makers.clear()
+        made = list(batches.made_ahead(make, batches.chunks(texts(count))))
+        assert sum(made, []) == [2 * number for number in range(count)] and readers <= {caller}
+        assert all((maker == caller) == (count <= 2) for maker in makers)
+    found = []
+    with pytest.raises(ValueError, match="fifth"):
+        for chunk in batches.made_ahead(make, batches.chunks(texts(20))):
+            found.append(chunk)
+    assert len(found) == 4
