@@ -27,7 +27,7 @@ from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import new_scheduler
 from fastformer.generation.search import Hypothesis
 from fastformer.generation.session import Session
-from fastformer.generation.streaming import ByteRuns, TextPieces, behind_ends
+from fastformer.generation.streaming import ByteRuns, Marked, TextPieces, behind_ends
 from fastformer.settings import Count, check_value
 from fastformer.special_ids import SpecialIds
 
@@ -316,6 +316,12 @@ class AsyncGenerator(Session[Request]):
         tokenizer: TemplateTokenizer = self.tokenizer
         return ChatIds(self.encode(self.template.encode(messages, tokenizer, **variables)))
 
+    def special_marks(self, marks: Collection[str]) -> dict[str, int]:
+        """Returns the ids of those texts that are special tokens, which texts omit."""
+        added = getattr(self.tokenizer, "added_tokens", {}) if marks else {}
+        special = {mark: self.tokenizer.encode_template(mark) for mark in marks if added.get(mark)}
+        return {mark: ids[0] for mark, ids in special.items() if len(ids) == 1}
+
     def check_constraint(self, options: Mapping[str, Any]) -> None:
         """Compiles the constraint of some options, or raises the ValueError that `requests` would raise."""
         constraint = GenerationConfig.from_options(options).constraint
@@ -394,9 +400,15 @@ class AsyncGenerator(Session[Request]):
         *,
         log_probs: bool = False,
         num_alternatives: int = 0,
+        marks: Collection[str] = (),
         **options: Unpack[GenerationOptions],
     ) -> list[SampleRequest]:
-        """Makes the request of each sample; see `complete`. Several prompts' requests may be submitted together."""
+        """Makes the request of each sample; see `complete`. Several prompts' requests may be submitted together.
+
+        Args:
+            prompt, config, log_probs, num_alternatives, options: see `complete`.
+            marks: special tokens that the text shows, such as those around the calls of tools.
+        """
         if num_alternatives != 0:
             check_value("num_alternatives", num_alternatives, Count)
         config = self.config if config is None else config
@@ -423,7 +435,9 @@ class AsyncGenerator(Session[Request]):
             num_alternatives=num_alternatives,
         )
         begin = builder.anchor or (() if is_chat else behind_ends(ids, self._ends))
-        new_text = functools.partial(TextPieces, self.tokenizer, begin, is_told=True, runs=self._runs)
+        shown = {i: name for name, i in self.special_marks(marks).items()}
+        decoder = Marked(self.tokenizer, shown) if shown else self.tokenizer
+        new_text = functools.partial(TextPieces, decoder, begin, is_told=True, runs=self._runs)
         kind = functools.partial(SampleRequest, new_text=new_text, ends=builder.ids.eos)
         checked, requests = builder.check(ids), list[SampleRequest]()
         name = f"prompt {prompt!r:.{_SHOWN}}" if isinstance(prompt, str) else f"a prompt of {len(ids):,} tokens"

@@ -22,7 +22,7 @@ Mask = npt.NDArray[np.uint32]
 
 # JSON may have one space, or a line end and an indentation, between its parts. Without a limit, small models write
 # white space up to the limit of tokens.
-_WHITE_SPACE = r"( |\n[ \t]{0,40})"
+WHITE_SPACE = r"( |\n[ \t]{0,40})"
 _MOST_GRAMMARS = 32  # the compiled grammars that a vocabulary keeps
 _PREFIXES = ("\n", "=", "a")  # texts in front of a text that a tokenizer would else begin with a space
 _vocabularies: weakref.WeakKeyDictionary[Any, Vocabulary] = weakref.WeakKeyDictionary()
@@ -121,9 +121,9 @@ class _Wrapped:
 
     def __init__(self, tokenizer: Any, data: Sequence[bytes | None]) -> None:
         self.eos_token_id = len(data)
-        # A token whose bytes begin with FF is special; one without bytes is never allowed.
-        self.tokens = [*(one or b"" for one in data), b"\xff<end>"]
-        self.special_token_ids = [self.eos_token_id]
+        # A token whose bytes begin with FF is special: only a grammar that names its id allows it.
+        self.tokens = [*(one or b"\xff[%d]" % i for i, one in enumerate(data)), b"\xff<end>"]
+        self.special_token_ids = [*(i for i, one in enumerate(data) if not one), self.eos_token_id]
         self._tokenizer, self._data = weakref.ref(tokenizer), data  # a vocabulary lives as long as its tokenizer
         self._ids: dict[bytes, int] = {}
         for i, one in enumerate(data):
@@ -216,7 +216,7 @@ def _is_set(mask: Mask, token: int) -> bool:
 def _grammar_of(constraint: Constraint, library: ModuleType) -> str:
     matcher, text = library.LLMatcher, constraint.text
     if constraint.kind == "schema":
-        options = {"whitespace_pattern": _WHITE_SPACE}
+        options = {"whitespace_pattern": WHITE_SPACE}
         return str(matcher.grammar_from_json_schema(text, overrides=options))
     if constraint.kind == "regex":
         return str(matcher.grammar_from_regex(text))

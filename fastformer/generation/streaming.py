@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -32,6 +32,32 @@ class Detokenizer(Protocol):
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of ids."""
+
+
+class Marked:
+    """A tokenizer whose texts show some special tokens, which it else omits.
+
+    Args:
+        tokenizer: the tokenizer.
+        marks: the special tokens, by id.
+    """
+
+    def __init__(self, tokenizer: Detokenizer, marks: Mapping[int, str]) -> None:
+        self._tokenizer, self._marks = tokenizer, marks
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of a text, without EOS."""
+        return self._tokenizer.encode(text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of ids, with the marks among them."""
+        text, run = "", list[int]()
+        for i in ids:
+            if (mark := self._marks.get(i)) is None:
+                run.append(i)
+            else:
+                text, run = f"{text}{self._tokenizer.decode(run) if run else ''}{mark}", []
+        return f"{text}{self._tokenizer.decode(run)}" if run else text
 
 
 class TextPieces:

@@ -22,6 +22,7 @@ from fastformer.serving.limits import Limits
 MOST_ALTERNATIVES = 20  # the most alternatives of a token, with their log-probabilities
 _MOST_STOPS = 16
 _MOST_BIASES = 1024
+_MOST_TOOLS = 128  # as many as OpenAI takes
 _MOST_MESSAGES = 2048  # messages of a chat, and parts of them; OpenAI takes as many messages
 
 # Fields of OpenAI, vLLM, SGLang, llama.cpp, TGI and transformers that change what a language model answers. Each has
@@ -222,18 +223,57 @@ class ContentPart(Body):
     text: str | None = None
 
 
+class CalledBody(Body):
+    """The name of a tool in a call, and its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallBody(Body):
+    """A call of a tool in an assistant's message."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledBody
+
+
 class MessageBody(Body):
-    """A message of a chat."""
+    """A message of a chat.
+
+    Attributes:
+        tool_calls: the calls of tools in an assistant's message, which may lack content.
+        tool_call_id: the call whose result a tool's message is.
+        reasoning_content: the reasoning of an assistant's message, for templates that read it.
+    """
 
     # prefix and partial ask to continue a message
     unsupported = {
         "audio": (), "function_call": (), "partial": (False,), "prefix": (False,), "reasoning": ("",),
-        "reasoning_content": ("",), "refusal": ("",), "tool_calls": ([],),
+        "refusal": ("",),
     }  # fmt: skip
 
-    role: Literal["developer", "system", "user", "assistant"]
-    content: str | Annotated[list[ContentPart], Field(min_length=1, fail_fast=True)]
+    role: Literal["developer", "system", "user", "assistant", "tool"]
+    content: str | Annotated[list[ContentPart], Field(min_length=1, fail_fast=True)] | None = None
     name: str | None = None
+    tool_calls: Annotated[list[ToolCallBody], Field(max_length=_MOST_TOOLS, fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class FunctionBody(Body):
+    """A function that the model may call, with the JSON schema of its arguments."""
+
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ToolBody(Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionBody
 
 
 def _countable(messages: Any) -> Any:
@@ -250,6 +290,7 @@ class ChatBody(GenerateBody):
     """The body of a POST /v1/chat/completions request; the last two fields aren't OpenAI's.
 
     Attributes:
+        tool_choice: whether the model calls tools: "none", "auto", "required", or an object with the name of one.
         add_generation_prompt: end the prompt with the beginning of an answer.
         chat_template_kwargs: further variables of the chat template.
     """
@@ -259,6 +300,9 @@ class ChatBody(GenerateBody):
     messages: Annotated[
         list[MessageBody], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True), BeforeValidator(_countable)
     ]
+    tools: Annotated[list[ToolBody], Field(max_length=_MOST_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[Int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
@@ -392,12 +436,29 @@ class ChatLogprobs(BaseModel):
     refusal: None
 
 
+class CalledFunction(BaseModel):
+    """The name of a tool, and its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(BaseModel):
-    """An answer in a chat."""
+    """An answer in a chat; it has tool_calls and reasoning_content if the model wrote some."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = None
 
 
 class ChatChoice(BaseModel):
@@ -406,7 +467,7 @@ class ChatChoice(BaseModel):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class ChatCompletion(BaseModel):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from typing import Any
 
 from fastapi import Response
@@ -153,6 +153,7 @@ class CompletionJob:
             log-probabilities at all.
         deadline: a time of `time.monotonic`.
         constrained: the constraint of the answers; None: they are free.
+        marks: special tokens that the texts show.
 
     Attributes:
         copies: the number of equal answers that each request stands for.
@@ -167,6 +168,7 @@ class CompletionJob:
         alternatives: int | None,
         deadline: float,
         constrained: Constrained | None = None,
+        marks: Collection[str] = (),
     ) -> None:
         self.service, self.body, self.rows, self._deadline = service, body, rows, deadline
         self.alternatives, self.count = alternatives, body.n or 1
@@ -177,6 +179,7 @@ class CompletionJob:
             options |= {} if constrained is None else constrained.options
             self._requests += service.session.requests(
                 row, max_new_tokens=limit, log_probs=alternatives is not None, num_alternatives=alternatives or 0,
+                marks=marks,
                 **options,
             )  # fmt: skip
         # All greedy answers to a prompt are the same, so only one is computed.

@@ -268,7 +268,7 @@ class GenerateService(Service):
             ValueError: see `AsyncGenerator.chat_ids`.
             QueueFull, TooLate: see `Session.aside`.
         """
-        size = sum(len(text) for message in messages for text in message.values())
+        size = sum(len(text if isinstance(text, str) else str(text)) for each in messages for text in each.values())
         size += sum(len(str(value)) for value in variables.values() if not isinstance(value, bool))
         if size > self.limits.max_chat_chars:
             raise TooLarge(

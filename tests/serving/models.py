@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,28 @@ LINES = ["two men walk the dog in the park", "a woman reads a book", "the dog se
 TEMPLATE = """{% if note %}{{ note }}{% endif %}{% for m in messages %}
 {% if m.role == 'assistant' and m.content == 'loop' %}
 {% for i in range(99999) %}{% for j in range(99999) %}{{ m.content }}{% endfor %}{% endfor %}{% endif %}
-{{ '<|im_start|>' + m.role + (':' + m.name if m.name else '') + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}
+{{ '<|im_start|>' + m.role + (':' + m.name if m.name else '') + '\n' + m.content }}
+{% for c in m.tool_calls or [] %}{{ '<tool_call>' }}{{ c | tojson }}{% endfor %}
+{% if m.tool_call_id %}{{ m.tool_call_id }}{% endif %}{% if m.reasoning_content %}{{ m.reasoning_content }}{% endif %}
+{{ '<|im_end|>' + '\n' }}{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 MAX_LEN = 512
 
 
-def tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
-    """Makes a tokenizer of bytes and a few merges, with a chat template that loops if an assistant has said "loop"."""
+def tokenizer(template: str | None = TEMPLATE, marks: Sequence[str] = (), added: Sequence[str] = ()) -> Tokenizer:
+    """Makes a tokenizer of bytes and a few merges, with a chat template that loops if an assistant has said "loop".
+
+    Args:
+        template: the chat template.
+        marks: further special tokens.
+        added: further tokens that aren't special.
+    """
     import tokenizers
 
     trained = tokenizers.ByteLevelBPETokenizer()
-    special = ["<|im_start|>", "<|im_end|>", "<|pad|>"]
+    special = ["<|im_start|>", "<|im_end|>", "<|pad|>", *marks]
     trained.train_from_iterator(LINES, vocab_size=300, special_tokens=special, show_progress=False)
+    trained.add_tokens([*added])
     chat = {} if template is None else {"chat_template": template, "eos_token": "<|im_end|>"}
     ids = SpecialIds(pad=2, eos=1, unk=None)
     return Tokenizer(LibraryBackend(trained._tokenizer), ids, "prompts", chat=chat)

@@ -94,8 +94,8 @@ def test_fields_of_other_servers_are_refused(kind) -> None:
 
 
 def test_fields_of_parts_are_refused_by_their_places() -> None:
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [{"id": "1"}]}]
-    assert unsupported_field(ChatBody.model_validate({"messages": messages})) == "messages.1.tool_calls"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "function_call": {"name": "f"}}]
+    assert unsupported_field(ChatBody.model_validate({"messages": messages})) == "messages.1.function_call"
     usage = {"stream_options": {"continuous_usage_stats": True}}
     assert unsupported_field(CompletionBody.model_validate({"prompt": "a", **usage})) == (
         "stream_options.continuous_usage_stats"

@@ -56,6 +56,9 @@ OF_COMPLETIONS: dict[str, Case] = {
     "guided_choice": (["dog"], ["bird"]),
     **dict.fromkeys(("guided_grammar", "grammar", "ebnf"), ('start: "dog"', 'root ::= "bird"')),
 }
+CALL = {"id": "b", "function": {"name": "f", "arguments": '{"a": 1}'}}
+CALLED = [{"role": "assistant", "content": "a", "tool_calls": [CALL]}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 OF_ENCODERS: dict[str, Case] = {
     "truncate": (False, True, {"": LONG}),
     "truncation_direction": ("right", "left", {"truncate": True}),
@@ -82,6 +85,25 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Case]]] = {
             "max_completion_tokens": (2, 3),
             "logprobs": (False, True),
             "top_logprobs": (0, 2),
+            "messages.tool_calls": ([], [CALL], {"messages": CALLED}),
+            "messages.tool_calls.id": (None, "a", {"messages": CALLED}),
+            "messages.tool_calls.type": ("function", "code", {"messages": CALLED}),
+            "messages.tool_calls.function": ({"name": "f", "arguments": "{}"}, CALL["function"], {"messages": CALLED}),
+            "messages.tool_calls.function.name": ("f", "g", {"messages": CALLED}),
+            "messages.tool_calls.function.arguments": ("{}", '{"a": 2}', {"messages": CALLED}),
+            "messages.tool_call_id": (None, "a"),
+            "messages.reasoning_content": (None, "a"),
+            "tools": ([], TOOLS),
+            "tools.type": ("function", "code", {"tools": TOOLS}),
+            "tools.function": ({"name": "f"}, {"name": "g"}, {"tools": TOOLS}),
+            "tools.function.name": ("f", "g", {"tools": TOOLS}),
+            "tools.function.description": (None, "a", {"tools": TOOLS}),
+            "tools.function.parameters": (None, {}, {"tools": TOOLS}),
+            "tool_choice": ("auto", "required", {"tools": TOOLS}),
+            "parallel_tool_calls": (
+                True, False,
+                {"tools": TOOLS, "tool_choice": "required", "max_tokens": 150, "logit_bias": {"1": -100}},
+            ),
             "add_generation_prompt": (True, False),
             "chat_template_kwargs": ({}, {"note": "two"}),
         },

@@ -308,7 +308,6 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         "messages.0.content",
     ),
     ("chat/completions", CHAT | {"messages": [{"role": "assistant", "content": "loop"}]}, "messages"),
-    ("chat/completions", CHAT | {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ("chat/completions", CHAT | {"top_logprobs": 2}, "top_logprobs"),
     ("completions", COMPLETION | {"stop_token_ids": [10**6]}, "stop_token_ids"),
     ("completions", COMPLETION | {"min_p": 1.5}, "min_p"),
@@ -326,7 +325,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 CODES = {
     "model": "model_not_found", "a a ": "context_length_exceeded", "aaaa": "string_above_max_length",
     **dict.fromkeys(
-        ("echo", "suffix", "tools", "continue_final_message"), "unsupported_parameter"
+        ("echo", "suffix", "continue_final_message"), "unsupported_parameter"
     ),
 }  # fmt: skip
 

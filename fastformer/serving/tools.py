@@ -1,0 +1,437 @@
+"""How the models of several families write calls of tools and reasoning, and what finds them in an answer.
+
+A format is recognised by what the chat template writes. `AnswerParser` divides an answer, as it grows, into reasoning,
+content and calls; `ToolFormat.grammar` makes a model call one of some tools.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from fastformer.generation.constraints import WHITE_SPACE
+
+
+class ToolFormat(NamedTuple):
+    """The way in which a family of models writes calls of tools.
+
+    Attributes:
+        signs: texts that a chat template of the family has, all of them.
+        begin, end: the marks around a call, or around a list of calls; "": none.
+        arguments: the name of a call's arguments.
+        is_list: whether calls are a JSON list.
+        behind_name: the mark between the name of a tool and its arguments, if a call is no object; "": it is one.
+        id_length: the number of characters in the id of a call, if the template requires one; 0: any number.
+    """
+
+    signs: tuple[str, ...]
+    begin: str = ""
+    end: str = ""
+    arguments: str = "arguments"
+    is_list: bool = False
+    behind_name: str = ""
+    id_length: int = 0
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The marks of the format, which may be special tokens."""
+        return tuple(mark for mark in (self.begin, self.end, self.behind_name) if mark)
+
+    def prefix(self, names: Sequence[str]) -> str:
+        """Returns the text that an answer begins with if it has to call one of some tools."""
+        return f"{self.begin}{names[0]}{self.behind_name}" if self.behind_name and len(names) == 1 else self.begin
+
+    def grammar(self, schemas: Mapping[str, Any], special: Mapping[str, int], *, is_parallel: bool) -> str:
+        """Returns the grammar, in Lark's syntax, of an answer behind `prefix`.
+
+        Args:
+            schemas: the schema of each tool's arguments, by its name.
+            special: the ids of marks that are special tokens.
+            is_parallel: whether there may be several calls.
+        """
+        rules = []
+        for place, (name, schema) in enumerate(schemas.items()):
+            options = {"whitespace_pattern": WHITE_SPACE}
+            rules.append(f"args_{place}: %json {json.dumps({**schema, 'x-guidance': options})}")
+            if self.behind_name:
+                before = [] if len(schemas) == 1 else [_quoted(name), _mark(self.behind_name, special)]
+                rules.append(f"call_{place}: {' '.join([*before, f'args_{place}'])}")
+            else:
+                head = _quoted(f'{{"name": {json.dumps(name)}, {json.dumps(self.arguments)}: ')
+                rules.append(f'call_{place}: {head} args_{place} "}}"')
+        call = f"call: {' | '.join(f'call_{place}' for place in range(len(schemas)))}"
+        if self.is_list:
+            start = 'start: " "? "[" call (", " call)* "]"' if is_parallel else 'start: " "? "[" call "]"'
+        elif self.begin and not self.behind_name:
+            around = f'"\\n" call {_quoted(chr(10) + self.end)}'
+            again = f"({_quoted(chr(10) + self.begin)} {around})*" if is_parallel else ""
+            start = f"start: {around} {again}"
+        else:
+            start = "start: call"
+        return "\n".join(["%llguidance {}", start, call, *rules])
+
+
+# The first format whose signs a template has.
+FORMATS = {
+    "mistral 11": ToolFormat(("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", behind_name="[ARGS]", id_length=9),
+    "mistral": ToolFormat(("[TOOL_CALLS]",), "[TOOL_CALLS]", is_list=True, id_length=9),
+    "hermes": ToolFormat(("<tool_call>",), "<tool_call>", "</tool_call>"),  # Qwen 2.5 and 3, too
+    "phi 4": ToolFormat(("<|tool_call|>",), "<|tool_call|>", "<|/tool_call|>", is_list=True),
+    "llama 3": ToolFormat(("<|start_header_id|>",), arguments="parameters"),
+    "json": ToolFormat(()),  # of a template that tells the model its tools in words, such as those for Gemma 3
+}
+# Marks of formats that aren't in the table. Text around them would be taken for content.
+_UNKNOWN = (
+    "<start_function_call>",
+    "<function=",
+    "<|START_ACTION|>",
+    "<｜tool▁calls▁begin｜>",
+    "functools[",
+    "<|channel|>",
+)
+_ARGUMENTS = ("arguments", "parameters")
+_PYTHON_TAG = "<|python_tag|>"  # Llama 3 may write it in front of a call
+REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|START_THINKING|>", "<|END_THINKING|>"))
+
+
+def format_of(template: str) -> ToolFormat:
+    """Returns the format in which a chat template writes calls.
+
+    Raises:
+        ValueError: the template doesn't read tools, or writes calls in a format that isn't known.
+    """
+    if not re.search(r"\btools\b", template):
+        raise ValueError("expected no tools: the model's chat template doesn't read them")
+    if (mark := next((mark for mark in _UNKNOWN if mark in template), None)) is not None:
+        raise ValueError(f"expected no tools: the model writes calls in a format that isn't supported, with {mark}")
+    return next(one for one in FORMATS.values() if all(sign in template for sign in one.signs))
+
+
+def reasoning_of(template: str) -> tuple[str, str] | None:
+    """Returns the marks around the reasoning of a chat template's model, or None."""
+    return next((marks for marks in REASONING if marks[1] in template), None)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _mark(mark: str, special: Mapping[str, int]) -> str:
+    return f"<[{special[mark]}]>" if mark in special else _quoted(mark)
+
+
+class Part(NamedTuple):
+    """A part of an answer.
+
+    Attributes:
+        kind: what the text is; "name" begins a call.
+        text: the text.
+        call: the index of the call.
+    """
+
+    kind: Literal["reasoning", "content", "name", "arguments"]
+    text: str
+    call: int = 0
+
+
+class AnswerStyle(NamedTuple):
+    """What may be in an answer besides content.
+
+    Attributes:
+        format: the format of calls; None: there are no tools.
+        names: the names of the tools.
+        reasoning: the marks around reasoning; None: there is none.
+        is_open: whether the prompt ends with the first of these marks.
+        is_forced: whether the answer is only calls, of which the prompt has the prefix.
+        prefix: what the prompt ends with, if the answer continues a call.
+        is_parallel: whether several calls count; if not, those behind the first one are omitted.
+    """
+
+    format: ToolFormat | None = None
+    names: Collection[str] = ()
+    reasoning: tuple[str, str] | None = None
+    is_open: bool = False
+    is_forced: bool = False
+    prefix: str = ""
+    is_parallel: bool = True
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The marks that the text of an answer has to show."""
+        tag = () if self.format is None or self.format.begin else (_PYTHON_TAG,)
+        return (*(() if self.format is None else self.format.marks), *tag, *(self.reasoning or ()))
+
+    def new_id(self) -> str:
+        """Returns the id of a new call."""
+        length = 0 if self.format is None else self.format.id_length
+        return uuid.uuid4().hex[:length] if length else f"call_{uuid.uuid4().hex[:24]}"
+
+
+class AnswerParser:
+    """Divides the text of an answer, which comes in pieces, into its parts.
+
+    Attributes:
+        num_calls: the number of calls so far.
+        unfinished: the text of a call whose end has not come; "": there is none.
+    """
+
+    def __init__(self, style: AnswerStyle) -> None:
+        self._style, self._text = style, ""
+        self._state: Literal["start", "reasoning", "content", "calls", "call"] = "start"
+        self._call, self._skipped = _Call(), ""  # the text since the last call, which may turn out to be content
+        self._has_reasoned = False
+        self._is_stripped = False  # whether the white space at the beginning doesn't count
+        self.num_calls = 0
+        if style.is_open:
+            self._state = "reasoning"
+        elif style.prefix or style.is_forced:
+            self._state, self._text = "calls", style.prefix
+        begin = "" if style.format is None else style.format.begin
+        self._begins = (begin,) if begin else () if style.format is None else (_PYTHON_TAG,)
+
+    @property
+    def unfinished(self) -> str:
+        return self._skipped if self._state == "call" else ""
+
+    def add(self, text: str, *, is_end: bool = False) -> list[Part]:
+        """Returns the parts that have become certain with a piece of the text."""
+        self._text += text
+        parts: list[Part] = []
+        while self._step(parts, is_end):
+            pass
+        if is_end and self._state == "calls":
+            self._to_content(parts)
+        kept = [part for part in parts if part.text or part.kind == "name"]
+        return [part for part in kept if self._style.is_parallel or not part.call]
+
+    def _step(self, parts: list[Part], is_end: bool) -> bool:
+        """Takes some of the text; returns whether more of it can be taken."""
+        if self._state == "call":
+            return self._read_call(parts, is_end)
+        if not self._text:
+            return False
+        steps = {"start": self._begin, "reasoning": self._reason, "content": self._read_content}
+        return steps.get(self._state, self._between_calls)(parts, is_end)
+
+    def _begin(self, parts: list[Part], is_end: bool) -> bool:
+        style, text = self._style, self._text.lstrip()
+        if self._is_stripped:
+            self._text = text
+            if not text:
+                return False
+        if style.reasoning is not None:
+            mark = style.reasoning[0]
+            if text.startswith(mark):
+                self._text, self._state = text[len(mark) :], "reasoning"
+                return True
+            if mark.startswith(text) and not is_end:
+                return False
+        self._state = "content"
+        if style.format is not None and not style.format.begin:
+            tag = text.startswith(_PYTHON_TAG)
+            if not is_end and (not text or _PYTHON_TAG.startswith(text)):
+                self._state = "start"
+                return False
+            behind = text.removeprefix(_PYTHON_TAG).lstrip()
+            if behind.startswith("{"):
+                self._text, self._state = behind, "calls"
+            elif tag and not behind and not is_end:
+                self._state = "start"
+                return False
+        return True
+
+    def _reason(self, parts: list[Part], is_end: bool) -> bool:
+        assert self._style.reasoning is not None
+        mark = self._style.reasoning[1]
+        text = self._text if self._has_reasoned else self._text.lstrip("\n")
+        before, found, behind = text.partition(mark)
+        if found:
+            before = before.removesuffix("\n")
+            self._state, self._style, self._is_stripped = "start", self._style._replace(reasoning=None), True
+        elif not is_end:
+            before, behind = _without_beginning(before, (mark, f"\n{mark}"))
+        parts.append(Part("reasoning", before))
+        self._text, self._has_reasoned = behind, self._has_reasoned or bool(before)
+        return bool(found)
+
+    def _read_content(self, parts: list[Part], is_end: bool) -> bool:
+        places = [place for mark in self._begins if (place := self._text.find(mark)) >= 0]
+        if places and self._style.format is not None and self._style.format.begin:
+            parts.append(Part("content", self._text[: min(places)]))
+            self._text, self._state = self._text[min(places) :], "calls"
+            return True
+        before, self._text = (self._text, "") if is_end else _without_beginning(self._text, self._begins)
+        parts.append(Part("content", before))
+        return False
+
+    def _between_calls(self, parts: list[Part], is_end: bool) -> bool:
+        form, text = self._style.format, self._text
+        assert form is not None
+        for mark in (form.begin, form.end):
+            if mark and text.startswith(mark):
+                return self._skip(len(mark))
+            if mark and not is_end and mark.startswith(text):
+                return False
+        if text[0].isspace() or text[0] in "[],;":
+            return self._skip(1)
+        if form.behind_name:
+            name, found, behind = text.partition(form.behind_name)
+            if not found and not is_end:
+                return False
+            if found:
+                self._skipped += f"{name}{form.behind_name}"
+                self._text, self._call, self._state = behind, _Call(name.strip()), "call"
+                return True
+        elif text[0] == "{":
+            self._call, self._state = _Call(), "call"
+            return True
+        self._to_content(parts)
+        return True
+
+    def _skip(self, count: int) -> bool:
+        self._skipped, self._text = self._skipped + self._text[:count], self._text[count:]
+        return True
+
+    def _to_content(self, parts: list[Part]) -> None:
+        """Continues with content. A mark that no call follows is content, too."""
+        begin = "" if self._style.format is None else self._style.format.begin
+        parts.append(Part("content", self._skipped if begin in self._skipped else ""))
+        self._state, self._skipped = "content", ""
+
+    def _read_call(self, parts: list[Part], is_end: bool) -> bool:
+        call, is_told = self._call, self._call.is_told
+        self._skip(call.add(self._text))
+        is_no_call = call.name is None and (call.is_done or call.is_broken or is_end)
+        if not is_told and (is_no_call or (call.name is not None and call.name not in self._style.names)):
+            self._to_content(parts)  # a text that only looks like a call
+            return bool(self._text)
+        if call.name is not None:
+            if not is_told:
+                call.is_told = True
+                parts.append(Part("name", call.name, self.num_calls))
+                self.num_calls += 1
+            parts.append(Part("arguments", call.take(), self.num_calls - 1))
+        if call.is_done or call.is_broken:
+            self._state, self._skipped = "calls" if call.is_done else "content", ""
+            return bool(self._text)
+        return False
+
+
+def _without_beginning(text: str, marks: Collection[str]) -> tuple[str, str]:
+    """Divides a text before an end that may be the beginning of a mark."""
+    most = max(map(len, marks), default=1) - 1
+    for size in range(min(most, len(text)), 0, -1):
+        if any(mark.startswith(text[-size:]) for mark in marks):
+            return text[:-size], text[-size:]
+    return text, ""
+
+
+class _Call:
+    """Reads a call character by character: an object, or the arguments alone if the name is given.
+
+    Attributes:
+        name: the name of the tool; None: it has not come yet.
+        is_done: whether the call is complete.
+        is_broken: whether the text is no call.
+        is_told: for the caller: whether it has told the name.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name, self.is_done, self.is_broken, self.is_told = name, False, False, False
+        self._is_bare = name is not None
+        self._reads = self._open if name is None else self._value
+        self._key, self._text = "arguments", ""
+        self._depth, self._in_string, self._is_escaped = 0, False, False
+        self._arguments, self._has_arguments = "", False
+
+    def take(self) -> str:
+        """Returns the text of the arguments since the last call; at the end of a call without any, an empty object."""
+        if self.is_done and not self._has_arguments:
+            self._has_arguments = True
+            return "{}"
+        text, self._arguments = self._arguments, ""
+        return text
+
+    def add(self, text: str) -> int:
+        """Reads characters up to the end of the call, and returns their number."""
+        for place, character in enumerate(text):
+            if self.is_done:
+                return place
+            self._reads(character)
+            if self.is_broken:
+                return place
+        return len(text)
+
+    def _open(self, character: str) -> None:
+        self._reads, self.is_broken = self._between, character != "{"
+
+    def _between(self, character: str) -> None:
+        if character == "}":
+            self.is_done = True
+        elif character == '"':
+            self._reads, self._text, self._in_string, self._is_escaped = self._name, '"', True, False
+        elif character not in " \t\r\n,":
+            self.is_broken = True
+
+    def _name(self, character: str) -> None:
+        self._text += character
+        if self._ends_string(character):
+            self._key, self._reads = str(self._parsed()), self._colon
+
+    def _colon(self, character: str) -> None:
+        if character == ":":
+            self._reads, self._text, self._depth = self._value, "", 0
+        elif not character.isspace():
+            self.is_broken = True
+
+    def _value(self, character: str) -> None:
+        if not self._text and character.isspace():
+            return
+        if self._in_string:
+            self._keep(character)
+            if self._ends_string(character) and not self._depth:
+                self._close()
+        elif character in "}]," and not self._depth:  # behind a number, or a word such as null
+            self._close()
+            self.is_done = self.is_done or character == "}"
+            self.is_broken = self.is_broken or character == "]" or self._is_bare
+        else:
+            self._keep(character)
+            self._in_string = character == '"'
+            self._depth += (character in "{[") - (character in "}]")
+            if character in "}]" and not self._depth:
+                self._close()
+
+    def _ends_string(self, character: str) -> bool:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif character == "\\":
+            self._is_escaped = True
+        elif character == '"':
+            self._in_string = False
+        return not self._in_string
+
+    def _keep(self, character: str) -> None:
+        self._text += character
+        if self._key in _ARGUMENTS and not self._text.startswith('"'):
+            self._arguments, self._has_arguments = self._arguments + character, True
+
+    def _close(self) -> None:
+        """Ends a value."""
+        if self._key == "name" and not self._is_bare:
+            name = self._parsed()
+            self.name, self.is_broken = str(name), self.is_broken or not isinstance(name, str)
+        elif self._key in _ARGUMENTS and self._text.startswith('"'):  # some models write their JSON as a string
+            self._arguments, self._has_arguments = str(self._parsed()), True
+        self._reads = self._between
+        self.is_done = self._is_bare
+
+    def _parsed(self) -> Any:
+        try:
+            return json.loads(self._text)
+        except ValueError:
+            self.is_broken = True
+            return ""
