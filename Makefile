@@ -1,12 +1,13 @@
-# Every target makes .venv and installs what it needs first; nothing else has to be done by hand.
+# Every target makes .venv and installs what it needs first; nothing else has to be done by hand. The demo needs little.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+BUILT := $(VENV)/.built
 INSTALLED := $(VENV)/.installed
 
 .PHONY: demo test test-cpus lint docs bench peers report sanitize sanitize-memory sanitize-threads format clean
 
-demo: $(INSTALLED)
+demo: $(BUILT)
 	$(BIN)/fastformer demo --out demo
 
 # Two processes of one thread each: the tests are many and small. Modules are stored compiled, whatever the surroundings
@@ -102,8 +103,13 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info fastformer/*.so
 
 # --no-build-isolation: an isolated build would fetch a second torch to compile against.
-$(INSTALLED): setup.py pyproject.toml constraints.txt $(wildcard csrc/*/*)
+$(BUILT): setup.py pyproject.toml constraints.txt $(wildcard csrc/*/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch numpy "setuptools>=77" wheel ninja
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[train,plot]"
+	touch $@
+
+# Not ".[dev]", which would compile everything again.
+$(INSTALLED): $(BUILT)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt "fastformer[dev]"
 	touch $@

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 import fastformer
 from tests.docs.workshop import workshop
@@ -112,6 +113,17 @@ def test_the_next_release_is_the_first_in_the_changelog() -> None:
     headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert headings[0] in ("Unreleased", fastformer.__version__)
     assert f"version: {fastformer.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+
+
+def test_the_conda_package_needs_what_pip_installs() -> None:
+    recipe = yaml.safe_load((ROOT / "deploy/conda/recipe.yaml").read_text(encoding="utf-8"))
+    assert recipe["context"]["version"] == fastformer.__version__
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    lists = [re.search(rf"^{name} = \[(.*)\]", text, re.MULTILINE)[1] for name in ("dependencies", "train")]
+    needed = re.findall(r'"([\w-]+)(?:\[.*?\])?(>=[\d.]+)', "".join(lists))
+    assert len(needed) >= 7
+    run = recipe["requirements"]["run"]
+    assert {f"{'pytorch' if name == 'torch' else name} {least}" for name, least in needed} <= {*run}
 
 
 # Without the C++ extension (an old CPU, or no compiler) everything works, with one warning.
