@@ -11,6 +11,9 @@ import pytest
 
 from fastformer import BatchedInferencePipeline, WhisperModel
 from fastformer.audio import voice
+from fastformer.audio.features import Features
+from fastformer.audio.model import SpeechModel
+from fastformer.audio.reading import open_audio
 from tests.audio.speech import folder
 from tests.foreign import speech_texts
 
@@ -45,10 +48,46 @@ def test_segments_are_those_of_faster_whisper(name, model, monkeypatch) -> None:
 
 REAL = os.environ.get("FASTFORMER_TEST_WHISPER")
 SPOKEN = os.environ.get("FASTFORMER_TEST_SPEECH")
+real = pytest.mark.skipif(
+    not (REAL and SPOKEN), reason="FASTFORMER_TEST_WHISPER and FASTFORMER_TEST_SPEECH name no folders"
+)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (REAL and SPOKEN), reason="FASTFORMER_TEST_WHISPER and FASTFORMER_TEST_SPEECH name no folders")
+@real
+def test_windows_of_real_speech_have_the_tokens_of_ctranslate2() -> None:
+    ctranslate2 = pytest.importorskip("ctranslate2")
+    ours = SpeechModel.from_pretrained(str(REAL), precision="fp32", num_threads=1)
+    other = ctranslate2.models.Whisper(str(REAL), compute_type="float32", intra_threads=1)
+    config = ours.config
+    language = next((token for token, name in config.languages.items() if name == "<|en|>"), None)
+    transcribe = config.no_timestamps - 4
+    prompt = [config.sot, language, transcribe] if language is not None else [config.sot]
+    windows = []
+    for path in sorted(Path(str(SPOKEN)).iterdir()):
+        recording = open_audio(path)
+        features = Features(recording, config.n_mels, config.max_frames)
+        windows += [features.window(at, 3000) for at in range(0, features.num_frames - 200, 3000)]
+    windows = windows[:: max(1, len(windows) // 24)]
+    assert len(windows) >= 20
+    differing = 0
+    for window in windows:
+        states = ours.encode(window[None])
+        expected = other.encode(ctranslate2.StorageView.from_array(window[None]), to_cpu=True)
+        assert np.abs(states - np.asarray(expected)).max() < 2e-3 * np.abs(states).max()
+        if config.is_multilingual:
+            known = dict(other.detect_language(expected)[0])
+            assert max(abs(known[token] - share) for token, share in ours.detect_language(states)[0]) < 1e-3
+        for beams in (1, 5):
+            (found,) = ours.generate(states, [prompt], beam_size=beams, return_scores=True)
+            (each,) = other.generate(expected, [prompt], beam_size=beams, return_scores=True)
+            assert found.scores == pytest.approx(each.scores, abs=5e-3)  # of a near tie, too
+            differing += found.sequences_ids != each.sequences_ids
+    assert differing <= len(windows) // 20, f"{differing} searches of {2 * len(windows)} differ"
+
+
+@pytest.mark.slow
+@real
 def test_real_speech_is_written_as_faster_whisper_writes_it() -> None:
     faster_whisper = pytest.importorskip("faster_whisper")
     ours = WhisperModel(str(REAL), compute_type="float32")
