@@ -37,6 +37,12 @@ _MODELS: dict[str, tuple[type[Transformer] | type[GPT], str, dict[str, Any]]] = 
     "llama": (GPT, "small", _llama(d_model=1024, num_heads=16, num_layers=12, d_ff=2816, max_len=1024)),
     # 41 M parameters, for servers that answer many.
     "llama-small": (GPT, "small", _llama(d_model=512, num_heads=8, num_layers=8, d_ff=1408, max_len=512)),
+    # 360 M parameters, of which a token uses 100 M: 2 of 12 experts in each layer.
+    "llama-experts": (
+        GPT,
+        "small",
+        _llama(d_model=1024, num_heads=16, num_layers=6, d_ff=1408, max_len=1024, num_experts=12),
+    ),
     "llama-tiny": (GPT, "tiny", _llama(500, num_heads=8, d_ff=96, num_layers=2)),
     "gpt-tiny": (GPT, "tiny", {"vocab_size": 500, "activation": "gelu_tanh"}),
 }

@@ -37,11 +37,15 @@ class MemoryReader(Peer):
 def bytes_per_step(model: Model, precision: str) -> int:
     """Returns the bytes of weights that a decode step reads: its matrices and the output projection, once each.
 
-    The keys and values of cross-attention are computed once a source: their matrices don't count.
+    The keys and values of cross-attention are computed once a source: their matrices don't count. Of experts those of
+    one token count.
     """
     count = model.output_weight.numel()
     for layer in model.decoder.layers:
         count += sum(p.numel() for p in layer.parameters() if p.dim() == 2)
+        if (mixture := layer._modules.get("mixture")) is not None:
+            all_experts = mixture.linear1.weight.numel() + mixture.linear2.weight.numel()
+            count -= all_experts * (mixture.num_experts - mixture.num_experts_per_tok) // mixture.num_experts
         if not isinstance(model, GPT):
             cross = layer.multihead_attn
             count -= cross.in_proj_weight[cross.embed_dim :].numel()

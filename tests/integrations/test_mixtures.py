@@ -107,6 +107,8 @@ def test_the_engine_generates_the_models_own_tokens(name: str, precision: str) -
     found = model.generate(prompts, engine="cpp", **options)
     for row in (0, 4):
         assert torch.equal(model.generate(prompts[row : row + 1], engine="cpp", **options)[0], found[row])
+    drafted = model.generate(prompts, engine="cpp", prompt_lookup_num_tokens=3, **options)
+    assert torch.equal(drafted, found)
     if precision in ("fp32", "bf16"):
         expected = model.generate(prompts, engine="kv_cache", **options)
         assert (expected == found).double().mean() > (0.8 if precision == "bf16" else 0.99)
@@ -151,8 +153,8 @@ def _uneven(state: dict[str, Tensor]) -> None:
 
 
 def _lying(state: dict[str, Tensor]) -> None:
-    """Replaces an expert by tensors for 2**26 experts, which have no bytes."""
-    state["model.layers.0.mlp.experts.gate_up_proj"] = torch.empty(2**26, 0, 24)
+    """Adds a tensor of many experts, which has no bytes."""
+    state["model.layers.0.mlp.experts.gate_up_proj"] = torch.empty(2**17, 0, 24)
 
 
 BAD: dict[str, tuple[Any, str]] = {
@@ -163,7 +165,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "a missing router": (lambda f: _tensors(f, lambda s: s.pop(f"{_PLACE}.gate.weight")), r"moe\.gate"),
     "fewer experts than tensors": (lambda f: _settings(f, num_local_experts=4), r"experts\.4\.w"),
     "uneven matrices": (lambda f: _tensors(f, _uneven), "shape"),
-    "a shape that lies": (lambda f: _tensors(f, _lying), "gate_up_proj"),
+    "a shape that lies": (lambda f: (_tensors(f, _lying), _settings(f, num_local_experts=2**17)), "gate_up_proj"),
     "noise of the router": (lambda f: _settings(f, router_jitter_noise=0.1), "router_jitter_noise"),
     "an unknown option": (lambda f: _settings(f, router_scoring_func="sigmoid"), "router_scoring_func"),
 }
