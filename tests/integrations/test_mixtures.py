@@ -137,7 +137,8 @@ def _settings(folder: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def _tensors(folder: Path, change: Any) -> None:
+def _tensors(folder: Path, change: Any, **settings: Any) -> None:
+    _settings(folder, **settings)
     file = folder / "model.safetensors"
     state = safetensors.torch.load_file(file)
     change(state)
@@ -165,7 +166,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "a missing router": (lambda f: _tensors(f, lambda s: s.pop(f"{_PLACE}.gate.weight")), r"moe\.gate"),
     "fewer experts than tensors": (lambda f: _settings(f, num_local_experts=4), r"experts\.4\.w"),
     "uneven matrices": (lambda f: _tensors(f, _uneven), "shape"),
-    "a shape that lies": (lambda f: (_tensors(f, _lying), _settings(f, num_local_experts=2**17)), "gate_up_proj"),
+    "a shape that lies": (lambda f: _tensors(f, _lying, num_local_experts=2**17), "gate_up_proj"),
     "noise of the router": (lambda f: _settings(f, router_jitter_noise=0.1), "router_jitter_noise"),
     "an unknown option": (lambda f: _settings(f, router_scoring_func="sigmoid"), "router_scoring_func"),
 }
