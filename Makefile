@@ -78,7 +78,7 @@ sanitize-memory: $(INSTALLED)
 	cd $(SANITIZED) && export LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 && ../../$(BIN)/pytest tests/ops \
 		-k 'cpp or weight_grad or threads or kilobytes or others or share_out' && \
-		../../$(BIN)/pytest tests/engine tests/encoding tests/generation/test_cpp_engine.py \
+		../../$(BIN)/pytest tests/engine tests/encoding tests/audio/test_model.py tests/generation/test_cpp_engine.py \
 		tests/generation/test_native_search.py tests/generation/test_any_call.py && \
 		../../$(BIN)/pytest -m slow -k many tests/engine
 

@@ -11,10 +11,6 @@ from typing import Any, get_type_hints
 from docstring_parser import parse as parse_docstring
 from jsonargparse import ArgumentParser
 
-from fastformer.generation.config import OPTIONS as KNOWN
-from fastformer.generation.config import GenerationConfig
-from fastformer.generation.foreign_options import check_names
-
 # The flags of every command that decodes, in the order of its help.
 OPTIONS = (
     "num_beams",
@@ -38,6 +34,8 @@ OPTIONS = (
 
 def add_options(parser: ArgumentParser, names: Sequence[str]) -> dict[str, Any]:
     """Adds a flag to a parser for each of some fields of `GenerationConfig`. Returns their types by name."""
+    from fastformer.generation.config import GenerationConfig  # imports PyTorch, which transcribing doesn't need
+
     return add_fields(parser, GenerationConfig, names)
 
 
@@ -86,6 +84,8 @@ def given_options(path: str | None, flags: Mapping[str, Any]) -> dict[str, Any]:
     """
     if path is None:
         return dict(flags)
+    from fastformer.generation.config import OPTIONS as KNOWN
+    from fastformer.generation.foreign_options import check_names
     from fastformer.training.yaml_file import read_yaml
 
     values = read_yaml(path)

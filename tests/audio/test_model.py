@@ -245,7 +245,7 @@ def test_damaged_folders_are_refused(plain: Any, folder: Path, tmp_path: Path) -
 WITHOUT_TORCH = """
 import sys
 import numpy as np
-import fastformer.audio
+import fastformer.audio, fastformer.cli, fastformer.commands.transcribe
 from fastformer.audio.model import SpeechModel
 model, prompt = SpeechModel.from_pretrained(sys.argv[1]), [61, 62, 66]
 states = model.encode(np.sin(np.arange(384.0).reshape(1, 8, 48) ** 2))
