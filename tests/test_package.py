@@ -129,8 +129,8 @@ def test_the_conda_package_needs_what_pip_installs() -> None:
 # Without the C++ extension (an old CPU, or no compiler) everything works, with one warning.
 
 
-# A user's steps on such a machine, in one process: the extension's modules are not found, as if never built. Nor is what
-# Python lacks on Windows, where the wheel without compiled code runs, too.
+# A user's steps on such a machine, in one process: the extension's modules are not found, as if never built. Nor is
+# what Python lacks on Windows, where the wheel without compiled code runs, too.
 PROGRAM = """
 import importlib.util, sys
 find = importlib.util.find_spec
