@@ -235,6 +235,7 @@ class RequestBuilder:
             prompt = Prompt(list(checked.row), begin)
         place = self._built if place is None else place
         self._built = place + 1
+        has_two_vocabularies = getattr(self.model.config, "source_vocab_size", None) is not None
         processors = make_processors(
             config, self.ids.eos, len(begin), limit, min_tokens=checked.least, has_shortlist=self._has_shortlist
         )
@@ -250,6 +251,7 @@ class RequestBuilder:
             before=begin,
             stop_strings=config.stop_strings,
             num_lookup_tokens=config.prompt_lookup_num_tokens or 0 if self._drafts else 0,
+            lookup_text=() if self.is_prompted or has_two_vocabularies else checked.row,
         )
 
     def _search_maker(

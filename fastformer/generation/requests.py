@@ -39,6 +39,7 @@ class Request(BaseRequest):
         before: the ids before the new tokens, if the prompt is only their end; None: the prompt.
         stop_strings: texts that end a result, and are omitted from its text.
         num_lookup_tokens: the most tokens to draft from the request's own text; 0: none. See `drafts.PromptLookup`.
+        lookup_text: tokens from which they are drafted as well, such as a source that the text may copy.
 
     Attributes:
         results: the hypotheses found, best first; empty before the end.
@@ -68,6 +69,7 @@ class Request(BaseRequest):
         before: Sequence[int] | None = None,
         stop_strings: Sequence[str] = (),
         num_lookup_tokens: int = 0,
+        lookup_text: Sequence[int] = (),
     ) -> None:
         super().__init__(max_time)
         self.prompt, self.num_tokens = prompt, prompt.num_tokens
@@ -83,7 +85,7 @@ class Request(BaseRequest):
         self.num_told = self.steps = self._kept_steps = self.cached_tokens = self.reserved_tokens = 0
         self._kept: list[Hypothesis] = []  # the results at the restart
         self.search = make_search()
-        self._num_lookup_tokens = num_lookup_tokens
+        self._num_lookup_tokens, self._lookup_text = num_lookup_tokens, lookup_text
         self.lookup = self._new_lookup()
         self.num_drafted = self.num_accepted = 0
         last = processors[-1] if processors else None
@@ -125,7 +127,8 @@ class Request(BaseRequest):
         return max(0, left - 1)
 
     def _new_lookup(self) -> PromptLookup | None:
-        return PromptLookup(self._num_lookup_tokens, self.before) if self._num_lookup_tokens else None
+        most = self._num_lookup_tokens
+        return PromptLookup(most, [*self._lookup_text, *self.before]) if most else None
 
     @property
     def is_full(self) -> bool:

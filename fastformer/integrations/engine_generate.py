@@ -54,6 +54,7 @@ _SERVED = frozenset(
         *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "remove_invalid_values"),
         *("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
+        *("prompt_lookup_num_tokens", "max_matching_ngram_size"),  # neither changes a result
         *("output_scores", "output_logits", "return_dict_in_generate", "disable_compile", "transformers_version"),
     }
 )
@@ -163,6 +164,9 @@ class OnEngine:
 
     def _beam_search(self, input_ids: Tensor, **kwargs: Any) -> Any:
         return _run(self, "_beam_search", super()._beam_search, input_ids, kwargs)  # type: ignore[misc]
+
+    def _assisted_decoding(self, input_ids: Tensor, **kwargs: Any) -> Any:
+        return _run(self, "_assisted_decoding", super()._assisted_decoding, input_ids, kwargs)  # type: ignore[misc]
 
 
 def _encoding_later(name: str) -> Any:
@@ -311,6 +315,8 @@ def _decoding(call: Call, name: str, input_ids: Tensor, kwargs: dict[str, Any]) 
     # If a mask is all ones, transformers passes on only its length.
     if getattr(config, "_mask_length", None) not in (None, input_ids.shape[1]):
         raise _DeclinedError("the attention_mask does not fit the ids")
+    if name == "_assisted_decoding" and (len(input_ids) > 1 or not kwargs["use_cache"]):
+        raise _DeclinedError("assisted decoding is for one row and a cache")  # transformers raises the error
     precision = call.found.acting_precision(call.setting)
     found = call.found.of_length(_longest(input_ids, kwargs.get("attention_mask")))
     engine = ForeignEngine(found.weights(call.model, precision), precision)
@@ -339,6 +345,8 @@ def _decoding(call: Call, name: str, input_ids: Tensor, kwargs: dict[str, Any]) 
 
         return whole
 
+    if name == "_assisted_decoding":
+        raise _DeclinedError("the engine drafts only for greedy searches with rules that it has itself")
     return step_by_step
 
 

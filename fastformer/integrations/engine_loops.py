@@ -35,6 +35,7 @@ from fastformer.generation.processors import (
 )
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import new_scheduler, run
+from fastformer.integrations.engine_models import ForeignEngine
 from fastformer.integrations.known import CACHE
 
 _LAST_ID = 2**31 - 1  # the engine's ids have 32 bits
@@ -187,7 +188,9 @@ def _ends(criteria: Sequence[Any], config: Any) -> tuple[int, ...] | None:
     return tuple(dict.fromkeys(ends))
 
 
-def search_whole(engine: CppEngine, inputs: Inputs, rules: WholeSearch, config: Any, streamer: Any) -> Tensor | None:
+def search_whole(
+    engine: ForeignEngine, inputs: Inputs, rules: WholeSearch, config: Any, streamer: Any
+) -> Tensor | None:
     """Runs the searches of a call; returns None if one found fewer hypotheses than the call wants."""
     has_beams, begun = config.num_beams > 1, inputs.beginning.shape[1]
     processors = rules.processors(begun, has_beams=has_beams)
@@ -210,6 +213,7 @@ def search_whole(engine: CppEngine, inputs: Inputs, rules: WholeSearch, config: 
             **common,
         )
 
+    has_two_vocabularies = getattr(engine.shape.config, "source_vocab_size", None) is not None
     listener = None if streamer is None else lambda token: streamer.put(torch.tensor([token], device="cpu"))
     requests = [
         Request(
@@ -221,6 +225,8 @@ def search_whole(engine: CppEngine, inputs: Inputs, rules: WholeSearch, config: 
             log_probs=has_beams,
             on_token=listener,
             before=[0] * (begun - len(prompt.tokens)) + list(prompt.tokens),  # the prompt counts in a row's length
+            num_lookup_tokens=0 if has_beams else config.prompt_lookup_num_tokens or 0,
+            lookup_text=() if has_two_vocabularies else prompt.source or (),
         )
         for prompt in inputs.prompts
     ]

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import logits_process, stopping_criteria
 
 from fastformer.checkpoints.hf import DECODER_FORMS, FAMILIES
+from fastformer.generation.drafts import Drafter
 from fastformer.integrations import report
 from tests.checks import assert_accurate
 from tests.covering import by_turns
@@ -255,6 +256,27 @@ def test_a_single_prompt_and_plain_ids():
     assert opened == [2]
 
 
+@pytest.mark.parametrize("name", ["llama grouped heads", "T5 1.1"])
+def test_prompt_lookup_drafts_on_the_engine(name, monkeypatch):
+    pair = pair_of(name, left=True)
+    pair.inputs = {name: value[:1] for name, value in pair.inputs.items()}
+    drafted: list[int] = []
+    learn = Drafter.learn
+    monkeypatch.setattr(
+        Drafter,
+        "learn",
+        lambda self, requests, counts, right: (drafted.extend(counts), learn(self, requests, counts, right)),
+    )
+    for options in ({}, {"min_new_tokens": 20}, {"max_matching_ngram_size": 1, "eos_token_id": [5, 9]}):
+        found, expected = pair.both(max_new_tokens=30, prompt_lookup_num_tokens=4, do_sample=False, **options)
+        assert torch.equal(found, expected)
+    assert sum(drafted) > 0 or name == "T5 1.1"
+    rows = torch.tensor([[5, 6, 7], [8, 9, 7]])
+    for model in (pair.plain, pair.ours):  # transformers' own error
+        with pytest.raises(ValueError, match="batch"):
+            model.generate(rows, prompt_lookup_num_tokens=2, max_new_tokens=3)
+
+
 class Listener:
     """A streamer that stores what it receives."""
 
@@ -289,7 +311,7 @@ UNSERVED: dict[str, dict[str, Any]] = {
     "use_cache=True": {"use_cache": True, "return_dict_in_generate": True},
     "offloaded": {"cache_implementation": "offloaded"},
     "position_ids": {"position_ids": None},
-    "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 2},
+    "drafts only for greedy": {"prompt_lookup_num_tokens": 2, "repetition_penalty": 1.2},
     "mask": {"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 1, 1]])},
     "right": {"attention_mask": torch.tensor([[1] * 9 + [0] * 3])},
     "positions": {"max_new_tokens": 90},
@@ -326,11 +348,11 @@ def test_a_published_gemma_names_a_kind_of_cache():
     found, expected = pair.both(max_new_tokens=5, do_sample=False)
     assert torch.equal(found, expected) and "engine" in report(pair.ours).generate[""]
     for model in (pair.plain, pair.ours):
-        model.generation_config.prompt_lookup_num_tokens = 2  # the report says so as well
+        model.generation_config.guidance_scale = 1.5  # the report says so as well
         model.generation_config.cache_implementation = None
     pair.inputs = {name: value[:1] for name, value in pair.inputs.items()}
     found, expected = pair.both(is_served=False, max_new_tokens=5, do_sample=False)
-    assert torch.equal(found, expected) and "prompt_lookup_num_tokens" in report(pair.ours).generate[""]
+    assert torch.equal(found, expected) and "guidance_scale" in report(pair.ours).generate[""]
 
 
 @pytest.mark.parametrize("name", ["phi3 longrope", "llama grouped heads"])
