@@ -46,6 +46,7 @@ def chat(
     choices: list[str] | None = None,
     grammar: str | None = None,
     drop_oldest: bool = False,
+    draft: str | None = None,
     device: str = "auto",
     precision: Precision | None = None,
     config: str | None = None,
@@ -68,6 +69,7 @@ def chat(
         grammar: a file with a context-free grammar, in Lark's syntax, that the answer matches
         drop_oldest: if the conversation fills the model's positions, omit its oldest turns instead of stopping
         device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
+        draft: the folder of a smaller model with the same tokenizer, which drafts tokens; the answers are the same
         precision: convert the weights to this; int8 and int4 are for a CPU; by default they stay as they were saved
         config: a YAML file with options of decoding, such as top_k: 40; flags override it
         options: the flags of decoding
@@ -92,6 +94,7 @@ def chat(
         precision=precision,
         system=system,
         drop_oldest=drop_oldest,
+        draft=draft,
         **decoding,
     )
     is_shown = is_terminal(sys.stdin) and is_terminal(sys.stdout)

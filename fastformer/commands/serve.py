@@ -38,6 +38,7 @@ class Listening:
         engine: the decoding engine; by default the fastest that can decode the model
         source_lang: the default language of texts; for a model of one pair of languages, its code
         target_lang: the default language of translations; for a model of one pair of languages, its code
+        draft: the folder of a smaller language model with the same tokenizer, which drafts tokens for this one
         max_batch_size: the most rows that are decoded together; by default 512, on a GPU 1,024
         max_batch_bytes: memory for the caches of those rows; by default 512 MiB, on a GPU a quarter of the free memory
     """
@@ -56,6 +57,7 @@ class Listening:
     engine: str | None = None
     source_lang: str | None = None
     target_lang: str | None = None
+    draft: str | None = None
     max_batch_size: Positive | None = None
     max_batch_bytes: Positive | None = None
 
@@ -101,6 +103,7 @@ def serve(folder: str, *, config: str | None = None, **flags: Any) -> None:
         options={name: given[name] for name in _OPTIONS if name in given},
         source_lang=listening.source_lang,
         target_lang=listening.target_lang,
+        draft=listening.draft,
         max_batch_size=listening.max_batch_size,
         max_batch_bytes=listening.max_batch_bytes,
     )

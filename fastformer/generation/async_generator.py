@@ -17,8 +17,9 @@ from fastformer.generation.chat import MAX_NEW_TOKENS
 from fastformer.generation.chat_template import ChatTemplate, Message, TemplateTokenizer
 from fastformer.generation.config import GenerationConfig, GenerationOptions, Precision
 from fastformer.generation.constraints import Vocabulary
+from fastformer.generation.drafts import DraftModel
 from fastformer.generation.engines import choose_engine
-from fastformer.generation.folder_options import load_language_model
+from fastformer.generation.folder_options import load_draft_model, load_language_model
 from fastformer.generation.inputs import check_vocabulary
 from fastformer.generation.jobs import Job, Stream
 from fastformer.generation.model_protocols import Model, as_model, check_precision, evaluating, is_decoder_only
@@ -185,7 +186,7 @@ class AsyncGenerator(Session[Request]):
         config: the default options; a request's own options override them.
         precision: the precision of the computation; see `Generator`.
         engine: one of `engines.ENGINES`; None: the fastest that can decode the model.
-        max_rows, max_bytes: see `Generator`.
+        max_rows, max_bytes, draft_model: see `Generator`.
         max_waiting, max_waiting_tokens, when_full: see `Session`.
 
     Attributes:
@@ -207,6 +208,7 @@ class AsyncGenerator(Session[Request]):
         engine: str | None = None,
         max_rows: int | None = None,
         max_bytes: int | None = None,
+        draft_model: Model | nn.Module | None = None,
         max_waiting: int = 1024,
         max_waiting_tokens: int | None = None,
         when_full: Literal["wait", "refuse"] = "wait",
@@ -225,13 +227,14 @@ class AsyncGenerator(Session[Request]):
         self.template = ChatTemplate.of(tokenizer) if template is None and has_template else template
         with evaluating(checked):
             self._engine = choose_engine(checked, engine, precision)
+        drafts = None if draft_model is None else DraftModel.of(draft_model, checked, self._engine, precision)
         self._special = SpecialIds.of(checked.config)
         eos = self._special.eos
         self._ends = frozenset(eos)
         self._chat_ends = eos if self.template is None else self.template.end_ids(tokenizer, eos)
         super().__init__(
             checked,
-            lambda: new_scheduler(self._engine, max_rows, max_bytes, is_endless=True),
+            lambda: new_scheduler(self._engine, max_rows, max_bytes, is_endless=True, draft_model=drafts),
             max_waiting=max_waiting,
             max_waiting_tokens=max_waiting_tokens,
             when_full=when_full,
@@ -245,6 +248,7 @@ class AsyncGenerator(Session[Request]):
         device: torch.device | str | None = None,
         precision: Precision | None = None,
         options: Mapping[str, Any] | None = None,
+        draft: str | os.PathLike[str] | None = None,
         **limits: Any,
     ) -> AsyncGenerator:
         """Loads a run folder, or a language model's folder that transformers saved.
@@ -255,12 +259,15 @@ class AsyncGenerator(Session[Request]):
             device: the device of the model; None: the CPU.
             precision: see `Translator.from_pretrained`.
             options: fields of `GenerationConfig`.
+            draft: the folder of a smaller model with the same tokenizer, which drafts tokens; see `Generator`.
             limits: the other arguments of the class.
 
         Raises:
             ImportError, ValueError: see the class; or the folder has no language model, or is damaged.
         """
         model, tokenizer, decoding = load_language_model(folder, options or {}, _ONE_ANSWER, device, precision)
+        if draft is not None:
+            limits["draft_model"] = load_draft_model(draft, tokenizer, device, precision)
         return cls(model, tokenizer, **decoding, **limits)
 
     @property

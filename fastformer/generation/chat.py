@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 from fastformer.generation.chat_template import ChatTemplate, TemplateTokenizer
 from fastformer.generation.config import GenerationConfig, GenerationOptions, Precision
 from fastformer.generation.constraints import Vocabulary
-from fastformer.generation.folder_options import load_language_model
+from fastformer.generation.folder_options import load_draft_model, load_language_model
 from fastformer.generation.generator import Generator
 from fastformer.generation.model_protocols import Model, is_decoder_only
 from fastformer.generation.streaming import TextPieces
@@ -51,7 +51,7 @@ class Chat:
         config: the options of decoding, by default those of the template's model; see `from_pretrained`.
         precision: the precision of the computation; see `Generator`.
         drop_oldest: if the conversation fills the model's positions, drop its oldest turns; if False, this is an error.
-        max_bytes: the memory for keys and values; see `Generator`.
+        max_bytes, draft_model: see `Generator`.
 
     Attributes:
         messages: the conversation so far, in the format of templates. You may change it between turns.
@@ -72,6 +72,7 @@ class Chat:
         precision: Precision | None = None,
         drop_oldest: bool = False,
         max_bytes: int | None = None,
+        draft_model: Model | nn.Module | None = None,
     ) -> None:
         if system is not None and not isinstance(system, str):
             raise ValueError(f"expected system to be a str, got {type(system).__name__}")
@@ -79,7 +80,7 @@ class Chat:
         for name in ("encode_template", "decode", "encode"):
             if not callable(getattr(tokenizer, name, None)):
                 raise ValueError(f"expected the tokenizer of a language model's folder, got {type(tokenizer).__name__}")
-        self._generator = Generator(model, precision=precision, max_bytes=max_bytes)
+        self._generator = Generator(model, precision=precision, max_bytes=max_bytes, draft_model=draft_model)
         if not is_decoder_only(self._generator.model):
             raise ValueError(f"expected a language model, got {type(model).__name__}, which reads a source")
         self.tokenizer: TemplateTokenizer = tokenizer
@@ -102,6 +103,7 @@ class Chat:
         system: str | None = None,
         drop_oldest: bool = False,
         max_bytes: int | None = None,
+        draft: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> Chat:
         """Loads the model of a folder that transformers, or `fastformer quantize`, saved.
@@ -112,6 +114,7 @@ class Chat:
             device: the device of the model; None: the CPU.
             precision: see `Translator.from_pretrained`.
             system, drop_oldest, max_bytes: see the class.
+            draft: the folder of a smaller model with the same tokenizer, which drafts tokens; see `Generator`.
             options: fields of `GenerationConfig`.
 
         Raises:
@@ -119,7 +122,10 @@ class Chat:
             ValueError: see the class; or the folder has no language model, or is damaged.
         """
         model, tokenizer, decoding = load_language_model(folder, options, _ONE_ANSWER, device, precision)
-        return cls(model, tokenizer, system=system, drop_oldest=drop_oldest, max_bytes=max_bytes, **decoding)
+        small = None if draft is None else load_draft_model(draft, tokenizer, device, precision)
+        return cls(
+            model, tokenizer, system=system, drop_oldest=drop_oldest, max_bytes=max_bytes, draft_model=small, **decoding
+        )
 
     def ask(self, text: str, **options: Unpack[GenerationOptions]) -> str:
         """Answers a user's message.

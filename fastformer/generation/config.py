@@ -164,9 +164,10 @@ class GenerationConfig:
             as if the text began there. Outputs, and options that depend on them, contain the whole text. It is for
             prompts, and not for beams.
         prompt_lookup_num_tokens: the most tokens to draft at a time from the text itself: what followed the last tokens
-            where they occurred before, in the source, the prompt or the new text. The model checks all of them in one pass, which
-            makes texts that repeat faster, and changes no result. Fewer are drafted, or none, while few are accepted,
-            or many rows are decoded together. By default nothing is drafted. Only the engine "cpp" drafts, and neither
+            where they occurred before, in the source, the prompt or the new text. The model checks all of them in one
+            pass, which makes texts that repeat faster, and changes no result. Fewer are drafted, or none, while few are
+            accepted, or many rows are decoded together. By default nothing is drafted. Only the engine "cpp" drafts,
+            and neither
             for beams nor for several samples of one input.
         max_time: the seconds after which decoding ends with the results so far. Inputs that haven't begun by then have
             no result.

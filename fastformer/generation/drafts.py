@@ -12,11 +12,15 @@ tokens to draft for each request: as many as probably save more time than they c
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING
 
-from fastformer.generation.engines.base import DraftingBatch, Engine
+from fastformer.generation.engines import choose_engine
+from fastformer.generation.engines.base import DraftingBatch, Engine, Prompt, Selection
+from fastformer.generation.model_protocols import Model, as_model, evaluating, is_decoder_only, own_precision
+from fastformer.models.quantization import QUANTIZED
 
 if TYPE_CHECKING:
     from fastformer.generation.requests import Request
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
 _CHEAP_ROWS, _CHEAP, _DEAR, _ATTENTION = 6, 0.05, 0.13, 0.35
 # Attention takes so much longer than reading as many bytes of weights.
 _ATTENTION_BYTES = 4
+_MOST_ROWS = 64  # of a draft: with more, a pass would be one over a prompt
 
 _MEMORY = 0.9  # how much of what was learned about drafts before counts after the next draft
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 128  # chances to draft that are left out where drafts don't pay
@@ -117,7 +122,7 @@ class PromptLookup:
         if not longest:
             return []
         self._latest = self._odds[min(longest, self._LONGEST) - 1]
-        count = min(self._latest.count(costs), self.most)
+        count = self._latest.count(costs[: self.most])
         period = last - end  # beyond the end of the text, it repeats
         return [text[end + 1 + i % period] for i in range(count)]
 
@@ -125,68 +130,224 @@ class PromptLookup:
         self._latest.learn(drafted, accepted)
 
 
+@dataclass
+class _Row:
+    """A request's row in the batch of a `DraftModel`.
+
+    Attributes:
+        tokens: the tokens that the model has read.
+        num_fixed: the number of the first of them that can't be cut.
+    """
+
+    tokens: list[int]
+    num_fixed: int
+
+
+class DraftModel:
+    """Drafts the best tokens of a smaller language model with the same vocabulary, which has a cache of its own.
+
+    Args:
+        engine: decodes the smaller model; its batches are `DraftingBatch`es.
+        max_len: the smaller model's number of positions.
+    """
+
+    _MOST = 16  # tokens of a draft
+
+    @classmethod
+    def of(cls, model: object, drafted: Model, engine: Engine, precision: str | None) -> DraftModel:
+        """Returns the drafts of a model.
+
+        Args:
+            model: the smaller model.
+            drafted: the model that decodes.
+            engine: its engine.
+            precision: the precision to compute in, unless the smaller model is quantised; None: its own.
+
+        Raises:
+            ValueError: the model can't draft for the other one.
+        """
+        small = as_model(model)  # type: ignore[arg-type]
+        for each in (small, drafted):
+            if not is_decoder_only(each):
+                raise ValueError(f"expected language models along with a draft_model, got {type(each).__name__}")
+        sizes = small.config.vocab_size, drafted.config.vocab_size
+        if sizes[0] != sizes[1]:
+            raise ValueError(f"expected a draft_model with the model's vocabulary of {sizes[1]:,}, got {sizes[0]:,}")
+        if not engine.step_bytes:
+            raise ValueError(f"expected the engine 'cpp' along with a draft_model, got {engine.name!r}")
+        if own_precision(small) in QUANTIZED:
+            precision = None
+        with evaluating(small):
+            return cls(choose_engine(small, "cpp", precision), int(small.config.max_len))
+
+    def __init__(self, engine: Engine, max_len: int) -> None:
+        self.engine, self._max_len, self._block = engine, max_len, engine.block_size or 1
+        self._batch: DraftingBatch | None = None
+        self._rows: dict[Request, _Row] = {}  # in the order of the batch's groups
+        self._odds: dict[Request, Odds] = {}
+
+    def open(self, max_rows: int, num_tokens: int) -> None:
+        """Opens an empty batch for as many rows and tokens; see `Engine.open`."""
+        self._rows.clear()
+        self._odds.clear()
+        self._batch = None  # there may be no memory for two
+        batch = self.engine.open(max_rows, num_tokens + max_rows * (self._MOST + self._block))
+        assert isinstance(batch, DraftingBatch)
+        self._batch = batch
+
+    def keep(self, requests: Collection[Request]) -> None:
+        """Frees the rows of all other requests."""
+        assert self._batch is not None
+        leaving = [place for place, request in enumerate(self._rows) if request not in requests]
+        if leaving:
+            self._batch.free(leaving)
+        for kept in (self._rows, self._odds):
+            for request in [request for request in kept if request not in requests]:
+                del kept[request]
+
+    def count(self, request: Request, costs: Sequence[float]) -> int:
+        """Returns how many tokens to draft for a request; see `Odds.count`."""
+        if request.window is not None or request.prompt.source is not None:
+            return 0
+        room = self._max_len - len(request.prompt.tokens) - request.steps
+        odds = self._odds.setdefault(request, Odds(0.7))
+        return odds.count(costs[: max(0, min(self._MOST, room))])
+
+    def learn(self, request: Request, drafted: int, accepted: int) -> None:
+        """Notes how many tokens of a draft were accepted."""
+        self._odds[request].learn(drafted, accepted)
+
+    def drafts(self, counts: Mapping[Request, int]) -> dict[Request, list[int]]:
+        """Returns drafts of some lengths, which are at least 1; without those for which there is no memory."""
+        assert self._batch is not None
+        new = {request: tokens for request in counts if (tokens := self._unread(self._batch, request))}
+        drafts: dict[Request, list[int]] = {request: [] for request in new}
+        selection = Selection(1, log_probs=False)
+        while new:
+            reads = [len(new.get(request, ())) for request in self._rows]
+            if self._batch.free_tokens() < sum(-(-count // self._block) * self._block for count in reads):
+                self.keep(())  # begin anew, with what fits
+                return {}
+            readers = [request for request in self._rows if request in new]
+            tokens = [token for request in readers for token in new[request]]
+            ends = list(accumulate(len(new[request]) for request in readers))
+            best = self._batch.read(tokens, reads, selection).choose([end - 1 for end in ends], selection)
+            for request, (token, *_) in zip(readers, best.ids, strict=True):
+                self._rows[request].tokens += new[request]
+                drafts[request].append(token)
+            new = {one: drafts[one][-1:] for one in readers if len(drafts[one]) < counts[one]}
+        return drafts
+
+    def _unread(self, batch: DraftingBatch, request: Request) -> list[int]:
+        """Gives the request a row that has read only tokens of its text. Returns the rest of the text.
+
+        The list is empty if there is no memory for the row.
+        """
+        text = [*request.prompt.tokens, *(request.search.tokens(0) if request.steps else ())]
+        row = self._rows.get(request)
+        if row is not None:
+            common = min(len(row.tokens), len(text) - 1)
+            while row.tokens[:common] != text[:common]:
+                common -= 1
+            dropped = len(row.tokens) - common
+            if not dropped or common > row.num_fixed:
+                if dropped:
+                    batch.cut([dropped if one is row else 0 for one in self._rows.values()])
+                    del row.tokens[common:]
+                return text[common:]
+            batch.free([list(self._rows).index(request)])
+            del self._rows[request]
+        prompt = Prompt(None, text)
+        if batch.free_tokens() < self.engine.tokens_needed(prompt, 1, self._MOST):
+            return []
+        batch.prefill([prompt])
+        self._rows[request] = _Row(text[:-1], len(text) - 1)
+        return text[-1:]
+
+
 class Drafter:
     """Drafts tokens for the requests of a batch.
 
     Args:
         engine: the engine of the batch.
+        model: drafts for requests that nothing was found for in their text; None: nothing does.
+        max_rows, max_tokens: the size of the model's batch.
 
     Attributes:
         num_drafted, num_accepted: the number of tokens that were drafted, and of those that the searches have chosen.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, model: DraftModel | None, max_rows: int, max_tokens: int) -> None:
         self._step_bytes, self._token_bytes, self._block = engine.step_bytes, engine.token_bytes, engine.block_size or 1
+        self.model, self._size = model, (max_rows, max_tokens)
+        self._is_open = False
         self.num_drafted = self.num_accepted = 0
+        self._of_model: Collection[Request] = ()  # the requests whose latest draft is the model's
+
+    def clear(self) -> None:
+        """Forgets what the model has read."""
+        self._is_open = False
+
+    def may_draft(self, requests: Sequence[Request]) -> bool:
+        """Returns whether tokens may be drafted for any of the requests."""
+        return self.model is not None or any([request.lookup is not None for request in requests])
 
     def drafts(self, requests: Sequence[Request], batch: DraftingBatch) -> list[list[int]]:
         """Returns a draft for each request, which may be empty."""
+        if self.model is not None and not self._is_open:
+            self.model.open(*self._size)
+            self._is_open = True
+        if self.model is not None:
+            self.model.keep(set(requests))
         spare = batch.free_tokens() - batch.step_tokens()
         rows = len(requests)
-        cost = 1 + sum(self._row_cost(row) for row in range(1, rows))
-        found: list[list[int]] = []
+        cost = 1 + sum(_row_cost(row) for row in range(1, rows))
+        drafts: list[list[int]] = []
+        counts: dict[Request, int] = {}  # of the model's drafts
         for request in requests:
             draft: list[int] = []
-            most = request.most_drafts
-            if request.lookup is not None and most > 0 and spare >= self._block:
-                most = min(most, request.lookup.most, spare)
-                draft = request.lookup.draft(
-                    request.search.tokens(0) if request.steps else (),
-                    self._costs(request, most, rows, cost, len(requests)),
-                )
-                spare -= -(-len(draft) // self._block) * self._block
-                cost += sum(self._row_cost(rows + i) for i in range(len(draft)))
-                rows += len(draft)
-            found.append(draft)
-        return found
+            most = min(request.most_drafts, spare)
+            if most > 0 and spare >= self._block:
+                costs = self._costs(request, most, rows)
+                if request.lookup is not None:
+                    new = request.search.tokens(0) if request.steps else ()
+                    draft = request.lookup.draft(new, [one * len(requests) / cost for one in costs])
+                count = len(draft)
+                if not draft and self.model is not None:
+                    each = self.model.engine.step_bytes / self._step_bytes / len(requests)
+                    count = self.model.count(request, [(one + each) * len(requests) / cost for one in costs])
+                    if count:
+                        counts[request] = count
+                spare -= -(-count // self._block) * self._block
+                cost += sum(costs[:count])
+                rows += count
+            drafts.append(draft)
+        self._of_model = counts
+        if counts and self.model is not None:
+            of_model = self.model.drafts(counts)
+            drafts = [of_model.get(request, draft) for request, draft in zip(requests, drafts, strict=True)]
+        return drafts
 
     def learn(self, requests: Sequence[Request], drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Notes for each request how many tokens were drafted, and how many of them its search has chosen."""
         for request, count, right in zip(requests, drafted, accepted, strict=True):
-            if count and request.lookup is not None:
+            if not count:
+                continue
+            if request in self._of_model and self.model is not None:
+                self.model.learn(request, count, right)
+            elif request.lookup is not None:
                 request.lookup.learn(count, right)
-                request.num_drafted += count
-                request.num_accepted += right
-                self.num_drafted += count
-                self.num_accepted += right
+            request.num_drafted += count
+            request.num_accepted += right
+            self.num_drafted += count
+            self.num_accepted += right
 
-    def _row_cost(self, row: int) -> float:
-        return _CHEAP if row < _CHEAP_ROWS else _DEAR
-
-    def _costs(self, request: Request, most: int, rows: int, cost: float, expected: int) -> list[float]:
-        """Returns what each token of a draft costs; see `Odds.count`.
-
-        Args:
-            request: the request.
-            most: the most tokens of the draft.
-            rows, cost: the number of rows that the pass has already, and its cost.
-            expected: the number of tokens that the pass gives without this draft.
-        """
+    def _costs(self, request: Request, most: int, rows: int) -> list[float]:
+        """Returns what each of the first tokens of a draft costs, if the pass has so many rows without it."""
         attention = _ATTENTION_BYTES * self._token_bytes * request.length
         share = attention / (attention + self._step_bytes)
-        costs = []
-        for row in range(rows, rows + most):
-            more = (1 - share) * self._row_cost(row) + share * _ATTENTION
-            costs.append(more * expected / cost)
-            cost += more
-        return costs
+        return [(1 - share) * _row_cost(row) + share * _ATTENTION for row in range(rows, rows + min(most, _MOST_ROWS))]
+
+
+def _row_cost(row: int) -> float:
+    return _CHEAP if row < _CHEAP_ROWS else _DEAR

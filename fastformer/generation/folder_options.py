@@ -122,6 +122,10 @@ def with_folder_options(
     return config
 
 
+# A text by which tokenizers differ.
+_SAMPLE = "The quick brown fox's 12,345 jumps: über naïve 日本語 emoji 🙂\n\tdef f(x): return {'a': x**2} <end> "
+
+
 def load_language_model(
     folder: str | os.PathLike[str],
     options: Mapping[str, Any],
@@ -135,6 +139,24 @@ def load_language_model(
     model, tokenizer = load_model(folder, ("GPT",), device=device, dtype=DTYPES.get(precision or ""))
     config = with_folder_options(file_options, options, model.config.max_len)
     return model, tokenizer, {"config": config, "precision": asked_precision(model, precision)}
+
+
+def load_draft_model(
+    folder: str | os.PathLike[str], tokenizer: Any, device: torch.device | str | None, precision: Precision | None
+) -> Any:
+    """Returns the language model of a folder that is to draft tokens for another one.
+
+    Args:
+        folder, device, precision: see `AsyncGenerator.from_pretrained`.
+        tokenizer: the other model's tokenizer.
+
+    Raises:
+        ValueError: the folder has no language model, or another tokenizer.
+    """
+    model, own = load_model(folder, ("GPT",), device=device, dtype=DTYPES.get(precision or ""))
+    if own.encode(_SAMPLE) != tokenizer.encode(_SAMPLE):
+        raise ValueError(f"expected a draft model with the model's tokenizer, got another one in {folder}")
+    return model
 
 
 def _is_beyond(length: object, max_len: int) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from fastformer.generation.config import GenerationConfig, GenerationOptions, Precision
+from fastformer.generation.drafts import DraftModel
 from fastformer.generation.engines import choose_engine
 from fastformer.generation.generate import (
     Call,
@@ -59,6 +60,9 @@ class Generator:
         max_rows: the most rows that are decoded together; None: 512 on a CPU, 1,024 on a GPU.
         max_bytes: the approximate memory for keys and values. A call that needs more gets it while it runs. None: 512
             MiB on a CPU, a quarter of the free memory on a GPU.
+        draft_model: a smaller model with the same vocabulary, which drafts tokens. The model checks several of them in
+            one pass, so that the results are its own. It drafts fewer tokens, or none, while few of them are accepted,
+            or many rows are decoded together. It has a cache of as many tokens.
 
     Raises:
         ValueError: an unknown engine or precision, or no engine can decode the model in the precision.
@@ -72,6 +76,7 @@ class Generator:
         engine: str | None = None,
         max_rows: int | None = None,
         max_bytes: int | None = None,
+        draft_model: Model | nn.Module | None = None,
     ) -> None:
         check_precision(precision)
         for name, value in (("max_rows", max_rows), ("max_bytes", max_bytes)):
@@ -79,8 +84,9 @@ class Generator:
         self.model, self.precision = as_model(model), precision
         with evaluating(self.model):
             self._engine = choose_engine(self.model, engine, precision)
+        drafts = None if draft_model is None else DraftModel.of(draft_model, self.model, self._engine, precision)
         self._session: Session[Request] = Session(
-            self.model, lambda: new_scheduler(self._engine, max_rows, max_bytes, is_endless=True)
+            self.model, lambda: new_scheduler(self._engine, max_rows, max_bytes, is_endless=True, draft_model=drafts)
         )
 
     @shows_options

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from fastformer.generation.batch_steps import run_batch
-from fastformer.generation.drafts import Drafter
+from fastformer.generation.drafts import Drafter, DraftModel
 from fastformer.generation.engines.base import Batch, Engine, Limits
 from fastformer.generation.requests import Request
 from fastformer.requests import BaseRequest, Load
@@ -87,6 +87,7 @@ class Scheduler:
         max_bytes: the approximate memory of the batch; one request may use more.
         is_endless: open the first batch with all of the memory, because requests arrive while it runs; if False, with
             the memory for the requests that wait when the batch is empty.
+        draft_model: drafts tokens for the requests; None: nothing does, except their own texts.
 
     Attributes:
         waiting: the requests that haven't begun, the next one first.
@@ -94,7 +95,15 @@ class Scheduler:
         running: the requests of the batch, in the order of its groups.
     """
 
-    def __init__(self, engine: Engine, *, max_rows: int, max_bytes: int, is_endless: bool = False) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_rows: int,
+        max_bytes: int,
+        is_endless: bool = False,
+        draft_model: DraftModel | None = None,
+    ) -> None:
         self.engine, self.max_rows, self.max_bytes, self.is_endless = engine, max_rows, max_bytes, is_endless
         self.max_tokens = max_bytes // engine.token_bytes if engine.token_bytes else max_bytes
         self._batch: Batch | None = None
@@ -107,7 +116,7 @@ class Scheduler:
         self._waiting_rows = self._running_rows = 0
         self._has_cancelled = self._has_deadlines = False  # whether requests may have to leave the queue
         self._read_tokens = self._cached_tokens = 0
-        self._drafter = Drafter(engine)
+        self._drafter = Drafter(engine, draft_model, max_rows, self.max_tokens)
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Appends requests to the queue."""
@@ -137,7 +146,13 @@ class Scheduler:
 
     def renewed(self) -> Scheduler:
         """Returns a new scheduler with the same limits. It doesn't query the free memory: the device may be lost."""
-        return Scheduler(self.engine, max_rows=self.max_rows, max_bytes=self.max_bytes, is_endless=self.is_endless)
+        return Scheduler(
+            self.engine,
+            max_rows=self.max_rows,
+            max_bytes=self.max_bytes,
+            is_endless=self.is_endless,
+            draft_model=self._drafter.model,
+        )
 
     @property
     def wants_more(self) -> bool:
@@ -158,7 +173,7 @@ class Scheduler:
             return ended
         is_first = any([request.on_token is not None and request.num_told < _FIRST_TOLD for request in self.running])
         min_rows = min(self._refill_below(), self._running_rows)
-        may_draft = any([request.lookup is not None for request in self.running])
+        may_draft = self._drafter.may_draft(self.running)
         limits = Limits(1 if is_first else _RUN_STEPS, _DRAFT_SECONDS if may_draft else _RUN_SECONDS, min_rows)
         left = self._remove(run_batch(self._open_batch, self.running, limits, self._drafter if may_draft else None))
         for request in reversed(left):
@@ -175,6 +190,7 @@ class Scheduler:
     def clear(self) -> None:
         """Drops all requests and the batch, which an error may have left in the middle of a step."""
         self._batch = None
+        self._drafter.clear()
         self.running.clear()
         self.waiting.clear()
         self._waiting_rows = self._running_rows = self._reserved_tokens = self.waiting_tokens = 0
@@ -358,7 +374,12 @@ class Scheduler:
 
 
 def new_scheduler(
-    engine: Engine, max_rows: int | None = None, max_bytes: int | None = None, *, is_endless: bool = False
+    engine: Engine,
+    max_rows: int | None = None,
+    max_bytes: int | None = None,
+    *,
+    is_endless: bool = False,
+    draft_model: DraftModel | None = None,
 ) -> Scheduler:
     """Makes a scheduler with the default memory limits of the engine's device.
 
@@ -366,13 +387,13 @@ def new_scheduler(
         engine: the engine that decodes.
         max_rows: the most rows that are decoded together; None: 512 on a CPU, 1,024 on a GPU.
         max_bytes: the memory for caches; None: 512 MiB on a CPU, a quarter of the free memory on a GPU.
-        is_endless: see `Scheduler`.
+        is_endless, draft_model: see `Scheduler`.
     """
     is_gpu = engine.device.type == "cuda"
     if max_bytes is None:
         max_bytes = torch.cuda.mem_get_info(engine.device)[0] // 4 if is_gpu else _CPU_BYTES
     max_rows = max_rows or (_GPU_ROWS if is_gpu else _CPU_ROWS)
-    return Scheduler(engine, max_rows=max_rows, max_bytes=max_bytes, is_endless=is_endless)
+    return Scheduler(engine, max_rows=max_rows, max_bytes=max_bytes, is_endless=is_endless, draft_model=draft_model)
 
 
 def run(scheduler: Scheduler, requests: Sequence[Request], before_step: Callable[[], object] | None = None) -> None:

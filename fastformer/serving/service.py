@@ -303,6 +303,7 @@ def open_service(
     target_lang: str | None = None,
     max_batch_size: int | None = None,
     max_batch_bytes: int | None = None,
+    draft: str | os.PathLike[str] | None = None,
 ) -> Service:
     """Opens the service of a folder, whatever kind of model it holds. It is not started yet.
 
@@ -316,6 +317,7 @@ def open_service(
         source_lang, target_lang: the languages of a request that names none; for a model of one pair, their codes.
         max_batch_size, max_batch_bytes: the most rows that are decoded together, and the memory for their caches; see
             `Translator` and `AsyncGenerator`.
+        draft: the folder of a smaller model, which drafts tokens for a language model; see `AsyncGenerator`.
 
     Raises:
         ValueError: the folder holds no model that can be served, or an argument doesn't apply to its kind.
@@ -323,6 +325,8 @@ def open_service(
     name = Path(folder).resolve().name
     kind = _kind_of(Path(folder))
     options = dict(options or {})
+    if kind != "generator":
+        _refuse("a model that is no language model", draft=draft)
     if kind != "translator":
         _refuse("a model that translates nothing", source_lang=source_lang, target_lang=target_lang)
     if kind == "speech":
@@ -343,7 +347,7 @@ def open_service(
         generator = AsyncGenerator.from_pretrained(
             folder, device=device, precision=precision, options=options, engine=engine, max_rows=max_batch_size,
             max_bytes=max_batch_bytes, max_waiting=limits.max_waiting, max_waiting_tokens=limits.max_waiting_tokens,
-            when_full="refuse",
+            when_full="refuse", draft=draft,
         )  # fmt: skip
         return GenerateService(generator, name, limits=limits)
     translator = Translator.from_pretrained(

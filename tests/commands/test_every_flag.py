@@ -103,6 +103,7 @@ CASES: dict[str, dict[str, Row]] = {
         "repetition_penalty": (f"--greedy {FEW}", f"--greedy {FEW} --repetition_penalty 9", "two birds"),
         "seed": (f"{FEW} --seed 1", f"{FEW} --seed 2", "two birds"),
         "prompt_lookup_num_tokens": (FEW, f"{FEW} --prompt_lookup_num_tokens 0", "two birds"),
+        "draft": (FEW, f"{FEW} --draft {{gpt}}", "two birds"),
     },
     "embed {encoder}": {
         "file": (EMBEDDED, "--out {out}/v.npy --file {others}"),
@@ -170,7 +171,7 @@ CASES: dict[str, dict[str, Row]] = {
 # Flags without two values that differ in more than speed: a bad value is refused.
 REFUSED = {"device", "batch_tokens", "max_batch_size", "max_batch_bytes", "max_tokens", "source_lang",
            "target_lang", "on_error", "skip_long", "align_layer", "align_head", "cut", "drop_oldest",
-           "window", "threads", "patience", "prompt_lookup_num_tokens"}  # fmt: skip
+           "window", "threads", "patience", "prompt_lookup_num_tokens", "draft"}  # fmt: skip
 # Flags whose other values are tried elsewhere: the search is called with them, or a GPU, a training, or several minutes
 # have to be there.
 REACHES = "tests/commands/test_options.py::test_each_flag_reaches_the_search"

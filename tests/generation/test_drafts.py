@@ -14,7 +14,7 @@ from torch import Tensor
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Generator, generate
 from fastformer.generation.config import GenerationConfig
-from fastformer.generation.drafts import PromptLookup
+from fastformer.generation.drafts import DraftModel, PromptLookup
 from fastformer.generation.engines.cpp import CppEngine
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.requests import Request
@@ -24,6 +24,9 @@ from tests.generation.small import needs_cpp, next_logits
 from tests.generation.weights import CONFIGS, drawn
 
 pytestmark = needs_cpp
+
+
+LANGUAGE_MODELS = [name for name, (kind, _) in CONFIGS.items() if kind is GPT]
 
 
 @cache
@@ -95,13 +98,19 @@ def equals_plain(seed: int) -> tuple[int, int]:
     options = {"precision": dice.choice(["fp32", "bf16", "int8"]), "return_dict_in_generate": True}
     if isinstance(model, GPT) and dice.random() < 0.15:
         options |= {"window": "slide", "max_new_tokens": 200}
+    small = None
+    if isinstance(model, GPT) and dice.random() < 0.5:  # the model itself, or another one, also drafts
+        named = [name for name in LANGUAGE_MODELS if configured(name).config.vocab_size == size]
+        small = dice.choice([model, configured(dice.choice(named))])
     found, counts = [], (0, 0)
     for lookup in (None, dice.randint(1, 16)):
         given = some_options(random.Random(options_seed), size, is_alone=len(inputs) == 1)
         if "window" in options:
             given |= {"num_beams": 1, "max_new_tokens": 200}
-        generator = Generator(model, precision=options["precision"], max_bytes=2**21)
-        call = {**given, **options, "prompt_lookup_num_tokens": lookup}
+        generator = Generator(
+            model, precision=options["precision"], max_bytes=2**21, draft_model=small if lookup else None
+        )
+        call = {**given, **options, "prompt_lookup_num_tokens": None if small and lookup and lookup % 2 else lookup}
         found.append(generator.generate(inputs, **call))
         counts = (generator.stats().drafted_tokens, generator.stats().accepted_tokens)
     # A search that runs in C++ sums the shares of a row by itself if ids are forbidden, torch if processors do that.
@@ -125,8 +134,9 @@ def test_2000_calls_with_drafts_are_the_same_calls() -> None:
         equals_plain(seed)
 
 
+@pytest.mark.parametrize("small", [None, "sinusoidal", "gpt"])
 @pytest.mark.parametrize("memory", [90, 400])
-def test_requests_that_come_and_go_and_begin_again_are_as_if_alone(memory) -> None:
+def test_requests_that_come_and_go_and_begin_again_are_as_if_alone(memory, small) -> None:
     """In little memory the youngest request is restarted, with what it drafts from."""
     model, dice = configured("sinusoidal"), random.Random(3)
     engine = CppEngine(model)
@@ -160,7 +170,10 @@ def test_requests_that_come_and_go_and_begin_again_are_as_if_alone(memory) -> No
         while not scheduler.is_idle:
             scheduler.step()
         alone.append(results(request))
-    scheduler = Scheduler(engine, max_rows=4, max_bytes=memory * engine.token_bytes, is_endless=True)
+    drafts = small and DraftModel.of(configured(small), model, engine, None)
+    scheduler = Scheduler(
+        engine, max_rows=4, max_bytes=memory * engine.token_bytes, is_endless=True, draft_model=drafts
+    )
     requests = [request_of(place) for place in range(len(inputs))]
     streams: list[list[int]] = []
     for request in requests:
@@ -238,6 +251,30 @@ def test_a_lookup_of_no_tokens_is_refused(gpt) -> None:
     for value in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="prompt_lookup_num_tokens"):
             generate(gpt, [[5, 6]], prompt_lookup_num_tokens=value)
+
+
+def test_a_model_that_cannot_draft_is_refused(gpt, model) -> None:
+    other = drawn(GPT, vocab_size=41)
+    for decoding, small, options in [(gpt, other, {}), (gpt, model, {}), (model, gpt, {}), (gpt, object(), {}),
+                                     (gpt, gpt, {"engine": "kv_cache"})]:  # fmt: skip
+        with pytest.raises(ValueError, match="draft_model|language model|model"):
+            Generator(decoding, draft_model=small, **options)
+
+
+def test_a_good_draft_model_saves_passes() -> None:
+    """The larger model has layers that change nothing, so that every draft of the smaller one is right."""
+    options, prompt = CONFIGS["llama"][1] | {"max_len": 160}, [5, 9, 20]
+    model, small = drawn(GPT, **options | {"num_layers": 8}), drawn(GPT, **options | {"num_layers": 1})
+    for layer in model.decoder.layers[1:]:
+        for name, parameter in layer.named_parameters():
+            parameter.data *= "out_proj" not in name and "linear2" not in name
+    small.load_state_dict({name: tensor for name, tensor in model.state_dict().items() if name in small.state_dict()})
+    generator = Generator(model, draft_model=small, max_bytes=2**20)
+    call: dict[str, Any] = {"max_new_tokens": 100, "eos_token_id": 1, "suppress_tokens": [1]}
+    found = generator.generate([prompt], **call)
+    assert torch.equal(found, Generator(model, max_bytes=2**20).generate([prompt], **call))
+    stats = generator.stats()
+    assert stats.drafted_tokens >= stats.accepted_tokens > 60
 
 
 def test_engines_that_read_no_drafts_decode_without(gpt) -> None:
