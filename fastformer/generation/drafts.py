@@ -166,7 +166,7 @@ class DraftModel:
         Raises:
             ValueError: the model can't draft for the other one.
         """
-        small = as_model(model)  # type: ignore[arg-type]
+        small = as_model(model)
         for each in (small, drafted):
             if not is_decoder_only(each):
                 raise ValueError(f"expected language models along with a draft_model, got {type(each).__name__}")

@@ -262,11 +262,12 @@ def test_prompt_lookup_drafts_on_the_engine(name, monkeypatch):
     pair.inputs = {name: value[:1] for name, value in pair.inputs.items()}
     drafted: list[int] = []
     learn = Drafter.learn
-    monkeypatch.setattr(
-        Drafter,
-        "learn",
-        lambda self, requests, counts, right: (drafted.extend(counts), learn(self, requests, counts, right)),
-    )
+
+    def watched(self: Drafter, requests: Any, counts: list[int], right: list[int]) -> None:
+        drafted.extend(counts)
+        learn(self, requests, counts, right)
+
+    monkeypatch.setattr(Drafter, "learn", watched)
     for options in ({}, {"min_new_tokens": 20}, {"max_matching_ngram_size": 1, "eos_token_id": [5, 9]}):
         found, expected = pair.both(max_new_tokens=30, prompt_lookup_num_tokens=4, do_sample=False, **options)
         assert torch.equal(found, expected)
