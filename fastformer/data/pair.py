@@ -51,10 +51,15 @@ class PairTokenizer(Tokenizer):
         return self.target.encode(text)
 
     def encode_batch(
-        self, texts: Sequence[str], max_len: int | None = None, *, lengths: list[int] | None = None
+        self,
+        texts: Sequence[str],
+        max_len: int | None = None,
+        *,
+        prompt: str = "",
+        lengths: list[int] | None = None,
     ) -> list[list[int]]:
         """Encodes many sources; see `encode`."""
-        return self.source.encode_batch(texts, max_len, lengths=lengths)
+        return self.source.encode_batch(texts, max_len, prompt=prompt, lengths=lengths)
 
     @property
     def cuts(self) -> re.Pattern[str] | None:

@@ -135,13 +135,19 @@ class Tokenizer:
         return self.encode_batch([text], max_len)[0]
 
     def encode_batch(
-        self, texts: Sequence[str], max_len: int | None = None, *, lengths: list[int] | None = None
+        self,
+        texts: Sequence[str],
+        max_len: int | None = None,
+        *,
+        prompt: str = "",
+        lengths: list[int] | None = None,
     ) -> list[list[int]]:
         """Encodes many texts, on all cores if the library can; see `encode`.
 
         Args:
             texts: the texts to encode.
             max_len: the number of tokens that each is cut to, special tokens included; None: the tokenizer's max_len.
+            prompt: what is put in front of each text. Special tokens that it spells, and no others, become their ids.
             lengths: a list to which the number of tokens of each text before it is cut is added.
 
         Raises:
@@ -151,7 +157,7 @@ class Tokenizer:
         check_texts(texts)
         frame = self._frames[0]
         limit = self._limit(max_len, frame)
-        ids = self.backend.encode_batch(list(texts))
+        ids = self._with_prompt(texts, prompt)
         if lengths is not None:
             lengths += [len(each) + frame.num_special for each in ids]
         if limit is None and not frame.num_special:
@@ -164,13 +170,19 @@ class Tokenizer:
         return self.encode_pairs([(first, second)], max_len)[0]
 
     def encode_pairs(
-        self, pairs: Sequence[Pair], max_len: int | None = None, *, lengths: list[int] | None = None
+        self,
+        pairs: Sequence[Pair],
+        max_len: int | None = None,
+        *,
+        prompt: str = "",
+        lengths: list[int] | None = None,
     ) -> list[Encoded]:
         """Encodes pairs of texts to ids and token types, with the special tokens around and between the texts.
 
         Args:
             pairs: two texts each.
             max_len: the number of tokens that a pair is cut to, the longer text first; see `encode_batch`.
+            prompt: what is put in front of the first text of each pair; see `encode_batch`.
             lengths: see `encode_batch`.
 
         Raises:
@@ -185,16 +197,29 @@ class Tokenizer:
             check_text(pair[1])
         frame = self._frames[1]
         limit = self._limit(max_len, frame)
-        texts = [*dict.fromkeys(text for pair in pairs for text in pair)]  # a query has many passages
-        encoded = dict(zip(texts, self.backend.encode_batch(texts), strict=True))
+        firsts, seconds = ([*dict.fromkeys(texts)] for texts in zip(*pairs, strict=True)) if pairs else ((), ())
+        queries = dict(zip(firsts, self._with_prompt(firsts, prompt), strict=True))  # one has many passages
+        passages = dict(zip(seconds, self.backend.encode_batch(list(seconds)), strict=True))
         rows: list[Encoded] = []
-        for first, second in ((encoded[first], encoded[second]) for first, second in pairs):
+        for first, second in ((queries[first], passages[second]) for first, second in pairs):
             if lengths is not None:
                 lengths.append(len(first) + len(second) + frame.num_special)
             parts = zip((first, second), lengths_of_pair(len(first), len(second), limit), strict=True)
             ids, types = frame.around([self._cut(ids, length) for ids, length in parts])
             rows.append((ids, types if self.has_token_types else [0] * len(ids)))
         return rows
+
+    def _with_prompt(self, texts: Sequence[str], prompt: str) -> list[list[int]]:
+        """Returns the ids of texts behind a prompt, without the special tokens around them."""
+        controls = frozenset(token for token, is_special in self.added_tokens.items() if is_special) if prompt else ()
+        if not any(token in prompt for token in controls):
+            return self.backend.encode_batch([prompt + text for text in texts] if prompt else list(texts))
+        check_text(prompt)
+        written = b"\1" * len(prompt)
+        return [
+            self.backend.encode_control(prompt + text, written + b"\0" * len(text), frozenset(controls))
+            for text in texts
+        ]
 
     def _limit(self, max_len: int | None, frame: Frame) -> int | None:
         """Returns the most tokens of the texts within a frame."""

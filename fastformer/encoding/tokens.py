@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -30,11 +31,11 @@ class Tokenizer(TemplateTokenizer, Protocol):
     def has_token_types(self) -> bool: ...
 
     def encode_batch(
-        self, texts: Sequence[str], max_len: int | None = None, *, lengths: list[int] | None = None
+        self, texts: Sequence[str], max_len: int | None = None, *, prompt: str = "", lengths: list[int] | None = None
     ) -> list[list[int]]: ...
 
     def encode_pairs(
-        self, pairs: Sequence[Pair], max_len: int | None = None, *, lengths: list[int] | None = None
+        self, pairs: Sequence[Pair], max_len: int | None = None, *, prompt: str = "", lengths: list[int] | None = None
     ) -> list[tuple[list[int], list[int]]]: ...
 
 
@@ -99,17 +100,15 @@ class Reader:
         Raises:
             ValueError: a text contains a lone surrogate, which is not a character, or is too long.
         """
-        if prompt:
-            texts = [prompt + text for text in texts]
         if self._lowers:
-            texts = [lowered(text) for text in texts]
-        return Rows(
-            self._encoded(lambda most, lengths: self.tokenizer.encode_batch(texts, most, lengths=lengths), cuts)
-        )
+            prompt, texts = self._lowered(prompt), [lowered(text) for text in texts]
+        encode = self.tokenizer.encode_batch
+        return Rows(self._encoded(lambda most, lengths: encode(texts, most, prompt=prompt, lengths=lengths), cuts))
 
     def num_prompt_tokens(self, prompt: str) -> int:
         """Returns the number of tokens at the beginning of a row that come from a prompt in front of its text."""
-        alone, nothing = self.tokenizer.encode_batch([lowered(prompt) if self._lowers else prompt, ""], self.max_len)
+        encode, prompt = self.tokenizer.encode_batch, self._lowered(prompt) if self._lowers else prompt
+        (alone,), (nothing,) = encode([""], self.max_len, prompt=prompt), encode([""], self.max_len)
         # The last token is of every text, such as [SEP].
         return len(alone) - int(bool(nothing) and alone[-1] == nothing[-1])
 
@@ -124,13 +123,18 @@ class Reader:
         Raises:
             ValueError: a text contains a lone surrogate, which is not a character, or a pair is too long.
         """
-        if prompt:
-            pairs = [(prompt + first, second) for first, second in pairs]
         if self._lowers:
-            pairs = [(lowered(first), lowered(second)) for first, second in pairs]
-        rows = self._encoded(lambda most, lengths: self.tokenizer.encode_pairs(pairs, most, lengths=lengths), cuts)
+            prompt, pairs = self._lowered(prompt), [(lowered(first), lowered(second)) for first, second in pairs]
+        encode = self.tokenizer.encode_pairs
+        rows = self._encoded(lambda most, lengths: encode(pairs, most, prompt=prompt, lengths=lengths), cuts)
         types = [types for _, types in rows] if self.tokenizer.has_token_types else None
         return Rows([ids for ids, _ in rows], types)
+
+    def _lowered(self, prompt: str) -> str:
+        """Lower-cases a prompt, but for the tokens that it spells."""
+        tokens = "|".join(map(re.escape, self.tokenizer.added_tokens))
+        parts = re.split(f"({tokens})", prompt) if tokens else [prompt]
+        return "".join(part if number % 2 else lowered(part) for number, part in enumerate(parts))
 
     def _encoded(self, encode: Callable[[int, list[int]], list[R]], cuts: bool) -> list[R]:
         """Returns the rows of texts or pairs, and counts those that were cut.

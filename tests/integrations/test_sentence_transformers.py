@@ -15,6 +15,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+import fastformer
 from fastformer.integrations import accelerate, report, restore
 from tests.checks import assert_accurate
 from tests.encoding.folders import D_MODEL, MANY, MAX_LEN, SPECIAL, TEXTS, WORDS, bert, dense, modules, write
@@ -452,8 +453,6 @@ def test_a_pool_of_processes(saved: Save, tmp_path: Path) -> None:
 
 def test_folders_that_our_encoder_reads_too(tmp_path: Path) -> None:
     """Compares sentence-transformers, accelerated, and `Encoder` on one folder."""
-    import fastformer
-
     bert(tmp_path)
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "[PAD]"}
     write(tmp_path / "tokenizer_config.json", {**names, "model_max_length": MAX_LEN})
@@ -464,3 +463,19 @@ def test_folders_that_our_encoder_reads_too(tmp_path: Path) -> None:
     calls = (ENCODE, encode(truncate_dim=4, normalize_embeddings=True), lambda model: model.encode_query(MANY))
     agree(accelerate(copy.deepcopy(plain)), plain, calls)
     agree(fastformer.Encoder(tmp_path), plain, calls)
+
+
+@pytest.mark.parametrize("lowers", [False, True])
+def test_special_tokens_of_a_prompt_are_tokens(lowers: bool, saved: Save, tmp_path: Path) -> None:
+    prompts = {"query": "[MASK] The ", "document": "[CLS]b : "}
+    parts = [transformer(saved, do_lower_case=lowers), pooling(include_prompt=False)]
+    plain = library.SentenceTransformer(modules=parts, device="cpu", prompts=prompts)
+    plain.save_pretrained(str(tmp_path))
+    ours = fastformer.Encoder(tmp_path)
+    agree(ours, plain, TASKS)
+    # What a text spells is no token, with a prompt or without one.
+    spelled, before = "a [MASK] bird", ours.tokenize(["a bird"])["input_ids"].shape[1]
+    mask = SPECIAL.index("[MASK]")
+    for prompt, count in (("", 0), (prompts["query"], 1)):
+        ids = ours._reader.texts([spelled], prompt).ids[0]
+        assert ids.count(mask) == count and len(ids) > before
