@@ -5,7 +5,7 @@ one, a checkout on sys.path would shadow Hugging Face's `kernels` package, which
 
 The libraries are listed in `libraries()`. Some are compiled once per instruction set, and the import picks what the CPU
 can run. No -march=native: a wheel built here runs elsewhere. A broken compiler fails the build with its own message; no
-compiler, another architecture, or FASTFORMER_BUILD_CPP=0 leaves the libraries out.
+compiler, another architecture or system, or FASTFORMER_BUILD_CPP=0 leaves the libraries out.
 """
 
 from __future__ import annotations
@@ -272,7 +272,8 @@ def _ninja() -> str:
 
 def cpp_extensions() -> dict[str, Any]:
     """ext_modules and cmdclass for setup(), empty where there is nothing to build."""
-    wanted = os.environ.get("FASTFORMER_BUILD_CPP", "1") != "0" and platform.machine() in ("x86_64", "AMD64")
+    is_known = sys.platform == "linux" and platform.machine() == "x86_64"
+    wanted = os.environ.get("FASTFORMER_BUILD_CPP", "1") != "0" and is_known
     compiler = os.environ.get("CXX", "c++")
     if wanted and shutil.which(shlex.split(compiler)[0]) is None:
         print(f"no C++ compiler ({compiler}): installing without the CPU kernels, so the ops run on plain PyTorch")

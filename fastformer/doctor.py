@@ -53,8 +53,9 @@ def machine() -> Iterator[str]:
     elif _extension.failures:
         for name, failure in _extension.failures.items():
             yield f"C++ extension: {name} does not load ({failure}); {_extension.INSTALL_AGAIN}"
-    elif platform.machine() not in ("x86_64", "AMD64"):
-        yield f"C++ extension: none, because it needs x86-64 and this machine is {platform.machine()}"
+    elif (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        here = f"{platform.system()} on {platform.machine()}"
+        yield f"C++ extension: none, because it needs Linux on x86-64 and this machine has {here}"
     else:
         yield f"C++ extension: not built; to build it, install a C++ compiler and {_extension.INSTALL_AGAIN}"
     if torch.cuda.is_available():

@@ -58,6 +58,14 @@ def test_without_the_extension_the_fallback_is_reported_with_its_reason(no_exten
     assert "the C++ extension is not built" in doctor.report()
 
 
+@pytest.mark.parametrize(("system", "cpu"), [("Linux", "aarch64"), ("Darwin", "arm64"), ("Windows", "AMD64")])
+def test_a_machine_that_no_compiler_helps_is_told_so(no_extension, monkeypatch, system, cpu) -> None:
+    monkeypatch.setattr("platform.system", lambda: system)
+    monkeypatch.setattr("platform.machine", lambda: cpu)
+    (line,) = [line for line in doctor.machine() if line.startswith("C++ extension")]
+    assert line.startswith("C++ extension: none") and system in line and cpu in line and "compiler" not in line
+
+
 def test_the_doctor_describes_the_decoding_engine_or_why_it_is_missing(monkeypatch) -> None:
     module = types.SimpleNamespace(cpu_features=lambda: ["avx512_vnni", "amx_int8"], Session=object)
     monkeypatch.setattr(_extension, "load", lambda: "avx512")
