@@ -41,7 +41,9 @@ def run_batch(batch: Batch, requests: Sequence[Request], limits: Limits, drafter
             batch.free(leaving)
         return leaving
     tokens = [token for request in requests for token in request.next_tokens()]
-    leaving, parents = _advance(requests, batch.step(tokens, _selection(requests, batch.takes_masks)))
+    # Log-probabilities have the same last bits with drafts and without.
+    takes_masks = batch.takes_masks and not _wants_log_probs(requests)
+    leaving, parents = _advance(requests, batch.step(tokens, _selection(requests, takes_masks)))
     if leaving:
         batch.free(leaving)
     if parents is not None:

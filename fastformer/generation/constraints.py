@@ -24,6 +24,7 @@ Mask = npt.NDArray[np.uint32]
 # white space up to the limit of tokens.
 WHITE_SPACE = r"( |\n[ \t]{0,40})"
 _MOST_GRAMMARS = 32  # the compiled grammars that a vocabulary keeps
+_MOST_FORCED = 1024  # the texts whose tokens a vocabulary remembers
 _PREFIXES = ("\n", "=", "a")  # texts in front of a text that a tokenizer would else begin with a space
 _vocabularies: weakref.WeakKeyDictionary[Any, Vocabulary] = weakref.WeakKeyDictionary()
 
@@ -130,10 +131,18 @@ class _Wrapped:
             if one:
                 self._ids.setdefault(one, i)
         self._longest = max(map(len, self._ids), default=0)
+        self._encoded: dict[bytes, list[int]] = {}
 
     def __call__(self, text: bytes | str) -> list[int]:
         """Encodes a text that the grammar forces: if possible, in the tokens that the model has seen for it."""
         whole = text.encode() if isinstance(text, str) else text
+        if whole not in self._encoded:
+            if len(self._encoded) >= _MOST_FORCED:
+                self._encoded.clear()
+            self._encoded[whole] = self._encode(whole)
+        return self._encoded[whole]
+
+    def _encode(self, whole: bytes) -> list[int]:
         tokenizer: Any = self._tokenizer()
         try:
             for prefix in () if tokenizer is None else ("", *_PREFIXES):
@@ -196,6 +205,10 @@ class Matcher:
         """
         if token not in self._ends and not self._state.consume_token(token):
             raise ValueError(f"token {token} breaks the constraint: {self._state.get_error():.500}")
+
+    def forced(self) -> list[int]:
+        """Returns the tokens that come next in any case, which may be none."""
+        return list(self._state.compute_ff_tokens())
 
     @property
     def is_complete(self) -> bool:

@@ -5,8 +5,9 @@ computed as long as it chooses what was drafted. The results are therefore those
 the search, its processors and its ends; sampling draws the same numbers, and accepts a draft with the probability that
 the model gives it.
 
-A draft comes from the text so far (`PromptLookup`) or from a smaller model (`DraftModel`). A `Drafter` decides how many
-tokens to draft for each request: as many as probably save more time than they cost.
+A draft comes from the text so far (`PromptLookup`), from a smaller model (`DraftModel`), or from a constraint where it
+leaves no choice (`Matcher.forced`), so that its tokens are certain. A `Drafter` decides how many tokens to draft for
+each request: as many as probably save more time than they cost.
 """
 
 from __future__ import annotations
@@ -282,6 +283,7 @@ class Drafter:
         self.model, self._size = model, (max_rows, max_tokens)
         self._is_open = False
         self.num_drafted = self.num_accepted = 0
+        self._forced: set[Request] = set()  # those whose constraint leaves no choice in the latest draft
         self._of_model: Collection[Request] = ()  # the requests whose latest draft is the model's
 
     def clear(self) -> None:
@@ -290,7 +292,9 @@ class Drafter:
 
     def may_draft(self, requests: Sequence[Request]) -> bool:
         """Returns whether tokens may be drafted for any of the requests."""
-        return self.model is not None or any([request.lookup is not None for request in requests])
+        return self.model is not None or any(
+            [request.lookup is not None or request.search.matchers is not None for request in requests]
+        )
 
     def drafts(self, requests: Sequence[Request], batch: DraftingBatch) -> list[list[int]]:
         """Returns a draft for each request, which may be empty."""
@@ -304,12 +308,15 @@ class Drafter:
         cost = 1 + sum(_row_cost(row) for row in range(1, rows))
         drafts: list[list[int]] = []
         counts: dict[Request, int] = {}  # of the model's drafts
+        self._forced.clear()
         for request in requests:
             draft: list[int] = []
             most = min(request.most_drafts, spare)
             if most > 0 and spare >= self._block:
-                costs = self._costs(request, most, rows)
-                if request.lookup is not None:
+                costs, matchers = self._costs(request, most, rows), request.search.matchers
+                if matchers is not None and (draft := matchers[0].forced()[: len(costs)]):
+                    self._forced.add(request)
+                elif request.lookup is not None:
                     new = request.search.tokens(0) if request.steps else ()
                     draft = request.lookup.draft(new, [one * len(requests) / cost for one in costs])
                 count = len(draft)
@@ -331,7 +338,7 @@ class Drafter:
     def learn(self, requests: Sequence[Request], drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Notes for each request how many tokens were drafted, and how many of them its search has chosen."""
         for request, count, right in zip(requests, drafted, accepted, strict=True):
-            if not count:
+            if not count or request in self._forced:
                 continue
             if request in self._of_model and self.model is not None:
                 self.model.learn(request, count, right)

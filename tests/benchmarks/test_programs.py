@@ -56,6 +56,16 @@ def measured(tmp_path: Path) -> Measured:
     return run
 
 
+def test_the_cost_of_a_constraint(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("llguidance", reason="the llguidance library is not installed")
+    sizes = "--dim 64 --layers 1 --vocab 400 --tokens 8 --rounds 1 --rows 1 2 --precision fp32 --forced"
+    rows = measured("structured", sizes, *THREADS)
+    assert [(row["provider"], row["shape"]["rows"]) for row in rows] == [
+        (name, count) for count in (1, 2) for name in ("free", "schema")
+    ]
+    assert "times" in capsys.readouterr().out
+
+
 def test_an_encoder_beside_busy_processes(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--dim 32 --layers 1 --batch 2 --seqlen 8 --provider fastformer --rounds 1 --seconds 0.01"
     rows = measured("busy_neighbour", sizes, *THREADS)

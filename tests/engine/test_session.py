@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from fastformer.generation.engines.cpp import pack
@@ -158,3 +159,42 @@ def test_only_tokens_of_steps_but_the_first_can_be_cut() -> None:
     with pytest.raises(ValueError, match=r"\broom\b"):
         session.step([6] * 61, 1, False, [], None, 1, None, None, [61])
     assert session.free_tokens() == 3 * BLOCK
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shortlist", [[], [2, 3, 5, 7, 11, 13, 17]], ids=["all", "shortlist"])
+@pytest.mark.parametrize("vocab", [19, 300])
+def test_masked_rows_choose_among_the_allowed_ids(threads, shortlist, vocab) -> None:
+    sizes = {"vocab_size": vocab, "d_model": 12, "num_heads": 2, "d_ff": 8, "max_len": 120, "num_layers": 1}
+    module, model = _extension.module(), drawn(GPT, **sizes)
+
+    def step(rows: list[int], masks: npt.NDArray[np.uint8] | None, shown: list[int]) -> Any:
+        session = module.Session(pack(model, "fp32"), 20 * BLOCK)
+        session.set_shortlist(shortlist)
+        session.admit([[]] * 4, [[3], [4], [5], [6]], 1)
+        logits = np.zeros((len(shown), vocab), np.float32)
+        found = session.step([7, 8, 9, 10], vocab, True, shown, logits, threads, rows, masks)
+        return (*found, logits)
+
+    _, _, free = step([], None, [0, 1, 2, 3])
+    draw = np.random.default_rng(0)
+    for share in (0.0, 0.02, 0.5, 1.0):
+        allowed = draw.random((2, vocab)) < share
+        masks = np.zeros((2, -(-vocab // 32) * 4), np.uint8)
+        packed = np.packbits(allowed, axis=1, bitorder="little")
+        masks[:, : packed.shape[1]] = packed
+        ids, values, logits = step([1, 3], masks, [0, 1, 3])
+        expected = free.copy()
+        expected[[1, 3]] = np.where(allowed, free[[1, 3]], -np.inf)
+        assert (logits == expected[[0, 1, 3]]).all()
+        for row in range(4):
+            finite = int(np.isfinite(expected[row]).sum())
+            best = np.argsort(-expected[row], kind="stable")[:finite]
+            assert ids[row, :finite].tolist() == best.tolist() and (values[row, finite:] == -np.inf).all()
+            if finite:
+                total = np.logaddexp.reduce(expected[row][np.isfinite(expected[row])].astype(np.float64))
+                np.testing.assert_allclose(values[row, :finite], expected[row][best] - total, atol=2e-5)
+    wide = np.zeros((1, -(-vocab // 32) * 4), np.uint8)
+    for rows, wrong in (([0], None), ([0, 1], wide), ([4], wide), ([-1], wide), ([0], wide[:, :1]), ([1, 0], wide)):
+        with pytest.raises(ValueError, match="mask"):
+            step(rows, wrong, [])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+import random
 import re
 from typing import Any
 
@@ -13,6 +15,8 @@ import torch
 from fastformer.data import ByteTokenizer
 from fastformer.generation import GenerationConfig, generate
 from fastformer.generation.async_generator import AsyncGenerator
+from fastformer.generation.constraints import Matcher
+from fastformer.generation.engines.cpp import CppBatch
 from fastformer.generation.generator import Generator
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.scheduler import new_scheduler, run
@@ -115,7 +119,7 @@ def test_rows_with_and_without_constraints_share_a_batch(threads, model) -> None
     ]  # fmt: skip
 
     def requests(options: dict[str, Any]) -> list[Any]:
-        builder = RequestBuilder(model, GenerationConfig(max_new_tokens=60, **options), tokenizer=tokenizer)
+        builder = RequestBuilder(model, GenerationConfig(max_new_tokens=20, **options), tokenizer=tokenizer)
         return [builder.build(builder.check(PROMPT))]
 
     before = torch.get_num_threads()
@@ -182,6 +186,80 @@ def test_a_processor_cannot_break_a_constraint(model) -> None:
 
     [text] = texts(model, ByteTokenizer(), regex="[a-c]{4}", logits_processor=wants_z)
     assert re.fullmatch("[a-c]{4}", text)
+
+
+@needs_cpp
+@pytest.mark.parametrize("more", [{}, {"do_sample": True, "seed": 7}, {"repetition_penalty": 1.3}], ids=str)
+def test_certain_tokens_are_read_in_one_pass_and_change_nothing(more, model, monkeypatch, calls_of) -> None:
+    fields = {f"a rather long name of field {i}": {"type": "boolean"} for i in range(3)}
+    schema = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+    options = {"schema": schema, "tokenizer": ByteTokenizer(), "max_new_tokens": 300, **more}
+    reads = calls_of(CppBatch, "read")
+    out = generate(model, [PROMPT, [5]], return_dict_in_generate=True, **options)
+    assert reads
+    monkeypatch.setattr(Matcher, "forced", lambda matcher: [])
+    plain = generate(model, [PROMPT, [5]], return_dict_in_generate=True, **options)
+    assert out.sequences.tolist() == plain.sequences.tolist()
+    torch.testing.assert_close(out.token_log_probs, plain.token_log_probs, rtol=0, atol=0)
+
+
+def drawn_schema(draw: random.Random, depth: int = 0, definitions: int = 0) -> dict[str, Any]:
+    """Draws a schema that bounds every text."""
+    kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "format", "pattern", "ref"]
+    kinds += ["object", "array", "anyOf", "tuple"] * (2 if depth < 3 else 0)
+    kind = draw.choice(kinds)
+    inner = functools.partial(drawn_schema, draw, depth + 1, definitions)
+    if kind == "ref":
+        return {"$ref": f"#/$defs/d{draw.randrange(definitions)}"} if definitions else {"type": "null"}
+    if kind == "string":
+        least = draw.randrange(3)
+        return {"type": "string", "minLength": least, "maxLength": least + draw.randrange(1, 5)}
+    if kind in ("integer", "number"):
+        low = draw.randrange(-1000, 1000)
+        name = draw.choice(["maximum", "exclusiveMaximum"])
+        return {"type": kind, "minimum": low, name: low + draw.randrange(2, 5000)}
+    if kind in ("enum", "const"):
+        values: list[Any] = draw.sample([1, -2.5, "é", "日本", '"\\', None, True, [], {"a": [1]}, "a b", ""], 3)
+        return {"enum": values} if kind == "enum" else {"const": values[0]}
+    if kind == "format":
+        return {"type": "string", "format": draw.choice(["date", "uuid", "ipv4", "email"])}
+    if kind == "pattern":
+        return {
+            "type": "string",
+            "pattern": draw.choice(["^[a-c]{2,4}$", "^(x|yz)+[0-9]?$", "^\\d{3}-é?$"]),
+            "maxLength": 9,
+        }
+    if kind == "anyOf":
+        return {"anyOf": [inner() for _ in range(draw.randrange(1, 4))]}
+    if kind == "tuple":
+        return {"type": "array", "prefixItems": [inner(), inner()], "items": False, "minItems": 2}
+    if kind == "array":
+        return {"type": "array", "items": inner(), "minItems": draw.randrange(2), "maxItems": draw.randrange(2, 4)}
+    if kind == "object":
+        names = draw.sample(["name", "größe", "a b", "日本", "_", "x-1", 'q"'], draw.randrange(1, 4))
+        required = [name for name in names if draw.random() < 0.7]
+        properties = {name: inner() for name in names}
+        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return {"type": kind}
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(300, marks=pytest.mark.slow)])
+def test_random_schemas(count, model) -> None:
+    draw, tokenizer, generator, ended = random.Random(1), ByteTokenizer(), Generator(model), 0
+    for number in range(count):
+        schema = drawn_schema(draw, definitions=2)
+        schema["$defs"] = {f"d{i}": drawn_schema(draw, 2) for i in range(2)}
+        options = {"tokenizer": tokenizer, "max_new_tokens": 700, "do_sample": True, "seed": number, "temperature": 2.0}
+        out = generator.generate([PROMPT], schema=schema, num_return_sequences=3, **options)
+        assert isinstance(out, torch.Tensor)
+        for row in out[:, len(PROMPT) :].tolist():
+            ids = [i for i in row if i]
+            if len(ids) < 700:
+                text = b"".join(tokenizer.token_bytes[i] or b"" for i in ids).decode()
+                checker = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+                checker.validate(json.loads(text))
+                ended += 1
+    assert ended > 2.5 * count
 
 
 async def _completion(model: Any, tokenizer: Any, **options: Any) -> Any:
