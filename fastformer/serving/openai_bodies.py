@@ -376,13 +376,21 @@ class CachedTokens(BaseModel):
     cached_tokens: int
 
 
+class DraftedTokens(BaseModel):
+    """The numbers of tokens that were drafted rightly, and wrongly."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(BaseModel):
-    """The numbers of tokens of a request and its answers."""
+    """The numbers of tokens of a request and its answers; completion_tokens_details if tokens were drafted."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: DraftedTokens | None = None
 
 
 class LegacyLogprobs(BaseModel):
