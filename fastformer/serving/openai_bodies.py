@@ -376,21 +376,14 @@ class CachedTokens(BaseModel):
     cached_tokens: int
 
 
-class DraftedTokens(BaseModel):
-    """The numbers of tokens that were drafted rightly, and wrongly."""
-
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
-
-
 class Usage(BaseModel):
-    """The numbers of tokens of a request and its answers; completion_tokens_details if tokens were drafted."""
+    """The numbers of tokens of a request and its answers, and of those drafted rightly and wrongly if any were."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: DraftedTokens | None = None
+    completion_tokens_details: dict[str, int] | None = None
 
 
 class LegacyLogprobs(BaseModel):
