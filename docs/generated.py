@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import inspect
 import json
@@ -26,6 +27,7 @@ from fastformer.training.sections import SECTIONS
 
 ROOT = Path(__file__).parents[1]
 NAMES = ROOT / "tests" / "frozen" / "public_names.json"
+KINDS = ROOT / "tests" / "integrations" / "test_sentence_transformers.py"
 MODELS = {"transformer": Transformer, "gpt": GPT, "bert": BERT}
 _MEMBERS_OF_MODULES = {"forward"}  # documented by their class
 
@@ -209,6 +211,34 @@ def _json_kind(schema: dict[str, Any]) -> str:
     return str(schema.get("type", "any"))
 
 
+def sentence_transformers() -> str:
+    """Which models of sentence-transformers are accelerated: those of the tests that compare them with plain ones."""
+    tree = ast.parse(KINDS.read_text(encoding="utf-8"))
+    (table,) = (
+        each.value
+        for each in tree.body
+        if isinstance(each, ast.Assign) and [ast.unparse(name) for name in each.targets] == ["KINDS"]
+    )
+    assert isinstance(table, ast.Dict)
+    rows: list[tuple[str, ...]] = []
+    for key, value in zip(table.keys, table.values, strict=True):
+        if key is None:  # a comprehension: one row for each of its names
+            assert isinstance(value, ast.DictComp)
+            rows += [(f"{name} pooling", "in C++") for name in ast.literal_eval(value.generators[0].iter)]
+            continue
+        by_modules = isinstance(value, ast.Call) and any(
+            word.arg == "engine" and ast.unparse(word.value) == "False" for word in value.keywords
+        )
+        rows.append((str(ast.literal_eval(key)), "by its modules" if by_modules else "in C++"))
+    return (
+        "# Models of sentence-transformers\n\nThe tests compare each model of this list, after "
+        "`fastformer.accelerate`, with the plain one: numbers within the rule of numerics, types and shapes, in each "
+        "form of call. The second "
+        "column says how an accelerated model computes padded batches in evaluation.\n\n"
+        + _table(("Model, or what it has", "Computed"), rows)
+    )
+
+
 def public_names() -> dict[str, Any]:
     """Package -> name -> what is promised of it; `tests/frozen/` holds the code to this."""
     found: dict[str, Any] = json.loads(NAMES.read_text(encoding="utf-8"))
@@ -290,6 +320,7 @@ def pages() -> dict[str, str]:
         "model-settings.md": model_settings(),
         "decoding-options.md": decoding_options(),
         "http.md": http(),
+        "sentence-transformers.md": sentence_transformers(),
         "python.md": python_index(python),
         **{f"{package}.rst": text for package, text in python.items()},
     }

@@ -55,6 +55,16 @@ def test_every_setting_and_option_has_a_description(generated: ModuleType) -> No
                 assert len(rows[field.name][-1]) > 3, field.name
 
 
+def test_every_tested_kind_of_sentence_transformers_is_on_the_page(generated: ModuleType) -> None:
+    pytest.importorskip("sentence_transformers", reason="not installed: pip install sentence-transformers")
+    from tests.integrations.test_sentence_transformers import KINDS
+
+    page = generated.sentence_transformers()
+    for name, kind in KINDS.items():
+        assert f"| {name} | {'in C++' if kind.engine else 'by its modules'} |" in page
+    assert page.count("\n| ") == len(KINDS) + 2
+
+
 def test_every_route_is_on_the_page(generated: ModuleType) -> None:
     """The routes are those of the apps for a small model of each kind."""
     pytest.importorskip("fastapi", reason='not installed: pip install "fastformer[serve]"')
