@@ -89,6 +89,7 @@ ModelOptions options_of(PyObject* d) {
   reader.optional("encoder_windows", o.encoder_windows);
   reader.optional("causal_encoder", o.causal_encoder);
   reader.optional("decoder_windows", o.decoder_windows);
+  reader.optional("rotary_layers", o.rotary_layers);
   reader.expect_end();
   return o;
 }

@@ -286,6 +286,10 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
   const Names names(tensors, "");
   if (o.has_encoder()) encoder = pack_stack(o, names.within("encoder"), false, o.encoder_windows);
   if (o.has_decoder()) decoder = pack_stack(o, names.within("decoder"), o.has_encoder(), o.decoder_windows);
+  std::vector<PackedLayer>& layers = o.has_decoder() ? decoder.layers : encoder.layers;
+  if (!o.rotary_layers.empty() && o.rotary_layers.size() != layers.size())
+    throw std::invalid_argument("expected rotary_layers to have an entry for each layer");
+  for (size_t i = 0; i < o.rotary_layers.size(); ++i) layers[i].rotates = o.rotary_layers[i] != 0;
   if (names.find("front.0.weight")) {
     const auto convolution = [&](const std::string& name, int64_t k) {
       return names.weight(name + ".weight", name + ".bias", 0, o.d_model, o.d_model, k, o.precision);

@@ -54,6 +54,7 @@ struct ModelOptions {
   float attention_softcap = 0, logit_softcap = 0;                   // 0: none
   int64_t padding_idx = -1;                                         // the id whose embedding is zero; -1: none
   std::vector<int64_t> encoder_windows = {}, decoder_windows = {};  // the window of each layer; -1: none
+  std::vector<int64_t> rotary_layers = {};  // for each layer of the only stack, whether it rotates; empty: all do
   int64_t experts_per_token = 0;  // the number of experts that a router chooses, in layers that have one
   bool norm_topk_prob = true;     // whether the weights of a token's experts are divided by their sum
   int64_t max_len;                // for a model without a table of positions
@@ -101,6 +102,7 @@ struct PackedLayer {
   Norm post_norm1, post_norm2;       // on the outputs of attention and of the feed-forward network
   std::vector<Norm> q_norm, k_norm;  // one or none: over each head, or over all heads together
   int64_t window;
+  bool rotates = true;  // queries and keys, if the model has rotary positions
 
   bool norms_all_heads(const ModelOptions& o) const {
     return !q_norm.empty() && std::ssize(q_norm[0].weight) != o.head_dim;
@@ -179,6 +181,7 @@ class PackedModel {
 
   // Returns the table that rotates the queries and keys of a layer; null: no rotation.
   const RotaryTable* rotary(const PackedLayer& layer) const {
+    if (!layer.rotates) return nullptr;
     const RotaryTable& table = layer.window >= 0 && local_rotary_ ? local_rotary_ : rotary_;
     return table ? &table : nullptr;
   }

@@ -380,7 +380,7 @@ def pack_options(model: BERT | GPT, precision: str) -> dict[str, object]:
 def pack_tensors(model: BERT | GPT, precision: str, last_position: Tensor | None = None) -> dict[str, Any]:
     """Returns the tensors by their names in csrc/engine/packed_model.h; for int4, matrices hold whole numbers."""
     if isinstance(model, GPT):
-        named = {name: tensor for name, tensor in cpp.named_tensors(model).items() if name != "output"}
+        named = {name: tensor for name, tensor in cpp.named_tensors(model).items() if not name.startswith("output")}
         sides = (("decoder.", "encoder."), ("target_", "source_"))
         for old, new in sides:
             named = {new + name.removeprefix(old) if name.startswith(old) else name: t for name, t in named.items()}

@@ -73,13 +73,27 @@ class StackConfig:
 
 
 def rotations(
-    everywhere: RotaryEmbedding | None, local: RotaryEmbedding | None, windows: Sequence[bool], positions: Tensor | None
-) -> RotaryPositions | list[RotaryPositions] | None:
-    """Returns the rotary tables for all layers, or one for each if those with a window have their own."""
-    if everywhere is None or local is None:
+    everywhere: RotaryEmbedding | None,
+    local: RotaryEmbedding | None,
+    windows: Sequence[bool],
+    positions: Tensor | None,
+    rotates: Sequence[bool] | None = None,
+) -> RotaryPositions | list[RotaryPositions | None] | None:
+    """Returns the rotary tables for all layers, or one for each if they differ.
+
+    Args:
+        everywhere: the positions of all layers.
+        local: those of layers with a window; None: the same.
+        windows: for each layer, whether it has a window.
+        positions: the positions of the tokens; None: one after another.
+        rotates: for each layer, whether it has positions; None: all have.
+    """
+    if everywhere is None or (local is None and rotates is None):
         return None if everywhere is None else everywhere(positions)
-    tables = everywhere(positions), local(positions)
-    return [tables[has_window] for has_window in windows]
+    table = everywhere(positions)
+    tables = table, table if local is None else local(positions)
+    flags = [True] * len(windows) if rotates is None else rotates
+    return [tables[window] if flag else None for window, flag in zip(windows, flags, strict=True)]
 
 
 def inner_size(d_model: int, activation: str) -> int:
@@ -96,7 +110,9 @@ def layer_options(config: Any, factory: dict[str, Any]) -> dict[str, Any]:
 
 def norm_of(config: Any, size: int, factory: dict[str, Any]) -> AddLayerNorm:
     """Builds a norm of vectors of a size, as the settings say."""
-    return AddLayerNorm(size, config.layer_norm_eps, bias=config.bias, rms_norm=config.norm == "rms", **factory)
+    own = getattr(config, "norm_bias", None)
+    bias = config.bias if own is None else own
+    return AddLayerNorm(size, config.layer_norm_eps, bias=bias, rms_norm=config.norm == "rms", **factory)
 
 
 def init_weights(module: nn.Module, std: float) -> None:

@@ -52,7 +52,7 @@ class GPT(NextTokenModel):
     the loss skips targets of -100.
 
     Parameters: `embedding.weight`, `embedding.position.table` (learned), `decoder.*` as in
-    `torch.nn.TransformerEncoder` (and `DecoderOnlyLayer`), and `output.weight` if it isn't tied.
+    `torch.nn.TransformerEncoder` (and `DecoderOnlyLayer`), `output.weight` if it isn't tied, and `output_bias`.
 
     Args:
         config: the settings; `GPT.from_preset("tiny", vocab_size=...)` knows "tiny", "small", "gpt2", "llama-small" and
@@ -78,6 +78,7 @@ class GPT(NextTokenModel):
         "qwen3-small": {**_LLAMA, "qk_norm": "head", "rotary_base": 1e6},
     }
     config: GPTConfig
+    output_bias: nn.Parameter | None
 
     def __init__(
         self, config: GPTConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -113,6 +114,8 @@ class GPT(NextTokenModel):
             num_kv_heads=config.num_kv_heads,
             norm_placement=config.norm_placement,
             parallel_residual=config.parallel_residual,
+            shared_norm=config.shared_norm,
+            norm_bias=config.norm_bias,
             self_attention={
                 "head_dim": config.head_dim,
                 "out_bias": config.bias if config.out_bias is None else config.out_bias,
@@ -139,6 +142,8 @@ class GPT(NextTokenModel):
             module.self_attn.window_size = (config.window_size, after) if has_window else (None, None)
         sizes = (config.d_model, config.vocab_size)
         self.output = None if config.tie_embeddings else nn.Linear(*sizes, bias=False, **factory)
+        bias = nn.Parameter(torch.zeros(config.vocab_size, **factory)) if config.output_bias else None
+        self.register_parameter("output_bias", bias)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -157,6 +162,9 @@ class GPT(NextTokenModel):
     def softcap(self) -> float:
         """See `NextTokenModel`."""
         return self.config.logit_softcap or 0.0
+
+    def _last_layer(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        return hidden, self.output_weight, self.output_bias
 
     @draws_seeds_together
     def decode(self, tokens: Tensor, *, layout: SequenceLayout | None = None, cache: KVCache | None = None) -> Tensor:
@@ -185,8 +193,9 @@ class GPT(NextTokenModel):
             if self.rotary is None:  # the cache itself knows the positions of its tokens
                 positions = cache.positions(tokens.shape[1])
         x = self.embedding(tokens, positions)
-        rotary = rotations(self.rotary, self.local_rotary, self.config.windows, positions)
-        return self.decoder(x, is_causal=self.config.is_causal, layout=layout, cache=cache, rotary=rotary)
+        config = self.config
+        rotary = rotations(self.rotary, self.local_rotary, config.windows, positions, config.rotary_layers)
+        return self.decoder(x, is_causal=config.is_causal, layout=layout, cache=cache, rotary=rotary)
 
     def forward(self, tokens: Tensor, *, layout: SequenceLayout | None = None) -> Tensor:
         """Computes the next token's logits at each position, (batch, seqlen, vocab_size) or (total, vocab_size)."""

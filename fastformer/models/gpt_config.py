@@ -78,6 +78,10 @@ class GPTConfig(StackConfig):
         shared_expert_d_ff: d_ff of one more network, which computes all tokens (Qwen2-MoE); None: there is none.
         sparse_layers: for each layer, whether it has experts; None: all layers have them.
         router_aux_loss_coef: the factor, in training, of the loss of routers that prefer some experts.
+        norm_bias: whether norms have a bias; None: the same as bias.
+        shared_norm: whether both parts of a layer with parallel_residual read the output of one norm (Phi, GPT-J).
+        rotary_layers: for each layer, whether it rotates queries and keys (SmolLM3); None: all layers do.
+        output_bias: whether the projection before the softmax has a bias (Phi).
     """
 
     vocab_size: Annotated[int, Range(2)]
@@ -121,6 +125,10 @@ class GPTConfig(StackConfig):
     shared_expert_d_ff: Positive | None = None
     sparse_layers: Annotated[tuple[bool, ...] | None, Convert(as_flags)] = None
     router_aux_loss_coef: Amount = 0.0
+    norm_bias: bool | None = None
+    shared_norm: bool = False
+    rotary_layers: Annotated[tuple[bool, ...] | None, Convert(as_flags)] = None
+    output_bias: bool = False
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -132,6 +140,8 @@ class GPTConfig(StackConfig):
         self.check_windows()
         if self.parallel_residual and self.norm_placement != "pre":
             raise ValueError(f"expected norm_placement 'pre' for parallel_residual, got {self.norm_placement!r}")
+        if self.shared_norm and not self.parallel_residual:
+            raise ValueError("expected parallel_residual for shared_norm, got False")
         if self.d_ff is None:
             self.d_ff = inner_size(self.d_model, self.activation)
         self._check_experts()
@@ -161,7 +171,8 @@ class GPTConfig(StackConfig):
 
     def _check_rotary(self) -> None:
         if self.positions != "rotary":
-            for name, plain in (("rotary_fraction", 1.0), ("rotary_scaling", None), ("local_rotary_base", None)):
+            unset = dict.fromkeys(("rotary_scaling", "local_rotary_base", "rotary_layers"))
+            for name, plain in {"rotary_fraction": 1.0, **unset}.items():
                 if getattr(self, name) != plain:
                     raise ValueError(
                         f"expected positions 'rotary' for {name}, got {self.positions!r} and {getattr(self, name)}"
@@ -174,6 +185,11 @@ class GPTConfig(StackConfig):
             )
         if (scaling := self.scaling) is not None:
             scaling.check(self.rotary_dim, self.rotary_base, self.max_len)
+        if self.rotary_layers is not None and len(self.rotary_layers) != self.num_layers:
+            raise ValueError(
+                f"expected rotary_layers to have a bool for each of the {self.num_layers} layers, got "
+                f"{len(self.rotary_layers)}"
+            )
         if self.local_rotary_base is not None and not any(self.windows):
             raise ValueError("expected a window_size, and layers with this window, for local_rotary_base")
 

@@ -31,20 +31,22 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
         "post": x + post_norm(F(x))              OLMo 2
         "both": x + post_norm(F(norm(x)))        Gemma 2 and 3
 
-    and, in parallel, the layer returns x + attention(norm1(x)) + feed_forward(norm2(x)) (GPT-NeoX). Dropout acts on the
-    terms that are added to x.
+    and, in parallel, the layer returns x + attention(norm1(x)) + feed_forward(norm2(x)) (GPT-NeoX), with norm1 in place
+    of norm2 if it is shared (Phi). Dropout acts on the terms that are added to x.
 
-    Parameters: those of `TransformerEncoderLayer`; `norm1` and `norm2` are None for "post", and `post_norm1` and
-    `post_norm2` exist for "post" and "both".
+    Parameters: those of `TransformerEncoderLayer`; `norm1` and `norm2` are None for "post", `norm2` is None if `norm1`
+    is shared, and `post_norm1` and `post_norm2` exist for "post" and "both".
 
     Args:
         d_model, nhead, dim_feedforward: as in `TransformerEncoderLayer`.
         norm_placement: see above.
         parallel_residual: see above; only with "pre".
+        shared_norm: see above; only with parallel_residual.
+        norm_bias: whether norms have a bias; None: if the linear layers have one.
         options: the other arguments of `TransformerEncoderLayer`.
 
     Raises:
-        InputError: norm_placement is unknown, or excludes parallel_residual.
+        InputError: norm_placement is unknown, or excludes parallel_residual, without which no norm is shared.
     """
 
     post_norm1: AddLayerNorm
@@ -58,14 +60,25 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
         *,
         norm_placement: str = "pre",
         parallel_residual: bool = False,
+        shared_norm: bool = False,
+        norm_bias: bool | None = None,
         **options: Any,
     ) -> None:
         if norm_placement not in _PLACEMENTS:
             raise InputError(f"expected norm_placement in {_PLACEMENTS}, got {norm_placement!r}")
         if parallel_residual and norm_placement != "pre":
             raise InputError(f"expected norm_placement 'pre' for parallel_residual, got {norm_placement!r}")
+        if shared_norm and not parallel_residual:
+            raise InputError("expected parallel_residual for shared_norm, got False")
         super().__init__(d_model, nhead, dim_feedforward, norm_first=True, **options)
-        self.norm_placement, self.parallel_residual = norm_placement, parallel_residual
+        self.norm_placement, self.parallel_residual, self.shared_norm = norm_placement, parallel_residual, shared_norm
+        if norm_bias is not None and norm_bias != options.get("bias", True):
+            factory: dict[str, Any] = {name: options.get(name) for name in ("device", "dtype")}
+            eps, is_rms = options.get("layer_norm_eps", 1e-5), options.get("norm") == "rms"
+            for name in ("norm1", "norm2"):
+                setattr(self, name, AddLayerNorm(d_model, eps, bias=norm_bias, rms_norm=is_rms, **factory))
+        if shared_norm:
+            self.norm2 = None  # type: ignore[assignment]
         if norm_placement != "pre":
             self.post_norm1, self.post_norm2 = copy.deepcopy(self.norm1), copy.deepcopy(self.norm2)
         if norm_placement == "post":
@@ -77,7 +90,7 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
         return self.norm_placement == "pre" and not self.parallel_residual
 
     def _norm_names(self) -> list[str]:
-        before = [] if self.norm_placement == "post" else ["norm1", "norm2"]
+        before = [] if self.norm_placement == "post" else ["norm1"] if self.shared_norm else ["norm1", "norm2"]
         return before if self.norm_placement == "pre" else [*before, "post_norm1", "post_norm2"]
 
     def _join_pre_norm(self, plan: LayerPlan, stream: ResidualStream, calls: Sequence[AttentionCall]) -> ResidualStream:
@@ -91,18 +104,19 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
             return super()._call_blocks(x, calls)
         (call,) = calls
         if self.parallel_residual:
-            return x + self._call_attention(call, self.norm1(x)) + self._ff_block(self.norm2(x))
+            y = self.norm1(x)
+            return x + self._call_attention(call, y) + self._ff_block(y if self.shared_norm else self.norm2(x))
         is_both = self.norm_placement == "both"
         x = x + self._call_attention(call, self.norm1(x) if is_both else x)
         return x + self._ff_block(self.norm2(x) if is_both else x)
 
     def _join_parallel(self, plan: LayerPlan, stream: ResidualStream, call: AttentionCall) -> ResidualStream:
-        norm1, norm2 = plan.norms
+        norm1, *others = plan.norms
         dropout1, dropout2 = plan.dropouts
         y, x = stream.normalise(norm1)
         attended = self._attend(plan, call, y)
         plan = self._plan_after(plan) if plan.calls_attention else plan
-        fed = self._feed_forward(norm2.apply(x), plan.feed_forward)
+        fed = self._feed_forward(others[0].apply(x) if others else y, plan.feed_forward)
         # One addition to the stream, which is fused with the next norm.
         return ResidualStream(F.dropout(attended, dropout1) + F.dropout(fed, dropout2), x)
 

@@ -69,6 +69,11 @@ BASES: dict[str, dict[str, Any]] = {
     "olmoe": {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 3},
     "qwen2_moe": {**_QWEN_MOE, "shared_expert_intermediate_size": 28},
     "qwen3_moe": {**_QWEN_MOE, "head_dim": 6},
+    "smollm3": {**_GROUPED, "no_rope_layers": [1, 0, 1]},
+    "granite": {**_GROUPED, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2,
+                "logits_scaling": 4.0},
+    "phi": {**_LLAMA, "num_attention_heads": 3, "num_key_value_heads": 1},
+    "stablelm": {**_LLAMA, "num_attention_heads": 3, "num_key_value_heads": 1, "partial_rotary_factor": 0.5},
 }  # fmt: skip
 
 _ACTIVATIONS = (
@@ -104,6 +109,7 @@ _WORDS: dict[str, tuple[Any, ...]] = {
     "head_dim": (8, 4, 5, 12, None),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon"), (0.3, 1e-2)),
     "bos_token_id": (4, None),
+    "logits_scaling": (0.5, 8.0),  # logits divided by 0 are equal to nothing
 }
 _FACTORS = {"short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]}
 ROPES: tuple[dict[str, Any], ...] = (
@@ -143,6 +149,7 @@ _MORE: dict[str, tuple[Any, ...]] = {
     "embedding_size": (16,),
     "position_embedding_type": _WORDS["position_embedding_type"],
     "sliding_window_pattern": (3,),
+    "no_rope_layers": (None, [0, 1, 1], [1, 1, 1, 0], [1, 0], 3),
     "global_attn_every_n_layers": (2,),
     "scale_decoder_outputs": (False, True),
     "rope_scaling": ROPES,

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fastformer.checkpoints.hf import DECODER_FORMS, FAMILIES
+from fastformer.checkpoints.hf.llama_kin import folded
 from fastformer.checkpoints.hf.mixtures import in_memory
 from fastformer.models import GPT
 
@@ -115,7 +116,12 @@ def loss_of(model: Any, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return logits, F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-def gradients_of(ours: GPT, kind: str) -> dict[str, Tensor]:
+def in_ours(case: Case, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns weights with the factors of a Granite, which is also what the gradients of ours lack."""
+    return folded(weights, case.options) if case.kind == "granite" else weights
+
+
+def gradients_of(ours: GPT, case: Case) -> dict[str, Tensor]:
     """Returns the gradients of a fastformer model under transformers' names, because the conversion is affine."""
     weights = []
     for is_gradient in (True, False):
@@ -124,8 +130,8 @@ def gradients_of(ours: GPT, kind: str) -> dict[str, Tensor]:
             for parameter, own in zip(twin.parameters(), ours.parameters(), strict=True):
                 gradient = torch.zeros_like(own) if own.grad is None else own.grad
                 parameter.copy_(gradient if is_gradient else torch.zeros_like(own))
-        weights.append(in_memory(DECODER_FORMS[kind].from_model(twin)[1], {}))
-    return {name: weights[0][name] - weights[1][name] for name in weights[0]}
+        weights.append(in_memory(DECODER_FORMS[case.kind].from_model(twin)[1], {}))
+    return in_ours(case, {name: weights[0][name] - weights[1][name] for name in weights[0]})
 
 
 def in_both(name: str) -> str:
@@ -209,6 +215,22 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "one by one": {"num_attention_heads": 2, "rotary_pct": 0.34, "rotary_emb_base": 500, "attention_bias": False,
                        "use_parallel_residual": False, "tie_word_embeddings": True, "hidden_act": "gelu_new"},
     },
+    "smollm3": {
+        "some without positions": {"no_rope_layers": [0, 1], **_GROUPED},
+        "windows": {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 5, **_GROUPED},
+    },
+    "granite": {
+        "factors": {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2,
+                    "logits_scaling": 4.0, "tie_word_embeddings": True, **_GROUPED},
+        "biased": {"attention_bias": True, "mlp_bias": True, "residual_multiplier": 1.5, "attention_multiplier": 0.4},
+    },
+    "phi": {"plain": {"num_attention_heads": 3}, "tied": {"num_attention_heads": 2, "tie_word_embeddings": True,
+                      "num_key_value_heads": 1, "hidden_act": "gelu"}},
+    "stablelm": {
+        "one by one": {"num_attention_heads": 4, "num_key_value_heads": 2, "partial_rotary_factor": 0.34},
+        "parallel": {"num_attention_heads": 2, "num_key_value_heads": 2, "use_qkv_bias": True,
+                     "partial_rotary_factor": 0.5, "use_parallel_residual": True, "tie_word_embeddings": True},
+    },
     "starcoder2": {"plain": _GROUPED, "window": {"sliding_window": 5, "tie_word_embeddings": False, **_GROUPED}},
     "mixtral": {"window": {"num_local_experts": 5, "sliding_window": 6, **_GROUPED}},
     "olmoe": {"three of five": {"num_experts": 5, "num_experts_per_tok": 3, "tie_word_embeddings": True, **_GROUPED}},
@@ -254,10 +276,10 @@ def drawn(kind: str, seed: int) -> Case:
     if kind == "gpt2":
         options |= {"n_inner": options.pop("intermediate_size"), **_DROPOUT}
         options["activation_function"] = rng.choice(("gelu_new", "gelu", "relu", "silu"))
-    biased = ("llama", "qwen3", "olmo2", "olmo3", "gpt_neox", "gemma", "gemma2", "gemma3_text")
+    biased = ("llama", "qwen3", "olmo2", "olmo3", "gpt_neox", "gemma", "gemma2", "gemma3_text", "granite")
     if kind in biased:
         options["attention_bias"] = flip()
-    if kind == "llama":
+    if kind in ("llama", "smollm3", "granite"):
         options["mlp_bias"] = flip()
     window = rng.randint(2, 12)
     types = [rng.choice(_TYPES) for _ in range(depth)]
@@ -270,7 +292,7 @@ def drawn(kind: str, seed: int) -> Case:
     rope = {"rope_type": "default", "rope_theta": rng.choice((100.0, 10_000.0, 1e6))}
     if kind not in ("gpt2", "phi3"):
         rope |= rng.choice([{}, *(each for name, each in _ROPES.items() if name != "dynamic" or kind != "gemma3_text")])
-    if kind == "gpt_neox":
+    if kind in ("gpt_neox", "phi", "stablelm"):
         rope["partial_rotary_factor"] = rng.choice([part / dim for part in range(4, dim + 1, 2)])
     if kind == "phi3" and flip():
         part = rng.choice(range(4, dim + 1, 2))
@@ -287,7 +309,7 @@ def drawn(kind: str, seed: int) -> Case:
         options["final_logit_softcapping"] = rng.choice((None, 2.5))
     if kind == "gemma2":
         options["attn_logit_softcapping"] = rng.choice((None, 1.5))
-    if kind == "gpt_neox":
+    if kind in ("gpt_neox", "stablelm"):
         options["use_parallel_residual"] = flip()
     if kind in ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"):
         experts = rng.randint(1, 9)
@@ -297,4 +319,13 @@ def drawn(kind: str, seed: int) -> Case:
         if kind.startswith("qwen"):
             options |= {"decoder_sparse_step": rng.randint(1, 2), "mlp_only_layers": [rng.randrange(depth)]}
             options |= _SHARED if kind == "qwen2_moe" else _MOE
+    if kind == "smollm3":
+        options["no_rope_layers"] = [rng.randrange(2) for _ in range(depth)]
+    if kind == "granite":
+        options |= {
+            f"{name}_multiplier": rng.choice((0.3, 1.0, 4.0)) for name in ("embedding", "residual", "attention")
+        }
+        options["logits_scaling"] = rng.choice((1.0, 3.0))
+    if kind == "stablelm":
+        options["use_qkv_bias"] = flip()
     return Case(kind, options)

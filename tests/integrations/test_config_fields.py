@@ -102,6 +102,7 @@ UNUSUAL: dict[str, Any] = {
 # Values that a family refuses, or that mean its usual ones.
 REFUSED = {
     "modernbert": ("embedding_dropout", "attention_dropout", "mlp_bias"), "phi3": ("resid_pdrop",),
+    "stablelm": ("hidden_dropout",),
     "gemma3_text": ("attn_logit_softcapping",), "mpnet": ("relative_attention_num_buckets",),
 }  # fmt: skip
 

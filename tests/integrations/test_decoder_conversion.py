@@ -17,7 +17,18 @@ from fastformer.models import GPT, GPTConfig
 from fastformer.nn import SequenceLayout
 from tests.checks import assert_accurate
 from tests.integrations.conversions import until_end
-from tests.integrations.decoders import CASES, IS_OLD, Case, Wide, drawn, gradients_of, ids_of, in_both, loss_of
+from tests.integrations.decoders import (
+    CASES,
+    IS_OLD,
+    Case,
+    Wide,
+    drawn,
+    gradients_of,
+    ids_of,
+    in_both,
+    in_ours,
+    loss_of,
+)
 from tests.nn.comparing import assert_same
 
 # The other cases take a minute together, and differ from these in tables of settings and names.
@@ -26,7 +37,8 @@ FAST = ("gpt2 untied", "llama grouped heads")
 EXACT = ("llama yarn rope", "mistral window", "qwen2 windows", "qwen3 wide heads", "olmo3 yarn", "phi3 longrope",
          "gemma untied", "gemma2 capped", "gemma3_text linear", "gpt_neox parallel", "starcoder2 window",
          "mixtral window", "olmoe three of five", "qwen2_moe shared, one layer dense",
-         "qwen3_moe every other layer")  # fmt: skip
+         "qwen3_moe every other layer",
+         "smollm3 windows", "granite factors", "phi tied", "stablelm parallel")  # fmt: skip
 cases = pytest.mark.parametrize(
     "case",
     [pytest.param(case, id=name, marks=() if name in FAST else pytest.mark.slow) for name, case in CASES.items()],
@@ -53,7 +65,7 @@ def check(case: Case, ids: Tensor, labels: Tensor, seeds: Sequence[int]) -> None
         loss = ours.loss(ids, labels)
         loss.backward()
         found.setdefault("loss", []).append((loss, plain_loss, exact_loss))
-        gradients = gradients_of(ours, case.kind)
+        gradients = gradients_of(ours, case)
         for (name, one), (_, other) in zip(plain.named_parameters(), exact.named_parameters(), strict=True):
             assert one.grad is not None and other.grad is not None and other.grad.abs().max() > 1e-6, name
             found.setdefault(name, []).append((gradients[in_both(name)], one.grad, other.grad))
@@ -75,7 +87,7 @@ def check_exactly(case: Case, ids: Tensor, labels: Tensor) -> None:
     loss = ours.loss(ids, labels)
     loss.backward()
     assert_same(loss, expected, "loss", 1e-11)
-    gradients = gradients_of(ours, case.kind)
+    gradients = gradients_of(ours, case)
     for name, parameter in theirs.named_parameters():
         assert parameter.grad is not None
         assert_same(gradients[in_both(name)], parameter.grad, name, 1e-9)
@@ -117,7 +129,7 @@ def test_a_model_survives_the_conversion_and_back(case, tmp_path) -> None:
     atol = 2e-7 if case.kind.startswith("gemma") else 0  # whose norms are stored less 1
     for found in (own, *([again] if type(back) is type(theirs) else [])):
         assert own.keys() == state.keys()
-        for name, weight in state.items():
+        for name, weight in in_ours(case, state).items():
             torch.testing.assert_close(found[name], weight, rtol=0, atol=atol, msg=name)
     same = type(theirs.config)(**of_version(settings, 4 if IS_OLD else 5))
     assert from_huggingface(type(theirs)(same)).config == ours.config

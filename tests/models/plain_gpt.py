@@ -55,7 +55,8 @@ class _PlainGpt:
         q, k, v = (t.reshape(n, -1, size) for t in (q, k, v))
         if c.qk_norm == "head":
             q, k = self.norm(q, f"{name}.q_norm", True), self.norm(k, f"{name}.k_norm", True)
-        q, k = self.turn(q, has_window), self.turn(k, has_window)
+        if c.rotary_layers is None or c.rotary_layers[int(name.split(".")[2])]:
+            q, k = self.turn(q, has_window), self.turn(k, has_window)
         k, v = (t.repeat_interleave(c.num_heads // self.kv_heads, 1) for t in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q, k) * (c.attention_scale or size**-0.5)
         if c.attention_softcap is not None:
@@ -112,7 +113,8 @@ class _PlainGpt:
             x = x + torch.stack([angle.sin(), angle.cos()], -1).flatten(-2).to(x.dtype)
         for i in range(c.num_layers):
             x = self.layer(x, f"decoder.layers.{i}", self.has_window(i))
-        logits = F.linear(self.norm(x, "decoder.norm"), w.get("output.weight", w["embedding.weight"]))
+        output = w.get("output.weight", w["embedding.weight"])
+        logits = F.linear(self.norm(x, "decoder.norm"), output, w.get("output_bias"))
         return logits if c.logit_softcap is None else c.logit_softcap * torch.tanh(logits / c.logit_softcap)
 
     def has_window(self, i: int) -> bool:
@@ -122,7 +124,8 @@ class _PlainGpt:
         attention, placement = f"{name}.self_attn", self.c.norm_placement
         if self.c.parallel_residual:
             attended = self.attend(self.norm(x, f"{name}.norm1"), attention, has_window)
-            return x + attended + self.feed(self.norm(x, f"{name}.norm2"), name)
+            norm = f"{name}.norm1" if self.c.shared_norm else f"{name}.norm2"
+            return x + attended + self.feed(self.norm(x, norm), name)
         y = self.attend(x if placement == "post" else self.norm(x, f"{name}.norm1"), attention, has_window)
         x = x + (y if placement == "pre" else self.norm(y, f"{name}.post_norm1"))
         y = self.feed(x if placement == "post" else self.norm(x, f"{name}.norm2"), name)

@@ -30,10 +30,23 @@ YARN = {"kind": "yarn", "factor": 4, "original_max_position_embeddings": 16}
 # What each option may be; a row of the tests has one of each.
 AXES: list[list[dict[str, Any]]] = [
     [{"num_heads": 4}, {"num_heads": 4, "num_kv_heads": 2, "head_dim": 12}, {"num_heads": 3, "head_dim": 8}],
-    [{}, {"bias": False}, {"bias": False, "qkv_bias": True}, {"out_bias": False}],
+    [
+        {},
+        {"bias": False},
+        {"bias": False, "qkv_bias": True},
+        {"out_bias": False},
+        {"bias": False, "norm_bias": True},
+        {"norm_bias": False},
+    ],
     [{"norm": "layer"}, {"norm": "rms"}, {"layer_norm_eps": 0.3}],
     [{}, {"qk_norm": "head"}, {"qk_norm": "all"}],
-    [{}, {"norm_placement": "post"}, {"norm_placement": "both"}, {"parallel_residual": True}],
+    [
+        {},
+        {"norm_placement": "post"},
+        {"norm_placement": "both"},
+        {"parallel_residual": True},
+        {"parallel_residual": True, "shared_norm": True},
+    ],
     [
         {},
         {"positions": "sinusoidal"},
@@ -41,6 +54,7 @@ AXES: list[list[dict[str, Any]]] = [
         {"positions": "rotary", "rotary_base": 100.0, "rotary_fraction": 0.5},
         {"positions": "rotary", "rotary_base": 100.0, "rotary_scaling": LLAMA3},
         {"positions": "rotary", "rotary_base": 50.0, "rotary_scaling": YARN},
+        {"positions": "rotary", "rotary_layers": (False, True)},
     ],
     [
         {},
@@ -52,7 +66,7 @@ AXES: list[list[dict[str, Any]]] = [
     [{}, {"attention_softcap": 1.5}, {"logit_softcap": 2.0}],
     [{}, {"embedding_scale": 3.3}],
     [{"activation": name} for name in ("gelu", "gelu_tanh", "swiglu", "geglu_tanh")],
-    [{}, {"tie_embeddings": False}],
+    [{}, {"tie_embeddings": False}, {"output_bias": True}, {"tie_embeddings": False, "output_bias": True}],
     [
         {},
         {"num_experts": 3},

@@ -15,6 +15,7 @@ from fastformer.checkpoints.hf import (
     gemma,
     gpt2,
     llama,
+    llama_kin,
     m2m100,
     marian,
     mbart,
@@ -38,7 +39,14 @@ from fastformer.checkpoints.hf.t5 import t5_from_transformer, transformer_from_t
 from fastformer.models import BERT, GPT, Transformer
 
 # The families that a `GPT` may be saved as, by model_type. The first that has the model's options is taken.
-DECODER_FORMS: dict[str, Form] = {"gpt2": gpt2.FORM, **llama.FORMS, **gemma.FORMS, **neox.FORMS, **mixtures.FORMS}
+DECODER_FORMS: dict[str, Form] = {
+    "gpt2": gpt2.FORM,
+    **llama.FORMS,
+    **gemma.FORMS,
+    **neox.FORMS,
+    **mixtures.FORMS,
+    **llama_kin.FORMS,
+}
 # The families that a `BERT` may be saved as, likewise.
 ENCODER_FORMS: dict[str, EncoderForm] = {**bert.FORMS, **bert_kin.FORMS, "modernbert": modernbert.FORM}
 
@@ -100,6 +108,10 @@ _FAMILIES = {
     "olmoe": _decoder("olmoe", "OlmoeConfig", "OlmoeForCausalLM"),
     "qwen2_moe": _decoder("qwen2_moe", "Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
     "qwen3_moe": _decoder("qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "smollm3": _decoder("smollm3", "SmolLM3Config", "SmolLM3ForCausalLM"),
+    "granite": _decoder("granite", "GraniteConfig", "GraniteForCausalLM"),
+    "phi": _decoder("phi", "PhiConfig", "PhiForCausalLM"),
+    "stablelm": _decoder("stablelm", "StableLmConfig", "StableLmForCausalLM"),
     "bert": _encoder("bert", "ForPreTraining"),
     "roberta": _encoder("roberta"),
     "xlm-roberta": _encoder("xlm-roberta"),
@@ -134,10 +146,6 @@ def encoding_family(kind: str | None) -> Family | None:
 UNSUPPORTED = {
     "umt5": "UMT5 has a table of relative positions in each layer",
     "nllb-moe": "NLLB-MoE sends each token to some of many experts",
-    "smollm3": "SmolLM3 has layers without positions",
-    "granite": "Granite has factors of its embeddings, residuals and logits",
-    "phi": "Phi has one norm for attention and feed-forward network, and a bias on the logits",
-    "stablelm": "StableLM has biases in its norms alone",
     "gpt_oss": "gpt-oss has attention sinks and several feed-forward networks",
     "albert": "ALBERT has one layer that is run many times",
     "deberta": "DeBERTa attends to positions apart from words",

@@ -27,7 +27,7 @@ from fastformer.models.pretrained import check_depth, config_from_dict
 from fastformer.special_ids import SpecialIds
 
 _FEW_EXPERTS = 1000
-EMBEDDING, OUTPUT = "embedding.weight", "output.weight"
+EMBEDDING, OUTPUT, OUTPUT_BIAS = "embedding.weight", "output.weight", "output_bias"
 BOTH = ("weight", "bias")  # the kinds of a module's tensors
 
 
@@ -101,6 +101,8 @@ class Form(NamedTuple):
             raise ValueError(f"expected the settings to fit {len(left)} tensors, got {experts} experts in each layer")
         if saved.layer_norm_eps is not None:
             options["layer_norm_eps"] = saved.layer_norm_eps
+        if options.get("output_bias") and output is None and self._bias not in left:
+            options["output_bias"] = False  # a model without its head
         config: GPTConfig = config_from_dict(
             GPTConfig,
             {
@@ -121,6 +123,8 @@ class Form(NamedTuple):
                 raise ValueError(f"expected matrices of one shape for {own_name}, got {shapes}")
         if output is not None and not tied:
             weights[OUTPUT] = (output,)
+        if config.output_bias:
+            weights[OUTPUT_BIAS] = taken(left, [self._bias], self.name)
         check_empty(left, self.name)
         return load_foreign(
             config,
@@ -152,7 +156,14 @@ class Form(NamedTuple):
             for name, part in zip(names, parts, strict=True):
                 weights[self.prefix + name] = self.revert(own_name, part, config)
         weights[self.heads[0]] = state[EMBEDDING if config.tie_embeddings else OUTPUT]
+        if config.output_bias:
+            weights[self._bias] = state[OUTPUT_BIAS]
         return settings, weights
+
+    @property
+    def _bias(self) -> str:
+        """The name of the bias on the logits, in families that have one."""
+        return f"{self.heads[0].removesuffix('.weight')}.bias"
 
     def _split(self, name: str, tensor: Tensor, config: GPTConfig, count: int) -> tuple[Tensor, ...]:
         if ".linear" in name:
@@ -167,7 +178,8 @@ class Form(NamedTuple):
         tensors = {name: tensor for name, tensor in state.items() if not name.endswith(self.unread or ("\0",))}
         if any(name.startswith(self.prefix) for name in tensors):
             return tensors
-        return {name if name in self.heads else self.prefix + name: tensor for name, tensor in tensors.items()}
+        heads = (*self.heads, self._bias)
+        return {name if name in heads else self.prefix + name: tensor for name, tensor in tensors.items()}
 
 
 _ANY = GPTConfig(3, num_layers=1)

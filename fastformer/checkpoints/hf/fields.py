@@ -64,6 +64,14 @@ FIELDS: dict[str, frozenset[str]] = {
         "gemma3_text": _GEMMA2,
         "gpt_neox": f"{_ALL} {_LAYERS} hidden_act attention_dropout hidden_dropout classifier_dropout "
         "initializer_range layer_norm_eps use_cache use_parallel_residual rope_parameters attention_bias is_decoder",
+        "smollm3": f"{_LLAMA} use_sliding_window sliding_window layer_types no_rope_layers no_rope_layer_interval "
+        "attention_bias mlp_bias",
+        "granite": f"{_LLAMA} attention_bias mlp_bias embedding_multiplier logits_scaling residual_multiplier "
+        "attention_multiplier",
+        "phi": f"{_ALL} {_LAYERS} num_key_value_heads hidden_act initializer_range layer_norm_eps use_cache "
+        "rope_parameters attention_dropout resid_pdrop embd_pdrop qk_layernorm",
+        "stablelm": f"{_ALL} {_LAYERS} num_key_value_heads hidden_act initializer_range layer_norm_eps use_cache "
+        "rope_parameters attention_dropout hidden_dropout use_qkv_bias qk_layernorm use_parallel_residual",
         "starcoder2": f"{_LLAMA} norm_epsilon sliding_window residual_dropout embedding_dropout use_bias",
         "mixtral": f"{_LLAMA} {_EXPERTS} head_dim sliding_window num_local_experts router_jitter_noise",
         "olmoe": f"{_LLAMA} {_EXPERTS} attention_bias clip_qkv num_experts norm_topk_prob",
@@ -93,7 +101,9 @@ FIELDS: dict[str, frozenset[str]] = {
 _ROBERTA_IDS = {"bos_token_id": 0, "eos_token_id": 2}
 # The special ids of families whose config.json need not contain them. Those of encoder-decoders have to be there.
 _IDS: dict[str, dict[str, int]] = {
-    **dict.fromkeys(("llama", "mistral", "ministral", "gpt_neox", "mixtral"), {"eos_token_id": 2}),
+    **dict.fromkeys(("llama", "mistral", "ministral", "gpt_neox", "mixtral", "granite", "phi"), {"eos_token_id": 2}),
+    "smollm3": {"pad_token_id": 128004, "eos_token_id": 128001},
+    "stablelm": {"eos_token_id": 0},
     **dict.fromkeys(("gpt2", "starcoder2"), {"eos_token_id": 50256}),
     **dict.fromkeys(("olmo2", "olmo3", "olmoe"), {"pad_token_id": 1, "eos_token_id": 50279}),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), {"pad_token_id": 0, "eos_token_id": 1}),

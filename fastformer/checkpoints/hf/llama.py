@@ -290,12 +290,13 @@ class Variant(NamedTuple):
     def _names(self, config: GPTConfig) -> dict[str, tuple[str, ...]]:
         qkv, out = biases_of(config)
         biased = {"self_attn.in_proj": qkv, "self_attn.out_proj": out, "linear1": config.bias, "linear2": config.bias}
-        norm_bias = config.norm == "layer" and config.bias
+        norm_bias = config.norm == "layer" and (config.bias if config.norm_bias is None else config.norm_bias)
         biased |= dict.fromkeys(("norm1", "norm2", "post_norm1", "post_norm2"), norm_bias)
         names: Names = {EMBEDDING: (f"{self.embedding}.weight",), "decoder.norm.weight": (f"{self.norm}.weight",)}
         if norm_bias:
             names["decoder.norm.bias"] = (f"{self.norm}.bias",)
-        names |= layer_names(config, "layers", self.modules, lambda name: biased.get(name, False))
+        modules = {name: parts for name, parts in self.modules.items() if name != "norm2" or not config.shared_norm}
+        names |= layer_names(config, "layers", modules, lambda name: biased.get(name, False))
         return self.rename(names, config)
 
 

@@ -344,6 +344,7 @@ def _gpt_options(config: GPTConfig) -> dict[str, object]:
         "attention_softcap": config.attention_softcap or 0.0,
         "logit_softcap": config.logit_softcap or 0.0,
         "decoder_windows": [config.window_size if has_window else -1 for has_window in config.windows],
+        "rotary_layers": [*map(int, config.rotary_layers or ())],
         **some,
     }
 
@@ -368,6 +369,11 @@ def named_tensors(model: Transformer | GPT) -> dict[str, Tensor]:
     }
     embedding = _target_embedding(model)
     tensors["target_embedding"], tensors["output"] = embedding.weight, model.output_weight
+    if model.output_bias is not None:
+        tensors["output_bias"] = model.output_bias
+    if isinstance(model, GPT) and model.config.shared_norm:
+        norms = [name for name in tensors if ".norm1." in name]
+        tensors |= {name.replace(".norm1.", ".norm2."): tensors[name] for name in norms}
     position = embedding.position
     if isinstance(model, Transformer):
         tensors |= {f"encoder.{name}": p for name, p in model.encoder.named_parameters(remove_duplicate=False)}
@@ -379,8 +385,6 @@ def named_tensors(model: Transformer | GPT) -> dict[str, Tensor]:
                 tensors |= {f"{side}_embedding_norm.{name}": p for name, p in norm.named_parameters()}
         tied = model.config.tie_embeddings
         tensors["source_embedding"] = embedding.weight if tied else model.source_embedding.weight
-        if model.output_bias is not None:
-            tensors["output_bias"] = model.output_bias
         sizes = model.config.max_len, _attention(model).head_dim
         for name, relative in (("encoder", model.encoder_position_bias), ("decoder", model.decoder_position_bias)):
             if relative is not None:

@@ -1,0 +1,189 @@
+"""Families that add a little to Llama or GPT-NeoX: SmolLM3, Granite, Phi (1 to 2) and StableLM.
+
+Granite multiplies embeddings, the outputs of sub-layers, scores and logits by factors. Those of embeddings and scores
+are options of a `GPT`. The others are multiplied into the weights that they follow: of a sub-layer's last matrix, and
+of the last norm. An fp32 weight is rounded once by that, and one of factor 2**n not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastformer.checkpoints.hf.common import ACTIVATIONS, flag_of, number_of
+from fastformer.checkpoints.hf.decoder import MisfitError
+from fastformer.checkpoints.hf.llama import FULL, MODULES, SLIDING, Variant
+from fastformer.models import GPTConfig
+
+_SUB_LAYERS = tuple(
+    f".{module}.{kind}" for module in ("self_attn.o_proj", "mlp.down_proj") for kind in ("weight", "bias")
+)
+_PHI = {
+    "self_attn.in_proj": MODULES["self_attn.in_proj"],
+    "self_attn.out_proj": ("self_attn.dense",),
+    "norm1": ("input_layernorm",),
+    "linear1": ("mlp.fc1",),
+    "linear2": ("mlp.fc2",),
+}
+
+
+# ---- SmolLM3 ----
+
+
+def _rotates(settings: Mapping[str, Any], depth: int) -> list[bool]:
+    """Returns for each layer whether it has rotary positions."""
+    listed = settings.get("no_rope_layers")
+    if listed is None:
+        each = number_of({"no_rope_layer_interval": 4, **settings}, "no_rope_layer_interval")
+        return [(layer + 1) % each != 0 for layer in range(depth)]
+    if not isinstance(listed, list | tuple) or len(listed) < depth or any(each not in (0, 1) for each in listed):
+        raise ValueError(f"expected no_rope_layers to have a 0 or a 1 for each of {depth} layers, got {listed!r:.60}")
+    return [bool(each) for each in listed[:depth]]
+
+
+def _smollm3_types(settings: Mapping[str, Any], depth: int) -> list[str]:
+    if not flag_of(settings, "use_sliding_window", False) or settings.get("sliding_window") is None:
+        return [FULL] * depth
+    return [FULL if rotates else SLIDING for rotates in _rotates(settings, depth)]
+
+
+def _smollm3(settings: Mapping[str, Any]) -> dict[str, Any]:
+    depth = number_of(settings, "num_hidden_layers")
+    rotates = _rotates(settings, depth)
+    return {} if all(rotates) else {"rotary_layers": tuple(rotates)}
+
+
+def _smollm3_settings(config: GPTConfig) -> dict[str, Any]:
+    return {
+        "no_rope_layers": [*map(int, config.rotary_layers or (True,) * config.num_layers)],
+        "use_sliding_window": config.window_size is not None,
+    }
+
+
+# ---- Granite ----
+
+
+def _factor(settings: Mapping[str, Any], name: str) -> float:
+    value = settings.get(name, 1.0)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise ValueError(f"expected {name} to be a number above 0, got {value!r:.60}")
+    return float(value)
+
+
+def _granite(settings: Mapping[str, Any]) -> dict[str, Any]:
+    embedding = _factor(settings, "embedding_multiplier")
+    options = {} if embedding == 1 else {"embedding_scale": embedding}
+    return {**options, "attention_scale": _factor(settings, "attention_multiplier")}
+
+
+def _granite_settings(config: GPTConfig) -> dict[str, Any]:
+    if config.embedding_scale is None and config.attention_scale is None:
+        raise MisfitError("attention_scale", "expected a Granite, with an attention_scale, got None")
+    return {
+        "embedding_multiplier": 1.0 if config.embedding_scale is None else config.embedding_scale,
+        "attention_multiplier": config.size_of_head**-0.5 if config.attention_scale is None else config.attention_scale,
+        "residual_multiplier": 1.0,
+        "logits_scaling": 1.0,
+    }
+
+
+def folded(state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the state of a Granite whose factors of residuals and of logits are 1."""
+    residual, logits = _factor(settings, "residual_multiplier"), 1 / _factor(settings, "logits_scaling")
+    factors = {**dict.fromkeys(_SUB_LAYERS, residual), "norm.weight": logits}
+
+    def scaled(name: str, tensor: Tensor) -> Tensor:
+        is_last = name in ("norm.weight", "model.norm.weight")
+        factor = factors["norm.weight"] if is_last else residual if name.endswith(_SUB_LAYERS) else 1.0
+        wide = torch.promote_types(tensor.dtype, torch.float32)
+        return tensor if factor == 1 else (tensor.to(wide) * factor).to(tensor.dtype)
+
+    return {name: scaled(name, tensor) for name, tensor in state.items()}
+
+
+# ---- Phi and StableLM ----
+
+
+def _phi(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns no options; refuses norms of queries and keys, which no saved Phi has."""
+    _check_no_norms(settings)
+    return {}
+
+
+def _stablelm(settings: Mapping[str, Any]) -> dict[str, Any]:
+    _check_no_norms(settings)
+    if settings.get("hidden_dropout"):
+        raise ValueError(f"expected a hidden_dropout of 0, got {settings['hidden_dropout']}")
+    is_parallel = flag_of(settings, "use_parallel_residual", False)
+    return {"norm_bias": True, "parallel_residual": is_parallel, "shared_norm": is_parallel}
+
+
+def _stablelm_settings(config: GPTConfig) -> dict[str, Any]:
+    if config.shared_norm != config.parallel_residual:
+        raise MisfitError("shared_norm", f"expected a StableLM, with shared_norm={config.parallel_residual}, got "
+                          f"{config.shared_norm}")  # fmt: skip
+    return {"use_parallel_residual": config.parallel_residual}
+
+
+def _check_no_norms(settings: Mapping[str, Any]) -> None:
+    if flag_of(settings, "qk_layernorm", False):
+        raise ValueError("expected queries and keys without a LayerNorm, got qk_layernorm true")
+
+
+VARIANTS = (
+    Variant(
+        "smollm3",
+        "SmolLM3",
+        biases=("attention_bias", "attention_bias", "mlp_bias"),
+        layer_types=_smollm3_types,
+        usual={"num_key_value_heads": 4},
+        base=2_000_000.0,
+        is_tied=True,
+        more=_smollm3,
+        more_settings=_smollm3_settings,
+        free=("rotary_layers",),
+    ),
+    Variant(
+        "granite",
+        "Granite",
+        biases=("attention_bias", "attention_bias", "mlp_bias"),
+        more=_granite,
+        more_settings=_granite_settings,
+        free=("embedding_scale", "attention_scale"),
+        open=folded,
+    ),
+    Variant(
+        "phi",
+        "Phi",
+        modules=_PHI,
+        fixed={"norm": "layer", "parallel_residual": True, "shared_norm": True, "output_bias": True},
+        biases=(True, True, True),
+        partial=True,
+        fraction=0.5,
+        eps="layer_norm_eps",
+        usual={"layer_norm_eps": 1e-5},
+        activations={"gelu_new": "gelu_tanh", **ACTIVATIONS},
+        dropouts=("resid_pdrop", "embd_pdrop"),
+        norm="final_layernorm",
+        more=_phi,
+    ),
+    Variant(
+        "stablelm",
+        "StableLM",
+        fixed={"norm": "layer", "norm_bias": True},
+        biases=("use_qkv_bias", False, False),
+        own_heads=False,
+        even_heads=True,
+        partial=True,
+        fraction=0.25,
+        eps="layer_norm_eps",
+        usual={"layer_norm_eps": 1e-5, "num_key_value_heads": 32},
+        more=_stablelm,
+        more_settings=_stablelm_settings,
+        free=("parallel_residual", "shared_norm"),
+    ),
+)
+FORMS = {variant.kind: variant.form for variant in VARIANTS}
