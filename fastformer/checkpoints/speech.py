@@ -88,11 +88,6 @@ class SpeechConfig:
         return (*self.languages,)
 
     @property
-    def num_languages(self) -> int:
-        """The number of languages."""
-        return len(self.languages)
-
-    @property
     def timestamp_begin(self) -> int:
         """The id of <|0.00|>."""
         return self.no_timestamps + 1
