@@ -131,17 +131,23 @@ bool finish(Session& session, std::vector<Search*> going, Ids tokens, const RunL
   return true;
 }
 
+std::vector<Source> sources_of(const std::vector<Ids>& lists) {
+  std::vector<Source> sources;
+  for (const Ids& ids : lists) sources.push_back({ids.data(), nullptr, std::ssize(ids)});
+  return sources;
+}
+
 // Prompts, steps, forks, whole searches and a shortlist; what all of it said.
 std::vector<float> decode(const std::shared_ptr<const PackedModel>& model, int32_t seed, int threads) {
   Session session(model, 2048);
   std::vector<float> said, logits(2 * kVocab);
   std::vector<Ids> sources;
   if (model->options.has_encoder()) sources = {{4, 3, seed}, {5}, {6, 7, 8, 9, 10, 11}};
-  session.admit(sources, {{seed, 5, 6}, {7, 8, 9, 10}, {11}}, threads);
+  session.admit(sources_of(sources), {{seed, 5, 6}, {7, 8, 9, 10}, {11}}, threads);
   Ids tokens{12, 13, 14};
-  const Selection selection{2, true, {0, 2}, logits.data(), {{13, 0, 2}, {seed, 1, 3}}};
+  const Selection selection{2, true, {0, 2}, logits.data(), {}, {{13, 0, 2}, {seed, 1, 3}}};
   for (int step = 0; step < 12; ++step) {
-    const Candidates& candidates = session.step(tokens, selection, threads);
+    const Candidates& candidates = session.step(tokens, Session::Places(tokens.size(), 1), selection, threads);
     said.insert(said.end(), candidates.values.begin(), candidates.values.end());
     said.push_back(logits[step]), said.push_back(logits[kVocab + step]);
     tokens.clear();
@@ -156,7 +162,7 @@ std::vector<float> decode(const std::shared_ptr<const PackedModel>& model, int32
   if (!finish(session, {greedy.get(), beams.get()}, {21, 22}, {20, 10.0, 0}, threads)) return {};
   note(*greedy, said), note(*beams, said);
   session.set_shortlist({1, seed, 40, 41, 42, 43, 44, 999});
-  session.admit(sources, {{seed}, {7, 8}, {11}}, threads);
+  session.admit(sources_of(sources), {{seed}, {7, 8}, {11}}, threads);
   const std::unique_ptr<Search> few = three_beams(5), one = make_greedy_search(6, {1}), other = three_beams(7);
   if (!finish(session, {few.get(), one.get(), other.get()}, {40, 41, 42}, {20, 10.0, 0}, threads)) return {};
   for (const Search* search : {few.get(), one.get(), other.get()}) note(*search, said);
@@ -174,8 +180,8 @@ std::vector<float> share(const std::shared_ptr<const PackedModel>& model, int32_
       prompts.back().resize(34 + i, turn + 10);
       if (model->options.has_encoder()) sources.push_back({4, 5, i});
     }
-    session.admit(sources, prompts, threads);
-    const Candidates& candidates = session.step({7, 8, 9}, {2, true}, threads);
+    session.admit(sources_of(sources), prompts, threads);
+    const Candidates& candidates = session.step({7, 8, 9}, {1, 1, 1}, {2, true}, threads);
     said.insert(said.end(), candidates.values.begin(), candidates.values.end());
     session.release({0, 1, 2});
   }
@@ -195,7 +201,7 @@ std::vector<float> decode_many(const std::shared_ptr<const PackedModel>& model, 
     tokens.push_back(i + 1);
     searches.push_back(i % 3 ? make_greedy_search(2 + i % 9, {1}) : three_beams(2 + i % 9));
   }
-  session.admit(sources, prompts, threads);
+  session.admit(sources_of(sources), prompts, threads);
   std::vector<Search*> going;
   for (const auto& search : searches) going.push_back(search.get());
   // Some runs end by time. The others last until lanes have taken blocks side by side, on a busy machine too.
