@@ -47,6 +47,7 @@ _MODEL_SETTINGS = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
+_BY_TASK = ("query_length", "document_length", "query_expansion")  # settings that one kind of text has
 _PACKAGE = "sentence_transformers."
 _KNOWN = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout", "LogitScore", "SpladePooling")
 _WORDS = ("yes", "no")  # whose logits a language model compares, unless its folder names tokens
@@ -126,6 +127,9 @@ def read_folder(
     max_len = model_settings.get("max_seq_length")
     if max_len is not None and number_of(model_settings, "max_seq_length") < 1:
         raise ValueError(f"expected {model_folder} to have a max_seq_length of at least 1, got {max_len}")
+    for name in _BY_TASK:
+        if model_settings.get(name) is not None:
+            raise ValueError(f"expected {model_folder} to read queries and documents alike, got a {name}")
     prompts = _prompts(folder, settings)
     model, tokenizer = _load(model_folder, device)
     most = min(tokenizer.max_len if max_len is None else max_len, model.config.max_len)

@@ -110,6 +110,9 @@ def test_layers_that_do_not_fit(folder) -> None:
         ("sentence_bert_config.json", {"max_seq_length": 0}, "max_seq_length"),
         ("sentence_bert_config.json", {"max_seq_length": "9"}, "max_seq_length"),
         ("sentence_bert_config.json", {"do_lower_case": "yes"}, "do_lower_case"),
+        ("sentence_bert_config.json", {"query_length": 8}, "query_length"),
+        ("sentence_bert_config.json", {"document_length": 8}, "document_length"),
+        ("sentence_bert_config.json", {"query_expansion": {"strategy": "fixed", "length": 8}}, "query_expansion"),
     ],
 )
 def test_invalid_settings(folder, file, settings, named) -> None:
