@@ -63,8 +63,8 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT | BERT:
             (a MADLAD, too) or MT5ForConditionalGeneration; or a decoder: GPT2LMHeadModel; LlamaForCausalLM,
             MistralForCausalLM, MinistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Olmo2ForCausalLM,
             Olmo3ForCausalLM or Phi3ForCausalLM; GemmaForCausalLM, Gemma2ForCausalLM or Gemma3ForCausalLM;
-            GPTNeoXForCausalLM or Starcoder2ForCausalLM; MixtralForCausalLM, OlmoeForCausalLM, Qwen2MoeForCausalLM or
-            Qwen3MoeForCausalLM; or an encoder, with the head that classifies texts or without
+            GPTNeoXForCausalLM or Starcoder2ForCausalLM; MixtralForCausalLM, OlmoeForCausalLM, Qwen2MoeForCausalLM,
+            Qwen3MoeForCausalLM or GraniteMoeForCausalLM; or an encoder, with the head that classifies texts or without
             one: BertModel and BertForSequenceClassification, and the same classes of RoBERTa, XLM-RoBERTa, CamemBERT,
             DistilBERT, MPNet, ELECTRA and ModernBERT. The head of their ForMaskedLM is omitted.
 

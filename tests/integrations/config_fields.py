@@ -66,6 +66,8 @@ BASES: dict[str, dict[str, Any]] = {
     "gpt_neox": {**_LLAMA, "num_attention_heads": 3},
     "starcoder2": {**_GROUPED, "sliding_window": 5},
     "mixtral": {**_GROUPED, "sliding_window": 5, "num_local_experts": 4},
+    "granitemoe": {**_GROUPED, "num_local_experts": 4, "residual_multiplier": 0.5, "attention_multiplier": 0.2,
+                   "logits_scaling": 4.0},
     "olmoe": {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 3},
     "qwen2_moe": {**_QWEN_MOE, "shared_expert_intermediate_size": 28},
     "qwen3_moe": {**_QWEN_MOE, "head_dim": 6},

@@ -118,7 +118,7 @@ def loss_of(model: Any, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 def in_ours(case: Case, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns weights with the factors of a Granite, which is also what the gradients of ours lack."""
-    return folded(weights, case.options) if case.kind == "granite" else weights
+    return folded(weights, case.options) if case.kind in ("granite", "granitemoe") else weights
 
 
 def gradients_of(ours: GPT, case: Case) -> dict[str, Tensor]:
@@ -233,6 +233,10 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "starcoder2": {"plain": _GROUPED, "window": {"sliding_window": 5, "tie_word_embeddings": False, **_GROUPED}},
     "mixtral": {"window": {"num_local_experts": 5, "sliding_window": 6, **_GROUPED}},
+    "granitemoe": {
+        "factors": {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2,
+                    "logits_scaling": 4.0, "num_local_experts": 4, "attention_bias": True, **_GROUPED},
+    },
     "olmoe": {"three of five": {"num_experts": 5, "num_experts_per_tok": 3, "tie_word_embeddings": True, **_GROUPED}},
     "qwen2_moe": {
         "shared, one layer dense": {"num_experts": 5, "num_experts_per_tok": 2, "mlp_only_layers": [1],
@@ -311,17 +315,18 @@ def drawn(kind: str, seed: int) -> Case:
         options["attn_logit_softcapping"] = rng.choice((None, 1.5))
     if kind in ("gpt_neox", "stablelm"):
         options["use_parallel_residual"] = flip()
-    if kind in ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"):
-        experts = rng.randint(1, 9)
-        options |= {"num_experts": experts, "num_experts_per_tok": rng.randint(1, experts)}
-        if kind != "mixtral":
+    if kind in ("mixtral", "granitemoe", "olmoe", "qwen2_moe", "qwen3_moe"):
+        experts = rng.randint(2, 9)  # of one alone, a router learns nothing
+        total = "num_local_experts" if kind == "granitemoe" else "num_experts"
+        options |= {total: experts, "num_experts_per_tok": rng.randint(2, experts)}
+        if kind not in ("mixtral", "granitemoe"):
             options["norm_topk_prob"] = flip()
         if kind.startswith("qwen"):
             options |= {"decoder_sparse_step": rng.randint(1, 2), "mlp_only_layers": [rng.randrange(depth)]}
             options |= _SHARED if kind == "qwen2_moe" else _MOE
     if kind == "smollm3":
         options["no_rope_layers"] = [rng.randrange(2) for _ in range(depth)]
-    if kind == "granite":
+    if kind in ("granite", "granitemoe"):
         options |= {
             f"{name}_multiplier": rng.choice((0.3, 1.0, 4.0)) for name in ("embedding", "residual", "attention")
         }

@@ -24,7 +24,13 @@ from tests.integrations.decoders import CASES, IS_OLD, VOCAB, Wide, gradients_of
 from tests.nn.comparing import assert_same
 
 pytestmark = pytest.mark.skipif(IS_OLD, reason="version 4 of transformers has other classes of experts")
-NAMES = ("mixtral window", "olmoe three of five", "qwen2_moe shared, one layer dense", "qwen3_moe every other layer")
+NAMES = (
+    "mixtral window",
+    "olmoe three of five",
+    "qwen2_moe shared, one layer dense",
+    "qwen3_moe every other layer",
+    "granitemoe factors",
+)
 names = pytest.mark.parametrize("name", NAMES)
 
 
@@ -53,7 +59,7 @@ def test_routers_learn_as_in_transformers(name: str, is_padded: bool) -> None:
     count = int((labels != -100).sum())
     assert_same(ours.loss(ids, labels, layout=layout), loss * count, "sum of losses", 1e-9)
     assert ours.eval().loss(ids, labels, layout=layout, reduction="mean") < loss - 0.7
-    gradients = gradients_of(ours, case.kind)
+    gradients = gradients_of(ours, case)
     for parameter_name, parameter in theirs.named_parameters():
         assert parameter.grad is not None
         assert_same(gradients[parameter_name], parameter.grad, parameter_name, 1e-6)
@@ -80,16 +86,20 @@ def test_folders_are_read_and_written_in_each_form(name: str, tmp_path: Path) ->
     assert any(tensor.dim() == 3 for tensor in weights.values())
     file = tmp_path / "theirs" / "model.safetensors"
     on_disk = safetensors.torch.load_file(file)
-    assert not any(tensor.dim() == 3 for tensor in on_disk.values())
+    is_granite = "granite" in name  # it has a tensor for all experts on disk as well, and factors that ours lack
+    assert is_granite == any(tensor.dim() == 3 for tensor in on_disk.values())
     file.unlink()
     safetensors.torch.save_file(weights, file)
     fused = load_model(tmp_path / "theirs", ("GPT",))[0]
     assert all(map(torch.equal, fused.state_dict().values(), ours.state_dict().values()))
     to_huggingface(ours).save_pretrained(tmp_path / "ours")
     again = safetensors.torch.load_file(tmp_path / "ours" / "model.safetensors")
-    assert again.keys() == on_disk.keys() and all(torch.equal(again[each], on_disk[each]) for each in again)
-    found = DECODER_FORMS[CASES[name].kind].from_model(ours)[1]
-    assert {*on_disk} <= {*found} and all(torch.equal(found[each], on_disk[each]) for each in on_disk)
+    assert again.keys() == on_disk.keys()
+    torch.testing.assert_close(to_huggingface(ours)(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    if not is_granite:
+        found = DECODER_FORMS[CASES[name].kind].from_model(ours)[1]
+        assert {*on_disk} <= {*found} and all(torch.equal(found[each], on_disk[each]) for each in on_disk)
+        assert all(torch.equal(again[each], on_disk[each]) for each in on_disk)
     ours.quantize("int4").save_pretrained(tmp_path / "int4")
     rounded = GPT.from_pretrained(tmp_path / "int4")
     assert torch.equal(rounded(ids), ours.quantize("int4")(ids))

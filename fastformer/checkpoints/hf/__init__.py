@@ -105,6 +105,7 @@ _FAMILIES = {
     "gpt_neox": _decoder("gpt_neox", "GPTNeoXConfig", "GPTNeoXForCausalLM"),
     "starcoder2": _decoder("starcoder2", "Starcoder2Config", "Starcoder2ForCausalLM"),
     "mixtral": _decoder("mixtral", "MixtralConfig", "MixtralForCausalLM"),
+    "granitemoe": _decoder("granitemoe", "GraniteMoeConfig", "GraniteMoeForCausalLM"),
     "olmoe": _decoder("olmoe", "OlmoeConfig", "OlmoeForCausalLM"),
     "qwen2_moe": _decoder("qwen2_moe", "Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
     "qwen3_moe": _decoder("qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeForCausalLM"),

@@ -74,6 +74,8 @@ FIELDS: dict[str, frozenset[str]] = {
         "rope_parameters attention_dropout hidden_dropout use_qkv_bias qk_layernorm use_parallel_residual",
         "starcoder2": f"{_LLAMA} norm_epsilon sliding_window residual_dropout embedding_dropout use_bias",
         "mixtral": f"{_LLAMA} {_EXPERTS} head_dim sliding_window num_local_experts router_jitter_noise",
+        "granitemoe": f"{_LLAMA} {_EXPERTS} attention_bias num_local_experts embedding_multiplier logits_scaling "
+        "residual_multiplier attention_multiplier",
         "olmoe": f"{_LLAMA} {_EXPERTS} attention_bias clip_qkv num_experts norm_topk_prob",
         "qwen2_moe": f"{_QWEN_MOE} shared_expert_intermediate_size qkv_bias",
         "qwen3_moe": f"{_QWEN_MOE} num_local_experts attention_bias head_dim",
@@ -101,7 +103,9 @@ FIELDS: dict[str, frozenset[str]] = {
 _ROBERTA_IDS = {"bos_token_id": 0, "eos_token_id": 2}
 # The special ids of families whose config.json need not contain them. Those of encoder-decoders have to be there.
 _IDS: dict[str, dict[str, int]] = {
-    **dict.fromkeys(("llama", "mistral", "ministral", "gpt_neox", "mixtral", "granite", "phi"), {"eos_token_id": 2}),
+    **dict.fromkeys(
+        ("llama", "mistral", "ministral", "gpt_neox", "mixtral", "granitemoe", "granite", "phi"), {"eos_token_id": 2}
+    ),
     "smollm3": {"pad_token_id": 128004, "eos_token_id": 128001},
     "stablelm": {"eos_token_id": 0},
     **dict.fromkeys(("gpt2", "starcoder2"), {"eos_token_id": 50256}),

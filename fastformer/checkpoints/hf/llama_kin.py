@@ -18,9 +18,8 @@ from fastformer.checkpoints.hf.decoder import MisfitError
 from fastformer.checkpoints.hf.llama import FULL, MODULES, SLIDING, Variant
 from fastformer.models import GPTConfig
 
-_SUB_LAYERS = tuple(
-    f".{module}.{kind}" for module in ("self_attn.o_proj", "mlp.down_proj") for kind in ("weight", "bias")
-)
+# The ends of the names of what is added to the residual stream; a tensor of all experts has no kind.
+_SUB_LAYERS = (".o_proj.weight", ".o_proj.bias", ".down_proj.weight", ".down_proj.bias", ".down_proj")
 _PHI = {
     "self_attn.in_proj": MODULES["self_attn.in_proj"],
     "self_attn.out_proj": ("self_attn.dense",),
@@ -73,13 +72,15 @@ def _factor(settings: Mapping[str, Any], name: str) -> float:
     return float(value)
 
 
-def _granite(settings: Mapping[str, Any]) -> dict[str, Any]:
+def granite_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the factors of embeddings and scores as options."""
     embedding = _factor(settings, "embedding_multiplier")
     options = {} if embedding == 1 else {"embedding_scale": embedding}
     return {**options, "attention_scale": _factor(settings, "attention_multiplier")}
 
 
-def _granite_settings(config: GPTConfig) -> dict[str, Any]:
+def granite_settings(config: GPTConfig) -> dict[str, Any]:
+    """Returns the settings of Granite's factors."""
     if config.embedding_scale is None and config.attention_scale is None:
         raise MisfitError("attention_scale", "expected a Granite, with an attention_scale, got None")
     return {
@@ -150,8 +151,8 @@ VARIANTS = (
         "granite",
         "Granite",
         biases=("attention_bias", "attention_bias", "mlp_bias"),
-        more=_granite,
-        more_settings=_granite_settings,
+        more=granite_options,
+        more_settings=granite_settings,
         free=("embedding_scale", "attention_scale"),
         open=folded,
     ),

@@ -16,12 +16,19 @@ from torch import Tensor
 from fastformer.checkpoints.hf.common import flag_of, number_of
 from fastformer.checkpoints.hf.decoder import MisfitError
 from fastformer.checkpoints.hf.llama import FULL, MODULES, QK_NORMS, Variant, after_some, everywhere
+from fastformer.checkpoints.hf.llama_kin import folded, granite_options, granite_settings
 from fastformer.models import GPTConfig
 
 # Settings about experts that change no pass, and those that all of these families have.
 _READ = ("output_router_logits", "router_aux_loss_coef", "num_experts_per_tok", "num_experts", "num_local_experts")
 _ABOUT_EXPERTS = re.compile(r"expert|router|routed|moe|top_?k_|_group$|scoring|sparse|clip_qkv")
 _FREE = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
+# Granite's names on disk, and in memory.
+_OF_GRANITE = {
+    "input_linear.weight": "experts.gate_up_proj",
+    "output_linear.weight": "experts.down_proj",
+    "router.layer.weight": "router.weight",
+}
 _GATED = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -30,6 +37,7 @@ class Experts(NamedTuple):
 
     Attributes:
         place: the family's name of the mixture within a layer.
+        router: the name of the router.
         parts: the names of the gate, the map beside it and the map after both.
         total: the setting that is the number of experts.
         usual_count: the number of experts if the settings don't contain it.
@@ -41,6 +49,7 @@ class Experts(NamedTuple):
     """
 
     place: str = "mlp"
+    router: str = "gate"
     parts: tuple[str, str, str] = _GATED
     total: str = "num_experts"
     usual_count: int = 64
@@ -122,7 +131,7 @@ class Experts(NamedTuple):
             pairs = tuple(f"{expert}.{part}.weight" for expert in experts for part in (gate, up))
             names[f"{own}.mixture.linear1.weight"] = pairs
             names[f"{own}.mixture.linear2.weight"] = tuple(f"{expert}.{down}.weight" for expert in experts)
-            router: tuple[str, ...] = (f"{place}.gate.weight",)
+            router: tuple[str, ...] = (f"{place}.{self.router}.weight",)
             if self.shared:
                 shared, shared_gate, _ = self.shared
                 router = (*router, f"{place}.{shared_gate}.weight")
@@ -136,24 +145,29 @@ class Experts(NamedTuple):
         """Returns a state with a tensor for each expert, of one that may have one for all: views of them."""
         opened: dict[str, Tensor] = {}
         count = next((settings[name] for name in _READ[3:] if settings.get(name) is not None), self.usual_count)
-        for name, tensor in state.items():
-            match = re.fullmatch(r"(.*)\.\w+\.experts\.(gate_up_proj|down_proj)", name)
+        for saved_name, tensor in state.items():
+            name = self._named(saved_name)
+            match = re.fullmatch(r"(.*)\.(gate_up_proj|down_proj)", name)
             if match is None:
-                opened[self._on_disk(name)] = tensor
+                opened[name] = tensor
                 continue
             if tensor.dim() != 3 or len(tensor) != count or not tensor.numel():
-                raise ValueError(f"expected {name} to have {count} experts of two dimensions, got {(*tensor.shape,)}")
+                raise ValueError(
+                    f"expected {saved_name} to have {count} experts of two dimensions, got {(*tensor.shape,)}"
+                )
             gate, up, down = self.parts
             for expert, matrix in enumerate(tensor.unbind()):
-                place = f"{match[1]}.{self.place}.experts.{expert}"
+                place = f"{match[1]}.{expert}"
                 if match[2] == "down_proj":
                     opened[f"{place}.{down}.weight"] = matrix
                 else:
                     opened[f"{place}.{gate}.weight"], opened[f"{place}.{up}.weight"] = matrix.chunk(2)
         return opened
 
-    def _on_disk(self, name: str) -> str:
-        return re.sub(r"(layers\.\d+)\.(mlp|block_sparse_moe)\.", rf"\1.{self.place}.", name)
+    def _named(self, name: str) -> str:
+        """Returns the name of a tensor on disk; of one for all experts, that in memory."""
+        match = re.fullmatch(r"(.*layers\.\d+)\.(?:mlp|block_sparse_moe)\.(.*)", name)
+        return name if match is None else f"{match[1]}.{self.place}.{_OF_GRANITE.get(match[2], match[2])}"
 
 
 def in_memory(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -168,7 +182,7 @@ def in_memory(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
     found: dict[str, Tensor] = {}
     parts: dict[str, dict[tuple[int, str], Tensor]] = {}
     for name, tensor in weights.items():
-        name = name.replace(".block_sparse_moe.", ".mlp.")
+        name = re.sub(r"\.block_sparse_moe\.(gate\.|experts\.\d+\.w)", r".mlp.\1", name)  # Mixtral's
         if (match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name)) is None:
             found[name] = tensor
         else:
@@ -194,6 +208,23 @@ def _if_used(settings: Mapping[str, Any], depth: int) -> list[str]:
     return after_some({**settings, "max_window_layers": 0}, depth)
 
 
+def _granite_moe() -> Variant:
+    """Returns Granite-MoE: Granite's factors around Mixtral's experts, whose weights are a softmax of the chosen."""
+    experts = Experts("block_sparse_moe", "router", total="num_local_experts", usual_count=8, norm_topk_prob=True)
+    return _variant(
+        "granitemoe",
+        "Granite-MoE",
+        experts,
+        usual={"num_experts_per_tok": 2, "router_aux_loss_coef": 0.001},
+        biases=("attention_bias", "attention_bias", False),
+    )._replace(
+        more=lambda settings: {**granite_options(settings), **experts.options(settings)},
+        more_settings=lambda config: {**granite_settings(config), **experts.settings(config)},
+        free=(*_FREE, "embedding_scale", "attention_scale"),
+        open=lambda state, settings: folded(experts.opened(state, settings), settings),
+    )
+
+
 def _variant(kind: str, name: str, experts: Experts, **options: Any) -> Variant:
     named = [field for field in ("expert_d_ff", "shared_expert_d_ff", "sparse_layers") if experts.d_ff is not None]
     if experts.norm_topk_prob is None:
@@ -216,10 +247,11 @@ _QWEN = {
 }  # fmt: skip
 _SHARED = ("shared_expert", "shared_expert_gate", "shared_expert_intermediate_size")
 VARIANTS = (
+    _granite_moe(),
     _variant(
         "mixtral",
         "Mixtral",
-        Experts("block_sparse_moe", ("w1", "w3", "w2"), "num_local_experts", 8, True),
+        Experts("block_sparse_moe", "gate", ("w1", "w3", "w2"), "num_local_experts", 8, True),
         usual={
             "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "num_experts_per_tok": 2,
             "router_aux_loss_coef": 0.001,
