@@ -322,7 +322,7 @@ def drawn(kind: str, seed: int) -> Case:
         if kind not in ("mixtral", "granitemoe"):
             options["norm_topk_prob"] = flip()
         if kind.startswith("qwen"):
-            options |= {"decoder_sparse_step": rng.randint(1, 2), "mlp_only_layers": [rng.randrange(depth)]}
+            options |= {"decoder_sparse_step": rng.randint(1, min(2, depth)), "mlp_only_layers": [0][: depth - 1]}
             options |= _SHARED if kind == "qwen2_moe" else _MOE
     if kind == "smollm3":
         options["no_rope_layers"] = [rng.randrange(2) for _ in range(depth)]
