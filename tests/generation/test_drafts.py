@@ -253,6 +253,17 @@ def test_a_lookup_of_no_tokens_is_refused(gpt) -> None:
             generate(gpt, [[5, 6]], prompt_lookup_num_tokens=value)
 
 
+@pytest.mark.parametrize("window", ["stop", "slide"])
+def test_a_draft_ends_where_the_models_positions_do(window) -> None:
+    model, prompt = drawn(GPT, max_len=24), [5, 6, 7] * 4
+    options: dict[str, Any] = {"max_new_tokens": 12 if window == "stop" else 50, "window": window}
+    options |= {"logits_processor": lambda ids, scores: scores.index_fill(1, ids[0, -3:][:1], 1e4)}  # 5, 6, 7, 5 ...
+    generator = Generator(model, max_bytes=2**20)
+    found = generator.generate([prompt], **options, prompt_lookup_num_tokens=9)
+    assert torch.equal(found, generator.generate([prompt], **options))
+    assert generator.stats().accepted_tokens > 6
+
+
 def test_a_model_that_cannot_draft_is_refused(gpt, model) -> None:
     other = drawn(GPT, vocab_size=41)
     for decoding, small, options in [(gpt, other, {}), (gpt, model, {}), (model, gpt, {}), (gpt, object(), {}),

@@ -487,13 +487,12 @@ async def test_what_a_folder_samples_with_is_a_default_of_openais_routes_alone(f
 
 
 def test_drafted_tokens_are_counted_and_change_nothing(folder, server) -> None:
-    body = {"prompt": "the dog reads the dog reads the dog reads the dog", "max_tokens": 24, "temperature": 0}
+    body = {"prompt": "the dog", "max_tokens": 24, "temperature": 0, "logit_bias": {"20": 100}}  # it repeats itself
     service = open_service(folder, options={"prompt_lookup_num_tokens": 6})
     with running(service, metrics_public=True) as drafting:
         found, due = (httpx.post(f"{one.url}/v1/completions", json=body).json() for one in (drafting, server))
         assert found["choices"] == due["choices"] and "completion_tokens_details" not in due["usage"]
         counts = found["usage"]["completion_tokens_details"]
-        assert counts["accepted_prediction_tokens"] + counts["rejected_prediction_tokens"] > 0
-        assert counts["accepted_prediction_tokens"] < found["usage"]["completion_tokens"]
+        assert 0 < counts["accepted_prediction_tokens"] < found["usage"]["completion_tokens"]
         total = re.search(r"^fastformer_drafted_tokens_total (\d+)", httpx.get(f"{drafting.url}/metrics").text, re.M)
         assert total is not None and int(total[1]) == sum(counts.values())
