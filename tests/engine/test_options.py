@@ -46,18 +46,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "norms behind": {"norm_placement": "post"},
     "norms on both sides": {"norm_placement": "both"},
     "in parallel": {"parallel_residual": True, "norm": "layer", "activation": "gelu", "bias": True},
+    "one norm for both": {"parallel_residual": True, "shared_norm": True, "norm": "layer", "norm_bias": True},
+    "some layers rotated": {"rotary_layers": (True, False, True)},
+    "a bias on the logits": {"output_bias": True},
     "embeddings scaled": {"embedding_scale": 6.0},
     "wide heads": {"head_dim": 64, "num_kv_heads": 1},
 }
 NOT_TOGETHER = [
     {"in parallel", "norms behind"}, {"in parallel", "norms on both sides"}, {"learned positions", "two rotations"},
     {"learned positions", "a part rotated"}, {"learned positions", "yarn"},
+    {"learned positions", "some layers rotated"}, {"one norm for both", "norms behind"},
+    {"one norm for both", "norms on both sides"}, {"one norm for both", "in parallel"},
 ]  # fmt: skip
 FEW = [
     ("biases", "norms over heads", "norms behind"),
     ("norms of heads", "two rotations", "norms on both sides", "a scale", "embeddings scaled"),
     ("capped scores", "capped logits", "long windows", "norms on both sides", "wide heads"),
     ("in parallel", "a part rotated", "biases"),
+    ("one norm for both", "some layers rotated", "a bias on the logits"),
     ("learned positions", "norms over heads", "capped scores", "windows of layers"),
 ]
 PAIRS = [pair for pair in itertools.combinations(OPTIONS, 2) if set(pair) not in NOT_TOGETHER]
