@@ -323,6 +323,11 @@ class AsyncGenerator(Session[Request]):
         tokenizer: TemplateTokenizer = self.tokenizer
         return ChatIds(self.encode(self.template.encode(messages, tokenizer, **variables)))
 
+    @property
+    def anchor(self) -> Sequence[int]:
+        """The ids behind which texts under a constraint are decoded; see `Vocabulary`."""
+        return Vocabulary.of(self.tokenizer, self.model.config.vocab_size).anchor
+
     def special_marks(self, marks: Collection[str]) -> dict[str, int]:
         """Returns the ids of those texts that are special tokens, which texts omit."""
         added = getattr(self.tokenizer, "added_tokens", {}) if marks else {}

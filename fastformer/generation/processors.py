@@ -78,7 +78,7 @@ def make_processors(
         processors.append(SuppressTokens(config.suppress_tokens))
     if min_tokens and eos:
         processors.append(MinNewTokens(min_tokens, prompt_length, tuple(eos)))
-    if processors and eos and config.constraint is None:  # else the text would end where it may not
+    if processors and eos:
         processors.append(EndWhereNothingFollows(tuple(eos)))
     if config.forced_bos_token_id is not None:
         processors.append(ForcedToken(config.forced_bos_token_id, 1))  # as in transformers, after exactly one id

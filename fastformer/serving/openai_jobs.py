@@ -172,7 +172,7 @@ class CompletionJob:
         marks: Collection[str] = (),
     ) -> None:
         self.service, self.body, self.rows, self._deadline = service, body, rows, deadline
-        self.alternatives, self.count = alternatives, body.n or 1
+        self.alternatives, self.count, self._is_constrained = alternatives, body.n or 1, constrained is not None
         self.is_chat = isinstance(rows[0], ChatIds)
         self._requests: list[SampleRequest] = []
         for row, limit in zip(rows, most, strict=True):
@@ -222,6 +222,8 @@ class CompletionJob:
     def texts_of(self, index: int) -> TokenTexts:
         """Returns what finds the texts of a choice's tokens."""
         session, row = self.service.session, self.rows[index // self.count]
+        if self._is_constrained:
+            return TokenTexts(session.tokenizer, session.anchor)
         return TokenTexts(session.tokenizer, () if self.is_chat else behind_ends(row, session.ends))
 
 

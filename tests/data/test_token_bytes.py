@@ -23,6 +23,10 @@ def test_the_bytes_of_tokens_are_the_text_that_they_add(kind, tmp_path_factory) 
     missing = {bytes([byte]) for byte in range(256)} - {data[i] for i in usable}
     assert missing <= {b"\n"}  # every text can be written; a BPE of ours omits a space behind the end of a line
     begin = [i for i in usable if data[i] == b"a"][-1]  # the first one may be a byte of an incomplete character
+    spaced = next(i for i in usable if (data[i] or b"").startswith(b" "))
+    for i in usable:
+        if data[i] == b"\n":
+            assert tokenizer.decode([begin, i, spaced]).encode() == b"a\n" + (data[spaced] or b"")
     for number in range(200):
         if number % 2:
             ids = [i for i in tokenizer.encode(draw.choice(LINES)) if data[i]]

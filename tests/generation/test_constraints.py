@@ -14,7 +14,7 @@ import torch
 
 from fastformer.data import ByteTokenizer
 from fastformer.generation import GenerationConfig, generate
-from fastformer.generation.async_generator import AsyncGenerator
+from fastformer.generation.async_generator import AsyncGenerator, ChatIds
 from fastformer.generation.constraints import Matcher
 from fastformer.generation.engines.cpp import CppBatch
 from fastformer.generation.generator import Generator
@@ -262,10 +262,10 @@ def test_random_schemas(count, model) -> None:
     assert ended > 2.5 * count
 
 
-async def _completion(model: Any, tokenizer: Any, **options: Any) -> Any:
+async def _completion(model: Any, tokenizer: Any, prompt: list[int], **options: Any) -> Any:
     async with AsyncGenerator(model, tokenizer) as session:
-        [one] = await session.complete(PROMPT, **options)
-        pieces = [piece async for piece in session.stream(PROMPT, **options)]
+        [one] = await session.complete(prompt, **options)
+        pieces = [piece async for piece in session.stream(prompt, **options)]
         assert "".join(piece.text for piece in pieces) == one.text
         assert pieces[-1].finish_reason == one.finish_reason
         return one
@@ -274,7 +274,8 @@ async def _completion(model: Any, tokenizer: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("kind", ["bytes", "byte fallback", "sentencepiece"])
 def test_a_whole_text_stops_and_a_cut_one_has_the_reason_length(kind, model, tmp_path_factory) -> None:
     tokenizer = detokenizer(kind, tmp_path_factory.mktemp("tokenizer"))
-    whole = asyncio.run(_completion(model, tokenizer, choices=["  two spaces"], max_new_tokens=12))
-    assert (whole.text, whole.finish_reason) == ("  two spaces", "stop")
-    cut = asyncio.run(_completion(model, tokenizer, regex="[a-z]{12}", max_new_tokens=3))
+    for prompt in (PROMPT, ChatIds(PROMPT)):
+        whole = asyncio.run(_completion(model, tokenizer, prompt, choices=["  two spaces"], max_new_tokens=12))
+        assert (whole.text, whole.finish_reason) == ("  two spaces", "stop")
+    cut = asyncio.run(_completion(model, tokenizer, PROMPT, regex="[a-z]{12}", max_new_tokens=3))
     assert len(cut.tokens) == 3 and cut.finish_reason == "length"
