@@ -66,7 +66,7 @@ def saved(
 
 
 def close(ours: Any, plain: Any, exact: Any) -> None:
-    assert_accurate(*(torch.as_tensor(each).float() for each in (ours, plain)), torch.as_tensor(exact).double())
+    assert_accurate(torch.as_tensor(ours).float(), torch.as_tensor(plain).float(), torch.as_tensor(exact).double())
 
 
 @pytest.mark.parametrize("max_len", [24, 18])

@@ -34,8 +34,8 @@ class RenamedBytes(ByteTokenizer):
         super().__init__()
         self.special_ids, self.names = ids, names
 
-    def encode_batch(self, texts: Sequence[str], max_len: int | None = None) -> list[list[int]]:
-        return [[self.names[i] for i in ids] for ids in super().encode_batch(texts, max_len)]
+    def encode_batch(self, texts: Sequence[str], max_len: int | None = None, **options: Any) -> list[list[int]]:
+        return [[self.names[i] for i in ids] for ids in super().encode_batch(texts, max_len, **options)]
 
 
 def begin(config: TrainConfig, run, tokenizer: ByteTokenizer, monkeypatch, **options) -> Trainer:
