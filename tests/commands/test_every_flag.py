@@ -45,6 +45,10 @@ MANY = "--max_new_tokens 30 --min_new_tokens 30"
 BEAMS = f"{FEW} --num_beams 4"
 LONG = "--seed 1 --max_new_tokens 40"
 SPOKEN = "--language en --beam_size 1"
+CONSTRAINTS = {
+    "schema": "--schema {schema}", "regex": "--regex [a-c]{{3}}", "choices": "--choices ab --choices ba",
+    "grammar": "--grammar {lark}",
+}  # fmt: skip
 CASES: dict[str, dict[str, Row]] = {
     "translate {run}": {
         "file": (f"{FEW} --file {{lines}}", f"{FEW} --file {{others}}"),
@@ -83,6 +87,7 @@ CASES: dict[str, dict[str, Row]] = {
         "config": (f"'the dog' {FEW} --config {{first}}", f"'the dog' {FEW} --config {{penalty}}"),
         "greedy": (f"a {FEW} --seed 1", f"a {FEW} --seed 1 --greedy"),
         "cut": (f"{'x' * 50} --greedy", f"{'x' * 50} --greedy --cut"),
+        **{flag: (f"a {FEW} --greedy", f"a {FEW} --greedy {words}") for flag, words in CONSTRAINTS.items()},
     },
     "generate {llama}": {
         "parse_special": tuple(f"'<|im_start|>dog' --greedy {FEW} {flag}" for flag in ("", "--parse_special=false")),
@@ -104,6 +109,7 @@ CASES: dict[str, dict[str, Row]] = {
         "seed": (f"{FEW} --seed 1", f"{FEW} --seed 2", "two birds"),
         "prompt_lookup_num_tokens": (FEW, f"{FEW} --prompt_lookup_num_tokens 0", "two birds"),
         "draft": (FEW, f"{FEW} --draft {{gpt}}", "two birds"),
+        **{flag: (f"--greedy {FEW}", f"--greedy {FEW} {words}", "two birds") for flag, words in CONSTRAINTS.items()},
     },
     "embed {encoder}": {
         "file": (EMBEDDED, "--out {out}/v.npy --file {others}"),
@@ -223,7 +229,7 @@ def places(tmp_path_factory) -> dict[str, str]:
     files = {
         "keys": b"secret\n", "lines": b"the dog\na bird\n", "others": b"a dog\nthe bird\n", "bad": b"one\n\xff\n",
         "long": f"one\n{'x' * 60}\n".encode(), "beams": b"num_beams: 3\n", "first": b"seed: 1\n",
-        "penalty": b"repetition_penalty: 9.0\nseed: 2\n",
+        "penalty": b"repetition_penalty: 9.0\nseed: 2\n", "schema": b'{"enum": [7]}', "lark": b'start: "ab"',
     }  # fmt: skip
     for name, data in files.items():
         (folder / name).write_bytes(data)
@@ -351,9 +357,12 @@ TRAININGS: dict[str, dict[str, Any]] = {
             "rotary_fraction": 0.5, "local_rotary_base": 300.0, "window_layers": [True, False],
             "attention_scale": 0.5, "attention_softcap": 20.0, "logit_softcap": 30.0, "embedding_scale": 2.0,
             "rotary_scaling": {"kind": "linear", "factor": 2.0}, "positions": "rotary",
+            "rotary_layers": [False, True], "norm_bias": True, "output_bias": True, "is_causal": False,
+            "num_experts": 4, "num_experts_per_tok": 3, "norm_topk_prob": False, "expert_d_ff": 40,
+            "shared_expert_d_ff": 24, "sparse_layers": [False, True], "router_aux_loss_coef": 0.125,
         },
     },
-    "parallel": {"train_text": "a", "model": {"name": "gpt", "parallel_residual": True}},
+    "parallel": {"train_text": "a", "model": {"name": "gpt", "parallel_residual": True, "shared_norm": True}},
     "pairs held out": {"train_tsv": "a", "held_out": "last"},
     "shards": {"train_data": "a", "shards_at_once": 7, "init_from": "b"},
     "an lstm": {"train_tsv": "a", "batching": "random", "model": {"name": "lstm", "score": "dot"}},
