@@ -196,8 +196,7 @@ const Candidates& Session::step_of(const Places& groups, const Places& counts, B
   end_pending();
   return candidates;
 } catch (...) {
-  for (size_t i = 0; i < groups.size(); ++i)
-    cache_.take_back(cache_.groups[groups[i]], counts.empty() ? 1 : counts[i]);
+  for (size_t i = 0; i < groups.size(); ++i) cache_.take_back(cache_.groups[groups[i]], counts.empty() ? 1 : counts[i]);
   throw;
 }
 

@@ -51,8 +51,8 @@ class Session {
   // candidates after each token; `selection` counts the tokens. The results are those of as many steps of one token
   // each, bit for bit.
   const Candidates& step(const Ids& tokens, const Places& counts, const Selection& selection, int threads);
-  // Removes the last tokens of rows, counts[i] of each row of group i. They are tokens that calls of `step` have appended
-  // since the group was admitted or reordered, but not the first of them.
+  // Removes the last tokens of rows, counts[i] of each row of group i. They are tokens that calls of `step` have
+  // appended since the group was admitted or reordered, but not the first of them.
   void cut(const Places& counts);
   // Steps each row at least once, until its search is done or the run ends: at its limits, if memory runs out, or when
   // a thread has no more rows. The caller gives the first tokens; the searches choose the rest. Returns the number of

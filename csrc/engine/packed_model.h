@@ -55,9 +55,9 @@ struct ModelOptions {
   int64_t padding_idx = -1;                                         // the id whose embedding is zero; -1: none
   std::vector<int64_t> encoder_windows = {}, decoder_windows = {};  // the window of each layer; -1: none
   std::vector<int64_t> rotary_layers = {};  // for each layer of the only stack, whether it rotates; empty: all do
-  int64_t experts_per_token = 0;  // the number of experts that a router chooses, in layers that have one
-  bool norm_topk_prob = true;     // whether the weights of a token's experts are divided by their sum
-  int64_t max_len;                // for a model without a table of positions
+  int64_t experts_per_token = 0;            // the number of experts that a router chooses, in layers that have one
+  bool norm_topk_prob = true;               // whether the weights of a token's experts are divided by their sum
+  int64_t max_len;                          // for a model without a table of positions
   Activation activation;
 
   int64_t q_dim() const { return num_heads * head_dim; }
