@@ -130,8 +130,10 @@ def unsupported_field(body: Body) -> str | None:
         neutral = body.unsupported.get(name)
         if neutral is not None and value is not None and not any(_is_same(value, one) for one in neutral):
             return name
-    for name in type(body).model_fields:
-        value = getattr(body, name)
+    given = body.model_fields_set
+    for name, value in vars(body).items():
+        if name not in given:
+            continue
         parts = [(name, value)] if isinstance(value, Body) else []
         if isinstance(value, list) and value and isinstance(value[0], Body):
             parts = [(f"{name}.{place}", one) for place, one in enumerate(value)]

@@ -47,8 +47,9 @@ def constraint_of(body: StructuredBody) -> Constrained | None:
         ApiError: a field has another form than its server's, or two fields constrain the answer.
     """
     found = []
+    given = body.model_fields_set
     for name in StructuredBody.model_fields:
-        if (value := getattr(body, name)) is None:
+        if name not in given or (value := getattr(body, name)) is None:
             continue
         if name == "response_format":
             options = of_response_format(value)

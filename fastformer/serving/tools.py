@@ -189,6 +189,7 @@ class AnswerParser:
             self._state = "reasoning"
         elif style.prefix or style.is_forced:
             self._state, self._text = "calls", style.prefix
+        self._is_plain = style.format is None and style.reasoning is None  # as most answers are
         begin = "" if style.format is None else style.format.begin
         self._begins = (begin,) if begin else () if style.format is None else (_PYTHON_TAG,)
 
@@ -198,6 +199,8 @@ class AnswerParser:
 
     def add(self, text: str, *, is_end: bool = False) -> list[Part]:
         """Returns the parts that have become certain with a piece of the text."""
+        if self._is_plain:
+            return [Part("content", text)] if text else []
         self._text += text
         parts: list[Part] = []
         while self._step(parts, is_end):
