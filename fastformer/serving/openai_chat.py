@@ -196,7 +196,8 @@ def _message(message: MessageBody, place: int, limits: Limits) -> dict[str, Any]
         "reasoning_content": message.reasoning_content,
     }  # fmt: skip
     for name, text in given.items():
-        check_length(str(text or ""), limits, f"{where}.{name}")
+        if text:
+            check_length(str(text), limits, f"{where}.{name}")
     role = "system" if message.role == "developer" else message.role
     fields: dict[str, Any] = {name: text for name, text in given.items() if text is not None}
     if calls:
