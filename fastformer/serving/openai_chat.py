@@ -109,16 +109,16 @@ class _Tools(NamedTuple):
 def _tools_of(body: ChatBody, template: str) -> _Tools | None:
     """Returns the tools that an answer may call; None: there are none."""
     choice, functions = body.tool_choice, [tool.function for tool in body.tools or ()]
-    named = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    known, forced = [function.name for function in functions], list[str]()
     if isinstance(choice, dict):
-        known = [function.name for function in functions]
+        named = choice.get("function") if choice.get("type") == "function" else None
         if not isinstance(named, dict) or named.get("name") not in known:
             raise ApiError(f"expected the function of one of {known}, got {choice!r:.80}", param="tool_choice")
-        forced = [str(named["name"])]
-    else:
-        forced = [function.name for function in functions] if choice == "required" else []
-    if choice == "required" and not functions:
-        raise ApiError("expected tools along with tool_choice 'required'", param="tool_choice")
+        forced = [named["name"]]
+    elif choice == "required":
+        if not functions:
+            raise ApiError("expected tools along with tool_choice 'required'", param="tool_choice")
+        forced = known
     if not functions or choice == "none":
         return None
     try:
@@ -237,7 +237,7 @@ class _ChatForm(Form):
         self._parsers: dict[int, AnswerParser] = {}  # by choice
 
     def whole(self, index: int, completion: Completion) -> dict[str, Any]:
-        """Returns a complete choice; see `_TextForm`, also for the other methods."""
+        """Returns a complete choice; see `Form`, also for the other methods."""
         parser = AnswerParser(self._style)
         parts = parser.add(completion.text, is_end=True)
         texts = {kind: "".join(part.text for part in parts if part.kind == kind) for kind in ("content", "reasoning")}

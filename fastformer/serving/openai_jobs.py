@@ -37,7 +37,6 @@ STREAMED: dict[str, Any] = {
 _LEAST_TOP_P = 1e-9  # keeps one token, as OpenAI's 0 does
 _DIGITS = 9  # the most digits of a token's id
 _DONE = b"data: [DONE]\n\n"
-_DRAFTS = ("num_drafted", "num_accepted")  # of a request
 
 
 async def check_constraint(body: GenerateBody, service: GenerateService, deadline: float) -> Constrained | None:
@@ -209,7 +208,8 @@ class CompletionJob:
     def usage(self, new_tokens: int, cached: int) -> dict[str, Any]:
         """Counts the tokens of the request and its answers."""
         prompts = sum(map(len, self.rows))
-        drafted, accepted = (sum(getattr(one, name) for one in self._requests) for name in _DRAFTS)
+        drafted = sum(request.num_drafted for request in self._requests)
+        accepted = sum(request.num_accepted for request in self._requests)
         details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
         return {
             "prompt_tokens": prompts,

@@ -190,8 +190,7 @@ class AnswerParser:
         elif style.prefix or style.is_forced:
             self._state, self._text = "calls", style.prefix
         self._is_plain = style.format is None and style.reasoning is None  # as most answers are
-        begin = "" if style.format is None else style.format.begin
-        self._begins = (begin,) if begin else () if style.format is None else (_PYTHON_TAG,)
+        self._call_mark = "" if style.format is None else style.format.begin  # begins a call behind content
 
     @property
     def unfinished(self) -> str:
@@ -232,18 +231,14 @@ class AnswerParser:
                 return True
             if mark.startswith(text) and not is_end:
                 return False
-        self._state = "content"
         if style.format is not None and not style.format.begin:
-            tag = text.startswith(_PYTHON_TAG)
-            if not is_end and (not text or _PYTHON_TAG.startswith(text)):
-                self._state = "start"
-                return False
             behind = text.removeprefix(_PYTHON_TAG).lstrip()
             if behind.startswith("{"):
                 self._text, self._state = behind, "calls"
-            elif tag and not behind and not is_end:
-                self._state = "start"
+                return True
+            if not is_end and (not behind or _PYTHON_TAG.startswith(text)):
                 return False
+        self._state = "content"
         return True
 
     def _reason(self, parts: list[Part], is_end: bool) -> bool:
@@ -261,12 +256,11 @@ class AnswerParser:
         return bool(found)
 
     def _read_content(self, parts: list[Part], is_end: bool) -> bool:
-        places = [place for mark in self._begins if (place := self._text.find(mark)) >= 0]
-        if places and self._style.format is not None and self._style.format.begin:
-            parts.append(Part("content", self._text[: min(places)]))
-            self._text, self._state = self._text[min(places) :], "calls"
+        if self._call_mark and (place := self._text.find(self._call_mark)) >= 0:
+            parts.append(Part("content", self._text[:place]))
+            self._text, self._state = self._text[place:], "calls"
             return True
-        before, self._text = (self._text, "") if is_end else _without_beginning(self._text, self._begins)
+        before, self._text = (self._text, "") if is_end else _without_beginning(self._text, (self._call_mark,))
         parts.append(Part("content", before))
         return False
 
@@ -300,8 +294,7 @@ class AnswerParser:
 
     def _to_content(self, parts: list[Part]) -> None:
         """Continues with content. A mark that no call follows is content, too."""
-        begin = "" if self._style.format is None else self._style.format.begin
-        parts.append(Part("content", self._skipped if begin in self._skipped else ""))
+        parts.append(Part("content", self._skipped if self._call_mark in self._skipped else ""))
         self._state, self._skipped = "content", ""
 
     def _read_call(self, parts: list[Part], is_end: bool) -> bool:
@@ -325,7 +318,7 @@ class AnswerParser:
 
 def _without_beginning(text: str, marks: Collection[str]) -> tuple[str, str]:
     """Divides a text before an end that may be the beginning of a mark."""
-    most = max(map(len, marks), default=1) - 1
+    most = max(map(len, marks)) - 1
     for size in range(min(most, len(text)), 0, -1):
         if any(mark.startswith(text[-size:]) for mark in marks):
             return text[:-size], text[-size:]

@@ -29,13 +29,6 @@ SCHEMA = {
 NAMED = {"type": "json_schema", "json_schema": {"name": "seen", "strict": True, "schema": SCHEMA}}
 
 
-class Seen(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    kind: Literal["dog", "bird"]
-    place: tuple[int, bool]
-
-
 class Bird(BaseModel):
     model_config = ConfigDict(extra="forbid")
 

@@ -108,13 +108,11 @@ def test_an_answer_that_has_to_call_calls_with_valid_arguments(choice, family, c
     names = ["clock"] if choice is NAMED else [*SCHEMAS]
     options: dict[str, Any] = {"model": "tiny", "messages": ASKED, "tools": TOOLS, "tool_choice": choice}
     options |= {"max_tokens": 400, "parallel_tool_calls": False}
-    called = set()
     for seed in range(4):
         whole = client.chat.completions.create(**options, seed=seed).choices[0]
         assert whole.finish_reason == "tool_calls" and not whole.message.content
         [call] = whole.message.tool_calls
         assert is_call(call, names) and (len(call.id) == 9 or not family.startswith("mistral"))
-        called.add(call.function.name)
         with client.chat.completions.stream(**options, seed=seed) as stream:
             pieces = [event.arguments_delta for event in stream if event.type.endswith("arguments.delta")]
             final = stream.get_final_completion().choices[0]
@@ -122,7 +120,6 @@ def test_an_answer_that_has_to_call_calls_with_valid_arguments(choice, family, c
         assert [(one.function.name, one.function.arguments) for one in final.message.tool_calls] == [
             (call.function.name, call.function.arguments)
         ]
-    assert called <= {*names}
 
 
 def test_several_calls_and_several_answers(client) -> None:
