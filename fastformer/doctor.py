@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import fastformer.ops  # noqa: F401  (defines them)
+from fastformer import extension
 from fastformer.kernels import _host
 from fastformer.ops import _backends, _dispatch, _extension, _fastest
 
@@ -50,14 +51,14 @@ def machine() -> Iterator[str]:
     isa = _extension.load()
     if isa is not None:
         yield f"C++ extension: {isa}"
-    elif _extension.failures:
-        for name, failure in _extension.failures.items():
-            yield f"C++ extension: {name} does not load ({failure}); {_extension.INSTALL_AGAIN}"
+    elif extension.failures:
+        for name, failure in extension.failures.items():
+            yield f"C++ extension: {name} does not load ({failure}); {extension.INSTALL_AGAIN}"
     elif (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         here = f"{platform.system()} on {platform.machine()}"
         yield f"C++ extension: none, because it needs Linux on x86-64 and this machine has {here}"
     else:
-        yield f"C++ extension: not built; to build it, install a C++ compiler and {_extension.INSTALL_AGAIN}"
+        yield f"C++ extension: not built; to build it, install a C++ compiler and {extension.INSTALL_AGAIN}"
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)

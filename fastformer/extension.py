@@ -45,7 +45,7 @@ def instruction_sets() -> list[str]:
 
 def cpu_capability() -> str:
     """Returns torch.backends.cpu.get_cpu_capability(), without importing PyTorch if this program hasn't."""
-    flags = _flags()
+    flags = cpu_flags()
     if "torch" in sys.modules or not flags:
         import torch
 
@@ -56,7 +56,7 @@ def cpu_capability() -> str:
 
 
 @cache
-def _flags() -> frozenset[str]:
+def cpu_flags() -> frozenset[str]:
     """Returns the flags of the CPU; empty if the system doesn't list them."""
     try:
         lines = _CPUS.read_text().split("\n")
@@ -78,7 +78,7 @@ def host() -> ModuleType | None:
 def engine() -> ModuleType | None:
     """Returns the best library of the engine that this CPU can run and that can be loaded."""
     # Products on AMX are those of PyTorch's oneDNN.
-    if "torch" in sys.modules or not _flags() or "amx_tile" in _flags():
+    if "torch" in sys.modules or not cpu_flags() or "amx_tile" in cpu_flags():
         host()
     return next((library for isa in instruction_sets() if (library := _imported(f"_engine_{isa}")) is not None), None)
 
@@ -87,7 +87,7 @@ def extension_module() -> Any:
     """Returns the engine; raises a RuntimeError if there is none for this CPU."""
     module = engine()
     if module is None:
-        raise RuntimeError("no C++ extension for this CPU: see `fastformer doctor`")
+        raise RuntimeError(NOT_BUILT)
     return module
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, cast
 
+from fastformer.extension import NOT_BUILT
 from fastformer.ops import _extension
 
 # (op_name, **the arguments by the schema's names) -> why a kernel can't compute the call, or None.
@@ -74,7 +75,7 @@ class Backends:
             return "there is no Triton kernel for it"
         if backend == "cpp" and _extension.function(self.name) is None:
             if _extension.load() is None:
-                return _extension.NOT_BUILT
+                return NOT_BUILT
             return "the C++ extension lacks this op"
         if backend == "torch" and self.torch_function is None:
             return "PyTorch has no fused function for it"

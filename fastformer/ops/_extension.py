@@ -20,11 +20,8 @@ from typing import Any
 import torch
 
 from fastformer import extension
-from fastformer.extension import INSTALL_AGAIN as INSTALL_AGAIN
-from fastformer.extension import NOT_BUILT as NOT_BUILT
-from fastformer.extension import failures as failures
+from fastformer.extension import NOT_BUILT, instruction_sets, warn_failure
 from fastformer.extension import host as _host
-from fastformer.extension import instruction_sets, warn_failure
 
 logger = logging.getLogger("fastformer")
 

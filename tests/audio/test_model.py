@@ -16,7 +16,7 @@ import torch
 
 from fastformer.audio.model import SpeechModel
 from fastformer.checkpoints.speech import is_speech_folder
-from fastformer.extension import _flags
+from fastformer.extension import cpu_flags
 from tests.audio.whispers import EN, EOT, NO_TIMESTAMPS, SOT, TRANSCRIBE, VOCAB, features, states_of, whisper
 from tests.checks import assert_accurate
 
@@ -256,6 +256,6 @@ assert extension.host_function("tensor_layout") is not None  # the engine reads 
 """
 
 
-@pytest.mark.skipif("amx_tile" in _flags(), reason="products on AMX are those of PyTorch's oneDNN")
+@pytest.mark.skipif("amx_tile" in cpu_flags(), reason="products on AMX are those of PyTorch's oneDNN")
 def test_speech_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", WITHOUT_TORCH, str(FOLDERS / "fp16")], check=True, timeout=120)
