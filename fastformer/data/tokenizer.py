@@ -211,15 +211,14 @@ class Tokenizer:
 
     def _with_prompt(self, texts: Sequence[str], prompt: str) -> list[list[int]]:
         """Returns the ids of texts behind a prompt, without the special tokens around them."""
-        controls = frozenset(token for token, is_special in self.added_tokens.items() if is_special) if prompt else ()
-        if not any(token in prompt for token in controls):
-            return self.backend.encode_batch([prompt + text for text in texts] if prompt else list(texts))
+        if not prompt:
+            return self.backend.encode_batch(list(texts))
         check_text(prompt)
+        controls = frozenset(token for token, is_special in self.added_tokens.items() if is_special)
+        if not any(token in prompt for token in controls):
+            return self.backend.encode_batch([prompt + text for text in texts])
         written = b"\1" * len(prompt)
-        return [
-            self.backend.encode_control(prompt + text, written + b"\0" * len(text), frozenset(controls))
-            for text in texts
-        ]
+        return [self.backend.encode_control(prompt + text, written + b"\0" * len(text), controls) for text in texts]
 
     def _limit(self, max_len: int | None, frame: Frame) -> int | None:
         """Returns the most tokens of the texts within a frame."""

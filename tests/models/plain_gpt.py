@@ -84,12 +84,10 @@ class _PlainGpt:
         return torch.stack(rows)
 
     def of_expert(self, name: str, expert: int | None) -> tuple[Tensor, Tensor | None]:
-        weight, bias = self.w[f"{name}.weight"], self.w.get(f"{name}.bias")
+        weight, bias, count = self.w[f"{name}.weight"], self.w.get(f"{name}.bias"), self.c.num_experts
         if expert is None:
             return weight, bias
-        return weight.chunk(self.c.num_experts)[expert], None if bias is None else bias.chunk(self.c.num_experts)[
-            expert
-        ]
+        return weight.chunk(count)[expert], None if bias is None else bias.chunk(count)[expert]
 
     def network(self, x: Tensor, name: str, expert: int | None = None) -> Tensor:
         y = F.linear(x, *self.of_expert(f"{name}.linear1", expert))

@@ -48,7 +48,6 @@ class Scheme(NamedTuple):
     """How the weights of some modules were rounded.
 
     Attributes:
-        targets: names of modules, patterns of names with "re:" in front, or names of classes.
         format: a format in `_FORMATS`.
         kind: "int" or "float".
         bits: the bits of a number.
@@ -58,7 +57,6 @@ class Scheme(NamedTuple):
         is_symmetric: whether the zeros may be missing.
     """
 
-    targets: tuple[str, ...]
     format: str
     kind: str
     bits: int
@@ -68,8 +66,10 @@ class Scheme(NamedTuple):
     is_symmetric: bool
 
 
-def read_schemes(quantization: Mapping[str, Any]) -> list[Scheme]:
-    """Returns the schemes of a quantization_config.
+def read_schemes(quantization: Mapping[str, Any]) -> dict[str, Scheme]:
+    """Returns the schemes of a quantization_config by their targets, in the order in which a module looks for its own.
+
+    A target is the name of a module, a pattern of names with "re:" in front, or the name of a class.
 
     Raises:
         ValueError: a format, a strategy or a number of bits that fastformer can't read.
@@ -81,12 +81,14 @@ def read_schemes(quantization: Mapping[str, Any]) -> list[Scheme]:
     groups = quantization.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise ValueError(f"expected {METHOD} to have config_groups by name, got {groups!r:.60}")
-    schemes = [_scheme(name, group, quantization.get("format")) for name, group in groups.items()]
-    return [scheme for scheme in schemes if scheme is not None]
+    schemes: dict[str, Scheme] = {}
+    for name, group in groups.items():
+        schemes |= _by_target(name, group, quantization.get("format"))
+    return dict(sorted(schemes.items(), key=lambda item: (item[0].startswith("re:"), item[0])))
 
 
-def _scheme(name: str, group: Any, usual: Any) -> Scheme | None:
-    """Reads an entry of config_groups; None: its weights aren't quantised."""
+def _by_target(name: str, group: Any, usual: Any) -> dict[str, Scheme]:
+    """Returns the scheme of an entry of config_groups for each of its targets; {}: its weights aren't quantised."""
     targets = group.get("targets") if isinstance(group, Mapping) else None
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise ValueError(f"expected {name} in config_groups to have a list of targets, got {group!r:.80}")
@@ -94,7 +96,7 @@ def _scheme(name: str, group: Any, usual: Any) -> Scheme | None:
         _check_pattern(target)
     weights = group.get("weights")
     if weights is None:
-        return None
+        return {}
     if not isinstance(weights, Mapping):
         raise ValueError(f"expected the weights of {name} in config_groups to be a mapping, got {weights!r:.60}")
     form = group.get("format") or usual
@@ -121,7 +123,7 @@ def _scheme(name: str, group: Any, usual: Any) -> Scheme | None:
         raise ValueError(f"expected a block_structure of rows and columns for the strategy 'block', got {block!r:.60}")
     is_symmetric = weights.get("symmetric", True) is not False
     size = int(size or 0) if strategy == "group" else 0
-    return Scheme((*targets,), str(form), kind, bits, strategy, size, (*block,), is_symmetric)
+    return dict.fromkeys(targets, Scheme(str(form), kind, bits, strategy, size, (*block,), is_symmetric))
 
 
 def _is_size(value: object) -> bool:
@@ -159,21 +161,19 @@ def take_layer(name: str, quantization: Mapping[str, Any], left: dict[str, Tenso
     Raises:
         ValueError: tensors are missing or don't fit one another.
     """
-    by_target = {target: scheme for scheme in quantization["schemes"] for target in scheme.targets}
-    return _layer(name, _scheme_of(name, by_target), left)
+    return _layer(name, _scheme_of(name, quantization["schemes"]), left)
 
 
 def _scheme_of(name: str, by_target: Mapping[str, Scheme]) -> Scheme:
     """Returns the scheme of a module: that of its name, else of a pattern, else of its class."""
-    ordered = sorted(by_target, key=lambda target: (target.startswith("re:"), target))
     is_table = re.search(r"embed|wte$", name.rsplit(".", 1)[-1]) is not None
-    for target in ordered:
+    for target, scheme in by_target.items():
         if target == name or (target.startswith("re:") and re.match(target[3:], name)):
-            return by_target[target]
-    for target in ordered:
+            return scheme
+    for target, scheme in by_target.items():
         if not target.startswith("re:") and "." not in target and is_table == (target == "Embedding"):
-            return by_target[target]
-    raise ValueError(f"expected {name} to be one of the quantised modules {(*ordered,)!r:.200}, since it has scales")
+            return scheme
+    raise ValueError(f"expected {name} to be one of the quantised modules {(*by_target,)!r:.200}, since it has scales")
 
 
 def _layer(name: str, scheme: Scheme, left: dict[str, Tensor]) -> QuantizedLayer:
@@ -185,9 +185,10 @@ def _layer(name: str, scheme: Scheme, left: dict[str, Tensor]) -> QuantizedLayer
     stored, scales = parts["_packed" if is_packed else ""], parts["_scale"]
     dtype = torch.int32 if is_packed else torch.float8_e4m3fn if scheme.kind == FLOAT else torch.int8
     if stored is None or stored.dim() != 2 or stored.dtype != dtype:
-        what = "none" if stored is None else f"{stored.dtype} {(*stored.shape,)}"
         end = "weight_packed" if is_packed else "weight"
-        raise ValueError(f"expected {name}.{end} to be a matrix of {dtype}, as {scheme.format} has it, got {what}")
+        raise ValueError(
+            f"expected {name}.{end} to be a matrix of {dtype}, as {scheme.format} has it, got {_described(stored)}"
+        )
     if scales is None or scales.dtype not in FLOATING:
         raise ValueError(f"expected {name}.weight_scale of floating-point numbers, got {_described(scales)}")
     half = 0 if scheme.kind == FLOAT else 1 << (scheme.bits - 1)

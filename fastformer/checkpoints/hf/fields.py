@@ -115,8 +115,8 @@ _IDS: dict[str, dict[str, int]] = {
     "phi3": {"pad_token_id": 32000, "eos_token_id": 32000},
     "modernbert": {"bos_token_id": 50281, "eos_token_id": 50282},
 }
-# Settings that the caches of transformers read in any config: which of the keys before a token they keep.
 BIDIRECTIONAL = "gemma3_text"  # the family whose use_bidirectional_attention lets tokens see later ones
+# Settings that the caches of transformers read in any config: which of the keys before a token they keep.
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 
 

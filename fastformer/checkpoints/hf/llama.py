@@ -316,9 +316,14 @@ def everywhere(settings: Mapping[str, Any], depth: int) -> list[str]:
     return [FULL if settings.get("sliding_window") is None else SLIDING] * depth
 
 
-def after_some(settings: Mapping[str, Any], depth: int) -> list[str]:
+def uses_window(settings: Mapping[str, Any]) -> bool:
+    """Returns whether the settings of a family with use_sliding_window use it."""
+    return flag_of(settings, "use_sliding_window", False) and settings.get("sliding_window") is not None
+
+
+def _after_some(settings: Mapping[str, Any], depth: int) -> list[str]:
     """Gives the layers from max_window_layers on a window, as Qwen does."""
-    if not flag_of(settings, "use_sliding_window", False) or settings.get("sliding_window") is None:
+    if not uses_window(settings):
         return [FULL] * depth
     first = 28 if settings.get("max_window_layers") is None else number_of(settings, "max_window_layers", 0)
     return [SLIDING if layer >= first else FULL for layer in range(depth)]
@@ -361,7 +366,7 @@ VARIANTS = (
     Variant("llama", "Llama", biases=("attention_bias", "attention_bias", "mlp_bias"), even_heads=True),
     Variant("mistral", "Mistral", usual=_MISTRAL, layer_types=everywhere, has_layer_types=False),
     Variant("ministral", "Ministral", usual=_MISTRAL, layer_types=everywhere),
-    Variant("qwen2", "Qwen2", usual=_QWEN, biases=(True, False, False), layer_types=after_some),
+    Variant("qwen2", "Qwen2", usual=_QWEN, biases=(True, False, False), layer_types=_after_some),
     Variant(
         "qwen3",
         "Qwen3",
@@ -369,7 +374,7 @@ VARIANTS = (
         modules={**MODULES, **QK_NORMS},
         fixed={"norm": "rms", "qk_norm": "head"},
         biases=("attention_bias", "attention_bias", False),
-        layer_types=after_some,
+        layer_types=_after_some,
     ),
     Variant("olmo2", "OLMo 2", **_OLMO),
     Variant("olmo3", "OLMo 3", layer_types=all_but_each(4), base=500_000.0, local_base=0.0, **_OLMO),

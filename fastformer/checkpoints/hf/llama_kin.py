@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastformer.checkpoints.hf.common import ACTIVATIONS, flag_of, number_of
 from fastformer.checkpoints.hf.decoder import MisfitError
-from fastformer.checkpoints.hf.llama import FULL, MODULES, SLIDING, Variant
+from fastformer.checkpoints.hf.llama import FULL, MODULES, SLIDING, Variant, uses_window
 from fastformer.models import GPTConfig
 
 # The ends of the names of what is added to the residual stream; a tensor of all experts has no kind.
@@ -44,7 +44,7 @@ def _rotates(settings: Mapping[str, Any], depth: int) -> list[bool]:
 
 
 def _smollm3_types(settings: Mapping[str, Any], depth: int) -> list[str]:
-    if not flag_of(settings, "use_sliding_window", False) or settings.get("sliding_window") is None:
+    if not uses_window(settings):
         return [FULL] * depth
     return [FULL if rotates else SLIDING for rotates in _rotates(settings, depth)]
 
@@ -56,10 +56,7 @@ def _smollm3(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _smollm3_settings(config: GPTConfig) -> dict[str, Any]:
-    return {
-        "no_rope_layers": [*map(int, config.rotary_layers or (True,) * config.num_layers)],
-        "use_sliding_window": config.window_size is not None,
-    }
+    return {"no_rope_layers": [*map(int, config.rotary_layers or (True,) * config.num_layers)]}
 
 
 # ---- Granite ----
@@ -94,11 +91,10 @@ def granite_settings(config: GPTConfig) -> dict[str, Any]:
 def folded(state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
     """Returns the state of a Granite whose factors of residuals and of logits are 1."""
     residual, logits = _factor(settings, "residual_multiplier"), 1 / _factor(settings, "logits_scaling")
-    factors = {**dict.fromkeys(_SUB_LAYERS, residual), "norm.weight": logits}
 
     def scaled(name: str, tensor: Tensor) -> Tensor:
         is_last = name in ("norm.weight", "model.norm.weight")
-        factor = factors["norm.weight"] if is_last else residual if name.endswith(_SUB_LAYERS) else 1.0
+        factor = logits if is_last else residual if name.endswith(_SUB_LAYERS) else 1.0
         wide = torch.promote_types(tensor.dtype, torch.float32)
         return tensor if factor == 1 else (tensor.to(wide) * factor).to(tensor.dtype)
 

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from fastformer.checkpoints.hf.common import flag_of, number_of
 from fastformer.checkpoints.hf.decoder import MisfitError
-from fastformer.checkpoints.hf.llama import FULL, MODULES, QK_NORMS, Variant, after_some, everywhere
+from fastformer.checkpoints.hf.llama import FULL, MODULES, QK_NORMS, SLIDING, Variant, everywhere, uses_window
 from fastformer.checkpoints.hf.llama_kin import folded, granite_options, granite_settings
 from fastformer.models import GPTConfig
 
 # Settings about experts that change no pass, and those that all of these families have.
-_READ = ("output_router_logits", "router_aux_loss_coef", "num_experts_per_tok", "num_experts", "num_local_experts")
+_TOTALS = ("num_experts", "num_local_experts")
+_READ = ("output_router_logits", "router_aux_loss_coef", "num_experts_per_tok", *_TOTALS)
 _ABOUT_EXPERTS = re.compile(r"expert|router|routed|moe|top_?k_|_group$|scoring|sparse|clip_qkv")
 _FREE = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
 # Granite's names on disk, and in memory.
@@ -65,10 +66,10 @@ class Experts(NamedTuple):
         for name, value in settings.items():
             if value not in (None, False) and name not in (*_READ, *named, *dense) and _ABOUT_EXPERTS.search(name):
                 raise ValueError(f"expected no {name}, which this family's routers don't have, got {value!r:.60}")
-        counts = {name: settings[name] for name in _READ[3:] if settings.get(name) is not None}
+        counts = {name: settings[name] for name in _TOTALS if settings.get(name) is not None}
         if len({*map(repr, counts.values())}) > 1:
             raise ValueError(f"expected one number of experts, got {counts}")
-        settings = {**settings, self.total: next(iter(counts.values()), self.usual_count)}
+        settings = {**settings, self.total: self._count(settings)}
         depth = number_of(settings, "num_hidden_layers")
         sparse = self._sparse(settings, depth)
         if not any(sparse):
@@ -85,6 +86,10 @@ class Experts(NamedTuple):
         if self.shared:
             options["shared_expert_d_ff"] = number_of(settings, self.shared[2])
         return options if all(sparse) else {**options, "sparse_layers": sparse}
+
+    def _count(self, settings: Mapping[str, Any]) -> Any:
+        """Returns the number of experts in the settings, unchecked."""
+        return next((settings[name] for name in _TOTALS if settings.get(name) is not None), self.usual_count)
 
     def _sparse(self, settings: Mapping[str, Any], depth: int) -> tuple[bool, ...]:
         if not self.may_be_dense or number_of(settings, self.total, 0) == 0:
@@ -144,7 +149,7 @@ class Experts(NamedTuple):
     def opened(self, state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
         """Returns a state with a tensor for each expert, of one that may have one for all: views of them."""
         opened: dict[str, Tensor] = {}
-        count = next((settings[name] for name in _READ[3:] if settings.get(name) is not None), self.usual_count)
+        count = self._count(settings)
         for saved_name, tensor in state.items():
             name = self._named(saved_name)
             match = re.fullmatch(r"(.*)\.(gate_up_proj|down_proj)", name)
@@ -198,14 +203,13 @@ def in_memory(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 
 def _every_other(settings: Mapping[str, Any], depth: int) -> list[str]:
     """Gives every other one of the first max_window_layers a window, as Qwen2-MoE does."""
-    types = after_some({**settings, "max_window_layers": 0}, depth)
-    last = number_of(settings, "max_window_layers", 0)
-    return [kind if layer % 2 == 0 and layer < last else FULL for layer, kind in enumerate(types)]
+    last, is_used = number_of(settings, "max_window_layers", 0), uses_window(settings)
+    return [SLIDING if is_used and layer % 2 == 0 and layer < last else FULL for layer in range(depth)]
 
 
 def _if_used(settings: Mapping[str, Any], depth: int) -> list[str]:
     """Gives all layers a window if the settings use it."""
-    return after_some({**settings, "max_window_layers": 0}, depth)
+    return [SLIDING if uses_window(settings) else FULL] * depth
 
 
 def _granite_moe() -> Variant:
@@ -226,7 +230,7 @@ def _granite_moe() -> Variant:
 
 
 def _variant(kind: str, name: str, experts: Experts, **options: Any) -> Variant:
-    named = [field for field in ("expert_d_ff", "shared_expert_d_ff", "sparse_layers") if experts.d_ff is not None]
+    named = [] if experts.d_ff is None else ["expert_d_ff", "shared_expert_d_ff", "sparse_layers"]
     if experts.norm_topk_prob is None:
         named.append("norm_topk_prob")
     return Variant(

@@ -128,21 +128,21 @@ def dequantized(settings: Mapping[str, Any], rounded: Mapping[str, Any], state: 
     left, groups, floats = dict(state), list[Groups](), list[str]()
     sizes = Counter[int]()  # how many whole numbers have so many bits
     kind, num_matrices, shuffled = settings.get("model_type"), 0, 0
-    is_packed = "schemes" in rounded
+    is_compressed = "schemes" in rounded
     names = (
         compressed_tensors.layers_in(left)
-        if is_packed
+        if is_compressed
         else [name.removesuffix(".qweight") for name in left if name.endswith(".qweight")]
     )
     for name in names:
         try:
-            layer = (compressed_tensors.take_layer if is_packed else _layer)(name, rounded, left)
+            layer = (compressed_tensors.take_layer if is_compressed else _layer)(name, rounded, left)
         except (RuntimeError, IndexError) as error:
             raise ValueError(f"expected the tensors of {name} to fit together ({error})") from error
         weight = layer.numbers()
         if not weight.isfinite().all():
             raise ValueError(f"expected finite weights, got others in {name}")
-        is_transposed = kind in _CONV1D and not is_packed
+        is_transposed = kind in _CONV1D and not is_compressed
         left[f"{name}.weight"] = weight.T.contiguous() if is_transposed else weight
         _drop_zero_bias(name, settings, left)
         if layer.q.is_floating_point():
@@ -154,7 +154,7 @@ def dequantized(settings: Mapping[str, Any], rounded: Mapping[str, Any], state: 
             groups.append(matrix)
         shuffled += bool((layer.group_of.diff() < 0).any())
     if not num_matrices and not floats:
-        parts = "weight_scale" if is_packed else "qweight"
+        parts = "weight_scale" if is_compressed else "qweight"
         raise ValueError(f"expected {parts} tensors, as quant_method {rounded['quant_method']!r} has them, got none")
     if shuffled:
         logger.warning(
