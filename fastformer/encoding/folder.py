@@ -287,7 +287,8 @@ def _label_head(
         if "LogitScore" in [kind for kind, _ in modules]:
             raise ValueError(f"expected {folder / _MODULES} to have a LogitScore only after a decoder")
         return None
-    state = read_numbers(modules[0][1] if modules else folder)
+    heads = DECODER_FORMS[foreign["model_type"]].heads if is_score else ("score.weight",)
+    state = read_numbers(modules[0][1] if modules else folder, [name.removesuffix(".weight") for name in heads])
     if not is_score:
         if "score.weight" not in state:
             raise ValueError(
@@ -295,7 +296,7 @@ def _label_head(
             )
         return LabelHead(state["score.weight"].float())
     tied, vocab = model.embedding.weight.detach().cpu(), model.config.vocab_size
-    table = next((state[name] for name in DECODER_FORMS[foreign["model_type"]].heads if name in state), tied)
+    table = next((state[name] for name in heads if name in state), tied)
     tokens: list[Any]
     if is_default:
         ids = {tokenizer.backend.id_to_token(i): i for i in range(vocab)}

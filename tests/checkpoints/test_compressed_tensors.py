@@ -106,6 +106,9 @@ def test_the_heads_of_quantised_folders_have_their_numbers() -> None:
     down = state["model.layers.0.mlp.down_proj.weight"]
     assert torch.equal(down, whole.state_dict()["decoder.layers.0.linear2.weight"])
     assert all(tensor.is_floating_point() for tensor in state.values())
+    state = read_numbers(FOLDERS / "fp8", ["model.layers.0.mlp.down_proj"])
+    assert torch.equal(state["model.layers.0.mlp.down_proj.weight"], down)
+    assert state["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
 
 
 def _weights(**values: Any) -> Any:

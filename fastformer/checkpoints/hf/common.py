@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -364,8 +364,12 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return state
 
 
-def read_numbers(folder: Path) -> dict[str, Tensor]:
-    """Returns the tensors of a folder, with fp32 weights in place of quantised ones.
+def read_numbers(folder: Path, modules: Container[str] | None = None) -> dict[str, Tensor]:
+    """Returns the tensors of a folder, with fp32 weights in place of the quantised ones of these modules.
+
+    Args:
+        folder: the folder.
+        modules: the names of modules; None: all.
 
     Raises:
         ValueError: a file is missing or damaged, or the weights are quantised in an unsupported way.
@@ -373,7 +377,7 @@ def read_numbers(folder: Path) -> dict[str, Tensor]:
     state, file = read_weights(folder), folder / CONFIG
     settings = read_json(file) if file.is_file() else {}
     rounded = quantization_settings(folder, settings)
-    return state if rounded is None else dequantized(settings, rounded, state).state
+    return state if rounded is None else dequantized(settings, rounded, state, modules).state
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:

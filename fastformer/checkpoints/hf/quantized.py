@@ -19,7 +19,7 @@ import hashlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,13 +114,19 @@ def quantization_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str
     return {**quantization, "form": form}
 
 
-def dequantized(settings: Mapping[str, Any], rounded: Mapping[str, Any], state: Mapping[str, Tensor]) -> Dequantized:
+def dequantized(
+    settings: Mapping[str, Any],
+    rounded: Mapping[str, Any],
+    state: Mapping[str, Tensor],
+    modules: Container[str] | None = None,
+) -> Dequantized:
     """Returns the weights of a folder in fp32, and its matrices in groups of 32.
 
     Args:
         settings: the folder's config.json.
         rounded: see `quantization_settings`.
         state: the folder's tensors.
+        modules: the names of the modules to dequantise, so that others stay as they are; None: all.
 
     Raises:
         ValueError: tensors are missing or don't fit one another.
@@ -134,7 +140,10 @@ def dequantized(settings: Mapping[str, Any], rounded: Mapping[str, Any], state: 
         if is_compressed
         else [name.removesuffix(".qweight") for name in left if name.endswith(".qweight")]
     )
-    for name in names:
+    if not names:
+        parts = "weight_scale" if is_compressed else "qweight"
+        raise ValueError(f"expected {parts} tensors, as quant_method {rounded['quant_method']!r} has them, got none")
+    for name in (name for name in names if modules is None or name in modules):
         try:
             layer = (compressed_tensors.take_layer if is_compressed else _layer)(name, rounded, left)
         except (RuntimeError, IndexError) as error:
@@ -153,9 +162,6 @@ def dequantized(settings: Mapping[str, Any], rounded: Mapping[str, Any], state: 
         if (matrix := layer.groups()) is not None:
             groups.append(matrix)
         shuffled += bool((layer.group_of.diff() < 0).any())
-    if not num_matrices and not floats:
-        parts = "weight_scale" if is_compressed else "qweight"
-        raise ValueError(f"expected {parts} tensors, as quant_method {rounded['quant_method']!r} has them, got none")
     if shuffled:
         logger.warning(
             "%d of %d matrices have groups of inputs that are not neighbours (desc_act): the C++ engine takes these as "
