@@ -8,10 +8,11 @@ from functools import partial
 
 import numpy as np
 
+from fastformer.extension import extension_module
 from fastformer.generation.constraints import Mask
 from fastformer.generation.drafts import Drafter
 from fastformer.generation.engines.base import Batch, Candidates, DraftingBatch, Limits, SearchingBatch, Selection
-from fastformer.generation.native_search import NativeSearch, extension_module
+from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.requests import Request, process_logits
 from fastformer.generation.search import Sample
 
@@ -176,16 +177,17 @@ def _masks(requests: Sequence[Request]) -> tuple[list[int], Mask | None]:
     """Returns the rows of requests that may only choose some tokens, and the masks of these rows."""
     rows: list[int] = []
     masked: list[tuple[Request, slice]] = []
-    first = 0
+    first = num_words = 0
     for request in requests:
         behind = first + request.search.num_rows
-        if request.search.matchers is not None:
+        if (matchers := request.search.matchers) is not None:
+            num_words = matchers[0].num_words  # of all of them, since they share the model's vocabulary
             masked.append((request, slice(len(rows), len(rows) + behind - first)))
             rows += range(first, behind)
         first = behind
     if not masked:
         return [], None
-    masks: Mask = np.zeros((len(rows), max(one.num_words for one in masked[0][0].search.matchers or ())), np.uint32)
+    masks: Mask = np.zeros((len(rows), num_words), np.uint32)
     for request, places in masked:
         try:
             request.search.fill_masks(masks[places])

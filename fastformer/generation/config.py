@@ -167,8 +167,7 @@ class GenerationConfig:
             where they occurred before, in the source, the prompt or the new text. The model checks all of them in one
             pass, which makes texts that repeat faster, and changes no result. Fewer are drafted, or none, while few are
             accepted, or many rows are decoded together. By default nothing is drafted. Only the engine "cpp" drafts,
-            and neither
-            for beams nor for several samples of one input.
+            and neither for beams nor for several samples of one input.
         max_time: the seconds after which decoding ends with the results so far. Inputs that haven't begun by then have
             no result.
         eos_token_id: the ids that end a row; by default the model's.

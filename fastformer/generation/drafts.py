@@ -131,6 +131,12 @@ class PromptLookup:
         self._latest.learn(drafted, accepted)
 
 
+def source_text(prompt: Prompt, config: object) -> Sequence[int]:
+    """Returns the tokens of a source that the text may copy: none if it has a vocabulary of its own."""
+    has_two_vocabularies = getattr(config, "source_vocab_size", None) is not None
+    return () if has_two_vocabularies else prompt.source or ()
+
+
 @dataclass
 class _Row:
     """A request's row in the batch of a `DraftModel`.
@@ -227,7 +233,8 @@ class DraftModel:
         while new:
             reads = [len(new.get(request, ())) for request in self._rows]
             if self._batch.free_tokens() < sum(-(-count // self._block) * self._block for count in reads):
-                self.keep(())  # begin anew, with what fits
+                self._batch.free([*range(len(self._rows))])  # begin anew, with what fits
+                self._rows.clear()
                 return {}
             readers = [request for request in self._rows if request in new]
             tokens = [token for request in readers for token in new[request]]
@@ -298,10 +305,10 @@ class Drafter:
 
     def drafts(self, requests: Sequence[Request], batch: DraftingBatch) -> list[list[int]]:
         """Returns a draft for each request, which may be empty."""
-        if self.model is not None and not self._is_open:
-            self.model.open(*self._size)
-            self._is_open = True
         if self.model is not None:
+            if not self._is_open:
+                self.model.open(*self._size)
+                self._is_open = True
             self.model.keep(set(requests))
         spare = batch.free_tokens() - batch.step_tokens()
         rows = len(requests)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from fastformer.extension import extension_module as extension_module
+from fastformer.extension import extension_module
 from fastformer.generation.config import BeamRules, EarlyStopping
 from fastformer.generation.search import NEVER, Hypothesis, Search, bad_numbers
 

@@ -11,6 +11,7 @@ import torch
 
 from fastformer.generation.config import GenerationConfig
 from fastformer.generation.constraints import Constraint, Matcher, Vocabulary
+from fastformer.generation.drafts import source_text
 from fastformer.generation.engines import Engine, Prompt, choose_engine
 from fastformer.generation.inputs import check_vocabulary
 from fastformer.generation.model_protocols import Model, is_decoder_only
@@ -235,7 +236,6 @@ class RequestBuilder:
             prompt = Prompt(list(checked.row), begin)
         place = self._built if place is None else place
         self._built = place + 1
-        has_two_vocabularies = getattr(self.model.config, "source_vocab_size", None) is not None
         processors = make_processors(
             config, self.ids.eos, len(begin), limit, min_tokens=checked.least, has_shortlist=self._has_shortlist
         )
@@ -251,7 +251,7 @@ class RequestBuilder:
             before=begin,
             stop_strings=config.stop_strings,
             num_lookup_tokens=config.prompt_lookup_num_tokens or 0 if self._drafts else 0,
-            lookup_text=() if self.is_prompted or has_two_vocabularies else checked.row,
+            lookup_text=source_text(prompt, self.model.config),
         )
 
     def _search_maker(

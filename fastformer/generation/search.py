@@ -78,6 +78,7 @@ class Search(ABC):
     """
 
     is_sampling = False
+    matchers: Sequence[Matcher] | None = None
     limit: int
     num_candidates: int
     num_rows: int
@@ -94,8 +95,6 @@ class Search(ABC):
     def samples(self) -> list[Sample | None] | None:
         """Returns for each row the way to sample its next token; None if no row is sampled."""
         return None
-
-    matchers: Sequence[Matcher] | None = None
 
     def fill_masks(self, masks: Mask) -> None:
         """Writes which tokens each row may choose next; see `Matcher.fill`. Only if there are `matchers`."""

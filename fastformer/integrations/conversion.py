@@ -71,17 +71,17 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT | BERT:
     Raises:
         ValueError: the model is of another class, or has settings that fastformer's models don't have.
     """
-    return convert(model, lambda settings: settings)
+    return convert(model)
 
 
 def convert(
-    model: nn.Module, change: Callable[[dict[str, Any]], dict[str, Any]], *, headless: bool = False
+    model: nn.Module, change: Callable[[dict[str, Any]], dict[str, Any]] = dict, *, headless: bool = False
 ) -> Transformer | GPT | BERT:
     """Converts a model as `from_huggingface` does, with other settings.
 
     Args:
         model: see `from_huggingface`.
-        change: (settings of the model) -> those that are read.
+        change: (settings of the model) -> those that are read, by default all of them as they are.
         headless: whether the model is a decoder without its head.
 
     Raises:

@@ -93,7 +93,7 @@ class DecoderModel(EncoderModel):
 
     def convert(self, model: nn.Module) -> Any:
         """See `FoundModel`."""
-        return convert(model, lambda settings: settings, headless=True)
+        return convert(model, headless=True)
 
 
 class SourceModel(EncoderModel):

@@ -21,6 +21,7 @@ from transformers.generation import logits_process, stopping_criteria
 from transformers.modeling_outputs import ModelOutput
 
 from fastformer.generation.config import Processor
+from fastformer.generation.drafts import source_text
 from fastformer.generation.engines.base import Prompt
 from fastformer.generation.engines.cpp import CppBatch, CppEngine
 from fastformer.generation.native_search import NativeSearch
@@ -213,7 +214,6 @@ def search_whole(
             **common,
         )
 
-    has_two_vocabularies = getattr(engine.shape.config, "source_vocab_size", None) is not None
     listener = None if streamer is None else lambda token: streamer.put(torch.tensor([token], device="cpu"))
     requests = [
         Request(
@@ -226,7 +226,7 @@ def search_whole(
             on_token=listener,
             before=[0] * (begun - len(prompt.tokens)) + list(prompt.tokens),  # the prompt counts in a row's length
             num_lookup_tokens=0 if has_beams else config.prompt_lookup_num_tokens or 0,
-            lookup_text=() if has_two_vocabularies else prompt.source or (),
+            lookup_text=source_text(prompt, engine.shape.config),
         )
         for prompt in inputs.prompts
     ]

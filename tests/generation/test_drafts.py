@@ -266,9 +266,11 @@ def test_a_draft_ends_where_the_models_positions_do(window) -> None:
 
 def test_a_model_that_cannot_draft_is_refused(gpt, model) -> None:
     other = drawn(GPT, vocab_size=41)
-    for decoding, small, options in [(gpt, other, {}), (gpt, model, {}), (model, gpt, {}), (gpt, object(), {}),
-                                     (gpt, gpt, {"engine": "kv_cache"})]:  # fmt: skip
-        with pytest.raises(ValueError, match="draft_model|language model|model"):
+    for decoding, small, options, why in [
+        (gpt, other, {}, "vocabulary"), (gpt, model, {}, "language models"), (model, gpt, {}, "language models"),
+        (gpt, object(), {}, "got object"), (gpt, gpt, {"engine": "kv_cache"}, "engine 'cpp'"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=why):
             Generator(decoding, draft_model=small, **options)
 
 

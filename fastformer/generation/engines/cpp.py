@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.engine.frozen import packed
+from fastformer.extension import extension_module
 from fastformer.generation.engines.base import (
     Candidates,
     DraftingBatch,
@@ -25,7 +26,7 @@ from fastformer.generation.engines.base import (
 from fastformer.generation.engines.cpp_support import why_not_supported
 from fastformer.generation.engines.sampling import choose
 from fastformer.generation.model_protocols import Model, own_precision
-from fastformer.generation.native_search import NativeSearch, extension_module
+from fastformer.generation.native_search import NativeSearch
 from fastformer.models import GPT, Transformer
 from fastformer.models.as_made import tensors_of
 from fastformer.models.gpt import GPTConfig
