@@ -19,7 +19,7 @@ from fastformer.generation.engines.cpp import CppEngine
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler
-from fastformer.models import GPT
+from fastformer.models import GPT, Transformer
 from tests.generation.small import needs_cpp, next_logits
 from tests.generation.weights import CONFIGS, drawn
 
@@ -262,6 +262,21 @@ def test_a_draft_ends_where_the_models_positions_do(window) -> None:
     found = generator.generate([prompt], **options, prompt_lookup_num_tokens=9)
     assert torch.equal(found, generator.generate([prompt], **options))
     assert generator.stats().accepted_tokens > 6
+
+
+@pytest.mark.parametrize("source_vocab_size", [None, 70])
+def test_a_source_is_drafted_from_if_it_has_the_vocabulary_of_the_text(source_vocab_size) -> None:
+    model, source = drawn(Transformer, source_vocab_size=source_vocab_size, tie_embeddings=False), [*range(5, 35)]
+
+    def copied(ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.index_fill(1, torch.tensor(source[ids.shape[1] - 1]), 1e4)
+
+    options: dict[str, Any] = {"max_new_tokens": len(source), "logits_processor": copied}
+    generator = Generator(model, max_bytes=2**20)
+    found = generator.generate([source], **options, prompt_lookup_num_tokens=9)
+    assert found[0, -len(source) :].tolist() == source
+    accepted = generator.stats().accepted_tokens
+    assert accepted > 10 if source_vocab_size is None else accepted == 0
 
 
 def test_a_model_that_cannot_draft_is_refused(gpt, model) -> None:
