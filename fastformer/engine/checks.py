@@ -54,7 +54,7 @@ def _examined(check: Check) -> Check:
 
 
 def constant_for_compilers(function: Check) -> Check:
-    """Does what torch.compiler.assume_constant_result does, which would import the compiler, for half a second."""
+    """Does what torch.compiler.assume_constant_result does, which would import the compiler."""
     cast(Any, function)._dynamo_marked_constant = True
     return function
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from fastformer.generation.requests import Request
 
 # What a further token of a pass costs, as a share of a pass over one row: while reading the weights takes longest, and
-# when computing does. For attention, what the further token costs as a share of the first one's. Measured on Zen 4.
+# when computing does. For attention, what the further token costs as a share of the first one's.
+# They are estimates, and decide only how much is drafted.
 _CHEAP_ROWS, _CHEAP, _DEAR, _ATTENTION = 6, 0.05, 0.13, 0.35
 # Attention takes so much longer than reading as many bytes of weights.
 _ATTENTION_BYTES = 4
