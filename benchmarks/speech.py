@@ -186,22 +186,27 @@ def _row(provider: str, mode: str, best: dict[str, Any], options: argparse.Names
     job, turns = best[provider]
     times = [turn["elapsed"] for turn in turns]
     seconds = max(turn["seconds"] for _, each in best.values() for turn in each)
-    _, others = best.get("faster-whisper", best[provider])
-    ratios = [other["elapsed"] / turn["elapsed"] for turn, other in zip(turns, others, strict=True)]
-    errors = word_errors(" ".join(turns[-1]["texts"]), " ".join(others[-1]["texts"]))
+    compared: dict[str, Any] = {"speedup": None, "baseline": None}
+    beside = ""
+    if "faster-whisper" in best:
+        _, others = best["faster-whisper"]
+        speedup = statistics.median(b["elapsed"] / a["elapsed"] for a, b in zip(turns, others, strict=True))
+        errors = word_errors(" ".join(turns[-1]["texts"]), " ".join(others[-1]["texts"]))
+        compared = {"speedup": speedup, "baseline": "faster-whisper", "error": errors}
+        beside = f"{speedup:.2f} times faster-whisper, {100 * errors:.1f} % other words, "
     ms = {f"ms_p{part}": 1000 * value for part, value in zip((20, 50, 80), _quantiles(times), strict=True)}
     windows = BATCH if mode == "batched" else 1
-    rate, speedup = seconds / statistics.median(times), statistics.median(ratios)
+    rate = seconds / statistics.median(times)
     print(
-        f"{provider}, {job.precision}, {mode}, {job.threads} threads: {rate:.1f} s of audio a second, {speedup:.2f} "
-        f"times faster-whisper, {100 * errors:.1f} % other words, {turns[-1]['peak_mib']:.0f} MiB"
+        f"{provider}, {job.precision}, {mode}, {job.threads} threads: {rate:.1f} s of audio a second, {beside}"
+        f"{turns[-1]['peak_mib']:.0f} MiB"
     )
     return {
         "suite": "decoding", "op": "speech", "provider": provider, "precision": job.precision,
         "model": Path(options.folder).name, "data": "speech",
         "shape": {"seconds": round(seconds), "windows": windows, "num_beams": options.num_beams}, **ms,
-        "rounds": len(times), "speedup": speedup, "baseline": "faster-whisper", "error": errors, "value": rate,
-        "unit": "seconds of audio a second", "peak_mib": turns[-1]["peak_mib"],
+        "rounds": len(times), **compared, "value": rate, "unit": "seconds of audio a second",
+        "peak_mib": turns[-1]["peak_mib"],
         **record.environment("cpu"), "threads": job.threads,
     }  # fmt: skip
 
