@@ -63,6 +63,9 @@ def test_the_cost_of_a_constraint(measured: Measured, capsys: pytest.CaptureFixt
     assert [(row["provider"], row["shape"]["rows"]) for row in rows] == [
         (name, count) for count in (1, 2) for name in ("free", "schema")
     ]
+    for free, schema in zip(rows[::2], rows[1::2], strict=True):
+        assert schema["baseline"] == "free"
+        assert schema["speedup"] == pytest.approx(free["ms_p50"] / schema["ms_p50"])  # of one round
     assert "times" in capsys.readouterr().out
 
 

@@ -1,8 +1,8 @@
 """Several tokens a step: drafts from the text itself, and by a smaller model, beside one token a step.
 
-A model of random weights, of Llama's form, in int8. A processor makes it write a given text, so that
-drafts are accepted as often as in such a text: an edit, which repeats its prompt except every 20th token, or a text in
-which nothing occurs twice. The smaller model has the larger one's first layer, and the other layers change little, so
+A model with random weights, of Llama's form, in int8. A processor makes it write a given text, so that drafts are
+accepted as often as in such a text: an edit, which repeats its prompt except for every 20th token, or a text in which
+nothing occurs twice. The smaller model has the larger one's first layer, and the other layers change little, so
 that it is nearly always right: the ratio is the most that drafts by a model of this size can give.
 """
 
@@ -64,7 +64,7 @@ def make_inputs(shape: Shape, device: str) -> Inputs:
     return {"prompt": prompt, "text": new if shape["text"] == "new" else torch.where(is_new, new, prompt)}
 
 
-def _written(x: Inputs, shape: Shape, lookup: int | None) -> Tensor:
+def _written(x: Inputs, lookup: int | None) -> Tensor:
     prompt, text = x["prompt"].tolist(), x["text"].tolist()
     options: dict[str, Any] = {"max_new_tokens": len(text), "eos_token_id": _END, "prompt_lookup_num_tokens": lookup}
     found = generator(False).generate([prompt], logits_processor=Writes(len(prompt), text), **options)
@@ -79,37 +79,31 @@ def _own_text(x: Inputs, shape: Shape, has_draft_model: bool) -> Tensor:
     return found[0, 16:]
 
 
+COMMON: dict[str, Any] = {
+    "suite": "decoding",
+    "make_inputs": make_inputs,
+    "baseline": "plain",
+    "modes": ("fwd",),
+    "dtypes": ("float32",),
+    "tokens": lambda shape: shape["new_tokens"],
+    "compares_stages": True,
+    "checked": lambda shape: {**shape, "new_tokens": 40},
+}
+
 BENCHMARKS = [
     Benchmark(
         name="prompt_lookup",
-        suite="decoding",
         shapes={"cpu": [{"text": text, "new_tokens": 300} for text in ("edit", "new")]},
-        make_inputs=make_inputs,
-        providers={
-            "prompt lookup": lambda x, shape: _written(x, shape, 10),
-            "plain": lambda x, s: _written(x, s, None),
-        },
-        baseline="plain",
-        modes=("fwd",),
-        dtypes=("float32",),
-        tokens=lambda shape: shape["new_tokens"],
-        compares_stages=True,
-        checked=lambda shape: {**shape, "new_tokens": 40},
+        providers={"prompt lookup": lambda x, _: _written(x, 10), "plain": lambda x, _: _written(x, None)},
+        **COMMON,
     ),
     Benchmark(
         name="draft_model",
-        suite="decoding",
         shapes={"cpu": [{"text": "own", "new_tokens": 200}]},
-        make_inputs=make_inputs,
         providers={
             "draft model": lambda x, shape: _own_text(x, shape, True),
-            "plain": lambda x, s: _own_text(x, s, False),
+            "plain": lambda x, shape: _own_text(x, shape, False),
         },
-        baseline="plain",
-        modes=("fwd",),
-        dtypes=("float32",),
-        tokens=lambda shape: shape["new_tokens"],
-        compares_stages=True,
-        checked=lambda shape: {**shape, "new_tokens": 40},
+        **COMMON,
     ),
 ]
