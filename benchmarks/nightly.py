@@ -1,6 +1,6 @@
 """Measures the comparisons of README's table again, appends them to the results, and fails if one got worse.
 
-    make peers && python -m benchmarks.nightly     # less than 20 minutes on two cores
+    make peers && python -m benchmarks.nightly
 
 Each ratio is compared with its median over the earlier nights on the same kind of CPU. The exit status is 1 if one is
 10 % below it, or could not be measured, and the trend of all is drawn.
