@@ -40,23 +40,35 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.run --suite ops modules model decoding --quick --seconds 4 --out build/bench.jsonl
 	@echo; echo "Of these, the published tables have:"; $(BIN)/python -m benchmarks.readme --tables build
 
-# The programs that the benchmarks compare with, those that a CPU runs; llama-bench is built from its sources.
-LLAMA := llama_cpp_python-0.3.36
-peers: $(INSTALLED) $(BIN)/llama-bench
+# The programs that the benchmarks compare with, those that a CPU runs. Those of llama.cpp and of ik_llama.cpp are built
+# from the sources in Python packages, for this CPU: ik_llama.cpp's own choice of instructions stops at AVX2.
+SOURCES := build/peers/llama_cpp_python-0.3.36/vendor/llama.cpp
+IK_SOURCES := build/peers/ik_llama_cpp_python-0.1.5/vendor/ik_llama.cpp
+peers: $(INSTALLED) $(BIN)/llama-bench $(BIN)/ik-llama-bench
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -r benchmarks/peers/requirements.txt
 
-$(BIN)/llama-bench: $(INSTALLED)
+build/peers/%: | $(INSTALLED)
 	mkdir -p build/peers
 	$(BIN)/pip download -q --disable-pip-version-check --no-deps --no-binary :all: -d build/peers \
-		$(subst _,-,$(subst -,==,$(LLAMA)))
+		$(subst _,-,$(subst -,==,$(firstword $(subst /, ,$*))))
+	tar xzf build/peers/$(firstword $(subst /, ,$*)).tar.gz -C build/peers
+
+# $(1): the sources; $(2): what names of programs begin with.
+define BUILD_LLAMA
 	$(BIN)/pip install -q --disable-pip-version-check cmake
-	tar xzf build/peers/$(LLAMA).tar.gz -C build/peers
-	$(BIN)/cmake -S build/peers/$(LLAMA)/vendor/llama.cpp -B build/peers/llama -DCMAKE_BUILD_TYPE=Release \
-		-DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF \
-		-DLLAMA_OPENSSL=OFF
-	$(BIN)/cmake --build build/peers/llama --target llama-bench llama-batched-bench --parallel
-	cp build/peers/llama/bin/llama-batched-bench $(@D)
-	cp build/peers/llama/bin/llama-bench $@
+	$(BIN)/cmake -S $(1) -B $(1)/build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF \
+		-DLLAMA_BUILD_SERVER=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_CURL=OFF -DCMAKE_C_FLAGS=-march=native \
+		-DCMAKE_CXX_FLAGS=-march=native
+	$(BIN)/cmake --build $(1)/build --target llama-bench llama-batched-bench --parallel
+	cp $(1)/build/bin/llama-batched-bench $(BIN)/$(2)llama-batched-bench
+	cp $(1)/build/bin/llama-bench $(BIN)/$(2)llama-bench
+endef
+
+$(BIN)/llama-bench: | $(SOURCES)
+	$(call BUILD_LLAMA,$|,)
+
+$(BIN)/ik-llama-bench: | $(IK_SOURCES)
+	$(call BUILD_LLAMA,$|,ik-)
 
 # build/report.html: everything that benchmarks/results holds, on one page.
 report: $(INSTALLED)

@@ -29,7 +29,7 @@ from benchmarks.measure.commands import parser_of, positive
 from benchmarks.measure.console import table
 from benchmarks.measure.console import title as title_of
 from benchmarks.peers import models, neighbours, suite
-from benchmarks.peers.cases import CASES, GPTS, LLAMAS
+from benchmarks.peers.cases import CASES, GPTS, LLAMA_BENCHES, LLAMAS
 from benchmarks.peers.job import PRECISIONS
 from benchmarks.peers.side_by_side import Row
 from benchmarks.peers.suite import SuitePlan
@@ -85,7 +85,7 @@ def _plans(options: argparse.Namespace) -> list[SuitePlan]:
     batches, beams = options.batch or many[0], options.beams or many[1]
     # The models of Llama's form are so large that one thread is never the better number.
     threads = options.threads or ((all_threads,) if options.case in LLAMAS else sorted({1, all_threads}))
-    llama = {"llama_bench": options.llama_bench}
+    llama = {name: getattr(options, name) for name in LLAMA_BENCHES}
     return [SuitePlan(case, options.precision, threads, batches, beams, options.peer or (), llama)]
 
 
@@ -102,14 +102,15 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["int8", "fp32"], help="of the weights")
     parser.add_argument("--threads", type=positive, nargs="+", help="the better number counts (decoders: 1 and all)")
     parser.add_argument("--peer", nargs="+", help="which ones (all)")
-    parser.add_argument("--llama_bench", default="", metavar="PATH", help="llama.cpp's llama-bench, if not on PATH")
+    for name in LLAMA_BENCHES:
+        parser.add_argument(f"--{name}", default="", metavar="PATH", help="its program, if not on PATH")
     parser.add_argument("--neighbours", type=positive, help="time ours alone and beside so many busy processes")
     parser.add_argument("--rounds", type=positive, default=5, help="turns of each (5)")
     options = parser.parse_args(arguments)
     if (options.case == "run") != (options.run is not None and options.text is not None):
         parser.error("expected --run and --text along with --case run, and only there")
     if options.case in models.MODELS:
-        for name in ("batch", "beams", "neighbours", "llama_bench"):
+        for name in ("batch", "beams", "neighbours", *LLAMA_BENCHES):
             if getattr(options, name):
                 parser.error(f"expected no --{name} beside --case {options.case}, which has its own")
     lengths = {case["seqlen"] for case in (*models.CASES, *models.QUICK) if case["name"] == options.case}

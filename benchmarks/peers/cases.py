@@ -49,6 +49,7 @@ _MODELS: dict[str, tuple[type[Transformer] | type[GPT], str, dict[str, Any]]] = 
 CASES = (*_MODELS, "run")
 GPTS = tuple(name for name, (kind, _, _) in _MODELS.items() if kind is GPT)
 LLAMAS = tuple(name for name in GPTS if name.startswith("llama"))
+LLAMA_BENCHES = ("llama_bench", "ik_llama_bench")  # options with paths: of llama.cpp's program and of ik_llama.cpp's
 
 
 def make_model(case: dict[str, str]) -> Model:

@@ -69,11 +69,11 @@ def better_threads(measured: Mapping[tuple[PeerKey, int], list[float]]) -> dict[
 
 
 def rival(thing: PeerKey, others: Mapping[PeerKey, Fastest]) -> PeerKey | None:
-    """Returns the program to compare with: the fastest program of another kind in the same precision, or else in int8.
+    """Returns the program to compare with: the strongest one that was measured, in the same precision or else in int8.
 
     For bf16, which CTranslate2 doesn't have on CPUs, an int8 rival is harder to beat.
     """
-    for peer in ("ctranslate2", "llama.cpp"):
+    for peer in ("ctranslate2", "ik_llama.cpp", "llama.cpp"):
         for precision in (thing.precision, "int8"):
             if PeerKey(peer, precision) in others:
                 return PeerKey(peer, precision)

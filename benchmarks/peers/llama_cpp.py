@@ -1,4 +1,4 @@
-"""llama.cpp's benchmarks on the weights of a model of GPT-2's or Llama's form, in Q8_0.
+"""The benchmarks of llama.cpp and ik_llama.cpp on the weights of a model of GPT-2's or Llama's form.
 
 llama-bench times the generation of tokens after an empty context; llama-batched-bench times prompts that are read and
 continued together. Neither chooses tokens by the logits, so there are no tokens to compare. The mapping is that of
@@ -36,12 +36,16 @@ class LlamaCpp(Peer):
     name = "llama.cpp"
     precisions = PRECISIONS
     order = PeerJob
+    # The name of llama-bench in options, in the environment as capitals, and in the folder of this Python with hyphens.
+    bench = "llama_bench"
+    # Options of llama-bench, and of llama-batched-bench.
+    flags: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
     def __init__(self, model: Model, precision: str, threads: int, options: dict[str, str]) -> None:
         if not isinstance(model, GPT):
             raise Missing("compared with a GPT")
         self._folder = tempfile.TemporaryDirectory(prefix="fastformer-gguf-")
-        self.program, self.threads, self.max_len = _program(options), threads, model.config.max_len
+        self.program, self.threads = _program(self.bench, options), threads
         self.file = Path(self._folder.name) / "model.gguf"
         write_gguf(model, self.file, _TYPES[precision])
 
@@ -53,20 +57,20 @@ class LlamaCpp(Peer):
         if len(lengths) != 1:
             raise Missing("llama-batched-bench reads prompts of one length")
         if len(prompts) == 1 and lengths == {1}:
-            output = self._run(self.program, "-p", 0, "-n", job.new_tokens, "-r", 1, "-o", "json")
+            output = self._run(self.program, *self.flags[0], "-p", 0, "-n", job.new_tokens, "-r", 1, "-o", "json")
             (result,) = json.loads(output)
             return JobResult(result["avg_ns"] / 1e9, None)
-        batched = self.program.with_name("llama-batched-bench")
+        batched = self.program.with_name(self.program.name.replace("bench", "batched-bench"))
         if not batched.is_file():
-            raise Missing("no llama-batched-bench beside llama-bench: `make peers` builds both")
+            raise Missing(f"no {batched.name} beside {self.program.name}: `make peers` builds both")
         # The first new token comes from reading the prompt, and the last one is not read.
         (length,), more = lengths, job.new_tokens - 1
         # Its last output may get lost when the process ends, so a short row follows the row that counts. If both rows
         # are short, it runs again.
         for _ in range(_ATTEMPTS):
             output = self._run(
-                batched, "-c", len(prompts) * (length + job.new_tokens), "-npp", f"{length},1", "-ntg", max(1, more),
-                "-npl", len(prompts),
+                batched, *self.flags[1], "-c", len(prompts) * (length + job.new_tokens), "-npp", f"{length},1",
+                "-ntg", max(1, more), "-npl", len(prompts),
             )  # fmt: skip
             if rows := [line for line in output.splitlines() if re.match(r"\|\s*\d", line)]:
                 cells = rows[0].strip("| ").split("|")
@@ -79,17 +83,26 @@ class LlamaCpp(Peer):
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def _program(options: dict[str, str]) -> Path:
-    """Returns the path of llama-bench.
+class IkLlamaCpp(LlamaCpp):
+    """ik_llama.cpp, with its flash attention, and weights that are repacked when the file is loaded."""
+
+    name = "ik_llama.cpp"
+    bench = "ik_llama_bench"
+    flags = (("-fa", "1", "-rtr", "1"), ("-fa", "on", "-rtr"))
+
+
+def _program(name: str, options: dict[str, str]) -> Path:
+    """Returns the path of a llama-bench.
 
     Raises:
         Missing: it doesn't exist.
     """
-    built = Path(sys.executable).with_name("llama-bench")  # `make peers` installs it there
-    configured = options.get("llama_bench") or os.environ.get("LLAMA_BENCH")
-    program = configured or (str(built) if built.is_file() else shutil.which("llama-bench"))
+    file = name.replace("_", "-")
+    built = Path(sys.executable).with_name(file)  # `make peers` installs it there
+    configured = options.get(name) or os.environ.get(name.upper())
+    program = configured or (str(built) if built.is_file() else shutil.which(file))
     if program is None or not Path(program).is_file():
-        raise Missing("no llama-bench: `make peers` builds it; or have it on PATH, or name it in LLAMA_BENCH")
+        raise Missing(f"no {file}: `make peers` builds it; or have it on PATH, or name it in {name.upper()}")
     return Path(program)
 
 

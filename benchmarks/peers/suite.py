@@ -32,7 +32,7 @@ class SuitePlan:
         batches: numbers of outputs that are decoded together.
         beams: numbers of beams; 1 is greedy.
         only: the names of peers; empty: all. The baseline is always included.
-        options: options for peers: "llama_bench", a path.
+        options: options for peers: the paths of `cases.LLAMA_BENCHES`.
     """
 
     case: dict[str, Any]

@@ -55,6 +55,7 @@ _COLORS = {
     "openvino": ORANGE,
     "onnxruntime": BLUE,
     "llama.cpp": GREEN,
+    "ik_llama.cpp": PURPLE,
     "transformers": SKY,
 }
 _OTHERS = (BLUE, GREEN, SKY, PURPLE, ORANGE)

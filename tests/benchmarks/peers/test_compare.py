@@ -116,10 +116,11 @@ def test_a_worker_answers_orders_and_reports_errors(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
     for peer, model, message in (
         ("llama.cpp", "gpt-tiny", "no llama-bench: `make peers` builds it"),
+        ("ik_llama.cpp", "gpt-tiny", "no ik-llama-bench: `make peers` builds it"),
         ("ctranslate2", "tiny", "not installed: pip install ctranslate2"),
     ):
         answers = io.StringIO()
-        options = {"llama_bench": "/nowhere/llama-bench"}
+        options = dict.fromkeys(cases.LLAMA_BENCHES, "/nowhere/llama-bench")
         worker.serve(worker.WorkerConfig(peer, "int8", 1, {"name": model}, options), io.StringIO(""), answers)
         assert json.loads(answers.getvalue())["missing"].startswith(message)
 
