@@ -2,10 +2,10 @@
 
 `fastformer.nn` has the modules of torch.nn; `Transformer` and `GPT` are whole models, `generate` decodes with them, a
 `Translator` reads and writes text, an `AsyncTranslator` does so for many tasks at once, and a `Chat` holds a
-conversation. A `WhisperModel` transcribes speech. An `Encoder` computes embeddings of texts, and a `CrossEncoder`
-scores pairs of them. `accelerate` makes a model that already exists compute on the same ops, in place, `report` says
-how, and `restore` undoes it. These and the packages below are loaded on first use: importing the package alone stays
-cheap.
+conversation. A `WhisperModel` transcribes speech. An `Encoder` computes embeddings of texts, a `MultiVectorEncoder` a
+vector for each token, and a `CrossEncoder` scores pairs of texts. `accelerate` makes a model that already exists
+compute on the same ops, in place, `report` says how, and `restore` undoes it. These and the packages below are loaded
+on first use: importing the package alone stays cheap.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fastformer.audio import WhisperModel as WhisperModel
     from fastformer.encoding import CrossEncoder as CrossEncoder
     from fastformer.encoding import Encoder as Encoder
+    from fastformer.encoding import MultiVectorEncoder as MultiVectorEncoder
     from fastformer.functional import activate as activate
     from fastformer.functional import deactivate as deactivate
     from fastformer.generation import AsyncTranslator as AsyncTranslator
@@ -40,6 +41,7 @@ __all__ = [
     "ChatTemplate",
     "CrossEncoder",
     "Encoder",
+    "MultiVectorEncoder",
     "Transformer",
     "Translator",
     "WhisperModel",
@@ -55,7 +57,7 @@ __all__ = [
 # The names above, by the package that has them.
 _NAMES = {
     "audio": ("BatchedInferencePipeline", "WhisperModel"),
-    "encoding": ("CrossEncoder", "Encoder"),
+    "encoding": ("CrossEncoder", "Encoder", "MultiVectorEncoder"),
     "functional": ("activate", "deactivate"),
     "generation": ("AsyncTranslator", "Chat", "ChatTemplate", "Translator", "generate"),
     "integrations": ("accelerate", "report", "restore"),

@@ -131,6 +131,7 @@ int64_t Encoder::num_rows(const Texts& texts, Pooling pooling) const {
 }
 
 void Encoder::check_sparse(const Texts& texts, Pooling pooling) const {
+  // The tokens that attend but are attended to by none, at the beginning of a text, may be from anywhere in it.
   const auto check = [&](const char* name, const std::vector<Ids>& lists, int64_t size, bool rises) {
     if (!lists.empty() && std::ssize(lists) != texts.count())
       throw std::invalid_argument(std::string(name) + ": expected one list for each text");
@@ -139,18 +140,19 @@ void Encoder::check_sparse(const Texts& texts, Pooling pooling) const {
       if (list.empty()) continue;
       if (std::ssize(list) != texts.length(static_cast<int64_t>(i)))
         throw std::invalid_argument(std::string(name) + ": expected one for each token, in text " + std::to_string(i));
-      for (size_t t = 0; t < list.size(); ++t)
-        if (list[t] < 0 || list[t] >= size || (rises && t > 0 && list[t] <= list[t - 1]))
+      const int64_t first = texts.unseen.empty() ? 0 : std::max<int64_t>(0, texts.unseen[i]);
+      for (int64_t t = 0; t < std::ssize(list); ++t)
+        if (list[t] < 0 || list[t] >= size || (rises && t > first && list[t] <= list[t - 1]))
           throw std::invalid_argument(std::string(name) + ": expected " + (rises ? "ascending " : "") +
                                       "numbers from 0 to " + std::to_string(size - 1) + ", got " +
                                       std::to_string(list[t]) + " in text " + std::to_string(i));
     }
   };
+  if (!texts.unseen.empty() && std::ssize(texts.unseen) != texts.count())
+    throw std::invalid_argument("unseen: expected one number for each text");
   check("positions", texts.positions, model_->num_positions(), false);
   check("places", texts.places, model_->num_places(), true);
   if (texts.unseen.empty()) return;
-  if (std::ssize(texts.unseen) != texts.count())
-    throw std::invalid_argument("unseen: expected one number for each text");
   for (int64_t i = 0; i < texts.count(); ++i)
     if (texts.unseen[i] != 0 &&
         (texts.unseen[i] < 0 || texts.unseen[i] >= texts.length(i) || !texts.is_sparse(i) || pooling != Pooling::none))

@@ -119,6 +119,10 @@ class Backend(ABC):
         """Encodes a text whose special tokens become their ids; see `Tokenizer.encode_template`."""
         raise ValueError(f"expected the tokenizer of a language model's folder, got one of {self.library}")
 
+    def add_control(self, token: str) -> None:
+        """Makes a token of the vocabulary special, so that a prompt which spells it has its id."""
+        raise ValueError(f"expected the tokenizer of an encoder's folder, got one of {self.library}")
+
     def encoder_frames(self) -> tuple[Frame, Frame]:
         """Returns the special tokens that an encoder expects around one text, and around two."""
         raise ValueError(f"expected the vocabulary of an encoder, got one of {self.library}")

@@ -116,6 +116,11 @@ class LibraryBackend(Backend):
                 return self._guards[controls].encode(text, written)
             return list(self._parser.encode(text, add_special_tokens=False).ids)
 
+    def add_control(self, token: str) -> None:
+        self.tokenizer.add_special_tokens([_special_token(token)])
+        self._parser = None
+        self._guards.clear()
+
     def unknown(self, text: str, unk: int) -> list[str]:
         with library_errors(f"{self._name} can't encode the text {text[:40]!r}"):
             encoding = self.tokenizer.encode(text, add_special_tokens=False)
@@ -358,6 +363,12 @@ def byte_level_bpe(
     tokenizer.decoder = library.decoders.ByteLevel()
     tokenizer.add_special_tokens([name for name in _SPECIAL if name in vocab])
     return tokenizer
+
+
+def _special_token(token: str) -> tokenizers.AddedToken:
+    import tokenizers
+
+    return tokenizers.AddedToken(token, normalized=False, special=True)
 
 
 def added_tokens(tokenizer: tokenizers.Tokenizer) -> dict[str, int]:

@@ -9,6 +9,8 @@ modules.py         the modules that follow the model: pooling, linear layers, no
 encoder.py         `Encoder`: embeddings
 cross_encoder.py   `CrossEncoder`: scores and classes
 sparse.py          SPLADE's pooling, and sparse embeddings
+late_interaction.py       a ColBERT's vectors of tokens, and their scores
+multi_vector_encoder.py   `MultiVectorEncoder`: vectors of tokens
 requests.py        the texts of one caller, and their results
 scheduler.py       computes the requests of many callers together
 """
@@ -16,4 +18,5 @@ scheduler.py       computes the requests of many callers together
 from fastformer.encoding.cross_encoder import CrossEncoder as CrossEncoder
 from fastformer.encoding.encoder import Encoder as Encoder
 from fastformer.encoding.engine import EncoderEngine as EncoderEngine
+from fastformer.encoding.multi_vector_encoder import MultiVectorEncoder as MultiVectorEncoder
 from fastformer.encoding.sparse import SparseEmbedding as SparseEmbedding

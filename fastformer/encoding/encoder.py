@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import logging
 import os
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from fastformer.encoding.batches import BATCH_TOKENS, check_limits, check_several, chunks, made_ahead, progress
 from fastformer.encoding.folder import Folder
-from fastformer.encoding.folder_model import FolderModel, batches, one_of
+from fastformer.encoding.folder_model import FolderModel, batches, named, one_of
 from fastformer.encoding.modules import Array, Normalize, Pooling, Stored, normalized, pooled, stored
 from fastformer.encoding.similarity import ALL, PAIRED, Embeddings, as_rows
 from fastformer.encoding.sparse import SparseEmbedding, Splade, sparse_of
@@ -71,6 +70,11 @@ class Encoder(FolderModel):
         check_value("truncate_dim", truncate_dim, Positive | None)
         super().__init__(folder, precision, device, prompts, default_prompt_name, chat_template)
         loaded = self._folder
+        if loaded.late is not None:
+            raise ValueError(
+                f"expected a folder with an embedding for each text, got one with a vector for each token in "
+                f"{loaded.path}: fastformer.MultiVectorEncoder computes them"
+            )
         self.similarity_fn_name = loaded.similarity if similarity_fn_name is None else similarity_fn_name
         self.truncate_dim = loaded.truncate_dim if truncate_dim is None else truncate_dim
         if self.similarity_fn_name not in ALL:
@@ -176,11 +180,13 @@ class Encoder(FolderModel):
 
     def encode_query(self, sentences: str | Iterable[str] | None = None, *arguments: Any, **options: Any) -> Any:
         """Calls `encode` with the prompt "query", if the folder has one and the call doesn't name a prompt."""
-        return self.encode(sentences, **self._for_task(("query",), _named(arguments, options)))
+        return self.encode(sentences, **self._for_task(("query",), named(self.encode, arguments, options)))
 
     def encode_document(self, sentences: str | Iterable[str] | None = None, *arguments: Any, **options: Any) -> Any:
         """Calls `encode` with the first prompt that exists of "document", "passage", "corpus", unless it names one."""
-        return self.encode(sentences, **self._for_task(("document", "passage", "corpus"), _named(arguments, options)))
+        return self.encode(
+            sentences, **self._for_task(("document", "passage", "corpus"), named(self.encode, arguments, options))
+        )
 
     @contextmanager
     def truncate_sentence_embeddings(self, truncate_dim: int | None) -> Iterator[None]:
@@ -334,17 +340,6 @@ class Encoder(FolderModel):
                 yield chunk
 
         return made_ahead(lambda chunk: self._reader.texts(chunk, prompt), checked())
-
-
-_POSITIONAL = tuple(inspect.signature(Encoder.encode).parameters)[2:]
-
-
-def _named(arguments: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of `encode` after the texts by name."""
-    named = dict(zip(_POSITIONAL, arguments, strict=False))
-    if len(arguments) > len(_POSITIONAL) or named.keys() & options.keys():
-        raise TypeError(f"expected each argument of encode once, got {len(arguments)} by position and {[*options]}")
-    return {**named, **options}
 
 
 class _Finish:

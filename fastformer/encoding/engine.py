@@ -61,7 +61,8 @@ class Gaps(NamedTuple):
 
     Attributes:
         positions: the row of the table of positions that each token of each text has.
-        places: the column of each token of each text, increasing; attention counts distances in them.
+        places: the column of each token of each text, in which attention counts distances; increasing but for the
+            unseen tokens.
         unseen: how many tokens at the beginning of each text attend to the others, but are not attended to. Such a
             text needs its places.
     """
@@ -146,6 +147,7 @@ class EncoderEngine:
         token_types: Rows | None = None,
         pooling: Pooling | Literal["none", "pooler"] = "mean",
         normalize: bool = False,
+        gaps: Gaps | None = None,
     ) -> Array:
         """Encodes texts of any lengths.
 
@@ -155,19 +157,28 @@ class EncoderEngine:
             pooling: "cls", "lasttoken", "mean", "max", "mean_sqrt_len_tokens", "weightedmean" or "pooler", as in
                 `BERT.pooled`; "none": the states of all tokens, with the texts concatenated.
             normalize: divide each row by its Euclidean length.
+            gaps: the places of the tokens, if some of them are not attended to; only the C++ code knows them.
 
         Returns:
             (texts, d_model), or (tokens, d_model) for "none", fp32.
 
         Raises:
             ValueError: a text has no tokens or is longer than the model's max_len, an id or a type is out of the
-                model's range, or the pooling is unknown.
+                model's range, the pooling is unknown, or there are gaps and the C++ code doesn't run the model.
         """
         if pooling not in (*POOLINGS, "none", "pooler"):
             raise ValueError(f"expected a pooling in {('none', *POOLINGS, 'pooler')}, got {pooling!r}")
         if pooling == "pooler" and getattr(self.model, "pooler", None) is None:
             raise ValueError("expected a model with a pooler for pooling 'pooler', got one without")
-        return self._encode(self._cpp(), ids, token_types, pooling, normalize)
+        packed = self._cpp()
+        if gaps is None:
+            return self._encode(packed, ids, token_types, pooling, normalize)
+        if packed is None:
+            raise ValueError(
+                "expected a model that the C++ code runs, for tokens that are not attended to; it doesn't: "
+                f"{_why_not(self.model, self.precision)}"
+            )
+        return _call(packed.encoder, ids, token_types, pooling, normalize, *gaps)
 
     def _encode(
         self, packed: _Packed | None, ids: Rows, token_types: Rows | None, pooling: str, normalize: bool

@@ -23,9 +23,17 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.checkpoints import gguf
-from fastformer.checkpoints.hf import DECODER_FORMS, FAMILIES, encoding_family, load_folder, model_type
+from fastformer.checkpoints.hf import DECODER_FORMS, ENCODER_FORMS, FAMILIES, encoding_family, load_folder, model_type
 from fastformer.checkpoints.hf.common import flag_of, number_of, read_numbers
 from fastformer.checkpoints.hf.encoder import CLASSIFIER
+from fastformer.encoding.late_interaction import (
+    LateInteraction,
+    LateSettings,
+    is_late,
+    late_settings,
+    make_late,
+    mask_token_of,
+)
 from fastformer.encoding.modules import ACTIVATIONS, Dense, LabelHead, LayerNorm, Normalize, Pooling, RowLayer
 from fastformer.encoding.similarity import ALL
 from fastformer.encoding.sparse import Splade, read_splade
@@ -49,9 +57,14 @@ _MODEL_SETTINGS = tuple(
 )
 _BY_TASK = ("query_length", "document_length", "query_expansion")  # settings that one kind of text has
 _PACKAGE = "sentence_transformers."
-_KNOWN = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout", "LogitScore", "SpladePooling")
+_KNOWN = (
+    "Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout", "LogitScore", "SpladePooling",
+    "MultiVectorMask",
+)  # fmt: skip
+_ALIASES = {"pylate.models.Dense.Dense": "sentence_transformers.models.Dense"}
 _WORDS = ("yes", "no")  # whose logits a language model compares, unless its folder names tokens
-_ROW = "sentence_embedding"  # the feature that modules after the pooling read and write
+# The features that modules read and write: a row for each text, or one for each token.
+_ROW, _TOKENS = "sentence_embedding", "token_embeddings"
 _LEGACY = "pooling_mode_"
 _LEGACY_POOLINGS = {"cls_token": "cls", "max_tokens": "max", "mean_tokens": "mean"} | {
     "mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "weightedmean_tokens": "weightedmean", "lasttoken": "lasttoken"
@@ -75,6 +88,7 @@ class Folder:
         activation: the activation of a cross-encoder's scores; None: the folder doesn't name one.
         labels: the labels of a classifier, by index; empty if the folder doesn't name them.
         head: the head of a decoder that scores or classifies; None: the model has its own, or the folder has none.
+        late: how a text has a vector for each token; None: it has one embedding.
     """
 
     path: Path
@@ -89,6 +103,7 @@ class Folder:
     activation: nn.Module | None = None
     labels: tuple[str, ...] = ()
     head: LabelHead | None = None
+    late: LateInteraction | None = None
 
     @property
     def num_labels(self) -> int:
@@ -127,14 +142,25 @@ def read_folder(
     max_len = model_settings.get("max_seq_length")
     if max_len is not None and number_of(model_settings, "max_seq_length") < 1:
         raise ValueError(f"expected {model_folder} to have a max_seq_length of at least 1, got {max_len}")
-    for name in _BY_TASK:
+    foreign = _read(model_folder / CONFIG)
+    late_form = None
+    prompts = _prompts(folder, settings)
+    if is_late([kind for kind, _ in modules], settings, foreign):
+        masks = [_read(place / CONFIG) for kind, place in modules if kind == "MultiVectorMask"]
+        mask, has_modules = next(iter(masks), None), bool(modules)
+        late_form = late_settings(folder, settings, model_settings, mask, prompts, has_modules=has_modules)
+        prompts = late_form.prompts
+    for name in () if late_form is not None else _BY_TASK:
         if model_settings.get(name) is not None:
             raise ValueError(f"expected {model_folder} to read queries and documents alike, got a {name}")
-    prompts = _prompts(folder, settings)
     model, tokenizer = _load(model_folder, device)
     most = min(tokenizer.max_len if max_len is None else max_len, model.config.max_len)
-    reader = _reader(tokenizer, most, model_settings, chat_template, model_folder, is_plain=not modules)
-    foreign = _read(model_folder / CONFIG)
+    is_plain = not modules and late_form is None
+    reader = _reader(tokenizer, most, model_settings, chat_template, model_folder, is_plain=is_plain)
+    if late_form is not None:
+        late = _late(folder, modules, model, reader, late_form, settings.get("similarity_fn_name"))
+        return Folder(folder, model, reader, prompts=prompts, default_prompt_name=settings.get("default_prompt_name"),
+                      similarity=late.similarity, late=late)  # fmt: skip
     head = _label_head(folder, modules, model, foreign, tokenizer, ranks=ranks)
     pooling, steps = (None, ()) if head is not None else _after(folder, modules, model)
     if not modules and head is None and _architecture(foreign).endswith("ForCausalLM"):
@@ -228,6 +254,7 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
         raise ValueError(f"{file} is damaged, or no list of modules ({error!r}): copy it again") from error
     modules = []
     for kind, name in entries:
+        kind = _ALIASES.get(kind, kind)
         last = kind.rpartition(".")[2]
         last = "Transformer" if last == "MLMTransformer" else last
         if not kind.startswith(_PACKAGE) or last not in _KNOWN:
@@ -263,6 +290,48 @@ def _after(
             steps.append(step)
             width = step.out_features or width
     return pooling, tuple(steps)
+
+
+def _late(
+    folder: Path,
+    modules: Sequence[tuple[str, Path]],
+    model: Any,
+    reader: Reader,
+    settings: LateSettings,
+    similarity: object,
+) -> LateInteraction:
+    """Returns the late interaction of a folder's model."""
+    if isinstance(reader, TemplateReader):
+        raise ValueError(f"expected a model of a vector for each token that reads plain texts, got {folder}")
+    width, steps = int(model.config.d_model), list[RowLayer]()
+    for kind, place in modules[1:]:
+        if kind not in ("Dense", "Normalize", "Dropout", "MultiVectorMask"):
+            raise ValueError(f"expected {folder / _MODULES} to have modules on the vectors of tokens, got a {kind}")
+        step = None if kind == "MultiVectorMask" else _step(kind, place, width, _TOKENS)
+        if step is not None:
+            steps.append(step)
+            width = step.out_features or width
+    if settings.has_projection:
+        weight = {name: tensor.float() for name, tensor in read_numbers(folder, ["linear"]).items()}.get(
+            "linear.weight"
+        )
+        if weight is None or weight.shape[1] != width:
+            raise ValueError(f"expected the weights in {folder} to have a linear.weight (dim, {width})")
+        steps.append(Dense(weight, None, nn.Identity()))
+    if settings.adds_norm:
+        steps.append(Normalize())
+    model_folder = modules[0][1] if modules else folder
+    expansion = settings.expansion
+    if expansion is not None and reader.tokenizer.side == "left":
+        raise ValueError(f"expected queries that are expanded to be cut at their end, got the other side: {folder}")
+    late = make_late(
+        folder, settings, tuple(steps), reader.tokenizer, model.config, similarity, mask_token_of(model_folder)
+    )
+    form = ENCODER_FORMS.get(str(_read(model_folder / CONFIG).get("model_type")))
+    pad = model.config.special_ids.pad
+    if late.expansion is not None and late.expansion.token == pad and form is not None and form.unused_positions(pad):
+        raise ValueError(f"expected an expansion of {folder} by a token that counts in positions, got PAD")
+    return late
 
 
 def _architecture(foreign: Mapping[str, Any]) -> str:
@@ -333,13 +402,21 @@ def _pooling(folder: Path, d_model: int) -> tuple[Pooling, int]:
     return Pooling(kinds, flag_of(settings, "include_prompt", True)), len(kinds) * d_model
 
 
-def _step(kind: str, folder: Path, width: int) -> RowLayer | None:
+def _step(kind: str, folder: Path, width: int, feature: str = _ROW) -> RowLayer | None:
+    """Returns the layer of a module on rows of a width; None: it changes nothing.
+
+    Args:
+        kind, folder, width: the module's class, its folder, and the width of its input.
+        feature: the feature that it has to read and to write.
+    """
     settings = _read(folder / CONFIG)
-    for name in ("module_input_name", "module_output_name"):
-        if settings.get(name) not in (None, _ROW):
-            raise ValueError(f"expected {folder / CONFIG} to have {name} {_ROW}, got {settings[name]!r}")
     if kind == "Dropout":
         return None
+    if kind == "Normalize" and feature == _TOKENS and settings.get("module_input_name") in (None, _ROW):
+        return None  # there are no such rows, which sentence-transformers passes over
+    for name in ("module_input_name", "module_output_name"):
+        if settings.get(name) not in (None, feature):
+            raise ValueError(f"expected {folder / CONFIG} to have {name} {feature}, got {settings[name]!r}")
     if kind == "Normalize":
         return Normalize()
     settings = read_json(folder / CONFIG)  # the file must exist

@@ -1,7 +1,8 @@
-"""The common base of `Encoder` and `CrossEncoder`."""
+"""The common base of `Encoder`, `CrossEncoder` and `MultiVectorEncoder`."""
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -210,3 +211,12 @@ def one_of(sentences: Any, inputs: Any) -> Any:
     if (sentences is None) == (inputs is None):
         raise ValueError(f"expected sentences or inputs, got {'neither' if inputs is None else 'both'}")
     return inputs if sentences is None else sentences
+
+
+def named(encode: Callable[..., Any], arguments: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a bound `encode` after the texts by name."""
+    names = [name for name, one in inspect.signature(encode).parameters.items() if one.kind is not one.KEYWORD_ONLY]
+    by_name = dict(zip(names[1:], arguments, strict=False))
+    if len(arguments) >= len(names) or by_name.keys() & options.keys():
+        raise TypeError(f"expected each argument of encode once, got {len(arguments)} by position and {[*options]}")
+    return {**by_name, **options}

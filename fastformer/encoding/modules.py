@@ -196,13 +196,15 @@ class Dense:
         return int(self.weight.shape[0])
 
     def __call__(self, rows: Array) -> Array:
-        with torch.inference_mode():
-            # Row by row: a product with a different number of rows sums in a different order.
-            outputs = [self._one(row) for row in torch.from_numpy(rows).split(1)]
-            return torch.cat(outputs).numpy() if outputs else np.zeros((0, self.out_features), np.float32)
+        # Row by row: a product with a different number of rows sums in a different order.
+        outputs = [self.of_text(row) for row in np.split(rows, len(rows))] if len(rows) else []
+        return np.concatenate(outputs) if outputs else np.zeros((0, self.out_features), np.float32)
 
-    def _one(self, row: Tensor) -> Tensor:
-        output: Tensor = self.activation(F.linear(row, self.weight, self.bias))
-        if self.residual is None or self.residual is False:
-            return output
-        return output + (row if self.residual is True else F.linear(row, self.residual))
+    def of_text(self, rows: Array) -> Array:
+        """Returns the output for the rows of one text, in one product."""
+        with torch.inference_mode():
+            x = torch.from_numpy(rows)
+            output: Tensor = self.activation(F.linear(x, self.weight, self.bias))
+            if self.residual is not None and self.residual is not False:
+                output = output + (x if self.residual is True else F.linear(x, self.residual))
+            return output.numpy()

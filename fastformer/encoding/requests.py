@@ -11,7 +11,9 @@ import torch
 
 from fastformer.encoding.cross_encoder import Activation, CrossEncoder, Input, check_input, rows_of
 from fastformer.encoding.encoder import Encoder
+from fastformer.encoding.late_interaction import Task
 from fastformer.encoding.modules import Array
+from fastformer.encoding.multi_vector_encoder import MultiVectorEncoder
 from fastformer.encoding.tokens import Rows
 from fastformer.generation.text_io import expect_text
 from fastformer.requests import BaseRequest
@@ -23,16 +25,16 @@ class Compute:
 
     Attributes:
         method: a method of an encoder. It takes rows of texts, each of which has tokens, and `arguments`, and returns
-            the results of the texts, (texts, width).
-        width: the number of values in the result of a text.
+            the results of the texts, (texts, width); or (texts,) of arrays, if their sizes vary.
+        width: the number of values in the result of a text; None: it varies.
         arguments: see above.
     """
 
-    method: Callable[..., Array]
-    width: int
-    arguments: tuple[int, ...] = ()
+    method: Callable[..., Any]
+    width: int | None
+    arguments: tuple[int | str | None, ...] = ()
 
-    def __call__(self, rows: Rows) -> Array:
+    def __call__(self, rows: Rows) -> Any:
         return self.method(rows, *self.arguments)
 
 
@@ -54,15 +56,16 @@ class EncodeRequest(BaseRequest):
     num_new_tokens = 0  # an encoding request generates no tokens
 
     def __init__(
-        self, rows: Rows, compute: Compute, finish: Callable[[Array], Any], *, max_time: float | None = None
+        self, rows: Rows, compute: Compute, finish: Callable[[Any], Any], *, max_time: float | None = None
     ) -> None:
         super().__init__(max_time)
         self.rows, self.compute = rows, compute
         self.results: Any = None
         self._finish = finish
-        # The result of a text without tokens stays zeros.
+        # The result of a text without tokens stays zeros, or None.
         self._indices = [index for index, ids in enumerate(rows.ids) if ids]
-        self._results = np.zeros((len(rows.ids), compute.width), np.float32)
+        count, width = len(rows.ids), compute.width
+        self._results: Any = np.empty(count, object) if width is None else np.zeros((count, width), np.float32)
         self.num_taken, self.num_tokens = 0, sum(map(len, rows.ids))
 
     @property
@@ -85,7 +88,7 @@ class EncodeRequest(BaseRequest):
             indices.append(index)
         return indices
 
-    def put(self, indices: Sequence[int], results: Array) -> None:
+    def put(self, indices: Sequence[int], results: Any) -> None:
         """Stores the results of the texts that `take` returned."""
         self._results[list(indices)] = results
         self.num_taken += len(indices)
@@ -135,6 +138,32 @@ def embed_request(
     rows = encoder._reader.texts(texts, prompt, cuts=cuts)
     compute = Compute(encoder._pooled, finish.width, (encoder._skipped(prompt),))
     return EncodeRequest(rows, compute, finish, max_time=max_time)
+
+
+def vectors_request(
+    encoder: MultiVectorEncoder, texts: Sequence[str], task: Task, *, cuts: bool = True
+) -> EncodeRequest:
+    """Returns the request whose results are those of `encoder.encode_query` or `encode_document`, bit for bit.
+
+    Args:
+        encoder: computes the vectors.
+        texts: the texts.
+        task: "query" or "document".
+        cuts: see `embed_request`.
+
+    Raises:
+        ValueError: see `MultiVectorEncoder.encode`; or a text is too long.
+    """
+    for number, text in enumerate(texts, 1):
+        expect_text("inputs", number, text)
+    prompt = encoder._prompt(None, encoder._prompt_for(task))
+    nothing = np.zeros((0, encoder.get_embedding_dimension()), np.float32)
+
+    def finish(vectors: Any) -> list[Array]:
+        return [nothing if each is None else each for each in vectors]
+
+    rows = encoder._read(texts, prompt, task, cuts=cuts)
+    return EncodeRequest(rows, Compute(encoder._vectors, None, (task,)), finish)
 
 
 def score_request(

@@ -53,9 +53,9 @@ class TemplateReader(Reader):
         self._endings: dict[tuple[str, int], list[int]] = {}
         self._carries_pairs = False
 
-    def texts(self, texts: Sequence[str], prompt: str = "", *, cuts: bool = True) -> Rows:
+    def texts(self, texts: Sequence[str], prompt: str = "", *, cuts: bool = True, max_len: int | None = None) -> Rows:
         """See `Reader.texts`."""
-        return self._rows([(text,) for text in texts], prompt, cuts)
+        return self._rows([(text,) for text in texts], prompt, cuts, max_len)
 
     def pairs(self, pairs: Sequence[Pair], prompt: str = "", *, cuts: bool = True) -> Rows:
         """See `Reader.pairs`.
@@ -71,11 +71,11 @@ class TemplateReader(Reader):
         """Returns 0: no pooling omits the message of the system."""
         return 0
 
-    def _rows(self, texts: Sequence[Sequence[str]], prompt: str, cuts: bool) -> Rows:
+    def _rows(self, texts: Sequence[Sequence[str]], prompt: str, cuts: bool, max_len: int | None = None) -> Rows:
         def encode(max_len: int, lengths: list[int]) -> list[list[int]]:
             return [self._encode(each, prompt, max_len, lengths) for each in texts]
 
-        return Rows(self._encoded(encode, cuts))
+        return Rows(self._encoded(encode, cuts, max_len))
 
     def _encode(self, texts: Sequence[str], prompt: str, max_len: int, lengths: list[int]) -> list[int]:
         ids = self._template.encode(self._messages(texts, prompt), self.tokenizer, **self._variables)

@@ -89,13 +89,14 @@ class Reader:
             raise ValueError(f"expected max_seq_length of at most {most}, the model's positions, got {value}")
         self.max_len = value
 
-    def texts(self, texts: Sequence[str], prompt: str = "", *, cuts: bool = True) -> Rows:
+    def texts(self, texts: Sequence[str], prompt: str = "", *, cuts: bool = True, max_len: int | None = None) -> Rows:
         """Makes a row from each text.
 
         Args:
             texts: the texts.
             prompt: what is put in front of each text.
             cuts: whether texts of more than max_len tokens are cut; if not, they are an error.
+            max_len: the most tokens of these texts; None: the reader's.
 
         Raises:
             ValueError: a text contains a lone surrogate, which is not a character, or is too long.
@@ -103,7 +104,9 @@ class Reader:
         if self._lowers:
             prompt, texts = self._lowered(prompt), [lowered(text) for text in texts]
         encode = self.tokenizer.encode_batch
-        return Rows(self._encoded(lambda most, lengths: encode(texts, most, prompt=prompt, lengths=lengths), cuts))
+        return Rows(
+            self._encoded(lambda most, lengths: encode(texts, most, prompt=prompt, lengths=lengths), cuts, max_len)
+        )
 
     def num_prompt_tokens(self, prompt: str) -> int:
         """Returns the number of tokens at the beginning of a row that come from a prompt in front of its text."""
@@ -136,14 +139,14 @@ class Reader:
         parts = re.split(f"({tokens})", prompt) if tokens else [prompt]
         return "".join(part if number % 2 else lowered(part) for number, part in enumerate(parts))
 
-    def _encoded(self, encode: Callable[[int, list[int]], list[R]], cuts: bool) -> list[R]:
+    def _encoded(self, encode: Callable[[int, list[int]], list[R]], cuts: bool, max_len: int | None = None) -> list[R]:
         """Returns the rows of texts or pairs, and counts those that were cut.
 
         Args:
             encode: (the most tokens of a row, a list to which the lengths before cutting are added) -> the rows.
-            cuts: see `texts`.
+            cuts, max_len: see `texts`.
         """
-        max_len, lengths = self.max_len, list[int]()
+        max_len, lengths = self.max_len if max_len is None else max_len, list[int]()
         rows = encode(max_len, lengths)
         long = [index for index, length in enumerate(lengths) if length > max_len]
         if long and not cuts:

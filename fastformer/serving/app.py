@@ -43,7 +43,8 @@ _UNMATCHED = "unmatched"  # the name of a path without a route, in metrics and t
 _FORMATS = {
     "translator": ("translate", "libretranslate"),
     "generator": ("openai", "tgi"),
-    "encoder": ("openai", "tei"),
+    "encoder": ("openai", "embeddings", "tei"),
+    "multi-vector": ("openai", "embeddings", "rerank"),
     "cross-encoder": ("openai", "rerank", "tei"),
     "speech": ("openai", "openai_audio"),
 }

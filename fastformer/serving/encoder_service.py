@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastformer.encoding import CrossEncoder, Encoder
+from fastformer.encoding import CrossEncoder, Encoder, MultiVectorEncoder
 from fastformer.encoding.cross_encoder import Activation, Input
 from fastformer.encoding.folder import read_folder
+from fastformer.encoding.late_interaction import Task
 from fastformer.encoding.modules import Array
-from fastformer.encoding.requests import EncodeRequest, embed_request, score_request
+from fastformer.encoding.requests import EncodeRequest, embed_request, score_request, vectors_request
 from fastformer.encoding.scheduler import EncodingScheduler
 from fastformer.generation.session import Session
 from fastformer.serving.limits import Limits
@@ -24,11 +25,12 @@ class Encoded(NamedTuple):
     """The result of encoding texts.
 
     Attributes:
-        rows: (texts, numbers) fp32, or (texts,) for the scores of one label.
+        rows: (texts, numbers) fp32, or (texts,) for the scores of one label; for vectors of tokens, a list of
+            (tokens, dim).
         num_tokens: the number of tokens of all texts.
     """
 
-    rows: Array
+    rows: Any
     num_tokens: int
 
 
@@ -41,7 +43,9 @@ class _EncoderService(Service):
         limits: see `Limits`.
     """
 
-    def __init__(self, encoder: Encoder | CrossEncoder, name: str, *, limits: Limits | None = None) -> None:
+    def __init__(
+        self, encoder: Encoder | CrossEncoder | MultiVectorEncoder, name: str, *, limits: Limits | None = None
+    ) -> None:
         super().__init__(name, limits or Limits())
         self.encoder = encoder
         self.session: Session[EncodeRequest] = Session(
@@ -119,10 +123,53 @@ class RankService(_EncoderService):
 
         return await self._ask(build, sum(len(text) for each in inputs for text in each), timeout)
 
+    async def rank(self, query: str, texts: Sequence[str], *, timeout: float | None = None) -> Encoded:
+        """Returns the score of each text for a query, from 0 to 1; texts that are too long are cut."""
+        pairs = [[query, text] for text in texts]
+        return await self.scores(pairs, activation=SIGMOID, cuts=True, timeout=timeout)
+
+
+class MultiVectorService(_EncoderService):
+    """An encoder of a vector for each token as a service."""
+
+    kind: Kind = "multi-vector"
+    encoder: MultiVectorEncoder
+
+    async def vectors(
+        self, texts: Sequence[str], task: Task, *, cuts: bool = False, timeout: float | None = None
+    ) -> Encoded:
+        """Returns the vectors of texts, those of `MultiVectorEncoder`.
+
+        Args:
+            texts: the texts.
+            task, cuts: see `vectors_request`.
+            timeout: see `EmbedService.embed`.
+
+        Raises:
+            ValueError: see `vectors_request`.
+            QueueFull, TooLate, RuntimeError: see `Session.ask`.
+        """
+        size = sum(map(len, texts))
+        return await self._ask(lambda: vectors_request(self.encoder, texts, task, cuts=cuts), size, timeout)
+
+    async def rank(self, query: str, texts: Sequence[str], *, timeout: float | None = None) -> Encoded:
+        """Returns the score of each text for a query, by `similarity`; texts that are too long are cut."""
+        deadline = self.deadline(timeout)
+        of_query = await self.vectors([query], "query", cuts=True, timeout=timeout)
+        of_texts = await self.vectors(texts, "document", cuts=True, timeout=timeout)
+        size = sum(map(len, of_texts.rows)) * len(of_query.rows[0])
+
+        def scores() -> Array:
+            rows: Array = self.encoder.similarity(of_query.rows, of_texts.rows)[0].numpy()
+            return rows
+
+        found = await self.session.aside(scores, size, deadline=deadline)
+        return Encoded(found, of_query.num_tokens + of_texts.num_tokens)
+
 
 def open_encoder(
     folder: str | os.PathLike[str], name: str, *, precision: str | None, device: Any, limits: Limits | None
-) -> EmbedService | RankService:
+) -> EmbedService | RankService | MultiVectorService:
     """Opens the service of an encoder's folder: scores if it has a classification head and no pooling, else embeddings.
 
     Args:
@@ -136,6 +183,8 @@ def open_encoder(
     loaded = read_folder(Path(folder), device=device)
     if loaded.num_labels and loaded.pooling is None:
         return RankService(CrossEncoder(loaded, precision=precision), name, limits=limits)
+    if loaded.late is not None:
+        return MultiVectorService(MultiVectorEncoder(loaded, precision=precision), name, limits=limits)
     return EmbedService(Encoder(loaded, precision=precision), name, limits=limits)
 
 

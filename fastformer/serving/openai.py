@@ -1,28 +1,22 @@
-"""OpenAI's routes: GET /v1/models, POST /v1/completions, /v1/chat/completions and /v1/embeddings."""
+"""OpenAI's routes: GET /v1/models, POST /v1/completions and /v1/chat/completions."""
 
 from __future__ import annotations
 
-import base64
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 from fastapi import APIRouter, Request, Response
 
-from fastformer.encoding.modules import Array
 from fastformer.generation.async_generator import Completion, Piece
 from fastformer.generation.token_texts import SpelledToken
 from fastformer.serving.answers import answer, until_gone
-from fastformer.serving.encoder_service import EmbedService
 from fastformer.serving.limits import Limits
 from fastformer.serving.openai_bodies import (
     ERRORS,
     ApiError,
     CompletionBody,
-    Embeddings,
-    EmbeddingsBody,
     ModelBody,
     ModelsBody,
     TextCompletion,
@@ -53,8 +47,6 @@ def router(service: Service, limits: Limits) -> APIRouter:
     if isinstance(service, GenerateService):
         _add_completions(routes, service, limits)
         add_chat(routes, service, limits)
-    if isinstance(service, EmbedService):
-        _add_embeddings(routes, service, limits)
     return routes
 
 
@@ -101,59 +93,6 @@ def _add_completions(routes: APIRouter, service: GenerateService, limits: Limits
             return await respond_with(job, _TextForm(job))
 
         return await until_gone(http, respond())
-
-
-def _add_embeddings(routes: APIRouter, service: EmbedService, limits: Limits) -> None:
-    @routes.post("/v1/embeddings", response_model=None, responses={200: {"model": Embeddings}, **ERRORS})
-    async def embeddings(body: EmbeddingsBody, http: Request) -> Response:
-        """Returns the embeddings of texts."""
-        check_body(body, service.name)
-        texts = _embedded_texts(body.input)
-        if (reason := limits.why_not(texts)) is not None:
-            code = "string_above_max_length" if len(texts) <= limits.max_texts else None
-            raise ApiError(reason, param="input", code=code)
-        width = service.encoder.get_embedding_dimension()
-        if body.dimensions is not None and body.dimensions > width:
-            raise ApiError(f"expected dimensions of at most {width}, got {body.dimensions:,}", param="dimensions")
-        if body.prompt_name is not None and body.prompt_name not in service.encoder.prompts:
-            names = [*service.encoder.prompts]
-            raise ApiError(f"expected a prompt_name in {names}, got {body.prompt_name!r:.40}", param="prompt_name")
-        try:
-            work = service.embed(
-                texts,
-                prompt_name=body.prompt_name,
-                # An embedding that is cut is no longer of length 1.
-                normalize=(body.dimensions is not None and service.encoder.normalizes) or None,
-                truncate_dim=body.dimensions,
-                cuts=bool(body.truncation if body.truncate is None else body.truncate),
-                timeout=body.timeout,
-            )
-            encoded = await until_gone(http, work)
-        except ValueError as error:
-            raise ApiError(str(error), param="input") from error
-        is_packed = body.encoding_format == "base64"
-        rows = [
-            {"object": "embedding", "index": index, "embedding": _packed(row) if is_packed else row.tolist()}
-            for index, row in enumerate(encoded.rows)
-        ]
-        usage = {"prompt_tokens": encoded.num_tokens, "total_tokens": encoded.num_tokens}
-        return answer({"object": "list", "data": rows, "model": service.name, "usage": usage})
-
-
-def _embedded_texts(given: str | list[Any]) -> list[str]:
-    texts = [given] if isinstance(given, str) else given
-    if not isinstance(texts[0], str):
-        raise ApiError(
-            "expected input to be a text or a list of texts, got ids of tokens, which clients make for other models; "
-            "LangChain sends texts with check_embedding_ctx_length=False",
-            param="input",
-        )
-    return texts
-
-
-def _packed(row: Array) -> str:
-    """Packs the numbers of an embedding as OpenAI does: the base64 of fp32 in little endian."""
-    return base64.b64encode(np.ascontiguousarray(row, "<f4").tobytes()).decode("ascii")
 
 
 def _prompts(given: str | list[Any]) -> list[str | list[int]]:

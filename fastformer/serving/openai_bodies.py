@@ -1,14 +1,14 @@
 """The bodies of requests to OpenAI's routes and of their responses, and errors in OpenAI's shape.
 
 A field that this server doesn't support and that would change the answer is an error, since the client would misread an
-answer that ignores it. `UNSUPPORTED` and `UNSUPPORTED_OF_ENCODERS` have the names of such fields, in the formats that
-clients send, with the values that ask for nothing. Other unknown fields are ignored: OpenAI's clients send new ones
-before servers know them.
+answer that ignores it. `UNSUPPORTED`, and `UNSUPPORTED_OF_ENCODERS` of encoders, have the names of such fields, in the
+formats that clients send, with the values that ask for nothing. Other unknown fields are ignored: OpenAI's clients send
+new ones before servers know them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from fastapi import Response
@@ -62,16 +62,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     # Fields of one of this server's formats in a request of another
     "chat_template_kwargs": ({},), "max_completion_tokens": (), "max_new_tokens": (), "min_p": (0,), "min_tokens": (0,),
     "n": (1,), "stop_token_ids": ([],), "top_logprobs": (0,),
-}  # fmt: skip
-
-# The same of embeddings, scores and rankings.
-UNSUPPORTED_OF_ENCODERS: Mapping[str, tuple[Any, ...]] = {
-    "activation": (), "add_special_tokens": (True,), "dimensions": (), "documents": (), "embedding_type": ("float",),
-    "embedding_types": (["float"],), "encoding_format": ("float",), "function_to_apply": (), "input_type": (),
-    "instruction": (), "late_chunking": (False,), "max_chunks_per_doc": (), "max_tokens_per_doc": (), "normalize": (),
-    "normalized": (), "output_dimension": (), "output_dtype": ("float",), "parameters": ({},), "prompt_name": (),
-    "rank_fields": (["text"],), "return_multivector": (False,), "softmax": (), "task": (), "task_type": (),
-    "top_k": (), "top_n": (), "truncate_prompt_tokens": (), "truncation": (), "use_activation": (),
 }  # fmt: skip
 
 # The schema of a response of server-sent events: each event is an object with these fields.
@@ -312,32 +302,6 @@ class ChatBody(GenerateBody):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class EmbeddingsBody(Body):
-    """The body of a POST /v1/embeddings request; prompt_name, truncate, truncation and timeout aren't OpenAI's.
-
-    Attributes:
-        input: a text or several. Ids are refused: clients make them for another model's vocabulary.
-        truncate: cut texts that are too long; without it they are an error.
-        truncation: the same, as Voyage names it.
-    """
-
-    unsupported = UNSUPPORTED_OF_ENCODERS
-
-    input: (
-        Text
-        | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
-        | Annotated[list[Int], Field(min_length=1, fail_fast=True)]
-        | Annotated[list[Annotated[list[Int], Field(fail_fast=True)]], Field(min_length=1, fail_fast=True)]
-    )
-    model: str | None = None
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[Int, Field(ge=1)] | None = None
-    prompt_name: str | None = None
-    truncate: bool | None = None
-    truncation: bool | None = None
-    timeout: Annotated[float, Field(gt=0)] | None = None
-
-
 # The bodies of responses.
 
 
@@ -485,30 +449,6 @@ class ChatCompletion(BaseModel):
     usage: Usage
 
 
-class EmbeddingRow(BaseModel):
-    """An embedding: numbers, or the base64 of their fp32 in little endian."""
-
-    object: Literal["embedding"]
-    index: int
-    embedding: list[float] | str
-
-
-class EmbeddingsUsage(BaseModel):
-    """The number of the texts' tokens."""
-
-    prompt_tokens: int
-    total_tokens: int
-
-
-class Embeddings(BaseModel):
-    """The body of a POST /v1/embeddings response."""
-
-    object: Literal["list"]
-    data: list[EmbeddingRow]
-    model: str
-    usage: EmbeddingsUsage
-
-
 _TYPES = {
     401: ("authentication_error", "invalid_api_key"),
     403: ("permission_error", None),
@@ -586,6 +526,13 @@ def check_length(text: str | list[int], limits: Limits, param: str) -> None:
     """Raises an ApiError if a text has more characters than the limits allow."""
     if isinstance(text, str) and len(text) > limits.max_text_chars:
         raise ApiError(limits.why_not([text]) or "", param=param, code="string_above_max_length")
+
+
+def check_texts(texts: Sequence[str], limits: Limits, param: str) -> None:
+    """Raises an ApiError if there are more texts, or longer ones, than the limits allow."""
+    if (reason := limits.why_not(texts)) is not None:
+        code = "string_above_max_length" if len(texts) <= limits.max_texts else None
+        raise ApiError(reason, param=param, code=code)
 
 
 def check_body(body: Body, served: str) -> None:

@@ -1,4 +1,7 @@
-"""The route of Cohere's and Jina's rerankers, which vLLM has too: POST /v1/rerank and /v2/rerank."""
+"""The routes of Cohere's and Jina's rerankers, which vLLM has too: POST /v1/rerank and /v2/rerank.
+
+Of a multi-vector encoder also /rerank, as vLLM has it.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,18 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
 from fastformer.serving.answers import answer, until_gone
-from fastformer.serving.encoder_service import SIGMOID, RankService
+from fastformer.serving.embeddings import UNSUPPORTED_OF_ENCODERS, EmbeddingsUsage
+from fastformer.serving.encoder_service import MultiVectorService, RankService
 from fastformer.serving.limits import Limits
 from fastformer.serving.openai_bodies import (
     ERRORS,
-    UNSUPPORTED_OF_ENCODERS,
     ApiError,
     Body,
-    EmbeddingsUsage,
     Int,
     Text,
     check_body,
     check_length,
+    check_texts,
 )
 from fastformer.serving.openai_bodies import error_response as error_response
 from fastformer.serving.service import Service
@@ -53,7 +56,7 @@ class DocumentsBody(Body):
 
 
 class Ranked(BaseModel):
-    """A document's index in the request, and its score from 0 to 1."""
+    """A document's index in the request, and its score: from 0 to 1, or of a multi-vector encoder MaxSim's."""
 
     index: int
     relevance_score: float
@@ -71,9 +74,9 @@ class Ranking(BaseModel):
 
 
 def router(service: Service, limits: Limits) -> APIRouter:
-    """Makes the routes of a cross-encoder."""
+    """Makes the routes of a cross-encoder, or of a multi-vector encoder."""
     routes = APIRouter()
-    assert isinstance(service, RankService)
+    assert isinstance(service, RankService | MultiVectorService)
 
     @routes.post("/v1/rerank", response_model=None, responses={200: {"model": Ranking}, **ERRORS})
     @routes.post("/v2/rerank", response_model=None, responses={200: {"model": Ranking}, **ERRORS})
@@ -81,10 +84,14 @@ def router(service: Service, limits: Limits) -> APIRouter:
         """Ranks documents by how well they answer a query, the best first."""
         return answer(await ranking(body, http, service, limits))
 
+    if isinstance(service, MultiVectorService):
+        routes.add_api_route("/rerank", rerank, methods=["POST"], response_model=None)
     return routes
 
 
-async def ranking(body: DocumentsBody, http: Request, service: RankService, limits: Limits) -> dict[str, Any]:
+async def ranking(
+    body: DocumentsBody, http: Request, service: RankService | MultiVectorService, limits: Limits
+) -> dict[str, Any]:
     """Returns the JSON value of the answer to a request.
 
     Raises:
@@ -92,17 +99,13 @@ async def ranking(body: DocumentsBody, http: Request, service: RankService, limi
         ClientGone: see `until_gone`.
     """
     check_body(body, service.name)
-    if service.encoder.num_labels != 1:
+    if isinstance(service, RankService) and service.encoder.num_labels != 1:
         raise ApiError(f"expected a model of one label to rank with, got {service.encoder.num_labels}")
     texts = [one if isinstance(one, str) else one.text for one in body.documents]
     check_length(body.query, limits, "query")
-    if (reason := limits.why_not(texts)) is not None:
-        code = "string_above_max_length" if len(texts) <= limits.max_texts else None
-        raise ApiError(reason, param="documents", code=code)
-    pairs = [[body.query, text] for text in texts]
+    check_texts(texts, limits, "documents")
     try:
-        work = service.scores(pairs, activation=SIGMOID, cuts=True, timeout=body.timeout)
-        encoded = await until_gone(http, work)
+        encoded = await until_gone(http, service.rank(body.query, texts, timeout=body.timeout))
     except ValueError as error:
         raise ApiError(str(error), param="documents") from error
     scores = encoded.rows.tolist()

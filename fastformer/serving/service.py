@@ -28,7 +28,7 @@ from fastformer.serving.limits import Limits
 _MARKS = 16  # about the characters that a chat template writes around a message
 _MOST_ATTENDED = 1_000  # characters of a text whose attention is returned: the answer grows with their square
 
-Kind: TypeAlias = Literal["translator", "generator", "encoder", "cross-encoder", "speech"]
+Kind: TypeAlias = Literal["translator", "generator", "encoder", "multi-vector", "cross-encoder", "speech"]
 
 
 class Service:

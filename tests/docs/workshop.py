@@ -22,11 +22,13 @@ def _made() -> Path:
     from tests.checkpoints import decoders, families, multilingual
     from tests.encoding import folders
     from tests.foreign.ctranslate2_folders import ARGOS
+    from tests.serving import models as serving
 
     made = Path(tempfile.mkdtemp(prefix="fastformer-docs-"))
     for name, labels in (("bert-base-uncased", None), ("all-MiniLM-L6-v2", None), ("ms-marco-MiniLM-L6-v2", 1)):
         (made / name).mkdir()
         folders.bert(made / name, num_labels=labels)
+    serving.multi_vector(made / "colbertv2.0")
     families.marian(made / "opus-mt-en-de")
     families.bart(made / "bart-base")
     families.t5(made / "t5-small")

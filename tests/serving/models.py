@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,21 @@ def encoder(folder: Path, **settings: Any) -> Path:
     return folder
 
 
+def multi_vector(folder: Path) -> Path:
+    """Makes a ColBERT of a BERT, with prompts, and queries that are expanded by tokens to which no token attends."""
+    folders.bert(folder)
+    place, _ = folders.modules(folder, ("Dense", {}), ("MultiVectorMask", {"skiplist_words": ["."]}))
+    folders.dense(place, folders.D_MODEL, 16)
+    tokens = {"module_input_name": "token_embeddings", "module_output_name": "token_embeddings"}
+    settings = json.loads((place / "config.json").read_text())
+    folders.write(place / "config.json", settings | tokens)
+    expansion = {"strategy": "fixed", "length": 12, "token": "[MASK]"}
+    folders.write(folder / "sentence_bert_config.json", {"query_expansion": expansion})
+    prompts = {"query": "query : ", "document": "answer "}
+    folders.write(folder / "config_sentence_transformers.json", {"prompts": prompts})
+    return folder
+
+
 def classifier(folder: Path, num_labels: int = 3) -> Path:
     """Makes a BERT with a head."""
     names = ["good", "bad", "odd"][:num_labels]
@@ -124,4 +140,6 @@ def folder_of(kind: str, folder: Path, translator_folder: Path) -> Path:
         from tests.audio import speech
 
         return speech.folder(folder)
-    return {"generator": generator, "encoder": encoder, "cross-encoder": classifier}[kind](folder)
+    return {"generator": generator, "encoder": encoder, "multi-vector": multi_vector, "cross-encoder": classifier}[
+        kind
+    ](folder)

@@ -7,8 +7,9 @@ from typing import Any
 import pydantic
 import pytest
 
+from fastformer.serving.embeddings import EmbeddingsBody
 from fastformer.serving.libretranslate import TranslateBody
-from fastformer.serving.openai_bodies import ChatBody, CompletionBody, EmbeddingsBody, unsupported_field
+from fastformer.serving.openai_bodies import ChatBody, CompletionBody, unsupported_field
 from fastformer.serving.rerank import DocumentsBody
 from fastformer.serving.tei import EmbedBody, PredictBody, RerankBody
 from fastformer.serving.tgi import GenerateBody, Parameters

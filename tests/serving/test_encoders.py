@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import threading
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import fastformer
-from fastformer import CrossEncoder, Encoder
+from fastformer import CrossEncoder, Encoder, MultiVectorEncoder
 from fastformer.serving import Limits, open_service
 from tests.encoding.folders import D_MODEL, MANY, modules, write
 from tests.encoding.test_decoders import decoder
@@ -89,6 +90,34 @@ def test_sparse_embeddings(tmp_path: Path, client: Any) -> None:
     assert alone == answers[:1]
     refused = httpx.post(f"{str(client.base_url).split('/v1')[0]}/embed_sparse", json={"inputs": "a"})
     assert refused.status_code == 404
+
+
+def test_vectors_of_tokens_and_their_scores(tmp_path: Path) -> None:
+    models.multi_vector(tmp_path)
+    texts, library = ["a bird sings", "the hills .", "two birds"], MultiVectorEncoder(tmp_path)
+    due = {"query": library.encode_query(texts), None: library.encode_document(texts)}
+    with running(tmp_path) as server:
+        for kind, expected in due.items():
+            body = {"input": texts, "input_type": kind}
+            found = httpx.post(f"{server.url}/v1/multi-vector", json=body).json()
+            packed = httpx.post(f"{server.url}/v1/multi-vector", json=body | {"embedding_type": "base64"}).json()
+            for one, other, vectors in zip(found["data"], packed["data"], expected, strict=True):
+                np.testing.assert_array_equal(np.array(one["embeddings"], np.float32), vectors)
+                rows = [np.frombuffer(base64.b64decode(row), "<f4") for row in other["embeddings"]]
+                np.testing.assert_array_equal(np.stack(rows), vectors)
+        alone = httpx.post(f"{server.url}/v1/multi-vector", json={"input": texts[1], "dimensions": 16}).json()
+        assert alone["data"] == [found["data"][1] | {"index": 0}] and alone["usage"]["total_tokens"] == 6
+        for route in ("/v1/rerank", "/v2/rerank", "/rerank"):
+            ranked = httpx.post(f"{server.url}{route}", json={"query": texts[0], "documents": texts}).json()["results"]
+            expected = library.rank(texts[0], texts)
+            assert [(one["index"], one["relevance_score"]) for one in ranked] == [
+                (one["corpus_id"], one["score"]) for one in expected
+            ]
+        for wrong, named in (({"dimensions": 3}, "dimensions"), ({"input_type": "passage"}, "input_type"),
+                             ({"input": [5, 7]}, "input"), ({"input": "a bird " * 30}, "input")):  # fmt: skip
+            answer = httpx.post(f"{server.url}/v1/multi-vector", json={"input": texts} | wrong)
+            assert answer.status_code == 400 and named in answer.json()["error"]["param"], answer.text
+        assert httpx.post(f"{server.url}/v1/embeddings", json={"input": texts}).status_code == 404
 
 
 async def test_texts_of_many_clients_are_computed_together(folder, encoder) -> None:

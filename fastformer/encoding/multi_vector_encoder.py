@@ -1,0 +1,230 @@
+"""`MultiVectorEncoder`: a vector for each token of a text, and scores by late interaction, from a ColBERT's folder."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastformer.encoding.batches import BATCH_TOKENS, as_int, check_limits, check_several, chunks, made_ahead, progress
+from fastformer.encoding.folder import Folder
+from fastformer.encoding.folder_model import FolderModel, batches, named, one_of
+from fastformer.encoding.late_interaction import LateInteraction, Task, Vectors, max_sim, max_sim_pairs
+from fastformer.encoding.modules import Array, normalized
+from fastformer.encoding.tokens import Rows
+from fastformer.generation.text_io import expect_text
+from fastformer.settings import Positive, check_value
+
+# The names of a task's prompts; the first that the folder has counts.
+_PROMPTS = {"query": ("query",), "document": ("document", "passage", "corpus")}
+
+
+class MultiVectorEncoder(FolderModel):
+    """Computes a vector for each token of texts. Methods and arguments are called as in sentence-transformers.
+
+    Args:
+        folder: a folder of a multi-vector encoder, saved by sentence-transformers or PyLate, or of Stanford's ColBERT.
+        precision: see `Encoder`.
+        device: the device for the model; None: the CPU.
+        prompts, default_prompt_name: replace the folder's settings.
+        similarity_fn_name: replaces the folder's setting.
+
+    Attributes:
+        prompts, default_prompt_name: see `Encoder`.
+        similarity_fn_name: "maxsim": the sum, over a query's vectors, of the greatest dot product with a vector of the
+            document; or "meanmaxsim": this sum divided by the number of the query's vectors.
+
+    Raises:
+        ImportError: a library that the folder needs is not installed.
+        ValueError: the folder has one embedding for each text; or see `Encoder`.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | Folder,
+        *,
+        precision: str | None = None,
+        device: torch.device | str | None = None,
+        prompts: Mapping[str, str] | None = None,
+        default_prompt_name: str | None = None,
+        similarity_fn_name: str | None = None,
+    ) -> None:
+        super().__init__(folder, precision, device, prompts, default_prompt_name)
+        late = self._folder.late
+        if late is None:
+            raise ValueError(
+                f"expected a folder with a vector for each token, got one with an embedding for each text in "
+                f"{self._folder.path}: fastformer.Encoder computes it"
+            )
+        self._late: LateInteraction = late
+        check_value("similarity_fn_name", similarity_fn_name, Literal["maxsim", "meanmaxsim"] | None)
+        self.similarity_fn_name = late.similarity if similarity_fn_name is None else similarity_fn_name
+
+    def get_embedding_dimension(self) -> int:
+        """Returns the number of dimensions of a vector."""
+        return self._late.width
+
+    def encode(
+        self,
+        inputs: str | Iterable[str] | None = None,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        batch_size: int | None = None,
+        show_progress_bar: bool | None = None,
+        output_value: Literal["token_embeddings"] = "token_embeddings",
+        convert_to_numpy: bool = False,
+        device: Any = None,
+        normalize_embeddings: bool = False,
+        pool: None = None,
+        chunk_size: int | None = None,
+        *,
+        task: Task | None = None,
+        sentences: str | Iterable[str] | None = None,
+        batch_tokens: int = BATCH_TOKENS,
+    ) -> Any:
+        """Returns the vectors of texts, in their order.
+
+        Args:
+            inputs: a text, or texts, read a few thousand at a time; also by the name sentences.
+            prompt_name, prompt, batch_size, show_progress_bar, device, pool, chunk_size: see `Encoder.encode`.
+            output_value: "token_embeddings".
+            convert_to_numpy: return arrays; False returns tensors.
+            normalize_embeddings: divide each vector by its length, if the folder doesn't.
+            task: "query" or "document", as `encode_query` and `encode_document` say; None: a document's vectors,
+                without the limit of its length.
+            batch_tokens: the most tokens that are computed together.
+
+        Returns:
+            For each text (tokens, dim) in fp32; without the list for a single text.
+
+        Raises:
+            ValueError: an item is not a text, or see `Encoder.encode`.
+        """
+        self._check_run(device, pool, chunk_size)
+        texts = one_of(inputs, sentences)
+        check_value("task", task, Task | None)
+        check_value("output_value", output_value, Literal["token_embeddings"])
+        check_value("normalize_embeddings", normalize_embeddings, bool)
+        is_one = isinstance(texts, str)
+        texts = [texts] if is_one else texts
+        check_several("inputs", texts)
+        limits, front = check_limits(batch_tokens, batch_size), self._prompt(prompt, prompt_name)
+        found: list[Any] = []
+        with progress(texts, show_progress_bar) as advance:
+            for rows in self._rows(texts, front, task):
+                found += self._batched(rows, task, limits, advance)
+        if normalize_embeddings:
+            found = [normalized(each) for each in found]
+        if not convert_to_numpy:
+            found = [torch.from_numpy(each).to(self.device) for each in found]
+        return found[0] if is_one else found
+
+    def encode_query(self, inputs: str | Iterable[str] | None = None, *arguments: Any, **options: Any) -> Any:
+        """Calls `encode` with the task "query", and its prompt, if the folder has one and the call doesn't name one."""
+        return self.encode(inputs, **self._for_task("query", arguments, options))
+
+    def encode_document(self, inputs: str | Iterable[str] | None = None, *arguments: Any, **options: Any) -> Any:
+        """Calls `encode` with the task "document", and a prompt as `Encoder.encode_document` chooses it."""
+        return self.encode(inputs, **self._for_task("document", arguments, options))
+
+    def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:
+        """Returns the scores of documents for queries, (queries, documents).
+
+        Args:
+            embeddings1: the vectors of queries, a list of tensors or arrays (tokens, dim); or of one query.
+            embeddings2: the vectors of documents, likewise.
+        """
+        mean = self.similarity_fn_name == "meanmaxsim"
+        return max_sim(_lists(embeddings1), _lists(embeddings2), mean=mean)
+
+    def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Tensor:
+        """Returns the score of each document for the query in the same place, (documents,); see `similarity`."""
+        mean = self.similarity_fn_name == "meanmaxsim"
+        return max_sim_pairs(_lists(embeddings1), _lists(embeddings2), mean=mean)
+
+    def rank(
+        self,
+        query: str,
+        documents: Iterable[str],
+        top_k: int | None = None,
+        return_documents: bool = False,
+        *,
+        batch_size: int | None = None,
+        show_progress_bar: bool | None = None,
+        batch_tokens: int = BATCH_TOKENS,
+    ) -> list[dict[str, Any]]:
+        """Ranks documents by their scores for a query, best first; see `CrossEncoder.rank`."""
+        check_several("documents", documents)
+        top_k = as_int(top_k)
+        check_value("top_k", top_k, Positive | None)
+        if not isinstance(query, str):
+            raise ValueError(f"expected query as a str, got {type(query).__name__}")
+        texts = list(documents)
+        vectors = self.encode_document(
+            texts, batch_size=batch_size, show_progress_bar=show_progress_bar, batch_tokens=batch_tokens
+        )
+        scores = self.similarity(self.encode_query([query]), vectors)[0].tolist()
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])[:top_k]
+        return [
+            {"corpus_id": index, "score": scores[index], **({"text": texts[index]} if return_documents else {})}
+            for index in order
+        ]
+
+    def _prompt_for(self, task: str | None) -> str | None:
+        """Returns the name of the prompt of a task's texts; None: the default one."""
+        return next((name for name in _PROMPTS.get(task or "", ()) if name in self.prompts), None)
+
+    def _for_task(self, task: Task, arguments: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+        options = {"task": task, **named(self.encode, arguments, options)}
+        if options.get("prompt") is None and options.get("prompt_name") is None:
+            options["prompt_name"] = self._prompt_for(task)
+        return options
+
+    def _tokenized(self, texts: Sequence[Any]) -> Rows:
+        return self._reader.texts(texts)
+
+    def _rows(self, texts: Iterable[str], prompt: str, task: str | None) -> Iterator[Rows]:
+        def checked() -> Iterator[list[str]]:
+            numbers = itertools.count(1)
+            for chunk in chunks(texts):
+                for text, number in zip(chunk, numbers, strict=False):
+                    expect_text("inputs", number, text)
+                yield chunk
+
+        return made_ahead(lambda chunk: self._read(chunk, prompt, task), checked())
+
+    def _read(self, texts: Sequence[str], prompt: str, task: str | None, *, cuts: bool = True) -> Rows:
+        most = self._late.max_len(task, self._reader.max_len)
+        return self._reader.texts(texts, prompt, cuts=cuts, max_len=most)
+
+    def _batched(
+        self, rows: Rows, task: str | None, limits: tuple[int, int | None], advance: Callable[[int], object]
+    ) -> list[Array]:
+        vectors: list[Array] = [np.zeros((0, self._late.width), np.float32)] * len(rows.ids)
+        for indices in batches(rows, limits):
+            for index, each in zip(indices, self._vectors(rows.select(indices), task), strict=True):
+                vectors[index] = each
+            advance(len(indices))
+        return vectors
+
+    def _vectors(self, rows: Rows, task: str | None) -> Vectors:
+        """Returns the vectors of texts, each of which has tokens."""
+        ids, gaps, counts = self._late.expanded(rows.ids, task)
+        hidden = self._engine.encode(ids, pooling="none", gaps=gaps)
+        return self._late.vectors(hidden, ids, task, counts, is_first=gaps is not None)
+
+
+def _lists(embeddings: Any) -> list[Array]:
+    """Returns the vectors of each text as fp32 arrays; (tokens, dim) is one text."""
+    if isinstance(embeddings, Tensor | np.ndarray) and embeddings.ndim == 2:
+        embeddings = [embeddings]
+    arrays = [np.asarray(each.cpu() if isinstance(each, Tensor) else each, np.float32) for each in embeddings]
+    for each in arrays:
+        if each.ndim != 2:
+            raise ValueError(f"expected the vectors of a text as (tokens, dim), got {each.shape}")
+    return arrays

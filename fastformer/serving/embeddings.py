@@ -1,0 +1,213 @@
+"""The routes of embeddings: OpenAI's POST /v1/embeddings, and Jina's /v1/multi-vector of a multi-vector encoder."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, Field
+
+from fastformer.encoding.modules import Array
+from fastformer.serving.answers import answer, until_gone
+from fastformer.serving.encoder_service import EmbedService, MultiVectorService
+from fastformer.serving.limits import Limits
+from fastformer.serving.openai_bodies import ERRORS, ApiError, Body, Int, Text, check_body, check_texts
+from fastformer.serving.openai_bodies import error_response as error_response
+from fastformer.serving.service import Service
+
+# What `UNSUPPORTED` is for language models, for embeddings, scores and rankings.
+UNSUPPORTED_OF_ENCODERS: Mapping[str, tuple[Any, ...]] = {
+    "activation": (), "add_special_tokens": (True,), "dimensions": (), "documents": (), "embedding_type": ("float",),
+    "embedding_types": (["float"],), "encoding_format": ("float",), "function_to_apply": (), "input_type": (),
+    "instruction": (), "late_chunking": (False,), "max_chunks_per_doc": (), "max_tokens_per_doc": (), "normalize": (),
+    "normalized": (), "output_dimension": (), "output_dtype": ("float",), "parameters": ({},), "prompt_name": (),
+    "rank_fields": (["text"],), "return_multivector": (False,), "softmax": (), "task": (), "task_type": (),
+    "top_k": (), "top_n": (), "truncate_prompt_tokens": (), "truncation": (), "use_activation": (),
+}  # fmt: skip
+
+
+class EmbeddingsBody(Body):
+    """The body of a POST /v1/embeddings request; prompt_name, truncate, truncation and timeout aren't OpenAI's.
+
+    Attributes:
+        input: a text or several. Ids are refused: clients make them for another model's vocabulary.
+        truncate: cut texts that are too long; without it they are an error.
+        truncation: the same, as Voyage names it.
+    """
+
+    unsupported = UNSUPPORTED_OF_ENCODERS
+
+    input: (
+        Text
+        | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[Int], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[Annotated[list[Int], Field(fail_fast=True)]], Field(min_length=1, fail_fast=True)]
+    )
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[Int, Field(ge=1)] | None = None
+    prompt_name: str | None = None
+    truncate: bool | None = None
+    truncation: bool | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
+
+
+class EmbeddingRow(BaseModel):
+    """An embedding: numbers, or the base64 of their fp32 in little endian."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingsUsage(BaseModel):
+    """The number of the texts' tokens."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(BaseModel):
+    """The body of a POST /v1/embeddings response."""
+
+    object: Literal["list"]
+    data: list[EmbeddingRow]
+    model: str
+    usage: EmbeddingsUsage
+
+
+class VectorsBody(Body):
+    """The body of a POST /v1/multi-vector request; truncate and timeout aren't Jina's.
+
+    Attributes:
+        input: a text or several.
+        input_type: whether they are queries or documents.
+        embedding_type: numbers, or for each vector the base64 of fp32 in little endian.
+        dimensions: the number of dimensions, which is the model's.
+        truncate: cut texts that are too long; without it they are an error.
+        timeout: seconds after which the request fails; at most the server's limit.
+    """
+
+    unsupported = {name: neutral for name, neutral in UNSUPPORTED_OF_ENCODERS.items() if name != "return_multivector"}
+
+    input: Text | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+    model: str | None = None
+    input_type: Literal["query", "document"] | None = None
+    embedding_type: Literal["float", "base64"] | None = None
+    dimensions: Annotated[Int, Field(ge=1)] | None = None
+    truncate: bool | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
+
+
+class VectorsOfText(BaseModel):
+    """The vectors of a text's tokens: numbers, or base64."""
+
+    object: Literal["embeddings"]
+    index: int
+    embeddings: list[list[float]] | list[str]
+
+
+class TokenVectors(BaseModel):
+    """The body of a POST /v1/multi-vector response."""
+
+    object: Literal["list"]
+    data: list[VectorsOfText]
+    model: str
+    usage: EmbeddingsUsage
+
+
+def router(service: Service, limits: Limits) -> APIRouter:
+    """Makes the routes of an encoder."""
+    routes = APIRouter()
+    if isinstance(service, EmbedService):
+        _add_embeddings(routes, service, limits)
+    if isinstance(service, MultiVectorService):
+        _add_vectors(routes, service, limits)
+    return routes
+
+
+def _add_embeddings(routes: APIRouter, service: EmbedService, limits: Limits) -> None:
+    @routes.post("/v1/embeddings", response_model=None, responses={200: {"model": Embeddings}, **ERRORS})
+    async def embeddings(body: EmbeddingsBody, http: Request) -> Response:
+        """Returns the embeddings of texts."""
+        check_body(body, service.name)
+        texts = _embedded_texts(body.input)
+        check_texts(texts, limits, "input")
+        width = service.encoder.get_embedding_dimension()
+        if body.dimensions is not None and body.dimensions > width:
+            raise ApiError(f"expected dimensions of at most {width}, got {body.dimensions:,}", param="dimensions")
+        if body.prompt_name is not None and body.prompt_name not in service.encoder.prompts:
+            names = [*service.encoder.prompts]
+            raise ApiError(f"expected a prompt_name in {names}, got {body.prompt_name!r:.40}", param="prompt_name")
+        try:
+            work = service.embed(
+                texts,
+                prompt_name=body.prompt_name,
+                # An embedding that is cut is no longer of length 1.
+                normalize=(body.dimensions is not None and service.encoder.normalizes) or None,
+                truncate_dim=body.dimensions,
+                cuts=bool(body.truncation if body.truncate is None else body.truncate),
+                timeout=body.timeout,
+            )
+            encoded = await until_gone(http, work)
+        except ValueError as error:
+            raise ApiError(str(error), param="input") from error
+        is_packed = body.encoding_format == "base64"
+        rows = [
+            {"object": "embedding", "index": index, "embedding": packed(row) if is_packed else row.tolist()}
+            for index, row in enumerate(encoded.rows)
+        ]
+        usage = {"prompt_tokens": encoded.num_tokens, "total_tokens": encoded.num_tokens}
+        return answer({"object": "list", "data": rows, "model": service.name, "usage": usage})
+
+
+def _embedded_texts(given: str | list[Any]) -> list[str]:
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts[0], str):
+        raise ApiError(
+            "expected input to be a text or a list of texts, got ids of tokens, which clients make for other models; "
+            "LangChain sends texts with check_embedding_ctx_length=False",
+            param="input",
+        )
+    return texts
+
+
+def _add_vectors(routes: APIRouter, service: MultiVectorService, limits: Limits) -> None:
+    @routes.post("/v1/multi-vector", response_model=None, responses={200: {"model": TokenVectors}, **ERRORS})
+    async def multi_vector(body: VectorsBody, http: Request) -> Response:
+        """Returns a vector for each token of texts."""
+        check_body(body, service.name)
+        texts = [body.input] if isinstance(body.input, str) else body.input
+        check_texts(texts, limits, "input")
+        width = service.encoder.get_embedding_dimension()
+        if body.dimensions not in (None, width):
+            raise ApiError(
+                f"expected dimensions {width}, those of the model, got {body.dimensions:,}", param="dimensions"
+            )
+        try:
+            task = "query" if body.input_type == "query" else "document"
+            work = service.vectors(texts, task, cuts=bool(body.truncate), timeout=body.timeout)
+            encoded = await until_gone(http, work)
+        except ValueError as error:
+            raise ApiError(str(error), param="input") from error
+        write = (lambda rows: [packed(row) for row in rows]) if body.embedding_type == "base64" else _numbers
+        data = [
+            {"object": "embeddings", "index": index, "embeddings": write(rows)}
+            for index, rows in enumerate(encoded.rows)
+        ]
+        usage = {"prompt_tokens": encoded.num_tokens, "total_tokens": encoded.num_tokens}
+        return answer({"object": "list", "data": data, "model": service.name, "usage": usage})
+
+
+def _numbers(rows: Array) -> list[list[float]]:
+    numbers: list[list[float]] = rows.tolist()
+    return numbers
+
+
+def packed(row: npt.NDArray[Any]) -> str:
+    """Packs the numbers of an embedding as OpenAI does: the base64 of fp32 in little endian."""
+    return base64.b64encode(np.ascontiguousarray(row, "<f4").tobytes()).decode("ascii")
