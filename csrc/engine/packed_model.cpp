@@ -41,6 +41,13 @@ class Names {
   Norm norm(const std::string& name, int64_t size) const {
     return {vector(name + ".weight", size, 1), vector(name + ".bias", size, 0)};
   }
+  // Returns the names and the addresses of all tensors within.
+  std::vector<std::pair<std::string, const void*>> addresses() const {
+    std::vector<std::pair<std::string, const void*>> all;
+    for (auto it = tensors_.lower_bound(prefix_); it != tensors_.end() && it->first.starts_with(prefix_); ++it)
+      all.emplace_back(it->first.substr(prefix_.size()), it->second.data);
+    return all;
+  }
   // Returns a tensor of two dimensions, and checks the second one if `columns` is given.
   const ModelTensor& table(const std::string& name, int64_t columns = -1) const {
     check_table(name, columns);
@@ -133,7 +140,8 @@ Mixture pack_mixture(const ModelOptions& o, const Names& names) {
   return mixture;
 }
 
-PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross, int64_t window) {
+// The caller sets the window.
+PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross) {
   const int64_t dim = o.d_model, q_dim = o.q_dim(), rows = o.qkv_dim();
   const auto linear = [&](const Names& where, const std::string& name, int64_t n, int64_t k) {
     return where.weight(name + ".weight", name + ".bias", 0, n, n, k, o.precision);
@@ -145,7 +153,6 @@ PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross
     return Norm{where.vector(name, size, 1), std::vector<float>(size)};
   };
   PackedLayer layer;
-  layer.window = window;
   const Names own = names.within("self_attn"), cross = names.within("multihead_attn");
   layer.qkv = own.weight("in_proj_weight", "in_proj_bias", 0, rows, rows, dim, o.precision);
   layer.out = linear(own, "out_proj", dim, q_dim);
@@ -175,9 +182,13 @@ PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross
 PackedStack pack_stack(const ModelOptions& o, const Names& names, bool has_cross, const std::vector<int64_t>& windows) {
   constexpr int64_t kWidest = int64_t(1) << 32;  // more than any text has tokens; sums with positions can't overflow
   PackedStack stack;
-  for (size_t i = 0; i < windows.size(); ++i)
-    stack.layers.push_back(
-        pack_layer(o, names.within("layers." + std::to_string(i)), has_cross, std::min(windows[i], kWidest)));
+  std::map<std::vector<std::pair<std::string, const void*>>, size_t> packed;  // layers that share all tensors share them
+  for (size_t i = 0; i < windows.size(); ++i) {
+    const Names layer = names.within("layers." + std::to_string(i));
+    const auto [first, is_new] = packed.try_emplace(layer.addresses(), i);
+    stack.layers.push_back(is_new ? pack_layer(o, layer, has_cross) : stack.layers[first->second]);
+    stack.layers.back().window = std::min(windows[i], kWidest);
+  }
   // The layers of torch.nn end without a norm, unless one is given.
   if (names.find("norm.weight") || (o.norm_placement != NormPlacement::sum && !o.is_bare))
     stack.final_norm.push_back(names.norm("norm", o.d_model));

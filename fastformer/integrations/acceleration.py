@@ -113,8 +113,8 @@ def accelerate(
     has returned the memory that packing freed (`malloc_trim`).
 
     Encoders of transformers that `from_huggingface` converts (BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, MPNet,
-    ELECTRA, ModernBERT; and those of BART, Marian, mBART, Pegasus, M2M100 and, on transformers 5, T5) run on the
-    engine, too, in evaluation without gradients on a CPU: one call computes the hidden states from the ids, and
+    ELECTRA, ALBERT, ModernBERT; and those of BART, Marian, mBART, Pegasus, M2M100 and, on transformers 5, T5) run on
+    the engine, too, in evaluation without gradients on a CPU: one call computes the hidden states from the ids, and
     poolers, heads and decoders read them as before. A call falls back to the modules if it has inputs_embeds,
     position_ids, hidden states or attentions to return, or padding that something may read. Padding may lie on either
     side, or between tokens. The packed copy takes about as much memory as the encoder's matrices in the engine's

@@ -66,7 +66,7 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT | BERT:
             GPTNeoXForCausalLM or Starcoder2ForCausalLM; MixtralForCausalLM, OlmoeForCausalLM, Qwen2MoeForCausalLM,
             Qwen3MoeForCausalLM or GraniteMoeForCausalLM; or an encoder, with the head that classifies texts or without
             one: BertModel and BertForSequenceClassification, and the same classes of RoBERTa, XLM-RoBERTa, CamemBERT,
-            DistilBERT, MPNet, ELECTRA and ModernBERT. The head of their ForMaskedLM is omitted.
+            DistilBERT, MPNet, ELECTRA, ALBERT and ModernBERT. The head of their ForMaskedLM is omitted.
 
     Raises:
         ValueError: the model is of another class, or has settings that fastformer's models don't have.

@@ -321,7 +321,8 @@ def _encoded(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _dtype(model: Any) -> torch.dtype:
     """Returns the dtype of the hidden states that the modules would return."""
-    if torch.is_autocast_enabled("cpu") and "embeddings_project" in model._modules:
+    is_projected = "embeddings_project" in model._modules or model.config.model_type == "albert"
+    if torch.is_autocast_enabled("cpu") and is_projected:
         # Only products have autocast's dtype. The residual stream is fp32, unless it begins with a product.
         return torch.get_autocast_dtype("cpu")
     return cast(torch.dtype, model.dtype)
@@ -430,6 +431,7 @@ def _padded(rows: Tensor, texts: _Texts) -> Tensor:
 
 # The class of the output, by the model_type; it is defined in the module of the model.
 _OUTPUTS = {
+    "albert": "BaseModelOutputWithPooling",
     "distilbert": "BaseModelOutput",
     "modernbert": "BaseModelOutput",
     "electra": "BaseModelOutputWithPastAndCrossAttentions",
@@ -438,11 +440,17 @@ _OUTPUTS = {
 }
 
 
+def _pooled(model: Any, hidden: Tensor) -> Tensor:
+    if model.config.model_type == "albert":  # its pooler is a linear map
+        return cast(Tensor, model.pooler_activation(model.pooler(hidden[:, 0])))
+    return cast(Tensor, model.pooler(hidden))
+
+
 def _as_asked(model: Any, hidden: Tensor, given: dict[str, Any]) -> Any:
     kind = model.config.model_type
     form = ENCODER_FORMS.get(kind)
     has_pooler = form is not None and form.pooler is not None
-    pooled = model.pooler(hidden) if has_pooler and model.pooler is not None else None
+    pooled = _pooled(model, hidden) if has_pooler and model.pooler is not None else None
     if gives_tuple(model.config, given):
         if has_pooler and (RETURNS_TUPLES or kind == "mpnet"):
             return hidden, pooled

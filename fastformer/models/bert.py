@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -80,15 +81,39 @@ class ClassificationHead(nn.Module):
         return self.out(self.dropout(x))
 
 
+def _aliases(model: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
+    """Returns the prefixes of names in a state_dict whose layer is that of an earlier prefix, with this prefix."""
+    assert isinstance(model, BERT)
+    layers = model.encoder.layers
+    for layer, first in enumerate(model.config.distinct):
+        if layer != first and layers[layer] is layers[first]:
+            yield f"{prefix}encoder.layers.{layer}.", f"{prefix}encoder.layers.{first}."
+
+
+def _omit_aliases(model: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+    """Leaves one name for each tensor of layers that share their weights."""
+    for name, _ in _aliases(model, prefix):
+        for each in [each for each in state if each.startswith(name)]:
+            del state[each]
+
+
+def _restore_aliases(model: nn.Module, state: dict[str, Any], prefix: str, *others: object) -> None:
+    """Adds the names that `_omit_aliases` has omitted."""
+    for name, first in _aliases(model, prefix):
+        for each in [each for each in state if each.startswith(first)]:
+            state.setdefault(name + each.removeprefix(first), state[each])
+
+
 class BERT(PretrainedModel):
-    """An encoder-only Transformer: BERT, and by its options RoBERTa, DistilBERT, MPNet, ELECTRA, ModernBERT and others.
+    """An encoder-only Transformer: BERT, RoBERTa, DistilBERT, MPNet, ELECTRA, ALBERT, ModernBERT and others.
 
     Inputs are padded on the right (batch, seqlen), or packed (total,) with a `SequenceLayout.packed`; weights and
     results are the same. Without a layout, trailing PADs are padding.
 
     Parameters: `embedding.weight`, `embedding.position.table` (learned), `encoder.*` as in
     `torch.nn.TransformerEncoder`; where the config has them `token_type_embedding.weight`, `embedding_norm.*`,
-    `embedding_projection.*`, `position_bias.table` (relative), `pooler.*` and `head.*`.
+    `embedding_projection.*`, `position_bias.table` (relative), `pooler.*` and `head.*`. With `layer_groups`, a
+    state_dict has the first layer of each group.
 
     Args:
         config: the settings; `BERT.from_preset("base", vocab_size=...)` knows "base", "large", "mini" and "tiny".
@@ -147,7 +172,14 @@ class BERT(PretrainedModel):
             head_dim=config.head_dim,
             **layer_options(config, factory),
         )
-        self.encoder = TransformerEncoder(layer, config.num_layers, final_norm)
+        if config.layer_groups is None:
+            self.encoder = TransformerEncoder(layer, config.num_layers, final_norm)
+        else:
+            shared = {first: copy.deepcopy(layer) for first in config.distinct}
+            layers = [shared[first] for first in config.distinct]
+            self.encoder = TransformerEncoder(layers, config.num_layers, final_norm)
+            self.register_state_dict_post_hook(_omit_aliases)
+            self.register_load_state_dict_pre_hook(_restore_aliases)
         if not config.first_norm:
             self.encoder.layers[0].norm1 = nn.Identity()
         for module, has_window in zip(self.encoder.layers, config.windows, strict=True):

@@ -61,6 +61,8 @@ class BERTConfig(StackConfig):
             tanh ("roberta"), ReLU ("distilbert"), GELU ("electra"), or GELU and a norm ("modernbert").
         head_pooling: the input of the head: the first token ("cls"), or the mean of all tokens.
         special_ids: the special ids; pad fills a batch.
+        layer_groups: the number of groups of consecutive layers, each of which has the weights of one layer (ALBERT);
+            None: every layer has weights of its own.
     """
 
     vocab_size: Annotated[int, Range(2)]
@@ -96,6 +98,7 @@ class BERTConfig(StackConfig):
     head: Head = "bert"
     head_pooling: HeadPooling = "cls"
     special_ids: SpecialIds = SpecialIds()
+    layer_groups: Positive | None = None
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -107,6 +110,13 @@ class BERTConfig(StackConfig):
         if not self.first_norm and not self.norm_first:
             raise ValueError("expected norm_first if there is no first_norm, got a post-norm model")
         self.check_windows()
+        if self.layer_groups is not None:
+            if self.layer_groups > self.num_layers:
+                raise ValueError(f"expected layer_groups of at most {self.num_layers} layers, got {self.layer_groups}")
+            if not self.first_norm or self.window_layers is not None:
+                raise ValueError(
+                    "expected layers of one kind, with first_norm and without window_layers, for layer_groups"
+                )
         if self.num_labels and self.head == "bert" and not (self.pooler and self.head_pooling == "cls"):
             raise ValueError(
                 f"expected a pooler, and head_pooling 'cls', for a head of 'bert', got pooler={self.pooler} and "
@@ -135,6 +145,14 @@ class BERTConfig(StackConfig):
     def width(self) -> int:
         """The size of the embeddings: embedding_size or its default."""
         return self.d_model if self.embedding_size is None else self.embedding_size
+
+    @property
+    def distinct(self) -> tuple[int, ...]:
+        """For each layer, the first one that has its weights."""
+        if self.layer_groups is None:
+            return (*range(self.num_layers),)
+        groups = [int(layer / (self.num_layers / self.layer_groups)) for layer in range(self.num_layers)]
+        return (*map(groups.index, groups),)
 
     @property
     def is_relative(self) -> bool:

@@ -55,6 +55,11 @@ def quantized_names(model: nn.Module) -> list[str]:
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    entries = model.state_dict()  # without the names of layers that share the weights of others
+    return ((name, weight) for name, weight in _named_matrices(model) if name in entries)
+
+
+def _named_matrices(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         dotted = f"{prefix}." if prefix else ""
         if isinstance(module, nn.Linear | nn.Embedding | StackedLinear):

@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 from tests.checkpoints.decoders import save
-from tests.checkpoints.families import ENGLISH, byte_level, sentencepiece_model, write_pieces
+from tests.checkpoints.families import ENGLISH, byte_level, of_files, sentencepiece_model, write_pieces
 
 tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
 
@@ -111,6 +111,16 @@ def mpnet(folder: Path) -> None:
     (folder / "vocab.txt").write_bytes(vocab)
 
 
+def albert(folder: Path) -> None:
+    """Makes a folder with Unigram that lower-cases, of layers that share their weights."""
+    write_pieces(folder / "spiece.model", ENGLISH, pad_id=0, unk_id=1, bos_id=2, eos_id=3, pad_piece="<pad>",
+                 bos_piece="[CLS]", eos_piece="[SEP]", control_symbols="[MASK]")  # fmt: skip
+    tokenizer = of_files("AlbertTokenizer", folder)
+    (folder / "spiece.model").unlink()
+    config = transformers.AlbertConfig(**SIZES, vocab_size=len(tokenizer), embedding_size=24)
+    save(folder, transformers.AlbertForSequenceClassification(config), tokenizer)
+
+
 def modernbert(folder: Path) -> None:
     """Makes a folder with a byte-level BPE that has BERT's special tokens, and a head."""
     backend = byte_level(["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"])._tokenizer
@@ -128,5 +138,5 @@ def modernbert(folder: Path) -> None:
 
 FOLDERS: dict[str, Callable[[Path], None]] = {
     "bert": bert, "bert head": bert_head, "roberta": roberta, "xlm-roberta": xlm_roberta, "xlm-roberta pieces": pieces,
-    "distilbert": distilbert, "mpnet": mpnet, "modernbert": modernbert,
+    "distilbert": distilbert, "mpnet": mpnet, "albert": albert, "modernbert": modernbert,
 }  # fmt: skip

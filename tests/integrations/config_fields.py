@@ -47,6 +47,7 @@ BASES: dict[str, dict[str, Any]] = {
     "distilbert": {**_IDS, "dim": 24, "n_layers": 2, "n_heads": 6, "hidden_dim": 40, "max_position_embeddings": 64,
                    "num_labels": 3},
     "electra": {**_BERT, "embedding_size": 16},
+    "albert": {**_BERT, "embedding_size": 16, "num_hidden_groups": 2},
     "modernbert": {**_BERT, "local_attention": 8},
     **dict.fromkeys(("bart", "mbart", "pegasus", "m2m_100"), _BART),
     "marian": {**_BART, "pad_token_id": 59, "decoder_start_token_id": 59},
@@ -299,7 +300,8 @@ def _ids(rows: int, length: int, seed: int) -> Tensor:
 IDS, TARGETS = _ids(3, 21, 1), _ids(3, 9, 2)
 RIGHT = (torch.arange(21) < torch.tensor([[21], [13], [4]])).long()
 LEFT = RIGHT.flip(1)
-_FROM_ZERO = ("gpt2", "bert", "electra", "distilbert")  # families that count padding unless they get positions
+# Families that count padding unless they get positions.
+_FROM_ZERO = ("gpt2", "bert", "electra", "albert", "distilbert")
 
 
 def _real(hidden: Tensor, mask: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ def padded(theirs: Any, texts: list[list[int]], side: str = "right") -> dict[str
     found = {name: torch.tensor(values) for name, values in rows.items()}
     if getattr(theirs.config, "type_vocab_size", 0) < 2:
         del found["token_type_ids"]
-    if theirs.config.model_type not in ("bert", "electra", "distilbert") or side == "right":
+    if theirs.config.model_type not in ("bert", "electra", "albert", "distilbert") or side == "right":
         del found["position_ids"]  # the others count from the first token by themselves
     return found
 
@@ -135,6 +135,11 @@ def drawn(kind: str, seed: int) -> Case:
         options["type_vocab_size"] = draw.choice([1, 2, 5])
     if kind == "electra":
         options["embedding_size"] = draw.choice([3, 16, options["hidden_size"]])
+    if kind == "albert":
+        options |= {
+            "embedding_size": draw.choice([3, 17]),
+            "num_hidden_groups": draw.randint(1, options["num_hidden_layers"]),
+        }
     return Case(kind, draw.choice([BASE, HEAD, WORDS]), options)
 
 
@@ -158,5 +163,7 @@ CASES = {
     "modernbert": Case("modernbert", BASE, {"local_attention": 6, "hidden_activation": "silu"}),
     "modernbert labels": Case("modernbert", HEAD, {"local_attention": 4, "classifier_pooling": "mean"}),
     "modernbert biases": Case("modernbert", HEAD, {"local_attention": 8, "hidden_activation": "gelu_new", **_BIASES}),
+    "albert": Case("albert", BASE, {"embedding_size": 16, "num_hidden_groups": 2}),
+    "albert labels": Case("albert", HEAD, {"embedding_size": 30, "hidden_act": "relu"}),
     "electra labels": Case("electra", HEAD, {"embedding_size": 24, "hidden_act": "gelu_new"}),
 }

@@ -97,7 +97,7 @@ UNUSUAL: dict[str, Any] = {
     **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "activation_dropout"), 0.25),
     **dict.fromkeys(("attention_dropout", "dropout_rate", "resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.25),
     **dict.fromkeys(("hidden_dropout", "residual_dropout", "embedding_dropout", "classifier_dropout"), 0.25),
-    **dict.fromkeys(("seq_classif_dropout", "mlp_dropout"), 0.25),
+    **dict.fromkeys(("seq_classif_dropout", "mlp_dropout", "classifier_dropout_prob"), 0.25),
 }  # fmt: skip
 # Values that a family refuses, or that mean its usual ones.
 REFUSED = {

@@ -461,7 +461,7 @@ def test_a_precision_is_that_of_evaluation(precision: Any, bound: float, calls: 
         assert torch.equal(ours(**inputs())[0], found[0])
 
 
-@pytest.mark.parametrize("name", ["bert types", "electra", "electra labels"])  # whose embeddings may be narrower
+@pytest.mark.parametrize("name", ["bert types", "electra", "electra labels", "albert"])  # with narrow embeddings
 def test_bf16_follows_autocast_and_the_parameters(name: str, calls: list[int]) -> None:
     plain, ours = (each.base_model for each in pair(name))
     with torch.no_grad():

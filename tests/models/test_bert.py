@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastformer.encoding.engine import EncoderEngine
 from fastformer.models import BERT, BERTConfig, SpecialIds
 from fastformer.models.quantization import quantized_names
 from fastformer.nn import SequenceLayout
 from tests.engine.plain_encoder import POOLINGS, pooled
+from tests.memory import resident
 from tests.nn.comparing import randomised
 
 VOCAB = 50
@@ -23,6 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mpnet": {"positions": "learned-relative", "num_labels": 2, "head": "distilbert", "head_dim": 12},
     "t5": {"positions": "relative", "norm_first": True, "norm": "rms", "bias": False, "activation": "geglu_tanh"},
     "electra": {"embedding_size": 20, "token_types": 3, "num_labels": 1, "head": "electra", "activation": "relu"},
+    "albert": {"embedding_size": 20, "num_layers": 5, "layer_groups": 2, "pooler": True, "num_labels": 2},
     "modernbert": {
         "positions": "rotary", "rotary_base": 160_000.0, "local_rotary_base": 10_000.0, "window_size": 2,
         "window_layers": (False, True), "norm_first": True, "first_norm": False, "bias": False, "activation": "geglu",
@@ -216,3 +221,23 @@ def test_bad_calls_are_named() -> None:
     for call, name in calls:
         with pytest.raises(ValueError, match=name):
             call()
+
+
+def test_layers_that_share_weights_take_memory_once() -> None:
+    model = BERT(BERTConfig(VOCAB, d_model=256, num_heads=2, num_layers=60, embedding_size=8, layer_groups=1)).eval()
+    assert sum(each.numel() for each in model.parameters()) < 900_000
+    assert {name.split(".")[2] for name in model.state_dict() if name.startswith("encoder.layers.")} == {"0"}
+    engine, before = EncoderEngine(model), resident()
+    expected = engine.encode([[3, 4, 5]])
+    assert engine.name == "cpp" and resident() - before < 60  # 180 MiB if each layer were packed
+    for other in (copy.deepcopy(model), copy.deepcopy(model).bfloat16().float(), model.quantize()):
+        assert sum(each.numel() for each in other.parameters()) < 900_000
+    with torch.no_grad():
+        model.encoder.layers[7].linear1.weight.mul_(2)  # of all layers
+    assert not np.array_equal(engine.encode([[3, 4, 5]]), expected)
+    model.encoder.layers[7] = copy.deepcopy(model.encoder.layers[7])  # which is one of its own from now on
+    with torch.no_grad():
+        model.encoder.layers[7].linear1.weight.mul_(2)
+        found, hidden = engine.encode([[3, 4, 5]], pooling="none"), model.encode(torch.tensor([[3, 4, 5]]))
+    np.testing.assert_allclose(found, hidden[0].numpy(), rtol=1e-4, atol=1e-4)
+    assert {name.split(".")[2] for name in model.state_dict() if name.startswith("encoder.layers.")} == {"0", "7"}

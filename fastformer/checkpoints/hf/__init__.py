@@ -120,6 +120,7 @@ _FAMILIES = {
     "distilbert": _encoder("distilbert"),
     "mpnet": _encoder("mpnet"),
     "electra": _encoder("electra", "ForPreTraining"),
+    "albert": _encoder("albert", "ForPreTraining"),
     "modernbert": _encoder("modernbert"),
 }
 FAMILIES = {kind: _checked(family) for kind, family in _FAMILIES.items()}
@@ -148,7 +149,6 @@ UNSUPPORTED = {
     "umt5": "UMT5 has a table of relative positions in each layer",
     "nllb-moe": "NLLB-MoE sends each token to some of many experts",
     "gpt_oss": "gpt-oss has attention sinks and several feed-forward networks",
-    "albert": "ALBERT has one layer that is run many times",
     "deberta": "DeBERTa attends to positions apart from words",
     "deberta-v2": "DeBERTa attends to positions apart from words",
     "roformer": "RoFormer rotates neighbouring features",

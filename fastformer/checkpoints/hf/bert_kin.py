@@ -1,7 +1,8 @@
-"""DistilBERT, MPNet and ELECTRA: `EncoderForm`s that differ from BERT's in names, positions and heads.
+"""DistilBERT, MPNet, ELECTRA and ALBERT: `EncoderForm`s that differ from BERT's in names, positions and heads.
 
 MPNet's positions are learned and relative, and count from 2, as RoBERTa's do. All of its models have 32 buckets and
-treat distances beyond 128 alike. ELECTRA's embeddings may be narrower than its layers.
+treat distances beyond 128 alike. ELECTRA's embeddings may be narrower than its layers. ALBERT's are, and groups of its
+layers share their weights; here its feed-forward networks drop out as well, like its attention.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fastformer.checkpoints.hf.bert import (
     embedding_names,
 )
 from fastformer.checkpoints.hf.common import activation_of, number_of
-from fastformer.checkpoints.hf.decoder import BOTH, layer_names
+from fastformer.checkpoints.hf.decoder import BOTH, MisfitError, layer_names
 from fastformer.checkpoints.hf.encoder import EncoderForm
 from fastformer.models import BERTConfig
 
@@ -42,6 +43,19 @@ _MPNET_MODULES = {
     "linear2": ("output.dense",),
     "norm2": ("output.LayerNorm",),
 }
+_ALBERT_MODULES = {
+    "self_attn.in_proj": tuple(f"attention.{name}" for name in ("query", "key", "value")),
+    "self_attn.out_proj": ("attention.dense",),
+    "norm1": ("attention.LayerNorm",),
+    "linear1": ("ffn",),
+    "linear2": ("ffn_output",),
+    "norm2": ("full_layer_layer_norm",),
+}
+# The values of settings that ALBERT's config.json doesn't contain, where they differ from BERT's.
+_ALBERT_USUAL = {
+    "hidden_act": "gelu_new", "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    "classifier_dropout_prob": 0.1, "embedding_size": 128, "num_hidden_groups": 1, "inner_group_num": 1,
+}  # fmt: skip
 # DistilBERT's settings and the names that BERT has for them.
 _DISTIL_SETTINGS = {
     "dim": "hidden_size",
@@ -146,6 +160,45 @@ def _electra_names(config: BERTConfig) -> dict[str, tuple[str, ...]]:
     return names
 
 
+def _albert_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    settings = {**_ALBERT_USUAL, **settings}
+    options = bert_options({**settings, "classifier_dropout": settings["classifier_dropout_prob"]})
+    size, inner = number_of(settings, "embedding_size"), number_of(settings, "inner_group_num")
+    if inner != 1:
+        raise ValueError(f"expected an inner_group_num of 1, as all ALBERTs have, got {inner}")
+    if size == options["d_model"]:
+        raise ValueError(f"expected an embedding_size other than the hidden_size, got {size} for both")
+    return {**options, "embedding_size": size, "layer_groups": number_of(settings, "num_hidden_groups")}
+
+
+def _albert_settings(config: BERTConfig) -> dict[str, Any]:
+    if config.layer_groups is None or config.embedding_size is None:
+        raise MisfitError("layer_groups", "expected an ALBERT, with layer_groups and an embedding_size, got None")
+    expected = {"embedding_size": config.embedding_size, "layer_groups": config.layer_groups}
+    settings = bert_settings(config, "ALBERT", head="bert", **expected)
+    check_types(config, "ALBERT")
+    return {
+        "model_type": "albert",
+        **settings,
+        "classifier_dropout_prob": settings.pop("classifier_dropout"),
+        "embedding_size": config.embedding_size,
+        "num_hidden_groups": config.layer_groups,
+    }
+
+
+def _albert_names(config: BERTConfig) -> dict[str, tuple[str, ...]]:
+    names = embedding_names(has_types=True)
+    names |= {f"embedding_projection.{kind}": (f"encoder.embedding_hidden_mapping_in.{kind}",) for kind in BOTH}
+    firsts = [*dict.fromkeys(config.distinct)]
+    for own_name, parts in layer_names(config, "encoder.albert_layer_groups", _ALBERT_MODULES).items():
+        layer, kind = own_name.removeprefix("encoder.layers.").split(".", 1)
+        if int(layer) in firsts:
+            group = firsts.index(int(layer))
+            ends = [part.split(".", 3)[3] for part in parts]
+            names[own_name] = tuple(f"encoder.albert_layer_groups.{group}.albert_layers.0.{end}" for end in ends)
+    return names
+
+
 FORMS = {
     "distilbert": EncoderForm(
         "DistilBERT",
@@ -178,5 +231,14 @@ FORMS = {
         names=_electra_names,
         head=dense_head,
         pooler=None,
+    ),
+    "albert": BERT_FORM._replace(
+        name="ALBERT",
+        prefix="albert.",
+        classes="Albert",
+        options=_albert_options,
+        settings=_albert_settings,
+        names=_albert_names,
+        pooler="pooler",
     ),
 }

@@ -87,6 +87,8 @@ FIELDS: dict[str, frozenset[str]] = {
         "attention_dropout activation initializer_range qa_dropout seq_classif_dropout",
         "mpnet": f"{_BERT} relative_attention_num_buckets",
         "electra": f"{_BERT} embedding_size summary_type summary_use_proj summary_activation summary_last_dropout",
+        "albert": f"{_ALL} {_LAYERS} hidden_act hidden_dropout_prob attention_probs_dropout_prob type_vocab_size "
+        "initializer_range layer_norm_eps embedding_size num_hidden_groups inner_group_num classifier_dropout_prob",
         "modernbert": f"{_ALL} {_LAYERS} hidden_activation initializer_range initializer_cutoff_factor norm_eps "
         "norm_bias cls_token_id sep_token_id attention_bias attention_dropout layer_types rope_parameters "
         "local_attention embedding_dropout mlp_bias mlp_dropout decoder_bias classifier_pooling classifier_dropout "
@@ -113,6 +115,7 @@ _IDS: dict[str, dict[str, int]] = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), {"pad_token_id": 0, "eos_token_id": 1}),
     **dict.fromkeys(("roberta", "xlm-roberta", "camembert", "mpnet"), _ROBERTA_IDS),
     "phi3": {"pad_token_id": 32000, "eos_token_id": 32000},
+    "albert": {"bos_token_id": 2, "eos_token_id": 3},
     "modernbert": {"bos_token_id": 50281, "eos_token_id": 50282},
 }
 BIDIRECTIONAL = "gemma3_text"  # the family whose use_bidirectional_attention lets tokens see later ones
