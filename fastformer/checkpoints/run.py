@@ -14,12 +14,13 @@ from torch import nn
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.baseline.lstm import LSTMConfig
 from fastformer.checkpoints import argos, ctranslate2, ctranslate2_decoders, gguf, model_bin
-from fastformer.checkpoints.hf import FAMILIES, UNSUPPORTED, load_folder, model_type
+from fastformer.checkpoints.hf import FAMILIES, load_folder, model_type, why_unsupported
 from fastformer.data import PairTokenizer, Tokenizer, load_tokenizer
 from fastformer.data.pair import contents
 from fastformer.data.tokenizer import TOKENIZER
+from fastformer.files import read_json
 from fastformer.models import BERT, GPT, Transformer, read_architecture
-from fastformer.models.pretrained import config_from_dict, load_saved
+from fastformer.models.pretrained import CONFIG, config_from_dict, load_saved
 from fastformer.special_ids import SpecialIds
 
 _ARCHITECTURE = {"seq2seq": "Transformer", "decoder": "GPT", "encoder": "BERT"}  # of each kind of family
@@ -149,10 +150,10 @@ def _load_foreign(
     if family is not None and family.kind in wanted:
         return load_folder(folder, family, device=device, dtype=dtype)
     known = ", ".join(f.name for f in FAMILIES.values() if f.kind in wanted)
-    why = ""
-    if kind in UNSUPPORTED:
-        why = f"; {UNSUPPORTED[kind]}, which fastformer's models don't have"
-    elif family is not None:
+    if family is None:
+        reason = why_unsupported(read_json(folder / CONFIG))
+        why = "" if reason is None else f"; {reason}"
+    else:
         why = f"; see `fastformer {_COMMANDS[family.kind]}`" if family.generates else _ENCODER
     raise ValueError(f"expected a run folder, or transformers' folder of a {known}, got a {kind!r}: {folder}{why}")
 

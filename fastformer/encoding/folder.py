@@ -23,7 +23,15 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.checkpoints import gguf
-from fastformer.checkpoints.hf import DECODER_FORMS, ENCODER_FORMS, FAMILIES, encoding_family, load_folder, model_type
+from fastformer.checkpoints.hf import (
+    DECODER_FORMS,
+    ENCODER_FORMS,
+    FAMILIES,
+    encoding_family,
+    load_folder,
+    model_type,
+    why_unsupported,
+)
 from fastformer.checkpoints.hf.common import flag_of, number_of, read_numbers
 from fastformer.checkpoints.hf.encoder import CLASSIFIER
 from fastformer.encoding.late_interaction import (
@@ -238,7 +246,9 @@ def _load(folder: Path, device: torch.device | str | None) -> tuple[Any, Any]:
     if family is None:
         families = ", ".join(each.name for kind, each in FAMILIES.items() if encoding_family(kind) is not None)
         kind_found = "none of transformers' models" if kind is None else f"one of {kind!r}"
-        raise ValueError(f"expected the folder of an encoder, one of {families}, got {kind_found}: {folder}")
+        reason = None if kind is None else why_unsupported(read_json(folder / CONFIG))
+        why = "" if reason is None else f"; {reason}"
+        raise ValueError(f"expected the folder of an encoder, one of {families}, got {kind_found}: {folder}{why}")
     return load_folder(folder, family, device=device)
 
 

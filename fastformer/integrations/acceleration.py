@@ -47,7 +47,7 @@ class Report:
         hooked: the hooks on an accelerated module, or on a module inside of it. They see and change the same values as
             before: nothing is fused across a hooked module, and the stacks around it compute padding.
         padding: for each stack that may skip padding, when it does so and what it returns there, or why it never does.
-        generate: for each model of transformers that `from_huggingface` converts, how its `generate` decodes, and why.
+        generate: for each model of transformers that generates, how its `generate` decodes, and why.
             If the options of a call make it fall back to transformers' own decoding, the debug log names them.
         encode: for each encoder of transformers that `from_huggingface` converts, whether the engine or the modules
             compute it in evaluation without gradients, and why. If a call falls back to the modules, the debug log

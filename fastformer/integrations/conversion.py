@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES, UNSUPPORTED, encoding_family, from_model
+from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES, encoding_family, from_model, why_unsupported
 from fastformer.checkpoints.hf.common import Checkpoint, with_search_ids
 from fastformer.checkpoints.hf.fields import FIELDS, unknown_fields
 from fastformer.checkpoints.hf.mixtures import in_memory
@@ -91,7 +91,8 @@ def convert(
     family = encoding_family(kind) if headless else FAMILIES.get(kind or "")
     name = original_class(model).__name__
     if family is None or name not in ((family.headless,) if headless else (family.model_class, *family.others)):
-        why = f": {UNSUPPORTED[kind]}, which our models don't have" if kind in UNSUPPORTED else ""
+        reason = None if kind is None else why_unsupported(settings_of(model))
+        why = "" if reason is None else f": {reason}"
         known = ", ".join(name for each in FAMILIES.values() for name in (each.model_class, *each.others))
         raise ValueError(f"expected one of transformers' {known}, got {type(model).__name__}{why}")
     found: Any = model

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from fastformer.checkpoints.hf import DECODER_FORMS, ENCODER_FORMS, FAMILIES
+from fastformer.checkpoints.hf import DECODER_FORMS, ENCODER_FORMS, FAMILIES, why_unsupported
 from fastformer.checkpoints.hf.fields import sees_later
 from fastformer.encoding.engine import Gaps, PackedEncoder, pack_encoder, why_no_encoder
 from fastformer.encoding.source_engine import pack_source
@@ -34,6 +35,7 @@ from fastformer.integrations.engine_models import (
     counts_words,
     is_convertible,
     model_type_of,
+    why_not_converted,
 )
 from fastformer.integrations.engine_sources import AROUND, is_source, tell_encoders, weights_of_decoding, whole_of
 from fastformer.integrations.known import RETURNS_TUPLES, by_name, gives_tuple, why_not_at_this_moment
@@ -489,6 +491,10 @@ def forget(model: nn.Module) -> None:
 def described(model: nn.Module) -> dict[str, str]:
     """Returns for each encoder of transformers in a module, by name, what computes it in evaluation, and why."""
     descriptions = {}
+    for name, module in model.named_modules():
+        is_whole = isinstance(module, PreTrainedModel) and module.base_model is module
+        if is_whole and not isinstance(module, OnEncoder) and why_unsupported(module.config.to_dict()) is not None:
+            descriptions[name] = f"by its modules: {why_not_converted(module)}"
     for name, module in _encoders(model).items():
         precision, reason = ENCODERS.described(module)
         if reason is not None:

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, cast
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from fastformer.engine.frozen import UnfitError
 from fastformer.generation.engines.base import Prompt
@@ -37,6 +37,7 @@ from fastformer.integrations.engine_models import (
     FoundModels,
     Setting,
     counts_words,
+    why_not_converted,
 )
 from fastformer.integrations.known import why_not_at_this_moment
 from fastformer.models import GPT
@@ -465,6 +466,8 @@ def described(model: nn.Module) -> dict[str, str]:
     found = {}
     for name, module in model.named_modules():
         if not isinstance(module, OnEngine):
+            if isinstance(module, PreTrainedModel) and module.can_generate():
+                found[name] = f"transformers' own: {why_not_converted(module)}"
             continue
         precision, reason = module.MODELS.described(cast(nn.Module, module))
         reason = reason or module.why_not_options()

@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import nn
 
-from fastformer.checkpoints.hf import FAMILIES, UNSUPPORTED, bart
+from fastformer.checkpoints.hf import FAMILIES, bart, why_unsupported
 from fastformer.checkpoints.hf.rope import beyond_original, original_length
 from fastformer.encoding.engine import PackedEncoder
 from fastformer.encoding.source_engine import encoder_of
@@ -298,9 +298,15 @@ def _why_not(model: Any) -> str | None:
         return f"there is no C++ engine: {missing}"
     kind, model_type = original_class(model), getattr(getattr(model, "config", None), "model_type", None)
     if not is_convertible(kind) or model_type != model_type_of(kind):
-        lacks = f": {UNSUPPORTED[model_type]}" if model_type in UNSUPPORTED else ""
-        return f"{kind.__name__} is not a class that from_huggingface converts{lacks}"
+        return why_not_converted(model)
     return why_not_as_made(model)
+
+
+def why_not_converted(model: Any) -> str:
+    """Returns the reason why a model of transformers of an unknown class doesn't run on the engine."""
+    reason = why_unsupported(model.config.to_dict())
+    lacks = "" if reason is None else f": {reason}"
+    return f"{original_class(model).__name__} is not a class that from_huggingface converts{lacks}"
 
 
 ENGINE_MODELS = FoundModels("engine", EngineModel, _why_not)

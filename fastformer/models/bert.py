@@ -178,8 +178,8 @@ class BERT(PretrainedModel):
             shared = {first: copy.deepcopy(layer) for first in config.distinct}
             layers = [shared[first] for first in config.distinct]
             self.encoder = TransformerEncoder(layers, config.num_layers, final_norm)
-            self.register_state_dict_post_hook(_omit_aliases)
-            self.register_load_state_dict_pre_hook(_restore_aliases)
+            self.register_state_dict_post_hook(_omit_aliases)  # type: ignore[no-untyped-call]
+            self.register_load_state_dict_pre_hook(_restore_aliases)  # type: ignore[no-untyped-call]
         if not config.first_norm:
             self.encoder.layers[0].norm1 = nn.Identity()
         for module, has_window in zip(self.encoder.layers, config.windows, strict=True):

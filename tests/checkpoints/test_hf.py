@@ -153,7 +153,6 @@ def test_missing_and_damaged_parts_are_named(kind, name, does_without, copy, cap
         ("llama3", "config.json", {"quantization_config": {"quant_method": "hqq"}}, "quantization_config.*'hqq'"),
         ("llama3", "config.json", {"num_hidden_layers": 1}, r"model\.layers\.1"),
         ("llama3", "config.json", {"eos_token_id": "x"}, "eos_token_id .*'x'"),
-        ("llama3", "config.json", {"model_type": "gpt_oss"}, "gpt-oss .*feed-forward"),
         ("llama3", "config.json", {"model_type": "bart"}, "fastformer translate"),
         ("llama3", "config.json", {"model_type": "nonesuch"}, "Llama, .*'nonesuch'"),
         ("llama3", "config.json", {"intermediate_size": 40}, r"linear1\.weight: .*\(80, 32\), got \(96, 32\)"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import pytest
 import torch
 import transformers
 
+import fastformer
+from fastformer.checkpoints import load_model
 from fastformer.checkpoints.hf import DECODER_FORMS, FAMILIES
 from fastformer.checkpoints.hf.decoder import special_ids
 from fastformer.checkpoints.hf.fields import check_fields
 from fastformer.models import GPT, GPTConfig
+from fastformer.serving.service import open_service
 
 IS_OLD = int(transformers.__version__.split(".")[0]) < 5
 SIZES: dict[str, Any] = {
@@ -203,3 +207,26 @@ def test_each_family_is_listed_in_the_table(kind) -> None:
     assert source is not None and source.origin is not None
     text = Path(source.origin).read_text(encoding="utf-8")
     assert f"class {FAMILIES[kind].model_class}(" in text and FAMILIES[kind].config_class in text
+
+
+REFUSED = {
+    "gpt_oss": ({}, "attention sinks"),
+    "deberta-v2": ({}, "DeBERTa"),
+    "qwen3_next": ({}, "linear attention"),
+    "nonesuch": ({"layer_types": ["full_attention", "mamba"]}, "mamba"),
+    "nonesuch_vl": ({"text_config": {"model_type": "llama"}}, "more than text"),
+    "glm4": ({"layer_types": ["full_attention"]}, "glm4"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("load", [
+    lambda folder: load_model(folder, ("GPT",)), fastformer.Translator.from_pretrained, fastformer.Chat.from_pretrained,
+    fastformer.Encoder.from_pretrained, fastformer.CrossEncoder.from_pretrained, open_service,
+], ids=["GPT", "Translator", "Chat", "Encoder", "CrossEncoder", "serve"])  # fmt: skip
+def test_a_family_that_is_not_known_is_refused_with_its_reason(kind, load, tmp_path) -> None:
+    """A model of layers that fastformer doesn't compute is not taken for one that it does."""
+    settings, reason = REFUSED[kind]
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, "vocab_size": 60, "model_type": kind, **settings}))
+    with pytest.raises(ValueError, match=f"'{kind}'.*{reason}" if reason != kind else kind):
+        load(tmp_path)

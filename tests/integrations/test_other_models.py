@@ -60,11 +60,26 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Inputs]] = {
         WHISPER,
         lambda: {"input_features": torch.randn(3, 8, 40)} | tokens("decoder_input_ids", 5),
     ),
-    "mixtral": (
-        "MixtralForCausalLM",
-        "MixtralConfig",
-        TEXT | {"num_key_value_heads": 1, "num_local_experts": 4, "experts_implementation": "eager"},
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        TEXT | {"num_key_value_heads": 1, "num_local_experts": 4, "experts_implementation": "eager", "head_dim": 8},
         tokens,
+    ),
+    "qwen3_5": (
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5TextConfig",
+        TEXT
+        | {
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "num_hidden_layers": 4,
+        },
+        padded,
     ),
     "beit": ("BeitModel", "BeitConfig", VISION | {"use_relative_position_bias": True}, picture),
     "swin": (
@@ -80,7 +95,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Inputs]] = {
         lambda: picture() | padded(),
     ),
     "wav2vec2": ("Wav2Vec2Model", "Wav2Vec2Config", SPEECH, lambda: {"input_values": torch.randn(3, 200)}),
-    "albert": ("AlbertModel", "AlbertConfig", TEXT | {"embedding_size": 16}, padded),
     "deberta": ("DebertaV2Model", "DebertaV2Config", TEXT, padded),
     "blenderbot": (
         "BlenderbotForConditionalGeneration",
@@ -96,6 +110,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Inputs]] = {
     ),
     "mamba": ("MambaForCausalLM", "MambaConfig", {name: TEXT[name] for name in ("hidden_size", "vocab_size")}, tokens),
 }
+# What `report` says of families that fastformer refuses with a reason.
+REASONS = {"gpt_oss": "attention sinks", "qwen3_5": "linear attention", "deberta": "DeBERTa"}
 CLIP = [pytest.mark.skipif(RETURNS_TUPLES, reason="before transformers 5 CLIP's mask is never float64")]
 SLOW = ("blenderbot", "falcon", "mamba")
 
@@ -115,7 +131,10 @@ def test_accelerate_keeps_outputs_and_generated_tokens(name: str) -> None:
     model = getattr(transformers, kind)(getattr(transformers, config)(**options)).eval()
     inputs = make_inputs()
     accelerated = fastformer.accelerate(copy.deepcopy(model))
-    assert fastformer.report(accelerated).swapped
+    report = fastformer.report(accelerated)
+    assert report.swapped
+    assert REASONS.get(name, "") in str(report.generate if model.can_generate() else report.encode)
+    assert bool(report.generate) == model.can_generate()
     plain, ours = outputs(model, inputs), outputs(accelerated, inputs)
     assert plain.keys() == ours.keys() and plain
     if model.can_generate():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -145,16 +146,35 @@ def encoding_family(kind: str | None) -> Family | None:
 
 
 # Families that you may try to load, and the reason why fastformer's models can't compute them.
-UNSUPPORTED = {
+_UNSUPPORTED = {
     "umt5": "UMT5 has a table of relative positions in each layer",
     "nllb-moe": "NLLB-MoE sends each token to some of many experts",
-    "gpt_oss": "gpt-oss has attention sinks and several feed-forward networks",
-    "deberta": "DeBERTa attends to positions apart from words",
-    "deberta-v2": "DeBERTa attends to positions apart from words",
+    "gpt_oss": "gpt-oss has attention sinks, and experts with a clamped activation",
+    **dict.fromkeys(("deberta", "deberta-v2"), "DeBERTa attends to positions apart from words"),
     "roformer": "RoFormer rotates neighbouring features",
-    "nomic_bert": "Nomic BERT is code of its folder",
+    "nomic_bert": "Nomic BERT is read from GGUF files alone",
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "DeepSeek compresses keys and values"),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "it has layers of linear attention"),
+    **dict.fromkeys(
+        ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"),
+        "Gemma 3n and 4 have embeddings for each layer, and layers that share keys and values",
+    ),
     "gemma3": "Gemma 3 with pictures has an encoder for them (its text model alone is a gemma3_text)",
 }
+_KINDS_OF_LAYERS = ("layer_types", "layers_block_type")  # settings with an entry for each layer
+_KNOWN_LAYERS = ("full_attention", "sliding_attention", "attention")
+
+
+def why_unsupported(settings: Mapping[str, Any]) -> str | None:
+    """Returns the reason why no model here can compute one of transformers; None if its settings don't tell it."""
+    kind = str(settings.get("model_type"))
+    if kind in FAMILIES or kind in _UNSUPPORTED:
+        return _UNSUPPORTED.get(kind)
+    lists = [settings.get(name) for name in _KINDS_OF_LAYERS]
+    kinds = [str(layer) for listed in lists if isinstance(listed, list | tuple) for layer in listed]
+    if others := [layer for layer in dict.fromkeys(kinds) if layer not in _KNOWN_LAYERS]:
+        return f"it has layers of kinds that fastformer doesn't compute ({', '.join(others)})"
+    return "it reads more than text" if isinstance(settings.get("text_config"), Mapping) else None
 
 
 def from_model(model: Transformer | GPT | BERT) -> tuple[dict[str, Any], dict[str, Tensor]]:
