@@ -98,6 +98,7 @@ def test_tabs_and_line_ends_reach_a_terminal() -> None:
             return True
 
     assert shown("a\tb\nc\x1b", Terminal()) == "a\tb\nc\\x1b" and shown("\x1b", io.StringIO()) == "\x1b"
+    assert console.typed("zw\udcc3\udcb6lf") == "zwölf" and console.typed("a\udcff") == "a\udcff"
 
 
 def test_unencodable_characters_are_escaped() -> None:

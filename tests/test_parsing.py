@@ -178,6 +178,13 @@ def test_a_file_may_name_only_the_model(tmp_path) -> None:
         "smooth_others": True,
         "val_tsv": None,
     }
+    # As in the config.yaml of a run; a number may be a text, as a shell's variables fill it in.
+    (tmp_path / "a.yaml").write_text("model: {name: gpt, source_vocab_size: null}\nsteps: '1_000'\nlr: '1e-3'\n")
+    assert train.read_settings(str(tmp_path / "a.yaml")) == {"model": {"name": "gpt"}, "steps": 1000, "lr": 1e-3}
+    for text in ("model: {name: gpt, vocab_size: 300}", "model: {name: gpt, special_ids: {}}", "steps: 'many'"):
+        (tmp_path / "a.yaml").write_text(text + "\n")
+        with pytest.raises(ValueError, match="a.yaml"):
+            train.read_settings(str(tmp_path / "a.yaml"))
     before = {"model": "gpt", "steps": 3}
     assert merged(before, {"preset": "small"}) == {"model": {"name": "gpt", "preset": "small"}, "steps": 3}
     assert before == {"model": "gpt", "steps": 3}
@@ -189,11 +196,12 @@ def test_a_text_may_begin_with_dashes(module) -> None:
         assert parse(module, "sample", ["r", "--count", "2", text])["text"] == text
 
 
-@pytest.mark.parametrize("name", ["train", "translate", "generate", "average", "quantize", "demo"])
+@pytest.mark.parametrize("name", ["train", "translate", "generate", "average", "quantize", "demo", "score"])
 def test_the_help_explains_every_flag_in_plain_words(name, ran) -> None:
     text = " ".join(ran(name, "--help").out.split())
     function = getattr(importlib.import_module(f"fastformer.commands.{name}"), name)
     assert function.__doc__.partition("\n")[0] in text and f"usage: fastformer {name} " in text
+    assert " ".join(getattr(importlib.import_module(function.__module__), "USAGE", "").split()) in text
     for word in ("Annotated", "Union[", "Optional[", "Literal[", "Range(", "NoneType", "type:", "TASKS", "None)"):
         assert word not in text, word
     if name == "train":

@@ -165,10 +165,7 @@ def _translation(answers: Sequence[Answer], ask: Ask) -> dict[str, Any]:
         if ask.alternatives:
             translation["alternatives"] = [{"text": text} for text in texts[1 : ask.alternatives + 1]]
         return translation
-    scored = answers[0].scored()
-    if not scored:
-        return {"text": "", "score": None, "alternatives": []} if ask.alternatives else {"text": "", "score": None}
-    best, *others = [one._asdict() for one in scored]
+    best, *others = [one._asdict() for one in answers[0].scored()]
     return {**best, "alternatives": others} if ask.alternatives else best
 
 

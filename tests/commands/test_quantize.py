@@ -48,6 +48,9 @@ def test_the_folder_translates_with_the_rounded_weights(precision, run, tmp_path
 def test_an_unknown_precision_writes_nothing(run, tmp_path, capsys) -> None:
     assert main(["quantize", run, str(tmp_path / "none"), "--precision", "int2"]) in (1, 2)
     assert "int4" in capsys.readouterr().err and not (tmp_path / "none").exists()
+    for precision in ("q8_0", "q4_0"):  # those of a file
+        assert main(["quantize", run, str(tmp_path / "none"), "--precision", precision]) == 1
+        assert precision in capsys.readouterr().err and not (tmp_path / "none").exists()
 
 
 def test_a_language_model_too(tmp_path, ran) -> None:

@@ -231,6 +231,14 @@ def test_flags_that_belong_to_another_purpose_are_named(translator, language_mod
         (["--file", file, "--target", file], "RUN"),
         ([translator, "--hypotheses", file, "--reference", file], "expected RUN and --file, or --hypotheses"),
         ([str(tmp_path), "--file", file, "--target", file], "which isn't there"),
+        (
+            [translator, "--file", file, "--target", file, "--baseline", file],
+            "expected RUN and --file, or --hypotheses",
+        ),
+        (["--hypotheses", file], "expected --hypotheses together with --reference"),
+        (["--reference", file, "--baseline", file], "expected --hypotheses together with --reference"),
+        ([language_model, "--file", file, "--source_lang", "en"], "expected no --source_lang"),
+        ([language_model, "--file", file, "--target_lang", "en"], "expected no --source_lang"),
         ([language_model, "--file", file, "--context", "17"], "context from 1 to the model's max_len 16"),
         ([translator, "--file", file, "--target", file, "--max_tokens", "0"], "max_tokens"),
     ):

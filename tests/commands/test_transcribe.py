@@ -61,6 +61,12 @@ def test_each_format(ran, texts) -> None:
     assert out.startswith("WEBVTT\n\n") and len(re.findall(rf"{TIME} --> {TIME}\n.+\n\n", out)) == len(texts["a"])
     code, out, _ = ran("a.wav", "--format", "json", "--word_timestamps", *OPTIONS)
     value = json.loads(out)
+    code, out, _ = ran("a.wav", "--language", "auto", "--format", "json", "--beam_size", "1")
+    assert (
+        code == 0
+        and json.loads(out)["language"]
+        == json.loads(ran("a.wav", "--format", "json", "--beam_size", "1")[1])["language"]
+    )
     assert value["language"] == "en" and all(segment["words"] for segment in value["segments"])
 
 
@@ -76,6 +82,10 @@ def test_several_files_together_are_those_alone(ran, texts, places, tmp_path) ->
     assert code == 0 and out == ""
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"a.srt", "b.srt"}
     assert texts["b"][0] in (tmp_path / "new" / "b.srt").read_text(encoding="utf-8")
+    code, out, _ = ran(
+        "a.wav", "b.wav", "--batch_size", "2", "--format", "json", "--out", str(tmp_path / "cut"), *OPTIONS
+    )
+    assert code == 0 and {path.name for path in (tmp_path / "cut").iterdir()} == {"a.json", "b.json"}
     code, _, error = ran("a.wav", str(places / "a.wav"), "--out", str(tmp_path / "new"))
     assert code == 1 and "different names" in error
 

@@ -32,6 +32,14 @@ def test_dashes_in_flags_are_underscores(capsys) -> None:
         assert main(["generate", "no_such_run", "a", flag, "0"]) == 1 and "no_such_run" in capsys.readouterr().err
 
 
+def test_a_word_before_the_command_is_no_flag_of_it(ran) -> None:
+    for words in ("--num_beams 3 translate r t", "--greedy generate r t", "doctor --file f"):
+        assert "unrecognized arguments" in ran(*words.split(), code=2).err
+    for words in ("translate -h", "-h", "--help"):
+        assert "usage" in ran(*words.split()).out
+    assert "torch" in ran("doctor").out
+
+
 def test_the_help_says_how_a_text_is_given(ran) -> None:
     text = " ".join(ran("translate", "--help").out.split())
     assert "after --" in text and "--FLAG=TEXT" in text and "--FLAG=false" in text

@@ -337,7 +337,10 @@ async def test_errors_before_a_route_have_the_type_of_its_format(folder) -> None
         assert info["auto_truncate"] is False and info["version"] == fastformer.__version__
 
 
-@pytest.mark.parametrize("option", ["engine", "max_batch_size", "max_batch_bytes", "num_beams"])
+OF_DECODING = ["engine", "max_batch_size", "max_batch_bytes", "num_beams", "source_lang", "target_lang", "draft"]
+
+
+@pytest.mark.parametrize("option", OF_DECODING)
 def test_options_of_decoding_are_refused_for_an_encoder(option, folder) -> None:
     value = "cpp" if option == "engine" else 2
     given = {"options": {option: value}} if option == "num_beams" else {option: value}

@@ -28,6 +28,7 @@ from tests.serving.asking import serving
 from tests.serving.servers import running
 
 KEYS = ("one-key", "another")
+STATES = ("/", "/health", "/ready", "/metrics", "/v1/info")
 
 
 def routes(app) -> list[tuple[str, str]]:
@@ -48,6 +49,12 @@ async def test_every_route_asks_for_a_key(kind, tmp_path, translator_folder) -> 
     async with serving(open_service(folder), keys=KEYS) as client:
         assert client.app.state.service.kind == kind
         assert len(routes(client.app)) >= 10 or kind != "translator"
+        for path, methods in client.app.openapi()["paths"].items():
+            for told in methods.values() if path not in STATES else ():
+                assert {"401", "503"} <= told["responses"].keys(), path
+                assert all(
+                    each["description"] not in ("", "Additional Response") for each in told["responses"].values()
+                )
         for path, method in routes(client.app):
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "one-key"}):
                 answer = await client.request(method, path, headers=headers)
@@ -109,6 +116,27 @@ async def test_a_large_body_is_413(translator_folder, is_chunked) -> None:
             body = parts(count) if is_chunked else b"x" * 100 * count
             answer = await client.post("/v1/translate", content=body, headers={"Content-Type": "application/json"})
             assert answer.status_code == status and answer.json()["error"]["code"] == status
+
+
+async def test_a_client_that_waits_for_permission_is_refused_before_its_body(translator_folder) -> None:
+    app = make_app(open_service(translator_folder, limits=Limits(max_body_bytes=1000)))
+    for more, message, status in (
+        ([(b"expect", b"100-continue")], {"type": "http.request", "body": b"", "more_body": True}, 413),
+        ([], {"type": "http.disconnect"}, None),  # nothing is answered
+    ):
+        send = mock.AsyncMock()
+        headers = [(b"content-length", b"1001"), *more]
+        scope = {"type": "http", "path": "/v1/translate", "method": "POST", "headers": headers}
+        await app(scope, mock.AsyncMock(side_effect=[message]), send)
+        starts = [call.args[0] for call in send.call_args_list if call.args[0]["type"] == "http.response.start"]
+        assert [start["status"] for start in starts] == ([] if status is None else [status])
+
+
+async def test_no_other_protocol_reaches_the_routes(translator_folder) -> None:
+    send = mock.AsyncMock()
+    app = make_app(open_service(translator_folder), keys=KEYS)
+    await app({"type": "websocket", "path": "/", "headers": []}, mock.AsyncMock(), send)
+    send.assert_not_called()
 
 
 async def test_the_rest_of_a_large_body_is_read_for_a_while_only(translator_folder) -> None:
@@ -346,6 +374,7 @@ def test_a_head_request_gets_the_head_of_the_response(translator_folder) -> None
             assert head.status_code == whole.status_code == 200 and not head.content and whole.content
             assert head.headers["content-type"] == whole.headers["content-type"]
         assert client.head("/v1/translate").status_code == 405
+        assert client.get("/v1/translate").headers["allow"] == "POST"
 
 
 async def test_a_path_with_a_trailing_slash_is_another(translator_folder) -> None:
@@ -367,6 +396,42 @@ async def test_the_access_log_has_no_text(translator_folder, caplog) -> None:
         ("/v1/translate", 200), ("/v1/translate", 400), ("unmatched", 404),
     ]  # fmt: skip
     assert "secret" not in caplog.text
+
+
+async def test_the_access_log_waits_for_no_long_answer(caplog) -> None:
+    """Lines are written when no request runs, or in a moment, but not beside each answer."""
+    caplog.set_level(logging.INFO, "fastformer.access")
+    begun, end = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/long":
+            begun.set()
+            await end.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    watch = Watch(app, Traffic(), mock.Mock(), lambda path: path, mock.Mock(), logs=True)
+
+    async def ask(path: str) -> None:
+        scope = {"type": "http", "path": path, "method": "GET", "client": ("192.0.2.1", 5)}
+        await watch(scope, mock.AsyncMock(), mock.AsyncMock())
+
+    def logged() -> list[str]:
+        return [json.loads(record.message)["route"] for record in caplog.records]
+
+    long = asyncio.ensure_future(ask("/long"))
+    await begun.wait()
+    await ask("/a")
+    await ask("/b")
+    assert watch.traffic.in_flight == 1 and logged() == []
+    await asyncio.sleep(0.2)
+    assert logged() == ["/a", "/b"]
+    await ask("/c")
+    end.set()
+    await long
+    assert logged() == ["/a", "/b", "/c", "/long"] and watch.traffic.in_flight == 0
+    assert {json.loads(record.message)["client"] for record in caplog.records} == {"192.0.2.1"}
+    await asyncio.sleep(0.1)
+    assert len(logged()) == 4  # once each
 
 
 async def test_a_server_describes_its_model_and_its_answers(translator_folder, caplog) -> None:
@@ -477,7 +542,9 @@ async def test_brackets_in_texts_are_no_lists(translator_folder) -> None:
 async def test_of_a_key_that_a_body_has_twice_the_last_counts(translator_folder) -> None:
     """As JSON's readers in Python and JavaScript have it; the check of keys reads bodies in the same way."""
     async with serving(open_service(translator_folder), keys=KEYS) as client:
-        for first, last, status in ((*KEYS, 200), (KEYS[0], "wrong", 401), ("wrong", KEYS[0], 200)):
+        for first, last, status in (
+            (*KEYS, 200), (KEYS[0], "wrong", 401), ("wrong", KEYS[0], 200), (KEYS[0], "\\ud800", 401),
+        ):  # fmt: skip
             body = f'{{"api_key": "{first}", "q": "", "source": "und", "target": "und", "api_key": "{last}", "q": "a"}}'
             answer = await client.post("/translate", content=body, headers={"Content-Type": "application/json"})
             assert answer.status_code == status

@@ -77,6 +77,9 @@ async def test_languages_and_the_language_of_a_text(translator_folder) -> None:
             assert (events(answer.text)[-1] if stream else answer.json())["detected_lang"] == "de"
         found = (await client.post("/translate", json={"q": german[:40], "source": "auto", "target": "de"})).json()
         assert found["detectedLanguage"]["language"] == "de"
+        page = {"q": f"<p title='This is English'>{german[:20]}<br>{german[20:]}</p>", "format": "html"}
+        found = (await client.post("/translate", json={**page, "source": "auto", "target": "de"})).json()
+        assert found["detectedLanguage"]["language"] == "de"
         texts = [german[:40], "This is one sentence in English."]
         found = (await client.post("/translate", json={"q": texts, "source": "auto", "target": "de"})).json()
         assert [one["language"] for one in found["detectedLanguage"]] == ["de", "en"]
@@ -105,6 +108,11 @@ async def test_errors_have_libretranslates_format(translator_folder, as_form) ->
             assert set(answer.json()) == {"error"} and isinstance(answer.json()["error"], str)
         answer = await client.post("/translate", **{"data" if as_form else "json": {"q": "a" * 300, **ASK}})
         assert answer.status_code == 413
+        for text, status in (("", 400), ("a" * 300, 413)):
+            answer = await client.post("/detect", **{"data" if as_form else "json": {"q": text}})
+            assert answer.status_code == status and answer.json().keys() == {"error"}
+        page = {"q": "<![a[", "format": "html", **ASK}
+        assert (await client.post("/translate", **{"data" if as_form else "json": page})).status_code == 400
         for raw in (b"{", b"[1]", b'"a"', b"\xff", b"[" * 100_000, b""):
             headers = {"Content-Type": "application/json"}
             if as_form:
@@ -121,6 +129,17 @@ def test_a_language_is_no_target_of_itself() -> None:
     targets = {one["code"]: one["targets"] for one in codes.entries()}
     assert targets == {"de": ["en", "fr"], "en": ["de", "fr"], "fr": ["de", "en"]}
     assert codes.defaults() == ("auto", "de") and codes.source("de") == codes.source("deu_Latn") == "deu_Latn"
+    assert (
+        codes.target("fr") == codes.target("fra_Latn") == "fra_Latn" and codes.target("") is codes.target(None) is None
+    )
+    names = {"source": codes.source, "target": codes.target}
+    for name, find in names.items():
+        with pytest.raises(ValueError, match=name):
+            find("it")
+    stub.languages = Languages({"deu_Latn": 5, "eng_Latn": 6}, "asked")
+    stub.source_lang, stub.target_lang = "eng_Latn", None
+    assert Codes(stub).source("de") is None and Codes(stub).target("de") == "deu_Latn"
+    assert Codes(stub).defaults() == ("en", None)
 
 
 async def test_the_codes_of_a_pair_may_be_in_any_case(translator_folder) -> None:
@@ -157,6 +176,8 @@ PIECES = [
         # Ends that are implied, or come too early or late; html5lib reads the same
         ("<p translate=no>a<br>b<p>c</p>d</p>e", ["c", "d", "e"]),
         ("<p translate=no>a<b>b</b><ul><li>c", ["c"]),
+        ("<h1 translate=no>a</h1>b<h2 translate=no>c</h3>d", ["b", "d"]),
+        ("<ul><li translate=no>a</li>b</ul>", ["b"]),
         ("<ul><li translate=no>a<li>b<ul><li translate=no>c</ul>d</ul>e", ["b", "d", "e"]),
         ("<dl><dt translate=no>a<dd>b<dt>c</dl>", ["b", "c"]),
         ("<table><tr><td translate=no>a<td>b<tr><td>c<tbody><td>d</table>e", ["b", "c", "d", "e"]),

@@ -308,7 +308,13 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "messages.0.content",
     ),
+    ("chat/completions", CHAT | {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content"),
     ("chat/completions", CHAT | {"messages": [{"role": "assistant", "content": "loop"}]}, "messages"),
+    (
+        "chat/completions",
+        CHAT | {"messages": [{"role": "user", "content": "a", "name": "b" * 200_001}]},
+        "messages.0.name",
+    ),
     ("chat/completions", CHAT | {"top_logprobs": 2}, "top_logprobs"),
     ("completions", COMPLETION | {"stop_token_ids": [10**6]}, "stop_token_ids"),
     ("completions", COMPLETION | {"min_p": 1.5}, "min_p"),
@@ -324,7 +330,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 # By the parameter, or by the beginning of the prompt.
 CODES = {
-    "model": "model_not_found", "a a ": "context_length_exceeded", "aaaa": "string_above_max_length",
+    "model": "model_not_found", "a a ": "context_length_exceeded",
+    **dict.fromkeys(("aaaa", "messages.0.name"), "string_above_max_length"),
     **dict.fromkeys(
         ("echo", "suffix", "continue_final_message"), "unsupported_parameter"
     ),
@@ -340,7 +347,7 @@ def test_errors_name_the_cause(path, body, param, server) -> None:
     assert answer.status_code == (404 if param == "model" else 400), answer.text
     error = answer.json()["error"]
     assert error["param"] == param and error["message"] and error["type"].endswith("_error")
-    assert error["code"] == CODES.get(param if param != "prompt" else str(body.get("prompt"))[:4])
+    assert error["code"] == CODES.get(str(body.get("prompt"))[:4] if param == "prompt" else param)
 
 
 async def test_chats_of_many_messages_delay_no_other_chat(server) -> None:

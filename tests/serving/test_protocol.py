@@ -185,8 +185,13 @@ def test_a_head_behind_another_request_comes_in_time_too(served) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n", b"GET /a HTTP/1.1\r\n" + b"A: b\r\n" * 50_000]
-)
+    "line",
+    [
+        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n", b"GET /a HTTP/1.1\r\n" + b"A: b\r\n" * 50_000,
+        b"GET /a HTTP/1.1\r\n" + b"A" * 100_000 + b": b\r\n",
+        b"GET /a HTTP/1.1\r\n" + b"A" * 40_000 + b": " + b"b" * 40_000 + b"\r\n",
+    ],
+)  # fmt: skip
 def test_a_head_stays_within_its_size_in_one_piece_too(patient, line) -> None:
     with patient.connected() as client:
         until(patient.connections)
@@ -229,6 +234,21 @@ def test_connections_beyond_the_most_are_refused_and_fill_no_log(caplog) -> None
         with found.connected() as client:
             client.sendall(get("/a", "Connection: close"))
             assert everything(client).endswith(b"/a")
+
+
+def test_a_refused_connection_is_closed_in_a_moment(monkeypatch) -> None:
+    monkeypatch.setattr("fastformer.serving.protocol._REFUSED_SECONDS", 0.1)
+    with serving(Limits(max_connections=1, body_s=60)) as found, found.connected(), found.connected() as refused:
+        assert everything(refused).startswith(b"HTTP/1.1 503")
+
+        def is_closed() -> bool:
+            try:
+                refused.sendall(b"x")
+            except ConnectionError:
+                return True
+            return False
+
+        until(is_closed, 10)
 
 
 def test_a_head_stays_within_its_size(patient) -> None:

@@ -76,6 +76,13 @@ async def test_an_ended_server_leaves_no_object_frozen(translator_folder) -> Non
     assert not gc.get_freeze_count()
 
 
+async def test_the_log_says_where_it_listens_and_answers_do_not_say_on_what(translator_folder, caplog) -> None:
+    caplog.set_level(logging.INFO, "fastformer")
+    async with run(translator_folder) as (server, _, client):
+        assert f"tiny-translator, a translator, on http://127.0.0.1:{server.place[1]}" in caplog.text
+        assert "server" not in (await client.get("/health")).headers
+
+
 async def ask_while_held(server, client) -> tuple[threading.Event, asyncio.Task, asyncio.Task]:
     """Holds the model's thread until the event is set, and sends a request that waits for it."""
     gate, front = threading.Event(), server.config.app.state.service.session

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fastformer.generation.jobs import NotRunning, Stream, TooLate
-from fastformer.serving import Limits, make_app, open_service, openai, tgi, translate
-from fastformer.serving.answers import FAILED
+from fastformer.serving import Limits, answers, make_app, open_service, openai, tgi, translate
+from fastformer.serving.answers import FAILED, EventStream, as_json, event
 from tests.serving import models
 from tests.serving.asking import events, serving
 from tests.serving.servers import running
@@ -69,6 +71,13 @@ async def test_a_stream_is_the_whole_answer(route, folder) -> None:
                 answer = await client.post(route, json=body | with_usage)
                 *chunks, last = events(answer.text)
                 assert answer.text.endswith("data: [DONE]\n\n")
+                kind = "chat.completion" if is_chat else "text_completion"
+                assert plain["object"] == kind and {chunk["object"] for chunk in chunks} == {
+                    "chat.completion.chunk" if is_chat else kind
+                }
+                for one in (plain, *chunks):
+                    assert one["id"].startswith("chatcmpl-" if is_chat else "cmpl-") and one["model"] == "tiny"
+                    assert abs(one["created"] - time.time()) < 60
                 assert joined(chunks) == {choice["index"]: whole(choice) for choice in plain["choices"]}
                 count = n if is_chat else 2 * n
                 assert [choice["index"] for choice in plain["choices"]] == [*range(count)]
@@ -181,6 +190,30 @@ async def test_a_failing_request_of_a_stream_is_an_error_of_its_format(folder) -
                 # A client's time above the server's doesn't count.
                 answer = await client.post(route, json={**body, "stream": stream, "timeout": 100})
                 assert answer.status_code == 504 and json.loads(answer.text)["error"]
+
+
+async def test_a_silent_stream_has_comments_and_is_not_buffered(monkeypatch) -> None:
+    assert 1 <= answers._PING_SECONDS <= 30  # proxies wait for 60 s, and some for less
+    monkeypatch.setattr(answers, "_PING_SECONDS", 0.01)
+
+    async def slow() -> AsyncGenerator[bytes, None]:
+        yield event({"a": 1})
+        await asyncio.sleep(0.1)
+        yield event({"a": "é"})
+
+    stream = EventStream(slow())
+    parts = [bytes(part) async for part in stream.body_iterator]
+    assert parts[0] == b'data: {"a":1}\n\n' and parts[-1] == 'data: {"a":"é"}\n\n'.encode() and len(parts) > 2
+    assert all(part.startswith(b":") and part.endswith(b"\n\n") for part in parts[1:-1])
+    assert stream.headers["content-type"].startswith("text/event-stream")
+    assert (stream.headers["cache-control"], stream.headers["x-accel-buffering"]) == ("no-cache", "no")
+
+
+def test_what_json_cannot_hold() -> None:
+    assert json.loads(as_json("\ud800")) == "\ud800"
+    for number in (float("nan"), float("inf")):
+        with pytest.raises(RuntimeError):  # no fault of the request
+            as_json([number])
 
 
 # A request of each route that streams, the kind of its service, and the format of its errors.

@@ -46,6 +46,10 @@ def is_seen(text: str) -> bool:
     return True
 
 
+def is_object(text: str) -> bool:
+    return isinstance(json.loads(text), dict)
+
+
 def is_one(text: str) -> bool:
     return text in ("the dog", "two birds")
 
@@ -63,7 +67,8 @@ FIELDS: list[tuple[dict[str, Any], Any]] = [
     ({"grammar": 'root ::= "the dog" | "two birds"'}, is_one), ({"ebnf": 'root ::= "the " "dog"'}, is_one),
     ({"structured_outputs": {"json": SCHEMA, "regex": None}}, is_seen),
     ({"structured_outputs": {"choice": ONE}}, is_one), ({"structured_outputs": {"regex": TIME}}, is_time),
-    ({"structured_outputs": {"grammar": GRAMMAR}}, is_one),
+    ({"structured_outputs": {"grammar": GRAMMAR}}, is_one), ({"structured_outputs": {"json_object": True}}, is_object),
+    ({"structured_outputs": {"json_object": False, "choice": ONE}}, is_one),
 ]  # fmt: skip
 
 

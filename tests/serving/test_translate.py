@@ -95,6 +95,8 @@ async def test_attention_has_a_weight_for_each_pair_of_tokens(translator_folder,
             source, target, weights = translator.attention("ab")
             assert (found["source"], found["target"]) == (source, target)
             torch.testing.assert_close(torch.tensor(found["weights"]), weights[-1].mean(0), atol=1e-4, rtol=0)
+        long = {"text": "A b. " * 200 + "c", "attention": True}  # the answer would grow with the text's square
+        assert (await client.post("/v1/translate", json=long)).status_code == 413
         two = (await client.post("/v1/translate", json={"text": "ab. Cd.", "attention": True})).json()["attention"]
         assert len(two["weights"]) == len(two["target"]) and {*map(len, two["weights"])} == {len(two["source"])}
         assert all(abs(sum(row) - 1) < 0.01 for row in two["weights"])
@@ -120,6 +122,12 @@ WRONG = {
     "a stream of beams": {"text": "a", "stream": True, "split": False, "num_beams": 2},
     "scores of sentences": {"text": "a", "split": True, "scores": True},
     "prefixes": {"text": "a", "prefix": ["a"]},
+    "a score of nothing": {"text": "", "scores": True},
+    "few prefixes": {"text": ["a", "b"], "prefix": ["a"]},
+    "a stream of scores": {"text": "a", "stream": True, "scores": True},
+    "a stream of alternatives": {"text": "a", "stream": True, "alternatives": 1},
+    "attention of texts": {"text": ["a", "b"], "attention": True},
+    "many alternatives": {"text": "a", "alternatives": 5, "num_beams": 1},
     "no time": {"text": "a", "timeout": 0},
     "a temperature": {"text": "a", "do_sample": True, "temperature": 0.0},
 }
