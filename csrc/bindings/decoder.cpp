@@ -151,12 +151,23 @@ std::unique_ptr<GuardedSession> new_session(SharedModel* model, int64_t num_toke
   return std::make_unique<GuardedSession>(*model, num_tokens);
 }
 
+std::unique_ptr<SharedAdapter> pack_adapter(SharedModel* model, PyObject* tensors) {
+  if (model == nullptr) throw std::invalid_argument("expected a model, got None");
+  const Object all = dictionary(tensors);
+  const ModelTensors of_adapter = tensors_of(all.get());
+  const Released released;
+  return std::make_unique<SharedAdapter>(std::make_shared<const PackedAdapter>(*model, of_adapter));
+}
+
 std::vector<int64_t> admit(GuardedSession& guarded, const std::vector<Ids>& sources, const std::vector<Ids>& tokens,
-                           int32_t threads) {
+                           int32_t threads, const std::optional<std::vector<SharedAdapter*>>& adapters) {
+  std::vector<SharedAdapter> of_requests;
+  for (const SharedAdapter* adapter : adapters.value_or(std::vector<SharedAdapter*>()))
+    of_requests.push_back(adapter == nullptr ? SharedAdapter() : *adapter);
   const Released released;
   std::vector<Source> of_prompts;
   for (const Ids& ids : sources) of_prompts.push_back({ids.data(), nullptr, std::ssize(ids)});
-  return guarded.with([&](Session& session) { return session.admit(of_prompts, tokens, threads); });
+  return guarded.with([&](Session& session) { return session.admit(of_prompts, tokens, threads, of_requests); });
 }
 
 // states: (prompts, tokens, d_model).
@@ -284,9 +295,9 @@ int64_t shared_tokens(GuardedSession& guarded) {
   return guarded.with([](Session& session) { return session.shared_tokens(); });
 }
 
-Object known(GuardedSession& guarded, const Ids& tokens) {
+Object known(GuardedSession& guarded, const Ids& tokens, const std::optional<SharedAdapter*>& adapter) {
   return guarded.with([&](Session& session) {
-    const TokenCache::Known known = session.known(tokens);
+    const TokenCache::Known known = session.known(tokens, adapter ? **adapter : SharedAdapter());
     return python::make_tuple(known.cached, known.held);
   });
 }
@@ -299,8 +310,12 @@ void bind_decoder(PyObject* module) {
   static PyGetSetDef model_properties[] = {python::property<&step_bytes>("step_bytes"), {}};
   python::add_class<SharedModel>(
       module, "PackedModel", &python::construct<&pack_model, "PackedModel", "options tensors">, none, model_properties);
+  static PyGetSetDef no_properties[] = {{}};
+  python::add_class<SharedAdapter>(module, "PackedAdapter",
+                                   &python::construct<&pack_adapter, "PackedAdapter", "model tensors">, none,
+                                   no_properties);
   static PyMethodDef methods[] = {
-      method<"admit", "sources tokens threads", &admit>(),
+      method<"admit", "sources tokens threads adapters?", &admit>(),
       method<"admit_states", "states tokens threads", &admit_states>(),
       method<"align", "group source tokens targets end heads threads", &align>(),
       method<"step", "tokens k log_probs logit_rows logits threads masked_rows? masks? counts?", &step>(),
@@ -312,9 +327,8 @@ void bind_decoder(PyObject* module) {
       method<"free_tokens", "", &free_tokens>(),
       method<"step_tokens", "", &step_tokens>(),
       method<"shared_tokens", "", &shared_tokens>(),
-      method<"known", "tokens", &known>(),
+      method<"known", "tokens adapter?", &known>(),
       {}};
-  static PyGetSetDef no_properties[] = {{}};
   python::add_class<GuardedSession>(module, "Session", &python::construct<&new_session, "Session", "model num_tokens">,
                                     methods, no_properties);
 }

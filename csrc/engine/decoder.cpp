@@ -84,9 +84,15 @@ void Session::check(const std::vector<Source>& sources, const std::vector<Ids>& 
       throw std::invalid_argument("expected prompts with ids in the vocabulary and at most max_len tokens");
 }
 
-std::vector<int64_t> Session::admit(const std::vector<Source>& sources, const std::vector<Ids>& tokens, int threads) {
+std::vector<int64_t> Session::admit(const std::vector<Source>& sources, const std::vector<Ids>& tokens, int threads,
+                                    const std::vector<SharedAdapter>& adapters) {
   check_threads(threads);
   check(sources, tokens);
+  if (!adapters.empty() && adapters.size() != tokens.size())
+    throw std::invalid_argument("expected an adapter, or none, for each prompt");
+  for (const SharedAdapter& adapter : adapters)
+    if (adapter && &adapter->model() != model_.get())
+      throw std::invalid_argument("expected adapters that were packed for the session's model");
   read_pending();
   const bool has_encoder = model_->options.has_encoder();
   const size_t first = cache_.groups.size();
@@ -96,13 +102,16 @@ std::vector<int64_t> Session::admit(const std::vector<Source>& sources, const st
     for (size_t i = 0; i < tokens.size(); ++i) {
       const bool is_packed = model_->options.is_bare;
       TokenCache::Group& group = cache_.add(has_encoder && !is_packed ? sources[i].count : 0);
+      if (!adapters.empty()) group.adapter = adapters[i];
       if (is_packed) {
         group.packed_source = PooledMemory(Forward::packed_source_bytes(*model_, sources[i].count));
         group.packed_tokens = sources[i].count;
       }
       // With an encoder, the states of a token depend on the source as well.
       if (has_encoder) cache_.append(group, tokens[i].size());
-      else beginnings[i] = cache_.begin_prompt(group, tokens[i]);
+      else
+        beginnings[i] =
+            cache_.begin_prompt(group, tokens[i], group.adapter ? group.adapter->root() : PrefixTable::kNoBlock);
       cached.push_back(beginnings[i].cached);
     }
     if (has_encoder) read_sources(sources, first, threads);

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "engine/adapter.h"
 #include "engine/forward.h"
 #include "engine/packed_model.h"
 #include "engine/search.h"
@@ -29,6 +30,8 @@ struct Source {
   int64_t count;
 };
 
+using SharedAdapter = std::shared_ptr<const PackedAdapter>;
+
 class Session {
  public:
   using Places = std::vector<int64_t>;  // indices of groups, or a number for each group
@@ -41,7 +44,9 @@ class Session {
   // tokens. Some tokens wait for the next step, which reads the weights anyway; their errors are errors of that step.
   // In a model without an encoder, a common prefix of prompts is computed once, in whole blocks, and stays in the cache
   // while there is memory. Returns how many tokens of each prompt were found in the cache.
-  std::vector<int64_t> admit(const std::vector<Source>& sources, const std::vector<Ids>& tokens, int threads);
+  // adapters: one for each prompt, or null; empty: none has one.
+  std::vector<int64_t> admit(const std::vector<Source>& sources, const std::vector<Ids>& tokens, int threads,
+                             const std::vector<SharedAdapter>& adapters = {});
   // Computes the tokens of a group's prompt, which is its only row, once more: writes the probability of each target
   // after its token, in a choice among the ids below `end`, and for pairs of a layer and a head the products of queries
   // with the keys of the source, (pairs, tokens, source).
@@ -73,7 +78,9 @@ class Session {
   int64_t step_tokens() { return cache_.step_tokens(all_groups()); }
   int64_t shared_tokens() const { return cache_.shared_tokens(); }
   // The part of a prompt that admit() would find in the cache.
-  TokenCache::Known known(const Ids& tokens) const { return cache_.known(tokens); }
+  TokenCache::Known known(const Ids& tokens, const SharedAdapter& adapter = {}) const {
+    return cache_.known(tokens, adapter ? adapter->root() : PrefixTable::kNoBlock);
+  }
   int64_t num_rows() const;
   int64_t source_tokens(int64_t group) const { return cache_.groups.at(group).packed_tokens; }
   int64_t num_groups() const { return std::ssize(cache_.groups); }

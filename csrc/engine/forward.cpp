@@ -11,6 +11,13 @@ namespace {
 
 constexpr int64_t kChunk = 256;  // rows; smaller chunks would read the weights too often
 
+// The rows of a product that an adapter changes.
+struct Adapted {
+  const LowRank* factors;
+  const int32_t* rows;
+  int64_t count;
+};
+
 }  // namespace
 
 void Batch::add(const int32_t* tokens, int64_t count, int64_t first_position, const TokenCache::Group* group,
@@ -99,16 +106,49 @@ const Candidates& Forward::step(const Batch& batch, const Selection& selection, 
 
 // ---- the stages ----
 
-void Forward::add_product(const PackedRows& in, const PackedWeight& weight, float* out, int64_t rows, int threads) {
+void Forward::add_product(const PackedRows& in, const PackedWeight& weight, float* out, int64_t rows, int threads,
+                          FloatRows inputs) {
   const int64_t panels = weight.num_panels, ld = panels * kPanelColumns;
+  std::vector<Adapted> adapted;
+  int64_t width = 0;
+  for (const auto& [adapter, of_adapter] : adapted_) {
+    const LowRank* const factors = inputs.x ? adapter->find(weight) : nullptr;
+    const int64_t count = std::lower_bound(of_adapter.begin(), of_adapter.end(), rows) - of_adapter.begin();
+    if (factors && count > 0) adapted.push_back({factors, of_adapter.data(), count});
+    if (factors) width = std::max(width, factors->width());
+  }
+  if (!adapted.empty()) {
+    low_.reserve(rows * width);
+    stages_.push_back({threads, [=, this](int64_t task) {
+                         for (const auto& [factors, of_adapter, count] : adapted) {
+                           const int64_t parts = factors->parts(count), begin = parts * task / threads;
+                           factors->shrink(of_adapter, count, begin, parts * (task + 1) / threads, inputs.x, inputs.ld,
+                                           low_.data(), width);
+                         }
+                       }});
+  }
   // A task reads consecutive panels and prefetches beyond its last one, so fewer tasks are better.
   const int64_t tasks = std::min<int64_t>(panels, threads);
   stages_.push_back({tasks,
-                     [=, &in, &weight](int64_t task) {
+                     [=, this, &in, &weight](int64_t task) {
                        const int64_t begin = panels * task / tasks, end = panels * (task + 1) / tasks;
                        gemm(in, rows, weight, begin, end, out + begin * kPanelColumns, ld);
+                       for (const auto& [factors, of_adapter, count] : adapted)
+                         factors->expand(of_adapter, count, begin, end, low_.data(), width, out, ld);
                      },
                      gemm_work(in, rows, weight)});
+}
+
+// Lists the rows of each adapter.
+void Forward::sort_by_adapter(const Batch& batch) {
+  adapted_.clear();
+  for (const Span& span : batch.spans) {
+    const PackedAdapter* const adapter = span.group ? span.group->adapter.get() : nullptr;
+    if (!adapter) continue;
+    auto it = std::find_if(adapted_.begin(), adapted_.end(), [=](const auto& one) { return one.first == adapter; });
+    if (it == adapted_.end()) it = adapted_.emplace(adapted_.end(), adapter, std::vector<int32_t>());
+    for (int64_t row = span.begin; row < span.end; ++row) it->second.push_back(static_cast<int32_t>(row));
+  }
 }
 
 // Adds a stage that calls attend_heads(span, begin, end) for the kv heads of the spans [begin, end), some in each task.
@@ -141,6 +181,7 @@ void Forward::join(int64_t first, int64_t index, const float* given, const Join&
   scratch.resize(2 * dim);
   float *normed = scratch.data(), *other = normed + dim;
   const auto store = [&](const float* states) {
+    if (!adapted_.empty()) std::copy_n(states, dim, adapted_input_.data() + index * dim);
     if (how.states) std::copy_n(states, dim, how.states + row * dim);
     else narrow_.store(index, states);
     if (how.routes && o.precision != Precision::fp32) routed_.store(index, states);
@@ -179,6 +220,7 @@ void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_en
                   .spans = spans,
                   .steps = is_encoder ? spans : batch.steps(),
                   .last_rows = is_encoder ? rows : batch.step_tokens()};
+  sort_by_adapter(batch);
   reserve(pass);
   stages_.clear();
   if (!is_encoder && model_.options.is_bare) join_groups(batch);
@@ -212,6 +254,7 @@ void Forward::reserve(const Pass& pass) {
     inner = std::max(inner, layer.ff.inner_columns()), d_ff = std::max(d_ff, layer.ff.ff2.k);
     if (layer.mixture) inner = std::max(inner, reserve_experts(pass, layer.mixture));
   }
+  if (!adapted_.empty()) adapted_input_.reserve(pass.most * o.d_model);
   x_.reserve(pass.rows * o.d_model), context_.reserve(pass.rows * o.q_dim());
   y_.reserve((model_.source_projection.empty() ? pass.most : pass.rows) * padded(o.d_model));
   hidden_.reserve(pass.most * inner);
@@ -243,7 +286,8 @@ void Forward::add_input(const Pass& pass, Chunk chunk) {
 void Forward::add_qkv(const Pass& pass, size_t layer, Chunk chunk) {
   if (layer == pass.stack.layers.size()) return;
   float* out = qkv_.data() + chunk.first * padded(model_.options.qkv_dim());
-  add_product(narrow_, pass.stack.layers[layer].qkv, out, chunk.count, pass.threads);
+  add_product(narrow_, pass.stack.layers[layer].qkv, out, chunk.count, pass.threads,
+              {adapted_input_.data(), model_.options.d_model});
 }
 
 void Forward::add_self_attention(const Pass& pass, size_t layer) {
@@ -269,7 +313,8 @@ void Forward::add_context_product(const Pass& pass, const PackedWeight& out, Chu
   add_rows(chunk.count, pass.threads, [=, this, q_dim = model_.options.q_dim()](int64_t r) {
     heads_.store(r, context_.data() + (chunk.first + r) * q_dim);
   });
-  add_product(heads_, out, y_.data(), chunk.count, pass.threads);
+  const int64_t q_dim = model_.options.q_dim();
+  add_product(heads_, out, y_.data(), chunk.count, pass.threads, {context_.data() + chunk.first * q_dim, q_dim});
 }
 
 // Adds the output of a sub-layer, in y_, to the residual stream. `own` is the sub-layer's norm, `post` its second norm
@@ -320,12 +365,12 @@ void Forward::add_feed_forward(const Pass& pass, size_t layer, Chunk chunk) {
     add_experts(weights.mixture, chunk, pass.threads);
   } else {
     const int64_t inner = weights.ff.inner_columns(), d_ff = weights.ff.ff2.k;
-    add_product(narrow_, weights.ff.ff1, hidden_.data(), chunk.count, pass.threads);
+    add_product(narrow_, weights.ff.ff1, hidden_.data(), chunk.count, pass.threads, {adapted_input_.data(), o.d_model});
     add_rows(chunk.count, pass.threads, [=, this, activation = o.activation](int64_t r) {
       activate_row(activation, hidden_.data() + r * inner, d_ff);
       wide_.store(r, hidden_.data() + r * inner);
     });
-    add_product(wide_, weights.ff.ff2, y_.data(), chunk.count, pass.threads);
+    add_product(wide_, weights.ff.ff2, y_.data(), chunk.count, pass.threads, {hidden_.data(), inner});
   }
   const Norm& own = pass.attends_to_source(model_) ? weights.norm3 : weights.norm2;
   float* states = pass.is_last(layer) ? pass.states : nullptr;

@@ -11,6 +11,7 @@
 
 #include "common/activation.h"
 #include "common/thread_team.h"
+#include "engine/adapter.h"
 #include "engine/lm_head.h"
 #include "engine/packed_model.h"
 #include "engine/token_cache.h"
@@ -27,6 +28,12 @@ struct Span {
   // For an encoder's text from which padding was omitted:
   const int32_t* places = nullptr;  // the original indices of its tokens, ascending; null: 0, 1, 2 ...
   int64_t unseen = 0;               // tokens at its beginning that attend but that no token attends to
+};
+
+// The rows of a product's input before they were rounded, which adapters read. x: null: no adapter changes the product.
+struct FloatRows {
+  const float* x = nullptr;
+  int64_t ld = 0;
 };
 
 // The product of consecutive rows with a weight.
@@ -135,7 +142,9 @@ class Forward {
   void add_stores(const Batch& batch, int threads);
   void add_head_norms(const PackedLayer& layer, int64_t rows, int threads);
 
-  void add_product(const PackedRows& in, const PackedWeight& weight, float* out, int64_t rows, int threads);
+  void add_product(const PackedRows& in, const PackedWeight& weight, float* out, int64_t rows, int threads,
+                   FloatRows inputs = {});
+  void sort_by_adapter(const Batch& batch);
   template <typename F>
   void add_rows(int64_t rows, int threads, F&& row);
   template <typename F>
@@ -193,6 +202,9 @@ class Forward {
   // For all tokens of a batch: the residual stream, Q, K and V, and the output of attention. For a chunk of them: the
   // output of a product, and the hidden rows of the feed-forward network. Rows that products write are `padded`.
   FloatBuffer x_, qkv_, context_, y_, hidden_;
+  // Of a batch with adapters: the input of a sub-layer, A x, and the rows of each adapter in ascending order.
+  FloatBuffer adapted_input_, low_;
+  std::vector<std::pair<const PackedAdapter*, std::vector<int32_t>>> adapted_;
   // The operands of products: the input of a sub-layer, the outputs of all heads, the hidden rows of the feed-forward
   // network, and embeddings to be projected.
   PackedRows narrow_, heads_, wide_, embedded_, frames_[2];

@@ -19,7 +19,8 @@ constexpr int64_t kBlockTokens = 16;
 
 class PrefixTable {
  public:
-  static constexpr int32_t kNoBlock = -1;  // the block before a prompt's first one
+  // The block before a prompt's first one. Prompts that are computed differently have other numbers below it.
+  static constexpr int32_t kNoBlock = -1;
   static constexpr int32_t kRead = -1;
   using Hash = uint64_t (*)(int32_t before, const int32_t* tokens);
 

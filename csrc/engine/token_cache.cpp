@@ -79,10 +79,10 @@ void TokenCache::take_back(Group& group, int64_t tokens) {
     }
 }
 
-TokenCache::Beginning TokenCache::begin_prompt(Group& group, const std::vector<int32_t>& tokens) {
+TokenCache::Beginning TokenCache::begin_prompt(Group& group, const std::vector<int32_t>& tokens, int32_t root) {
   const int64_t length = std::ssize(tokens), whole = length / kBlockTokens * kBlockTokens;
   Beginning beginning;
-  int32_t before = PrefixTable::kNoBlock;
+  int32_t before = root;
   Row& row = group.rows[0];
   row.slots.reserve(length);
   for (int64_t& at = beginning.cached; at < whole; at += kBlockTokens) {
@@ -107,9 +107,9 @@ void TokenCache::set_read(const Group& group) {
   for (const int32_t block : group.blocks) prefixes_.set_read(block);
 }
 
-TokenCache::Known TokenCache::known(const std::vector<int32_t>& tokens) const {
+TokenCache::Known TokenCache::known(const std::vector<int32_t>& tokens, int32_t root) const {
   Known known;
-  int32_t before = PrefixTable::kNoBlock;
+  int32_t before = root;
   for (int64_t behind = kBlockTokens; behind <= std::ssize(tokens); behind += kBlockTokens) {
     before = prefixes_.find(before, tokens.data() + known.cached);
     if (before == PrefixTable::kNoBlock) break;

@@ -8,12 +8,15 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "common/buffer_pool.h"
 #include "engine/prefix_table.h"
 
 namespace fastformer {
+
+class PackedAdapter;
 
 inline int64_t blocks_of(int64_t tokens) { return (tokens + kBlockTokens - 1) / kBlockTokens; }
 
@@ -33,6 +36,7 @@ class TokenCache {
     std::vector<int32_t> blocks;  // all blocks that it holds, for its source, prompt and rows
     bool was_reordered = false;   // some of its blocks may be dead
     int64_t num_drafts = -1;      // the tokens of each row that steps have appended, without the first of them
+    std::shared_ptr<const PackedAdapter> adapter;  // of its request; null: none
   };
 
   // The part of a prompt that is in the cache.
@@ -67,10 +71,11 @@ class TokenCache {
   void take_back(Group& group, int64_t tokens);
   // Gives the row of a new group the slots of a prompt: those of its longest cached prefix, and new ones for the rest,
   // whose whole blocks later prompts share, including those of the same admission. The caller calls set_read when the
-  // rest has been computed. If the group is released before that, none of the rest stays in the cache.
-  Beginning begin_prompt(Group& group, const std::vector<int32_t>& tokens);
+  // rest has been computed. If the group is released before that, none of the rest stays in the cache. Only prompts of
+  // one root share blocks; see PrefixTable::kNoBlock.
+  Beginning begin_prompt(Group& group, const std::vector<int32_t>& tokens, int32_t root = PrefixTable::kNoBlock);
   void set_read(const Group& group);
-  Known known(const std::vector<int32_t>& tokens) const;
+  Known known(const std::vector<int32_t>& tokens, int32_t root = PrefixTable::kNoBlock) const;
   void reorder(Group& group, const std::vector<int32_t>& parents);
   void release(const std::vector<int64_t>& groups);
 

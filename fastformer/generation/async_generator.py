@@ -19,7 +19,7 @@ from fastformer.generation.config import GenerationConfig, GenerationOptions, Pr
 from fastformer.generation.constraints import Vocabulary
 from fastformer.generation.drafts import DraftModel
 from fastformer.generation.engines import choose_engine
-from fastformer.generation.folder_options import load_draft_model, load_language_model
+from fastformer.generation.folder_options import load_adapters, load_draft_model, load_language_model
 from fastformer.generation.inputs import check_vocabulary
 from fastformer.generation.jobs import Job, Stream
 from fastformer.generation.model_protocols import Model, as_model, check_precision, evaluating, is_decoder_only
@@ -186,7 +186,7 @@ class AsyncGenerator(Session[Request]):
         config: the default options; a request's own options override them.
         precision: the precision of the computation; see `Generator`.
         engine: one of `engines.ENGINES`; None: the fastest that can decode the model.
-        max_rows, max_bytes, draft_model: see `Generator`.
+        max_rows, max_bytes, draft_model, adapters: see `Generator`.
         max_waiting, max_waiting_tokens, when_full: see `Session`.
 
     Attributes:
@@ -209,6 +209,7 @@ class AsyncGenerator(Session[Request]):
         max_rows: int | None = None,
         max_bytes: int | None = None,
         draft_model: Model | nn.Module | None = None,
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         max_waiting: int = 1024,
         max_waiting_tokens: int | None = None,
         when_full: Literal["wait", "refuse"] = "wait",
@@ -227,6 +228,7 @@ class AsyncGenerator(Session[Request]):
         self.template = ChatTemplate.of(tokenizer) if template is None and has_template else template
         with evaluating(checked):
             self._engine = choose_engine(checked, engine, precision)
+            load_adapters(self._engine, checked, adapters or {})
         drafts = None if draft_model is None else DraftModel.of(draft_model, checked, self._engine, precision)
         self._special = SpecialIds.of(checked.config)
         eos = self._special.eos
@@ -269,6 +271,10 @@ class AsyncGenerator(Session[Request]):
         if draft is not None:
             limits["draft_model"] = load_draft_model(draft, tokenizer, device, precision)
         return cls(model, tokenizer, **decoding, **limits)
+
+    def load_adapter(self, name: str, folder: str | os.PathLike[str]) -> None:
+        """Loads a LoRA adapter, which calls then choose by `adapter=name`; see `Generator.load_adapter`."""
+        load_adapters(self._engine, self.model, {name: folder})
 
     @property
     def ends(self) -> frozenset[int]:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Generator as PythonGenerator
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -51,7 +52,7 @@ class Chat:
         config: the options of decoding, by default those of the template's model; see `from_pretrained`.
         precision: the precision of the computation; see `Generator`.
         drop_oldest: if the conversation fills the model's positions, drop its oldest turns; if False, this is an error.
-        max_bytes, draft_model: see `Generator`.
+        max_bytes, draft_model, adapters: see `Generator`.
 
     Attributes:
         messages: the conversation so far, in the format of templates. You may change it between turns.
@@ -73,6 +74,7 @@ class Chat:
         drop_oldest: bool = False,
         max_bytes: int | None = None,
         draft_model: Model | nn.Module | None = None,
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
     ) -> None:
         if system is not None and not isinstance(system, str):
             raise ValueError(f"expected system to be a str, got {type(system).__name__}")
@@ -80,7 +82,9 @@ class Chat:
         for name in ("encode_template", "decode", "encode"):
             if not callable(getattr(tokenizer, name, None)):
                 raise ValueError(f"expected the tokenizer of a language model's folder, got {type(tokenizer).__name__}")
-        self._generator = Generator(model, precision=precision, max_bytes=max_bytes, draft_model=draft_model)
+        self._generator = Generator(
+            model, precision=precision, max_bytes=max_bytes, draft_model=draft_model, adapters=adapters
+        )
         if not is_decoder_only(self._generator.model):
             raise ValueError(f"expected a language model, got {type(model).__name__}, which reads a source")
         self.tokenizer: TemplateTokenizer = tokenizer
@@ -104,6 +108,7 @@ class Chat:
         drop_oldest: bool = False,
         max_bytes: int | None = None,
         draft: str | os.PathLike[str] | None = None,
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         **options: Any,
     ) -> Chat:
         """Loads the model of a folder that transformers, or `fastformer quantize`, saved.
@@ -113,7 +118,7 @@ class Chat:
                 options that `options` doesn't contain, as transformers applies them.
             device: the device of the model; None: the CPU.
             precision: see `Translator.from_pretrained`.
-            system, drop_oldest, max_bytes: see the class.
+            system, drop_oldest, max_bytes, adapters: see the class.
             draft: the folder of a smaller model with the same tokenizer, which drafts tokens; see `Generator`.
             options: fields of `GenerationConfig`.
 
@@ -124,8 +129,9 @@ class Chat:
         model, tokenizer, decoding = load_language_model(folder, options, _ONE_ANSWER, device, precision)
         small = None if draft is None else load_draft_model(draft, tokenizer, device, precision)
         return cls(
-            model, tokenizer, system=system, drop_oldest=drop_oldest, max_bytes=max_bytes, draft_model=small, **decoding
-        )
+            model, tokenizer, system=system, drop_oldest=drop_oldest, max_bytes=max_bytes, draft_model=small,
+            adapters=adapters, **decoding,
+        )  # fmt: skip
 
     def ask(self, text: str, **options: Unpack[GenerationOptions]) -> str:
         """Answers a user's message.

@@ -168,6 +168,8 @@ class GenerationConfig:
             pass, which makes texts that repeat faster, and changes no result. Fewer are drafted, or none, while few are
             accepted, or many rows are decoded together. By default nothing is drafted. Only the engine "cpp" drafts,
             and neither for beams nor for several samples of one input.
+        adapter: the name of a LoRA adapter with which the model decodes, one that a `Generator`, a `Chat` or an
+            `AsyncGenerator` has loaded; by default none. Each request may have another one.
         max_time: the seconds after which decoding ends with the results so far. Inputs that haven't begun by then have
             no result.
         eos_token_id: the ids that end a row; by default the model's.
@@ -220,6 +222,7 @@ class GenerationConfig:
     grammar: Annotated[str | None, Convert(_pattern)] = None
     window: Window = "stop"
     prompt_lookup_num_tokens: Positive | None = None
+    adapter: str | None = None
     max_time: AboveZero | None = None
     eos_token_id: Annotated[int | Sequence[int] | None, Convert(_end_ids)] = None
     pad_token_id: int | None = None
@@ -429,6 +432,7 @@ class GenerationOptions(TypedDict, total=False):
     grammar: str | None
     window: Window
     prompt_lookup_num_tokens: int | None
+    adapter: str | None
     max_time: float | None
     eos_token_id: int | Sequence[int] | None
     pad_token_id: int | None

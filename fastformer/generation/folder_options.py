@@ -18,8 +18,10 @@ import torch
 
 from fastformer.checkpoints import generation_settings, gguf, load_model, model_bin
 from fastformer.checkpoints.hf import model_type
+from fastformer.checkpoints.hf.adapters import load_adapter
 from fastformer.checkpoints.hf.common import GENERATION, search_settings
 from fastformer.generation.config import OPTIONS, GenerationConfig, Precision
+from fastformer.generation.engines import Engine
 from fastformer.generation.model_protocols import DTYPES, asked_precision, check_precision
 
 logger = logging.getLogger("fastformer")
@@ -157,6 +159,23 @@ def load_draft_model(
     if own.encode(_SAMPLE) != tokenizer.encode(_SAMPLE):
         raise ValueError(f"expected a draft model with the model's tokenizer, got another one in {folder}")
     return model
+
+
+def load_adapters(engine: Engine, model: object, folders: Mapping[str, str | os.PathLike[str]]) -> None:
+    """Gives an engine the LoRA adapters of folders that peft saved.
+
+    Args:
+        engine: the engine of the model.
+        model: the model that the adapters change.
+        folders: the folder of each adapter, by the name by which requests choose it.
+
+    Raises:
+        ValueError: see `Generator.load_adapter`.
+    """
+    for name, folder in folders.items():
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"expected the name of an adapter, got {name!r:.60}")
+        engine.add_adapter(name, load_adapter(folder, model))
 
 
 def _is_beyond(length: object, max_len: int) -> bool:

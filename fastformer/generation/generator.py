@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections.abc
+import os
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -12,6 +13,7 @@ from typing_extensions import Unpack
 from fastformer.generation.config import GenerationConfig, GenerationOptions, Precision
 from fastformer.generation.drafts import DraftModel
 from fastformer.generation.engines import choose_engine
+from fastformer.generation.folder_options import load_adapters
 from fastformer.generation.generate import (
     Call,
     GenerateOutput,
@@ -60,6 +62,7 @@ class Generator:
         max_rows: the most rows that are decoded together; None: 512 on a CPU, 1,024 on a GPU.
         max_bytes: the approximate memory for keys and values. A call that needs more gets it while it runs. None: 512
             MiB on a CPU, a quarter of the free memory on a GPU.
+        adapters: the folder of each LoRA adapter, by its name; see `load_adapter`.
         draft_model: a smaller model with the same vocabulary, which drafts tokens. The model checks several of them in
             one pass, so that the results are its own. It drafts fewer tokens, or none, while few of them are accepted,
             or many rows are decoded together. It has a cache of as many tokens.
@@ -77,6 +80,7 @@ class Generator:
         max_rows: int | None = None,
         max_bytes: int | None = None,
         draft_model: Model | nn.Module | None = None,
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
     ) -> None:
         check_precision(precision)
         for name, value in (("max_rows", max_rows), ("max_bytes", max_bytes)):
@@ -84,10 +88,29 @@ class Generator:
         self.model, self.precision = as_model(model), precision
         with evaluating(self.model):
             self._engine = choose_engine(self.model, engine, precision)
+            load_adapters(self._engine, self.model, adapters or {})
         drafts = None if draft_model is None else DraftModel.of(draft_model, self.model, self._engine, precision)
         self._session: Session[Request] = Session(
             self.model, lambda: new_scheduler(self._engine, max_rows, max_bytes, is_endless=True, draft_model=drafts)
         )
+
+    def load_adapter(self, name: str, folder: str | os.PathLike[str]) -> None:
+        """Loads a LoRA adapter, which calls then choose by `adapter=name`; others of that name are replaced.
+
+        Each request has the adapter of its call, and all requests are decoded together: the model's weights are read
+        once for all of them. A request reuses what earlier ones have read only if they had the same adapter.
+
+        Args:
+            name: the name.
+            folder: a folder that peft saved, with adapter_config.json and adapter_model.safetensors. Its code, if it
+                has any, does not run.
+
+        Raises:
+            ImportError: safetensors is not installed.
+            ValueError: a model that reads sources; an engine other than "cpp"; a file that is missing or damaged; a
+                kind of adapter that isn't supported, such as DoRA; an adapter that doesn't fit the model.
+        """
+        load_adapters(self._engine, self.model, {name: folder})
 
     @shows_options
     def generate(

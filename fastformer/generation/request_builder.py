@@ -126,6 +126,7 @@ class RequestBuilder:
         self.ids = special_ids(model, config)
         name = config.engine if config.use_cache else "recompute"
         self.engine: Engine = engine or choose_engine(model, name, config.precision)
+        self._adapter = self.engine.adapter(config.adapter)
         self._has_shortlist = False
         if engine is None and config.shortlist:  # the engine is this builder's own, so it may be changed
             self._has_shortlist = self.engine.limit_to(sorted({*config.shortlist, *self.ids.eos}))
@@ -228,9 +229,9 @@ class RequestBuilder:
         window, max_len = None, self.model.config.max_len
         if self.is_prompted:
             begin = list(checked.row)
-            prompt = Prompt(None, begin)
+            prompt = Prompt(None, begin, self._adapter)
             if config.window == "slide" and len(begin) + limit > max_len:
-                prompt, window = Prompt(None, window_end(begin, max_len)), max_len
+                prompt, window = prompt._replace(tokens=window_end(begin, max_len)), max_len
         else:
             begin = [self.ids.start, *checked.prefix]
             prompt = Prompt(list(checked.row), begin)

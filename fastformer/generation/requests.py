@@ -138,7 +138,8 @@ class Request(BaseRequest):
     def slide(self) -> None:
         """Makes the last half of a full window the new prompt."""
         tokens = [*self.before, *self.search.tokens(0)]
-        self.prompt, self._slid_at = Prompt(None, window_end(tokens, self.window or 0)), self.steps
+        self.prompt = self.prompt._replace(tokens=window_end(tokens, self.window or 0))
+        self._slid_at = self.steps
         self.num_tokens = self.prompt.num_tokens
 
     def next_tokens(self) -> list[int]:

@@ -109,10 +109,12 @@ class PretrainedModel(nn.Module):
     Attributes:
         precision: "int8" or "int4" for a quantised model, else None; see `quantize`.
         int4_groups: for a model in int4, the integers and scales of its matrices by their names in the state_dict.
+        source_settings: for a model that was converted from one of transformers, its config.json with the model_type.
     """
 
     precision: str | None = None
     int4_groups: dict[str, Groups] | None = None
+    source_settings: Mapping[str, Any] | None = None
 
     config_class: type[Any]
     presets: dict[str, dict[str, Any]]

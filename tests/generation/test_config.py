@@ -73,6 +73,7 @@ OTHERS: dict[str, tuple[list[tuple[Any, Any]], list[Any]]] = {
     "grammar": ([("start: A", "start: A"), (None, None)], ["", 3, ["a"]]),
     "logits_processor": ([(keep, (keep,)), ([keep], (keep,))], [*LISTS, [keep, 3], "x", ["x"]]),
     "stopping_criteria": ([(keep, (keep,)), ((keep,), (keep,))], [*LISTS, [3]]),
+    "adapter": ([("any", "any"), (None, None)], [3, True, ["a"]]),
     "engine": ([("kv_cache", "kv_cache"), (None, None)], [3, True, ["cpp"]]),
 }
 NEITHER = {  # of each kind

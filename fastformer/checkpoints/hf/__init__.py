@@ -67,12 +67,14 @@ def _encoder(kind: str, *others: str) -> Family:
     )
 
 
-def _checked(family: Family, *, encodes: bool = False) -> Family:
+def _checked(kind: str, family: Family, *, encodes: bool = False) -> Family:
     """Returns the family with a conversion that reads what all families have in common, which no form knows."""
 
     def to_model(saved: Checkpoint) -> Transformer | GPT | BERT:
         check_fields(saved.settings, family.kind, encodes=encodes)
-        return family.to_model(saved._replace(settings=with_usual_ids(saved.settings)))
+        model = family.to_model(saved._replace(settings=with_usual_ids(saved.settings)))
+        model.source_settings = {**saved.settings, "model_type": kind}
+        return model
 
     return family._replace(to_model=to_model)
 
@@ -124,7 +126,7 @@ _FAMILIES = {
     "albert": _encoder("albert", "ForPreTraining"),
     "modernbert": _encoder("modernbert"),
 }
-FAMILIES = {kind: _checked(family) for kind, family in _FAMILIES.items()}
+FAMILIES = {kind: _checked(kind, family) for kind, family in _FAMILIES.items()}
 
 
 def encoding_family(kind: str | None) -> Family | None:
@@ -135,7 +137,7 @@ def encoding_family(kind: str | None) -> Family | None:
     family = None if kind is None else FAMILIES.get(kind)
     if kind is None or family is None or kind not in DECODER_FORMS:
         return family if family is not None and family.kind == "encoder" else None
-    heads, whole = DECODER_FORMS[kind].heads, _checked(_FAMILIES[kind], encodes=True)
+    heads, whole = DECODER_FORMS[kind].heads, _checked(kind, _FAMILIES[kind], encodes=True)
 
     def to_model(saved: Checkpoint) -> Transformer | GPT | BERT:
         state = {name: tensor for name, tensor in saved.state.items() if name not in (*heads, "score.weight")}

@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from fastformer.checkpoints.hf.adapters import Adapter
 from fastformer.generation.constraints import Mask
 from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.search import Sample
@@ -22,10 +23,12 @@ class Prompt(NamedTuple):
         source: the ids that an encoder reads; None for a decoder-only model.
         tokens: the ids that the decoder begins with, at least one: the start token and a forced prefix, or the prompt
             of a language model. The last id is the input of the first step.
+        adapter: the adapter with which the model reads and continues them; None: the model's own weights.
     """
 
     source: Sequence[int] | None
     tokens: Sequence[int]
+    adapter: Adapter | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -277,6 +280,30 @@ class Engine(ABC):
         A batch keeps that beginning in its cache after the prompts have left, until another group takes the memory.
         """
         return False
+
+    def add_adapter(self, name: str, adapter: Adapter) -> None:
+        """Adds an adapter of the model, or replaces that of the same name.
+
+        Args:
+            name: the name by which requests choose it.
+            adapter: the adapter.
+
+        Raises:
+            ValueError: the engine can't run requests with adapters of their own.
+        """
+        raise ValueError(
+            f"expected the engine 'cpp' for the adapter {name!r}, got {self.name!r}, which has no adapters"
+        )
+
+    def adapter(self, name: str | None) -> Adapter | None:
+        """Returns the adapter of a name; None for None.
+
+        Raises:
+            ValueError: there is none of this name.
+        """
+        if name is not None:
+            raise ValueError(f"expected the name of an adapter that was loaded, got {name!r:.60}: there is none")
+        return None
 
     def limit_to(self, shortlist: Sequence[int]) -> bool:
         """Makes batches that are opened from now on compute the logits of only some tokens.

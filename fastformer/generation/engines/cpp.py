@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from fastformer.checkpoints.hf.adapters import Adapter
 from fastformer.engine.frozen import packed
 from fastformer.extension import extension_module
 from fastformer.generation.engines.base import (
@@ -43,7 +44,13 @@ Rows = list[list[int]]
 class Session(Protocol):
     """The interface of Session in csrc/bindings/decoder.cpp."""
 
-    def admit(self, sources: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], threads: int) -> list[int]: ...
+    def admit(
+        self,
+        sources: Sequence[Sequence[int]],
+        tokens: Sequence[Sequence[int]],
+        threads: int,
+        adapters: Sequence[object] = (),
+    ) -> list[int]: ...
     def step(
         self,
         tokens: Sequence[int],
@@ -73,7 +80,7 @@ class Session(Protocol):
     def free_tokens(self) -> int: ...
     def step_tokens(self) -> int: ...
     def shared_tokens(self) -> int: ...
-    def known(self, tokens: Sequence[int]) -> tuple[int, int]: ...
+    def known(self, tokens: Sequence[int], adapter: object = None) -> tuple[int, int]: ...
 
 
 class CppEngine(Engine):
@@ -103,6 +110,8 @@ class CppEngine(Engine):
         self._model, self._config = model, model.config
         self._attention = _attention(model)
         self._shortlist: list[int] = []
+        self._adapters: dict[str, Adapter] = {}
+        self._packed_adapters: dict[Adapter, tuple[object, object]] = {}  # with the model for which each was packed
         self.prepacked(may_be_old=True)  # each batch checks again whether the weights have changed
 
     def prepacked(self, *, may_be_old: bool = False) -> object:
@@ -139,6 +148,32 @@ class CppEngine(Engine):
     def reuses_prefixes(self) -> bool:
         """Returns whether the model has no encoder: a source would change the keys and values of a prompt."""
         return isinstance(self._model, GPT)
+
+    def add_adapter(self, name: str, adapter: Adapter) -> None:
+        if not isinstance(self._model, GPT):
+            raise ValueError(f"expected a decoder-only model for the adapter {name!r}, got one that reads sources")
+        self.packed_adapter(adapter, self.prepacked(may_be_old=True))
+        self._adapters[name] = adapter
+
+    def adapter(self, name: str | None) -> Adapter | None:
+        if name is None:
+            return None
+        if name not in self._adapters:
+            known = ", ".join(map(repr, self._adapters)) or "there is none"
+            raise ValueError(f"expected the name of an adapter that was loaded ({known}), got {name!r:.60}")
+        return self._adapters[name]
+
+    def packed_adapter(self, adapter: Adapter | None, model: object) -> object:
+        """Returns the `PackedAdapter` of an adapter for the `PackedModel` of a session; None for None."""
+        if adapter is None:
+            return None
+        before, packed = self._packed_adapters.get(adapter, (None, None))
+        if before is not model:
+            current = set(self._adapters.values()) | {adapter}
+            self._packed_adapters = {one: pair for one, pair in self._packed_adapters.items() if one in current}
+            packed = extension_module().PackedAdapter(model, _adapter_arrays(adapter))
+            self._packed_adapters[adapter] = model, packed
+        return packed
 
     def limit_to(self, shortlist: Sequence[int]) -> bool:
         """Makes later batches skip the rows of the output weight for all other ids; see `Engine.limit_to`."""
@@ -180,14 +215,17 @@ class CppBatch(DraftingBatch):
     def prefill(self, prompts: Sequence[Prompt]) -> Sequence[int]:
         session = self._begin() if self._num_groups == 0 else self.session
         sources = [list(prompt.source or ()) for prompt in prompts]
-        cached = session.admit(sources, [list(prompt.tokens[:-1]) for prompt in prompts], torch.get_num_threads())
+        adapters = [self._engine.packed_adapter(prompt.adapter, self._packed) for prompt in prompts]
+        tokens = [list(prompt.tokens[:-1]) for prompt in prompts]
+        cached = session.admit(sources, tokens, torch.get_num_threads(), adapters if any(adapters) else ())
         self._num_groups += len(prompts)
         return cached
 
     def known_prefix(self, prompt: Prompt) -> KnownPrefix:
         if self._session is None or len(prompt.tokens) <= BLOCK_SIZE:
             return KnownPrefix()
-        return KnownPrefix(*self._session.known(list(prompt.tokens[:-1])))
+        adapter = self._engine.packed_adapter(prompt.adapter, self._packed)
+        return KnownPrefix(*self._session.known(list(prompt.tokens[:-1]), adapter))
 
     @property
     def session(self) -> Session:
@@ -428,6 +466,12 @@ def bias_by_distance(relative: RelativePositionBias, max_len: int, head_dim: int
     reach = min(relative.max_distance, max_len - 1)
     rows = relative.table[relative.buckets(torch.arange(-reach, reach + 1, device=relative.table.device))]
     return rows.float().T * head_dim**0.5
+
+
+def _adapter_arrays(adapter: Adapter) -> dict[str, Array]:
+    """Returns A and B by their names in csrc/engine/adapter.h."""
+    factors = adapter.factors.items()
+    return {f"{name}.{half}": _array(one) for name, pair in factors for half, one in zip("AB", pair, strict=True)}
 
 
 def _array(tensor: Tensor) -> Array:

@@ -1,0 +1,164 @@
+#include "engine/adapter.h"
+
+#include <algorithm>
+#include <atomic>
+#include <stdexcept>
+
+#include "common/simd.h"
+#include "engine/prefix_table.h"
+
+namespace fastformer {
+namespace {
+
+using V = Vec<float>;
+constexpr int64_t kLanes = 16, kVecs = kLanes / V::size;
+constexpr int kChains = 4;                        // of additions that don't wait for each other
+constexpr int kRows = V::size == kLanes ? 4 : 1;  // that share a load of the weights; more don't fit in the registers
+
+// Writes 16 columns of A x for R rows.
+template <int R, typename T>
+void shrink_rows(const T* a, int64_t k, const float* const* x, float* const* low) {
+  V sums[R][kVecs][kChains];
+  for (auto& row : sums)
+    for (auto& vec : row)
+      for (V& sum : vec) sum = V(0.f);
+  const auto add = [&](int64_t i, int chain) {
+    for (int64_t v = 0; v < kVecs; ++v) {
+      const V weight = V::load(a + i * kLanes + v * V::size);
+      for (int r = 0; r < R; ++r) sums[r][v][chain] = fmadd(V(x[r][i]), weight, sums[r][v][chain]);
+    }
+  };
+  int64_t i = 0;
+  for (; i + kChains <= k; i += kChains)
+    for (int chain = 0; chain < kChains; ++chain) add(i + chain, chain);
+  for (int chain = 0; i < k; ++i, ++chain) add(i, chain);
+  for (int r = 0; r < R; ++r)
+    for (int64_t v = 0; v < kVecs; ++v) {
+      const V* parts = sums[r][v];
+      ((parts[0] + parts[1]) + (parts[2] + parts[3])).store(low[r] + v * V::size);
+    }
+}
+
+// Adds a panel of B low to R rows.
+template <int R, typename T>
+void expand_rows(const T* b, int64_t count, const float* const* low, float* const* out) {
+  constexpr int64_t kAll = kPanelColumns / V::size;
+  V sums[R][kAll];
+  for (int r = 0; r < R; ++r)
+    for (int64_t v = 0; v < kAll; ++v) sums[r][v] = V::load(out[r] + v * V::size);
+  for (int64_t j = 0; j < count; ++j)
+    for (int64_t v = 0; v < kAll; ++v) {
+      const V weight = V::load(b + j * kPanelColumns + v * V::size);
+      for (int r = 0; r < R; ++r) sums[r][v] = fmadd(V(low[r][j]), weight, sums[r][v]);
+    }
+  for (int r = 0; r < R; ++r)
+    for (int64_t v = 0; v < kAll; ++v) sums[r][v].store(out[r] + v * V::size);
+}
+
+// Calls f.operator()<R>(first) for `count` rows, R of them at a time.
+template <typename F>
+void for_rows(int64_t count, F&& f) {
+  int64_t first = 0;
+  for (; first + kRows <= count; first += kRows) f.template operator()<kRows>(first);
+  for (; first < count; ++first) f.template operator()<1>(first);
+}
+
+}  // namespace
+
+LowRank::LowRank(const Matrix& a, const Matrix& b, Precision precision)
+    : k_(a.k), blocks_((a.n + kBlock - 1) / kBlock) {
+  if (a.n < 1 || b.k != a.n) throw std::invalid_argument("expected A and B of one rank");
+  if (precision == Precision::fp32) fill(wide_, a, b);
+  else fill(narrow_, a, b);
+}
+
+template <typename T>
+void LowRank::fill(Factors<T>& factors, const Matrix& a, const Matrix& b) {
+  factors.a.assign(blocks_ * k_ * kBlock, T(0.f));
+  for (int64_t rank = 0; rank < a.n; ++rank)
+    for (int64_t i = 0; i < k_; ++i)
+      factors.a[(rank / kBlock * k_ + i) * kBlock + rank % kBlock] = static_cast<T>(a.at(rank, i));
+  for (int64_t column = 0; column < b.n; column += kPanelColumns) {
+    const int64_t end = std::min(column + kPanelColumns, b.n);
+    int64_t first = b.k, last = 0;
+    for (int64_t row = column; row < end; ++row)
+      for (int64_t rank = 0; rank < b.k; ++rank)
+        if (b.at(row, rank) != 0) first = std::min(first, rank), last = std::max(last, rank + 1);
+    const int64_t count = std::max<int64_t>(0, last - first);
+    panels_.push_back({first, count, std::ssize(factors.b)});
+    for (int64_t rank = first; rank < last; ++rank)
+      for (int64_t row = column; row < column + kPanelColumns; ++row)
+        factors.b.push_back(static_cast<T>(row < end ? b.at(row, rank) : 0.f));
+  }
+}
+
+int64_t LowRank::parts(int64_t rows) const { return (rows + kRows - 1) / kRows * blocks_; }
+
+void LowRank::shrink(const int32_t* rows, int64_t count, int64_t begin, int64_t end, const float* x, int64_t x_ld,
+                     float* low, int64_t low_ld) const {
+  with([&](const auto& factors) {
+    for (int64_t part = begin; part < end; ++part) {
+      const int64_t block = part % blocks_, first = part / blocks_ * kRows;
+      for_rows(std::min<int64_t>(kRows, count - first), [&]<int R>(int64_t from) {
+        const float* inputs[R];
+        float* outputs[R];
+        for (int r = 0; r < R; ++r) {
+          const int64_t row = rows[first + from + r];
+          inputs[r] = x + row * x_ld, outputs[r] = low + row * low_ld + block * kBlock;
+        }
+        shrink_rows<R>(factors.a.data() + block * k_ * kBlock, k_, inputs, outputs);
+      });
+    }
+  });
+}
+
+void LowRank::expand(const int32_t* rows, int64_t count, int64_t begin, int64_t end, const float* low, int64_t low_ld,
+                     float* out, int64_t out_ld) const {
+  with([&](const auto& factors) {
+    for (int64_t index = begin; index < end; ++index) {
+      const Panel& panel = panels_[index];
+      if (panel.count == 0) continue;
+      for_rows(count, [&]<int R>(int64_t first) {
+        const float* inputs[R];
+        float* outputs[R];
+        for (int r = 0; r < R; ++r) {
+          const int64_t row = rows[first + r];
+          inputs[r] = low + row * low_ld + panel.first, outputs[r] = out + row * out_ld + index * kPanelColumns;
+        }
+        expand_rows<R>(factors.b.data() + panel.offset, panel.count, inputs, outputs);
+      });
+    }
+  });
+}
+
+PackedAdapter::PackedAdapter(std::shared_ptr<const PackedModel> model, const ModelTensors& tensors)
+    : model_(std::move(model)) {
+  static std::atomic<int32_t> last_root{PrefixTable::kNoBlock};
+  root_ = --last_root;
+  size_t used = 0;
+  const std::vector<PackedLayer>& layers = model_->decoder.layers;
+  for (size_t i = 0; i < layers.size() && !model_->options.has_encoder(); ++i) {
+    const std::pair<const char*, const PackedWeight*> weights[] = {{"self_attn.in_proj_weight", &layers[i].qkv},
+                                                                   {"self_attn.out_proj.weight", &layers[i].out},
+                                                                   {"linear1.weight", &layers[i].ff.ff1},
+                                                                   {"linear2.weight", &layers[i].ff.ff2}};
+    for (const auto& [kind, weight] : weights) {
+      const std::string name = "decoder.layers." + std::to_string(i) + "." + kind;
+      const auto a = tensors.find(name + ".A"), b = tensors.find(name + ".B");
+      if (a == tensors.end() && b == tensors.end()) continue;
+      const auto is_matrix = [&](const auto& it) {
+        return it != tensors.end() && it->second.kind != Kind::bytes && it->second.shape.size() == 2;
+      };
+      if (!is_matrix(a) || !is_matrix(b) || a->second.shape[1] != weight->k || b->second.shape[0] != weight->n)
+        throw std::invalid_argument("expected A and B that fit " + name);
+      const auto matrix = [](const ModelTensor& tensor) {
+        return Matrix{tensor.data, tensor.kind, tensor.shape[0], tensor.shape[1]};
+      };
+      weights_.try_emplace(weight, matrix(a->second), matrix(b->second), model_->options.precision);
+      used += 2;
+    }
+  }
+  if (used != tensors.size()) throw std::invalid_argument("expected tensors of weights that the model has");
+}
+
+}  // namespace fastformer
