@@ -47,6 +47,7 @@ def chat(
     grammar: str | None = None,
     drop_oldest: bool = False,
     draft: str | None = None,
+    adapter: str | None = None,
     device: str = "auto",
     precision: Precision | None = None,
     config: str | None = None,
@@ -70,6 +71,7 @@ def chat(
         drop_oldest: if the conversation fills the model's positions, omit its oldest turns instead of stopping
         device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
         draft: the folder of a smaller model with the same tokenizer, which drafts tokens; the answers are the same
+        adapter: the folder of a LoRA adapter, as peft saves it, with which the model answers
         precision: convert the weights to this; int8 and int4 are for a CPU; by default they stay as they were saved
         config: a YAML file with options of decoding, such as top_k: 40; flags override it
         options: the flags of decoding
@@ -81,6 +83,8 @@ def chat(
     decoding = given_options(config, {**options, **given})
     of_file = decoding.pop("precision", None)
     precision = precision or of_file
+    if adapter := adapter or decoding.get("adapter"):
+        decoding["adapter"] = adapter
     if greedy:
         for name in ("temperature", "top_k", "top_p"):
             if name in options:
@@ -95,6 +99,7 @@ def chat(
         system=system,
         drop_oldest=drop_oldest,
         draft=draft,
+        adapters={adapter: adapter} if adapter else None,
         **decoding,
     )
     is_shown = is_terminal(sys.stdin) and is_terminal(sys.stdout)

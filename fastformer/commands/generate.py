@@ -43,6 +43,7 @@ def generate(
     regex: str | None = None,
     choices: list[str] | None = None,
     grammar: str | None = None,
+    adapter: str | None = None,
     on_error: Literal["stop", "skip"] = "stop",
     device: str = "auto",
     precision: Precision | None = None,
@@ -75,6 +76,7 @@ def generate(
         regex: a regular expression that the continuation matches as a whole
         choices: a text that the continuation may be; repeat the flag for several
         grammar: a file with a context-free grammar, in Lark's syntax, that the continuation matches
+        adapter: the folder of a LoRA adapter, as peft saves it, with which the model decodes
         on_error: at a line that is too long or not UTF-8, stop, or skip it with an empty line instead and a warning
         device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
         precision: convert the weights to this; int8 and int4 are for a CPU; by default they stay as they were saved
@@ -92,7 +94,7 @@ def generate(
 
     if prompt is not None and file is not None:
         raise ValueError(f"expected a prompt or --file, got both: {prompt!r:.60} and {file}")
-    given = {"precision": precision, "stop_strings": stop or None}
+    given = {"precision": precision, "stop_strings": stop or None, "adapter": adapter}
     given |= constraint_options(schema, regex, choices, grammar)
     values = given_options(config, {**options, **{name: value for name, value in given.items() if value is not None}})
     samples = not greedy and GenerationConfig(num_beams=values.get("num_beams", 1)).num_beams == 1
@@ -123,6 +125,7 @@ def _continue_one(model: GPT, config: GenerationConfig, say: _Sayings, prompt: s
     """Prints the continuation of a prompt, or several continuations."""
     from torch import Tensor
 
+    from fastformer.generation import Generator
     from fastformer.generation import generate as search
 
     ids = say.encode(prompt)
@@ -133,7 +136,13 @@ def _continue_one(model: GPT, config: GenerationConfig, say: _Sayings, prompt: s
     say.warn_of_unknown()
     # A single row is printed token by token; the results of beams and of several samples are known only at the end.
     streamer = say.streamer(prompt) if max(config.num_beams, config.num_return_sequences) == 1 else None
-    out = search(model, [ids], config, streamer=streamer, tokenizer=say.tokenizer)
+    out: object
+    if config.adapter is None:
+        out = search(model, [ids], config, streamer=streamer, tokenizer=say.tokenizer)
+    else:
+        adapters = {config.adapter: config.adapter}
+        generator = Generator(model, precision=config.precision, engine=config.engine, adapters=adapters)
+        out = generator.generate([ids], config, streamer=streamer, tokenizer=say.tokenizer)
     assert isinstance(out, Tensor)
     new = [row[len(ids) :] for row in out.tolist()]
     if streamer is None:
@@ -254,12 +263,18 @@ def _continue_lines(model: GPT, config: GenerationConfig, say: _Sayings, file: s
     import torch
 
     from fastformer.commands._lines import Texts, file_lines, typed
+    from fastformer.generation.engines import choose_engine
+    from fastformer.generation.folder_options import load_adapters
     from fastformer.generation.request_builder import RequestBuilder
     from fastformer.generation.scheduler import new_scheduler
     from fastformer.generation.session import Session
     from fastformer.generation.text_io import ErrorPolicy, IterableSource, TextError, failure
 
-    builder = RequestBuilder(model, config, log_probs=False, tokenizer=say.tokenizer)
+    engine = None  # of the builder's own choice
+    if config.adapter is not None:
+        engine = choose_engine(model, config.engine, config.precision)
+        load_adapters(engine, model, {config.adapter: config.adapter})
+    builder = RequestBuilder(model, config, log_probs=False, engine=engine, tokenizer=say.tokenizer)
     errors = ErrorPolicy(on_error, left=("its line empty", "their lines are empty"))
     name = "standard input" if file == "-" else file
     if file != "-":

@@ -39,6 +39,7 @@ class Listening:
         source_lang: the default language of texts; for a model of one pair of languages, its code
         target_lang: the default language of translations; for a model of one pair of languages, its code
         draft: the folder of a smaller language model with the same tokenizer, which drafts tokens for this one
+        adapter: NAME=FOLDER, a LoRA adapter that requests choose as the model NAME; repeat the flag for several
         max_batch_size: the most rows that are decoded together; by default 512, on a GPU 1,024
         max_batch_bytes: memory for the caches of those rows; by default 512 MiB, on a GPU a quarter of the free memory
     """
@@ -58,6 +59,7 @@ class Listening:
     source_lang: str | None = None
     target_lang: str | None = None
     draft: str | None = None
+    adapter: list[str] | None = None
     max_batch_size: Positive | None = None
     max_batch_bytes: Positive | None = None
 
@@ -104,6 +106,7 @@ def serve(folder: str, *, config: str | None = None, **flags: Any) -> None:
         source_lang=listening.source_lang,
         target_lang=listening.target_lang,
         draft=listening.draft,
+        adapters=_adapters(listening.adapter or ()),
         max_batch_size=listening.max_batch_size,
         max_batch_bytes=listening.max_batch_bytes,
     )
@@ -190,6 +193,18 @@ def _hosts(listening: Listening, keys: Collection[str]) -> list[str] | None:
         return None if keys or not _is_loopback(listening.host) else []
     names = _listed(listening.hosts)
     return None if "*" in names else names
+
+
+def _adapters(given: Iterable[str]) -> dict[str, str]:
+    """Returns the folders of adapters by their names."""
+    folders: dict[str, str] = {}
+    for one in given:
+        name, mark, folder = one.partition("=")
+        if not name or not folder or name in folders:
+            what = f"another name than {name!r}, which is there twice" if name in folders else "NAME=FOLDER"
+            raise ValueError(f"expected --adapter {what}, got {one!r}")
+        folders[name] = folder
+    return folders
 
 
 def _listed(text: str | None) -> list[str]:

@@ -277,6 +277,11 @@ class AsyncGenerator(Session[Request]):
         load_adapters(self._engine, self.model, {name: folder})
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters that were loaded."""
+        return self._engine.adapters
+
+    @property
     def ends(self) -> frozenset[int]:
         """The ids that end a text or an answer."""
         return self._ends.union(self._chat_ends)

@@ -134,7 +134,7 @@ def _add_embeddings(routes: APIRouter, service: EmbedService, limits: Limits) ->
     @routes.post("/v1/embeddings", response_model=None, responses={200: {"model": Embeddings}, **ERRORS})
     async def embeddings(body: EmbeddingsBody, http: Request) -> Response:
         """Returns the embeddings of texts."""
-        check_body(body, service.name)
+        check_body(body, service.models)
         texts = _embedded_texts(body.input)
         check_texts(texts, limits, "input")
         width = service.encoder.get_embedding_dimension()
@@ -180,7 +180,7 @@ def _add_vectors(routes: APIRouter, service: MultiVectorService, limits: Limits)
     @routes.post("/v1/multi-vector", response_model=None, responses={200: {"model": TokenVectors}, **ERRORS})
     async def multi_vector(body: VectorsBody, http: Request) -> Response:
         """Returns a vector for each token of texts."""
-        check_body(body, service.name)
+        check_body(body, service.models)
         texts = [body.input] if isinstance(body.input, str) else body.input
         check_texts(texts, limits, "input")
         width = service.encoder.get_embedding_dimension()

@@ -52,19 +52,23 @@ def router(service: Service, limits: Limits) -> APIRouter:
 
 def _add_models(routes: APIRouter, service: Service) -> None:
     began = int(time.time())
-    model = {"id": service.name, "object": "model", "created": began, "owned_by": "fastformer"}
+    described = {
+        name: {"id": name, "object": "model", "created": began, "owned_by": "fastformer"}
+        | ({} if adapter is None else {"parent": service.name})
+        for name, adapter in service.models.items()
+    }
     known: dict[int | str, Any] = {status: ERRORS[status] for status in (401, 404, 503)}
 
     @routes.get("/v1/models", response_model=None, responses={200: {"model": ModelsBody}, **known})
     async def models() -> Response:
-        """Lists the model that is served."""
-        return answer({"object": "list", "data": [model]})
+        """Lists the model that is served, and its adapters."""
+        return answer({"object": "list", "data": [*described.values()]})
 
     @routes.get("/v1/models/{name:path}", response_model=None, responses={200: {"model": ModelBody}, **known})
     async def one_model(name: str) -> Response:
         """Describes the model of a name."""
-        check_model(name, service.name)
-        return answer(model)
+        check_model(name, service.models)
+        return answer(described.get(name, described[service.name]))
 
 
 def _add_completions(routes: APIRouter, service: GenerateService, limits: Limits) -> None:
@@ -73,7 +77,7 @@ def _add_completions(routes: APIRouter, service: GenerateService, limits: Limits
     @routes.post("/v1/completions", response_model=None, responses=responses)
     async def completions(body: CompletionBody, http: Request) -> Response:
         """Continues prompts."""
-        check_body(body, service.name)
+        check_body(body, service.models)
         if body.best_of not in (None, body.n or 1):
             raise ApiError(f"expected best_of to be n, {body.n or 1}, got {body.best_of}", param="best_of")
         check_count(body, limits)

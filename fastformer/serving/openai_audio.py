@@ -103,7 +103,7 @@ def router(service: Service, limits: Limits) -> APIRouter:
 async def _answered(
     body: TranslationBody, http: Request, service: SpeechService, limits: Limits, options: dict[str, Any], streams: bool
 ) -> Response:
-    check_body(body, service.name)
+    check_body(body, service.models)
     check_length(body.prompt or "", limits, "prompt")
     options |= {"initial_prompt": body.prompt or None}
     if body.temperature:

@@ -8,7 +8,7 @@ new ones before servers know them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from fastapi import Response
@@ -321,12 +321,13 @@ class ErrorBody(BaseModel):
 
 
 class ModelBody(BaseModel):
-    """A model that is served."""
+    """A model that is served; parent: the one that an adapter changes."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    parent: str | None = None
 
 
 class ModelsBody(BaseModel):
@@ -511,15 +512,12 @@ def error_response(status: int, message: str, **detail: Any) -> Response:
     return answer(error_fields(status, message, **detail), status, detail.get("headers"))
 
 
-def check_model(requested: str | None, served: str) -> None:
-    """Raises an ApiError if a request names another model than the one that is served."""
-    if requested not in (None, served, *_PLACEHOLDERS):
-        raise ApiError(
-            f"expected the model {served!r}, which is served here, got {requested!r:.80}",
-            param="model",
-            code="model_not_found",
-            status=404,
-        )
+def check_model(requested: str | None, served: Collection[str]) -> None:
+    """Raises an ApiError if a request names another model than one that is served."""
+    if requested not in (None, *served, *_PLACEHOLDERS):
+        names = ", ".join(map(repr, served))
+        reason = f"expected the model {names:.400}, which is served here, got {requested!r:.80}"
+        raise ApiError(reason, param="model", code="model_not_found", status=404)
 
 
 def check_length(text: str | list[int], limits: Limits, param: str) -> None:
@@ -535,7 +533,7 @@ def check_texts(texts: Sequence[str], limits: Limits, param: str) -> None:
         raise ApiError(reason, param=param, code=code)
 
 
-def check_body(body: Body, served: str) -> None:
+def check_body(body: Body, served: Collection[str]) -> None:
     """Raises an ApiError if a body names another model, or has a value of a field that isn't supported."""
     check_model(getattr(body, "model", None), served)
     name = unsupported_field(body)

@@ -53,7 +53,7 @@ def add_chat(routes: APIRouter, service: GenerateService, limits: Limits) -> Non
     @routes.post("/v1/chat/completions", response_model=None, responses=responses)
     async def chat(body: ChatBody, http: Request) -> Response:
         """Answers in a chat."""
-        check_body(body, service.name)
+        check_body(body, service.models)
         if service.session.template is None:
             raise ApiError(
                 f"expected a model that was trained to chat; the folder of {service.name!r} has no chat template: see "

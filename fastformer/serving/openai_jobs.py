@@ -96,6 +96,8 @@ def _options(body: GenerateBody, service: GenerateService, prompt_length: int, *
         is_chat: whether the answer is one in a chat, which ends with its turn.
     """
     options: dict[str, Any] = {"seed": body.seed}
+    if (adapter := service.models.get(body.model or "")) is not None:
+        options["adapter"] = adapter
     if body.temperature == 0:
         options |= {"do_sample": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     else:
@@ -187,7 +189,7 @@ class CompletionJob:
         self.head = {
             "id": ("chatcmpl-" if self.is_chat else "cmpl-") + uuid.uuid4().hex,
             "created": int(time.time()),
-            "model": service.name,
+            "model": body.model if body.model in service.models else service.name,
             "system_fingerprint": f"fastformer-{__version__}",
         }
 

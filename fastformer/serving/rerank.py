@@ -98,7 +98,7 @@ async def ranking(
         ApiError: the request is wrong, or the model has several labels.
         ClientGone: see `until_gone`.
     """
-    check_body(body, service.name)
+    check_body(body, service.models)
     if isinstance(service, RankService) and service.encoder.num_labels != 1:
         raise ApiError(f"expected a model of one label to rank with, got {service.encoder.num_labels}")
     texts = [one if isinstance(one, str) else one.text for one in body.documents]

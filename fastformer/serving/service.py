@@ -6,7 +6,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -37,6 +37,8 @@ class Service:
     Attributes:
         session: computes the requests.
         name: the model's name, which is its folder's.
+        models: the names by which requests choose a model, each with that of an adapter or None: the name alone, and
+            for each adapter both "name:adapter" and its own name.
         kind: the kind of model.
         limits: see `Limits`.
     """
@@ -44,8 +46,16 @@ class Service:
     kind: Kind
     session: Session[Any]
 
-    def __init__(self, name: str, limits: Limits) -> None:
+    def __init__(self, name: str, limits: Limits, adapters: Collection[str] = ()) -> None:
         self.name, self.limits = name, limits
+        self.models: dict[str, str | None] = {name: None}
+        for adapter in adapters:
+            for model in (f"{name}:{adapter}", adapter):
+                if model in self.models:
+                    raise ValueError(
+                        f"expected adapters by other names than the model's and each other's, got {model!r}"
+                    )
+                self.models[model] = adapter
 
     def deadline(self, timeout: float | None = None) -> float:
         """Returns the time by which a request that arrives now has to be answered, as `time.monotonic` counts it.
@@ -210,7 +220,7 @@ class GenerateService(Service):
     session: AsyncGenerator
 
     def __init__(self, generator: AsyncGenerator, name: str, *, limits: Limits | None = None) -> None:
-        super().__init__(name, limits or Limits())
+        super().__init__(name, limits or Limits(), generator.adapters)
         self.session = generator
 
     @property
@@ -304,6 +314,7 @@ def open_service(
     max_batch_size: int | None = None,
     max_batch_bytes: int | None = None,
     draft: str | os.PathLike[str] | None = None,
+    adapters: Mapping[str, str | os.PathLike[str]] | None = None,
 ) -> Service:
     """Opens the service of a folder, whatever kind of model it holds. It is not started yet.
 
@@ -318,6 +329,7 @@ def open_service(
         max_batch_size, max_batch_bytes: the most rows that are decoded together, and the memory for their caches; see
             `Translator` and `AsyncGenerator`.
         draft: the folder of a smaller model, which drafts tokens for a language model; see `AsyncGenerator`.
+        adapters: the folder of each LoRA adapter of a language model, by its name; see `Service.models`.
 
     Raises:
         ValueError: the folder holds no model that can be served, or an argument doesn't apply to its kind.
@@ -326,7 +338,7 @@ def open_service(
     kind = _kind_of(Path(folder))
     options = dict(options or {})
     if kind != "generator":
-        _refuse("a model that is no language model", draft=draft)
+        _refuse("a model that is no language model", draft=draft, adapters=adapters or None)
     if kind != "translator":
         _refuse("a model that translates nothing", source_lang=source_lang, target_lang=target_lang)
     if kind == "speech":
@@ -347,7 +359,7 @@ def open_service(
         generator = AsyncGenerator.from_pretrained(
             folder, device=device, precision=precision, options=options, engine=engine, max_rows=max_batch_size,
             max_bytes=max_batch_bytes, max_waiting=limits.max_waiting, max_waiting_tokens=limits.max_waiting_tokens,
-            when_full="refuse", draft=draft,
+            when_full="refuse", draft=draft, adapters=adapters,
         )  # fmt: skip
         return GenerateService(generator, name, limits=limits)
     translator = Translator.from_pretrained(

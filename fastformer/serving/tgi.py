@@ -40,6 +40,7 @@ class Parameters(Body):
     return_full_text: bool | None = None
     details: bool | None = None
     parse_special: bool | None = None
+    adapter_id: str | None = None
 
 
 class GenerateBody(Body):
@@ -156,6 +157,8 @@ def _options(body: GenerateBody, service: GenerateService, limits: Limits) -> di
         options["repetition_penalty"] = parameters.repetition_penalty
     if parameters.stop:
         options["stop_strings"] = parameters.stop
+    if parameters.adapter_id is not None:
+        options["adapter"] = parameters.adapter_id
     return options
 
 

@@ -295,6 +295,11 @@ class Engine(ABC):
             f"expected the engine 'cpp' for the adapter {name!r}, got {self.name!r}, which has no adapters"
         )
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters that were added."""
+        return ()
+
     def adapter(self, name: str | None) -> Adapter | None:
         """Returns the adapter of a name; None for None.
 

@@ -155,6 +155,10 @@ class CppEngine(Engine):
         self.packed_adapter(adapter, self.prepacked(may_be_old=True))
         self._adapters[name] = adapter
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return (*self._adapters,)
+
     def adapter(self, name: str | None) -> Adapter | None:
         if name is None:
             return None
