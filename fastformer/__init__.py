@@ -3,9 +3,9 @@
 `fastformer.nn` has the modules of torch.nn; `Transformer` and `GPT` are whole models, `generate` decodes with them, a
 `Translator` reads and writes text, an `AsyncTranslator` does so for many tasks at once, and a `Chat` holds a
 conversation. A `WhisperModel` transcribes speech. An `Encoder` computes embeddings of texts, a `MultiVectorEncoder` a
-vector for each token, and a `CrossEncoder` scores pairs of texts. `accelerate` makes a model that already exists
-compute on the same ops, in place, `report` says how, and `restore` undoes it. These and the packages below are loaded
-on first use: importing the package alone stays cheap.
+vector for each token, a `CrossEncoder` scores pairs of texts, and a `TokenClassifier` finds names in them. `accelerate`
+makes a model that already exists compute on the same ops, in place, `report` says how, and `restore` undoes it. These
+and the packages below are loaded on first use: importing the package alone stays cheap.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fastformer.encoding import CrossEncoder as CrossEncoder
     from fastformer.encoding import Encoder as Encoder
     from fastformer.encoding import MultiVectorEncoder as MultiVectorEncoder
+    from fastformer.encoding import TokenClassifier as TokenClassifier
     from fastformer.functional import activate as activate
     from fastformer.functional import deactivate as deactivate
     from fastformer.generation import AsyncTranslator as AsyncTranslator
@@ -42,6 +43,7 @@ __all__ = [
     "CrossEncoder",
     "Encoder",
     "MultiVectorEncoder",
+    "TokenClassifier",
     "Transformer",
     "Translator",
     "WhisperModel",
@@ -57,7 +59,7 @@ __all__ = [
 # The names above, by the package that has them.
 _NAMES = {
     "audio": ("BatchedInferencePipeline", "WhisperModel"),
-    "encoding": ("CrossEncoder", "Encoder", "MultiVectorEncoder"),
+    "encoding": ("CrossEncoder", "Encoder", "MultiVectorEncoder", "TokenClassifier"),
     "functional": ("activate", "deactivate"),
     "generation": ("AsyncTranslator", "Chat", "ChatTemplate", "Translator", "generate"),
     "integrations": ("accelerate", "report", "restore"),

@@ -57,6 +57,23 @@ class Frame(NamedTuple):
         return ids, types
 
 
+class Spelled(NamedTuple):
+    """A token of a text.
+
+    Attributes:
+        id, name: its id, and its name in the vocabulary.
+        text: the part of the text that it stands for, which begins at `start` and ends at `end`.
+        continues: whether it continues a word.
+    """
+
+    id: int
+    name: str
+    text: str
+    start: int
+    end: int
+    continues: bool
+
+
 class Backend(ABC):
     """A library's tokenizer of one vocabulary.
 
@@ -122,6 +139,16 @@ class Backend(ABC):
     def add_control(self, token: str) -> None:
         """Makes a token of the vocabulary special, so that a prompt which spells it has its id."""
         raise ValueError(f"expected the tokenizer of an encoder's folder, got one of {self.library}")
+
+    def spelled(self, texts: Sequence[str]) -> list[list[Spelled]]:
+        """Returns the tokens of texts with their places, without special tokens around them."""
+        raise ValueError(
+            f"expected a folder with a tokenizer.json, whose tokens have places, got one of {self.library}"
+        )
+
+    def joined(self, names: Sequence[str]) -> str:
+        """Returns the text of tokens with these names."""
+        return " ".join(names)
 
     def encoder_frames(self) -> tuple[Frame, Frame]:
         """Returns the special tokens that an encoder expects around one text, and around two."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fastformer.data.backend import Backend, ControlGuard, Frame
+from fastformer.data.backend import Backend, ControlGuard, Frame, Spelled
 from fastformer.data.checks import check_text
 from fastformer.data.cuts import cuts_of
 
@@ -120,6 +120,24 @@ class LibraryBackend(Backend):
         self.tokenizer.add_special_tokens([_special_token(token)])
         self._parser = None
         self._guards.clear()
+
+    def spelled(self, texts: Sequence[str]) -> list[list[Spelled]]:
+        with library_errors(f"{self._name} can't encode these texts"):
+            encodings = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        has_mark = bool(getattr(self.tokenizer.model, "continuing_subword_prefix", None))
+        rows: list[list[Spelled]] = []
+        for text, encoding in zip(texts, encodings, strict=True):
+            rows.append([])
+            for i, name, (start, end) in zip(encoding.ids, encoding.tokens, encoding.offsets, strict=True):
+                part = text[start:end]
+                # Without a mark of tokens that continue a word, those continue one that no space precedes.
+                continues = len(name) != len(part) if has_mark else start > 0 and " " not in text[start - 1 : start + 1]
+                rows[-1].append(Spelled(i, name, part, start, end, continues))
+        return rows
+
+    def joined(self, names: Sequence[str]) -> str:
+        decoder = self.tokenizer.decoder
+        return " ".join(names) if decoder is None else str(decoder.decode(list(names)))
 
     def unknown(self, text: str, unk: int) -> list[str]:
         with library_errors(f"{self._name} can't encode the text {text[:40]!r}"):

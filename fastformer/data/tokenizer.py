@@ -111,6 +111,11 @@ class Tokenizer:
             self._omitted |= self._language_names.keys()
 
     @property
+    def frame(self) -> Frame:
+        """The special tokens around one text."""
+        return self._frames[0]
+
+    @property
     def vocab_size(self) -> int:
         """The number of the model's ids."""
         return self._vocab_size

@@ -11,6 +11,7 @@ cross_encoder.py   `CrossEncoder`: scores and classes
 sparse.py          SPLADE's pooling, and sparse embeddings
 late_interaction.py       a ColBERT's vectors of tokens, and their scores
 multi_vector_encoder.py   `MultiVectorEncoder`: vectors of tokens
+token_classifier.py       `TokenClassifier`: classes of tokens and words
 requests.py        the texts of one caller, and their results
 scheduler.py       computes the requests of many callers together
 """
@@ -20,3 +21,4 @@ from fastformer.encoding.encoder import Encoder as Encoder
 from fastformer.encoding.engine import EncoderEngine as EncoderEngine
 from fastformer.encoding.multi_vector_encoder import MultiVectorEncoder as MultiVectorEncoder
 from fastformer.encoding.sparse import SparseEmbedding as SparseEmbedding
+from fastformer.encoding.token_classifier import TokenClassifier as TokenClassifier

@@ -17,7 +17,7 @@ from torch import Tensor
 from fastformer.encoding.batches import BATCH_TOKENS, check_limits, check_several, chunks, made_ahead, progress
 from fastformer.encoding.folder import Folder
 from fastformer.encoding.folder_model import FolderModel, batches, named, one_of
-from fastformer.encoding.modules import Array, Normalize, Pooling, Stored, normalized, pooled, stored
+from fastformer.encoding.modules import Array, Normalize, Pooling, Stored, normalized, pooled, ranges_of, stored
 from fastformer.encoding.similarity import ALL, PAIRED, Embeddings, as_rows
 from fastformer.encoding.sparse import SparseEmbedding, Splade, sparse_of
 from fastformer.encoding.tokens import Rows
@@ -49,6 +49,7 @@ class Encoder(FolderModel):
         default_prompt_name: the name of the prompt for calls that don't name one; None: no prompt.
         similarity_fn_name: "cosine", "dot", "euclidean" or "manhattan".
         truncate_dim: the number of dimensions that an embedding is truncated to; None: all.
+        ranges: the ranges of `encode` in calls that name none, such as `calibrate` finds them; None: no ranges.
 
     Raises:
         ImportError: a library that the folder needs is not installed.
@@ -83,6 +84,7 @@ class Encoder(FolderModel):
         if loaded.pooling is None:
             logger.info("%s has no pooling: an embedding is the mean of the states of the tokens", loaded.path)
         self._pooling = loaded.pooling or Pooling()
+        self.ranges: Array | None = None
 
     @property
     def pooling(self) -> str:
@@ -121,6 +123,8 @@ class Encoder(FolderModel):
         *,
         inputs: str | Iterable[str] | None = None,
         normalize: bool | None = None,
+        ranges: Array | None = None,
+        calibration_embeddings: Array | None = None,
         batch_tokens: int = BATCH_TOKENS,
     ) -> Any:
         """Returns the embeddings of texts, in their order.
@@ -134,8 +138,8 @@ class Encoder(FolderModel):
             output_value: "sentence_embedding", or "token_embeddings": a list with a tensor (seqlen, d_model) for each
                 text.
             precision: the numbers of the embeddings: "float32"; "int8" or "uint8", 255 steps between the least and the
-                greatest number of each dimension in this call; "binary" or "ubinary", the signs, eight in a byte. It is
-                not the precision of the computation, which the class has.
+                greatest number of each dimension; "binary" or "ubinary", the signs, eight in a byte. It is not the
+                precision of the computation, which the class has.
             convert_to_numpy: return an array; False returns a list of tensors.
             convert_to_tensor: return a tensor.
             device: the model's device, or None.
@@ -145,6 +149,9 @@ class Encoder(FolderModel):
             normalize: divide each embedding by its length; False: don't, even if the folder does so at the end;
                 None: the folder's setting.
             normalize_embeddings: True is normalize=True; False is the folder's setting.
+            ranges: the least and the greatest number of each dimension for "int8" and "uint8", (2, dim); None: those of
+                calibration_embeddings, (texts, dim), or else the encoder's, or else those of this call.
+            calibration_embeddings: see ranges.
             truncate_dim: the number of dimensions that an embedding is truncated to before it is normalized; None: the
                 encoder's.
             batch_tokens: the most tokens that are computed together.
@@ -176,7 +183,16 @@ class Encoder(FolderModel):
         with progress(texts, show_progress_bar) as advance:
             parts = list(self._parts(texts, prompt, limits, finish, advance))
         rows = np.concatenate(parts) if parts else np.zeros((0, finish(None).shape[1]), np.float32)
-        return self._converted(torch.from_numpy(stored(rows, precision)), is_one, convert_to_numpy, convert_to_tensor)
+        if ranges is None:
+            ranges = self.ranges if calibration_embeddings is None else ranges_of(calibration_embeddings)
+        numbers = stored(rows, precision, None if ranges is None else np.asarray(ranges, np.float32))
+        return self._converted(torch.from_numpy(numbers), is_one, convert_to_numpy, convert_to_tensor)
+
+    def calibrate(self, sentences: Iterable[str], **options: Any) -> Array:
+        """Sets `ranges` to those of the embeddings of texts, and returns them; for options, see `encode`."""
+        check_several("sentences", sentences)
+        self.ranges = ranges_of(self.encode(sentences, **options))
+        return self.ranges
 
     def encode_query(self, sentences: str | Iterable[str] | None = None, *arguments: Any, **options: Any) -> Any:
         """Calls `encode` with the prompt "query", if the folder has one and the call doesn't name a prompt."""

@@ -228,14 +228,15 @@ def _reader(
 
 
 def _read_gguf(path: Path, device: torch.device | str | None) -> Folder:
-    if gguf.architecture_of(path) not in ("BERT", None):
-        raise ValueError(f"expected the GGUF file of an encoder, got one of a language model: {path}")
+    """Reads a GGUF file. Its embeddings are normalised, as llama.cpp does it."""
     pooling = gguf.pooling_of(path)
     model: Any
     tokenizer: Any
-    model, tokenizer = gguf.load_file(path, device=device)
-    most = model.config.max_len
-    return Folder(path, model, Reader(tokenizer, most), None if pooling is None else Pooling((pooling,), True))
+    model, tokenizer = gguf.load_file(path, device=device, encodes=True)
+    if pooling is None and isinstance(model, GPT):
+        pooling = "lasttoken"  # as of a folder of transformers
+    kinds = None if pooling is None else Pooling((pooling,))
+    return Folder(path, model, Reader(tokenizer, model.config.max_len), kinds, (Normalize(),))
 
 
 def _load(folder: Path, device: torch.device | str | None) -> tuple[Any, Any]:

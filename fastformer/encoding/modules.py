@@ -83,26 +83,44 @@ def _one(states: Array, kind: str, skipped: int) -> Array | float:
     return np.asarray(rows.sum(0) / np.float32(divisor))
 
 
-def stored(rows: Array, precision: Stored | None) -> Any:
+def stored(rows: Array, precision: Stored | None, ranges: Array | None = None) -> Any:
     """Returns embeddings (dimension 1) as numbers of another type, as sentence-transformers quantizes them.
 
+    Args:
+        rows: the embeddings.
+        precision: the type.
+        ranges: the least and the greatest number of each dimension, (2, dim), for "int8" and "uint8"; None: those of
+            the rows.
+
     Raises:
-        ValueError: a single embedding for "int8" or "uint8", which count steps between the least and the greatest
-            number of each dimension.
+        ValueError: ranges of another shape; or none, and a single embedding for "int8" or "uint8", which count steps
+            between the least and the greatest number of each dimension.
     """
     if precision in (None, "float32"):
         return rows
     if precision in ("binary", "ubinary"):
         bits = np.packbits(rows > 0, axis=-1)
         return (bits.astype(np.int16) - 128).astype(np.int8) if precision == "binary" else bits
-    if len(rows) == 1:
-        raise ValueError(f"expected several texts for precision {precision!r}, which compares their numbers, got one")
+    if ranges is None and len(rows) == 1:
+        raise ValueError(
+            f"expected ranges or several texts for precision {precision!r}, which compares their numbers, got one"
+        )
     if not len(rows):
         return rows.astype(precision)
-    least = rows.min(0)
-    steps = (rows.max(0) - least) / 255
+    if ranges is not None and ranges.shape != (2, rows.shape[1]):
+        raise ValueError(f"expected ranges of shape {(2, rows.shape[1])}, got {ranges.shape}")
+    least, greatest = ranges_of(rows) if ranges is None else ranges
+    steps = (greatest - least) / 255
     counts = np.clip(np.floor((rows - least) / np.where(steps == 0, 1, steps)), 0, 255)
     return (counts - 128).astype(np.int8) if precision == "int8" else counts.astype(np.uint8)
+
+
+def ranges_of(rows: Any) -> Array:
+    """Returns the least and the greatest number of each dimension of embeddings (texts, dim), (2, dim)."""
+    rows = np.asarray(rows, np.float32)
+    if rows.ndim != 2 or not len(rows):
+        raise ValueError(f"expected embeddings of shape (texts, dim) to calibrate with, got {rows.shape}")
+    return np.stack([rows.min(0), rows.max(0)])
 
 
 def normalized(rows: Array) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from fastformer.generation.chat_template import TemplateTokenizer
 from fastformer.locks import ForkSafeLock
@@ -20,6 +20,12 @@ Pair = tuple[str, str]
 
 class Tokenizer(TemplateTokenizer, Protocol):
     """The part of `data.tokenizer.Tokenizer` that encoding uses; that class documents it."""
+
+    @property
+    def backend(self) -> Any: ...
+
+    @property
+    def frame(self) -> Any: ...
 
     @property
     def max_len(self) -> int: ...

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
-from fastformer.encoding.modules import Array
+from fastformer.encoding.modules import Array, Stored, stored
 from fastformer.serving.answers import answer, until_gone
 from fastformer.serving.encoder_service import EmbedService, MultiVectorService
 from fastformer.serving.limits import Limits
@@ -31,12 +31,14 @@ UNSUPPORTED_OF_ENCODERS: Mapping[str, tuple[Any, ...]] = {
 
 
 class EmbeddingsBody(Body):
-    """The body of a POST /v1/embeddings request; prompt_name, truncate, truncation and timeout aren't OpenAI's.
+    """The body of a POST /v1/embeddings request; OpenAI has input, model, encoding_format and dimensions alone.
 
     Attributes:
         input: a text or several. Ids are refused: clients make them for another model's vocabulary.
         truncate: cut texts that are too long; without it they are an error.
         truncation: the same, as Voyage names it.
+        output_dtype: the type of the numbers, as Voyage names it; int8 and uint8 need `Encoder.ranges`.
+        embedding_type: the same of signs, and base64, as Jina names them.
     """
 
     unsupported = UNSUPPORTED_OF_ENCODERS
@@ -53,15 +55,17 @@ class EmbeddingsBody(Body):
     prompt_name: str | None = None
     truncate: bool | None = None
     truncation: bool | None = None
+    output_dtype: Literal["float", "int8", "uint8", "binary", "ubinary"] | None = None
+    embedding_type: Literal["float", "base64", "binary", "ubinary"] | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
 
 
 class EmbeddingRow(BaseModel):
-    """An embedding: numbers, or the base64 of their fp32 in little endian."""
+    """An embedding: numbers, or the base64 of their bytes, in little endian."""
 
     object: Literal["embedding"]
     index: int
-    embedding: list[float] | str
+    embedding: list[float] | list[int] | str
 
 
 class EmbeddingsUsage(BaseModel):
@@ -143,6 +147,7 @@ def _add_embeddings(routes: APIRouter, service: EmbedService, limits: Limits) ->
         if body.prompt_name is not None and body.prompt_name not in service.encoder.prompts:
             names = [*service.encoder.prompts]
             raise ApiError(f"expected a prompt_name in {names}, got {body.prompt_name!r:.40}", param="prompt_name")
+        precision, is_packed = _precision(body, service.encoder.ranges is not None)
         try:
             work = service.embed(
                 texts,
@@ -156,13 +161,29 @@ def _add_embeddings(routes: APIRouter, service: EmbedService, limits: Limits) ->
             encoded = await until_gone(http, work)
         except ValueError as error:
             raise ApiError(str(error), param="input") from error
-        is_packed = body.encoding_format == "base64"
+        numbers = stored(encoded.rows, precision, service.encoder.ranges)
         rows = [
             {"object": "embedding", "index": index, "embedding": packed(row) if is_packed else row.tolist()}
-            for index, row in enumerate(encoded.rows)
+            for index, row in enumerate(numbers)
         ]
         usage = {"prompt_tokens": encoded.num_tokens, "total_tokens": encoded.num_tokens}
         return answer({"object": "list", "data": rows, "model": service.name, "usage": usage})
+
+
+def _precision(body: EmbeddingsBody, has_ranges: bool) -> tuple[Stored, bool]:
+    """Returns the type of the numbers that a request asks for, and whether it asks for base64."""
+    kind, other = body.output_dtype, body.embedding_type
+    if other in ("binary", "ubinary") and kind not in (None, other):
+        raise ApiError(f"expected output_dtype or embedding_type, got {kind} and {other}", param="embedding_type")
+    named = kind or (other if other in ("binary", "ubinary") else None) or "float"
+    if named in ("int8", "uint8") and not has_ranges:
+        raise ApiError(
+            f"expected an output_dtype of float, binary or ubinary, got {named}: the server has no ranges of the "
+            "embeddings, as Encoder.calibrate finds them",
+            param="output_dtype",
+        )
+    precision: Stored = "float32" if named == "float" else named
+    return precision, "base64" in (body.encoding_format, other)
 
 
 def _embedded_texts(given: str | list[Any]) -> list[str]:
@@ -189,8 +210,7 @@ def _add_vectors(routes: APIRouter, service: MultiVectorService, limits: Limits)
                 f"expected dimensions {width}, those of the model, got {body.dimensions:,}", param="dimensions"
             )
         try:
-            task = "query" if body.input_type == "query" else "document"
-            work = service.vectors(texts, task, cuts=bool(body.truncate), timeout=body.timeout)
+            work = service.vectors(texts, body.input_type or "document", cuts=bool(body.truncate), timeout=body.timeout)
             encoded = await until_gone(http, work)
         except ValueError as error:
             raise ApiError(str(error), param="input") from error
@@ -209,5 +229,6 @@ def _numbers(rows: Array) -> list[list[float]]:
 
 
 def packed(row: npt.NDArray[Any]) -> str:
-    """Packs the numbers of an embedding as OpenAI does: the base64 of fp32 in little endian."""
-    return base64.b64encode(np.ascontiguousarray(row, "<f4").tobytes()).decode("ascii")
+    """Packs the numbers of an embedding as OpenAI does: the base64 of fp32 in little endian, or of whole bytes."""
+    kind = "<f4" if row.dtype == np.float32 else row.dtype
+    return base64.b64encode(np.ascontiguousarray(row, kind).tobytes()).decode("ascii")

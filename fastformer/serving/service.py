@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 
 from fastformer.checkpoints import argos
+from fastformer.checkpoints.gguf import is_gguf, pooling_of
 from fastformer.checkpoints.run import architecture_of
 from fastformer.checkpoints.speech import is_speech_folder
 from fastformer.generation import AsyncGenerator, AsyncTranslator, Translator
@@ -387,5 +388,7 @@ def _kind_of(folder: Path) -> Kind:
         return "encoder"
     if is_speech_folder(folder):
         return "speech"
+    if is_gguf(folder) and pooling_of(folder) is not None:  # a language model that embeds
+        return "encoder"
     kinds: dict[str | None, Kind] = {"BERT": "encoder", "GPT": "generator"}
     return kinds.get(architecture_of(folder), "translator")

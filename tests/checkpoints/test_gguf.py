@@ -214,16 +214,45 @@ def test_commands_and_classes_take_a_file(tmp_path, capsys) -> None:
     assert said.startswith("the dog") and len(said) > len("the dog\n")
     assert "".join(Chat.from_pretrained(LLAMA, max_new_tokens=4).stream("two birds"))
     encoder = Encoder.from_pretrained(FOLDER / "nomic.gguf")
-    rows = encoder.encode(["the dog", "a book"])
+    rows = encoder.encode(["the dog", "a book"], normalize=False)
     features = encoder.tokenize(["the dog"])
     with torch.inference_mode():
         states = encoder.model(features["input_ids"])
     np.testing.assert_allclose(rows[0], states[0].mean(0).numpy(), rtol=1e-4, atol=1e-5)
-    for command, name in (("translate", "llama"), ("generate", "bert"), ("embed", "llama")):
+    for command, name in (("translate", "llama"), ("generate", "bert")):
         text_file = tmp_path / "texts"
         text_file.write_text("the dog\n")
         assert main([command, str(FOLDER / f"{name}.gguf"), "--file", str(text_file), "--device", "cpu"]) == 1
         assert "expected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "pooling", "adds_eos", "is_causal"),
+    [("qwen2", 3, True, True), ("qwen2", 1, False, False), ("mistral", None, False, True), ("mistral", 2, True, True)],
+)
+def test_a_language_model_embeds(name: str, pooling: Any, adds_eos: bool, is_causal: bool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="reads the file, too")
+    values, tensors = contents(FOLDER / f"{name}.gguf")
+    kind = values["general.architecture"][1]
+    added = {"tokenizer.ggml.add_eos_token": (7, adds_eos), f"{kind}.attention.causal": (7, is_causal)}
+    if pooling is not None:
+        added[f"{kind}.pooling_type"] = (4, pooling)
+    file = tmp_path / "embedder.gguf"
+    file.write_bytes(to_bytes(values | added, tensors))
+    encoder = Encoder.from_pretrained(file, precision="fp32")
+    assert encoder.pooling == {1: "mean", 2: "cls"}.get(pooling, "lasttoken") and encoder.normalizes
+    texts = [line for line in EXPECTED[name]["texts"] if line and "<" not in line]  # which may spell special tokens
+    model = transformers.AutoModel.from_pretrained(FOLDER, gguf_file=f"{name}.gguf", dtype=torch.float32).eval()
+    model.config.is_causal = is_causal
+    eos = [encoder.model.config.special_ids.eos[0]] if adds_eos else []
+    bos = [values["tokenizer.ggml.bos_token_id"][1]] if name == "mistral" else []
+    for row, line in zip(encoder.encode(texts), texts, strict=True):
+        ids = [*EXPECTED[name]["texts"][line], *eos]
+        assert encoder.tokenize([line])["input_ids"][0].tolist() == ids and ids[: len(bos)] == bos
+        with torch.inference_mode():
+            states = model(torch.tensor([ids]), use_cache=False).last_hidden_state[0]
+        due = states.mean(0) if pooling == 1 else states[0] if pooling == 2 else states[-1]
+        np.testing.assert_allclose(row, torch.nn.functional.normalize(due, dim=0).numpy(), rtol=1e-3, atol=1e-5)
 
 
 def changed(key: str, value: tuple[int, Any] | None) -> Callable[[Values, Tensors], None]:

@@ -234,6 +234,35 @@ def test_embeddings_of_few_bits(plain) -> None:
     assert encoder.encode([], precision="int8").shape == (0, D_MODEL)
 
 
+@pytest.mark.parametrize("precision", ["int8", "uint8", "binary", "ubinary"])
+def test_embeddings_are_quantized_as_by_sentence_transformers(plain, precision: Any) -> None:
+    library = pytest.importorskip("sentence_transformers.util.quantization", reason="not installed")
+    encoder = fastformer.Encoder(plain[0])
+    rows, sample = encoder.encode(MANY), encoder.encode(MANY[:9])
+    ranges = np.stack([sample.min(0), sample.max(0)])
+
+    def check(options: dict[str, Any], **ours: Any) -> None:
+        due = library.quantize_embeddings(rows, precision, **options)
+        numbers = encoder.encode(MANY, precision=precision, **ours)
+        assert numbers.dtype == due.dtype
+        np.testing.assert_array_equal(numbers, due)
+
+    check({})
+    check({"ranges": ranges}, ranges=ranges)
+    check({"calibration_embeddings": sample}, calibration_embeddings=sample)
+    np.testing.assert_array_equal(encoder.calibrate(MANY[:9]), ranges)
+    check({"ranges": ranges})
+    np.testing.assert_array_equal(
+        encoder.encode(MANY[3], precision=precision), library.quantize_embeddings(rows, precision, ranges=ranges)[3]
+    )
+    check({"ranges": ranges * 2}, ranges=ranges * 2)
+    if precision.endswith("int8"):
+        with pytest.raises(ValueError, match="ranges"):
+            encoder.encode(MANY, precision=precision, ranges=ranges[:, 1:])
+        with pytest.raises(ValueError, match="calibrate"):
+            encoder.encode(MANY, precision=precision, calibration_embeddings=sample[:0])
+
+
 def test_a_long_text_is_cut_counted_and_reported_once(plain, caplog) -> None:
     encoder = fastformer.Encoder(plain[0])
     long = "bird " * 50

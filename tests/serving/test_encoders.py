@@ -78,6 +78,35 @@ def test_embeddings_are_the_librarys_bit_for_bit(client, encoder, folder) -> Non
     np.testing.assert_array_equal(np.array(cut.data[0].embedding, np.float32), encoder.encode("a bird " * 30))
 
 
+def test_embeddings_of_few_bits(server: Any, folder: Path) -> None:
+    texts, encoder = [text for text in MANY[:12] if text], Encoder(folder)
+
+    def ask(**fields: Any) -> list[Any]:
+        answer = httpx.post(f"{server.url}/v1/embeddings", json={"input": texts, **fields}).json()
+        return [row["embedding"] for row in answer["data"]]
+
+    assert ask(output_dtype="float") == ask(embedding_type="float") == ask()
+    for kind in ("binary", "ubinary"):
+        due = encoder.encode(texts, precision=kind)
+        assert ask(output_dtype=kind) == ask(embedding_type=kind) == due.tolist()
+        rows = [base64.b64decode(row) for row in ask(output_dtype=kind, embedding_type="base64")]
+        assert rows == [row.tobytes() for row in due] and rows != [
+            base64.b64decode(r) for r in ask(embedding_type="base64")
+        ]
+    refused = httpx.post(f"{server.url}/v1/embeddings", json={"input": texts, "output_dtype": "int8"})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "output_dtype"
+    both = httpx.post(
+        f"{server.url}/v1/embeddings", json={"input": texts, "output_dtype": "binary", "embedding_type": "ubinary"}
+    )
+    assert both.status_code == 400
+    server.service.encoder.calibrate(MANY)
+    try:
+        due = encoder.encode(texts, precision="int8", calibration_embeddings=encoder.encode(MANY))
+        assert ask(output_dtype="int8") == due.tolist()
+    finally:
+        server.service.encoder.ranges = None
+
+
 def test_sparse_embeddings(tmp_path: Path, client: Any) -> None:
     masked(tmp_path, "Bert", {"pooling_strategy": "max"})
     texts, encoder = ["a bird sings", "", "the hills"], Encoder(tmp_path)

@@ -137,6 +137,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Case]]] = {
             "input": ("a bird", "two birds"),
             "model": (None, "other"),
             "encoding_format": ("float", "base64"),
+            "output_dtype": ("binary", "ubinary"),
+            "embedding_type": ("float", "base64"),
             "dimensions": (3, 4),
             "prompt_name": (None, "query"),
             "truncate": (False, True, {"input": LONG}),

@@ -19,7 +19,7 @@ from torch import Tensor
 from fastformer.checkpoints.gguf.blocks import BLOCKS, Kind, int4_groups, numbers
 from fastformer.checkpoints.gguf.file import GGUF, Stored, read_gguf
 from fastformer.checkpoints.gguf.tokenizers import Vocabulary, decoder_tokenizer, encoder_tokenizer, read_vocabulary
-from fastformer.checkpoints.hf import FAMILIES
+from fastformer.checkpoints.hf import FAMILIES, encoding_family
 from fastformer.checkpoints.hf.common import Checkpoint, check_empty, load_foreign, taken
 from fastformer.checkpoints.hf.quantized import keep_groups, log_rounding
 from fastformer.data import Tokenizer
@@ -123,7 +123,11 @@ def architecture_of(path: str | os.PathLike[str]) -> str | None:
 
 
 def load_file(
-    path: str | os.PathLike[str], *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    encodes: bool = False,
 ) -> tuple[GPT | BERT, Tokenizer]:
     """Loads the model and the tokenizer of a GGUF file.
 
@@ -134,6 +138,7 @@ def load_file(
         path: the file; of a split model, any of its files.
         device: the device of the parameters; None: the CPU.
         dtype: the dtype of the parameters; None: bf16 for a model of bf16, else fp32.
+        encodes: whether a decoder is to encode texts: without its output layer, with the file's tokens around a text.
 
     Raises:
         ImportError: the library of the tokenizer is not installed.
@@ -143,7 +148,10 @@ def load_file(
     values = _Values(file)
     vocabulary = read_vocabulary(file.path, file.values)
     is_encoder = values.name in _ENCODERS
-    unk, make_tokenizer = (encoder_tokenizer if is_encoder else decoder_tokenizer)(vocabulary)
+    encodes = encodes and not is_encoder
+    unk, make_tokenizer = (
+        encoder_tokenizer(vocabulary) if is_encoder else decoder_tokenizer(vocabulary, encodes=encodes)
+    )
     if dtype is None:
         kinds = {stored.kind for stored in file.tensors.values() if len(stored.shape) > 1}
         dtype = torch.bfloat16 if kinds == {Kind.BF16} else torch.float32
@@ -154,7 +162,12 @@ def load_file(
         else:
             settings = _settings(file, values, vocabulary)
             state = _state(file, values, ARCHITECTURES[values.name])
-            family = FAMILIES[ARCHITECTURES[values.name].kind]
+            kind = ARCHITECTURES[values.name].kind
+            family = FAMILIES[kind]
+            if encodes:
+                if values.raw("attention.causal") is False:
+                    settings["is_causal"] = False
+                family = encoding_family(kind) or family
             model = family.to_model(Checkpoint(settings, state, unk, device=device, dtype=dtype))
         _note_precision(file, model)
         return model, make_tokenizer(model.config)

@@ -24,7 +24,7 @@ from fastformer.data.backend import Backend, Frame
 from fastformer.data.huggingface import LibraryBackend, read_library
 from fastformer.data.pieces import PieceBackend, read_sentencepiece
 from fastformer.data.tokenizer import Tokenizer
-from fastformer.models import BERTConfig
+from fastformer.models import BERTConfig, GPTConfig
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)  # types of tokens
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -152,8 +152,12 @@ def read_vocabulary(path: Path, values: Mapping[str, Any]) -> Vocabulary:
     return vocabulary
 
 
-def decoder_tokenizer(vocabulary: Vocabulary) -> MakeTokenizer:
+def decoder_tokenizer(vocabulary: Vocabulary, *, encodes: bool = False) -> MakeTokenizer:
     """Returns the id of the unknown token, and what makes the tokenizer of a decoder.
+
+    Args:
+        vocabulary: the tokens of the file.
+        encodes: whether the tokens that the file puts around a text are those of an encoder's text.
 
     Raises:
         ImportError: the library of the tokenizer is not installed.
@@ -175,7 +179,20 @@ def decoder_tokenizer(vocabulary: Vocabulary) -> MakeTokenizer:
         if not isinstance(template, str):
             raise ValueError(f"expected tokenizer.chat_template to be a text, got {template!r:.60}")
         chat["chat_template"] = template
-    return ids.get("unknown"), prompt_tokenizer(backend, bos, chat)
+    if not encodes:
+        return ids.get("unknown"), prompt_tokenizer(backend, bos, chat)
+    adds_eos = vocabulary.get("add_eos_token", bool, False)
+    if adds_eos and "eos" not in ids:
+        raise ValueError(f"expected the id of eos in {vocabulary.path}, which ends texts")
+    frame = Frame.of([] if bos is None else [bos], [ids["eos"]] if adds_eos else [])
+
+    def make(config: GPTConfig) -> Tokenizer:
+        return Tokenizer(
+            backend, config.special_ids, "encoder", vocab_size=config.vocab_size, frames=(frame,),
+            max_len=config.max_len, chat=chat,
+        )  # fmt: skip
+
+    return ids.get("unknown"), make
 
 
 def encoder_tokenizer(vocabulary: Vocabulary) -> MakeTokenizer:
