@@ -16,7 +16,7 @@ import pytest
 
 from fastformer import functional
 from fastformer.encoding.tokens import Reader
-from fastformer.files import remove_left_overs, write_atomically
+from fastformer.files import read_json, remove_left_overs, write_atomically
 from fastformer.generation import model_protocols
 from fastformer.locks import ForkSafeLock
 
@@ -71,6 +71,19 @@ def test_only_leftovers_of_a_kill_are_removed(tmp_path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork")
+def test_a_file_that_is_far_too_large_is_not_read(tmp_path) -> None:
+    with open(tmp_path / "x.json", "wb") as file:
+        file.truncate(1 << 29)  # without a byte on the disk
+    with pytest.raises(ValueError, match="small"):
+        read_json(tmp_path / "x.json")
+    (tmp_path / "x.json").write_text('{"a": 1, "a": 2}')
+    assert read_json(tmp_path / "x.json") == {"a": 2}
+    for wrong, unique in (('{"a": 1, "a": 2}', True), ("[]", False), ("{", False), ("[" * 100_000, False)):
+        (tmp_path / "x.json").write_text(wrong)
+        with pytest.raises(ValueError, match="x.json"):
+            read_json(tmp_path / "x.json", unique_names=unique)
+
+
 def test_a_forked_child_finds_every_lock_open() -> None:
     locks = [ForkSafeLock(), Reader(None, 8)._lock, functional._lock, model_protocols._lock]
     held, done = threading.Event(), threading.Event()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fastformer.audio.model import SpeechModel
-from fastformer.checkpoints.speech import is_speech_folder
+from fastformer.checkpoints.speech import SpeechWeights, from_state, is_speech_folder, load_speech
 from fastformer.extension import cpu_flags
 from tests.audio.whispers import EN, EOT, NO_TIMESTAMPS, SOT, TRANSCRIBE, VOCAB, features, states_of, whisper
 from tests.checks import assert_accurate
@@ -215,6 +215,50 @@ def test_folders_that_are_no_whisper_are_refused(folder: Path, tmp_path: Path) -
     (folder / "vocabulary.json").write_text(json.dumps(["a", "b"]))
     with pytest.raises(ValueError, match="vocabulary"):
         SpeechModel.from_pretrained(folder)
+
+
+def from_transformers(plain: Any, settings: dict[str, Any], search: dict[str, Any]) -> SpeechWeights:
+    """Converts a model with other settings, of which None is an omitted one."""
+    parts = (plain.config.to_dict() | settings, plain.generation_config.to_dict() | search)
+    given = [{name: value for name, value in part.items() if value is not None} for part in parts]
+    return from_state(*given, plain.state_dict())
+
+
+@pytest.mark.parametrize(
+    "settings, search, told",
+    [
+        ({"activation_function": "none"}, {}, "activation_function"), ({"num_mel_bins": 40}, {}, "mel bins"),
+        ({"decoder_attention_heads": 3}, {}, "heads"), ({"encoder_attention_heads": 3}, {}, "heads"),
+        ({}, {"alignment_heads": [[9, 0]]}, "alignment"), ({}, {"alignment_heads": [[0, 9]]}, "alignment"),
+        ({}, {"alignment_heads": [[-1, 0]]}, "alignment"),
+        ({"decoder_attention_heads": 4}, {"alignment_heads": [[2, 0]]}, "alignment"),
+        ({}, {"suppress_tokens": [VOCAB]}, "special"),
+        ({}, {"begin_suppress_tokens": [VOCAB]}, "special"), ({}, {"eos_token_id": VOCAB}, "special"),
+        ({}, {"decoder_start_token_id": -1}, "special"), ({}, {"no_timestamps_token_id": VOCAB - 1}, "timestamps"),
+        ({}, {"lang_to_id": {"<|en|>": VOCAB}}, "special"),
+        ({}, {"no_timestamps_token_id": None, "lang_to_id": None}, "no_timestamps_token_id"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_of_another_model_are_named(plain: Any, settings: Any, search: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        from_transformers(plain, settings, search)
+
+
+def test_omitted_settings_are_the_usual_ones(plain: Any) -> None:
+    config = plain.config
+    assert [load_speech(FOLDERS / name).precision for name in ("int8", "fp16")] == ["int8", "fp32"]
+    usual = from_transformers(plain, {}, {"alignment_heads": None, "suppress_tokens": None})
+    layers, heads = range(config.decoder_layers // 2, config.decoder_layers), range(config.decoder_attention_heads)
+    assert {*usual.config.alignment_heads} == {(layer, head) for layer in layers for head in heads}
+    assert (usual.config.scale, usual.precision) == (1.0, "fp32")
+    scaled = from_transformers(plain, {"scale_embedding": True, "suppress_tokens": [3, 4]}, {"suppress_tokens": None})
+    assert (scaled.config.scale, scaled.config.suppress_ids) == (config.d_model**0.5, (3, 4))
+    # The ids of languages come first, then those of six marks.
+    ids = from_transformers(plain, {}, {"no_timestamps_token_id": None, "lang_to_id": {"<|en|>": EN}}).config
+    assert (ids.no_timestamps, ids.no_speech, ids.languages) == (EN + 6, EN + 5, {EN: "<|en|>"})
+    state = {name: tensor.bfloat16() for name, tensor in plain.state_dict().items()}
+    assert from_state(config.to_dict(), plain.generation_config.to_dict(), state).precision == "bf16"
 
 
 def test_damaged_folders_are_refused(plain: Any, folder: Path, tmp_path: Path) -> None:

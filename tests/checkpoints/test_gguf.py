@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import struct
@@ -20,10 +21,12 @@ from fastformer import Encoder
 from fastformer.checkpoints import load_model
 from fastformer.checkpoints.gguf.blocks import BLOCKS, Kind, numbers
 from fastformer.checkpoints.gguf.file import GGUF, read_gguf
+from fastformer.checkpoints.gguf.write import write_gguf
 from fastformer.checkpoints.run import architecture_of
 from fastformer.cli import main
 from fastformer.generation import Chat
 from fastformer.generation.folder_options import folder_options
+from fastformer.models import GPT
 from fastformer.models.quantization import from_groups
 from tests.foreign.gguf_files import FOLDER, IDS, block_bytes, digest
 
@@ -148,6 +151,25 @@ def test_a_split_model_is_read_from_any_of_its_files(tmp_path) -> None:
     for path in ("m-00002-of-00002.gguf", "other.gguf"):
         with pytest.raises(ValueError, match="m-00001-of-00002|NAME-00001-of-00002"):
             load(tmp_path / path)
+
+
+@pytest.mark.parametrize(("values", "alignment"), [
+    ({"split.count": (4, 0)}, 32), ({"split.count": (4, 1)}, 32), ({"general.alignment": (4, 8)}, 8),
+    ({"general.alignment": (4, 64)}, 64),
+])  # fmt: skip
+def test_a_whole_model_of_any_alignment_is_the_same(values, alignment, tmp_path) -> None:
+    own, tensors = contents(LLAMA)
+    (tmp_path / "x.gguf").write_bytes(to_bytes(own | values, tensors, alignment=alignment))
+    whole = load(LLAMA)[0].state_dict()
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in load(tmp_path / "x.gguf")[0].state_dict().items())
+
+
+def test_rows_that_no_block_divides_are_written_as_fp16(tmp_path) -> None:
+    small, tokenizer = load(LLAMA)
+    model = GPT(dataclasses.replace(small.config, d_ff=40))
+    write_gguf(tmp_path / "x.gguf", model, tokenizer, Kind.Q8_0)
+    found = load(tmp_path / "x.gguf", dtype=torch.float32)[0].state_dict()["decoder.layers.0.linear2.weight"]
+    assert torch.equal(found, model.state_dict()["decoder.layers.0.linear2.weight"].half().float())
 
 
 def test_special_ids_templates_and_options_are_the_files(tmp_path) -> None:
@@ -281,6 +303,9 @@ BAD = {
     "no architecture": (changed("general.architecture", None), "llama"),
     "experts": (changed("llama.expert_count", (4, 8)), "8"),
     "pre-tokenizer": (changed("tokenizer.ggml.pre", (8, "zzz")), "zzz.*llama-bpe|llama-bpe.*zzz"),
+    "a number for a text": (changed("tokenizer.ggml.pre", (4, 3)), r"tokenizer\.ggml\.pre .*str"),
+    "a text for a list": (changed("tokenizer.ggml.tokens", (8, "a")), r"tokenizer\.ggml\.tokens"),
+    "half an alignment": (changed("general.alignment", (4, 4)), "alignment"),
     "no pre-tokenizer": (changed("tokenizer.ggml.pre", None), "tokenizer.ggml.pre"),
     "tokenizer": (changed("tokenizer.ggml.model", (8, "rwkv")), "rwkv"),
     "no tokens": (changed("tokenizer.ggml.tokens", None), "tokens"),

@@ -296,6 +296,10 @@ def test_the_offset_of_a_pegasus_is_its_tokenizers(made, tmp_path) -> None:
     values = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(values | {"offset": 100}))
     assert loaded(folder)[1].encode("the dog") == [i - 3 if i > 103 else i for i in usual] != usual
+    for wrong in (-1, True, "100"):
+        (folder / "tokenizer_config.json").write_text(json.dumps(values | {"offset": wrong}))
+        with pytest.raises(ValueError, match="offset"):
+            loaded(folder)
 
 
 @pytest.mark.parametrize("spaced", [None, False, True])

@@ -87,6 +87,10 @@ OLD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gpt_neox", {"rotary_pct": 0.25, "rotary_emb_base": 10_000, "use_parallel_residual": True}, {
         "rotary_fraction": 0.25, "parallel_residual": True}),
     ("gpt_neox", {"rotary_pct": 1.0, "rotary_emb_base": 500, "use_parallel_residual": False}, {"rotary_base": 500}),
+    ("gpt2", {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 256, "attn_pdrop": 0.3, "resid_pdrop": 0.2,
+              "embd_pdrop": 0.2, "n_inner": 96}, {"attention_dropout": 0.3, "dropout": 0.2, "d_ff": 96}),
+    ("gpt2", {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 256}, {
+        "attention_dropout": 0.1, "dropout": 0.1, "d_ff": 256, "max_len": 256, "layer_norm_eps": 1e-5}),
     ("starcoder2", {"sliding_window": 32, "rope_theta": 999_999, "num_key_value_heads": 2}, {"norm": "layer"}),
 ]  # fmt: skip
 
@@ -141,6 +145,14 @@ def test_omitted_settings_are_as_in_transformers(kind) -> None:
             "sliding_attention": {"rope_type": "linear", "factor": 2.0}, "full_attention": {"rope_type": "default"}}},
          "window .*'linear'"),
         ("starcoder2", {"residual_dropout": 0.1, "embedding_dropout": 0.2}, "residual_dropout.*0.1.*0.2"),
+        ("stablelm", {"hidden_dropout": 0.1}, "hidden_dropout .*0.1"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm"),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm"),
+        ("granite", {"attention_multiplier": 0}, "attention_multiplier .*0"),
+        ("granite", {"embedding_multiplier": "two"}, "embedding_multiplier .*'two'"),
+        ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step .*0"),
+        ("qwen2_moe", {"mlp_only_layers": ["one"]}, "mlp_only_layers .*one"),
+        ("gpt2", {"n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 8, "resid_pdrop": 0.3}, "resid_pdrop"),
         ("gpt2", {"n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 8, "scale_attn_weights": False},
          "scale_attn_weights .*False"),
     ],

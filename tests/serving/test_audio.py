@@ -13,11 +13,13 @@ import pytest
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
 from fastformer import WhisperModel
+from fastformer.generation import AsyncGenerator, Translator
 from fastformer.serving import open_service
 from fastformer.serving.limits import Limits
 from fastformer.serving.speech_service import SpeechService
 from tests.audio.speech import folder, sound
 from tests.audio.test_reading import wav
+from tests.serving import models
 from tests.serving.asking import serving
 
 AUDIO = wav(sound(5, 2))
@@ -119,6 +121,21 @@ def test_limits_of_bytes_and_seconds(path) -> None:
     assert many.count(b"[") + many.count(b"{") > 100_000
     fields = {"language": "en", "temperature": "0.5"}
     assert asked(path, fields, audio=many, limits=Limits(max_body_bytes=1_000, max_audio_seconds=60)).status_code == 200
+
+
+def test_the_arguments_of_a_service_reach_its_model(path, translator_folder, tmp_path, calls_of) -> None:
+    for precision in ("bf16", "int8"):
+        assert open_service(path, precision=precision).model.model.precision == precision
+    with pytest.raises(ValueError, match="int4"):
+        open_service(path, precision="int4")
+    made = [calls_of(kind, "from_pretrained") for kind in (Translator, AsyncGenerator)]
+    given: dict[str, Any] = {"device": "cpu", "precision": "bf16", "max_batch_bytes": 1 << 20}
+    open_service(translator_folder, **given, max_batch_size=3)
+    open_service(models.generator(tmp_path / "tiny"), **given, max_batch_size=3, engine="cpp", draft=tmp_path / "tiny")
+    [first], [second] = made
+    assert first.options == {**given, "max_batch_size": 3}
+    named = {"device": "cpu", "precision": "bf16", "max_bytes": 1 << 20, "max_rows": 3, "engine": "cpp"}
+    assert second.options == second.options | named | {"draft": tmp_path / "tiny", "when_full": "refuse"}
 
 
 def test_many_clients_get_what_each_gets_alone(path) -> None:

@@ -101,6 +101,12 @@ def test_fields_of_parts_are_refused_by_their_places() -> None:
     assert unsupported_field(CompletionBody.model_validate({"prompt": "a", **usage})) == (
         "stream_options.continuous_usage_stats"
     )
+    for name, value in (
+        ("echo", 0),
+        ("min_length", False),
+        ("use_beam_search", 0.0),
+    ):  # another type asks for something
+        assert unsupported_field(CompletionBody.model_validate({"prompt": "a", name: value})) == name
     of_parameters = GenerateBody.model_validate({"inputs": "a", "parameters": {"num_beams": 2}})
     assert unsupported_field(of_parameters) == "parameters.num_beams"
     assert unsupported_field(GenerateBody.model_validate({"inputs": "a", "temperature": 2.0})) == "temperature"

@@ -281,6 +281,7 @@ NO_INPUTS: list[Any] = [[[]], [["a", "b", "c"]], ["a", "b", "c"], [["a"], "b"], 
 WRONG += [
     ("rerank", {"query": "a", "texts": []}, 400, "empty"),
     ("rerank", {"query": "a", "texts": "b"}, 422, "validation"),
+    ("rerank", {"query": "a", "texts": ["b"], "documents": ["b"]}, 422, "validation"),
     ("rerank", {"query": None, "texts": ["b"]}, 422, "validation"),
     ("rerank", {"texts": ["b"]}, 422, "validation"),
     ("rerank", {"query": "a", "texts": ["b"] * 2_049}, 422, "validation"),

@@ -250,6 +250,7 @@ async def test_a_full_queue_is_429_with_a_time_and_reads_no_body(translator_fold
             assert (await client.post(path, content=b"{")).status_code == 401
         assert (await client.post("/detect", json=old)).status_code == 200  # needs no place
         assert (await client.get("/languages", headers=key)).status_code == 200
+        assert (await client.get("/v1/translate", headers=key)).status_code == 405
         gate.set()
         await held
         assert sorted(answer.status_code for answer in await asyncio.gather(*tasks)) == [200] * 3 + [429] * 9

@@ -66,7 +66,7 @@ async def test_languages_and_the_language_of_a_text(translator_folder) -> None:
     german = "Das ist ein Satz, und er ist lang genug."
     async with serving(open_service(translator_folder, **PAIR)) as client:
         found = (await client.get("/languages")).json()
-        assert [(one["code"], one["targets"]) for one in found] == [("en", ["de"]), ("de", [])]
+        assert [(*one.values(),) for one in found] == [("en", "en", ["de"]), ("de", "de", [])]
         best, *_ = (await client.post("/detect", data={"q": german})).json()
         assert best["language"] == "de" and 50 < best["confidence"] <= 100
         several = (await client.post("/detect", json={"q": "no"})).json()
@@ -86,6 +86,10 @@ async def test_languages_and_the_language_of_a_text(translator_folder) -> None:
         settings = (await client.get("/frontend/settings")).json()
         assert settings["language"]["target"]["code"] == "de" and settings["keyRequired"] is False
         assert settings["charLimit"] == Limits().max_text_chars
+        assert settings["language"]["source"] == {"code": "en", "name": "en"} and settings["frontendTimeout"] == 500
+        assert (settings["suggestions"], settings["filesTranslation"], settings["supportedFilesFormat"]) == (
+            False, False, [],
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("as_form", [False, True], ids=["json", "form"])
@@ -136,10 +140,9 @@ def test_a_language_is_no_target_of_itself() -> None:
     for name, find in names.items():
         with pytest.raises(ValueError, match=name):
             find("it")
+    assert codes.detect("Questa è una frase in italiano, e non è corta.")[0].code in targets
     stub.languages = Languages({"deu_Latn": 5, "eng_Latn": 6}, "asked")
-    stub.source_lang, stub.target_lang = "eng_Latn", None
     assert Codes(stub).source("de") is None and Codes(stub).target("de") == "deu_Latn"
-    assert Codes(stub).defaults() == ("en", None)
 
 
 async def test_the_codes_of_a_pair_may_be_in_any_case(translator_folder) -> None:

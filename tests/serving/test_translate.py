@@ -116,6 +116,7 @@ WRONG = {
     "many tokens": {"text": "a", "max_new_tokens": 10**9},
     "a seed beyond 64 bits": {"text": "a", "seed": 10**30, "do_sample": True},
     "a language": {"text": "a", "target_lang": "tlh"},
+    "a source": {"text": "a", "source_lang": "tlh"},
     "no language": {"text": "a", "target_lang": "\x00" * 1000},
     "a long sentence": {"text": "a" * 100},
     "streams": {"text": ["a", "b"], "stream": True},
