@@ -51,6 +51,7 @@ _FILTERS = (
     "sum", "title", "trim", "truncate", "unique", "upper", "wordcount",
 )  # fmt: skip
 _GLOBALS = ("range", "joiner", "cycler")
+_EMPTY = Text("")
 # Methods and filters that may take as long as the product of two lengths.
 _PRODUCTS = ("lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip", "trim")
 
@@ -118,11 +119,11 @@ def _checked(value: Any) -> Any:
 def _bounded_concat(parts: Iterable[Any]) -> Text:
     pieces, length = [], 0
     for part in parts:
-        piece = str(part)
+        piece = part if type(part) is Text else str(part)
         length += len(piece)
         _check_length(length)
         pieces.append(piece)
-    return Text("").join(pieces)
+    return _EMPTY.join(pieces)
 
 
 def _before_call(name: str, subject: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -349,7 +350,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def shown(self, value: Any) -> str:
         """Returns a value as it is printed."""
         _check_time()
-        text, budget = str(value), _budget.get()
+        text, budget = value if type(value) is Text else str(value), _budget.get()
         budget.printed -= len(text)
         if budget.printed < 0:
             raise BoundExceeded(f"it prints more than {_MAX_PRINTED:,} characters")
@@ -361,7 +362,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if kinds <= {str, Text}:
             _check_time()
             _check_length(sum(map(len, values)))
-            return Text("").join(values)
+            return _EMPTY.join(values)
         return functools.reduce(lambda left, right: self._computed("+", left, right), values)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
