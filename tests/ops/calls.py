@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from fastformer import ops
 from fastformer.ops import use_backend
 from tests.conftest import skip_without
+from tests.covering import each
 
 BACKENDS = ("reference", "cpp", "triton")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -192,10 +194,23 @@ def results(
 
 @pytest.fixture(params=BACKENDS)
 def forced(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs a test's `call` on each of its backends, with every op forced onto it."""
-    skip_without(request.param, request.getfixturevalue("call").stem)
+    """Runs a test on each backend, with every op forced onto it; the backends of its `call`, if that is a parameter."""
+    if "call" in request.node.callspec.params:
+        skip_without(request.param, request.node.callspec.params["call"].stem)
     with use_backend(request.param):
         yield request.param
 
 
 every_call = pytest.mark.parametrize("call", CALLS, ids=str)
+
+
+def all_calls(test: Callable[..., None]) -> Callable[..., None]:
+    """Runs a test with every call as one test, for short tests; it leaves out calls that the backend `forced` lacks."""
+
+    @functools.wraps(test)
+    def run(call: OpCall, **others: Any) -> None:
+        if "forced" in others:
+            skip_without(others["forced"], call.stem)
+        test(call=call, **others)
+
+    return each("call", CALLS)(run)

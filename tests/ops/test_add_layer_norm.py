@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fastformer.ops import add_layer_norm, draw_seed
 from tests.checks import assert_equals_plain, assert_op_accurate, keep_mask, keep_scale
 from tests.conftest import CallsOf
-from tests.covering import by_turns
+from tests.covering import by_turns, each
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OP = torch.ops.fastformer
@@ -79,7 +79,7 @@ def test_accuracy(dtype: torch.dtype, parts: tuple[str, ...], rms_norm: bool, ba
     compare(make_inputs((3, 7, 96), device, dtype, **chosen), rms_norm=rms_norm, eps=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(1, 64), (40, 1), (5, 17), (3, 1000), (17,), (2, 3, 2, 33), (131, 24)])
+@each("shape", [(1, 64), (40, 1), (5, 17), (3, 1000), (17,), (2, 3, 2, 33), (131, 24)])
 @pytest.mark.parametrize("rms_norm", [False, True])
 def test_shapes(shape: tuple[int, ...], rms_norm: bool, backend: str, device: str) -> None:
     compare(make_inputs(shape, device), rms_norm=rms_norm, strided_dy=True)
@@ -141,8 +141,8 @@ def test_far_from_zero(rms_norm: bool, backend: str, device: str) -> None:
     compare(inputs, rms_norm=rms_norm)
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
-@pytest.mark.parametrize("dim", [19, 256])
+@each("dropout_p", [0.0, 0.25])
+@each("dim", [19, 256])
 def test_statistics_are_of_the_rounded_stream(dim: int, dropout_p: float, backend: str, device: str) -> None:
     """Each sum is 0.9 above the bf16 number to which it is rounded, so a mean of unrounded sums would be off by 0.9."""
     x = torch.full((5, dim), 0.9 * (1 - dropout_p), dtype=torch.bfloat16, device=device)
@@ -156,8 +156,8 @@ def test_statistics_are_of_the_rounded_stream(dim: int, dropout_p: float, backen
     torch.testing.assert_close(y, F.layer_norm(stream, (dim,)).bfloat16(), rtol=0.01, atol=0)
 
 
-@pytest.mark.parametrize("used", [0, 1])
-@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+@each("used", [0, 1])
+@each("dropout_p", [0.0, 0.25])
 def test_one_output_used(used: int, dropout_p: float, backend: str, device: str) -> None:
     """Post-norm reads only y: the other output's gradient is missing, and not uninitialised memory."""
     seed = draw_seed(device)

@@ -11,6 +11,7 @@ from torch import Tensor
 from fastformer.ops import attention, attention_weights, record_backends, use_backend
 from tests.checks import assert_accurate, assert_op_accurate, keep_mask, small_draws
 from tests.conftest import on_backend
+from tests.covering import each
 from tests.ops.attention_cases import CASES, Case, make_inputs, plain_attention
 
 BY_NAME = {case.name: case for case in CASES}
@@ -94,7 +95,7 @@ def test_a_soft_cap_is_right_to_the_last_bits(backend, device) -> None:
     assert ((lse.flatten().cpu() - exact).abs() / ulp).max() < (3 if device == "cuda" else 1.25)
 
 
-@pytest.mark.parametrize("key", [0, 15, 16, 31, 36, 127, 128, 149])
+@each("key", [0, 15, 16, 31, 36, 127, 128, 149])
 @pytest.mark.parametrize("masked", [False, True])
 def test_one_key_far_above_the_others(key, masked, backend, device) -> None:
     """With scores of 1000 and scores near 0, exp overflows unless the maximum is over all keys."""
@@ -110,7 +111,7 @@ def test_one_key_far_above_the_others(key, masked, backend, device) -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("size", [1e8, 1e10, 1e14])
+@each("size", [1e8, 1e10, 1e14])
 def test_scores_too_large_for_their_digits(size, masked, backend, device) -> None:
     """The rounding error of the largest score is a large number here, which must not show up in its exponential."""
     generator = torch.Generator().manual_seed(3)
@@ -143,7 +144,7 @@ EDGES = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k", "window_size"), EDGES)
+@each("seqlen_q, seqlen_k, window_size", EDGES)
 def test_edges_of_tiles_and_windows(seqlen_q, seqlen_k, window_size, dtype, backend, device) -> None:
     if backend == "triton" and device == "cpu":
         pytest.skip("tests/kernels has the edges of its tiles")
@@ -226,7 +227,7 @@ def test_gradients_beside_a_mask_that_swallows_scores(dtype, backend, device) ->
         torch.testing.assert_close(dk[0, :, 0], torch.outer(dscores, q[0, row, 0]) / 4, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k", "batch"), [(0, 4, 2), (4, 0, 2), (4, 4, 0)])
+@each("seqlen_q, seqlen_k, batch", [(0, 4, 2), (4, 0, 2), (4, 4, 0)])
 def test_empty(seqlen_q, seqlen_k, batch, backend, device) -> None:
     q = torch.randn(batch, seqlen_q, 2, 8, device=device, requires_grad=True)
     k = torch.randn(batch, seqlen_k, 2, 8, device=device, requires_grad=True)
@@ -256,7 +257,7 @@ def test_dropout_follows_its_definition(window_size, backend, device) -> None:
     assert v.grad is not None and torch.equal(v.grad.permute(0, 2, 3, 1) != 0, mask)
 
 
-@pytest.mark.parametrize("far", [2**62, 2**63 - 1, 2**70])
+@each("far", [2**62, 2**63 - 1, 2**70])
 def test_windows_beyond_all_numbers(far: int, backend: str, device: str) -> None:
     """A side with more keys than exist means all; a side that begins after the last key shows none."""
     q, k, v = (torch.randn(1, seqlen, 1, 16, device=device) for seqlen in (5, 7, 7))
@@ -278,8 +279,8 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("layout", MASKS)
-@pytest.mark.parametrize("kind", ["bool", "float"])
+@each("layout", MASKS)
+@each("kind", ["bool", "float"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_mask_may_have_any_strides(dtype, kind, layout, backend, device) -> None:
     """The output and the gradients are bit-identical to those of a contiguous mask."""
@@ -350,7 +351,7 @@ def plain_weights(q: Tensor, k: Tensor, attn_mask: Tensor | None, seqlens_k: Ten
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("case", UNDROPPED, ids=str)
+@each("case", UNDROPPED)
 def test_accuracy(case: Case, dtype: torch.dtype, device: str) -> None:
     inputs = make_inputs(case, dtype)
     q, k, v, mask = inputs.cast(dtype, device)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastformer.ops import decode_attention, rotary_tables, use_backend
 from tests.checks import assert_accurate, is_interpreted, small_draws
+from tests.covering import each
 from tests.ops.attention_cases import Case, plain_attention
 from tests.ops.test_attention import skip_unless_supported
 from tests.ops.test_rotary import plain as plain_rotary
@@ -194,7 +195,7 @@ def test_accuracy_and_cache(step: Step, dtype: torch.dtype, backend: str, device
     assert_accurate(torch.stack(ours), torch.stack(plain), torch.stack(exact))
 
 
-@pytest.mark.parametrize("key", [0, 15, 16, 36])
+@each("key", [0, 15, 16, 36])
 def test_one_key_far_above_the_others(key: int, backend: str, device: str) -> None:
     """With scores of 1000 and scores near 0, exp overflows unless the maximum is over all keys."""
     q, lengths = torch.ones(1, 1, 1, 8, device=device), torch.tensor([37], dtype=torch.int32, device=device)
@@ -269,7 +270,7 @@ TABLE_STEPS = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
-@pytest.mark.parametrize("step", TABLE_STEPS, ids=str)
+@each("step", TABLE_STEPS)
 def test_table_gives_the_bits_of_the_identity(step: Step, dtype: torch.dtype, backend: str, device: str) -> None:
     skip_unless_supported(backend, dtype, device)
     if backend == "triton" and device != "cpu" and dtype == torch.float32 and step.head_dim > 128:
@@ -292,7 +293,7 @@ def test_table_gives_the_bits_of_the_identity(step: Step, dtype: torch.dtype, ba
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("block_size", [1, 3, 16])
+@each("block_size", [1, 3, 16])
 def test_beams_share_a_history(block_size: int, dtype: torch.dtype, backend: str, device: str) -> None:
     """Three beams have 20 tokens in common, and then their own: each behaves as if it were alone."""
     skip_unless_supported(backend, dtype, device)
@@ -325,8 +326,8 @@ def test_positions_that_the_tables_do_not_have(backend: str, device: str) -> Non
     assert torch.equal(inputs["k_cache"], before)
 
 
-@pytest.mark.parametrize("with_table", [False, True])
-@pytest.mark.parametrize(
+@each("with_table", [False, True])
+@each(
     "step, change, message",
     [
         (BY_NAME["one-token"], {"cache_seqlens": [7, 40]}, "cache_seqlens"),
@@ -358,9 +359,9 @@ WRITING = [
 ]
 
 
-@pytest.mark.parametrize("step", WRITING, ids=str)
-@pytest.mark.parametrize("row, position", [(0, 0), (0, 10), (1, 4), (1, 6), (0, 11)])
-@pytest.mark.parametrize("slot", [-1, 90, 2**31 - 1, -(2**31)])
+@each("step", WRITING)
+@each("row, position", [(0, 0), (0, 10), (1, 4), (1, 6), (0, 11)])
+@each("slot", [-1, 90, 2**31 - 1, -(2**31)])
 def test_slots_that_the_cache_does_not_have(row: int, position: int, slot: int, step: Step, backend: str) -> None:
     """They are found before anything is written, among slots that are read or written, and nowhere else."""
     if backend == "triton":
@@ -396,15 +397,15 @@ def test_a_cache_that_is_not_contiguous_in_head_dim(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(run(step, turned), expected)
 
 
-@pytest.mark.parametrize("far", [2**62, 2**63 - 1, 2**70])
+@each("far", [2**62, 2**63 - 1, 2**70])
 def test_a_window_beyond_all_numbers_hides_nothing(far: int, backend: str, device: str) -> None:
     inputs = make_inputs(BY_NAME["one-token"], torch.float32, device)
     expected = decode_attention(**{name: None if t is None else t.clone() for name, t in inputs.items()})
     assert torch.equal(decode_attention(**inputs, window_left=far), expected)
 
 
-@pytest.mark.parametrize("max_seqlen", [16, 37])
-@pytest.mark.parametrize("hidden", [0, 1, 2])
+@each("max_seqlen", [16, 37])
+@each("hidden", [0, 1, 2])
 def test_a_window_that_hides_the_first_keys_of_a_full_row(hidden, max_seqlen, backend, device) -> None:
     """The last query of a row as long as its cache sees all keys but `hidden`: only a window that hides none is
     dropped.

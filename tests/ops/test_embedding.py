@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fastformer.ops import embedding, sinusoidal_positions
 from tests.checks import assert_equals_plain, assert_op_accurate, keep_mask, keep_scale
+from tests.covering import each
 from tests.no_sync import no_waiting
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -81,7 +82,7 @@ def test_expanded_rows_are_read_in_place(of_table: bool, backend: str, device: s
         assert sum(max(event.self_cpu_memory_usage, 0) for event in profiled.key_averages()) < 2**20
 
 
-@pytest.mark.parametrize("scale, padding_idx", [(1.0, None), (5.0, 0), (0.3, -2)])
+@each("scale, padding_idx", [(1.0, None), (5.0, 0), (0.3, -2)])
 @pytest.mark.parametrize("positions", ["none", "in order", "given"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_accuracy(dtype, positions, scale, padding_idx, backend, device) -> None:
@@ -90,10 +91,8 @@ def test_accuracy(dtype, positions, scale, padding_idx, backend, device) -> None
     compare(inputs, scale=scale, padding_idx=padding_idx)
 
 
-@pytest.mark.parametrize(
-    "shape, num_embeddings, dim", [((1, 1), 1, 1), ((5,), 7, 17), ((2, 3, 4), 30, 33), ((2, 9), 1000, 1000)]
-)
-@pytest.mark.parametrize("positions", [False, True])
+@each("shape, num_embeddings, dim", [((1, 1), 1, 1), ((5,), 7, 17), ((2, 3, 4), 30, 33), ((2, 9), 1000, 1000)])
+@each("positions", [False, True])
 def test_shapes(shape, num_embeddings, dim, positions, backend, device) -> None:
     inputs = make_inputs(shape, num_embeddings, dim, device, table=torch.float32, positions=positions)
     compare(inputs, scale=2.0, strided_dy=True)
@@ -182,7 +181,7 @@ def test_no_host_sync() -> None:
         call().sum().backward()
 
 
-@pytest.mark.parametrize("dim", [1, 2, 3, 8, 9])
+@each("dim", [1, 2, 3, 8, 9])
 def test_sinusoidal_positions_of_the_paper(dim: int) -> None:
     table = sinusoidal_positions(50, dim, dtype=torch.float64)
     for position in (0, 1, 7, 49):
@@ -194,7 +193,7 @@ def test_sinusoidal_positions_of_the_paper(dim: int) -> None:
     assert torch.equal(halves, torch.cat((table[:, 0::2], table[:, 1::2]), 1))
 
 
-@pytest.mark.parametrize("dim", [1, 2, 3, 8, 9])
+@each("dim", [1, 2, 3, 8, 9])
 def test_sinusoidal_positions_of_tensor2tensor(dim: int) -> None:
     table = sinusoidal_positions(50, dim, "concatenated", dtype=torch.float64)
     half = dim // 2

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastformer import ops
 from fastformer.ops import use_backend
 from tests.conftest import HAS_GPU, skip_without
-from tests.ops.calls import BY_NAME, CALLS, DTYPES, OpCall, cast, draw, every_call, forced, ints, results
+from tests.covering import each
+from tests.ops.calls import BY_NAME, CALLS, DTYPES, OpCall, all_calls, cast, draw, every_call, forced, ints, results
 
 __all__ = ["forced"]
 N = 5
@@ -41,9 +42,7 @@ def wrong_kinds(call: OpCall, name: str, tensor: Tensor) -> dict[str, object]:
     return kinds
 
 
-@pytest.mark.parametrize(
-    ("call", "name"), [(call, name) for call in CALLS for name in call.tensors(N)], ids=lambda each: str(each)
-)
+@each("call, name", [(call, name) for call in CALLS for name in call.tensors(N)])
 def test_a_wrong_kind_of_tensor_is_refused_by_name(call: OpCall, name: str) -> None:
     call(N)
     for kind, value in wrong_kinds(call, name, call.tensors(N)[name]).items():
@@ -159,7 +158,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
 }
 
 
-@pytest.mark.parametrize("op", WRONG)
+@each("op", WRONG)
 def test_a_wrong_argument_is_refused_by_name(op: str) -> None:
     for change, name in WRONG[op]:
         with pytest.raises(ValueError, match=rf"\b{name}\b"):
@@ -188,7 +187,7 @@ def test_an_index_outside_its_table(name: str, tensor: str, size: int, bad: int,
         call(N, **{tensor: values})
 
 
-@every_call
+@all_calls
 def test_calls_that_cpp_supports(call: OpCall) -> None:
     """Other tests skip calls that a backend refuses; this one defines which it may refuse."""
     skip_without("cpp", call.stem)
@@ -202,7 +201,7 @@ def test_calls_that_cpp_supports(call: OpCall) -> None:
                 call(N, softmax_scale=-1.0)
 
 
-@every_call
+@all_calls
 def test_calls_that_triton_refuses(call: OpCall) -> None:
     """These are fp64, heads wider than a tile, and rows wider than a program can hold."""
     skip_without("triton", call.stem)
@@ -263,7 +262,7 @@ def test_inputs_may_have_any_strides(call: OpCall, dtype: torch.dtype, forced: s
         assert call.stem == "attention" or values["output 0"].is_contiguous()
 
 
-@every_call
+@all_calls
 def test_backends_agree_in_fp64(call: OpCall) -> None:
     """They agree up to the last digits; `test_formulas.py` compares one with the formula and its derivatives."""
     skip_without("cpp", call.stem)
@@ -274,7 +273,7 @@ def test_backends_agree_in_fp64(call: OpCall) -> None:
         same(ours, results(call, N, tensors), 1e-10)
 
 
-@every_call
+@all_calls
 @pytest.mark.parametrize("backend", ["reference", None])
 def test_a_backward_pass_under_autocast_equals_one_without(call: OpCall, backend: str | None) -> None:
     """The tensors that forward kept are fp32, and products of them stay fp32, wherever backward() is called."""
@@ -285,14 +284,14 @@ def test_a_backward_pass_under_autocast_equals_one_without(call: OpCall, backend
         same(under, results(call, N, call.tensors(N)))
 
 
-@every_call
+@all_calls
 def test_only_what_learns_has_a_gradient(call: OpCall, forced: str) -> None:
     tensors = {n: x.requires_grad_() if x.is_floating_point() else x for n, x in call.tensors(N).items()}
     leaves = {n: x.clone() if n.endswith("_cache") else x for n, x in tensors.items()}
     assert any(output.requires_grad for output in call(N, **leaves)) == call.learns
 
 
-@every_call
+@all_calls
 def test_integers_may_be_of_either_size(call: OpCall, forced: str) -> None:
     tensors = call.tensors(N)
     expected = results(call, N, tensors)
@@ -300,7 +299,7 @@ def test_integers_may_be_of_either_size(call: OpCall, forced: str) -> None:
         same(results(call, N, tensors | {name: tensors[name].int()}), expected)
 
 
-@every_call
+@all_calls
 def test_empty_inputs_give_empty_outputs(call: OpCall, forced: str) -> None:
     for name, value in results(call, 0, call.tensors(0)).items():
         assert not value.numel() or not value.any(), name

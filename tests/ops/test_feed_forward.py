@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fastformer.ops import draw_seed, feed_forward, use_backend
 from tests.checks import assert_equals_plain, keep_scale, saved_for_backward
 from tests.conftest import skip_without
-from tests.covering import covering
+from tests.covering import covering, each
 
 ACTIVATIONS = ["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu_tanh"]
 GATED = ("swiglu", "geglu_tanh")
@@ -84,7 +84,7 @@ def test_accuracy(dtype: torch.dtype, activation: str, backend: str, device: str
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("bias1, bias2", [(False, False), (True, False), (False, True)])
+@each("bias1, bias2", [(False, False), (True, False), (False, True)])
 def test_biases_are_optional(bias1: bool, bias2: bool, activation: str, backend: str, device: str) -> None:
     compare(make_inputs((9, 24), 40, activation, device, bias1=bias1, bias2=bias2), activation=activation)
 
@@ -97,7 +97,7 @@ def test_results_share_no_memory_without_biases(backend: str, device: str) -> No
 
 
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
-@pytest.mark.parametrize(
+@each(
     "shape, hidden_dim, out_dim",
     [
         ((1, 32), 64, 32),
@@ -112,7 +112,7 @@ def test_shapes(shape, hidden_dim, out_dim, activation, backend, device) -> None
     compare(make_inputs(shape, hidden_dim, activation, device, out_dim=out_dim), activation=activation, strided_dy=True)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@each("activation", ACTIVATIONS)
 def test_without_hidden_features_the_result_is_the_bias(activation: str, backend: str, device: str) -> None:
     for rows in (5, 1000):
         shapes = {"x": (rows, 24), "weight1": (0, 24), "bias1": (0,), "weight2": (16, 0), "bias2": (16,)}
@@ -160,8 +160,8 @@ def test_relu_keeps_only_the_hidden_layer(device: str) -> None:
         assert [tuple(t.shape) for t in new] == [(6, columns)]
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@each("dropout_p", [0.0, 0.3])
+@each("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_backwards_inputs_are_written_only_on_request(dtype, activation, dropout_p, backend, device) -> None:
     inputs = make_inputs((37, 48), 40, activation, device, dtype)

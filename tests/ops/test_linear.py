@@ -10,6 +10,7 @@ from torch import Tensor
 from fastformer.ops import linear, record_backends, use_backend
 from tests.checks import assert_accurate, assert_op_accurate
 from tests.conftest import skip_without
+from tests.covering import each
 
 
 @pytest.fixture(autouse=True)
@@ -23,9 +24,9 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
-@pytest.mark.parametrize(
-    ("rows", "features", "out"),
+@each("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@each(
+    "rows, features, out",
     # Few rows aren't packed for; up to 768 are tall tiles of equal heights; products longer than 192 (bf16: 512) are
     # sums of sums; rows of 1,024 (bf16: 2,048) are copied.
     [
@@ -34,7 +35,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         (16, 1024, 33), (17, 1024, 40), (40, 2048, 70), (530, 1024, 65),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("is_transposed", [False, True], ids=["weight", "transposed"])
+@each("is_transposed", [False, True])
 def test_the_op_equals_the_product(rows: int, features: int, out: int, is_transposed: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(rows)
     x, bias = torch.randn(rows, features).to(dtype), torch.randn(out).to(dtype)
@@ -205,9 +206,9 @@ def _weight_gradient(a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
-@pytest.mark.parametrize(
-    ("rows", "m", "n"),
+@each("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@each(
+    "rows, m, n",
     # The wider one is cut into slices of 128 columns at most, which panels of 32 and groups of 14 rows make up.
     [
         (1, 1, 1),

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from benchmarks.measure.timing import peak_bytes
 from fastformer.ops import linear_cross_entropy
 from tests.checks import assert_op_accurate, is_interpreted
-from tests.covering import by_turns
+from tests.covering import by_turns, each
 from tests.no_sync import no_waiting
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -99,7 +99,7 @@ def test_accuracy(dtype: torch.dtype, options: dict, reduction: str, backend: st
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize(
+@each(
     "shape, vocab_size", [((1, 16), 32), ((6, 1), 7), ((9, 17), 2), ((2, 3, 2, 20), 100), ((12,), 9), ((33, 40), 1000)]
 )
 def test_shapes(shape: tuple[int, ...], vocab_size: int, reduction: str, backend: str, device: str) -> None:
@@ -139,7 +139,7 @@ def test_large_logits(backend: str, device: str) -> None:
     compare(inputs, label_smoothing=0.1, softcap=30.0)
 
 
-@pytest.mark.parametrize("best", [0, 15, 16, 255, 256, 271, 287, 299])
+@each("best", [0, 15, 16, 255, 256, 271, 287, 299])
 def test_one_class_far_above_the_others(best: int, backend: str, device: str) -> None:
     """A logit of 1000 is among logits near 0, at any place in the tiles of classes."""
     inputs = make_inputs((3, 8), 300, device)
@@ -187,8 +187,8 @@ def test_small_probabilities_are_not_denormal(backend: str) -> None:
     torch.testing.assert_close(small, logits[1:].exp(), rtol=1e-5, atol=2 * torch.finfo(torch.float32).tiny)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@each("reduction", ["mean", "sum", "none"])
+@each("dtype", [torch.float32, torch.float16])
 def test_all_rows_ignored(dtype: torch.dtype, reduction: str, backend: str, device: str) -> None:
     """The loss and gradients are 0, whereas torch's mean is NaN."""
     inputs = make_inputs((2, 5, 8), 12, device, dtype)
@@ -205,7 +205,7 @@ def test_all_rows_ignored(dtype: torch.dtype, reduction: str, backend: str, devi
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("options", OPTIONS)
+@each("options", OPTIONS)
 def test_same_loss_without_gradients(options: dict, reduction: str, backend: str, device: str) -> None:
     """Without gradients, another op runs, which computes only the loss."""
     ignored = options.get("ignore_index", -100)
@@ -259,7 +259,7 @@ MASKS = list(itertools.product([True, False], repeat=3))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_frozen_parameters_get_no_gradient(dtype: torch.dtype, reduction: str, backend: str, device: str) -> None:
     """If the head is frozen or features are detached, the other gradients are those of a call with all gradients."""
     inputs = make_inputs((5, 16), 40, device, dtype)
@@ -315,8 +315,8 @@ def test_a_graph_that_is_kept(reduction: str, backend: str, device: str) -> None
         assert torch.equal(0.5 * ours, again)
 
 
-@pytest.mark.parametrize("factor", [1.0, 3.0])
-@pytest.mark.parametrize("keep", [False, True])
+@each("factor", [1.0, 3.0])
+@each("keep", [False, True])
 def test_gradients_are_not_copied(factor: float, keep: bool, backend: str, device: str) -> None:
     """A graph that ends returns its stored gradients, scaled in place; a retained graph makes new ones."""
     x, weight, target, bias = make_inputs((5, 16), 40, device).values()

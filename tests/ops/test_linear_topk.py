@@ -11,6 +11,7 @@ from benchmarks.measure.timing import peak_bytes
 from fastformer.ops import linear_topk, use_backend
 from fastformer.ops.linear_topk import best_of_logits
 from tests.checks import assert_accurate, small_draws
+from tests.covering import each
 from tests.no_sync import NoSync
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -72,7 +73,7 @@ def compare(*draws: tuple[Tensor, Tensor], k: int, log_probs: bool, clear_at_lea
 
 @log_probs
 @dtypes
-@pytest.mark.parametrize(
+@each(
     "shape, vocab_size, k",
     [
         ((1, 16), 33, 1),

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import BaseTorchDispatchMode
 
 from fastformer import ops
+from tests.covering import each
 from tests.ops.calls import CALLS, OF_ONE_DTYPE, OpCall
 
-LEARNING = pytest.mark.parametrize("call", [call for call in CALLS if call.learns], ids=str)
+LEARNING = each("call", [call for call in CALLS if call.learns])
 
 
 def outputs_of(call: OpCall) -> tuple[tuple[Tensor, ...], list[Tensor]]:

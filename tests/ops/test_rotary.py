@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastformer.ops import rotary, rotary_tables
 from tests.checks import assert_op_accurate
+from tests.covering import each
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -87,7 +88,7 @@ def test_positions(shape: tuple[int, ...], interleaved: bool, backend: str, devi
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(
+@each(
     "shape, rotary_dim",
     [((1, 1, 1, 2), 2), ((7, 2, 17), 16), ((2, 2, 5, 3, 6), 6), ((3, 4, 1, 128), 128), ((2, 0, 3, 8), 8)],
 )
@@ -106,7 +107,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@each("view", VIEWS.values())
 def test_not_contiguous(view: Callable[[Tensor], Tensor], interleaved: bool, backend: str, device: str) -> None:
     x = view(torch.randn(2, 3, 9, 40, device=device))
     cos, sin = (t.T.contiguous().T for t in rotary_tables(9, 20, device=device))

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from fastformer.ops import varlen_attention
 from tests.checks import assert_accurate, small_draws
 from tests.conftest import on_backend
+from tests.covering import each
 from tests.kernels.attention_cases import Case as PackedCase
 from tests.kernels.attention_cases import pack, visible
 from tests.ops.attention_cases import Case, make_inputs, plain_attention
@@ -142,8 +143,8 @@ def test_a_maximum_above_the_longest_sequence_changes_nothing(backend, device, i
         torch.testing.assert_close(above, exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("slack", [(0, 5), (5, 0), (3, 9)], ids=["of k", "of q", "of both"])
-@pytest.mark.parametrize("lengths", [((6, 9), (8, 7)), ((0,), (0,)), ((), ())], ids=["two", "empty", "none"])
+@each("slack", [(0, 5), (5, 0), (3, 9)])
+@each("lengths", [((6, 9), (8, 7)), ((0,), (0,)), ((), ())])
 def test_rows_beyond_the_sequences_are_zero(slack: tuple[int, int], lengths: tuple, backend: str, device: str) -> None:
     (cu_q, cu_k), used = zip(*(((0, *accumulate(n)), sum(n)) for n in lengths), strict=True)
     cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32, device=device) for cu in (cu_q, cu_k))
@@ -160,8 +161,8 @@ def test_rows_beyond_the_sequences_are_zero(slack: tuple[int, int], lengths: tup
     assert lse[:, used[0] :].isneginf().all() and lse[:, : used[0]].isfinite().all()
 
 
-@pytest.mark.parametrize("longest", [0, 3])
-@pytest.mark.parametrize("lengths_k", [(0,), (0, 0)], ids=["one", "two"])
+@each("longest", [0, 3])
+@each("lengths_k", [(0,), (0, 0)])
 def test_no_sequence_has_a_key(lengths_k: tuple[int, ...], longest: int, backend: str, device: str) -> None:
     """If the key rows belong to no sequence, results and gradients are zero, for any value of the longest length."""
     q, k, v = (torch.randn(rows, 1, 16, device=device, requires_grad=True) for rows in (4, 3, 3))
