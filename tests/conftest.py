@@ -89,7 +89,7 @@ def _send_results_alone(config: pytest.Config) -> None:
     for plugin in config.pluginmanager.get_plugins():
         send = getattr(plugin, "sendevent", None)
         if send is not None:
-            plugin.sendevent = functools.partial(_send, send)  # type: ignore[attr-defined]
+            plugin.sendevent = functools.partial(_send, send)
 
 
 def _send(send: Callable[..., None], name: str, **values: Any) -> None:
