@@ -164,6 +164,26 @@ def test_a_whole_model_of_any_alignment_is_the_same(values, alignment, tmp_path)
     assert all(torch.equal(tensor, whole[name]) for name, tensor in load(tmp_path / "x.gguf")[0].state_dict().items())
 
 
+@pytest.mark.parametrize(("values", "scaling"), [
+    ({"type": (8, "linear"), "factor": (6, 2.0)}, {"kind": "linear", "factor": 2.0}),
+    ({"type": (8, "linear"), "factor": (6, 1.0)}, None), ({"type": (8, "none"), "factor": (6, 4.0)}, None),
+    (
+        {"type": (8, "yarn"), "factor": (6, 4.0), "original_context_length": (4, 32), "attn_factor": (6, 1.5),
+         "yarn_beta_fast": (6, 16.0), "yarn_beta_slow": (6, 2.0)},
+        {"kind": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "attention_factor": 1.5,
+         "beta_fast": 16.0, "beta_slow": 2.0},
+    ),
+])  # fmt: skip
+def test_the_scaling_of_positions_is_the_files(values, scaling, tmp_path) -> None:
+    own, tensors = contents(LLAMA)
+    tensors.pop("rope_freqs.weight", None)
+    own = {key: value for key, value in own.items() if ".rope.scaling" not in key}
+    given = {f"llama.rope.scaling.{key}": value for key, value in values.items()}
+    (tmp_path / "x.gguf").write_bytes(to_bytes(own | given, tensors))
+    found = load(tmp_path / "x.gguf")[0].config.rotary_scaling
+    assert (None if found is None else {**found}) == scaling
+
+
 def test_rows_that_no_block_divides_are_written_as_fp16(tmp_path) -> None:
     small, tokenizer = load(LLAMA)
     model = GPT(dataclasses.replace(small.config, d_ff=40))
@@ -177,6 +197,8 @@ def test_special_ids_templates_and_options_are_the_files(tmp_path) -> None:
     assert model.config.special_ids.eos == (1, 3) and model.config.special_ids.pad == 3
     assert tokenizer.chat["bos_token"] == "<|begin|>" and "im_start" in tokenizer.chat["chat_template"]
     assert tokenizer.encode("the")[0] == 0 and 1 not in tokenizer.encode("<|im_end|>")
+    before, behind = tokenizer.encode_template("a "), tokenizer.encode_template(" b")
+    assert tokenizer.encode_template("a <|im_end|> b") == [*before, 1, *behind]  # it takes no spaces
     assert folder_options(LLAMA) == {}
     values, tensors = contents(LLAMA)
     values |= {"general.sampling.temp": (6, 0.7), "general.sampling.top_k": (5, 9)}

@@ -324,6 +324,12 @@ def test_forbidden_ids_are_kept_by_every_way_out_of_a_folder(made, tmp_path) -> 
     assert to_huggingface(model).generation_config.bad_words_ids == [[pad]]
 
 
+def test_sequences_that_a_folder_forbids_are_named(copy, caplog) -> None:
+    folder = copy("marian")
+    setting("generation_config.json", bad_words_ids=[[5], [6, 7]])(folder)
+    assert 5 in loaded(folder)[0].config.suppress_tokens and "bad_words_ids" in caplog.text
+
+
 def test_pad_may_be_generated_if_nothing_forbids_it(tmp_path) -> None:
     saved = families.marian(tmp_path / "model", bad_words=False)
     assert loaded(saved.folder)[0].config.suppress_tokens == ()

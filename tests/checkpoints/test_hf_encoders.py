@@ -138,6 +138,16 @@ def test_what_its_files_remember_counts_as_in_transformers(saved, named, made, t
         assert tokenizer.encode_batch(texts, limit) == [theirs(text, **cut)["input_ids"] for text in texts]
 
 
+@pytest.mark.parametrize("listed", [None, [], ["BertModel"], ["BertForMaskedLM"], ["BertForSequenceClassification"]])
+def test_the_first_of_the_architectures_says_whether_texts_are_classified(listed, made, tmp_path) -> None:
+    folder = shutil.copytree(made("bert head"), tmp_path / "model")
+    count = load(folder)[0].config.num_labels
+    values = {name: value for name, value in read_json(folder / "config.json").items() if name != "architectures"}
+    (folder / "config.json").write_text(json.dumps(values | ({} if listed is None else {"architectures": listed})))
+    is_classifier = not listed or "Classification" in listed[0]  # without a name the tensors decide
+    assert load(folder)[0].config.num_labels == (count if is_classifier else 0) and count > 0
+
+
 def test_bad_calls_are_named(made) -> None:
     _, tokenizer = load(made("bert"))
     for call in (

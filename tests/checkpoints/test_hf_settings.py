@@ -84,6 +84,10 @@ OLD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     ("gemma3_text", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 16}, {
         "rotary_base": 1e6, "local_rotary_base": 1e4}),
+    ("gemma3_text", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 16, "rope_local_base_freq": 1e4,
+                     "layer_types": ["full_attention"] * 4}, {"window_size": None, "local_rotary_base": None}),
+    ("olmo3", {"sliding_window": 16, "rope_theta": 5e5, "layer_types": ["sliding_attention", "full_attention"] * 2}, {
+        "window_size": 15, "window_layers": (True, False, True, False), "norm_placement": "post"}),
     ("gpt_neox", {"rotary_pct": 0.25, "rotary_emb_base": 10_000, "use_parallel_residual": True}, {
         "rotary_fraction": 0.25, "parallel_residual": True}),
     ("gpt_neox", {"rotary_pct": 1.0, "rotary_emb_base": 500, "use_parallel_residual": False}, {"rotary_base": 500}),
@@ -105,6 +109,8 @@ def test_old_settings_are_read_as_transformers_reads_them(kind, settings, expect
         pytest.skip("version 4 writes other settings")
     found = options_of(kind, SIZES | settings)
     assert found == dataclasses.replace(found, **expected)  # which makes tuples of lists
+    written = DECODER_FORMS[kind].settings(found)
+    assert options_of(kind, written) == found == options_of(kind, json.loads(json.dumps(written)))
     if "su" in str(settings.get("rope_scaling")):
         return  # a name that version 5 reads no longer
     theirs = getattr(transformers, FAMILIES[kind].config_class)(**SIZES | settings)

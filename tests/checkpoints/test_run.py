@@ -122,9 +122,11 @@ def test_settings_that_an_lstm_does_not_have(tmp_path) -> None:
 
 
 def test_the_old_module_is_importable() -> None:
-    from fastformer import run_folder
+    from fastformer import checkpoints, run_folder
 
     assert run_folder.load_model is load_model and run_folder.choose_device("cpu").type == "cpu"
+    with pytest.raises(AttributeError, match="nonesuch"):
+        checkpoints.nonesuch  # noqa: B018
 
 
 # Runs that decode together must have the same tokenizer, by its contents.
