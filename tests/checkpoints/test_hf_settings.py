@@ -14,7 +14,7 @@ import transformers
 
 import fastformer
 from fastformer.checkpoints import load_model
-from fastformer.checkpoints.hf import DECODER_FORMS, FAMILIES
+from fastformer.checkpoints.hf import DECODER_FORMS, ENCODER_FORMS, FAMILIES
 from fastformer.checkpoints.hf.decoder import special_ids
 from fastformer.checkpoints.hf.fields import check_fields
 from fastformer.models import GPT, GPTConfig
@@ -166,6 +166,20 @@ def test_omitted_settings_are_as_in_transformers(kind) -> None:
 def test_unsupported_settings_of_a_family_are_named(kind, settings, named) -> None:
     with pytest.raises(ValueError, match=named):
         options_of(kind, SIZES | settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pruned_heads": {"0": [1]}}, {"position_embedding_type": "relative_key"}, {"is_decoder": True},
+        {"add_cross_attention": True}, {"hidden_act": "relu2"}, {"intermediate_size": "wide"},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)  # fmt: skip
+def test_unsupported_settings_of_a_bert_are_named(settings) -> None:
+    assert ENCODER_FORMS["bert"].options(SIZES)["num_layers"] == 4
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        ENCODER_FORMS["bert"].options(SIZES | settings)
 
 
 @pytest.mark.parametrize(
