@@ -241,7 +241,7 @@ def test_each_family_is_listed_in_the_table(kind) -> None:
     assert f"class {FAMILIES[kind].model_class}(" in text and FAMILIES[kind].config_class in text
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gpt_oss": ({}, "attention sinks"),
     "deberta-v2": ({}, "DeBERTa"),
     "qwen3_next": ({}, "linear attention"),
