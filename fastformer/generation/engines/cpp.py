@@ -451,7 +451,12 @@ def arrays_of(model: nn.Module, tensors: dict[str, Tensor], precision: str) -> d
     arrays: dict[str, Array] = {}
     multiplied = [tensor for name, tensor in tensors.items() if not _is_looked_up(name)]
     groups = groups_of(model, multiplied) if precision == INT4 else {}
+    firsts: dict[tuple[int, bool], str] = {}  # a tensor of several names has one array, which is packed once
     for name, tensor in tensors.items():
+        if (first := firsts.setdefault((id(tensor), _is_looked_up(name)), name)) != name:
+            parts = ("", SCALE, ZERO)
+            arrays |= {name + part: arrays[first + part] for part in parts if first + part in arrays}
+            continue
         if (group := groups.get(id(tensor))) is None or _is_looked_up(name):
             arrays[name] = _array(tensor)
             continue
