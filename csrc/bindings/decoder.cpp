@@ -132,7 +132,8 @@ int64_t step_bytes(const SharedModel& model) { return model->step_bytes(); }
 // A session that raises an error when two threads use it at once.
 class GuardedSession {
  public:
-  GuardedSession(SharedModel model, int64_t num_tokens) : session_(std::move(model), num_tokens) {}
+  GuardedSession(SharedModel model, int64_t num_tokens, std::optional<CacheType> type)
+      : session_(std::move(model), num_tokens, type) {}
 
   template <typename F>
   auto with(F&& f) {
@@ -146,9 +147,12 @@ class GuardedSession {
   Session session_;
 };
 
-std::unique_ptr<GuardedSession> new_session(SharedModel* model, int64_t num_tokens) {
+std::unique_ptr<GuardedSession> new_session(SharedModel* model, int64_t num_tokens,
+                                            const std::optional<std::string>& cache_dtype) {
   if (model == nullptr) throw std::invalid_argument("expected a model, got None");
-  return std::make_unique<GuardedSession>(*model, num_tokens);
+  if (cache_dtype && *cache_dtype != "int8") throw std::invalid_argument("expected cache_dtype to be 'int8' or None");
+  const auto type = cache_dtype ? std::optional(CacheType::int8) : std::nullopt;
+  return std::make_unique<GuardedSession>(*model, num_tokens, type);
 }
 
 std::unique_ptr<SharedAdapter> pack_adapter(SharedModel* model, PyObject* tensors) {
@@ -329,7 +333,8 @@ void bind_decoder(PyObject* module) {
       method<"shared_tokens", "", &shared_tokens>(),
       method<"known", "tokens adapter?", &known>(),
       {}};
-  python::add_class<GuardedSession>(module, "Session", &python::construct<&new_session, "Session", "model num_tokens">,
+  python::add_class<GuardedSession>(module, "Session",
+                                    &python::construct<&new_session, "Session", "model num_tokens cache_dtype?">,
                                     methods, no_properties);
 }
 

@@ -47,9 +47,10 @@ class PackedHead {
   // Computes rows of results from rows of queries, q_stride apart. Row i sees the keys [first(i), end(i)), both of
   // which increase with i; a row that sees nothing gives zeros. scale2: the scale of the scores times log2(e). bias(i,
   // key, count, scores) changes the products of row i with `count` visible keys, from `key` on, before the scale.
+  // value_scales: factors of the values, and kPanel more that are finite; null: none.
   template <typename First, typename End, typename Bias>
   void attend(const float* q, int64_t q_stride, int64_t rows, float scale2, First first, End end, Bias bias, float* out,
-              int64_t out_stride) {
+              int64_t out_stride, const float* value_scales = nullptr) {
     using V = Vec<float>;
     constexpr int64_t kRows = 64;
     constexpr float kNothing = -std::numeric_limits<float>::infinity();
@@ -78,11 +79,12 @@ class PackedHead {
         const float largest = most.max();
         const float lowered = largest == kNothing ? 0.f : largest;
         float sum;
-        if constexpr (std::is_same_v<T, float>) sum = weigh<false>(x, width, lowered, scale2, x);
+        const float* factors = value_scales ? value_scales + from : nullptr;
+        if constexpr (std::is_same_v<T, float>) sum = weigh<false>(x, width, lowered, scale2, factors, x);
         else {
           T* to = weights_.data() + i * width;
-          sum =
-              has_bf16_dot() ? weigh<true>(x, width, lowered, scale2, to) : weigh<false>(x, width, lowered, scale2, to);
+          sum = has_bf16_dot() ? weigh<true>(x, width, lowered, scale2, factors, to)
+                               : weigh<false>(x, width, lowered, scale2, factors, to);
         }
         inverse[i] = sum == 0 ? 0.f : 1.f / sum;  // NaN stays NaN
       }
@@ -100,15 +102,17 @@ class PackedHead {
   }
 
  private:
-  // Computes to = 2 ** ((x - lowered) * scale2) for a row, and returns the sum.
+  // Computes to = 2 ** ((x - lowered) * scale2) for a row, times the factors if there are any, and returns the sum
+  // without them.
   template <bool kAtOnce>
-  static float weigh(const float* x, int64_t width, float lowered, float scale2, T* to) {
+  static float weigh(const float* x, int64_t width, float lowered, float scale2, const float* factors, T* to) {
     using V = Vec<float>;
     V total(0.f);
     for (int64_t c = 0; c < width; c += V::size) {
       const V e = exp2((V::load(x + c) - V(lowered)) * V(scale2));
-      if constexpr (std::is_same_v<T, float>) e.store(to + c);
-      else store_narrow<kAtOnce>(e, to + c);
+      const V weight = factors ? e * V::load(factors + c) : e;
+      if constexpr (std::is_same_v<T, float>) weight.store(to + c);
+      else store_narrow<kAtOnce>(weight, to + c);
       total = total + e;
     }
     return total.sum();

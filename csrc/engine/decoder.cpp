@@ -19,7 +19,7 @@ using Clock = std::chrono::steady_clock;
 constexpr int64_t kPrefillTokens = 512;  // tokens per pass through a stack: their activations stay in the cache
 constexpr int64_t kRowsPerWorker = 16;   // with fewer, reading the weights costs more than waiting at each stage
 
-int64_t element_size(Precision precision) { return precision == Precision::fp32 ? 4 : 2; }
+CacheType type_of(Precision precision) { return precision == Precision::fp32 ? CacheType::fp32 : CacheType::bf16; }
 
 // The number of blocks in a cache, at least one.
 int64_t blocks_for(int64_t num_tokens) {
@@ -51,10 +51,10 @@ struct Session::Run {
   std::mutex mutex;
 };
 
-Session::Session(std::shared_ptr<const PackedModel> model, int64_t num_tokens)
+Session::Session(std::shared_ptr<const PackedModel> model, int64_t num_tokens, std::optional<CacheType> type)
     : model_(with_decoder(std::move(model))),
       cache_(model_->options.num_decoder_layers, model_->options.num_kv_heads, model_->options.head_dim,
-             element_size(model_->options.precision), blocks_for(num_tokens)) {}
+             type.value_or(type_of(model_->options.precision)), blocks_for(num_tokens)) {}
 
 Forward& Session::forward(size_t worker) {
   while (forwards_.size() <= worker) forwards_.push_back(std::make_unique<Forward>(*model_, shortlist_, cache_));

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "engine/adapter.h"
@@ -36,8 +37,8 @@ class Session {
  public:
   using Places = std::vector<int64_t>;  // indices of groups, or a number for each group
 
-  // num_tokens: the capacity of the cache, including sources.
-  Session(std::shared_ptr<const PackedModel> model, int64_t num_tokens);
+  // num_tokens: the capacity of the cache, including sources. type: that of the cache; by default the model's.
+  Session(std::shared_ptr<const PackedModel> model, int64_t num_tokens, std::optional<CacheType> type = {});
 
   // threads: one or more, here and below.
   // Appends a group of one row for each prompt, encodes its source (if the model has an encoder) and prefills its

@@ -293,12 +293,13 @@ void Forward::add_qkv(const Pass& pass, size_t layer, Chunk chunk) {
 void Forward::add_self_attention(const Pass& pass, size_t layer) {
   const auto index = static_cast<int64_t>(layer);
   const bool is_last = pass.is_last(layer);
-  with_cache_type(model_.options.precision, [&]<typename T>() {
-    if (pass.is_encoder)
-      return add_heads(pass.batch.spans, 0, pass.spans, pass.threads,
-                       [=, this](const Span& span, int64_t begin, int64_t end) {
-                         for (int64_t head = begin; head < end; ++head) attend_own_span<T>(index, span, head);
-                       });
+  if (pass.is_encoder)
+    return with_attention_type(model_.options.precision, [&]<typename T>() {
+      add_heads(pass.batch.spans, 0, pass.spans, pass.threads, [=, this](const Span& span, int64_t begin, int64_t end) {
+        for (int64_t head = begin; head < end; ++head) attend_own_span<T>(index, span, head);
+      });
+    });
+  with_cached_type([&]<typename T>() {
     const auto attend = [=, this](const Span& span, int64_t begin, int64_t end) {
       attend_self<T>(index, span, begin, end, is_last && span.is_prompt);
     };
@@ -344,15 +345,18 @@ void Forward::add_cross_attention(const Pass& pass, size_t layer, Chunk chunk) {
   const PackedLayer& weights = pass.stack.layers[layer];
   const auto index = static_cast<int64_t>(layer);
   add_product(narrow_, weights.cross_q, qkv_.data(), chunk.count, pass.threads);
-  with_cache_type(o.precision, [&]<typename T>() {
-    if (o.is_bare)
-      return add_heads(joined_, 0, pass.is_last(layer) ? joined_steps_ : std::ssize(joined_), pass.threads,
-                       [=, this](const Span& span, int64_t begin, int64_t end) {
-                         for (int64_t head = begin; head < end; ++head) attend_packed_source<T>(index, span, head);
-                       });
-    add_heads(pass.batch.spans, 0, pass.is_last(layer) ? pass.steps : pass.spans, pass.threads,
-              [=, this](const Span& span, int64_t begin, int64_t end) { attend_source<T>(index, span, begin, end); });
-  });
+  if (o.is_bare)
+    with_attention_type(o.precision, [&]<typename T>() {
+      add_heads(joined_, 0, pass.is_last(layer) ? joined_steps_ : std::ssize(joined_), pass.threads,
+                [=, this](const Span& span, int64_t begin, int64_t end) {
+                  for (int64_t head = begin; head < end; ++head) attend_packed_source<T>(index, span, head);
+                });
+    });
+  else
+    with_cached_type([&]<typename T>() {
+      add_heads(pass.batch.spans, 0, pass.is_last(layer) ? pass.steps : pass.spans, pass.threads,
+                [=, this](const Span& span, int64_t begin, int64_t end) { attend_source<T>(index, span, begin, end); });
+    });
   add_context_product(pass, weights.cross_out, chunk);
   add_join(pass, chunk, weights.norm2, weights.post_norm2,
            {.next = o.has_norms_in_front() ? &weights.norm3 : nullptr, .routes = bool(weights.mixture)});
@@ -427,10 +431,17 @@ void Forward::add_stores(const Batch& batch, int threads) {
   const int64_t rows = batch.count(), dim = o.head_dim, kv_dim = o.kv_dim(), ld = padded(2 * kv_dim);
   for (size_t i = 0; i < model_.decoder.layers.size(); ++i) {
     add_product(narrow_, model_.decoder.layers[i].cross_kv, qkv_.data(), rows, threads);
-    with_cache_type(o.precision, [&]<typename T>() {
+    if (o.is_bare) {
+      with_attention_type(o.precision, [&]<typename T>() {
+        add_heads(batch.spans, 0, batch.spans.size(), threads, [=, this](const Span& span, int64_t begin, int64_t end) {
+          for (int64_t head = begin; head < end; ++head) pack_source<T>(static_cast<int64_t>(i), span, head);
+        });
+      });
+      continue;
+    }
+    with_cached_type([&]<typename T>() {
       add_heads(batch.spans, 0, batch.spans.size(), threads, [=, this](const Span& span, int64_t begin, int64_t end) {
-        for (int64_t head = begin; head < end && o.is_bare; ++head) pack_source<T>(static_cast<int64_t>(i), span, head);
-        for (int64_t head = begin; head < end && !o.is_bare; ++head)
+        for (int64_t head = begin; head < end; ++head)
           for (int64_t t = span.begin; t < span.end; ++t) {
             const float* from = qkv_.data() + t * ld + head * dim;
             store_cache<T>(static_cast<int64_t>(i), head, span.group->source[t - span.begin], from, from + kv_dim);

@@ -163,10 +163,15 @@ class Forward {
   void join(int64_t first, int64_t index, const float* given, const Join& how);
   void normalise(const float* x, const Norm& norm, float* out) const;
 
+  // Calls f.operator()<T>() with the type of the keys and values in the cache: float, bfloat16, or Int8 of the type in
+  // which prompts attend.
+  template <typename F>
+  void with_cached_type(F&& f) const;
+  // The keys, or values, of a head: T*, or Int8Rows.
   template <typename T>
-  T* keys_of(int64_t layer, int64_t head) const;
+  auto keys_of(int64_t layer, int64_t head) const;
   template <typename T>
-  T* values_of(int64_t layer, int64_t head) const;
+  auto values_of(int64_t layer, int64_t head) const;
   template <typename T>
   void store_cache(int64_t layer, int64_t head, int64_t slot, const float* k, const float* v);
   void place_queries(const PackedLayer& weights, int64_t row, int64_t position, int64_t begin, int64_t end);
@@ -221,11 +226,26 @@ class Forward {
   PackedRows routed_, pairs_, pair_wide_, shared_wide_;
 };
 
-// Calls f.operator()<T>() with the type of the cached keys and values: fp32, or bf16 for lower precisions.
+// Calls f.operator()<T>() with the type in which queries, keys and values are multiplied: fp32, or bf16 for lower
+// precisions.
 template <typename F>
-void with_cache_type(Precision precision, F&& f) {
+void with_attention_type(Precision precision, F&& f) {
   if (precision == Precision::fp32) f.template operator()<float>();
   else f.template operator()<bfloat16>();
+}
+
+// Stands for cached keys and values of 8 bits, with which prompts attend in T.
+template <typename T>
+struct Int8 {
+  using type = T;
+};
+
+template <typename F>
+void Forward::with_cached_type(F&& f) const {
+  if (cache_->type == CacheType::fp32) f.template operator()<float>();
+  else if (cache_->type == CacheType::bf16) f.template operator()<bfloat16>();
+  else if (model_.options.precision == Precision::fp32) f.template operator()<Int8<float>>();
+  else f.template operator()<Int8<bfloat16>>();
 }
 
 // Applies an RMS norm to each of `heads` consecutive vectors of the norm's size.

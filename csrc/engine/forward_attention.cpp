@@ -7,6 +7,7 @@
 #include "common/softcap.h"
 #include "engine/block_attention.h"
 #include "engine/forward.h"
+#include "engine/int8_cache.h"
 
 namespace fastformer {
 namespace {
@@ -25,10 +26,25 @@ const T* as_cached(const float* q, int64_t n) {
   }
 }
 
+template <typename T>
+constexpr bool kIsInt8 = false;
+template <typename T>
+constexpr bool kIsInt8<Int8<T>> = true;
+// The type in which prompts attend to cached keys and values.
+template <typename T>
+struct AttentionOf {
+  using type = T;
+};
+template <typename T>
+struct AttentionOf<Int8<T>> {
+  using type = T;
+};
+
 // A thread's buffers for attention of all queries of one head at once.
 template <typename T>
 struct HeadScratch {
   std::vector<T> keys, values;
+  std::vector<float> key_scales, value_scales;  // of int8
   PackedHead<T> packed;
 };
 template <typename T>
@@ -74,20 +90,29 @@ void normalise_heads(const Norm& norm, float eps, int64_t heads, float* x) {
 }
 
 template <typename T>
-T* Forward::keys_of(int64_t layer, int64_t head) const {
-  return reinterpret_cast<T*>(cache_->keys(layer, head));
+auto Forward::keys_of(int64_t layer, int64_t head) const {
+  char* const memory = cache_->keys(layer, head);
+  if constexpr (kIsInt8<T>) return Int8Rows(memory, model_.options.head_dim);
+  else return reinterpret_cast<T*>(memory);
 }
 
 template <typename T>
-T* Forward::values_of(int64_t layer, int64_t head) const {
-  return reinterpret_cast<T*>(cache_->keys(layer, head) + cache_->values_offset());
+auto Forward::values_of(int64_t layer, int64_t head) const {
+  char* const memory = cache_->keys(layer, head) + cache_->values_offset();
+  if constexpr (kIsInt8<T>) return Int8Rows(memory, model_.options.head_dim);
+  else return reinterpret_cast<T*>(memory);
 }
 
 template <typename T>
 void Forward::store_cache(int64_t layer, int64_t head, int64_t slot, const float* k, const float* v) {
   const int64_t dim = model_.options.head_dim;
-  store_row(k, dim, keys_of<T>(layer, head) + slot * dim);
-  store_row(v, dim, values_of<T>(layer, head) + slot * dim);
+  if constexpr (kIsInt8<T>) {
+    keys_of<T>(layer, head).store(slot, k);
+    values_of<T>(layer, head).store(slot, v);
+  } else {
+    store_row(k, dim, keys_of<T>(layer, head) + slot * dim);
+    store_row(v, dim, values_of<T>(layer, head) + slot * dim);
+  }
 }
 
 // Attends from the queries of one token, row q, to the keys and values that `slots` lists.
@@ -96,12 +121,19 @@ void Forward::attend_token(int64_t layer, const float* q, int64_t begin, int64_t
                            int64_t count, float* context, float scale2, Change change) {
   const int64_t dim = model_.options.head_dim, group = model_.options.num_heads / model_.options.num_kv_heads;
   const int64_t first = begin * group, heads = (end - begin) * group;
-  const int64_t next_head = cache_->head_stride() / static_cast<int64_t>(sizeof(T));
-  const T* queries = as_cached<T>(q + first * dim, heads * dim);
-  attend_heads<T, float>({queries, dim}, {keys_of<T>(layer, begin), next_head, dim},
-                         {values_of<T>(layer, begin), next_head, dim}, heads, group, BySlot{slots, 1}, count, dim,
-                         scale2, {context + first * dim, dim},
-                         [=](int64_t h, float* scores) { change(first + h, scores); });
+  const auto change_head = [=](int64_t h, float* scores) { change(first + h, scores); };
+  if constexpr (kIsInt8<T>) {
+    constexpr int kParts = std::is_same_v<T, Int8<float>> ? 2 : 1;
+    char* const keys = cache_->keys(layer, begin);
+    attend_int8<kParts>(q + first * dim, keys, keys + cache_->values_offset(), cache_->head_stride(), end - begin,
+                        group, slots, count, dim, scale2, context + first * dim, change_head);
+  } else {
+    const int64_t next_head = cache_->head_stride() / static_cast<int64_t>(sizeof(T));
+    const T* queries = as_cached<T>(q + first * dim, heads * dim);
+    attend_heads<T, float>({queries, dim}, {keys_of<T>(layer, begin), next_head, dim},
+                           {values_of<T>(layer, begin), next_head, dim}, heads, group, BySlot{slots, 1}, count, dim,
+                           scale2, {context + first * dim, dim}, change_head);
+  }
 }
 
 // Normalises and rotates the queries and keys of a token.
@@ -158,17 +190,31 @@ void Forward::attend_prompt(int64_t layer, const Span& span, int64_t kv_head) {
   const int64_t window = model_.decoder.layers[layer].window;
   const Scores change(o, model_.decoder.position_bias);
   const int64_t dim = o.head_dim, ld = padded(o.qkv_dim()), group = o.num_heads / o.num_kv_heads;
-  const T *keys = keys_of<T>(layer, kv_head), *values = values_of<T>(layer, kv_head);
+  using Attention = typename AttentionOf<T>::type;
+  const auto keys = keys_of<T>(layer, kv_head), values = values_of<T>(layer, kv_head);
   const int32_t* slots = span.row->slots.data();
   const int64_t rows = span.end - span.begin, end = span.first_position + rows;
   // Products sum over slices of kDepth keys. Starting at a multiple of kDepth makes them independent of how the prompt
   // was split.
-  const int64_t begin = window < 0 ? 0 : std::max<int64_t>(0, span.first_position - window) / kDepth<T> * kDepth<T>;
-  HeadScratch<T>& scratch = head_scratch<T>((end - begin) * dim);
+  constexpr int64_t kSlice = kDepth<Attention>;
+  const int64_t begin = window < 0 ? 0 : std::max<int64_t>(0, span.first_position - window) / kSlice * kSlice;
+  HeadScratch<Attention>& scratch = head_scratch<Attention>((end - begin) * dim);
+  if constexpr (kIsInt8<T>)  // with a vector of zeros after the last, as the weights have
+    for (auto* scales : {&scratch.key_scales, &scratch.value_scales}) scales->assign(end - begin + kPanel, 0.f);
   for (int64_t position = begin; position < end; ++position) {
-    std::copy_n(keys + slots[position] * dim, dim, scratch.keys.data() + (position - begin) * dim);
-    std::copy_n(values + slots[position] * dim, dim, scratch.values.data() + (position - begin) * dim);
+    Attention *key = scratch.keys.data() + (position - begin) * dim,
+              *value = scratch.values.data() + (position - begin) * dim;
+    if constexpr (kIsInt8<T>) {
+      keys.load(slots[position], key), values.load(slots[position], value);
+      scratch.key_scales[position - begin] = *keys.scale(slots[position]);
+      scratch.value_scales[position - begin] = *values.scale(slots[position]);
+    } else {
+      std::copy_n(keys + slots[position] * dim, dim, key);
+      std::copy_n(values + slots[position] * dim, dim, value);
+    }
   }
+  const float* key_scales = kIsInt8<T> ? scratch.key_scales.data() : nullptr;
+  const float* value_scales = kIsInt8<T> ? scratch.value_scales.data() : nullptr;
   scratch.packed.pack(scratch.keys.data(), scratch.values.data(), end - begin, dim);
   const auto place = [=](int64_t i) { return span.first_position + i - begin; };
   for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
@@ -176,8 +222,11 @@ void Forward::attend_prompt(int64_t layer, const Span& span, int64_t kv_head) {
         qkv_.data() + span.begin * ld + h * dim, ld, rows, change.scale2,
         [=](int64_t i) { return window < 0 ? 0 : std::max<int64_t>(0, place(i) - window); },
         [=](int64_t i) { return place(i) + 1; },
-        [=](int64_t i, int64_t key, int64_t count, float* x) { change(h, place(i), key, count, x); },
-        context_.data() + span.begin * o.q_dim() + h * dim, o.q_dim());
+        [=](int64_t i, int64_t key, int64_t count, float* x) {
+          for (int64_t c = 0; key_scales && c < count; ++c) x[c] *= key_scales[key + c];
+          change(h, place(i), key, count, x);
+        },
+        context_.data() + span.begin * o.q_dim() + h * dim, o.q_dim(), value_scales);
 }
 
 template <typename T>
@@ -227,7 +276,7 @@ void Forward::attend_source(int64_t layer, const Span& span, int64_t begin, int6
 int64_t Forward::packed_source_bytes(const PackedModel& model, int64_t tokens) {
   const ModelOptions& o = model.options;
   int64_t bytes = 0;
-  with_cache_type(o.precision, [&]<typename T>() {
+  with_attention_type(o.precision, [&]<typename T>() {
     bytes = (packed_size<T>(o.head_dim, tokens) + packed_size<T>(tokens, o.head_dim)) * static_cast<int64_t>(sizeof(T));
   });
   return bytes * o.num_decoder_layers * o.num_kv_heads;
@@ -279,17 +328,20 @@ void Forward::attend_packed_source(int64_t layer, const Span& span, int64_t kv_h
         context_.data() + span.begin * o.q_dim() + h * dim, o.q_dim());
 }
 
-template void Forward::store_cache<float>(int64_t, int64_t, int64_t, const float*, const float*);
-template void Forward::store_cache<bfloat16>(int64_t, int64_t, int64_t, const float*, const float*);
-template void Forward::attend_self<float>(int64_t, const Span&, int64_t, int64_t, bool);
-template void Forward::attend_self<bfloat16>(int64_t, const Span&, int64_t, int64_t, bool);
 template void Forward::attend_own_span<float>(int64_t, const Span&, int64_t);
 template void Forward::attend_own_span<bfloat16>(int64_t, const Span&, int64_t);
 template void Forward::pack_source<float>(int64_t, const Span&, int64_t);
 template void Forward::pack_source<bfloat16>(int64_t, const Span&, int64_t);
 template void Forward::attend_packed_source<float>(int64_t, const Span&, int64_t);
 template void Forward::attend_packed_source<bfloat16>(int64_t, const Span&, int64_t);
-template void Forward::attend_source<float>(int64_t, const Span&, int64_t, int64_t);
-template void Forward::attend_source<bfloat16>(int64_t, const Span&, int64_t, int64_t);
+#define FOR_CACHED_TYPE(T)                                                                      \
+  template void Forward::store_cache<T>(int64_t, int64_t, int64_t, const float*, const float*); \
+  template void Forward::attend_self<T>(int64_t, const Span&, int64_t, int64_t, bool);          \
+  template void Forward::attend_source<T>(int64_t, const Span&, int64_t, int64_t);
+FOR_CACHED_TYPE(float)
+FOR_CACHED_TYPE(bfloat16)
+FOR_CACHED_TYPE(Int8<float>)
+FOR_CACHED_TYPE(Int8<bfloat16>)
+#undef FOR_CACHED_TYPE
 
 }  // namespace fastformer

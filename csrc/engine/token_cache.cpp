@@ -5,10 +5,22 @@
 #include <new>
 #include <stdexcept>
 
-namespace fastformer {
+#include "engine/int8_cache.h"
 
-TokenCache::TokenCache(int64_t layers, int64_t kv_heads, int64_t head_dim, int64_t element_size, int64_t num_blocks)
-    : kv_heads_(kv_heads), token_bytes_(head_dim * element_size), block_slots_(layers * 2 * kv_heads * kBlockTokens) {
+namespace fastformer {
+namespace {
+
+int64_t bytes_of(int64_t head_dim, CacheType type) {
+  return type == CacheType::int8 ? Int8Rows::token_bytes(head_dim) : head_dim * (type == CacheType::bf16 ? 2 : 4);
+}
+
+}  // namespace
+
+TokenCache::TokenCache(int64_t layers, int64_t kv_heads, int64_t head_dim, CacheType cache_type, int64_t num_blocks)
+    : type(cache_type),
+      kv_heads_(kv_heads),
+      token_bytes_(bytes_of(head_dim, cache_type)),
+      block_slots_(layers * 2 * kv_heads * kBlockTokens) {
   if (num_blocks > std::numeric_limits<int32_t>::max() / block_slots_)
     throw std::length_error("expected a smaller cache: slots are 32-bit numbers");
   seen_.resize(num_blocks);

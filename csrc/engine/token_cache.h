@@ -1,9 +1,9 @@
 // A paged KV cache for the requests of a session, which come, fork and leave. All blocks are from one pool.
 //
-// A block has room for kBlockTokens tokens of all layers: (layer, keys or values, kv head, token, head_dim). A row
-// reads its history through a table with the slot of each token. So rows share their common tokens, and continuing
-// from another row copies only a table. Each row writes to a block of its own. Groups share the whole blocks at the
-// beginning of their prompts; see PrefixTable.
+// A block has room for kBlockTokens tokens of all layers: (layer, keys or values, kv head, token, head_dim), with the
+// scales of int8 between heads (int8_cache.h). A row reads its history through a table with the slot of each token. So
+// rows share their common tokens, and continuing from another row copies only a table. Each row writes to a block of
+// its own. Groups share the whole blocks at the beginning of their prompts; see PrefixTable.
 
 #pragma once
 
@@ -17,6 +17,8 @@
 namespace fastformer {
 
 class PackedAdapter;
+
+enum class CacheType { fp32, bf16, int8 };
 
 inline int64_t blocks_of(int64_t tokens) { return (tokens + kBlockTokens - 1) / kBlockTokens; }
 
@@ -50,7 +52,7 @@ class TokenCache {
     int32_t wave = 0;    // it runs after the prompts of lower waves, which compute the cached tokens
   };
 
-  TokenCache(int64_t layers, int64_t kv_heads, int64_t head_dim, int64_t element_size, int64_t num_blocks);
+  TokenCache(int64_t layers, int64_t kv_heads, int64_t head_dim, CacheType type, int64_t num_blocks);
   TokenCache(const TokenCache&) = delete;
   TokenCache& operator=(const TokenCache&) = delete;
 
@@ -79,14 +81,15 @@ class TokenCache {
   void reorder(Group& group, const std::vector<int32_t>& parents);
   void release(const std::vector<int64_t>& groups);
 
-  // Returns the keys of a layer and head: the token of slot s begins at keys + s * head_dim. Its values are
-  // values_offset() bytes after its keys.
+  // Returns the keys of a layer and head: the token of slot s begins at keys + s * head_dim; for int8, see Int8Rows.
+  // Its values are values_offset() bytes after its keys.
   char* keys(int64_t layer, int64_t head) const {
     return memory_.data() + (layer * 2 * kv_heads_ + head) * kBlockTokens * token_bytes_;
   }
   int64_t head_stride() const { return kBlockTokens * token_bytes_; }  // bytes from one head to the next
   int64_t values_offset() const { return kv_heads_ * head_stride(); }
 
+  const CacheType type;
   std::vector<Group> groups;
 
  private:

@@ -23,6 +23,7 @@ OPTIONS = (
     "max_new_tokens",
     "max_time",
     "prompt_lookup_num_tokens",
+    "cache_dtype",
     "repetition_penalty",
     "no_repeat_ngram_size",
     "temperature",

@@ -25,7 +25,7 @@ logger = logging.getLogger("fastformer")
 TEXTS = ("system", "stop", "regex", "choices")
 _OPTIONS = (
     "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed",
-    "prompt_lookup_num_tokens",
+    "prompt_lookup_num_tokens", "cache_dtype",
 )  # fmt: skip
 _HELP = "/reset begins anew, /quit or Ctrl-D leaves, Ctrl-C ends an answer; // begins a line that begins with /"
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 from jsonargparse import ArgumentParser
 
 from fastformer.commands._options import add_fields, add_options
-from fastformer.generation.config import GenerationConfig, Precision
+from fastformer.generation.config import CacheDtype, GenerationConfig, Precision
 from fastformer.settings import Positive, Range, check_settings, check_value, suggestion
 
 # The decoding options that a request may override.
@@ -36,6 +36,7 @@ class Listening:
         device: such as auto (a GPU if there is one), cpu, cuda or cuda:1
         precision: convert the weights to this; int8 and int4 are for a CPU; by default they stay as they were saved
         engine: the decoding engine; by default the fastest that can decode the model
+        cache_dtype: int8 rounds the keys and values of decoding, for half of their memory; see generate
         source_lang: the default language of texts; for a model of one pair of languages, its code
         target_lang: the default language of translations; for a model of one pair of languages, its code
         draft: the folder of a smaller language model with the same tokenizer, which drafts tokens for this one
@@ -56,6 +57,7 @@ class Listening:
     device: str = "auto"
     precision: Precision | None = None
     engine: str | None = None
+    cache_dtype: CacheDtype | None = None
     source_lang: str | None = None
     target_lang: str | None = None
     draft: str | None = None
@@ -101,6 +103,7 @@ def serve(folder: str, *, config: str | None = None, **flags: Any) -> None:
         precision=listening.precision,
         device=choose_device(listening.device, listening.precision),
         engine=listening.engine,
+        cache_dtype=listening.cache_dtype,
         limits=limits,
         options={name: given[name] for name in _OPTIONS if name in given},
         source_lang=listening.source_lang,

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 
 from fastformer.generation.chat import MAX_NEW_TOKENS
 from fastformer.generation.chat_template import ChatTemplate, Message, TemplateTokenizer
-from fastformer.generation.config import GenerationConfig, GenerationOptions, Precision
+from fastformer.generation.config import CacheDtype, GenerationConfig, GenerationOptions, Precision
 from fastformer.generation.constraints import Vocabulary
 from fastformer.generation.drafts import DraftModel
 from fastformer.generation.engines import choose_engine
@@ -186,7 +186,7 @@ class AsyncGenerator(Session[Request]):
         config: the default options; a request's own options override them.
         precision: the precision of the computation; see `Generator`.
         engine: one of `engines.ENGINES`; None: the fastest that can decode the model.
-        max_rows, max_bytes, draft_model, adapters: see `Generator`.
+        cache_dtype, max_rows, max_bytes, draft_model, adapters: see `Generator`.
         max_waiting, max_waiting_tokens, when_full: see `Session`.
 
     Attributes:
@@ -206,6 +206,7 @@ class AsyncGenerator(Session[Request]):
         config: GenerationConfig | None = None,
         precision: Precision | None = None,
         engine: str | None = None,
+        cache_dtype: CacheDtype | None = None,
         max_rows: int | None = None,
         max_bytes: int | None = None,
         draft_model: Model | nn.Module | None = None,
@@ -215,6 +216,7 @@ class AsyncGenerator(Session[Request]):
         when_full: Literal["wait", "refuse"] = "wait",
     ) -> None:
         check_precision(precision)
+        check_value("cache_dtype", cache_dtype, CacheDtype | None)
         checked: Model = as_model(model)
         if not is_decoder_only(checked):
             raise ValueError(f"expected a language model, got {type(model).__name__}, which reads a source")
@@ -223,11 +225,11 @@ class AsyncGenerator(Session[Request]):
                 raise ValueError(f"expected a tokenizer with encode and decode, got {type(tokenizer).__name__}")
         self.tokenizer: Any = tokenizer
         self._runs = ByteRuns(tokenizer)
-        self.config, self.precision = config or GenerationConfig(), precision
+        self.config, self.precision, self.cache_dtype = config or GenerationConfig(), precision, cache_dtype
         has_template = "chat_template" in (getattr(tokenizer, "chat", None) or {})
         self.template = ChatTemplate.of(tokenizer) if template is None and has_template else template
         with evaluating(checked):
-            self._engine = choose_engine(checked, engine, precision)
+            self._engine = choose_engine(checked, engine, precision, cache_dtype)
             load_adapters(self._engine, checked, adapters or {})
         drafts = None if draft_model is None else DraftModel.of(draft_model, checked, self._engine, precision)
         self._special = SpecialIds.of(checked.config)
@@ -448,7 +450,7 @@ class AsyncGenerator(Session[Request]):
         config = GenerationConfig.from_options(options, config)
         if config.num_beams > 1:
             raise ValueError(f"expected num_beams 1, got {config.num_beams}: a beam search has no stream of tokens")
-        config.check_engine(self, self._engine.name, self.precision)
+        config.check_engine(self, self._engine.name, self.precision, self.cache_dtype)
         builder = RequestBuilder(
             self.model,
             config,

@@ -83,7 +83,7 @@ class AsyncTranslator(Session[Request]):
             when_full=when_full,
         )
         with evaluating(translator.model):
-            self._engine = choose_engine(translator.model, engine, translator.precision)
+            self._engine = choose_engine(translator.model, engine, translator.precision, translator.cache_dtype)
 
     @shows_fields(TextOptions, _ONE_TEXT)
     async def translate(self, text: str, *, config: GenerationConfig | None = None, **options: Any) -> Any:
@@ -271,5 +271,5 @@ class AsyncTranslator(Session[Request]):
             ValueError: see `Translator.settings`; or another engine or precision.
         """
         config = self.translator.settings(options, config)
-        config.check_engine(self, self._engine.name, self.translator.precision)
+        config.check_engine(self, self._engine.name, self.translator.precision, self.translator.cache_dtype)
         return config

@@ -15,7 +15,7 @@ from torch import nn
 from typing_extensions import Unpack
 
 from fastformer.generation.chat_template import ChatTemplate, TemplateTokenizer
-from fastformer.generation.config import GenerationConfig, GenerationOptions, Precision
+from fastformer.generation.config import CacheDtype, GenerationConfig, GenerationOptions, Precision
 from fastformer.generation.constraints import Vocabulary
 from fastformer.generation.folder_options import load_draft_model, load_language_model
 from fastformer.generation.generator import Generator
@@ -50,7 +50,7 @@ class Chat:
         template: the chat template; None: that of the tokenizer's folder.
         system: the system prompt, with which the conversation begins; None: the template's default.
         config: the options of decoding, by default those of the template's model; see `from_pretrained`.
-        precision: the precision of the computation; see `Generator`.
+        precision, cache_dtype: the precision of the computation, and the dtype of keys and values; see `Generator`.
         drop_oldest: if the conversation fills the model's positions, drop its oldest turns; if False, this is an error.
         max_bytes, draft_model, adapters: see `Generator`.
 
@@ -71,6 +71,7 @@ class Chat:
         system: str | None = None,
         config: GenerationConfig | None = None,
         precision: Precision | None = None,
+        cache_dtype: CacheDtype | None = None,
         drop_oldest: bool = False,
         max_bytes: int | None = None,
         draft_model: Model | nn.Module | None = None,
@@ -83,7 +84,8 @@ class Chat:
             if not callable(getattr(tokenizer, name, None)):
                 raise ValueError(f"expected the tokenizer of a language model's folder, got {type(tokenizer).__name__}")
         self._generator = Generator(
-            model, precision=precision, max_bytes=max_bytes, draft_model=draft_model, adapters=adapters
+            model, precision=precision, cache_dtype=cache_dtype, max_bytes=max_bytes, draft_model=draft_model,
+            adapters=adapters,
         )
         if not is_decoder_only(self._generator.model):
             raise ValueError(f"expected a language model, got {type(model).__name__}, which reads a source")
@@ -104,6 +106,7 @@ class Chat:
         *,
         device: torch.device | str | None = None,
         precision: Precision | None = None,
+        cache_dtype: CacheDtype | None = None,
         system: str | None = None,
         drop_oldest: bool = False,
         max_bytes: int | None = None,
@@ -118,7 +121,7 @@ class Chat:
                 options that `options` doesn't contain, as transformers applies them.
             device: the device of the model; None: the CPU.
             precision: see `Translator.from_pretrained`.
-            system, drop_oldest, max_bytes, adapters: see the class.
+            cache_dtype, system, drop_oldest, max_bytes, adapters: see the class.
             draft: the folder of a smaller model with the same tokenizer, which drafts tokens; see `Generator`.
             options: fields of `GenerationConfig`.
 
@@ -129,8 +132,8 @@ class Chat:
         model, tokenizer, decoding = load_language_model(folder, options, _ONE_ANSWER, device, precision)
         small = None if draft is None else load_draft_model(draft, tokenizer, device, precision)
         return cls(
-            model, tokenizer, system=system, drop_oldest=drop_oldest, max_bytes=max_bytes, draft_model=small,
-            adapters=adapters, **decoding,
+            model, tokenizer, cache_dtype=cache_dtype, system=system, drop_oldest=drop_oldest, max_bytes=max_bytes,
+            draft_model=small, adapters=adapters, **decoding,
         )  # fmt: skip
 
     def ask(self, text: str, **options: Unpack[GenerationOptions]) -> str:

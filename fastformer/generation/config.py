@@ -21,6 +21,7 @@ BeamRules: TypeAlias = Literal["tensor2tensor", "transformers"]  # `BeamSearch` 
 EarlyStopping: TypeAlias = bool | Literal["never"]
 Window: TypeAlias = Literal["stop", "slide"]
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16", "int8", "int4"]
+CacheDtype: TypeAlias = Literal["int8"]
 Processor: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # see the module `processors`
 StoppingCriterion: TypeAlias = Callable[..., Any]  # see `processors.make_stop`
 AboveZero: TypeAlias = Annotated[float, Range(above=0)]
@@ -184,6 +185,9 @@ class GenerationConfig:
         precision: the precision of the computation; by default the model's. That is "int8" or "int4" if the model was
             quantised (`model.quantize()`), else its dtype, or autocast's. The engine "cpp" computes a model in fp32 or
             bf16 in each of fp32, bf16, int8 and int4. The other engines compute only in the model's dtype.
+        cache_dtype: the dtype of cached keys and values; by default that of the computation. "int8" rounds each of them
+            to 8 bits with a scale for each token and head, which takes half of the memory of bf16 and a quarter of that
+            of fp32, and makes long contexts faster. Only the engine "cpp" does.
         seed: the seed of the sampling; by default it is drawn from PyTorch's default generator.
 
     Raises:
@@ -230,6 +234,7 @@ class GenerationConfig:
     use_cache: bool = True
     engine: str | None = None
     precision: Precision | None = None
+    cache_dtype: CacheDtype | None = None
     seed: Annotated[int, Range(-(2**63), most=2**64 - 1)] | None = None
 
     @classmethod
@@ -317,21 +322,26 @@ class GenerationConfig:
         if self.num_beams > vocab_size:
             raise ValueError(f"expected num_beams of at most the vocabulary's {vocab_size}, got {self.num_beams}")
 
-    def check_engine(self, owner: object, engine: str, precision: Precision | None) -> None:
+    def check_engine(
+        self, owner: object, engine: str, precision: Precision | None, cache_dtype: CacheDtype | None
+    ) -> None:
         """Checks that an object which decodes all its requests with one engine can apply the options.
 
         Args:
             owner: the object.
             engine: the name of its engine.
             precision: the precision of its engine; None: the model's own.
+            cache_dtype: the dtype of its engine's keys and values; None: that of the computation.
 
         Raises:
-            ValueError: the options ask for another engine or another precision.
+            ValueError: the options ask for another engine, precision or cache_dtype.
         """
         as_made = f"as chosen for all requests of this {type(owner).__name__}"
         if self.precision not in (None, precision):
             expected = "the model's own precision" if precision is None else f"precision {precision!r}"
             raise ValueError(f"expected {expected}, {as_made}, got {self.precision!r}")
+        if self.cache_dtype not in (None, cache_dtype):
+            raise ValueError(f"expected cache_dtype {cache_dtype!r}, {as_made}, got {self.cache_dtype!r}")
         if self.engine not in (None, engine):
             raise ValueError(f"expected engine {engine!r}, {as_made}, got {self.engine!r}")
         if not self.use_cache:
@@ -440,6 +450,7 @@ class GenerationOptions(TypedDict, total=False):
     use_cache: bool
     engine: str | None
     precision: Precision | None
+    cache_dtype: CacheDtype | None
     seed: int | None
 
 

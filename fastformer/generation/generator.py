@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from fastformer.generation.config import GenerationConfig, GenerationOptions, Precision
+from fastformer.generation.config import CacheDtype, GenerationConfig, GenerationOptions, Precision
 from fastformer.generation.drafts import DraftModel
 from fastformer.generation.engines import choose_engine
 from fastformer.generation.folder_options import load_adapters
@@ -59,6 +59,7 @@ class Generator:
         model: see `fastformer.generate`.
         precision: the precision of the computation: "fp32", "bf16", "fp16", "int8" or "int4"; None: the model's own.
         engine: one of `engines.ENGINES`; None: the fastest that can decode the model.
+        cache_dtype: the dtype of keys and values: "int8", or None, that of the computation. See `GenerationConfig`.
         max_rows: the most rows that are decoded together; None: 512 on a CPU, 1,024 on a GPU.
         max_bytes: the approximate memory for keys and values. A call that needs more gets it while it runs. None: 512
             MiB on a CPU, a quarter of the free memory on a GPU.
@@ -77,17 +78,19 @@ class Generator:
         *,
         precision: Precision | None = None,
         engine: str | None = None,
+        cache_dtype: CacheDtype | None = None,
         max_rows: int | None = None,
         max_bytes: int | None = None,
         draft_model: Model | nn.Module | None = None,
         adapters: Mapping[str, str | os.PathLike[str]] | None = None,
     ) -> None:
         check_precision(precision)
+        check_value("cache_dtype", cache_dtype, CacheDtype | None)
         for name, value in (("max_rows", max_rows), ("max_bytes", max_bytes)):
             check_value(name, value, Positive | None)
-        self.model, self.precision = as_model(model), precision
+        self.model, self.precision, self.cache_dtype = as_model(model), precision, cache_dtype
         with evaluating(self.model):
-            self._engine = choose_engine(self.model, engine, precision)
+            self._engine = choose_engine(self.model, engine, precision, cache_dtype)
             load_adapters(self._engine, self.model, adapters or {})
         drafts = None if draft_model is None else DraftModel.of(draft_model, self.model, self._engine, precision)
         self._session: Session[Request] = Session(
@@ -191,5 +194,5 @@ class Generator:
 
     def _config(self, options: GenerationOptions, config: GenerationConfig | None, foreign: Any) -> GenerationConfig:
         config = config_of(options, config, foreign)
-        config.check_engine(self, self._engine.name, self.precision)
+        config.check_engine(self, self._engine.name, self.precision, self.cache_dtype)
         return config

@@ -125,7 +125,7 @@ class RequestBuilder:
         self.log_probs = log_probs or config.num_beams > 1 or num_alternatives > 0
         self.ids = special_ids(model, config)
         name = config.engine if config.use_cache else "recompute"
-        self.engine: Engine = engine or choose_engine(model, name, config.precision)
+        self.engine: Engine = engine or choose_engine(model, name, config.precision, config.cache_dtype)
         self._adapter = self.engine.adapter(config.adapter)
         self._has_shortlist = False
         if engine is None and config.shortlist:  # the engine is this builder's own, so it may be changed

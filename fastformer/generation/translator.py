@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from fastformer.generation.alignment import Aligner, Alignment, Unit, align_texts, check_attention, cross_attention
-from fastformer.generation.config import GenerationConfig, Precision
+from fastformer.generation.config import CacheDtype, GenerationConfig, Precision
 from fastformer.generation.engines import Engine
 from fastformer.generation.ensemble import Ensemble, Mean
 from fastformer.generation.model_protocols import (
@@ -99,6 +99,8 @@ class Translator(PairEncoder):
             time. A single text may use more. None: 512 MiB on a CPU, a quarter of the free memory on a GPU.
         precision: the default precision of the computation: "fp32", "bf16", "fp16", "int8" or "int4"; None: the model's
             own. See `fastformer.generate`.
+        cache_dtype: the default dtype of keys and values: "int8", or None, that of the computation. See
+            `GenerationConfig`.
         source_lang, target_lang: the default languages of texts and translations, for a model of many languages (NLLB,
             M2M100, mBART, MADLAD): the model's names, such as "eng_Latn", or short ones, such as "en". None: those in
             the tokenizer's folder, if any.
@@ -116,10 +118,12 @@ class Translator(PairEncoder):
         max_batch_size: int | None = None,
         max_batch_bytes: int | None = None,
         precision: Precision | None = None,
+        cache_dtype: CacheDtype | None = None,
         source_lang: str | None = None,
         target_lang: str | None = None,
     ) -> None:
         check_precision(precision)
+        check_value("cache_dtype", cache_dtype, CacheDtype | None)
         for name, value in (("max_batch_size", max_batch_size), ("max_batch_bytes", max_batch_bytes)):
             check_value(name, value, Positive | None)
         if not all(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode", "tokens")):
@@ -130,7 +134,7 @@ class Translator(PairEncoder):
                 f"expected a model that reads a source, got {type(model).__name__}: see fastformer.generate"
             )
         self.max_batch_size, self.max_batch_bytes = max_batch_size, max_batch_bytes
-        self.precision = precision
+        self.precision, self.cache_dtype = precision, cache_dtype
         super().__init__(checked, tokenizer, source_lang, target_lang)
 
     @classmethod
@@ -141,6 +145,7 @@ class Translator(PairEncoder):
         *,
         device: torch.device | str | None = None,
         precision: Precision | None = None,
+        cache_dtype: CacheDtype | None = None,
         ensemble_weights: Sequence[float] | None = None,
         ensemble_mean: Mean = "probabilities",
         max_batch_size: int | None = None,
@@ -159,7 +164,7 @@ class Translator(PairEncoder):
                 they are loaded as they were saved, and the C++ engine rounds them, on a CPU. None: as they were saved,
                 including int8 and int4 (`model.quantize()`). Logits and scores are always fp32.
             ensemble_weights, ensemble_mean: for several folders; see `Ensemble`.
-            max_batch_size, max_batch_bytes, source_lang, target_lang: see the class.
+            cache_dtype, max_batch_size, max_batch_bytes, source_lang, target_lang: see the class.
 
         Raises:
             ValueError: a folder has no translator, or is damaged; an unknown device or precision.
@@ -181,6 +186,7 @@ class Translator(PairEncoder):
             max_batch_size=max_batch_size,
             max_batch_bytes=max_batch_bytes,
             precision=next(filter(None, (asked_precision(one, precision) for one in models)), None),
+            cache_dtype=cache_dtype,
             source_lang=source_lang,
             target_lang=target_lang,
         )
@@ -441,8 +447,9 @@ class Translator(PairEncoder):
             if name in options:
                 raise ValueError(f"a Translator returns texts: expected {instead} instead of {name}")
         config = GenerationConfig.from_options(options, config)
-        if config.precision is None and self.precision is not None:
-            config = replace(config, precision=self.precision)
+        of_object = {"precision": self.precision, "cache_dtype": self.cache_dtype}
+        own = {name: value for name, value in of_object.items() if value and getattr(config, name) is None}
+        config = replace(config, **own) if own else config
         config.check_model(self.model.config.vocab_size)
         most_new_tokens(self.model, 1, config)
         return config

@@ -19,7 +19,7 @@ from fastformer.checkpoints.speech import is_speech_folder
 from fastformer.generation import AsyncGenerator, AsyncTranslator, Translator
 from fastformer.generation.alignment import check_attention, cross_attention
 from fastformer.generation.async_generator import ChatIds, Prompt
-from fastformer.generation.config import GenerationConfig, Precision
+from fastformer.generation.config import CacheDtype, GenerationConfig, Precision
 from fastformer.generation.session import Session
 from fastformer.generation.text_io import Answer, Item
 from fastformer.serving.answers import TooLarge
@@ -308,6 +308,7 @@ def open_service(
     precision: Precision | None = None,
     device: torch.device | str | None = None,
     engine: str | None = None,
+    cache_dtype: CacheDtype | None = None,
     limits: Limits | None = None,
     options: Mapping[str, Any] | None = None,
     source_lang: str | None = None,
@@ -324,6 +325,7 @@ def open_service(
         precision: see `Translator.from_pretrained`.
         device: the model's device; None: the CPU.
         engine: one of `engines.ENGINES`; None: the fastest that can.
+        cache_dtype: the dtype of keys and values; see `Generator`.
         limits: see `Limits`.
         options: the decoding options that a request may override; those of beams are for a translator.
         source_lang, target_lang: the languages of a request that names none; for a model of one pair, their codes.
@@ -345,27 +347,30 @@ def open_service(
     if kind == "speech":
         from fastformer.serving.speech_service import open_speech
 
-        _refuse("a model of speech", engine=engine, max_batch_bytes=max_batch_bytes, **options)
+        _refuse("a model of speech", engine=engine, cache_dtype=cache_dtype, max_batch_bytes=max_batch_bytes, **options)
         return open_speech(folder, name, precision=precision, limits=limits, max_windows=max_batch_size)
     if kind == "encoder":
         from fastformer.serving.encoder_service import open_encoder
 
-        unused = {"engine": engine, "max_batch_size": max_batch_size, "max_batch_bytes": max_batch_bytes, **options}
-        _refuse("an encoder, which decodes nothing", **unused)
+        _refuse(
+            "an encoder, which decodes nothing", engine=engine, cache_dtype=cache_dtype, max_batch_size=max_batch_size,
+            max_batch_bytes=max_batch_bytes, **options,
+        )  # fmt: skip
         return open_encoder(folder, name, precision=precision, device=device, limits=limits)
     if kind == "generator":
         beams = {name: options.get(name) for name in ("num_beams", "length_penalty")}
         _refuse("a language model, which is served without beams", **beams)
         limits = limits or Limits()
         generator = AsyncGenerator.from_pretrained(
-            folder, device=device, precision=precision, options=options, engine=engine, max_rows=max_batch_size,
-            max_bytes=max_batch_bytes, max_waiting=limits.max_waiting, max_waiting_tokens=limits.max_waiting_tokens,
-            when_full="refuse", draft=draft, adapters=adapters,
+            folder, device=device, precision=precision, options=options, engine=engine, cache_dtype=cache_dtype,
+            max_rows=max_batch_size, max_bytes=max_batch_bytes, max_waiting=limits.max_waiting,
+            max_waiting_tokens=limits.max_waiting_tokens, when_full="refuse", draft=draft, adapters=adapters,
         )  # fmt: skip
         return GenerateService(generator, name, limits=limits)
     translator = Translator.from_pretrained(
-        folder, device=device, precision=precision, max_batch_size=max_batch_size, max_batch_bytes=max_batch_bytes
-    )
+        folder, device=device, precision=precision, cache_dtype=cache_dtype, max_batch_size=max_batch_size,
+        max_batch_bytes=max_batch_bytes,
+    )  # fmt: skip
     if translator.languages is None:
         codes = (argos.codes_of(folder) if argos.is_package(folder) else None) or (UNKNOWN, UNKNOWN)
         pair = source_lang or codes[0], target_lang or codes[1]

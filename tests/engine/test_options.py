@@ -51,6 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "a bias on the logits": {"output_bias": True},
     "embeddings scaled": {"embedding_scale": 6.0},
     "wide heads": {"head_dim": 64, "num_kv_heads": 1},
+    "many heads": {"num_heads": 14, "num_kv_heads": 2, "head_dim": 128},
 }
 NOT_TOGETHER = [
     {"in parallel", "norms behind"}, {"in parallel", "norms on both sides"}, {"learned positions", "two rotations"},
@@ -65,6 +66,7 @@ FEW = [
     ("in parallel", "a part rotated", "biases"),
     ("one norm for both", "some layers rotated", "a bias on the logits"),
     ("learned positions", "norms over heads", "capped scores", "windows of layers"),
+    ("many heads", "capped scores", "windows of layers"),
 ]
 PAIRS = [pair for pair in itertools.combinations(OPTIONS, 2) if set(pair) not in NOT_TOGETHER]
 # Of the error, as a share of how far the logits lie apart; fp32 besides twice that of the plain model in fp32.
@@ -86,13 +88,26 @@ class ModelCase:
         self.options = pack_options(model, "fp32")
         self.tensors = pack_tensors(model, "fp32")
 
-    def session(self, precision: str) -> Any:
-        return EXT.Session(EXT.PackedModel(self.options | {"precision": precision}, self.tensors), 4096)
+    def session(self, precision: str, cache_dtype: str | None = None) -> Any:
+        return EXT.Session(EXT.PackedModel(self.options | {"precision": precision}, self.tensors), 4096, cache_dtype)
 
-    def plain(self, prompt: Sequence[int], new: Sequence[int], dtype: torch.dtype = torch.float64) -> Tensor:
+    def plain(
+        self,
+        prompt: Sequence[int],
+        new: Sequence[int],
+        dtype: torch.dtype = torch.float64,
+        cache_dtype: str | None = None,
+    ) -> Tensor:
         """Returns the logits (len(new) + 1, vocab_size) of the prompt's last token and of the new ones."""
         weights = {name: weight.to(dtype) for name, weight in self.weights.items()}
-        return plain_logits(self.config, weights, torch.tensor([*prompt, *new]))[len(prompt) - 1 :]
+        cached = (as_int8,) if cache_dtype else ()
+        return plain_logits(self.config, weights, torch.tensor([*prompt, *new]), *cached)[len(prompt) - 1 :]
+
+
+def as_int8(x: Tensor) -> Tensor:
+    """Rounds keys or values (seqlen, heads, size) to whole multiples of 1/127 of the largest of a token and head."""
+    step = x.abs().amax(-1, keepdim=True) / 127
+    return (x / step).round() * step
 
 
 def logits_of(session: Any, prompts: Sequence[Sequence[int]], new: Sequence[Sequence[int]], threads: int = 1) -> Tensor:
@@ -106,9 +121,13 @@ def logits_of(session: Any, prompts: Sequence[Sequence[int]], new: Sequence[Sequ
     return torch.stack(steps, 1)
 
 
+def errors(logits: Tensor, due: Tensor) -> Tensor:
+    """Returns the error of each prompt."""
+    return (logits - due).square().mean((1, 2)).sqrt() / due.std((1, 2))
+
+
 def max_error(logits: Tensor, due: Tensor) -> float:
-    """Returns the largest error of a prompt."""
-    return ((logits - due).square().mean((1, 2)).sqrt() / due.std((1, 2))).max().item()
+    return errors(logits, due).max().item()
 
 
 def ids(dice: random.Random, count: int) -> list[int]:
@@ -136,6 +155,38 @@ def test_each_option(name) -> None:
 @pytest.mark.parametrize("names", FEW, ids=" + ".join)
 def test_options_together(names) -> None:
     assert_as_the_plain_model(names, (1, 23))
+
+
+def assert_as_with_rounded_cache(names: Sequence[str], lengths: Sequence[int], seed: int = 0) -> None:
+    """Checks a cache of int8 against attention, in fp64, to the keys and values that it stands for.
+
+    Where a key lies between two whole numbers, the last bit of the products decides which one it becomes, in the plain
+    model in fp32 too. So half of the prompts have to be as near as its own.
+    """
+    case, dice = ModelCase(names), random.Random(seed)
+    prompts, new = [ids(dice, n) for n in lengths], [ids(dice, 3) for _ in lengths]
+    due, rounded = (
+        torch.stack([case.plain(*pair, dtype, "int8") for pair in zip(prompts, new, strict=True)])
+        for dtype in (torch.float64, torch.float32)
+    )
+    for precision, bound in BOUNDS.items():
+        logits = logits_of(case.session(precision, "int8"), prompts, new)
+        if precision == "fp32":
+            assert errors(logits, due).median() < bound + 2 * errors(rounded, due).median()
+        assert max_error(logits, due) < max(bound, 0.03), precision
+        for prompt, row, together in zip(prompts, new, logits, strict=True):
+            assert torch.equal(logits_of(case.session(precision, "int8"), [prompt], [row], threads=2)[0], together)
+
+
+@pytest.mark.parametrize("names", [("llama",), *FEW], ids=" + ".join)
+def test_a_cache_of_int8_is_attended_to_as_the_numbers_it_stands_for(names) -> None:
+    assert_as_with_rounded_cache(names, (2, 6, 17, 30, 83))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", PAIRS, ids=" + ".join)
+def test_a_cache_of_int8_with_each_pair_of_options(names) -> None:
+    assert_as_with_rounded_cache(names, (3, 8, 40, 70, 530), len(names[0]))
 
 
 @pytest.mark.slow

@@ -27,8 +27,8 @@ def packed_gpt(precision: str = "fp32", **options: Any) -> Any:
     return pack(drawn(GPT, **(SIZES | {"num_layers": 2} | options)), precision)
 
 
-def new_session(packed: Any, blocks: int = 100) -> Any:
-    return _extension.module().Session(packed, blocks * BLOCK)
+def new_session(packed: Any, blocks: int = 100, cache_dtype: str | None = None) -> Any:
+    return _extension.module().Session(packed, blocks * BLOCK, cache_dtype)
 
 
 def step(session: Any, tokens: Sequence[int], threads: int = 1) -> np.ndarray:
@@ -39,8 +39,8 @@ def step(session: Any, tokens: Sequence[int], threads: int = 1) -> np.ndarray:
     return logits
 
 
-def alone(packed: Any, prompt: Sequence[int], blocks: int = 100) -> np.ndarray:
-    session = new_session(packed, blocks)
+def alone(packed: Any, prompt: Sequence[int], blocks: int = 100, cache_dtype: str | None = None) -> np.ndarray:
+    session = new_session(packed, blocks, cache_dtype)
     session.admit([[]], [prompt[:-1]], 1)
     return step(session, prompt[-1:])
 
@@ -49,12 +49,22 @@ def ids(dice: random.Random, count: int) -> list[int]:
     return [dice.randrange(3, VOCAB) for _ in range(count)]
 
 
-@pytest.mark.parametrize(("precision", "threads"), [("fp32", 1), ("bf16", 2), ("int8", 3), ("int4", 2)])
-def test_a_long_prefix_is_read_once_for_concurrent_and_later_prompts(precision, threads) -> None:
+@pytest.mark.parametrize(
+    ("precision", "threads", "cache_dtype"),
+    [
+        ("fp32", 1, None),
+        ("bf16", 2, None),
+        ("int8", 3, None),
+        ("int4", 2, None),
+        ("fp32", 1, "int8"),
+        ("bf16", 2, "int8"),
+    ],
+)
+def test_a_long_prefix_is_read_once_for_concurrent_and_later_prompts(precision, threads, cache_dtype) -> None:
     packed, dice = packed_gpt(precision, max_len=1100, positions="rotary"), random.Random(0)
     common = ids(dice, 1000)
     prompts = [common + ids(dice, 1 + i % 5 * 9) for i in range(16)]
-    session = new_session(packed, 200)
+    session = new_session(packed, 200, cache_dtype)
     together, later = prompts[:12], prompts[12:]
     cached = session.admit([[]] * 12, [prompt[:-1] for prompt in together], threads)
     whole = len(common) // BLOCK * BLOCK
@@ -62,30 +72,33 @@ def test_a_long_prefix_is_read_once_for_concurrent_and_later_prompts(precision, 
     assert session.shared_tokens() >= 11 * whole
     logits = step(session, [prompt[-1] for prompt in together], threads)
     for row, prompt in zip(logits, together, strict=True):
-        assert np.array_equal(row, alone(packed, prompt)[0])
+        assert np.array_equal(row, alone(packed, prompt, cache_dtype=cache_dtype)[0])
     session.release(range(12))  # nobody needs it now; it stays
     assert session.shared_tokens() == 0 and session.free_tokens() == 200 * BLOCK
     assert [session.known(prompt[:-1]) for prompt in later] == [(whole, 0)] * 4
     assert session.admit([[]] * 4, [prompt[:-1] for prompt in later], threads) == [whole] * 4
     logits = step(session, [prompt[-1] for prompt in later], threads)
     for row, prompt in zip(logits, later, strict=True):
-        assert np.array_equal(row, alone(packed, prompt)[0])
+        assert np.array_equal(row, alone(packed, prompt, cache_dtype=cache_dtype)[0])
 
 
-@pytest.mark.parametrize(("precision", "threads"), [("fp32", 1), ("bf16", 2), ("int8", 2)])
-def test_prompts_that_wait_for_a_step_are_read_before_anything_needs_them(precision, threads) -> None:
+@pytest.mark.parametrize(
+    ("precision", "threads", "cache_dtype"),
+    [("fp32", 1, None), ("bf16", 2, None), ("int8", 2, None), ("bf16", 2, "int8")],
+)
+def test_prompts_that_wait_for_a_step_are_read_before_anything_needs_them(precision, threads, cache_dtype) -> None:
     """The step after an admission computes its prompts as well, and any call before that needs them."""
     packed, dice = packed_gpt(precision), random.Random(3)
     stem, then = ids(dice, 40), ids(dice, 4)
     prompts = [stem + ids(dice, count) for count in (3, 9, 17, 1)]
 
     def quiet(prompt: Sequence[int]) -> list[np.ndarray]:
-        session = new_session(packed)
+        session = new_session(packed, cache_dtype=cache_dtype)
         session.admit([[]], [prompt[:-1]], 1)
         return [step(session, [token])[0] for token in (prompt[-1], *then)]
 
     expected = [quiet(prompt) for prompt in prompts]
-    session = new_session(packed)
+    session = new_session(packed, cache_dtype=cache_dtype)
     assert session.admit([[]], [prompts[0][:-1]], threads) == [0]
     assert session.admit([[]], [prompts[1][:-1]], threads) == [
         32

@@ -107,9 +107,12 @@ def test_the_best_k_are_the_first_of_all(vocab, threads) -> None:
             assert (np.diff(row)[same] > 0).all() and same.sum() >= vocab // 2 - 1
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("precision", "cache_dtype"),
+    [("fp32", None), ("bf16", None), ("int8", None), ("int4", None), ("fp32", "int8"), ("int8", "int8")],
+)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_drafts_have_the_bits_of_single_steps_and_can_be_cut(name, precision) -> None:
+def test_drafts_have_the_bits_of_single_steps_and_can_be_cut(name, precision, cache_dtype) -> None:
     kind, options = CONFIGS[name]
     model, dice = drawn(kind, **options), random.Random(2)
     vocab, has_source = model.config.vocab_size, isinstance(model, Transformer)
@@ -120,7 +123,7 @@ def test_drafts_have_the_bits_of_single_steps_and_can_be_cut(name, precision) ->
     packed = pack(model.quantize("int4") if precision == "int4" else model, precision)
     sources, prompts = [ids(5) if has_source else [] for _ in range(3)], [ids(n) for n in (1, 15, 21)]
     forked = [[0], [0, 0], [0]]
-    drafting, single = (_extension.module().Session(packed, 30 * BLOCK) for _ in range(2))
+    drafting, single = (_extension.module().Session(packed, 30 * BLOCK, cache_dtype) for _ in range(2))
     for session in (drafting, single):
         session.admit(sources, prompts, 1)
         session.reorder(forked)

@@ -77,14 +77,20 @@ def distance(found: Tensor, due: Tensor) -> float:
     return ((found - due).square().mean().sqrt() / due.std()).item()
 
 
-def assert_near(model: Any, lengths: Sequence[tuple[int, int]], bounds: dict[Any, float], steps: int = 4) -> None:
+def assert_near(
+    model: Any,
+    lengths: Sequence[tuple[int, int]],
+    bounds: dict[Any, float],
+    steps: int = 4,
+    cache_dtype: str | None = None,
+) -> None:
     """Checks, in each precision, the log-probabilities after prompts of these lengths against the model in fp64."""
     dice = random.Random(0)
     prompts = [prompt_of(model, dice, *length) for length in lengths]
     new = [ids(dice, steps, model.config.vocab_size) for _ in prompts]
     due = [exact(model, prompt, [prompt.tokens[-1], *row]) for prompt, row in zip(prompts, new, strict=True)]
     for precision, bound in bounds.items():
-        for one, expected in zip(said(CppEngine(model, precision), prompts, new), due, strict=True):
+        for one, expected in zip(said(CppEngine(model, precision, cache_dtype), prompts, new), due, strict=True):
             assert distance(one, expected) < bound, precision
 
 
@@ -93,6 +99,7 @@ def test_each_option_of_a_model_is_honoured(name) -> None:
     lengths = ((1, 0), (9, 3), (17, 0), (33, 18))
     assert_near(configured(name), lengths, {"fp32": 2e-6, "bf16": 0.03, "int8": 0.1})
     assert_near(configured(name).quantize("int4"), lengths, {None: 0.1})  # computes with the rounded weights
+    assert_near(configured(name), lengths, {"fp32": 0.03, "bf16": 0.05}, cache_dtype="int8")
 
 
 def test_relative_distances_count_from_the_whole_prompt_if_it_is_split() -> None:

@@ -72,6 +72,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "use_cache": (True, False, LONG),
     "engine": ("kv_cache", "recompute", LONG),
     "precision": (None, "bf16", LONG),
+    "cache_dtype": (None, "int8", {**LONG, "engine": "cpp"}),
     "seed": (1, 2, {"do_sample": True, **LONG}),
 }
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-def plain_logits(config, weights: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
-    """Returns the logits (seqlen, vocab_size) of one sequence (seqlen,), in the dtype of the weights."""
-    return _PlainGpt(config, weights, len(tokens)).logits(tokens)
+def plain_logits(
+    config, weights: Mapping[str, Tensor], tokens: Tensor, cached: Callable[[Tensor], Tensor] = lambda x: x
+) -> Tensor:
+    """Returns the logits (seqlen, vocab_size) of one sequence (seqlen,), in the dtype of the weights.
+
+    cached: what a cache makes of keys and of values, (seqlen, heads, size).
+    """
+    return _PlainGpt(config, weights, len(tokens), cached).logits(tokens)
 
 
 class _PlainGpt:
-    def __init__(self, config, weights: Mapping[str, Tensor], length: int) -> None:
-        self.c, self.w, self.n = config, weights, length
+    def __init__(self, config, weights: Mapping[str, Tensor], length: int, cached: Callable[[Tensor], Tensor]) -> None:
+        self.c, self.w, self.n, self.cached = config, weights, length, cached
         self.kv_heads = config.num_kv_heads or config.num_heads
         self.size = config.head_dim or config.d_model // config.num_heads
 
@@ -57,7 +62,7 @@ class _PlainGpt:
             q, k = self.norm(q, f"{name}.q_norm", True), self.norm(k, f"{name}.k_norm", True)
         if c.rotary_layers is None or c.rotary_layers[int(name.split(".")[2])]:
             q, k = self.turn(q, has_window), self.turn(k, has_window)
-        k, v = (t.repeat_interleave(c.num_heads // self.kv_heads, 1) for t in (k, v))
+        k, v = (self.cached(t).repeat_interleave(c.num_heads // self.kv_heads, 1) for t in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q, k) * (c.attention_scale or size**-0.5)
         if c.attention_softcap is not None:
             scores = c.attention_softcap * torch.tanh(scores / c.attention_softcap)

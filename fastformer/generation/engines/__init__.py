@@ -48,7 +48,9 @@ def register(engine: type[Engine]) -> None:
     _REGISTERED[name] = engine
 
 
-def choose_engine(model: Model, name: str | None = None, precision: str | None = None) -> Engine:
+def choose_engine(
+    model: Model, name: str | None = None, precision: str | None = None, cache_dtype: str | None = None
+) -> Engine:
     """Returns an engine for a model.
 
     The engine of an ensemble has no name. It consists of one engine for each model of the ensemble; name and precision
@@ -61,15 +63,17 @@ def choose_engine(model: Model, name: str | None = None, precision: str | None =
         precision: the precision to compute in: "fp32", "bf16", "fp16", "int8" or "int4". None: the model's own, which
             is "int8" or "int4" for a quantised model, else its dtype or autocast's. An engine without int8 and int4
             decodes a quantised model with its rounded weights in their dtype.
+        cache_dtype: see `GenerationConfig`.
 
     Raises:
-        ValueError: the engine or the precision doesn't exist, or no engine can decode this model in that precision.
+        ValueError: the engine or the precision doesn't exist, or no engine can decode this model in that precision,
+            with that cache_dtype.
     """
     if name is not None and name not in ENGINES and name not in _REGISTERED:
         raise ValueError(f"expected an engine in {', '.join((*ENGINES, *_REGISTERED))}, got {name!r}")
     check_precision(precision)
     if is_ensemble(model):
-        return EnsembleEngine(model, lambda member: choose_engine(as_model(member), name, precision))
+        return EnsembleEngine(model, lambda member: choose_engine(as_model(member), name, precision, cache_dtype))
     if isinstance(model, GPT):
         model.check_causal()
     reasons: dict[str, list[str]] = {}
@@ -77,11 +81,14 @@ def choose_engine(model: Model, name: str | None = None, precision: str | None =
     for engine in candidates:
         if name == engine.name or (name is None and engine in _ENGINES and engine not in _BY_NAME):
             reason = engine.why_unsupported(model, precision)
+            if cache_dtype is not None and cache_dtype not in engine.cache_dtypes:
+                reason = reason or f"its keys and values have the dtype of the computation, not {cache_dtype}"
             if reason is None:
-                chosen: Engine = engine(model, precision)
+                chosen: Engine = engine(model, precision, *([cache_dtype] if engine.cache_dtypes else []))
                 return chosen
             reasons.setdefault(reason, []).append(repr(engine.name))
     what = type(model).__name__ + ("" if precision is None else f" in {precision}")
+    what += "" if cache_dtype is None else f" with a cache of {cache_dtype}"
     raise ValueError(
         "; ".join(
             f"engine{'s' if len(names) > 1 else ''} {', '.join(names)} can't decode a {what}: {reason}"

@@ -234,9 +234,12 @@ class Engine(ABC):
         name: the engine's name in `generate(..., engine=)`.
         device: the model's device.
         block_size: the number of tokens in a block of memory; None: the engine's memory isn't worth counting.
+        cache_dtypes: the values of `cache_dtype` that the engine has. A class with any is called with one of them, or
+            None, as its third argument.
     """
 
     name: ClassVar[str]
+    cache_dtypes: ClassVar[tuple[str, ...]] = ()
     device: torch.device
     block_size: int | None = None
 

@@ -89,7 +89,8 @@ class CppEngine(Engine):
     fp32 computes the same as the model. bf16 rounds the weights and their inputs; int8 has a scale for each output of a
     weight, and a scale and a zero point for each row of its inputs; int4 has the same inputs as int8, and a scale for
     each 32 weights of an output. The residual stream, norms and softmax are always fp32. Keys and values, and the
-    tables of embeddings and positions, are fp32 or, in the smaller precisions, bf16.
+    tables of embeddings and positions, are fp32 or, in the smaller precisions, bf16; or keys and values are int8, with
+    an fp32 scale for each token and head.
     A row's results are the same, bit for bit, whatever its neighbours, the number of threads, and the tokens of its
     prompt that were read before: the cache keeps the tokens that were read as a prompt, in blocks of 16 tokens. If
     weights change, they are packed again when the next batch begins; `engine.frozen.stamp_of` describes which
@@ -98,15 +99,18 @@ class CppEngine(Engine):
     Args:
         model: the model to decode; see `why_unsupported` for the models that the engine can't decode.
         precision: "fp32", "bf16", "int8" or "int4"; None: the model's own.
+        cache_dtype: "int8"; None: that of the computation, fp32 or bf16.
     """
 
     name: ClassVar[str] = "cpp"
+    cache_dtypes: ClassVar[tuple[str, ...]] = ("int8",)
     block_size = BLOCK_SIZE
     device = torch.device("cpu")
 
-    def __init__(self, model: Model, precision: str | None = None) -> None:
+    def __init__(self, model: Model, precision: str | None = None, cache_dtype: str | None = None) -> None:
         assert isinstance(model, Transformer | GPT)
         self.precision = precision or own_precision(model, is_of_one_dtype=True)
+        self.cache_dtype = cache_dtype
         self._model, self._config = model, model.config
         self._attention = _attention(model)
         self._shortlist: list[int] = []
@@ -127,7 +131,10 @@ class CppEngine(Engine):
     @property
     def token_bytes(self) -> int:
         """The bytes of a token's keys and values in all layers of the decoder."""
-        return self._cached_heads * self._attention.head_dim * (4 if self.precision == "fp32" else 2)
+        head_dim = self._attention.head_dim
+        if self.cache_dtype == "int8":
+            return self._cached_heads * (head_dim + 4)  # with a scale
+        return self._cached_heads * head_dim * (4 if self.precision == "fp32" else 2)
 
     @property
     def _cached_heads(self) -> int:
@@ -210,7 +217,7 @@ class CppBatch(DraftingBatch):
         if self._session is None or packed is not self._packed:
             self._session = None  # there may not be enough memory for two sessions
             self._packed = packed
-            session: Session = extension_module().Session(packed, self._num_tokens)
+            session: Session = extension_module().Session(packed, self._num_tokens, self._engine.cache_dtype)
             if self._shortlist:
                 session.set_shortlist(self._shortlist)
             self._session = session
