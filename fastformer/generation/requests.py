@@ -49,6 +49,7 @@ class Request(BaseRequest):
         stops_at: the lengths at which its processors act although the search suffices.
         cached_tokens: the number of prompt tokens that were not read when the request began, because the batch had them
             in its cache.
+        piece_tokens: the number of tokens of its prompt that the scheduler has read before the request began.
         reserved_tokens: the tokens of memory that the scheduler has reserved for the request.
         lookup: drafts from the request's own text; None: nothing is drafted from it.
         num_drafted, num_accepted: the number of tokens that were drafted for the request, and of those accepted.
@@ -82,7 +83,8 @@ class Request(BaseRequest):
         self.keeps_scores = keeps_scores and bool(processors)
         self.results: list[Hypothesis] = []
         self._make_search = make_search
-        self.num_told = self.steps = self._kept_steps = self.cached_tokens = self.reserved_tokens = 0
+        self.num_told = self.steps = self._kept_steps = self.cached_tokens = self.piece_tokens = 0
+        self.reserved_tokens = 0
         self._kept: list[Hypothesis] = []  # the results at the restart
         self.search = make_search()
         self._num_lookup_tokens, self._lookup_text = num_lookup_tokens, lookup_text

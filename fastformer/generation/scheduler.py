@@ -22,6 +22,8 @@ R = TypeVar("R", bound=BaseRequest)
 _CPU_BYTES, _CPU_ROWS, _GPU_ROWS = 512 * 2**20, 512, 1024
 
 _PREFILL_TOKENS = 8192  # the most tokens in one prefill, because all of its activations are in memory together
+_PIECE_TOKENS = 512  # the same between the steps of running requests, which wait meanwhile; a multiple of any block
+_PIECE_SHARE = 0.25  # after a piece of a long prompt, the others run for this part of its time
 
 # A batch that takes many steps in one call returns after this time, so that requests can arrive and be cancelled, and
 # the user can interrupt; and after this number of steps, which is longer than any text.
@@ -79,7 +81,9 @@ class Scheduler:
     Rows are counted by a request's peak: the most rows that its search ever has.
 
     If the engine reuses prefixes, a batch caches the prompts that it has read, in memory that nothing else needs.
-    Requests that may begin alike, at once or one after another, should therefore share a scheduler.
+    Requests that may begin alike, at once or one after another, should therefore share a scheduler. A long prompt is
+    then read in pieces, between the steps of the other requests: each piece is a prompt that leaves at once, and the
+    next one finds it in the cache. The request joins the batch with the last piece.
 
     Args:
         engine: opens the batches.
@@ -116,6 +120,7 @@ class Scheduler:
         self._waiting_rows = self._running_rows = 0
         self._has_cancelled = self._has_deadlines = False  # whether requests may have to leave the queue
         self._read_tokens = self._cached_tokens = 0
+        self._piece_seconds = 0.0  # the time that the latest piece of a prompt took, until others have run for it
         self._drafter = Drafter(engine, draft_model, max_rows, self.max_tokens)
 
     def submit(self, requests: Iterable[Request]) -> None:
@@ -174,7 +179,9 @@ class Scheduler:
         is_first = any([request.on_token is not None and request.num_told < _FIRST_TOLD for request in self.running])
         min_rows = min(self._refill_below(), self._running_rows)
         may_draft = self._drafter.may_draft(self.running)
-        limits = Limits(1 if is_first else _RUN_STEPS, _DRAFT_SECONDS if may_draft else _RUN_SECONDS, min_rows)
+        seconds = max(_DRAFT_SECONDS if may_draft else _RUN_SECONDS, _PIECE_SHARE * self._piece_seconds)
+        self._piece_seconds = 0.0
+        limits = Limits(1 if is_first else _RUN_STEPS, seconds, min_rows)
         left = self._remove(run_batch(self._open_batch, self.running, limits, self._drafter if may_draft else None))
         for request in reversed(left):
             if not request.is_done:  # its window is full: the model reads its last half again
@@ -250,23 +257,29 @@ class Scheduler:
             self._open()
         elif self._running_rows >= self._refill_below():
             return
-        left = _PREFILL_TOKENS
-        while new := self._fitting(left):
+        reuses = self.engine.reuses_prefixes()
+        most = left = _PIECE_TOKENS if self.running and reuses else _PREFILL_TOKENS
+        while True:
+            new, long = self._fitting(left, most if reuses else None)
+            if not new:
+                break
             read = self._read_tokens
             self._prefill(new)
             left -= self._read_tokens - read
-            if not self.engine.reuses_prefixes():
+            if not reuses:
                 return  # with reuse, requests that share a prefix with the admitted ones may fit as well
+        if long is not None:
+            self._read_piece(long)
 
-    def _fitting(self, most_tokens: int) -> list[Request]:
-        """Returns the requests at the head of the queue for which there is room.
+    def _fitting(self, most_tokens: int, long_tokens: int | None) -> tuple[list[Request], Request | None]:
+        """Returns the requests at the head of the queue for which there is room, and one to read in pieces, if any.
 
         Args:
             most_tokens: the most tokens that they may have to read together.
+            long_tokens: a request with more tokens to read is read in pieces, and those behind it may begin before it;
+                None: none is.
         """
-        if not self.waiting:
-            return []
-        batch = self._open_batch
+        batch, long = self._open_batch, None
         idle_rows = self._usable_rows - self._running_rows
         reserved = self._reserved_tokens - batch.shared_tokens()
         tokens = min(self._capacity_tokens - reserved, batch.free_tokens())
@@ -275,14 +288,30 @@ class Scheduler:
             known = batch.known_prefix(request.prompt)
             rows = request.search.peak_rows
             request.reserved_tokens = self.engine.tokens_needed(request.prompt, rows, request.expected_tokens)
-            needed = request.reserved_tokens - known.held
-            most_tokens -= request.num_tokens - known.cached
-            # The first request of a batch is always admitted: the batch was opened for it.
-            if (self.running or new) and (needed > tokens or rows > idle_rows or most_tokens < 0):
+            needed, unread = request.reserved_tokens - known.held, request.num_tokens - known.cached
+            # There is room for the first request of a batch, which was opened for it.
+            if (self.running or new or long) and (needed > tokens or rows > idle_rows):
+                break
+            tokens, idle_rows = tokens - needed, idle_rows - rows
+            if long_tokens is not None and unread > long_tokens and not (new or long):
+                long = request
+                continue
+            most_tokens -= unread
+            if (self.running or new or long) and most_tokens < 0:
                 break
             new.append(request)
-            tokens, idle_rows = tokens - needed, idle_rows - rows
-        return new
+        return new, long
+
+    def _read_piece(self, request: Request) -> None:
+        """Reads the next piece of a long prompt into the cache."""
+        batch, prompt, begin = self._open_batch, request.prompt, time.monotonic()
+        end = batch.known_prefix(prompt).cached + _PIECE_TOKENS
+        batch.prefill([prompt._replace(tokens=prompt.tokens[: end + 1])])
+        batch.free([len(self.running)])
+        request.begun_at = request.begun_at or begin
+        request.piece_tokens += _PIECE_TOKENS
+        self._read_tokens += _PIECE_TOKENS
+        self._piece_seconds = time.monotonic() - begin
 
     def _prefill(self, new: list[Request]) -> None:
         """Prefills requests from the head of the queue, and then removes them from it, when no error is possible."""
@@ -295,10 +324,10 @@ class Scheduler:
         now = time.monotonic()
         for request, count in zip(new, cached, strict=True):
             request.begun_at = request.begun_at or now
-            request.cached_tokens = count
-            self._cached_tokens += count
+            request.cached_tokens, request.piece_tokens = max(0, count - request.piece_tokens), 0
+            self._cached_tokens += request.cached_tokens
             self._read_tokens += request.num_tokens - count
-            self.waiting.popleft()
+            self.waiting.remove(request)
             self._waiting_rows -= request.search.peak_rows
             self.waiting_tokens -= request.num_tokens
             self._running_rows += request.search.peak_rows

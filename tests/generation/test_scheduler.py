@@ -325,6 +325,37 @@ def test_cached_prompts_that_no_request_holds_are_no_room() -> None:
     assert [request.cached_tokens for request in requests] == [64, 64]
 
 
+@needs_cpp
+@pytest.mark.parametrize("cache_dtype", [None, "int8"])
+def test_others_go_on_while_a_long_prompt_is_read(cache_dtype, monkeypatch) -> None:
+    monkeypatch.setattr(scheduler_module, "_RUN_SECONDS", 0.0)  # a step at a time
+    monkeypatch.setattr(scheduler_module, "_PIECE_SHARE", 0.0)
+    model = drawn(GPT, num_layers=1, d_model=16, num_heads=1, max_len=32_200, positions="rotary")
+    dice = random.Random(0)
+    prompts = [[dice.randrange(3, 70) for _ in range(count)] for count in (5, 32_000, 9)]
+    searches = [partial(NativeSearch.greedy, limit, frozenset({-1})) for limit in (150, 4, 6)]
+    going, long, behind = (Request(Prompt(None, one), search) for one, search in zip(prompts, searches, strict=True))
+    engine = choose_engine(model, "cpp", None, cache_dtype)
+    scheduler = Scheduler(engine, max_rows=4, max_bytes=33_000 * engine.token_bytes, is_endless=True)
+    scheduler.submit([going])
+    scheduler.step()
+    scheduler.submit([long, behind])
+    turns = 0
+    while not long.steps:
+        before = going.steps
+        scheduler.step()
+        turns += 1
+        assert going.steps == before + 1
+    assert turns >= 32_000 // 512 and behind.is_done and not going.is_done
+    run(scheduler, [])
+    load = scheduler.load()
+    assert (load.read_tokens, load.cached_tokens, long.cached_tokens) == (sum(map(len, prompts)), 0, 0)
+    for request in (going, long, behind):
+        alone = Request(request.prompt, searches[(going, long, behind).index(request)])
+        run(Scheduler(engine, max_rows=1, max_bytes=2**30), [alone])
+        assert alone.results[0].tokens == request.results[0].tokens
+
+
 def test_a_batch_that_is_nearly_full_waits_for_a_quarter() -> None:
     # Eight rows that end one by one: those that wait come in twos, and the last, when they are fewer, at once.
     engine = MeteredEngine(13, vocab=VOCAB, eos=-9.0)
