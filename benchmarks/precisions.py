@@ -4,7 +4,7 @@
     python -m benchmarks.precisions RUN tenth.txt --data NAME [--window 256] [--out FILE]
 
 A translator translates with the default engine: on a CPU that is the C++ engine. The perplexity is that of the C++
-engine, which reads windows of the text token by token, each without the text before it.
+engine, which reads windows of the text token by token, each without the text before it; also with int8 keys and values.
 """
 
 from __future__ import annotations
@@ -82,25 +82,28 @@ def perplexities(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if not len(windows):
         raise ValueError(f"expected a text of at least {options.window} tokens, got {len(ids)}: {options.file}")
     for precision in PRECISIONS:
-        value = perplexity(model.eval(), precision, windows)
-        print(f"{precision}: perplexity {value:.4f} of {windows.numel()} tokens")
-        yield {
-            "op": "score_precisions",
-            "precision": precision,
-            "shape": {"tokens": windows.numel(), "window": options.window},
-            "perplexity": value,
-        }
+        for cache_dtype in (None, "int8"):
+            value = perplexity(model.eval(), precision, windows, cache_dtype)
+            of_cache = f", a cache of {cache_dtype}" if cache_dtype else ""
+            print(f"{precision}{of_cache}: perplexity {value:.4f} of {windows.numel()} tokens")
+            yield {
+                "op": "score_precisions" if cache_dtype is None else f"score_cache_{cache_dtype}",
+                "precision": precision,
+                "shape": {"tokens": windows.numel(), "window": options.window},
+                "perplexity": value,
+            }
 
 
-def perplexity(model: GPT, precision: str, windows: Tensor) -> float:
+def perplexity(model: GPT, precision: str, windows: Tensor, cache_dtype: str | None = None) -> float:
     """Returns exp of the mean of -log p of all tokens but the first of each window, by the C++ engine.
 
     Args:
         model: the model.
         precision: one of `PRECISIONS`.
         windows: (count, length) ids.
+        cache_dtype: see `GenerationConfig`.
     """
-    engine, nats = CppEngine(model, precision), 0.0
+    engine, nats = CppEngine(model, precision, cache_dtype), 0.0
     for chunk in windows.split(_ROWS):
         prompts = [Prompt(None, [first]) for first in chunk[:, 0].tolist()]
         batch = engine.open(len(chunk), sum(engine.tokens_needed(prompt, 1, windows.shape[1]) for prompt in prompts))

@@ -447,9 +447,9 @@ class Translator(PairEncoder):
             if name in options:
                 raise ValueError(f"a Translator returns texts: expected {instead} instead of {name}")
         config = GenerationConfig.from_options(options, config)
-        of_object = {"precision": self.precision, "cache_dtype": self.cache_dtype}
-        own = {name: value for name, value in of_object.items() if value and getattr(config, name) is None}
-        config = replace(config, **own) if own else config
+        precision, cache_dtype = config.precision or self.precision, config.cache_dtype or self.cache_dtype
+        if (precision, cache_dtype) != (config.precision, config.cache_dtype):
+            config = replace(config, precision=precision, cache_dtype=cache_dtype)
         config.check_model(self.model.config.vocab_size)
         most_new_tokens(self.model, 1, config)
         return config
