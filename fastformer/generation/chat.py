@@ -84,7 +84,11 @@ class Chat:
             if not callable(getattr(tokenizer, name, None)):
                 raise ValueError(f"expected the tokenizer of a language model's folder, got {type(tokenizer).__name__}")
         self._generator = Generator(
-            model, precision=precision, cache_dtype=cache_dtype, max_bytes=max_bytes, draft_model=draft_model,
+            model,
+            precision=precision,
+            cache_dtype=cache_dtype,
+            max_bytes=max_bytes,
+            draft_model=draft_model,
             adapters=adapters,
         )
         if not is_decoder_only(self._generator.model):
