@@ -15,9 +15,12 @@ from tests.covering import each
 from tests.ops.attention_cases import CASES, Case, make_inputs, plain_attention
 
 BY_NAME = {case.name: case for case in CASES}
-# Options together, and many sequences, which threads share.
-TOGETHER = {"softcap-mask", "softcap-bool-mask-dropout", "softcap-causal-gqa", "dropout-causal-gqa", "bool-mask-heads"}
-TOGETHER |= {"dropout-mask-lengths", "float-mask-all", "mqa-mask", "gqa-mask-of-many", "gqa-many-sequences"}
+# The interpreter runs each of these options, and every pair, in tests/kernels; many sequences are for threads to share.
+IN_KERNELS = {
+    *("causal", "window", "window-right", "bool-mask", "float-mask", "lengths", "gqa", "dropout", "head-dim-40"),
+    *("softcap-mask", "softcap-bool-mask-dropout", "softcap-causal-gqa", "dropout-causal-gqa", "bool-mask-heads"),
+    *("dropout-mask-lengths", "float-mask-all", "mqa-mask", "gqa-mask-of-many", "gqa-many-sequences"),
+}
 
 
 @pytest.fixture(params=["reference", "fallback", "cpp", "triton"])
@@ -57,8 +60,8 @@ def test_forward_and_backward(case, dtype, backend, device) -> None:
         pytest.skip("PyTorch's exponential is right to 20 ulp, which shows where scores are large")
     if backend == "triton" and device == "cpu" and dtype == torch.float16:
         pytest.skip("the interpreter runs fp16 in tests/kernels, where every pair of options is")
-    if backend == "triton" and device == "cpu" and case.name in TOGETHER:
-        pytest.skip("the interpreter runs every pair of options in tests/kernels")
+    if backend == "triton" and device == "cpu" and case.name in IN_KERNELS:
+        pytest.skip("the interpreter runs each option and every pair in tests/kernels")
     assert_case_accurate(case, dtype, device, small_draws())
 
 
