@@ -83,6 +83,7 @@ def engine() -> ModuleType | None:
     return next((library for isa in instruction_sets() if (library := _imported(f"_engine_{isa}")) is not None), None)
 
 
+@cache
 def extension_module() -> Any:
     """Returns the engine; raises a RuntimeError if there is none for this CPU."""
     module = engine()
