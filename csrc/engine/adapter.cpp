@@ -15,28 +15,40 @@ constexpr int64_t kLanes = 16, kVecs = kLanes / V::size;
 constexpr int kChains = 4;                        // of additions that don't wait for each other
 constexpr int kRows = V::size == kLanes ? 4 : 1;  // that share a load of the weights; more don't fit in the registers
 
-// Writes 16 columns of A x for R rows.
+// Prefetches as many bytes as are read from here, some way ahead: several adapters don't fit in the cache.
+inline __attribute__((always_inline)) void prefetch(const void* from, int64_t bytes) {
+  constexpr int64_t kAhead = 2048;
+  for (int64_t at = 0; at < bytes; at += 64) _mm_prefetch(static_cast<const char*>(from) + kAhead + at, _MM_HINT_T0);
+}
+
+// Writes 16 columns of A x for R rows. All loops over sums are unrolled, so that these stay in registers.
 template <int R, typename T>
 void shrink_rows(const T* a, int64_t k, const float* const* x, float* const* low) {
-  V sums[R][kVecs][kChains];
-  for (auto& row : sums)
-    for (auto& vec : row)
-      for (V& sum : vec) sum = V(0.f);
-  const auto add = [&](int64_t i, int chain) {
+  V sums[kChains][kVecs][R];
+#pragma GCC unroll 64
+  for (int i = 0; i < kChains * kVecs * R; ++i) sums[i / (kVecs * R)][i / R % kVecs][i % R] = V(0.f);
+  const auto add = [&](int64_t i, int chain) __attribute__((always_inline)) {
+#pragma GCC unroll 2
     for (int64_t v = 0; v < kVecs; ++v) {
       const V weight = V::load(a + i * kLanes + v * V::size);
-      for (int r = 0; r < R; ++r) sums[r][v][chain] = fmadd(V(x[r][i]), weight, sums[r][v][chain]);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) sums[chain][v][r] = fmadd(V(x[r][i]), weight, sums[chain][v][r]);
     }
   };
   int64_t i = 0;
-  for (; i + kChains <= k; i += kChains)
+  for (; i + kChains <= k; i += kChains) {
+    prefetch(a + i * kLanes, kChains * kLanes * sizeof(T));
+#pragma GCC unroll 4
     for (int chain = 0; chain < kChains; ++chain) add(i + chain, chain);
-  for (int chain = 0; i < k; ++i, ++chain) add(i, chain);
+  }
+#pragma GCC unroll 4
+  for (int chain = 0; chain < kChains; ++chain)
+    if (i + chain < k) add(i + chain, chain);
+#pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
-    for (int64_t v = 0; v < kVecs; ++v) {
-      const V* parts = sums[r][v];
-      ((parts[0] + parts[1]) + (parts[2] + parts[3])).store(low[r] + v * V::size);
-    }
+#pragma GCC unroll 2
+    for (int64_t v = 0; v < kVecs; ++v)
+      ((sums[0][v][r] + sums[1][v][r]) + (sums[2][v][r] + sums[3][v][r])).store(low[r] + v * V::size);
 }
 
 // Adds a panel of B low to R rows.
@@ -44,14 +56,22 @@ template <int R, typename T>
 void expand_rows(const T* b, int64_t count, const float* const* low, float* const* out) {
   constexpr int64_t kAll = kPanelColumns / V::size;
   V sums[R][kAll];
+#pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
     for (int64_t v = 0; v < kAll; ++v) sums[r][v] = V::load(out[r] + v * V::size);
-  for (int64_t j = 0; j < count; ++j)
+  for (int64_t j = 0; j < count; ++j) {
+    prefetch(b + j * kPanelColumns, kPanelColumns * sizeof(T));
+#pragma GCC unroll 8
     for (int64_t v = 0; v < kAll; ++v) {
       const V weight = V::load(b + j * kPanelColumns + v * V::size);
+#pragma GCC unroll 4
       for (int r = 0; r < R; ++r) sums[r][v] = fmadd(V(low[r][j]), weight, sums[r][v]);
     }
+  }
+#pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
     for (int64_t v = 0; v < kAll; ++v) sums[r][v].store(out[r] + v * V::size);
 }
 
