@@ -31,7 +31,7 @@ _LINEARS = ("in_proj_weight", "out_proj.weight", "linear1.weight", "linear2.weig
 
 
 def adapter(model: GPT, rank: int, seed: int) -> Adapter:
-    """Makes an adapter of random numbers for all matrices of the layers. Those of q, k and v have ranks of their own."""
+    """Makes an adapter of random numbers for all matrices of the layers; q, k and v have ranks of their own."""
     draws = torch.Generator().manual_seed(seed)
     factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     heads = model.config.num_heads * model.config.size_of_head

@@ -35,7 +35,8 @@ _ATTENTION_BYTES = 4
 _MOST_ROWS = 64  # of a draft: with more, a pass would be one over a prompt
 
 _MEMORY = 0.9  # how much of what was learned about drafts before counts after the next draft
-_FIRST_PAUSE, _LONGEST_PAUSE = 8, 128  # chances to draft that are left out where drafts don't pay
+# Chances to draft that are left out where drafts don't pay, and how much longer each pause is than the one before.
+_FIRST_PAUSE, _LONGEST_PAUSE, _GROWTH = 8, 128, 4
 
 
 class Odds:
@@ -46,7 +47,7 @@ class Odds:
     """
 
     def __init__(self, guess: float) -> None:
-        self._accepted, self._tried = 2 * guess, 2.0
+        self._accepted, self._tried = guess, 1.0  # counts as one token, so that a few wrong drafts refute it
         self._pause, self._left = _FIRST_PAUSE, _FIRST_PAUSE
 
     def count(self, costs: Sequence[float]) -> int:
@@ -68,7 +69,7 @@ class Odds:
         self._left -= 1
         if self._left > 0:
             return 0
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._pause = min(_GROWTH * self._pause, _LONGEST_PAUSE)
         self._left = self._pause
         return 1
 

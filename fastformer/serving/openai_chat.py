@@ -75,9 +75,7 @@ def add_chat(routes: APIRouter, service: GenerateService, limits: Limits) -> Non
         async def respond() -> Response:
             constrained = await check_constraint(body, service, deadline)
             if tools is not None:
-                if constrained is not None:
-                    raise ApiError(f"expected {constrained.param} or tools, got both", param=constrained.param)
-                constrained = await _check_calls(tools, body, service, deadline)
+                constrained = await _check_calls(tools, constrained, body, service, deadline)
             try:
                 ids = await service.chat_ids(messages, deadline, **variables)
             except ValueError as error:
@@ -137,14 +135,37 @@ def _tools_of(body: ChatBody, template: str) -> _Tools | None:
     return _Tools(form, described, schemas, forced)
 
 
-async def _check_calls(tools: _Tools, body: ChatBody, service: GenerateService, deadline: float) -> Constrained | None:
-    """Returns the constraint of an answer that has to call a tool, which has been compiled; else None."""
-    if not tools.forced:
+async def _check_calls(
+    tools: _Tools, constrained: Constrained | None, body: ChatBody, service: GenerateService, deadline: float
+) -> Constrained | None:
+    """Returns the constraint of an answer that may call tools, which has been compiled; None: the answer is free.
+
+    Args:
+        tools: the tools.
+        constrained: the constraint of an answer that calls none.
+        body, service, deadline: of the request.
+
+    Raises:
+        ApiError: a constraint is wrong, or the grammar can't express both.
+    """
+    answer = None
+    if constrained is not None:
+        answer = constrained.options.get("schema")
+        if not isinstance(answer, dict):
+            raise ApiError(f"expected {constrained.param} or tools, got both", param=constrained.param)
+        if not tools.forced and not tools.format.begin:
+            reason = "the model's calls begin with no mark, so that an answer may look like one"
+            raise ApiError(f"expected {constrained.param} or tools, got both: {reason}", param=constrained.param)
+    if not tools.forced and answer is None:
         return None
     special = service.session.special_marks(tools.format.marks)
-    schemas = {name: tools.schemas[name] for name in tools.forced}
+    schemas = {name: tools.schemas[name] for name in tools.forced or tools.schemas}
+    is_parallel = body.parallel_tool_calls is not False
     try:
-        grammar = tools.format.grammar(schemas, special, is_parallel=body.parallel_tool_calls is not False)
+        # An answer that has to call a tool is nothing else, so that its own format doesn't matter.
+        grammar = tools.format.grammar(
+            schemas, special, is_parallel=is_parallel, answer=None if tools.forced else answer
+        )
         constrained = checked(Constrained("tools", {"grammar": grammar}))
         await service.check_constraint(constrained.options, constrained.size, deadline)
     except (ValueError, RecursionError) as error:

@@ -44,20 +44,29 @@ class ToolFormat(NamedTuple):
         """Returns the text that an answer begins with if it has to call one of some tools."""
         return f"{self.begin}{names[0]}{self.behind_name}" if self.behind_name and len(names) == 1 else self.begin
 
-    def grammar(self, schemas: Mapping[str, Any], special: Mapping[str, int], *, is_parallel: bool) -> str:
-        """Returns the grammar, in Lark's syntax, of an answer behind `prefix`.
+    def grammar(
+        self,
+        schemas: Mapping[str, Any],
+        special: Mapping[str, int],
+        *,
+        is_parallel: bool,
+        answer: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Returns the grammar, in Lark's syntax, of an answer behind `prefix`; or of a whole one, if it may be no call.
 
         Args:
             schemas: the schema of each tool's arguments, by its name.
             special: the ids of marks that are special tokens.
             is_parallel: whether there may be several calls.
+            answer: the schema of an answer that calls no tool; None: every answer is a call.
         """
         rules = []
         for place, (name, schema) in enumerate(schemas.items()):
-            options = {"whitespace_pattern": WHITE_SPACE}
-            rules.append(f"args_{place}: %json {json.dumps({**schema, 'x-guidance': options})}")
+            rules.append(f"args_{place}: {_json(schema)}")
             if self.behind_name:
-                before = [] if len(schemas) == 1 else [_quoted(name), _mark(self.behind_name, special)]
+                before = (
+                    [] if len(schemas) == 1 and answer is None else [_quoted(name), _mark(self.behind_name, special)]
+                )
                 rules.append(f"call_{place}: {' '.join([*before, f'args_{place}'])}")
             else:
                 head = _quoted(f'{{"name": {json.dumps(name)}, {json.dumps(self.arguments)}: ')
@@ -71,6 +80,9 @@ class ToolFormat(NamedTuple):
             start = f"start: {around} {again}"
         else:
             start = "start: call"
+        if answer is not None:
+            calls = start.replace("start", "calls", 1)
+            start = f"start: answer | {_mark(self.begin, special)} calls\nanswer: {_json(answer)}\n{calls}"
         return "\n".join(["%llguidance {}", start, call, *rules])
 
 
@@ -113,6 +125,10 @@ def format_of(template: str) -> ToolFormat:
 def reasoning_of(template: str) -> tuple[str, str] | None:
     """Returns the marks around the reasoning of a chat template's model, or None."""
     return next((marks for marks in REASONING if marks[1] in template), None)
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': WHITE_SPACE}})}"
 
 
 def _quoted(text: str) -> str:
@@ -181,7 +197,8 @@ class AnswerParser:
     def __init__(self, style: AnswerStyle) -> None:
         self._style, self._text = style, ""
         self._state: Literal["start", "reasoning", "content", "calls", "call"] = "start"
-        self._call, self._skipped = _Call(), ""  # the text since the last call, which may turn out to be content
+        self._call = _Call()
+        self._skipped: list[str] = []  # the pieces of the text since the last call, which may turn out to be content
         self._has_reasoned = False
         self._is_stripped = False  # whether the white space at the beginning doesn't count
         self.num_calls = 0
@@ -194,7 +211,7 @@ class AnswerParser:
 
     @property
     def unfinished(self) -> str:
-        return self._skipped if self._state == "call" else ""
+        return "".join(self._skipped) if self._state == "call" else ""
 
     def add(self, text: str, *, is_end: bool = False) -> list[Part]:
         """Returns the parts that have become certain with a piece of the text."""
@@ -279,7 +296,7 @@ class AnswerParser:
             if not found and not is_end:
                 return False
             if found:
-                self._skipped += f"{name}{form.behind_name}"
+                self._skipped.append(f"{name}{form.behind_name}")
                 self._text, self._call, self._state = behind, _Call(name.strip()), "call"
                 return True
         elif text[0] == "{":
@@ -289,13 +306,15 @@ class AnswerParser:
         return True
 
     def _skip(self, count: int) -> bool:
-        self._skipped, self._text = self._skipped + self._text[:count], self._text[count:]
+        self._skipped.append(self._text[:count])
+        self._text = self._text[count:]
         return True
 
     def _to_content(self, parts: list[Part]) -> None:
         """Continues with content. A mark that no call follows is content, too."""
-        parts.append(Part("content", self._skipped if self._call_mark in self._skipped else ""))
-        self._state, self._skipped = "content", ""
+        skipped = "".join(self._skipped)
+        parts.append(Part("content", skipped if self._call_mark in skipped else ""))
+        self._state, self._skipped = "content", []
 
     def _read_call(self, parts: list[Part], is_end: bool) -> bool:
         call, is_told = self._call, self._call.is_told
@@ -311,7 +330,7 @@ class AnswerParser:
                 self.num_calls += 1
             parts.append(Part("arguments", call.take(), self.num_calls - 1))
         if call.is_done or call.is_broken:
-            self._state, self._skipped = "calls" if call.is_done else "content", ""
+            self._state, self._skipped = "calls" if call.is_done else "content", []
             return bool(self._text)
         return False
 
@@ -339,16 +358,18 @@ class _Call:
         self.name, self.is_done, self.is_broken, self.is_told = name, False, False, False
         self._is_bare = name is not None
         self._reads = self._open if name is None else self._value
-        self._key, self._text = "arguments", ""
+        self._key = "arguments"
+        self._text: list[str] = []  # the characters of a name or a value
         self._depth, self._in_string, self._is_escaped = 0, False, False
-        self._arguments, self._has_arguments = "", False
+        self._arguments: list[str] = []
+        self._has_arguments = False
 
     def take(self) -> str:
         """Returns the text of the arguments since the last call; at the end of a call without any, an empty object."""
         if self.is_done and not self._has_arguments:
             self._has_arguments = True
             return "{}"
-        text, self._arguments = self._arguments, ""
+        text, self._arguments = "".join(self._arguments), []
         return text
 
     def add(self, text: str) -> int:
@@ -368,18 +389,18 @@ class _Call:
         if character == "}":
             self.is_done = True
         elif character == '"':
-            self._reads, self._text, self._in_string, self._is_escaped = self._name, '"', True, False
+            self._reads, self._text, self._in_string, self._is_escaped = self._name, ['"'], True, False
         elif character not in " \t\r\n,":
             self.is_broken = True
 
     def _name(self, character: str) -> None:
-        self._text += character
+        self._text.append(character)
         if self._ends_string(character):
             self._key, self._reads = str(self._parsed()), self._colon
 
     def _colon(self, character: str) -> None:
         if character == ":":
-            self._reads, self._text, self._depth = self._value, "", 0
+            self._reads, self._text, self._depth = self._value, [], 0
         elif not character.isspace():
             self.is_broken = True
 
@@ -411,23 +432,24 @@ class _Call:
         return not self._in_string
 
     def _keep(self, character: str) -> None:
-        self._text += character
-        if self._key in _ARGUMENTS and not self._text.startswith('"'):
-            self._arguments, self._has_arguments = self._arguments + character, True
+        self._text.append(character)
+        if self._key in _ARGUMENTS and self._text[0] != '"':
+            self._arguments.append(character)
+            self._has_arguments = True
 
     def _close(self) -> None:
         """Ends a value."""
         if self._key == "name" and not self._is_bare:
             name = self._parsed()
             self.name, self.is_broken = str(name), self.is_broken or not isinstance(name, str)
-        elif self._key in _ARGUMENTS and self._text.startswith('"'):  # some models write their JSON as a string
-            self._arguments, self._has_arguments = str(self._parsed()), True
+        elif self._key in _ARGUMENTS and self._text[:1] == ['"']:  # some models write their JSON as a string
+            self._arguments, self._has_arguments = [str(self._parsed())], True
         self._reads = self._between
         self.is_done = self._is_bare
 
     def _parsed(self) -> Any:
         try:
-            return json.loads(self._text)
+            return json.loads("".join(self._text))
         except ValueError:
             self.is_broken = True
             return ""
