@@ -66,9 +66,9 @@ def main(arguments: list[str] | None = None) -> int:
             for provider in PROVIDERS:
                 requests = []
                 for place, prompt in enumerate(prompts):
-                    name = names[place % len(names)] if provider == "adapters" else None
+                    chosen = names[place % len(names)] if provider == "adapters" else None
                     config = GenerationConfig(
-                        max_new_tokens=options.tokens, min_new_tokens=options.tokens, adapter=name
+                        max_new_tokens=options.tokens, min_new_tokens=options.tokens, adapter=chosen
                     )
                     builder = RequestBuilder(model, config, log_probs=False, engine=generator._engine)
                     requests.append(builder.build(builder.check(prompt)))
