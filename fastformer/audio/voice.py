@@ -22,6 +22,10 @@ logger = logging.getLogger("fastformer")
 _STEP, _CONTEXT = 512, 64  # samples that a probability is about, and those before them that the model reads too
 _BLOCK = 2_000  # probabilities that are computed together
 _SHORT_PAUSE = 98 * RATE // 1000  # the least pause at which a speech that is too long is split
+_SILERO_ONNX = (
+    ("faster_whisper", "assets/silero_vad_v6.onnx"),
+    ("silero_vad", "data/silero_vad_16k_sequence.onnx"),
+)
 _LOUD, _AUDIBLE = 8.0, 1e-5  # times the noise's energy, and the least energy, of speech
 
 
@@ -143,21 +147,30 @@ def _energies(blocks: Iterator[Array]) -> Iterator[Array]:
 
 @functools.cache
 def _silero() -> Callable[[Iterator[Array]], Iterator[Array]] | None:
-    """Returns Silero's model; None if its package is not installed.
+    """Returns Silero's model; None if no package has it.
 
-    The package itself is not imported, because that sets the process's number of threads to 1.
+    The copy of faster-whisper, if that is installed, finds the pauses that it finds there; silero-vad's is newer. No
+    package is imported: silero-vad sets the process's number of threads to 1.
     """
-    package = importlib.util.find_spec("silero_vad")
-    if package is None or not package.submodule_search_locations:
+    if importlib.util.find_spec("onnxruntime"):
+        for package, name in _SILERO_ONNX:
+            if (file := _data_file(package, name)) is not None:
+                return functools.partial(_by_onnx, _onnx_session(file))
+    if (file := _data_file("silero_vad", "data/silero_vad.jit")) is None:
         logger.info("silero-vad is not installed: speech is told from silence by its energy")
         return None
-    folder = Path(next(iter(package.submodule_search_locations))) / "data"
-    sequences, scripted = folder / "silero_vad_16k_sequence.onnx", folder / "silero_vad.jit"
-    if sequences.is_file() and importlib.util.find_spec("onnxruntime"):
-        return functools.partial(_by_onnx, _onnx_session(sequences))
     import torch
 
-    return functools.partial(_by_script, torch.jit.load(str(scripted), map_location="cpu").eval())
+    return functools.partial(_by_script, torch.jit.load(str(file), map_location="cpu").eval())
+
+
+def _data_file(package: str, name: str) -> Path | None:
+    """Returns a file of a package that is installed, without importing it."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    file = Path(next(iter(spec.submodule_search_locations)), name)
+    return file if file.is_file() else None
 
 
 def _onnx_session(file: Path) -> Any:
