@@ -4,6 +4,7 @@
 
 #include <sys/mman.h>
 
+#include <cmath>
 #include <cstdlib>
 #include <mutex>
 #include <new>
@@ -279,6 +280,15 @@ PackedWeight PackedWeight::columns(const std::vector<int32_t>& candidates) const
   }
   some.panels_ = memory;
   return some;
+}
+
+void PackedWeight::add_column(int64_t column, float factor, float* to) const {
+  const char* from = panel(column / kPanelColumns) + column % kPanelColumns * 4;
+  const bool is_bf16 = precision == Precision::bf16;
+  for (int64_t i = 0; i < k; ++i) {
+    const char* element = is_bf16 ? from + i / 2 * kStepBytes + i % 2 * 2 : from + i * kStepBytes;
+    to[i] = std::fma(number_at(element, is_bf16 ? Kind::bf16 : Kind::fp32, 0), factor, to[i]);
+  }
 }
 
 void PackedRows::resize(int64_t rows, int64_t k, Precision precision) {

@@ -91,6 +91,8 @@ class PackedWeight {
 
   // Returns a packed weight of the given columns.
   PackedWeight columns(const std::vector<int32_t>& candidates) const;
+  // to[i] += factor * W[column, i], for fp32 and bf16.
+  void add_column(int64_t column, float factor, float* to) const;
 
   int64_t n = 0, k = 0, num_panels = 0;
   Precision precision = Precision::fp32;

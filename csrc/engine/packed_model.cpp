@@ -251,7 +251,10 @@ Table::Table(const ModelTensor& tensor, Precision precision) : rows_(tensor.shap
   else copy(narrow_);
 }
 
+Table::Table(const PackedWeight& weight) : rows_(weight.n), dim_(weight.k), packed_(weight) {}
+
 void Table::add_to(int64_t row, float factor, float* to) const {
+  if (packed_.n > 0) return packed_.add_column(row, factor, to);
   const auto add = [=, this](const auto* from) {
     for_each_vec<float>(dim_, [=](int64_t c, int64_t n) {
       fmadd(Vec<float>::load(from + c, n), Vec<float>(factor), Vec<float>::load(to + c, n)).store(to + c, n);
@@ -311,7 +314,15 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
   }
   encoder.position_bias = position_bias(o, names, "encoder_position_bias");
   decoder.position_bias = position_bias(o, names, "decoder_position_bias");
-  std::map<const void*, Table> tables;  // a table that both sides share is stored once
+  std::map<const void*, Table> tables;  // a table that both sides, or the output, share is stored once
+  if (o.has_decoder()) {
+    const int64_t vocab = names.rows("output", o.d_model);
+    output = names.weight("output", "output_bias", 0, vocab, vocab, o.d_model, o.precision);
+    const ModelTensor &shared = names.get("output"), &embedding = names.table("target_embedding", o.d_model);
+    if (embedding.shape[0] < vocab) throw std::invalid_argument("expected an embedding for each output token");
+    const bool is_exact = output.precision == Precision::fp32 || output.precision == Precision::bf16;
+    if (is_exact && embedding.shape == shared.shape) tables.emplace(shared.data, Table(output));
+  }
   const auto table = [&](const std::string& name, int64_t width) {
     const ModelTensor& tensor = names.table(name, width);
     const auto [place, is_new] = tables.try_emplace(tensor.data);
@@ -336,12 +347,7 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
       source_projection.push_back(names.weight("source_projection.weight", "source_projection.bias", 0, o.d_model,
                                                o.d_model, source_.embedding.dim(), o.precision));
   }
-  if (o.has_decoder()) {
-    target_ = input("target", o.d_model);
-    const int64_t vocab = names.rows("output", o.d_model);
-    if (target_.embedding.rows() < vocab) throw std::invalid_argument("expected an embedding for each output token");
-    output = names.weight("output", "output_bias", 0, vocab, vocab, o.d_model, o.precision);
-  }
+  if (o.has_decoder()) target_ = input("target", o.d_model);
   const auto rotary = [&](const std::string& prefix) -> RotaryTable {
     if (!names.find(prefix + "cos")) return {};
     const ModelTensor& cos = names.table(prefix + "cos");

@@ -133,11 +133,13 @@ struct PackedStack {
   int64_t token_bytes(const ModelOptions& o) const;  // of the weights that each token reads
 };
 
-// A copy of a lookup table, in fp32, or in bf16 for the lower precisions.
+// A lookup table: a copy in fp32, or in bf16 for the lower precisions, or the columns of a packed weight.
 class Table {
  public:
   Table() = default;
   Table(const ModelTensor& tensor, Precision precision);
+  // Reads the outputs of a weight of fp32 or bf16, so that a matrix that is a table and a weight is in memory once.
+  explicit Table(const PackedWeight& weight);
   explicit operator bool() const { return rows_ > 0; }
   int64_t rows() const { return rows_; }
   int64_t dim() const { return dim_; }
@@ -148,6 +150,7 @@ class Table {
   int64_t rows_ = 0, dim_ = 0;
   std::shared_ptr<const std::vector<float>> wide_;
   std::shared_ptr<const std::vector<bfloat16>> narrow_;
+  PackedWeight packed_;
 };
 
 // The cosines and sines of each position, which rotate the first `dim` features of a head.
