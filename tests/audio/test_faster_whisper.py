@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,10 +89,13 @@ def test_windows_of_real_speech_have_the_tokens_of_ctranslate2() -> None:
 
 @pytest.mark.slow
 @real
-def test_real_speech_is_written_as_faster_whisper_writes_it() -> None:
+@pytest.mark.parametrize("is_batch", [False, True])
+def test_real_speech_is_written_as_faster_whisper_writes_it(is_batch) -> None:
     faster_whisper = pytest.importorskip("faster_whisper")
-    ours = WhisperModel(str(REAL), compute_type="float32")
+    ours: Any = WhisperModel(str(REAL), compute_type="float32")
     other = faster_whisper.WhisperModel(str(REAL), device="cpu", compute_type="float32")
+    if is_batch:
+        ours, other = BatchedInferencePipeline(ours), faster_whisper.BatchedInferencePipeline(other)
     near, count = 0, 0
     for path in sorted(Path(str(SPOKEN)).iterdir()):
         options = {"word_timestamps": True, "temperature": [0.0]}
