@@ -2,9 +2,9 @@
 
     pip install faster-whisper && python -m benchmarks.speech FOLDER talk.wav [more.mp3] [--threads 1 2] [--out FILE]
 
-FOLDER is a Whisper's folder of CTranslate2, or of transformers, which alone transformers can read. Each provider is a
-process for each precision and number of threads, of which the better counts. "one by one" decodes windows in their
-order, "batched" cuts them at pauses, 8 at a time. Memory is the peak of the process.
+FOLDER is a Whisper's folder of CTranslate2 or of transformers; --transformers names the folder that transformers reads,
+in fp32. Each provider is a process for each precision and number of threads, of which the better counts. "one by one"
+decodes windows in their order, "batched" cuts them at pauses, 8 at a time. Memory is the peak of the process.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ def work(provider: str, precision: str, threads: str, folder: str, beams: str, *
             import torch
             import transformers
 
+            from fastformer.audio import decode_audio
+
             torch.set_num_threads(int(threads))
             pipe = transformers.pipeline(
                 "automatic-speech-recognition", folder, dtype=torch.float32, chunk_length_s=30, device="cpu"
@@ -96,7 +98,8 @@ def work(provider: str, precision: str, threads: str, folder: str, beams: str, *
         for file in files[:1] if is_first else files:
             if pipe is not None:
                 kinds = {"num_beams": int(beams), "language": "en", "task": "transcribe"}
-                texts.append(pipe(file, batch_size=BATCH if is_batch else 1, generate_kwargs=kinds)["text"])
+                samples = decode_audio(file)[: 30 * 16_000 if is_first else None]
+                texts.append(pipe(samples, batch_size=BATCH if is_batch else 1, generate_kwargs=kinds)["text"])
                 continue
             run = batched.transcribe if is_batch else model.transcribe
             more = {"batch_size": BATCH} if is_batch else {"clip_timestamps": [0, 30]} if is_first else {}
@@ -134,6 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", help="the folder of a Whisper")
     parser.add_argument("files", nargs="+", help="recordings of English speech")
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=PROVIDERS[:2])
+    parser.add_argument("--transformers", metavar="FOLDER", help="the same model's folder of transformers")
     parser.add_argument("--precisions", nargs="+", choices=[*_COMPUTE_TYPES], default=["int8", "fp32"])
     parser.add_argument("--threads", type=positive, nargs="+", default=[os.cpu_count() or 1])
     parser.add_argument("--modes", nargs="+", choices=["one by one", "batched"], default=["one by one", "batched"])
@@ -143,9 +147,10 @@ def main(arguments: list[str] | None = None) -> int:
     from benchmarks.measure import record  # imports PyTorch, which a worker must not
 
     texts: dict[tuple[str, ...], str] = {}
+    run = record.environment("cpu")  # the same in all rows, of which tables show those of the latest run
     for precision in options.precisions:
         for row in compare(options, precision, texts):
-            record.append(options.out, row)
+            record.append(options.out, row | run | {"threads": row["threads"]})
     for (precision, mode, provider), text in texts.items():
         if precision != "fp32" and (exact := texts.get(("fp32", mode, provider))) is not None:
             print(f"{provider}, {precision}, {mode}: {100 * word_errors(text, exact):.2f} % other words than in fp32")
@@ -154,9 +159,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 def compare(options: argparse.Namespace, precision: str, texts: dict[tuple[str, ...], str]) -> list[dict[str, Any]]:
     """Returns the rows of a precision, and adds its texts by precision, mode and provider."""
-    folder, files = os.path.abspath(options.folder), [os.path.abspath(file) for file in options.files]
-    jobs = [Job(provider, precision, threads) for provider in options.providers for threads in options.threads]
-    workers = [Worker(job, folder, options.num_beams, files) for job in jobs]
+    files = [os.path.abspath(file) for file in options.files]
+    providers = [name for name in options.providers if name != "transformers" or precision == "fp32"]
+    folders = {"transformers": options.transformers or options.folder}
+    workers = [
+        Worker(
+            Job(name, precision, threads), os.path.abspath(folders.get(name, options.folder)), options.num_beams, files
+        )
+        for name in providers
+        for threads in options.threads
+    ]
     rows: list[dict[str, Any]] = []
     try:
         for mode in options.modes:
@@ -181,8 +193,6 @@ def compare(options: argparse.Namespace, precision: str, texts: dict[tuple[str, 
 
 
 def _row(provider: str, mode: str, best: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    from benchmarks.measure import record
-
     job, turns = best[provider]
     times = [turn["elapsed"] for turn in turns]
     seconds = max(turn["seconds"] for _, each in best.values() for turn in each)
@@ -206,8 +216,7 @@ def _row(provider: str, mode: str, best: dict[str, Any], options: argparse.Names
         "model": Path(options.folder).name, "data": "speech",
         "shape": {"seconds": round(seconds), "windows": windows, "num_beams": options.num_beams}, **ms,
         "rounds": len(times), **compared, "value": rate, "unit": "seconds of audio a second",
-        "peak_mib": turns[-1]["peak_mib"],
-        **record.environment("cpu"), "threads": job.threads,
+        "peak_mib": turns[-1]["peak_mib"], "threads": job.threads,
     }  # fmt: skip
 
 

@@ -85,8 +85,8 @@ def case_of(row: Mapping[str, Any]) -> str:
     parts = {name: row[name] for name in _CASE if row.get(name) is not None}
     parts["shape"] = row.get("shape") or {}
     parts["platform"] = platform_of(row)
-    # Peers run with their better number of threads; all other cases differ by the number of threads.
-    if row.get("op") != "peers":
+    # Peers and speech run with their better number of threads; all other cases differ by the number of threads.
+    if row.get("op") not in ("peers", "speech"):
         parts["threads"] = row.get("threads")
     elif baseline := row.get("baseline"):
         parts["beside"] = baseline.rpartition(" ")[0]

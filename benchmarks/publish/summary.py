@@ -333,12 +333,16 @@ _MINILM = {
     "provider": ("fastformer.Encoder", "sentence-transformers", "onnxruntime", "openvino"),
 }  # fmt: skip
 _BERT = _case(DROP_IN, "BERT-base, 8 sequences of 32 to 128 tokens")
+_SPEECH = tuple(
+    TableCase(f"Whisper base: speech{how}", {"op": "speech", "model": "base", "windows": windows}, ("faster-whisper",),
+              panels=_EACH[1::2])
+    for how, windows in ((", one window after another", 1), (", in batches", 8))
+)  # fmt: skip
 # The tasks that README draws: each beside the programs that its users know.
 WELL_KNOWN = (
     TableCase("MiniLM's shape: embeddings", _MINILM, ("onnxruntime",), "fastformer.Encoder", (INT8, FP32)),
     replace(_case(PEERS, "base, greedy, 1 source"), label="OPUS-MT's shape: translation", panels=_EACH[1::2]),
-    # From the day on which it is measured.
-    TableCase("Whisper: speech, in batches", {"op": "speech", "windows": 8}, ("faster-whisper",), panels=_EACH[1::2]),
+    _SPEECH[1],
     replace(
         _case(LLAMA, "a prompt of 512 tokens, 32 tokens"), label="Llama's form, 168 M: an answer", panels=_EACH[1::2]
     ),
@@ -358,6 +362,7 @@ HEADLINES = (
     Headline(
         "answers 16 prompts together (Llama's form)", _case(LLAMA, "16 prompts of 32, 32 tokens"), INT8, ("llama.cpp",)
     ),
+    Headline("transcribes speech in batches (Whisper base)", _SPEECH[1], INT8, ("faster-whisper",)),
     Headline("evaluates BERT-base after `accelerate`", _BERT, FP32, ("as it is", "onnxruntime")),
     Headline(
         "trains torch.nn's encoder after `accelerate`",
@@ -383,5 +388,9 @@ COMING_FROM = {
                  _PRECISIONS[0], ("llama.cpp",)),
         *HEADLINES[3:5],
     ),
-    "torch_nn": HEADLINES[5:],
+    "faster_whisper": tuple(
+        Headline(f"transcribes speech{how} (Whisper base)", case, panel, ("faster-whisper",))
+        for how, case in zip(("", " in batches"), _SPEECH, strict=True) for panel in (INT8, FP32)
+    ),
+    "torch_nn": HEADLINES[6:],
 }  # fmt: skip

@@ -183,9 +183,11 @@ def elsewhere(kind: str, make: Callable[[Numbers], str], numbers: Numbers) -> st
 
 
 def summary(headlines: Sequence[Headline], numbers: Numbers) -> str:
-    """Makes a table for a newcomer, in words."""
+    """Makes a table for a newcomer, in words, of the cases that were measured."""
     lines = []
     for does, case, panel, rivals in headlines:
+        if not case.rows(numbers.results.rows):
+            continue
         figures = [f"{numbers.ratio(case, panel.name, rival)} times as fast as {name_of(rival)}" for rival in rivals]
         lines.append([f"{does}, {panel.name}", ", ".join(figures)])
     return table(["fastformer", "on two cores"], lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.measure import record
+from benchmarks.publish.latest import latest
 from benchmarks.speech import main, word_errors
 from tests.audio.speech import folder, sound
 from tests.audio.test_reading import wav
@@ -28,6 +29,7 @@ def test_a_recording_is_timed(tmp_path, capsys) -> None:
     assert "faster-whisper" not in out, "which was not measured"
     rows = record.read(tmp_path / "rows.jsonl")
     assert [row["shape"]["windows"] for row in rows] == [1, 8] * 2
+    assert latest(rows) == rows, "one run"
     for row in rows:
         record.check(row)
         assert row["speedup"] is None and row["baseline"] is None and row["peak_mib"] > 0
