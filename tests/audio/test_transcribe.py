@@ -16,7 +16,7 @@ from fastformer import BatchedInferencePipeline, WhisperModel
 from fastformer.audio import voice
 from fastformer.audio.options import TranscriptionOptions
 from fastformer.audio.results import FORMATS, Segment
-from fastformer.audio.scheduler import SpeechRequest, SpeechScheduler
+from fastformer.audio.scheduler import SpeechScheduler
 from fastformer.audio.windows import split
 from tests.audio.speech import folder, sound
 
@@ -282,12 +282,9 @@ def test_subtitles() -> None:
 def test_long_audio_takes_flat_memory(model) -> None:
     import tracemalloc
 
+    from fastformer.audio.reading import _stored
+
     def peak(seconds: float) -> int:
-        class Silence(SpeechRequest):
-            pass
-
-        from fastformer.audio.reading import _stored
-
         block = np.zeros(16_000, np.int16)
         recording = _stored((block for _ in range(int(seconds))), None)
         tracemalloc.start()
