@@ -182,7 +182,8 @@ PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross
 PackedStack pack_stack(const ModelOptions& o, const Names& names, bool has_cross, const std::vector<int64_t>& windows) {
   constexpr int64_t kWidest = int64_t(1) << 32;  // more than any text has tokens; sums with positions can't overflow
   PackedStack stack;
-  std::map<std::vector<std::pair<std::string, const void*>>, size_t> packed;  // layers that share all tensors share them
+  std::map<std::vector<std::pair<std::string, const void*>>, size_t>
+      packed;  // layers that share all tensors share them
   for (size_t i = 0; i < windows.size(); ++i) {
     const Names layer = names.within("layers." + std::to_string(i));
     const auto [first, is_new] = packed.try_emplace(layer.addresses(), i);
