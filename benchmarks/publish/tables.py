@@ -37,6 +37,7 @@ from benchmarks.publish.summary import (
     OPS,
     PEERS,
     SMALL_WORK,
+    TODAYS_ENCODERS,
     Comparison,
     Headline,
     TableCase,
@@ -199,7 +200,7 @@ def losses(numbers: Numbers) -> str:
     slower = sorted(
         (
             pair
-            for case in (*OPS, *MODULES, *MODELS, *DROP_IN, *ENCODERS_INT8, *GENERATE, *PEERS, *small)
+            for case in (*OPS, *MODULES, *MODELS, *DROP_IN, *ENCODERS_INT8, *TODAYS_ENCODERS, *GENERATE, *PEERS, *small)
             for pair in case.comparisons(numbers.results.rows)
             if float(two_digits(pair.ratio).replace(",", "")) < 1
         ),
@@ -265,7 +266,7 @@ def accelerated_generate(numbers: Numbers) -> str:
 
 def embedding(numbers: Numbers) -> str:
     """Makes a line for each program and format, a column for each order of the sentences; "" until measured."""
-    where = {"op": "drop_in", "mode": "embedding"}
+    where = {"op": "drop_in", "mode": "embedding", "model": "minilm"}
     rows = [row for row in numbers.results.find(**where) if was_timed(row)]
     orders = dict.fromkeys(row["shape"]["order"] for row in rows)
     lines = []
@@ -496,6 +497,7 @@ TABLES: dict[str, Callable[[Numbers], str]] = {
     "large_corpus": large_corpus,
     "accelerated": functools.partial(times_faster, DROP_IN),
     "accelerated_int8": functools.partial(beside_engines, ENCODERS_INT8),
+    "todays_encoders": functools.partial(times_faster, TODAYS_ENCODERS, measured_alone=True),
     "accelerated_generate": accelerated_generate,
     "accelerated_full_rate": functools.partial(elsewhere, AT_FULL_RATE, functools.partial(_measured, DROP_IN)),
     "ops": functools.partial(times_faster, OPS),
