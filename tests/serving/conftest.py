@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,20 @@ from typing import Any
 import pytest
 
 from tests.serving import models
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_identifier() -> Iterator[None]:
+    """Loads the model that detects languages once, which takes half a second; each service gets a copy."""
+    try:
+        from py3langid.langid import LanguageIdentifier
+    except ImportError:
+        yield
+        return
+    load = functools.cache(LanguageIdentifier.from_model_file)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LanguageIdentifier, "from_model_file", lambda *given, **more: copy.copy(load(*given, **more)))
+        yield
 
 
 @pytest.fixture(scope="session")
