@@ -248,6 +248,9 @@ def test_settings_of_another_model_are_named(plain: Any, settings: Any, search: 
 def test_omitted_settings_are_the_usual_ones(plain: Any) -> None:
     config = plain.config
     assert [load_speech(FOLDERS / name).precision for name in ("int8", "fp16")] == ["int8", "fp32"]
+    with pytest.raises(ValueError, match="80 mel bins"):
+        from_transformers(plain, {"num_mel_bins": None}, {})
+    assert from_transformers(plain, {"activation_function": None}, {}).config.activation == "gelu"
     usual = from_transformers(plain, {}, {"alignment_heads": None, "suppress_tokens": None})
     layers, heads = range(config.decoder_layers // 2, config.decoder_layers), range(config.decoder_attention_heads)
     assert {*usual.config.alignment_heads} == {(layer, head) for layer in layers for head in heads}

@@ -112,6 +112,12 @@ def test_tokens_that_an_older_folder_adds_are_those_of_transformers(copy) -> Non
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
     expected = transformers.AutoTokenizer.from_pretrained(folder)("two<note> birds")["input_ids"]
     assert loaded(folder)[1].encode_template("two<note> birds") == expected and size in expected
+    (folder / "added_tokens.json").unlink()
+    for is_special in (None, False, True):
+        token = {"content": "<note>"} | ({} if is_special is None else {"special": is_special})
+        settings = {"tokenizer_class": "GPT2Tokenizer", "added_tokens_decoder": {str(size): token}}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        assert loaded(folder)[1].added_tokens["<note>"] is bool(is_special)
 
 
 def test_the_search_settings_of_the_folder_are_reported(made) -> None:

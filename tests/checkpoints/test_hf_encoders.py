@@ -165,6 +165,19 @@ def test_bad_calls_are_named(made) -> None:
         load_model(made("bert"), ("GPT",))
 
 
+def test_a_list_of_words_is_read_without_settings(made, tmp_path) -> None:
+    folder = shutil.copytree(made("bert head"), tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        (folder / name).unlink(missing_ok=True)
+    words = (folder / "vocab.txt").read_text()
+    due = load(folder)[1].encode("the dog reads")
+    assert due == load(folder)[1].encode("The DOG reads") and len({*due}) > 3
+    (folder / "vocab.txt").write_bytes(words.replace("\n", "\r\n").encode())  # as Windows writes it
+    assert load(folder)[1].encode("The dog reads") == due
+    (folder / "tokenizer_config.json").write_text('{"do_lower_case": false}')
+    assert load(folder)[1].encode("The dog reads") != due
+
+
 def test_missing_and_damaged_files_are_named(made, tmp_path) -> None:
     folder = shutil.copytree(made("bert head"), tmp_path / "model")
     (folder / "vocab.txt").write_text("a\nb\n")

@@ -15,6 +15,7 @@ import transformers
 import fastformer
 from fastformer.checkpoints import load_model
 from fastformer.checkpoints.hf import DECODER_FORMS, ENCODER_FORMS, FAMILIES
+from fastformer.checkpoints.hf.common import Checkpoint
 from fastformer.checkpoints.hf.decoder import special_ids
 from fastformer.checkpoints.hf.fields import check_fields
 from fastformer.models import GPT, GPTConfig
@@ -166,6 +167,19 @@ def test_omitted_settings_are_as_in_transformers(kind) -> None:
 def test_unsupported_settings_of_a_family_are_named(kind, settings, named) -> None:
     with pytest.raises(ValueError, match=named):
         options_of(kind, SIZES | settings)
+
+
+@pytest.mark.parametrize("kind", ["t5", "mt5"])
+def test_settings_that_a_t5_omits_are_those_of_its_class(kind) -> None:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "vocab_size": 20}
+    theirs = getattr(transformers, FAMILIES[kind].config_class)(**sizes, decoder_start_token_id=0)
+    state = getattr(transformers, FAMILIES[kind].model_class)(theirs).state_dict()
+    whole = theirs.to_dict()
+    least = {name: whole[name] for name in (*sizes, "model_type", "pad_token_id", "eos_token_id")}
+    models = [FAMILIES[kind].to_model(Checkpoint(settings, state, 2)).config for settings in (whole, least)]
+    assert models[0] == models[1] and (models[0].num_buckets, models[0].max_distance) == (32, 128)
+    longer = FAMILIES[kind].to_model(Checkpoint(whole | {"n_positions": 77}, state, 2))
+    assert longer.config.max_len == 77 and models[1].max_len == 512
 
 
 @pytest.mark.parametrize(

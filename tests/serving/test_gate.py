@@ -465,6 +465,7 @@ def test_each_number_of_a_session_has_its_metric() -> None:
         "requests_running": "running", "requests_waiting": "waiting", "waiting_tokens": "waiting_tokens",
         "batch_rows": "rows", "cache_free_tokens": "free_tokens", "cache_tokens": "capacity_tokens",
         "prompt_tokens_total": "read_tokens", "cached_tokens_total": "cached_tokens", "new_tokens_total": "new_tokens",
+        "drafted_tokens_total": "drafted_tokens", "accepted_draft_tokens_total": "accepted_tokens",
         "cancelled_total": "cancelled", "steps_total": "steps", "step_seconds_total": "step_seconds",
         "queue_seconds_sum": "queue_seconds",
     }  # fmt: skip
