@@ -220,8 +220,8 @@ def test_folders_that_are_no_whisper_are_refused(folder: Path, tmp_path: Path) -
 def from_transformers(plain: Any, settings: dict[str, Any], search: dict[str, Any]) -> SpeechWeights:
     """Converts a model with other settings, of which None is an omitted one."""
     parts = (plain.config.to_dict() | settings, plain.generation_config.to_dict() | search)
-    given = [{name: value for name, value in part.items() if value is not None} for part in parts]
-    return from_state(*given, plain.state_dict())
+    config, search = ({name: value for name, value in part.items() if value is not None} for part in parts)
+    return from_state(config, search, plain.state_dict())
 
 
 @pytest.mark.parametrize(
