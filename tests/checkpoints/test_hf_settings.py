@@ -96,6 +96,8 @@ OLD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
               "embd_pdrop": 0.2, "n_inner": 96}, {"attention_dropout": 0.3, "dropout": 0.2, "d_ff": 96}),
     ("gpt2", {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 256}, {
         "attention_dropout": 0.1, "dropout": 0.1, "d_ff": 256, "max_len": 256, "layer_norm_eps": 1e-5}),
+    ("granitemoehybrid", {"layer_types": ["attention"] * 4, "num_local_experts": 0, "shared_intermediate_size": 80,
+                          "mamba_n_heads": 2, "position_embedding_type": "rope"}, {"d_ff": 80, "rotary_layers": None}),
     ("starcoder2", {"sliding_window": 32, "rope_theta": 999_999, "num_key_value_heads": 2}, {"norm": "layer"}),
 ]  # fmt: skip
 
@@ -124,6 +126,8 @@ def test_omitted_settings_are_as_in_transformers(kind) -> None:
         pytest.skip("version 4 has another base where the settings don't say")
     settings = SIZES | {"num_attention_heads": 32, "hidden_size": 1024, "num_hidden_layers": 30}
     del settings["num_key_value_heads"]
+    if kind == "granitemoehybrid":  # whose usual layers have no attention
+        settings |= {"layer_types": ["full_attention"] * 30, "num_local_experts": 0}
     theirs = getattr(transformers, FAMILIES[kind].config_class)(**settings)
     assert options_of(kind, theirs.to_dict()) == options_of(kind, settings)
 

@@ -34,6 +34,7 @@ MORE: dict[str, dict[str, Any]] = {
     "modernbert": {**SIZES, "cls_token_id": 0, "sep_token_id": 2, "local_attention": 16},
     "distilbert": {"dim": 32, "n_heads": 4, "n_layers": 2, "hidden_dim": 48, "vocab_size": 40,
                    "max_position_embeddings": 48, "pad_token_id": 1},
+    "granitemoehybrid": {**SIZES, "num_local_experts": 0, "layer_types": ["full_attention"] * 2, "mamba_n_heads": 1},
     **dict.fromkeys(("ministral", "gemma", "gemma2", "gemma3_text", "qwen3"), {**SIZES, "head_dim": 8}),
 }  # fmt: skip
 GENERATING = [name for name, family in FAMILIES.items() if family.kind == "decoder"] + ["t5", "mt5", "bart", "marian"]

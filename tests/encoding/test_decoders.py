@@ -161,6 +161,8 @@ def test_decoders_whose_tokens_see_each_other(kind: str, window: int | None) -> 
     sizes = {**SIZES}
     if kind == "gpt2":
         settings |= {"n_embd": D_MODEL, "n_head": 4, "n_layer": 2}
+    if kind == "granitemoehybrid":
+        settings |= {"num_local_experts": 0, "layer_types": ["full_attention"] * 2, "mamba_n_heads": 1}
     if kind == "gpt_neox":
         del sizes["num_key_value_heads"]
     model = random_weights(model_class(model_class.config_class(**sizes | settings, attn_implementation="eager")), 0.15)

@@ -75,6 +75,9 @@ BASES: dict[str, dict[str, Any]] = {
     "smollm3": {**_GROUPED, "no_rope_layers": [1, 0, 1]},
     "granite": {**_GROUPED, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2,
                 "logits_scaling": 4.0},
+    "granitemoehybrid": {**_GROUPED, "num_local_experts": 0, "shared_intermediate_size": 36, "mamba_n_heads": 1,
+                         "layer_types": ["full_attention"] * 3, "position_embedding_type": "rope",
+                         "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 4.0},
     "phi": {**_LLAMA, "num_attention_heads": 3, "num_key_value_heads": 1},
     "stablelm": {**_LLAMA, "num_attention_heads": 3, "num_key_value_heads": 1, "partial_rotary_factor": 0.5},
 }  # fmt: skip

@@ -118,7 +118,7 @@ def loss_of(model: Any, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 def in_ours(case: Case, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns weights with the factors of a Granite, which is also what the gradients of ours lack."""
-    return folded(weights, case.options) if case.kind in ("granite", "granitemoe") else weights
+    return folded(weights, case.options) if case.kind.startswith("granite") else weights
 
 
 def gradients_of(ours: GPT, case: Case) -> dict[str, Tensor]:
@@ -162,6 +162,8 @@ _GROUPED = {"num_key_value_heads": 2}
 _SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, **_GROUPED}
 _TYPES = ["sliding_attention", "full_attention"]
 _MOE = {"moe_intermediate_size": 20}
+GRANITE4 = {"num_local_experts": 0, "shared_intermediate_size": 44, "mamba_n_heads": 1,
+             "layer_types": ["full_attention"] * 2}  # fmt: skip
 _SHARED = {**_MOE, "shared_expert_intermediate_size": 28}
 _GEMMA = {"num_key_value_heads": 2, "head_dim": 10}
 _LOCAL = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50_000.0},
@@ -223,6 +225,12 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "factors": {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2,
                     "logits_scaling": 4.0, "tie_word_embeddings": True, **_GROUPED},
         "biased": {"attention_bias": True, "mlp_bias": True, "residual_multiplier": 1.5, "attention_multiplier": 0.4},
+    },
+    "granitemoehybrid": {
+        "rotary": {**GRANITE4, "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2,
+                   "logits_scaling": 4.0, "position_embedding_type": "rope", "attention_bias": True,
+                   "tie_word_embeddings": True, **_GROUPED},
+        "without positions": {**GRANITE4, "attention_multiplier": 0.4},
     },
     "phi": {"plain": {"num_attention_heads": 3}, "tied": {"num_attention_heads": 2, "tie_word_embeddings": True,
                       "num_key_value_heads": 1, "hidden_act": "gelu"}},
@@ -326,7 +334,10 @@ def drawn(kind: str, seed: int) -> Case:
             options |= _SHARED if kind == "qwen2_moe" else _MOE
     if kind == "smollm3":
         options["no_rope_layers"] = [rng.randrange(2) for _ in range(depth)]
-    if kind in ("granite", "granitemoe"):
+    if kind == "granitemoehybrid":
+        options |= {**GRANITE4, "layer_types": ["full_attention"] * depth}
+        options["position_embedding_type"] = rng.choice(("rope", None))
+    if kind.startswith("granite"):
         options |= {
             f"{name}_multiplier": rng.choice((0.3, 1.0, 4.0)) for name in ("embedding", "residual", "attention")
         }

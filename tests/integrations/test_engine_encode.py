@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from fastformer.checkpoints.hf import DECODER_FORMS, ENCODER_FORMS, FAMILIES
 from fastformer.integrations import accelerate
 from tests.checks import assert_accurate
-from tests.integrations.decoders import IS_OLD, Wide
+from tests.integrations.decoders import GRANITE4, IS_OLD, Wide
 from tests.integrations.encoders import BASE, CASES, HEAD, ONLY_EAGER, VOCAB, Case, drawn, padded, texts_of
 from tests.memory import resident
 
@@ -190,6 +190,7 @@ _WINDOWED = ("mistral", "ministral", "olmo3", "phi3", "gemma2", "gemma3_text", "
 def decoder_of(kind: str, end: str = "Model", **options: Any) -> Any:
     options |= {"sliding_window": 4} if kind in _WINDOWED else {}
     options |= {"head_dim": 8, "query_pre_attn_scalar": 8} if kind.startswith(("gemma", "ministral")) else {}
+    options |= GRANITE4 if kind == "granitemoehybrid" else {}
     options["attn_implementation"] = "eager" if kind == "gemma2" else "sdpa"
     config = getattr(transformers, FAMILIES[kind].config_class)(**_DECODER | options)
     name = FAMILIES[kind].headless.removesuffix("Model") + end

@@ -114,6 +114,7 @@ _FAMILIES = {
     "qwen3_moe": _decoder("qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
     "smollm3": _decoder("smollm3", "SmolLM3Config", "SmolLM3ForCausalLM"),
     "granite": _decoder("granite", "GraniteConfig", "GraniteForCausalLM"),
+    "granitemoehybrid": _decoder("granitemoehybrid", "GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM"),
     "phi": _decoder("phi", "PhiConfig", "PhiForCausalLM"),
     "stablelm": _decoder("stablelm", "StableLmConfig", "StableLmForCausalLM"),
     "bert": _encoder("bert", "ForPreTraining"),

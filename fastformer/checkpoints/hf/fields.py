@@ -76,6 +76,10 @@ FIELDS: dict[str, frozenset[str]] = {
         "mixtral": f"{_LLAMA} {_EXPERTS} head_dim sliding_window num_local_experts router_jitter_noise",
         "granitemoe": f"{_LLAMA} {_EXPERTS} attention_bias num_local_experts embedding_multiplier logits_scaling "
         "residual_multiplier attention_multiplier",
+        "granitemoehybrid": f"{_LLAMA} {_EXPERTS} attention_bias num_local_experts embedding_multiplier logits_scaling "
+        "residual_multiplier attention_multiplier shared_intermediate_size position_embedding_type layer_types "
+        "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand mamba_chunk_size "
+        "mamba_conv_bias mamba_proj_bias time_step_limit",
         "olmoe": f"{_LLAMA} {_EXPERTS} attention_bias clip_qkv num_experts norm_topk_prob",
         "qwen2_moe": f"{_QWEN_MOE} shared_expert_intermediate_size qkv_bias",
         "qwen3_moe": f"{_QWEN_MOE} num_local_experts attention_bias head_dim",
@@ -106,7 +110,8 @@ _ROBERTA_IDS = {"bos_token_id": 0, "eos_token_id": 2}
 # The special ids of families whose config.json need not contain them. Those of encoder-decoders have to be there.
 _IDS: dict[str, dict[str, int]] = {
     **dict.fromkeys(
-        ("llama", "mistral", "ministral", "gpt_neox", "mixtral", "granitemoe", "granite", "phi"), {"eos_token_id": 2}
+        ("llama", "mistral", "ministral", "gpt_neox", "mixtral", "granitemoe", "granite", "granitemoehybrid", "phi"),
+        {"eos_token_id": 2},
     ),
     "smollm3": {"pad_token_id": 128004, "eos_token_id": 128001},
     "stablelm": {"eos_token_id": 0},
