@@ -94,11 +94,47 @@ ModelOptions options_of(PyObject* d) {
   return o;
 }
 
+// Holds the GIL during its lifetime.
+class Held {
+ public:
+  Held() : state_(PyGILState_Ensure()) {}
+  ~Held() { PyGILState_Release(state_); }
+  Held(const Held&) = delete;
+  Held& operator=(const Held&) = delete;
+
+ private:
+  PyGILState_STATE state_;
+};
+
+// Returns a matrix that is read in parts, from a tuple (rows, columns, whether they are bytes, read); read(begin, end)
+// returns an array of rows. The dictionary keeps the tuple alive.
+ModelTensor matrix_in_parts(PyObject* value) {
+  const auto [rows, columns, is_bytes, read] = python::Cast<std::tuple<int64_t, int64_t, bool, PyObject*>>::from(value);
+  if (rows < 0 || columns < 0) throw std::invalid_argument("expected a matrix of no negative size");
+  const Kind kind = is_bytes ? Kind::bytes : Kind::fp32;
+  const auto part = std::make_shared<std::optional<Array>>();
+  const auto read_part = [=, columns = columns, read = read](int64_t begin, int64_t end) -> const void* {
+    const Held held;
+    part->reset();
+    const Object result(python::sure(PyObject_CallFunction(read, "nn", begin, end)));
+    part->emplace(python::Cast<Array>::from(result.get()));
+    const bool is_right = (*part)->dtype() == (kind == Kind::bytes ? python::Dtype::uint8 : python::Dtype::fp32);
+    if (!is_right || !(*part)->is_packed() || (*part)->shape() != std::vector<int64_t>{end - begin, columns})
+      throw std::invalid_argument("expected contiguous rows of a matrix, of its dtype");
+    return (*part)->data();
+  };
+  return {nullptr, kind, {rows, columns}, read_part};
+}
+
 ModelTensors tensors_of(PyObject* arrays) {
   ModelTensors tensors;
   PyObject *name = nullptr, *value = nullptr;
   Py_ssize_t next = 0;
   while (PyDict_Next(arrays, &next, &name, &value)) {
+    if (PyTuple_Check(value)) {
+      tensors[python::Cast<std::string>::from(name)] = matrix_in_parts(value);
+      continue;
+    }
     const Array array = python::Cast<Array>::from(value);  // the dictionary keeps the memory alive
     using python::Dtype;
     if (array.dtype() == Dtype::other)
@@ -108,7 +144,7 @@ ModelTensors tensors_of(PyObject* arrays) {
                       : array.dtype() == Dtype::fp16  ? Kind::fp16
                       : array.dtype() == Dtype::uint8 ? Kind::bytes
                                                       : Kind::fp32;
-    tensors[python::Cast<std::string>::from(name)] = {array.data(), kind, array.shape()};
+    tensors[python::Cast<std::string>::from(name)] = {array.data(), kind, array.shape(), {}};
   }
   return tensors;
 }

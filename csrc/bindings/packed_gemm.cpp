@@ -41,8 +41,9 @@ Object packed_linear(const Floats& x, const Floats& weight, const std::optional<
         "packed_linear: expected precision fp32, bf16 or int8; for int4, call packed_linear_int4");
   if (bias && (bias->array.ndim() != 1 || bias->array.shape(0) != n))
     throw std::invalid_argument("packed_linear: expected a bias of (n,)");
-  const PackedWeight packed({weight.data(), Kind::fp32, n, k}, bias ? bias->data() : nullptr,
-                            precision_named(precision));
+  const Matrix matrix{weight.data(), Kind::fp32, n, k};
+  const PackedWeight packed(n, k, RowReader<Matrix>([&](int64_t i, int64_t j) { return matrix.rows(i, j); }),
+                            bias ? bias->data() : nullptr, precision_named(precision));
   const bool rows_of_int4 = packed.precision == Precision::int8 && of_int4.value_or(false);
   return product(x, packed, rows_of_int4 ? Precision::int4 : packed.precision);
 }
@@ -63,7 +64,9 @@ Object packed_linear_int4(const Floats& x, const Bytes& nibbles, const Floats& s
   if (bias && (bias->array.ndim() != 1 || bias->array.shape(0) != n))
     throw std::invalid_argument("packed_linear_int4: expected a bias of (n,)");
   const Int4Matrix weight{nibbles.data(), scales.data(), zeros ? zeros->data() : nullptr, n, k};
-  PackedWeight packed(weight, bias ? bias->data() : nullptr);
+  PackedWeight packed(weight.n, weight.k,
+                      RowReader<Int4Matrix>([&](int64_t i, int64_t j) { return weight.rows(i, j); }),
+                      bias ? bias->data() : nullptr, weight.zeros != nullptr);
   if (columns) {
     for (const int32_t column : *columns)
       if (column < 0 || column >= n) throw std::invalid_argument("packed_linear_int4: expected columns of the weight");

@@ -136,27 +136,34 @@ void store_sums(const uint8_t* bytes, int64_t k, int32_t* to, int64_t stride) {
 
 // Packs a column. Its 4 bytes of each step are 256 bytes apart, from `to` on, and zero-initialised.
 void pack_column(const Matrix& w, int64_t column, Precision precision, char* to, PanelTail& tail, int64_t lane) {
+  thread_local std::vector<float> row;  // in fp32 and aligned, so that loops over it are vectorised
+  row.resize(static_cast<size_t>(w.k));
+  float* const x = row.data();
+  if (w.kind == Kind::fp32) std::memcpy(x, w.rows(column, column + 1).data, static_cast<size_t>(w.k) * 4);
+  else
+    for (int64_t i = 0; i < w.k; ++i) x[i] = w.at(column, i);
   if (precision == Precision::fp32) {
-    for (int64_t i = 0; i < w.k; ++i) {
-      const float x = w.at(column, i);
-      std::memcpy(to + i * kStepBytes, &x, 4);
-    }
+    for (int64_t i = 0; i < w.k; ++i) std::memcpy(to + i * kStepBytes, x + i, 4);
   } else if (precision == Precision::bf16) {
     for (int64_t i = 0; i < w.k; ++i) {
-      const bfloat16 x(w.at(column, i));
-      std::memcpy(to + i / 2 * kStepBytes + i % 2 * 2, &x, 2);
+      const bfloat16 narrow(x[i]);
+      std::memcpy(to + i / 2 * kStepBytes + i % 2 * 2, &narrow, 2);
     }
   } else {
     uint32_t bits = 0;
-    for (int64_t i = 0; i < w.k; ++i) bits = std::max(bits, magnitude_bits(w.at(column, i)));
+    for (int64_t i = 0; i < w.k; ++i) bits = std::max(bits, magnitude_bits(x[i]));
     float largest;
     std::memcpy(&largest, &bits, 4);
     const Scale scale(largest, 127, bits < 0x7F800000);
     int32_t sum = 0;
-    for (int64_t i = 0; i < w.k; ++i) {
-      const int32_t whole = to_whole(w.at(column, i), scale);
-      to[i / 4 * kStepBytes + i % 4] = static_cast<char>(whole);
-      sum += whole;
+    for (int64_t step = 0; step < w.k; step += 4) {
+      char four[4] = {};
+      for (int64_t i = step; i < std::min(w.k, step + 4); ++i) {
+        const int32_t whole = to_whole(x[i], scale);
+        four[i - step] = static_cast<char>(whole);
+        sum += whole;
+      }
+      std::memcpy(to + step / 4 * kStepBytes, four, 4);
     }
     tail.scale[lane] = scale.scale;
     tail.correction[lane] = -sum;
@@ -217,6 +224,14 @@ void gemm_by_tiles(const RowsView& x, int64_t rows, const PackedWeight& w, int64
   release_brgemm();
 }
 
+// Calls f(begin, end) for parts of n rows of k, of whole panels.
+template <typename F>
+void for_each_part(int64_t n, int64_t k, const F& f) {
+  constexpr int64_t kNumbers = 1 << 18;
+  const int64_t step = std::max<int64_t>(1, kNumbers / (std::max<int64_t>(1, k) * kPanelColumns)) * kPanelColumns;
+  for (int64_t begin = 0; begin < n; begin += step) f(begin, std::min(n, begin + step));
+}
+
 }  // namespace
 
 Precision precision_named(std::string_view name) {
@@ -227,8 +242,8 @@ Precision precision_named(std::string_view name) {
   throw std::invalid_argument("precision: expected 'fp32', 'bf16', 'int8' or 'int4', got '" + std::string(name) + "'");
 }
 
-PackedWeight::PackedWeight(const Matrix& weight, const float* bias, Precision precision)
-    : n(weight.n), k(weight.k), num_panels(round_up(weight.n, kPanelColumns) / kPanelColumns), precision(precision) {
+PackedWeight::PackedWeight(int64_t n, int64_t k, const RowReader<Matrix>& read, const float* bias, Precision precision)
+    : n(n), k(k), num_panels(round_up(n, kPanelColumns) / kPanelColumns), precision(precision) {
   if (precision == Precision::int8 && k > kMostInt8)
     throw std::invalid_argument("int8: expected a weight of at most " + std::to_string(kMostInt8) +
                                 " inputs, got one of " + std::to_string(k));
@@ -237,29 +252,33 @@ PackedWeight::PackedWeight(const Matrix& weight, const float* bias, Precision pr
   const int64_t tail_bytes = precision == Precision::int8 ? sizeof(PanelTail) : sizeof(PanelTail::bias);
   panel_bytes_ = steps_ * kStepBytes + tail_bytes;
   const std::shared_ptr<char> memory = allocate_panels(num_panels * panel_bytes_);
-  for (int64_t p = 0; p < num_panels; ++p) {
-    char* panel = memory.get() + p * panel_bytes_;
-    std::memset(panel, 0, static_cast<size_t>(panel_bytes_));
-    auto& tail = *reinterpret_cast<PanelTail*>(panel + steps_ * kStepBytes);
-    for (int64_t lane = 0; lane < std::min(kPanelColumns, n - p * kPanelColumns); ++lane) {
-      const int64_t column = p * kPanelColumns + lane;
-      pack_column(weight, column, precision, panel + lane * 4, tail, lane);
+  for_each_part(n, k, [&](int64_t begin, int64_t end) {
+    const Matrix rows = read(begin, end);
+    for (int64_t column = begin; column < end; ++column) {
+      const int64_t lane = column % kPanelColumns;
+      char* panel = memory.get() + column / kPanelColumns * panel_bytes_;
+      if (lane == 0) std::memset(panel, 0, static_cast<size_t>(panel_bytes_));
+      auto& tail = *reinterpret_cast<PanelTail*>(panel + steps_ * kStepBytes);
+      pack_column(rows, column - begin, precision, panel + lane * 4, tail, lane);
       if (bias != nullptr) tail.bias[lane] = bias[column];
     }
-  }
+  });
   panels_ = memory;
 }
 
-PackedWeight::PackedWeight(const Int4Matrix& weight, const float* bias)
-    : n(weight.n),
-      k(weight.k),
-      num_panels(round_up(weight.n, kPanelColumns) / kPanelColumns),
+PackedWeight::PackedWeight(int64_t n, int64_t k, const RowReader<Int4Matrix>& read, const float* bias, bool has_zeros)
+    : n(n),
+      k(k),
+      num_panels(round_up(n, kPanelColumns) / kPanelColumns),
       precision(Precision::int4),
-      has_zeros(weight.zeros != nullptr),
-      panel_bytes_(int4_panel_bytes(weight.k, weight.zeros != nullptr)) {
+      has_zeros(has_zeros),
+      panel_bytes_(int4_panel_bytes(k, has_zeros)) {
   const std::shared_ptr<char> memory = allocate_panels(bytes());
-  std::memset(memory.get(), 0, static_cast<size_t>(bytes()));
-  pack_int4(weight, bias, memory.get());
+  for_each_part(n, k, [&](int64_t begin, int64_t end) {
+    char* panels = memory.get() + begin / kPanelColumns * panel_bytes_;
+    std::memset(panels, 0, static_cast<size_t>(round_up(end - begin, kPanelColumns) / kPanelColumns * panel_bytes_));
+    pack_int4(read(begin, end), bias == nullptr ? nullptr : bias + begin, panels);
+  });
   panels_ = memory;
 }
 

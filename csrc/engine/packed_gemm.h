@@ -25,6 +25,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <string_view>
 #include <vector>
@@ -63,7 +64,14 @@ struct Matrix {
   int64_t n, k;
 
   float at(int64_t i, int64_t j) const { return number_at(data, kind, i * k + j); }
+  Matrix rows(int64_t begin, int64_t end) const {
+    return {static_cast<const char*>(data) + begin * k * element_bytes(kind), kind, end - begin, k};
+  }
 };
+
+// Returns rows [begin, end) of a matrix, which are valid until the next call.
+template <typename M>
+using RowReader = std::function<M(int64_t begin, int64_t end)>;
 
 constexpr int64_t kInt4Group = 32;
 inline int64_t int4_groups(int64_t k) { return (k + kInt4Group - 1) / kInt4Group; }
@@ -74,6 +82,11 @@ struct Int4Matrix {
   const float* scales;     // (n, groups); stored as fp16 times a power of two per row, which is exact for 11 bits
   const uint8_t* zeros;    // (n, groups), up to 16; null: all are 8
   int64_t n, k;
+
+  Int4Matrix rows(int64_t begin, int64_t end) const {
+    const int64_t groups = int4_groups(k), from = begin * groups;
+    return {nibbles + from * kInt4Group / 2, scales + from, zeros ? zeros + from : nullptr, end - begin, k};
+  }
 };
 
 // The W of y = x W^T + b, packed and immutable. Copies share the panels. Columns from n to the end of the last panel
@@ -84,10 +97,11 @@ struct Int4Matrix {
 class PackedWeight {
  public:
   PackedWeight() = default;
-  // bias: n floats, or null. Throws std::invalid_argument for a k above 66,311, whose int8 sums would overflow.
-  PackedWeight(const Matrix& weight, const float* bias, Precision precision);
-  // Packs a weight of int4.
-  PackedWeight(const Int4Matrix& weight, const float* bias);
+  // Packs the (n, k) matrix whose rows `read` returns. bias: n floats, or null. Throws std::invalid_argument for a k
+  // above 66,311, whose int8 sums would overflow.
+  PackedWeight(int64_t n, int64_t k, const RowReader<Matrix>& read, const float* bias, Precision precision);
+  // Packs a weight of int4. has_zeros: whether the matrices have zero points.
+  PackedWeight(int64_t n, int64_t k, const RowReader<Int4Matrix>& read, const float* bias, bool has_zeros);
 
   // Returns a packed weight of the given columns.
   PackedWeight columns(const std::vector<int32_t>& candidates) const;

@@ -9,7 +9,10 @@
 namespace fastformer {
 namespace {
 
-float at(const ModelTensor& tensor, int64_t i) { return number_at(tensor.data, tensor.kind, i); }
+float at(const ModelTensor& tensor, int64_t i) {
+  if (tensor.data == nullptr) throw std::invalid_argument("expected an array, got a matrix that is read in parts");
+  return number_at(tensor.data, tensor.kind, i);
+}
 
 // The bytes in a row of an Int4Matrix.
 int64_t nibble_bytes(int64_t k) { return int4_groups(k) * kInt4Group / 2; }
@@ -58,39 +61,43 @@ class Names {
     check_table(name, get(name).kind == Kind::bytes ? nibble_bytes(k) : k);
     return get(name).shape[0];
   }
-  // Returns rows [begin, end) of a matrix with k columns.
-  Matrix matrix(const std::string& name, int64_t begin, int64_t end, int64_t rows, int64_t k) const {
-    const ModelTensor& tensor = get(name);
-    check(name, tensor, {rows, k});
-    const int64_t offset = begin * k * element_bytes(tensor.kind);
-    return Matrix{static_cast<const char*>(tensor.data) + offset, tensor.kind, end - begin, k};
-  }
   PackedWeight weight(const std::string& name, const std::string& bias, int64_t begin, int64_t end, int64_t rows,
                       int64_t k, Precision precision) const {
     const std::vector<float> biases = find(bias) ? vector(bias, rows, 0) : std::vector<float>();
     const float* from = biases.empty() ? nullptr : biases.data() + begin;
     if (get(name).kind == Kind::bytes) {
       if (precision != Precision::int4) throw_unexpected(name, "dtype");
-      return PackedWeight(int4(name, begin, end, rows, k), from);
+      return int4(name, begin, end, rows, k, from);
     }
+    const ModelTensor& tensor = get(name);
+    check(name, tensor, {rows, k});
+    const auto read = [&](int64_t first, int64_t last) {
+      return Matrix{tensor.rows(begin + first, begin + last), tensor.kind, last - first, k};
+    };
     // In an int4 model, matrices without groups are packed as int8.
-    return PackedWeight(matrix(name, begin, end, rows, k), from,
-                        precision == Precision::int4 ? Precision::int8 : precision);
+    return {end - begin, k, RowReader<Matrix>(read), from, precision == Precision::int4 ? Precision::int8 : precision};
   }
 
  private:
-  Int4Matrix int4(const std::string& name, int64_t begin, int64_t end, int64_t rows, int64_t k) const {
+  PackedWeight int4(const std::string& name, int64_t begin, int64_t end, int64_t rows, int64_t k,
+                    const float* bias) const {
     const int64_t groups = int4_groups(k);
     const auto part = [&](const std::string& part, Kind kind, int64_t columns) {
       check(part, get(part), {rows, columns});
       if (get(part).kind != kind) throw_unexpected(part, "dtype");
-      return static_cast<const char*>(get(part).data) + begin * columns * element_bytes(kind);
+      return &get(part);
     };
-    const auto bytes = [](const char* data) { return reinterpret_cast<const uint8_t*>(data); };
-    const uint8_t* nibbles = bytes(part(name, Kind::bytes, nibble_bytes(k)));
-    const auto* scales = reinterpret_cast<const float*>(part(name + ".scale", Kind::fp32, groups));
-    const uint8_t* zeros = find(name + ".zero") ? bytes(part(name + ".zero", Kind::bytes, groups)) : nullptr;
-    return {nibbles, scales, zeros, end - begin, k};
+    const ModelTensor *nibbles = part(name, Kind::bytes, nibble_bytes(k)),
+                      *scales = part(name + ".scale", Kind::fp32, groups),
+                      *zeros = find(name + ".zero") ? part(name + ".zero", Kind::bytes, groups) : nullptr;
+    const auto read = [&](int64_t first, int64_t last) {
+      const auto bytes = [&](const ModelTensor* tensor) {
+        return reinterpret_cast<const uint8_t*>(tensor->rows(begin + first, begin + last));
+      };
+      return Int4Matrix{bytes(nibbles), reinterpret_cast<const float*>(bytes(scales)), zeros ? bytes(zeros) : nullptr,
+                        last - first, k};
+    };
+    return {end - begin, k, RowReader<Int4Matrix>(read), bias, zeros != nullptr};
   }
 
   // Returns a tensor whose elements at() can read.
@@ -245,7 +252,14 @@ NormPlacement norm_placement_named(std::string_view name) {
 Table::Table(const ModelTensor& tensor, Precision precision) : rows_(tensor.shape[0]), dim_(tensor.shape[1]) {
   const auto copy = [&]<typename T>(std::shared_ptr<const std::vector<T>>& to) {
     auto values = std::make_shared<std::vector<T>>(rows_ * dim_);
-    for (int64_t i = 0; i < rows_ * dim_; ++i) (*values)[i] = static_cast<T>(at(tensor, i));
+    constexpr int64_t kNumbers = 1 << 18;
+    const int64_t step = std::max<int64_t>(1, kNumbers / std::max<int64_t>(1, dim_));
+    for (int64_t row = 0; row < rows_; row += step) {
+      const int64_t end = std::min(rows_, row + step);
+      const char* from = tensor.rows(row, end);
+      for (int64_t i = 0; i < (end - row) * dim_; ++i)
+        (*values)[row * dim_ + i] = static_cast<T>(number_at(from, tensor.kind, i));
+    }
     to = std::move(values);
   };
   if (precision == Precision::fp32) copy(wide_);
@@ -326,7 +340,7 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
   }
   const auto table = [&](const std::string& name, int64_t width) {
     const ModelTensor& tensor = names.table(name, width);
-    const auto [place, is_new] = tables.try_emplace(tensor.data);
+    const auto [place, is_new] = tables.try_emplace(tensor.data ? tensor.data : &tensor);
     if (is_new) place->second = Table(tensor, o.precision);
     return place->second;
   };

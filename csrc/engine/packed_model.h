@@ -19,9 +19,16 @@ namespace fastformer {
 // Int4Matrix, (n, 16 * groups). Its scales (fp32) and optional zero points (bytes) are the tensors with its name plus
 // ".scale" and ".zero".
 struct ModelTensor {
-  const void* data;
+  const void* data;  // null: a matrix that is read in parts
   Kind kind;
   std::vector<int64_t> shape;
+  RowReader<const void*> read;
+
+  // Returns rows [begin, end) of a matrix, which are valid until the next call.
+  const char* rows(int64_t begin, int64_t end) const {
+    if (data == nullptr) return static_cast<const char*>(read(begin, end));
+    return static_cast<const char*>(data) + begin * shape[1] * element_bytes(kind);
+  }
 };
 using ModelTensors = std::map<std::string, ModelTensor>;
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastformer.generation.config import Precision
+from fastformer.models.stored import stand_in
 
 if TYPE_CHECKING:
     from fastformer.kernels._launch import Resolved
@@ -86,7 +87,7 @@ def calls(model: Any, batch_size: int, length: int, training: bool) -> Iterator[
     kind = type(model).__name__
 
     def tokens(batch: int, size: int) -> torch.Tensor:
-        return torch.full((batch, size), token, device=next(model.parameters()).device)
+        return torch.full((batch, size), token, device=next(stand_in(model).parameters()).device)
 
     def infer(batch: int, size: int) -> None:
         texts = tokens(batch, size)

@@ -23,6 +23,7 @@ from fastformer.generation.model_protocols import check_precision, dtype_precisi
 from fastformer.models import BERT, GPT
 from fastformer.models.as_made import find_guards
 from fastformer.models.pooling import POOLINGS, Pooling, pool
+from fastformer.models.stored import stand_in
 from fastformer.ops import _extension
 
 Rows: TypeAlias = Sequence[Sequence[int]]
@@ -359,7 +360,7 @@ def _pack(model: BERT | GPT, precision: str) -> _Packed:
 
 
 def _packed_encoder(model: BERT | GPT, precision: str, last_position: Tensor | None = None) -> _EncoderBinding:
-    extension = cast(Any, _extension.module())
+    extension, model = cast(Any, _extension.module()), stand_in(model)
     weights = extension.PackedModel(pack_options(model, precision), pack_tensors(model, precision, last_position))
     return cast(_EncoderBinding, extension.Encoder(weights))
 

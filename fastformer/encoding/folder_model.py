@@ -17,6 +17,7 @@ from fastformer.encoding.engine import EncoderEngine
 from fastformer.encoding.folder import Folder, read_folder
 from fastformer.encoding.modules import Array
 from fastformer.encoding.tokens import Rows
+from fastformer.models.stored import stand_in
 from fastformer.settings import Positive, check_value, suggestion
 
 
@@ -96,7 +97,7 @@ class FolderModel:
     @property
     def device(self) -> torch.device:
         """The device of the model."""
-        model_device: torch.device = next(self._folder.model.parameters()).device
+        model_device: torch.device = next(stand_in(self._folder.model).parameters()).device
         return model_device
 
     @property

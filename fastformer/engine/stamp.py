@@ -141,7 +141,7 @@ class ModelGuards:
         self._own = _own_state(model)
         self._values = [each for config in configs for each in config.values() if isinstance(each, list | dict)]
         self._values_before = copy.deepcopy(self._values)
-        self.tensors = [tensor for store in stores for tensor in store.values() if tensor is not None]
+        self.tensors = [tensor for store in stores for tensor in dict.values(store) if tensor is not None]
         self.layout = layout_of(self.tensors)
 
     def hold(self, model: nn.Module) -> bool:

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Protocol, TypeAlias, TypeGuard, cast, get_args
+from typing import Any, Protocol, TypeAlias, TypeGuard, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from fastformer.engine.frozen import notes_of
 from fastformer.generation.config import Precision
 from fastformer.locks import ForkSafeLock
 from fastformer.models.quantization import QUANTIZED
+from fastformer.models.stored import stand_in
 from fastformer.nn import KVCache, SequenceLayout
 from fastformer.ops.linear_topk import TopK
 
@@ -182,7 +183,7 @@ def _on_meta(model: nn.Module) -> str | None:
     modules, is_on_meta = modules_of(model), False
     for module in modules:  # each call of generate runs this; names are only for errors
         for tensors in (module._parameters, module._buffers):
-            for tensor in tensors.values():
+            for tensor in dict.values(cast(dict[str, Any], tensors)):  # reads nothing of a model that is in a file
                 if tensor is not None and tensor.is_meta:
                     is_on_meta = True
     if not is_on_meta:
@@ -222,7 +223,7 @@ def _has(model: object, *names: str) -> bool:
 
 def device_of(model: Model) -> torch.device:
     """Returns the device of a model's first parameter; the CPU for a model without parameters."""
-    parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    parameter = next(stand_in(model).parameters(), None) if isinstance(model, nn.Module) else None
     return torch.device("cpu") if parameter is None else parameter.device
 
 
@@ -248,7 +249,7 @@ def dtype_precision(model: object, *, is_of_one_dtype: bool = False) -> str:
     for module in modules_of(model) if isinstance(model, nn.Module) else []:
         if dtypes and is_of_one_dtype:
             break
-        for parameter in module._parameters.values():
+        for parameter in dict.values(cast(dict[str, Any], module._parameters)):
             if parameter is None or not (dtype := parameter.dtype).is_floating_point:
                 continue
             if reads_device and dtype != torch.float64 and is_cast.get(device := parameter.device.type):

@@ -60,6 +60,32 @@ class Undrawn(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class Unallocated(Undrawn):
+    """An `Undrawn` in which matrices have no memory: their numbers are one NaN until `allocate` is called."""
+
+    @staticmethod
+    def is_empty(tensor: Tensor) -> bool:
+        """Returns whether a tensor was made without memory."""
+        return tensor.dim() > 1 and tensor.numel() > 1 and not any(tensor.stride())
+
+    @classmethod
+    def allocate(cls, parameter: nn.Parameter) -> None:
+        """Gives a parameter memory, whose contents are undefined, if it has none."""
+        if cls.is_empty(parameter):
+            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.empty and (kwargs or {}).get("device") in (None, "cpu"):
+            shape = args[0] if args and isinstance(args[0], tuple | list) else args
+            if len(shape) > 1:
+                return torch.full((1,) * len(shape), torch.nan, dtype=kwargs.get("dtype")).expand(*shape)
+        if func is Tensor.clone and self.is_empty(args[0]):
+            return args[0].detach()
+        if func in (Tensor.zero_, Tensor.fill_) and not any(args[0].stride()):
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs)
+
+
 class Saved(Protocol):
     """The interface of a tokenizer for `save_pretrained`."""
 
@@ -307,6 +333,7 @@ def make_to_load(
     make: Callable[[torch.device | str | None], AnyModel],
     device: torch.device | str | None,
     check: Callable[[AnyModel], None],
+    context: type[Undrawn] = Undrawn,
 ) -> AnyModel:
     """Builds a model whose weights are loaded next.
 
@@ -316,6 +343,7 @@ def make_to_load(
         make: builds the model on a device.
         device: the device of the model; None: the CPU, whatever the default device is.
         check: raises a ValueError for a model that doesn't fit the weights.
+        context: in which the model is built.
 
     Raises:
         ValueError: see `check`; or a tensor's size has more than 64 bits.
@@ -326,6 +354,7 @@ def make_to_load(
         except RuntimeError as error:  # a size beyond 64 bits
             raise ValueError(f"expected settings of a model that fits in memory: {error}") from error
         check(model)
+    with context():
         return make("cpu" if device is None else device)
 
 

@@ -144,8 +144,8 @@ def rotary_tables(
     if speeds is not None and speeds.shape != (rotary_dim // 2,):
         raise ValueError(f"expected {rotary_dim // 2} speeds, got {described(speeds)}")
     if device is not None and torch.device(device).type == "meta":  # avoids importing a compiler, which takes 1 s
-        empty = torch.empty(num_positions, rotary_dim // 2, dtype=dtype, device=device)
-        return empty, torch.empty_like(empty)
+        shape = num_positions, rotary_dim // 2  # torch.empty_like would import it, too
+        return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
     if speeds is None:
         exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim
         speeds = torch.exp(-math.log(base) * exponent)

@@ -451,7 +451,7 @@ def test_the_gguf_package_reads_the_same(tmp_path) -> None:
         for tensor in reader.tensors:
             stored = file.tensors[tensor.name]
             plain = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-            assert digest(numbers(*stored)) == digest(plain.copy())
+            assert digest(numbers(*stored[:3])) == digest(plain.copy())
         for key, field in reader.fields.items():
             if not key.startswith("GGUF."):
                 assert file.values[key] == field.contents(), key

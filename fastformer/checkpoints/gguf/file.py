@@ -13,10 +13,11 @@ A large model may be split: NAME-00001-of-00003.gguf has the values, and every f
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,11 +46,15 @@ class Stored(NamedTuple):
         kind: how its numbers are stored.
         shape: its sizes in PyTorch's order: the size of a row is the last.
         data: its bytes.
+        place: its name and that of the file, for messages.
+        release: (bytes) -> None: some of `data` won't be read soon, and need no memory.
     """
 
     kind: Kind
     shape: tuple[int, ...]
     data: Tensor
+    place: str
+    release: Callable[[Tensor], None]
 
 
 class GGUF(NamedTuple):
@@ -100,16 +105,16 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUF:
 
 
 class _Reader:
-    """Reads the parts of a file in memory, and never beyond its end."""
+    """Reads the head of a mapped file, from the number of tensors on, and never beyond the end of the file."""
 
-    def __init__(self, path: Path, data: bytes, size: int) -> None:
-        self._path, self._data, self._size, self.place = path, data, size, 0
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self._path, self._data, self._end, self.place = path, data, min(len(data), _MOST_HEADER), 8
 
     def need(self, size: int) -> None:
         """Raises ValueError if the file has fewer bytes left."""
-        if size > len(self._data) - self.place:
+        if size > self._end - self.place:
             raise ValueError(
-                f"expected {size:,} more bytes in {self._path}, got {self._size - self.place:,}: the file was cut, or "
+                f"expected {size:,} more bytes in {self._path}, got {self._end - self.place:,}: the file was cut, or "
                 "is damaged"
             )
 
@@ -135,7 +140,19 @@ class _Reader:
             raise ValueError(f"expected UTF-8 in {self._path}, got {data!r:.60}") from error
 
     def texts(self, count: int) -> list[str]:
-        return [self.text() for _ in range(count)]
+        data, place, result = self._data, self.place, list[str]()
+        for _ in range(count):  # a vocabulary has many: few calls for each
+            begin = place + _LEAST_TEXT
+            end = begin + int.from_bytes(data[place:begin], "little")
+            try:
+                if end > self._end:
+                    break
+                result.append(data[begin:end].decode())
+            except UnicodeDecodeError:
+                break
+            place = end
+        self.place = place
+        return result if len(result) == count else [*result, self.text()]  # which raises the error
 
     def value(self, key: str) -> Any:
         (kind,) = self.take("I")
@@ -152,11 +169,17 @@ class _Reader:
         raise ValueError(f"expected {key!r:.60} in {self._path} to have a known type of values, got type {kind}")
 
 
-def _read_one(path: Path) -> GGUF:
-    """Reads one file."""
+def first_value(path: str | os.PathLike[str], key: str) -> Any:
+    """Returns a value without reading those behind it; None: there is none. A ValueError: see `read_gguf`."""
+    reader, _ = _opened(Path(path))
+    reader.count(_LEAST_TENSOR)
+    return next((value for name, value in _values(reader) if name == key), None)
+
+
+def _opened(path: Path) -> tuple[_Reader, mmap.mmap]:
+    """Returns a reader of a file's head, at the number of tensors, and the mapped file."""
     if not is_plain_file(path.resolve()):
         raise ValueError(f"expected a GGUF file, but there is no file {path}")
-    size = path.stat().st_size
     with open(path, "rb") as file:
         head = file.read(8)
         if head[:4] != _MAGIC:
@@ -166,21 +189,33 @@ def _read_one(path: Path) -> GGUF:
             is_big = int.from_bytes(head[4:], "big") in (1, 2, 3)
             what = "a big-endian one" if is_big else f"version {version}"
             raise ValueError(f"expected a GGUF file of version 2 or 3, got {what}: {path}")
-        reader = _Reader(path, file.read(_MOST_HEADER), size)
-    num_tensors = reader.count(_LEAST_TENSOR)
-    values: dict[str, Any] = {}
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return _Reader(path, memory), memory
+
+
+def _values(reader: _Reader) -> Iterator[tuple[str, Any]]:
     for _ in range(reader.count(_LEAST_VALUE)):
         key = reader.text()
+        yield key, reader.value(key)
+
+
+def _read_one(path: Path) -> GGUF:
+    """Reads one file."""
+    reader, memory = _opened(path)
+    size = len(memory)
+    num_tensors = reader.count(_LEAST_TENSOR)
+    values: dict[str, Any] = {}
+    for key, value in _values(reader):
         if key in values:
             raise ValueError(f"expected keys that differ in {path}, got {key!r:.60} twice")
-        values[key] = reader.value(key)
+        values[key] = value
     reader.need(num_tensors * _LEAST_TENSOR)
     listed = [*_tensors(reader, path, num_tensors)]
     alignment = values.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 8 <= alignment <= _MOST_ALIGNMENT or alignment & (alignment - 1):
         raise ValueError(f"expected {path} to have an alignment that is a power of two, got {alignment!r:.60}")
-    begin = -(-(reader.place + 8) // alignment) * alignment
-    mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8) if size else torch.empty(0)
+    begin = -(-reader.place // alignment) * alignment
+    mapped, release = _mapped(memory)
     tensors: dict[str, Stored] = {}
     end = 0
     for name, kind, shape, offset in sorted(listed, key=lambda each: each[3]):
@@ -196,8 +231,22 @@ def _read_one(path: Path) -> GGUF:
             raise ValueError(f"expected {begin + end:,} bytes of {path}, for {name!r:.60}, got {size:,}: it was cut")
         if name in tensors:
             raise ValueError(f"expected names that differ in {path}, got {name!r:.60} twice")
-        tensors[name] = Stored(kind, shape, mapped[begin + offset : begin + end])
+        tensors[name] = Stored(kind, shape, mapped[begin + offset : begin + end], f"{name} of {path}", release)
     return GGUF(path, values, tensors)
+
+
+def _mapped(memory: mmap.mmap) -> tuple[Tensor, Callable[[Tensor], None]]:
+    """Returns the bytes of a file, and `Stored.release`."""
+    mapped = torch.frombuffer(memory, dtype=torch.uint8)
+    advice = getattr(mmap, "MADV_DONTNEED", None)
+
+    def release(part: Tensor) -> None:
+        offset = part.data_ptr() - mapped.data_ptr()
+        if advice is not None and 0 <= offset <= len(mapped) - len(part) and part.numel():
+            begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
+            memory.madvise(advice, begin, offset + part.numel() - begin)
+
+    return mapped, release
 
 
 def _tensors(reader: _Reader, path: Path, count: int) -> Iterator[tuple[str, Kind, tuple[int, ...], int]]:

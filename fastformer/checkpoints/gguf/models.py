@@ -16,17 +16,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastformer.checkpoints.gguf.blocks import BLOCKS, Kind, int4_groups, numbers
-from fastformer.checkpoints.gguf.file import GGUF, Stored, read_gguf
+from fastformer.checkpoints.gguf.blocks import BLOCKS, Kind, numbers
+from fastformer.checkpoints.gguf.file import GGUF, Stored, first_value, read_gguf
+from fastformer.checkpoints.gguf.matrix import FileMatrix
 from fastformer.checkpoints.gguf.tokenizers import Vocabulary, decoder_tokenizer, encoder_tokenizer, read_vocabulary
 from fastformer.checkpoints.hf import FAMILIES, encoding_family
 from fastformer.checkpoints.hf.common import Checkpoint, check_empty, load_foreign, taken
-from fastformer.checkpoints.hf.quantized import keep_groups, log_rounding
+from fastformer.checkpoints.hf.quantized import log_rounding
 from fastformer.data import Tokenizer
 from fastformer.models import BERT, GPT
 from fastformer.models.bert_config import BERTConfig
 from fastformer.models.pretrained import check_depth
-from fastformer.models.quantization import INT8
+from fastformer.models.quantization import INT4, INT8
+from fastformer.models.stored import StoredGroups, stand_in, stored_in
 from fastformer.models.weights import check_finite
 from fastformer.special_ids import SpecialIds
 
@@ -116,7 +118,7 @@ _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p":
 def architecture_of(path: str | os.PathLike[str]) -> str | None:
     """Returns "GPT" or "BERT"; None: a file that fastformer can't load."""
     try:
-        name = read_gguf(path).values.get(_ARCHITECTURE)
+        name = first_value(path, _ARCHITECTURE)
     except (OSError, ValueError):
         return None
     return None if name not in ARCHITECTURES else "BERT" if name in _ENCODERS else "GPT"
@@ -363,9 +365,8 @@ def _state(file: GGUF, values: _Values, architecture: Architecture) -> dict[str,
     for name, stored in file.tensors.items():
         if name in _ROPE:
             continue
-        tensor = _numbers(stored)
-        check_finite(file.path, {name: tensor})
         layer, stem, kind = _parts(name)
+        tensor: Any = FileMatrix.of(stored) if len(stored.shape) > 1 else _finite(file, name)
         parts = {stem: tensor}
         if stem == "attn_qkv" and "attn_qkv" not in architecture.layer:
             head = len(tensor) // (heads + 2 * kv_heads)
@@ -392,11 +393,18 @@ def _parts(name: str) -> tuple[str | None, str, str]:
     return (None, name, "") if match is None else (match[1], match[2], match[3])
 
 
-def _unpermuted(tensor: Tensor, heads: int, name: str) -> Tensor:
+def _finite(file: GGUF, name: str) -> Tensor:
+    tensor = _numbers(file.tensors[name])
+    check_finite(file.path, {name: tensor})
+    return tensor
+
+
+def _unpermuted(tensor: Any, heads: int, name: str) -> Tensor:
     """Returns rows in which the halves of a head are rotated, from the order in which neighbours are."""
     if not heads or len(tensor) % (2 * heads):
         raise ValueError(f"expected {name} to have rows for {heads} heads, got {len(tensor)}")
-    return tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+    order = torch.arange(len(tensor)).view(heads, -1, 2).transpose(1, 2).flatten()
+    return tensor.in_order(order) if isinstance(tensor, FileMatrix) else tensor[order]
 
 
 def _note_precision(file: GGUF, model: Any) -> None:
@@ -408,10 +416,13 @@ def _note_precision(file: GGUF, model: Any) -> None:
     rounded = {kind: count for kind, count in counts.items() if BLOCKS[kind].compute is not None}
     if sum(rounded.values()) * 2 < sum(counts.values()):
         return
-    if rounded.get(Kind.Q4_0, 0) * 2 > sum(rounded.values()):
-        keep_groups(model, [int4_groups(stored.shape, stored.data) for stored in matrices if stored.kind == Kind.Q4_0])
-    else:
-        model.precision = INT8
+    is_int4 = rounded.get(Kind.Q4_0, 0) * 2 > sum(rounded.values())
+    model.precision = INT4 if is_int4 else INT8
+    if is_int4:
+        placeholders = stand_in(model)
+        sources, state = stored_in(placeholders), dict(placeholders.named_parameters(remove_duplicate=False))
+        named = {name: source for name, each in state.items() if (source := sources.get(id(each))) is not None}
+        model.int4_groups = StoredGroups({name: source for name, source in named.items() if source.has_groups()})
     log_rounding(model, file.path)
 
 
@@ -424,8 +435,10 @@ def _nomic_bert(
     dtype: torch.dtype,
 ) -> BERT:
     """Builds a Nomic BERT: a BERT with rotary positions and a gated feed-forward network, whose maps have no bias."""
-    left = {name: _numbers(stored) for name, stored in file.tensors.items()}
-    check_finite(file.path, left)
+    left: dict[str, Tensor] = {
+        name: FileMatrix.of(stored) if len(stored.shape) > 1 else _finite(file, name)
+        for name, stored in file.tensors.items()
+    }
     depth = int(values.number("block_count"))
     check_depth("num_hidden_layers", depth, len(left), file.path)
     (embedding,) = taken(left, ["token_embd.weight"], "Nomic BERT")

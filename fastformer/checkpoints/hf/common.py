@@ -29,7 +29,9 @@ from fastformer.data.backend import Backend
 from fastformer.files import read_json, read_small
 from fastformer.languages import Languages, Places
 from fastformer.models import BERT, GPT, BERTConfig, GPTConfig, Transformer, TransformerConfig
-from fastformer.models.pretrained import CONFIG, check_depth, check_tables, make_to_load
+from fastformer.models.pretrained import CONFIG, Unallocated, Undrawn, check_depth, check_tables, make_to_load
+from fastformer.models.quantization import quantized_names
+from fastformer.models.stored import Stored, leave_in_file
 from fastformer.models.weights import (
     FLOATING,
     WEIGHTS,
@@ -517,7 +519,8 @@ def load_foreign(
 ) -> Any:
     """Builds a model with the weights, in evaluation mode.
 
-    Besides the model and the given weights, memory holds one converted tensor at a time.
+    Besides the model and the given weights, memory holds one converted tensor at a time. Matrices that are in a file
+    stay there until they are asked for (`models.stored`), if the model is on the CPU.
 
     Args:
         config: the config of the model.
@@ -538,15 +541,33 @@ def load_foreign(
         check_entries("the weights", "the settings", entries, expected)
         check_tables(model, "the settings")
 
-    model = make_to_load(lambda device: kind(config, device=device, dtype=dtype), device, check)
+    is_file = torch.device(device or "cpu").type == "cpu" and any(map(_is_in_file, weights.values()))
+    context = Unallocated if is_file else Undrawn
+    model = make_to_load(lambda device: kind(config, device=device, dtype=dtype), device, check, context)
+    stored: dict[str, Stored] = {}
     with torch.no_grad():
+        for name in quantized_names(model) if is_file else ():
+            parts = tuple(convert(name, part) for part in _parts(weights[name]))
+            if _is_in_file(parts):
+                stored[name] = Stored(parts)  # type: ignore[arg-type]
+        for name, parameter in model.named_parameters():
+            if is_file and name not in stored:
+                Unallocated.allocate(parameter)
         for name, target in model.state_dict().items():
             begin = 0
-            for part in _parts(weights[name]):
+            for part in () if name in stored else _parts(weights[name]):
                 part = convert(name, part)
                 target[begin : begin + len(part)].copy_(part)
                 begin += len(part)
-    return model.eval()
+    model.eval()
+    if stored:
+        with Undrawn():
+            leave_in_file(model, kind(config, device="meta", dtype=dtype), stored)
+    return model
+
+
+def _is_in_file(parts: Parts) -> bool:
+    return all(hasattr(part, "groups") for part in _parts(parts))
 
 
 def _parts(parts: Parts) -> tuple[Tensor, ...]:
@@ -557,7 +578,9 @@ def _entry(name: str, weights: Parts, convert: Callable[[str, Tensor], Tensor]) 
     """Returns the shape and the dtype of tensors after they are converted and concatenated."""
     parts = _parts(weights)
     try:
-        shapes = [tuple(convert(name, torch.empty_like(part, device="meta")).shape) for part in parts]
+        shapes = [
+            tuple(convert(name, torch.empty(part.shape, dtype=part.dtype, device="meta")).shape) for part in parts
+        ]
     except (RuntimeError, IndexError):  # a tensor with another number of dimensions keeps its shape
         shapes = [tuple(part.shape) for part in parts]
     first, rest = shapes[0], shapes[1:]

@@ -42,6 +42,7 @@ from fastformer.models.quantization import (
     quantized_names,
     to_grid,
 )
+from fastformer.models.stored import Stored, stand_in, stored_in
 
 logger = logging.getLogger("fastformer")
 
@@ -52,6 +53,7 @@ _OTHER_NAMES = {"w_bit": "bits", "q_group_size": "group_size", "format": "checkp
 _CONV1D = ("gpt2",)  # families whose weights are (in, out) if they aren't quantised
 _UNBIASED = ("llama", "mistral")  # families whose layers some programs saved with biases of zero
 _SAMPLE_ROWS = 64  # of each matrix, by which the log says how much rounding changes
+_STORED_ROWS = 16  # of each matrix in a file, which is read for it
 
 
 class Dequantized(NamedTuple):
@@ -211,9 +213,12 @@ def log_rounding(model: nn.Module, origin: object) -> None:
     holder: Any = model
     if holder.precision not in QUANTIZED:
         return
-    state, groups = model.state_dict(), holder.int4_groups or {}
+    model = stand_in(model)
+    state, stored = dict(model.named_parameters(remove_duplicate=False)), stored_in(model)
+    groups = holder.int4_groups or {}
     names = [name for name in quantized_names(model) if name not in groups]
-    pairs = [(rows, from_grid(*to_grid(rows), rows.dtype)) for rows in (_sample(state[name]) for name in names)]
+    samples = [_sample(state[name].detach(), stored.get(id(state[name]))) for name in names]
+    pairs = [(rows, from_grid(*to_grid(rows), rows.dtype)) for rows in samples]
     changed = [pair for pair in pairs if not torch.equal(*pair)]
     if changed:
         logger.info(
@@ -223,9 +228,9 @@ def log_rounding(model: nn.Module, origin: object) -> None:
         )  # fmt: skip
 
 
-def _sample(matrix: Tensor) -> Tensor:
-    """Returns some rows of a matrix."""
-    return matrix[:: max(1, len(matrix) // _SAMPLE_ROWS)]
+def _sample(matrix: Tensor, stored: Stored | None = None) -> Tensor:
+    """Returns some rows of a matrix, which may be in a file."""
+    return stored.sample(_STORED_ROWS) if stored is not None else matrix[:: max(1, len(matrix) // _SAMPLE_ROWS)]
 
 
 def _change(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:

@@ -31,7 +31,8 @@ from fastformer.generation.native_search import NativeSearch
 from fastformer.models import GPT, Transformer
 from fastformer.models.as_made import tensors_of
 from fastformer.models.gpt import GPTConfig
-from fastformer.models.quantization import INT4, SCALE, ZERO, groups_of
+from fastformer.models.quantization import GROUP, INT4, SCALE, ZERO, groups_of, num_groups
+from fastformer.models.stored import Stored, stand_in, stored_in
 from fastformer.nn import Embedding, MultiheadAttention, RelativePositionBias
 from fastformer.nn.feed_forward import fused_name
 
@@ -116,7 +117,8 @@ class CppEngine(Engine):
         self._shortlist: list[int] = []
         self._adapters: dict[str, Adapter] = {}
         self._packed_adapters: dict[Adapter, tuple[object, object]] = {}  # with the model for which each was packed
-        self.prepacked(may_be_old=True)  # each batch checks again whether the weights have changed
+        if stand_in(model) is model:  # else the weights are in a file, and the first batch packs them
+            self.prepacked(may_be_old=True)  # each batch checks again whether the weights have changed
 
     def prepacked(self, *, may_be_old: bool = False) -> object:
         """Returns the `PackedModel` of the model's current weights; see `engine.frozen`."""
@@ -336,7 +338,9 @@ def _attention(model: Transformer | GPT) -> MultiheadAttention:
 def pack(model: nn.Module, precision: str) -> object:
     """Packs the weights of a model for which `why_not_supported` returns None."""
     assert isinstance(model, Transformer | GPT)
-    packed: object = extension_module().PackedModel(pack_options(model, precision), pack_tensors(model, precision))
+    looked_at = stand_in(model)  # doesn't read matrices that are in a file
+    arrays = pack_tensors(looked_at, precision)
+    packed: object = extension_module().PackedModel(pack_options(looked_at, precision), arrays)
     return packed
 
 
@@ -456,13 +460,17 @@ def named_tensors(model: Transformer | GPT) -> dict[str, Tensor]:
 def arrays_of(model: nn.Module, tensors: dict[str, Tensor], precision: str) -> dict[str, Array]:
     """Converts named tensors of a model to the arrays that csrc/engine/packed_model.h reads."""
     arrays: dict[str, Array] = {}
-    multiplied = [tensor for name, tensor in tensors.items() if not _is_looked_up(name)]
+    stored = stored_in(model)
+    multiplied = [tensor for name, tensor in tensors.items() if not _is_looked_up(name) and id(tensor) not in stored]
     groups = groups_of(model, multiplied) if precision == INT4 else {}
     firsts: dict[tuple[int, bool], str] = {}  # a tensor of several names has one array, which is packed once
     for name, tensor in tensors.items():
         if (first := firsts.setdefault((id(tensor), _is_looked_up(name)), name)) != name:
             parts = ("", SCALE, ZERO)
             arrays |= {name + part: arrays[first + part] for part in parts if first + part in arrays}
+            continue
+        if (source := stored.get(id(tensor))) is not None:
+            arrays |= _in_parts(name, source, is_int4=precision == INT4 and not _is_looked_up(name))
             continue
         if (group := groups.get(id(tensor))) is None or _is_looked_up(name):
             arrays[name] = _array(tensor)
@@ -471,6 +479,18 @@ def arrays_of(model: nn.Module, tensors: dict[str, Tensor], precision: str) -> d
         if group.zero is not None:
             arrays[name + ZERO] = group.zero.numpy()
     return arrays
+
+
+def _in_parts(name: str, source: Stored, *, is_int4: bool) -> dict[str, Any]:
+    """Returns a matrix in a file as csrc/bindings/decoder.cpp reads it: (rows, columns, whether bytes, the reader)."""
+    rows, columns = source.shape
+    if not is_int4 or not source.has_groups():
+        return {name: (rows, columns, False, lambda begin, end: source.rows(begin, end).numpy())}
+    groups = num_groups(columns)
+    return {
+        name: (rows, groups * GROUP // 2, True, lambda begin, end: source.groups(begin, end).nibbles.numpy()),
+        name + SCALE: (rows, groups, False, lambda begin, end: source.groups(begin, end).scale.float().numpy()),
+    }
 
 
 def _is_looked_up(name: str) -> bool:

@@ -1,0 +1,149 @@
+"""Models whose matrices stay in a GGUF file: what reads them, and that the numbers are those of the file."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fastformer
+from fastformer import Encoder
+from fastformer.checkpoints.gguf.blocks import Kind
+from fastformer.checkpoints.gguf.file import read_gguf
+from fastformer.checkpoints.gguf.matrix import FileMatrix
+from fastformer.cli import main
+from fastformer.generation import Chat
+from fastformer.models import stored
+from tests.checkpoints.test_gguf import FOLDER, IDS, LLAMA, contents, load, to_bytes
+
+pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
+
+
+def is_waiting(model: nn.Module) -> bool:
+    return stored.stand_in(model) is not model
+
+
+@pytest.fixture
+def unread(monkeypatch) -> None:
+    """Makes reading all matrices an error."""
+
+    def refuse(self: Any) -> None:
+        raise AssertionError("the matrices were read")
+
+    monkeypatch.setattr(stored._File, "read", refuse)
+
+
+@pytest.fixture(scope="module")
+def q4_0(tmp_path_factory) -> Any:
+    path = tmp_path_factory.mktemp("q4_0") / "x.gguf"
+    assert main(["quantize", str(LLAMA), str(path), "--precision", "q4_0"]) == 0
+    return path
+
+
+def in_memory(path: Any) -> nn.Module:
+    model, _ = load(path)
+    model.state_dict()
+    assert not is_waiting(model)
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "smollm", "gemma3", "phi3", "gpt2", "q4_0"])
+def test_the_engine_reads_the_file_and_finds_the_same(name, q4_0, monkeypatch) -> None:
+    path = q4_0 if name == "q4_0" else FOLDER / f"{name}.gguf"
+    expected = fastformer.generate(in_memory(path), [IDS], max_new_tokens=12, do_sample=False, engine="cpp")
+    model, _ = load(path)
+    with monkeypatch.context() as patched:
+        patched.setattr(stored._File, "read", None)
+        found = fastformer.generate(model, [IDS], max_new_tokens=12, do_sample=False, engine="cpp")
+    assert is_waiting(model) and torch.equal(found, expected)
+
+
+def test_commands_chats_and_encoders_read_no_matrix_into_memory(unread, tmp_path, capsys) -> None:
+    assert main(["generate", str(LLAMA), "the dog", "--greedy", "--max_new_tokens", "4", "--device", "cpu"]) == 0
+    assert "".join(Chat.from_pretrained(LLAMA, max_new_tokens=4).stream("two birds"))
+    rows = Encoder.from_pretrained(FOLDER / "bert.gguf", device="cpu").encode(["the dog", "a book"])
+    assert np.isfinite(rows).all()
+
+
+ASKS = {
+    "forward": lambda model: model(torch.tensor([IDS])),
+    "a layer": lambda model: model.decoder.layers[0].linear1(torch.zeros(1, 32)),
+    "attribute": lambda model: model.embedding.weight.sum(),
+    "parameters": lambda model: sum(each.sum() for each in model.parameters()),
+    "state_dict": lambda model: model.state_dict(),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "double": lambda model: model.double(),
+    "dict": lambda model: dict(model.decoder.layers[1].linear2._parameters),
+    "quantize": lambda model: model.quantize("int8"),
+    "assign": lambda model: setattr(model.embedding, "weight", nn.Parameter(torch.ones(len(model.output_weight), 32))),
+    "functional_call": lambda model: torch.func.functional_call(model, {}, (torch.tensor([IDS]),)),
+}
+
+
+@pytest.mark.parametrize("how", ASKS)
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+def test_asking_for_a_parameter_reads_all(how, kind, q4_0) -> None:
+    path = LLAMA if kind == "q8_0" else q4_0
+    model, expected = load(path)[0], in_memory(path).state_dict()
+    result = ASKS[how](model)
+    assert not is_waiting(model) and all(type(module._parameters) is dict for module in model.modules())
+    found = (result if how in ("deepcopy", "pickle") else model).state_dict()
+    for name, tensor in expected.items():
+        if how != "assign" or name != "embedding.weight":
+            assert torch.equal(found[name].to(tensor.dtype), tensor), name
+    assert how != "assign" or (model.embedding.weight == 1).all()
+
+
+def test_a_model_that_was_read_and_changed_is_packed_again() -> None:
+    model, _ = load(LLAMA)
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "engine": "cpp"}
+    first = fastformer.generate(model, [IDS], **options)
+    with torch.no_grad():
+        model.output.weight[:] = 0
+        model.output.weight[7] = 1
+        model.output.weight[8] = -1
+    second = fastformer.generate(model, [IDS], **options)
+    assert {*second[0, len(IDS) :].tolist()} <= {7, 8} and not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("read", [lambda model: model.state_dict(), lambda model: fastformer.generate(model, [IDS])])
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+def test_numbers_that_are_not_finite_are_refused_when_they_are_read(read, kind, q4_0, tmp_path) -> None:
+    values, tensors = contents(LLAMA if kind == "q8_0" else q4_0)
+    number, sizes, data = tensors["blk.1.ffn_down.weight"]
+    tensors["blk.1.ffn_down.weight"] = number, sizes, b"\xff\x7f" + data[2:]
+    (tmp_path / "x.gguf").write_bytes(to_bytes(values, tensors))
+    with pytest.raises(ValueError, match="blk.1.ffn_down.weight"):
+        read(load(tmp_path / "x.gguf")[0])
+
+
+def test_operations_on_a_matrix_in_a_file_equal_those_in_memory() -> None:
+    """Whether they read the numbers or not."""
+    tensors = read_gguf(LLAMA).tensors
+    matrix = FileMatrix.of(tensors["blk.0.ffn_up.weight"])
+    experts = FileMatrix.of(tensors["blk.0.ffn_up.weight"]._replace(shape=(4, 16, 32)))
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    plain = matrix.read()
+    cases: list[tuple[Any, bool]] = [
+        (lambda x: x[5:9], True), (lambda x: x[-7:], True), (lambda x: x[60:999], True), (lambda x: x[9:5], True),
+        (lambda x: x.split(24)[2], True), (lambda x: x.split([10, 54])[1], True), (lambda x: x.chunk(3)[1], True),
+        (lambda x: x.t(), True), (lambda x: x.T.t()[3:5], True), (lambda x: x.transpose(0, 1), True),
+        (lambda x: x.detach(), True), (lambda x: x[:, 3:5], False), (lambda x: x[::2], False), (lambda x: x + 1, False),
+        (lambda x: x.t()[2:4], False), (lambda x: torch.cat([x, x]), False), (lambda x: x.split(8, 1)[1], False),
+        (lambda x: x.view(8, 8, 32), False), (lambda x: x.double(), False),
+    ]  # fmt: skip
+    ordered = matrix.in_order(order)
+    for both in ((matrix, plain), (ordered, plain[order])):
+        for i, (operation, stays) in enumerate(cases):
+            result, expected = map(operation, both)
+            assert isinstance(result, FileMatrix) == stays, i
+            assert result.shape == expected.shape and torch.equal(result + 0, expected), i
+    for operation in (lambda x: x[2], lambda x: x[1:3], lambda x: x.flatten(0, 1), lambda x: x[-1], lambda x: x[1, 3]):
+        assert torch.equal(operation(experts) + 0, operation(plain.view(4, 16, 32)))
+    assert matrix.dtype == torch.float32 and matrix._stored.kind == Kind.Q8_0
