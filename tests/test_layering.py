@@ -36,7 +36,7 @@ ALLOWED = {
     "settings": set(),
     "languages": set(),
     "special_ids": {"settings"},
-    "models": {"cache", "engine", "files", "nn", "ops", "settings", "special_ids"},
+    "models": {"cache", "engine", "files", "locks", "nn", "ops", "settings", "special_ids"},
     "data": {"files", "languages", "models", "nn", "ops", "settings", "special_ids"},
     "devices": set(),
     "number_words": set(),

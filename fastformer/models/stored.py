@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -214,11 +214,11 @@ def leave_in_file(model: nn.Module, stand_in: nn.Module, stored: Mapping[str, St
             values[kind] = nn.Parameter(empty, before.requires_grad)
             placeholders[id(values[kind])] = source
         waiting = _Waiting(values, file)
-        vars(module)["_parameters"] = waiting
+        module.__dict__["_parameters"] = waiting
         file.places.append(_Place(weakref.ref(module), waiting, sources))
     for module, other in zip(model.modules(), stand_in.modules(), strict=True):
-        vars(other)["_parameters"] = dict(dict.items(module._parameters))
-        vars(other)["_buffers"] = module._buffers
+        parameters = cast(dict[str, Any], module._parameters)
+        other.__dict__.update(_parameters=dict(dict.items(parameters)), _buffers=module._buffers)
         other.training = module.training
 
 

@@ -19,7 +19,8 @@ from fastformer.checkpoints.gguf.matrix import FileMatrix
 from fastformer.cli import main
 from fastformer.generation import Chat
 from fastformer.models import stored
-from tests.checkpoints.test_gguf import FOLDER, IDS, LLAMA, contents, load, to_bytes
+from tests.checkpoints.test_gguf import LLAMA, contents, load, to_bytes
+from tests.foreign.gguf_files import FOLDER, IDS
 
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
 
@@ -52,7 +53,9 @@ def in_memory(path: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "smollm", "gemma3", "phi3", "gpt2", "q4_0"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "smollm", "gemma3", "phi3", "gpt2", "mixtral", "qwen2moe", "q4_0"]
+)
 def test_the_engine_reads_the_file_and_finds_the_same(name, q4_0, monkeypatch) -> None:
     path = q4_0 if name == "q4_0" else FOLDER / f"{name}.gguf"
     expected = fastformer.generate(in_memory(path), [IDS], max_new_tokens=12, do_sample=False, engine="cpp")

@@ -1,10 +1,11 @@
 """Writes the files in tests/foreign/gguf: random models of transformers, converted by llama.cpp.
 
-    python -m tests.foreign.gguf_files LLAMA_CPP
+    python -m tests.foreign.gguf_files LLAMA_CPP [NAME ...]
 
-LLAMA_CPP is the folder of its sources, which has convert_hf_to_gguf.py and gguf-py. Each model has its file, and in
-expected.json the ids that transformers' tokenizer gives for odd texts, and the logits (of an encoder: the last vectors)
-of its model. The weights are rounded to the type of the file before, so that the conversion loses nothing.
+It writes those of these names; without one, all. LLAMA_CPP is the folder of its sources, which has
+convert_hf_to_gguf.py and gguf-py. Each model has its file, and in expected.json the ids that transformers' tokenizer
+gives for odd texts, and the logits (of an encoder: the last vectors) of its model. The weights are rounded to the type
+of the file before, so that the conversion loses nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
 }  # fmt: skip
 _GROUPED: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2}
+_EXPERTS = {"num_experts_per_tok": 2}
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -127,6 +129,23 @@ CASES: dict[str, Case] = {
              _pieces, "default", "q8_0"),
     "olmo2": ("Olmo2", _GROUPED, _bpe, "gpt-2", "q8_0"),
     "starcoder2": ("Starcoder2", {**_GROUPED, "sliding_window": None, "use_bias": True}, _bpe, "starcoder", "f16"),
+    "granite": ("Granite", {**_GROUPED, "embedding_multiplier": 3.0, "attention_multiplier": 0.3,
+                            "residual_multiplier": 0.5, "logits_scaling": 2.0}, _bpe, "starcoder", "q8_0"),
+    "granitemoe": ("GraniteMoe", {**_GROUPED, **_EXPERTS, "num_local_experts": 4, "embedding_multiplier": 3.0,
+                                  "attention_multiplier": 0.3, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+                   _bpe, "starcoder", "q8_0"),
+    "smollm3": ("SmolLM3", {**_GROUPED, "num_hidden_layers": 5, "use_sliding_window": False,
+                            "tie_word_embeddings": True}, _bpe, "llama-bpe", "q8_0"),
+    "phi2": ("Phi", {**_SIZES, "partial_rotary_factor": 0.5, "intermediate_size": 128}, _bpe, "phi-2", "q8_0"),
+    "stablelm": ("StableLm", {**_GROUPED, "partial_rotary_factor": 0.5, "use_qkv_bias": True,
+                              "use_parallel_residual": False}, _bpe, "stablelm2", "f16"),
+    "mixtral": ("Mixtral", {**_GROUPED, **_EXPERTS, "num_local_experts": 4}, _pieces, "default", "q8_0"),
+    "qwen2moe": ("Qwen2Moe", {**_GROUPED, **_EXPERTS, "num_experts": 4, "moe_intermediate_size": 32,
+                              "shared_expert_intermediate_size": 64, "use_sliding_window": False}, _bpe, "qwen2",
+                 "q8_0"),
+    "qwen3moe": ("Qwen3Moe", {**_GROUPED, **_EXPERTS, "num_experts": 4, "moe_intermediate_size": 32, "head_dim": 16,
+                              "norm_topk_prob": True, "use_sliding_window": False}, _bpe, "qwen2", "q8_0"),
+    "olmoe": ("Olmoe", {**_GROUPED, **_EXPERTS, "num_experts": 4}, _bpe, "olmo", "f16"),
     "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_ctx": 64}, _bpe, "gpt-2", "q8_0"),
     "roberta": ("Roberta", {**_SIZES, "type_vocab_size": 1}, _roberta, "roberta-bpe", "q8_0"),
     "bert": ("Bert", _SIZES, _words, "bert-bge", "f16"),
@@ -152,8 +171,8 @@ def _rounded(model: Any, kind: str) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             is_norm = parameter.dim() == 1 and name.endswith("weight") and "Gemma" not in type(model).__name__
-            drawn = torch.randn(parameter.shape) * (0.3 if parameter.dim() == 2 else 0.2) + is_norm
-            if parameter.dim() == 2:
+            drawn = torch.randn(parameter.shape) * (0.3 if parameter.dim() >= 2 else 0.2) + is_norm
+            if parameter.dim() >= 2:
                 turned = drawn.t().contiguous() if "GPT2" in type(model).__name__ and ".h." in name else drawn
                 data = gguf.quants.quantize(turned.numpy(), kinds[kind])
                 rounded = torch.from_numpy(gguf.quants.dequantize(data, kinds[kind]).copy())
@@ -274,6 +293,9 @@ def _convert(pre: str) -> None:
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     sys.path[:0] = [sys.argv[1], f"{sys.argv[1]}/gguf-py"]
-    found = {name: write(name, case) for name, case in CASES.items()} | {"nomic": write_nomic()}
-    found["blocks"] = write_blocks()
+    found = json.loads((FOLDER / "expected.json").read_text())
+    names = sys.argv[2:]
+    found |= {name: write(name, case) for name, case in CASES.items() if not names or name in names}
+    if not names:
+        found |= {"nomic": write_nomic(), "blocks": write_blocks()}
     (FOLDER / "expected.json").write_text(json.dumps(found, ensure_ascii=False))

@@ -102,9 +102,9 @@ class FileMatrix(Tensor):
         if self._is_turned:
             return NotImplemented
         if func is _aten.slice.Tensor and (len(args) < 5 or args[4] == 1) and not kwargs:
-            dim, begin, end = [*args[1:4], *[0, None, None][len(args) - 1 :]]
-            if dim == 0:
-                begin, end, _ = slice(begin, end).indices(self.shape[0])
+            given = dict(zip(("dim", "begin", "end"), args[1:4], strict=False))
+            if given.get("dim", 0) == 0:
+                begin, end, _ = slice(given.get("begin"), given.get("end")).indices(self.shape[0])
                 return self._part(begin, max(begin, end))
         if func in (_aten.split.Tensor, _aten.split_with_sizes.default) and (*args[2:], 0)[0] == 0 and not kwargs:
             sizes = args[1] if isinstance(args[1], list) else [args[1]] * -(-self.shape[0] // max(1, args[1]))

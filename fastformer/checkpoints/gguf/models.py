@@ -42,6 +42,18 @@ _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"
 _LLAMA = {**_ATTENTION, **_GATED, **_NORMS}
 _POST = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA2 = {**_LLAMA, **_POST, "ffn_norm": "pre_feedforward_layernorm"}
+# The tensors of all experts of a layer, each with the name of the matrix of one of them.
+_QWEN_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_MIXTRAL_EXPERTS = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
+_ROUTED = {**_ATTENTION, **_NORMS, "ffn_gate_inp": "mlp.gate"}
+_SHARED = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}  # fmt: skip
+_PHI2 = {
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.dense", "attn_norm": "input_layernorm", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2",
+}  # fmt: skip
 _BERT = {
     "attn_q": "attention.self.query", "attn_k": "attention.self.key", "attn_v": "attention.self.value",
     "attn_output": "attention.output.dense", "attn_output_norm": "attention.output.LayerNorm",
@@ -60,6 +72,10 @@ class Architecture(NamedTuple):
         is_permuted: whether the rows of queries and keys are in the order of rotations of neighbours.
         norms_have_one: whether the norms are stored plus 1.
         is_turned: whether the family stores the matrices of its layers as (in, out).
+        experts: the tensors of all experts of a layer, each with the name of the matrix of one of them.
+        mixture: the family's name of what holds the experts.
+        has_rms: whether the norms have no mean.
+        is_written: whether `write_gguf` writes models of the family.
     """
 
     kind: str
@@ -69,11 +85,28 @@ class Architecture(NamedTuple):
     is_permuted: bool = False
     norms_have_one: bool = False
     is_turned: bool = False
+    experts: Mapping[str, str] = {}
+    mixture: str = "mlp"
+    has_rms: bool = True
+    is_written: bool = True
 
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", _LLAMA, is_permuted=True),  # Mistral and SmolLM, too
+    "granite": Architecture("granite", _LLAMA, is_permuted=True, is_written=False),
+    "granitemoe": Architecture(
+        "granitemoe", {**_ATTENTION, **_NORMS, "ffn_gate_inp": "block_sparse_moe.router"}, is_permuted=True,
+        experts=_QWEN_EXPERTS, mixture="block_sparse_moe", is_written=False,
+    ),
+    "smollm3": Architecture("smollm3", _LLAMA, is_permuted=True, is_written=False),
     "qwen2": Architecture("qwen2", _LLAMA),
+    "qwen2moe": Architecture("qwen2_moe", {**_ROUTED, **_SHARED}, experts=_QWEN_EXPERTS, is_written=False),
+    "qwen3moe": Architecture("qwen3_moe", {**_ROUTED, **_QK_NORMS}, experts=_QWEN_EXPERTS, is_written=False),
+    "olmoe": Architecture("olmoe", {**_ROUTED, **_QK_NORMS}, experts=_QWEN_EXPERTS, is_written=False),
+    "phi2": Architecture(
+        "phi", _PHI2, {**_GLOBAL, "output_norm": "model.final_layernorm"}, has_rms=False, is_written=False
+    ),
+    "stablelm": Architecture("stablelm", _LLAMA, has_rms=False, is_written=False),
     "qwen3": Architecture("qwen3", {**_LLAMA, **_QK_NORMS}),
     "gemma": Architecture("gemma", _LLAMA, norms_have_one=True),
     "gemma2": Architecture("gemma2", _GEMMA2, norms_have_one=True),
@@ -101,6 +134,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "nomic-bert": Architecture("nomic_bert", {}),
 }  # fmt: skip
+# A "llama" with experts.
+_MIXTRAL = Architecture(
+    "mixtral", {**_ATTENTION, **_NORMS, "ffn_gate_inp": "block_sparse_moe.gate"}, is_permuted=True,
+    experts=_MIXTRAL_EXPERTS, mixture="block_sparse_moe",
+)  # fmt: skip
 _ENCODERS = ("bert", "nomic-bert")
 _ROPE = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 _POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}
@@ -163,8 +201,7 @@ def load_file(
             model = _nomic_bert(file, values, vocabulary, unk, device, dtype)
         else:
             settings = _settings(file, values, vocabulary)
-            state = _state(file, values, ARCHITECTURES[values.name])
-            kind = ARCHITECTURES[values.name].kind
+            state, kind = _state(file, values, values.architecture), values.architecture.kind
             family = FAMILIES[kind]
             if encodes:
                 if values.raw("attention.causal") is False:
@@ -212,6 +249,12 @@ class _Values:
             raise ValueError(f"expected a model in {', '.join(ARCHITECTURES)}, got {name!r:.60}: {file.path}")
         self.name, self._file = str(name), file
 
+    @property
+    def architecture(self) -> Architecture:
+        """What the file's architecture is, which depends on its experts."""
+        has_experts = self.name == "llama" and self.number("expert_count", 0)
+        return _MIXTRAL if has_experts else ARCHITECTURES[self.name]
+
     def raw(self, key: str) -> Any:
         return self._file.values.get(f"{self.name}.{key}")
 
@@ -237,6 +280,10 @@ SETTINGS = {
     "attention.layer_norm_rms_epsilon", "head_dim": "attention.key_length", "rope_theta": "rope.freq_base",
     "sliding_window": "attention.sliding_window",
 }  # fmt: skip
+_GRANITE = {
+    "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale", "residual_multiplier":
+    "residual_scale", "logits_scaling": "logit_scale",
+}  # fmt: skip
 GPT2_SETTINGS = {
     "n_embd": "embedding_length", "n_layer": "block_count", "n_head": "attention.head_count", "n_inner":
     "feed_forward_length", "n_positions": "context_length", "layer_norm_epsilon": "attention.layer_norm_epsilon",
@@ -247,15 +294,16 @@ def _settings(file: GGUF, values: _Values, vocabulary: Vocabulary) -> dict[str, 
     """Returns the settings of a model, as its config.json would have them."""
     ids, name = vocabulary.ids, values.name
     settings: dict[str, Any] = {
-        "model_type": ARCHITECTURES[name].kind,
+        "model_type": values.architecture.kind,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": ids.get("bos"),
         "eos_token_id": vocabulary.ends,
         "pad_token_id": ids.get("padding"),
         **values.settings(GPT2_SETTINGS if name == "gpt2" else SETTINGS),
     }
-    if values.number("expert_count", 0):
-        raise ValueError(f"expected a model with one feed-forward network a layer, got {values.raw('expert_count')}")
+    count = values.number("expert_count", 0)
+    if bool(count) != bool(values.architecture.experts):
+        raise ValueError(f"expected a {name} with {'' if values.architecture.experts else 'no '}experts, got {count}")
     if (size := values.raw("attention.value_length")) not in (None, settings.get("head_dim")):
         raise ValueError(f"expected keys and values of one length, got {settings.get('head_dim')} and {size}")
     check_depth("num_hidden_layers", values.number("block_count"), len(file.tensors), file.path)
@@ -267,7 +315,11 @@ def _settings(file: GGUF, values: _Values, vocabulary: Vocabulary) -> dict[str, 
         del settings["sliding_window"]
     # Families may have another usual number of heads.
     settings.setdefault("num_key_value_heads", settings.get("num_attention_heads"))
-    if name == "llama" and "sliding_window" in settings:
+    if values.architecture.experts:
+        settings |= _expert_settings(file, values)
+    if name == "llama" and count:
+        pass
+    elif name == "llama" and "sliding_window" in settings:
         settings["model_type"] = "mistral"
     elif name == "llama":
         settings |= {
@@ -276,11 +328,48 @@ def _settings(file: GGUF, values: _Values, vocabulary: Vocabulary) -> dict[str, 
         }
     elif name == "starcoder2":
         settings["norm_epsilon"] = values.number("attention.layer_norm_epsilon", 1e-5)
-    elif name.startswith("qwen"):
+    elif name.startswith("qwen") or name == "smollm3":
         settings["use_sliding_window"] = "sliding_window" in settings
+    elif name.startswith("granite"):
+        settings |= values.settings(_GRANITE)
+    elif not values.architecture.has_rms:
+        settings["layer_norm_eps"] = values.number("attention.layer_norm_epsilon")
     elif name.startswith("gemma"):
         settings |= _gemma_settings(values, settings)
+    if name == "stablelm":
+        has_bias = "blk.0.attn_q.bias" in file.tensors
+        settings |= {"use_parallel_residual": values.raw("use_parallel_residual"), "use_qkv_bias": has_bias}
     return settings | _rope(file, values, settings)
+
+
+def _expert_settings(file: GGUF, values: _Values) -> dict[str, Any]:
+    """Returns the settings about experts."""
+    name, kind = values.name, values.architecture.kind
+    settings: dict[str, Any] = {
+        "num_local_experts" if kind in ("mixtral", "granitemoe") else "num_experts": values.number("expert_count"),
+        "num_experts_per_tok": values.number("expert_used_count"),
+    }
+    if name in ("qwen2moe", "qwen3moe"):
+        settings["moe_intermediate_size"] = _size_of(file, "blk.0.ffn_gate_exps.weight", 1)
+        settings["norm_topk_prob"] = name == "qwen3moe"
+    if name == "qwen2moe":
+        settings["shared_expert_intermediate_size"] = _size_of(file, "blk.0.ffn_gate_shexp.weight", 0)
+        settings["qkv_bias"] = "blk.0.attn_q.bias" in file.tensors
+    scale = values.number("expert_weights_scale", 1.0)
+    if scale not in (0.0, 1.0):
+        raise ValueError(f"expected weights of experts that are not scaled, got expert_weights_scale {scale:g}")
+    return settings
+
+
+def _size_of(file: GGUF, name: str, dim: int) -> int:
+    """Returns a size of a tensor of experts.
+
+    Raises:
+        ValueError: there is no such tensor, or one of fewer dimensions.
+    """
+    if name not in file.tensors or len(file.tensors[name].shape) <= dim + 1:
+        raise ValueError(f"expected {name} of {dim + 2} dimensions in {file.path}, got none")
+    return file.tensors[name].shape[dim]
 
 
 def _bert_settings(file: GGUF, values: _Values, vocabulary: Vocabulary) -> dict[str, Any]:
@@ -366,7 +455,14 @@ def _state(file: GGUF, values: _Values, architecture: Architecture) -> dict[str,
         if name in _ROPE:
             continue
         layer, stem, kind = _parts(name)
+        prefix = "" if layer is None else f"{architecture.prefix}{layer}."
         tensor: Any = FileMatrix.of(stored) if len(stored.shape) > 1 else _finite(file, name)
+        if (matrix := architecture.experts.get(stem)) is not None and tensor.dim() == 3:
+            for expert in range(len(tensor)):
+                state[f"{prefix}{architecture.mixture}.experts.{expert}.{matrix}.{kind}"] = tensor[expert]
+            continue
+        if stem == "ffn_gate_inp_shexp" and tensor.dim() == 1:
+            tensor = tensor[None]
         parts = {stem: tensor}
         if stem == "attn_qkv" and "attn_qkv" not in architecture.layer:
             head = len(tensor) // (heads + 2 * kv_heads)
@@ -382,7 +478,6 @@ def _state(file: GGUF, values: _Values, architecture: Architecture) -> dict[str,
             if architecture.is_turned and layer is not None and own.dim() == 2:
                 own = own.t()
             place = (architecture.places if layer is None else architecture.layer).get(part)
-            prefix = "" if layer is None else f"{architecture.prefix}{layer}."
             state[name if place is None else f"{prefix}{place}.{kind}"] = own
     return state
 

@@ -66,7 +66,7 @@ def write_gguf(path: str | os.PathLike[str], model: GPT, tokenizer: Tokenizer, k
 def _architecture(settings: Mapping[str, Any]) -> tuple[str, Architecture]:
     family = settings["model_type"]
     for name, architecture in ARCHITECTURES.items():
-        if family == architecture.kind:
+        if family == architecture.kind and architecture.is_written:
             return name, architecture
     raise ValueError(f"expected a model of a family that GGUF has here, got a {family!r}")
 
