@@ -48,7 +48,7 @@ class Names {
   std::vector<std::pair<std::string, const void*>> addresses() const {
     std::vector<std::pair<std::string, const void*>> all;
     for (auto it = tensors_.lower_bound(prefix_); it != tensors_.end() && it->first.starts_with(prefix_); ++it)
-      all.emplace_back(it->first.substr(prefix_.size()), it->second.data);
+      all.emplace_back(it->first.substr(prefix_.size()), it->second.address());
     return all;
   }
   // Returns a tensor of two dimensions, and checks the second one if `columns` is given.
@@ -340,7 +340,7 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
   }
   const auto table = [&](const std::string& name, int64_t width) {
     const ModelTensor& tensor = names.table(name, width);
-    const auto [place, is_new] = tables.try_emplace(tensor.data ? tensor.data : &tensor);
+    const auto [place, is_new] = tables.try_emplace(tensor.address());
     if (is_new) place->second = Table(tensor, o.precision);
     return place->second;
   };

@@ -24,6 +24,8 @@ struct ModelTensor {
   std::vector<int64_t> shape;
   RowReader<const void*> read;
 
+  // Returns what differs unless the tensors share their memory.
+  const void* address() const { return data == nullptr ? this : data; }
   // Returns rows [begin, end) of a matrix, which are valid until the next call.
   const char* rows(int64_t begin, int64_t end) const {
     if (data == nullptr) return static_cast<const char*>(read(begin, end));
