@@ -5,7 +5,8 @@
 A model of Llama's form with random weights reads a prompt, longer and longer ones, and then decodes one row. In each
 round both sides take the same number of steps, in turns; the ratio is that of CPU times of one thread, so that other
 processes count little. The prompt's rate counts all of its tokens so far, each of which is read once. The difference is
-that of the logits after the prompt. `benchmarks.precisions` measures the perplexity of a trained model.
+that of the logits after the prompt, relative to their spread. `benchmarks.precisions` measures the perplexity of a
+trained model.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
         ratios = [plain / rounded for plain, rounded in zip(*steps.values(), strict=True)]
         for name, engine in engines.items():
             ms = sorted(1e3 * seconds for seconds in steps[name])
-            difference = (logits[name] - logits[None]).abs().max() / logits[None].std()
+            difference = (logits[name] - logits[None]).square().mean().sqrt() / logits[None].std()
             dtype = name or ("fp32" if options.precision == "fp32" else "bf16")
             memory = context * engine.token_bytes / 2**20
             row = {
@@ -68,14 +69,14 @@ def main(arguments: list[str] | None = None) -> int:
                           "heads": options.heads, "kv_heads": options.kv_heads, "vocab": _VOCAB},
                 "ms_p20": ms[len(ms) // 5], "ms_p50": statistics.median(ms), "ms_p80": ms[4 * len(ms) // 5],
                 "rounds": options.rounds, "value": memory, "unit": "MiB of keys and values",
-                "tokens_s": context / read[name], "error": float(difference),
+                "tokens_s": context / read[name], "difference": float(difference),
                 "baseline": None if name is None else f"a cache of {'fp32' if options.precision == 'fp32' else 'bf16'}",
                 "speedup": None if name is None else statistics.median(ratios),
             }  # fmt: skip
             record.append(options.out, record.environment("cpu") | row)
             print(
                 f"{context:,} tokens, {dtype}: {row['ms_p50']:.2f} ms of CPU a step, {memory:,.0f} MiB, prompt "
-                f"{row['tokens_s']:,.0f} tokens a second, logits within {difference:.4f}"
+                f"{row['tokens_s']:,.0f} tokens a second, logits differ by {difference:.4f}"
             )
         print(f"{context:,} tokens: a step is {statistics.median(ratios):.2f} times faster with int8")
     return 0

@@ -94,6 +94,7 @@ FIELDS: dict[str, Field] = {
     "kernels": Field((list,), "the Triton kernels that ours launched on a GPU, by name"),
     "padding": Field(_NUMBER, "the share of positions that are padding"),
     "error": Field(_NUMBER, "largest difference to what `baseline` gives, as a share of its size"),
+    "difference": Field(_NUMBER, "root mean square of it, relative to the standard deviation of what `baseline` gives"),
     "same_tokens": Field(_COUNT + _UNKNOWN, "outputs that are as ours in fp32"),
     "missing": Field(_TEXT, "how to install a provider that isn't there; such a line has no times"),
     # Curves and counts.

@@ -454,6 +454,28 @@ def precisions(numbers: Numbers) -> str:
     return table(head, (list(cells(precision)) for precision in ("fp32", "bf16", "int8", "int4")))
 
 
+def long_contexts(numbers: Numbers) -> str:
+    """Makes the table of long contexts with keys and values in bf16 and in int8; "" until measured."""
+    contexts = {int(row["shape"]["context"]) for row in numbers.results.find(op="long_context", precision="int8")}
+    lines = []
+    for context in sorted(contexts):
+
+        def both(field: str, show: Callable[[float], str], context: int = context) -> list[str]:
+            where = {"op": "long_context", "precision": "int8", "context": context}
+            return [numbers.value(field, show, provider=f"a cache of {name}", **where) for name in ("bf16", "int8")]
+
+        steps, memory = both("ms_p50", two_digits), both("value", "{:,.0f}".format)
+        where = {"op": "long_context", "precision": "int8", "provider": "a cache of int8", "context": context}
+        faster = numbers.value("speedup", "{:.2f}".format, **where)
+        difference = numbers.value("difference", "{:.3f}".format, **where)
+        lines.append([f"{context:,}", *steps, faster, *memory, *both("tokens_s", two_digits), difference])
+    head = [
+        "tokens", "ms a step, bf16", "int8", "times faster", "MiB, bf16", "int8", "prompt, tokens/s, bf16", "int8",
+        "logits differ by",
+    ]  # fmt: skip
+    return table(head, lines) if lines else ""
+
+
 def scaling(numbers: Numbers) -> str:
     """Makes the table of fp32 exponents over the length of a sequence; "" until measured."""
     by_group = groups(numbers.results.find(suite="scaling", dtype="float32"))
@@ -492,6 +514,7 @@ TABLES: dict[str, Callable[[Numbers], str]] = {
     "gpu_attention": gpu_attention,
     "gpu_ops": gpu_ops,
     "precisions": precisions,
+    "long_contexts": long_contexts,
     "processes": processes,
     "preparing": preparing,
     "large_corpus": large_corpus,

@@ -69,6 +69,17 @@ def test_the_cost_of_a_constraint(measured: Measured, capsys: pytest.CaptureFixt
     assert "times" in capsys.readouterr().out
 
 
+def test_long_contexts(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--contexts 40 70 --dim 128 --heads 2 --kv_heads 1 --layers 1 --rounds 1 --steps 1"
+    rows = measured("long_contexts", sizes)
+    assert [row["shape"]["context"] for row in rows] == [40, 40, 70, 70]
+    for plain, rounded in zip(rows[::2], rows[1::2], strict=True):
+        assert plain["difference"] == 0 < rounded["difference"] < 0.3
+        assert rounded["speedup"] == pytest.approx(plain["ms_p50"] / rounded["ms_p50"])  # of one round
+        assert rounded["value"] / plain["value"] == pytest.approx(68 / 128)  # bytes of 64 numbers
+    assert capsys.readouterr().out.count("times faster") == 2
+
+
 def test_an_encoder_beside_busy_processes(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--dim 32 --layers 1 --batch 2 --seqlen 8 --provider fastformer --rounds 1 --seconds 0.01"
     rows = measured("busy_neighbour", sizes, *THREADS)

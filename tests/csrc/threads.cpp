@@ -1,16 +1,18 @@
 // For ThreadSanitizer (`make sanitize`): callers who run stages at once, and sessions of one model on several threads,
 // each of which takes helpers where it gets them, for few rows and for so many that they are split among the threads: a
-// decoder alone in fp32 and bf16, and one with an encoder in int8. So do callers of one encoder, with ids or states.
-// Exits with 1 where a number isn't the one that one thread finds.
+// decoder alone in fp32 and bf16, with keys and values in int8 too, and one with an encoder in int8. So do callers of
+// one encoder, with ids or states. Exits with 1 where a number isn't the one that one thread finds.
 
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <map>
 #include <memory>
+#include <optional>
 #include <random>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -138,8 +140,9 @@ std::vector<Source> sources_of(const std::vector<Ids>& lists) {
 }
 
 // Prompts, steps, forks, whole searches and a shortlist; what all of it said.
-std::vector<float> decode(const std::shared_ptr<const PackedModel>& model, int32_t seed, int threads) {
-  Session session(model, 2048);
+std::vector<float> decode(const std::shared_ptr<const PackedModel>& model, std::optional<CacheType> type, int32_t seed,
+                          int threads) {
+  Session session(model, 2048, type);
   std::vector<float> said, logits(2 * kVocab);
   std::vector<Ids> sources;
   if (model->options.has_encoder()) sources = {{4, 3, seed}, {5}, {6, 7, 8, 9, 10, 11}};
@@ -249,16 +252,20 @@ int main() {
   const uint64_t sum = add_up(1, 300);
   struct Case {
     std::shared_ptr<const PackedModel> model;
+    std::optional<CacheType> type;
     std::vector<float> first, second, many, shared;  // what one thread finds
   };
   std::vector<Case> cases;
-  for (const auto& [precision, has_encoder] :
-       {std::pair(Precision::fp32, false), std::pair(Precision::bf16, false), std::pair(Precision::int8, true)}) {
+  using Kind = std::tuple<Precision, bool, std::optional<CacheType>>;
+  for (const auto& [precision, has_encoder, type] :
+       {Kind(Precision::fp32, false, {}), Kind(Precision::bf16, false, {}),
+        Kind(Precision::bf16, false, CacheType::int8), Kind(Precision::int8, true, {})}) {
     const auto model = make_model(precision, has_encoder);
-    cases.push_back({model, decode(model, 3, 1), decode(model, 4, 1), decode_many(model, 1), share(model, 3, 1)});
+    cases.push_back(
+        {model, type, decode(model, type, 3, 1), decode(model, type, 4, 1), decode_many(model, 1), share(model, 3, 1)});
     if (cases.back().first == cases.back().second || cases.back().first.empty() || cases.back().many.empty()) ++wrong;
     // While no other caller takes the helpers, which let one caller deal rows to them at a time.
-    wrong += decode(model, 3, 2) != cases.back().first, wrong += decode_many(model, 2) != cases.back().many;
+    wrong += decode(model, type, 3, 2) != cases.back().first, wrong += decode_many(model, 2) != cases.back().many;
     wrong += share(model, 3, 2) != cases.back().shared;
   }
   Encoder encoder(make_model(Precision::bf16, true, false));
@@ -270,7 +277,8 @@ int main() {
       for (int turn = 0; turn < 6; ++turn) {
         const Case& one = cases[turn % cases.size()];
         if (caller < 2) wrong += add_up(2 + turn % 3, 300) != sum, wrong += done_together(2 + turn % 3, 300) != 15000;
-        else if (caller < 4) wrong += decode(one.model, caller + 1, 1 + turn) != (caller == 2 ? one.first : one.second);
+        else if (caller < 4)
+          wrong += decode(one.model, one.type, caller + 1, 1 + turn) != (caller == 2 ? one.first : one.second);
         else wrong += decode_many(one.model, 2 + turn % 2) != one.many, wrong += share(one.model, 3, 2) != one.shared;
         if (caller != 2) wrong += encode(encoder, 1 + (caller + turn) % 3) != encoded;
       }
