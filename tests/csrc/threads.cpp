@@ -150,7 +150,7 @@ std::vector<float> decode(const std::shared_ptr<const PackedModel>& model, std::
   Ids tokens{12, 13, 14};
   const Selection selection{2, true, {0, 2}, logits.data(), {}, {{13, 0, 2}, {seed, 1, 3}}};
   for (int step = 0; step < 12; ++step) {
-    const Candidates& candidates = session.step(tokens, Session::Places(tokens.size(), 1), selection, threads);
+    const Candidates& candidates = session.step(tokens, {}, selection, threads);
     said.insert(said.end(), candidates.values.begin(), candidates.values.end());
     said.push_back(logits[step]), said.push_back(logits[kVocab + step]);
     tokens.clear();
