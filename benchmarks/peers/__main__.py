@@ -75,7 +75,10 @@ def _plans(options: argparse.Namespace) -> list[SuitePlan]:
     if options.case == _ENCODERS:
         peers_of = options.peer or models.ENCODER_PEERS
         threads = options.threads or (all_threads,)
-        return [SuitePlan(case, options.precision, threads, only=peers_of) for case in models.ENCODERS]
+        *cases, decoder = models.ENCODERS
+        plans = [SuitePlan(case, options.precision, threads, only=peers_of) for case in cases]
+        # Each process of a decoder of this size takes several GiB, and conversions take more.
+        return [*plans, SuitePlan(decoder, ("int8",), threads, only=("accelerated", "openvino"))]
     if options.case in models.MODELS:
         threads = options.threads or (all_threads,)
         of_model = [
