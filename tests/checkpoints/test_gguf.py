@@ -21,6 +21,7 @@ from fastformer import Encoder
 from fastformer.checkpoints import load_model
 from fastformer.checkpoints.gguf.blocks import BLOCKS, Kind, numbers
 from fastformer.checkpoints.gguf.file import GGUF, read_gguf
+from fastformer.checkpoints.gguf.models import pooling_of
 from fastformer.checkpoints.gguf.write import write_gguf
 from fastformer.checkpoints.run import architecture_of
 from fastformer.cli import main
@@ -201,6 +202,18 @@ def test_values_that_a_file_omits_are_those_of_llama_cpp(name, key, option, valu
         (tmp_path / "x.gguf").write_bytes(to_bytes(kept | given, tensors))
         found.append(getattr(load(tmp_path / "x.gguf")[0].config, option))
     assert found == [0.25 if "eps" in key else 777.0, value]
+
+
+def test_the_pooling_is_the_files(tmp_path) -> None:
+    own, tensors = contents(FOLDER / "bert.gguf")
+    own.pop("bert.pooling_type", None)
+    for kind, name in ((None, None), (0, None), (1, "mean"), (2, "cls"), (3, "lasttoken")):
+        given = {} if kind is None else {"bert.pooling_type": (4, kind)}
+        (tmp_path / "x.gguf").write_bytes(to_bytes(own | given, tensors))
+        assert pooling_of(tmp_path / "x.gguf") == name
+    (tmp_path / "x.gguf").write_bytes(to_bytes(own | {"bert.pooling_type": (4, 9)}, tensors))
+    with pytest.raises(ValueError, match="pooling_type"):
+        pooling_of(tmp_path / "x.gguf")
 
 
 def test_rows_that_no_block_divides_are_written_as_fp16(tmp_path) -> None:
