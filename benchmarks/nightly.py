@@ -31,7 +31,7 @@ JOBS = (
     "--case minilm --precision int8 --peer 'as it is' fastformer.Encoder onnxruntime openvino",
     "--case minilm --precision fp32 --peer 'as it is' fastformer.Encoder sentence-transformers",
     "--case base --batch 1 --beams 1 --precision int8 --peer fastformer ctranslate2",
-    "--case llama --precision int8 --peer fastformer llama.cpp",
+    "--case llama --precision int8 --peer fastformer ik_llama.cpp llama.cpp",
     "--case bert_base --seqlen '32 to 128' --precision fp32 --peer 'as it is' accelerated onnxruntime",
     "--case torch_nn_encoder --seqlen '1 to 512' --precision fp32 --peer 'as it is' accelerated",
     "--case gpt2_small --seqlen '16 to 256' --precision fp32 --peer 'as it is' 'accelerated, fused loss'",

@@ -47,6 +47,8 @@ _NAMES = {
     "onnxruntime": "ONNX Runtime",
     "ctranslate2": "CTranslate2",
     "converted": "the converted model",
+    "plain": "one token a step",
+    "free": "no constraint",
 }
 
 

@@ -297,6 +297,31 @@ PEERS = (
     _decoding("GPT-2's small shape, one prompt, fp32", 1, 1, "gpt2", "transformers", _PRECISIONS[2:]),
 )
 
+# Several tokens a step beside one. The weights are int8; the field names the dtype of the inputs.
+_DRAFTED = (Panel("int8", {"dtype": "float32"}, {"dtype": "float32"}),)
+DRAFTS = (
+    TableCase(
+        "an edit that repeats its prompt, prompt lookup",
+        {"op": "prompt_lookup", "text": "edit"}, ("plain",), "prompt lookup", _DRAFTED,
+    ),
+    TableCase(
+        "a text without repetition, prompt lookup",
+        {"op": "prompt_lookup", "text": "new"}, ("plain",), "prompt lookup", _DRAFTED,
+    ),
+    TableCase(
+        "a draft model with a tenth of the layers that is nearly always right",
+        {"op": "draft_model", "text": "own"}, ("plain",), "draft model", _DRAFTED,
+    ),
+)  # fmt: skip
+# A JSON schema beside no constraint.
+CONSTRAINTS = tuple(
+    TableCase(
+        f"{rows} {'row' if rows == 1 else 'rows'} under a JSON schema",
+        {"op": "structured", "rows": rows, "forced": False}, ("free",), "schema", _PRECISIONS[:1],
+    )
+    for rows in (1, 16)
+)  # fmt: skip
+
 _EACH = (
     Panel("int4", {"precision": "int4"}, {"precision": "int4"}),
     _PRECISIONS[0],
@@ -309,7 +334,7 @@ LLAMA = tuple(
     TableCase(
         f"{prompts}, {what}",
         {"op": "peers", "model": "llama", "batch": batch, "prompt": prompt, "new": new},
-        ("llama.cpp", "transformers"),
+        ("ik_llama.cpp", "llama.cpp", "transformers"),
         panels=_EACH,
     )
     for batch, prompt, prompts in _LLAMA_PROMPTS
@@ -376,9 +401,10 @@ HEADLINES = (
     Headline("embeds sentences (MiniLM's shape)", WELL_KNOWN[0], INT8, ("onnxruntime", "openvino")),
     Headline("embeds sentences (MiniLM's shape)", WELL_KNOWN[0], FP32, ("sentence-transformers",)),
     Headline("translates a sentence (OPUS-MT's shape)", WELL_KNOWN[1], INT8, ("ctranslate2",)),
-    Headline("answers a prompt of 512 tokens (Llama's form)", WELL_KNOWN[3], INT8, ("llama.cpp",)),
+    Headline("answers a prompt of 512 tokens (Llama's form)", WELL_KNOWN[3], INT8, ("ik_llama.cpp", "llama.cpp")),
     Headline(
-        "answers 16 prompts together (Llama's form)", _case(LLAMA, "16 prompts of 32, 32 tokens"), INT8, ("llama.cpp",)
+        "answers 16 prompts together (Llama's form)", _case(LLAMA, "16 prompts of 32, 32 tokens"), INT8,
+        ("ik_llama.cpp", "llama.cpp"),
     ),
     Headline("transcribes speech in batches (Whisper base)", _SPEECH[1], INT8, ("faster-whisper",)),
     Headline("evaluates BERT-base after `accelerate`", _BERT, FP32, ("as it is", "onnxruntime")),
@@ -403,7 +429,7 @@ COMING_FROM = {
     "sentence_transformers": HEADLINES[:2],
     "llama_cpp": (
         Headline("answers a prompt of 32 tokens (Llama's form)", _case(LLAMA, "a prompt of 32 tokens, 32 tokens"),
-                 _PRECISIONS[0], ("llama.cpp",)),
+                 _PRECISIONS[0], ("ik_llama.cpp", "llama.cpp")),
         *HEADLINES[3:5],
     ),
     "faster_whisper": tuple(
