@@ -59,7 +59,7 @@ define BUILD_LLAMA
 	$(BIN)/cmake -S $(1) -B $(1)/build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF \
 		-DLLAMA_BUILD_SERVER=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_CURL=OFF -DCMAKE_C_FLAGS=-march=native \
 		-DCMAKE_CXX_FLAGS=-march=native
-	$(BIN)/cmake --build $(1)/build --target llama-bench llama-batched-bench --parallel
+	$(BIN)/cmake --build $(1)/build --target llama-bench llama-batched-bench --parallel $(shell nproc)
 	cp $(1)/build/bin/llama-batched-bench $(BIN)/$(2)llama-batched-bench
 	cp $(1)/build/bin/llama-bench $(BIN)/$(2)llama-bench
 endef
