@@ -67,7 +67,9 @@ endef
 $(BIN)/llama-bench: | $(SOURCES)
 	$(call BUILD_LLAMA,$|,)
 
+# The package lacks the script that writes this file.
 $(BIN)/ik-llama-bench: | $(IK_SOURCES)
+	sed 's/@[A-Z_]*@/0/' $|/common/build-info.cpp.in > $|/common/build-info.cpp
 	$(call BUILD_LLAMA,$|,ik-)
 
 # build/report.html: everything that benchmarks/results holds, on one page.
