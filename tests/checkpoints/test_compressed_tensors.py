@@ -114,11 +114,8 @@ def test_the_heads_of_quantised_folders_have_their_numbers() -> None:
 @pytest.mark.parametrize("omitted", ["symmetric", "strategy", "type", "symmetric strategy type"])
 def test_settings_that_a_scheme_omits_are_the_usual_ones(omitted, tmp_path) -> None:
     def omit(config: dict[str, Any]) -> None:
-        weights = config["config_groups"]["group_0"]["weights"]
-        assert weights.keys() >= {*omitted.split()}
-        config["config_groups"]["group_0"]["weights"] = {
-            n: value for n, value in weights.items() if n not in omitted.split()
-        }
+        for name in omitted.split():
+            del config["config_groups"]["group_0"]["weights"][name]
 
     found, due = read(changed(tmp_path, "w4a16", config=omit)), read(FOLDERS / "w4a16")
     assert all(map(torch.equal, found.parameters(), due.parameters())) and found.precision == due.precision

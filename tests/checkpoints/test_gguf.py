@@ -439,7 +439,8 @@ def read_mutations(count: int, seed: int, path: Path) -> int:
             data[draw.randrange(reach)] = draw.choice([0, 1, 127, 128, 255, draw.randrange(256)])
         path.write_bytes(data if draw.random() < 0.85 else data[: draw.randrange(len(data))])
         try:
-            load(path)
+            model, _ = load(path)
+            model.state_dict()  # reads the matrices
             loaded += 1
         except ValueError:
             pass

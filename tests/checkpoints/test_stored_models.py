@@ -143,6 +143,7 @@ def test_operations_on_a_matrix_in_a_file_equal_those_in_memory() -> None:
     ]  # fmt: skip
     ordered = matrix.in_order(order)
     for both in ((matrix, plain), (ordered, plain[order])):
+        assert torch.equal(both[0].rows(20, 50), both[1][20:50])
         for i, (operation, stays) in enumerate(cases):
             result, expected = map(operation, both)
             assert isinstance(result, FileMatrix) == stays, i
