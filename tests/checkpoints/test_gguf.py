@@ -117,7 +117,21 @@ def test_dtypes_and_precisions_are_those_of_the_file() -> None:
     }  # fmt: skip
 
 
-def test_q4_0_keeps_its_integers_and_scales(tmp_path) -> None:
+def test_the_precision_is_that_of_most_numbers_those_of_experts_too(tmp_path) -> None:
+    values, tensors = contents(FOLDER / "mixtral.gguf")
+    sizes_of = {dims: sum(np.prod(sizes) for _, sizes, _ in tensors.values() if len(sizes) == dims) for dims in (2, 3)}
+    assert sizes_of[3] > sizes_of[2]
+    for name, (_, sizes, _) in tensors.items():
+        if len(sizes) == 2:
+            tensors[name] = int(Kind.F32), sizes, np.full(sizes, 0.1, np.float32).tobytes()
+    (tmp_path / "x.gguf").write_bytes(to_bytes(values, tensors))
+    assert load(tmp_path / "x.gguf")[0].precision == "int8"
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_q4_0_keeps_its_integers_and_scales(stays, tmp_path, monkeypatch) -> None:
+    if not stays:  # as on a GPU
+        monkeypatch.setattr("fastformer.checkpoints.hf.common._is_in_file", lambda parts: False)
     values, tensors = contents(LLAMA)
     draw = random.Random(3)
     for name, (_, sizes, _) in tensors.items():
@@ -148,6 +162,7 @@ def test_a_split_model_is_read_from_any_of_its_files(tmp_path) -> None:
     for number in (1, 2):
         state = load(tmp_path / f"m-{number:05}-of-00002.gguf")[0].state_dict()
         assert all(torch.equal(state[name], whole[name]) for name in whole)
+        assert architecture_of(tmp_path / f"m-{number:05}-of-00002.gguf") == "GPT"
     (tmp_path / "m-00001-of-00002.gguf").rename(tmp_path / "other.gguf")
     for path in ("m-00002-of-00002.gguf", "other.gguf"):
         with pytest.raises(ValueError, match="m-00001-of-00002|NAME-00001-of-00002"):

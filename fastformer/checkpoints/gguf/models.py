@@ -7,6 +7,7 @@ scaling of rotary positions may be a tensor of divisors.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import Counter
@@ -16,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastformer.checkpoints.gguf.blocks import BLOCKS, Kind, numbers
+from fastformer.checkpoints.gguf.blocks import BLOCKS, Kind, int4_groups, numbers
 from fastformer.checkpoints.gguf.file import GGUF, Stored, first_value, read_gguf
 from fastformer.checkpoints.gguf.matrix import FileMatrix
 from fastformer.checkpoints.gguf.tokenizers import Vocabulary, decoder_tokenizer, encoder_tokenizer, read_vocabulary
 from fastformer.checkpoints.hf import FAMILIES, encoding_family
 from fastformer.checkpoints.hf.common import Checkpoint, check_empty, load_foreign, taken
-from fastformer.checkpoints.hf.quantized import log_rounding
+from fastformer.checkpoints.hf.quantized import keep_groups, log_rounding
 from fastformer.data import Tokenizer
 from fastformer.models import BERT, GPT
 from fastformer.models.bert_config import BERTConfig
@@ -74,7 +75,6 @@ class Architecture(NamedTuple):
         is_turned: whether the family stores the matrices of its layers as (in, out).
         experts: the tensors of all experts of a layer, each with the name of the matrix of one of them.
         mixture: the family's name of what holds the experts.
-        has_rms: whether the norms have no mean.
         is_written: whether `write_gguf` writes models of the family.
     """
 
@@ -87,7 +87,6 @@ class Architecture(NamedTuple):
     is_turned: bool = False
     experts: Mapping[str, str] = {}
     mixture: str = "mlp"
-    has_rms: bool = True
     is_written: bool = True
 
 
@@ -103,10 +102,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2moe": Architecture("qwen2_moe", {**_ROUTED, **_SHARED}, experts=_QWEN_EXPERTS, is_written=False),
     "qwen3moe": Architecture("qwen3_moe", {**_ROUTED, **_QK_NORMS}, experts=_QWEN_EXPERTS, is_written=False),
     "olmoe": Architecture("olmoe", {**_ROUTED, **_QK_NORMS}, experts=_QWEN_EXPERTS, is_written=False),
-    "phi2": Architecture(
-        "phi", _PHI2, {**_GLOBAL, "output_norm": "model.final_layernorm"}, has_rms=False, is_written=False
-    ),
-    "stablelm": Architecture("stablelm", _LLAMA, has_rms=False, is_written=False),
+    "phi2": Architecture("phi", _PHI2, {**_GLOBAL, "output_norm": "model.final_layernorm"}, is_written=False),
+    "stablelm": Architecture("stablelm", _LLAMA, is_written=False),
     "qwen3": Architecture("qwen3", {**_LLAMA, **_QK_NORMS}),
     "gemma": Architecture("gemma", _LLAMA, norms_have_one=True),
     "gemma2": Architecture("gemma2", _GEMMA2, norms_have_one=True),
@@ -157,6 +154,8 @@ def architecture_of(path: str | os.PathLike[str]) -> str | None:
     """Returns "GPT" or "BERT"; None: a file that fastformer can't load."""
     try:
         name = first_value(path, _ARCHITECTURE)
+        if name is None:  # a part of a split model, of which the first has the values
+            name = read_gguf(path).values.get(_ARCHITECTURE)
     except (OSError, ValueError):
         return None
     return None if name not in ARCHITECTURES else "BERT" if name in _ENCODERS else "GPT"
@@ -201,7 +200,8 @@ def load_file(
             model = _nomic_bert(file, values, vocabulary, unk, device, dtype)
         else:
             settings = _settings(file, values, vocabulary)
-            state, kind = _state(file, values, values.architecture), values.architecture.kind
+            architecture = values.architecture
+            state, kind = _state(file, values, architecture), architecture.kind
             family = FAMILIES[kind]
             if encodes:
                 if values.raw("attention.causal") is False:
@@ -292,9 +292,9 @@ GPT2_SETTINGS = {
 
 def _settings(file: GGUF, values: _Values, vocabulary: Vocabulary) -> dict[str, Any]:
     """Returns the settings of a model, as its config.json would have them."""
-    ids, name = vocabulary.ids, values.name
+    ids, name, architecture = vocabulary.ids, values.name, values.architecture
     settings: dict[str, Any] = {
-        "model_type": values.architecture.kind,
+        "model_type": architecture.kind,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": ids.get("bos"),
         "eos_token_id": vocabulary.ends,
@@ -302,8 +302,8 @@ def _settings(file: GGUF, values: _Values, vocabulary: Vocabulary) -> dict[str, 
         **values.settings(GPT2_SETTINGS if name == "gpt2" else SETTINGS),
     }
     count = values.number("expert_count", 0)
-    if bool(count) != bool(values.architecture.experts):
-        raise ValueError(f"expected a {name} with {'' if values.architecture.experts else 'no '}experts, got {count}")
+    if bool(count) != bool(architecture.experts):
+        raise ValueError(f"expected a {name} with {'' if architecture.experts else 'no '}experts, got {count}")
     if (size := values.raw("attention.value_length")) not in (None, settings.get("head_dim")):
         raise ValueError(f"expected keys and values of one length, got {settings.get('head_dim')} and {size}")
     check_depth("num_hidden_layers", values.number("block_count"), len(file.tensors), file.path)
@@ -315,13 +315,11 @@ def _settings(file: GGUF, values: _Values, vocabulary: Vocabulary) -> dict[str, 
         del settings["sliding_window"]
     # Families may have another usual number of heads.
     settings.setdefault("num_key_value_heads", settings.get("num_attention_heads"))
-    if values.architecture.experts:
+    if architecture.experts:
         settings |= _expert_settings(file, values)
-    if name == "llama" and count:
-        pass
-    elif name == "llama" and "sliding_window" in settings:
+    if architecture.kind == "llama" and "sliding_window" in settings:
         settings["model_type"] = "mistral"
-    elif name == "llama":
+    elif architecture.kind == "llama":
         settings |= {
             flag: any(key.endswith(f"{part}.bias") for key in file.tensors)
             for flag, part in (("attention_bias", "attn_q"), ("mlp_bias", "ffn_up"))
@@ -332,7 +330,7 @@ def _settings(file: GGUF, values: _Values, vocabulary: Vocabulary) -> dict[str, 
         settings["use_sliding_window"] = "sliding_window" in settings
     elif name.startswith("granite"):
         settings |= values.settings(_GRANITE)
-    elif not values.architecture.has_rms:
+    elif name in ("phi2", "stablelm"):
         settings["layer_norm_eps"] = values.number("attention.layer_norm_epsilon")
     elif name.startswith("gemma"):
         settings |= _gemma_settings(values, settings)
@@ -451,12 +449,12 @@ def _state(file: GGUF, values: _Values, architecture: Architecture) -> dict[str,
     heads = int(values.number("attention.head_count"))
     kv_heads = int(values.number("attention.head_count_kv", heads))
     state: dict[str, Tensor] = {}
-    for name, stored in file.tensors.items():
+    for name in file.tensors:
         if name in _ROPE:
             continue
         layer, stem, kind = _parts(name)
         prefix = "" if layer is None else f"{architecture.prefix}{layer}."
-        tensor: Any = FileMatrix.of(stored) if len(stored.shape) > 1 else _finite(file, name)
+        tensor: Any = _tensor(file, name)
         if (matrix := architecture.experts.get(stem)) is not None and tensor.dim() == 3:
             for expert in range(len(tensor)):
                 state[f"{prefix}{architecture.mixture}.experts.{expert}.{matrix}.{kind}"] = tensor[expert]
@@ -488,10 +486,14 @@ def _parts(name: str) -> tuple[str | None, str, str]:
     return (None, name, "") if match is None else (match[1], match[2], match[3])
 
 
-def _finite(file: GGUF, name: str) -> Tensor:
-    tensor = _numbers(file.tensors[name])
-    check_finite(file.path, {name: tensor})
-    return tensor
+def _tensor(file: GGUF, name: str) -> Tensor:
+    """Returns a vector's numbers, or a matrix that stays in the file."""
+    stored = file.tensors[name]
+    if len(stored.shape) > 1:
+        return FileMatrix.of(stored)
+    vector = _numbers(stored)
+    check_finite(file.path, {name: vector})
+    return vector
 
 
 def _unpermuted(tensor: Any, heads: int, name: str) -> Tensor:
@@ -504,20 +506,25 @@ def _unpermuted(tensor: Any, heads: int, name: str) -> Tensor:
 
 def _note_precision(file: GGUF, model: Any) -> None:
     """Sets the precision in which a quantised model is computed, and logs which numbers that rounds again."""
-    matrices = [stored for stored in file.tensors.values() if len(stored.shape) == 2]
+    matrices = [stored for stored in file.tensors.values() if len(stored.shape) > 1]
     counts = Counter[Kind]()
     for stored in matrices:
-        counts[stored.kind] += stored.shape[0] * stored.shape[1]
+        counts[stored.kind] += math.prod(stored.shape)
     rounded = {kind: count for kind, count in counts.items() if BLOCKS[kind].compute is not None}
     if sum(rounded.values()) * 2 < sum(counts.values()):
         return
-    is_int4 = rounded.get(Kind.Q4_0, 0) * 2 > sum(rounded.values())
-    model.precision = INT4 if is_int4 else INT8
-    if is_int4:
-        placeholders = stand_in(model)
-        sources, state = stored_in(placeholders), dict(placeholders.named_parameters(remove_duplicate=False))
+    placeholders = stand_in(model)
+    sources = stored_in(placeholders)
+    if rounded.get(Kind.Q4_0, 0) * 2 <= sum(rounded.values()):
+        model.precision = INT8
+    elif sources:
+        state = dict(placeholders.named_parameters(remove_duplicate=False))
         named = {name: source for name, each in state.items() if (source := sources.get(id(each))) is not None}
+        model.precision = INT4
         model.int4_groups = StoredGroups({name: source for name, source in named.items() if source.has_groups()})
+    else:  # a model on a GPU has no matrices in the file
+        kept = [stored for stored in matrices if stored.kind == Kind.Q4_0]
+        keep_groups(model, [int4_groups((math.prod(each.shape[:-1]), each.shape[-1]), each.data) for each in kept])
     log_rounding(model, file.path)
 
 
@@ -530,10 +537,7 @@ def _nomic_bert(
     dtype: torch.dtype,
 ) -> BERT:
     """Builds a Nomic BERT: a BERT with rotary positions and a gated feed-forward network, whose maps have no bias."""
-    left: dict[str, Tensor] = {
-        name: FileMatrix.of(stored) if len(stored.shape) > 1 else _finite(file, name)
-        for name, stored in file.tensors.items()
-    }
+    left = {name: _tensor(file, name) for name in file.tensors}
     depth = int(values.number("block_count"))
     check_depth("num_hidden_layers", depth, len(left), file.path)
     (embedding,) = taken(left, ["token_embd.weight"], "Nomic BERT")
