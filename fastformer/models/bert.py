@@ -82,7 +82,7 @@ class ClassificationHead(nn.Module):
 
 
 def _aliases(model: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
-    """Returns the prefixes of names in a state_dict whose layer is that of an earlier prefix, with this prefix."""
+    """Yields the prefixes of names in a state_dict whose layer is that of an earlier prefix, with this prefix."""
     assert isinstance(model, BERT)
     layers = model.encoder.layers
     for layer, first in enumerate(model.config.distinct):
@@ -175,7 +175,7 @@ class BERT(PretrainedModel):
         if config.layer_groups is None:
             self.encoder = TransformerEncoder(layer, config.num_layers, final_norm)
         else:
-            shared = {first: copy.deepcopy(layer) for first in config.distinct}
+            shared = {first: copy.deepcopy(layer) for first in {*config.distinct}}
             layers = [shared[first] for first in config.distinct]
             self.encoder = TransformerEncoder(layers, config.num_layers, final_norm)
             self.register_state_dict_post_hook(_omit_aliases)  # type: ignore[no-untyped-call]

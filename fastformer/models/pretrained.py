@@ -81,7 +81,7 @@ class Unallocated(Undrawn):
                 return torch.full((1,) * len(shape), torch.nan, dtype=kwargs.get("dtype")).expand(*shape)
         if func is Tensor.clone and self.is_empty(args[0]):
             return args[0].detach()
-        if func in (Tensor.zero_, Tensor.fill_) and not any(args[0].stride()):
+        if func in (Tensor.zero_, Tensor.fill_) and args[0].dim() and not any(args[0].stride()):
             return args[0]
         return super().__torch_function__(func, types, args, kwargs)
 

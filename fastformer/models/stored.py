@@ -47,7 +47,7 @@ class Stored:
 
     def __init__(self, parts: tuple[StoredMatrix, ...]) -> None:
         self._parts = parts
-        self.shape = torch.Size((sum(len_of(part) for part in parts), *parts[0].shape[1:]))
+        self.shape = torch.Size((sum(part.shape[0] for part in parts), *parts[0].shape[1:]))
 
     def rows(self, begin: int, end: int) -> Tensor:
         """Returns numbers of rows in fp32; see `StoredMatrix`."""
@@ -84,15 +84,10 @@ class Stored:
 
     def _spans(self, begin: int, end: int) -> Iterator[tuple[StoredMatrix, tuple[int, int]]]:
         for part in self._parts:
-            size = len_of(part)
+            size = part.shape[0]
             if begin < size and end > 0:
                 yield part, (max(0, begin), min(size, end))
             begin, end = begin - size, end - size
-
-
-def len_of(part: StoredMatrix) -> int:
-    """Returns the number of rows."""
-    return int(part.shape[0])
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

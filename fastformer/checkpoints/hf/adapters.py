@@ -239,9 +239,7 @@ def _whole(
     """Returns A and B of a matrix that consists of several modules, some of which have factors."""
     outputs, inputs = model.get_parameter(name).shape
     whole = torch.empty(outputs, 1, device="meta")
-    sizes = (
-        [len(part) for part in form._split(name, whole, model.config, len(modules))] if len(modules) > 1 else [outputs]
-    )
+    sizes = [len(part) for part in form.split(name, whole, model.config, len(modules))]
     all_a, all_b, first = [], [], 0
     for module, pair, size in zip(modules, pairs, sizes, strict=True):
         if pair is not None:

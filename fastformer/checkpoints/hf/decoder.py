@@ -152,8 +152,7 @@ class Form(NamedTuple):
         state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         weights: dict[str, Tensor] = {}
         for own_name, names in self.names(config).items():
-            parts = self._split(own_name, state[own_name], config, len(names)) if len(names) > 1 else (state[own_name],)
-            for name, part in zip(names, parts, strict=True):
+            for name, part in zip(names, self.split(own_name, state[own_name], config, len(names)), strict=True):
                 weights[self.prefix + name] = self.revert(own_name, part, config)
         weights[self.heads[0]] = state[EMBEDDING if config.tie_embeddings else OUTPUT]
         if config.output_bias:
@@ -165,7 +164,10 @@ class Form(NamedTuple):
         """The name of the bias on the logits, in families that have one."""
         return f"{self.heads[0].removesuffix('.weight')}.bias"
 
-    def _split(self, name: str, tensor: Tensor, config: GPTConfig, count: int) -> tuple[Tensor, ...]:
+    def split(self, name: str, tensor: Tensor, config: GPTConfig, count: int) -> tuple[Tensor, ...]:
+        """Returns the parts of one of fastformer's tensors that are so many tensors of the family."""
+        if count == 1:
+            return (tensor,)
         if ".linear" in name:
             return tensor.chunk(count)
         if ".router." in name:
