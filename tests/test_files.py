@@ -67,10 +67,6 @@ def test_only_leftovers_of_a_kill_are_removed(tmp_path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*others, f".folder.pt.{end}"])
 
 
-# A lock that a thread holds during a fork is open in the child.
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork")
 def test_a_file_that_is_far_too_large_is_not_read(tmp_path) -> None:
     with open(tmp_path / "x.json", "wb") as file:
         file.truncate(1 << 29)  # without a byte on the disk
@@ -84,6 +80,10 @@ def test_a_file_that_is_far_too_large_is_not_read(tmp_path) -> None:
             read_json(tmp_path / "x.json", unique_names=unique)
 
 
+# A lock that a thread holds during a fork is open in the child.
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork")
 def test_a_forked_child_finds_every_lock_open() -> None:
     locks = [ForkSafeLock(), Reader(None, 8)._lock, functional._lock, model_protocols._lock]
     held, done = threading.Event(), threading.Event()
