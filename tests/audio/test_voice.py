@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 
 import numpy as np
 import pytest
@@ -60,13 +60,33 @@ def test_times_are_those_of_the_recording() -> None:
 
 
 def test_sileros_model_reads_blocks_as_it_reads_the_whole(monkeypatch) -> None:
-    if importlib.util.find_spec("silero_vad") is None:
-        pytest.skip("silero-vad is not installed")
+    if voice._silero() is None:
+        pytest.skip("neither silero-vad nor faster-whisper is installed")
     recording = Recording.of(between_silence())
     whole = voice.speech_probabilities(recording)
     monkeypatch.setattr(voice, "_BLOCK", 37)
     np.testing.assert_allclose(voice.speech_probabilities(recording), whole, atol=1e-5)
     assert len(speech_parts(recording, VadOptions())) <= 2
+
+
+@pytest.mark.parametrize(
+    "files",  # of which the first is taken
+    [
+        ("faster_whisper/assets/silero_vad_v6.onnx", "silero_vad/data/silero_vad_16k_sequence.onnx"),
+        ("silero_vad/data/silero_vad_16k_sequence.onnx", "faster_whisper/assets/silero_encoder_v5.onnx"),
+    ],
+    ids=["both", "another version of faster-whisper's"],
+)
+def test_the_copy_of_faster_whisper_comes_first_and_no_package_is_imported(files, tmp_path, monkeypatch) -> None:
+    for file in ("onnxruntime/x", *files):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+        package = file.partition("/")[0]
+        (tmp_path / package / "__init__.py").write_text("raise AssertionError('imported')")
+        monkeypatch.delitem(sys.modules, package, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(voice, "_onnx_session", lambda file: file)
+    assert voice._silero.__wrapped__().args == (tmp_path / files[0],)
 
 
 @pytest.mark.parametrize(
