@@ -184,6 +184,10 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[MaskedOptions]
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[MaskedOptions]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,

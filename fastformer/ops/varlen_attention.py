@@ -215,6 +215,19 @@ def varlen_attention(
     return_lse: Literal[True],
     **options: Unpack[ScoreOptions],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: bool,
+    **options: Unpack[ScoreOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def varlen_attention(
     q: Tensor,
     k: Tensor,
