@@ -196,13 +196,11 @@ class Encoder(FolderModel):
 
     def encode_query(self, sentences: str | Iterable[str] | None = None, *arguments: Any, **options: Any) -> Any:
         """Calls `encode` with the prompt "query", if the folder has one and the call doesn't name a prompt."""
-        return self.encode(sentences, **self._for_task(("query",), named(self.encode, arguments, options)))
+        return self.encode(sentences, **self._for_task("query", named(self.encode, arguments, options)))
 
     def encode_document(self, sentences: str | Iterable[str] | None = None, *arguments: Any, **options: Any) -> Any:
         """Calls `encode` with the first prompt that exists of "document", "passage", "corpus", unless it names one."""
-        return self.encode(
-            sentences, **self._for_task(("document", "passage", "corpus"), named(self.encode, arguments, options))
-        )
+        return self.encode(sentences, **self._for_task("document", named(self.encode, arguments, options)))
 
     @contextmanager
     def truncate_sentence_embeddings(self, truncate_dim: int | None) -> Iterator[None]:
@@ -278,11 +276,6 @@ class Encoder(FolderModel):
     def similarity_pairwise(self, embeddings1: Embeddings, embeddings2: Embeddings) -> Tensor:
         """Returns the similarity of each row of embeddings1 to the same row of embeddings2, (rows,)."""
         return PAIRED[self.similarity_fn_name](as_rows(embeddings1), as_rows(embeddings2))
-
-    def _for_task(self, names: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
-        if options.get("prompt") is None and options.get("prompt_name") is None:
-            options["prompt_name"] = next((name for name in names if name in self.prompts), None)
-        return options
 
     def _finish(self, normalize: bool | None, also: bool, truncate_dim: int | None) -> _Finish:
         for name, value in (("normalize", normalize), ("normalize_embeddings", also)):

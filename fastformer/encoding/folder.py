@@ -323,12 +323,10 @@ def _late(
             steps.append(step)
             width = step.out_features or width
     if settings.has_projection:
-        weight = {name: tensor.float() for name, tensor in read_numbers(folder, ["linear"]).items()}.get(
-            "linear.weight"
-        )
+        weight = read_numbers(folder, ["linear"]).get("linear.weight")
         if weight is None or weight.shape[1] != width:
             raise ValueError(f"expected the weights in {folder} to have a linear.weight (dim, {width})")
-        steps.append(Dense(weight, None, nn.Identity()))
+        steps.append(Dense(weight.float(), None, nn.Identity()))
     if settings.adds_norm:
         steps.append(Normalize())
     model_folder = modules[0][1] if modules else folder

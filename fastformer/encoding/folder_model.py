@@ -1,4 +1,4 @@
-"""The common base of `Encoder`, `CrossEncoder` and `MultiVectorEncoder`."""
+"""The common base of `Encoder`, `CrossEncoder`, `MultiVectorEncoder` and `TokenClassifier`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from fastformer.encoding.modules import Array
 from fastformer.encoding.tokens import Rows
 from fastformer.models.stored import stand_in
 from fastformer.settings import Positive, check_value, suggestion
+
+# The names of a task's prompts; the first that the folder has counts.
+_PROMPTS = {"query": ("query",), "document": ("document", "passage", "corpus")}
 
 
 class FolderModel:
@@ -189,6 +192,16 @@ class FolderModel:
             hint = suggestion(name, self.prompts)
             raise ValueError(f"expected a prompt_name in {[*self.prompts]}, got {name!r}{hint}")
         return self.prompts[name]
+
+    def _prompt_for(self, task: str | None) -> str | None:
+        """Returns the name of the prompt of a task's texts; None: the default one."""
+        return next((name for name in _PROMPTS.get(task or "", ()) if name in self.prompts), None)
+
+    def _for_task(self, task: str, options: dict[str, Any]) -> dict[str, Any]:
+        """Returns the options of `encode`, with the prompt of a task unless they name one."""
+        if options.get("prompt") is None and options.get("prompt_name") is None:
+            options["prompt_name"] = self._prompt_for(task)
+        return options
 
     def _converted(self, rows: Tensor, is_one: bool, convert_to_numpy: bool, convert_to_tensor: bool) -> Any:
         """Returns results on the CPU in the form that the caller asks for; for one text, its row."""

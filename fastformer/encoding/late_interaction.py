@@ -1,6 +1,7 @@
 """Late interaction, as ColBERT has it: a vector for each token of a text, and scores by the best match of each token.
 
-sentence-transformers, PyLate and Stanford's ColBERT name the same settings differently; `read_late` reads all three.
+sentence-transformers, PyLate and Stanford's ColBERT name the same settings differently; `late_settings` reads all
+three.
 """
 
 from __future__ import annotations

@@ -20,9 +20,6 @@ from fastformer.encoding.tokens import Rows
 from fastformer.generation.text_io import expect_text
 from fastformer.settings import Positive, check_value
 
-# The names of a task's prompts; the first that the folder has counts.
-_PROMPTS = {"query": ("query",), "document": ("document", "passage", "corpus")}
-
 
 class MultiVectorEncoder(FolderModel):
     """Computes a vector for each token of texts. Methods and arguments are called as in sentence-transformers.
@@ -126,11 +123,15 @@ class MultiVectorEncoder(FolderModel):
 
     def encode_query(self, inputs: str | Iterable[str] | None = None, *arguments: Any, **options: Any) -> Any:
         """Calls `encode` with the task "query", and its prompt, if the folder has one and the call doesn't name one."""
-        return self.encode(inputs, **self._for_task("query", arguments, options))
+        return self.encode(
+            inputs, **self._for_task("query", {"task": "query"} | named(self.encode, arguments, options))
+        )
 
     def encode_document(self, inputs: str | Iterable[str] | None = None, *arguments: Any, **options: Any) -> Any:
         """Calls `encode` with the task "document", and a prompt as `Encoder.encode_document` chooses it."""
-        return self.encode(inputs, **self._for_task("document", arguments, options))
+        return self.encode(
+            inputs, **self._for_task("document", {"task": "document"} | named(self.encode, arguments, options))
+        )
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:
         """Returns the scores of documents for queries, (queries, documents).
@@ -174,16 +175,6 @@ class MultiVectorEncoder(FolderModel):
             {"corpus_id": index, "score": scores[index], **({"text": texts[index]} if return_documents else {})}
             for index in order
         ]
-
-    def _prompt_for(self, task: str | None) -> str | None:
-        """Returns the name of the prompt of a task's texts; None: the default one."""
-        return next((name for name in _PROMPTS.get(task or "", ()) if name in self.prompts), None)
-
-    def _for_task(self, task: Task, arguments: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
-        options = {"task": task, **named(self.encode, arguments, options)}
-        if options.get("prompt") is None and options.get("prompt_name") is None:
-            options["prompt_name"] = self._prompt_for(task)
-        return options
 
     def _tokenized(self, texts: Sequence[Any]) -> Rows:
         return self._reader.texts(texts)

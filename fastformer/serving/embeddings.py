@@ -147,7 +147,7 @@ def _add_embeddings(routes: APIRouter, service: EmbedService, limits: Limits) ->
         if body.prompt_name is not None and body.prompt_name not in service.encoder.prompts:
             names = [*service.encoder.prompts]
             raise ApiError(f"expected a prompt_name in {names}, got {body.prompt_name!r:.40}", param="prompt_name")
-        precision, is_packed = _precision(body, service.encoder.ranges is not None)
+        precision, is_packed = _precision(body, width, service.encoder.ranges)
         try:
             work = service.embed(
                 texts,
@@ -163,25 +163,38 @@ def _add_embeddings(routes: APIRouter, service: EmbedService, limits: Limits) ->
             raise ApiError(str(error), param="input") from error
         numbers = stored(encoded.rows, precision, service.encoder.ranges)
         rows = [
-            {"object": "embedding", "index": index, "embedding": packed(row) if is_packed else row.tolist()}
+            {"object": "embedding", "index": index, "embedding": _packed(row) if is_packed else row.tolist()}
             for index, row in enumerate(numbers)
         ]
         usage = {"prompt_tokens": encoded.num_tokens, "total_tokens": encoded.num_tokens}
         return answer({"object": "list", "data": rows, "model": service.name, "usage": usage})
 
 
-def _precision(body: EmbeddingsBody, has_ranges: bool) -> tuple[Stored, bool]:
-    """Returns the type of the numbers that a request asks for, and whether it asks for base64."""
+def _precision(body: EmbeddingsBody, width: int, ranges: Array | None) -> tuple[Stored, bool]:
+    """Returns the type of the numbers that a request asks for, and whether it asks for base64.
+
+    Args:
+        body: the request.
+        width: the number of dimensions of an embedding, unless the request names one.
+        ranges: those of the encoder.
+    """
     kind, other = body.output_dtype, body.embedding_type
     if other in ("binary", "ubinary") and kind not in (None, other):
         raise ApiError(f"expected output_dtype or embedding_type, got {kind} and {other}", param="embedding_type")
     named = kind or (other if other in ("binary", "ubinary") else None) or "float"
-    if named in ("int8", "uint8") and not has_ranges:
-        raise ApiError(
-            f"expected an output_dtype of float, binary or ubinary, got {named}: the server has no ranges of the "
-            "embeddings, as Encoder.calibrate finds them",
-            param="output_dtype",
-        )
+    if named in ("int8", "uint8"):
+        if ranges is None:
+            raise ApiError(
+                f"expected an output_dtype of float, binary or ubinary, got {named}: the server has no ranges of the "
+                "embeddings, as Encoder.calibrate finds them",
+                param="output_dtype",
+            )
+        if (body.dimensions or width) != len(ranges[0]):
+            raise ApiError(
+                f"expected {len(ranges[0])} dimensions for an output_dtype of {named}, those of the server's ranges, "
+                f"got {body.dimensions or width}",
+                param="dimensions",
+            )
     precision: Stored = "float32" if named == "float" else named
     return precision, "base64" in (body.encoding_format, other)
 
@@ -214,21 +227,20 @@ def _add_vectors(routes: APIRouter, service: MultiVectorService, limits: Limits)
             encoded = await until_gone(http, work)
         except ValueError as error:
             raise ApiError(str(error), param="input") from error
-        write = (lambda rows: [packed(row) for row in rows]) if body.embedding_type == "base64" else _numbers
+        is_packed = body.embedding_type == "base64"
         data = [
-            {"object": "embeddings", "index": index, "embeddings": write(rows)}
+            {
+                "object": "embeddings",
+                "index": index,
+                "embeddings": [_packed(row) for row in rows] if is_packed else rows.tolist(),
+            }
             for index, rows in enumerate(encoded.rows)
         ]
         usage = {"prompt_tokens": encoded.num_tokens, "total_tokens": encoded.num_tokens}
         return answer({"object": "list", "data": data, "model": service.name, "usage": usage})
 
 
-def _numbers(rows: Array) -> list[list[float]]:
-    numbers: list[list[float]] = rows.tolist()
-    return numbers
-
-
-def packed(row: npt.NDArray[Any]) -> str:
+def _packed(row: npt.NDArray[Any]) -> str:
     """Packs the numbers of an embedding as OpenAI does: the base64 of fp32 in little endian, or of whole bytes."""
     kind = "<f4" if row.dtype == np.float32 else row.dtype
     return base64.b64encode(np.ascontiguousarray(row, kind).tobytes()).decode("ascii")

@@ -62,8 +62,7 @@ class _EncoderService(Service):
         """The most tokens that a text may have."""
         return self.encoder.max_seq_length
 
-    async def _ask(self, build: Callable[[], EncodeRequest], size: int, timeout: float | None) -> Encoded:
-        deadline = self.deadline(timeout)
+    async def _ask(self, build: Callable[[], EncodeRequest], size: int, deadline: float) -> Encoded:
         request = await self.session.aside(build, size, deadline=deadline)
         await self.session.ask(request, deadline=deadline)
         return Encoded(request.results, request.num_tokens)
@@ -88,7 +87,7 @@ class EmbedService(_EncoderService):
             QueueFull, TooLate, RuntimeError: see `Session.ask`.
         """
         size = sum(map(len, texts))
-        return await self._ask(lambda: embed_request(self.encoder, texts, **options), size, timeout)
+        return await self._ask(lambda: embed_request(self.encoder, texts, **options), size, self.deadline(timeout))
 
 
 class RankService(_EncoderService):
@@ -121,7 +120,7 @@ class RankService(_EncoderService):
         def build() -> EncodeRequest:
             return score_request(self.encoder, inputs, activation_fn=activation, apply_softmax=softmax, cuts=cuts)
 
-        return await self._ask(build, sum(len(text) for each in inputs for text in each), timeout)
+        return await self._ask(build, sum(len(text) for each in inputs for text in each), self.deadline(timeout))
 
     async def rank(self, query: str, texts: Sequence[str], *, timeout: float | None = None) -> Encoded:
         """Returns the score of each text for a query, from 0 to 1; texts that are too long are cut."""
@@ -149,14 +148,13 @@ class MultiVectorService(_EncoderService):
             ValueError: see `vectors_request`.
             QueueFull, TooLate, RuntimeError: see `Session.ask`.
         """
-        size = sum(map(len, texts))
-        return await self._ask(lambda: vectors_request(self.encoder, texts, task, cuts=cuts), size, timeout)
+        return await self._vectors(texts, task, cuts, self.deadline(timeout))
 
     async def rank(self, query: str, texts: Sequence[str], *, timeout: float | None = None) -> Encoded:
         """Returns the score of each text for a query, by `similarity`; texts that are too long are cut."""
         deadline = self.deadline(timeout)
-        of_query = await self.vectors([query], "query", cuts=True, timeout=timeout)
-        of_texts = await self.vectors(texts, "document", cuts=True, timeout=timeout)
+        of_query = await self._vectors([query], "query", True, deadline)
+        of_texts = await self._vectors(texts, "document", True, deadline)
         size = sum(map(len, of_texts.rows)) * len(of_query.rows[0])
 
         def scores() -> Array:
@@ -165,6 +163,10 @@ class MultiVectorService(_EncoderService):
 
         found = await self.session.aside(scores, size, deadline=deadline)
         return Encoded(found, of_query.num_tokens + of_texts.num_tokens)
+
+    async def _vectors(self, texts: Sequence[str], task: Task, cuts: bool, deadline: float) -> Encoded:
+        size = sum(map(len, texts))
+        return await self._ask(lambda: vectors_request(self.encoder, texts, task, cuts=cuts), size, deadline)
 
 
 def open_encoder(
