@@ -80,11 +80,11 @@ def chat(
     from fastformer.generation.chat import Chat
 
     given = constraint_options(schema, regex, choices, grammar) | ({"stop_strings": stop} if stop else {})
+    given |= {} if adapter is None else {"adapter": adapter}
     decoding = given_options(config, {**options, **given})
     of_file = decoding.pop("precision", None)
     precision = precision or of_file
-    if adapter := adapter or decoding.get("adapter"):
-        decoding["adapter"] = adapter
+    adapter = decoding.get("adapter")
     if greedy:
         for name in ("temperature", "top_k", "top_p"):
             if name in options:
@@ -99,7 +99,7 @@ def chat(
         system=system,
         drop_oldest=drop_oldest,
         draft=draft,
-        adapters={adapter: adapter} if adapter else None,
+        adapters=None if adapter is None else {adapter: adapter},
         **decoding,
     )
     is_shown = is_terminal(sys.stdin) and is_terminal(sys.stdout)

@@ -202,10 +202,11 @@ def _adapters(given: Iterable[str]) -> dict[str, str]:
     """Returns the folders of adapters by their names."""
     folders: dict[str, str] = {}
     for one in given:
-        name, mark, folder = one.partition("=")
-        if not name or not folder or name in folders:
-            what = f"another name than {name!r}, which is there twice" if name in folders else "NAME=FOLDER"
-            raise ValueError(f"expected --adapter {what}, got {one!r}")
+        name, _, folder = one.partition("=")
+        if not name or not folder:
+            raise ValueError(f"expected --adapter NAME=FOLDER, got {one!r}")
+        if name in folders:
+            raise ValueError(f"expected each --adapter under a name of its own, got {name!r} twice")
         folders[name] = folder
     return folders
 

@@ -223,15 +223,19 @@ class _Head:
     """
 
     def __init__(self, folder: Any, settings: Mapping[str, Any]) -> None:
-        state = {name: tensor.float() for name, tensor in read_numbers(folder, ["classifier", "head.dense"]).items()}
-        weight = state.get(f"{_OUTPUT}.weight")
+        state = read_numbers(folder, [_OUTPUT, "head.dense"])
+
+        def of(name: str) -> Tensor | None:
+            return state[name].float() if name in state else None
+
+        weight = of(f"{_OUTPUT}.weight")
         if weight is None or weight.dim() != 2:
             raise ValueError(
                 f"expected the weights in {folder} to have a {_OUTPUT}.weight: was it saved without a head?"
             )
-        self._weight, self._bias, self.num_labels = weight, state.get(f"{_OUTPUT}.bias"), len(weight)
-        self._dense, self._norm = state.get("head.dense.weight"), state.get("head.norm.weight")
-        self._dense_bias, self._norm_bias = state.get("head.dense.bias"), state.get("head.norm.bias")
+        self._weight, self._bias, self.num_labels = weight, of(f"{_OUTPUT}.bias"), len(weight)
+        self._dense, self._norm = of("head.dense.weight"), of("head.norm.weight")
+        self._dense_bias, self._norm_bias = of("head.dense.bias"), of("head.norm.bias")
         activation = settings.get("classifier_activation", "gelu")
         if self._dense is not None and activation not in _ACTIVATIONS:
             raise ValueError(f"expected a classifier_activation of {folder} in {[*_ACTIVATIONS]}, got {activation!r}")

@@ -78,14 +78,13 @@ def router(service: Service, limits: Limits) -> APIRouter:
     routes = APIRouter()
     assert isinstance(service, RankService | MultiVectorService)
 
-    @routes.post("/v1/rerank", response_model=None, responses={200: {"model": Ranking}, **ERRORS})
-    @routes.post("/v2/rerank", response_model=None, responses={200: {"model": Ranking}, **ERRORS})
     async def rerank(body: DocumentsBody, http: Request) -> Response:
         """Ranks documents by how well they answer a query, the best first."""
         return answer(await ranking(body, http, service, limits))
 
-    if isinstance(service, MultiVectorService):
-        routes.add_api_route("/rerank", rerank, methods=["POST"], response_model=None)
+    responses: dict[int | str, dict[str, Any]] = {200: {"model": Ranking}, **ERRORS}
+    for path in ("/v1/rerank", "/v2/rerank", *(["/rerank"] if isinstance(service, MultiVectorService) else [])):
+        routes.add_api_route(path, rerank, methods=["POST"], response_model=None, responses=responses)
     return routes
 
 

@@ -127,6 +127,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Case]]] = {
             "parameters.return_full_text": (False, True),
             "parameters.details": (False, True),
             "parameters.parse_special": (True, False),
+            "parameters.adapter_id": (None, "other"),
             "parameters.grammar": ({"type": "regex", "value": "[0-4]"}, {"type": "regex", "value": "[5-9]"}),
         },
     ),
@@ -258,6 +259,15 @@ def changed(body: Any, place: str, value: Any) -> Any:
     return {key: one for key, one in {**body, name: value}.items() if one is not ...}
 
 
+def told(answer: str) -> Any:
+    """Returns an answer without ids and times; of a stream, its text and usage, since its pieces depend on the time."""
+    answer = re.sub(r'"(id|created|cached_tokens)":("[^"]*"|\d+),?', "", answer)
+    if not answer.startswith("data:"):
+        return answer
+    pieces = re.findall(r'"(?:content|text)":"((?:[^"\\]|\\.)*)"', answer)
+    return "".join(pieces), re.findall(r'"usage":\{[^}]*\}', answer)
+
+
 @pytest.mark.parametrize("kind", ROUTES)
 async def test_another_value_of_a_field_gives_another_answer(kind, folders) -> None:
     pair = {"source_lang": "en", "target_lang": "de"} if kind == "translator" else {}
@@ -293,8 +303,7 @@ async def test_another_value_of_a_field_gives_another_answer(kind, folders) -> N
                 for value in (first, second, *([...] if has_default else [])):
                     asked = changed(body, place, value)
                     found = await client.post(route, json=asked, headers=head if place != "api_key" else {})
-                    told = re.sub(r'"(id|created|cached_tokens)":("[^"]*"|\d+),?', "", found.text)
-                    answers.append((found.status_code, told))
+                    answers.append((found.status_code, told(found.text)))
                 assert answers[0] != answers[1], (route, place, answers[0])
                 assert answers[0] == answers[-1] or not has_default, (route, place, answers)
                 assert 200 in (answers[0][0], answers[1][0]), (route, place, answers)

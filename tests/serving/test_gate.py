@@ -41,7 +41,7 @@ def routes(app) -> list[tuple[str, str]]:
     return sorted(found)
 
 
-@pytest.mark.parametrize("kind", ["translator", "generator", "encoder", "cross-encoder", "speech"])
+@pytest.mark.parametrize("kind", ["translator", "generator", "encoder", "multi-vector", "cross-encoder", "speech"])
 async def test_every_route_asks_for_a_key(kind, tmp_path, translator_folder) -> None:
     if kind != "translator":
         pytest.importorskip("transformers", reason="the folders are written by transformers")
