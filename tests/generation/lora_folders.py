@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 SETTINGS: dict[str, Any] = {
@@ -54,14 +54,12 @@ def write_adapter(
     state: dict[str, Tensor] = {}
     for name in modules:
         weight = model.get_parameter(f"{name}.weight")
-        outputs, inputs = (
-            reversed(weight.shape) if type(model.get_submodule(name)).__name__ == "Conv1D" else weight.shape
-        )
+        is_turned = type(model.get_submodule(name)).__name__ == "Conv1D"
+        outputs, inputs = reversed(weight.shape) if is_turned else weight.shape
         rank = next((r for end, r in settings["rank_pattern"].items() if name.endswith(end)), settings["r"])
-        state[f"base_model.model.{name}.lora_A.weight"] = (
-            torch.randn(rank, inputs, generator=draws) * size / inputs**0.5
-        )
-        state[f"base_model.model.{name}.lora_B.weight"] = torch.randn(outputs, rank, generator=draws) * size
+        a, b = torch.randn(rank, inputs, generator=draws), torch.randn(outputs, rank, generator=draws)
+        state[f"base_model.model.{name}.lora_A.weight"] = a * size / inputs**0.5
+        state[f"base_model.model.{name}.lora_B.weight"] = b * size
     change(state)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(settings))
@@ -72,12 +70,8 @@ def write_adapter(
 @torch.no_grad()
 def merged(model: Any, folder: Path) -> Any:
     """Returns a copy of a model of transformers whose matrices contain the adapter of a folder."""
-    from safetensors.torch import load_file
-
-    settings, state = (
-        json.loads((folder / "adapter_config.json").read_text()),
-        load_file(folder / "adapter_model.safetensors"),
-    )
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    state = load_file(folder / "adapter_model.safetensors")
     model = copy.deepcopy(model)
     for name, module in model.named_modules():
         a = state.get(f"base_model.model.{name}.lora_A.weight")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from safetensors.torch import save_file
 
 from fastformer.checkpoints.hf.adapters import load_adapter
 from fastformer.generation import Generator, generate
+from fastformer.generation.config import GenerationConfig
 from fastformer.generation.engines import Prompt
 from fastformer.generation.engines.cpp import CppEngine
+from fastformer.generation.request_builder import RequestBuilder
 from fastformer.integrations import from_huggingface
 from tests.generation.lora_folders import linears, merged, write_adapter
 from tests.generation.small import needs_cpp
@@ -98,9 +101,6 @@ def test_requests_of_a_batch_are_those_alone(precision, llama, folders):
 
 def batch_of(generator: Generator, rows: list[tuple[list[int], str | None]], **options: Any) -> list[list[int]]:
     """Returns the new tokens of requests that are decoded together, each with its adapter."""
-    from fastformer.generation.config import GenerationConfig
-    from fastformer.generation.request_builder import RequestBuilder
-
     requests = []
     for row, name in rows:
         config = GenerationConfig(adapter=name, **options)
@@ -171,6 +171,17 @@ def test_an_adapter_stays_when_weights_change_and_can_be_replaced(llama, folders
         Generator(model, engine="kv_cache", adapters=folders)
 
 
+def test_an_adapter_that_no_request_uses_does_not_keep_old_weights_in_memory(llama, folders):
+    model = from_huggingface(llama)
+    engine = CppEngine(model)
+    engine.add_adapter("a", load_adapter(folders["all"], model))
+    old = engine.prepacked()
+    with torch.no_grad():
+        model.decoder.layers[1].linear2.weight *= -1
+    assert engine.prepacked() is not old
+    assert sys.getrefcount(old) == 2, "only this function holds it"
+
+
 def test_a_model_whose_family_is_not_known(llama, folders, tmp_path):
     """A run folder does not name it: an adapter of Llama is read in one way, one of Granite in any of several."""
     model = from_huggingface(llama)
@@ -189,10 +200,8 @@ def test_a_model_whose_family_is_not_known(llama, folders, tmp_path):
         load_adapter(folder, type(model).from_pretrained(tmp_path / "granite_run"))
 
 
-A, B = (
-    "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight",
-    ("base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"),
-)
+A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+B = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
 BAD: dict[str, tuple[str, dict[str, Any], Any]] = {
     "DoRA": ("use_dora", {"use_dora": True}, None),
     "a bias": ("bias", {"bias": "all"}, None),

@@ -123,7 +123,13 @@ class CppEngine(Engine):
     def prepacked(self, *, may_be_old: bool = False) -> object:
         """Returns the `PackedModel` of the model's current weights; see `engine.frozen`."""
         model, precision = self._model, self.precision
-        return packed(model, precision, lambda: pack(model, precision), find=tensors_of, may_be_old=may_be_old)
+        current = packed(model, precision, lambda: pack(model, precision), find=tensors_of, may_be_old=may_be_old)
+        # An adapter that was packed for other weights keeps them in memory.
+        pairs = list(self._packed_adapters.items())  # another thread may add one meanwhile
+        kept = {one: pair for one, pair in pairs if pair[0] is current and one in self._adapters.values()}
+        if len(kept) < len(pairs):
+            self._packed_adapters = kept
+        return current
 
     @classmethod
     def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
@@ -182,8 +188,6 @@ class CppEngine(Engine):
             return None
         before, packed = self._packed_adapters.get(adapter, (None, None))
         if before is not model:
-            current = set(self._adapters.values()) | {adapter}
-            self._packed_adapters = {one: pair for one, pair in self._packed_adapters.items() if one in current}
             packed = extension_module().PackedAdapter(model, _adapter_arrays(adapter))
             self._packed_adapters[adapter] = model, packed
         return packed
