@@ -131,7 +131,7 @@ int64_t Encoder::num_rows(const Texts& texts, Pooling pooling) const {
 }
 
 void Encoder::check_sparse(const Texts& texts, Pooling pooling) const {
-  // The tokens that attend but are attended to by none, at the beginning of a text, may be from anywhere in it.
+  // The tokens that attend but are attended to by none are at the beginning of a text; they may be from anywhere in it.
   const auto check = [&](const char* name, const std::vector<Ids>& lists, int64_t size, bool rises) {
     if (!lists.empty() && std::ssize(lists) != texts.count())
       throw std::invalid_argument(std::string(name) + ": expected one list for each text");
@@ -142,7 +142,7 @@ void Encoder::check_sparse(const Texts& texts, Pooling pooling) const {
         throw std::invalid_argument(std::string(name) + ": expected one for each token, in text " + std::to_string(i));
       const int64_t first = texts.unseen.empty() ? 0 : std::max<int64_t>(0, texts.unseen[i]);
       for (int64_t t = 0; t < std::ssize(list); ++t)
-        if (list[t] < 0 || list[t] >= size || (rises && t > first && list[t] <= list[t - 1]))
+        if (list[t] < 0 || list[t] >= size || (rises && t > 0 && t != first && list[t] <= list[t - 1]))
           throw std::invalid_argument(std::string(name) + ": expected " + (rises ? "ascending " : "") +
                                       "numbers from 0 to " + std::to_string(size - 1) + ", got " +
                                       std::to_string(list[t]) + " in text " + std::to_string(i));

@@ -41,8 +41,8 @@ struct Texts {
   int64_t frames = 0;
   // For texts whose padding between tokens was omitted. An empty list, or no lists: the text had no padding.
   std::vector<Ids> positions;   // the position ids of the tokens
-  std::vector<Ids> places;      // the original indices of the tokens, in which attention measures distances; ascending,
-                                // but for unseen tokens
+  std::vector<Ids> places;      // the original indices of the tokens, in which attention measures distances; ascending
+                                // among unseen tokens, and among the others
   std::vector<int64_t> unseen;  // how many tokens at the beginning of each text attend but are attended to by none
 
   bool is_sparse(int64_t text) const { return !places.empty() && !places[text].empty(); }

@@ -247,12 +247,18 @@ void Forward::attend_own_span(int64_t layer, const Span& span, int64_t kv_head) 
     store_row(k + o.kv_dim(), dim, scratch.values.data() + (t - span.unseen) * dim);
   }
   scratch.packed.pack(scratch.keys.data(), scratch.values.data(), num_keys, dim);
-  const auto attend = [&](auto first, auto end, auto change_row) {
+  const auto attend_rows = [&](int64_t row, int64_t rows, auto first, auto end, auto change_row) {
     for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
       scratch.packed.attend(
-          qkv_.data() + span.begin * ld + h * dim, ld, length, change.scale2, first, end,
-          [=](int64_t i, int64_t key, int64_t count, float* x) { change_row(h, i, key, count, x); },
-          context_.data() + span.begin * o.q_dim() + h * dim, o.q_dim());
+          qkv_.data() + (span.begin + row) * ld + h * dim, ld, rows, change.scale2,
+          [=](int64_t i) { return first(row + i); }, [=](int64_t i) { return end(row + i); },
+          [=](int64_t i, int64_t key, int64_t count, float* x) { change_row(h, row + i, key, count, x); },
+          context_.data() + (span.begin + row) * o.q_dim() + h * dim, o.q_dim());
+  };
+  // attend() expects rows in the order of their keys, and unseen tokens may have places behind those of the others.
+  const auto attend = [&](auto first, auto end, auto change_row) {
+    attend_rows(0, span.unseen, first, end, change_row);
+    attend_rows(span.unseen, num_keys, first, end, change_row);
   };
   if (!places)
     return attend([=](int64_t i) { return window < 0 ? 0 : std::max<int64_t>(0, i - window); },

@@ -62,8 +62,8 @@ class Gaps(NamedTuple):
 
     Attributes:
         positions: the row of the table of positions that each token of each text has.
-        places: the column of each token of each text, in which attention counts distances; increasing but for the
-            unseen tokens.
+        places: the column of each token of each text, in which attention counts distances; increasing among unseen
+            tokens, and among the others.
         unseen: how many tokens at the beginning of each text attend to the others, but are not attended to. Such a
             text needs its places.
     """

@@ -114,6 +114,17 @@ def test_gaps_between_tokens_equal_hidden_tokens_of_a_longer_text(name: str) -> 
         assert np.concatenate(alone).tobytes() == rows.tobytes()
 
 
+@pytest.mark.parametrize(("window", "length", "unseen"), [(4, 100, 4), (16, 200, 16), (64, 300, 16)])
+def test_unseen_tokens_may_have_places_behind_the_others(window: int, length: int, unseen: int) -> None:
+    o, t = drawn(**CONFIGS["modernbert"])
+    o["encoder_windows"] = [-1, window]
+    (text,), _ = texts_of(random.Random(0), o, t, [length + unseen])
+    places = [*range(length, length + unseen), *range(length)]
+    rows = packed(EXT, o, t).encode([text], None, "none", False, 1, None, [places], [unseen])
+    exact, plain = (states(o, t, text, None, dtype, places, unseen) for dtype in (torch.float64, torch.float32))
+    assert_accurate(torch.from_numpy(rows), plain, exact)
+
+
 def test_the_widest_window_shows_everything() -> None:
     o, t = drawn(**CONFIGS["modernbert"])
     ids, types = texts_of(random.Random(0), o, t, [7])
