@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.measure import record
 from benchmarks.measure.commands import parser_of, positive
+from benchmarks.measure.timing import Timing
 from benchmarks.peers.cases import make_model
 from fastformer.checkpoints.hf.adapters import Adapter
 from fastformer.generation.config import GenerationConfig
@@ -78,13 +79,12 @@ def main(arguments: list[str] | None = None) -> int:
                     seconds[provider].append((time.process_time() - began) / options.tokens)
         ratios = [one / none for one, none in zip(seconds["adapters"], seconds["none"], strict=True)]
         for provider in PROVIDERS:
-            ms, is_none = sorted(1e3 * one for one in seconds[provider]), provider == "none"
+            is_none = provider == "none"
             row = {
                 "suite": "decoding", "op": "adapters", "provider": provider, "precision": options.precision,
                 "shape": {"rows": rows, "model": options.model, "adapters": options.adapters, "rank": options.rank,
                           "tokens": options.tokens},
-                "ms_p20": ms[len(ms) // 5], "ms_p50": statistics.median(ms), "ms_p80": ms[4 * len(ms) // 5],
-                "rounds": options.rounds,
+                **Timing.of(seconds[provider]).fields(), "rounds": options.rounds,
                 "baseline": None if is_none else "none", "speedup": None if is_none else 1 / statistics.median(ratios),
             }  # fmt: skip
             record.append(options.out, shared | row)

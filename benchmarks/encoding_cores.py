@@ -47,6 +47,7 @@ def _row(options: argparse.Namespace, precision: str) -> dict[str, object]:
     import torch
 
     import fastformer
+    from benchmarks.measure.timing import Timing
 
     torch.set_num_threads(options.threads)
     encoder = fastformer.Encoder.from_pretrained(options.folder, precision=precision)
@@ -58,13 +59,13 @@ def _row(options: argparse.Namespace, precision: str) -> dict[str, object]:
         encoder.encode(texts)
         times.append(time.perf_counter() - began)
         cores.append((time.process_time() - busy) / times[-1])
-    seconds, busiest = statistics.median(times), statistics.median(cores)
-    print(f"{precision}, {options.threads} threads: {busiest:.2f} cores, {options.texts / seconds:,.0f} texts a second")
-    ms = sorted(1e3 * value for value in times)
+    timing, busiest = Timing.of(times), statistics.median(cores)
+    rate = options.texts / timing.p50
+    print(f"{precision}, {options.threads} threads: {busiest:.2f} cores, {rate:,.0f} texts a second")
     return {
         "suite": "model", "op": "encoding_cores", "provider": PROVIDER, "dtype": precision,
-        "model": Path(options.folder).name, "shape": {"texts": options.texts}, "ms_p20": ms[0], "ms_p50": 1e3 * seconds,
-        "ms_p80": ms[-1], "rounds": options.rounds, "value": busiest, "unit": "cores",
+        "model": Path(options.folder).name, "shape": {"texts": options.texts},
+        **timing.fields(), "rounds": options.rounds, "value": busiest, "unit": "cores",
         **record.environment("cpu"), "threads": options.threads,
     }  # fmt: skip
 

@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.measure import record
 from benchmarks.measure.commands import parser_of, positive
+from benchmarks.measure.timing import Timing
 from fastformer.generation.engines import Prompt
 from fastformer.generation.engines.cpp import CppBatch, CppEngine
 from fastformer.models import GPT
@@ -43,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     batches = {name: engine.open(1, most + engine.block_size) for name, engine in engines.items()}
     prompt = torch.randint(3, _VOCAB, (max(options.contexts),)).tolist()
     read = dict.fromkeys(CACHE_DTYPES, 0.0)
+    plain_dtype = "fp32" if options.precision == "fp32" else "bf16"
     for context in sorted(options.contexts):
         logits, steps = {}, {}
         for name, batch in batches.items():
@@ -58,19 +60,18 @@ def main(arguments: list[str] | None = None) -> int:
             batch.free([0])
         ratios = [plain / rounded for plain, rounded in zip(*steps.values(), strict=True)]
         for name, engine in engines.items():
-            ms = sorted(1e3 * seconds for seconds in steps[name])
             difference = (logits[name] - logits[None]).square().mean().sqrt() / logits[None].std()
-            dtype = name or ("fp32" if options.precision == "fp32" else "bf16")
+            dtype = name or plain_dtype
             memory = context * engine.token_bytes / 2**20
             row = {
                 "suite": "decoding", "op": "long_context", "provider": f"a cache of {dtype}",
                 "precision": options.precision,
                 "shape": {"context": context, "rows": 1, "dim": options.dim, "layers": options.layers,
                           "heads": options.heads, "kv_heads": options.kv_heads, "vocab": _VOCAB},
-                "ms_p20": ms[len(ms) // 5], "ms_p50": statistics.median(ms), "ms_p80": ms[4 * len(ms) // 5],
+                **Timing.of(steps[name]).fields(),
                 "rounds": options.rounds, "value": memory, "unit": "MiB of keys and values",
                 "tokens_s": context / read[name], "difference": float(difference),
-                "baseline": None if name is None else f"a cache of {'fp32' if options.precision == 'fp32' else 'bf16'}",
+                "baseline": None if name is None else f"a cache of {plain_dtype}",
                 "speedup": None if name is None else statistics.median(ratios),
             }  # fmt: skip
             record.append(options.out, record.environment("cpu") | row)

@@ -27,14 +27,17 @@ def each(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]], Ca
         def run(**others: Any) -> None:
             skipped = []
             for row in rows:
+                case = dict(zip(keys, row if len(keys) > 1 else (row,), strict=True))
+                name = ", ".join(f"{key} = {value}" for key, value in case.items())
                 torch.manual_seed(0)
                 try:
-                    test(**dict(zip(keys, row if len(keys) > 1 else (row,), strict=True)), **others)
+                    test(**case, **others)
                 except pytest.skip.Exception as reason:
                     skipped.append(reason)
-                except Exception as error:
-                    raise AssertionError(f"{names} = {row}: {type(error).__name__}: {error}") from error
-            if rows and len(skipped) == len(rows):
+                    print(f"{name}: skipped: {reason}")
+                except (Exception, pytest.fail.Exception) as error:  # the latter is that of pytest.raises
+                    raise AssertionError(f"{name}: {type(error).__name__}: {error}") from error
+            if len(skipped) == len(rows):
                 raise skipped[0]
 
         signature = inspect.signature(test)

@@ -8,12 +8,13 @@
     python -m benchmarks.peers --case bert_base --precision fp32 bf16              unchanged, accelerated, and others
     python -m benchmarks.peers --case encoders --rounds 3           MiniLM, 100 passages, Qwen3-Embedding's shape
 
-`python -m benchmarks.run --suite decoding model` includes all of them. Each program runs in processes of its own, which
-take turns in each round. Decoders run with one thread and with all; the better median counts. The whole call is timed,
-from ids to ids. The floor is given as well: the weights that a step reads, divided by the time of a step, as a share of
-the bandwidth of reading 256 MiB / of reading that many bytes repeatedly, which may partly fit in a cache. In fp32 a
-peer has to give fastformer's tokens, and a model the results of the unchanged model; otherwise it is not timed, and the
-exit status is 1. A missing program becomes a row that says how to install it; `make peers` installs all of them.
+`python -m benchmarks.run --suite decoding model` includes base, gpt2, llama and the models' cases, but not those of
+`encoders`. Each program runs in processes of its own, which take turns in each round. Decoders run with one thread and
+with all; the better median counts. The whole call is timed, from ids to ids. The floor is given as well: the weights
+that a step reads, divided by the time of a step, as a share of the bandwidth of reading 256 MiB / of reading that many
+bytes repeatedly, which may partly fit in a cache. In fp32 a peer has to give fastformer's tokens, and a model the
+results of the unchanged model; otherwise it is not timed, and the exit status is 1. A missing program
+becomes a row that says how to install it; `make peers` installs all of them.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from benchmarks.peers.suite import SuitePlan
 from benchmarks.peers.worker import Failed, peers
 
 _ENCODERS = "encoders"  # several cases
+_MODEL_CASES = (*models.CASES, *models.ENCODERS, *models.QUICK)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -83,7 +85,7 @@ def _plans(options: argparse.Namespace) -> list[SuitePlan]:
         threads = options.threads or (all_threads,)
         of_model = [
             case
-            for case in (*models.CASES, *models.ENCODERS, *models.QUICK)
+            for case in _MODEL_CASES
             if case["name"] == options.case and case["seqlen"] in (options.seqlen or (case["seqlen"],))
         ]
         return [SuitePlan(case, options.precision, threads, only=options.peer or ()) for case in of_model]
@@ -123,9 +125,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         for name in ("batch", "beams", "neighbours", *LLAMA_BENCHES):
             if getattr(options, name):
                 parser.error(f"expected no --{name} beside --case {options.case}, which has its own")
-    lengths = {
-        case["seqlen"] for case in (*models.CASES, *models.ENCODERS, *models.QUICK) if case["name"] == options.case
-    }
+    lengths = {case["seqlen"] for case in _MODEL_CASES if case["name"] == options.case}
     if not set(options.seqlen or ()) <= lengths:
         parser.error(f"expected --seqlen out of {sorted(lengths)} for --case {options.case}, got {options.seqlen}")
     names = sorted({name for plan in _plans(options) for name in peers(plan.case)} - {"read"})

@@ -153,9 +153,13 @@ def test_a_perplexity_equals_the_models(measured: Measured, tmp_path: Path) -> N
     with torch.inference_mode():
         log_probs = model(windows[:, :-1]).log_softmax(-1)
     expected = float((-log_probs.gather(2, windows[:, 1:, None])).mean().exp())
-    for row, most in zip(rows, (1e-5, 1e-2, 2e-2, 0.2), strict=True):
+    plain, rounded = ([row for row in rows if row["op"] == op] for op in ("score_precisions", "score_cache_int8"))
+    for row, most in zip(plain, (1e-5, 1e-2, 2e-2, 0.2), strict=True):
         assert row["perplexity"] == pytest.approx(expected, rel=most), row["precision"]
-    assert len({row["perplexity"] for row in rows}) == 4
+    for row, same in zip(rounded, plain, strict=True):
+        assert row["precision"] == same["precision"]
+        assert row["perplexity"] == pytest.approx(same["perplexity"], rel=1e-3), row["precision"]
+    assert len({row["perplexity"] for row in rows}) == len(rows) == 8
 
 
 # Preparing a corpus.

@@ -127,6 +127,8 @@ def outputs(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 ])  # fmt: skip
 def test_accelerate_keeps_outputs_and_generated_tokens(name: str) -> None:
     kind, config, options, make_inputs = MODELS[name]
+    if not hasattr(transformers, kind):
+        pytest.skip(f"this version of transformers has no {kind}")
     torch.manual_seed(0)
     model = getattr(transformers, kind)(getattr(transformers, config)(**options)).eval()
     inputs = make_inputs()

@@ -125,17 +125,22 @@ def test_limits_of_bytes_and_seconds(path) -> None:
 
 def test_the_arguments_of_a_service_reach_its_model(path, translator_folder, tmp_path, calls_of) -> None:
     for precision in ("bf16", "int8"):
-        assert open_service(path, precision=precision).model.model.precision == precision
+        service = open_service(path, precision=precision)
+        assert isinstance(service, SpeechService) and service.model.model.precision == precision
     with pytest.raises(ValueError, match="int4"):
         open_service(path, precision="int4")
     made = [calls_of(kind, "from_pretrained") for kind in (Translator, AsyncGenerator)]
-    given: dict[str, Any] = {"device": "cpu", "precision": "bf16", "max_batch_bytes": 1 << 20}
+    given: dict[str, Any] = {"device": "cpu", "precision": "bf16", "max_batch_bytes": 1 << 20, "cache_dtype": "int8"}
     open_service(translator_folder, **given, max_batch_size=3)
     open_service(models.generator(tmp_path / "tiny"), **given, max_batch_size=3, engine="cpp", draft=tmp_path / "tiny")
     [first], [second] = made
     assert first.options == {**given, "max_batch_size": 3}
-    named = {"device": "cpu", "precision": "bf16", "max_bytes": 1 << 20, "max_rows": 3, "engine": "cpp"}
-    assert second.options == second.options | named | {"draft": tmp_path / "tiny", "when_full": "refuse"}
+    named = {"device": "cpu", "precision": "bf16", "cache_dtype": "int8", "max_bytes": 1 << 20, "max_rows": 3}
+    assert second.options == second.options | named | {
+        "engine": "cpp",
+        "draft": tmp_path / "tiny",
+        "when_full": "refuse",
+    }
 
 
 def test_many_clients_get_what_each_gets_alone(path) -> None:
