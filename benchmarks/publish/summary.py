@@ -334,7 +334,7 @@ LLAMA = tuple(
     TableCase(
         f"{prompts}, {what}",
         {"op": "peers", "model": "llama", "batch": batch, "prompt": prompt, "new": new},
-        ("ik_llama.cpp", "llama.cpp", "transformers"),
+        ("llama.cpp", "transformers"),
         panels=_EACH,
     )
     for batch, prompt, prompts in _LLAMA_PROMPTS
@@ -401,10 +401,9 @@ HEADLINES = (
     Headline("embeds sentences (MiniLM's shape)", WELL_KNOWN[0], INT8, ("onnxruntime", "openvino")),
     Headline("embeds sentences (MiniLM's shape)", WELL_KNOWN[0], FP32, ("sentence-transformers",)),
     Headline("translates a sentence (OPUS-MT's shape)", WELL_KNOWN[1], INT8, ("ctranslate2",)),
-    Headline("answers a prompt of 512 tokens (Llama's form)", WELL_KNOWN[3], INT8, ("ik_llama.cpp", "llama.cpp")),
+    Headline("answers a prompt of 512 tokens (Llama's form)", WELL_KNOWN[3], INT8, ("llama.cpp",)),
     Headline(
-        "answers 16 prompts together (Llama's form)", _case(LLAMA, "16 prompts of 32, 32 tokens"), INT8,
-        ("ik_llama.cpp", "llama.cpp"),
+        "answers 16 prompts together (Llama's form)", _case(LLAMA, "16 prompts of 32, 32 tokens"), INT8, ("llama.cpp",)
     ),
     Headline("transcribes speech in batches (Whisper base)", _SPEECH[1], INT8, ("faster-whisper",)),
     Headline("evaluates BERT-base after `accelerate`", _BERT, FP32, ("as it is", "onnxruntime")),
@@ -429,7 +428,7 @@ COMING_FROM = {
     "sentence_transformers": HEADLINES[:2],
     "llama_cpp": (
         Headline("answers a prompt of 32 tokens (Llama's form)", _case(LLAMA, "a prompt of 32 tokens, 32 tokens"),
-                 _PRECISIONS[0], ("ik_llama.cpp", "llama.cpp")),
+                 _PRECISIONS[0], ("llama.cpp",)),
         *HEADLINES[3:5],
     ),
     "faster_whisper": tuple(

@@ -109,6 +109,7 @@ CASES: dict[str, dict[str, Row]] = {
         "seed": (f"{FEW} --seed 1", f"{FEW} --seed 2", "two birds"),
         "prompt_lookup_num_tokens": (FEW, f"{FEW} --prompt_lookup_num_tokens 0", "two birds"),
         "draft": (FEW, f"{FEW} --draft {{gpt}}", "two birds"),
+        "cache_dtype": (LONG, f"{LONG} --cache_dtype int8", "two birds"),
         **{flag: (f"--greedy {FEW}", f"--greedy {FEW} {words}", "two birds") for flag, words in CONSTRAINTS.items()},
     },
     "embed {encoder}": {
@@ -184,14 +185,18 @@ REACHES = "tests/commands/test_options.py::test_each_flag_reaches_the_search"
 DECODING = [
     "num_beams", "beam_rules", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty",
     "min_new_tokens", "max_new_tokens", "max_time", "prompt_lookup_num_tokens", "repetition_penalty",
-    "no_repeat_ngram_size", "temperature", "top_k", "top_p", "seed",
+    "no_repeat_ngram_size", "temperature", "top_k", "top_p", "seed", "cache_dtype",
 ]  # fmt: skip
 ELSEWHERE = {
     "translate": {
         **dict.fromkeys([*DECODING, "do_sample", "n_best"], REACHES),
         "attention": "tests/commands/test_translate.py::test_attention_is_drawn",
     },
-    "generate": dict.fromkeys([*DECODING, "num_return_sequences"], REACHES),
+    "generate": {
+        **dict.fromkeys([*DECODING, "num_return_sequences"], REACHES),
+        "adapter": "tests/serving/test_adapters.py::test_the_commands_take_a_folder",
+    },
+    "chat": {"adapter": "tests/serving/test_adapters.py::test_the_commands_take_a_folder"},
     "average": {"last": "tests/commands/test_average.py::test_the_number_of_averaged_checkpoints"},
     "demo": dict.fromkeys(("out", "seed"), "tests/commands/test_every_flag.py::test_the_flags_of_demo_reach_it"),
     "warmup": dict.fromkeys(
@@ -302,7 +307,8 @@ def other_value(name: str, hint: Any, default: Any) -> str:
 
 
 # Values that must suit other flags, or files.
-SERVED = {"device": "toaster", "config": "{beams}", "keys_file": "{keys}", "host": "127.0.0.2", "precision": "fp32"}
+SERVED = {"device": "toaster", "config": "{beams}", "keys_file": "{keys}", "host": "127.0.0.2", "precision": "fp32",
+          "adapter": "law={gpt}"}  # fmt: skip
 
 
 @pytest.mark.parametrize("flag", flags_of("serve"))

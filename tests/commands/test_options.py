@@ -27,6 +27,7 @@ GROUPS: list[dict[str, Any]] = [
         "prompt_lookup_num_tokens": 4,
     },
     {"window": "slide", "max_new_tokens": 5},
+    {"cache_dtype": "int8", "max_new_tokens": 5},
 ]
 
 
