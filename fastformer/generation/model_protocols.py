@@ -18,7 +18,7 @@ from fastformer.engine.frozen import notes_of
 from fastformer.generation.config import Precision
 from fastformer.locks import ForkSafeLock
 from fastformer.models.quantization import QUANTIZED
-from fastformer.models.stored import stand_in
+from fastformer.models.stored import first_parameter
 from fastformer.nn import KVCache, SequenceLayout
 from fastformer.ops.linear_topk import TopK
 
@@ -223,7 +223,7 @@ def _has(model: object, *names: str) -> bool:
 
 def device_of(model: Model) -> torch.device:
     """Returns the device of a model's first parameter; the CPU for a model without parameters."""
-    parameter = next(stand_in(model).parameters(), None) if isinstance(model, nn.Module) else None
+    parameter = first_parameter(model) if isinstance(model, nn.Module) else None
     return torch.device("cpu") if parameter is None else parameter.device
 
 

@@ -12,7 +12,7 @@ matrices first. `dict.values(module._parameters)` and its like don't, and see th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -223,6 +223,22 @@ def stand_in(model: nn.Module) -> Any:
         if isinstance(parameters := module._parameters, _Waiting):
             return parameters.file.stand_in
     return model
+
+
+def has_stored(modules: Iterable[nn.Module]) -> bool:
+    """Returns whether one of these modules has matrices that are still in a file."""
+    return any([isinstance(module._parameters, _Waiting) for module in modules])
+
+
+def first_parameter(model: nn.Module) -> nn.Parameter | None:
+    """Returns the first parameter of a model, or a placeholder of it, to look at without reading."""
+    for module in model.modules():
+        if isinstance(parameters := module._parameters, _Waiting):
+            return next(parameters.file.stand_in.parameters(), None)
+        for parameter in parameters.values():
+            if parameter is not None:
+                return parameter
+    return None
 
 
 def stored_in(model: nn.Module) -> Mapping[int, Stored]:

@@ -26,13 +26,13 @@ from fastformer.generation.engines.base import (
 )
 from fastformer.generation.engines.cpp_support import why_not_supported
 from fastformer.generation.engines.sampling import choose
-from fastformer.generation.model_protocols import Model, own_precision
+from fastformer.generation.model_protocols import Model, modules_of, own_precision
 from fastformer.generation.native_search import NativeSearch
 from fastformer.models import GPT, Transformer
 from fastformer.models.as_made import tensors_of
 from fastformer.models.gpt import GPTConfig
 from fastformer.models.quantization import GROUP, INT4, SCALE, ZERO, groups_of, num_groups
-from fastformer.models.stored import Stored, stand_in, stored_in
+from fastformer.models.stored import Stored, has_stored, stand_in, stored_in
 from fastformer.nn import Embedding, MultiheadAttention, RelativePositionBias
 from fastformer.nn.feed_forward import fused_name
 
@@ -117,18 +117,19 @@ class CppEngine(Engine):
         self._shortlist: list[int] = []
         self._adapters: dict[str, Adapter] = {}
         self._packed_adapters: dict[Adapter, tuple[object, object]] = {}  # with the model for which each was packed
-        if stand_in(model) is model:  # else the weights are in a file, and the first batch packs them
+        if not has_stored(modules_of(model)):  # else the first batch packs the weights, from the file
             self.prepacked(may_be_old=True)  # each batch checks again whether the weights have changed
 
     def prepacked(self, *, may_be_old: bool = False) -> object:
         """Returns the `PackedModel` of the model's current weights; see `engine.frozen`."""
         model, precision = self._model, self.precision
         current = packed(model, precision, lambda: pack(model, precision), find=tensors_of, may_be_old=may_be_old)
-        # An adapter that was packed for other weights keeps them in memory.
-        pairs = list(self._packed_adapters.items())  # another thread may add one meanwhile
-        kept = {one: pair for one, pair in pairs if pair[0] is current and one in self._adapters.values()}
-        if len(kept) < len(pairs):
-            self._packed_adapters = kept
+        if self._packed_adapters:
+            # An adapter that was packed for other weights keeps them in memory.
+            pairs = list(self._packed_adapters.items())  # another thread may add one meanwhile
+            kept = {one: pair for one, pair in pairs if pair[0] is current and one in self._adapters.values()}
+            if len(kept) < len(pairs):
+                self._packed_adapters = kept
         return current
 
     @classmethod
