@@ -24,9 +24,9 @@ from benchmarks.measure.commands import parser_of
 from benchmarks.publish import style
 from benchmarks.publish.charts import name_of
 from benchmarks.publish.latest import RESULTS, Row, grouped, machine
-from benchmarks.publish.summary import HEADLINES
+from benchmarks.publish.summary import NIGHTLY
 
-# Those of `python -m benchmarks.peers`, which measure `MEASURED`.
+# Those of `python -m benchmarks.peers`, which measure `NIGHTLY`.
 JOBS = (
     "--case minilm --precision int8 --peer 'as it is' fastformer.Encoder onnxruntime openvino",
     "--case minilm --precision fp32 --peer 'as it is' fastformer.Encoder sentence-transformers",
@@ -36,7 +36,6 @@ JOBS = (
     "--case torch_nn_encoder --seqlen '1 to 512' --precision fp32 --peer 'as it is' accelerated",
     "--case gpt2_small --seqlen '16 to 256' --precision fp32 --peer 'as it is' 'accelerated, fused loss'",
 )
-MEASURED = tuple(headline for headline in HEADLINES if headline.case.where["op"] != "speech")  # which needs weights
 DROP = 0.9  # of the median of earlier nights
 
 
@@ -53,7 +52,7 @@ def ratios(rows: Sequence[Row]) -> list[Ratio]:
     """Returns the ratios of all nights, the earliest first."""
     found = []
     for night, measured in sorted(grouped(rows, lambda row: str(row["night"])).items()):
-        for does, case, panel, rivals in MEASURED:
+        for does, case, panel, rivals in NIGHTLY:
             for comparison in case.comparisons(measured):
                 if comparison.panel == panel.name and comparison.against in rivals:
                     name = f"{does}, {panel.name}, against {name_of(comparison.against)}"
@@ -63,7 +62,7 @@ def ratios(rows: Sequence[Row]) -> list[Ratio]:
 
 def verdicts(every: Sequence[Ratio], night: str) -> Iterator[tuple[bool, str]]:
     """Yields for each headline whether it is as good as before, and a line about it."""
-    for does, _, panel, rivals in MEASURED:
+    for does, _, panel, rivals in NIGHTLY:
         for rival in rivals:
             name = f"{does}, {panel.name}, against {name_of(rival)}"
             now = next((ratio for ratio in every if (ratio.name, ratio.night) == (name, night)), None)
