@@ -167,7 +167,7 @@ PackedAdapter::PackedAdapter(std::shared_ptr<const PackedModel> model, const Mod
       const auto a = tensors.find(name + ".A"), b = tensors.find(name + ".B");
       if (a == tensors.end() && b == tensors.end()) continue;
       const auto is_matrix = [&](const auto& it) {
-        return it != tensors.end() && it->second.kind != Kind::bytes && it->second.shape.size() == 2;
+        return it != tensors.end() && it->second.data && it->second.kind != Kind::bytes && it->second.shape.size() == 2;
       };
       if (!is_matrix(a) || !is_matrix(b) || a->second.shape[1] != weight->k || b->second.shape[0] != weight->n)
         throw std::invalid_argument("expected A and B that fit " + name);

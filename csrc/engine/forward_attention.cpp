@@ -36,9 +36,7 @@ struct AttentionOf {
   using type = T;
 };
 template <typename T>
-struct AttentionOf<Int8<T>> {
-  using type = T;
-};
+struct AttentionOf<Int8<T>> : Int8<T> {};
 
 // A thread's buffers for attention of all queries of one head at once.
 template <typename T>
