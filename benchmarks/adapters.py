@@ -10,7 +10,6 @@ processes count little.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 
 from benchmarks.measure import record
 from benchmarks.measure.commands import parser_of, positive
-from benchmarks.measure.timing import Timing
+from benchmarks.measure.timing import beside_baseline
 from benchmarks.peers.cases import make_model
 from fastformer.checkpoints.hf.adapters import Adapter
 from fastformer.generation.config import GenerationConfig
@@ -77,20 +76,17 @@ def main(arguments: list[str] | None = None) -> int:
                 generator._session.run(requests)
                 if turn >= 0:  # the first turn warms up
                     seconds[provider].append((time.process_time() - began) / options.tokens)
-        ratios = [one / none for one, none in zip(seconds["adapters"], seconds["none"], strict=True)]
+        fields = beside_baseline(seconds, "none")
+        shape = {"rows": rows, "model": options.model, "adapters": options.adapters, "rank": options.rank}
         for provider in PROVIDERS:
-            is_none = provider == "none"
             row = {
                 "suite": "decoding", "op": "adapters", "provider": provider, "precision": options.precision,
-                "shape": {"rows": rows, "model": options.model, "adapters": options.adapters, "rank": options.rank,
-                          "tokens": options.tokens},
-                **Timing.of(seconds[provider]).fields(), "rounds": options.rounds,
-                "baseline": None if is_none else "none", "speedup": None if is_none else 1 / statistics.median(ratios),
+                "shape": {**shape, "tokens": options.tokens}, **fields[provider],
             }  # fmt: skip
             record.append(options.out, shared | row)
         print(
-            f"{rows} rows: {1e3 * statistics.median(seconds['none']):.2f} ms of CPU a step without adapters, "
-            f"{statistics.median(ratios):.2f} times that with them"
+            f"{rows} rows: {fields['none']['ms_p50']:.2f} ms of CPU a step without adapters, "
+            f"{1 / fields['adapters']['speedup']:.2f} times that with them"
         )
     return 0
 

@@ -12,7 +12,6 @@ trained model.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 
 from benchmarks.measure import record
 from benchmarks.measure.commands import parser_of, positive
-from benchmarks.measure.timing import Timing
+from benchmarks.measure.timing import beside_baseline
 from fastformer.generation.engines import Prompt
 from fastformer.generation.engines.cpp import CppBatch, CppEngine
 from fastformer.models import GPT
@@ -58,28 +57,25 @@ def main(arguments: list[str] | None = None) -> int:
                 steps[name].append(_seconds_of(batch, options.steps))
         for batch in batches.values():
             batch.free([0])
-        ratios = [plain / rounded for plain, rounded in zip(*steps.values(), strict=True)]
+        caches = {name: f"a cache of {name or plain_dtype}" for name in steps}
+        fields = beside_baseline({caches[name]: times for name, times in steps.items()}, caches[None])
         for name, engine in engines.items():
             difference = (logits[name] - logits[None]).square().mean().sqrt() / logits[None].std()
-            dtype = name or plain_dtype
             memory = context * engine.token_bytes / 2**20
             row = {
-                "suite": "decoding", "op": "long_context", "provider": f"a cache of {dtype}",
+                "suite": "decoding", "op": "long_context", "provider": caches[name],
                 "precision": options.precision,
                 "shape": {"context": context, "rows": 1, "dim": options.dim, "layers": options.layers,
                           "heads": options.heads, "kv_heads": options.kv_heads, "vocab": _VOCAB},
-                **Timing.of(steps[name]).fields(),
-                "rounds": options.rounds, "value": memory, "unit": "MiB of keys and values",
+                **fields[caches[name]], "value": memory, "unit": "MiB of keys and values",
                 "tokens_s": context / read[name], "difference": float(difference),
-                "baseline": None if name is None else f"a cache of {plain_dtype}",
-                "speedup": None if name is None else statistics.median(ratios),
             }  # fmt: skip
             record.append(options.out, record.environment("cpu") | row)
             print(
-                f"{context:,} tokens, {dtype}: {row['ms_p50']:.2f} ms of CPU a step, {memory:,.0f} MiB, prompt "
+                f"{context:,} tokens, {caches[name]}: {row['ms_p50']:.2f} ms of CPU a step, {memory:,.0f} MiB, prompt "
                 f"{row['tokens_s']:,.0f} tokens a second, logits differ by {difference:.4f}"
             )
-        print(f"{context:,} tokens: a step is {statistics.median(ratios):.2f} times faster with int8")
+        print(f"{context:,} tokens: a step is {fields[caches['int8']]['speedup']:.2f} times faster with int8")
     return 0
 
 

@@ -11,7 +11,6 @@ have long names, whose tokens are certain and read in one pass.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import sysconfig
 import time
@@ -22,6 +21,7 @@ import torch
 
 from benchmarks.measure import record
 from benchmarks.measure.commands import parser_of, positive
+from benchmarks.measure.timing import beside_baseline
 from fastformer.data import Tokenizer, train_bpe
 from fastformer.generation.generator import Generator
 from fastformer.models import GPT
@@ -73,22 +73,17 @@ def main(arguments: list[str] | None = None) -> int:
                 assert isinstance(out, torch.Tensor) and out.shape[1] == 16 + options.tokens
                 if turn >= 0:  # the first turn warms up
                     seconds[name].append(passed / options.tokens)
-        ratios = [one / free for one, free in zip(seconds["schema"], seconds["free"], strict=True)]
+        fields = beside_baseline(seconds, "free")
+        shape = {"rows": rows, "dim": options.dim, "layers": options.layers, "vocab": tokenizer.vocab_size}
         for name in PROVIDERS:
-            ms = sorted(1e3 * one for one in seconds[name])
-            is_free = name == "free"
             row = {
                 "suite": "decoding", "op": "structured", "provider": name, "precision": options.precision,
-                "shape": {"rows": rows, "dim": options.dim, "layers": options.layers, "vocab": tokenizer.vocab_size,
-                          "tokens": options.tokens, "forced": options.forced},
-                "ms_p20": ms[len(ms) // 5], "ms_p50": statistics.median(ms), "ms_p80": ms[4 * len(ms) // 5],
-                "rounds": options.rounds,
-                "baseline": None if is_free else "free", "speedup": None if is_free else 1 / statistics.median(ratios),
+                "shape": {**shape, "tokens": options.tokens, "forced": options.forced}, **fields[name],
             }  # fmt: skip
             record.append(options.out, shared | row)
         print(
-            f"{rows} rows: {1e3 * statistics.median(seconds['free']):.2f} ms of CPU a step free, "
-            f"{statistics.median(ratios):.2f} times that under the schema"
+            f"{rows} rows: {fields['free']['ms_p50']:.2f} ms of CPU a step free, "
+            f"{1 / fields['schema']['speedup']:.2f} times that under the schema"
         )
     return 0
 

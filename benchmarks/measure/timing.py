@@ -30,7 +30,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,6 +63,26 @@ class Timing:
     def fields(self) -> dict[str, float]:
         """Returns the fields of a row, in milliseconds."""
         return {"ms_p50": 1e3 * self.p50, "ms_p20": 1e3 * self.p20, "ms_p80": 1e3 * self.p80}
+
+
+def beside_baseline(seconds: Mapping[str, list[float]], baseline: str) -> dict[str, dict[str, Any]]:
+    """Returns the fields of each provider's row: its times, and its median speed over the rounds beside the baseline.
+
+    Args:
+        seconds: the seconds of each provider, round by round.
+        baseline: the provider to compare with.
+    """
+    return {
+        provider: {
+            **Timing.of(mine).fields(),
+            "rounds": len(mine),
+            "baseline": None if provider == baseline else baseline,
+            "speedup": None
+            if provider == baseline
+            else statistics.median(plain / one for plain, one in zip(seconds[baseline], mine, strict=True)),
+        }
+        for provider, mine in seconds.items()
+    }
 
 
 class Turn(NamedTuple):
