@@ -13,7 +13,7 @@ import inspect
 import math
 import operator
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
@@ -93,19 +93,25 @@ class _Field(NamedTuple):
     convert: Callable[[str, Any], Any] | None
 
 
-def check_settings(settings: Any) -> bool:
-    """Checks every field of a dataclass against its annotation.
+def check_settings(settings: Any, names: Collection[str] | None = None) -> bool:
+    """Checks the fields of a dataclass against their annotations.
 
     Integers become floats in a field of floats, and integer scalars (NumPy's, a tensor of one) become ints.
 
+    Args:
+        settings: the dataclass.
+        names: the fields to check; None: all of them.
+
     Returns:
-        Whether any field differs from its default.
+        Whether any of them differs from its default.
 
     Raises:
         ValueError: a value has another type or is out of bounds; the message names the field.
     """
     values, is_changed = vars(settings), False
     for field in _fields(settings.__class__):
+        if names is not None and field.name not in names:
+            continue
         value = values[field.name]
         if value is field.default:
             continue

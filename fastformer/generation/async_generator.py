@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import collections.abc
 import functools
-import itertools
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -21,19 +19,26 @@ from fastformer.generation.drafts import DraftModel
 from fastformer.generation.engines import choose_engine
 from fastformer.generation.folder_options import load_adapters, load_draft_model, load_language_model
 from fastformer.generation.inputs import check_vocabulary
-from fastformer.generation.jobs import Job, Stream
+from fastformer.generation.jobs import Stream
 from fastformer.generation.model_protocols import Model, as_model, check_precision, evaluating, is_decoder_only
-from fastformer.generation.request_builder import RequestBuilder
+from fastformer.generation.request_builder import ModelFacts, RequestBuilder
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import new_scheduler
-from fastformer.generation.search import Hypothesis
 from fastformer.generation.session import Session
-from fastformer.generation.streaming import ByteRuns, Marked, TextPieces, behind_ends
+from fastformer.generation.streaming import (
+    ByteRuns,
+    Completion,
+    Marked,
+    Piece,
+    SampleRequest,
+    TextPieces,
+    behind_ends,
+    pieces_of,
+)
 from fastformer.settings import Count, check_value
 from fastformer.special_ids import SpecialIds
 
 Prompt: TypeAlias = str | Sequence[int]
-FinishReason: TypeAlias = Literal["stop", "length"]
 
 _SHOWN = 40  # the maximum number of characters of a prompt in an error message
 _ONE_ANSWER = ("num_beams", "num_return_sequences", "max_length")  # not taken from a folder
@@ -43,127 +48,8 @@ class PromptTooLong(ValueError):
     """Raised if a prompt leaves no room for an answer among the model's positions."""
 
 
-class ScoredToken(NamedTuple):
-    """A new token with its scores.
-
-    Attributes:
-        token: the id of the token.
-        log_prob: its log-probability, before temperature, top_k and top_p; undefined unless it was requested.
-        alternatives: the likeliest tokens at its position with their log-probabilities, best first; as many as were
-            requested.
-    """
-
-    token: int
-    log_prob: float
-    alternatives: Sequence[tuple[int, float]] = ()
-
-
-class Completion(NamedTuple):
-    """The text and tokens that were generated for a prompt.
-
-    Attributes:
-        text: the text, without the stop text that may have ended it.
-        tokens: the new tokens, including the id that ends a text and the tokens of the stop text.
-        finish_reason: "stop": the model or a stop text ended it; "length": it was cut.
-        cached_tokens: the number of prompt tokens that were reused from an earlier prompt with the same beginning.
-    """
-
-    text: str
-    tokens: list[ScoredToken]
-    finish_reason: FinishReason
-    cached_tokens: int
-
-
-class Piece(NamedTuple):
-    """A piece of a streamed text, which may be empty, and the new tokens.
-
-    Attributes:
-        sample: the index of the sample, among num_return_sequences.
-        text: the piece, of which no part is taken back later.
-        tokens: the new tokens. The text of a token may come in a later piece.
-        finish_reason: see `Completion`; None except in a sample's last piece.
-        cached_tokens: see `Completion`; set in a sample's last piece.
-    """
-
-    sample: int
-    text: str
-    tokens: list[ScoredToken]
-    finish_reason: FinishReason | None = None
-    cached_tokens: int = 0
-
-
 class ChatIds(list[int]):
     """The ids of a chat. Its answer is decoded as a text of its own, and ends at the end of a turn."""
-
-
-class SampleRequest(Request):
-    """A continuation of a prompt: a request of one row, which makes its text and scores.
-
-    Args:
-        arguments, options: see `Request`.
-        new_text: makes the text's pieces from the stop texts.
-        ends: the ids that end the text.
-    """
-
-    def __init__(
-        self, *arguments: Any, new_text: Callable[..., TextPieces], ends: Collection[int], **options: Any
-    ) -> None:
-        super().__init__(*arguments, **options)
-        self._new_text, self._ends = new_text, ends
-
-    @functools.cached_property
-    def _text(self) -> TextPieces:
-        return self._new_text(stop=self.stop_strings)
-
-    def listen(self, on_token: Callable[[Any], object]) -> None:
-        """Sets the listener; if log-probabilities are computed, it is called with `ScoredToken`s."""
-        if self.log_probs:
-            places = itertools.count()
-            # This runs in the thread that decodes, so the row doesn't grow meanwhile.
-            super().listen(lambda token: on_token(_scored(self.search.results()[0], next(places))))
-        else:
-            super().listen(on_token)
-
-    def piece(self, index: int, tokens: Sequence[Any]) -> Piece:
-        """Returns the piece of new tokens, as the listener got them."""
-        if self.log_probs:
-            return Piece(index, self._text.add([token.token for token in tokens]), [*tokens])
-        return Piece(index, self._text.add(tokens), [ScoredToken(token, 0.0) for token in tokens])
-
-    def last_piece(self, index: int) -> Piece:
-        """Returns the end of the text, after the end of the request."""
-        return Piece(index, self._text.end(), [], self._reason(), self.cached_tokens)
-
-    def completion(self) -> Completion:
-        """Returns the whole text, after the end of a request that was not streamed."""
-        result = self.results[0]
-        text = self._text.whole(result.tokens)
-        if self.log_probs:
-            tokens = [_scored(result, place) for place in range(len(result.tokens))]
-        else:
-            tokens = [ScoredToken(token, 0.0) for token in result.tokens]
-        return Completion(text, tokens, self._reason(), self.cached_tokens)
-
-    def _reason(self) -> FinishReason:
-        tokens = self.results[0].tokens
-        is_cut = len(tokens) >= self.search.limit and tokens[-1] not in self._ends
-        is_complete = self.search.matchers is not None and self.search.matchers[0].is_complete
-        return "length" if is_cut and not (is_complete or self._text.is_stopped) else "stop"
-
-
-def _scored(row: Hypothesis, place: int) -> ScoredToken:
-    """Returns one of the tokens of a row, with its scores."""
-    return ScoredToken(row.tokens[place], row.log_probs[place], row.alternatives[place] if row.alternatives else ())
-
-
-async def pieces_of(job: Job[Any]) -> collections.abc.AsyncGenerator[Piece, None]:
-    """Yields the pieces of a job of `SampleRequest`s as they arrive; `Piece.sample` is the index of the request."""
-    try:
-        async for index, tokens in job.arrivals():
-            request = job.requests[index]
-            yield request.piece(index, tokens) if tokens else request.last_piece(index)
-    finally:
-        job.leave()
 
 
 class AsyncGenerator(Session[Request]):
@@ -191,6 +77,7 @@ class AsyncGenerator(Session[Request]):
 
     Attributes:
         template: the template of chats, or None.
+        max_len: the model's number of positions, which a prompt and its continuation share.
 
     Raises:
         ImportError: the tokenizer has a chat template, and jinja2 is not installed.
@@ -228,14 +115,17 @@ class AsyncGenerator(Session[Request]):
         self.config, self.precision, self.cache_dtype = config or GenerationConfig(), precision, cache_dtype
         has_template = "chat_template" in (getattr(tokenizer, "chat", None) or {})
         self.template = ChatTemplate.of(tokenizer) if template is None and has_template else template
+        self.max_len = int(checked.config.max_len)
         with evaluating(checked):
             self._engine = choose_engine(checked, engine, precision, cache_dtype)
             load_adapters(self._engine, checked, adapters or {})
         drafts = None if draft_model is None else DraftModel.of(draft_model, checked, self._engine, precision)
         self._special = SpecialIds.of(checked.config)
         eos = self._special.eos
+        self._facts = ModelFacts.of(self._engine, self._special, is_prompted=True)
         self._ends = frozenset(eos)
         self._chat_ends = eos if self.template is None else self.template.end_ids(tokenizer, eos)
+        self._chat_config = self._for_chat(self.config)
         super().__init__(
             checked,
             lambda: new_scheduler(self._engine, max_rows, max_bytes, is_endless=True, draft_model=drafts),
@@ -292,11 +182,6 @@ class AsyncGenerator(Session[Request]):
         """Returns the ids that end a text, or an answer in a chat."""
         return self._chat_ends if is_chat else self._special.eos
 
-    @property
-    def max_len(self) -> int:
-        """The model's number of positions, which a prompt and its continuation share."""
-        return int(self.model.config.max_len)
-
     def encode(self, prompt: Prompt, *, parse_special: bool = False) -> list[int]:
         """Returns the ids of a prompt; a list of ids is returned as it was given.
 
@@ -335,6 +220,13 @@ class AsyncGenerator(Session[Request]):
             raise ValueError("expected a model that was trained to chat, whose folder has a chat_template")
         tokenizer: TemplateTokenizer = self.tokenizer
         return ChatIds(self.encode(self.template.encode(messages, tokenizer, **variables)))
+
+    def _for_chat(self, config: GenerationConfig) -> GenerationConfig:
+        """Returns a config by which answers end as those of a chat do, unless it has ends of its own."""
+        if config.eos_token_id is not None:
+            return config
+        pad = self._special.pad if config.pad_token_id is None else config.pad_token_id
+        return GenerationConfig.from_options({"eos_token_id": self._chat_ends or None, "pad_token_id": pad}, config)
 
     @property
     def anchor(self) -> Sequence[int]:
@@ -436,17 +328,17 @@ class AsyncGenerator(Session[Request]):
         """
         if num_alternatives != 0:
             check_value("num_alternatives", num_alternatives, Count)
-        config = self.config if config is None else config
         is_chat = isinstance(prompt, ChatIds)
         ids = prompt if isinstance(prompt, ChatIds) else self.encode(prompt)  # `chat_ids` has checked its own
-        if isinstance(config, GenerationConfig):
-            given = {**vars(config), **options}
-            if given["max_new_tokens"] is None and given["max_length"] is None:
-                options["max_new_tokens"] = min(MAX_NEW_TOKENS, self.max_len - len(ids))
-            if is_chat and given["eos_token_id"] is None:
-                pad = given["pad_token_id"]
-                options["eos_token_id"] = self._chat_ends or None
-                options["pad_token_id"] = self._special.pad if pad is None else pad
+        if config is None:
+            config = self._chat_config if is_chat else self.config
+        elif is_chat and isinstance(config, GenerationConfig):
+            config = self._for_chat(config)
+        if is_chat and options.get("eos_token_id", 0) is None:
+            del options["eos_token_id"]
+        lengths = [options.get(name, getattr(config, name, None)) for name in ("max_new_tokens", "max_length")]
+        if lengths == [None, None]:
+            options["max_new_tokens"] = min(MAX_NEW_TOKENS, self.max_len - len(ids))
         config = GenerationConfig.from_options(options, config)
         if config.num_beams > 1:
             raise ValueError(f"expected num_beams 1, got {config.num_beams}: a beam search has no stream of tokens")
@@ -456,6 +348,7 @@ class AsyncGenerator(Session[Request]):
             config,
             log_probs=log_probs or num_alternatives > 0,
             engine=self._engine,
+            facts=self._facts,
             tokenizer=self.tokenizer,
             num_alternatives=num_alternatives,
         )

@@ -11,13 +11,14 @@ from fastformer.generation.engines import choose_engine
 from fastformer.generation.jobs import Job, Stream
 from fastformer.generation.model_protocols import evaluating
 from fastformer.generation.pair_encoder import Part, joined_texts
-from fastformer.generation.request_builder import RequestBuilder
+from fastformer.generation.request_builder import ModelFacts, RequestBuilder
 from fastformer.generation.requests import Request
 from fastformer.generation.session import Session
 from fastformer.generation.streaming import TextPieces
 from fastformer.generation.text_io import Answer, Item, TextOptions
 from fastformer.generation.translator import Translator
 from fastformer.settings import shows_fields
+from fastformer.special_ids import SpecialIds
 
 _Part: TypeAlias = tuple[Part, Request | None]  # a part of a text, and its request if it has something to translate
 
@@ -84,6 +85,7 @@ class AsyncTranslator(Session[Request]):
         )
         with evaluating(translator.model):
             self._engine = choose_engine(translator.model, engine, translator.precision, translator.cache_dtype)
+        self._facts = ModelFacts.of(self._engine, SpecialIds.of(translator.model.config), is_prompted=False)
 
     @shows_fields(TextOptions, _ONE_TEXT)
     async def translate(self, text: str, *, config: GenerationConfig | None = None, **options: Any) -> Any:
@@ -262,7 +264,9 @@ class AsyncTranslator(Session[Request]):
         return [[(part, build(part, item.text)) for part in parts] for item, parts in zip(items, texts, strict=True)]
 
     def _builder(self, config: GenerationConfig, *, log_probs: bool) -> RequestBuilder:
-        return RequestBuilder(self.model, config, log_probs=log_probs, engine=self._engine, tokenizer=self.tokenizer)
+        return RequestBuilder(
+            self.model, config, log_probs=log_probs, engine=self._engine, facts=self._facts, tokenizer=self.tokenizer
+        )
 
     def settings(self, options: Mapping[str, Any], config: GenerationConfig | None = None) -> GenerationConfig:
         """Returns the config of a request. All requests decode in one batch, with one engine in one precision.

@@ -78,7 +78,8 @@ def _run_searches(batch: SearchingBatch, requests: Sequence[Request], limits: Li
     leaving: list[int] = []
     for place, request in enumerate(requests):
         is_done = place in done
-        if not request.take_steps(counts[place], searches[place].error if is_done else None, is_done):
+        error = searches[place].error if is_done and handles[place].is_broken else None
+        if not request.take_steps(counts[place], error, is_done):
             leaving.append(place)
     return leaving
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import logging
@@ -265,7 +266,13 @@ class GenerationConfig:
             raise ValueError("expected config or generation_config, got both")
         if "generation_config" in options:
             options = with_config(options, OPTIONS)
-        return cls(**options) if config is None else dataclasses.replace(config, **options)
+        if config is None:
+            return cls(**options)
+        changed = copy.copy(config)
+        vars(changed).update(options)
+        check_settings(changed, options)  # the others were checked before
+        changed._check_combinations()
+        return changed
 
     def __post_init__(self) -> None:
         if check_settings(self):

@@ -299,12 +299,6 @@ class Drafter:
         """Forgets what the model has read."""
         self._is_open = False
 
-    def may_draft(self, requests: Sequence[Request]) -> bool:
-        """Returns whether tokens may be drafted for any of the requests."""
-        return self.model is not None or any(
-            [request.lookup is not None or request.search.matchers is not None for request in requests]
-        )
-
     def drafts(self, requests: Sequence[Request], batch: DraftingBatch) -> list[list[int]]:
         """Returns a draft for each request, which may be empty."""
         if self.model is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from fastformer.extension import extension_module
@@ -120,10 +121,7 @@ class NativeSearch(Search):
         rules = SearchRules(num_beams, tuple(sorted(eos)), min_tokens, tuple(sorted(suppressed)), keeps_shares)
         return cls(handle, rules)
 
-    @property
-    def num_rows(self) -> int:  # type: ignore[override]  # the engine changes it too
-        """The number of rows in the next step."""
-        return self.handle.num_rows
+    num_rows = property(attrgetter("handle.num_rows"))  # the engine changes it too
 
     @property
     def error(self) -> ValueError | None:

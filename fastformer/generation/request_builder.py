@@ -64,6 +64,27 @@ class DecodingIds(NamedTuple):
         return bool(self.eos) and self.pad not in self.eos
 
 
+class ModelFacts(NamedTuple):
+    """What all requests of a model and an engine share, so that it is asked once.
+
+    Attributes:
+        is_prompted: whether inputs are prompts; if not, they are sources.
+        special: the model's special ids.
+        runs_searches: whether the engine advances native searches.
+        drafts: whether the engine can read drafts.
+    """
+
+    is_prompted: bool
+    special: SpecialIds
+    runs_searches: bool
+    drafts: bool
+
+    @classmethod
+    def of(cls, engine: Engine, special: SpecialIds, *, is_prompted: bool) -> ModelFacts:
+        runs_searches = engine.runs_searches() and _extension.module() is not None
+        return cls(is_prompted, special, runs_searches, engine.step_bytes > 0)
+
+
 class RequestBuilder:
     """Builds the requests of one model and one config.
 
@@ -73,6 +94,7 @@ class RequestBuilder:
         log_probs: whether scores are needed.
         engine: the engine for the requests; None: the one that the config names, or the fastest that can decode the
             model.
+        facts: those of the model and the engine; None: they are asked for.
         tokenizer: the tokenizer of the outputs, if the config has stop_strings.
         num_alternatives: the number of likeliest tokens to record at each position, with their log-probabilities; only
             without beams.
@@ -94,10 +116,11 @@ class RequestBuilder:
         *,
         log_probs: bool = True,
         engine: Engine | None = None,
+        facts: ModelFacts | None = None,
         tokenizer: Detokenizer | None = None,
         num_alternatives: int = 0,
     ) -> None:
-        self.is_prompted = is_decoder_only(model)
+        self.is_prompted = is_decoder_only(model) if facts is None else facts.is_prompted
         config.check_model(model.config.vocab_size)
         if never := getattr(model.config, "suppress_tokens", ()):  # what the model itself forbids
             config = replace(config, suppress_tokens=tuple(dict.fromkeys((*config.suppress_tokens, *never))))
@@ -115,6 +138,7 @@ class RequestBuilder:
                 f"expected no decoder_start_token_id for {type(model).__name__}: its prompts are the beginning"
             )
         self.model, self.config, self._tokenizer = model, config, tokenizer
+        self._special = SpecialIds.of(model.config) if facts is None else facts.special
         if num_alternatives and config.num_beams > 1:
             raise ValueError(f"expected num_beams 1 along with num_alternatives, got {config.num_beams}")
         self._matcher: Matcher | None = None
@@ -123,25 +147,25 @@ class RequestBuilder:
             self._matcher = self._constrain(config.constraint)
         self._num_alternatives = min(num_alternatives, model.config.vocab_size)
         self.log_probs = log_probs or config.num_beams > 1 or num_alternatives > 0
-        self.ids = special_ids(model, config)
+        self.ids = special_ids(self._special, config)
         name = config.engine if config.use_cache else "recompute"
         self.engine: Engine = engine or choose_engine(model, name, config.precision, config.cache_dtype)
-        self._adapter = self.engine.adapter(config.adapter)
+        facts = facts or ModelFacts.of(self.engine, self._special, is_prompted=self.is_prompted)
+        self._adapter = None if config.adapter is None else self.engine.adapter(config.adapter)
         self._has_shortlist = False
         if engine is None and config.shortlist:  # the engine is this builder's own, so it may be changed
             self._has_shortlist = self.engine.limit_to(sorted({*config.shortlist, *self.ids.eos}))
         # The caller's processors may give scores above 0 if they aren't normalised; fastformer's processors don't.
-        self._may_rise = config.keeps_scores and bool(config.logits_processor)
+        self._may_rise = bool(config.logits_processor) and config.keeps_scores
         # A search with a feature that the C++ searches lack runs in Python, step by step.
         self._is_native = (
-            self.engine.runs_searches()
-            and _extension.module() is not None
+            facts.runs_searches
             and not (config.do_sample or config.num_beam_groups > 1)
             and not (
                 config.stop_strings or config.stopping_criteria or self._may_rise or num_alternatives or self._matcher
             )
         )
-        self._drafts = self.engine.step_bytes > 0
+        self._drafts = facts.drafts
         unsaid = {*config.suppress_tokens, *self.ids.eos}
         allowed = len({*config.shortlist} - unsaid) if config.shortlist else model.config.vocab_size - len(unsaid)
         self._leaves_words = allowed > 0
@@ -159,7 +183,7 @@ class RequestBuilder:
             raise ValueError(f"expected tokenizer=, whose tokens have known bytes, along with {constraint.kind}")
         vocabulary = Vocabulary.of(self._tokenizer, self.model.config.vocab_size)
         self.anchor = vocabulary.anchor
-        return vocabulary.matcher(constraint, special_ids(self.model, self.config).eos)
+        return vocabulary.matcher(constraint, special_ids(self._special, self.config).eos)
 
     def check(
         self, row: Sequence[int], prefix: Sequence[int] = (), *, width: int | None = None, num_language_tokens: int = 0
@@ -180,7 +204,7 @@ class RequestBuilder:
         """
         config = self.model.config
         if self.is_prompted:
-            limit = most_new_tokens(self.model, len(row), self.config, width)
+            limit = most_new_tokens(self.model, len(row), self.config, width, is_prompted=True)
             check_vocabulary(row, config.vocab_size, "token")
             return CheckedInput(row, (), limit, self.config.least_tokens(len(row) if width is None else width))
         if len(row) > config.max_len:
@@ -188,7 +212,7 @@ class RequestBuilder:
                 f"expected source sequences of at most max_len = {config.max_len} tokens, got {len(row)}: cut them, or "
                 "configure the model with a larger max_len"
             )
-        limit = most_new_tokens(self.model, len(row), self.config, prefix=len(prefix))
+        limit = most_new_tokens(self.model, len(row), self.config, prefix=len(prefix), is_prompted=False)
         check_vocabulary(row, getattr(config, "source_vocab_size", None) or config.vocab_size, "source")
         check_vocabulary(prefix, config.vocab_size, "target")
         least = self.config.least_tokens(1 + len(prefix))
@@ -240,19 +264,20 @@ class RequestBuilder:
         processors = make_processors(
             config, self.ids.eos, len(begin), limit, min_tokens=checked.least, has_shortlist=self._has_shortlist
         )
+        num_lookup_tokens = config.prompt_lookup_num_tokens or 0 if self._drafts else 0
         return kind(
             prompt,
             self._search_maker(checked, begin, place, sample, is_native=self._is_native and window is None),
             processors=processors,
             search_suffices=bool(processors) and self._leaves_words and does_search(config, processors),
-            keeps_scores=config.keeps_scores,
+            keeps_scores=bool(processors) and config.keeps_scores,
             log_probs=self.log_probs,
             max_time=config.max_time,
             window=window,
             before=begin,
             stop_strings=config.stop_strings,
-            num_lookup_tokens=config.prompt_lookup_num_tokens or 0 if self._drafts else 0,
-            lookup_text=source_text(prompt, self.model.config),
+            num_lookup_tokens=num_lookup_tokens,
+            lookup_text=source_text(prompt, self.model.config) if num_lookup_tokens else (),
         )
 
     def _search_maker(
@@ -321,13 +346,13 @@ class RequestBuilder:
 
     def _pieces(self, before: Sequence[int]) -> TextPieces:
         assert self._tokenizer is not None
-        ends = SpecialIds.of(self.model.config).eos
-        return TextPieces(self._tokenizer, behind_ends(before, ends), is_told=True, stop=self.config.stop_strings)
+        return TextPieces(
+            self._tokenizer, behind_ends(before, self._special.eos), is_told=True, stop=self.config.stop_strings
+        )
 
 
-def special_ids(model: Model, config: GenerationConfig) -> DecodingIds:
-    """Returns the model's special ids, with those that the config names in their place."""
-    model_ids = SpecialIds.of(model.config)
+def special_ids(model_ids: SpecialIds, config: GenerationConfig) -> DecodingIds:
+    """Returns a model's special ids, with those that the config names in their place."""
     pad_id = model_ids.pad if config.pad_token_id is None else config.pad_token_id
     eos = config.eos_token_id
     ends = model_ids.eos if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
@@ -341,7 +366,13 @@ def special_ids(model: Model, config: GenerationConfig) -> DecodingIds:
 
 
 def most_new_tokens(
-    model: Model, seqlen: int, config: GenerationConfig, width: int | None = None, prefix: int = 0
+    model: Model,
+    seqlen: int,
+    config: GenerationConfig,
+    width: int | None = None,
+    prefix: int = 0,
+    *,
+    is_prompted: bool,
 ) -> int:
     """Returns the most new tokens of an input: the config's limit, or a default that depends on the input's length.
 
@@ -351,21 +382,21 @@ def most_new_tokens(
         config: the options of the search.
         width: the width of the batch; None: seqlen.
         prefix: the number of tokens that the output of a source begins with.
+        is_prompted: whether the input is a prompt.
 
     Raises:
         ValueError: the model's max_len leaves too little room.
     """
-    prompted = is_decoder_only(model)
     if config.window == "slide" and config.max_new_tokens is not None:
         return config.max_new_tokens
     max_len, width = model.config.max_len, seqlen if width is None else width
-    if not prompted:
+    if not is_prompted:
         room = max_len - prefix
         default, behind = min(seqlen + EXTRA_LENGTH, room), f" after a prefix of {prefix}" if prefix else ""
     else:
         room = default = max_len - width
         behind = f" after a prompt of {width}"
-    if room < 1 and not prompted:
+    if room < 1 and not is_prompted:
         raise ValueError(
             f"expected a prefix of fewer tokens than the model's max_len {max_len}, got {prefix}: there is no room for "
             "a new token"
@@ -375,8 +406,8 @@ def most_new_tokens(
             f"expected prompts of fewer tokens than the model's max_len {max_len}, got {width}: there is no room for a "
             "new token; cut the prompt, or pass window='slide' and max_new_tokens, so that the model sees only its end"
         )
-    advice = "; with window='slide', it continues, and sees only the end of the text" if prompted else ""
-    begun = 1 + prefix if not prompted else width
+    advice = "; with window='slide', it continues, and sees only the end of the text" if is_prompted else ""
+    begun = 1 + prefix if not is_prompted else width
     wanted = config.max_new_tokens
     name, more = "max_new_tokens", 0
     if wanted is None and config.max_length is not None:

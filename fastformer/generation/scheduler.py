@@ -30,9 +30,6 @@ _PIECE_SHARE = 0.25  # after a piece of a long prompt, the others run for this p
 _RUN_SECONDS = 0.01
 _RUN_STEPS = 1_000_000
 _DRAFT_SECONDS = 0.004  # the same if tokens may be drafted, so that a text that begins to repeat is noticed soon
-# A listener gets each of the first tokens separately, and later ones after each run of steps: a few milliseconds are
-# not noticeable, and a step of a small model costs less than a call of the listener.
-_FIRST_TOLD = 4
 
 
 class Batching(Protocol[R]):
@@ -122,6 +119,7 @@ class Scheduler:
         self._read_tokens = self._cached_tokens = 0
         self._piece_seconds = 0.0  # the time that the latest piece of a prompt took, until others have run for it
         self._drafter = Drafter(engine, draft_model, max_rows, self.max_tokens)
+        self._reuses_prefixes = engine.reuses_prefixes()
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Appends requests to the queue."""
@@ -176,9 +174,13 @@ class Scheduler:
         self._make_room()
         if not self.running:
             return ended
-        is_first = any([request.on_token is not None and request.num_told < _FIRST_TOLD for request in self.running])
+        # A listener gets the first token at once, and later ones after each run of steps: a few milliseconds are not
+        # noticeable, and a step of a small model costs less than a call of the listener.
+        is_first = any([request.on_token is not None and not request.num_told for request in self.running])
         min_rows = min(self._refill_below(), self._running_rows)
-        may_draft = self._drafter.may_draft(self.running)
+        may_draft = self._drafter.model is not None or any(
+            [request.lookup is not None or request.search.matchers is not None for request in self.running]
+        )
         seconds = max(_DRAFT_SECONDS if may_draft else _RUN_SECONDS, _PIECE_SHARE * self._piece_seconds)
         self._piece_seconds = 0.0
         limits = Limits(1 if is_first else _RUN_STEPS, seconds, min_rows)
@@ -257,7 +259,7 @@ class Scheduler:
             self._open()
         elif self._running_rows >= self._refill_below():
             return
-        reuses = self.engine.reuses_prefixes()
+        reuses = self._reuses_prefixes
         most = left = _PIECE_TOKENS if self.running and reuses else _PREFILL_TOKENS
         while True:
             new, long = self._fitting(left, most if reuses else None)
@@ -266,7 +268,7 @@ class Scheduler:
             read = self._read_tokens
             self._prefill(new)
             left -= self._read_tokens - read
-            if not reuses:
+            if not reuses or not self.waiting:
                 return  # with reuse, requests that share a prefix with the admitted ones may fit as well
         if long is not None:
             self._read_piece(long)
@@ -382,8 +384,9 @@ class Scheduler:
     def _make_room(self) -> None:
         """Requeues the youngest request as long as the next step needs more memory than is free."""
         while self.running:
-            self._free_tokens = self._open_batch.free_tokens()
-            if self._open_batch.step_tokens() <= self._free_tokens:
+            batch = self._open_batch
+            needed, self._free_tokens = batch.step_tokens(), batch.free_tokens()
+            if needed <= self._free_tokens:
                 return
             youngest = self.running[-1]
             if len(self.running) == 1 and self._largest_tokens(youngest) <= self._capacity_tokens:

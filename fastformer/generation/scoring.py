@@ -101,7 +101,7 @@ def score(
     config = decoder.config
     ids_given = GenerationConfig(pad_token_id=pad_token_id, decoder_start_token_id=decoder_start_token_id)
     ids_given.check_model(config.vocab_size)
-    ids = special_ids(decoder, ids_given)
+    ids = special_ids(SpecialIds.of(decoder.config), ids_given)
     pad_id = ids.pad if ids.marks_padding else None
     rows = as_rows(input_ids, pad_id, None, "input_ids")
     if is_decoder_only(decoder):

@@ -499,7 +499,6 @@ class Session(Generic[R]):
                 return batching
             began = time.monotonic()
             try:
-                mode.hold()
                 ended = batching.step()
             except BaseException as error:  # an error of the model; the thread continues
                 ended, batching = self._recover(error, batching)
@@ -509,6 +508,7 @@ class Session(Generic[R]):
             self._steps += 1
             self._step_seconds += seconds
             self._tell(ended)
+            mode.hold()
 
     def _tell(self, ended: Sequence[R]) -> None:
         """Tells the tasks which requests have ended or have new tokens."""

@@ -7,8 +7,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from fastformer.generation.async_generator import ScoredToken
-from fastformer.generation.streaming import BROKEN, ByteRuns
+from fastformer.generation.streaming import BROKEN, ByteRuns, ScoredToken
 
 _CONTEXT = 6  # the ids before the first token that are decoded with it
 _MOST_IDS = 64  # the most ids of a run of bytes, or of special tokens, that are decoded again for each token after them

@@ -451,7 +451,7 @@ class Translator(PairEncoder):
         if (precision, cache_dtype) != (config.precision, config.cache_dtype):
             config = replace(config, precision=precision, cache_dtype=cache_dtype)
         config.check_model(self.model.config.vocab_size)
-        most_new_tokens(self.model, 1, config)
+        most_new_tokens(self.model, 1, config, is_prompted=False)
         return config
 
     @overload  # a str is also an iterable of str: the first overload that fits counts

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from fastformer.generation.async_generator import Completion, Piece
+from fastformer.generation.streaming import Completion, Piece
 from fastformer.generation.token_texts import SpelledToken
 from fastformer.serving.answers import answer, until_gone
 from fastformer.serving.limits import Limits

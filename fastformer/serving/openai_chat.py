@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request, Response
 
-from fastformer.generation.async_generator import ChatIds, Completion, Piece
-from fastformer.generation.streaming import Marked, behind_ends
+from fastformer.generation.async_generator import ChatIds
+from fastformer.generation.streaming import Completion, Marked, Piece, behind_ends
 from fastformer.generation.token_texts import Spelled, SpelledToken
 from fastformer.serving.answers import until_gone
 from fastformer.serving.limits import Limits

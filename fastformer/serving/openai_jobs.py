@@ -11,18 +11,10 @@ from typing import Any
 from fastapi import Response
 
 from fastformer import __version__
-from fastformer.generation.async_generator import (
-    ChatIds,
-    Completion,
-    Piece,
-    PromptTooLong,
-    SampleRequest,
-    ScoredToken,
-    pieces_of,
-)
+from fastformer.generation.async_generator import ChatIds, PromptTooLong
 from fastformer.generation.jobs import Stream
 from fastformer.generation.processors import CountPenalties, LeastShare, TokenBias
-from fastformer.generation.streaming import behind_ends
+from fastformer.generation.streaming import Completion, Piece, SampleRequest, ScoredToken, behind_ends, pieces_of
 from fastformer.generation.token_texts import SpelledToken, TokenTexts
 from fastformer.serving.answers import EventStream, answer, event
 from fastformer.serving.limits import Limits

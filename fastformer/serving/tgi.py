@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, BeforeValidator, Field
 
-from fastformer.generation.async_generator import FinishReason, Piece, ScoredToken
 from fastformer.generation.jobs import Stream
-from fastformer.generation.streaming import behind_ends
+from fastformer.generation.streaming import FinishReason, Piece, ScoredToken, behind_ends
 from fastformer.generation.token_texts import TokenTexts
 from fastformer.serving import tei
 from fastformer.serving.answers import EventStream, answer, event, until_gone

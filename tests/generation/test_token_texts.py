@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fastformer.generation.async_generator import ScoredToken
+from fastformer.generation.streaming import ScoredToken
 from fastformer.generation.token_texts import SpelledToken, TokenTexts
 from tests.generation.detokenizers import KINDS, LINES, detokenizer
 
