@@ -153,10 +153,10 @@ class _Row:
 
 
 class DraftModel:
-    """Drafts the best tokens of a smaller language model with the same vocabulary, which has a cache of its own.
+    """Drafts the best tokens of a smaller model with the same vocabularies, which has a cache of its own.
 
     Args:
-        engine: decodes the smaller model; its batches are `DraftingBatch`es.
+        engine: decodes the smaller model; its batches are `DraftingBatch`es. It reads sources if the larger one does.
         max_len: the smaller model's number of positions.
     """
 
@@ -216,7 +216,7 @@ class DraftModel:
 
     def count(self, request: Request, costs: Sequence[float]) -> int:
         """Returns how many tokens to draft for a request; see `Odds.count`."""
-        if request.window is not None or request.prompt.source is not None:
+        if request.window is not None or len(request.prompt.source or ()) > self._max_len:
             return 0
         room = self._max_len - len(request.prompt.tokens) - request.steps
         odds = self._odds.setdefault(request, Odds(0.7))
@@ -267,7 +267,7 @@ class DraftModel:
                 return text[common:]
             batch.free([list(self._rows).index(request)])
             del self._rows[request]
-        prompt = Prompt(None, text)
+        prompt = Prompt(request.prompt.source, text)
         if batch.free_tokens() < self.engine.tokens_needed(prompt, 1, self._MOST):
             return []
         batch.prefill([prompt])

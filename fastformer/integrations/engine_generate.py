@@ -26,10 +26,11 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from fastformer.engine.frozen import UnfitError
+from fastformer.generation.drafts import DraftModel
 from fastformer.generation.engines.base import Prompt
 from fastformer.generation.engines.cpp_support import PACKED_PRECISIONS
 from fastformer.generation.model_protocols import is_decoder_only
-from fastformer.integrations.engine_loops import Inputs, Stepper, search_whole, whole_search
+from fastformer.integrations.engine_loops import DraftingStepper, Inputs, Stepper, search_whole, whole_search
 from fastformer.integrations.engine_models import (
     ENGINE_MODELS,
     EngineModel,
@@ -55,7 +56,9 @@ _SERVED = frozenset(
         *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "remove_invalid_values"),
         *("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
-        *("prompt_lookup_num_tokens", "max_matching_ngram_size"),  # neither changes a result
+        # None of these changes a result.
+        *("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens"),
+        *("num_assistant_tokens_schedule", "assistant_confidence_threshold"),
         *("output_scores", "output_logits", "return_dict_in_generate", "disable_compile", "transformers_version"),
     }
 )
@@ -74,7 +77,7 @@ _DEFAULTS = {name: value for name, value in vars(_PLAIN).items() if type(value) 
 _ARGUMENTS = frozenset(
     {
         *("inputs", "input_ids", "attention_mask", "decoder_input_ids", "generation_config", "logits_processor"),
-        *("stopping_criteria", "prefix_allowed_tokens_fn", "streamer", "tokenizer"),
+        *("stopping_criteria", "prefix_allowed_tokens_fn", "streamer", "tokenizer", "assistant_model"),
     }
 )
 _NAMES = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:-1]  # without self and kwargs
@@ -168,6 +171,9 @@ class OnEngine:
 
     def _assisted_decoding(self, input_ids: Tensor, **kwargs: Any) -> Any:
         return _run(self, "_assisted_decoding", super()._assisted_decoding, input_ids, kwargs)  # type: ignore[misc]
+
+    # transformers passes on the inputs if they are among the parameters.
+    _assisted_decoding.__signature__ = inspect.signature(GenerationMixin._assisted_decoding)  # type: ignore[attr-defined]
 
 
 def _encoding_later(name: str) -> Any:
@@ -304,7 +310,8 @@ def _decoding(call: Call, name: str, input_ids: Tensor, kwargs: dict[str, Any]) 
     config, streamer = kwargs["generation_config"], kwargs.get("streamer")
     processors, criteria = kwargs["logits_processor"], kwargs["stopping_criteria"]
     unknown = {key for key, value in kwargs.items() if value is not None and value is not False} - _READS - {
-        *("generation_config", "logits_processor", "stopping_criteria", "streamer", "tokenizer")
+        *("generation_config", "logits_processor", "stopping_criteria", "streamer", "tokenizer", "assistant_model"),
+        "inputs_tensor",
     }  # fmt: skip
     if unknown:
         raise _DeclinedError(f"the model would have to read {', '.join(sorted(unknown))}")
@@ -316,7 +323,8 @@ def _decoding(call: Call, name: str, input_ids: Tensor, kwargs: dict[str, Any]) 
     # If a mask is all ones, transformers passes on only its length.
     if getattr(config, "_mask_length", None) not in (None, input_ids.shape[1]):
         raise _DeclinedError("the attention_mask does not fit the ids")
-    if name == "_assisted_decoding" and (len(input_ids) > 1 or not kwargs["use_cache"]):
+    is_assisted, draft_model = name == "_assisted_decoding", None
+    if is_assisted and (len(input_ids) > 1 or not kwargs["use_cache"]):
         raise _DeclinedError("assisted decoding is for one row and a cache")  # transformers raises the error
     precision = call.found.acting_precision(call.setting)
     found = call.found.of_length(_longest(input_ids, kwargs.get("attention_mask")))
@@ -328,27 +336,59 @@ def _decoding(call: Call, name: str, input_ids: Tensor, kwargs: dict[str, Any]) 
     if config.num_beams == 1 and len(input_ids) > 1 and pad is not None and not 0 <= int(pad) < vocab_size:
         raise _DeclinedError(f"PAD ({int(pad)}) is not in the vocabulary of {vocab_size}")
 
+    if is_assisted and (assistant := kwargs.get("assistant_model")) is not None:
+        draft_model = _draft_model(assistant, engine)
+
     def step_by_step() -> Any:
         options: dict[str, Any] = {"logits_processor": processors, "stopping_criteria": criteria}
-        if name == "_sample":
+        if name != "_beam_search":
             options["streamer"] = streamer
         with torch.no_grad():
-            return Stepper(engine, inputs).decode(getattr(GenerationMixin, name), config, **options)
+            if is_assisted:
+                lookup = config.prompt_lookup_num_tokens or 0
+                stepper: Stepper = DraftingStepper(engine, inputs, draft_model, lookup)
+            else:
+                stepper = Stepper(engine, inputs)
+            loop = getattr(GenerationMixin, "_sample" if is_assisted else name)
+            return stepper.decode(loop, config, **options)
 
     rules = whole_search(processors, criteria, config, input_ids, vocab_size)
     if rules is not None and (streamer is None or len(input_ids) == 1):
 
         def whole() -> Any:
-            found = search_whole(engine, inputs, rules, config, streamer)
+            found = search_whole(engine, inputs, rules, config, streamer, draft_model)
             if found is None:
                 return step_by_step()
             return _as_asked(found, config, engine)
 
         return whole
 
-    if name == "_assisted_decoding":
-        raise _DeclinedError("the engine drafts only for greedy searches with rules that it has itself")
     return step_by_step
+
+
+def _draft_model(assistant: Any, engine: ForeignEngine) -> DraftModel:
+    """Returns the drafts of a smaller model, in its own precision of `accelerate` or in that of the engine.
+
+    Raises:
+        _DeclinedError, UnfitError: the smaller model can't draft on the engine.
+    """
+    findings = ENGINE_MODELS.of(assistant) if isinstance(assistant, PreTrainedModel) else "it is no model"
+    if not isinstance(findings, EngineModel):
+        raise _DeclinedError(f"the engine can't draft with the assistant_model: {findings}")
+    setting = ENGINE_MODELS.setting(assistant)
+    precision = (setting and setting.precision) or engine.precision
+    small = ForeignEngine(findings.weights(assistant, precision), precision)
+    sizes = [
+        (
+            is_decoder_only(each.shape),
+            each.shape.config.vocab_size,
+            getattr(each.shape.config, "source_vocab_size", None),
+        )
+        for each in (small, engine)
+    ]
+    if sizes[0] != sizes[1]:
+        raise _DeclinedError("the assistant_model has other vocabularies, or is of another kind")
+    return DraftModel(small, int(small.shape.config.max_len))
 
 
 def _as_asked(found: Tensor, config: Any, engine: ForeignEngine) -> Any:

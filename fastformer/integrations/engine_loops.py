@@ -3,7 +3,8 @@
 There are two ways. If rules that the engine has itself are enough to choose the tokens (`WholeSearch`), a whole greedy
 or beam search runs in C++. All other calls (with processors, stopping criteria, sampling, or scores to return) run in
 transformers' own loop, whose model is then a session of the engine (`Stepper`). Their results are transformers' by
-construction: only the logits come from the engine.
+construction: only the logits come from the engine. Assisted decoding runs in the loop without drafts: the session
+reads the drafts ahead of the loop (`DraftingStepper`).
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from transformers.generation import logits_process, stopping_criteria
 from transformers.modeling_outputs import ModelOutput
 
 from fastformer.generation.config import Processor
-from fastformer.generation.drafts import source_text
-from fastformer.generation.engines.base import Prompt
+from fastformer.generation.drafts import Drafter, DraftModel, source_text
+from fastformer.generation.engines.base import Candidates, Prompt, Selection
 from fastformer.generation.engines.cpp import CppBatch, CppEngine
 from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.processors import (
@@ -190,7 +191,12 @@ def _ends(criteria: Sequence[Any], config: Any) -> tuple[int, ...] | None:
 
 
 def search_whole(
-    engine: ForeignEngine, inputs: Inputs, rules: WholeSearch, config: Any, streamer: Any
+    engine: ForeignEngine,
+    inputs: Inputs,
+    rules: WholeSearch,
+    config: Any,
+    streamer: Any,
+    draft_model: DraftModel | None = None,
 ) -> Tensor | None:
     """Runs the searches of a call; returns None if one found fewer hypotheses than the call wants."""
     has_beams, begun = config.num_beams > 1, inputs.beginning.shape[1]
@@ -230,7 +236,7 @@ def search_whole(
         )
         for prompt in inputs.prompts
     ]
-    run(new_scheduler(engine), requests)
+    run(new_scheduler(engine, draft_model=draft_model), requests)
     if streamer is not None:
         streamer.end()
     found = [[one.tokens for one in request.results] for request in requests]
@@ -264,8 +270,8 @@ class Stepper(GenerationMixin):
         self.generation_config = inputs.model.generation_config
         self._inputs = inputs
         rows, copies = len(inputs.beginning), inputs.copies
-        tokens = sum(engine.tokens_needed(prompt, copies, inputs.limit) for prompt in inputs.prompts)
-        batch = engine.open(rows, tokens)
+        self._num_tokens = sum(engine.tokens_needed(prompt, copies, inputs.limit) for prompt in inputs.prompts)
+        batch = engine.open(rows, self._num_tokens)
         assert isinstance(batch, CppBatch)
         batch.prefill(inputs.prompts)
         if copies > 1:
@@ -279,7 +285,11 @@ class Stepper(GenerationMixin):
             input_ids: (rows, length).
             ignored: the other arguments of a model's forward, which are ignored.
         """
-        return ModelOutput(logits=self._batch.logits(input_ids[:, -1].tolist())[:, None])
+        return ModelOutput(logits=self._logits(input_ids[:, -1].tolist())[:, None])
+
+    def _logits(self, tokens: list[int]) -> Tensor:
+        """Returns the logits after the last token of each row, (rows, vocab_size)."""
+        return self._batch.logits(tokens)
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, **ignored: Any) -> dict[str, Tensor]:
         """See transformers; the ids alone."""
@@ -325,3 +335,47 @@ class Stepper(GenerationMixin):
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
         return False
+
+
+class DraftingStepper(Stepper):
+    """Computes the logits after a draft in the pass that reads the token before it. The loop chooses from them token by
+    token, as long as it chooses what was drafted.
+
+    Args:
+        engine, inputs: see `Stepper`; there is one row.
+        draft_model: drafts where nothing was found in the text; None: nothing does.
+        num_lookup_tokens: the most tokens to draft from the text so far; 0: none.
+    """
+
+    def __init__(
+        self, engine: ForeignEngine, inputs: Inputs, draft_model: DraftModel | None, num_lookup_tokens: int
+    ) -> None:
+        super().__init__(engine, inputs)
+        [prompt] = inputs.prompts
+        self._request = Request(
+            prompt,
+            lambda: NativeSearch.greedy(inputs.limit, frozenset()),  # only counts the tokens
+            log_probs=False,
+            num_lookup_tokens=num_lookup_tokens,
+            lookup_text=source_text(prompt, engine.shape.config),
+        )
+        self._drafter = Drafter(engine, draft_model, 1, self._num_tokens)
+        self._draft: list[int] = []
+        self._read = torch.empty(0)  # the logits after the token before the draft, and after each token of it
+        self._accepted = -1  # tokens of the draft; -1: nothing was read yet
+
+    def _logits(self, tokens: list[int]) -> Tensor:
+        request, draft = self._request, self._draft
+        if self._accepted >= 0:
+            request.advance(Candidates([tokens], [[0.0]]), 0)
+        if 0 <= self._accepted < len(draft) and tokens == [draft[self._accepted]]:
+            self._accepted += 1
+            return self._read[self._accepted, None]
+        if draft:
+            self._batch.cut([len(draft) - self._accepted])
+            self._drafter.learn([request], [len(draft)], [self._accepted])
+        [self._draft] = self._drafter.drafts([request], self._batch)
+        count, self._accepted = 1 + len(self._draft), 0
+        selection = Selection(1, log_probs=False, logit_rows=range(count))
+        self._read = self._batch.read([*tokens, *self._draft], [count], selection).logits
+        return self._read[:1]

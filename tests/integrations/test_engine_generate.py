@@ -13,8 +13,8 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import logits_process, stopping_criteria
 
 from fastformer.checkpoints.hf import DECODER_FORMS, FAMILIES
-from fastformer.generation.drafts import Drafter
-from fastformer.integrations import report
+from fastformer.generation.drafts import Drafter, Odds
+from fastformer.integrations import accelerate, report
 from tests.checks import assert_accurate
 from tests.covering import by_turns
 from tests.integrations import conversions, decoders
@@ -256,19 +256,101 @@ def test_a_single_prompt_and_plain_ids():
     assert opened == [2]
 
 
-@pytest.mark.parametrize("name", ["llama grouped heads", "T5 1.1"])
-def test_prompt_lookup_drafts_on_the_engine(name, calls_of):
-    pair = pair_of(name, left=True)
-    pair.inputs = {name: value[:1] for name, value in pair.inputs.items()}
+DRAFTED: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "least": {"min_new_tokens": 12},
+    "ends": {"eos_token_id": [5, 9]},
+    "repetition": {"repetition_penalty": 1.1},
+    "n-grams": {"no_repeat_ngram_size": 3, "bad_words_ids": [[5, 6], [9]]},
+    "a processor": {"logits_processor": LogitsProcessorList([lambda ids, scores: scores.roll(int(ids[0, -1]) % 3, 1)])},
+    "a criterion": {"stopping_criteria": StoppingCriteriaList([lambda ids, scores, **_: ids[:, -1] % 7 == 3])},
+    "scores": {"output_scores": True, "output_logits": True, "return_dict_in_generate": True},
+    "sampled": {"do_sample": True, "top_k": 9, "temperature": 0.3},
+    "options of drafts": {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"},
+}
+
+
+def smaller(pair: Any) -> tuple[Any, Any]:
+    """Returns a model that drafts for a pair, unchanged and accelerated: the pair's model with other weights."""
+    small = copy.deepcopy(pair.plain)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for part, parameter in small.named_parameters():
+            if "positions" not in part:
+                parameter.mul_(1 + 0.02 * torch.randn_like(parameter))
+    return small, accelerate(copy.deepcopy(small))
+
+
+# Slow: the other drafts of each family.
+@pytest.mark.parametrize(
+    "name, drafts",
+    by_turns(
+        [
+            "llama grouped heads",
+            "gpt2 plain",
+            "qwen3 wide heads",
+            "gemma2 capped",
+            "T5 1.1",
+            "Marian real",
+            "Bart real",
+        ],
+        ["lookup", "assistant", "accelerated assistant"],
+    ),
+)
+def test_assisted_decoding_is_plain_decoding(name, drafts, calls_of, monkeypatch):
+    """Tokens, scores and draws are those without drafts, on the engine and in transformers."""
+    monkeypatch.setattr(Odds, "count", lambda self, costs: min(3, len(costs)))  # drafts of this model don't pay
+    pair = pair_of(name, left=name in decoders.CASES)
     reports = calls_of(Drafter, "learn")
-    for options in ({}, {"min_new_tokens": 20}, {"max_matching_ngram_size": 1, "eos_token_id": [5, 9]}):
-        found, expected = pair.both(max_new_tokens=30, prompt_lookup_num_tokens=4, do_sample=False, **options)
-        assert torch.equal(found, expected)
-    assert any(sum(drafted) for _, _, drafted, _ in [report.args for report in reports]) or name == "T5 1.1"
+    pair.inputs = {name: value[:1] for name, value in pair.inputs.items()}
+    small = smaller(pair)
+    drafting = {
+        "lookup": {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 1},
+        "assistant": {"assistant_model": small[0]},
+        "accelerated assistant": {"assistant_model": small[1]},
+    }[drafts]
+    for key, options in DRAFTED.items():
+        options = {"max_new_tokens": 16, "do_sample": False} | options
+        torch.manual_seed(0)
+        expected = pair.ours.generate(**pair.inputs, **options)
+        torch.manual_seed(0)
+        with counted() as opened:
+            found = pair.ours.generate(**pair.inputs, **options, **drafting)
+        assert opened[0] == (1 if drafts == "lookup" else 2), key  # a batch for each model
+        if key == "scores":
+            for one in ("sequences", "scores", "logits"):
+                torch.testing.assert_close(found[one], expected[one], rtol=0, atol=0)
+            continue
+        assert torch.equal(found, expected), key
+        if key != "sampled":
+            assert torch.equal(found, pair.plain.generate(**pair.inputs, **options)), key
+    drafted, accepted = (sum(sum(report.args[place]) for report in reports) for place in (2, 3))
+    assert drafted > 10 and (accepted or drafts == "lookup")
+
+
+def test_assisted_decoding_that_the_engine_leaves_to_transformers():
+    """The result is that of transformers, or its error is."""
+    pair = pair_of("T5 1.1")
+    pair.inputs = {name: value[:1] for name, value in pair.inputs.items()}
+    small, _ = smaller(pair)
+    decoder_only = pair_of("llama grouped heads", left=True).plain
+    for is_served, options in (
+        (True, {"assistant_model": small}),
+        (True, {"prompt_lookup_num_tokens": 3, "repetition_penalty": 1.1}),
+        (False, {"assistant_model": small, "use_mtp": None, "assistant_ensemble_weight": 0.5}),
+        (True, {"assistant_model": small, "num_beams": 2}),
+        (False, {"assistant_model": decoder_only}),
+        (False, {"assistant_model": "no model"}),
+        (False, {"assistant_model": small, "use_cache": False}),
+    ):
+        opened = outcome_of(pair, **pair.inputs, max_new_tokens=12, do_sample=False, **options)
+        assert (opened > 0) == is_served, options
+    pair = pair_of("llama grouped heads", left=True)
     rows = torch.tensor([[5, 6, 7], [8, 9, 7]])
-    for model in (pair.plain, pair.ours):  # transformers' own error
-        with pytest.raises(ValueError, match="batch"):
-            model.generate(rows, prompt_lookup_num_tokens=2, max_new_tokens=3)
+    for drafting in ({"prompt_lookup_num_tokens": 2}, {"assistant_model": pair.plain}):
+        for model in (pair.plain, pair.ours):  # transformers' own error
+            with pytest.raises(ValueError, match="batch"):
+                model.generate(rows, max_new_tokens=3, **drafting)
 
 
 class Listener:
@@ -305,7 +387,7 @@ UNSERVED: dict[str, dict[str, Any]] = {
     "use_cache=True": {"use_cache": True, "return_dict_in_generate": True},
     "offloaded": {"cache_implementation": "offloaded"},
     "position_ids": {"position_ids": None},
-    "drafts only for greedy": {"prompt_lookup_num_tokens": 2, "repetition_penalty": 1.2},
+    "assistant_early_exit": {"assistant_early_exit": 1},
     "mask": {"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 1, 1]])},
     "right": {"attention_mask": torch.tensor([[1] * 9 + [0] * 3])},
     "positions": {"max_new_tokens": 90},
