@@ -238,7 +238,7 @@ def _transformer(
     is_gated = "encoder/layer_0/ffn/linear_0_noact/weight" in variables
     if is_gated and kind not in GATED:
         raise ValueError(f"expected a gated activation of {(*GATED,)}, got {kind!r}")
-    factor = variables.embedding_factor(d_model)
+    factor = variables.embedding_factor(d_model, "encoder", "decoder")
     if factor != 1.0 and not math.isclose(factor, d_model**0.5, rel_tol=1e-3):
         raise ValueError(f"expected embeddings times 1 or {d_model**0.5:g}, the root of the width, got {factor:g}")
     scaled_output = variables.scalar("decoder/scale_outputs", 1.0)

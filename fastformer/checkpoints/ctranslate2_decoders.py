@@ -33,6 +33,8 @@ SPECIFICATION = "TransformerDecoderSpec"
 _MAX_LEN = 8192  # of models whose positions are rotary, for which a file names no limit
 _LINEAR, _LLAMA3 = 0, 2  # kinds of rotary scaling
 _PLAIN = "decoder/layer_{}/self_attention"
+_UNREAD = ("rotary_scaling_factor", "rotary_low_freq_factor", "rotary_high_freq_factor",
+           "original_max_position_embeddings", "max_position_embeddings")  # fmt: skip
 
 
 def load_folder(
@@ -86,10 +88,11 @@ def _gpt(
     for name in ("alibi", "start_from_zero_embedding"):
         if scalar(f"decoder/{name}", 0.0):
             raise ValueError(f"expected a decoder without {name}, got one with it")
-    if not scalar("decoder/pre_norm", 1.0):
+    if not scalar("decoder/pre_norm"):
         raise ValueError("expected a decoder with norms before its sub-layers, got one with norms after them")
     variables.drop(*(f"decoder/{name}" for name in ("alibi_use_positive_positions", "scale_alibi", "alignment_layer",
-                                                    "alignment_heads", "sliding_window")))  # fmt: skip
+                                                    "alignment_heads", "sliding_window",
+                                                    "embeddings/multiply_by_sqrt_depth")))  # fmt: skip
     names = ("embeddings", "projection")
     embedding, output = (as_tensor(variables.matrix(f"decoder/{name}/weight")) for name in names)
     if embedding.dim() != 2 or len(embedding) != vocab_size or output.shape != embedding.shape:
@@ -139,10 +142,10 @@ def _options(variables: model_bin.Variables, d_model: int) -> dict[str, Any]:
     scalar, first = variables.scalar, _PLAIN.format(0)
     depth, heads = variables.count("decoder/layer_"), int(scalar("decoder/num_heads"))
 
-    def each(name: str, default: float) -> list[float]:
+    def each(name: str, default: float | None = None) -> list[float]:
         return [scalar(f"{_PLAIN.format(i)}/{name}", default) for i in range(depth)]
 
-    def one(name: str, default: float) -> float:
+    def one(name: str, default: float | None = None) -> float:
         if len(values := {*each(name, default)}) != 1:
             raise ValueError(f"expected layers with one {name}, got {sorted(values)}")
         return values.pop()
@@ -179,7 +182,7 @@ def _options(variables: model_bin.Variables, d_model: int) -> dict[str, Any]:
         options["attention_scale"] = scale
     if (cap := scalar("decoder/final_logit_softcapping", 0.0)) > 0:
         options["logit_softcap"] = cap
-    factor = _embedding_scale(variables, d_model)
+    factor = variables.embedding_factor(d_model, "decoder")
     if factor != 1.0:
         options["embedding_scale"] = factor
     windows = each("sliding_window", 0.0)
@@ -193,17 +196,11 @@ def _options(variables: model_bin.Variables, d_model: int) -> dict[str, Any]:
     return options | _rope(variables, each, one, windows, head_dim)
 
 
-def _embedding_scale(variables: model_bin.Variables, d_model: int) -> float:
-    factor = variables.scalar("decoder/embeddings/multiply_by_sqrt_depth", 0.0)
-    is_scaled = variables.scalar("decoder/scale_embeddings", 0.0)
-    return 1.0 if not is_scaled else factor or d_model**0.5
-
-
 def _rope(variables: model_bin.Variables, each: Any, one: Any, windows: list[float], head_dim: int) -> dict[str, Any]:
     """Returns the options of rotary positions."""
-    if one("rotary_interleave", 1.0):
+    if one("rotary_interleave"):
         raise ValueError("expected rotations of the halves of a head, got rotations of neighbours (rotary_interleave)")
-    dim, bases = int(one("rotary_dim", 0.0)), each("rotary_base", 10_000.0)
+    dim, bases = int(one("rotary_dim")), each("rotary_base", 10_000.0)
     rope: dict[str, Any] = {"positions": "rotary", "max_len": _MAX_LEN}
     if dim not in (0, head_dim):
         rope["rotary_fraction"] = dim / head_dim
@@ -216,10 +213,8 @@ def _rope(variables: model_bin.Variables, each: Any, one: Any, windows: list[flo
         rope["local_rotary_base"] = base
     kind = int(one("rotary_scaling_type", -1.0))
     if kind == _LINEAR:
-        rope["rotary_scaling"] = {"kind": "linear", "factor": one("rotary_scaling_factor", 1.0)}
+        rope["rotary_scaling"] = {"kind": "linear", "factor": one("rotary_scaling_factor")}
     elif kind == _LLAMA3:
-        one("rotary_low_freq_factor", 1.0)
-        one("rotary_high_freq_factor", 4.0)
         if one("rotary_scaling_factor", 1.0) != 1.0:
             raise ValueError("expected no rotary_scaling_factor next to frequency factors, as CTranslate2 writes none")
         logger.warning(
@@ -229,7 +224,7 @@ def _rope(variables: model_bin.Variables, each: Any, one: Any, windows: list[flo
     elif kind != -1:
         raise ValueError(f"expected rotary positions that are not scaled, or linearly, got rotary_scaling_type {kind}")
     for i in range(len(bases)):
-        for name in ("rotary_scaling_factor", "original_max_position_embeddings", "max_position_embeddings"):
+        for name in _UNREAD:
             variables.drop(f"{_PLAIN.format(i)}/{name}")
     return rope
 

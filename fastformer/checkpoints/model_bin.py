@@ -201,12 +201,16 @@ class Variables:
             raise ValueError(f"expected one {name} of encoder and decoder, got {encoder:g} and {decoder:g}")
         return encoder
 
-    def embedding_factor(self, d_model: int) -> float:
-        """Returns the factor of the embeddings: a number of the file, or a flag for the root of the width."""
-        stored = self._variables.get("encoder/scale_embeddings")
-        value = self.both("scale_embeddings")
-        is_flag = stored is not None and not is_floating(stored)
-        return (d_model**0.5 if value else 1.0) if is_flag else value
+    def embedding_factor(self, d_model: int, *sides: str) -> float:
+        """Returns the factor of the stacks' embeddings: a number of the file, or a flag for the root of the width."""
+        factors = set()
+        for name in (f"{side}/scale_embeddings" for side in sides):
+            is_flag = name in self and not is_floating(self._variables[name])
+            value = self.scalar(name)
+            factors.add((d_model**0.5 if value else 1.0) if is_flag else value)
+        if len(factors) > 1:
+            raise ValueError(f"expected one scale_embeddings of encoder and decoder, got {sorted(factors)}")
+        return factors.pop()
 
     def count(self, prefix: str) -> int:
         """Returns the number of layers whose names begin with the prefix."""

@@ -349,8 +349,8 @@ def _sizes(variables: Variables) -> dict[str, Any]:
     Raises:
         ValueError: a variable is missing, or the model has parts that the engine doesn't have.
     """
-    activation = int(variables.scalar("decoder/activation", 3))
-    if not 0 <= activation < len(ACTIVATIONS) or not variables.scalar("decoder/pre_norm", 1.0):
+    activation = int(variables.scalar("decoder/activation"))
+    if not 0 <= activation < len(ACTIVATIONS) or not variables.scalar("decoder/pre_norm"):
         raise ValueError(f"expected pre-norm and an activation of {ACTIVATIONS}, got number {activation}")
     if variables.scalar("decoder/alibi", 0.0) or variables.scalar("decoder/start_from_zero_embedding", 0.0):
         raise ValueError("expected a Whisper without alibi that starts from a token")
@@ -362,7 +362,7 @@ def _sizes(variables: Variables) -> dict[str, Any]:
         "n_mels": variables.shape("encoder/conv1/weight", 3)[1],
         "max_frames": 2 * variables.shape("encoder/position_encodings/encodings", 2)[0],
         "max_length": variables.shape("decoder/position_encodings/encodings", 2)[0],
-        "scale": d_model**0.5 if variables.scalar("decoder/scale_embeddings", 0.0) else 1.0,
+        "scale": variables.embedding_factor(d_model, "decoder"),
     }
     for side in ("encoder", "decoder"):
         sizes[f"{side}_heads"] = int(variables.scalar(f"{side}/num_heads"))

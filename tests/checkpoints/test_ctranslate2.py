@@ -318,18 +318,6 @@ def test_what_a_config_omits_is_as_in_ctranslate2(tmp_path: Path, name: str) -> 
     assert (omitted.special_ids.start, ids.start) == starts
 
 
-@pytest.mark.parametrize("distance", [9, None])
-def test_a_t5_without_a_largest_distance_has_that_of_t5(distance: int | None, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(FOLDERS / "t5", tmp_path / "t5"))
-    stored, last = as_tensors(read_variables(FOLDERS / "t5" / MODEL)[1]), "relative_attention_max_distance"
-    kept = {name: tensor for name, tensor in stored.items() if not name.endswith(last)}
-    assert len(kept) < len(stored)
-    if distance is not None:
-        kept |= {name: torch.tensor(distance, dtype=torch.int32) for name in stored.keys() - kept.keys()}
-    (folder / MODEL).write_bytes(written(kept))
-    assert load_transformer(folder)[0].config.max_distance == (128 if distance is None else distance)
-
-
 def test_a_vocabulary_without_padding_has_an_id_more(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(FOLDERS / "bart", tmp_path / "bart"))
     text = (folder / "shared_vocabulary.json").read_text()

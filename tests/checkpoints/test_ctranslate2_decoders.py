@@ -17,7 +17,6 @@ from fastformer.checkpoints.model_bin import MODEL, read_variables
 from fastformer.checkpoints.run import architecture_of
 from fastformer.cli import main
 from fastformer.generation.folder_options import folder_options
-from tests.checkpoints.test_ctranslate2 import written
 from tests.foreign.ctranslate2_folders import DECODER_FOLDERS, DECODERS
 
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
@@ -99,25 +98,6 @@ def test_errors_name_what_is_wrong(folder) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match="tokenizer.json"):
         load(folder)
-
-
-USUAL = {"alibi", "pre_norm", "rotary_base", "scale_embeddings", "start_from_zero_embedding"}
-NEEDED = {"activation", "num_heads", "num_heads_kv", "rotary_dim", "rotary_interleave"}
-
-
-def test_numbers_that_a_file_omits_are_the_usual_ones(folder) -> None:
-    spec, arrays = read_variables(DECODER_FOLDERS / "llama" / MODEL)
-    stored, due = as_tensors(arrays), load(folder)[0].config
-    names = {name: name.rpartition("/")[2] for name, tensor in stored.items() if not tensor.dim()}
-    assert {*names.values()} >= USUAL | NEEDED
-    for omitted in sorted(USUAL | NEEDED):
-        kept = {name: tensor for name, tensor in stored.items() if names.get(name) != omitted}
-        (folder / MODEL).write_bytes(written(kept, spec))
-        if omitted in USUAL:
-            assert load(folder)[0].config == due, omitted
-        else:
-            with pytest.raises(ValueError):
-                load(folder)
 
 
 @pytest.mark.parametrize("count", [30, pytest.param(3000, marks=pytest.mark.slow)])

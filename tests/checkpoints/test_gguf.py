@@ -200,25 +200,6 @@ def test_the_scaling_of_positions_is_the_files(values, scaling, tmp_path) -> Non
     assert (None if found is None else {**found}) == scaling
 
 
-@pytest.mark.parametrize(("name", "key", "option", "value"), [
-    ("gemma3", "rope.freq_base", "rotary_base", 10_000.0), ("llama", "rope.freq_base", "rotary_base", 10_000.0),
-    ("gemma3", "rope.freq_base_swa", "local_rotary_base", 10_000.0),
-    ("nomic", "rope.freq_base", "rotary_base", 10_000.0),
-    ("starcoder2", "attention.layer_norm_epsilon", "layer_norm_eps", 1e-5),
-])  # fmt: skip
-def test_values_that_a_file_omits_are_those_of_llama_cpp(name, key, option, value, tmp_path) -> None:
-    own, tensors = contents(FOLDER / f"{name}.gguf")
-    prefix = own["general.architecture"][1]
-    found = []
-    for given in ({f"{prefix}.{key}": (6, 0.25 if "eps" in key else 777.0)}, {}):
-        kept = {name: each for name, each in own.items() if name != f"{prefix}.{key}"}
-        if option == "local_rotary_base":  # which is left out if it is that of the other layers
-            kept[f"{prefix}.rope.freq_base"] = (6, 5000.0)
-        (tmp_path / "x.gguf").write_bytes(to_bytes(kept | given, tensors))
-        found.append(getattr(load(tmp_path / "x.gguf")[0].config, option))
-    assert found == [0.25 if "eps" in key else 777.0, value]
-
-
 def test_the_pooling_is_the_files(tmp_path) -> None:
     own, tensors = contents(FOLDER / "bert.gguf")
     own.pop("bert.pooling_type", None)

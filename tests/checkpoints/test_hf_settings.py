@@ -120,18 +120,6 @@ def test_old_settings_are_read_as_transformers_reads_them(kind, settings, expect
     assert options_of(kind, theirs.to_dict()) == found
 
 
-@pytest.mark.parametrize("kind", sorted(DECODER_FORMS.keys() - {"gpt2"}))
-def test_omitted_settings_are_as_in_transformers(kind) -> None:
-    if IS_OLD and kind == "olmo3":
-        pytest.skip("version 4 has another base where the settings don't say")
-    settings = SIZES | {"num_attention_heads": 32, "hidden_size": 1024, "num_hidden_layers": 30}
-    del settings["num_key_value_heads"]
-    if kind == "granitemoehybrid":  # whose usual layers have no attention
-        settings |= {"layer_types": ["full_attention"] * 30, "num_local_experts": 0}
-    theirs = getattr(transformers, FAMILIES[kind].config_class)(**settings)
-    assert options_of(kind, theirs.to_dict()) == options_of(kind, settings)
-
-
 @pytest.mark.parametrize(
     "kind, settings, named",
     [
@@ -173,17 +161,12 @@ def test_unsupported_settings_of_a_family_are_named(kind, settings, named) -> No
         options_of(kind, SIZES | settings)
 
 
-@pytest.mark.parametrize("kind", ["t5", "mt5"])
-def test_settings_that_a_t5_omits_are_those_of_its_class(kind) -> None:
+@pytest.mark.parametrize("length, expected", [({}, 512), ({"n_positions": 77}, 77)])
+def test_a_t5_without_a_length_has_the_usual_one(length, expected) -> None:
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "vocab_size": 20}
-    theirs = getattr(transformers, FAMILIES[kind].config_class)(**sizes, decoder_start_token_id=0)
-    state = getattr(transformers, FAMILIES[kind].model_class)(theirs).state_dict()
-    whole = theirs.to_dict()
-    least = {name: whole[name] for name in (*sizes, "model_type", "pad_token_id", "eos_token_id")}
-    models = [FAMILIES[kind].to_model(Checkpoint(settings, state, 2)).config for settings in (whole, least)]
-    assert models[0] == models[1] and (models[0].num_buckets, models[0].max_distance) == (32, 128)
-    longer = FAMILIES[kind].to_model(Checkpoint(whole | {"n_positions": 77}, state, 2))
-    assert longer.config.max_len == 77 and models[1].max_len == 512
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+    settings = model.config.to_dict() | length
+    assert FAMILIES["t5"].to_model(Checkpoint(settings, model.state_dict(), 2)).config.max_len == expected
 
 
 @pytest.mark.parametrize(

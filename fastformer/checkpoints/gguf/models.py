@@ -137,6 +137,7 @@ _MIXTRAL = Architecture(
     experts=_MIXTRAL_EXPERTS, mixture="block_sparse_moe",
 )  # fmt: skip
 _ENCODERS = ("bert", "nomic-bert")
+_LENGTH = "original_max_position_embeddings"
 _ROPE = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 _POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}
 # The depths of the two Gemmas whose scores are scaled by their width instead of the size of a head.
@@ -280,6 +281,13 @@ SETTINGS = {
     "attention.layer_norm_rms_epsilon", "head_dim": "attention.key_length", "rope_theta": "rope.freq_base",
     "sliding_window": "attention.sliding_window",
 }  # fmt: skip
+# The setting of the eps in architectures with LayerNorm.
+_EPS = {
+    "gpt2": "layer_norm_epsilon",
+    "starcoder2": "norm_epsilon",
+    "phi2": "layer_norm_eps",
+    "stablelm": "layer_norm_eps",
+}
 _GRANITE = {
     "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale", "residual_multiplier":
     "residual_scale", "logits_scaling": "logit_scale",
@@ -304,17 +312,22 @@ def _settings(file: GGUF, values: _Values, vocabulary: Vocabulary) -> dict[str, 
     count = values.number("expert_count", 0)
     if bool(count) != bool(architecture.experts):
         raise ValueError(f"expected a {name} with {'' if architecture.experts else 'no '}experts, got {count}")
-    if (size := values.raw("attention.value_length")) not in (None, settings.get("head_dim")):
-        raise ValueError(f"expected keys and values of one length, got {settings.get('head_dim')} and {size}")
     check_depth("num_hidden_layers", values.number("block_count"), len(file.tensors), file.path)
     if name == "bert":
         return settings | _bert_settings(file, values, vocabulary)
+    eps = _EPS.get(name, "rms_norm_eps")
+    settings[eps] = values.number(f"attention.layer_norm_{'rms_' if eps == 'rms_norm_eps' else ''}epsilon")
     if name == "gpt2":
         return settings
     if settings.get("sliding_window") == 0:
         del settings["sliding_window"]
-    # Families may have another usual number of heads.
-    settings.setdefault("num_key_value_heads", settings.get("num_attention_heads"))
+    # Families may have other usual values.
+    settings.setdefault("rope_theta", 10_000.0)
+    heads = values.number("attention.head_count")
+    settings.setdefault("num_key_value_heads", heads)
+    settings.setdefault("head_dim", max(1, values.number("embedding_length") // max(1, heads)))
+    if (size := values.raw("attention.value_length")) not in (None, settings["head_dim"]):
+        raise ValueError(f"expected keys and values of one length, got {settings['head_dim']} and {size}")
     if architecture.experts:
         settings |= _expert_settings(file, values)
     if architecture.kind == "llama" and "sliding_window" in settings:
@@ -324,14 +337,10 @@ def _settings(file: GGUF, values: _Values, vocabulary: Vocabulary) -> dict[str, 
             flag: any(key.endswith(f"{part}.bias") for key in file.tensors)
             for flag, part in (("attention_bias", "attn_q"), ("mlp_bias", "ffn_up"))
         }
-    elif name == "starcoder2":
-        settings["norm_epsilon"] = values.number("attention.layer_norm_epsilon", 1e-5)
     elif name.startswith("qwen") or name == "smollm3":
         settings["use_sliding_window"] = "sliding_window" in settings
     elif name.startswith("granite"):
-        settings |= values.settings(_GRANITE)
-    elif name in ("phi2", "stablelm"):
-        settings["layer_norm_eps"] = values.number("attention.layer_norm_epsilon")
+        settings |= {"attention_multiplier": settings["head_dim"] ** -0.5, **values.settings(_GRANITE)}
     elif name.startswith("gemma"):
         settings |= _gemma_settings(values, settings)
     if name == "stablelm":
@@ -386,9 +395,9 @@ def _gemma_settings(values: _Values, settings: Mapping[str, Any]) -> dict[str, A
     name, own = values.name, dict[str, Any]()
     if name == "gemma":
         return own
-    width, heads, depth = (settings.get(key, 0) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-    head = settings.get("head_dim", 256)
-    own["query_pre_attn_scalar"] = width // heads if heads and _SCALED_BY_WIDTH.get(name) == depth else head
+    width, heads, depth = (settings[key] for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    is_by_width = heads > 0 and _SCALED_BY_WIDTH.get(name) == depth
+    own["query_pre_attn_scalar"] = width // heads if is_by_width else settings["head_dim"]
     caps = {"final_logit_softcapping": "final_logit_softcapping", "attn_logit_softcapping": "attn_logit_softcapping"}
     own |= values.settings(caps)
     pattern = values.raw("attention.sliding_window_pattern")
@@ -398,7 +407,6 @@ def _gemma_settings(values: _Values, settings: Mapping[str, Any]) -> dict[str, A
         own["sliding_window_pattern"] = values.number("attention.sliding_window_pattern")
     if name == "gemma3":
         own["rope_local_base_freq"] = values.number("rope.freq_base_swa", 10_000.0)
-        own["rope_theta"] = values.number("rope.freq_base", 10_000.0)
         if "sliding_window" not in settings:
             own["layer_types"] = ["full_attention"] * int(depth)
     return own
@@ -407,34 +415,30 @@ def _gemma_settings(values: _Values, settings: Mapping[str, Any]) -> dict[str, A
 def _rope(file: GGUF, values: _Values, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of rotary positions."""
     rope, limit = dict[str, Any](), settings.get("max_position_embeddings")
-    dim, head = values.raw("rope.dimension_count"), settings.get("head_dim")
-    heads = settings.get("num_attention_heads") or 1
-    size = head if head is not None else settings.get("hidden_size", 0) // heads
+    dim, size = values.raw("rope.dimension_count"), settings["head_dim"]
     if dim is not None and dim != size:
         rope["partial_rotary_factor"] = values.number("rope.dimension_count") / max(1, size)
     factors = [None if (each := file.tensors.get(name)) is None else _numbers(each).tolist() for name in _ROPE]
     divisors, short, long = factors
-    original = values.raw("rope.scaling.original_context_length")
+    original = limit if values.raw(key := "rope.scaling.original_context_length") is None else values.number(key)
     if divisors is not None or (short is not None and long is not None):
         scaling = {
             "rope_type": "longrope",
             "short_factor": short if divisors is None else divisors,
             "long_factor": long if divisors is None else divisors,
-            "original_max_position_embeddings": limit if divisors is not None or original is None else original,
+            _LENGTH: original if divisors is None else limit,
             "attention_factor": values.number("rope.scaling.attn_factor", 1.0),
         }
-        return {**rope, "rope_scaling": scaling}
-    kind = values.raw("rope.scaling.type") or "none"
-    factor = values.number("rope.scaling.factor", values.number("rope.scale_linear", 1.0))
-    if kind == "none" and values.raw("rope.scale_linear") is not None and factor != 1:
-        kind = "linear"
+        return {**rope, "rope_scaling": scaling, _LENGTH: scaling[_LENGTH]}
+    kind = values.raw("rope.scaling.type") or "linear"
+    factor = values.number("rope.scaling.factor", values.number("rope.scale_linear", 1.0)) or 1.0
     if kind == "none" or (kind == "linear" and factor == 1):
         return rope
     if kind not in ("linear", "yarn"):
         raise ValueError(f"expected a rope.scaling.type of none, linear or yarn, or factors, got {kind!r:.60}")
     scaling = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
-        scaling["original_max_position_embeddings"] = limit if original is None else original
+        scaling[_LENGTH] = original
         yarn = {"attention_factor": "attn_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
         scaling |= values.settings({name: f"rope.scaling.{key}" for name, key in yarn.items()})
     return {**rope, "rope_scaling": scaling}

@@ -386,7 +386,7 @@ VARIANTS = (
         layer_types=everywhere,
         has_layer_types=False,
         partial=True,
-        usual={"rms_norm_eps": 1e-5},
+        usual={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
         more=_phi3,
         more_settings=_phi3_settings,
     ),
