@@ -103,13 +103,6 @@ def as_tensors(arrays: Mapping[str, Array]) -> dict[str, Tensor]:
     return {name: as_tensor(array) for name, array in arrays.items()}
 
 
-def precision_of(stored: Mapping[str, Array], dtype: torch.dtype | None) -> tuple[bool, torch.dtype]:
-    """Returns whether matrices are int8, and the dtype of the parameters: the given one, or else that of the file."""
-    rounded = is_rounded(stored)
-    is_bf16 = any(array.dtype == BF16 for array in stored.values()) and not rounded
-    return rounded, dtype or (torch.bfloat16 if is_bf16 else torch.float32)
-
-
 def load_folder(
     folder: Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> tuple[Transformer, Tokenizer]:
@@ -195,11 +188,10 @@ def transformer_of(
     if name != _SPECIFICATION:
         raise ValueError(f"{origin}: expected a {_SPECIFICATION}, an encoder-decoder, got a {name!r:.60}")
     try:
-        rounded, dtype = precision_of(variables, dtype)
         model = _transformer(Variables(variables), vocabularies, settings, device, dtype)
     except ValueError as error:
         raise ValueError(f"{origin}: {error}") from error
-    if rounded:
+    if is_rounded(variables):
         model.precision = INT8
     return model
 
@@ -216,7 +208,7 @@ def _transformer(
     vocabularies: Vocabularies,
     settings: Mapping[str, Any],
     device: torch.device | str | None,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
 ) -> Transformer:
     _refuse(variables)
     source, target, output = _embeddings(variables)
@@ -256,7 +248,7 @@ def _transformer(
         for i in range(depth):
             layer = layer_weights(variables, f"{side}/layer_{i}", f"{side}.layers.{i}", d_model // heads)
             weights |= as_tensors(layer)
-    bias = torch.zeros(len(vocabularies.target)) if bias is None else bias
+    bias = torch.zeros(len(vocabularies.target), dtype=target.dtype) if bias is None else bias
     if has_bias := bool(bias.any()) or len(bias) < vocab_size:
         weights["output_bias"] = torch.nn.functional.pad(bias, (0, vocab_size - len(bias)), value=_NEVER)
     attention_bias = any(name.endswith("proj_bias") for name in weights)
@@ -285,7 +277,16 @@ def _transformer(
         **sizes,
     )
     variables.check_empty()
-    return load_foreign(config, weights, device=device, dtype=dtype)
+    return load_foreign(config, weights, device=device, dtype=dtype or _dtype_of(weights))
+
+
+def _dtype_of(weights: Mapping[str, Tensor]) -> torch.dtype:
+    """Returns bf16 for weights of bf16, unless one that was made of them has more digits; else fp32."""
+    tensors, bf16 = weights.values(), torch.bfloat16
+    is_bf16 = any(tensor.dtype == bf16 for tensor in tensors)
+    return (
+        bf16 if is_bf16 and all(torch.equal(each, each.to(bf16).to(each.dtype)) for each in tensors) else torch.float32
+    )
 
 
 def _refuse(variables: Variables) -> None:

@@ -54,7 +54,9 @@ def load_folder(
     _, stored = model_bin.read_variables(folder / model_bin.MODEL)
     tokens, settings = read_json_list(folder / "vocabulary.json"), read_json(folder / "config.json")
     unk, make_tokenizer = read_tokenizer(folder, settings)
-    rounded, dtype = ctranslate2.precision_of(stored, dtype)
+    rounded = model_bin.is_rounded(stored)
+    is_bf16 = any(array.dtype == model_bin.BF16 for array in stored.values()) and not rounded
+    dtype = dtype or (torch.bfloat16 if is_bf16 else torch.float32)
     try:
         if settings.get("quantization_type") not in (None, 0):
             raise ValueError(f"expected weights of int8 or more bits, got a quantization_type of {settings!r:.80}")

@@ -103,6 +103,18 @@ def test_int8_has_the_numbers_of_the_file(name: str) -> None:
     assert torch.equal(quantization.to_grid(weight)[0], stored["encoder/layer_0/self_attention/linear_0/weight"])
 
 
+def test_what_bf16_cannot_hold_is_fp32(tmp_path: Path) -> None:
+    """The queries of a T5 are scaled by the root of the width of a head, here of 8."""
+    folder = Path(shutil.copytree(FOLDERS / "t5", tmp_path / "t5"))
+    stored = as_tensors(read_variables(folder / MODEL)[1])
+    halved = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in stored.items()}
+    (folder / MODEL).write_bytes(written(halved))
+    weight = load_transformer(folder)[0].get_parameter("encoder.layers.0.self_attn.in_proj_weight")
+    expected = halved["encoder/layer_0/self_attention/linear_0/weight"].double()[:16] * 8**0.5
+    torch.testing.assert_close(weight[:16].double(), expected, rtol=1e-6, atol=0)
+    assert next(load_transformer(FOLDERS / "bart")[0].parameters()).dtype == torch.bfloat16
+
+
 def test_models_of_both_sides_may_have_vocabularies_of_their_own(folder: Path) -> None:
     stored = as_tensors(read_variables(folder / MODEL)[1])
     embedding = stored["decoder/embeddings/weight"].float() / stored["decoder/embeddings/weight_scale"][:, None]

@@ -52,28 +52,27 @@ def make(kind: str, options: dict[str, Any]) -> Any:
     model = getattr(transformers, name)(getattr(transformers, f"{kind}Config")(vocab_size=VOCAB, **options)).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if "embed_positions" not in key or kind == "Bart":
+            if "embed_positions" not in key or kind in ("Bart", "MBart"):
                 parameter.copy_(torch.randn_like(parameter) * 0.4 + (1 if "norm" in key and "weight" in key else 0))
             if "encoder_attn." in key or "EncDecAttention" in key:  # so that translations depend on their sources
                 parameter.mul_(2.5)
         if hasattr(model, "final_logits_bias"):
             model.final_logits_bias.copy_(torch.randn_like(model.final_logits_bias))
     # Versions of transformers that the converter was written for have these settings.
-    model.config.normalize_before = kind in ("Pegasus", "M2M100")
-    model.config.normalize_embedding = kind == "Bart"
+    model.config.normalize_before = kind in ("MBart", "Pegasus", "M2M100")
+    model.config.normalize_embedding = kind in ("Bart", "MBart")
     return model
 
 
-def write(folder: Path, kind: str, options: dict[str, Any], quantization: str | None) -> None:
-    """Converts a model, and lets CTranslate2 compute what a reader of the folder has to."""
-    import ctranslate2
+def convert(folder: Path, kind: str, options: dict[str, Any], quantization: str | None) -> list[str]:
+    """Converts a model, and returns its tokens."""
     from ctranslate2.converters.transformers import _MODEL_LOADERS
 
     model = make(kind, options)
     loader, config = _MODEL_LOADERS[f"{kind}Config"], model.config
     tokens = [f"t{i}" for i in range(VOCAB)]
     tokens[3], tokens[config.pad_token_id], tokens[config.eos_token_id] = "<unk>", "<pad>", "</s>"
-    if kind in ("Bart", "M2M100"):
+    if kind in ("Bart", "MBart", "M2M100"):
         tokens[0] = "<s>"
 
     class Names:
@@ -90,7 +89,14 @@ def write(folder: Path, kind: str, options: dict[str, Any], quantization: str | 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     spec.save(str(folder))
-    draw = random.Random(5)
+    return tokens
+
+
+def write(folder: Path, kind: str, options: dict[str, Any], quantization: str | None) -> None:
+    """Converts a model, and lets CTranslate2 compute what a reader of the folder has to."""
+    import ctranslate2
+
+    tokens, draw = convert(folder, kind, options, quantization), random.Random(5)
     sources = [[*draw.choices(tokens[4:-1], k=k), "</s>"] for k in (1, 2, 3, 4, 5, 6, 7, 7)]
     targets = [draw.choices(tokens[4:-1], k=k) for k in (6, 5, 3, 1, 2, 4, 6, 7)]
     engine = ctranslate2.Translator(str(folder), device="cpu", compute_type="float32")
@@ -136,9 +142,8 @@ def make_decoder(kind: str, options: dict[str, Any]) -> Any:
     return model
 
 
-def write_decoder(folder: Path, kind: str, settings: dict[str, Any], quantization: str | None) -> None:
-    """Converts a decoder, and lets CTranslate2 compute what a reader of the folder has to."""
-    import ctranslate2
+def convert_decoder(folder: Path, kind: str, settings: dict[str, Any], quantization: str | None) -> list[str]:
+    """Converts a decoder, and returns its tokens."""
     from ctranslate2.converters.transformers import _MODEL_LOADERS
 
     model, loader = make_decoder(kind, settings), _MODEL_LOADERS[f"{kind}Config"]
@@ -163,7 +168,14 @@ def write_decoder(folder: Path, kind: str, settings: dict[str, Any], quantizatio
     words = {"type": "WordLevel", "vocab": {token: i for i, token in enumerate(tokens)}, "unk_token": "<unk>"}
     library = {"added_tokens": added, "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": words}
     (folder / "tokenizer.json").write_text(json.dumps(library))
-    draw = random.Random(5)
+    return tokens
+
+
+def write_decoder(folder: Path, kind: str, settings: dict[str, Any], quantization: str | None) -> None:
+    """Converts a decoder, and lets CTranslate2 compute what a reader of the folder has to."""
+    import ctranslate2
+
+    tokens, draw = convert_decoder(folder, kind, settings, quantization), random.Random(5)
     prompts = [draw.choices(tokens[3:], k=k) for k in (1, 2, 3, 5, 8, 11)]
     engine = ctranslate2.Generator(str(folder), device="cpu", compute_type="float32")
     options = {"max_length": 20, "sampling_topk": 1, "include_prompt_in_result": False, "end_token": "</s>"}
@@ -201,11 +213,10 @@ class _Drawn(dict[str, torch.Tensor]):
         return self[name]
 
 
-def write_argos(folder: Path) -> None:
-    """Writes a package of Argos Translate, whose model OpenNMT-py trains, and what CTranslate2 computes."""
+def convert_argos(folder: Path, quantization: str | None = "int8") -> Any:
+    """Writes a package of Argos Translate, whose model OpenNMT-py trains, and returns its SentencePiece model."""
     from argparse import Namespace
 
-    import ctranslate2
     import sentencepiece
     from ctranslate2.converters import opennmt_py
 
@@ -216,12 +227,20 @@ def write_argos(folder: Path) -> None:
     options = Namespace(enc_layers=2, dec_layers=2, heads=2, decoder_type="transformer")
     spec = opennmt_py._get_model_spec_seq2seq(options, _Drawn(len(tokens)), [tokens], [tokens], 1)
     spec.validate()
-    spec.optimize(quantization="int8")
+    spec.optimize(quantization=quantization)
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "model").mkdir(parents=True)
     spec.save(str(folder / "model"))
     (folder / "sentencepiece.model").write_bytes(pieces)
     (folder / "metadata.json").write_text(json.dumps({"from_code": "en", "to_code": "de", "package_version": "1.0"}))
+    return processor
+
+
+def write_argos(folder: Path) -> None:
+    """Writes a package of Argos Translate, and what CTranslate2 computes."""
+    import ctranslate2
+
+    processor = convert_argos(folder)
     engine = ctranslate2.Translator(str(folder / "model"), device="cpu", compute_type="float32")
     texts = [*ENGLISH, "the woman", "two birds 漢", "a dog reads the book in the park"]
     sources = [processor.encode(text, out_type=str) for text in texts]
