@@ -187,18 +187,18 @@ class ControlGuard(ABC):
         Raises:
             ValueError: characters of a message become a control token all the same.
         """
-        tokens = [
-            (run.start() + start, run.start() + end, token)
-            for run in re.finditer(b"\1+", written)
-            for start, end, token in self.find(text[run.start() : run.end()])
-        ]
-        expected = [i for _, _, token in tokens if (i := self.ids[token]) in self.watched]
+        tokens: list[tuple[int, int, str]] = []
+        expected, is_watched = list[int](), self.watched.__contains__
+        for run in re.finditer(b"\1+", written):
+            for start, end, token in self.find(text[run.start() : run.end()]):
+                tokens.append((run.start() + start, run.start() + end, token))
+                expected += filter(is_watched, [self.ids[token]])
         if self.find(text) == tokens:
             ids = self.whole(text)
-            if [i for i in ids if i in self.watched] == expected:
+            if [*filter(is_watched, ids)] == expected:
                 return ids
         ids = self.apart(text, tokens)
-        if [i for i in ids if i in self.watched] != expected:
+        if [*filter(is_watched, ids)] != expected:
             raise ValueError("a message changes the control tokens of the chat, whatever their names are")
         return ids
 

@@ -100,7 +100,7 @@ class LibraryBackend(Backend):
     def cuts(self) -> re.Pattern[str] | None:
         return cuts_of(json.loads(self.tokenizer.to_str()))
 
-    @property
+    @functools.cached_property
     def added_tokens(self) -> dict[str, bool]:
         return {token.content: bool(token.special) for token in self.tokenizer.get_added_tokens_decoder().values()}
 
@@ -120,6 +120,7 @@ class LibraryBackend(Backend):
         self.tokenizer.add_special_tokens([_special_token(token)])
         self._parser = None
         self._guards.clear()
+        vars(self).pop("added_tokens", None)
 
     def spelled(self, texts: Sequence[str]) -> list[list[Spelled]]:
         with library_errors(f"{self._name} can't encode these texts"):

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 from fastformer.data.backend import Backend, ByteBackend, Encoded, Frame
-from fastformer.data.checks import check_text, check_texts, checked_ids, until_eos
+from fastformer.data.checks import check_text, check_texts
 from fastformer.data.cuts import is_long, pieces
 from fastformer.data.user_tokens import UserTokens
 from fastformer.files import write_atomically
@@ -289,9 +290,14 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Decodes ids of the model's output to text: skips special tokens, stops at EOS."""
         if self.role == "encoder":
-            return self._target.decode([*checked_ids(ids, self.vocab_size)])
-        within, omitted = until_eos(ids, self.special_ids, self.vocab_size), self._omitted
-        return self._target.decode([i for i in within if i not in omitted])
+            return self._target.decode([*_checked_ids(ids, self.vocab_size)])
+        shown, ends, omitted = list[int](), self._special_ids.eos, self._omitted
+        for i in _checked_ids(ids, self._vocab_size):
+            if i in ends:
+                break
+            if i not in omitted:
+                shown.append(i)
+        return self._target.decode(shown)
 
     @functools.cached_property
     def token_bytes(self) -> Sequence[bytes | None]:
@@ -308,11 +314,11 @@ class Tokenizer:
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
         """Returns each id of the model's output as a short readable string, for pictures and messages."""
-        return [self._readable(self._target, i) for i in checked_ids(ids, self.vocab_size)]
+        return [self._readable(self._target, i) for i in _checked_ids(ids, self.vocab_size)]
 
     def source_tokens(self, ids: Iterable[int]) -> list[str]:
         """Returns each id of a source as a short readable string."""
-        return [self._readable(self.backend, i) for i in checked_ids(ids, self._source_size)]
+        return [self._readable(self.backend, i) for i in _checked_ids(ids, self._source_size)]
 
     def _readable(self, backend: Backend, i: int) -> str:
         name = self._language_names.get(i)
@@ -397,3 +403,28 @@ def cuts_of(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     """Returns where a tokenizer's texts may be cut (see `cuts`); None: nowhere, or it isn't known where."""
     cuts: re.Pattern[str] | None = getattr(tokenizer, "cuts", None)
     return cuts
+
+
+def _checked_ids(ids: Iterable[int], vocab_size: int) -> Iterator[int]:
+    """Yields each id as an int.
+
+    Raises:
+        ValueError: something that is not an id of the vocabulary.
+    """
+    kind = type(ids).__name__
+    if isinstance(ids, str | bytes):
+        raise ValueError(f"expected ids, a list or the like of integers, got {kind}")
+    try:
+        each = iter(ids)
+    except TypeError as error:  # also for a tensor without dimensions, which claims to be iterable
+        raise ValueError(f"expected ids, a list or the like of integers, got {kind}") from error
+    for i in each:
+        try:
+            index = operator.index(i)
+        except (TypeError, ValueError) as error:  # the ValueError comes from an array with several numbers
+            raise ValueError(f"expected ids to be integers, got {i!r:.40}") from error
+        if index < 0:
+            raise ValueError(f"expected ids of at least 0, got {index}")
+        if index >= vocab_size:
+            raise ValueError(f"expected ids below {vocab_size}, got {index}: was another tokenizer used?")
+        yield index

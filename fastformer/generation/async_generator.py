@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections.abc
 import functools
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -19,7 +21,7 @@ from fastformer.generation.drafts import DraftModel
 from fastformer.generation.engines import choose_engine
 from fastformer.generation.folder_options import load_adapters, load_draft_model, load_language_model
 from fastformer.generation.inputs import check_vocabulary
-from fastformer.generation.jobs import Stream
+from fastformer.generation.jobs import Job, Stream
 from fastformer.generation.model_protocols import Model, as_model, check_precision, evaluating, is_decoder_only
 from fastformer.generation.request_builder import ModelFacts, RequestBuilder
 from fastformer.generation.requests import Request
@@ -77,7 +79,6 @@ class AsyncGenerator(Session[Request]):
 
     Attributes:
         template: the template of chats, or None.
-        max_len: the model's number of positions, which a prompt and its continuation share.
 
     Raises:
         ImportError: the tokenizer has a chat template, and jinja2 is not installed.
@@ -115,7 +116,7 @@ class AsyncGenerator(Session[Request]):
         self.config, self.precision, self.cache_dtype = config or GenerationConfig(), precision, cache_dtype
         has_template = "chat_template" in (getattr(tokenizer, "chat", None) or {})
         self.template = ChatTemplate.of(tokenizer) if template is None and has_template else template
-        self.max_len = int(checked.config.max_len)
+        self._max_len = int(checked.config.max_len)
         with evaluating(checked):
             self._engine = choose_engine(checked, engine, precision, cache_dtype)
             load_adapters(self._engine, checked, adapters or {})
@@ -182,6 +183,8 @@ class AsyncGenerator(Session[Request]):
         """Returns the ids that end a text, or an answer in a chat."""
         return self._chat_ends if is_chat else self._special.eos
 
+    max_len = property(attrgetter("_max_len"), doc="The number of positions, which a prompt and its answer share.")
+
     def encode(self, prompt: Prompt, *, parse_special: bool = False) -> list[int]:
         """Returns the ids of a prompt; a list of ids is returned as it was given.
 
@@ -196,10 +199,14 @@ class AsyncGenerator(Session[Request]):
         encode = self.tokenizer.encode
         if parse_special:
             encode = getattr(self.tokenizer, "encode_prompt", encode)  # other tokenizers have no such tokens
-        ids = encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self._fitting(encode(prompt))
+        check_vocabulary(prompt, self.model.config.vocab_size, "token")
+        return self._fitting(list(prompt))
+
+    def _fitting(self, ids: list[int]) -> list[int]:
         if not ids:
             raise ValueError("expected a prompt of at least one token, got an empty one")
-        check_vocabulary(ids, self.model.config.vocab_size, "token")
         if len(ids) >= self.max_len and self.config.window == "stop":
             raise PromptTooLong(
                 f"expected a prompt of fewer tokens than the model's {self.max_len:,} positions, got {len(ids):,}"
@@ -219,7 +226,7 @@ class AsyncGenerator(Session[Request]):
         if self.template is None:
             raise ValueError("expected a model that was trained to chat, whose folder has a chat_template")
         tokenizer: TemplateTokenizer = self.tokenizer
-        return ChatIds(self.encode(self.template.encode(messages, tokenizer, **variables)))
+        return ChatIds(self._fitting(self.template.encode(messages, tokenizer, **variables)))
 
     def _for_chat(self, config: GenerationConfig) -> GenerationConfig:
         """Returns a config by which answers end as those of a chat do, unless it has ends of its own."""
@@ -308,7 +315,7 @@ class AsyncGenerator(Session[Request]):
         """
         requests = self.requests(prompt, config, log_probs=log_probs, num_alternatives=num_alternatives, **options)
         job = self.submit(requests, deadline=deadline, streams=True)
-        return Stream(job, pieces_of(job))
+        return Stream(job, _one_by_one(job))
 
     def requests(
         self,
@@ -353,7 +360,7 @@ class AsyncGenerator(Session[Request]):
             num_alternatives=num_alternatives,
         )
         begin = builder.anchor or (() if is_chat else behind_ends(ids, self._ends))
-        shown = {i: name for name, i in self.special_marks(marks).items()}
+        shown = {i: name for name, i in self.special_marks(marks).items()} if marks else {}
         decoder = Marked(self.tokenizer, shown) if shown else self.tokenizer
         new_text = functools.partial(TextPieces, decoder, begin, is_told=True, runs=self._runs)
         kind = functools.partial(SampleRequest, new_text=new_text, ends=builder.ids.eos)
@@ -367,3 +374,13 @@ class AsyncGenerator(Session[Request]):
             request.name = name
             requests.append(request)
         return requests
+
+
+async def _one_by_one(job: Job[Any]) -> collections.abc.AsyncGenerator[Piece, None]:
+    pieces_together = pieces_of(job)
+    try:
+        async for pieces in pieces_together:
+            for piece in pieces:
+                yield piece
+    finally:
+        await pieces_together.aclose()

@@ -67,11 +67,11 @@ def _run_searches(batch: SearchingBatch, requests: Sequence[Request], limits: Li
     begun = len(requests)
     while begun and not requests[begun - 1].steps:  # the new ones were admitted last
         begun -= 1
-    module, handles = extension_module(), [search.handle for search in searches]
+    module, handles, log_probs = extension_module(), [search.handle for search in searches], _wants_log_probs(requests)
     tokens: list[int] = module.last_tokens(handles[:begun])
     for request in requests[begun:]:
         tokens += request.next_tokens()
-    counts = batch.run_searches(searches, tokens, _wants_log_probs(requests), limits._replace(max_steps=steps))
+    counts = batch.run_searches(searches, tokens, log_probs, limits._replace(max_steps=steps))
     if not any(counts):
         return None
     done = set(module.places_of_done(handles))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import bisect
 import contextlib
 import heapq
 import itertools
@@ -108,6 +107,9 @@ class Job(Generic[R]):
         """
         while not self.has_ended[index]:
             await self._change()
+        return self._result(index)
+
+    def _result(self, index: int) -> R:
         request = self.requests[index]
         if isinstance(request.error, NotRunning):
             raise NotRunning(f"{request.name}: {request.error}") from request.error
@@ -137,8 +139,8 @@ class Job(Generic[R]):
                 await self._change()
         await self.result(index)
 
-    async def arrivals(self) -> AsyncIterator[tuple[int, list[Any]]]:
-        """Yields the new tokens of all requests as they come, each list with its request's index; at its end an empty
+    async def arrivals(self) -> AsyncIterator[list[tuple[int, list[Any]]]]:
+        """Yields what comes together: new tokens of requests, each list with its request's index; at its end an empty
         list. The first error ends all.
 
         Raises:
@@ -146,17 +148,25 @@ class Job(Generic[R]):
         """
         running = [*range(len(self.requests))]
         while running:
-            arrived = [index for index in running if self.tokens[index] or self.has_ended[index]]
-            if not arrived:
-                await self._change()
-            for index in arrived:
+            arrived, failure = list[tuple[int, list[Any]]](), None
+            for index in [*running]:
                 has_ended = self.has_ended[index]
                 if tokens := self._take(index):
-                    yield index, tokens
+                    arrived.append((index, tokens))
                 if has_ended:
-                    await self.result(index)
+                    try:
+                        self._result(index)
+                    except Exception as error:
+                        failure = error
+                        break
                     running.remove(index)
-                    yield index, []
+                    arrived.append((index, []))
+            if arrived:
+                yield arrived
+            if failure is not None:
+                raise failure
+            if not arrived:
+                await self._change()
 
     def _take(self, index: int) -> list[Any]:
         tokens = self.tokens[index]
@@ -216,7 +226,6 @@ class JobQueue(Generic[R]):
         places: places that are reserved for requests that aren't made yet.
         load: the load of the batch when it was last known, with the jobs that it has taken since.
         refused: the number of calls that were refused.
-        counts, seconds: the times in the queue; see `SessionStats`.
     """
 
     def __init__(self, max_waiting: int, max_waiting_tokens: int | None, when_full: str) -> None:
@@ -229,7 +238,6 @@ class JobQueue(Generic[R]):
         self.blocked: deque[Job[R]] = deque()
         self.places: set[object] = set()
         self.load, self.refused = Load(), 0
-        self.counts, self.seconds = [0] * (len(QUEUE_BOUNDS) + 1), 0.0
         self._rate, self._rate_tokens, self._rate_seconds = 0.0, 0, 0.0  # tokens that leave the queue a second
 
     @property
@@ -302,11 +310,6 @@ class JobQueue(Generic[R]):
             self._rate = self._rate_tokens / self._rate_seconds
             self._rate_tokens, self._rate_seconds = 0, 0.0
 
-    def note_wait(self, seconds: float) -> None:
-        """Records the time that a request has waited."""
-        self.seconds += seconds
-        self.counts[bisect.bisect_left(QUEUE_BOUNDS, seconds)] += 1
-
     def check_texts(self, count: int) -> None:
         """Raises QueueFull if so many texts are still to be read that the queue refuses another one."""
         if self._refuses and count >= self.max_waiting:
@@ -353,7 +356,7 @@ class Stream(Generic[T]):
         return self
 
     def __anext__(self) -> Coroutine[Any, Any, T]:
-        return _at_once(self._first.pop()) if self._first else self._pieces.__anext__()
+        return at_once(self._first.pop()) if self._first else self._pieces.__anext__()
 
     async def aclose(self) -> None:
         """Cancels the requests that haven't ended."""
@@ -444,10 +447,11 @@ class TextQueue:
 
     Attributes:
         num_waiting: the number of functions whose tasks wait for them.
+        late: the number of functions whose deadline passed.
     """
 
     def __init__(self, name: str) -> None:
-        self._name, self.num_waiting = name, 0
+        self._name, self.num_waiting, self.late = name, 0, 0
         self._changed = threading.Lock()  # guards the attributes below
         self._waiting: list[tuple[float, int, Call[Any]]] = []  # a heap, by the due time and the order of arrival
         self._numbers = itertools.count()
@@ -474,6 +478,9 @@ class TextQueue:
             self.num_waiting += 1
         try:
             return await call.result()
+        except TooLate:
+            self.late += 1
+            raise
         finally:
             with self._changed:
                 self.num_waiting -= 1
@@ -496,7 +503,7 @@ class TextQueue:
                 call.run()
 
 
-async def _at_once(value: T) -> T:
+async def at_once(value: T) -> T:
     return value
 
 

@@ -78,7 +78,7 @@ class Request(BaseRequest):
         self.search_suffices = search_suffices or not processors
         self.window, self.stop_strings = window, stop_strings
         self.before = prompt.tokens if before is None else before
-        self.stops_at = [one.position for one in processors if isinstance(one, AtOneLength)]
+        self.stops_at = [one.position for one in processors if isinstance(one, AtOneLength)] if processors else []
         self._first_prompt, self._slid_at = prompt, 0
         self.keeps_scores = keeps_scores and bool(processors)
         self.results: list[Hypothesis] = []
@@ -88,7 +88,7 @@ class Request(BaseRequest):
         self._kept: list[Hypothesis] = []  # the results at the restart
         self.search = make_search()
         self._num_lookup_tokens, self._lookup_text = num_lookup_tokens, lookup_text
-        self.lookup = self._new_lookup()
+        self.lookup = self._new_lookup() if num_lookup_tokens else None
         self.num_drafted = self.num_accepted = 0
         last = processors[-1] if processors else None
         self._last_token: int | None = None  # the id that a processor forces before the limit

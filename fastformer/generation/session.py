@@ -8,18 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import bisect
 import contextlib
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextvars import ContextVar
+from operator import attrgetter
 from typing import Any, Generic, Literal, TypeVar
 
 from typing_extensions import Self
 
-from fastformer.generation.jobs import Call, Job, JobQueue, NotRunning, R, SessionStats, TextQueue, TooLate, end_all
+from fastformer.generation.jobs import (
+    QUEUE_BOUNDS,
+    Call,
+    Job,
+    JobQueue,
+    NotRunning,
+    R,
+    SessionStats,
+    TextQueue,
+    TooLate,
+    at_once,
+    end_all,
+)
 from fastformer.generation.model_protocols import Evaluation, Model, evaluating
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Batching, Scheduler, run
@@ -87,7 +101,8 @@ class Session(Generic[R]):
         self._jobs: dict[R, tuple[Job[R], int]] = {}  # each request's job and index; used only by the thread
         self._streaming: dict[Job[R], int] = {}  # streamed jobs, and the number of their requests that run; likewise
         self._new_tokens = self._ended = self._late = self._cancelled = self._steps = 0
-        self._step_seconds = 0.0
+        self._step_seconds = self._queue_seconds = 0.0
+        self._queue_counts = [0] * (len(QUEUE_BOUNDS) + 1)
         self._texts = TextQueue(f"{self.name}-texts")
 
     # In the caller's thread
@@ -300,12 +315,12 @@ class Session(Generic[R]):
             ValueError: the tokens of a request aren't known before its end.
             TooLate: the deadline has passed.
         """
-        job = Job(requests, self._leave)
-        if streams:
-            for request, tokens in zip(requests, job.tokens, strict=True):
-                request.listen(tokens.append)
         with self._changed:
             self._check_open()
+            job = Job(requests, self._leave)
+            if streams:
+                for request, tokens in zip(requests, job.tokens, strict=True):
+                    request.listen(tokens.append)
             if deadline is not None and time.monotonic() >= deadline:
                 self._late += 1
                 raise job.late()
@@ -342,9 +357,9 @@ class Session(Generic[R]):
             with self._changed:
                 self.queue.places.discard(place)
 
-    async def aside(
+    def aside(
         self, work: Callable[[], T], size: int, *, deadline: float | None = None, is_slow: bool = False
-    ) -> T:
+    ) -> Coroutine[Any, Any, T]:
         """Runs a function of text without blocking the event loop for long.
 
         For a short text it runs at once, else in a thread that all these functions share; see `TextQueue`.
@@ -361,12 +376,11 @@ class Session(Generic[R]):
             NotRunning: the session was closed before the function began.
         """
         if size <= _INLINE and not is_slow:
-            return work()
+            return at_once(work())
         if self._texts.num_waiting:
             with self._changed:
                 self.queue.check_texts(self._texts.num_waiting)
-        with self._counts_late():
-            return await self._texts.run(work, size, deadline)
+        return self._texts.run(work, size, deadline)
 
     async def call(self, function: Callable[[], T], *, deadline: float | None = None) -> T:
         """Runs a function in the thread that steps the model, between two steps. All requests wait for it.
@@ -384,13 +398,8 @@ class Session(Generic[R]):
             self._check_open()
             self._calls.append(call)
             self._changed.notify()
-        with self._counts_late():
-            return await call.result()
-
-    @contextlib.contextmanager
-    def _counts_late(self) -> Iterator[None]:
         try:
-            yield
+            return await call.result()
         except TooLate:
             with self._changed:
                 self._late += 1
@@ -409,24 +418,14 @@ class Session(Generic[R]):
             waiting = {"waiting": queue.num_queued + queue.num_blocked, "waiting_tokens": queue.num_tokens}
             return SessionStats(
                 **{**vars(queue.load), **waiting}, new_tokens=self._new_tokens, ended=self._ended,
-                refused=queue.refused, late=self._late, cancelled=self._cancelled, steps=self._steps,
-                step_seconds=self._step_seconds, queue_counts=tuple(queue.counts), queue_seconds=queue.seconds,
+                refused=queue.refused, late=self._late + self._texts.late, cancelled=self._cancelled, steps=self._steps,
+                step_seconds=self._step_seconds, queue_counts=tuple(self._queue_counts),
+                queue_seconds=self._queue_seconds,
             )  # fmt: skip
 
-    @property
-    def max_waiting(self) -> int:
-        """The number of requests that may wait for room in the batch."""
-        return self.queue.max_waiting
-
-    @property
-    def num_queued(self) -> int:
-        """The number of requests that have a place in the queue and haven't begun."""
-        return self.queue.num_queued
-
-    @property
-    def num_blocked(self) -> int:
-        """The number of requests that wait for a place in the queue."""
-        return self.queue.num_blocked
+    max_waiting = property(attrgetter("queue.max_waiting"), doc="The number of requests that may wait for room.")
+    num_queued = property(attrgetter("queue.num_queued"), doc="The number of requests in the queue.")
+    num_blocked = property(attrgetter("queue.num_blocked"), doc="The number of requests that wait for a place in it.")
 
     def _expire(self, job: Job[R]) -> None:
         """Ends a job whose deadline has passed."""
@@ -485,7 +484,8 @@ class Session(Generic[R]):
                 num_calls = len(self._calls)
                 is_cancelling = self._is_cancelling
             for job in arrived:  # all of them before an error: `_give_up` fails only those that it knows
-                self._jobs |= {request: (job, index) for index, request in enumerate(job.requests)}
+                for index, request in enumerate(job.requests):
+                    self._jobs[request] = job, index
             for job in arrived:
                 batching.submit(job.requests)
             if is_cancelling:
@@ -518,7 +518,9 @@ class Session(Generic[R]):
             events.append((job, [index]))
             self._ended += 1
             if request.begun_at is not None:
-                self.queue.note_wait(request.begun_at - job.submitted_at)
+                waited = request.begun_at - job.submitted_at
+                self._queue_seconds += waited
+                self._queue_counts[bisect.bisect_left(QUEUE_BOUNDS, waited)] += 1
             self._new_tokens += request.num_new_tokens
         if self._streaming:
             with self._changed:

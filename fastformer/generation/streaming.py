@@ -529,11 +529,11 @@ def _scored(row: Hypothesis, place: int) -> ScoredToken:
     return ScoredToken(row.tokens[place], row.log_probs[place], row.alternatives[place] if row.alternatives else ())
 
 
-async def pieces_of(job: Job[Any]) -> AsyncGenerator[Piece, None]:
-    """Yields the pieces of a job of `SampleRequest`s as they arrive; `Piece.sample` is the index of the request."""
+async def pieces_of(job: Job[Any]) -> AsyncGenerator[list[Piece], None]:
+    """Yields the pieces of a job of `SampleRequest`s that come together; `Piece.sample` is the request's index."""
+    requests = job.requests
     try:
-        async for index, tokens in job.arrivals():
-            request = job.requests[index]
-            yield request.piece(index, tokens) if tokens else request.last_piece(index)
+        async for arrived in job.arrivals():
+            yield [requests[i].piece(i, tokens) if tokens else requests[i].last_piece(i) for i, tokens in arrived]
     finally:
         job.leave()

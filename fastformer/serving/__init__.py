@@ -2,7 +2,8 @@
 
 limits.py          `Limits`: the most that a server accepts
 service.py         `Service`: a model folder without HTTP; `open_service` picks its kind
-answers.py         responses and errors as HTTP: until_gone, server-sent events, the status of an error
+answers.py         responses and errors as HTTP: server-sent events, the status of an error
+gate.py            what is in front of the routes: keys, bodies, the access log, clients that leave
 translate.py       fastformer's own routes of a translator; libretranslate.py has LibreTranslate's
 html_text.py       the texts of an HTML page
 openai*.py         OpenAI's routes: completions, chats and embeddings

@@ -7,10 +7,10 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any, TypeVar
 
-from fastapi import Request, Response
+from fastapi import Response
 from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 
@@ -132,35 +132,6 @@ def headers_of(error: Exception) -> dict[str, str]:
     return {"Retry-After": "1"} if isinstance(error, NotRunning) else {}
 
 
-async def until_gone(http: Request, work: Awaitable[T]) -> T:
-    """Waits for an answer until it is there or its client leaves.
-
-    Args:
-        http: the request, whose body has been read.
-        work: computes the answer; it is cancelled when the client closes the connection.
-
-    Raises:
-        ClientGone: the client has left.
-    """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(http))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
-    finally:
-        for one in (task, gone):
-            if not one.done():
-                one.cancel()
-                with contextlib.suppress(asyncio.CancelledError, Exception):
-                    await one
-
-
-async def _disconnected(http: Request) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
-
-
 def event(value: object) -> bytes:
     """Encodes a value as a server-sent event of JSON."""
     return b"data: " + as_json(value) + b"\n\n"
@@ -181,41 +152,31 @@ class EventStream(StreamingResponse):
     def __init__(
         self, events: AsyncGenerator[bytes, None], error_body: Callable[[int, str], object] | None = None
     ) -> None:
-        content = _with_errors(_with_pings(events), error_body or _error_body)
+        content = _kept_open(events, error_body or _error_body)
         super().__init__(content, headers={"X-Accel-Buffering": "no", "Cache-Control": "no-cache"})
 
 
-async def _with_errors(
+async def _kept_open(
     events: AsyncGenerator[bytes, None], error_body: Callable[[int, str], object]
 ) -> AsyncIterator[bytes]:
+    coming: asyncio.Future[bytes] | None = None
     try:
-        async for one in events:
+        while True:
+            coming = coming or asyncio.ensure_future(anext(events))
+            done, _ = await asyncio.wait({coming}, timeout=_PING_SECONDS)
+            if not done:
+                yield b": still here\n\n"
+                continue
+            ended, coming = coming, None
+            try:
+                one = ended.result()
+            except StopAsyncIteration:
+                return
             yield one
     except Exception as error:
         status, message = explained(error)
         yield b"event: error\n" + event(error_body(status, message))
         raise EndedEarly from error
-    finally:
-        await events.aclose()
-
-
-async def _with_pings(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    coming: asyncio.Future[bytes] | None = None
-    try:
-        while True:
-            if coming is None:
-                coming = asyncio.ensure_future(anext(events))
-            done, _ = await asyncio.wait({coming}, timeout=_PING_SECONDS)
-            if not done:
-                yield b": still here\n\n"
-                continue
-            try:
-                item = coming.result()
-            except StopAsyncIteration:
-                return
-            finally:
-                coming = None
-            yield item
     finally:
         if coming is not None:
             coming.cancel()

@@ -12,8 +12,9 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
 from fastformer.encoding.modules import Array, Stored, stored
-from fastformer.serving.answers import answer, until_gone
+from fastformer.serving.answers import answer
 from fastformer.serving.encoder_service import EmbedService, MultiVectorService
+from fastformer.serving.gate import until_gone
 from fastformer.serving.limits import Limits
 from fastformer.serving.openai_bodies import ERRORS, ApiError, Body, Int, Text, check_body, check_texts
 from fastformer.serving.openai_bodies import error_response as error_response

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fastformer.generation.jobs import QueueFull
-from fastformer.serving.answers import FAILED, EndedEarly, headers_of
+from fastformer.serving.answers import FAILED, ClientGone, EndedEarly, headers_of
 from fastformer.serving.limits import Limits
 from fastformer.serving.metrics import Metrics
 
@@ -360,6 +360,35 @@ def _again(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replayed
+
+
+async def until_gone(http: Request, work: Awaitable[T]) -> T:
+    """Waits for an answer until it is there or its client leaves.
+
+    Args:
+        http: the request, whose body has been read.
+        work: computes the answer; it is cancelled when the client closes the connection.
+
+    Raises:
+        ClientGone: the client has left.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(http))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for one in (task, gone):
+            if not one.done():
+                one.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await one
+
+
+async def _disconnected(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _body_key(scope: Scope, body: bytes) -> bytes:

@@ -11,8 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fastformer.generation.pair_encoder import joined_texts, versions
 from fastformer.generation.text_io import Item
-from fastformer.serving.answers import answer, error_schemas, until_gone
+from fastformer.serving.answers import answer, error_schemas
 from fastformer.serving.codes import AUTO, Detected
+from fastformer.serving.gate import until_gone
 from fastformer.serving.html_text import HtmlPage
 from fastformer.serving.limits import Limits
 from fastformer.serving.openai_bodies import Int, Texts, with_bounds

@@ -11,7 +11,8 @@ from fastapi import APIRouter, Request, Response
 
 from fastformer.generation.streaming import Completion, Piece
 from fastformer.generation.token_texts import SpelledToken
-from fastformer.serving.answers import answer, until_gone
+from fastformer.serving.answers import answer
+from fastformer.serving.gate import until_gone
 from fastformer.serving.limits import Limits
 from fastformer.serving.openai_bodies import (
     ERRORS,
@@ -25,12 +26,11 @@ from fastformer.serving.openai_bodies import (
     check_model,
 )
 from fastformer.serving.openai_bodies import error_response as error_response
-from fastformer.serving.openai_chat import add_chat
-from fastformer.serving.openai_jobs import (
+from fastformer.serving.openai_chat import (
     STREAMED,
     CompletionJob,
     Form,
-    check_constraint,
+    add_chat,
     check_count,
     new_tokens,
     number,
@@ -38,6 +38,7 @@ from fastformer.serving.openai_jobs import (
     unread,
 )
 from fastformer.serving.service import GenerateService, Service
+from fastformer.serving.structured import check_constraint
 
 
 def router(service: Service, limits: Limits) -> APIRouter:

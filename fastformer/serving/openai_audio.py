@@ -15,7 +15,8 @@ from fastformer.audio.results import FORMATS, Segment, TranscriptionInfo
 from fastformer.audio.scheduler import MAX_WINDOWS, SpeechRequest
 from fastformer.audio.tokens import LANGUAGE_NAMES
 from fastformer.generation.jobs import Job
-from fastformer.serving.answers import EventStream, answer, event, until_gone
+from fastformer.serving.answers import EventStream, answer, event
+from fastformer.serving.gate import until_gone
 from fastformer.serving.limits import Limits
 from fastformer.serving.openai_bodies import ERRORS, EVENTS, ApiError, Body, check_body, check_length, error_fields
 from fastformer.serving.openai_bodies import error_response as error_response

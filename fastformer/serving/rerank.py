@@ -11,9 +11,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
-from fastformer.serving.answers import answer, until_gone
+from fastformer.serving.answers import answer
 from fastformer.serving.embeddings import UNSUPPORTED_OF_ENCODERS, EmbeddingsUsage
 from fastformer.serving.encoder_service import MultiVectorService, RankService
+from fastformer.serving.gate import until_gone
 from fastformer.serving.limits import Limits
 from fastformer.serving.openai_bodies import (
     ERRORS,

@@ -6,7 +6,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -18,7 +18,7 @@ from fastformer.checkpoints.run import architecture_of
 from fastformer.checkpoints.speech import is_speech_folder
 from fastformer.generation import AsyncGenerator, AsyncTranslator, Translator
 from fastformer.generation.alignment import check_attention, cross_attention
-from fastformer.generation.async_generator import ChatIds, Prompt
+from fastformer.generation.async_generator import Prompt
 from fastformer.generation.config import CacheDtype, GenerationConfig, Precision
 from fastformer.generation.session import Session
 from fastformer.generation.text_io import Answer, Item
@@ -26,7 +26,6 @@ from fastformer.serving.answers import TooLarge
 from fastformer.serving.codes import UNKNOWN, Codes, Detected
 from fastformer.serving.limits import Limits
 
-_MARKS = 16  # about the characters that a chat template writes around a message
 _MOST_ATTENDED = 1_000  # characters of a text whose attention is returned: the answer grows with their square
 
 Kind: TypeAlias = Literal["translator", "generator", "encoder", "multi-vector", "cross-encoder", "speech"]
@@ -262,35 +261,6 @@ class GenerateService(Service):
         parses = parse_special is not False
         return await self.session.aside(
             lambda: self.session.encode(prompt, parse_special=parses), len(prompt), deadline=deadline
-        )
-
-    def chat_ids(
-        self, messages: Sequence[Mapping[str, Any]], deadline: float, **variables: Any
-    ) -> Coroutine[Any, Any, ChatIds]:
-        """Returns the ids of a chat, whose template reads the variables too.
-
-        Args:
-            messages: the messages, whose contents are texts.
-            deadline: a result of `deadline`.
-            variables: see `ChatTemplate.render`.
-
-        Raises:
-            TooLarge: the messages have more characters together than the limits allow.
-            ValueError: see `AsyncGenerator.chat_ids`.
-            QueueFull, TooLate: see `Session.aside`.
-        """
-        size = sum(len(text if isinstance(text, str) else str(text)) for each in messages for text in each.values())
-        size += sum(len(str(value)) for value in variables.values() if not isinstance(value, bool))
-        if size > self.limits.max_chat_chars:
-            raise TooLarge(
-                f"expected messages of at most {self.limits.max_chat_chars:,} characters together, got {size:,}"
-            )
-        # A template is a program: even for a short chat it may take seconds, until its bounds end it.
-        return self.session.aside(
-            lambda: self.session.chat_ids(messages, **variables),
-            size + _MARKS * len(messages),
-            deadline=deadline,
-            is_slow=True,
         )
 
 

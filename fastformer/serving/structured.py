@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from fastformer.generation.config import GenerationConfig
 from fastformer.serving.openai_bodies import ApiError, StructuredBody
+from fastformer.serving.service import GenerateService
 
 _MOST_CHARS = 100_000  # of a constraint: a larger grammar takes seconds to compile
 
@@ -79,6 +80,20 @@ def checked(constrained: Constrained) -> Constrained:
         raise ValueError(f"expected {constrained.param} of fewer levels") from error
     if size > _MOST_CHARS:
         raise ValueError(f"expected {constrained.param} of at most {_MOST_CHARS:,} characters, got {size:,}")
+    return constrained
+
+
+async def check_constraint(body: StructuredBody, service: GenerateService, deadline: float) -> Constrained | None:
+    """Returns the constraint of a request, which has been compiled; None: its answers are free.
+
+    Raises:
+        ApiError: the constraint is wrong, or can't be enforced.
+    """
+    if (constrained := constraint_of(body)) is not None:
+        try:
+            await service.check_constraint(constrained.options, constrained.size, deadline)
+        except ValueError as error:
+            raise ApiError(str(error), param=constrained.param) from error
     return constrained
 
 

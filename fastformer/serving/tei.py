@@ -12,9 +12,10 @@ from starlette.exceptions import HTTPException
 from fastformer import __version__
 from fastformer.encoding.scheduler import STEP_TOKENS
 from fastformer.encoding.sparse import sparse_of
-from fastformer.serving.answers import answer, error_schemas, until_gone
+from fastformer.serving.answers import answer, error_schemas
 from fastformer.serving.embeddings import UNSUPPORTED_OF_ENCODERS
 from fastformer.serving.encoder_service import NOTHING, SIGMOID, EmbedService, RankService
+from fastformer.serving.gate import until_gone
 from fastformer.serving.limits import Limits
 from fastformer.serving.openai_bodies import Body, Int, Texts, unsupported_field
 from fastformer.serving.rerank import DocumentsBody, Ranking, ranking

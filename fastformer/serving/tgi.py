@@ -12,7 +12,8 @@ from fastformer.generation.jobs import Stream
 from fastformer.generation.streaming import FinishReason, Piece, ScoredToken, behind_ends
 from fastformer.generation.token_texts import TokenTexts
 from fastformer.serving import tei
-from fastformer.serving.answers import EventStream, answer, event, until_gone
+from fastformer.serving.answers import EventStream, answer, event
+from fastformer.serving.gate import until_gone
 from fastformer.serving.limits import Limits
 from fastformer.serving.openai_bodies import EVENTS, UNSUPPORTED, Body, Int, Stop, unsupported_field
 from fastformer.serving.service import GenerateService, Service

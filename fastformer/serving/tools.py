@@ -13,6 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from fastformer.generation.constraints import WHITE_SPACE
+from fastformer.serving.openai_bodies import ApiError, ChatBody
+from fastformer.serving.service import GenerateService
+from fastformer.serving.structured import Constrained, checked
 
 
 class ToolFormat(NamedTuple):
@@ -105,6 +108,7 @@ _UNKNOWN = (
     "<|channel|>",
 )
 _ARGUMENTS = ("arguments", "parameters")
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _PYTHON_TAG = "<|python_tag|>"  # Llama 3 may write it in front of a call
 REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|START_THINKING|>", "<|END_THINKING|>"))
 
@@ -125,6 +129,91 @@ def format_of(template: str) -> ToolFormat:
 def reasoning_of(template: str) -> tuple[str, str] | None:
     """Returns the marks around the reasoning of a chat template's model, or None."""
     return next((marks for marks in REASONING if marks[1] in template), None)
+
+
+class RequestTools(NamedTuple):
+    """The tools of a request.
+
+    Attributes:
+        format: the format of calls.
+        described: the tools, as templates read them.
+        schemas: the schemas of their arguments, by name.
+        forced: the tools of which the answer has to call one; empty: the model decides.
+    """
+
+    format: ToolFormat
+    described: list[dict[str, Any]]
+    schemas: dict[str, dict[str, Any]]
+    forced: list[str]
+
+
+def tools_of(body: ChatBody, template: str) -> RequestTools | None:
+    """Returns the tools that an answer may call; None: there are none."""
+    choice, functions = body.tool_choice, [tool.function for tool in body.tools or ()]
+    known, forced = [function.name for function in functions], list[str]()
+    if isinstance(choice, dict):
+        named = choice.get("function") if choice.get("type") == "function" else None
+        if not isinstance(named, dict) or named.get("name") not in known:
+            raise ApiError(f"expected the function of one of {known}, got {choice!r:.80}", param="tool_choice")
+        forced = [named["name"]]
+    elif choice == "required":
+        if not functions:
+            raise ApiError("expected tools along with tool_choice 'required'", param="tool_choice")
+        forced = known
+    if not functions or choice == "none":
+        return None
+    try:
+        form = format_of(template)
+    except ValueError as error:
+        raise ApiError(str(error), param="tools", code="unsupported_parameter") from error
+    described = []
+    for function in functions:
+        fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
+        present = {name: value for name, value in fields.items() if value is not None}
+        described.append({"type": "function", "function": present})
+    schemas = {function.name: _NO_ARGUMENTS if function.parameters is None else function.parameters
+               for function in functions}  # fmt: skip
+    if len(schemas) < len(functions):
+        raise ApiError("expected functions of different names", param="tools")
+    return RequestTools(form, described, schemas, forced)
+
+
+async def check_calls(
+    tools: RequestTools, constrained: Constrained | None, body: ChatBody, service: GenerateService, deadline: float
+) -> Constrained | None:
+    """Returns the constraint of an answer that may call tools, which has been compiled; None: the answer is free.
+
+    Args:
+        tools: the tools.
+        constrained: the constraint of an answer that calls none.
+        body, service, deadline: of the request.
+
+    Raises:
+        ApiError: a constraint is wrong, or the grammar can't express both.
+    """
+    answer = None
+    if constrained is not None:
+        answer = constrained.options.get("schema")
+        if not isinstance(answer, dict):
+            raise ApiError(f"expected {constrained.param} or tools, got both", param=constrained.param)
+        if not tools.forced and not tools.format.begin:
+            reason = "the model's calls begin with no mark, so that an answer may look like one"
+            raise ApiError(f"expected {constrained.param} or tools, got both: {reason}", param=constrained.param)
+    if not tools.forced and answer is None:
+        return None
+    special = service.session.special_marks(tools.format.marks)
+    schemas = {name: tools.schemas[name] for name in tools.forced or tools.schemas}
+    is_parallel = body.parallel_tool_calls is not False
+    try:
+        # An answer that has to call a tool is nothing else, so that its own format doesn't matter.
+        grammar = tools.format.grammar(
+            schemas, special, is_parallel=is_parallel, answer=None if tools.forced else answer
+        )
+        constrained = checked(Constrained("tools", {"grammar": grammar}))
+        await service.check_constraint(constrained.options, constrained.size, deadline)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(str(error), param="tools") from error
+    return constrained
 
 
 def _json(schema: Mapping[str, Any]) -> str:
@@ -206,7 +295,6 @@ class AnswerParser:
             self._state = "reasoning"
         elif style.prefix or style.is_forced:
             self._state, self._text = "calls", style.prefix
-        self._is_plain = style.format is None and style.reasoning is None  # as most answers are
         self._call_mark = "" if style.format is None else style.format.begin  # begins a call behind content
 
     @property
@@ -215,8 +303,6 @@ class AnswerParser:
 
     def add(self, text: str, *, is_end: bool = False) -> list[Part]:
         """Returns the parts that have become certain with a piece of the text."""
-        if self._is_plain:
-            return [Part("content", text)] if text else []
         self._text += text
         parts: list[Part] = []
         while self._step(parts, is_end):
@@ -333,6 +419,24 @@ class AnswerParser:
             self._state, self._skipped = "calls" if call.is_done else "content", []
             return bool(self._text)
         return False
+
+
+def call_deltas(parts: Sequence[Part], style: AnswerStyle) -> list[dict[str, Any]]:
+    """Returns new parts of calls, one for each call, as OpenAI streams them."""
+    deltas: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        if part.kind == "name":
+            function = {"name": part.text, "arguments": ""}
+            deltas[part.call] = {"index": part.call, "id": style.new_id(), "type": "function", "function": function}
+        elif part.kind == "arguments":
+            delta = deltas.setdefault(part.call, {"index": part.call, "function": {"arguments": ""}})
+            delta["function"]["arguments"] += part.text
+    return list(deltas.values())
+
+
+def calls_of(parts: Sequence[Part], style: AnswerStyle) -> list[dict[str, Any]]:
+    """Returns the calls of a whole answer."""
+    return [{name: value for name, value in one.items() if name != "index"} for one in call_deltas(parts, style)]
 
 
 def _without_beginning(text: str, marks: Collection[str]) -> tuple[str, str]:

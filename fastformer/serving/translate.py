@@ -11,9 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from fastformer.generation.async_translator import TextStream
 from fastformer.generation.pair_encoder import joined_texts
 from fastformer.generation.text_io import Answer, Item
-from fastformer.serving.answers import ErrorBody, EventStream, answer, error_schemas, event, until_gone
+from fastformer.serving.answers import ErrorBody, EventStream, answer, error_schemas, event
 from fastformer.serving.answers import error_response as error_response
 from fastformer.serving.codes import AUTO
+from fastformer.serving.gate import until_gone
 from fastformer.serving.limits import Limits
 from fastformer.serving.openai_bodies import EVENTS, Int, Texts, with_bounds
 from fastformer.serving.service import TranslateService
