@@ -15,7 +15,8 @@ namespace fastformer {
 namespace {
 
 constexpr int64_t kHugePage = int64_t{2} << 20;
-constexpr int64_t kMostKept = int64_t{64} << 20;
+// Beyond the first bound the system may take a pooled buffer's pages back; beyond the second, buffers are freed.
+constexpr int64_t kMostResident = int64_t{64} << 20, kMostKept = int64_t{512} << 20;
 constexpr int64_t kLarge = int64_t{1} << 20;
 constexpr int64_t kLine = 64;
 
@@ -80,6 +81,7 @@ PooledMemory::~PooledMemory() {
     shared.chunks.erase(shared.chunks.begin(), chunk);
     shared.chunks.push_back({data_, bytes_});
     shared.bytes += bytes_;
+    if (shared.bytes > kMostResident) madvise(data_, static_cast<size_t>(bytes_), MADV_FREE);
   }
   for (const Chunk& chunk : evicted) std::free(chunk.data);
 }

@@ -12,7 +12,7 @@
 namespace fastformer {
 
 // Uninitialised memory, new or from the pool. It is aligned to huge pages and requests them from the system. The pool
-// keeps the last 64 MiB that were released.
+// keeps the last 512 MiB that were released; the system takes what is beyond 64 MiB when it runs short of memory.
 class FASTFORMER_API PooledMemory {
  public:
   PooledMemory() = default;

@@ -231,15 +231,18 @@ void Encoder::encode(const Texts& texts, Pooling pooling, bool normalise, int th
                          }});
   };
   const int64_t parts = std::ssize(ends), workers = is_apart ? std::min<int64_t>(threads, parts) : 1;
-  std::atomic<size_t> next{0};
+  // Of a few long parts, the last ones would keep some threads busy and the others waiting: all threads share them.
+  const bool are_few = is_apart && parts <= kTurns * threads && texts.length(order[count - 1]) > kMostTokens;
+  const int64_t shared = are_few ? parts % workers : 0;
+  std::atomic<int64_t> next{0};
   const auto work = [&](int64_t) {
     std::unique_ptr<Lane> lane = take();
-    for (size_t part; (part = next.fetch_add(1, std::memory_order_relaxed)) < ends.size();) run(*lane, part, 1);
+    for (int64_t part; (part = next.fetch_add(1, std::memory_order_relaxed)) < parts - shared;) run(*lane, part, 1);
     give_back(std::move(lane));
   };
-  if (workers > 1 && run_workers({workers, work})) return;
+  const bool is_begun = workers > 1 && run_workers({workers, work});
   std::unique_ptr<Lane> lane = take();
-  for (int64_t part = 0; part < parts; ++part) run(*lane, part, threads);
+  for (int64_t part = is_begun ? parts - shared : 0; part < parts; ++part) run(*lane, part, threads);
   give_back(std::move(lane));
 }
 

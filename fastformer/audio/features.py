@@ -16,6 +16,7 @@ FRAMES_PER_SECOND = RATE // HOP
 _FFT = 400  # samples of a frame
 _SILENCE = -10.0  # the least logarithm of a band
 _BLOCK_FRAMES = 6_000  # computed together where the loudest frame of a recording is searched
+_TOGETHER = 256  # frames whose spectra stay in the cache
 _LINEAR_MELS, _MEL_HZ = 15, 200 / 3  # Slaney's scale: linear up to 1 kHz, then logarithmic, 27 mels for a factor 6.4
 _LOG_STEP = np.log(6.4) / 27
 
@@ -59,7 +60,7 @@ class Features:
     def __init__(self, samples: Samples, n_mels: int, width: int, padding: int = HOP) -> None:
         self.samples, self.n_mels, self.width = samples, n_mels, width
         self._length = len(samples) + padding
-        self._last: tuple[int, int, Array] | None = None
+        self._all: Array | None = None
 
     @property
     def num_frames(self) -> int:
@@ -114,10 +115,11 @@ class Features:
         stop = min(stop, self.all_frames)
         if stop <= start:
             return np.zeros((self.n_mels, 0), np.float32)
-        if self._last is not None and self._last[:2] == (start, stop):
-            return self._last[2]  # of a short recording, whose loudest frame was searched in this block
+        if self._all is not None:
+            return self._all[:, start:stop]
         result = _log_mel(self._frames(start, stop), self.n_mels)
-        self._last = (start, stop, result) if start == 0 and stop == self.all_frames else None
+        if start == 0 and stop == self.all_frames:
+            self._all = result  # of a short recording, whose loudest frame was searched in this block
         return result
 
     def _frames(self, start: int, stop: int) -> Array:
@@ -126,8 +128,16 @@ class Features:
 
     def _padded(self, start: int, stop: int) -> Array:
         """Returns samples, of which those outside of the padded audio are its reflection."""
-        if start >= 0 and stop <= len(self.samples):
+        first = min(max(start, 0), stop)
+        last = max(first, min(stop, len(self.samples)))
+        if (first, last) == (start, stop):
             return self.samples.read(start, stop)
+        inside = self.samples.read(first, last)
+        return np.concatenate([self._reflected(start, first), inside, self._reflected(last, stop)])
+
+    def _reflected(self, start: int, stop: int) -> Array:
+        if stop <= start:
+            return np.zeros(0, np.float32)
         period = max(2 * (self._length - 1), 1)
         places = np.arange(start, stop) % period
         places = np.minimum(places, period - places)
@@ -139,10 +149,12 @@ class Features:
 
 def _log_mel(frames: Array, n_mels: int) -> Array:
     """Returns the logarithms of the bands' energies in frames of samples, (n_mels, frames)."""
-    spectrum = np.fft.rfft(frames * _window())
-    power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32, copy=False)
-    bands: Array = np.log10(np.maximum(mel_filters(n_mels) @ power.T, np.float32(10**_SILENCE)))
-    return bands
+    bands = np.empty((n_mels, len(frames)), np.float32)
+    for at in range(0, len(frames), _TOGETHER):
+        spectrum = np.fft.rfft(frames[at : at + _TOGETHER] * _window())
+        power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32, copy=False)
+        bands[:, at : at + _TOGETHER] = mel_filters(n_mels) @ power.T
+    return np.log10(np.maximum(bands, np.float32(10**_SILENCE), out=bands), out=bands)
 
 
 @functools.cache

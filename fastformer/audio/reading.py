@@ -12,7 +12,7 @@ import os
 import struct
 import tempfile
 from collections.abc import Iterable, Iterator
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -172,21 +172,25 @@ def _decoded(file: Any, name: Any) -> Iterator[np.ndarray[Any, Any]]:
     if not hasattr(file, "seekable") or not file.seekable():
         file = io.BytesIO(file.read())
     head = file.read(12)
-    file.seek(0)
     if not head:
         raise ValueError(f"{name} is empty: expected audio")
+    wav = _wav_form(file) if head[:4] in (b"RIFF", b"RF64") and head[8:] == b"WAVE" else None
+    if wav is not None and wav[:4] == (_PCM, 1, RATE, 16) and wav.size and head[:4] == b"RIFF":
+        yield from (np.frombuffer(data, "<i2") for data in _chunks(file, wav))
+        return
     for module, decode in (("av", _with_av), ("soundfile", _with_soundfile)):
         try:
             __import__(module)
         except ImportError:
             continue
+        file.seek(0)
         yield from decode(file, name)
         return
-    if head[:4] not in (b"RIFF", b"RF64") or head[8:] != b"WAVE":
+    if wav is None:
         raise ValueError(
             f"expected audio as WAV, got another format in {name}: for other formats pip install 'fastformer[audio]'"
         )
-    yield from _as_int16(_resampled(*_wav(file, name)))
+    yield from _as_int16(_resampled(_wav_samples(file, wav, name), wav.rate))
 
 
 def _with_av(file: Any, name: Any) -> Iterator[np.ndarray[Any, Any]]:
@@ -231,34 +235,51 @@ def _with_soundfile(file: Any, name: Any) -> Iterator[np.ndarray[Any, Any]]:
         raise ValueError(f"expected audio in {name}, which libsndfile can't read: {error}") from error
 
 
-def _wav(file: Any, name: Any) -> tuple[Iterator[Array], int]:
-    """Returns the blocks of a WAV file's samples, its channels averaged, and its rate."""
-    file.read(12)
-    kind = channels = rate = bits = 0
+class _Wav(NamedTuple):
+    """The form of a WAV file: its encoding, and the bytes of its samples."""
+
+    kind: int = 0
+    channels: int = 0
+    rate: int = 0
+    bits: int = 0
+    size: int = 0
+
+
+def _wav_form(file: Any) -> _Wav:
+    """Reads a WAV file from behind its first 12 bytes up to its samples."""
+    form = _Wav()
     while len(head := file.read(8)) == 8:
         tag, size = head[:4], struct.unpack("<I", head[4:])[0]
         if tag == b"data":
-            break
+            return form._replace(size=size)
         body = file.read(size + size % 2)
         if tag == b"fmt " and len(body) >= 16:
             kind, channels, rate, _, _, bits = struct.unpack("<HHIIHH", body[:16])
             if kind == _EXTENSIBLE and len(body) >= 26:
                 kind = struct.unpack("<H", body[24:26])[0]
+            form = _Wav(kind, channels, rate, bits)
+    return form
+
+
+def _chunks(file: Any, form: _Wav) -> Iterator[bytes]:
+    """Yields the bytes of whole frames."""
+    frame, left = form.channels * form.bits // 8, form.size
+    while left and (data := file.read(min(left, _BLOCK * frame))):
+        left -= len(data)
+        yield data[: len(data) // frame * frame]
+
+
+def _wav_samples(file: Any, form: _Wav, name: Any) -> Iterator[Array]:
+    """Returns the samples of a WAV file, the mean of its channels."""
+    kind, channels, rate, bits, _ = form
     is_known = (kind == _PCM and bits in (8, 16, 24, 32)) or (kind == _FLOAT and bits in (32, 64))
     if not is_known or not channels or not rate:
         raise ValueError(
             f"expected WAV of 8 to 32 bits or floats in {name}, got encoding {kind} with {bits} bits, {channels} "
             f"channels and {rate} Hz: for other formats pip install 'fastformer[audio]'"
         )
-
-    def blocks(left: int) -> Iterator[Array]:
-        frame = channels * bits // 8
-        while left and (data := file.read(min(left, _BLOCK * frame))):
-            left -= len(data)
-            samples = _numbers(data[: len(data) // frame * frame], kind, bits)
-            yield samples.reshape(-1, channels).mean(1, dtype=np.float32)
-
-    return blocks(size if tag == b"data" else 0), rate
+    blocks = (_numbers(data, kind, bits) for data in _chunks(file, form))
+    return (samples.reshape(-1, channels).mean(1, dtype=np.float32) for samples in blocks)
 
 
 def _numbers(data: bytes, kind: int, bits: int) -> Array:

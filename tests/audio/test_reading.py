@@ -126,6 +126,8 @@ def test_packages_read_the_same(module, monkeypatch) -> None:
         monkeypatch.setitem(sys.modules, "av", None)
     samples = sound(1)
     np.testing.assert_allclose(decode_audio(wav(samples, channels=2)), samples, atol=1e-4)
+    # Of one channel in 16 bits, which needs no package.
+    np.testing.assert_array_equal(decode_audio(wav(samples)), decode_audio(wav(samples, channels=2)))
     assert len(decode_audio(wav(samples, 8_000))) == 32_000
     for bad in (b"", b"no audio at all, but a text"):
         with pytest.raises(ValueError, match="expected"):

@@ -85,6 +85,9 @@ def test_bits_of_a_text_depend_on_nothing_else(name: str, precision: str) -> Non
             assert [row.tobytes() for row in rows] == [single[i] for i in order], threads
             hidden = encoder.encode([ids[order[0]]], types and [types[order[0]]], "none", False, threads)
             assert hidden.shape == (len(ids[order[0]]), o["d_model"])
+    ids, types = texts_of(dice, o, t, [320, 301, 310])  # long ones, the last of which all threads share
+    rows = [encoder.encode(ids, types, "mean", True, threads).tobytes() for threads in (1, 2, 7)]
+    assert rows[1:] == rows[:1] * 2
 
 
 @pytest.mark.parametrize("name", ["mpnet", "modernbert", "windows of one"])
