@@ -78,6 +78,7 @@ class WhisperModel:
         from tokenizers import Tokenizer
 
         from fastformer.audio.model import SpeechModel
+        from fastformer.checkpoints.speech import load_speech
 
         if device not in ("auto", "cpu"):
             raise ValueError(f"expected device auto or cpu, on which speech is transcribed, got {device!r}")
@@ -89,11 +90,10 @@ class WhisperModel:
         check_value("cpu_threads", cpu_threads, Count)
         folder = _folder(model_size_or_path, download_root)
         file = folder / "tokenizer.json"
+        weights = load_speech(folder)  # the numbers are read later
         if not file.is_file():
             raise ValueError(f"expected Whisper's tokenizer in {file}, but there is no such file")
-        self.model: Any = SpeechModel.from_pretrained(
-            folder, precision=_PRECISIONS[compute_type], num_threads=cpu_threads or None
-        )
+        self.model: Any = SpeechModel(weights, precision=_PRECISIONS[compute_type], num_threads=cpu_threads or None)
         self.hf_tokenizer = Tokenizer.from_file(str(file))
         self.tokens = Tokens(self.hf_tokenizer, self.model.config.is_multilingual)
 

@@ -49,7 +49,7 @@ from fastformer.models.quantization import INT8
 from fastformer.ops.embedding import sinusoidal_positions
 from fastformer.special_ids import SpecialIds
 
-_SPECIFICATION = "TransformerSpec"
+SPECIFICATION = "TransformerSpec"
 GATED = {"gelu_tanh": "geglu_tanh", "silu": "swiglu"}
 _NEVER = -1e4  # the logit of an id that the vocabulary lacks: its probability is 0
 _BLANK = "<blank>"  # the padding of OpenNMT
@@ -185,8 +185,8 @@ def transformer_of(
 ) -> Transformer:
     """Builds a model from the result of `read_variables`; see `load_transformer`. The origin is for messages."""
     name, variables = stored
-    if name != _SPECIFICATION:
-        raise ValueError(f"{origin}: expected a {_SPECIFICATION}, an encoder-decoder, got a {name!r:.60}")
+    if name != SPECIFICATION:
+        raise ValueError(f"{origin}: expected a {SPECIFICATION}, an encoder-decoder, got a {name!r:.60}")
     try:
         model = _transformer(Variables(variables), vocabularies, settings, device, dtype)
     except ValueError as error:

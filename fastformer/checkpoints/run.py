@@ -24,14 +24,15 @@ from fastformer.models.pretrained import CONFIG, config_from_dict, load_saved
 from fastformer.special_ids import SpecialIds
 
 _ARCHITECTURE = {"seq2seq": "Transformer", "decoder": "GPT", "encoder": "BERT"}  # of each kind of family
-_COMMANDS = {"seq2seq": "translate", "decoder": "generate"}
-_ENCODER = "; it is an encoder: see `fastformer embed` and `fastformer rank`"
 ARCHITECTURES = ("Transformer", "GPT", "LSTMSeq2Seq")  # that are trained in runs
 _HINTS = {
     **dict.fromkeys(ARCHITECTURES, "; see `fastformer translate`"),
     "GPT": "; see `fastformer generate`",
-    "BERT": _ENCODER,
+    "BERT": "; it is an encoder: see `fastformer embed` and `fastformer rank`",
+    "Whisper": "; see `fastformer transcribe`",
 }
+_SPECIFICATIONS = {ctranslate2.SPECIFICATION: "Transformer", ctranslate2_decoders.SPECIFICATION: "GPT",
+                   model_bin.SPEECH: "Whisper"}  # fmt: skip
 
 
 def load_model(
@@ -54,12 +55,9 @@ def load_model(
         ValueError: another architecture, or a folder that is damaged or whose files don't belong together.
     """
     if expected and (load := _other_program(run)) is not None:
-        if (architecture := architecture_of(run)) in (*expected, None):
+        if architecture_of(run) in (*expected, None):
             return load(Path(run), device=device, dtype=dtype)
-        raise ValueError(
-            f"expected a model of {' or '.join(expected)}, got one of {architecture!r}: {run}"
-            + _HINTS.get(str(architecture), "")
-        )
+        raise ValueError(f"expected a model of {' or '.join(expected)}, got {described(run)}")
     kind = model_type(Path(run)) if expected else None
     if kind is not None:
         return _load_foreign(Path(run), kind, expected, device, dtype)
@@ -87,19 +85,39 @@ def load_model(
 
 
 def architecture_of(run: str | os.PathLike[str]) -> str | None:
-    """Returns the architecture as which `load_model` loads a folder, such as "GPT"; None: loading it is an error."""
+    """Returns the architecture of a folder, such as "GPT"; None: loading it is an error.
+
+    `load_model` doesn't load a "Whisper", nor an encoder that CTranslate2 converted.
+    """
     if gguf.is_gguf(run):
         return gguf.architecture_of(run)
-    if (load := _other_program(run)) is not None:
-        return "GPT" if load is ctranslate2_decoders.load_folder else "Transformer"
+    if argos.is_package(run):
+        return "Transformer"
+    if model_bin.is_folder(run):
+        name = model_bin.specification(Path(run))
+        return _SPECIFICATIONS.get(name, name or None)
     kind = model_type(Path(run))
     if kind is not None:
+        if kind == "whisper":
+            return "Whisper"
         family = FAMILIES.get(kind)
         return None if family is None else _ARCHITECTURE[family.kind]
     try:
         return read_architecture(run)
     except ValueError:
         return None
+
+
+def described(run: str | os.PathLike[str]) -> str:
+    """Returns what a folder or a file holds and the command that takes it, for the message of an error."""
+    name = architecture_of(run)
+    return f"{'a damaged one' if name is None else f'one of {name!r:.60}'}: {run}{_HINTS.get(str(name), '')}"
+
+
+def check_saved(run: str | os.PathLike[str], expected: str) -> None:
+    """Raises a ValueError for what another program than transformers wrote: GGUF, Argos, CTranslate2."""
+    if _other_program(run) is not None:
+        raise ValueError(f"expected {expected}, got {described(run)}")
 
 
 def _other_program(run: str | os.PathLike[str]) -> Callable[..., tuple[Any, Tokenizer]] | None:
@@ -110,7 +128,7 @@ def _other_program(run: str | os.PathLike[str]) -> Callable[..., tuple[Any, Toke
         return argos.load_package
     if not model_bin.is_folder(run):
         return None
-    is_decoder = model_bin.specification(Path(run)) == ctranslate2_decoders.SPECIFICATION
+    is_decoder = architecture_of(run) == "GPT"
     return ctranslate2_decoders.load_folder if is_decoder else ctranslate2.load_folder
 
 
@@ -150,11 +168,8 @@ def _load_foreign(
     if family is not None and family.kind in wanted:
         return load_folder(folder, family, device=device, dtype=dtype)
     known = ", ".join(f.name for f in FAMILIES.values() if f.kind in wanted)
-    if family is None:
-        reason = why_unsupported(read_json(folder / CONFIG))
-        why = "" if reason is None else f"; {reason}"
-    else:
-        why = f"; see `fastformer {_COMMANDS[family.kind]}`" if family.generates else _ENCODER
+    reason = why_unsupported(read_json(folder / CONFIG)) if family is None else None
+    why = _HINTS.get(str(architecture_of(folder)), "") if reason is None else f"; {reason}"
     raise ValueError(f"expected a run folder, or transformers' folder of a {known}, got a {kind!r}: {folder}{why}")
 
 

@@ -140,15 +140,15 @@ def load_speech(folder: Path) -> SpeechWeights:
     Raises:
         ValueError: the folder holds no Whisper, or a file is missing, damaged or of another model.
     """
-    if not folder.is_dir():
-        raise ValueError(f"expected a folder with a Whisper, got {folder}")
+    if not (is_folder(folder) or (folder / CONFIG).is_file()):
+        raise ValueError(f"expected the folder of a Whisper, with a {CONFIG} or a {MODEL}, got {folder}")
     with _errors_of(folder):
         if is_folder(folder):
             weights = _from_ctranslate2(folder)
         else:
             settings = read_json(folder / CONFIG)
-            if settings.get("model_type") != "whisper":
-                raise ValueError(f"expected a model of type 'whisper', got {settings.get('model_type')!r:.60}")
+            if (kind := settings.get("model_type")) != "whisper":
+                raise ValueError(f"expected a Whisper, a model of type 'whisper', got {kind!r:.60}")
             from fastformer.checkpoints.hf.common import check_floating, generation_settings, read_weights
 
             state = read_weights(folder)

@@ -87,15 +87,15 @@ def score(
     if run is None or file is None:
         raise ValueError("expected RUN together with --file")
 
-    from fastformer.checkpoints.run import architecture_of
+    from fastformer.checkpoints.run import architecture_of, described
     from fastformer.commands import listed_paths
     from fastformer.devices import choose_device
     from fastformer.generation.text_io import ErrorPolicy
 
     place, errors = choose_device(device), ErrorPolicy(on_error, skip_long, _LEFT)
     architecture = architecture_of(listed_paths(run)[0])
-    if architecture == "BERT":
-        raise ValueError(f"expected a folder of a translator or of a language model, got an encoder: {run}")
+    if architecture in ("BERT", "Whisper"):
+        raise ValueError(f"expected a translator or a language model, got {described(listed_paths(run)[0])}")
     if architecture == "GPT":
         if source_lang is not None or target_lang is not None:
             raise ValueError(f"expected no --source_lang and --target_lang for the language model in {run}")

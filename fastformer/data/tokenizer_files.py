@@ -72,7 +72,13 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         file = _in_folder(file)
     if not file.is_file():  # reading a named pipe could block forever
         raise ValueError(f"expected a {TOKENIZER} or a SentencePiece model, got {file}, which is not a file")
-    return _sentencepiece(file) if file.suffix == ".model" else _tokenizer_json(file, read_json(file))
+    if file.suffix == ".model":
+        return _sentencepiece(file)
+    with file.open("rb") as opened:
+        first = opened.read(64).lstrip()[:1]
+    if first not in (b"", b"{", b"["):
+        raise ValueError(f"expected a {TOKENIZER} or a SentencePiece model, got {file}, which is neither")
+    return _tokenizer_json(file, read_json(file))
 
 
 def _in_folder(folder: Path) -> Path:

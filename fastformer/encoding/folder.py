@@ -34,6 +34,7 @@ from fastformer.checkpoints.hf import (
 )
 from fastformer.checkpoints.hf.common import flag_of, number_of, read_numbers
 from fastformer.checkpoints.hf.encoder import CLASSIFIER
+from fastformer.checkpoints.run import check_saved
 from fastformer.encoding.late_interaction import (
     LateInteraction,
     LateSettings,
@@ -141,6 +142,7 @@ def read_folder(
     folder = Path(path)
     if gguf.is_gguf(folder):
         return _read_gguf(folder, device)
+    check_saved(folder, "the folder of an encoder, as transformers saves it, or a GGUF file")
     if not folder.is_dir():
         raise ValueError(f"expected the folder of an encoder, but there is no folder {folder}: nothing is downloaded")
     settings = _read(folder / _SETTINGS)

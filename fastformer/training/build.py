@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from fastformer.baseline import LSTMSeq2Seq
-from fastformer.checkpoints import load_model
 from fastformer.checkpoints.lock import LOCK, RunLock
+from fastformer.checkpoints.run import check_saved, load_model
 from fastformer.checkpoints.training_state import (
     checkpoint_folder,
     checkpoints,
@@ -360,6 +360,7 @@ def take_over(config: TrainConfig) -> tuple[TrainConfig, Any, Tokenizer]:
     """
     run = config.init_from
     assert run is not None
+    check_saved(run, "a run folder to begin from")
     model, tokenizer = load_model(run)
     kind, sizes, plain = KINDS[type(model).__name__], plain_values(asdict(model.config)), TrainConfig()
     sizes = {name: value for name, value in sizes.items() if name not in OF_TOKENIZER}
