@@ -311,7 +311,16 @@ ENCODERS: list[dict[str, Any]] = [
     {"name": "minilm_pairs", "batch": 100, "seqlen": "40 to 160", **_FORWARD},
     {"name": "qwen3_embedding", "batch": 1, "seqlen": "256", **_FORWARD},
 ]
-ENCODER_PEERS = ("fastformer.Encoder", "sentence-transformers", "accelerated", "onnxruntime", "openvino")
+ENCODER_PEERS = (
+    "fastformer.Encoder",
+    "sentence-transformers",
+    "sentence-transformers, accelerated",
+    "sentence-transformers, onnxruntime",
+    "sentence-transformers, openvino",
+    "accelerated",
+    "onnxruntime",
+    "openvino",
+)
 QUICK: list[dict[str, Any]] = [
     {"name": "bert_tiny", "batch": 8, "seqlen": "8 to 64", **_FORWARD},
     {"name": "minilm_tiny", "batch": 4, "sentences": 12, **_EMBEDS},

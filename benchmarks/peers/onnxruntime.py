@@ -70,8 +70,9 @@ class OnnxRuntime(Runtime):
             return onnxruntime.InferenceSession(str(file), settings, providers=["CPUExecutionProvider"])
 
     def run(self, work: Workload, prepared: Any) -> Tensor:
-        def states(ids: Tensor, mask: Tensor) -> Tensor:
-            (output,) = prepared.run(None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
-            return torch.from_numpy(output)
+        return work.through(lambda ids, mask: self.states(prepared, ids, mask))
 
-        return work.through(states)
+    def states(self, prepared: Any, ids: Tensor, mask: Tensor) -> Tensor:
+        """Returns the states of ids, (batch, seqlen, d_model)."""
+        (output,) = prepared.run(None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
+        return torch.from_numpy(output)

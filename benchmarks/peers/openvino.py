@@ -39,7 +39,11 @@ class OpenVino(Runtime):
         return openvino.Core().compile_model(converted, "CPU", settings)
 
     def run(self, work: Workload, prepared: Any) -> Tensor:
-        return work.through(lambda ids, mask: torch.from_numpy(prepared([ids.numpy(), mask.numpy()])[0]))
+        return work.through(lambda ids, mask: self.states(prepared, ids, mask))
+
+    def states(self, prepared: Any, ids: Tensor, mask: Tensor) -> Tensor:
+        """Returns the states of ids, (batch, seqlen, d_model)."""
+        return torch.from_numpy(prepared([ids.numpy(), mask.numpy()])[0])
 
 
 def _converted(openvino: Any, work: Workload) -> Any:

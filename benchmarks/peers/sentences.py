@@ -1,4 +1,5 @@
-"""fastformer's encoder on a forward pass, from ids and from texts; and sentence-transformers, from texts.
+"""fastformer's encoder on a forward pass, from ids and from texts; and sentence-transformers from texts, by PyTorch, on
+fastformer, and on ONNX Runtime and OpenVINO.
 
 A text consists of words, each of which is one token: its ids are the same as for the other peers.
 """
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from benchmarks.peers.job import Missing, needed
 from benchmarks.peers.models import CLS, FIRST, SEP, Batch, Workload
+from benchmarks.peers.onnxruntime import OnnxRuntime
+from benchmarks.peers.openvino import OpenVino
 from benchmarks.peers.pytorch import Runtime
 
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -93,6 +96,68 @@ class SentenceTransformers(OfTexts):
 
     def load(self, folder: str) -> Any:
         return needed("sentence_transformers", "sentence-transformers").SentenceTransformer(folder, device="cpu")
+
+
+class AcceleratedSentenceTransformers(SentenceTransformers):
+    """SentenceTransformer after `fastformer.accelerate`."""
+
+    name = "sentence-transformers, accelerated"
+    precisions = EncoderPeer.precisions
+
+    def load(self, folder: str) -> Any:
+        import fastformer
+
+        precision: Any = self.precision
+        return fastformer.accelerate(super().load(folder), precision=precision)
+
+
+class _States:
+    """A model of another runtime, in place of transformers' in a SentenceTransformer. It is no module of PyTorch."""
+
+    def __init__(self, runtime: OnnxRuntime | OpenVino, config: Any) -> None:
+        self.runtime, self.config = runtime, config
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, **_: Any) -> dict[str, Tensor]:
+        return {"last_hidden_state": self.runtime.states(self.runtime.prepared, input_ids, attention_mask)}
+
+
+class OnRuntime(SentenceTransformers):
+    """SentenceTransformer whose Transformer another runtime computes.
+
+    Its own backends do the same by optimum, which takes more time for a call, and none of whose releases imports with
+    transformers 5.24.
+    """
+
+    runtime: type[OnnxRuntime | OpenVino]
+
+    def load(self, folder: str) -> Any:
+        runtime = self.runtime(self.case, self.precision, self.threads, {})
+        model = super().load(folder)
+        config = model[0].model.config
+        del model[0].model
+        model[0].model = _States(runtime, config)
+        return model
+
+
+class SentenceTransformersOnnx(OnRuntime):
+    """SentenceTransformer on ONNX Runtime."""
+
+    name, runtime, precisions = "sentence-transformers, onnxruntime", OnnxRuntime, OnnxRuntime.precisions
+
+
+class SentenceTransformersOpenVino(OnRuntime):
+    """SentenceTransformer on OpenVINO."""
+
+    name, runtime, precisions = "sentence-transformers, openvino", OpenVino, OpenVino.precisions
+
+
+OF_TEXTS: tuple[type[OfTexts], ...] = (
+    EncoderPeer,
+    SentenceTransformers,
+    AcceleratedSentenceTransformers,
+    SentenceTransformersOnnx,
+    SentenceTransformersOpenVino,
+)
 
 
 def _texts(batch: Batch) -> list[str]:

@@ -110,11 +110,11 @@ def peers(case: dict[str, Any]) -> dict[str, type[Peer]]:
         from benchmarks.peers.onnxruntime import OnnxRuntime
         from benchmarks.peers.openvino import OpenVino
         from benchmarks.peers.pytorch import Accelerated, AcceleratedCompiled, AsItIs, FusedLossPeer, TorchCompile
-        from benchmarks.peers.sentences import EncoderPeer, EngineAlone, SentenceTransformers
+        from benchmarks.peers.sentences import OF_TEXTS, EngineAlone
 
         compared: list[type[Peer]] = [AsItIs, Accelerated]
         if models.is_embedding(case):  # recompiling for each length would dominate the time
-            compared += [EncoderPeer, SentenceTransformers]
+            compared += OF_TEXTS
         else:
             compared += [TorchCompile, AcceleratedCompiled]
         if models.is_exported(case):

@@ -45,6 +45,8 @@ _NAMES = {
     "sdpa causal": "PyTorch's SDPA causal",
     "openvino": "OpenVINO",
     "onnxruntime": "ONNX Runtime",
+    "sentence-transformers, onnxruntime": "sentence-transformers on ONNX Runtime",
+    "sentence-transformers, openvino": "sentence-transformers on OpenVINO",
     "ctranslate2": "CTranslate2",
     "converted": "the converted model",
     "plain": "one token a step",

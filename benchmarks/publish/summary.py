@@ -237,7 +237,13 @@ TODAYS_ENCODERS = (
         TableCase(
             f"all-MiniLM-L6-v2, 128 sentences, {order}",
             {"op": "drop_in", "model": "minilm_real", "order": order},
-            ("sentence-transformers", "onnxruntime", "openvino"),
+            (
+                "sentence-transformers",
+                "sentence-transformers, onnxruntime",
+                "sentence-transformers, openvino",
+                "onnxruntime",
+                "openvino",
+            ),
             "fastformer.Encoder",
             (INT8, FP32),
         )

@@ -456,6 +456,18 @@ def precisions(numbers: Numbers) -> str:
     return table(head, (list(cells(precision)) for precision in ("fp32", "bf16", "int8", "int4")))
 
 
+def retrieval(numbers: Numbers) -> str:
+    """Makes the table of how well an encoder finds sentences in each precision; "" until measured."""
+    lines, precisions = [], ("fp32", "bf16", "int8")
+    for task in ("two fifths of the words", "typing errors"):
+        for measure in ("recall at 1", "recall at 10", "nDCG at 10"):
+            where = {"op": "retrieval", "task": task, "measure": measure}
+            if numbers.results.find(**where):
+                shown = [numbers.value("value", "{:.1f}".format, **where, precision=each) for each in precisions]
+                lines.append([f"{task}: {measure}", *shown])
+    return table(["all-MiniLM-L6-v2, %", *precisions], lines) if lines else ""
+
+
 def long_contexts(numbers: Numbers) -> str:
     """Makes the table of long contexts with keys and values in bf16 and in int8; "" until measured."""
     contexts = {int(row["shape"]["context"]) for row in numbers.results.find(op="long_context", precision="int8")}
@@ -518,6 +530,7 @@ TABLES: dict[str, Callable[[Numbers], str]] = {
     "gpu_attention": gpu_attention,
     "gpu_ops": gpu_ops,
     "precisions": precisions,
+    "retrieval": retrieval,
     "long_contexts": long_contexts,
     "processes": processes,
     "preparing": preparing,

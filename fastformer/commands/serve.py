@@ -41,6 +41,8 @@ class Listening:
         target_lang: the default language of translations; for a model of one pair of languages, its code
         draft: the folder of a smaller language model with the same tokenizer, which drafts tokens for this one
         adapter: NAME=FOLDER, a LoRA adapter that requests choose as the model NAME; repeat the flag for several
+        calibration: texts, one a line, or a .npy file of embeddings or of ranges (2, dim), from which an encoder rounds
+            its embeddings for requests that ask for int8 or uint8
         max_batch_size: the most rows that are decoded together; by default 512, on a GPU 1,024
         max_batch_bytes: memory for the caches of those rows; by default 512 MiB, on a GPU a quarter of the free memory
     """
@@ -62,6 +64,7 @@ class Listening:
     target_lang: str | None = None
     draft: str | None = None
     adapter: list[str] | None = None
+    calibration: str | None = None
     max_batch_size: Positive | None = None
     max_batch_bytes: Positive | None = None
 
@@ -110,6 +113,7 @@ def serve(folder: str, *, config: str | None = None, **flags: Any) -> None:
         target_lang=listening.target_lang,
         draft=listening.draft,
         adapters=_adapters(listening.adapter or ()),
+        calibration=None if listening.calibration is None else _calibration(listening.calibration),
         max_batch_size=listening.max_batch_size,
         max_batch_bytes=listening.max_batch_bytes,
     )
@@ -209,6 +213,24 @@ def _adapters(given: Iterable[str]) -> dict[str, str]:
             raise ValueError(f"expected each --adapter under a name of its own, got {name!r} twice")
         folders[name] = folder
     return folders
+
+
+def _calibration(file: str) -> Any:
+    """Returns the texts of a file, or the array of a .npy file.
+
+    Raises:
+        ValueError: the file doesn't exist, is damaged or empty, or has a bad line.
+    """
+    import numpy as np
+
+    from fastformer.commands._lines import good_lines
+
+    if not file.endswith(".npy"):
+        return good_lines(file)
+    try:
+        return np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"expected --calibration as a .npy file of embeddings or ranges: {file}: {error}") from error
 
 
 def _listed(text: str | None) -> list[str]:

@@ -83,7 +83,8 @@ def check_limits(batch_tokens: int, batch_size: int | None) -> tuple[int, int | 
     """
     batch_tokens, batch_size = as_int(batch_tokens), as_int(batch_size)
     check_value("batch_tokens", batch_tokens, Positive)
-    check_value("batch_size", batch_size, Positive | None)
+    if batch_size is not None:
+        check_value("batch_size", batch_size, Positive)
     return batch_tokens, batch_size
 
 

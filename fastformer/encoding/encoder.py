@@ -165,14 +165,16 @@ class Encoder(FolderModel):
         """
         self._check_run(device, pool, chunk_size)
         sentences = one_of(sentences, inputs)
-        check_value("precision", precision, Stored | None)
+        if precision not in (None, "float32"):
+            check_value("precision", precision, Stored)
         if output_value == "token_embeddings" and precision not in (None, "float32"):
             raise ValueError(f"expected precision float32 along with token_embeddings, got {precision!r}")
         if output_value not in ("sentence_embedding", "token_embeddings"):
             raise ValueError(f"expected output_value sentence_embedding or token_embeddings, got {output_value!r}")
         is_one = isinstance(sentences, str)
         texts: Iterable[str] = [sentences] if isinstance(sentences, str) else sentences
-        check_several("sentences", texts)
+        if not is_one:
+            check_several("sentences", texts)
         limits = check_limits(batch_tokens, batch_size)
         prompt = self._prompt(prompt, prompt_name)
         finish = self._finish(normalize, normalize_embeddings, truncate_dim)
@@ -180,19 +182,39 @@ class Encoder(FolderModel):
             with progress(texts, show_progress_bar) as advance:
                 states = self._states(texts, prompt, limits, advance)
             return states[0] if is_one else states
-        with progress(texts, show_progress_bar) as advance:
-            parts = list(self._parts(texts, prompt, limits, finish, advance))
-        rows = np.concatenate(parts) if parts else np.zeros((0, finish(None).shape[1]), np.float32)
+        if is_one and not show_progress_bar:
+            rows = self._one(cast(str, sentences), prompt, finish)
+        else:
+            with progress(texts, show_progress_bar) as advance:
+                parts = list(self._parts(texts, prompt, limits, finish, advance))
+            rows = np.concatenate(parts) if parts else np.zeros((0, finish(None).shape[1]), np.float32)
         if ranges is None:
             ranges = self.ranges if calibration_embeddings is None else ranges_of(calibration_embeddings)
         numbers = stored(rows, precision, None if ranges is None else np.asarray(ranges, np.float32))
         return self._converted(torch.from_numpy(numbers), is_one, convert_to_numpy, convert_to_tensor)
 
-    def calibrate(self, sentences: Iterable[str], **options: Any) -> Array:
-        """Sets `ranges` to those of the embeddings of texts, and returns them; for options, see `encode`."""
+    def calibrate(self, sentences: Iterable[str] | Array, **options: Any) -> Array:
+        """Sets `ranges` to those of the embeddings of texts, and returns them.
+
+        Args:
+            sentences: the texts; or their embeddings (texts, dim), or the ranges themselves (2, dim), as an array.
+            options: see `encode`.
+
+        Raises:
+            ValueError: see `encode`; or an array of another dim than the encoder's, or with NaN or infinity.
+        """
         check_several("sentences", sentences)
-        self.ranges = ranges_of(self.encode(sentences, **options))
+        if isinstance(sentences, np.ndarray) and sentences.dtype.kind in "fiu":
+            self._check_embeddings(sentences)
+        else:
+            sentences = self.encode(sentences, **options)
+        self.ranges = ranges_of(sentences)
         return self.ranges
+
+    def _check_embeddings(self, rows: Array) -> None:
+        dim = self.get_embedding_dimension()
+        if rows.ndim != 2 or rows.shape[1] != dim or not np.isfinite(rows).all():
+            raise ValueError(f"expected finite embeddings or ranges of shape (rows, {dim}), got {rows.shape}")
 
     def encode_query(self, sentences: str | Iterable[str] | None = None, *arguments: Any, **options: Any) -> Any:
         """Calls `encode` with the prompt "query", if the folder has one and the call doesn't name a prompt."""
@@ -283,7 +305,8 @@ class Encoder(FolderModel):
                 raise ValueError(f"expected {name} to be True or False, got {value!r}")
         if also and normalize is False:
             raise ValueError("expected normalize or normalize_embeddings, got normalize=False and the other True")
-        check_value("truncate_dim", truncate_dim, Positive | None)
+        if truncate_dim is not None:
+            check_value("truncate_dim", truncate_dim, Positive)
         steps = list(self._folder.steps)
         while normalize is False and steps and isinstance(steps[-1], Normalize):
             steps.pop()
@@ -303,6 +326,13 @@ class Encoder(FolderModel):
     ) -> Iterator[Array]:
         pool = functools.partial(self._pooled, skipped=self._skipped(prompt))
         return map(finish, self._computed(self._rows(texts, prompt), finish.width, limits, advance, pool))
+
+    def _one(self, text: str, prompt: str, finish: _Finish) -> Array:
+        """Returns the embedding (1, dim) of a text. Chunks and batches would take longer than its tokens."""
+        rows = self._reader.texts([text], prompt)
+        if not rows.ids[0]:
+            return finish(np.zeros((1, finish.width), np.float32))
+        return finish(self._pooled(rows, self._skipped(prompt)))
 
     def _skipped(self, prompt: str) -> int:
         """Returns the number of tokens at the beginning of each text that are omitted from its embedding as prompt."""

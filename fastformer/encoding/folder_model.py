@@ -177,7 +177,8 @@ class FolderModel:
                 )
         if pool is not None:
             raise ValueError(f"expected pool None, got one: see start_multi_process_pool ({type(pool).__name__})")
-        check_value("chunk_size", chunk_size, Positive | None)
+        if chunk_size is not None:
+            check_value("chunk_size", chunk_size, Positive)
 
     def _prompt(self, prompt: str | None, name: str | None) -> str:
         """Returns the prompt to put in front of each text."""

@@ -187,7 +187,7 @@ def _precision(body: EmbeddingsBody, width: int, ranges: Array | None) -> tuple[
         if ranges is None:
             raise ApiError(
                 f"expected an output_dtype of float, binary or ubinary, got {named}: the server has no ranges of the "
-                "embeddings, as Encoder.calibrate finds them",
+                "embeddings, as `fastformer serve --calibration` and Encoder.calibrate find them",
                 param="output_dtype",
             )
         if (body.dimensions or width) != len(ranges[0]):

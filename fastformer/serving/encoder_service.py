@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from fastformer.encoding.requests import EncodeRequest, embed_request, score_req
 from fastformer.encoding.scheduler import EncodingScheduler
 from fastformer.generation.session import Session
 from fastformer.serving.limits import Limits
-from fastformer.serving.service import Kind, Service
+from fastformer.serving.service import NO_CALIBRATION, Kind, Service
 
 
 class Encoded(NamedTuple):
@@ -170,7 +170,13 @@ class MultiVectorService(_EncoderService):
 
 
 def open_encoder(
-    folder: str | os.PathLike[str], name: str, *, precision: str | None, device: Any, limits: Limits | None
+    folder: str | os.PathLike[str],
+    name: str,
+    *,
+    precision: str | None,
+    device: Any,
+    limits: Limits | None,
+    calibration: Iterable[str] | Array | None = None,
 ) -> EmbedService | RankService | MultiVectorService:
     """Opens the service of an encoder's folder: scores if it has a classification head and no pooling, else embeddings.
 
@@ -178,16 +184,22 @@ def open_encoder(
         folder: see `Encoder` and `CrossEncoder`, also for precision and device.
         name: the name of the model.
         limits: see `Limits`.
+        calibration: the argument of `Encoder.calibrate`, for embeddings in int8; None: there are none.
 
     Raises:
-        ImportError, ValueError: see `Encoder`.
+        ImportError, ValueError: see `Encoder`; or a calibration of a model without an embedding for each text.
     """
     loaded = read_folder(Path(folder), device=device)
+    if calibration is not None and (loaded.late is not None or (loaded.num_labels and loaded.pooling is None)):
+        raise ValueError(NO_CALIBRATION)
     if loaded.num_labels and loaded.pooling is None:
         return RankService(CrossEncoder(loaded, precision=precision), name, limits=limits)
     if loaded.late is not None:
         return MultiVectorService(MultiVectorEncoder(loaded, precision=precision), name, limits=limits)
-    return EmbedService(Encoder(loaded, precision=precision), name, limits=limits)
+    encoder = Encoder(loaded, precision=precision)
+    if calibration is not None:
+        encoder.calibrate(calibration)
+    return EmbedService(encoder, name, limits=limits)
 
 
 SIGMOID, NOTHING = torch.nn.Sigmoid(), torch.nn.Identity()

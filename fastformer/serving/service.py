@@ -6,10 +6,12 @@ import functools
 import math
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from fastformer.checkpoints import argos
@@ -28,6 +30,7 @@ from fastformer.serving.limits import Limits
 
 _MOST_ATTENDED = 1_000  # characters of a text whose attention is returned: the answer grows with their square
 
+NO_CALIBRATION = "expected no calibration for a model that computes no embedding for each text"
 Kind: TypeAlias = Literal["translator", "generator", "encoder", "multi-vector", "cross-encoder", "speech"]
 
 
@@ -287,6 +290,7 @@ def open_service(
     max_batch_bytes: int | None = None,
     draft: str | os.PathLike[str] | None = None,
     adapters: Mapping[str, str | os.PathLike[str]] | None = None,
+    calibration: Iterable[str] | npt.NDArray[np.float32] | None = None,
 ) -> Service:
     """Opens the service of a folder, whatever kind of model it holds. It is not started yet.
 
@@ -303,6 +307,7 @@ def open_service(
             `Translator` and `AsyncGenerator`.
         draft: the folder of a smaller model, which drafts tokens for a language model; see `AsyncGenerator`.
         adapters: the folder of each LoRA adapter of a language model, by its name; see `Service.models`.
+        calibration: the texts, embeddings or ranges from which embeddings are rounded to int8; see `Encoder.calibrate`.
 
     Raises:
         ValueError: the folder holds no model that can be served, or an argument doesn't apply to its kind.
@@ -314,6 +319,8 @@ def open_service(
         _refuse("a model that is no language model", draft=draft, adapters=adapters or None)
     if kind != "translator":
         _refuse("a model that translates nothing", source_lang=source_lang, target_lang=target_lang)
+    if kind != "encoder" and calibration is not None:
+        raise ValueError(NO_CALIBRATION)
     if kind == "speech":
         from fastformer.serving.speech_service import open_speech
 
@@ -326,7 +333,7 @@ def open_service(
             "an encoder, which decodes nothing", engine=engine, cache_dtype=cache_dtype, max_batch_size=max_batch_size,
             max_batch_bytes=max_batch_bytes, **options,
         )  # fmt: skip
-        return open_encoder(folder, name, precision=precision, device=device, limits=limits)
+        return open_encoder(folder, name, precision=precision, device=device, limits=limits, calibration=calibration)
     if kind == "generator":
         beams = {name: options.get(name) for name in ("num_beams", "length_penalty")}
         _refuse("a language model, which is served without beams", **beams)

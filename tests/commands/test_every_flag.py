@@ -308,7 +308,7 @@ def other_value(name: str, hint: Any, default: Any) -> str:
 
 # Values that must suit other flags, or files.
 SERVED = {"device": "toaster", "config": "{beams}", "keys_file": "{keys}", "host": "127.0.0.2", "precision": "fp32",
-          "adapter": "law={gpt}"}  # fmt: skip
+          "adapter": "law={gpt}", "calibration": "{lines}"}  # fmt: skip
 
 
 @pytest.mark.parametrize("flag", flags_of("serve"))

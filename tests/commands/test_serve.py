@@ -6,9 +6,12 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from fastformer import Encoder
 from fastformer.cli import main
+from tests.encoding.folders import bert
 from tests.serving.conftest import translator_folder as translator_folder
 
 pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
@@ -154,3 +157,21 @@ def _has_ipv6() -> bool:
     except OSError:
         return False
     return True
+
+
+def test_a_calibration_is_read_from_texts_or_numbers(started, tmp_path, ran) -> None:
+    (tmp_path / "encoder").mkdir()
+    bert(tmp_path / "encoder")
+    texts = tmp_path / "texts.txt"
+    texts.write_text("the dog\na bird\nthe hills\n")
+    rows = Encoder(tmp_path / "encoder").encode(texts.read_text().splitlines())
+    np.save(tmp_path / "rows.npy", rows)
+    for file in (texts, tmp_path / "rows.npy"):
+        assert main(["serve", str(tmp_path / "encoder"), f"--calibration={file}"]) == 0
+        ranges = started[-1].config.app.state.service.encoder.ranges
+        np.testing.assert_array_equal(ranges, [rows.min(0), rows.max(0)])
+    (tmp_path / "bad.npy").write_bytes(b"\x93NUMPY")
+    np.save(tmp_path / "objects.npy", np.array([{}]))
+    np.save(tmp_path / "narrow.npy", rows[:, 1:])
+    for name in ("none.npy", "none.txt", "bad.npy", "objects.npy", "narrow.npy"):
+        ran("serve", str(tmp_path / "encoder"), f"--calibration={tmp_path / name}", code=1)

@@ -16,10 +16,13 @@ import torch
 
 import fastformer
 from fastformer import CrossEncoder, Encoder, MultiVectorEncoder
+from fastformer.data import ByteTokenizer
+from fastformer.models import GPT
 from fastformer.serving import Limits, open_service
-from tests.encoding.folders import D_MODEL, MANY, modules, write
+from tests.encoding.folders import D_MODEL, MANY, bert, modules, write
 from tests.encoding.test_decoders import decoder
 from tests.encoding.test_sparse import masked
+from tests.generation.small import tiny
 from tests.serving import models
 from tests.serving.asking import serving
 from tests.serving.servers import Running, running
@@ -107,6 +110,25 @@ def test_embeddings_of_few_bits(server: Any, folder: Path) -> None:
         assert cut.status_code == 400 and cut.json()["error"]["param"] == "dimensions"
     finally:
         server.service.encoder.ranges = None
+
+
+def test_a_calibration(folder: Path, tmp_path: Path) -> None:
+    encoder = Encoder(folder)
+    rows = encoder.encode(MANY)
+    expected = np.stack([rows.min(0), rows.max(0)])
+    for calibration in (MANY, iter(MANY), np.array(MANY), rows, rows.astype(np.float64), expected):
+        service: Any = open_service(folder, calibration=calibration)
+        np.testing.assert_array_equal(service.encoder.ranges, expected)
+    for wrong in ([], rows[:, 1:], rows[0], rows * np.nan, [3]):
+        with pytest.raises(ValueError):
+            open_service(folder, calibration=wrong)
+    for kind in ("cross-encoder", "generator"):
+        other = tmp_path / kind
+        other.mkdir()
+        bert(other, num_labels=1) if kind == "cross-encoder" else tiny(GPT).save_pretrained(other, ByteTokenizer())
+        assert open_service(other).kind == kind
+        with pytest.raises(ValueError, match="calibration"):
+            open_service(other, calibration=MANY)
 
 
 def test_sparse_embeddings(tmp_path: Path, client: Any) -> None:

@@ -1,0 +1,96 @@
+"""Measures how well an encoder finds sentences in each precision, on sentences of this repository's documentation.
+
+    python -m benchmarks.retrieval FOLDER [--precision fp32 bf16 int8] [--out FILE]
+
+A query is made of a sentence: two fifths of its words, or its words with typing errors. It is searched among all
+sentences. Recall is the share of the queries whose sentence is among the first places, and nDCG at 10 counts its place
+by 1 / log2(1 + place), as MTEB does. The model has to read English.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.measure import record
+from benchmarks.measure.commands import parser_of
+from fastformer import Encoder
+from fastformer.generation.sentences import split_sentences
+
+PRECISIONS = ("fp32", "bf16", "int8")
+MEASURES = ("recall at 1", "recall at 10", "nDCG at 10")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints a line and appends a row for each task, measure and precision."""
+    parser = parser_of("retrieval", __doc__, out=True)
+    parser.add_argument("folder", type=Path, help="the folder of an encoder")
+    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="of the weights (all)")
+    options = parser.parse_args(arguments)
+    for row in rows(options, sentences()):
+        record.append(options.out, row)
+    return 0
+
+
+def sentences() -> list[str]:
+    """Returns the sentences of the documentation that have more than seven words, each once."""
+    pages = [*record.ROOT.glob("[CR]*.md"), *(record.ROOT / "docs").glob("[egs]*/*.md")]
+    text = "\n\n".join(page.read_text(encoding="utf-8") for page in sorted(pages))
+    unique = dict.fromkeys(sentence.text for sentence in split_sentences(text))
+    return [text for text in unique if 40 < len(text) < 400 and "[SEP]" not in text and len(text.split()) > 7]
+
+
+def tasks(texts: list[str]) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yields (name, queries, texts) of each task; query i has to find text i."""
+    generator = random.Random(0)
+    few = [" ".join(word for word in text.split() if generator.random() < 0.4) or text for text in texts]
+    yield "two fifths of the words", few, texts
+    yield (
+        "typing errors",
+        [re.sub(r"\w{4,}", lambda word: _mistyped(word[0], generator), text) for text in texts],
+        texts,
+    )
+
+
+def _mistyped(word: str, generator: random.Random) -> str:
+    """Returns a word, of which every second one has two letters in the wrong order."""
+    place = generator.randrange(1, len(word) - 1)
+    if generator.random() < 0.5:
+        return word
+    return word[:place] + word[place + 1] + word[place] + word[place + 2 :]
+
+
+def measured(encoder: Any, queries: list[str], texts: list[str]) -> dict[str, float]:
+    """Returns each of `MEASURES`, in percent; of equal scores, the text that is searched counts as the last one."""
+    scores = encoder.encode(queries, normalize=True) @ encoder.encode(texts, normalize=True).T
+    places = (scores >= scores.diagonal()[:, None]).sum(1)
+    gains = np.where(places <= 10, 1 / np.log2(1 + places), 0)
+    values = ((places <= 1).mean(), (places <= 10).mean(), gains.mean())
+    return {name: 100 * float(value) for name, value in zip(MEASURES, values, strict=True)}
+
+
+def rows(options: argparse.Namespace, texts: list[str]) -> Iterator[dict[str, Any]]:
+    """Yields the rows of all tasks."""
+    encoders = {precision: Encoder(options.folder, precision=precision) for precision in options.precision}
+    for task, queries, documents in tasks(texts):
+        for precision, encoder in encoders.items():
+            values = measured(encoder, queries, documents)
+            print(f"{task}, {precision}: " + ", ".join(f"{name} {value:.2f} %" for name, value in values.items()))
+            for measure, value in values.items():
+                yield {
+                    "suite": "model", "op": "retrieval", "provider": "fastformer.Encoder", "precision": precision,
+                    "model": options.folder.resolve().name, "data": "sentences of the documentation",
+                    "shape": {"task": task, "measure": measure, "texts": len(texts)}, "value": value, "unit": "%",
+                    **record.environment("cpu"),
+                }  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
