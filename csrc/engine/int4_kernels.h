@@ -166,7 +166,7 @@ void rows_times_groups(const GroupedTile& tile) {
 #pragma GCC unroll 4
     for (int block = 0; block < kGroupBlocks; ++block, right += kStepBytes, left.advance(8)) {
 #pragma GCC unroll 8
-      for (int line = 0; line < kLines; ++line) _mm_prefetch(ahead + line * 64, _MM_HINT_T0);
+      for (int line = 0; line < kLines; ++line) _mm_prefetch(ahead + line * 64, hint_of(kLines));
       ahead += kLines * 64;
       if constexpr (kRows < kVecs) {
         Lanes low[kRows], high[kRows];
