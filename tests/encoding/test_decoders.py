@@ -167,12 +167,13 @@ def test_decoders_whose_tokens_see_each_other(kind: str, window: int | None) -> 
         del sizes["num_key_value_heads"]
     model = random_weights(model_class(model_class.config_class(**sizes | settings, attn_implementation="eager")), 0.15)
     model.config._experts_implementation = "eager"  # the others have no products in fp64
-    texts = [torch.randint(5, 29, (length,)).tolist() for length in (1, 4, 9, 20, 24) * 4]  # few errors are luck
+    batches = [torch.randint(5, 29, (4, length)) for length in (1, 4, 9, 20, 24)]  # few errors are luck
     engine = EncoderEngine(convert(model, lambda settings: settings, headless=True))
+    texts = [ids for batch in batches for ids in batch.tolist()]
     found = torch.from_numpy(engine.encode(texts, pooling="none"))
     with torch.inference_mode():
         plain, exact = (
-            torch.cat([each(torch.tensor([ids]), use_cache=False).last_hidden_state[0] for ids in texts])
+            torch.cat([each(batch, use_cache=False).last_hidden_state.flatten(0, 1) for batch in batches])
             for each in (model, copy.deepcopy(model).double())
         )
     assert_accurate(found, plain, exact)
