@@ -123,7 +123,7 @@ ModelTensor matrix_in_parts(PyObject* value) {
       throw std::invalid_argument("expected contiguous rows of a matrix, of its dtype");
     return (*part)->data();
   };
-  return {nullptr, kind, {rows, columns}, read_part};
+  return {nullptr, kind, {rows, columns}, read_part, value};
 }
 
 ModelTensors tensors_of(PyObject* arrays) {
@@ -144,7 +144,7 @@ ModelTensors tensors_of(PyObject* arrays) {
                       : array.dtype() == Dtype::fp16  ? Kind::fp16
                       : array.dtype() == Dtype::uint8 ? Kind::bytes
                                                       : Kind::fp32;
-    tensors[python::Cast<std::string>::from(name)] = {array.data(), kind, array.shape(), {}};
+    tensors[python::Cast<std::string>::from(name)] = {array.data(), kind, array.shape(), {}, nullptr};
   }
   return tensors;
 }

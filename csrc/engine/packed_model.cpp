@@ -336,7 +336,7 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
     const ModelTensor &shared = names.get("output"), &embedding = names.table("target_embedding", o.d_model);
     if (embedding.shape[0] < vocab) throw std::invalid_argument("expected an embedding for each output token");
     const bool is_exact = output.precision == Precision::fp32 || output.precision == Precision::bf16;
-    if (is_exact && embedding.shape == shared.shape) tables.emplace(shared.data, Table(output));
+    if (is_exact && embedding.shape == shared.shape) tables.emplace(shared.address(), Table(output));
   }
   const auto table = [&](const std::string& name, int64_t width) {
     const ModelTensor& tensor = names.table(name, width);

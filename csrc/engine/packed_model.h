@@ -23,9 +23,10 @@ struct ModelTensor {
   Kind kind;
   std::vector<int64_t> shape;
   RowReader<const void*> read;
+  const void* source;  // what `read` reads; null if the matrix is in memory
 
-  // Returns what differs unless the tensors share their memory.
-  const void* address() const { return data == nullptr ? this : data; }
+  // Returns what differs unless the tensors have the same numbers.
+  const void* address() const { return data == nullptr ? source : data; }
   // Returns rows [begin, end) of a matrix, which are valid until the next call.
   const char* rows(int64_t begin, int64_t end) const {
     if (data == nullptr) return static_cast<const char*>(read(begin, end));

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,20 @@ def test_the_engine_reads_the_file_and_finds_the_same(name, q4_0, monkeypatch) -
         patched.setattr(stored._File, "read", None)
         found = fastformer.generate(model, [IDS], max_new_tokens=12, do_sample=False, engine="cpp")
     assert is_waiting(model) and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "smollm"])  # fp32, bf16
+def test_a_matrix_that_embeds_and_makes_logits_is_packed_once(name, monkeypatch) -> None:
+    path, counts, rows = FOLDER / f"{name}.gguf", Counter[str](), FileMatrix.rows
+
+    def counted(self: FileMatrix, begin: int, end: int) -> torch.Tensor:
+        counts[self._stored.place] += end - begin
+        return rows(self, begin, end)
+
+    monkeypatch.setattr(FileMatrix, "rows", counted)
+    fastformer.generate(load(path)[0], [IDS], max_new_tokens=2, do_sample=False, engine="cpp")
+    (place,) = [place for place in counts if "token_embd" in place]
+    assert counts[place] == read_gguf(path).tensors["token_embd.weight"].shape[0]
 
 
 def test_commands_chats_and_encoders_read_no_matrix_into_memory(unread, tmp_path, capsys) -> None:

@@ -470,14 +470,15 @@ def arrays_of(model: nn.Module, tensors: dict[str, Tensor], precision: str) -> d
     groups = groups_of(model, multiplied) if precision == INT4 else {}
     firsts: dict[tuple[int, bool], str] = {}  # a tensor of several names has one array, which is packed once
     for name, tensor in tensors.items():
-        if (first := firsts.setdefault((id(tensor), _is_looked_up(name)), name)) != name:
+        is_int4 = precision == INT4 and not _is_looked_up(name)
+        if (first := firsts.setdefault((id(tensor), is_int4), name)) != name:
             parts = ("", SCALE, ZERO)
             arrays |= {name + part: arrays[first + part] for part in parts if first + part in arrays}
             continue
         if (source := stored.get(id(tensor))) is not None:
-            arrays |= _in_parts(name, source, is_int4=precision == INT4 and not _is_looked_up(name))
+            arrays |= _in_parts(name, source, is_int4=is_int4)
             continue
-        if (group := groups.get(id(tensor))) is None or _is_looked_up(name):
+        if not is_int4 or (group := groups.get(id(tensor))) is None:
             arrays[name] = _array(tensor)
             continue
         arrays[name], arrays[name + SCALE] = group.nibbles.numpy(), group.scale.float().numpy()
