@@ -98,6 +98,9 @@ OLD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         "attention_dropout": 0.1, "dropout": 0.1, "d_ff": 256, "max_len": 256, "layer_norm_eps": 1e-5}),
     ("granitemoehybrid", {"layer_types": ["attention"] * 4, "num_local_experts": 0, "shared_intermediate_size": 80,
                           "mamba_n_heads": 2, "position_embedding_type": "rope"}, {"d_ff": 80, "rotary_layers": None}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}, {
+        "window_size": 31, "window_layers": None}),
+    ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}, {"window_size": None}),
     ("starcoder2", {"sliding_window": 32, "rope_theta": 999_999, "num_key_value_heads": 2}, {"norm": "layer"}),
 ]  # fmt: skip
 
@@ -202,6 +205,13 @@ def test_options_that_no_family_has_are_named(options, named) -> None:
         to_huggingface(GPT(GPTConfig(20, **sizes, **options)))
     others = {"rms": "NeoX", "layer": "Gemma"}  # which are of another kind
     assert options.get("positions") == "sinusoidal" or others[options.get("norm", "layer")] not in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe"])
+def test_layers_without_experts_are_those_of_a_qwen(kind) -> None:
+    assert options_of(kind, SIZES | {"num_experts": 0}).num_experts is None
+    with pytest.raises(ValueError, match="num_experts"):
+        options_of(kind, SIZES | {"num_experts": -1})
 
 
 def test_a_window_that_is_not_used_is_none() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,8 @@ from tests.checkpoints.test_gguf import contents, to_bytes
 from tests.foreign.ctranslate2_folders import DECODER_FOLDERS
 from tests.foreign.gguf_files import FOLDER
 from tests.foreign.speech_folders import FOLDERS as SPEECH_FOLDERS
-from tests.integrations.config_fields import BASES, Change, Nested, config_of, made
+from tests.integrations import config_fields
+from tests.integrations.config_fields import BASES, Change, Nested, config_of
 
 IS_OLD = int(transformers.__version__.split(".")[0]) < 5
 REFUSED = "refused"
@@ -92,7 +94,7 @@ def test_each_omitted_setting_is_as_in_transformers(kind) -> None:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_all_omitted_settings_are_as_in_transformers(kind) -> None:
     """A folder has the sizes alone, and of tied matrices one."""
-    theirs = made(Change(kind, "", Nested()))
+    theirs = config_fields.made(Change(kind, "", Nested()))
     state = theirs.state_dict()
     firsts = {tensor.data_ptr(): name for name, tensor in reversed(state.items())}
     # An mT5's files have its output, which version 5 ties in memory.
@@ -120,6 +122,40 @@ def test_each_omitted_setting_of_a_whisper_is_as_in_transformers() -> None:
     for name in ("num_mel_bins", "activation_function", "scale_embedding", "dropout", "max_target_positions"):
         less = {key: value for key, value in whole.items() if key != name}
         assert config(less) == config(config_class(**less).to_dict()) != REFUSED, name
+
+
+CJK = "Two 漢字 the dog, Café"
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        *(("bert head", {"do_lower_case": None} | more) for more in (
+            {}, {"tokenize_chinese_chars": False}, {"strip_accents": True}, {"strip_accents": False},
+        )),
+        *(("roberta", {"add_prefix_space": value}) for value in (None, True, False)),
+        *(("merges", {"add_prefix_space": value}) for value in (None, True, False)),
+        *((kind, {"add_bos_token": value}) for kind in ("llama2", "llama3") for value in (None, True)),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_without_a_setting_is_as_in_transformers(kind, values, copy) -> None:
+    folder = copy(kind)
+    settings = {**json.loads((folder / "tokenizer_config.json").read_text()), **values}
+    kept = {name: value for name, value in settings.items() if value is not None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kept))
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), load_model(folder, ("GPT", "BERT"))[1]
+    for text in ("two birds", " the Dog", CJK):
+        assert ours.encode(text) == theirs(text)["input_ids"], text
+
+
+@pytest.mark.parametrize(("codes", "last"), [(None, "zu"), ("m2m100", "zu"), ("wmt21", "de")])
+def test_the_languages_of_an_m2m100_are_its_hundred(codes, last, made, tmp_path) -> None:
+    folder = shutil.copytree(made("m2m100").saved.folder, tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"language_codes": codes}
+    kept = {name: value for name, value in settings.items() if value is not None and not name.endswith("_lang")}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kept))
+    ids = load_model(folder, ("Transformer",))[1].languages.ids
+    assert [*ids][-1] == last and [*ids.values()] == [*range(min(ids.values()), min(ids.values()) + len(ids))]
 
 
 # ---- CTranslate2 ----

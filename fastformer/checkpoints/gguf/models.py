@@ -514,12 +514,12 @@ def _note_precision(file: GGUF, model: Any) -> None:
     counts = Counter[Kind]()
     for stored in matrices:
         counts[stored.kind] += math.prod(stored.shape)
-    rounded = {kind: count for kind, count in counts.items() if BLOCKS[kind].compute is not None}
+    rounded = Counter({kind: count for kind, count in counts.items() if BLOCKS[kind].compute is not None})
     if sum(rounded.values()) * 2 < sum(counts.values()):
         return
     placeholders = stand_in(model)
     sources = stored_in(placeholders)
-    if rounded.get(Kind.Q4_0, 0) * 2 <= sum(rounded.values()):
+    if rounded[Kind.Q4_0] * 2 <= sum(rounded.values()):
         model.precision = INT8
     elif sources:
         state = dict(placeholders.named_parameters(remove_duplicate=False))

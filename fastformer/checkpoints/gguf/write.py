@@ -201,7 +201,7 @@ def _byte_level(backend: LibraryBackend) -> dict[str, Any]:
         elif step.get("type") == "Digits" and step.get("individual_digits"):
             cuts.append(DIGIT)
         elif step.get("type") == "ByteLevel" and not step.get("add_prefix_space"):
-            cuts += [GPT2] if step.get("use_regex", True) else []
+            cuts += [GPT2] if step["use_regex"] else []
         else:
             cuts.append(None)
     normalizer = values.get("normalizer")

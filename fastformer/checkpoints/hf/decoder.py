@@ -97,7 +97,8 @@ class Form(NamedTuple):
         options = self.options(settings)
         check_depth("layers", options["num_layers"], len(left), "the settings")
         # The names of so many experts alone would take memory.
-        if (experts := options.get("num_experts", 0)) * options["num_layers"] > max(len(left), _FEW_EXPERTS):
+        experts = options.get("num_experts")
+        if experts and experts * options["num_layers"] > max(len(left), _FEW_EXPERTS):
             raise ValueError(f"expected the settings to fit {len(left)} tensors, got {experts} experts in each layer")
         if saved.layer_norm_eps is not None:
             options["layer_norm_eps"] = saved.layer_norm_eps

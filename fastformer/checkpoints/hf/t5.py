@@ -210,8 +210,7 @@ def _activation(settings: Mapping[str, Any]) -> Any:
     inner = "gelu_new" if projection == "gated-gelu" else str(projection).removeprefix("gated-")
     inner = settings.get("dense_act_fn", inner)
     is_gated = flag_of(settings, "is_gated_act", str(projection).startswith("gated-"))
-    named = {"feed_forward_proj": f"gated-{inner}" if is_gated else inner}
-    return activation_of(named, "feed_forward_proj", "relu", _ACTIVATIONS)
+    return activation_of({}, "feed_forward_proj", f"gated-{inner}" if is_gated else inner, _ACTIVATIONS)
 
 
 def _scales_output(settings: Mapping[str, Any]) -> bool:
