@@ -164,12 +164,17 @@ def test_unsupported_settings_of_a_family_are_named(kind, settings, named) -> No
         options_of(kind, SIZES | settings)
 
 
-@pytest.mark.parametrize("length, expected", [({}, 512), ({"n_positions": 77}, 77)])
-def test_a_t5_without_a_length_has_the_usual_one(length, expected) -> None:
+@pytest.mark.parametrize("kind", ["t5", "mt5"])
+def test_settings_that_a_t5_omits_are_those_of_its_class(kind) -> None:
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "vocab_size": 20}
-    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
-    settings = model.config.to_dict() | length
-    assert FAMILIES["t5"].to_model(Checkpoint(settings, model.state_dict(), 2)).config.max_len == expected
+    theirs = getattr(transformers, FAMILIES[kind].config_class)(**sizes, decoder_start_token_id=0)
+    state = getattr(transformers, FAMILIES[kind].model_class)(theirs).state_dict()
+    whole = theirs.to_dict()
+    least = {name: whole[name] for name in (*sizes, "model_type", "pad_token_id", "eos_token_id")}
+    cases = (whole, least, {**whole, "n_positions": 77})
+    models = [FAMILIES[kind].to_model(Checkpoint(settings, state, 2)).config for settings in cases]
+    assert models[0] == models[1] and (models[0].num_buckets, models[0].max_distance) == (32, 128)
+    assert [model.max_len for model in models] == [512, 512, 77]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
 
@@ -49,7 +52,7 @@ def test_an_unknown_precision_writes_nothing(run, tmp_path, capsys) -> None:
     assert main(["quantize", run, str(tmp_path / "none"), "--precision", "int2"]) in (1, 2)
     assert "int4" in capsys.readouterr().err and not (tmp_path / "none").exists()
     for precision in ("q8_0", "q4_0"):  # those of a file
-        assert main(["quantize", run, str(tmp_path / "none"), "--precision", precision]) == 1
+        assert main(["quantize", "nowhere", str(tmp_path / "none"), "--precision", precision]) == 1
         assert precision in capsys.readouterr().err and not (tmp_path / "none").exists()
 
 
@@ -65,6 +68,17 @@ def test_the_precision_of_a_gguf_file(flags, kind, tmp_path) -> None:
     out = tmp_path / "small.gguf"
     assert main(["quantize", str(FOLDER / "llama.gguf"), str(out), *flags]) == 0
     assert kind in {tensor.kind.name for tensor in read_gguf(out).tensors.values()}
+
+
+@pytest.mark.parametrize("options", [None, {}, {"num_beams": 2}])
+def test_the_folder_keeps_the_options_of_a_search(options, run, tmp_path) -> None:
+    """Even without any, a folder with such a file has transformers' defaults; a run folder has none."""
+    folder = shutil.copytree(run, tmp_path / "run")
+    if options is not None:
+        (folder / "generation_config.json").write_text(json.dumps(options))
+    assert main(["quantize", str(folder), str(tmp_path / "out")]) == 0
+    file = tmp_path / "out" / "generation_config.json"
+    assert (json.loads(file.read_text()) if file.is_file() else None) == options
 
 
 def test_existing_files_stay(run, tmp_path, ran) -> None:

@@ -160,10 +160,13 @@ def test_vectors_of_tokens_and_their_scores(tmp_path: Path) -> None:
                 np.testing.assert_array_equal(np.stack(rows), vectors)
         alone = httpx.post(f"{server.url}/v1/multi-vector", json={"input": texts[1], "dimensions": 16}).json()
         assert alone["data"] == [found["data"][1] | {"index": 0}] and alone["usage"]["total_tokens"] == 6
+        count = found["usage"]["total_tokens"]
+        query = httpx.post(f"{server.url}/v1/multi-vector", json={"input": texts[0], "input_type": "query"}).json()
         for route in ("/v1/rerank", "/v2/rerank", "/rerank"):
-            ranked = httpx.post(f"{server.url}{route}", json={"query": texts[0], "documents": texts}).json()["results"]
+            ranked = httpx.post(f"{server.url}{route}", json={"query": texts[0], "documents": texts}).json()
+            assert ranked["usage"]["total_tokens"] == count + query["usage"]["total_tokens"]
             expected = library.rank(texts[0], texts)
-            assert [(one["index"], one["relevance_score"]) for one in ranked] == [
+            assert [(one["index"], one["relevance_score"]) for one in ranked["results"]] == [
                 (one["corpus_id"], one["score"]) for one in expected
             ]
         for wrong, named in (({"dimensions": 3}, "dimensions"), ({"input_type": "passage"}, "input_type"),
