@@ -267,6 +267,8 @@ def test_a_written_file_has_the_same_model_and_tokens(name, kind, tmp_path, caps
         assert other.encode_prompt(line) == tokenizer.encode_prompt(line)
         assert other.decode(other.encode(line)) == tokenizer.decode(tokenizer.encode(line))
     assert other.chat.get("chat_template") == tokenizer.chat.get("chat_template")
+    stored = (read_gguf(each).values["tokenizer.ggml.tokens"] for each in (FOLDER / f"{name}.gguf", path))
+    assert next(stored) == next(stored)
 
 
 def test_what_has_no_form_in_gguf_is_refused(tmp_path, capsys) -> None:

@@ -179,6 +179,8 @@ def _tokenizer(tokenizer: Tokenizer, model: GPT) -> dict[str, Any]:
     for i, token in enumerate(tokens):
         if token in added and types[i] == NORMAL and i >= size:  # a model's own pieces have their types
             types[i] = CONTROL if added[token] else USER
+    if isinstance(backend, PieceBackend):  # llama.cpp looks for these in a text whose spaces are still spaces
+        tokens = [token.replace("▁", " ") if kind == USER else token for token, kind in zip(tokens, types, strict=True)]
     values |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
     values["tokenizer.ggml.add_bos_token"] = bool(begin := tokenizer.encode(""))
     places = {token: i for i, token in enumerate(tokens)}
