@@ -292,17 +292,25 @@ def test_damaged_folders_are_refused(plain: Any, folder: Path, tmp_path: Path) -
 WITHOUT_TORCH = """
 import sys
 import numpy as np
+if is_hidden := "hidden" in sys.argv:
+    from importlib.machinery import PathFinder
+
+    find_spec = PathFinder.find_spec
+    PathFinder.find_spec = lambda name, *rest: None if name == "torch" else find_spec(name, *rest)
 import fastformer.audio, fastformer.cli, fastformer.commands.transcribe
 from fastformer.audio.model import SpeechModel
 model, prompt = SpeechModel.from_pretrained(sys.argv[1]), [61, 62, 66]
 states = model.encode(np.sin(np.arange(384.0).reshape(1, 8, 48) ** 2))
 model.align(states, prompt, [result.sequences_ids[0] for result in model.generate(states, [prompt])], 48)
 assert "torch" not in sys.modules
-import fastformer.ops._extension as extension
-assert extension.host_function("tensor_layout") is not None  # the engine reads tensors although it came before PyTorch
+if not is_hidden:  # the engine reads tensors although it came before PyTorch
+    import fastformer.ops._extension as extension
+    assert extension.host_function("tensor_layout") is not None
 """
 
 
-@pytest.mark.skipif("amx_tile" in cpu_flags(), reason="products on AMX are those of PyTorch's oneDNN")
 def test_speech_needs_no_torch() -> None:
-    subprocess.run([sys.executable, "-c", WITHOUT_TORCH, str(FOLDERS / "fp16")], check=True, timeout=120)
+    """With AMX, a program imports PyTorch for the products of its oneDNN, if it is installed."""
+    is_hidden = "amx_tile" in cpu_flags()
+    words = [sys.executable, "-c", WITHOUT_TORCH, str(FOLDERS / "fp16"), *["hidden"] * is_hidden]
+    subprocess.run(words, check=True, timeout=120)
