@@ -2,8 +2,8 @@
 
     make peers && python -m benchmarks.nightly
 
-Each ratio is compared with its median over the earlier nights on the same kind of CPU. The exit status is 1 if one is
-10 % below it, or could not be measured, and the trend of all is drawn.
+Each ratio is compared with its median over the earlier nights on the same kind of CPU, and the trend on this kind is
+drawn. The exit status is 1 if a ratio is 10 % below its median, or could not be measured.
 """
 
 from __future__ import annotations
@@ -40,12 +40,17 @@ DROP = 0.9  # of the median of earlier nights
 
 
 class Ratio(NamedTuple):
-    """How many times as fast fastformer was as another program, in one night on a kind of CPU."""
+    """How many times as fast fastformer was as another program, in one night on a kind of CPU (`kind_of`)."""
 
     name: str
-    device: str
+    kind: str
     night: str
     value: float
+
+
+def kind_of(row: Row) -> str:
+    """Returns what has a trend of its own: a CPU, its number of cores, and the instructions that PyTorch uses."""
+    return f"{row['device']}, {row['cores']} cores, {row['capability']}"
 
 
 def ratios(rows: Sequence[Row]) -> list[Ratio]:
@@ -56,7 +61,7 @@ def ratios(rows: Sequence[Row]) -> list[Ratio]:
             for comparison in case.comparisons(measured):
                 if comparison.panel == panel.name and comparison.against in rivals:
                     name = f"{does}, {panel.name}, against {name_of(comparison.against)}"
-                    found.append(Ratio(name, str(comparison.ours["device"]), night, comparison.ratio))
+                    found.append(Ratio(name, kind_of(comparison.ours), night, comparison.ratio))
     return found
 
 
@@ -69,7 +74,7 @@ def verdicts(every: Sequence[Ratio], night: str) -> Iterator[tuple[bool, str]]:
             if now is None:
                 yield False, f"not measured   {name}"
                 continue
-            before = [r.value for r in every if (r.name, r.device) == (name, now.device) and r.night != night]
+            before = [r.value for r in every if (r.name, r.kind) == (name, now.kind) and r.night != night]
             usual = statistics.median(before) if before else now.value
             is_good = now.value >= DROP * usual
             verdict = "" if is_good else f"   WORSE: {100 * (1 - now.value / usual):.0f} % below the median"
@@ -78,7 +83,7 @@ def verdicts(every: Sequence[Ratio], night: str) -> Iterator[tuple[bool, str]]:
 
 def draw(every: Sequence[Ratio], rows: Sequence[Row], path: Path) -> None:
     """Draws each ratio over the nights of the latest night's CPU."""
-    here = [ratio for ratio in every if ratio.device == every[-1].device]
+    here = [ratio for ratio in every if ratio.kind == every[-1].kind]
     nights = sorted({ratio.night for ratio in here})
     fig = style.figure("Times as fast as other programs, night by night", footer=machine(rows[-1:]), height=5.5)
     (axes,) = fig.axes
@@ -114,7 +119,9 @@ def main(arguments: list[str] | None = None) -> int:
     rows = record.read(options.results) if options.results.exists() else []
     every = ratios(rows)
     results = list(verdicts(every, night))
-    print(f"\n{night[:16]}, {(time.monotonic() - began) / 60:.0f} minutes: times as fast (and its median before)")
+    kinds = " and ".join({ratio.kind: None for ratio in every if ratio.night == night}) or "nothing measured"
+    minutes = (time.monotonic() - began) / 60
+    print(f"\n{night[:16]} on {kinds}, {minutes:.0f} minutes: times as fast (and its median before)")
     print("\n".join(line for _, line in results))
     if every:
         draw(every, rows, options.picture)

@@ -59,9 +59,22 @@ def test_a_drop_fails_and_a_small_one_does_not(night, tmp_path, capsys) -> None:
     assert night(slower(1.3)) == 1
     worse = [line for line in capsys.readouterr().out.splitlines() if "WORSE" in line]
     assert len(worse) == 2 and all("llama.cpp" in line for line in worse)
-    assert night(slower(1.5, device="another CPU")) == 0, "which has no earlier night"
-    assert len({row["night"] for row in record.read(tmp_path / "nightly.jsonl")}) == 4
+    assert len({row["night"] for row in record.read(tmp_path / "nightly.jsonl")}) == 3
     assert (tmp_path / "trend.svg").is_file()
+
+
+def test_each_kind_of_cpu_has_a_trend_of_its_own(night, capsys) -> None:
+    intel = {"device": "Intel(R) Xeon(R) Processor, family 6, model 143"}
+    assert night(slower(1)) == 0
+    capsys.readouterr()
+    for other in (intel, {"cores": 64}, {"capability": "AVX2"}):
+        assert night(slower(1.5, **other)) == 0, f"{other} has no earlier night"
+        (heading,) = [line for line in capsys.readouterr().out.splitlines() if " minutes: " in line]
+        assert all(str(value) in heading for value in other.values())
+    assert night(slower(1)) == 0, "compared with the first night alone"
+    assert night(slower(2, **intel)) == 1
+    worse = [line for line in capsys.readouterr().out.splitlines() if "WORSE" in line]
+    assert len(worse) == 2 and all("llama.cpp" in line for line in worse)
 
 
 def test_what_was_not_measured_fails(night, capsys) -> None:
