@@ -18,6 +18,8 @@ from unittest.mock import MagicMock
 
 from docstring_parser import parse as parse_docstring
 
+from fastformer.checkpoints.gguf.models import ARCHITECTURES
+from fastformer.checkpoints.hf import FAMILIES, UNSUPPORTED
 from fastformer.cli import COMMANDS
 from fastformer.commands import _parsing
 from fastformer.generation.config import GenerationConfig
@@ -28,6 +30,7 @@ from fastformer.training.sections import SECTIONS
 ROOT = Path(__file__).parents[1]
 NAMES = ROOT / "tests" / "frozen" / "public_names.json"
 KINDS = ROOT / "tests" / "integrations" / "test_sentence_transformers.py"
+FORMATS = ROOT / "tests" / "foreign"
 MODELS = {"transformer": Transformer, "gpt": GPT, "bert": BERT}
 _MEMBERS_OF_MODULES = {"forward"}  # documented by their class
 
@@ -239,6 +242,69 @@ def sentence_transformers() -> str:
     )
 
 
+def file_formats() -> str:
+    """Which families are read from which files, by the registries and by the tests' files of other programs."""
+    in_gguf = _classes(FORMATS / "gguf_files.py", "CASES", 0)
+    in_ctranslate2 = {
+        name for table in ("CASES", "DECODERS") for name in _classes(FORMATS / "ctranslate2_folders.py", table, 1)
+    }
+    written = {each.kind for each in ARCHITECTURES.values() if each.is_written}
+    rows: list[tuple[str, ...]] = [("Nomic BERT", "`nomic_bert`", "refused", "refused", "exact", "–", "–")]
+    for kind, family in FAMILIES.items():
+        name = family.config_class.removesuffix("Config").removesuffix("Text")
+        cells = [name in in_gguf, kind in written, name in in_ctranslate2]
+        found = ("exact", "exact", *(("exact" if cell else "–") for cell in cells))
+        rows.append((family.name, f"`{kind}`", *found))
+    refused = [(f"`{kind}`", reason) for kind, reason in UNSUPPORTED.items()]
+    return "\n".join(
+        [
+            "# Files and families\n",
+            "The rows are the families that fastformer knows, and the columns the files that it reads or writes. The "
+            "tests run each pair that has a word; `–` is a pair that no test runs, which may load or be refused. A "
+            "weight is never read approximately: a file that has something unknown is refused with an error that "
+            "names it.\n",
+            _table(
+                (
+                    "Family",
+                    "`model_type`",
+                    "transformers",
+                    "GPTQ, AWQ, compressed-tensors",
+                    "GGUF",
+                    "written as GGUF",
+                    "CTranslate2",
+                ),
+                sorted(rows, key=lambda row: row[0].lower()),
+            ),
+            "- **transformers**, exact: outputs in fp32 differ from those of transformers by rounding alone.\n"
+            "- **GPTQ, AWQ, compressed-tensors**, exact: the weights are bit for bit those that the format defines, "
+            "and outputs those of a model with these weights. Computed in int4 or int8, 4-bit weights keep the file's "
+            "integers where their groups allow it, and others are rounded again; the log says by how much.\n"
+            "- **GGUF**, exact: dequantised weights equal those of llama.cpp bit for bit, tokens of texts equal "
+            "transformers', and outputs in fp32 differ by rounding alone. [Supported models](../../models/index.md) "
+            "says which kinds of tensors are rounded again.\n"
+            "- **written as GGUF**, exact: llama.cpp reads what `fastformer quantize MODEL out.gguf` writes, cuts "
+            "texts into the same tokens, and of the same numbers in fp32 it continues texts with the same tokens. Its "
+            "probabilities of Q8_0 and Q4_0 differ, since it rounds the inputs of matrices. A model is written as the "
+            "first family that computes it, so a Mistral without a window becomes a Llama.\n"
+            "- **CTranslate2**, exact: int8 decodes with the integers of the file, and greedy and beam searches find "
+            "CTranslate2's tokens, except where two sums are equal up to rounding.\n",
+            "Speech is read from folders of transformers and of CTranslate2: see [Speech](../../guide/speech.md). "
+            "Packages of Argos Translate are CTranslate2's Transformers: see [Argos](../../guide/argos.md).\n",
+            "## Refused\n",
+            _table(("`model_type`", "Reason"), refused),
+        ]
+    )
+
+
+def _classes(file: Path, name: str, place: int) -> set[str]:
+    """Returns the names of transformers' models in a table of tuples, each at the place, without "Text"."""
+    for each in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(each, ast.AnnAssign) and ast.unparse(each.target) == name:
+            rows: Any = each.value.values if isinstance(each.value, ast.Dict) else getattr(each.value, "elts", ())
+            return {str(ast.literal_eval(row.elts[place])).removesuffix("Text") for row in rows}
+    raise ValueError(f"expected a table {name} in {file}")
+
+
 def public_names() -> dict[str, Any]:
     """Package -> name -> what is promised of it; `tests/frozen/` holds the code to this."""
     found: dict[str, Any] = json.loads(NAMES.read_text(encoding="utf-8"))
@@ -320,6 +386,7 @@ def pages() -> dict[str, str]:
         "model-settings.md": model_settings(),
         "decoding-options.md": decoding_options(),
         "http.md": http(),
+        "file-formats.md": file_formats(),
         "sentence-transformers.md": sentence_transformers(),
         "python.md": python_index(python),
         **{f"{package}.rst": text for package, text in python.items()},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 import sys
 from typing import Any
@@ -16,11 +17,13 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor
 
 from fastformer.checkpoints import load_model
 from fastformer.checkpoints.hf import FAMILIES
 from fastformer.checkpoints.hf.common import Checkpoint
+from fastformer.checkpoints.hf.compressed_tensors import METHOD
 from fastformer.checkpoints.hf.quantized import dequantized, note_precision, quantization_settings
 from fastformer.generation import generate
 from fastformer.models import GPT
@@ -28,6 +31,7 @@ from fastformer.models.quantization import from_groups, groups_of, is_on
 from fastformer.models.weights import SavedWeights
 from tests.checkpoints.decoders import FOLDERS
 from tests.generation.small import needs_cpp
+from tests.integrations.config_fields import Change, made
 
 INPUTS, HIDDEN, VOCAB = 128, 256, 40
 SETTINGS: dict[str, Any] = {
@@ -328,3 +332,54 @@ def test_a_whole_folder(tmp_path, monkeypatch) -> None:
     ids = [tokenizer.encode("two birds")]
     for engine in ("kv_cache", "recompute"):
         assert torch.equal(*(generate(one, ids, max_new_tokens=6, engine=engine) for one in (model, plain)))
+
+
+# Matrices that programs which quantise leave as they are.
+_LEFT = re.compile(
+    r"embed|shared\.weight|wte|wpe|lm_head|relative|router|gate\.weight|position|token_type|cls|pooler|head|classifier"
+)
+_FAST = ("bart", "gpt2", "llama", "mixtral", "bert")
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in _FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in FAMILIES]
+)
+def test_every_family_has_the_numbers_of_a_quantised_folder(kind, tmp_path) -> None:
+    """By GPTQ and AWQ in 4 bits, and by llm-compressor in 8."""
+    family = FAMILIES[kind]
+    made(Change(kind, "use_cache", True, family.kind == "encoder")).save_pretrained(tmp_path)
+    state, settings = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    matrices = [name for name, tensor in state.items() if tensor.dim() == 2 and name.endswith(".weight")]
+    names = [name for name in matrices if not _LEFT.search(name)]
+    draw = torch.Generator().manual_seed(3)
+    for method in ("gptq", "awq", METHOD):
+        plain, rounded = dict(state), dict(state)
+        for name in names:
+            matrix, module = state[name], name.removesuffix(".weight")
+            if method == METHOD:
+                scale = matrix.abs().amax(1, keepdim=True) / 127
+                rounded[name] = (matrix / scale).round().to(torch.int8)
+                rounded[f"{name}_scale"], plain[name] = scale, rounded[name].float() * scale
+                continue
+            if any(size % 8 for size in matrix.shape):
+                continue
+            del rounded[name]
+            turned = kind == "gpt2"
+            outputs, inputs = matrix.T.shape if turned else matrix.shape
+            tensors, weight = layer(method, outputs, inputs, -1, draw, sym=True)
+            rounded |= {f"{module}.{part}": tensor for part, tensor in tensors.items()}
+            plain[name] = (weight.T if turned else weight).float().contiguous()
+        config: dict[str, Any] = {"quant_method": method, "bits": 4, "group_size": -1}
+        if method == METHOD:
+            weights = {"num_bits": 8, "strategy": "channel"}
+            groups = {"all": {"targets": ["Linear"], "weights": weights}}
+            config = {"quant_method": method, "format": "int-quantized", "config_groups": groups}
+        how = quantization_settings(tmp_path, {"quantization_config": config})
+        assert how is not None and len(names) > 3
+        source = dequantized({**settings, "quantization_config": config}, how, rounded)
+        found = family.to_model(Checkpoint(source.settings, source.state, dtype=torch.float32))
+        expected = family.to_model(Checkpoint(settings, plain, dtype=torch.float32))
+        note_precision(found, source, tmp_path)
+        assert found.config == expected.config and found.precision == ("int8" if method == METHOD else "int4")
+        ours = found.state_dict()
+        assert all(torch.equal(ours[name], tensor) for name, tensor in expected.state_dict().items())

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fastformer.checkpoints import load_model
 from fastformer.checkpoints.run import architecture_of
 from fastformer.cli import COMMANDS, main
 from fastformer.data import load_tokenizer
@@ -154,6 +155,11 @@ def test_a_file_is_taken_or_refused(command, kind, paths, tmp_path, monkeypatch,
     assert code == (0 if takes else 1), err
     if takes:
         assert out.strip() or [*tmp_path.iterdir()]
+        if command == "quantize":  # the folder has the file's tokenizer
+            (_, ours), (_, theirs) = (load_model(path, taken) for path in (tmp_path / "small", paths[kind]))
+            for text in ("t5 t9", "the dogs read <|im_end|> é"):
+                assert (found := ours.encode(text)) == theirs.encode(text)
+                assert ours.decode(found) == theirs.decode(found)
     else:
         assert not out and not [*tmp_path.iterdir()]
         message = LACKING.get((command, kind), EXPECTED.get(command, "fastformer [a-z]+`|TransformerEncoderSpec"))

@@ -6,11 +6,15 @@ import dataclasses
 import importlib
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from fastformer.checkpoints.gguf.file import first_value
+from fastformer.checkpoints.gguf.models import ARCHITECTURES
+from fastformer.checkpoints.hf import FAMILIES
 from fastformer.cli import COMMANDS
 from fastformer.commands import _parsing
 from fastformer.generation.config import GenerationConfig
@@ -63,6 +67,38 @@ def test_every_tested_kind_of_sentence_transformers_is_on_the_page(generated: Mo
     for name, kind in KINDS.items():
         assert f"| {name} | {'in C++' if kind.engine else 'by its modules'} |" in page
     assert page.count("\n| ") == len(KINDS) + 2
+
+
+def test_the_table_of_files_has_what_the_registries_and_the_tests_have(generated: ModuleType) -> None:
+    from tests.checkpoints.test_llama_cpp import WRITTEN
+    from tests.foreign.ctranslate2_folders import CASES as TRANSLATORS
+    from tests.foreign.ctranslate2_folders import DECODER_FOLDERS, DECODERS, FOLDERS
+    from tests.foreign.gguf_files import CASES, FOLDER
+
+    page = generated.file_formats().split("\n## ")[0]
+    lines = [line.strip("| ").split(" | ") for line in page.splitlines() if " | `" in line][1:]
+    table = {kind.strip("`"): cells for _, kind, *cells in lines}
+    assert {*table} == {*FAMILIES, "nomic_bert"}
+
+    def kinds_of(column: int) -> set[str]:
+        assert {cells[column] for cells in table.values()} <= {"exact", "–", "refused"}
+        return {kind for kind, cells in table.items() if cells[column] == "exact"}
+
+    def kinds_with(names: Iterable[str]) -> set[str]:
+        classes = {f"{name.removesuffix('Text')}" for name in names}
+        return {
+            kind for kind, family in FAMILIES.items() if re.sub("(Text)?Config$", "", family.config_class) in classes
+        }
+
+    assert kinds_of(0) == kinds_of(1) == {*FAMILIES}
+    assert kinds_of(2) == kinds_with(kind for kind, *_ in CASES.values()) | {"nomic_bert"}
+    files = {path.stem: first_value(path, "general.architecture") for path in FOLDER.glob("*.gguf")}
+    assert {*CASES, "nomic"} == {*files} and {*files.values()} == {*ARCHITECTURES}
+    assert kinds_of(3) == {ARCHITECTURES[str(files[name])].kind for name in WRITTEN}
+    assert kinds_of(3) == {each.kind for each in ARCHITECTURES.values() if each.is_written}
+    assert kinds_of(4) == kinds_with(kind for _, kind, *_ in (*TRANSLATORS, *DECODERS))
+    for folder, cases in ((FOLDERS, TRANSLATORS), (DECODER_FOLDERS, DECODERS)):
+        assert {path.name for path in folder.iterdir()} == {name for name, *_ in cases}
 
 
 def test_every_route_is_on_the_page(generated: ModuleType) -> None:

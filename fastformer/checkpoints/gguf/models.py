@@ -128,8 +128,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"token_embd": "embeddings.word_embeddings", "position_embd": "embeddings.position_embeddings",
          "token_types": "embeddings.token_type_embeddings", "token_embd_norm": "embeddings.LayerNorm"},
         "encoder.layer.",
+        is_written=False,
     ),
-    "nomic-bert": Architecture("nomic_bert", {}),
+    "nomic-bert": Architecture("nomic_bert", {}, is_written=False),
 }  # fmt: skip
 # A "llama" with experts.
 _MIXTRAL = Architecture(

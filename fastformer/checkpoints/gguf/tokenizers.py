@@ -284,11 +284,10 @@ def _sentencepiece(vocabulary: Vocabulary) -> PieceBackend:
     space = vocabulary.get("add_space_prefix", bool, True)
     trims = vocabulary.get("remove_extra_whitespaces", bool, False)
     model = b"".join(_message(vocabulary, scores, has_prefix=space, trims=trims))
-    return PieceBackend(read_sentencepiece(vocabulary.path, model), special=_special(vocabulary))
-
-
-def _special(vocabulary: Vocabulary) -> Sequence[str]:
-    return [vocabulary.tokens[i] for name, i in vocabulary.ids.items() if name in (*CHAT.values(), "eot", "eom")]
+    tokens, ids = vocabulary.tokens, vocabulary.ids
+    ends = {tokens[ids[name]]: (ids[name], True) for name in ("eot", "eom") if name in ids}
+    special = [tokens[ids[name]] for name in CHAT.values() if name in ids]
+    return PieceBackend(read_sentencepiece(vocabulary.path, model), added=ends, special=special)
 
 
 def _message(vocabulary: Vocabulary, scores: Sequence[float], *, has_prefix: bool, trims: bool) -> Iterator[bytes]:

@@ -149,7 +149,7 @@ def encoding_family(kind: str | None) -> Family | None:
 
 
 # Families that you may try to load, and the reason why fastformer's models can't compute them.
-_UNSUPPORTED = {
+UNSUPPORTED = {
     "umt5": "UMT5 has a table of relative positions in each layer",
     "nllb-moe": "NLLB-MoE sends each token to some of many experts",
     "gpt_oss": "gpt-oss has attention sinks, and experts with a clamped activation",
@@ -171,8 +171,8 @@ _KNOWN_LAYERS = ("full_attention", "sliding_attention", "attention")
 def why_unsupported(settings: Mapping[str, Any]) -> str | None:
     """Returns the reason why no model here can compute one of transformers; None if its settings don't tell it."""
     kind = str(settings.get("model_type"))
-    if kind in FAMILIES or kind in _UNSUPPORTED:
-        return _UNSUPPORTED.get(kind)
+    if kind in FAMILIES or kind in UNSUPPORTED:
+        return UNSUPPORTED.get(kind)
     lists = [settings.get(name) for name in _KINDS_OF_LAYERS]
     kinds = [str(layer) for listed in lists if isinstance(listed, list | tuple) for layer in listed]
     if others := [layer for layer in dict.fromkeys(kinds) if layer not in _KNOWN_LAYERS]:
