@@ -143,17 +143,15 @@ class _Zip(_Folder):
                 f"expected {name} in {self._path} of at most {most:,} bytes, compressed up to {_MOST_RATIO} times, got "
                 f"{info.file_size:,} of {info.compress_size:,}"
             )
-        data = bytearray(info.file_size)
+        data = bytearray()  # grows with what is there: the sizes in a damaged file may be any
         try:
             with zipfile.ZipFile(self._path) as file, file.open(info) as member:
-                size = 0
                 while part := member.read(_AT_ONCE):
-                    data[size : size + len(part)] = part
-                    size += len(part)
+                    data += part
         except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, NotImplementedError) as error:
             raise ValueError(f"expected {name} in {self._path} to be whole ({error}): copy the file again") from error
-        if size != info.file_size:
-            raise ValueError(f"expected {info.file_size:,} bytes of {name} in {self._path}, got {size:,}")
+        if len(data) != info.file_size:
+            raise ValueError(f"expected {info.file_size:,} bytes of {name} in {self._path}, got {len(data):,}")
         return data
 
 

@@ -28,7 +28,6 @@ from fastformer.checkpoints.hf.common import (
     read_file,
 )
 from fastformer.checkpoints.model_bin import (
-    ACTIVATIONS,
     BF16,
     MODEL,
     Array,
@@ -215,7 +214,9 @@ def _transformer(
     is_rms = "encoder/layer_0/self_attention/layer_norm/beta" not in variables
     eps = settings.get("layer_norm_epsilon")
     depths = {side: variables.count(f"{side}/layer_") for side in ("encoder", "decoder")}
-    heads = int(variables.both("num_heads"))
+    heads, *others = {variables.whole(f"{side}/num_heads") for side in depths}
+    if others:
+        raise ValueError(f"expected one num_heads of encoder and decoder, got {heads} and {others[0]}")
     d_model = target.shape[1]
     counts = len(vocabularies.source), len(vocabularies.target), len(vocabularies.target)
     if (rows := tuple(map(len, (source, target, output)))) != counts:
@@ -223,10 +224,7 @@ def _transformer(
     ids, vocab_size = _special_ids(variables, vocabularies, settings)
     source, target, output = first_equal(*(_with_rows(matrix, vocab_size) for matrix in (source, target, output)))
     bias = as_tensor(variables.matrix("decoder/projection/bias")) if "decoder/projection/bias" in variables else None
-    activation = int(variables.both("activation"))
-    if activation >= len(ACTIVATIONS):
-        raise ValueError(f"expected an activation of {ACTIVATIONS}, got number {activation}")
-    kind = ACTIVATIONS[activation]
+    kind = variables.activation(*depths)
     is_gated = "encoder/layer_0/ffn/linear_0_noact/weight" in variables
     if is_gated and kind not in GATED:
         raise ValueError(f"expected a gated activation of {(*GATED,)}, got {kind!r}")
@@ -383,7 +381,7 @@ def _positions(variables: Variables, d_model: int, pad: int) -> tuple[str, dict[
         for i in range(1, variables.count(f"{side}/layer_")):
             variables.drop(f"{side}/layer_{i}/self_attention/{_RELATIVE}")
     distances = {
-        int(variables.scalar(f"{side}/layer_{i}/self_attention/relative_attention_max_distance", 128.0))
+        variables.whole(f"{side}/layer_{i}/self_attention/relative_attention_max_distance", 128.0)
         for side in ("encoder", "decoder")
         for i in range(variables.count(f"{side}/layer_"))
     }

@@ -142,7 +142,7 @@ def _gpt(
 def _options(variables: model_bin.Variables, d_model: int) -> dict[str, Any]:
     """Returns the options of the model that its variables name, without sizes that follow from the weights."""
     scalar, first = variables.scalar, _PLAIN.format(0)
-    depth, heads = variables.count("decoder/layer_"), int(scalar("decoder/num_heads"))
+    depth, heads = variables.count("decoder/layer_"), variables.whole("decoder/num_heads")
 
     def each(name: str, default: float | None = None) -> list[float]:
         return [scalar(f"{_PLAIN.format(i)}/{name}", default) for i in range(depth)]
@@ -152,10 +152,7 @@ def _options(variables: model_bin.Variables, d_model: int) -> dict[str, Any]:
             raise ValueError(f"expected layers with one {name}, got {sorted(values)}")
         return values.pop()
 
-    activation = int(scalar("decoder/activation"))
-    if activation >= len(model_bin.ACTIVATIONS):
-        raise ValueError(f"expected an activation of {model_bin.ACTIVATIONS}, got number {activation}")
-    kind = model_bin.ACTIVATIONS[activation]
+    kind = variables.activation("decoder")
     if "decoder/layer_0/ffn/linear_0_noact/weight" in variables:
         if kind not in ctranslate2.GATED:
             raise ValueError(f"expected a gated activation of {(*ctranslate2.GATED,)}, got {kind!r}")

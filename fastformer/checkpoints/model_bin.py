@@ -192,7 +192,24 @@ class Variables:
             raise ValueError(
                 f"expected a number {name} of a Transformer, got {stored if stored is None else stored.shape}"
             )
-        return float((widened(stored) if is_floating(stored) else stored).reshape(()))
+        value = float((widened(stored) if is_floating(stored) else stored).reshape(()))
+        if not math.isfinite(value):
+            raise ValueError(f"expected a finite {name}, got {value}")
+        return value
+
+    def whole(self, name: str, default: float | None = None) -> int:
+        """Returns a whole number above 0."""
+        value = self.scalar(name, default)
+        if value < 1 or value != int(value):
+            raise ValueError(f"expected {name} to be a whole number above 0, got {value:g}")
+        return int(value)
+
+    def activation(self, *sides: str) -> str:
+        """Returns the activation of the stacks."""
+        numbers = {self.scalar(f"{side}/activation") for side in sides}
+        if len(numbers) != 1 or not numbers < {*range(len(ACTIVATIONS))}:
+            raise ValueError(f"expected the number of one activation of {ACTIVATIONS}, got {sorted(numbers)}")
+        return ACTIVATIONS[int(numbers.pop())]
 
     def both(self, name: str, default: float | None = None) -> float:
         """Returns a number that both stacks have."""

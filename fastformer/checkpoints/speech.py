@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from fastformer.checkpoints.model_bin import (
-    ACTIVATIONS,
     BF16,
     CONFIG,
     MODEL,
@@ -166,7 +165,7 @@ def load_speech(folder: Path) -> SpeechWeights:
 def _errors_of(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"{folder}: {error}") from error
 
 
@@ -349,14 +348,14 @@ def _sizes(variables: Variables) -> dict[str, Any]:
     Raises:
         ValueError: a variable is missing, or the model has parts that the engine doesn't have.
     """
-    activation = int(variables.scalar("decoder/activation"))
-    if not 0 <= activation < len(ACTIVATIONS) or not variables.scalar("decoder/pre_norm"):
-        raise ValueError(f"expected pre-norm and an activation of {ACTIVATIONS}, got number {activation}")
+    activation = variables.activation("decoder")
+    if not variables.scalar("decoder/pre_norm"):
+        raise ValueError("expected a Whisper with norms before its sub-layers, got one with norms after them")
     if variables.scalar("decoder/alibi", 0.0) or variables.scalar("decoder/start_from_zero_embedding", 0.0):
         raise ValueError("expected a Whisper without alibi that starts from a token")
     vocab_size, d_model = variables.shape("decoder/projection/weight", 2)
     sizes: dict[str, Any] = {
-        "activation": ACTIVATIONS[activation],
+        "activation": activation,
         "vocab_size": vocab_size,
         "d_model": d_model,
         "n_mels": variables.shape("encoder/conv1/weight", 3)[1],
@@ -365,7 +364,7 @@ def _sizes(variables: Variables) -> dict[str, Any]:
         "scale": variables.embedding_factor(d_model, "decoder"),
     }
     for side in ("encoder", "decoder"):
-        sizes[f"{side}_heads"] = int(variables.scalar(f"{side}/num_heads"))
+        sizes[f"{side}_heads"] = variables.whole(f"{side}/num_heads")
         sizes[f"{side}_layers"] = variables.count(f"{side}/layer_")
     return sizes
 

@@ -23,6 +23,11 @@ _ELSEWHERE = {
     "begin_suppress_tokens": "logits_processor",
     "sequence_bias": "logits_processor",
 }
+# Options of other toolkits that have no counterpart here, and why.
+_NOWHERE = {
+    "use_vmap": "a folder's vmap.txt is not read: the shortlist of words would be that of all texts of a batch, and a "
+    "translation would depend on the texts beside it",
+}
 _SAMPLING = ("temperature", "top_k", "top_p")
 _TOP_K = 50  # the default of a config that samples, in transformers
 # Fields of a GenerationConfig that aren't options of decoding, or have no effect here.
@@ -38,6 +43,8 @@ def check_names(names: Iterable[object], known: Sequence[str]) -> None:
     """
     for name in names:
         if name not in known:
+            if str(name) in _NOWHERE:
+                raise ValueError(f"there is no option {name!r} here; {_NOWHERE[str(name)]}")
             near = [_ELSEWHERE[str(name)]] if _ELSEWHERE.get(str(name)) in known else []
             near = near or difflib.get_close_matches(str(name), known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"

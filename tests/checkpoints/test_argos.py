@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import random
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -130,19 +128,10 @@ def test_errors_name_what_is_wrong(name, tmp_path) -> None:
 
 def test_files_that_are_cut_damaged_or_missing_are_errors(tmp_path) -> None:
     path = zipped(tmp_path / "x.argosmodel")
-    data, draw = path.read_bytes(), random.Random(4)
+    data = path.read_bytes()
     for end in (0, 4, 100, len(data) // 2, len(data) - 1):
         path.write_bytes(data[:end])
         with pytest.raises(ValueError, match="expected"):
-            load(path)
-    for _ in range(60):
-        damaged = bytearray(data)
-        for _ in range(draw.choice([1, 3])):
-            damaged[
-                draw.randrange(len(data) - 900, len(data)) if draw.random() < 0.5 else draw.randrange(len(data))
-            ] ^= 255
-        path.write_bytes(damaged)
-        with contextlib.suppress(ValueError):
             load(path)
     path.unlink()
     path.symlink_to("/dev/zero")

@@ -216,16 +216,6 @@ def test_damaged_files_are_errors(folder: Path) -> None:
     (folder / MODEL).write_bytes(data + b"\0")
     with pytest.raises(ValueError, match="model.bin"):
         read_variables(folder / MODEL)
-    # Sizes, names and dtypes, of which most are at the beginning; the numbers of a matrix may be any.
-    for _ in range(300):
-        changed = bytearray(data)
-        for _ in range(draw.randint(1, 3)):
-            changed[draw.randrange(len(data) if draw.random() < 0.3 else 700)] = draw.randrange(256)
-        (folder / MODEL).write_bytes(changed)
-        try:
-            read_variables(folder / MODEL)
-        except ValueError:
-            continue
 
 
 def with_pieces(folder: Path, file: str | None = None) -> Any:

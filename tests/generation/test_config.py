@@ -233,6 +233,11 @@ def test_an_unknown_option_gets_the_nearest_name(name, nearest, model, translato
             call(**{name: 3})
 
 
+def test_a_shortlist_of_words_is_refused_with_its_reason(translator) -> None:
+    with pytest.raises(ValueError, match=r"'use_vmap'.*vmap\.txt"):
+        translator.translate("text", use_vmap=True)
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
