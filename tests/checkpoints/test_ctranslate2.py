@@ -143,12 +143,9 @@ def test_models_of_both_sides_may_have_vocabularies_of_their_own(folder: Path) -
         ({"encoder/embeddings_1/weight": torch.ones(5, 16)}, "features"),
         ({"encoder/multi_query_attention": torch.tensor(1, dtype=torch.int8)}, "multi_query_attention"),
         ({"decoder/activation": torch.tensor(0, dtype=torch.int8)}, "activation"),
-        (
-            {
-                "encoder/activation": torch.tensor(4, dtype=torch.int8),
-                "decoder/activation": torch.tensor(4, dtype=torch.int8),
-            },
-            "activation",
+        *(
+            (dict.fromkeys((f"encoder/{name}", f"decoder/{name}"), torch.tensor(value, dtype=torch.int8)), name)
+            for name, value in (("activation", 4), ("activation", -1), ("num_heads", 0))
         ),
         ({"decoder/num_heads": torch.tensor(4, dtype=torch.int16)}, "num_heads"),
         ({"encoder/scale_embeddings": torch.tensor(3.0), "decoder/scale_embeddings": torch.tensor(3.0)}, "embeddings"),
