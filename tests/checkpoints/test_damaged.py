@@ -246,9 +246,8 @@ def loaded(name: str, seeds: range, folder: Path) -> int:
             count += 1
         except (ValueError, OSError) as error:
             assert len(str(error)) > 20, f"seed {seed}: {error!r}"
-        except BaseException as error:
-            error.add_note(f"{name}, seed {seed}: see {folder}")
-            raise
+        except Exception as error:
+            raise AssertionError(f"{name}, seed {seed}: see {folder}") from error
     return count
 
 
