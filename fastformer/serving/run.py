@@ -143,7 +143,8 @@ class Server(uvicorn.Server):
         if self.started:
             where = ", ".join(_url(one.getsockname()) for server in self.servers for one in server.sockets)
             kind = self._service.kind
-            logger.info("serving %s, %s %s, on %s", self._service.name, "an" if kind == "encoder" else "a", kind, where)
+            what = "a model of speech" if kind == "speech" else f"{'an' if kind == 'encoder' else 'a'} {kind}"
+            logger.info("serving %s, %s, on %s", self._service.name, what, where)
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
