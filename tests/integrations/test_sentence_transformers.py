@@ -127,6 +127,15 @@ def multi_vector(save: Save, *behind: nn.Module, **options: Any) -> Any:
     return library.MultiVectorEncoder(modules=[transformer(save, **options), of_tokens(), *behind], device="cpu")
 
 
+def of_words(*behind: nn.Module) -> Any:
+    """Returns a SentenceTransformer of a table of words, without a Transformer."""
+    from sentence_transformers.sentence_transformer.modules.tokenizer import WhitespaceTokenizer
+
+    weights = np.random.default_rng(0).normal(size=(len(WORDS), D_MODEL)).astype(np.float32)
+    words = layer("WordEmbeddings", WhitespaceTokenizer(WORDS, stop_words=()), weights)
+    return library.SentenceTransformer(modules=[words, *behind], device="cpu")
+
+
 def encode(**options: Any) -> Call:
     return lambda model: model.encode(MANY, **options)
 
@@ -212,6 +221,7 @@ KINDS = {
     "DistilBERT": of_folder("DistilBertModel"),
     "MPNet": of_folder("MPNetModel", pad_token_id=1),
     "ELECTRA": of_folder("ElectraModel", embedding_size=16),
+    "ALBERT": of_folder("AlbertModel", embedding_size=16),
     "ModernBERT": of_folder("ModernBertModel", local_attention=8),
     "T5": of_folder("T5EncoderModel", d_model=D_MODEL, d_kv=8, d_ff=48),
     "Router of two models": Kind(
@@ -244,6 +254,14 @@ KINDS = {
         ),
         engine=False,
     ),
+    "CNN": Kind(lambda save: dense_of(save, layer("CNN", D_MODEL, 8, [1, 3]), pooling(size=16)), engine=False),
+    "WordEmbeddings and WordWeights": Kind(
+        lambda save: of_words(layer("WordWeights", WORDS, {"bird": 3.0}), pooling()), (ENCODE,), engine=False
+    ),
+    "LSTM": Kind(lambda save: of_words(layer("LSTM", D_MODEL, 16), pooling()), (ENCODE,), engine=False),
+    "BoW": Kind(
+        lambda save: library.SentenceTransformer(modules=[layer("BoW", WORDS)], device="cpu"), (ENCODE,), engine=False
+    ),
     "SPLADE of BERT": sparse("BertForMaskedLM", "max"),
     "SPLADE of DistilBERT": sparse("DistilBertForMaskedLM", "sum"),
     "SparseStaticEmbedding": Kind(
@@ -265,6 +283,15 @@ KINDS = {
         )
     ),
     "ColBERT": Kind(lambda save: multi_vector(save, layer("MultiVectorMask", [","])), TASKS),
+    "ColBERT with HierarchicalTokenPooling": Kind(
+        lambda save: multi_vector(save, layer("MultiVectorMask"), layer("HierarchicalTokenPooling", pool_factor=2)),
+        TASKS,
+    ),
+    "ColBERT with LambdaTokenPooling": Kind(
+        lambda save: multi_vector(save, layer("MultiVectorMask"), layer("LambdaTokenPooling", lambda rows: rows[::2])),
+        TASKS,
+        engine=False,
+    ),
     "ColBERT with masked expansions": Kind(
         lambda save: multi_vector(
             save,
@@ -352,6 +379,20 @@ def test_numbers_and_types_stay(name: str, saved: Save, calls: list[int], caplog
         agree(ours, plain, kind.calls)
     fell_back = [record.message for record in caplog.records if "runs by its modules" in record.message]
     assert (calls[0] > 0 and not fell_back) == kind.engine, fell_back
+
+
+def test_each_module_of_the_library_is_in_a_kind(saved: Save) -> None:
+    from sentence_transformers.base import modules as base
+    from sentence_transformers.cross_encoder import modules as cross_modules
+    from sentence_transformers.multi_vector_encoder import modules as multi
+    from sentence_transformers.sentence_transformer import modules as dense_modules
+    from sentence_transformers.sparse_encoder import modules as sparse_modules
+
+    places = (base, cross_modules, multi, dense_modules, sparse_modules)
+    abstract = {"Module", "InputModule", "BaseTokenPooling"}
+    older = {"Asym", "MLMTransformer", "CLIPModel"}  # names of Router and Transformer, for older folders
+    found = {type(module).__name__ for kind in KINDS.values() for module in kind.make(saved).modules()}
+    assert {name for place in places for name in place.__all__} - abstract - older - found == set()
 
 
 def test_low_precision_runs_and_is_near(saved: Save, calls: list[int]) -> None:
