@@ -81,7 +81,8 @@ def measured(encoder: Any, queries: list[str], texts: list[str]) -> dict[str, fl
 
 
 def rows(options: argparse.Namespace, texts: list[str]) -> Iterator[dict[str, Any]]:
-    """Yields the rows of all tasks."""
+    """Yields the rows of all tasks: those of one run, with one time, so that a table has all precisions."""
+    shared = record.environment("cpu")
     encoders = {precision: Encoder(options.folder, precision=precision) for precision in options.precision}
     for task, queries, documents in tasks(texts):
         for precision, encoder in encoders.items():
@@ -92,7 +93,7 @@ def rows(options: argparse.Namespace, texts: list[str]) -> Iterator[dict[str, An
                     "suite": "model", "op": "retrieval", "provider": "fastformer.Encoder", "precision": precision,
                     "model": options.folder.resolve().name, "data": "sentences of the documentation",
                     "shape": {"task": task, "measure": measure, "texts": len(texts), "queries": len(queries)},
-                    "value": value, "unit": "%", **record.environment("cpu"),
+                    "value": value, "unit": "%", **shared,
                 }  # fmt: skip
 
 

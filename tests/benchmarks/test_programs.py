@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import re
@@ -16,16 +17,19 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
-from benchmarks import processes
+from benchmarks import processes, retrieval
 from benchmarks import token_times as token_times_module
 from benchmarks.cases.models.bench_decoding import ENGINES
+from benchmarks.measure import record
 from benchmarks.measure.synthetic_text import write_pairs
 from benchmarks.peers.cases import make_model
 from benchmarks.peers.compare import fair_share
 from benchmarks.peers.servers import OURS, requests
+from benchmarks.publish.latest import latest
 from benchmarks.serving_costs import PARTS
 from benchmarks.token_times import PlotLine, token_times
 from fastformer.commands import _parsing
@@ -37,6 +41,7 @@ from fastformer.ops import _extension
 from fastformer.training import TrainConfig
 from tests.benchmarks.conftest import Refused
 from tests.benchmarks.running import checked_rows
+from tests.encoding.folders import TEXTS, bert
 from tests.generation.small import needs_cpp
 
 THREADS = ["--threads", str(torch.get_num_threads())]
@@ -182,6 +187,27 @@ def test_the_time_of_a_preparation(measured: Measured, capsys: pytest.CaptureFix
     assert 0 < alone["ms_p50"] < whole["ms_p50"] and 0 < whole["speedup"] < 1
     assert clock["shape"]["processes"] == 1 and clock["speedup"] == 1.0
     assert "of which tokenizers are" in capsys.readouterr().out
+
+
+def test_a_table_of_retrieval_has_all_precisions(
+    measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bert(tmp_path / "model")
+    monkeypatch.setattr(retrieval, "sentences", lambda: TEXTS)
+    now, seconds = record.environment("cpu"), itertools.count()
+    monkeypatch.setattr(record, "environment", lambda device: now | {"time": f"2026-01-01T00:00:{next(seconds):02}"})
+    rows = measured("retrieval", str(tmp_path / "model"), "--precision", "fp32", "int8")
+    assert len(rows) == 2 * 2 * len(retrieval.MEASURES) and list(latest(rows)) == rows
+    assert {row["shape"]["queries"] for row in rows} == {len(TEXTS) * retrieval.DRAWS}
+
+
+def test_queries_find_the_sentences_that_they_were_made_of() -> None:
+    texts = [f"sentence {number}" for number in range(30)]
+    encoder = SimpleNamespace(encode=lambda found, normalize: np.eye(30)[[texts.index(text) for text in found]])
+    assert retrieval.measured(encoder, texts * 2, texts) == dict.fromkeys(retrieval.MEASURES, 100.0)
+    one_in_three = [*texts, *texts[::-1], *texts[3:], *texts[:3]]
+    found = retrieval.measured(encoder, one_in_three, texts)
+    assert found["recall at 1"] == pytest.approx(100 / 3)
 
 
 @pytest.mark.slow  # 20 s: both commands of the benchmark run, and the system says what they took
