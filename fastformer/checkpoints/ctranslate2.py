@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastformer.checkpoints.file_matrix import FileMatrix
 from fastformer.checkpoints.hf.common import (
     embedding_weights,
     first_equal,
@@ -35,7 +36,9 @@ from fastformer.checkpoints.model_bin import (
     is_rounded,
     layer_weights,
     norm_weights,
+    quotients,
     read_variables,
+    widened,
 )
 from fastformer.data.backend import Backend
 from fastformer.data.huggingface import LibraryBackend, read_library
@@ -91,13 +94,50 @@ def read_vocabularies(folder: Path) -> Vocabularies:
     return Vocabularies(read("source"), read("target"))
 
 
-def as_tensor(array: Array) -> Tensor:
-    """Returns a tensor on an array's memory, or on a copy if it is unaligned."""
+class Rounded(NamedTuple):
+    """The `Source` of a matrix of int8 or int16, whose parts are its integers and their scales."""
+
+    place: str
+    dtype: torch.dtype = torch.float32
+
+    def numbers_of(self, shape: tuple[int, ...], stored: Array, scale: Array) -> Tensor:
+        with np.errstate(over="ignore"):  # numbers that are not finite are refused
+            numbers: Tensor = as_tensor(quotients(stored, scale))
+        return numbers
+
+    def groups_of(self, shape: tuple[int, ...], *parts: Array) -> None:
+        return None
+
+    def release(self, *parts: Array) -> None:
+        """Does nothing: the system takes the memory of a mapped file if it needs it."""
+
+
+class FileVariables(Variables):
+    """Variables of a folder, whose rounded matrices stay in the file."""
+
+    def __init__(self, variables: Mapping[str, Array], origin: Path) -> None:
+        super().__init__(variables)
+        self._origin = origin
+
+    def matrix(self, name: str) -> Any:
+        stored, scale = self.take(name)
+        if scale is None or stored.ndim != 2:
+            return quotients(stored, scale)
+        if not np.isfinite(smallest := np.abs(widened(scale)).min(initial=np.inf)) or not smallest:
+            raise ValueError(f"expected scales of {name} above 0, got {smallest}")
+        rows = stored, np.broadcast_to(scale, stored.shape[:1])
+        return FileMatrix(Rounded(f"{name} of {self._origin}"), stored.shape, rows)
+
+
+def as_tensor(array: Any) -> Any:
+    """Returns a tensor on an array's memory, or on a copy if it is unaligned; of a tuple, each."""
+    if not isinstance(array, np.ndarray):
+        return tuple(map(as_tensor, array)) if isinstance(array, tuple) else array
     tensor = torch.from_numpy(np.require(array, requirements=["A", "W"]))
     return tensor.view(torch.bfloat16) if array.dtype == BF16 else tensor
 
 
-def as_tensors(arrays: Mapping[str, Array]) -> dict[str, Tensor]:
+def as_tensors(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """See `as_tensor`."""
     return {name: as_tensor(array) for name, array in arrays.items()}
 
@@ -187,7 +227,7 @@ def transformer_of(
     if name != SPECIFICATION:
         raise ValueError(f"{origin}: expected a {SPECIFICATION}, an encoder-decoder, got a {name!r:.60}")
     try:
-        model = _transformer(Variables(variables), vocabularies, settings, device, dtype)
+        model = _transformer(FileVariables(variables, origin), vocabularies, settings, device, dtype)
     except ValueError as error:
         raise ValueError(f"{origin}: {error}") from error
     if is_rounded(variables):
@@ -255,7 +295,7 @@ def _transformer(
         vocab_size=vocab_size,
         d_model=d_model,
         num_heads=heads,
-        d_ff=len(weights["encoder.layers.0.linear1.weight"]) // (1 + is_gated),
+        d_ff=weights["encoder.layers.0.linear2.weight"].shape[1],
         num_encoder_layers=depths["encoder"],
         num_decoder_layers=depths["decoder"],
         norm_first=norm_first,
@@ -266,7 +306,7 @@ def _transformer(
         scale_embedding=factor != 1.0,
         scale_output=scaled_output not in (0.0, 1.0),
         embedding_norm=embedding_norm,
-        embed_pad=any(bool(matrix[ids.pad].any()) for matrix in (source, target)),
+        embed_pad=any(bool(matrix[ids.pad : ids.pad + 1].any()) for matrix in (source, target)),
         tie_embeddings=source is target is output,
         output_bias=has_bias,
         attention_bias=attention_bias,
@@ -278,9 +318,9 @@ def _transformer(
     return load_foreign(config, weights, device=device, dtype=dtype or _dtype_of(weights))
 
 
-def _dtype_of(weights: Mapping[str, Tensor]) -> torch.dtype:
+def _dtype_of(weights: Mapping[str, Any]) -> torch.dtype:
     """Returns bf16 for weights of bf16, unless one that was made of them has more digits; else fp32."""
-    tensors, bf16 = weights.values(), torch.bfloat16
+    tensors, bf16 = [each for each in weights.values() if isinstance(each, Tensor)], torch.bfloat16
     is_bf16 = any(tensor.dtype == bf16 for tensor in tensors)
     return (
         bf16 if is_bf16 and all(torch.equal(each, each.to(bf16).to(each.dtype)) for each in tensors) else torch.float32
@@ -319,7 +359,7 @@ def _embeddings(variables: Variables) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _with_rows(matrix: Tensor, count: int) -> Tensor:
-    return torch.nn.functional.pad(matrix, (0, 0, 0, count - len(matrix)))
+    return torch.nn.functional.pad(matrix, (0, 0, 0, count - len(matrix))) if count > len(matrix) else matrix
 
 
 def _special_ids(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fastformer.checkpoints import ctranslate2, model_bin
 from fastformer.checkpoints.ctranslate2 import as_tensor, as_tensors
-from fastformer.checkpoints.hf.common import generation_settings, load_foreign, with_search_ids
+from fastformer.checkpoints.hf.common import equal_rows, generation_settings, load_foreign, with_search_ids
 from fastformer.checkpoints.hf.decoder import special_ids
 from fastformer.checkpoints.hf.prompts import read_tokenizer
 from fastformer.data import Tokenizer
@@ -64,7 +64,7 @@ def load_folder(
         ids = with_search_ids(
             {"eos_token_id": tokens.index(eos) if eos in tokens else None}, generation_settings(folder)
         )
-        model = _gpt(model_bin.Variables(stored), len(tokens), ids, unk, settings, device, dtype)
+        model = _gpt(ctranslate2.FileVariables(stored, folder), len(tokens), ids, unk, settings, device, dtype)
         tokenizer = make_tokenizer(model.config)
         names = [tokenizer.backend.id_to_token(i) for i in range(len(tokens))]
         different = [token for token, name in zip(tokens, names, strict=True) if name not in (token, None)]
@@ -104,8 +104,8 @@ def _gpt(
         )
     if "decoder/projection/bias" in variables and variables.matrix("decoder/projection/bias").any():
         raise ValueError("expected logits without a bias, got one")
-    tied = torch.equal(embedding, output)
-    weights: dict[str, Tensor] = {"embedding.weight": embedding, **({} if tied else {"output.weight": output})}
+    tied = equal_rows(embedding, output)
+    weights: dict[str, Any] = {"embedding.weight": embedding, **({} if tied else {"output.weight": output})}
     options, depth = _options(variables, embedding.shape[1]), variables.count("decoder/layer_")
     weights |= _norm(variables, "decoder/layer_norm", "decoder.norm")
     if options["positions"] == "learned":
@@ -126,7 +126,7 @@ def _gpt(
         vocab_size=vocab_size,
         d_model=embedding.shape[1],
         num_layers=depth,
-        d_ff=len(weights["decoder.layers.0.linear2.weight"][0]),
+        d_ff=weights["decoder.layers.0.linear2.weight"].shape[1],
         layer_norm_eps=(1e-6 if options["norm"] == "rms" else 1e-5) if eps is None else eps,
         tie_embeddings=tied,
         bias=has_bias,
@@ -236,10 +236,10 @@ def _norm(variables: model_bin.Variables, name: str, place: str) -> dict[str, Te
     return weights
 
 
-def _layer(variables: model_bin.Variables, name: str, place: str, options: Mapping[str, Any]) -> dict[str, Tensor]:
+def _layer(variables: model_bin.Variables, name: str, place: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the weights of a layer by fastformer's names."""
 
-    def linear(*arguments: Any) -> dict[str, Tensor]:
+    def linear(*arguments: Any) -> dict[str, Any]:
         return as_tensors(model_bin.linear_weights(variables, *arguments))
 
     attention, ffn = f"{name}/self_attention", f"{name}/ffn"
@@ -269,8 +269,8 @@ def _layer(variables: model_bin.Variables, name: str, place: str, options: Mappi
     return weights
 
 
-def _add_zeros(weights: dict[str, Tensor]) -> None:
+def _add_zeros(weights: dict[str, Any]) -> None:
     """Adds the biases that a model with biases stores as none."""
     for name in [name for name in weights if ".linear" in name and name.endswith(".weight")]:
-        matrix = weights[name]
-        weights.setdefault(name.removesuffix("weight") + "bias", torch.zeros(len(matrix)))
+        rows = sum(map(len, parts)) if isinstance(parts := weights[name], tuple) else len(parts)
+        weights.setdefault(name.removesuffix("weight") + "bias", torch.zeros(rows))

@@ -154,6 +154,15 @@ def is_rounded(stored: Mapping[str, Array]) -> bool:
     return any(array.dtype == np.int8 and array.ndim == 2 for array in stored.values())
 
 
+def quotients(stored: Array, scale: Array | None) -> Array:
+    """Returns the numbers of a variable, or of some of its rows, with the scale of each row or one for all."""
+    if scale is None:
+        return stored
+    numbers = widened(stored)
+    numbers /= widened(scale).reshape(-1, *[1] * (stored.ndim - 1))
+    return numbers
+
+
 class Variables:
     """The variables of a specification. Reading one removes it, so that what is left was not read."""
 
@@ -163,19 +172,27 @@ class Variables:
     def __contains__(self, name: str) -> bool:
         return name in self._variables
 
-    def matrix(self, name: str) -> Array:
+    def matrix(self, name: str) -> Any:
         """Removes a variable and its scale, and returns its numbers, in fp32 if it was rounded."""
+        return quotients(*self.take(name))
+
+    def take(self, name: str) -> tuple[Array, Array | None]:
+        """Removes a variable and its scale, and returns them; the scale is None if the variable has its numbers."""
         (stored,) = taken(self._variables, (name,), "Transformer")
         scale = self._variables.pop(name + _SCALE, None)
         if is_floating(stored):
-            return stored
+            return stored, None
         if scale is None or scale.shape not in ((), (1,), stored.shape[:1]) or not is_floating(scale):
             raise ValueError(
                 f"expected {name}_scale with a scale for each row of {name}, got {getattr(scale, 'shape', None)}"
             )
-        numbers = widened(stored)
-        numbers /= widened(scale).reshape(-1, *[1] * (stored.ndim - 1))
-        return numbers
+        return stored, scale.reshape(-1)
+
+    def in_memory(self) -> Variables:
+        """Returns the same variables, whose matrices are arrays."""
+        same = Variables({})
+        same._variables = self._variables
+        return same
 
     def shape(self, name: str, rank: int) -> tuple[int, ...]:
         """Returns the shape of a matrix, which stays."""
@@ -252,42 +269,49 @@ def norm_weights(variables: Variables, name: str, place: str) -> dict[str, Array
     return parts
 
 
-def linear_weights(variables: Variables, names: list[str], weight: str, bias: str) -> dict[str, Array]:
-    """Returns linear maps that are stored one by one, joined (dimension 0); a missing bias beside others is zero."""
+def linear_weights(variables: Variables, names: list[str], weight: str, bias: str) -> dict[str, Any]:
+    """Returns linear maps that are stored one by one, joined (dimension 0); a missing bias beside others is zero.
+
+    Several matrices of which some stay in the file are a tuple.
+    """
     matrices = [variables.matrix(f"{name}/weight") for name in names]
     biases = [variables.matrix(f"{name}/bias") if f"{name}/bias" in variables else None for name in names]
     parts = {weight: _joined(matrices)}
-    if any(each is not None for each in biases):
+    if known := [each for each in biases if each is not None]:
+        kind = known[0].dtype
         parts[bias] = _joined(
-            [np.zeros(len(m), m.dtype) if each is None else each for m, each in zip(matrices, biases, strict=True)]
+            [np.zeros(len(m), kind) if each is None else each for m, each in zip(matrices, biases, strict=True)]
         )
     return parts
 
 
-def _joined(parts: list[Array]) -> Array:
+def _joined(parts: list[Any]) -> Any:
     """Concatenates arrays, in fp32 if their types differ."""
     if len(parts) == 1:
         return parts[0]
+    if not all(isinstance(part, np.ndarray) for part in parts):
+        return tuple(parts)
     if len({part.dtype for part in parts}) > 1:
         parts = [widened(part) for part in parts]
     return np.concatenate(parts)
 
 
-def layer_weights(variables: Variables, name: str, place: str, head_dim: int) -> dict[str, Array]:
+def layer_weights(variables: Variables, name: str, place: str, head_dim: int) -> dict[str, Any]:
     """Returns the weights of a layer by fastformer's names."""
-    weights: dict[str, Array] = {}
+    weights: dict[str, Any] = {}
     attentions = [("self_attention", "self_attn", ["linear_0"], "linear_1")]
     if f"{name}/attention/linear_0/weight" in variables:
         attentions.append(("attention", "multihead_attn", ["linear_0", "linear_1"], "linear_2"))
     for i, (theirs, ours, inputs, output) in enumerate(attentions, 1):
         scale = variables.scalar(f"{name}/{theirs}/queries_scale", head_dim**-0.5) * head_dim**0.5
+        is_scaled = not math.isclose(scale, 1.0, rel_tol=1e-6)
         joined = linear_weights(
-            variables,
+            variables.in_memory() if is_scaled else variables,
             [f"{name}/{theirs}/{x}" for x in inputs],
             f"{place}.{ours}.in_proj_weight",
             f"{place}.{ours}.in_proj_bias",
         )
-        if not math.isclose(scale, 1.0, rel_tol=1e-6):
+        if is_scaled:
             # In fp32: the product of an fp16 weight and a root has more digits.
             joined = {key: widened(part).copy() for key, part in joined.items()}
             for part in joined.values():

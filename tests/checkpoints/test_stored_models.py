@@ -1,10 +1,13 @@
-"""Models whose matrices stay in a GGUF file: what reads them, and that the numbers are those of the file."""
+"""Models whose matrices stay in a file of GGUF or CTranslate2: what reads them, and that they have its numbers."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+import shutil
+import struct
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,16 +17,23 @@ from torch import nn
 
 import fastformer
 from fastformer import Encoder
+from fastformer.checkpoints.ctranslate2 import Rounded, load_transformer
+from fastformer.checkpoints.file_matrix import FileMatrix
 from fastformer.checkpoints.gguf.blocks import Kind
 from fastformer.checkpoints.gguf.file import read_gguf
-from fastformer.checkpoints.gguf.matrix import FileMatrix
+from fastformer.checkpoints.model_bin import MODEL
 from fastformer.cli import main
 from fastformer.generation import Chat
 from fastformer.models import stored
 from tests.checkpoints.test_gguf import LLAMA, contents, load, to_bytes
-from tests.foreign.gguf_files import FOLDER, IDS
+from tests.foreign.ctranslate2_folders import DECODER_FOLDERS, FOLDERS
+from tests.foreign.gguf_files import FOLDER
+from tests.foreign.gguf_files import IDS as ALL_IDS
 
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
+
+
+IDS = [min(i, 39) for i in ALL_IDS]  # the folders of CTranslate2 have 40 tokens
 
 
 def is_waiting(model: nn.Module) -> bool:
@@ -55,10 +65,12 @@ def in_memory(path: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "mistral", "smollm", "gemma3", "phi3", "gpt2", "mixtral", "qwen2moe", "q4_0"]
+    "name",
+    ["llama", "mistral", "smollm", "gemma3", "phi3", "gpt2", "mixtral", "qwen2moe", "q4_0", "ct2 llama", "ct2 qwen2"],
 )
 def test_the_engine_reads_the_file_and_finds_the_same(name, q4_0, monkeypatch) -> None:
     path = q4_0 if name == "q4_0" else FOLDER / f"{name}.gguf"
+    path = DECODER_FOLDERS / name.removeprefix("ct2 ") if name.startswith("ct2") else path
     expected = fastformer.generate(in_memory(path), [IDS], max_new_tokens=12, do_sample=False, engine="cpp")
     model, _ = load(path)
     with monkeypatch.context() as patched:
@@ -67,12 +79,44 @@ def test_the_engine_reads_the_file_and_finds_the_same(name, q4_0, monkeypatch) -
     assert is_waiting(model) and torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("name", ["marian", "pegasus", "t5-gated"])  # int8, int16, int8
+def test_translators_of_ctranslate2_are_read_by_the_engine(name, monkeypatch) -> None:
+    read, numbers_of = list[str](), Rounded.numbers_of
+
+    def noted(self: Rounded, *rest: Any) -> torch.Tensor:
+        read.append(self.place)
+        return numbers_of(self, *rest)
+
+    monkeypatch.setattr(Rounded, "numbers_of", noted)
+    model, _ = load_transformer(FOLDERS / name)
+    assert not any("layer_" in place for place in read)  # embeddings are compared
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "engine": "cpp"}
+    with monkeypatch.context() as patched:
+        patched.setattr(stored._File, "read", None)
+        found = fastformer.generate(model, [IDS], **options)
+    assert is_waiting(model) and any("layer_" in place for place in read)
+    plain, _ = load_transformer(FOLDERS / name)
+    plain.state_dict()
+    assert not is_waiting(plain) and torch.equal(found, fastformer.generate(plain, [IDS], **options))
+
+
+@pytest.mark.parametrize("scale", [0.0, float("nan"), 1e-40])
+def test_scales_of_ctranslate2_that_are_no_numbers_are_refused(scale, tmp_path) -> None:
+    folder = Path(shutil.copytree(DECODER_FOLDERS / "llama", tmp_path / "llama"))
+    data, name = bytearray((folder / MODEL).read_bytes()), b"decoder/layer_1/ffn/linear_1/weight_scale\0"
+    place = data.index(name) + len(name) + 1 + 4 + 1 + 4  # a rank, a size, a dtype, a number of bytes
+    data[place : place + 4] = struct.pack("<f", scale)
+    (folder / MODEL).write_bytes(data)
+    with pytest.raises(ValueError, match="layer_1/ffn/linear_1"):
+        fastformer.generate(load(folder)[0], [IDS], max_new_tokens=2, engine="cpp")
+
+
 @pytest.mark.parametrize("name", ["qwen3", "smollm"])  # fp32, bf16
 def test_a_matrix_that_embeds_and_makes_logits_is_packed_once(name, monkeypatch) -> None:
     path, counts, rows = FOLDER / f"{name}.gguf", Counter[str](), FileMatrix.rows
 
     def counted(self: FileMatrix, begin: int, end: int) -> torch.Tensor:
-        counts[self._stored.place] += end - begin
+        counts[self._source.place] += end - begin
         return rows(self, begin, end)
 
     monkeypatch.setattr(FileMatrix, "rows", counted)
@@ -144,8 +188,8 @@ def test_numbers_that_are_not_finite_are_refused_when_they_are_read(read, kind, 
 def test_operations_on_a_matrix_in_a_file_equal_those_in_memory() -> None:
     """Whether they read the numbers or not."""
     tensors = read_gguf(LLAMA).tensors
-    matrix = FileMatrix.of(tensors["blk.0.ffn_up.weight"])
-    experts = FileMatrix.of(tensors["blk.0.ffn_up.weight"]._replace(shape=(4, 16, 32)))
+    matrix = tensors["blk.0.ffn_up.weight"].matrix()
+    experts = tensors["blk.0.ffn_up.weight"]._replace(shape=(4, 16, 32)).matrix()
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     plain = matrix.read()
     cases: list[tuple[Any, bool]] = [
@@ -165,4 +209,4 @@ def test_operations_on_a_matrix_in_a_file_equal_those_in_memory() -> None:
             assert result.shape == expected.shape and torch.equal(result + 0, expected), i
     for operation in (lambda x: x[2], lambda x: x[1:3], lambda x: x.flatten(0, 1), lambda x: x[-1], lambda x: x[1, 3]):
         assert torch.equal(operation(experts) + 0, operation(plain.view(4, 16, 32)))
-    assert matrix.dtype == torch.float32 and matrix._stored.kind == Kind.Q8_0
+    assert matrix.dtype == torch.float32 and tensors["blk.0.ffn_up.weight"].kind == Kind.Q8_0

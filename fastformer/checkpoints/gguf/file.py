@@ -24,8 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastformer.checkpoints.gguf.blocks import BLOCKS, Kind
+from fastformer.checkpoints.file_matrix import FileMatrix
+from fastformer.checkpoints.gguf.blocks import BLOCKS, Kind, int4_groups, numbers
 from fastformer.files import is_plain_file
+from fastformer.models.quantization import Groups
 
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
@@ -48,6 +50,8 @@ class Stored(NamedTuple):
         data: its bytes.
         place: its name and that of the file, for messages.
         release: (bytes) -> None: some of `data` won't be read soon, and need no memory.
+
+    The other names are those of a `Source`, whose part is the bytes of rows.
     """
 
     kind: Kind
@@ -55,6 +59,22 @@ class Stored(NamedTuple):
     data: Tensor
     place: str
     release: Callable[[Tensor], None]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return BLOCKS[self.kind].dtype or torch.float32
+
+    def matrix(self) -> FileMatrix:
+        """Returns a tensor of two or three dimensions, which stays in the file."""
+        block, columns = BLOCKS[self.kind], self.shape[-1]
+        return FileMatrix(self, self.shape, (self.data.view(-1, columns // block.numbers * block.size),))
+
+    def numbers_of(self, shape: tuple[int, ...], data: Tensor) -> Tensor:
+        result = numbers(self.kind, shape, data.flatten())
+        return result.clone() if result.data_ptr() == data.data_ptr() else result  # a view of the file
+
+    def groups_of(self, shape: tuple[int, ...], data: Tensor) -> Groups | None:
+        return int4_groups(shape, data.flatten()) if self.kind == Kind.Q4_0 else None
 
 
 class GGUF(NamedTuple):
@@ -242,7 +262,7 @@ def _mapped(memory: mmap.mmap) -> tuple[Tensor, Callable[[Tensor], None]]:
 
     def release(part: Tensor) -> None:
         offset = part.data_ptr() - mapped.data_ptr()
-        if advice is not None and 0 <= offset <= len(mapped) - len(part) and part.numel():
+        if advice is not None and 0 <= offset <= len(mapped) - part.numel() and part.numel():
             begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
             memory.madvise(advice, begin, offset + part.numel() - begin)
 

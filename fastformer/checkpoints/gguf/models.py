@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastformer.checkpoints.file_matrix import FileMatrix
 from fastformer.checkpoints.gguf.blocks import BLOCKS, Kind, int4_groups, numbers
 from fastformer.checkpoints.gguf.file import GGUF, Stored, first_value, read_gguf
-from fastformer.checkpoints.gguf.matrix import FileMatrix
 from fastformer.checkpoints.gguf.tokenizers import Vocabulary, decoder_tokenizer, encoder_tokenizer, read_vocabulary
 from fastformer.checkpoints.hf import FAMILIES, encoding_family
 from fastformer.checkpoints.hf.common import Checkpoint, check_empty, load_foreign, taken
@@ -495,7 +495,7 @@ def _tensor(file: GGUF, name: str) -> Tensor:
     """Returns a vector's numbers, or a matrix that stays in the file."""
     stored = file.tensors[name]
     if len(stored.shape) > 1:
-        return FileMatrix.of(stored)
+        return stored.matrix()
     vector = _numbers(stored)
     check_finite(file.path, {name: vector})
     return vector

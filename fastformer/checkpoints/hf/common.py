@@ -421,9 +421,15 @@ def forbidden_of(saved: Checkpoint, vocab_size: int) -> tuple[int, ...]:
 
 def first_equal(first: Tensor, second: Tensor, third: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns three matrices, or the first three times if all are equal, so that the converted model ties them."""
-    if all(one is first or (one.shape == first.shape and torch.equal(one, first)) for one in (second, third)):
-        return first, first, first
-    return first, second, third
+    return (first, first, first) if all(equal_rows(one, first) for one in (second, third)) else (first, second, third)
+
+
+def equal_rows(one: Tensor, other: Tensor) -> bool:
+    """Returns whether two matrices are equal, of which some rows at a time are in memory if they are in a file."""
+    if one is other or one.shape != other.shape:
+        return one is other
+    step = max(1, _NUMBERS_AT_ONCE // max(1, one.shape[1:].numel()))
+    return all(torch.equal(one[i : i + step], other[i : i + step]) for i in range(0, len(one), step))
 
 
 def without_row(matrix: Tensor, row: int) -> Tensor:
@@ -482,6 +488,7 @@ def flag_of(settings: Mapping[str, Any], name: str, default: bool) -> bool:
     return default if value is None else value
 
 
+_NUMBERS_AT_ONCE = 1 << 20
 Parts = Tensor | tuple[Tensor, ...]  # tensors to be concatenated (dimension 0)
 
 
