@@ -66,6 +66,9 @@ def _load_tail(row_ptrs, here, bias_ptr, columns, vocab_size, padded_size, softc
         logits += tl.load(bias_ptr + columns, mask=columns < vocab_size, other=0.0).to(tl.float32)[None, :]
     slope = 1.0
     if softcap is not None:
+        # The padding was never written. Its gradients must be finite: the products of some libraries read beyond the
+        # vocabulary (oneDNN's of bf16 with AMX), and multiply by 0.
+        logits = tl.where((columns < vocab_size)[None, :], logits, 0.0)
         logits, slope = soft_capped(logits, softcap, row_ptrs.dtype.element_ty == tl.float32)
     return tl.where((columns < vocab_size)[None, :], logits, float("-inf")), slope
 

@@ -125,7 +125,7 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("train new --train_tsv .", ("text file",)),
     ("train new --train_tsv pipe", ("text file", "pipe")),
     ("train new --train_tsv pairs.tsv --tokenizer pipe", ("pipe", "file")),
-    ("train new --train_tsv pairs.tsv --tokenizer text.txt", ("text.txt", "JSON")),
+    ("train new --train_tsv pairs.tsv --tokenizer text.txt", ("text.txt", "tokenizer.json")),
     ("train new --train_tsv pairs.tsv --tokenizer .", ("tokenizer.json",)),
     ("train pairs.tsv/x --train_tsv pairs.tsv --tokenizer bytes", ("pairs.tsv",)),
     ("train new --train_tsv pairs.tsv --tokenizer bytes --init_from text.txt", ("text.txt",)),

@@ -30,6 +30,9 @@ _PIECE_SHARE = 0.25  # after a piece of a long prompt, the others run for this p
 _RUN_SECONDS = 0.01
 _RUN_STEPS = 1_000_000
 _DRAFT_SECONDS = 0.004  # the same if tokens may be drafted, so that a text that begins to repeat is noticed soon
+# A listener gets each of the first tokens separately, and later ones after each run of steps: a few milliseconds are
+# not noticeable, and a step of a small model costs less than a call of the listener.
+_FIRST_TOLD = 4
 
 
 class Batching(Protocol[R]):
@@ -174,9 +177,7 @@ class Scheduler:
         self._make_room()
         if not self.running:
             return ended
-        # A listener gets the first token at once, and later ones after each run of steps: a few milliseconds are not
-        # noticeable, and a step of a small model costs less than a call of the listener.
-        is_first = any([request.on_token is not None and not request.num_told for request in self.running])
+        is_first = any([request.on_token is not None and request.num_told < _FIRST_TOLD for request in self.running])
         min_rows = min(self._refill_below(), self._running_rows)
         may_draft = self._drafter.model is not None or any(
             [request.lookup is not None or request.search.matchers is not None for request in self.running]

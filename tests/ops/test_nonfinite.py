@@ -198,7 +198,11 @@ def test_as_in_plain_pytorch(op: OpCase, backend: str, dtype: torch.dtype, devic
     def run(function: Callable, inputs: Tensors) -> Tensors:
         return _results(op, function, {name: inputs[name] for name in tensors}, inputs.get("dout", dout))
 
-    clean, plain_clean = run(op.ours, inputs), run(op.plain, inputs)
+    def run_plain(inputs: Tensors) -> Tensors:
+        # In fp32 for bf16: oneDNN's bf16 products with AMX read beyond a row, where a NaN or an infinity spreads.
+        return run(op.plain, {name: x.float() if dtype == torch.bfloat16 else x for name, x in inputs.items()})
+
+    clean, plain_clean = run(op.ours, inputs), run_plain(inputs)
     for name, tensor in inputs.items():
         last = tensor.numel() - 1
         places = {"nan": (0, last // 2, last), "inf": (last,), "-inf": (0,)}
@@ -207,7 +211,7 @@ def test_as_in_plain_pytorch(op: OpCase, backend: str, dtype: torch.dtype, devic
         for value, positions in places.items():
             for position in positions:
                 bad = _poisoned(inputs, name, position, VALUES[value])
-                ours, plain = run(op.ours, bad), run(op.plain, bad)
+                ours, plain = run(op.ours, bad), run_plain(bad)
                 for result, expected in plain.items():
                     message = f"{result} with {value} at {position} of {name}"
                     actual, finite = ours[result].to(expected.dtype), expected.isfinite()
