@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastformer.ops import attention, attention_weights, record_backends, use_backend
-from tests.checks import assert_accurate, assert_op_accurate, keep_mask, small_draws
+from tests.checks import assert_accurate, assert_op_accurate, is_interpreted, keep_mask, small_draws
 from tests.conftest import on_backend
 from tests.covering import each
 from tests.ops.attention_cases import CASES, Case, make_inputs, plain_attention
@@ -62,7 +62,8 @@ def test_forward_and_backward(case, dtype, backend, device) -> None:
         pytest.skip("the interpreter runs fp16 in tests/kernels, where every pair of options is")
     if backend == "triton" and device == "cpu" and case.name in IN_KERNELS:
         pytest.skip("the interpreter runs each option and every pair in tests/kernels")
-    assert_case_accurate(case, dtype, device, small_draws())
+    few = case.seqlen_q == 1 and not is_interpreted()  # few results: the worst of 8 draws is luck
+    assert_case_accurate(case, dtype, device, 8 * small_draws() if few else small_draws())
 
 
 def assert_case_accurate(case: Case, dtype: torch.dtype, device: str, draws: int) -> None:
