@@ -61,7 +61,7 @@ def module() -> ModuleType:
         ("--count=3 r --share 2e-1", {"run": "r", "count": 3, "share": 0.2}),
         ("--share 1 r", {"run": "r", "share": 1.0}),
         ("--max-len 5 r", {"run": "r", "max_len": 5}),
-        ("--max_len null r", {"run": "r", "max_len": None}),
+        *((f"--max_len {word} r", {"run": "r", "max_len": None}) for word in ("null", "none")),
         ("--greedy r", {"run": "r", "greedy": True}),
         ("r t --greedy --count 2", {"run": "r", "text": "t", "greedy": True, "count": 2}),
         ("r t --greedy false", {"run": "r", "text": "t", "greedy": False}),

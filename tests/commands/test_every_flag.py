@@ -326,6 +326,14 @@ def test_each_flag_of_serve_reaches_the_server(flag, places, served, capsys) -> 
     assert made[0] != made[1]
 
 
+def test_an_adapter_has_the_folder_behind_its_name(places, served, capsys) -> None:
+    words = ["--adapter", "a=x/rank=8", "--adapter", "b=y"]
+    assert main(["serve", places["run"], *words]) == 0
+    (options,) = (options for kind, _, options in served if kind == "service")
+    assert options["adapters"] == {"a": "x/rank=8", "b": "y"}
+    assert main(["serve", places["run"], *words, "--adapter", "b=z"]) == 1 and "'b' twice" in capsys.readouterr().err
+
+
 # The settings of trainings with other values than the defaults, as `TrainConfig.from_dict` reads them. What a setting
 # then changes is in tests/training/test_every_setting.py.
 TRAININGS: dict[str, dict[str, Any]] = {

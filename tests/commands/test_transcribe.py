@@ -78,10 +78,10 @@ def test_several_files_together_are_those_alone(ran, texts, places, tmp_path) ->
     for form in ("srt", "vtt"):
         code, out, error = ran("a.wav", "b.wav", "--format", form, *OPTIONS)
         assert code == 1 and "--out" in error and not out
-    code, out, _ = ran("a.wav", "b.wav", "--format", "srt", "--out", str(tmp_path / "new"), *OPTIONS)
+    code, out, _ = ran("a.wav", "b.wav", "--format", "srt", "--out", str(tmp_path / "a" / "new"), *OPTIONS)
     assert code == 0 and out == ""
-    assert {path.name for path in (tmp_path / "new").iterdir()} == {"a.srt", "b.srt"}
-    assert texts["b"][0] in (tmp_path / "new" / "b.srt").read_text(encoding="utf-8")
+    assert {path.name for path in (tmp_path / "a" / "new").iterdir()} == {"a.srt", "b.srt"}
+    assert texts["b"][0] in (tmp_path / "a" / "new" / "b.srt").read_text(encoding="utf-8")
     code, out, _ = ran(
         "a.wav", "b.wav", "--batch_size", "2", "--format", "json", "--out", str(tmp_path / "cut"), *OPTIONS
     )

@@ -23,6 +23,7 @@ from tests.serving import models
 from tests.serving.asking import serving
 
 AUDIO = wav(sound(5, 2))
+SPACED = wav(sound(5, 3))  # of its segments, one begins with a space and others don't
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 
 
@@ -78,11 +79,14 @@ def test_words_and_segments(path) -> None:
     assert asked(path, {"timestamp_granularities[]": ["word"]}).status_code == 400
 
 
-def test_segments_are_streamed(path, text) -> None:
-    response = asked(path, {"language": "en", "stream": "true"})
+def test_segments_are_streamed(path) -> None:
+    segments, _ = WhisperModel(path).transcribe(SPACED, "en")
+    text = "".join(segment.text for segment in segments).strip()
+    response = asked(path, {"language": "en", "stream": "true"}, audio=SPACED)
     events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: ")]
     *deltas, done = events
-    assert len(deltas) > 1 and {event["type"] for event in deltas} == {"transcript.text.delta"}
+    assert {event["delta"][0].isspace() for event in deltas[1:]} == {False, True}
+    assert {event["type"] for event in deltas} == {"transcript.text.delta"}
     assert done["type"] == "transcript.text.done"
     assert done["text"] == "".join(event["delta"] for event in deltas) == text
 

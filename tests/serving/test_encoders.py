@@ -271,8 +271,8 @@ def test_documents_are_ranked_as_the_library_ranks_them(route, ranker) -> None:
     assert few == [{"index": one["corpus_id"], "relevance_score": one["score"]} for one in expected[:3]]
     mistakes: list[dict[str, Any]] = [
         {"documents": []}, {"documents": [{"title": "a"}]}, {"query": ""}, {"top_n": 0}, {"max_tokens_per_doc": 9},
-        {"rank_fields": ["title"]}, {"documents": ["a"] * 2_049}, {"query": "\udcff"},
-        {"truncation": False},
+        {"rank_fields": ["title"]}, {"documents": ["a"] * 2_049}, {"query": "\udcff"}, {"query": "a" * 200_001},
+        {"documents": ["a" * 200_001]}, {"truncation": False},
     ]  # fmt: skip
     for wrong in mistakes:
         answer = httpx.post(f"{ranker.url}{route}", content=json.dumps(body | wrong), headers=JSON)
@@ -319,6 +319,7 @@ WRONG: list[tuple[str, dict[str, Any], int, str]] = [
     ("embed", {"inputs": "a", "prompt_name": "other"}, 422, "validation"),
     ("embed", {"inputs": "a", "normalize": "no"}, 422, "validation"),
     ("embed", {"inputs": "a", "truncate": True, "truncation_direction": "left"}, 422, "validation"),
+    ("embed", {"inputs": "a", "truncate": True, "truncation_direction": "Left"}, 422, "validation"),
     ("embed", {"inputs": "\udcff"}, 422, "validation"),
     ("embed", {}, 422, "validation"),
     ("embed", {"inputs": "a", "timeout": -1}, 422, "validation"),
