@@ -111,13 +111,18 @@ def test_the_heads_of_quantised_folders_have_their_numbers() -> None:
     assert state["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
 
 
-@pytest.mark.parametrize("omitted", ["symmetric", "strategy", "type", "symmetric strategy type"])
-def test_settings_that_a_scheme_omits_are_the_usual_ones(omitted, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("name", "omitted"),
+    [*(("w4a16", omitted) for omitted in ("symmetric", "strategy", "type", "symmetric strategy type")),
+     ("w8a16", "num_bits"), ("w8a8", "num_bits type")],
+)  # fmt: skip
+def test_settings_that_a_scheme_omits_are_the_usual_ones(name, omitted, tmp_path) -> None:
     def omit(config: dict[str, Any]) -> None:
-        for name in omitted.split():
-            del config["config_groups"]["group_0"]["weights"][name]
+        for group in config["config_groups"].values():
+            for setting in omitted.split():
+                del group["weights"][setting]
 
-    found, due = read(changed(tmp_path, "w4a16", config=omit)), read(FOLDERS / "w4a16")
+    found, due = read(changed(tmp_path, name, config=omit)), read(FOLDERS / name)
     assert all(map(torch.equal, found.parameters(), due.parameters())) and found.precision == due.precision
 
 

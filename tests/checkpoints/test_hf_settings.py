@@ -48,6 +48,11 @@ OLD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}}, {
         "max_len": 1024, "qkv_bias": True}),
+    ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, {"max_len": 1024, "rotary_scaling": {
+        "kind": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}}),
+    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+     {"rotary_scaling": {"kind": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                         "original_max_position_embeddings": 256}}),
     ("qwen2", {"use_sliding_window": False, "sliding_window": 32, "max_window_layers": 2}, {}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 3}, {
         "window_size": 31, "window_layers": (False, False, False, True)}),

@@ -73,8 +73,14 @@ def options_of(kind: str, settings: dict[str, Any]) -> Any:
 def test_each_omitted_setting_is_as_in_transformers(kind) -> None:
     """Each field of a config is left out alone; sizes have no usual value here."""
     config_class, results = getattr(transformers, FAMILIES[kind].config_class), set()
-    for base in (BASES[kind], *MORE.get(kind, ())):
-        whole = config_of(kind, base).to_dict()
+    wholes = [config_of(kind, base).to_dict() for base in (BASES[kind], *MORE.get(kind, ()))]
+    # Before version 5, the kinds of layers followed from other settings.
+    wholes += [
+        {name: value for name, value in whole.items() if name != "layer_types"}
+        for whole in wholes
+        if kind in DECODER_FORMS and "layer_types" in whole and kind != "granitemoehybrid"
+    ]
+    for whole in wholes:
         for name in whole.keys() - {"model_type"}:
             less = {key: copy.deepcopy(value) for key, value in whole.items() if key != name}
             try:
@@ -88,6 +94,16 @@ def test_each_omitted_setting_is_as_in_transformers(kind) -> None:
             is_size |= name.endswith(("hidden_size", "intermediate_size", "max_position_embeddings", "layer_types"))
             assert expected in (found, REFUSED) or (is_size and found == REFUSED), name
     assert results == {True, False}
+
+
+@pytest.mark.skipif(IS_OLD, reason="version 4 of transformers has other fields")
+@pytest.mark.parametrize("kind", ENCODER_FORMS)
+def test_the_padding_that_an_encoder_omits_is_that_of_its_class(kind) -> None:
+    usual = getattr(transformers, FAMILIES[kind].config_class)().pad_token_id
+    theirs = config_fields.made(Change(kind, "", Nested(vocab_size=max(60, usual + 1))))
+    settings = {name: value for name, value in theirs.config.to_dict().items() if name != "pad_token_id"}
+    model = FAMILIES[kind].to_model(Checkpoint(settings, theirs.state_dict()))
+    assert model.config.special_ids.pad == usual
 
 
 @pytest.mark.skipif(IS_OLD, reason="version 4 of transformers has other fields")
