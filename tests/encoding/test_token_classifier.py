@@ -67,12 +67,16 @@ def test_results_equal_those_of_the_pipeline(name: str, tmp_path: Path) -> None:
     assert classifier.labels == tuple(LABELS)
     texts = [text for text in MANY[:6] + LONG if text]
     check(classifier.classify(texts), plain(texts))
-    check(classifier.classify(texts, ignore_labels=["MISC"]), plain(texts, ignore_labels=["MISC"]))
-    for strategy in ("simple", "first", "average", "max"):
-        check(classifier.classify(texts, strategy), plain(texts, aggregation_strategy=strategy))
-        for stride in (0, 3, 9):
-            found = classifier.classify(texts, strategy, stride=stride, batch_tokens=64)
-            check(found, plain(texts, aggregation_strategy=strategy, stride=stride))
+    # What follows the labels depends on the tokenizer alone, of which there are two.
+    cases: list[tuple[Any, int | None]] = [("average", 3)]
+    if name in ("Bert", "Roberta"):
+        check(classifier.classify(texts, ignore_labels=["MISC"]), plain(texts, ignore_labels=["MISC"]))
+        strategies = ("simple", "first", "average", "max")
+        cases = [(each, None) for each in strategies] + [*zip(strategies, (9, 3, 0, 3), strict=True)]
+    for strategy, stride in cases:
+        given: dict[str, Any] = {} if stride is None else {"stride": stride}
+        found = classifier.classify(texts, strategy, batch_tokens=64, **given)
+        check(found, plain(texts, aggregation_strategy=strategy, **given))
     check([classifier.classify(texts[-1], "max", stride=2)], [plain(texts[-1], aggregation_strategy="max", stride=2)])
 
 
