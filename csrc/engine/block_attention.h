@@ -47,10 +47,11 @@ class PackedHead {
   // Computes rows of results from rows of queries, q_stride apart. Row i sees the keys [first(i), end(i)), both of
   // which increase with i; a row that sees nothing gives zeros. scale2: the scale of the scores times log2(e). bias(i,
   // key, count, scores) changes the products of row i with `count` visible keys, from `key` on, before the scale.
-  // value_scales: factors of the values, and kPanel more that are finite; null: none.
+  // value_scales: factors of the values, and kPanel more that are finite; null: none. few_rows: the products with keys
+  // that don't fill a panel do without AMX, whose calls take longer than the products of few rows.
   template <typename First, typename End, typename Bias>
   void attend(const float* q, int64_t q_stride, int64_t rows, float scale2, First first, End end, Bias bias, float* out,
-              int64_t out_stride, const float* value_scales = nullptr) {
+              int64_t out_stride, const float* value_scales = nullptr, bool few_rows = false) {
     using V = Vec<float>;
     constexpr int64_t kRows = 64;
     constexpr float kNothing = -std::numeric_limits<float>::infinity();
@@ -64,8 +65,9 @@ class PackedHead {
       scores_.resize(kRows * width);
       if constexpr (!std::is_same_v<T, float>) weights_.resize(kRows * width);
       for (int64_t i = 0; i < m; ++i) store_row(q + (begin + i) * q_stride, dim_, queries_.data() + i * dim_);
-      gemm<T>(m, seen, dim_, queries_.data(), dim_, packed_keys_ + from * round_up(dim_, kPair<T>), scores_.data(),
-              width, false);
+      // AMX multiplies by whole panels alone; what is beyond the keys is overwritten.
+      gemm<T>(m, few_rows ? seen : round_up(seen, kPanel), dim_, queries_.data(), dim_,
+              packed_keys_ + from * round_up(dim_, kPair<T>), scores_.data(), width, false);
       float inverse[kRows];
       for (int64_t i = 0; i < m; ++i) {
         float* x = scores_.data() + i * width;

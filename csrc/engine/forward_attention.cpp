@@ -329,7 +329,7 @@ void Forward::attend_packed_source(int64_t layer, const Span& span, int64_t kv_h
               std::copy_n(scores, tokens,
                           probe->scores + (static_cast<int64_t>(i) * probe->rows + span.begin + row) * tokens);
         },
-        context_.data() + span.begin * o.q_dim() + h * dim, o.q_dim());
+        context_.data() + span.begin * o.q_dim() + h * dim, o.q_dim(), nullptr, true);
 }
 
 template void Forward::attend_own_span<float>(int64_t, const Span&, int64_t);
