@@ -1,10 +1,12 @@
-"""Transcribes recordings with fastformer, faster-whisper and transformers in turns, and compares speed and texts.
+"""Transcribes recordings with fastformer, faster-whisper, transformers and whisper.cpp, and compares speed and texts.
 
     pip install faster-whisper && python -m benchmarks.speech FOLDER talk.wav [more.mp3] [--threads 1 2] [--out FILE]
 
 FOLDER is a Whisper's folder of CTranslate2 or of transformers; --transformers names the folder that transformers reads,
-in fp32. Each provider is a process for each precision and number of threads, of which the better counts. "one by one"
-decodes windows in their order, "batched" cuts them at pauses, 8 at a time. Memory is the peak of the process.
+in fp32, and --whisper.cpp files of whisper.cpp (`pip install pywhispercpp`), each for the precision of its weights;
+16-bit ones count as fp32. Each provider is a process for each precision and number of threads, of which the better
+counts. "one by one" decodes windows in their order, "batched" cuts them at pauses, 8 at a time. Memory is the peak of
+the process.
 """
 
 from __future__ import annotations
@@ -17,14 +19,20 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from benchmarks.measure.commands import count, parser_of, positive
 
-PROVIDERS = ("fastformer", "faster-whisper", "transformers")
+PROVIDERS = ("fastformer", "faster-whisper", "transformers", "whisper.cpp")
 BATCH = 8
+RATE = 16_000  # samples a second
 _COMPUTE_TYPES = {"int8": "int8", "fp32": "float32", "bf16": "bfloat16"}
+_GGML_TYPES = {1: "fp32", 7: "int8"}  # of fp16 and Q8_0
+_GGML_MAGIC, _GGML_TYPE_AT = 0x67676D6C, 11  # the number of the type among those that a file begins with
 
 
 class Job(NamedTuple):
@@ -69,45 +77,95 @@ class Worker:
 
 def work(provider: str, precision: str, threads: str, folder: str, beams: str, *files: str) -> None:
     """The worker's side: loads the model, and for each line of standard input transcribes all files."""
-    options = {"language": "en", "beam_size": int(beams), "temperature": 0.0}
-    pipe: Any = None
     try:
-        if provider == "transformers":
-            import torch
-            import transformers
-
-            from fastformer.audio import decode_audio
-
-            torch.set_num_threads(int(threads))
-            pipe = transformers.pipeline(
-                "automatic-speech-recognition", folder, dtype=torch.float32, chunk_length_s=30, device="cpu"
-            )
-        else:
-            module = __import__("faster_whisper" if provider == "faster-whisper" else "fastformer")
-            model = module.WhisperModel(
-                folder, device="cpu", compute_type=_COMPUTE_TYPES[precision], cpu_threads=int(threads)
-            )
-            batched = module.BatchedInferencePipeline(model)
+        run = _LOADED.get(provider, _like_faster_whisper)(provider, precision, int(threads), folder, int(beams))
     except (ImportError, OSError, ValueError) as error:
         print(json.dumps({"missing": f"{type(error).__name__}: {error}"}), flush=True)
         return
     print(json.dumps({}), flush=True)
     for line in sys.stdin:
-        is_first, is_batch = line == "first\n", line == "batched\n"
+        mode = line.strip()
         began, texts, seconds = time.perf_counter(), [], 0.0
-        for file in files[:1] if is_first else files:
-            if pipe is not None:
-                kinds = {"num_beams": int(beams), "language": "en", "task": "transcribe"}
-                samples = decode_audio(file)[: 30 * 16_000 if is_first else None]
-                texts.append(pipe(samples, batch_size=BATCH if is_batch else 1, generate_kwargs=kinds)["text"])
-                continue
-            run = batched.transcribe if is_batch else model.transcribe
-            more = {"batch_size": BATCH} if is_batch else {"clip_timestamps": [0, 30]} if is_first else {}
-            segments, info = run(file, **options, **more)
-            texts.append("".join(segment.text for segment in segments))
-            seconds += info.duration
+        for file in files[:1] if mode == "first" else files:
+            text, length = run(file, mode)
+            texts.append(text)
+            seconds += length
         elapsed = time.perf_counter() - began
         print(json.dumps({"elapsed": elapsed, "seconds": seconds, "texts": texts, "peak_mib": _peak()}), flush=True)
+
+
+Run = Callable[[str, str], tuple[str, float]]  # from a file and a mode to its text and its seconds
+
+
+def _like_faster_whisper(provider: str, precision: str, threads: int, folder: str, beams: int) -> Run:
+    module = __import__("faster_whisper" if provider == "faster-whisper" else "fastformer")
+    model = module.WhisperModel(folder, device="cpu", compute_type=_COMPUTE_TYPES[precision], cpu_threads=threads)
+    batched = module.BatchedInferencePipeline(model)
+
+    def run(file: str, mode: str) -> tuple[str, float]:
+        more = {"batch_size": BATCH} if mode == "batched" else {"clip_timestamps": [0, 30]} if mode == "first" else {}
+        transcribe = batched.transcribe if mode == "batched" else model.transcribe
+        segments, info = transcribe(file, language="en", beam_size=beams, temperature=0.0, **more)
+        return "".join(segment.text for segment in segments), info.duration
+
+    return run
+
+
+def _transformers(provider: str, precision: str, threads: int, folder: str, beams: int) -> Run:
+    import torch
+    import transformers
+
+    torch.set_num_threads(threads)
+    pipe = transformers.pipeline(
+        "automatic-speech-recognition", folder, dtype=torch.float32, chunk_length_s=30, device="cpu"
+    )
+    kinds: dict[str, Any] = {"num_beams": beams}
+    if getattr(pipe.model.generation_config, "is_multilingual", True):
+        kinds |= {"language": "en", "task": "transcribe"}
+
+    def run(file: str, mode: str) -> tuple[str, float]:
+        samples = _samples(file, mode)
+        size = BATCH if mode == "batched" else 1
+        return pipe(samples, batch_size=size, generate_kwargs=kinds)["text"], len(samples) / RATE
+
+    return run
+
+
+def _whisper_cpp(provider: str, precision: str, threads: int, file: str, beams: int) -> Run:
+    from pywhispercpp.model import Model
+
+    model = Model(file, params_sampling_strategy=int(beams > 1), redirect_whispercpp_logs_to=None)
+    options: dict[str, Any] = {"n_threads": threads, "language": "en", "temperature": 0.0, "temperature_inc": 0.0}
+    options |= {"beam_search": {"beam_size": beams, "patience": -1.0}} if beams > 1 else {}
+
+    def run(file: str, mode: str) -> tuple[str, float]:
+        samples = _samples(file, mode)
+        return " ".join(part.text for part in model.transcribe(samples, **options)), len(samples) / RATE
+
+    return run
+
+
+def _samples(file: str, mode: str) -> Any:
+    from fastformer.audio import decode_audio
+
+    return decode_audio(file)[: 30 * RATE if mode == "first" else None]
+
+
+_LOADED = {"transformers": _transformers, "whisper.cpp": _whisper_cpp}
+
+
+def ggml_file(file: str) -> tuple[str, str]:
+    """Returns the precision under which a file of whisper.cpp is measured, and its name."""
+    try:
+        numbers = np.fromfile(file, "<u4", _GGML_TYPE_AT + 1)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if len(numbers) <= _GGML_TYPE_AT or numbers[0] != _GGML_MAGIC:
+        raise argparse.ArgumentTypeError(f"expected a file of whisper.cpp, got {file}")
+    kind = int(numbers[_GGML_TYPE_AT]) % 1000  # the thousands are the version of quantised weights
+    if kind not in _GGML_TYPES:
+        raise argparse.ArgumentTypeError(f"expected weights of fp16 or Q8_0 in {file}, got type {kind}")
+    return _GGML_TYPES[kind], file
 
 
 def _peak() -> float:
@@ -138,6 +196,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("files", nargs="+", help="recordings of English speech")
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=PROVIDERS[:2])
     parser.add_argument("--transformers", metavar="FOLDER", help="the same model's folder of transformers")
+    parser.add_argument(
+        "--whisper.cpp", metavar="FILE", type=ggml_file, nargs="+", default=[], dest="ggml", help="its files of ggml"
+    )
     parser.add_argument("--precisions", nargs="+", choices=[*_COMPUTE_TYPES], default=["int8", "fp32"])
     parser.add_argument("--threads", type=positive, nargs="+", default=[os.cpu_count() or 1])
     parser.add_argument("--modes", nargs="+", choices=["one by one", "batched"], default=["one by one", "batched"])
@@ -160,12 +221,14 @@ def main(arguments: list[str] | None = None) -> int:
 def compare(options: argparse.Namespace, precision: str, texts: dict[tuple[str, ...], str]) -> list[dict[str, Any]]:
     """Returns the rows of a precision, and adds its texts by precision, mode and provider."""
     files = [os.path.abspath(file) for file in options.files]
-    providers = [name for name in options.providers if name != "transformers" or precision == "fp32"]
-    folders = {"transformers": options.transformers or options.folder}
+    folders = dict.fromkeys(PROVIDERS[:2], options.folder)
+    if (file := dict(options.ggml).get(precision)) is not None:
+        folders["whisper.cpp"] = file
+    if precision == "fp32":
+        folders["transformers"] = options.transformers or options.folder
+    providers = [name for name in options.providers if name in folders]
     workers = [
-        Worker(
-            Job(name, precision, threads), os.path.abspath(folders.get(name, options.folder)), options.num_beams, files
-        )
+        Worker(Job(name, precision, threads), os.path.abspath(folders[name]), options.num_beams, files)
         for name in providers
         for threads in options.threads
     ]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+
+import numpy as np
 import pytest
 
 from benchmarks.measure import record
 from benchmarks.publish.latest import latest
-from benchmarks.speech import main, word_errors
+from benchmarks.speech import ggml_file, main, word_errors
 from tests.audio.speech import folder, sound
 from tests.audio.test_reading import wav
 
@@ -15,6 +18,23 @@ def test_word_errors() -> None:
     assert word_errors("The dog, runs.", "the dog runs") == 0
     assert word_errors("a dog runs fast", "the dog runs") == pytest.approx(2 / 3)
     assert word_errors("", "one two") == 1 and word_errors("one", "") == 1
+
+
+def test_a_file_of_whisper_cpp_is_measured_with_its_precision(tmp_path) -> None:
+    file = tmp_path / "ggml-base.bin"
+    sizes = [51865, 1500, 512, 8, 6, 448, 512, 8, 6, 80]
+    for kind, precision in {1: "fp32", 7: "int8", 2007: "int8"}.items():
+        np.array([0x67676D6C, *sizes, kind], "<u4").tofile(file)
+        assert ggml_file(str(file)) == (precision, str(file))
+    np.array([0x67676D6C, *sizes, 2002], "<u4").tofile(file)
+    with pytest.raises(argparse.ArgumentTypeError, match="got type 2"):
+        ggml_file(str(file))
+    for content in (b"RIFF" * 20, b""):
+        file.write_bytes(content)
+        with pytest.raises(argparse.ArgumentTypeError, match=r"expected a file of whisper\.cpp"):
+            ggml_file(str(file))
+    with pytest.raises(argparse.ArgumentTypeError, match="No such file"):
+        ggml_file(str(tmp_path / "none"))
 
 
 def test_a_recording_is_timed(tmp_path, capsys) -> None:
