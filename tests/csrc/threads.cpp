@@ -1,7 +1,8 @@
 // For ThreadSanitizer (`make sanitize`): callers who run stages at once, and sessions of one model on several threads,
 // each of which takes helpers where it gets them, for few rows and for so many that they are split among the threads: a
 // decoder alone in fp32 and bf16, with keys and values in int8 too, and one with an encoder in int8. So do callers of
-// one encoder, with ids or states. Exits with 1 where a number isn't the one that one thread finds.
+// one encoder, with ids or states, and of a small Whisper. Exits with 1 where a number isn't the one that one thread
+// finds.
 
 #include <atomic>
 #include <cstdint>
@@ -18,12 +19,15 @@
 
 #include "engine/decoder.h"
 #include "engine/encoder.h"
+#include "engine/token_rules.h"
 
 using namespace fastformer;
 
 namespace {
 
 constexpr int64_t kDim = 256, kInner = 1024, kVocab = 1000, kMaxLen = 64;
+// Of a Whisper: so many frames that threads share a recording where there is one for each, and one more.
+constexpr int64_t kMels = 8, kFrames = 540, kTokens = kFrames / 2;
 
 std::unique_ptr<Search> three_beams(int64_t limit) {
   return make_beam_search(limit, {1}, 3, 0.6, 1, EarlyStopping::kNo, limit % 2 == 0);
@@ -61,7 +65,9 @@ int64_t done_together(int threads, int rounds) {
 }
 
 // It keeps no tensor: each is copied as it is packed.
-std::shared_ptr<const PackedModel> make_model(Precision precision, bool has_encoder, bool has_decoder = true) {
+// is_speech: the encoder reads features, and the decoder states.
+std::shared_ptr<const PackedModel> make_model(Precision precision, bool has_encoder, bool has_decoder = true,
+                                              bool is_speech = false) {
   std::map<std::string, std::vector<float>> memory;
   ModelTensors tensors;
   std::mt19937 generator(1);
@@ -83,23 +89,29 @@ std::shared_ptr<const PackedModel> make_model(Precision precision, bool has_enco
     add("target_embedding", {kVocab, kDim}), add("output", {kVocab, kDim}), add("target_positions", {kMaxLen, kDim});
     add_layer("decoder.layers.0");
   }
-  if (has_encoder) {
+  if (has_encoder && is_speech && !has_decoder) {
+    add("front.0.weight", {kDim, 3 * kMels}), add("front.1.weight", {kDim, 3 * kDim});
+    add("front.positions", {kTokens, kDim});
+  } else if (has_encoder && !is_speech) {
     add("source_embedding", {kVocab, kDim}), add("source_positions", {kMaxLen, kDim});
-    add_layer("encoder.layers.0"), add_attention("decoder.layers.0.multihead_attn");
   }
+  const bool has_layers = has_encoder && !(is_speech && has_decoder);
+  if (has_layers) add_layer("encoder.layers.0");
+  if (has_encoder) add_attention("decoder.layers.0.multihead_attn");
   const ModelOptions options{.precision = precision,
                              .d_model = kDim,
                              .num_heads = 4,
                              .num_kv_heads = 4,
                              .head_dim = kDim / 4,
-                             .num_encoder_layers = has_encoder ? 1 : -1,
+                             .num_encoder_layers = has_encoder ? has_layers : -1,
                              .num_decoder_layers = has_decoder ? 1 : 0,
                              .norm_placement = NormPlacement::pre,
+                             .is_bare = is_speech,
                              .eps = 1e-5f,
                              .attention_scale = 0.25f,
-                             .encoder_windows = std::vector<int64_t>(has_encoder ? 1 : 0, -1),
+                             .encoder_windows = std::vector<int64_t>(has_layers ? 1 : 0, -1),
                              .decoder_windows = std::vector<int64_t>(has_decoder ? 1 : 0, -1),
-                             .max_len = 0,
+                             .max_len = is_speech ? kTokens : 0,
                              .activation = Activation::relu};
   return std::make_shared<PackedModel>(options, tensors);
 }
@@ -245,6 +257,32 @@ std::vector<float> encode(Encoder& encoder, int threads) {
   return said;
 }
 
+// Recordings, their states, and the texts of all of them together: with rules and without, greedy and with beams.
+struct Speech {
+  Encoder encoder{make_model(Precision::int8, true, false, true)};
+  std::shared_ptr<const PackedModel> decoder = make_model(Precision::int8, true, true, true);
+};
+
+std::vector<float> transcribe(Speech& speech, int threads) {
+  constexpr int64_t kWindows = 3;
+  std::vector<float> features(kWindows * kMels * kFrames), said(kWindows * kTokens * kDim);
+  for (size_t i = 0; i < features.size(); ++i) features[i] = static_cast<float>(i * 7 % 23) / 23.f;
+  Texts windows;
+  windows.features = features.data(), windows.frames = kFrames, windows.lengths.assign(kWindows, kTokens);
+  speech.encoder.encode(windows, Pooling::none, false, threads, said.data());
+  std::vector<Source> sources;
+  for (int64_t i = 0; i < kWindows; ++i) sources.push_back({nullptr, said.data() + i * kTokens * kDim, kTokens});
+  Session session(speech.decoder, 1024);
+  session.admit(sources, {{}, {5, 6}, {7}}, threads);
+  const std::unique_ptr<Search> greedy = make_greedy_search(7, {1}), ruled = make_greedy_search(9, {1}),
+                                beams = three_beams(8);
+  ruled->rules = std::make_shared<const TokenRules>(
+      TokenRules{.suppressed = {8, 9}, .timestamp_begin = 900, .max_initial_timestamp = 950, .end_of_text = 1});
+  if (!finish(session, {greedy.get(), ruled.get(), beams.get()}, {3, 4, 5}, {20, 10.0, 0}, threads)) return {};
+  for (const Search* search : {greedy.get(), ruled.get(), beams.get()}) note(*search, said);
+  return said;
+}
+
 }  // namespace
 
 int main() {
@@ -271,6 +309,9 @@ int main() {
   Encoder encoder(make_model(Precision::bf16, true, false));
   const std::vector<float> encoded = encode(encoder, 1);
   wrong += encode(encoder, 2) != encoded;
+  Speech speech;
+  const std::vector<float> transcribed = transcribe(speech, 1);
+  wrong += transcribed.empty(), wrong += transcribe(speech, 2) != transcribed;
   std::vector<std::thread> callers;
   for (int caller = 0; caller < 5; ++caller)
     callers.emplace_back([&, caller] {
@@ -280,6 +321,7 @@ int main() {
         else if (caller < 4)
           wrong += decode(one.model, one.type, caller + 1, 1 + turn) != (caller == 2 ? one.first : one.second);
         else wrong += decode_many(one.model, 2 + turn % 2) != one.many, wrong += share(one.model, 3, 2) != one.shared;
+        if (caller > 2 && turn < 2) wrong += transcribe(speech, 2) != transcribed;
         if (caller != 2) wrong += encode(encoder, 1 + (caller + turn) % 3) != encoded;
       }
     });
