@@ -45,7 +45,9 @@ def test_the_op_equals_the_product(rows: int, features: int, out: int, is_transp
         exact = F.linear(x.double(), weight.double(), None if b is None else b.double())
         product = _product(x, weight, b)
         assert product.shape == (rows, out) and product.is_contiguous() and product.dtype == dtype
-        _assert_accurate(product, F.linear(x, weight, b), exact)
+        # MKL's kernel for few rows is more exact than the one that computes the same rows among others.
+        plain = F.linear(x.repeat(100 // rows + 1, 1), weight, b)[:rows]
+        _assert_accurate(product, plain, exact)
 
 
 def _assert_accurate(actual: Tensor, plain: Tensor, exact: Tensor) -> None:
