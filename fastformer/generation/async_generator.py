@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 from fastformer.generation.chat import MAX_NEW_TOKENS
 from fastformer.generation.chat_template import ChatTemplate, Message, TemplateTokenizer
 from fastformer.generation.config import CacheDtype, GenerationConfig, GenerationOptions, Precision
-from fastformer.generation.constraints import Vocabulary
+from fastformer.generation.constraints import Triggers, Vocabulary, is_installed
 from fastformer.generation.drafts import DraftModel
 from fastformer.generation.engines import choose_engine
 from fastformer.generation.folder_options import load_adapters, load_draft_model, load_language_model
@@ -240,6 +240,11 @@ class AsyncGenerator(Session[Request]):
         """The ids behind which texts under a constraint are decoded; see `Vocabulary`."""
         return Vocabulary.of(self.tokenizer, self.model.config.vocab_size).anchor
 
+    @property
+    def can_constrain(self) -> bool:
+        """Whether texts can be constrained: the library is installed, and the bytes of the model's tokens are known."""
+        return is_installed() and getattr(self.tokenizer, "token_bytes", None) is not None
+
     def special_marks(self, marks: Collection[str]) -> dict[str, int]:
         """Returns the ids of those texts that are special tokens, which texts omit."""
         added = getattr(self.tokenizer, "added_tokens", {}) if marks else {}
@@ -325,6 +330,7 @@ class AsyncGenerator(Session[Request]):
         log_probs: bool = False,
         num_alternatives: int = 0,
         marks: Collection[str] = (),
+        triggers: Triggers | None = None,
         **options: Unpack[GenerationOptions],
     ) -> list[SampleRequest]:
         """Makes the request of each sample; see `complete`. Several prompts' requests may be submitted together.
@@ -332,6 +338,7 @@ class AsyncGenerator(Session[Request]):
         Args:
             prompt, config, log_probs, num_alternatives, options: see `complete`.
             marks: special tokens that the text shows, such as those around the calls of tools.
+            triggers: texts behind which the answer is under a constraint, if the options have none.
         """
         if num_alternatives != 0:
             check_value("num_alternatives", num_alternatives, Count)
@@ -358,6 +365,7 @@ class AsyncGenerator(Session[Request]):
             facts=self._facts,
             tokenizer=self.tokenizer,
             num_alternatives=num_alternatives,
+            triggers=triggers,
         )
         begin = builder.anchor or (() if is_chat else behind_ends(ids, self._ends))
         shown = {i: name for name, i in self.special_marks(marks).items()} if marks else {}

@@ -147,7 +147,7 @@ def _selection(requests: Sequence[Request], takes_masks: bool) -> Selection:
         rows = range(first, first + request.search.num_rows)
         first = rows.stop
         drawn = request.search.samples()
-        is_masked = request.search.matchers is not None
+        is_masked = request.search.is_masked
         num_masked += len(rows) if is_masked else 0
         if drawn is None and not request.processors and (takes_masks or not is_masked):
             continue
@@ -181,7 +181,7 @@ def _masks(requests: Sequence[Request]) -> tuple[list[int], Mask | None]:
     first = num_words = 0
     for request in requests:
         behind = first + request.search.num_rows
-        if (matchers := request.search.matchers) is not None:
+        if (matchers := request.search.matchers) is not None and request.search.is_masked:
             num_words = matchers[0].num_words  # of all of them, since they share the model's vocabulary
             masked.append((request, slice(len(rows), len(rows) + behind - first)))
             rows += range(first, behind)

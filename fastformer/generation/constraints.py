@@ -7,10 +7,12 @@ the text may end.
 
 from __future__ import annotations
 
+import copy
 import json
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
@@ -26,6 +28,8 @@ WHITE_SPACE = r"( |\n[ \t]{0,40})"
 _MOST_GRAMMARS = 32  # the compiled grammars that a vocabulary keeps
 _MOST_FORCED = 1024  # the texts whose tokens a vocabulary remembers
 _PREFIXES = ("\n", "=", "a")  # texts in front of a text that a tokenizer would else begin with a space
+_SPACE = b" \t\r\n"
+_BETWEEN = _SPACE + b"[],;"  # a model may write it between calls
 _vocabularies: weakref.WeakKeyDictionary[Any, Vocabulary] = weakref.WeakKeyDictionary()
 
 
@@ -39,6 +43,26 @@ class Constraint(NamedTuple):
 
     kind: ConstraintKind
     text: str
+
+
+class Triggers(NamedTuple):
+    """Texts behind which a row is under a constraint, until that is complete. The row is free before and afterwards.
+
+    Attributes:
+        constraint: the constraint.
+        texts: the texts, and for each the part at its end that belongs to the constraint, which may be empty.
+        shown: the texts of special tokens, by id. Other special tokens have no text.
+        is_first: whether these texts count only where the row begins, and behind a constraint.
+        hidden: the marks around a part at the beginning in which no text counts; None: there is none.
+        is_open: whether the row begins behind the first of these marks.
+    """
+
+    constraint: Constraint
+    texts: Mapping[str, str]
+    shown: Mapping[int, str]
+    is_first: bool = False
+    hidden: tuple[str, str] | None = None
+    is_open: bool = False
 
 
 class Vocabulary:
@@ -68,7 +92,8 @@ class Vocabulary:
         self.vocab_size, self.bytes = vocab_size, [*data[:vocab_size], *[None] * (vocab_size - len(data))]
         self.anchor = [i for i, one in enumerate(self.bytes) if one and len(one) == 1 and one.isalpha()][-1:]
         # The id behind the last one stands for the end of the text: which ids end it depends on the request.
-        self._tokens = library.LLTokenizer(library.TokenizerWrapper(_Wrapped(tokenizer, self.bytes)))
+        self._wrapped = _Wrapped(tokenizer, self.bytes)
+        self._tokens = library.LLTokenizer(library.TokenizerWrapper(self._wrapped))
         self._grammars: OrderedDict[Constraint, Any] = OrderedDict()
 
     @classmethod
@@ -96,6 +121,18 @@ class Vocabulary:
         while len(self._grammars) > _MOST_GRAMMARS:
             self._grammars.popitem(last=False)
         return Matcher(state.deep_copy(), self.vocab_size, ends)
+
+    def late_matcher(self, triggers: Triggers, ends: Sequence[int]) -> LateMatcher:
+        """Compiles the constraint behind some texts; see `matcher`."""
+        return LateMatcher(self.matcher(triggers.constraint, ends), triggers, self)
+
+    def text_of(self, token: int, shown: Mapping[int, str]) -> bytes:
+        """Returns the text of a token; see `Triggers.shown`."""
+        return shown[token].encode() if token in shown else self.bytes[token] or b""
+
+    def split(self, text: bytes) -> list[int]:
+        """Returns tokens of a text, the longest possible ones; of the part before what no token begins."""
+        return self._wrapped.split(text)
 
     def _compile(self, constraint: Constraint) -> Any:
         library = _library()
@@ -155,6 +192,10 @@ class _Wrapped:
                         return ids[place:]
         except ValueError:  # not UTF-8, or a text that the tokenizer can't encode
             pass
+        return self.split(whole)
+
+    def split(self, whole: bytes) -> list[int]:
+        """See `Vocabulary.split`."""
         ids, begin = [], 0
         while begin < len(whole):
             longest = min(self._longest, len(whole) - begin)
@@ -178,6 +219,8 @@ class Matcher:
     def __init__(self, state: Any, vocab_size: int, ends: Sequence[int]) -> None:
         self._state, self._size, self._ends = state, vocab_size, tuple(ends)
         self.num_words = -(-(vocab_size + 1) // 32)
+
+    is_bound = True  # some tokens are not allowed to come next
 
     def copy(self) -> Matcher:
         """Returns an independent copy."""
@@ -206,6 +249,10 @@ class Matcher:
         if token not in self._ends and not self._state.consume_token(token):
             raise ValueError(f"token {token} breaks the constraint: {self._state.get_error():.500}")
 
+    def allows(self, tokens: Sequence[int]) -> bool:
+        """Continues after tokens if the constraint allows all of them, and returns whether it does."""
+        return bool(self._state.try_consume_tokens([*tokens]) == len(tokens))
+
     def forced(self) -> list[int]:
         """Returns the tokens that come next in any case, which may be none."""
         return list(self._state.compute_ff_tokens())
@@ -214,6 +261,104 @@ class Matcher:
     def is_complete(self) -> bool:
         """Whether the text matches, and nothing can follow."""
         return bool(self._state.is_stopped()) and not self._state.is_error()
+
+
+class LateMatcher:
+    """The state of a row that is under a constraint only behind some texts. It has the methods of `Matcher`.
+
+    A token may have the end of such a text and more. If the constraint doesn't allow what is behind, it doesn't begin.
+
+    Args:
+        matcher: the beginning of the constraint.
+        triggers: the texts.
+        vocabulary: the tokens.
+    """
+
+    is_complete = False  # the row may continue
+
+    def __init__(self, matcher: Matcher, triggers: Triggers, vocabulary: Vocabulary) -> None:
+        self._matcher, self._triggers, self._vocabulary = matcher, triggers, vocabulary
+        self._texts = {text.encode(): part.encode() for text, part in triggers.texts.items()}
+        self._current: Matcher | None = None
+        self._text = b""  # the last of the text, which may be the beginning of a trigger
+        self._skipped = _SPACE  # a row may begin with it, before a trigger
+        self._part: Literal["start", "hidden", "free", "over"] = "free"
+        if triggers.hidden is not None:
+            self._part = "hidden" if triggers.is_open else "start"
+        self.num_words = matcher.num_words
+
+    def copy(self) -> LateMatcher:
+        """Returns an independent copy."""
+        other = copy.copy(self)
+        other._current = None if self._current is None else self._current.copy()
+        return other
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether some tokens are not allowed to come next."""
+        return self._current is not None
+
+    def fill(self, mask: Mask) -> None:
+        """Writes which tokens may come next; see `Matcher.fill`."""
+        if self._current is None:
+            mask.fill(0xFFFFFFFF)
+        else:
+            self._current.fill(mask)
+
+    def forced(self) -> list[int]:
+        """Returns the tokens that come next in any case, which may be none."""
+        return [] if self._current is None else self._current.forced()
+
+    def take(self, token: int) -> None:
+        """Continues after a token; see `Matcher.take`."""
+        if self._current is not None:
+            self._current.take(token)
+            self._leave()
+        elif self._part != "over":
+            self._text += self._vocabulary.text_of(token, self._triggers.shown)
+            if self._is_free() and (begun := self._begun()) is not None:
+                matcher, ids, self._text = self._matcher.copy(), self._vocabulary.split(begun), b""
+                if b"".join(self._vocabulary.bytes[i] or b"" for i in ids) == begun and matcher.allows(ids):
+                    self._current = matcher
+                    self._leave()
+
+    def _leave(self) -> None:
+        """Ends a constraint that is complete."""
+        if self._current is not None and self._current.is_complete:
+            self._current, self._text, self._skipped = None, b"", _BETWEEN
+
+    def _is_free(self) -> bool:
+        """Reads the hidden part; returns whether it has ended."""
+        if self._triggers.hidden is None or self._part == "free":
+            return True
+        begin, end = (mark.encode() for mark in self._triggers.hidden)
+        if self._part == "start":
+            text = self._text.lstrip()
+            if not text.startswith(begin):
+                if not begin.startswith(text):
+                    self._part = "free"
+                return self._part == "free"
+            self._part, self._text = "hidden", text[len(begin) :]
+        _, found, behind = self._text.partition(end)
+        self._text = behind if found else self._text[-len(end) :]
+        self._part = "free" if found else "hidden"
+        return bool(found)
+
+    def _begun(self) -> bytes | None:
+        """Returns the beginning of what is under the constraint, which may be empty; None: nothing is yet."""
+        if self._triggers.is_first:
+            self._text = text = self._text.lstrip(self._skipped)
+            found = [(0, trigger) for trigger in self._texts if text.startswith(trigger)]
+            if not found and not any(trigger.startswith(text) for trigger in self._texts):
+                self._part = "over"
+        else:
+            text = self._text
+            found = [(place, trigger) for trigger in self._texts if (place := text.find(trigger)) >= 0]
+            self._text = text[-max(map(len, self._texts)) :]
+        if not found:
+            return None
+        place, trigger = min(found)
+        return self._texts[trigger] + text[place + len(trigger) :]
 
 
 def allowed_tokens(masks: Mask, vocab_size: int) -> npt.NDArray[np.bool_]:
@@ -237,6 +382,11 @@ def _grammar_of(constraint: Constraint, library: ModuleType) -> str:
         choices = " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(text))
         return str(matcher.grammar_from_lark(f"start: {choices}"))
     return str(library.grammar_from("grammar", text))
+
+
+def is_installed() -> bool:
+    """Whether the library that computes constraints is there."""
+    return find_spec("llguidance") is not None
 
 
 def _library() -> ModuleType:

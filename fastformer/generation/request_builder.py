@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from fastformer.generation.config import GenerationConfig
-from fastformer.generation.constraints import Constraint, Matcher, Vocabulary
+from fastformer.generation.constraints import LateMatcher, Matcher, Triggers, Vocabulary
 from fastformer.generation.drafts import source_text
 from fastformer.generation.engines import Engine, Prompt, choose_engine
 from fastformer.generation.inputs import check_vocabulary
@@ -98,6 +98,7 @@ class RequestBuilder:
         tokenizer: the tokenizer of the outputs, if the config has stop_strings.
         num_alternatives: the number of likeliest tokens to record at each position, with their log-probabilities; only
             without beams.
+        triggers: texts behind which outputs are under a constraint, if the config has none.
 
     Attributes:
         engine: the engine for the requests.
@@ -119,6 +120,7 @@ class RequestBuilder:
         facts: ModelFacts | None = None,
         tokenizer: Detokenizer | None = None,
         num_alternatives: int = 0,
+        triggers: Triggers | None = None,
     ) -> None:
         self.is_prompted = is_decoder_only(model) if facts is None else facts.is_prompted
         config.check_model(model.config.vocab_size)
@@ -141,10 +143,15 @@ class RequestBuilder:
         self._special = SpecialIds.of(model.config) if facts is None else facts.special
         if num_alternatives and config.num_beams > 1:
             raise ValueError(f"expected num_beams 1 along with num_alternatives, got {config.num_beams}")
-        self._matcher: Matcher | None = None
+        self._matcher: Matcher | LateMatcher | None = None
         self.anchor: Sequence[int] = ()
-        if config.constraint is not None:
-            self._matcher = self._constrain(config.constraint)
+        if (constraint := config.constraint) is not None:
+            vocabulary = self._vocabulary(constraint.kind)
+            self.anchor = vocabulary.anchor
+            self._matcher = vocabulary.matcher(constraint, special_ids(self._special, config).eos)
+        elif triggers is not None:
+            vocabulary = self._vocabulary("triggers")
+            self._matcher = vocabulary.late_matcher(triggers, special_ids(self._special, config).eos)
         self._num_alternatives = min(num_alternatives, model.config.vocab_size)
         self.log_probs = log_probs or config.num_beams > 1 or num_alternatives > 0
         self.ids = special_ids(self._special, config)
@@ -176,14 +183,13 @@ class RequestBuilder:
         self._built = 0
         self._ends = frozenset(self.ids.eos)
 
-    def _constrain(self, constraint: Constraint) -> Matcher:
+    def _vocabulary(self, kind: str) -> Vocabulary:
+        """Returns the vocabulary of the tokenizer, for a constraint of some kind."""
         if not self.is_prompted:
-            raise ValueError(f"expected no {constraint.kind} for {type(self.model).__name__}, which reads a source")
+            raise ValueError(f"expected no {kind} for {type(self.model).__name__}, which reads a source")
         if self._tokenizer is None:
-            raise ValueError(f"expected tokenizer=, whose tokens have known bytes, along with {constraint.kind}")
-        vocabulary = Vocabulary.of(self._tokenizer, self.model.config.vocab_size)
-        self.anchor = vocabulary.anchor
-        return vocabulary.matcher(constraint, special_ids(self._special, self.config).eos)
+            raise ValueError(f"expected tokenizer=, whose tokens have known bytes, along with {kind}")
+        return Vocabulary.of(self._tokenizer, self.model.config.vocab_size)
 
     def check(
         self, row: Sequence[int], prefix: Sequence[int] = (), *, width: int | None = None, num_language_tokens: int = 0

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fastformer.generation.config import EarlyStopping
-from fastformer.generation.constraints import Mask, Matcher
+from fastformer.generation.constraints import LateMatcher, Mask, Matcher
 
 NEVER = -math.inf  # the score of a missing hypothesis
 
@@ -78,11 +78,16 @@ class Search(ABC):
     """
 
     is_sampling = False
-    matchers: Sequence[Matcher] | None = None
+    matchers: Sequence[Matcher | LateMatcher] | None = None
     limit: int
     num_candidates: int
     num_rows: int
     peak_rows: int
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether a row may choose only some tokens next."""
+        return self.matchers is not None and any([matcher.is_bound for matcher in self.matchers])
 
     @abstractmethod
     def last_tokens(self) -> list[int]:
@@ -159,7 +164,7 @@ class RowSearch(Search):
         *,
         stop: Stop | None = None,
         num_alternatives: int = 0,
-        matcher: Matcher | None = None,
+        matcher: Matcher | LateMatcher | None = None,
     ) -> None:
         self.matchers = None if matcher is None else [matcher.copy() for _ in range(num_rows)]
         self.limit, self.eos, self.sampling, self._stop = limit, eos, sampling, stop

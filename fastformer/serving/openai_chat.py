@@ -14,6 +14,7 @@ from fastapi import APIRouter, Request, Response
 
 from fastformer import __version__
 from fastformer.generation.async_generator import ChatIds, PromptTooLong
+from fastformer.generation.constraints import Triggers
 from fastformer.generation.jobs import Stream
 from fastformer.generation.processors import CountPenalties, LeastShare, TokenBias
 from fastformer.generation.streaming import (
@@ -45,14 +46,15 @@ from fastformer.serving.openai_bodies import (
 )
 from fastformer.serving.service import GenerateService
 from fastformer.serving.structured import Constrained, check_constraint
+from fastformer.serving.tool_formats import reasoning_of
 from fastformer.serving.tools import (
     AnswerParser,
     AnswerStyle,
     RequestTools,
+    begun_calls,
     call_deltas,
     calls_of,
     check_calls,
-    reasoning_of,
     tools_of,
 )
 
@@ -101,9 +103,11 @@ def add_chat(routes: APIRouter, service: GenerateService, limits: Limits) -> Non
             variables["tools"] = tools.described
 
         async def respond() -> Response:
-            constrained = await check_constraint(body, service, deadline)
+            constrained, begun = await check_constraint(body, service, deadline), None
             if tools is not None:
                 constrained = await check_calls(tools, constrained, body, service, deadline)
+                if constrained is None:
+                    begun = await begun_calls(tools, body, service, deadline)
             try:
                 ids = await _chat_ids(service, messages, deadline, variables)
             except ValueError as error:
@@ -112,7 +116,8 @@ def add_chat(routes: APIRouter, service: GenerateService, limits: Limits) -> Non
             if tools is not None or reasoning is not None:
                 ids, style = _styled(ids, body, tools, reasoning, service, is_constrained=constrained is not None)
             lengths = [new_tokens(body, ids, service, most, _CHAT_TOKENS)]
-            job = CompletionJob(service, body, [ids], lengths, alternatives, deadline, constrained, style)
+            triggers = None if begun is None else style.triggers(begun, service)
+            job = CompletionJob(service, body, [ids], lengths, alternatives, deadline, constrained, style, triggers)
             return await respond_with(job, _ChatForm(job, style))
 
         return await until_gone(http, respond())
@@ -319,6 +324,7 @@ class CompletionJob:
         deadline: a time of `time.monotonic`.
         constrained: the constraint of the answers; None: they are free.
         style: what may be in the answers.
+        triggers: where a constraint of the answers begins, if they are not under one from the beginning.
 
     Attributes:
         copies: the number of equal answers that each request stands for.
@@ -334,6 +340,7 @@ class CompletionJob:
         deadline: float,
         constrained: Constrained | None = None,
         style: AnswerStyle | None = None,
+        triggers: Triggers | None = None,
     ) -> None:
         self.service, self.body, self.rows, self._deadline = service, body, rows, deadline
         self.alternatives, self.count, self._is_constrained = alternatives, body.n or 1, constrained is not None
@@ -345,7 +352,7 @@ class CompletionJob:
             options |= {} if constrained is None else constrained.options
             self._requests += service.session.requests(
                 row, max_new_tokens=limit, log_probs=alternatives is not None, num_alternatives=alternatives or 0,
-                marks=marks,
+                marks=marks, triggers=triggers,
                 **options,
             )  # fmt: skip
         # All greedy answers to a prompt are the same, so only one is computed.

@@ -1,134 +1,23 @@
-"""How the models of several families write calls of tools and reasoning, and what finds them in an answer.
+"""The tools of a request, the constraints of calls, and what finds calls and reasoning in an answer.
 
-A format is recognised by what the chat template writes. `AnswerParser` divides an answer, as it grows, into reasoning,
-content and calls; `ToolFormat.grammar` makes a model call one of some tools.
+`AnswerParser` divides an answer, as it grows, into reasoning, content and calls.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
-from fastformer.generation.constraints import WHITE_SPACE
+from fastformer.generation.constraints import Constraint, Triggers
 from fastformer.serving.openai_bodies import ApiError, ChatBody
 from fastformer.serving.service import GenerateService
 from fastformer.serving.structured import Constrained, checked
+from fastformer.serving.tool_formats import PYTHON_TAG, ToolFormat, format_of
 
-
-class ToolFormat(NamedTuple):
-    """The way in which a family of models writes calls of tools.
-
-    Attributes:
-        signs: texts that a chat template of the family has, all of them.
-        begin, end: the marks around a call, or around a list of calls; "": none.
-        arguments: the name of a call's arguments.
-        is_list: whether calls are a JSON list.
-        behind_name: the mark between the name of a tool and its arguments, if a call is no object; "": it is one.
-        id_length: the number of characters in the id of a call, if the template requires one; 0: any number.
-    """
-
-    signs: tuple[str, ...]
-    begin: str = ""
-    end: str = ""
-    arguments: str = "arguments"
-    is_list: bool = False
-    behind_name: str = ""
-    id_length: int = 0
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        """The marks of the format, which may be special tokens."""
-        return tuple(mark for mark in (self.begin, self.end, self.behind_name) if mark)
-
-    def prefix(self, names: Sequence[str]) -> str:
-        """Returns the text that an answer begins with if it has to call one of some tools."""
-        return f"{self.begin}{names[0]}{self.behind_name}" if self.behind_name and len(names) == 1 else self.begin
-
-    def grammar(
-        self,
-        schemas: Mapping[str, Any],
-        special: Mapping[str, int],
-        *,
-        is_parallel: bool,
-        answer: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Returns the grammar, in Lark's syntax, of an answer behind `prefix`; or of a whole one, if it may be no call.
-
-        Args:
-            schemas: the schema of each tool's arguments, by its name.
-            special: the ids of marks that are special tokens.
-            is_parallel: whether there may be several calls.
-            answer: the schema of an answer that calls no tool; None: every answer is a call.
-        """
-        rules = []
-        for place, (name, schema) in enumerate(schemas.items()):
-            rules.append(f"args_{place}: {_json(schema)}")
-            if self.behind_name:
-                before = (
-                    [] if len(schemas) == 1 and answer is None else [_quoted(name), _mark(self.behind_name, special)]
-                )
-                rules.append(f"call_{place}: {' '.join([*before, f'args_{place}'])}")
-            else:
-                head = _quoted(f'{{"name": {json.dumps(name)}, {json.dumps(self.arguments)}: ')
-                rules.append(f'call_{place}: {head} args_{place} "}}"')
-        call = f"call: {' | '.join(f'call_{place}' for place in range(len(schemas)))}"
-        if self.is_list:
-            start = 'start: " "? "[" call (", " call)* "]"' if is_parallel else 'start: " "? "[" call "]"'
-        elif self.begin and not self.behind_name:
-            around = f'"\\n" call {_quoted(chr(10) + self.end)}'
-            again = f"({_quoted(chr(10) + self.begin)} {around})*" if is_parallel else ""
-            start = f"start: {around} {again}"
-        else:
-            start = "start: call"
-        if answer is not None:
-            calls = start.replace("start", "calls", 1)
-            start = f"start: answer | {_mark(self.begin, special)} calls\nanswer: {_json(answer)}\n{calls}"
-        return "\n".join(["%llguidance {}", start, call, *rules])
-
-
-# The first format whose signs a template has.
-FORMATS = {
-    "mistral 11": ToolFormat(("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", behind_name="[ARGS]", id_length=9),
-    "mistral": ToolFormat(("[TOOL_CALLS]",), "[TOOL_CALLS]", is_list=True, id_length=9),
-    "hermes": ToolFormat(("<tool_call>",), "<tool_call>", "</tool_call>"),  # Qwen 2.5 and 3, too
-    "phi 4": ToolFormat(("<|tool_call|>",), "<|tool_call|>", "<|/tool_call|>", is_list=True),
-    "llama 3": ToolFormat(("<|start_header_id|>",), arguments="parameters"),
-    "json": ToolFormat(()),  # of a template that tells the model its tools in words, such as those for Gemma 3
-}
-# Marks of formats that aren't in the table. Text around them would be taken for content.
-_UNKNOWN = (
-    "<start_function_call>",
-    "<function=",
-    "<|START_ACTION|>",
-    "<｜tool▁calls▁begin｜>",
-    "functools[",
-    "<|channel|>",
-)
 _ARGUMENTS = ("arguments", "parameters")
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-_PYTHON_TAG = "<|python_tag|>"  # Llama 3 may write it in front of a call
-REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|START_THINKING|>", "<|END_THINKING|>"))
-
-
-def format_of(template: str) -> ToolFormat:
-    """Returns the format in which a chat template writes calls.
-
-    Raises:
-        ValueError: the template doesn't read tools, or writes calls in a format that isn't known.
-    """
-    if not re.search(r"\btools\b", template):
-        raise ValueError("expected no tools: the model's chat template doesn't read them")
-    if (mark := next((mark for mark in _UNKNOWN if mark in template), None)) is not None:
-        raise ValueError(f"expected no tools: the model writes calls in a format that isn't supported, with {mark}")
-    return next(one for one in FORMATS.values() if all(sign in template for sign in one.signs))
-
-
-def reasoning_of(template: str) -> tuple[str, str] | None:
-    """Returns the marks around the reasoning of a chat template's model, or None."""
-    return next((marks for marks in REASONING if marks[1] in template), None)
 
 
 class RequestTools(NamedTuple):
@@ -216,16 +105,27 @@ async def check_calls(
     return constrained
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': WHITE_SPACE}})}"
+async def begun_calls(
+    tools: RequestTools, body: ChatBody, service: GenerateService, deadline: float
+) -> Constraint | None:
+    """Returns the constraint of a call that the model begins by itself, which has been compiled.
 
+    Without any, if the server can't constrain texts, arguments may break their schemas.
 
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _mark(mark: str, special: Mapping[str, int]) -> str:
-    return f"<[{special[mark]}]>" if mark in special else _quoted(mark)
+    Raises:
+        ApiError: a schema can't be enforced.
+    """
+    if not service.session.can_constrain:
+        return None
+    special = service.session.special_marks(tools.format.marks)
+    is_parallel = body.parallel_tool_calls is not False
+    try:
+        grammar = tools.format.grammar(tools.schemas, special, is_parallel=is_parallel, is_begun=True)
+        constrained = checked(Constrained("tools", {"grammar": grammar}))
+        await service.check_constraint(constrained.options, constrained.size, deadline)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(str(error), param="tools") from error
+    return Constraint("grammar", grammar)
 
 
 class Part(NamedTuple):
@@ -266,8 +166,15 @@ class AnswerStyle(NamedTuple):
     @property
     def marks(self) -> tuple[str, ...]:
         """The marks that the text of an answer has to show."""
-        tag = () if self.format is None or self.format.begin else (_PYTHON_TAG,)
+        tag = () if self.format is None or self.format.begin else (PYTHON_TAG,)
         return (*(() if self.format is None else self.format.marks), *tag, *(self.reasoning or ()))
+
+    def triggers(self, constraint: Constraint, service: GenerateService) -> Triggers:
+        """Returns where in the answer the constraint of calls begins."""
+        assert self.format is not None
+        shown = {i: mark for mark, i in service.session.special_marks(self.marks).items()}
+        texts = self.format.begins(self.names)
+        return Triggers(constraint, texts, shown, not self.format.begin, self.reasoning, self.is_open)
 
     def new_id(self) -> str:
         """Returns the id of a new call."""
@@ -335,11 +242,11 @@ class AnswerParser:
             if mark.startswith(text) and not is_end:
                 return False
         if style.format is not None and not style.format.begin:
-            behind = text.removeprefix(_PYTHON_TAG).lstrip()
+            behind = text.removeprefix(PYTHON_TAG).lstrip()
             if behind.startswith("{"):
                 self._text, self._state = behind, "calls"
                 return True
-            if not is_end and (not behind or _PYTHON_TAG.startswith(text)):
+            if not is_end and (not behind or PYTHON_TAG.startswith(text)):
                 return False
         self._state = "content"
         return True

@@ -9,13 +9,14 @@ import random
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from fastformer.data import ByteTokenizer
 from fastformer.generation import GenerationConfig, generate
 from fastformer.generation.async_generator import AsyncGenerator, ChatIds
-from fastformer.generation.constraints import Matcher
+from fastformer.generation.constraints import Constraint, Matcher, Triggers, Vocabulary, allowed_tokens
 from fastformer.generation.engines.cpp import CppBatch
 from fastformer.generation.generator import Generator
 from fastformer.generation.request_builder import RequestBuilder
@@ -280,3 +281,46 @@ def test_a_whole_text_stops_and_a_cut_one_has_the_reason_length(kind, model, tmp
         assert (whole.text, whole.finish_reason) == ("  two spaces", "stop")
     cut = asyncio.run(_completion(model, tokenizer, PROMPT, regex="[a-z]{12}", max_new_tokens=3))
     assert len(cut.tokens) == 3 and cut.finish_reason == "length"
+
+
+class Tokens:
+    """A tokenizer whose ids have given texts."""
+
+    def __init__(self, *texts: str) -> None:
+        self.token_bytes = [text.encode() for text in texts]
+
+
+# The tokens of a row, "·" between them, and in capitals what is under the constraint, three letters of a and b.
+LATE: list[tuple[str, dict[str, Any]]] = [
+    ("f·a·<c>·A·B·A·f·<c>·B·A·A", {}),
+    ("f·<·c·>·A·A·B·<c>·A", {}),
+    ("f<·c>a·B·A·f", {}),  # a token may have the mark's end and more
+    ("f<·c>f·a·b·a", {}),  # but if that breaks the constraint, the row stays free
+    ("<c·a·<c>·A·B·B", {}),
+    ("<<c>·A", {}),
+    ("<t>·f·<c>·a·</t>·f·<c>·A", {"hidden": ("<t>", "</t>")}),
+    ("f·<t>·<c>·A·A·A", {"hidden": ("<t>", "</t>")}),  # it isn't at the beginning
+    ("f·<c>·a·</·t>·<c>·A", {"hidden": ("<t>", "</t>"), "is_open": True}),
+    ("<s>·A", {"texts": {"SPECIAL": ""}, "shown": {0: "SPECIAL"}}),
+    (" ·ab·A·;· ·ab·A·f·ab·a", {"texts": {"ab": "ab"}, "is_first": True}),
+    ("f·ab·a", {"texts": {"ab": "ab"}, "is_first": True}),
+]
+
+
+@pytest.mark.parametrize(("row", "options"), LATE)
+def test_a_constraint_holds_only_behind_its_triggers(row, options) -> None:
+    texts = ["<s>", *"abcft<>; ", "<c>", "<<c>", "<c", "f<", "c>a", "c>f", "c>", "<t>", "</t>", "</", "t>", "ab"]
+    vocabulary = Vocabulary(Tokens(*texts), len(texts))
+    constraint = Constraint("regex", "[ab]{3}")
+    triggers = Triggers(constraint, **{"texts": {"<c>": ""}, "shown": {}, **options})
+    matcher: Any = vocabulary.late_matcher(triggers, [])
+    allowed = [i for i, text in enumerate(texts) if not set(text) - set("ab")]
+    for token in row.split("·"):
+        copied = matcher.copy()
+        for one in (copied, matcher):
+            mask = np.zeros((1, one.num_words), np.uint32)
+            one.fill(mask[0])
+            found = np.flatnonzero(allowed_tokens(mask, len(texts))).tolist()
+            is_bound = token.isupper()
+            assert one.is_bound == is_bound and (set(found) <= {*allowed} if is_bound else len(found) == len(texts))
+            one.take(texts.index(token.lower()))

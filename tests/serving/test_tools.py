@@ -13,7 +13,8 @@ import pytest
 
 from fastformer.checkpoints import load_model
 from fastformer.serving import open_service
-from fastformer.serving.tools import FORMATS, AnswerParser, AnswerStyle, Part, format_of, reasoning_of
+from fastformer.serving.tool_formats import FORMATS, format_of, reasoning_of
+from fastformer.serving.tools import AnswerParser, AnswerStyle, Part
 from tests.serving import models
 from tests.serving.asking import events, serving
 from tests.serving.servers import running
@@ -213,6 +214,80 @@ async def test_auto_finds_the_calls_that_the_model_writes(is_parallel, family, f
         plain = {**body, "tool_choice": "none"}  # the same text is only a text then
         [choice] = (await http.post("/v1/chat/completions", json=plain)).json()["choices"]
         assert choice["finish_reason"] == "stop" and "clock" in choice["message"]["content"]
+
+
+def test_a_call_that_the_model_begins_by_itself_follows_the_schema(family, client, folder) -> None:
+    begin = FORMATS[family].begin
+    if not begin:
+        pytest.skip("no token begins a call")
+    mark = load_model(folder, ("GPT",))[1].encode_template(begin)[0]
+    options: dict[str, Any] = {"model": "tiny", "messages": ASKED, "tools": TOOLS, "max_tokens": 300}
+    options["logit_bias"] = {str(mark): 100}  # a random model seldom begins one
+    num_calls = 0
+    for seed in range(2):
+        whole = client.chat.completions.create(**options, seed=seed).choices[0]
+        calls = [(one.function.name, one.function.arguments) for one in whole.message.tool_calls]
+        complete = whole.message.tool_calls if whole.finish_reason == "tool_calls" else whole.message.tool_calls[:-1]
+        assert all(is_call(call) for call in complete)
+        num_calls += len(complete)
+        pieces: dict[int, list[str]] = {}
+        for chunk in client.chat.completions.create(**options, seed=seed, stream=True):
+            for one in chunk.choices[0].delta.tool_calls or ():
+                name, arguments = pieces.get(one.index, ["", ""])
+                pieces[one.index] = [name or one.function.name, arguments + one.function.arguments]
+        assert [tuple(one) for one in pieces.values()] == calls
+    assert num_calls > 3
+
+
+class Begins:
+    """A processor that makes a model write some tokens first."""
+
+    def __init__(self, length: int, tokens: list[int]) -> None:
+        self._length, self._tokens = length, tokens
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        place = input_ids.shape[1] - self._length
+        if place < len(self._tokens):
+            scores = scores.clone()
+            scores[:, self._tokens[place]] = 1e4
+        return scores
+
+
+async def test_only_what_is_behind_the_mark_is_constrained(family, folder) -> None:
+    service: Any = open_service(folder)
+    session, make, form = service.session, service.session.requests, FORMATS[family]
+    before = "Let me see.\n" if form.begin else ""
+    said = before + (form.begin or f'{{"name": "weather", "{form.arguments}": ')
+    removed = dict[str, Any]()
+
+    def requests(prompt: Any, **options: Any) -> Any:
+        begins = Begins(len(prompt), session.tokenizer.encode_template(said))
+        options["logits_processor"] = [*options.get("logits_processor", ()), begins]
+        return make(prompt, **{**options, **removed})
+
+    session.requests = requests
+    async with serving(service) as http:
+        for seed in range(4):
+            body = {"messages": ASKED, "tools": TOOLS, "max_tokens": 400, "seed": seed, "logprobs": True}
+            [choice] = (await http.post("/v1/chat/completions", json=body)).json()["choices"]
+            call = choice["message"]["tool_calls"][0]["function"]
+            jsonschema.validate(json.loads(call["arguments"]), SCHEMAS[call["name"]])
+            assert (choice["message"]["content"] or "").startswith(before.strip())
+        # An answer without a call is what the model would have written anyway, also where its bytes are no UTF-8.
+        said, found = "{ no [TOOL <tool_", []
+        no_marks = {str(mark): -100 for mark in session.special_marks(form.marks).values()}
+        body = {"messages": ASKED, "tools": TOOLS, "max_tokens": 60, "seed": 1, "logit_bias": no_marks}
+        for without in (dict[str, Any](), {"triggers": None}):
+            removed.update(without)
+            found.append((await http.post("/v1/chat/completions", json=body)).json()["choices"])
+        assert found[0] == found[1] and found[0][0]["message"]["content"].startswith(said)
+
+
+async def test_a_schema_that_cannot_be_enforced_is_refused_before_any_token(folder) -> None:
+    async with serving(open_service(folder)) as http:
+        tools = [{"type": "function", "function": {"name": "a", "parameters": {"type": "object", "not": {}}}}]
+        answer = await http.post("/v1/chat/completions", json={"messages": ASKED, "tools": tools, "max_tokens": 2})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
 
 
 def test_results_of_tools_stay_text(family, folder) -> None:

@@ -1,0 +1,152 @@
+"""The formats in which the models of several families write calls of tools, and the grammars of these calls.
+
+A format is recognised by what the chat template writes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fastformer.generation.constraints import WHITE_SPACE
+
+
+class ToolFormat(NamedTuple):
+    """The way in which a family of models writes calls of tools.
+
+    Attributes:
+        signs: texts that a chat template of the family has, all of them.
+        begin, end: the marks around a call, or around a list of calls; "": none.
+        arguments: the name of a call's arguments.
+        is_list: whether calls are a JSON list.
+        behind_name: the mark between the name of a tool and its arguments, if a call is no object; "": it is one.
+        id_length: the number of characters in the id of a call, if the template requires one; 0: any number.
+    """
+
+    signs: tuple[str, ...]
+    begin: str = ""
+    end: str = ""
+    arguments: str = "arguments"
+    is_list: bool = False
+    behind_name: str = ""
+    id_length: int = 0
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The marks of the format, which may be special tokens."""
+        return tuple(mark for mark in (self.begin, self.end, self.behind_name) if mark)
+
+    def prefix(self, names: Sequence[str]) -> str:
+        """Returns the text that an answer begins with if it has to call one of some tools."""
+        return f"{self.begin}{names[0]}{self.behind_name}" if self.behind_name and len(names) == 1 else self.begin
+
+    def grammar(
+        self,
+        schemas: Mapping[str, Any],
+        special: Mapping[str, int],
+        *,
+        is_parallel: bool,
+        answer: Mapping[str, Any] | None = None,
+        is_begun: bool = False,
+    ) -> str:
+        """Returns the grammar, in Lark's syntax, of an answer behind `prefix`; or of a whole one, if it may be no call.
+
+        Args:
+            schemas: the schema of each tool's arguments, by its name.
+            special: the ids of marks that are special tokens.
+            is_parallel: whether there may be several calls.
+            answer: the schema of an answer that calls no tool; None: every answer is a call.
+            is_begun: whether the grammar is of one call, or of one list of calls, which the model has begun by itself;
+                see `begins`. Line ends are optional then.
+        """
+        rules = []
+        has_name = is_begun or answer is not None or len(schemas) > 1
+        for place, (name, schema) in enumerate(schemas.items()):
+            rules.append(f"args_{place}: {_json(schema)}")
+            if self.behind_name:
+                before = [_quoted(name), _mark(self.behind_name, special)] if has_name else []
+                rules.append(f"call_{place}: {' '.join([*before, f'args_{place}'])}")
+            else:
+                rules.append(f'call_{place}: {_quoted(self._head(name))} args_{place} "}}"')
+        call = f"call: {' | '.join(f'call_{place}' for place in range(len(schemas)))}"
+        if self.is_list:
+            start = 'start: " "? "[" call (", " call)* "]"' if is_parallel else 'start: " "? "[" call "]"'
+        elif self.begin and not self.behind_name:
+            around = f'"\\n" call {_quoted(chr(10) + self.end)}'
+            if is_begun:
+                around = f'"\\n"? call "\\n"? {_mark(self.end, special)}'
+            again = f"({_quoted(chr(10) + self.begin)} {around})*" if is_parallel and not is_begun else ""
+            start = f"start: {around} {again}"
+        else:
+            start = "start: call"
+        if answer is not None:
+            calls = start.replace("start", "calls", 1)
+            start = f"start: answer | {_mark(self.begin, special)} calls\nanswer: {_json(answer)}\n{calls}"
+        return "\n".join(["%llguidance {}", start, call, *rules])
+
+    def begins(self, names: Collection[str]) -> dict[str, str]:
+        """Returns the texts by which a model begins a call, and the part of each that belongs to the grammar.
+
+        A format without a mark has the beginning of each tool's call, up to its arguments.
+        """
+        if self.begin:
+            return {self.begin: ""}
+        return {f"{tag}{self._head(name)}": self._head(name) for name in names for tag in ("", PYTHON_TAG)}
+
+    def _head(self, name: str) -> str:
+        """Returns the text of a call that is an object, up to its arguments."""
+        return f'{{"name": {json.dumps(name)}, {json.dumps(self.arguments)}: '
+
+
+# The first format whose signs a template has.
+FORMATS = {
+    "mistral 11": ToolFormat(("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", behind_name="[ARGS]", id_length=9),
+    "mistral": ToolFormat(("[TOOL_CALLS]",), "[TOOL_CALLS]", is_list=True, id_length=9),
+    "hermes": ToolFormat(("<tool_call>",), "<tool_call>", "</tool_call>"),  # Qwen 2.5 and 3, too
+    "phi 4": ToolFormat(("<|tool_call|>",), "<|tool_call|>", "<|/tool_call|>", is_list=True),
+    "llama 3": ToolFormat(("<|start_header_id|>",), arguments="parameters"),
+    "json": ToolFormat(()),  # of a template that tells the model its tools in words, such as those for Gemma 3
+}
+# Marks of formats that aren't in the table. Text around them would be taken for content.
+_UNKNOWN = (
+    "<start_function_call>",
+    "<function=",
+    "<|START_ACTION|>",
+    "<｜tool▁calls▁begin｜>",
+    "functools[",
+    "<|channel|>",
+)
+PYTHON_TAG = "<|python_tag|>"  # Llama 3 may write it in front of a call
+REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|START_THINKING|>", "<|END_THINKING|>"))
+
+
+def format_of(template: str) -> ToolFormat:
+    """Returns the format in which a chat template writes calls.
+
+    Raises:
+        ValueError: the template doesn't read tools, or writes calls in a format that isn't known.
+    """
+    if not re.search(r"\btools\b", template):
+        raise ValueError("expected no tools: the model's chat template doesn't read them")
+    if (mark := next((mark for mark in _UNKNOWN if mark in template), None)) is not None:
+        raise ValueError(f"expected no tools: the model writes calls in a format that isn't supported, with {mark}")
+    return next(one for one in FORMATS.values() if all(sign in template for sign in one.signs))
+
+
+def reasoning_of(template: str) -> tuple[str, str] | None:
+    """Returns the marks around the reasoning of a chat template's model, or None."""
+    return next((marks for marks in REASONING if marks[1] in template), None)
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': WHITE_SPACE}})}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _mark(mark: str, special: Mapping[str, int]) -> str:
+    return f"<[{special[mark]}]>" if mark in special else _quoted(mark)
