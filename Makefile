@@ -98,7 +98,7 @@ sanitize-memory: $(INSTALLED)
 
 # The engine's threads under ThreadSanitizer, without Python, whose own threads it doesn't know.
 RACES := $(addprefix engine/,adapter decoder encoder forward forward_attention forward_experts lm_head token_cache prefix_table packed_model \
-		packed_gemm packed_brgemm int4_gemm search token_rules) \
+		packed_gemm tiles int4_gemm search token_rules) \
 	$(addprefix common/,thread_team cpu_features buffer_pool memory_report brgemm gemm)
 sanitize-threads: $(INSTALLED)
 	mkdir -p build

@@ -7,7 +7,7 @@
 #include "bindings/arrays.h"
 #include "bindings/module.h"
 #include "common/cpu_features.h"
-#include "engine/packed_brgemm.h"
+#include "engine/tiles.h"
 
 namespace fastformer {
 namespace {
@@ -101,8 +101,8 @@ void bind_packed_gemm(PyObject* module) {
       function<"cpu_features", "", &names_of_features>(
           "The instruction sets that the CPU has and FASTFORMER_CPU_FEATURES allows."),
       function<"is_intel_cpu", "", &is_intel_cpu>("Whether Intel made this CPU."),
-      function<"num_brgemm_products", "", &num_brgemm_products>(
-          "The number of products that the calling thread has computed with brgemm, which is used if the CPU has AMX."),
+      function<"num_tile_products", "", &num_tile_products>(
+          "The number of products that the calling thread has computed with tiles, which are used if the CPU has AMX."),
       {}};
   python::add_functions(module, functions);
 }

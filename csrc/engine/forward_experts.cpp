@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "engine/forward.h"
-#include "engine/packed_brgemm.h"
+#include "engine/tiles.h"
 
 namespace fastformer {
 namespace {

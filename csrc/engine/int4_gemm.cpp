@@ -6,7 +6,7 @@
 
 #include "common/gemm.h"
 #include "engine/int4_kernels.h"
-#include "engine/packed_brgemm.h"
+#include "engine/tiles.h"
 
 namespace fastformer {
 namespace {
@@ -66,8 +66,9 @@ constexpr int64_t kFewestForAmx = 32;
 // Multiplies by AMX, group by group, on weights unpacked to bytes. All else is as in the kernels.
 void gemm_by_tiles(const RowsView& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
                    int64_t ld) {
-  alignas(64) thread_local int32_t sums[kMostBrgemmRows * kPanelColumns];
-  alignas(64) thread_local char bytes[2 * kNibbleBytes];
+  alignas(64) int32_t sums[kMostTiledRows * kPanelColumns];
+  alignas(64) char bytes[2 * kNibbleBytes];
+  const Tiles tiles(Precision::int8, 2 * kGroupBlocks);
   const int64_t groups = int4_groups(w.k), group_bytes = int4_group_bytes(w.has_zeros);
   for (int64_t p = begin; p < end; ++p, out += kPanelColumns) {
     const char* group = w.panel(p);
@@ -79,10 +80,10 @@ void gemm_by_tiles(const RowsView& x, int64_t rows, const PackedWeight& w, int64
         as_floats(pair.low).store(reinterpret_cast<float*>(to));
         as_floats(pair.high).store(reinterpret_cast<float*>(to + kStepBytes));
       }
-      for (int64_t first = 0; first < rows; first += kMostBrgemmRows) {
-        const int64_t count = std::min(kMostBrgemmRows, rows - first);
-        brgemm_panel(Precision::int8, round_up(count, kTileRows), x.data() + first * x.stride() + g * kGroupBytes,
-                     x.stride(), bytes, 2 * kGroupBlocks, sums);
+      for (int64_t first = 0; first < rows; first += kMostTiledRows) {
+        const int64_t count = std::min(kMostTiledRows, rows - first);
+        tiles.multiply(round_up(count, kTileRows), x.data() + first * x.stride() + g * kGroupBytes, x.stride(), bytes,
+                       2 * kGroupBlocks, {}, sums);
         for (int64_t r = 0; r < count; ++r)
           for (int64_t c = 0; c < kPanelColumns; c += V::size) {
             Lanes sum = load_lanes(sums + r * kPanelColumns + c);
@@ -100,7 +101,6 @@ void gemm_by_tiles(const RowsView& x, int64_t rows, const PackedWeight& w, int64
         finish_groups(V::load(to), 1, tail, c, x.scales()[r], x.zeros()[r]).store(to);
       }
   }
-  release_brgemm();
 }
 
 }  // namespace
@@ -139,7 +139,7 @@ void copy_int4_column(int64_t k, bool has_zeros, const char* from_panel, int64_t
 
 void gemm_int4(const RowsView& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
                int64_t ld) {
-  if (w.k > 0 && rows >= kFewestForAmx && can_brgemm(Precision::int8))
+  if (w.k > 0 && rows >= kFewestForAmx && can_tile(Precision::int8))
     return gemm_by_tiles(x, rows, w, begin, end, out, ld);
   constexpr int64_t kAhead = 8192;  // bytes that a stream prefetches
   const GroupedKernels& all = grouped_kernels();

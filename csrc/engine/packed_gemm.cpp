@@ -16,8 +16,8 @@
 #include "common/gemm.h"
 #include "common/helpers.h"
 #include "engine/int4_gemm.h"
-#include "engine/packed_brgemm.h"
 #include "engine/packed_kernels.h"
+#include "engine/tiles.h"
 
 namespace fastformer {
 namespace {
@@ -186,42 +186,55 @@ const Kernels& kernels(Precision precision) {
 // number of rows; even a single row is multiplied faster than the weight can be read.
 constexpr int64_t kFewestForAmx = 8;
 
-bool takes_brgemm(Precision precision, int64_t rows) {
+bool takes_tiles(Precision precision, int64_t rows) {
   return (precision == Precision::bf16 || (precision == Precision::int8 && rows >= kFewestForAmx)) &&
-         can_brgemm(precision);
+         can_tile(precision);
 }
 
-// Rows of bf16 are always grouped in the same way and use the same kernel of brgemm. Their sums are formed in blocks of
-// steps, as in the other kernels, and added here: with add_C, AMX would continue one long sum. Integer sums are exact
-// in any order.
+// Scales the sums of a product of tiles, or adds them to those of the parts before it.
+template <typename Path>
+void finish_tiles(const int32_t* sums, int64_t rows, const Tile& tile) {
+  const Tile t = tile;  // a local copy: no store can change it
+  for (int64_t r = 0; r < rows; ++r, sums += kPanelColumns)
+#pragma GCC unroll 8
+    for (int64_t c = 0; c < kPanelColumns; c += V::size) {
+      const Lanes sum = load_lanes(sums + c);
+      float* to = t.out + r * t.ld + c;
+      if constexpr (std::is_same_v<Path, DotInt8>) Path::finish(sum, t, c, static_cast<int>(r), to, t.part).store(to);
+      else Path::finish(as_floats(sum), t, c, static_cast<int>(r), to, t.part).store(to);
+    }
+}
+
+// Sums of bf16 are formed in blocks of steps, as in the other kernels, and added here. Integer sums are exact in any
+// order.
 template <typename Path>
 void gemm_by_tiles(const RowsView& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
                    int64_t ld) {
-  constexpr int64_t kGroup = std::is_same_v<Path, DotInt8> ? kMostBrgemmRows : kTileRows;
-  alignas(64) thread_local int32_t sums[kGroup * kPanelColumns];
+  alignas(64) int32_t sums[kMostTiledRows * kPanelColumns];
+  const Tiles tiles(w.precision);
+  const int64_t groups = (rows + kMostTiledRows - 1) / kMostTiledRows;
+  // A single group prefetches its own stream. If there are several, the first ones prefetch the next panel.
+  const int64_t lines = kTileSteps * lines_fetched(groups), distance = groups == 1 ? kAhead : w.panel_bytes();
   for (int64_t p = begin; p < end; ++p, out += kPanelColumns) {
     const char* panel = w.panel(p);
-    Tile tile{};
-    tile.tail = reinterpret_cast<const PanelTail*>(panel + w.steps() * kStepBytes);
+    const auto* tail = reinterpret_cast<const PanelTail*>(panel + w.steps() * kStepBytes);
     for (int64_t step = 0, steps; step < w.steps(); step += steps) {
       steps = std::min(w.steps() - step, Path::block_steps());
       const Block block{step == 0, step + steps == w.steps()};
-      for (int64_t first = 0; first < rows; first += kGroup) {
-        const int64_t count = std::min(kGroup, rows - first);
-        brgemm_panel(w.precision, round_up(count, kTileRows), x.data() + first * x.stride() + step * 4, x.stride(),
-                     panel + step * kStepBytes, steps, sums);
-        tile.left_scale = x.scales() + first, tile.left_zero = x.zeros() + first;
-        for (int r = 0; r < count; ++r)
-          for (int64_t c = 0; c < kPanelColumns; c += V::size) {
-            const void* sum = sums + r * kPanelColumns + c;
-            float* to = out + (first + r) * ld + c;
-            if constexpr (std::is_same_v<Path, DotInt8>) Path::finish(load_lanes(sum), tile, c, r, to, block).store(to);
-            else Path::finish(as_floats(load_lanes(sum)), tile, c, r, to, block).store(to);
-          }
+      const char* right = panel + step * kStepBytes;
+      Ahead ahead{right + distance, lines};
+      for (int64_t first = 0; first < rows; first += kMostTiledRows) {
+        const int64_t count = std::min(kMostTiledRows, rows - first);
+        const char* left = x.data() + first * x.stride() + step * 4;
+        tiles.multiply(round_up(count, kTileRows), left, x.stride(), right, steps, ahead, sums);
+        ahead.from += steps * 4 * lines;
+        if (ahead.from >= right + distance + steps * kStepBytes) ahead.lines = 0;
+        finish_tiles<Path>(sums, count,
+                           {left, x.stride(), x.scales() + first, x.zeros() + first, right, steps, tail, 0, nullptr,
+                            out + first * ld, ld, block});
       }
     }
   }
-  release_brgemm();
 }
 
 // Calls f(begin, end) for parts of n rows of k, of whole panels.
@@ -337,6 +350,7 @@ void PackedRows::store(int64_t row, const float* x) {
       });
     };
     cpu_features().avx512_bf16 ? store.operator()<true>() : store.operator()<false>();
+    std::memset(to + k_ * 2, 0, static_cast<size_t>(stride_ - k_ * 2));  // tiles read it
   } else {
     const Range range = range_of(x, k_);
     const Scale scale(range.high - range.low, 255, range.is_finite);
@@ -362,11 +376,9 @@ void PackedRows::copy(int64_t row, const PackedRows& from, int64_t from_row) {
 void gemm(const RowsView& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out, int64_t ld) {
   if (rows <= 0 || begin >= end) return;
   if (w.precision == Precision::int4) return gemm_int4(x, rows, w, begin, end, out, ld);
-  if (w.k > 0 && takes_brgemm(w.precision, rows)) {
-    // Without AMX (in tests), brgemm uses vdpbf16ps, so its blocks have the same length. AMX rounds less often.
-    const auto bf16 = cpu_features().amx_bf16 ? gemm_by_tiles<FloatSums<128>> : gemm_by_tiles<DotSums>;
-    return (w.precision == Precision::int8 ? gemm_by_tiles<DotInt8> : bf16)(x, rows, w, begin, end, out, ld);
-  }
+  if (w.k > 0 && takes_tiles(w.precision, rows))
+    return (w.precision == Precision::int8 ? gemm_by_tiles<DotInt8> : gemm_by_tiles<FloatSums<128>>)(x, rows, w, begin,
+                                                                                                    end, out, ld);
   const Kernels& all = kernels(w.precision);
   const Walk walk(all.shapes, all.num_shapes, rows);
   const int vecs = all.shapes[walk.shape].vecs;

@@ -312,29 +312,24 @@ PRODUCTS = """
 found = {"features": np.array(module.cpu_features())}
 given = np.load(cases)
 def product(which, precision):
-    before = module.num_brgemm_products()
+    before = module.num_tile_products()
     y = module.packed_linear(given[f"{which} x"], given[f"{which} weight"], given[f"{which} bias"], precision)
-    return y, module.num_brgemm_products() - before
+    return y, module.num_tile_products() - before
 for case in [name.removesuffix(" q") for name in given if name.endswith(" q")]:
     x, q, scales = (given[f"{case} {what}"] for what in ("left", "q", "scales"))
     zeros = given[f"{case} zeros"] if f"{case} zeros" in given else None
     found[f"{case} int4"] = module.packed_linear_int4(x, q, scales, zeros, None)
-found["int4 brgemm"] = module.num_brgemm_products()
+found["int4 tiles"] = module.num_tile_products()
 names = [name.removesuffix(" x") for name in given if name.endswith(" x")]
 for which in names:
     for precision in ("fp32", "bf16", "int8"):
-        found[f"{which} {precision}"], found[f"{which} {precision} brgemm"] = product(which, precision)
-with torch.backends.mkldnn.flags(enabled=False):
-    found["brgemm without oneDNN"] = sum(product(names[-1], precision)[1] for precision in ("bf16", "int8"))
+        found[f"{which} {precision}"], found[f"{which} {precision} tiles"] = product(which, precision)
 np.savez(results, **found)
 """
 PATHS = {
     "avx512 alone": ("avx512", {"FASTFORMER_CPU_FEATURES": ""}),
-    "avx512, dot products": (
-        "avx512",
-        {"FASTFORMER_CPU_FEATURES": "avx512_vnni,avx512_bf16", "FASTFORMER_BRGEMM": "0"},
-    ),
-    "avx512, brgemm": ("avx512", {"FASTFORMER_BRGEMM": "1"}),
+    "avx512, dot products": ("avx512", {"FASTFORMER_CPU_FEATURES": "avx512_vnni,avx512_bf16"}),
+    "avx512, tiles emulated": ("avx512", {"FASTFORMER_BRGEMM": "1"}),
     "avx2 alone": ("avx2", {"FASTFORMER_CPU_FEATURES": ""}),
     "avx2, avx_vnni": ("avx2", {"FASTFORMER_CPU_FEATURES": "avx_vnni,avx512_bf16"}),
 }
@@ -356,7 +351,7 @@ def groups_of_cases() -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray, np.
 
 
 # Slow: paths that another one stands for: of the same code for wider vectors, and of libraries' products.
-SLOW_PATHS = ("avx512 alone", "avx512, brgemm", "avx2, avx_vnni")
+SLOW_PATHS = ("avx512 alone", "avx2, avx_vnni")
 
 
 @pytest.mark.parametrize(
@@ -388,23 +383,20 @@ def test_other_paths(path: str, tmp_path: Path) -> None:
     results = products_of(isa, PRODUCTS, settings, cases, tmp_path)
     for name, (left, *groups) in in_int4.items():
         np.testing.assert_array_equal(results.pop(f"{name} int4"), linear_int4(left, groups), err_msg=name)
-    takes_brgemm = settings.get("FASTFORMER_BRGEMM") == "1"
-    assert (results.pop("int4 brgemm") > 0) == (takes_brgemm and "avx512_vnni" in extension().cpu_features())
+    takes_tiles = settings.get("FASTFORMER_BRGEMM") == "1"
+    assert (results.pop("int4 tiles") > 0) == takes_tiles
     cases = {name: part for name, part in cases.items() if name.endswith((" x", " weight", " bias"))}
 
     allowed = settings.get("FASTFORMER_CPU_FEATURES")
     in_use = results.pop("features").tolist()
     if allowed is not None:
         assert in_use == [name for name in extension().cpu_features() if name in allowed.split(",")]
-    assert results.pop("brgemm without oneDNN") == 0
-    brgemms = {n.removesuffix(" brgemm"): int(results.pop(n)) for n in list(results) if n.endswith(" brgemm")}
-    assert len(results) == len(brgemms) == len(cases)
-    needed = {"bf16": "avx512_bf16", "int8": "avx512_vnni"}  # for brgemm without AMX
+    tiles = {n.removesuffix(" tiles"): int(results.pop(n)) for n in list(results) if n.endswith(" tiles")}
+    assert len(results) == len(tiles) == len(cases)
     for name, ours in results.items():
         case, precision = name.split(" ")
         x, weight, bias = (cases[f"{case} {what}"] for what in ("x", "weight", "bias"))
-        to_brgemm = takes_brgemm and needed.get(precision) in in_use
-        assert (brgemms[name] > 0) == (to_brgemm and (precision == "bf16" or len(x) >= 8)), name
+        assert (tiles[name] > 0) == (takes_tiles and (precision == "bf16" or (precision == "int8" and len(x) >= 8))), name
         if precision == "int8":
             np.testing.assert_array_equal(ours, packed_linear()(x, weight, bias, "int8"), err_msg=name)
         elif len(x) * len(weight) > 500:

@@ -1,0 +1,174 @@
+#include "engine/tiles.h"
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstdlib>
+
+#include "common/cpu_features.h"
+
+namespace fastformer {
+namespace {
+
+constexpr int64_t kRowBytes = 4 * kPanelColumns;  // of a step, and of a row of sums
+
+thread_local int64_t num_products = 0;
+
+// Asks Linux for the registers of AMX, for all threads of the process.
+bool has_tiles() {
+  static const bool has = [] {
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  }();
+  return has;
+}
+
+bool has_amx(Precision precision) {
+  const CpuFeatures& cpu = cpu_features();
+  return (precision == Precision::bf16 ? cpu.amx_bf16 : cpu.amx_int8) && has_tiles();
+}
+
+bool is_emulated() {
+  static const bool is_asked = [] {
+    const char* setting = std::getenv("FASTFORMER_BRGEMM");
+    return setting != nullptr && setting[0] == '1';
+  }();
+  return is_asked;
+}
+
+// The operand of ldtilecfg.
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+// Inline assembly needs no compiler flag. The compiler itself never uses tiles.
+template <int kTile>
+void zero_tile() {
+  asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
+}
+template <int kTile>
+void load_tile(const char* from, int64_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(kTile) : "memory");
+}
+template <int kTile>
+void store_tile(char* to) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(kRowBytes), "i"(kTile) : "memory");
+}
+template <bool kBf16, int kSum, int kLeft, int kRight>
+void add_tile() {
+  if constexpr (kBf16) asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kLeft), "i"(kRight));
+  else asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kLeft), "i"(kRight));
+}
+
+// The sums are tiles 0 to 3, the rows 4 and 5, and the panel's 6 and 7.
+template <bool kBf16>
+void add_16_rows(const char* left, int64_t stride, const char* right) {
+  load_tile<4>(left, stride);
+  load_tile<6>(right, kRowBytes);
+  add_tile<kBf16, 0, 4, 6>();
+  load_tile<7>(right + 64, kRowBytes);
+  add_tile<kBf16, 1, 4, 7>();
+  load_tile<6>(right + 128, kRowBytes);
+  add_tile<kBf16, 2, 4, 6>();
+  load_tile<7>(right + 192, kRowBytes);
+  add_tile<kBf16, 3, 4, 7>();
+}
+template <bool kBf16>
+void add_32_rows(const char* left, int64_t stride, const char* right) {
+  load_tile<6>(right, kRowBytes);
+  load_tile<4>(left, stride);
+  add_tile<kBf16, 0, 4, 6>();
+  load_tile<7>(right + 64, kRowBytes);
+  add_tile<kBf16, 1, 4, 7>();
+  load_tile<5>(left + kTileRows * stride, stride);
+  add_tile<kBf16, 2, 5, 6>();
+  add_tile<kBf16, 3, 5, 7>();
+}
+
+// Multiplies 16 rows by a panel, or 32 rows by half of one.
+template <bool kBf16, bool kWide>
+void multiply_tiles(const char* left, int64_t stride, const char* right, int64_t steps, int64_t tile_steps, Ahead ahead,
+                    char* sums) {
+  constexpr auto add = kWide ? add_32_rows<kBf16> : add_16_rows<kBf16>;
+  zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
+  for (; steps >= tile_steps; steps -= tile_steps, left += 4 * tile_steps, right += tile_steps * kRowBytes) {
+    for (int64_t line = 0; line < ahead.lines; ++line, ahead.from += 64) _mm_prefetch(ahead.from, _MM_HINT_T1);
+    add(left, stride, right);
+  }
+  if (steps > 0) {
+    alignas(64) char last[kTileSteps * kRowBytes];
+    std::memcpy(last, right, static_cast<size_t>(steps * kRowBytes));
+    std::memset(last + steps * kRowBytes, 0, static_cast<size_t>((kTileSteps - steps) * kRowBytes));
+    add(left, stride, last);
+  }
+  store_tile<0>(sums);
+  store_tile<1>(sums + 64);
+  store_tile<2>(sums + (kWide ? kTileRows * kRowBytes : 128));
+  store_tile<3>(sums + (kWide ? kTileRows * kRowBytes : 128) + 64);
+}
+
+template <bool kBf16>
+void multiply_rows(int64_t rows, const char* left, int64_t stride, const char* right, int64_t steps, int64_t tile_steps,
+                   Ahead ahead, char* sums) {
+  if (rows == kTileRows) return multiply_tiles<kBf16, false>(left, stride, right, steps, tile_steps, ahead, sums);
+  ahead.lines /= 2;
+  multiply_tiles<kBf16, true>(left, stride, right, steps, tile_steps, ahead, sums);
+  ahead.from += steps / tile_steps * ahead.lines * 64;
+  multiply_tiles<kBf16, true>(left, stride, right + 128, steps, tile_steps, ahead, sums + 128);
+}
+
+void emulate(bool is_bf16, int64_t rows, const char* left, int64_t stride, const char* right, int64_t steps,
+             void* sums) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < kPanelColumns; ++c) {
+      const char *x = left + r * stride, *w = right + 4 * c;
+      float sum = 0;
+      int32_t whole = 0;
+      for (int64_t step = 0; step < steps; ++step, x += 4, w += kRowBytes)
+        for (int64_t i = 0; i < 4; ++i) {
+          if (!is_bf16) whole += static_cast<uint8_t>(x[i]) * static_cast<int8_t>(w[i]);
+          else if (i < 2) sum += number_at(x, Kind::bf16, i) * number_at(w, Kind::bf16, i);
+        }
+      if (is_bf16) static_cast<float*>(sums)[r * kPanelColumns + c] = sum;
+      else static_cast<int32_t*>(sums)[r * kPanelColumns + c] = whole;
+    }
+}
+
+}  // namespace
+
+bool can_tile(Precision precision) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return precision != Precision::fp32 && (is_emulated() || has_amx(precision));
+#else
+  return false;
+#endif
+}
+
+Tiles::Tiles(Precision precision, int64_t tile_steps)
+    : is_bf16_(precision == Precision::bf16), tile_steps_(tile_steps) {
+  if (is_emulated()) return;
+  TileConfig config;
+  for (int tile = 0; tile < 8; ++tile) {
+    config.row_bytes[tile] = static_cast<uint16_t>(tile == 4 || tile == 5 ? 4 * tile_steps : 64);
+    config.rows[tile] = static_cast<uint8_t>(tile < 6 ? kTileRows : tile_steps);
+  }
+  asm volatile("ldtilecfg %0" ::"m"(config));
+}
+
+Tiles::~Tiles() {
+  if (!is_emulated()) asm volatile("tilerelease");
+}
+
+void Tiles::multiply(int64_t rows, const char* left, int64_t left_stride, const char* right, int64_t steps, Ahead ahead,
+                     void* sums) const {
+  ++num_products;
+  if (is_emulated()) return emulate(is_bf16_, rows, left, left_stride, right, steps, sums);
+  const auto multiply = is_bf16_ ? multiply_rows<true> : multiply_rows<false>;
+  multiply(rows, left, left_stride, right, steps, tile_steps_, ahead, static_cast<char*>(sums));
+}
+
+int64_t num_tile_products() { return num_products; }
+
+}  // namespace fastformer

@@ -1,0 +1,49 @@
+// Multiplies rows by a panel of packed_gemm.h with AMX.
+//
+// A tile holds 16 rows of 64 bytes. 16 rows times 16 columns and 16 steps take the matrix unit 16 cycles, in which two
+// tiles are loaded from the first-level cache. So 16 rows keep four tiles of sums, one for each quarter of the panel,
+// and 32 rows four of 2 x 2: both load at most five tiles for four products. PyTorch has the same instructions behind
+// oneDNN's brgemm, but looking up its code takes as long as a product of 16 rows, and it doesn't prefetch.
+
+#pragma once
+
+#include "engine/packed_gemm.h"
+
+namespace fastformer {
+
+constexpr int64_t kTileRows = 16;       // products always have whole tiles of rows
+constexpr int64_t kTileSteps = 16;      // steps of k in a tile
+constexpr int64_t kMostTiledRows = 32;  // rows of one product
+
+// Whether products of the precision may use tiles: the CPU has AMX, Linux lets the process use it, and the panels are
+// those of an AVX-512 build. FASTFORMER_BRGEMM=1 computes the same without AMX, slowly, for tests.
+bool can_tile(Precision precision);
+
+// What a product prefetches: `lines` cache lines for each tile of steps.
+struct Ahead {
+  const char* from;
+  int64_t lines;
+};
+
+// The tiles of a thread while it multiplies. A tile has kTileSteps steps, or fewer, of which a product is a multiple.
+class Tiles {
+ public:
+  explicit Tiles(Precision precision, int64_t tile_steps = kTileSteps);
+  ~Tiles();
+  Tiles(const Tiles&) = delete;
+
+  // Writes the products of `rows` rows from `left` on, 16 or 32, with `steps` steps of a panel from `right` on to
+  // sums[r * 64 + c]: int32 for u8 times s8, float for bf16. Each is a single sum over all steps. With tiles of
+  // kTileSteps, the last one may be incomplete. The rows have to have whole tiles, and no NaN beyond the last step.
+  void multiply(int64_t rows, const char* left, int64_t left_stride, const char* right, int64_t steps, Ahead ahead,
+                void* sums) const;
+
+ private:
+  bool is_bf16_;
+  int64_t tile_steps_;
+};
+
+// The number of products that the calling thread has computed with tiles, for tests.
+int64_t num_tile_products();
+
+}  // namespace fastformer
