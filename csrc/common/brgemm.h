@@ -1,6 +1,7 @@
-// Access to oneDNN's brgemm, by which the ops use AMX (the engine: engine/tiles.h). PyTorch contains it, in functions outside of its stable
-// interface, which are looked up by their mangled names; these contain the types of all parameters. If a version of
-// PyTorch has other functions or other parameters, it is treated as one without brgemm, and products use AVX.
+// Access to oneDNN's brgemm, by which the ops use AMX (the engine: engine/tiles.h). PyTorch contains it, in functions
+// outside of its stable interface, which are looked up by their mangled names; these contain the types of all
+// parameters. If a version of PyTorch has other functions or other parameters, it is treated as one without brgemm, and
+// products use AVX.
 
 #pragma once
 

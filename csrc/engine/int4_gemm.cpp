@@ -83,7 +83,7 @@ void gemm_by_tiles(const RowsView& x, int64_t rows, const PackedWeight& w, int64
       for (int64_t first = 0; first < rows; first += kMostTiledRows) {
         const int64_t count = std::min(kMostTiledRows, rows - first);
         tiles.multiply(round_up(count, kTileRows), x.data() + first * x.stride() + g * kGroupBytes, x.stride(), bytes,
-                       2 * kGroupBlocks, {}, sums);
+                       2 * kGroupBlocks, sums);
         for (int64_t r = 0; r < count; ++r)
           for (int64_t c = 0; c < kPanelColumns; c += V::size) {
             Lanes sum = load_lanes(sums + r * kPanelColumns + c);

@@ -212,9 +212,6 @@ void gemm_by_tiles(const RowsView& x, int64_t rows, const PackedWeight& w, int64
                    int64_t ld) {
   alignas(64) int32_t sums[kMostTiledRows * kPanelColumns];
   const Tiles tiles(w.precision);
-  const int64_t groups = (rows + kMostTiledRows - 1) / kMostTiledRows;
-  // A single group prefetches its own stream. If there are several, the first ones prefetch the next panel.
-  const int64_t lines = kTileSteps * lines_fetched(groups), distance = groups == 1 ? kAhead : w.panel_bytes();
   for (int64_t p = begin; p < end; ++p, out += kPanelColumns) {
     const char* panel = w.panel(p);
     const auto* tail = reinterpret_cast<const PanelTail*>(panel + w.steps() * kStepBytes);
@@ -222,13 +219,10 @@ void gemm_by_tiles(const RowsView& x, int64_t rows, const PackedWeight& w, int64
       steps = std::min(w.steps() - step, Path::block_steps());
       const Block block{step == 0, step + steps == w.steps()};
       const char* right = panel + step * kStepBytes;
-      Ahead ahead{right + distance, lines};
       for (int64_t first = 0; first < rows; first += kMostTiledRows) {
         const int64_t count = std::min(kMostTiledRows, rows - first);
         const char* left = x.data() + first * x.stride() + step * 4;
-        tiles.multiply(round_up(count, kTileRows), left, x.stride(), right, steps, ahead, sums);
-        ahead.from += steps * 4 * lines;
-        if (ahead.from >= right + distance + steps * kStepBytes) ahead.lines = 0;
+        tiles.multiply(round_up(count, kTileRows), left, x.stride(), right, steps, sums);
         finish_tiles<Path>(sums, count,
                            {left, x.stride(), x.scales() + first, x.zeros() + first, right, steps, tail, 0, nullptr,
                             out + first * ld, ld, block});
@@ -378,7 +372,7 @@ void gemm(const RowsView& x, int64_t rows, const PackedWeight& w, int64_t begin,
   if (w.precision == Precision::int4) return gemm_int4(x, rows, w, begin, end, out, ld);
   if (w.k > 0 && takes_tiles(w.precision, rows))
     return (w.precision == Precision::int8 ? gemm_by_tiles<DotInt8> : gemm_by_tiles<FloatSums<128>>)(x, rows, w, begin,
-                                                                                                    end, out, ld);
+                                                                                                     end, out, ld);
   const Kernels& all = kernels(w.precision);
   const Walk walk(all.shapes, all.num_shapes, rows);
   const int vecs = all.shapes[walk.shape].vecs;

@@ -89,14 +89,12 @@ void add_32_rows(const char* left, int64_t stride, const char* right) {
 
 // Multiplies 16 rows by a panel, or 32 rows by half of one.
 template <bool kBf16, bool kWide>
-void multiply_tiles(const char* left, int64_t stride, const char* right, int64_t steps, int64_t tile_steps, Ahead ahead,
+void multiply_tiles(const char* left, int64_t stride, const char* right, int64_t steps, int64_t tile_steps,
                     char* sums) {
   constexpr auto add = kWide ? add_32_rows<kBf16> : add_16_rows<kBf16>;
   zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
-  for (; steps >= tile_steps; steps -= tile_steps, left += 4 * tile_steps, right += tile_steps * kRowBytes) {
-    for (int64_t line = 0; line < ahead.lines; ++line, ahead.from += 64) _mm_prefetch(ahead.from, _MM_HINT_T1);
+  for (; steps >= tile_steps; steps -= tile_steps, left += 4 * tile_steps, right += tile_steps * kRowBytes)
     add(left, stride, right);
-  }
   if (steps > 0) {
     alignas(64) char last[kTileSteps * kRowBytes];
     std::memcpy(last, right, static_cast<size_t>(steps * kRowBytes));
@@ -111,12 +109,10 @@ void multiply_tiles(const char* left, int64_t stride, const char* right, int64_t
 
 template <bool kBf16>
 void multiply_rows(int64_t rows, const char* left, int64_t stride, const char* right, int64_t steps, int64_t tile_steps,
-                   Ahead ahead, char* sums) {
-  if (rows == kTileRows) return multiply_tiles<kBf16, false>(left, stride, right, steps, tile_steps, ahead, sums);
-  ahead.lines /= 2;
-  multiply_tiles<kBf16, true>(left, stride, right, steps, tile_steps, ahead, sums);
-  ahead.from += steps / tile_steps * ahead.lines * 64;
-  multiply_tiles<kBf16, true>(left, stride, right + 128, steps, tile_steps, ahead, sums + 128);
+                   char* sums) {
+  if (rows == kTileRows) return multiply_tiles<kBf16, false>(left, stride, right, steps, tile_steps, sums);
+  multiply_tiles<kBf16, true>(left, stride, right, steps, tile_steps, sums);
+  multiply_tiles<kBf16, true>(left, stride, right + 128, steps, tile_steps, sums + 128);
 }
 
 void emulate(bool is_bf16, int64_t rows, const char* left, int64_t stride, const char* right, int64_t steps,
@@ -129,7 +125,9 @@ void emulate(bool is_bf16, int64_t rows, const char* left, int64_t stride, const
       for (int64_t step = 0; step < steps; ++step, x += 4, w += kRowBytes)
         for (int64_t i = 0; i < 4; ++i) {
           if (!is_bf16) whole += static_cast<uint8_t>(x[i]) * static_cast<int8_t>(w[i]);
-          else if (i < 2) sum += number_at(x, Kind::bf16, i) * number_at(w, Kind::bf16, i);
+          else if (i == 0)
+            sum = static_cast<float>(sum + double{number_at(x, Kind::bf16, 0)} * number_at(w, Kind::bf16, 0) +
+                                     double{number_at(x, Kind::bf16, 1)} * number_at(w, Kind::bf16, 1));
         }
       if (is_bf16) static_cast<float*>(sums)[r * kPanelColumns + c] = sum;
       else static_cast<int32_t*>(sums)[r * kPanelColumns + c] = whole;
@@ -140,10 +138,11 @@ void emulate(bool is_bf16, int64_t rows, const char* left, int64_t stride, const
 
 bool can_tile(Precision precision) {
 #if defined(CPU_CAPABILITY_AVX512)
-  return precision != Precision::fp32 && (is_emulated() || has_amx(precision));
+  constexpr bool has_panels = true;
 #else
-  return false;
+  constexpr bool has_panels = false;
 #endif
+  return has_panels && precision != Precision::fp32 && (is_emulated() || has_amx(precision));
 }
 
 Tiles::Tiles(Precision precision, int64_t tile_steps)
@@ -161,12 +160,12 @@ Tiles::~Tiles() {
   if (!is_emulated()) asm volatile("tilerelease");
 }
 
-void Tiles::multiply(int64_t rows, const char* left, int64_t left_stride, const char* right, int64_t steps, Ahead ahead,
+void Tiles::multiply(int64_t rows, const char* left, int64_t left_stride, const char* right, int64_t steps,
                      void* sums) const {
   ++num_products;
   if (is_emulated()) return emulate(is_bf16_, rows, left, left_stride, right, steps, sums);
   const auto multiply = is_bf16_ ? multiply_rows<true> : multiply_rows<false>;
-  multiply(rows, left, left_stride, right, steps, tile_steps_, ahead, static_cast<char*>(sums));
+  multiply(rows, left, left_stride, right, steps, tile_steps_, static_cast<char*>(sums));
 }
 
 int64_t num_tile_products() { return num_products; }
