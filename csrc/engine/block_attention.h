@@ -101,6 +101,8 @@ class PackedHead {
           (V::load(sums_.data() + i * dim_ + c, n) * V(inverse[i])).store(out + (begin + i) * out_stride + c, n);
         });
     }
+    // The packed products, which come next, configure the tiles themselves; brgemm would not notice.
+    if constexpr (!std::is_same_v<T, float>) gemm_release();
   }
 
  private:
