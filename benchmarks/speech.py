@@ -2,9 +2,10 @@
 
     pip install faster-whisper && python -m benchmarks.speech FOLDER talk.wav [more.mp3] [--threads 1 2] [--out FILE]
 
-FOLDER is a Whisper's folder of CTranslate2 or of transformers; --transformers names the folder that transformers reads,
-in fp32, and --whisper.cpp files of whisper.cpp (`pip install pywhispercpp`), each for the precision of its weights;
-16-bit ones count as fp32. Each provider is a process for each precision and number of threads, of which the better
+FOLDER is a Whisper's folder of CTranslate2 or of transformers. --providers may name transformers and whisper.cpp, too.
+transformers reads the folder that --transformers names, in fp32. whisper.cpp (`pip install pywhispercpp`) reads the
+files that --whisper.cpp names, each for the precision of its weights; 16-bit weights count as fp32. It has no batches,
+and is measured one by one. Each provider is a process for each precision and number of threads, of which the better
 counts. "one by one" decodes windows in their order, "batched" cuts them at pauses, 8 at a time. Memory is the peak of
 the process.
 """
@@ -12,6 +13,7 @@ the process.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -59,9 +61,10 @@ class Worker:
     def ask(self, mode: str) -> Any:
         """Returns the answer to a line."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        if mode and self._process.poll() is None:
-            self._process.stdin.write(mode + "\n")
-            self._process.stdin.flush()
+        if mode:
+            with contextlib.suppress(BrokenPipeError):  # the process ended, or is about to
+                self._process.stdin.write(mode + "\n")
+                self._process.stdin.flush()
         for line in self._process.stdout:
             if line.startswith("{"):
                 return json.loads(line)
@@ -70,7 +73,8 @@ class Worker:
     def close(self) -> None:
         """Ends the process."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
 
@@ -152,6 +156,7 @@ def _samples(file: str, mode: str) -> Any:
 
 
 _LOADED = {"transformers": _transformers, "whisper.cpp": _whisper_cpp}
+_LACKING = (("whisper.cpp", "batched"),)  # modes that a provider doesn't have
 
 
 def ggml_file(file: str) -> tuple[str, str]:
@@ -227,6 +232,9 @@ def compare(options: argparse.Namespace, precision: str, texts: dict[tuple[str, 
     if precision == "fp32":
         folders["transformers"] = options.transformers or options.folder
     providers = [name for name in options.providers if name in folders]
+    for name in options.providers:
+        if name not in folders:
+            print(f"{name}, {precision}: not measured, since it has no {precision} here")
     workers = [
         Worker(Job(name, precision, threads), os.path.abspath(folders[name]), options.num_beams, files)
         for name in providers
@@ -238,7 +246,7 @@ def compare(options: argparse.Namespace, precision: str, texts: dict[tuple[str, 
             turns: dict[Job, list[dict[str, Any]]] = {}
             for number in range(options.rounds + 1):  # the first warms up, with a window
                 for worker in workers:
-                    if not worker.missing:
+                    if not worker.missing and (worker.job.provider, mode) not in _LACKING:
                         turn = worker.ask(mode if number else "first")
                         if number and "elapsed" in turn:
                             turns.setdefault(worker.job, []).append(turn)

@@ -7,6 +7,7 @@ import argparse
 import numpy as np
 import pytest
 
+from benchmarks import speech
 from benchmarks.measure import record
 from benchmarks.publish.latest import latest
 from benchmarks.speech import ggml_file, main, word_errors
@@ -35,6 +36,32 @@ def test_a_file_of_whisper_cpp_is_measured_with_its_precision(tmp_path) -> None:
             ggml_file(str(file))
     with pytest.raises(argparse.ArgumentTypeError, match="No such file"):
         ggml_file(str(tmp_path / "none"))
+
+
+def test_whisper_cpp_is_measured_where_it_has_a_file_and_batches(tmp_path, monkeypatch, capsys) -> None:
+    class Fake:
+        missing: dict[str, str] = {}
+
+        def __init__(self, job: speech.Job, *_: object) -> None:
+            self.job = job
+
+        def ask(self, mode: str) -> dict[str, object]:
+            return {"elapsed": 1.0, "seconds": 30.0, "texts": ["a dog"], "peak_mib": 1.0}
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(speech, "Worker", Fake)
+    np.array([0x67676D6C, *[1] * 10, 7], "<u4").tofile(tmp_path / "q8.bin")
+    words = ["model", "a.wav", "--threads", "1", "--providers", "fastformer", "whisper.cpp"]
+    words += ["--whisper.cpp", str(tmp_path / "q8.bin"), "--out", str(tmp_path / "rows.jsonl")]
+    assert main(words) == 0
+    found = {
+        (row["provider"], row["precision"], row["shape"]["windows"]) for row in record.read(tmp_path / "rows.jsonl")
+    }
+    ours = {("fastformer", precision, windows) for precision in ("int8", "fp32") for windows in (1, speech.BATCH)}
+    assert found == ours | {("whisper.cpp", "int8", 1)}
+    assert "whisper.cpp, fp32" in capsys.readouterr().out, "for which there is no file"
 
 
 def test_a_recording_is_timed(tmp_path, capsys) -> None:
