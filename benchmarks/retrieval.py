@@ -2,10 +2,10 @@
 
     python -m benchmarks.retrieval FOLDER [--precision fp32 bf16 int8] [--out FILE]
 
-A query is made of a sentence: two fifths of its words, or its words with typing errors. It is searched among all
-sentences. Three queries of each kind are made of a sentence: with one, near ties alone move recall by half a percentage
-point between two precisions. Recall is the share of the queries whose sentence is among the first places, and nDCG at
-10 counts its place by 1 / log2(1 + place), as MTEB does. The model has to read English.
+A query is two fifths of a sentence's words, or its words with typing errors, and has to find the sentence among all
+others. Each sentence makes three queries of both kinds, since near ties move the recall of fewer queries by more than a
+precision does. Recall is the share of the queries whose sentence is among the first places, and nDCG at 10 counts its
+place by 1 / log2(1 + place), as MTEB does. The model has to read English.
 """
 
 from __future__ import annotations
@@ -49,21 +49,17 @@ def sentences() -> list[str]:
     return [text for text in unique if 40 < len(text) < 400 and "[SEP]" not in text and len(text.split()) > 7]
 
 
-def tasks(texts: list[str]) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Yields (name, queries, texts) of each task; query i has to find text i % len(texts)."""
+def tasks(texts: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yields (name, queries) of each task; query i has to find text i % len(texts)."""
     generator = random.Random(0)
     drawn = texts * DRAWS
     few = [" ".join(word for word in text.split() if generator.random() < 0.4) or text for text in drawn]
-    yield "two fifths of the words", few, texts
-    yield (
-        "typing errors",
-        [re.sub(r"\w{4,}", lambda word: _mistyped(word[0], generator), text) for text in drawn],
-        texts,
-    )
+    yield "two fifths of the words", few
+    yield "typing errors", [re.sub(r"\w{4,}", lambda word: _mistyped(word[0], generator), text) for text in drawn]
 
 
 def _mistyped(word: str, generator: random.Random) -> str:
-    """Returns a word, of which every second one has two letters in the wrong order."""
+    """Returns the word, or in one of two cases the word with two neighbouring letters swapped."""
     place = generator.randrange(1, len(word) - 1)
     if generator.random() < 0.5:
         return word
@@ -84,14 +80,14 @@ def rows(options: argparse.Namespace, texts: list[str]) -> Iterator[dict[str, An
     """Yields the rows of all tasks: those of one run, with one time, so that a table has all precisions."""
     shared = record.environment("cpu")
     encoders = {precision: Encoder(options.folder, precision=precision) for precision in options.precision}
-    for task, queries, documents in tasks(texts):
+    for task, queries in tasks(texts):
         for precision, encoder in encoders.items():
-            values = measured(encoder, queries, documents)
+            values = measured(encoder, queries, texts)
             print(f"{task}, {precision}: " + ", ".join(f"{name} {value:.2f} %" for name, value in values.items()))
             for measure, value in values.items():
                 yield {
                     "suite": "model", "op": "retrieval", "provider": "fastformer.Encoder", "precision": precision,
-                    "model": options.folder.resolve().name, "data": "sentences of the documentation",
+                    "model": options.folder.absolute().name, "data": "sentences of the documentation",
                     "shape": {"task": task, "measure": measure, "texts": len(texts), "queries": len(queries)},
                     "value": value, "unit": "%", **shared,
                 }  # fmt: skip
