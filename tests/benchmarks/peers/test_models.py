@@ -62,14 +62,29 @@ def test_a_training_step_of_torch_nns_encoder_skips_padding(tmp_path: Path) -> N
 @pytest.mark.parametrize("order", models.ORDERS)
 def test_encoders_of_sentences_are_right_in_each_order(tmp_path: Path, order: str) -> None:
     pytest.importorskip("transformers", reason="not installed: pip install transformers")
-    from benchmarks.peers.sentences import EncoderPeer, EngineAlone
+    pytest.importorskip("sentence_transformers", reason="not installed: pip install sentence-transformers")
+    from benchmarks.peers import sentences
 
     measured = []
-    for peer in (AsItIs, EngineAlone, EncoderPeer):
+    others = (sentences.EngineAlone, sentences.EncoderPeer, sentences.SentenceTransformers)
+    for peer in (AsItIs, *others, sentences.AcceleratedSentenceTransformers):
         peer(MINILM, "fp32", torch.get_num_threads(), {}).turn(StepJob(str(tmp_path / "results.pt"), order))
         measured.append(StepResults(*torch.load(tmp_path / "results.pt")))
-    assert [r.error(measured[0]) < 2e-3 for r in measured] == [True] * 3
+    assert all(r.error(measured[0]) < 2e-3 for r in measured)
     assert measured[0].values.shape == (MINILM["sentences"], 128)
+
+
+@pytest.mark.slow  # 10 s: ONNX Runtime's model is exported
+def test_sentence_transformers_on_another_runtime_is_right(tmp_path: Path) -> None:
+    for package in ("transformers", "sentence_transformers", "onnxruntime", "onnxscript"):
+        pytest.importorskip(package, reason=f"not installed: pip install {package}")
+    from benchmarks.peers.sentences import SentenceTransformersOnnx
+
+    measured = []
+    for peer in (AsItIs, SentenceTransformersOnnx):
+        peer(MINILM, "fp32", torch.get_num_threads(), {}).turn(StepJob(str(tmp_path / "results.pt"), "mixed"))
+        measured.append(StepResults(*torch.load(tmp_path / "results.pt")))
+    assert measured[1].error(measured[0]) < 2e-3
 
 
 def test_a_fused_loss_is_correct(tmp_path: Path) -> None:
