@@ -77,7 +77,7 @@ def host() -> ModuleType | None:
 @cache
 def engine() -> ModuleType | None:
     """Returns the best library of the engine that this CPU can run and that can be loaded."""
-    # Products on AMX are those of PyTorch's oneDNN; where PyTorch is not installed, they use AVX-512.
+    # Attention uses AMX by PyTorch's oneDNN; where PyTorch is not installed, it uses AVX-512.
     has_amx = "amx_tile" in cpu_flags() and importlib.util.find_spec("torch") is not None
     if "torch" in sys.modules or not cpu_flags() or has_amx:
         host()
