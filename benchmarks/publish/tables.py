@@ -137,7 +137,7 @@ def _panels(case: TableCase, measured: Iterable[Comparison], rival: str, measure
 
 
 def times_faster(cases: Sequence[TableCase], numbers: Numbers, *, measured_alone: bool = False) -> str:
-    """Makes a line for each case, a column for each rival; the formats in a cell, as `2.2 · 3.5`; "" without any case.
+    """Makes a line for each case, a column for each rival; the formats in a cell, as `2.2 · –`; "" without any case.
 
     measured_alone: omit cells that were not measured, instead of saying so.
     """
@@ -148,18 +148,18 @@ def times_faster(cases: Sequence[TableCase], numbers: Numbers, *, measured_alone
     there = {comparison.against for group in measured.values() for comparison in group}
     rivals = dict.fromkeys(rival for case in cases for rival in case.rivals(rows))
     rivals = {rival: None for rival in rivals if rival in there or not measured_alone}
-    lines = []
-    for case in cases:
-        names = (_panels(case, measured[case.label], rival, measured_alone) for rival in rivals)
-        cells = [
-            " · ".join(numbers.ratio(case, name, rival) for name in group)
-            for rival, group in zip(rivals, names, strict=True)
-        ]
-        lines.append([case.label, *cells])
     panels = dict.fromkeys(panel.name for case in cases for panel in case.panels)
     if measured_alone:
         shown_panels = {comparison.panel for group in measured.values() for comparison in group}
         panels = {name: None for name in panels if name in shown_panels}
+    lines = []
+    for case in cases:
+        groups = [_panels(case, measured[case.label], rival, measured_alone) for rival in rivals]
+        cells = [
+            " · ".join(numbers.ratio(case, name, rival) if name in group else "–" for name in panels) if group else ""
+            for rival, group in zip(rivals, groups, strict=True)
+        ]
+        lines.append([case.label, *cells])
     return table([f"times faster, {' · '.join(panels)}, than", *map(name_of, rivals)], lines)
 
 
