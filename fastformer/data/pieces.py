@@ -242,9 +242,11 @@ def read_sentencepiece(file: Path, model: bytes) -> sentencepiece.SentencePieceP
     except ImportError as error:
         raise ImportError(f"{file} needs the sentencepiece library: pip install 'fastformer[sentencepiece]'") from error
     try:
-        return sentencepiece.SentencePieceProcessor(model_proto=model)
+        if model:  # the library takes nothing for a model that comes later
+            return sentencepiece.SentencePieceProcessor(model_proto=model)
     except RuntimeError as error:
         raise ValueError(f"expected a SentencePiece model in {file}, got something else ({error})") from error
+    raise ValueError(f"expected a SentencePiece model in {file}, got an empty file")
 
 
 def read_saved_pieces(file: Path, model: str) -> sentencepiece.SentencePieceProcessor:

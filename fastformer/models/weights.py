@@ -279,7 +279,7 @@ def _read_header(file: Path) -> tuple[dict[str, str], dict[str, Entry], bytes]:
             shape = tuple(int(length) for length in value["shape"])
             entries[name] = Entry(shape, _DTYPES.get(value["dtype"], value["dtype"]))
         return metadata, entries, start
-    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, AttributeError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(_damaged(file, error)) from error
 
 

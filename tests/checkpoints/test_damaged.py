@@ -111,6 +111,8 @@ def damaged_tokenizer(files: Files, draw: random.Random) -> Files:
         inner, parts = value
         parts = damaged_value(parts, draw)
         fits = isinstance(parts, list) and {*map(type, parts)} <= {type(value[1][0])}
+        if fits and inner in (5, 6):  # both have 4 bytes
+            parts = [max(-(2**31), min(part, 2**31 - 1)) for part in parts]
         others: list[Any] = [(8, "bpe"), (9, (8, ["a", ""])), (9, (5, [-1, 99])), (9, (6, [0.5, float("nan")]))]
         values[key] = (kind, (inner, parts)) if fits else draw.choice(others)
     elif kind == 4:

@@ -76,7 +76,7 @@ def read_schemes(quantization: Mapping[str, Any]) -> dict[str, Scheme]:
     """
     for name in ("sparsity_config", "transform_config"):
         value = quantization.get(name) or {}
-        if value.get("format", "dense") != "dense" or value.get("config_groups"):
+        if not isinstance(value, Mapping) or value.get("format", "dense") != "dense" or value.get("config_groups"):
             raise ValueError(f"expected {METHOD} without a {name}, got {value!r:.80}")
     groups = quantization.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:

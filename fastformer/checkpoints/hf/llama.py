@@ -172,7 +172,7 @@ class Variant(NamedTuple):
     def _activation(self, settings: Mapping[str, Any]) -> str:
         for name in self.activation_settings:
             if (activation := settings.get(name)) is not None:
-                if activation not in self.activations:
+                if not isinstance(activation, str) or activation not in self.activations:
                     raise ValueError(f"expected a {name} in {(*self.activations,)}, got {activation!r}")
                 return self.activations[activation]
         return next(iter(self.activations.values()))
