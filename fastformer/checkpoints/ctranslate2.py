@@ -38,7 +38,6 @@ from fastformer.checkpoints.model_bin import (
     norm_weights,
     quotients,
     read_variables,
-    widened,
 )
 from fastformer.data.backend import Backend
 from fastformer.data.huggingface import LibraryBackend, read_library
@@ -123,8 +122,6 @@ class FileVariables(Variables):
         stored, scale = self.take(name)
         if scale is None or stored.ndim != 2:
             return quotients(stored, scale)
-        if not np.isfinite(smallest := np.abs(widened(scale)).min(initial=np.inf)) or not smallest:
-            raise ValueError(f"expected scales of {name} above 0, got {smallest}")
         rows = stored, np.broadcast_to(scale, stored.shape[:1])
         return FileMatrix(Rounded(f"{name} of {self._origin}"), stored.shape, rows)
 

@@ -186,6 +186,10 @@ class Variables:
             raise ValueError(
                 f"expected {name}_scale with a scale for each row of {name}, got {getattr(scale, 'shape', None)}"
             )
+        with np.errstate(all="ignore"):
+            is_finite = np.isfinite(np.iinfo(stored.dtype).max / widened(scale)).all()
+        if not is_finite:
+            raise ValueError(f"expected {name}_scale to be finite numbers that are not 0")
         return stored, scale.reshape(-1)
 
     def in_memory(self) -> Variables:

@@ -122,16 +122,17 @@ def test_if_memory_is_short_a_request_joins_when_any_other_ends() -> None:
     assert finish(scheduler, requests) == [requests[:1], requests[1:]] and engine.runs == [3, 4]
 
 
-def test_a_listener_gets_the_first_token_at_once_and_later_ones_after_each_run() -> None:
+def test_a_listener_gets_the_first_tokens_one_by_one_and_later_ones_after_each_run() -> None:
     engine = engine_of(2, eos=-9.0)
     told: list[int] = []
     scheduler = Scheduler(engine, max_rows=2, max_bytes=1000)
     scheduler.submit([ask(0, native_greedy(5), on_token=told.append), ask(1, native_greedy(9))])
-    scheduler.step()
-    assert told == list(plain_greedy(engine, 0, 1))
+    for step in range(1, 5):
+        scheduler.step()
+        assert told == list(plain_greedy(engine, 0, step))
     finish(scheduler)
     assert told == list(plain_greedy(engine, 0, 5))
-    assert engine.runs[0] == 1 and sum(engine.runs) == 9 and len(engine.runs) < 5
+    assert engine.runs[:4] == [1] * 4 and sum(engine.runs) == 9 and len(engine.runs) < 9
 
 
 def test_a_listener_that_fails_ends_its_own_request() -> None:
