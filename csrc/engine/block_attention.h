@@ -29,7 +29,7 @@ class PackedHead {
  public:
   // keys, values: (count, dim), row-major.
   void pack(const T* keys, const T* values, int64_t count, int64_t dim) {
-    const int64_t k_size = packed_size<T>(dim, count), v_size = packed_size<T>(count, dim);
+    const int64_t k_size = packed_size<T>(dim, count), v_size = values_size(count, dim);
     if (std::ssize(keys_) < k_size) keys_.resize(k_size);
     if (std::ssize(values_) < v_size) values_.resize(v_size);
     pack_into(keys, values, count, dim, keys_.data(), values_.data());
@@ -37,8 +37,14 @@ class PackedHead {
   }
   static void pack_into(const T* keys, const T* values, int64_t count, int64_t dim, T* to_keys, T* to_values) {
     fastformer::pack<T>(keys, 1, dim, dim, count, to_keys);
-    fastformer::pack<T>(values, dim, 1, count, dim, to_values);
+    const int64_t panel_size = round_up(count, kKeys) * kPanel;
+    for (int64_t c = 0; c < dim; c += kPanel, to_values += panel_size) {
+      fastformer::pack<T>(values + c, dim, 1, count, std::min(kPanel, dim - c), to_values);
+      std::fill(to_values + round_up(count, kPair<T>) * kPanel, to_values + panel_size, T(0));
+    }
   }
+  // The number of elements of the packed values of a head.
+  static int64_t values_size(int64_t count, int64_t dim) { return packed_size<T>(round_up(count, kKeys), dim); }
   // Attends to keys and values that pack_into has written.
   void use(const T* keys, const T* values, int64_t count, int64_t dim) {
     packed_keys_ = keys, packed_values_ = values, count_ = count, dim_ = dim;
@@ -49,6 +55,9 @@ class PackedHead {
   // key, count, scores) changes the products of row i with `count` visible keys, from `key` on, before the scale.
   // value_scales: factors of the values, and kPanel more that are finite; null: none. few_rows: the products with keys
   // that don't fill a panel do without AMX, whose calls take longer than the products of few rows.
+  //
+  // brgemm compiles a kernel for each shape, and each thread keeps all of them (34 KB each). So whole tiles of rows and
+  // keys are multiplied, of which those beyond the last row are ignored and those beyond the last key have weight 0.
   template <typename First, typename End, typename Bias>
   void attend(const float* q, int64_t q_stride, int64_t rows, float scale2, First first, End end, Bias bias, float* out,
               int64_t out_stride, const float* value_scales = nullptr, bool few_rows = false) {
@@ -58,6 +67,8 @@ class PackedHead {
     queries_.resize(kRows * dim_), sums_.resize(kRows * dim_);
     for (int64_t begin = 0; begin < rows; begin += kRows) {
       const int64_t m = std::min(kRows, rows - begin);
+      const bool has_tiles = std::is_same_v<T, bfloat16> && use_brgemm();
+      const int64_t tiled = has_tiles && !few_rows ? round_up(m, kTileRows) : m;
       // Start at the slice of kDepth keys with the first visible key, so that the sums don't depend on which rows are
       // computed together.
       const int64_t from = first(begin) / kDepth<T> * kDepth<T>, seen = std::max<int64_t>(0, end(begin + m - 1) - from);
@@ -66,7 +77,7 @@ class PackedHead {
       if constexpr (!std::is_same_v<T, float>) weights_.resize(kRows * width);
       for (int64_t i = 0; i < m; ++i) store_row(q + (begin + i) * q_stride, dim_, queries_.data() + i * dim_);
       // AMX multiplies by whole panels alone; what is beyond the keys is overwritten.
-      gemm<T>(m, few_rows ? seen : round_up(seen, kPanel), dim_, queries_.data(), dim_,
+      gemm<T>(tiled, has_tiles && !few_rows ? round_up(seen, kPanel) : seen, dim_, queries_.data(), dim_,
               packed_keys_ + from * round_up(dim_, kPair<T>), scores_.data(), width, false);
       float inverse[kRows];
       for (int64_t i = 0; i < m; ++i) {
@@ -93,9 +104,9 @@ class PackedHead {
       const T* weights;
       if constexpr (std::is_same_v<T, float>) weights = scores_.data();
       else weights = weights_.data();
-      // An odd last key is paired with a row of zeros, whose weight is 0.
-      gemm<T>(m, dim_, round_up(seen, kPair<T>), weights, width, packed_values_ + from * kPanel, sums_.data(), dim_,
-              false, count_);
+      // An odd last key is paired with a row whose weight is 0, too.
+      gemm<T>(tiled, dim_, round_up(seen, has_tiles ? kKeys : kPair<T>), weights, width, packed_values_ + from * kPanel,
+              sums_.data(), dim_, false, round_up(count_, kKeys));
       for (int64_t i = 0; i < m; ++i)
         for_each_vec<float>(dim_, [&](int64_t c, int64_t n) {
           (V::load(sums_.data() + i * dim_ + c, n) * V(inverse[i])).store(out + (begin + i) * out_stride + c, n);
@@ -106,6 +117,9 @@ class PackedHead {
   }
 
  private:
+  static constexpr int64_t kTileRows = 16;
+  static constexpr int64_t kKeys = std::is_same_v<T, bfloat16> ? 32 : 1;  // of a tile; their values are padded to it
+
   // Computes to = 2 ** ((x - lowered) * scale2) for a row, times the factors if there are any, and returns the sum
   // without them.
   template <bool kAtOnce>

@@ -281,7 +281,8 @@ int64_t Forward::packed_source_bytes(const PackedModel& model, int64_t tokens) {
   const ModelOptions& o = model.options;
   int64_t bytes = 0;
   with_attention_type(o.precision, [&]<typename T>() {
-    bytes = (packed_size<T>(o.head_dim, tokens) + packed_size<T>(tokens, o.head_dim)) * static_cast<int64_t>(sizeof(T));
+    bytes = (packed_size<T>(o.head_dim, tokens) + PackedHead<T>::values_size(tokens, o.head_dim)) *
+            static_cast<int64_t>(sizeof(T));
   });
   return bytes * o.num_decoder_layers * o.num_kv_heads;
 }
@@ -292,7 +293,7 @@ std::pair<T*, T*> Forward::source_head(const TokenCache::Group& group, int64_t l
   const ModelOptions& o = model_.options;
   const int64_t size = packed_size<T>(o.head_dim, group.packed_tokens);
   T* keys = reinterpret_cast<T*>(group.packed_source.data()) +
-            (layer * o.num_kv_heads + head) * (size + packed_size<T>(group.packed_tokens, o.head_dim));
+            (layer * o.num_kv_heads + head) * (size + PackedHead<T>::values_size(group.packed_tokens, o.head_dim));
   return {keys, keys + size};
 }
 

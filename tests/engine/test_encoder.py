@@ -69,10 +69,11 @@ def test_pooling_is_in_fp32_whatever_the_precision(kind: str, normalize: bool) -
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("name", ["bert", "pre-norm, t5", "modernbert", "wide"])
+@pytest.mark.parametrize("name", ["bert", "pre-norm, t5", "modernbert", "wide", "heads of panels"])
 def test_bits_of_a_text_depend_on_nothing_else(name: str, precision: str) -> None:
     wide = {"d_model": 264, "heads": 6, "head_dim": 44, "d_ff": 700, "layers": 2, "types": 2}
-    o, t = drawn(precision=precision, **(wide if name == "wide" else CONFIGS[name]))
+    panels = {"d_model": 128, "heads": 2, "head_dim": 64, "windows": (-1, 70)}  # AMX multiplies all of their attention
+    o, t = drawn(precision=precision, **({"wide": wide, "heads of panels": panels} | CONFIGS)[name])
     encoder, dice = packed(EXT, o, t), random.Random(1)
     ids, types = texts_of(dice, o, t, [5, 1, 33, 70, 200, 2, 64, 65, 17] + [dice.randrange(1, 40) for _ in range(20)])
     single = [
@@ -88,6 +89,16 @@ def test_bits_of_a_text_depend_on_nothing_else(name: str, precision: str) -> Non
     ids, types = texts_of(dice, o, t, [320, 301, 310])  # long ones, the last of which all threads share
     rows = [encoder.encode(ids, types, "mean", True, threads).tobytes() for threads in (1, 2, 7)]
     assert rows[1:] == rows[:1] * 2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+def test_bits_of_a_causal_text_do_not_depend_on_what_follows(precision: str) -> None:
+    o, t = drawn(precision=precision, d_model=128, heads=2, head_dim=64)
+    encoder, ids = packed(EXT, o | {"causal_encoder": True}, t), [i * 7 % 70 for i in range(600)]
+    whole = encoder.encode([ids], None, "none", False, 1)
+    for length in (1, 33, 34, 70, 100, 129, 513):
+        rows = encoder.encode([ids[:length]], None, "none", False, 1)
+        assert rows.tobytes() == whole[:length].tobytes(), length
 
 
 @pytest.mark.parametrize("name", ["mpnet", "modernbert", "windows of one"])

@@ -205,7 +205,7 @@ class Mirrored:
 KINDS: list[dict[str, Any]] = [
     {},
     {"reads_source": True},
-    {"window_size": 21, "window_layers": (True, False), "attention_softcap": 4.0, "qk_norm": "head"},
+    {"window_size": 21, "window_layers": (True, False), "attention_softcap": 4.0, "qk_norm": "head", "head_dim": 64},
     {"window_size": 21},
     {"positions": "rotary", "num_kv_heads": 1},
 ]
