@@ -262,11 +262,14 @@ def _wav_form(file: Any) -> _Wav:
 
 
 def _chunks(file: Any, form: _Wav) -> Iterator[bytes]:
-    """Yields the bytes of whole frames."""
-    frame, left = form.channels * form.bits // 8, form.size
+    """Yields the bytes of whole frames. A file object may return fewer bytes than it is asked for."""
+    frame, left, rest = form.channels * form.bits // 8, form.size, b""
     while left and (data := file.read(min(left, _BLOCK * frame))):
         left -= len(data)
-        yield data[: len(data) // frame * frame]
+        data = rest + data
+        whole = len(data) // frame * frame
+        yield data[:whole]
+        rest = data[whole:]
 
 
 def _wav_samples(file: Any, form: _Wav, name: Any) -> Iterator[Array]:

@@ -198,13 +198,15 @@ class Encoder(FolderModel):
 
         Args:
             sentences: the texts; or their embeddings (texts, dim), or the ranges themselves (2, dim), as an array.
-            options: see `encode`.
+            options: see `encode`; for texts alone.
 
         Raises:
-            ValueError: see `encode`; or an array of another dim than the encoder's, or with NaN or infinity.
+            ValueError: see `encode`; or an array of another dim than the encoder's, with NaN or infinity, or options.
         """
         check_several("sentences", sentences)
         if isinstance(sentences, np.ndarray) and sentences.dtype.kind in "fiu":
+            if options:
+                raise ValueError(f"expected options of encode for texts alone, got {[*options]} for an array")
             self._check_embeddings(sentences)
         else:
             sentences = self.encode(sentences, **options)

@@ -92,6 +92,16 @@ def test_paths_files_bytes_and_arrays_are_the_same(tmp_path) -> None:
         np.testing.assert_array_equal(decode_audio(source), expected)
 
 
+def test_a_file_that_returns_fewer_bytes_than_it_is_asked_for() -> None:
+    class Short(io.BytesIO):
+        def read(self, size: Any = -1) -> bytes:
+            return super().read(size if size < 100 else min(size, 1_001))
+
+    for channels in (1, 2):
+        data = wav(sound(1), channels=channels)
+        np.testing.assert_array_equal(decode_audio(Short(data)), decode_audio(data))
+
+
 def test_a_file_that_ends_in_the_middle_gives_what_is_there() -> None:
     data = wav(sound(1))
     assert 0 < len(decode_audio(data[: len(data) // 2])) < 16_000

@@ -251,6 +251,8 @@ def test_embeddings_are_quantized_as_by_sentence_transformers(plain, precision: 
     check({"ranges": ranges}, ranges=ranges)
     check({"calibration_embeddings": sample}, calibration_embeddings=sample)
     np.testing.assert_array_equal(encoder.calibrate(MANY[:9]), ranges)
+    with pytest.raises(ValueError, match="truncate_dim"):
+        encoder.calibrate(rows, truncate_dim=2)  # of options, which are those of texts
     check({"ranges": ranges})
     np.testing.assert_array_equal(
         encoder.encode(MANY[3], precision=precision), library.quantize_embeddings(rows, precision, ranges=ranges)[3]
