@@ -39,6 +39,11 @@ IS_OLD = int(transformers.__version__.split(".")[0]) < 5
 REFUSED = "refused"
 
 
+def made_of(model: Any) -> Any:
+    """Returns the config of a model and its numbers: a factor may be in either."""
+    return model.config, {name: tensor.numpy().tobytes() for name, tensor in model.float().state_dict().items()}
+
+
 def outcome(read: Callable[..., Any], *arguments: Any) -> Any:
     """Returns a result, or that it was refused."""
     try:
@@ -185,9 +190,9 @@ CTRANSLATE2 = {
     **dict.fromkeys(("rotary_dim", "rotary_interleave", "rotary_scaling_type", "rotary_scaling_factor")),
 }  # fmt: skip
 SPECIFICATIONS: dict[str, tuple[Path, Callable[[Path], Any]]] = {
-    **{name: (FOLDERS / name, lambda folder: load_transformer(folder)[0].config) for name in ("marian", "t5")},
+    **{name: (FOLDERS / name, lambda folder: made_of(load_transformer(folder)[0])) for name in ("marian", "t5")},
     **{
-        name: (DECODER_FOLDERS / name, lambda folder: load_model(folder, ("GPT",))[0].config)
+        name: (DECODER_FOLDERS / name, lambda folder: made_of(load_model(folder, ("GPT",))[0]))
         for name in ("llama", "gemma3", "gpt2")
     },
     "whisper": (SPEECH_FOLDERS / "fp16", lambda folder: load_speech(folder).config),
@@ -232,7 +237,7 @@ LLAMA_CPP: dict[str, Any] = {
     "rope.freq_base_swa": 10_000.0, "rope.scaling.type": "linear", "rope.scaling.factor": 1.0, "rope.scale_linear": 1.0,
     "rope.scaling.attn_factor": 1.0, "expert_weights_scale": 1.0, "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0, "attention.scale": 8**-0.5, "embedding_scale": 1.0, "residual_scale": 1.0,
-    "use_parallel_residual": False, "attention.causal": True,
+    "logit_scale": None, "use_parallel_residual": False, "attention.causal": True,
 }  # fmt: skip
 _ROPE: dict[str, tuple[int, Any] | None] = {"rope.freq_base": (6, 77.0)}
 # Files with other values than these in place of theirs.
@@ -264,10 +269,13 @@ def test_omitted_numbers_are_those_of_llama_cpp(name, tmp_path) -> None:
         if value is not None:
             changed[str(key)] = ({bool: 7, str: 8, int: 4, float: 6}[type(value)], value)
         file.write_bytes(to_bytes(changed, tensors))
-        config = outcome(lambda: load_file(file)[0].config)
-        if getattr(config, "attention_scale", None) is not None:  # a file's is of fp32
-            config = dataclasses.replace(config, attention_scale=round(config.attention_scale, 6))
-        return config
+        result = outcome(lambda: made_of(load_file(file)[0]))
+        if result == REFUSED or getattr(result[0], "attention_scale", None) is None:
+            return result
+        config, numbers = result
+        return dataclasses.replace(
+            config, attention_scale=round(config.attention_scale, 6)
+        ), numbers  # a file's is fp32
 
     due, differ = config_of_file(), 0
     assert due != REFUSED

@@ -291,7 +291,7 @@ _EPS = {
 }
 _GRANITE = {
     "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale", "residual_multiplier":
-    "residual_scale", "logits_scaling": "logit_scale",
+    "residual_scale",
 }  # fmt: skip
 GPT2_SETTINGS = {
     "n_embd": "embedding_length", "n_layer": "block_count", "n_head": "attention.head_count", "n_inner":
@@ -342,6 +342,7 @@ def _settings(file: GGUF, values: _Values, vocabulary: Vocabulary) -> dict[str, 
         settings["use_sliding_window"] = "sliding_window" in settings
     elif name.startswith("granite"):
         settings |= {"attention_multiplier": settings["head_dim"] ** -0.5, **values.settings(_GRANITE)}
+        settings["logits_scaling"] = values.number("logit_scale")
     elif name.startswith("gemma"):
         settings |= _gemma_settings(values, settings)
     if name == "stablelm":
