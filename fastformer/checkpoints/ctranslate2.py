@@ -316,12 +316,12 @@ def _transformer(
 
 
 def _dtype_of(weights: Mapping[str, Any]) -> torch.dtype:
-    """Returns bf16 for weights of bf16, unless one that was made of them has more digits; else fp32."""
-    tensors, bf16 = [each for each in weights.values() if isinstance(each, Tensor)], torch.bfloat16
-    is_bf16 = any(tensor.dtype == bf16 for tensor in tensors)
-    return (
-        bf16 if is_bf16 and all(torch.equal(each, each.to(bf16).to(each.dtype)) for each in tensors) else torch.float32
-    )
+    """Returns bf16 for weights of bf16, unless one that was made of them has more digits, or was rounded; else fp32."""
+    tensors, bf16 = list(weights.values()), torch.bfloat16
+    if not all(type(each) is Tensor for each in tensors) or all(each.dtype != bf16 for each in tensors):
+        return torch.float32  # a matrix in the file, or several, would be read
+    is_exact = all(torch.equal(each, each.to(bf16).to(each.dtype)) for each in tensors)
+    return bf16 if is_exact else torch.float32
 
 
 def _refuse(variables: Variables) -> None:

@@ -186,10 +186,11 @@ class Variables:
             raise ValueError(
                 f"expected {name}_scale with a scale for each row of {name}, got {getattr(scale, 'shape', None)}"
             )
+        divisors = widened(scale)
         with np.errstate(all="ignore"):
-            is_finite = np.isfinite(np.iinfo(stored.dtype).max / widened(scale)).all()
-        if not is_finite:
-            raise ValueError(f"expected {name}_scale to be finite numbers that are not 0")
+            are_finite = np.isfinite(divisors) & np.isfinite(np.iinfo(stored.dtype).max / divisors)
+        if not are_finite.all():
+            raise ValueError(f"expected finite {name}_scale other than 0, got {divisors[~are_finite].flat[0]}")
         return stored, scale.reshape(-1)
 
     def in_memory(self) -> Variables:

@@ -17,14 +17,15 @@ from torch import nn
 
 import fastformer
 from fastformer import Encoder
-from fastformer.checkpoints.ctranslate2 import Rounded, load_transformer
+from fastformer.checkpoints.ctranslate2 import Rounded, as_tensors, load_transformer
 from fastformer.checkpoints.file_matrix import FileMatrix
 from fastformer.checkpoints.gguf.blocks import Kind
 from fastformer.checkpoints.gguf.file import read_gguf
-from fastformer.checkpoints.model_bin import MODEL
+from fastformer.checkpoints.model_bin import MODEL, read_variables
 from fastformer.cli import main
 from fastformer.generation import Chat
 from fastformer.models import stored
+from tests.checkpoints.test_ctranslate2 import written
 from tests.checkpoints.test_gguf import LLAMA, contents, load, to_bytes
 from tests.foreign.ctranslate2_folders import DECODER_FOLDERS, FOLDERS
 from tests.foreign.gguf_files import FOLDER
@@ -100,7 +101,28 @@ def test_translators_of_ctranslate2_are_read_by_the_engine(name, monkeypatch) ->
     assert not is_waiting(plain) and torch.equal(found, fastformer.generate(plain, [IDS], **options))
 
 
-@pytest.mark.parametrize("scale", [0.0, float("nan"), 1e-40])
+def test_the_precision_of_a_rounded_translator_is_found_without_its_matrices(tmp_path, monkeypatch) -> None:
+    """int8_bfloat16: biases and norms of bf16 need no comparison of the matrices with bf16."""
+    folder = Path(shutil.copytree(FOLDERS / "t5-gated", tmp_path / "t5"))
+    tensors = as_tensors(read_variables(folder / MODEL)[1])
+    vectors = {name for name, each in tensors.items() if each.dtype == torch.float32 and not name.endswith("_scale")}
+    counts, numbers_of = [0], Rounded.numbers_of
+
+    def counted(self: Rounded, *rest: Any) -> torch.Tensor:
+        counts[-1] += 1
+        return numbers_of(self, *rest)
+
+    monkeypatch.setattr(Rounded, "numbers_of", counted)
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors |= {name: tensors[name].to(dtype) for name in vectors}
+        (folder / MODEL).write_bytes(written(tensors))
+        model, _ = load_transformer(folder)
+        assert next(stored.stand_in(model).parameters()).dtype == torch.float32 and model.precision == "int8"
+        counts.append(0)
+    assert vectors and counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize("scale", [0.0, float("nan"), float("inf"), 1e-40])
 def test_scales_of_ctranslate2_that_are_no_numbers_are_refused(scale, tmp_path) -> None:
     folder = Path(shutil.copytree(DECODER_FOLDERS / "llama", tmp_path / "llama"))
     data, name = bytearray((folder / MODEL).read_bytes()), b"decoder/layer_1/ffn/linear_1/weight_scale\0"
