@@ -161,6 +161,7 @@ def _group(**values: Any) -> Any:
         (_group(format="int-quantized"), r"\bweight\b"),
         (_top(config_groups=[]), "config_groups"),
         (_top(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config"),
+        (_top(sparsity_config=3), "sparsity_config"),
         (_top(transform_config={"config_groups": {"R1": {}}}), "transform_config"),
     ],
 )

@@ -139,6 +139,7 @@ def test_old_settings_are_read_as_transformers_reads_them(kind, settings, expect
         ("llama", {"rope_theta": "big"}, "rope_theta .*'big'"),
         ("llama", {"partial_rotary_factor": 0.5}, "Llama.*partial_rotary_factor .*0.5"),
         ("llama", {"hidden_act": "relu2"}, "hidden_act .*'relu2'"),
+        ("llama", {"hidden_act": [[]]}, "hidden_act "),
         ("llama", {"num_attention_heads": "many"}, "num_attention_heads .*'many'"),
         ("llama", {"max_position_embeddings": None}, r"max_position_embeddings .*None"),
         ("llama", {"attention_bias": "yes"}, "attention_bias .*'yes'"),

@@ -133,6 +133,13 @@ def test_weights_that_are_not_floating_point_are_named(folder, dtype) -> None:
         Transformer.from_pretrained(folder)
 
 
+def test_a_size_without_end_is_an_error(folder) -> None:
+    file, header = folder / "model.safetensors", b'{"encoder.norm.weight":{"dtype":"F32","shape":[Infinity]}}'
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match=r"\bmodel\.safetensors\b"):
+        Transformer.from_pretrained(folder)
+
+
 def test_integers_of_the_right_size_are_not_accepted_as_weights(model, folder) -> None:
     state = model.state_dict()
     for wrong in (torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e5m2):
