@@ -20,14 +20,14 @@ from fastformer.checkpoints import load_model
 from fastformer.checkpoints.argos import load_package
 from fastformer.checkpoints.ctranslate2 import load_transformer, read_vocabularies
 from fastformer.generation import generate
-from tests.foreign.ctranslate2_folders import _SIZES, CASES, DECODERS, convert, convert_argos, convert_decoder
+from tests.foreign.ctranslate2_folders import CASES, DECODERS, SIZES, convert, convert_argos, convert_decoder
 
 QUANTIZATIONS = [
     "float32", "int8", "int8_float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16"
 ]  # fmt: skip
 MODELS: dict[str, tuple[Any, str, dict[str, Any]]] = {
     **{name: (convert, kind, options) for name, kind, options, _ in CASES},
-    "mbart": (convert, "MBart", {"scale_embedding": True, "tokenizer_class": "MBart50Tokenizer", **_SIZES}),
+    "mbart": (convert, "MBart", {"scale_embedding": True, "tokenizer_class": "MBart50Tokenizer", **SIZES}),
     **{name: (convert_decoder, kind, options) for name, kind, options, _ in DECODERS},
 }
 COUNT, MOST = 200, 16

@@ -85,7 +85,7 @@ def test_the_table_of_files_has_what_the_registries_and_the_tests_have(generated
         return {kind for kind, cells in table.items() if cells[column] == "exact"}
 
     def kinds_with(names: Iterable[str]) -> set[str]:
-        classes = {f"{name.removesuffix('Text')}" for name in names}
+        classes = {name.removesuffix("Text") for name in names}
         return {
             kind for kind, family in FAMILIES.items() if re.sub("(Text)?Config$", "", family.config_class) in classes
         }

@@ -25,7 +25,7 @@ FOLDERS = Path(__file__).parent / "ctranslate2"
 ARGOS = Path(__file__).parent / "argos"
 DECODER_FOLDERS = Path(__file__).parent / "ctranslate2_decoders"
 VOCAB = 40
-_SIZES = {
+SIZES = {
     "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
     "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": 24,
 }  # fmt: skip
@@ -36,10 +36,10 @@ _T5 = {
 # The name of each folder, the model of transformers, its options, and CTranslate2's type of the weights.
 CASES: list[tuple[str, str, dict[str, Any], str | None]] = [
     ("marian", "Marian", {"pad_token_id": VOCAB - 1, "eos_token_id": 0, "decoder_start_token_id": VOCAB - 1,
-                          "activation_function": "swish", "scale_embedding": True, **_SIZES}, "int8"),
-    ("bart", "Bart", _SIZES, "bfloat16"),
-    ("pegasus", "Pegasus", {"scale_embedding": True, **_SIZES}, "int16"),
-    ("m2m", "M2M100", _SIZES, None),
+                          "activation_function": "swish", "scale_embedding": True, **SIZES}, "int8"),
+    ("bart", "Bart", SIZES, "bfloat16"),
+    ("pegasus", "Pegasus", {"scale_embedding": True, **SIZES}, "int16"),
+    ("m2m", "M2M100", SIZES, None),
     ("t5", "T5", _T5, "float16"),
     ("t5-gated", "T5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, **_T5}, "int8"),
 ]  # fmt: skip

@@ -181,9 +181,11 @@ def test_modules_that_are_quantised_first_are_called() -> None:
     expected = first(IDS).logits
     report = fastformer.report(fastformer.accelerate(first))
     assert "Linear" not in report.swapped.values() and isinstance(first.cls.predictions.decoder, Quantised)
-    # An activation that lies between two steps of 8 bits may fall to the other side, which moves a few logits.
-    is_close = torch.isclose(first(IDS).logits, expected, rtol=1e-3, atol=1e-4)
-    assert is_close.double().mean() > 0.8
+    # An activation that lies between two steps of 8 bits may fall to the other side, which moves a few logits, and by
+    # less than rounding all activations does.
+    found, exact = first(IDS).logits, make("bert").eval()(IDS).logits
+    assert torch.isclose(found, expected, rtol=1e-3, atol=1e-4).double().mean() > 0.8
+    assert (found - expected).abs().max() < (expected - exact).abs().max()
     fastformer.accelerate(later)
     quantize_dynamic(later, {nn.Linear}, inplace=True)
     assert not any(isinstance(module, Quantised) for module in later.modules())
