@@ -56,8 +56,9 @@ class PackedHead {
   // value_scales: factors of the values, and kPanel more that are finite; null: none. few_rows: the products with keys
   // that don't fill a panel do without AMX, whose calls take longer than the products of few rows.
   //
-  // brgemm compiles a kernel for each shape, and each thread keeps all of them (34 KB each). So whole tiles of rows and
-  // keys are multiplied, of which those beyond the last row are ignored and those beyond the last key have weight 0.
+  // With brgemm, whole tiles of rows and keys are multiplied: those beyond the last row are ignored, and those beyond
+  // the last key have weight 0. It sums what is beyond the last whole tile in another order, so bits would depend on
+  // how many keys the block sees; and it compiles a kernel for each shape, which each thread keeps (34 KB).
   template <typename First, typename End, typename Bias>
   void attend(const float* q, int64_t q_stride, int64_t rows, float scale2, First first, End end, Bias bias, float* out,
               int64_t out_stride, const float* value_scales = nullptr, bool few_rows = false) {
@@ -76,7 +77,7 @@ class PackedHead {
       scores_.resize(kRows * width);
       if constexpr (!std::is_same_v<T, float>) weights_.resize(kRows * width);
       for (int64_t i = 0; i < m; ++i) store_row(q + (begin + i) * q_stride, dim_, queries_.data() + i * dim_);
-      // AMX multiplies by whole panels alone; what is beyond the keys is overwritten.
+      // brgemm multiplies by whole panels alone; what is beyond the keys is overwritten.
       gemm<T>(tiled, has_tiles && !few_rows ? round_up(seen, kPanel) : seen, dim_, queries_.data(), dim_,
               packed_keys_ + from * round_up(dim_, kPair<T>), scores_.data(), width, false);
       float inverse[kRows];
