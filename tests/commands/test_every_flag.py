@@ -45,7 +45,7 @@ MANY = "--max_new_tokens 30 --min_new_tokens 30"
 BEAMS = f"{FEW} --num_beams 4"
 LONG = "--seed 1 --max_new_tokens 40"
 SPOKEN = "--language en --beam_size 1"
-BEAMS = "--language en --beam_size 4 --repetition_penalty 3"  # of several lengths
+SPOKEN_BEAMS = "--language en --beam_size 4 --repetition_penalty 3"  # of several lengths
 CONSTRAINTS = {
     "schema": "--schema {schema}", "regex": "--regex [a-c]{{3}}", "choices": "--choices ab --choices ba",
     "grammar": "--grammar {lark}",
@@ -162,7 +162,7 @@ CASES: dict[str, dict[str, Row]] = {
         "batch_size": (SPOKEN, f"{SPOKEN} --batch_size 2"),
         "beam_size": (f"{SPOKEN} --format json", f"{SPOKEN} --format json --beam_size 4"),
         "patience": (SPOKEN, f"{SPOKEN} --patience 0"),
-        "length_penalty": (f"{BEAMS} --length_penalty -9", f"{BEAMS} --length_penalty 9"),
+        "length_penalty": (f"{SPOKEN_BEAMS} --length_penalty -9", f"{SPOKEN_BEAMS} --length_penalty 9"),
         "repetition_penalty": (SPOKEN, f"{SPOKEN} --repetition_penalty 3"),
         "no_repeat_ngram_size": (SPOKEN, f"{SPOKEN} --no_repeat_ngram_size 1"),
         "condition_on_previous_text": (SPOKEN, f"{SPOKEN} --condition_on_previous_text=false"),
