@@ -396,7 +396,7 @@ def test_other_paths(path: str, tmp_path: Path) -> None:
     for name, ours in results.items():
         case, precision = name.split(" ")
         x, weight, bias = (cases[f"{case} {what}"] for what in ("x", "weight", "bias"))
-        to_tiles = takes_tiles and (precision == "bf16" or (precision == "int8" and len(x) >= 8))
+        to_tiles = takes_tiles and (precision == "bf16" or (precision == "int8" and len(x) >= 12))
         assert (tiles[name] > 0) == to_tiles, name
         if precision == "int8":
             np.testing.assert_array_equal(ours, packed_linear()(x, weight, bias, "int8"), err_msg=name)
