@@ -240,10 +240,16 @@ class AsyncGenerator(Session[Request]):
         """The ids behind which texts under a constraint are decoded; see `Vocabulary`."""
         return Vocabulary.of(self.tokenizer, self.model.config.vocab_size).anchor
 
-    @property
+    @functools.cached_property
     def can_constrain(self) -> bool:
-        """Whether texts can be constrained: the library is installed, and the bytes of the model's tokens are known."""
-        return is_installed() and getattr(self.tokenizer, "token_bytes", None) is not None
+        """Whether texts can be constrained: the library is installed, and the bytes of the model's tokens are known.
+
+        It may take long at first, to find the bytes; see `aside`.
+        """
+        try:
+            return is_installed() and getattr(self.tokenizer, "token_bytes", None) is not None
+        except ValueError:  # the tokenizer doesn't know them
+            return False
 
     def special_marks(self, marks: Collection[str]) -> dict[str, int]:
         """Returns the ids of those texts that are special tokens, which texts omit."""

@@ -231,6 +231,10 @@ class GenerateService(Service):
         """Whether the model's folder has a chat template."""
         return self.session.template is not None
 
+    async def can_constrain(self, deadline: float) -> bool:
+        """Returns whether texts can be constrained here; see `AsyncGenerator.can_constrain` and `Session.aside`."""
+        return await self.session.aside(lambda: self.session.can_constrain, 0, deadline=deadline, is_slow=True)
+
     async def check_constraint(self, options: Mapping[str, Any], size: int, deadline: float) -> None:
         """Compiles a constraint, which requests then have at once.
 

@@ -10,7 +10,7 @@ from fastformer.generation.config import GenerationConfig
 from fastformer.serving.openai_bodies import ApiError, StructuredBody
 from fastformer.serving.service import GenerateService
 
-_MOST_CHARS = 100_000  # of a constraint: a larger grammar takes seconds to compile
+MOST_CHARS = 100_000  # of a constraint: a larger grammar takes seconds to compile
 
 # The option of decoding that each field sets.
 _OPTIONS = {
@@ -78,8 +78,8 @@ def checked(constrained: Constrained) -> Constrained:
         size = constrained.size
     except RecursionError as error:
         raise ValueError(f"expected {constrained.param} of fewer levels") from error
-    if size > _MOST_CHARS:
-        raise ValueError(f"expected {constrained.param} of at most {_MOST_CHARS:,} characters, got {size:,}")
+    if size > MOST_CHARS:
+        raise ValueError(f"expected {constrained.param} of at most {MOST_CHARS:,} characters, got {size:,}")
     return constrained
 
 

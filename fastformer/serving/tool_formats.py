@@ -141,7 +141,8 @@ def reasoning_of(template: str) -> tuple[str, str] | None:
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': WHITE_SPACE}})}"
+    limited = {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
+    return f"%json {json.dumps(limited, ensure_ascii=False)}"
 
 
 def _quoted(text: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from fastformer.generation.constraints import Constraint, Triggers
 from fastformer.serving.openai_bodies import ApiError, ChatBody
 from fastformer.serving.service import GenerateService
-from fastformer.serving.structured import Constrained, checked
+from fastformer.serving.structured import MOST_CHARS, Constrained, checked
 from fastformer.serving.tool_formats import PYTHON_TAG, ToolFormat, format_of
 
 _ARGUMENTS = ("arguments", "parameters")
@@ -110,17 +110,20 @@ async def begun_calls(
 ) -> Constraint | None:
     """Returns the constraint of a call that the model begins by itself, which has been compiled.
 
-    Without any, if the server can't constrain texts, arguments may break their schemas.
+    Without any, if the server can't constrain texts or the schemas are too large, arguments may break their schemas.
 
     Raises:
         ApiError: a schema can't be enforced.
+        QueueFull, TooLate: see `Session.aside`.
     """
-    if not service.session.can_constrain:
+    if not await service.can_constrain(deadline):
         return None
     special = service.session.special_marks(tools.format.marks)
     is_parallel = body.parallel_tool_calls is not False
     try:
         grammar = tools.format.grammar(tools.schemas, special, is_parallel=is_parallel, is_begun=True)
+        if len(grammar) > MOST_CHARS:
+            return None
         constrained = checked(Constrained("tools", {"grammar": grammar}))
         await service.check_constraint(constrained.options, constrained.size, deadline)
     except (ValueError, RecursionError) as error:

@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 
 from fastformer.checkpoints import load_model
+from fastformer.data import Tokenizer
+from fastformer.data.huggingface import LibraryBackend
 from fastformer.serving import open_service
 from fastformer.serving.tool_formats import FORMATS, format_of, reasoning_of
 from fastformer.serving.tools import AnswerParser, AnswerStyle, Part
+from fastformer.special_ids import SpecialIds
 from tests.serving import models
 from tests.serving.asking import events, serving
 from tests.serving.servers import running
@@ -288,6 +291,36 @@ async def test_a_schema_that_cannot_be_enforced_is_refused_before_any_token(fold
         tools = [{"type": "function", "function": {"name": "a", "parameters": {"type": "object", "not": {}}}}]
         answer = await http.post("/v1/chat/completions", json={"messages": ASKED, "tools": tools, "max_tokens": 2})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
+
+
+async def test_auto_is_answered_where_calls_cannot_be_constrained(tmp_path) -> None:
+    """By a tokenizer that changes words by their neighbours, and with schemas of a size that isn't compiled."""
+    tokenizers = pytest.importorskip("tokenizers")
+    marks = ["<pad>", "<|im_end|>", "<unk>"]
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({token: i for i, token in enumerate([*marks, *"howarmistd?"])}, "<unk>")
+    )
+    backend.add_special_tokens(marks)
+    backend.decoder = tokenizers.decoders.WordPiece()
+    text, ids = FAMILIES["hermes"][0], SpecialIds(pad=0, eos=1, unk=2)
+    own = Tokenizer(LibraryBackend(backend), ids, "prompts", chat={"chat_template": text, "eos_token": "<|im_end|>"})
+    with pytest.raises(ValueError, match="decode"):
+        _ = own.token_bytes
+    async with serving(open_service(models.generator(tmp_path / "words", own=own))) as http:
+        body: dict[str, Any] = {"messages": ASKED, "tools": TOOLS, "max_tokens": 4}
+        answer = await http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200 and answer.json()["choices"][0]["finish_reason"] in ("length", "stop")
+        forced = await http.post("/v1/chat/completions", json={**body, "tool_choice": "required"})
+        assert forced.status_code == 400 and forced.json()["error"]["param"] == "tools"
+    own = models.tokenizer("{% if tools %}{% endif %}{{ messages[0].content }}{# <tool_call> #}")
+    async with serving(open_service(models.generator(tmp_path / "bytes", own=own))) as http:
+        for letter, count, status in (("a", 100_000, 400), ("\u00e9", 50_000, 200)):
+            described = {"type": "object", "properties": {"a": {"type": "integer", "description": letter * count}}}
+            body["tools"] = [{"type": "function", "function": {"name": "a", "parameters": described}}]
+            answer = await http.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            forced = await http.post("/v1/chat/completions", json={**body, "tool_choice": "required"})
+            assert forced.status_code == status, forced.text
 
 
 def test_results_of_tools_stay_text(family, folder) -> None:
