@@ -497,6 +497,7 @@ class Session(Generic[R]):
             load = self.queue.load
             if not load.running and not load.waiting:
                 return batching
+            mode.hold()  # a call or another thread may have set the model to training
             began = time.monotonic()
             try:
                 ended = batching.step()
@@ -508,7 +509,6 @@ class Session(Generic[R]):
             self._steps += 1
             self._step_seconds += seconds
             self._tell(ended)
-            mode.hold()
 
     def _tell(self, ended: Sequence[R]) -> None:
         """Tells the tasks which requests have ended or have new tokens."""

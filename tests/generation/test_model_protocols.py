@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.data import ByteTokenizer
-from fastformer.generation import Translator, generate
+from fastformer.generation import AsyncGenerator, Translator, generate
 from fastformer.generation.model_protocols import dtype_precision, evaluating
 from fastformer.models import GPT, Transformer
 from tests.generation.small import tiny
@@ -137,6 +138,24 @@ def test_a_training_thread_waits_for_each_decoding_step(often) -> None:
     assert translator.translate(["ab", "c"], max_new_tokens=8, engine="kv_cache") == due
     assert "".join(translator.stream("ab", max_new_tokens=8, engine="kv_cache")) == due[0]
     assert len(steps) > 8 and not any(steps)
+
+
+@pytest.mark.parametrize("engine", ["kv_cache", "recompute"])
+async def test_a_call_that_sets_training_mode_changes_no_step(engine) -> None:
+    model = tiny(GPT, seed=2, dropout=0.5)
+    async with AsyncGenerator(model, ByteTokenizer(), engine=engine) as front:
+        [due] = await front.complete("ab", max_new_tokens=8)
+        stream = front.stream("ab", max_new_tokens=8)
+        found = []
+        async for piece in stream:
+            found += [one.token for one in piece.tokens]
+            await front.call(lambda: model.train())
+        assert found == [one.token for one in due.tokens]
+        model.eval()
+        request = asyncio.create_task(front.complete("ab", max_new_tokens=8))
+        await front.call(lambda: model.train())  # before the first step
+        [whole] = await request
+        assert whole.tokens == due.tokens
 
 
 @pytest.mark.parametrize("kind", [Transformer, GPT, LSTMSeq2Seq])
