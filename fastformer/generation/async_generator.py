@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import collections.abc
 import functools
+import operator
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from operator import attrgetter
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -43,6 +43,7 @@ from fastformer.special_ids import SpecialIds
 Prompt: TypeAlias = str | Sequence[int]
 
 _SHOWN = 40  # the maximum number of characters of a prompt in an error message
+_ENDING = ("eos_token_id", "pad_token_id")  # None stands for those of a chat
 _ONE_ANSWER = ("num_beams", "num_return_sequences", "max_length")  # not taken from a folder
 
 
@@ -183,10 +184,12 @@ class AsyncGenerator(Session[Request]):
         """Returns the ids that end a text, or an answer in a chat."""
         return self._chat_ends if is_chat else self._special.eos
 
-    max_len = property(attrgetter("_max_len"), doc="The number of positions, which a prompt and its answer share.")
+    max_len = property(
+        operator.attrgetter("_max_len"), doc="The number of positions, which a prompt and its answer share."
+    )
 
     def encode(self, prompt: Prompt, *, parse_special: bool = False) -> list[int]:
-        """Returns the ids of a prompt; a list of ids is returned as it was given.
+        """Returns the ids of a prompt, which may be given as ids already.
 
         Args:
             prompt: the prompt.
@@ -201,8 +204,9 @@ class AsyncGenerator(Session[Request]):
             encode = getattr(self.tokenizer, "encode_prompt", encode)  # other tokenizers have no such tokens
         if isinstance(prompt, str):
             return self._fitting(encode(prompt))
-        check_vocabulary(prompt, self.model.config.vocab_size, "token")
-        return self._fitting(list(prompt))
+        ids = [*map(operator.index, prompt)]  # of an array, a tensor or an iterator, too
+        check_vocabulary(ids, self.model.config.vocab_size, "token")
+        return self._fitting(ids)
 
     def _fitting(self, ids: list[int]) -> list[int]:
         if not ids:
@@ -350,12 +354,15 @@ class AsyncGenerator(Session[Request]):
             check_value("num_alternatives", num_alternatives, Count)
         is_chat = isinstance(prompt, ChatIds)
         ids = prompt if isinstance(prompt, ChatIds) else self.encode(prompt)  # `chat_ids` has checked its own
+        cleared = {name: None for name, value in options.items() if value is None and name in _ENDING}
+        if is_chat and cleared:
+            config = GenerationConfig.from_options(cleared, self.config if config is None else config)
+            for name in cleared:
+                cast(dict[str, Any], options).pop(name)
         if config is None:
             config = self._chat_config if is_chat else self.config
         elif is_chat and isinstance(config, GenerationConfig):
             config = self._for_chat(config)
-        if is_chat and options.get("eos_token_id", 0) is None:
-            del options["eos_token_id"]
         lengths = [options.get(name, getattr(config, name, None)) for name in ("max_new_tokens", "max_length")]
         if lengths == [None, None]:
             options["max_new_tokens"] = min(MAX_NEW_TOKENS, self.max_len - len(ids))

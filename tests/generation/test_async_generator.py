@@ -6,11 +6,13 @@ import asyncio
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from fastformer.data import ByteTokenizer
-from fastformer.generation import AsyncGenerator, generate
+from fastformer.generation import AsyncGenerator, GenerationConfig, generate
+from fastformer.generation.async_generator import ChatIds
 from fastformer.generation.jobs import QueueFull, TooLate
 from fastformer.generation.processors import CountPenalties, TokenBias
 from fastformer.models import GPT
@@ -69,6 +71,32 @@ async def test_an_end_that_is_the_last_token_allowed_is_a_stop(lm) -> None:
         for limit, reason in ((7, "length"), (8, "stop"), (9, "stop")):
             (found,) = await front.complete("ab", **options | {"eos_token_id": end, "max_new_tokens": limit})
             assert [one.token for one in found.tokens] == row[:limit] and found.finish_reason == reason
+
+
+async def test_ids_in_any_form_are_a_prompt(lm) -> None:
+    ids = TOKENIZER.encode("ab")
+    async with AsyncGenerator(lm, TOKENIZER) as front:
+        [due] = await front.complete("ab", **GREEDY)
+        for prompt in (ids, tuple(ids), np.array(ids), torch.tensor(ids), iter(ids)):
+            assert await front.complete(prompt, **GREEDY) == [due]
+        for wrong in (np.array([], np.int64), torch.tensor([259]), iter([-1])):
+            with pytest.raises(ValueError, match="expected"):
+                await front.complete(wrong, **GREEDY)
+
+
+async def test_no_end_by_name_is_the_model_s_end_whatever_the_config_says(lm) -> None:
+    ids, options = TOKENIZER.encode("ab"), DRAWN | {"seed": 5}
+    async with AsyncGenerator(lm, TOKENIZER) as plain:
+        [due] = await plain.complete("ab", **options)
+        first = due.tokens[0].token
+    config = GenerationConfig(eos_token_id=first, pad_token_id=first)
+    async with AsyncGenerator(lm, TOKENIZER, config=config) as front:
+        for prompt in (ids, ChatIds(ids)):
+            for given in (None, config):
+                [ended] = await front.complete(prompt, given, **options)
+                assert ended.finish_reason == "stop" and len(ended.tokens) == 1
+                [found] = await front.complete(prompt, given, eos_token_id=None, pad_token_id=None, **options)
+                assert [one.token for one in found.tokens] == [one.token for one in due.tokens]
 
 
 @pytest.mark.parametrize(
