@@ -353,7 +353,7 @@ def make_to_load(
             model = make("meta")
         except RuntimeError as error:  # a size beyond 64 bits
             raise ValueError(f"expected settings of a model that fits in memory: {error}") from error
-        check(model)
+    check(model)
     with context():
         return make("cpu" if device is None else device)
 
