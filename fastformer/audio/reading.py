@@ -23,6 +23,7 @@ Source: TypeAlias = "str | os.PathLike[str] | BinaryIO | bytes | np.ndarray[Any,
 _IN_MEMORY = 64 << 20  # bytes; a longer recording is held in a temporary file
 _BLOCK = 1 << 16  # samples, or frames of a file, that are read together
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE  # the encodings of WAV
+_FORMAT_BYTES = 40  # of WAV's longest description of an encoding
 _ZEROS, _ROLLOFF = 6, 0.99  # of the resampling filter
 
 
@@ -171,11 +172,11 @@ def _decoded(file: Any, name: Any) -> Iterator[np.ndarray[Any, Any]]:
     """Yields 16-bit samples at `RATE`. A file that ends in the middle yields those before."""
     if not hasattr(file, "seekable") or not file.seekable():
         file = io.BytesIO(file.read())
-    head = file.read(12)
+    head = _read(file, 12)
     if not head:
         raise ValueError(f"{name} is empty: expected audio")
     wav = _wav_form(file) if head[:4] in (b"RIFF", b"RF64") and head[8:] == b"WAVE" else None
-    if wav is not None and wav[:4] == (_PCM, 1, RATE, 16) and wav.size and head[:4] == b"RIFF":
+    if wav is not None and wav[:4] == (_PCM, 1, RATE, 16) and wav.size > 0 and head[:4] == b"RIFF":
         yield from (np.frombuffer(data, "<i2") for data in _chunks(file, wav))
         return
     for module, decode in (("av", _with_av), ("soundfile", _with_soundfile)):
@@ -236,29 +237,38 @@ def _with_soundfile(file: Any, name: Any) -> Iterator[np.ndarray[Any, Any]]:
 
 
 class _Wav(NamedTuple):
-    """The form of a WAV file: its encoding, and the bytes of its samples."""
+    """The form of a WAV file: its encoding, and the bytes of its samples; -1: it has none, not even an empty chunk."""
 
     kind: int = 0
     channels: int = 0
     rate: int = 0
     bits: int = 0
-    size: int = 0
+    size: int = -1
 
 
 def _wav_form(file: Any) -> _Wav:
     """Reads a WAV file from behind its first 12 bytes up to its samples."""
     form = _Wav()
-    while len(head := file.read(8)) == 8:
+    while len(head := _read(file, 8)) == 8:
         tag, size = head[:4], struct.unpack("<I", head[4:])[0]
         if tag == b"data":
             return form._replace(size=size)
-        body = file.read(size + size % 2)
+        body = _read(file, min(size, _FORMAT_BYTES)) if tag == b"fmt " else b""
+        file.seek(size + size % 2 - len(body), io.SEEK_CUR)  # the size of a damaged file may be any
         if tag == b"fmt " and len(body) >= 16:
             kind, channels, rate, _, _, bits = struct.unpack("<HHIIHH", body[:16])
             if kind == _EXTENSIBLE and len(body) >= 26:
                 kind = struct.unpack("<H", body[24:26])[0]
             form = _Wav(kind, channels, rate, bits)
     return form
+
+
+def _read(file: Any, size: int) -> bytes:
+    """Returns as many bytes as are asked for, fewer only at the end of a file."""
+    data = b""
+    while len(data) < size and (more := file.read(size - len(data))):
+        data += more
+    return data
 
 
 def _chunks(file: Any, form: _Wav) -> Iterator[bytes]:
@@ -274,13 +284,15 @@ def _chunks(file: Any, form: _Wav) -> Iterator[bytes]:
 
 def _wav_samples(file: Any, form: _Wav, name: Any) -> Iterator[Array]:
     """Returns the samples of a WAV file, the mean of its channels."""
-    kind, channels, rate, bits, _ = form
+    kind, channels, rate, bits, size = form
     is_known = (kind == _PCM and bits in (8, 16, 24, 32)) or (kind == _FLOAT and bits in (32, 64))
     if not is_known or not channels or not rate:
         raise ValueError(
             f"expected WAV of 8 to 32 bits or floats in {name}, got encoding {kind} with {bits} bits, {channels} "
             f"channels and {rate} Hz: for other formats pip install 'fastformer[audio]'"
         )
+    if size < 0:
+        raise ValueError(f"expected WAV with samples in {name}, got a file that ends before them or is damaged")
     blocks = (_numbers(data, kind, bits) for data in _chunks(file, form))
     return (samples.reshape(-1, channels).mean(1, dtype=np.float32) for samples in blocks)
 

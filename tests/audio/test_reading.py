@@ -95,7 +95,7 @@ def test_paths_files_bytes_and_arrays_are_the_same(tmp_path) -> None:
 def test_a_file_that_returns_fewer_bytes_than_it_is_asked_for() -> None:
     class Short(io.BytesIO):
         def read(self, size: Any = -1) -> bytes:
-            return super().read(size if size < 100 else min(size, 1_001))
+            return super().read(min(size, 3 if size < 100 else 1_001))
 
     for channels in (1, 2):
         data = wav(sound(1), channels=channels)
@@ -108,10 +108,25 @@ def test_a_file_that_ends_in_the_middle_gives_what_is_there() -> None:
     assert len(decode_audio(data[: data.index(b"data") + 9])) == 0
 
 
+def test_the_size_of_a_damaged_chunk_is_not_read() -> None:
+    class Watched(io.BytesIO):
+        def read(self, size: Any = -1) -> bytes:
+            most.append(size)
+            return super().read(size)
+
+    most, data = list[int](), wav([0.1] * 9)
+    for tag in (b"junk", b"fmt "):
+        place = data.index(tag) + 4
+        damaged = data[:place] + b"\xfe\xff\xff\xff" + data[place + 4 :]
+        with pytest.raises(ValueError, match="expected"):
+            decode_audio(Watched(damaged))
+    assert max(most) < 100
+
+
 @pytest.mark.parametrize(
     "source",
     [
-        b"", b"this is no audio, but a text", wav([])[:20],
+        b"", b"this is no audio, but a text", wav([])[:20], wav([0.1] * 9)[:50],
         wav([0.1] * 9, kind="i2").replace(b"\x01\0\x01\0", b"\x55\0\x01\0"),
         wav([np.nan] * 9, kind="f4"), np.full(9, np.nan), np.zeros((2, 9)), np.zeros(9, np.int32), np.array(["a"]),
     ],
