@@ -221,6 +221,9 @@ def _calibration(file: str) -> Any:
     Raises:
         ValueError: the file doesn't exist, is damaged or empty, or has a bad line.
     """
+    import tokenize
+    import zipfile
+
     import numpy as np
 
     from fastformer.commands._lines import good_lines
@@ -228,8 +231,12 @@ def _calibration(file: str) -> Any:
     if not file.endswith(".npy"):
         return good_lines(file)
     try:
-        return np.load(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        array = np.load(file, allow_pickle=False)
+        if not isinstance(array, np.ndarray):
+            array.close()
+            raise ValueError("it has several arrays, as an .npz file")
+        return array
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, tokenize.TokenError) as error:
         raise ValueError(f"expected --calibration as a .npy file of embeddings or ranges: {file}: {error}") from error
 
 

@@ -173,5 +173,10 @@ def test_a_calibration_is_read_from_texts_or_numbers(started, tmp_path, ran) -> 
     (tmp_path / "bad.npy").write_bytes(b"\x93NUMPY")
     np.save(tmp_path / "objects.npy", np.array([{}]))
     np.save(tmp_path / "narrow.npy", rows[:, 1:])
-    for name in ("none.npy", "none.txt", "bad.npy", "objects.npy", "narrow.npy"):
-        ran("serve", str(tmp_path / "encoder"), f"--calibration={tmp_path / name}", code=1)
+    with open(tmp_path / "several.npy", "wb") as several:
+        np.savez(several, rows=rows)
+    (tmp_path / "zip.npy").write_bytes((tmp_path / "several.npy").read_bytes()[:99])
+    (tmp_path / "open.npy").write_bytes(b"\x93NUMPY\x01\0\x04\0((((")
+    for name in ("none.npy", "none.txt", "bad.npy", "several.npy", "zip.npy", "open.npy", "objects.npy", "narrow.npy"):
+        told = ran("serve", str(tmp_path / "encoder"), f"--calibration={tmp_path / name}", code=1).err
+        assert "this is a bug" not in told
