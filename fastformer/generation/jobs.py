@@ -140,8 +140,9 @@ class Job(Generic[R]):
         await self.result(index)
 
     async def arrivals(self) -> AsyncIterator[list[tuple[int, list[Any]]]]:
-        """Yields what comes together: new tokens of requests, each list with its request's index; at its end an empty
-        list. The first error ends all.
+        """Yields lists of what came together, as (index of the request, its new tokens).
+
+        A request that has ended comes once more, without tokens. The first error ends all.
 
         Raises:
             Exception: see `result`.
@@ -451,8 +452,9 @@ class TextQueue:
     """
 
     def __init__(self, name: str) -> None:
-        self._name, self.num_waiting, self.late = name, 0, 0
+        self._name = name
         self._changed = threading.Lock()  # guards the attributes below
+        self.num_waiting = self.late = 0
         self._waiting: list[tuple[float, int, Call[Any]]] = []  # a heap, by the due time and the order of arrival
         self._numbers = itertools.count()
         self._executor: ThreadPoolExecutor | None = None
@@ -479,7 +481,8 @@ class TextQueue:
         try:
             return await call.result()
         except TooLate:
-            self.late += 1
+            with self._changed:
+                self.late += 1
             raise
         finally:
             with self._changed:
