@@ -73,9 +73,11 @@ class Notes:
 
 def notes_of(module: nn.Module) -> Notes:
     """Returns a module's notes, which it gets if it has none."""
-    attributes = vars(module)
-    notes: Notes | None = attributes.get(ATTRIBUTE)
-    return attributes.setdefault(ATTRIBUTE, Notes({}, id(module))) if notes is None else notes
+    try:  # each call of a model asks several times, and finds them but once
+        notes: Notes = module.__dict__[ATTRIBUTE]
+    except KeyError:
+        notes = module.__dict__.setdefault(ATTRIBUTE, Notes({}, id(module)))
+    return notes
 
 
 def setting_of(module: nn.Module, name: str) -> Any:
@@ -131,7 +133,7 @@ def stamp_of(model: nn.Module, tensors: list[Tensor]) -> Stamp:
     Raises:
         UnfitError: the engine can't read a tensor, or couldn't notice its changes.
     """
-    layout_in_cpp, notes = _extension.host_function("tensor_layout"), vars(model).get(ATTRIBUTE) or notes_of(model)
+    layout_in_cpp, notes = _extension.host_function("tensor_layout"), notes_of(model)
     layout = None if layout_in_cpp is None else layout_in_cpp(tensors)
     layout = layout_of(tensors) if layout is None else layout
     if notes.sampled.layout != layout:
@@ -186,7 +188,7 @@ def packed(
     Raises:
         UnfitError: `pack` raised it, now or before for the same weights.
     """
-    copies = (vars(model).get(ATTRIBUTE) or notes_of(model)).copies
+    copies = notes_of(model).copies
     before, copy = copies.get(precision, (None, None))
     # Without the lock: another model may be packed meanwhile.
     if copy is not None and type(copy) is not _Refusal and (may_be_old or before == stamp_of(model, find(model))):

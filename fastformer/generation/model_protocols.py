@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias, TypeGuard, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from fastformer.engine.frozen import ATTRIBUTE, notes_of
+from fastformer.engine.frozen import notes_of
 from fastformer.generation.config import Precision
 from fastformer.locks import ForkSafeLock
 from fastformer.models.quantization import QUANTIZED
@@ -162,7 +162,7 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
     Each call of generate asks several times. The modules are found again only after one of them was replaced.
     """
-    findings = (vars(model).get(ATTRIBUTE) or notes_of(model)).findings
+    findings = notes_of(model).findings
     # The modules inside of the model, and the children of all its modules, from which these were collected.
     inside, children = findings.get("modules", ((), None))
     every = [model, *inside]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastformer.engine.as_made import Made, why_not_as_made
 from fastformer.engine.checks import examine_again
-from fastformer.engine.frozen import ATTRIBUTE, notes_of
+from fastformer.engine.frozen import notes_of
 from fastformer.engine.stamp import ModelGuards
 from fastformer.models.bert import BERT
 from fastformer.models.gpt import GPT
@@ -43,7 +43,7 @@ _DROPPING = (nn.Dropout, Embedding, MultiheadAttention, AddLayerNorm)
 
 def find_guards(model: Transformer | GPT | BERT) -> tuple[ModelGuards | None, str | None]:
     """Returns the guards of a model that is as its config makes it (cached while they hold), or why it isn't."""
-    findings = (vars(model).get(ATTRIBUTE) or notes_of(model)).findings
+    findings = notes_of(model).findings
     guards: ModelGuards | None = findings.pop(_GUARDS, None)
     if guards is not None and guards.hold(model):
         findings[_GUARDS] = guards
