@@ -6,9 +6,11 @@ answers.py         responses and errors as HTTP: server-sent events, the status 
 gate.py            what is in front of the routes: keys, bodies, the access log, clients that leave
 translate.py       fastformer's own routes of a translator; libretranslate.py has LibreTranslate's
 html_text.py       the texts of an HTML page
-openai*.py         OpenAI's routes: completions, chats and embeddings
+openai*.py         OpenAI's routes: completions, chats and speech; embeddings.py and rerank.py have those of encoders
+structured.py      the fields of requests that constrain an answer
+tools.py           the calls of tools in an answer, and its reasoning; tool_formats.py has the formats of families
 tei.py, tgi.py     the routes of Hugging Face's servers, for encoders and for language models
-*_service.py       the services of language models and of encoders
+*_service.py       the services of encoders and of speech
 app.py             `make_app`: the routes of the service's kind, health, errors in each format's shape
 """
 

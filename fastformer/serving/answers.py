@@ -1,4 +1,4 @@
-"""Responses and errors as HTTP: fastformer's own shape of errors, server-sent events, requests whose client leaves."""
+"""Responses and errors as HTTP: JSON, the status of an error, fastformer's own shape of errors, server-sent events."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import Response
 from pydantic import BaseModel
@@ -17,8 +17,6 @@ from starlette.responses import StreamingResponse
 from fastformer.generation.jobs import NotRunning, QueueFull, TooLate
 
 logger = logging.getLogger("fastformer")
-
-T = TypeVar("T")
 
 FAILED = "the request failed; the server's log says more"
 _PING_SECONDS = 15.0  # proxies close a connection that is silent for longer

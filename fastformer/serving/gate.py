@@ -1,6 +1,7 @@
-"""The middlewares in front of the routes: they check keys, the time and size of bodies, and count running requests.
+"""What is in front of the routes: the access log, checks of hosts, keys and bodies, and an end for clients that leave.
 
-Both middlewares are plain ASGI: Starlette's BaseHTTPMiddleware would hide from a route that its client has left.
+The middlewares `Watch` and `Gate` are plain ASGI: Starlette's BaseHTTPMiddleware would hide from a route that its
+client has left.
 """
 
 from __future__ import annotations
