@@ -51,6 +51,7 @@ _NAMES = {
     "converted": "the converted model",
     "plain": "one token a step",
     "free": "no constraint",
+    "none": "no adapter",
 }
 
 

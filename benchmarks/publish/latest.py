@@ -22,9 +22,11 @@ WITHOUT_AVX512 = "avx2"
 # The gain of accelerate() on CPUs for which PyTorch's own products reach the full rate: less than on the latest
 # machine, on which they reach half of it.
 AT_FULL_RATE = "drop_in_full_rate"
+# Intel CPUs with AMX have tables of their own, too.
+WITH_AMX = "amx"
 # Attention on a GPU by the kernels for one architecture, in a run of their own.
 GPU_FORMS = "cuda_attention_forms"
-_OTHER_KINDS = ("machine_code", "host_time", "nightly", WITHOUT_AVX512, AT_FULL_RATE, GPU_FORMS)
+_OTHER_KINDS = ("machine_code", "host_time", "nightly", WITHOUT_AVX512, AT_FULL_RATE, WITH_AMX, GPU_FORMS)
 # The fields that identify a case, besides its shape; providers and their precisions are compared within it.
 _CASE = ("op", "mode", "dtype", "model", "data")
 _ABSENT = object()

@@ -127,7 +127,7 @@ class TableCase:
 
 def is_ours(provider: str) -> bool:
     """Returns whether a provider is a form of fastformer, or not a program ("read" only reads the weights)."""
-    return provider == "read" or provider.split(",")[0].split()[0] in ("fastformer", "accelerated")
+    return provider == "read" or any(part.split()[0] in ("fastformer", "accelerated") for part in provider.split(","))
 
 
 def _op(label: str, op: str, mode: str, against: str = "eager, torch.compile", **shape: Any) -> TableCase:
@@ -327,6 +327,14 @@ CONSTRAINTS = tuple(
     )
     for rows in (1, 16)
 )  # fmt: skip
+# A step whose rows have four adapters in turn, beside one without.
+ADAPTERS = tuple(
+    TableCase(
+        f"{rows} {'row' if rows == 1 else 'rows'} with LoRA adapters of rank 16",
+        {"op": "adapters", "rows": rows}, ("none",), "adapters", _PRECISIONS[:1],
+    )
+    for rows in (1, 16)
+)  # fmt: skip
 
 _EACH = (
     Panel("int4", {"precision": "int4"}, {"precision": "int4"}),
@@ -354,6 +362,8 @@ AVX2 = tuple(
 AVX2_PEERS = tuple(
     replace(case, panels=(_PRECISIONS[0], _PRECISIONS[2])) for case in PEERS if case.where["model"] == "base"
 )
+# Intel CPUs with AMX.
+AMX_PEERS = tuple(replace(case, panels=_PRECISIONS[:1]) for case in PEERS if case.where["model"] == "base")
 
 
 class Headline(NamedTuple):

@@ -15,6 +15,7 @@ from benchmarks.publish.charts import name_of
 from benchmarks.publish.latest import (
     AT_FULL_RATE,
     GPU_FORMS,
+    WITH_AMX,
     WITHOUT_AVX512,
     Results,
     Row,
@@ -24,6 +25,8 @@ from benchmarks.publish.latest import (
 )
 from benchmarks.publish.style import two_digits
 from benchmarks.publish.summary import (
+    ADAPTERS,
+    AMX_PEERS,
     AVX2,
     AVX2_PEERS,
     COMING_FROM,
@@ -187,13 +190,14 @@ def elsewhere(kind: str, make: Callable[[Numbers], str], numbers: Numbers) -> st
 
 def summary(headlines: Sequence[Headline], numbers: Numbers) -> str:
     """Makes a table for a newcomer, in words, of the cases that were measured."""
-    lines = []
+    lines, devices = [], set()
     for does, case, panel, rivals in headlines:
-        if not case.rows(numbers.results.rows):
+        if not (rows := case.rows(numbers.results.rows)):
             continue
+        devices |= {row["device"].split(",")[0].replace("(R)", "").removesuffix(" Processor") for row in rows}
         figures = [f"{numbers.ratio(case, panel.name, rival)} times as fast as {name_of(rival)}" for rival in rivals]
         lines.append([f"{does}, {panel.name}", ", ".join(figures)])
-    return table(["fastformer", "on two cores"], lines)
+    return table(["fastformer", f"on two cores of {', '.join(sorted(devices))}"], lines)
 
 
 def losses(numbers: Numbers) -> str:
@@ -523,6 +527,7 @@ TABLES: dict[str, Callable[[Numbers], str]] = {
     "llama": llama,
     "drafts": functools.partial(times_faster, DRAFTS),
     "constraints": functools.partial(times_faster, CONSTRAINTS),
+    "adapters": functools.partial(times_faster, ADAPTERS),
     "embedding": embedding,
     "serving": serving,
     "serving_losses": serving_losses,
@@ -543,6 +548,10 @@ TABLES: dict[str, Callable[[Numbers], str]] = {
     "ops": functools.partial(times_faster, OPS),
     "avx2": functools.partial(elsewhere, WITHOUT_AVX512, functools.partial(_measured, AVX2)),
     "avx2_decoding": functools.partial(elsewhere, WITHOUT_AVX512, functools.partial(beside_engines, AVX2_PEERS)),
+    "amx_encoders": functools.partial(elsewhere, WITH_AMX, functools.partial(_measured, TODAYS_ENCODERS)),
+    "amx_decoding": functools.partial(elsewhere, WITH_AMX, functools.partial(beside_engines, AMX_PEERS)),
+    "amx_adapters": functools.partial(elsewhere, WITH_AMX, functools.partial(_measured, ADAPTERS)),
+    "amx_speech": functools.partial(elsewhere, WITH_AMX, functools.partial(summary, COMING_FROM["faster_whisper"])),
     "scaling": scaling,
 }
 

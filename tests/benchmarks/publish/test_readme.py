@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("matplotlib", reason="not installed: pip install matplotlib")
 
 from benchmarks.publish.charts import charts
-from benchmarks.publish.latest import AT_FULL_RATE, WITHOUT_AVX512, Results
+from benchmarks.publish.latest import AT_FULL_RATE, WITH_AMX, WITHOUT_AVX512, Results
 from benchmarks.publish.style import PICTURES, digest, rows_of
 from benchmarks.publish.summary import TableCase
 from benchmarks.publish.tables import NOT_MEASURED, TABLES, Numbers
@@ -98,6 +98,33 @@ def test_results_of_other_machines_are_separate(folder: Path, kind: str, name: s
     assert "6 layers, 8 of 128 tokens | 7.0 |" in TABLES[name](numbers)
     assert "6 layers, 8 of 128 tokens | 1.5 · – |" in TABLES["accelerated"](numbers)
     assert numbers.figures[0].origin == f"{kind}.jsonl:1, {kind}.jsonl:2"
+
+
+def test_tables_of_amx_name_the_cpu_and_compare_other_programs_alone(folder: Path) -> None:
+    """Speech on an Intel CPU leaves the figures of AMD as they are; a program that we speed up is no rival."""
+    speech = {"op": "speech", "model": "base", "shape": {"windows": 8}, "precision": "int8"}
+    of_amd, of_intel = {"device": "AMD EPYC, family 25, model 17"}, {"device": "Intel(R) Xeon(R) Processor, family 6"}
+    write(folder, [line("fastformer", 2.0, **speech, **of_amd), line("faster-whisper", 6.0, **speech, **of_amd)])
+    texts = {
+        "op": "drop_in",
+        "model": "minilm_real",
+        "dtype": "int8",
+        "shape": {"order": "mixed"},
+        "time": "2026-02-03",
+    }
+    providers = ("fastformer.Encoder", 1.0), ("sentence-transformers, accelerated", 1.5), ("openvino", 8.0)
+    speech["time"] = "2026-02-03"
+    lines = [
+        *(line(name, ms, **speech, **of_intel) for name, ms in (("fastformer", 2.0), ("faster-whisper", 10.0))),
+        *(line(name, ms, **texts, **of_intel) for name, ms in providers),
+    ]
+    (folder / f"{WITH_AMX}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    numbers = Numbers(Results(folder))
+    for name, cpu, ratio in (("from_faster_whisper", "AMD EPYC", "3.0"), ("amx_speech", "Intel Xeon", "5.0")):
+        made = TABLES[name](numbers)
+        assert f"two cores of {cpu} |" in made and f"{ratio} times as fast as faster-whisper" in made
+    made = TABLES["amx_encoders"](numbers)
+    assert "| 8.0 |" in made and "accelerated" not in made
 
 
 def run(folder: Path, *arguments: str) -> int:
