@@ -23,7 +23,7 @@ from torch import nn
 
 from fastformer.engine.checks import HOOKS as _HOOKS
 from fastformer.engine.checks import examine_again, gathers, has_plain_tensors, is_unhooked, is_watched
-from fastformer.engine.frozen import ATTRIBUTE, layout_of, notes_of
+from fastformer.engine.frozen import layout_of, notes_of
 from fastformer.ops import _extension
 
 T = TypeVar("T")
@@ -194,9 +194,8 @@ class Plans(Generic[T]):
         if torch.compiler.is_compiling():
             plan = self._find(module)  # the compiler guards the values that are read here
         else:
-            attributes = vars(module)
-            findings = (attributes.get(ATTRIBUTE) or notes_of(module)).findings
-            name = self._names[attributes["training"]]
+            findings = notes_of(module).findings
+            name = self._names[vars(module)["training"]]
             guarded: tuple[T, Guards] | None = findings.get(name)
             if guarded is None or not guarded[1].hold(module):
                 examine_again()
