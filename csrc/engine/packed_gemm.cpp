@@ -183,8 +183,8 @@ const Kernels& kernels(Precision precision) {
 }
 
 // A tile takes as long for a few rows as for 16, so AMX doesn't pay off for fewer rows of int8 (Sapphire Rapids: 8 rows
-// took 1.09 times as long with it, 10 rows 1.08 times, 12 rows 0.97 times, 15 rows 0.85 times). AMX rounds sums of bf16
-// in a different order, so bf16 uses AMX for any number of rows; even a single row is multiplied faster than the weight
+// took 1.1 times as long with it, 10 rows 1.08 times, 12 rows as long, 15 rows 0.86 times). AMX rounds sums of bf16 in
+// a different order, so bf16 uses AMX for any number of rows; even a single row is multiplied faster than the weight
 // can be read.
 constexpr int64_t kFewestForAmx = 12;
 
