@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "common/gemm.h"
+#include "engine/tiles.h"
 
 namespace fastformer {
 
@@ -118,8 +119,8 @@ class PackedHead {
   }
 
  private:
-  static constexpr int64_t kTileRows = 16;
-  static constexpr int64_t kKeys = std::is_same_v<T, bfloat16> ? 32 : 1;  // of a tile; their values are padded to it
+  // The keys of a tile, to which values are padded: a step of bf16 has two.
+  static constexpr int64_t kKeys = std::is_same_v<T, bfloat16> ? 2 * kTileSteps : 1;
 
   // Computes to = 2 ** ((x - lowered) * scale2) for a row, times the factors if there are any, and returns the sum
   // without them.

@@ -7,7 +7,7 @@ import functools
 import operator
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -43,7 +43,6 @@ from fastformer.special_ids import SpecialIds
 Prompt: TypeAlias = str | Sequence[int]
 
 _SHOWN = 40  # the maximum number of characters of a prompt in an error message
-_ENDING = ("eos_token_id", "pad_token_id")  # None stands for those of a chat
 _ONE_ANSWER = ("num_beams", "num_return_sequences", "max_length")  # not taken from a folder
 
 
@@ -127,7 +126,6 @@ class AsyncGenerator(Session[Request]):
         self._facts = ModelFacts.of(self._engine, self._special, is_prompted=True)
         self._ends = frozenset(eos)
         self._chat_ends = eos if self.template is None else self.template.end_ids(tokenizer, eos)
-        self._chat_config = self._for_chat(self.config)
         super().__init__(
             checked,
             lambda: new_scheduler(self._engine, max_rows, max_bytes, is_endless=True, draft_model=drafts),
@@ -354,19 +352,13 @@ class AsyncGenerator(Session[Request]):
             check_value("num_alternatives", num_alternatives, Count)
         is_chat = isinstance(prompt, ChatIds)
         ids = prompt if isinstance(prompt, ChatIds) else self.encode(prompt)  # `chat_ids` has checked its own
-        cleared = {name: None for name, value in options.items() if value is None and name in _ENDING}
-        if is_chat and cleared:
-            config = GenerationConfig.from_options(cleared, self.config if config is None else config)
-            for name in cleared:
-                cast(dict[str, Any], options).pop(name)
-        if config is None:
-            config = self._chat_config if is_chat else self.config
-        elif is_chat and isinstance(config, GenerationConfig):
-            config = self._for_chat(config)
+        config = self.config if config is None else config
         lengths = [options.get(name, getattr(config, name, None)) for name in ("max_new_tokens", "max_length")]
         if lengths == [None, None]:
             options["max_new_tokens"] = min(MAX_NEW_TOKENS, self.max_len - len(ids))
         config = GenerationConfig.from_options(options, config)
+        if is_chat:
+            config = self._for_chat(config)
         if config.num_beams > 1:
             raise ValueError(f"expected num_beams 1, got {config.num_beams}: a beam search has no stream of tokens")
         config.check_engine(self, self._engine.name, self.precision, self.cache_dtype)

@@ -273,9 +273,8 @@ def test_omitted_numbers_are_those_of_llama_cpp(name, tmp_path) -> None:
         if result == REFUSED or getattr(result[0], "attention_scale", None) is None:
             return result
         config, numbers = result
-        return dataclasses.replace(
-            config, attention_scale=round(config.attention_scale, 6)
-        ), numbers  # a file's is fp32
+        scale = round(config.attention_scale, 6)  # a file's is fp32
+        return dataclasses.replace(config, attention_scale=scale), numbers
 
     due, differ = config_of_file(), 0
     assert due != REFUSED
