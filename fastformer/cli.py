@@ -29,7 +29,7 @@ COMMANDS = {
     "transcribe": "Writes down speech, or translates it into English, as text or subtitles.",
     "generate": "Continues a prompt with a language model.",
     "chat": "Chats with a language model.",
-    "embed": "Computes the embeddings of texts, a line each, with an encoder.",
+    "embed": "Computes the embeddings of a text, or of texts, a line each, with an encoder.",
     "rank": "Ranks passages by how well they answer a query, with a cross-encoder.",
     "serve": "Serves a model over HTTP, to many clients at once.",
     "score": "Scores translations: against references, or by their probability in a model.",

@@ -123,7 +123,8 @@ def split(
         hint: the hint in the message about a word that only looks like a flag.
 
     Raises:
-        argparse.ArgumentError: a flag doesn't exist or lacks its value, or a word is ambiguous.
+        argparse.ArgumentError: a flag doesn't exist or lacks its value, a word is ambiguous, or a flag stands in for
+            an argument that is there.
     """
     rest, typed = deque(words), Typed()
     # Words after a switch that may be its value: their index among the arguments, and that of the switch.
@@ -155,6 +156,10 @@ def split(
         else:
             _refuse_without_value(name, rest)
     _settle(typed, unsure, places)
+    filling = [flag for flag in typed.flags if flag[0] in places.filled_by]
+    if filling and len(typed.arguments) == places.most:
+        name, value = filling[-1]
+        _refuse(f"expected a text or --{name}, got both: {typed.arguments[-1]!r:.60} and {value}")
     return typed
 
 

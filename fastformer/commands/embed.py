@@ -17,12 +17,14 @@ from fastformer.settings import Range
 if TYPE_CHECKING:
     from fastformer.encoding.modules import Array
 
-TEXTS = ("prompt", "prompt_name")
+FILLED_BY = ("file",)  # a text or a file, not both
+TEXTS = ("text", "prompt", "prompt_name")
 _HEADER = 128  # bytes in front of the numbers of a .npy file
 
 
 def embed(
     folder: str,
+    text: str | None = None,
     *,
     file: str | None = None,
     out: str | None = None,
@@ -33,15 +35,16 @@ def embed(
     device: str = "auto",
     batch_tokens: Annotated[int, Range(1)] = 16384,
 ) -> None:
-    """Computes the embeddings of texts, a line each, with an encoder.
+    """Computes the embeddings of a text, or of texts, a line each, with an encoder.
 
     They become a .npy file, which numpy.load reads: an array (lines, dim) in fp32, in the order of the lines. An empty
     line is an empty text, which has an embedding too. Memory does not grow with the number of lines.
 
     Args:
         folder: the encoder's folder, as sentence-transformers or transformers saves it
+        text: the text to embed; without it and without --file, the lines of standard input
         file: a UTF-8 file, one text a line; compressed or not; - is standard input, FILE.jsonl:COLUMN a column of JSON
-            lines, as of .parquet, .csv and .tsv; without it, the lines of standard input
+            lines, as of .parquet, .csv and .tsv
         out: the .npy file to write; without it the array goes to standard output, which must not be a terminal
         prompt_name: the name of one of the folder's prompts, such as query; it is put in front of each text
         prompt: a text to put in front of each text
@@ -60,9 +63,8 @@ def embed(
     encoder = Encoder.from_pretrained(folder, precision=precision, device=choose_device(device, precision))
     total = 0
     with _written(out) as write, _progress() as advance:
-        for rows in encoder.stream(
-            each_line(file), prompt_name, prompt, normalize=normalize, batch_tokens=batch_tokens
-        ):
+        texts = each_line(file) if text is None else [text]
+        for rows in encoder.stream(texts, prompt_name, prompt, normalize=normalize, batch_tokens=batch_tokens):
             write(rows)
             total += len(rows)
             advance(len(rows))

@@ -92,8 +92,6 @@ def generate(
     from fastformer.generation.folder_options import folder_options, with_folder_options
     from fastformer.generation.model_protocols import DTYPES, asked_precision
 
-    if prompt is not None and file is not None:
-        raise ValueError(f"expected a prompt or --file, got both: {prompt!r:.60} and {file}")
     given = {"precision": precision, "stop_strings": stop or None, "adapter": adapter}
     given |= constraint_options(schema, regex, choices, grammar)
     values = given_options(config, {**options, **{name: value for name, value in given.items() if value is not None}})

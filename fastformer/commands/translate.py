@@ -250,7 +250,6 @@ def _check_inputs(
     alone += [f"--{name}" for name in ("prefix", "prefix_file", "attention", "align") if name in given]
     missing = "expected --file with --{}: {}".format
     for is_wrong, message in (
-        (text is not None and file is not None, f"expected a text or --file, got both: {text!r:.60} and {file}"),
         ("attention" in given and text is None, "expected a text to draw the --attention of"),
         ("reference" in given and file is None, missing("reference", "its translations are compared")),
         ({"prefix", "prefix_file"} <= given, f"expected --prefix or --prefix_file{shown}"),

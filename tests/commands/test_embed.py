@@ -53,6 +53,19 @@ def test_lines_become_an_array(encoder, tmp_path, monkeypatch, capfdbinary) -> N
     assert f"{len(TEXTS)} texts" in said.err.decode()
 
 
+@pytest.mark.parametrize("text", [TEXTS[1], "two\nlines", "-red #1", ""])
+def test_a_text_is_an_argument(encoder, tmp_path, monkeypatch, ran, text) -> None:
+    given(monkeypatch, TEXTS)
+    assert "1 text" in ran("embed", str(encoder), text, "--out", str(tmp_path / "v.npy")).err
+    assert np.array_equal(np.load(tmp_path / "v.npy"), fastformer.Encoder(encoder).encode([text]))
+    assert sys.stdin.buffer.tell() == 0  # standard input is somebody else's
+
+
+def test_a_text_and_a_file_are_refused(encoder, tmp_path, ran) -> None:
+    error = ran("embed", str(encoder), "a text", "--file", "texts", "--out", str(tmp_path / "v.npy"), code=2).err
+    assert "'a text'" in error and "--file" in error and not [*tmp_path.iterdir()]
+
+
 def test_a_folder_that_normalises_need_not(tmp_path, monkeypatch) -> None:
     bert(tmp_path / "run")
     modules(tmp_path / "run", ("Pooling", {"pooling_mode": "cls", "embedding_dimension": D_MODEL}), ("Normalize", {}))
