@@ -37,6 +37,7 @@ class Results:
 
     Attributes:
         folder: the folder.
+        kind: the kind of the files, if they are not the usual ones.
         rows: the lines that count, in the order of the files' names and of their lines.
     """
 
@@ -53,7 +54,7 @@ class Results:
         """
         if not folder.is_dir():
             raise ValueError(f"expected a folder of results, but there is no folder {folder}")
-        self.folder = folder
+        self.folder, self.kind = folder, kind
         self._origins: dict[int, str] = {}
         everything = []
         for path in sorted(folder.glob("*.jsonl")):

@@ -50,6 +50,12 @@ from benchmarks.publish.summary import (
 )
 
 NOT_MEASURED = "not measured"
+# The CPU of a kind of results that has tables of its own.
+_CPUS = {
+    WITHOUT_AVX512: "without AVX-512",
+    AT_FULL_RATE: "where PyTorch has the CPU's whole rate",
+    WITH_AMX: "with AMX",
+}
 
 
 class Figure(NamedTuple):
@@ -68,17 +74,19 @@ class Numbers:
         results: the results.
         figures: the figures that were used.
         missing: the requested figures that don't exist.
+        compared: the comparisons that were used, each with its figure and the kind of its results.
     """
 
     def __init__(self, results: Results) -> None:
         self.results = results
         self.figures: list[Figure] = []
         self.missing: list[str] = []
+        self.compared: list[tuple[Comparison, Figure, str | None]] = []
 
     def of(self, kind: str) -> Numbers:
-        """Returns the results of another kind in the same folder; figures that are used there are recorded here."""
+        """Returns the results of another kind in the same folder; what is used of them is recorded here."""
         numbers = Numbers(Results(self.results.folder, kind=kind))
-        numbers.figures, numbers.missing = self.figures, self.missing
+        numbers.figures, numbers.missing, numbers.compared = self.figures, self.missing, self.compared
         return numbers
 
     def value(self, field: str, show: Callable[[float], str] = two_digits, /, **where: Any) -> str:
@@ -99,18 +107,16 @@ class Numbers:
         return self.shown(show(number), f"{field} of {where}", rows)
 
     def ratio(self, case: TableCase, panel: str, against: str) -> str:
-        """Formats how many times faster fastformer is."""
+        """Formats how many times faster fastformer is, with a mark if that is uncertain."""
         comparisons = case.comparisons(self.results.rows)
         for comparison in comparisons:
             if (comparison.panel, comparison.against) == (panel, against):
-                return self.compared(comparison)
+                text = two_digits(comparison.ratio) + "~" * comparison.is_unsteady
+                what = f"{case.label}, {panel}, against {against}"
+                self.shown(text, what, [comparison.ours, comparison.rival])
+                self.compared.append((comparison, self.figures[-1], self.results.kind))
+                return text
         return self._lacking(f"{case.label}, {panel}, against {against}")
-
-    def compared(self, comparison: Comparison) -> str:
-        """Formats the ratio of two lines, with a mark if it is uncertain."""
-        text = two_digits(comparison.ratio) + "~" * comparison.is_unsteady
-        what = f"{comparison.label}, {comparison.panel}, against {comparison.against}"
-        return self.shown(text, what, [comparison.ours, comparison.rival])
 
     def shown(self, text: str, what: str, rows: Sequence[Row]) -> str:
         """Records the text as made from these rows, and returns it."""
@@ -201,20 +207,19 @@ def summary(headlines: Sequence[Headline], numbers: Numbers) -> str:
 
 
 def losses(numbers: Numbers) -> str:
-    """Makes the table of all comparisons in the tables below that fastformer loses, worst first."""
-    small = [case for columns in SMALL_WORK.values() for cases in columns.values() for case in cases]
-    slower = sorted(
-        (
-            pair
-            for case in (*OPS, *MODULES, *MODELS, *DROP_IN, *ENCODERS_INT8, *TODAYS_ENCODERS, *GENERATE, *PEERS, *small)
-            for pair in case.comparisons(numbers.results.rows)
-            if float(two_digits(pair.ratio).replace(",", "")) < 1
-        ),
-        key=lambda pair: pair.ratio,
-    )
-    lines = [
-        [f"{pair.label}, {pair.panel}", numbers.compared(pair).rstrip("~"), name_of(pair.against)] for pair in slower
-    ]
+    """Makes the table of all comparisons in the other tables that fastformer loses, worst first."""
+    others = Numbers(numbers.results)
+    for make in TABLES.values():
+        if make is not losses:
+            make(others)
+    once = {figure.origin: (pair, figure, kind) for pair, figure, kind in others.compared}  # of several tables
+    lines = []
+    for pair, figure, kind in sorted(once.values(), key=lambda one: one[0].ratio):
+        shown = figure.text.rstrip("~")
+        if float(shown.replace(",", "")) < 1:
+            numbers.figures.append(figure)
+            where = "" if kind is None else f", {_CPUS[kind]}"
+            lines.append([f"{pair.label}, {pair.panel}{where}", shown, name_of(pair.against)])
     return table(["", "relative speed", "compared with"], lines) or "Nowhere in these tables."
 
 

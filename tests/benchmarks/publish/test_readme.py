@@ -100,6 +100,30 @@ def test_results_of_other_machines_are_separate(folder: Path, kind: str, name: s
     assert numbers.figures[0].origin == f"{kind}.jsonl:1, {kind}.jsonl:2"
 
 
+def test_the_losses_are_those_of_all_tables_and_name_the_cpu(tmp_path: Path) -> None:
+    encoder = {"op": "drop_in", "model": "torch_nn_encoder", "dtype": "fp32", "shape": {"seqlen": "128"},
+               "mode": "forward"}  # fmt: skip
+    adapted = {"op": "adapters", "precision": "int8", "shape": {"rows": 1}}
+    files = {
+        "cpu": (("accelerated", 4.0, encoder), ("as it is", 1.0, encoder), ("adapters", 2.0, adapted),
+                ("none", 1.9, adapted)),
+        WITHOUT_AVX512: (("accelerated", 2.0, encoder), ("as it is", 1.0, encoder)),
+        WITH_AMX: (("adapters", 3.0, adapted), ("none", 1.0, adapted)),
+        AT_FULL_RATE: (("accelerated", 1.0, encoder), ("as it is", 2.0, encoder)),
+    }  # fmt: skip
+    for name, rows in files.items():
+        lines = (json.dumps(line(provider, ms, **same)) for provider, ms, same in rows)
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    numbers = Numbers(Results(tmp_path))
+    lost = [row.strip("| ").split(" | ") for row in TABLES["losses"](numbers).splitlines()[2:]]
+    assert [(row[1], "AVX-512" in row[0], "AMX" in row[0]) for row in lost] == [
+        ("0.25", False, False), ("0.33", False, True), ("0.50", True, False), ("0.95", False, False),
+    ]  # fmt: skip
+    assert [figure.origin.partition(":")[0] for figure in numbers.figures] == [
+        "cpu.jsonl", f"{WITH_AMX}.jsonl", f"{WITHOUT_AVX512}.jsonl", "cpu.jsonl"
+    ]  # fmt: skip
+
+
 def test_tables_of_amx_name_the_cpu_and_compare_other_programs_alone(folder: Path) -> None:
     """Speech on an Intel CPU leaves the figures of AMD as they are; a program that we speed up is no rival."""
     speech = {"op": "speech", "model": "base", "shape": {"windows": 8}, "precision": "int8"}
