@@ -84,7 +84,7 @@ class Numbers:
         self.compared: list[tuple[Comparison, Figure, str | None]] = []
 
     def of(self, kind: str) -> Numbers:
-        """Returns the results of another kind in the same folder; what is used of them is recorded here."""
+        """Returns the results of another kind in the same folder; it records here what is used of them."""
         numbers = Numbers(Results(self.results.folder, kind=kind))
         numbers.figures, numbers.missing, numbers.compared = self.figures, self.missing, self.compared
         return numbers
