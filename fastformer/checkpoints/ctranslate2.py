@@ -272,7 +272,7 @@ def _transformer(
     if scaled_output not in (0.0, 1.0) and not math.isclose(scaled_output, d_model**-0.5, rel_tol=1e-6):
         raise ValueError(f"expected scale_outputs {d_model**-0.5:g}, got {scaled_output:g}")
     positions, tables, sizes = _positions(variables, d_model, ids.pad)
-    weights = {**tables, **embedding_weights(source, target, output)}
+    weights: dict[str, Any] = {**tables, **embedding_weights(source, target, output)}
     embedding_norm = "encoder/layernorm_embedding/gamma" in variables
     for side, place in (("encoder", "source"), ("decoder", "target")):
         if embedding_norm:

@@ -39,8 +39,8 @@ class Source(Protocol):
 class FileMatrix(Tensor):
     """A tensor in a file, and a `models.stored.StoredMatrix`.
 
-    Choosing neighbouring rows, joining the first two of three dimensions and transposing a matrix give another tensor
-    in the file. Any other operation reads the numbers.
+    Choosing neighbouring rows or rows by their numbers, joining the first two of three dimensions and transposing a
+    matrix give another tensor in the file. Any other operation reads the numbers.
     """
 
     _source: Source
@@ -60,10 +60,6 @@ class FileMatrix(Tensor):
         made: FileMatrix = Tensor._make_wrapper_subclass(cls, shape[::-1] if is_turned else shape, dtype=source.dtype)
         made._source, made._rows, made._order, made._is_turned = source, rows, order, is_turned
         return made
-
-    def in_order(self, order: Tensor) -> FileMatrix:
-        """Returns a matrix with the same rows at other places."""
-        return FileMatrix(self._source, tuple(self.shape), self._rows, order)
 
     def rows(self, begin: int, end: int) -> Tensor:
         """See `StoredMatrix`."""
@@ -132,6 +128,9 @@ class FileMatrix(Tensor):
             index = range(self.shape[0])[args[2]]
             part = self._part(index, index + 1)
             return FileMatrix(part._source, tuple(self.shape[1:]), part._rows, part._order)
+        if func is _aten.index.Tensor and self.dim() == 2 and len(args[1]) == 1 and args[1][0].dtype == torch.int64:
+            order = args[1][0] if self._order is None else self._order[args[1][0]]
+            return FileMatrix(self._source, (len(order), self.shape[1]), self._rows, order)
         joined = (self.shape[:2].numel(), self.shape[-1])
         if func is _aten.view.default and self.dim() == 3 and (*args[1],) in (joined, (-1, joined[1])):
             return FileMatrix(self._source, joined, self._rows, self._order)

@@ -325,7 +325,7 @@ def _late(
             steps.append(step)
             width = step.out_features or width
     if settings.has_projection:
-        weight = read_numbers(folder, ["linear"]).get("linear.weight")
+        weight = read_numbers(folder).get("linear.weight")
         if weight is None or weight.shape[1] != width:
             raise ValueError(f"expected the weights in {folder} to have a linear.weight (dim, {width})")
         steps.append(Dense(weight.float(), None, nn.Identity()))
@@ -368,7 +368,7 @@ def _label_head(
             raise ValueError(f"expected {folder / _MODULES} to have a LogitScore only after a decoder")
         return None
     heads = DECODER_FORMS[foreign["model_type"]].heads if is_score else ("score.weight",)
-    state = read_numbers(modules[0][1] if modules else folder, [name.removesuffix(".weight") for name in heads])
+    state = read_numbers(modules[0][1] if modules else folder)
     if not is_score:
         if "score.weight" not in state:
             raise ValueError(

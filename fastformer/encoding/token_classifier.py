@@ -223,7 +223,7 @@ class _Head:
     """
 
     def __init__(self, folder: Any, settings: Mapping[str, Any]) -> None:
-        state = read_numbers(folder, [_OUTPUT, "head.dense"])
+        state = read_numbers(folder)
 
         def of(name: str) -> Tensor | None:
             return state[name].float() if name in state else None

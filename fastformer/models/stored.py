@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -64,15 +65,32 @@ class Stored:
         for begin in range(0, self.shape[0], step):
             yield begin, min(begin + step, self.shape[0])
 
+    @cached_property
+    def _firsts(self) -> list[Groups | None]:
+        return [part.groups(0, 1) for part in self._parts]
+
+    @property
     def has_groups(self) -> bool:
-        """Returns whether the file has the numbers as int4."""
-        return all(part.groups(0, 1) is not None for part in self._parts)
+        """Whether the file has the numbers as int4."""
+        return all(first is not None for first in self._firsts)
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether the groups of the file have zeros other than 8."""
+        return any(first is not None and first.zero is not None for first in self._firsts)
 
     def groups(self, begin: int, end: int) -> Groups:
-        """Returns rows as int4, of a parameter that `has_groups`."""
+        """Returns rows as int4, of a parameter that `has_groups`; all rows have zeros, or none has."""
         parts = [part.groups(*span) for part, span in self._spans(begin, end)]
         found = [part for part in parts if part is not None]
-        return Groups(_joined([part.nibbles for part in found]), _joined([part.scale for part in found]))
+        zeros = [
+            torch.full_like(part.scale, 8, dtype=torch.uint8) if part.zero is None else part.zero for part in found
+        ]
+        return Groups(
+            _joined([part.nibbles for part in found]),
+            _joined([part.scale for part in found]),
+            _joined(zeros) if self.has_zeros else None,
+        )
 
     def sample(self, count: int) -> Tensor:
         """Returns at most so many rows, in fp32: some neighbours at each of a few places."""
@@ -103,6 +121,9 @@ class StoredGroups(Mapping[str, Groups]):
     def __getitem__(self, name: str) -> Groups:
         stored = self._stored[name]
         return stored.groups(0, stored.shape[0])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored  # Mapping's own reads the value
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)

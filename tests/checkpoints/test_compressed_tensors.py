@@ -18,6 +18,7 @@ from fastformer.checkpoints.hf.common import read_numbers
 from fastformer.checkpoints.hf.quantized import dequantized, quantization_settings
 from fastformer.generation import generate
 from fastformer.models.quantization import from_groups
+from fastformer.models.stored import stand_in
 from tests.foreign.compressed_folders import CASES, FOLDERS, TEXT, model_of
 from tests.generation.small import needs_cpp
 
@@ -57,9 +58,12 @@ def test_logits_are_those_of_the_decompressed_weights(name) -> None:
     assert (ours - due).abs().max() <= limit
 
 
+@pytest.mark.parametrize("stays", [True, False])
 @pytest.mark.parametrize("name", CASES)
-def test_the_precision_and_what_it_changes(name, caplog) -> None:
+def test_the_precision_and_what_it_changes(name, stays, caplog, monkeypatch) -> None:
     caplog.set_level("INFO", logger="fastformer")
+    if not stays:  # as on a GPU
+        monkeypatch.setattr("fastformer.checkpoints.hf.common._stays", lambda device: False)
     model = read(FOLDERS / name)
     precision, dtype, count, text = PRECISIONS[name]
     assert (model.precision, model.embedding.weight.dtype) == (precision, dtype) and text in caplog.text
@@ -67,6 +71,17 @@ def test_the_precision_and_what_it_changes(name, caplog) -> None:
     for key, groups in (model.int4_groups or {}).items():
         weight = model.get_parameter(key)
         assert torch.equal(from_groups(groups, weight.shape[1], weight.dtype), weight)
+
+
+@needs_cpp
+@pytest.mark.parametrize("name", CASES)
+def test_the_engine_packs_from_the_file_what_it_packs_from_memory(name) -> None:
+    model, whole = read(FOLDERS / name), read(FOLDERS / name)
+    whole.state_dict()
+    texts = torch.tensor([TEXT])
+    found, due = (generate(x, texts, max_new_tokens=6, return_dict_in_generate=True) for x in (model, whole))
+    assert stand_in(model) is not model and stand_in(whole) is whole  # the first was never in memory
+    assert torch.equal(found.sequences, due.sequences) and torch.equal(found.token_log_probs, due.token_log_probs)
 
 
 @needs_cpp
@@ -106,9 +121,6 @@ def test_the_heads_of_quantised_folders_have_their_numbers() -> None:
     down = state["model.layers.0.mlp.down_proj.weight"]
     assert torch.equal(down, whole.state_dict()["decoder.layers.0.linear2.weight"])
     assert all(tensor.is_floating_point() for tensor in state.values())
-    state = read_numbers(FOLDERS / "fp8", ["model.layers.0.mlp.down_proj"])
-    assert torch.equal(state["model.layers.0.mlp.down_proj.weight"], down)
-    assert state["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize(
@@ -199,7 +211,7 @@ def test_numbers_that_are_no_weights_are_refused(tmp_path) -> None:
     weight = load_file(FOLDERS / "fp8" / "model.safetensors")[f"{key}.weight"].float()
     weight[3, 5] = torch.nan
     with pytest.raises(ValueError, match="finite"):
-        read(changed(tmp_path, "fp8", tensors={f"{key}.weight": weight.to(torch.float8_e4m3fn)}))
+        read(changed(tmp_path, "fp8", tensors={f"{key}.weight": weight.to(torch.float8_e4m3fn)})).state_dict()
     outside = torch.full((64, 64), 9, dtype=torch.int8)
     with pytest.raises(ValueError, match=r"-8 to 7"):
-        read(changed(tmp_path, "mixed", tensors={f"{key}.weight": outside}))
+        read(changed(tmp_path, "mixed", tensors={f"{key}.weight": outside})).state_dict()

@@ -131,7 +131,7 @@ def test_the_precision_is_that_of_most_numbers_those_of_experts_too(tmp_path) ->
 @pytest.mark.parametrize("stays", [True, False])
 def test_q4_0_keeps_its_integers_and_scales(stays, tmp_path, monkeypatch) -> None:
     if not stays:  # as on a GPU
-        monkeypatch.setattr("fastformer.checkpoints.hf.common._is_in_file", lambda parts: False)
+        monkeypatch.setattr("fastformer.checkpoints.hf.common._stays", lambda device: False)
     values, tensors = contents(LLAMA)
     draw = random.Random(3)
     for name, (_, sizes, _) in tensors.items():

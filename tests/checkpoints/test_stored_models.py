@@ -210,7 +210,7 @@ def test_numbers_that_are_not_finite_are_refused_when_they_are_read(read, kind, 
 def test_operations_on_a_matrix_in_a_file_equal_those_in_memory() -> None:
     """Whether they read the numbers or not."""
     tensors = read_gguf(LLAMA).tensors
-    matrix = tensors["blk.0.ffn_up.weight"].matrix()
+    matrix: Any = tensors["blk.0.ffn_up.weight"].matrix()
     experts = tensors["blk.0.ffn_up.weight"]._replace(shape=(4, 16, 32)).matrix()
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     plain = matrix.read()
@@ -221,8 +221,9 @@ def test_operations_on_a_matrix_in_a_file_equal_those_in_memory() -> None:
         (lambda x: x.detach(), True), (lambda x: x[:, 3:5], False), (lambda x: x[::2], False), (lambda x: x + 1, False),
         (lambda x: x.t()[2:4], False), (lambda x: torch.cat([x, x]), False), (lambda x: x.split(8, 1)[1], False),
         (lambda x: x.view(8, 8, 32), False), (lambda x: x.double(), False),
+        (lambda x: x[order[3:9]], True),
     ]  # fmt: skip
-    ordered = matrix.in_order(order)
+    ordered = matrix[order]
     for both in ((matrix, plain), (ordered, plain[order])):
         assert torch.equal(both[0].rows(20, 50), both[1][20:50])
         for i, (operation, stays) in enumerate(cases):

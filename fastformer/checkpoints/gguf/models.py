@@ -17,19 +17,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastformer.checkpoints.file_matrix import FileMatrix
-from fastformer.checkpoints.gguf.blocks import BLOCKS, Kind, int4_groups, numbers
+from fastformer.checkpoints.gguf.blocks import BLOCKS, Kind, numbers
 from fastformer.checkpoints.gguf.file import GGUF, Stored, first_value, read_gguf
 from fastformer.checkpoints.gguf.tokenizers import Vocabulary, decoder_tokenizer, encoder_tokenizer, read_vocabulary
 from fastformer.checkpoints.hf import FAMILIES, encoding_family
 from fastformer.checkpoints.hf.common import Checkpoint, check_empty, load_foreign, taken
-from fastformer.checkpoints.hf.quantized import keep_groups, log_rounding
+from fastformer.checkpoints.hf.quantized import set_precision
 from fastformer.data import Tokenizer
 from fastformer.models import BERT, GPT
 from fastformer.models.bert_config import BERTConfig
 from fastformer.models.pretrained import check_depth
 from fastformer.models.quantization import INT4, INT8
-from fastformer.models.stored import StoredGroups, stand_in, stored_in
 from fastformer.models.weights import check_finite
 from fastformer.special_ids import SpecialIds
 
@@ -502,12 +500,12 @@ def _tensor(file: GGUF, name: str) -> Tensor:
     return vector
 
 
-def _unpermuted(tensor: Any, heads: int, name: str) -> Tensor:
+def _unpermuted(tensor: Tensor, heads: int, name: str) -> Tensor:
     """Returns rows in which the halves of a head are rotated, from the order in which neighbours are."""
     if not heads or len(tensor) % (2 * heads):
         raise ValueError(f"expected {name} to have rows for {heads} heads, got {len(tensor)}")
     order = torch.arange(len(tensor)).view(heads, -1, 2).transpose(1, 2).flatten()
-    return tensor.in_order(order) if isinstance(tensor, FileMatrix) else tensor[order]
+    return tensor[order]
 
 
 def _note_precision(file: GGUF, model: Any) -> None:
@@ -517,21 +515,10 @@ def _note_precision(file: GGUF, model: Any) -> None:
     for stored in matrices:
         counts[stored.kind] += math.prod(stored.shape)
     rounded = Counter({kind: count for kind, count in counts.items() if BLOCKS[kind].compute is not None})
+    precision: str | None = INT4 if rounded[Kind.Q4_0] * 2 > sum(rounded.values()) else INT8
     if sum(rounded.values()) * 2 < sum(counts.values()):
-        return
-    placeholders = stand_in(model)
-    sources = stored_in(placeholders)
-    if rounded[Kind.Q4_0] * 2 <= sum(rounded.values()):
-        model.precision = INT8
-    elif sources:
-        state = dict(placeholders.named_parameters(remove_duplicate=False))
-        named = {name: source for name, each in state.items() if (source := sources.get(id(each))) is not None}
-        model.precision = INT4
-        model.int4_groups = StoredGroups({name: source for name, source in named.items() if source.has_groups()})
-    else:  # a model on a GPU has no matrices in the file
-        kept = [stored for stored in matrices if stored.kind == Kind.Q4_0]
-        keep_groups(model, [int4_groups((math.prod(each.shape[:-1]), each.shape[-1]), each.data) for each in kept])
-    log_rounding(model, file.path)
+        precision = None
+    set_precision(model, precision, file.path)
 
 
 def _nomic_bert(

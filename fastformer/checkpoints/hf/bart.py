@@ -20,6 +20,7 @@ from fastformer.checkpoints.hf.common import (
     THEIR_ACTIVATIONS,
     Checkpoint,
     MakeTokenizer,
+    Parts,
     activation_of,
     check_empty,
     check_floating,
@@ -30,12 +31,12 @@ from fastformer.checkpoints.hf.common import (
     first_equal,
     flag_of,
     forbidden_of,
-    joined,
     load_foreign,
     make_translator,
     number_of,
     read_file,
     special_tokens,
+    taken,
     without_row,
 )
 from fastformer.data.huggingface import LibraryBackend, byte_level_bpe, check_vocab, read_library
@@ -145,10 +146,10 @@ def transformer_from_bart(saved: Checkpoint) -> Transformer:
         suppress_tokens=forbidden_of(saved, len(target_embedding)),
         special_ids=special_ids,
     )
-    weights = {name: joined(left, hf_names, form.name) for name, hf_names in _names(config).items()}
+    weights: dict[str, Parts] = {name: taken(left, hf_names, form.name) for name, hf_names in _names(config).items()}
     for name, hf_name in _POSITIONS.items():
         if config.positions == "learned":
-            weights[name] = joined(left, (hf_name,), form.name)[_OFFSET:]
+            weights[name] = taken(left, (hf_name,), form.name)[0][_OFFSET:]
         elif form.behind_pad:  # no weight, since the table is computed; old files hold it all the same
             for name in (f"{hf_name}s", hf_name.replace(".weight", "._float_tensor")):
                 left.pop(name, None)

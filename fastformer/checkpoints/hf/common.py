@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -31,7 +31,7 @@ from fastformer.languages import Languages, Places
 from fastformer.models import BERT, GPT, BERTConfig, GPTConfig, Transformer, TransformerConfig
 from fastformer.models.pretrained import CONFIG, Unallocated, Undrawn, check_depth, check_tables, make_to_load
 from fastformer.models.quantization import quantized_names
-from fastformer.models.stored import Stored, leave_in_file
+from fastformer.models.stored import Stored, StoredGroups, leave_in_file
 from fastformer.models.weights import (
     FLOATING,
     WEIGHTS,
@@ -366,12 +366,8 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return state
 
 
-def read_numbers(folder: Path, modules: Container[str] | None = None) -> dict[str, Tensor]:
-    """Returns the tensors of a folder, with fp32 weights in place of the quantised ones of these modules.
-
-    Args:
-        folder: the folder.
-        modules: the names of modules; None: all.
+def read_numbers(folder: Path) -> dict[str, Tensor]:
+    """Returns the tensors of a folder, with fp32 weights in place of the quantised ones.
 
     Raises:
         ValueError: a file is missing or damaged, or the weights are quantised in an unsupported way.
@@ -379,7 +375,7 @@ def read_numbers(folder: Path, modules: Container[str] | None = None) -> dict[st
     state, file = read_weights(folder), folder / CONFIG
     settings = read_json(file) if file.is_file() else {}
     rounded = quantization_settings(folder, settings)
-    return state if rounded is None else dequantized(settings, rounded, state, modules).state
+    return state if rounded is None else dequantized(settings, rounded, state).state
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:
@@ -400,12 +396,6 @@ def check_floating(settings: Mapping[str, Any], state: Mapping[str, Tensor]) -> 
     for name, tensor in state.items():
         if tensor.dtype not in FLOATING:
             raise ValueError(f"expected floating-point weights, got {name} of {tensor.dtype}")
-
-
-def joined(left: dict[str, Tensor], names: tuple[str, ...], family: str) -> Tensor:
-    """Removes tensors from `left` and concatenates them; see `taken`."""
-    parts = taken(left, names, family)
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def forbidden_of(saved: Checkpoint, vocab_size: int) -> tuple[int, ...]:
@@ -509,7 +499,7 @@ def eos_setting(ids: SpecialIds) -> int | list[int]:
     return ids.first_eos if len(ids.eos) == 1 else [*ids.eos]
 
 
-def embedding_weights(source: Tensor, target: Tensor, output: Tensor) -> dict[str, Tensor]:
+def embedding_weights(source: Tensor, target: Tensor, output: Tensor) -> dict[str, Parts]:
     """Returns a `Transformer`'s embeddings and output matrix by their names; they are tied if all are one object."""
     if source is target is output:
         return {"embedding.weight": target}
@@ -527,7 +517,8 @@ def load_foreign(
     """Builds a model with the weights, in evaluation mode.
 
     Besides the model and the given weights, memory holds one converted tensor at a time. Matrices that are in a file
-    stay there until they are asked for (`models.stored`), if the model is on the CPU.
+    stay there until they are asked for (`models.stored`), if the model is on the CPU. The model's `int4_groups` are the
+    matrices that the file has as int4, for the caller to keep or to drop with the precision (`set_precision`).
 
     Args:
         config: the config of the model.
@@ -548,8 +539,9 @@ def load_foreign(
         check_entries("the weights", "the settings", entries, expected)
         check_tables(model, "the settings")
 
-    is_file = torch.device(device or "cpu").type == "cpu" and any(map(_is_in_file, weights.values()))
-    context = Unallocated if is_file else Undrawn
+    is_file = any(map(_is_in_file, weights.values()))
+    stays = is_file and _stays(device)
+    context = Unallocated if stays else Undrawn
     model = make_to_load(lambda device: kind(config, device=device, dtype=dtype), device, check, context)
     stored: dict[str, Stored] = {}
     with torch.no_grad():
@@ -558,19 +550,26 @@ def load_foreign(
             if _is_in_file(parts):
                 stored[name] = Stored(parts)  # type: ignore[arg-type]
         for name, parameter in model.named_parameters():
-            if is_file and name not in stored:
+            if stays and name not in stored:
                 Unallocated.allocate(parameter)
         for name, target in model.state_dict().items():
             begin = 0
-            for part in () if name in stored else _parts(weights[name]):
+            for part in () if stays and name in stored else _parts(weights[name]):
                 part = convert(name, part)
                 target[begin : begin + len(part)].copy_(part)
                 begin += len(part)
     model.eval()
-    if stored:
+    if groups := {name: source for name, source in stored.items() if source.has_groups}:
+        model.int4_groups = StoredGroups(groups)
+    if stays and stored:
         with Undrawn():
             leave_in_file(model, kind(config, device="meta", dtype=dtype), stored)
     return model
+
+
+def _stays(device: torch.device | str | None) -> bool:
+    """Returns whether the matrices of a model on the device may stay in a file."""
+    return torch.device(device or "cpu").type == "cpu"
 
 
 def _is_in_file(parts: Parts) -> bool:

@@ -181,9 +181,9 @@ def _layer(name: str, scheme: Scheme, left: dict[str, Tensor]) -> QuantizedLayer
         part: left.pop(f"{name}.weight{part}", None)
         for part in ("", "_packed", "_shape", "_scale", "_zero_point", "_g_idx")
     }
-    is_packed = scheme.format == "pack-quantized"
+    is_packed, is_float = scheme.format == "pack-quantized", scheme.kind == FLOAT
     stored, scales = parts["_packed" if is_packed else ""], parts["_scale"]
-    dtype = torch.int32 if is_packed else torch.float8_e4m3fn if scheme.kind == FLOAT else torch.int8
+    dtype = torch.int32 if is_packed else torch.float8_e4m3fn if is_float else torch.int8
     if stored is None or stored.dim() != 2 or stored.dtype != dtype:
         end = "weight_packed" if is_packed else "weight"
         raise ValueError(
@@ -191,18 +191,20 @@ def _layer(name: str, scheme: Scheme, left: dict[str, Tensor]) -> QuantizedLayer
         )
     if scales is None or scales.dtype not in FLOATING:
         raise ValueError(f"expected {name}.weight_scale of floating-point numbers, got {_described(scales)}")
-    half = 0 if scheme.kind == FLOAT else 1 << (scheme.bits - 1)
+    outputs, inputs = stored.shape
     if is_packed:
-        shape = _shape_of(name, stored, parts["_shape"], scheme.bits)
-        q = unpacked(stored, scheme.bits)[:, : shape[1]]
-    else:
-        q = stored if scheme.kind == FLOAT else _unsigned(f"{name}.weight", stored, half)
-    outputs, inputs = q.shape
+        outputs, inputs = _shape_of(name, stored, parts["_shape"], scheme.bits)
+
+    def q(rows: Tensor) -> Tensor:
+        if is_packed:
+            return unpacked(rows, scheme.bits)[:, :inputs]
+        return rows if is_float else _unsigned(f"{name}.weight", rows, scheme.bits)
+
     scales, group_of = _by_group(f"{name}.weight_scale", scales, scheme, outputs, inputs)
-    zeros = _zeros(name, parts["_zero_point"], scheme, scales.shape[0], outputs, inputs)
+    zeros = _zeros(name, parts["_zero_point"], scheme, scales.shape[1], outputs, inputs)
     if (index := parts["_g_idx"]) is not None:
-        group_of = _group_of(name, index, scheme, len(scales), group_of)
-    return QuantizedLayer(q, scales, zeros, group_of, scheme.bits)
+        group_of = _group_of(name, index, scheme, scales.shape[1], group_of)
+    return QuantizedLayer(f"{name}.weight", stored, q, scales, zeros, group_of, scheme.bits, is_float)
 
 
 def _described(tensor: Tensor | None) -> str:
@@ -221,18 +223,18 @@ def _shape_of(name: str, packed: Tensor, shape: Tensor | None, bits: int) -> tup
     return sizes[0], sizes[1]
 
 
-def _unsigned(name: str, stored: Tensor, half: int) -> Tensor:
+def _unsigned(name: str, stored: Tensor, bits: int) -> Tensor:
     """Returns int8 numbers plus half of their range, as uint8."""
     if stored.dtype != torch.int8:
         raise ValueError(f"expected {name} of torch.int8, got {_described(stored)}")
-    q = stored.to(torch.int16) + half
-    if q.numel() and (int(q.min()) < 0 or int(q.max()) >= 2 * half):
+    half = 1 << (bits - 1)
+    if stored.numel() and (int(stored.min()) < -half or int(stored.max()) >= half):
         raise ValueError(f"expected {name} to be from {-half} to {half - 1}, got {int(stored.min())} to {stored.max()}")
-    return q.to(torch.uint8)
+    return stored.view(torch.uint8) + half
 
 
 def _by_group(name: str, tensor: Tensor, scheme: Scheme, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
-    """Returns scales or zeros as (groups, out), and the group of each input."""
+    """Returns scales or zeros as (out, groups), and the group of each input."""
     rows, columns = 1, inputs
     if scheme.strategy == "block":
         rows, columns = scheme.block
@@ -248,25 +250,25 @@ def _by_group(name: str, tensor: Tensor, scheme: Scheme, outputs: int, inputs: i
                          f"{(*tensor.shape,)}")  # fmt: skip
     tensor = tensor.reshape(expected)
     tensor = tensor.expand(outputs, 1) if scheme.strategy == "tensor" else tensor.repeat_interleave(rows, 0)[:outputs]
-    return tensor.T, torch.arange(inputs) // columns
+    return tensor, torch.arange(inputs) // columns
 
 
 def _zeros(name: str, stored: Tensor | None, scheme: Scheme, groups: int, outputs: int, inputs: int) -> Tensor:
-    """Returns the zeros (groups, out), plus half of the range if they are whole numbers."""
+    """Returns the zeros (out, groups), plus half of the range if they are whole numbers."""
     name = f"{name}.weight_zero_point"
     if stored is None:
         if not scheme.is_symmetric:
             raise ValueError(f"expected {name}, since the weights are not symmetric, got none")
-        return torch.full((groups, outputs), 0 if scheme.kind == FLOAT else 1 << (scheme.bits - 1), dtype=torch.uint8)
+        zero = 0 if scheme.kind == FLOAT else 1 << (scheme.bits - 1)
+        return torch.full((1, 1), zero, dtype=torch.uint8).expand(outputs, groups)
     if stored.dtype == torch.int32 and scheme.kind != FLOAT and scheme.strategy in ("group", "channel"):
         expected = -(-outputs * scheme.bits // 32), groups
         if stored.shape != expected:
             raise ValueError(f"expected {name} of shape {expected}, as its numbers are packed, got {(*stored.shape,)}")
-        return unpacked(stored.T, scheme.bits)[:, :outputs]
+        return unpacked(stored.T, scheme.bits)[:, :outputs].T
     if scheme.kind == FLOAT:
         return _by_group(name, stored.float(), scheme, outputs, inputs)[0]
-    stored = _unsigned(name, stored, 1 << (scheme.bits - 1))
-    return _by_group(name, stored, scheme, outputs, inputs)[0]
+    return _by_group(name, _unsigned(name, stored, scheme.bits), scheme, outputs, inputs)[0]
 
 
 def _group_of(name: str, index: Tensor, scheme: Scheme, groups: int, neighbours: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastformer.checkpoints.hf.common import ACTIVATIONS, flag_of
@@ -25,7 +26,7 @@ def _by_kind(name: str, tensor: Tensor, config: GPTConfig) -> Tensor:
     """Reorders rows from (head, query/key/value) to (query/key/value, head): all queries come first."""
     if ".self_attn.in_proj_" not in name:
         return tensor
-    return tensor.unflatten(0, (config.num_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+    return tensor[torch.arange(len(tensor)).unflatten(0, (config.num_heads, 3, -1)).transpose(0, 1).flatten()]
 
 
 def _by_head(name: str, tensor: Tensor, config: GPTConfig) -> Tensor:

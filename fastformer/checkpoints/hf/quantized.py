@@ -1,4 +1,4 @@
-"""Folders with quantised linear layers, as fp32 weights and, where the numbers allow it, as int4 for the C++ engine.
+"""Folders with quantised linear layers, whose matrices stay in the file: in fp32 or, where they allow it, as int4.
 
 `compressed_tensors` reads the folders of llm-compressor. GPTQ and AWQ, of 4 bits, store a layer (in, out) as int32
 words of 8 nibbles, `qweight` and `qzeros`, beside fp16 `scales` (groups, out). A weight is scale * (q - zero), with the
@@ -15,33 +15,21 @@ can't be `models.quantization.Groups`: such a layer has its fp32 weights alone, 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fastformer.checkpoints.file_matrix import FileMatrix
 from fastformer.checkpoints.hf import compressed_tensors
 from fastformer.checkpoints.hf.quantized_layer import QuantizedLayer, unpacked
 from fastformer.files import read_json
-from fastformer.models.quantization import (
-    GROUP,
-    INT4,
-    INT8,
-    QUANTIZED,
-    Groups,
-    from_grid,
-    from_groups,
-    is_on,
-    num_groups,
-    quantized_names,
-    to_grid,
-)
+from fastformer.models.quantization import GROUP, INT4, INT8, Groups, from_grid, quantized_names, to_grid
 from fastformer.models.stored import Stored, stand_in, stored_in
 
 logger = logging.getLogger("fastformer")
@@ -61,8 +49,7 @@ class Dequantized(NamedTuple):
 
     Attributes:
         settings: the folder's config.json, without its quantization_config.
-        state: the tensors, with fp32 weights in place of the quantised ones.
-        groups: the matrices that can be int4 with the folder's numbers.
+        state: the tensors, with fp32 weights in place of the quantised ones, which are in the file.
         precision: the precision in which the model is computed; None: that of its dtype.
         dtype: the dtype that has the folder's numbers; None: that of its other tensors, for most of them.
         floats: the quantised matrices of 8-bit floats.
@@ -70,7 +57,6 @@ class Dequantized(NamedTuple):
 
     settings: dict[str, Any]
     state: dict[str, Tensor]
-    groups: list[Groups]
     precision: str | None
     dtype: torch.dtype | None
     floats: tuple[str, ...] = ()
@@ -120,22 +106,20 @@ def dequantized(
     settings: Mapping[str, Any],
     rounded: Mapping[str, Any],
     state: Mapping[str, Tensor],
-    modules: Container[str] | None = None,
 ) -> Dequantized:
-    """Returns the weights of a folder in fp32, and its matrices in groups of 32.
+    """Returns the weights of a folder, of which the quantised ones are read when they are asked for.
 
     Args:
         settings: the folder's config.json.
         rounded: see `quantization_settings`.
         state: the folder's tensors.
-        modules: the names of the modules to dequantise, so that others stay as they are; None: all.
 
     Raises:
         ValueError: tensors are missing or don't fit one another.
     """
-    left, groups, floats = dict(state), list[Groups](), list[str]()
+    left, floats = dict(state), list[str]()
     sizes = Counter[int]()  # how many whole numbers have so many bits
-    kind, num_matrices, shuffled = settings.get("model_type"), 0, 0
+    kind, num_matrices, num_int4, shuffled = settings.get("model_type"), 0, 0, 0
     is_compressed = "schemes" in rounded
     names = (
         compressed_tensors.layers_in(left)
@@ -145,24 +129,21 @@ def dequantized(
     if not names:
         parts = "weight_scale" if is_compressed else "qweight"
         raise ValueError(f"expected {parts} tensors, as quant_method {rounded['quant_method']!r} has them, got none")
-    for name in (name for name in names if modules is None or name in modules):
+    for name in names:
         try:
             layer = (compressed_tensors.take_layer if is_compressed else _layer)(name, rounded, left)
+            weight = layer.matrix()
+            num_int4 += weight.groups(0, 1) is not None
         except (RuntimeError, IndexError) as error:
             raise ValueError(f"expected the tensors of {name} to fit together ({error})") from error
-        weight = layer.numbers()
-        if not weight.isfinite().all():
-            raise ValueError(f"expected finite weights, got others in {name}")
         is_transposed = kind in _CONV1D and not is_compressed
-        left[f"{name}.weight"] = weight.T.contiguous() if is_transposed else weight
+        left[f"{name}.weight"] = weight.t() if is_transposed else weight
         _drop_zero_bias(name, settings, left)
-        if layer.q.is_floating_point():
+        if layer.is_float:
             floats.append(f"{name}.weight")
             continue
         num_matrices += 1
-        sizes[layer.bits] += layer.q.numel()
-        if (matrix := layer.groups()) is not None:
-            groups.append(matrix)
+        sizes[layer.bits] += weight.numel()
         shuffled += bool((layer.group_of.diff() < 0).any())
     if shuffled:
         logger.warning(
@@ -173,8 +154,8 @@ def dequantized(
         )
     plain = {name: value for name, value in settings.items() if name != _SETTINGS}
     precision = None if not sizes else INT4 if sizes[4] >= sizes[8] else INT8
-    dtype = torch.float32 if len(groups) < num_matrices else None
-    return Dequantized(plain, left, groups, precision, dtype, tuple(floats))
+    dtype = torch.float32 if num_int4 < num_matrices else None
+    return Dequantized(plain, left, precision, dtype, tuple(floats))
 
 
 def _drop_zero_bias(name: str, settings: Mapping[str, Any], left: dict[str, Tensor]) -> None:
@@ -192,30 +173,35 @@ def note_precision(model: nn.Module, source: Dequantized, origin: object) -> Non
         source: these weights.
         origin: the folder, for messages.
     """
-    holder: Any = model
-    if source.precision == INT4:
-        keep_groups(model, source.groups)
-    else:
-        holder.precision = source.precision
-    log_rounding(model, origin)
-    dtype = next(model.parameters()).dtype
+    set_precision(model, source.precision, origin)
+    dtype = next(stand_in(model).parameters()).dtype
     if source.floats and dtype in (torch.bfloat16, torch.float16):
-        matrices = [source.state[name] for name in source.floats]
+        matrices = [_sample(source.state[name]) for name in source.floats]
         name = str(dtype).removeprefix("torch.")
         logger.info(
             "%s: %d matrices of 8-bit floats become %s, which changes them by %.2g of their size",
-            origin, len(matrices), name, _change((matrix, matrix.to(dtype)) for matrix in map(_sample, matrices)),
+            origin, len(matrices), name, _change((matrix, matrix.to(dtype)) for matrix in matrices),
         )  # fmt: skip
 
 
-def log_rounding(model: nn.Module, origin: object) -> None:
-    """Logs by how much computing a model in its precision changes those matrices that aren't on the grid of int8."""
+def set_precision(model: nn.Module, precision: str | None, origin: object) -> None:
+    """Sets the precision in which a model from a file is computed.
+
+    It logs by how much that changes those matrices that aren't on the grid of int8.
+
+    Args:
+        model: from `load_foreign`, with the matrices that the file has as int4.
+        precision: "int8" or "int4"; None: that of the model's dtype.
+        origin: the file, for messages.
+    """
     holder: Any = model
-    if holder.precision not in QUANTIZED:
-        return
+    groups: Mapping[str, Groups] = holder.int4_groups or {} if precision == INT4 else {}
     model = stand_in(model)
+    for each in (holder, model):
+        each.precision, each.int4_groups = precision, groups if precision == INT4 else None
+    if precision is None:
+        return
     state, stored = dict(model.named_parameters(remove_duplicate=False)), stored_in(model)
-    groups = holder.int4_groups or {}
     names = [name for name in quantized_names(model) if name not in groups]
     samples = [_sample(state[name].detach(), stored.get(id(state[name]))) for name in names]
     pairs = [(rows, from_grid(*to_grid(rows), rows.dtype)) for rows in samples]
@@ -230,6 +216,8 @@ def log_rounding(model: nn.Module, origin: object) -> None:
 
 def _sample(matrix: Tensor, stored: Stored | None = None) -> Tensor:
     """Returns some rows of a matrix, which may be in a file."""
+    if isinstance(matrix, FileMatrix):
+        stored = Stored((matrix,))
     return stored.sample(_STORED_ROWS) if stored is not None else matrix[:: max(1, len(matrix) // _SAMPLE_ROWS)]
 
 
@@ -238,46 +226,6 @@ def _change(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
     squares = [(float((a.double() - b.double()).square().sum()), float(a.double().square().sum())) for a, b in pairs]
     distance, size = map(sum, zip(*squares, strict=True))
     return math.sqrt(distance / size) if size else 0.0
-
-
-def keep_groups(model: nn.Module, matrices: list[Groups]) -> None:
-    """Records in a model made from `dequantized` weights which of its matrices are int4.
-
-    A conversion may combine the rows of matrices differently. So each row of the model is looked up by its values: if
-    all rows of a matrix are found, the matrix stays int4.
-    """
-    state, int4_groups = model.state_dict(), dict[str, Groups]()
-    wanted = {name: state[name] for name in quantized_names(model)}
-    for columns, dtype in {(tensor.shape[1], tensor.dtype) for tensor in wanted.values()}:
-        fitting = [groups for groups in matrices if groups.scale.shape[1] == num_groups(columns)]
-        if not fitting:
-            continue
-        digests = [digest for groups in fitting for digest in _digests(from_groups(groups, columns, dtype))]
-        places = {digest: place for place, digest in enumerate(digests)}
-        nibbles, scale = torch.cat([g.nibbles for g in fitting]), torch.cat([g.scale for g in fitting])
-        zero = torch.cat(
-            [torch.full_like(g.scale, 8, dtype=torch.uint8) if g.zero is None else g.zero for g in fitting]
-        )
-        for name, tensor in wanted.items():
-            if (tensor.shape[1], tensor.dtype) != (columns, dtype):
-                continue
-            order = [places.get(digest, -1) for digest in _digests(tensor.cpu())]
-            if min(order, default=-1) < 0:
-                continue
-            index = torch.tensor(order)
-            zeros = zero[index]
-            groups = Groups(nibbles[index], scale[index], None if (zeros == 8).all() else zeros)
-            if is_on(groups, tensor):
-                int4_groups[name] = groups
-    holder: Any = model
-    holder.precision, holder.int4_groups = INT4, int4_groups
-
-
-def _digests(matrix: Tensor) -> list[bytes]:
-    """Returns a hash of each row."""
-    # Adding 0 makes -0 and 0 the same.
-    rows = (matrix.detach() + 0.0).contiguous().view(torch.uint8).numpy()
-    return [hashlib.blake2b(row, digest_size=16).digest() for row in rows]
 
 
 def _layer(name: str, rounded: Mapping[str, Any], left: dict[str, Tensor]) -> QuantizedLayer:
@@ -294,25 +242,36 @@ def _layer(name: str, rounded: Mapping[str, Any], left: dict[str, Tensor]) -> Qu
             )
     is_gptq = rounded["quant_method"] == "gptq"
     if is_gptq:
-        q = unpacked(qweight.T, 4)  # (out, in)
+        inputs, outputs = 8 * qweight.shape[0], qweight.shape[1]
+        stored = qweight.T
         if rounded["form"] == "gptq":
             qzeros = qzeros + 0x11111111  # adds 1 to all nibbles of a word at once, which the format had subtracted
-        zeros = unpacked(qzeros, 4)
+        zeros = unpacked(qzeros, 4).T
     else:
-        back = [8 * word + _AWQ_ORDER.index(output) for word in range(qweight.shape[1]) for output in range(8)]
-        q, zeros = unpacked(qweight, 4)[:, back].T.contiguous(), unpacked(qzeros, 4)[:, back]
-    outputs, inputs = q.shape
+        inputs, outputs = qweight.shape[0], 8 * qweight.shape[1]
+        stored = torch.arange(outputs)
+        zeros = _of_awq(qzeros, torch.arange(8 * qzeros.shape[1]))
+
+    def q(part: Tensor) -> Tensor:
+        return unpacked(part, 4) if is_gptq else _of_awq(qweight, part)
+
     size = rounded.get("group_size")
     size = inputs if size in (None, -1) else size
     if not isinstance(size, int) or size < GROUP and size != inputs or size % GROUP and size != inputs:
         raise ValueError(f"expected groups of a multiple of {GROUP} inputs, got group_size {size!r}")
     expected = (-(-inputs // size), outputs)
-    if scales.shape != expected or zeros.shape != expected or not scales.is_floating_point():
+    if scales.shape != expected or zeros.T.shape != expected or not scales.is_floating_point():
         raise ValueError(
-            f"expected scales and zeros {expected} of {name}, got {(*scales.shape,)} and {(*zeros.shape,)}"
+            f"expected scales and zeros {expected} of {name}, got {(*scales.shape,)} and {(*zeros.T.shape,)}"
         )
     if index is None or not is_gptq:
         index = torch.arange(inputs) // size
     if index.shape != (inputs,) or int(index.min()) < 0 or int(index.max()) >= expected[0]:
         raise ValueError(f"expected {name}.g_idx to name one of {expected[0]} groups for each of {inputs} inputs")
-    return QuantizedLayer(q, scales, zeros, index.long())
+    return QuantizedLayer(f"{name}.weight", stored, q, scales.T, zeros, index.long())
+
+
+def _of_awq(words: Tensor, outputs: Tensor) -> Tensor:
+    """Returns the numbers of some outputs, (outputs, rows) uint8, of words (rows, all outputs / 8)."""
+    places = torch.tensor([4 * _AWQ_ORDER.index(output) for output in range(8)], dtype=torch.int32)
+    return (words[:, outputs // 8] >> places[outputs % 8] & 15).to(torch.uint8).T.contiguous()

@@ -24,6 +24,7 @@ from fastformer.checkpoints.hf.common import (
     THEIR_ACTIVATIONS,
     Checkpoint,
     MakeTokenizer,
+    Parts,
     activation_of,
     check_empty,
     check_floating,
@@ -34,12 +35,12 @@ from fastformer.checkpoints.hf.common import (
     first_equal,
     flag_of,
     forbidden_of,
-    joined,
     load_foreign,
     make_translator,
     number_of,
     read_file,
     special_tokens,
+    taken,
     without_row,
 )
 from fastformer.data.huggingface import LibraryBackend, read_library
@@ -130,17 +131,17 @@ def transformer_from_t5(saved: Checkpoint) -> Transformer:
         special_ids=special_ids,
     )
     missing = 0 if is_wide else d_model - heads * head_dim
-    weights = {}
+    weights: dict[str, Parts] = {}
     for own_name, hf_names in _names(config).items():
+        parts = taken(left, hf_names, name)
         if own_name.endswith("in_proj_weight"):
-            q, k, v = (F.pad(joined(left, (part,), name), (0, 0, 0, missing)) for part in hf_names)
-            weights[own_name] = torch.cat((q * head_dim**0.5, k, v))
-        else:
-            weights[own_name] = joined(left, hf_names, name)
-            if own_name.endswith("out_proj.weight"):
-                weights[own_name] = F.pad(weights[own_name], (0, missing))
-            elif own_name.endswith("position_bias.table"):
-                weights[own_name] = F.pad(weights[own_name], (0, config.num_heads - heads))
+            q, k, v = (F.pad(part, (0, 0, 0, missing)) for part in parts)
+            parts = (q * head_dim**0.5, k, v)
+        elif own_name.endswith("out_proj.weight") and missing:
+            parts = (F.pad(parts[0], (0, missing)),)
+        elif own_name.endswith("position_bias.table"):
+            parts = (F.pad(parts[0], (0, config.num_heads - heads)),)
+        weights[own_name] = parts
     weights |= embedding_weights(source, target, output)
     check_empty(left, name)
     return load_foreign(config, weights, device=saved.device, dtype=saved.dtype or target.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -490,12 +491,17 @@ def arrays_of(model: nn.Module, tensors: dict[str, Tensor], precision: str) -> d
 def _in_parts(name: str, source: Stored, *, is_int4: bool) -> dict[str, Any]:
     """Returns a matrix in a file as csrc/bindings/decoder.cpp reads it: (rows, columns, whether bytes, the reader)."""
     rows, columns = source.shape
-    if not is_int4 or not source.has_groups():
+    if not is_int4 or not source.has_groups:
         return {name: (rows, columns, False, lambda begin, end: source.rows(begin, end).numpy())}
-    groups = num_groups(columns)
+    groups, read = num_groups(columns), lru_cache(1)(source.groups)  # the same rows are asked for part by part
+
+    def zeros(begin: int, end: int) -> Any:
+        return read(begin, end).zero.numpy()  # type: ignore[union-attr]
+
     return {
-        name: (rows, groups * GROUP // 2, True, lambda begin, end: source.groups(begin, end).nibbles.numpy()),
-        name + SCALE: (rows, groups, False, lambda begin, end: source.groups(begin, end).scale.float().numpy()),
+        name: (rows, groups * GROUP // 2, True, lambda begin, end: read(begin, end).nibbles.numpy()),
+        name + SCALE: (rows, groups, False, lambda begin, end: read(begin, end).scale.float().numpy()),
+        **({name + ZERO: (rows, groups, True, zeros)} if source.has_zeros else {}),
     }
 
 
