@@ -312,15 +312,18 @@ def _transformer(
         **sizes,
     )
     variables.check_empty()
-    return load_foreign(config, weights, device=device, dtype=dtype or _dtype_of(weights))
+    return load_foreign(config, weights, device=device, dtype=dtype or dtype_of(weights))
 
 
-def _dtype_of(weights: Mapping[str, Any]) -> torch.dtype:
-    """Returns bf16 for weights of bf16, unless one that was made of them has more digits, or was rounded; else fp32."""
-    tensors, bf16 = list(weights.values()), torch.bfloat16
-    if not all(type(each) is Tensor for each in tensors) or all(each.dtype != bf16 for each in tensors):
+def dtype_of(weights: Mapping[str, Any]) -> torch.dtype:
+    """Returns the dtype of a model, which its matrices decide.
+
+    It is bf16 for matrices of bf16, unless one that was made of them has more digits, or was rounded; else fp32.
+    """
+    matrices, bf16 = [each for each in weights.values() if isinstance(each, tuple) or each.dim() > 1], torch.bfloat16
+    if not all(type(each) is Tensor for each in matrices) or all(each.dtype != bf16 for each in matrices):
         return torch.float32  # a matrix in the file, or several, would be read
-    is_exact = all(torch.equal(each, each.to(bf16).to(each.dtype)) for each in tensors)
+    is_exact = all(each.dtype == bf16 or torch.equal(each, each.to(bf16).to(each.dtype)) for each in matrices)
     return bf16 if is_exact else torch.float32
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fastformer.checkpoints import ctranslate2, model_bin
-from fastformer.checkpoints.ctranslate2 import as_tensor, as_tensors
+from fastformer.checkpoints.ctranslate2 import as_tensor, as_tensors, dtype_of
 from fastformer.checkpoints.hf.common import equal_rows, generation_settings, load_foreign, with_search_ids
 from fastformer.checkpoints.hf.decoder import special_ids
 from fastformer.checkpoints.hf.prompts import read_tokenizer
@@ -54,9 +54,6 @@ def load_folder(
     _, stored = model_bin.read_variables(folder / model_bin.MODEL)
     tokens, settings = read_json_list(folder / "vocabulary.json"), read_json(folder / "config.json")
     unk, make_tokenizer = read_tokenizer(folder, settings)
-    rounded = model_bin.is_rounded(stored)
-    is_bf16 = any(array.dtype == model_bin.BF16 for array in stored.values()) and not rounded
-    dtype = dtype or (torch.bfloat16 if is_bf16 else torch.float32)
     try:
         if settings.get("quantization_type") not in (None, 0):
             raise ValueError(f"expected weights of int8 or more bits, got a quantization_type of {settings!r:.80}")
@@ -72,7 +69,7 @@ def load_folder(
             raise ValueError(f"expected a tokenizer with the ids of vocabulary.json, got others: {different[:3]!r:.80}")
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
-    if rounded:
+    if model_bin.is_rounded(stored):
         model.precision = INT8
     return model, tokenizer
 
@@ -84,7 +81,7 @@ def _gpt(
     unk: int | None,
     settings: Mapping[str, Any],
     device: torch.device | str | None,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
 ) -> GPT:
     scalar = variables.scalar
     for name in ("alibi", "start_from_zero_embedding"):
@@ -135,7 +132,7 @@ def _gpt(
         **options,
     )
     variables.check_empty()
-    model: GPT = load_foreign(config, weights, device=device, dtype=dtype)
+    model: GPT = load_foreign(config, weights, device=device, dtype=dtype or dtype_of(weights))
     return model
 
 

@@ -16,6 +16,7 @@ from fastformer.checkpoints.model_bin import MODEL, read_variables
 from fastformer.checkpoints.run import architecture_of
 from fastformer.cli import main
 from fastformer.generation.folder_options import folder_options
+from tests.checkpoints.test_ctranslate2 import written
 from tests.foreign.ctranslate2_folders import DECODER_FOLDERS, DECODERS
 
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
@@ -54,6 +55,17 @@ def test_int8_keeps_the_files_numbers_and_bf16_its_dtype() -> None:
     assert torch.equal(model.decoder.layers[1].linear2.weight, expected)
     dtypes = {name: next(load(DECODER_FOLDERS / name)[0].parameters()).dtype for name in ("qwen3", "mistral")}
     assert dtypes == {"qwen3": torch.bfloat16, "mistral": torch.float32}
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])  # a Gemma multiplies by 1 + gamma, which has more digits
+def test_matrices_decide_the_dtype(name, tmp_path) -> None:
+    folder = Path(shutil.copytree(DECODER_FOLDERS / name, tmp_path / name))
+    specification, variables = read_variables(folder / MODEL)
+    halved = {key: each.bfloat16() if each.dim() else each.clone() for key, each in as_tensors(variables).items()}
+    for key, dtype in (("none", torch.bfloat16), ("decoder/layer_1/ffn/linear_1/weight", torch.float32)):
+        wide = {other: each.float() + 2**-20 if other == key else each for other, each in halved.items()}
+        (folder / MODEL).write_bytes(written(wide, specification))
+        assert next(load(folder)[0].parameters()).dtype == dtype
 
 
 def test_commands_take_a_folder(folder, capsys) -> None:
