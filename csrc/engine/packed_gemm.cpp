@@ -25,7 +25,7 @@ namespace {
 constexpr int64_t kHugePage = int64_t(2) << 20;
 constexpr int64_t kAhead = 8192;      // bytes that a stream prefetches: the best of 2 KiB to 128 KiB on Zen 5
 constexpr int64_t kPartSteps = 128;   // steps of a part of a panel: 32 KiB, which stay in L1 for all rows
-constexpr int64_t kMostInParts = 64;  // rows; the parts of more rows don't stay in L1
+constexpr int64_t kBlockRows = 64;  // rows that a panel meets at once: its parts stay in L1
 constexpr int64_t kMostInt8 = 66311;  // k * 255 * 127 < 2^31
 
 // The number of consecutive elements of k in 4 bytes of a row.
@@ -233,6 +233,46 @@ void gemm_by_tiles(const RowsView& x, int64_t rows, const PackedWeight& w, int64
   }
 }
 
+// Multiplies at most kBlockRows rows by a panel.
+void multiply_panel(const Kernels& all, const RowsView& x, int64_t rows, const PackedWeight& w, const char* panel,
+                    float* out, int64_t ld) {
+  const Walk walk(all.shapes, all.num_shapes, rows);
+  const int vecs = all.shapes[walk.shape].vecs;
+  const int64_t passes = walk.passes();
+  // An integer sum is a single block and has one part.
+  const bool has_parts = passes > 1 && all.block_steps <= kPartSteps;
+  const int64_t part = has_parts ? kPartSteps : w.steps();
+  const int64_t tail_bytes = w.panel_bytes() - w.steps() * kStepBytes;
+  const int64_t distance = passes == 1 ? kAhead : has_parts ? 2 * kPartSteps * kStepBytes : w.panel_bytes();
+  const char* next = panel + distance;
+  const auto* tail = reinterpret_cast<const PanelTail*>(panel + w.steps() * kStepBytes);
+  // Prefetch the tail, because the passes over a panel prefetch only as many bytes as the steps have.
+  for (const char* line = next - tail_bytes; line < next; line += 64) _mm_prefetch(line, _MM_HINT_T0);
+  int64_t step = 0, steps;
+  do {
+    steps = std::min(part, w.steps() - step);
+    const int64_t at = step * kStepBytes, fetched = steps * 64 * lines_fetched(passes);  // bytes, in one pass
+    const Block block{step == 0, step + steps == w.steps()};
+    walk.for_each_pass([&](int64_t pass, int64_t slice, int64_t first, int64_t count) {
+      const int64_t column = slice * vecs * V::size;
+      const Tile tile{x.data() + first * x.stride() + step * 4,
+                      x.stride(),
+                      x.scales() + first,
+                      x.zeros() + first,
+                      panel + at + column * 4,
+                      steps,
+                      tail,
+                      column,
+                      next + at + pass * fetched,
+                      out + first * ld,
+                      ld,
+                      block};
+      all.table[walk.shape][count - 1][fetch_of(pass, passes)](tile);
+    });
+    step += steps;
+  } while (step < w.steps());
+}
+
 // Calls f(begin, end) for parts of n rows of k, of whole panels.
 template <typename F>
 void for_each_part(int64_t n, int64_t k, const F& f) {
@@ -375,44 +415,10 @@ void gemm(const RowsView& x, int64_t rows, const PackedWeight& w, int64_t begin,
   if (w.k > 0 && takes_tiles(w.precision, rows))
     return (w.precision == Precision::int8 ? gemm_by_tiles<DotInt8> : gemm_by_tiles<FloatSums<128>>)(x, rows, w, begin,
                                                                                                      end, out, ld);
-  const Kernels& all = kernels(w.precision);
-  const Walk walk(all.shapes, all.num_shapes, rows);
-  const int vecs = all.shapes[walk.shape].vecs;
-  const int64_t passes = walk.passes();
-  // An integer sum is a single block and has one part.
-  const bool has_parts = passes > 1 && rows <= kMostInParts && all.block_steps <= kPartSteps;
-  const int64_t part = has_parts ? kPartSteps : w.steps();
-  const int64_t tail_bytes = w.panel_bytes() - w.steps() * kStepBytes;
-  const int64_t distance = passes == 1 ? kAhead : has_parts ? 2 * kPartSteps * kStepBytes : w.panel_bytes();
-  for (int64_t p = begin; p < end; ++p, out += kPanelColumns) {
-    const char *panel = w.panel(p), *next = panel + distance;
-    const auto* tail = reinterpret_cast<const PanelTail*>(panel + w.steps() * kStepBytes);
-    // Prefetch the tail, because the passes over a panel prefetch only as many bytes as the steps have.
-    for (const char* line = next - tail_bytes; line < next; line += 64) _mm_prefetch(line, _MM_HINT_T0);
-    int64_t step = 0, steps;
-    do {
-      steps = std::min(part, w.steps() - step);
-      const int64_t at = step * kStepBytes, fetched = steps * 64 * lines_fetched(passes);  // bytes, in one pass
-      const Block block{step == 0, step + steps == w.steps()};
-      walk.for_each_pass([&](int64_t pass, int64_t slice, int64_t first, int64_t count) {
-        const int64_t column = slice * vecs * V::size;
-        const Tile tile{x.data() + first * x.stride() + step * 4,
-                        x.stride(),
-                        x.scales() + first,
-                        x.zeros() + first,
-                        panel + at + column * 4,
-                        steps,
-                        tail,
-                        column,
-                        next + at + pass * fetched,
-                        out + first * ld,
-                        ld,
-                        block};
-        all.table[walk.shape][count - 1][fetch_of(pass, passes)](tile);
-      });
-      step += steps;
-    } while (step < w.steps());
-  }
+  for (int64_t p = begin; p < end; ++p, out += kPanelColumns)
+    for (int64_t first = 0; first < rows; first += kBlockRows)
+      multiply_panel(kernels(w.precision), x.from(first), std::min(kBlockRows, rows - first), w, w.panel(p),
+                     out + first * ld, ld);
 }
 
 }  // namespace fastformer

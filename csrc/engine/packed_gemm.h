@@ -158,6 +158,7 @@ class RowsView {
  public:
   RowsView(const PackedRows& rows, int64_t first = 0) : rows_(rows), first_(first) {}
 
+  RowsView from(int64_t row) const { return {rows_, first_ + row}; }
   int64_t rows() const { return rows_.rows(); }  // of all: the stride of sums()
   int64_t stride() const { return rows_.stride(); }
   const char* data() const { return rows_.data() + first_ * rows_.stride(); }
