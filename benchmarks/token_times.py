@@ -28,11 +28,11 @@ from benchmarks.measure.commands import parser_of
 from benchmarks.peers.cases import CASES, make_job, make_model
 from benchmarks.peers.job import PRECISIONS, Model
 from benchmarks.publish.charts import draw_token_times
-from fastformer.generation.batch_steps import run_batch
 from fastformer.generation.config import GenerationConfig, Precision
 from fastformer.generation.engines.base import Limits
 from fastformer.generation.model_protocols import evaluating
 from fastformer.generation.request_builder import RequestBuilder
+from fastformer.generation.requests import run_batch
 
 _SOURCE = 32  # tokens of the source, for a run
 _ENGINES = ("recompute", "encode_once", "cross_cache", "kv_cache", "cpp")  # from the plainest to the fastest

@@ -14,12 +14,10 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from fastformer.data.backend import FIRST_BYTE, NUM_BYTES
-from fastformer.data.checks import SPECIAL_TOKENS, check_text, check_texts
+from fastformer.data.backend import FIRST_BYTE, NUM_BYTES, SPECIAL_TOKENS, UserTokens, check_text, check_texts
 from fastformer.data.cuts import AT_LINES, AT_LINES_AND_WORDS, AT_WORDS_WITHOUT_SPACE
 from fastformer.data.huggingface import LibraryBackend, library_errors, tokenizers_library
 from fastformer.data.tokenizer import TOKENIZER, Tokenizer
-from fastformer.data.user_tokens import UserTokens
 from fastformer.files import write_atomically
 
 if TYPE_CHECKING:

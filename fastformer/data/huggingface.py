@@ -13,8 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fastformer.data.backend import Backend, ControlGuard, Frame, Spelled
-from fastformer.data.checks import check_text
+from fastformer.data.backend import Backend, ControlGuard, Frame, Spelled, check_text
 from fastformer.data.cuts import cuts_of
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastformer.data.backend import Backend, ControlGuard, Frame, any_of
-from fastformer.data.checks import check_text
+from fastformer.data.backend import Backend, ControlGuard, Frame, any_of, check_text
 
 if TYPE_CHECKING:
     import sentencepiece

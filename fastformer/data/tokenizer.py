@@ -21,10 +21,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from fastformer.data.backend import Backend, ByteBackend, Encoded, Frame
-from fastformer.data.checks import check_text, check_texts
+from fastformer.data.backend import Backend, ByteBackend, Encoded, Frame, UserTokens, check_text, check_texts
 from fastformer.data.cuts import is_long, pieces
-from fastformer.data.user_tokens import UserTokens
 from fastformer.files import write_atomically
 from fastformer.languages import Languages
 from fastformer.special_ids import SpecialIds

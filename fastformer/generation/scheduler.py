@@ -10,10 +10,9 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from fastformer.generation.batch_steps import run_batch
 from fastformer.generation.drafts import Drafter, DraftModel
 from fastformer.generation.engines.base import Batch, Engine, Limits
-from fastformer.generation.requests import Request
+from fastformer.generation.requests import Request, run_batch
 from fastformer.requests import BaseRequest, Load
 
 R = TypeVar("R", bound=BaseRequest)

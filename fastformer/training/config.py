@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, get_type_hints
 
+from fastformer.data.backend import UserTokens
 from fastformer.data.filters import Filters, PairFilter
 from fastformer.data.tables import paths_of as paths_of
-from fastformer.data.user_tokens import UserTokens
 from fastformer.models.pretrained import config_from_dict
 from fastformer.settings import LEAST_WEIGHT, check_settings, suggestion, why_not
 from fastformer.special_ids import SpecialIds

@@ -35,7 +35,7 @@ from benchmarks.token_times import PlotLine, token_times
 from fastformer.commands import _parsing
 from fastformer.commands import train as command
 from fastformer.data.tokenizer import ByteTokenizer
-from fastformer.generation.batch_steps import run_batch
+from fastformer.generation.requests import run_batch
 from fastformer.models import GPT
 from fastformer.ops import _extension
 from fastformer.training import TrainConfig
