@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -161,18 +161,3 @@ def _log_mel(frames: Array, n_mels: int) -> Array:
 def _window() -> Array:
     window: Array = (0.5 - 0.5 * np.cos(2 * np.pi / _FFT * np.arange(_FFT))).astype(np.float32)
     return window
-
-
-def log_mel(samples: Any, n_mels: int = 80, *, padding: int = 0) -> Array:
-    """Returns the features of audio, (n_mels, frames), as transformers' WhisperFeatureExtractor computes them.
-
-    Args:
-        samples: (samples,), one channel at 16 kHz.
-        n_mels: the number of bands: 80, or 128 for large-v3 and its kin.
-        padding: samples of silence after the audio.
-    """
-    from fastformer.audio.reading import Recording
-
-    recording = Recording.of(samples)
-    width = (len(recording) + padding) // HOP
-    return Features(recording, n_mels, width, padding).window(0, width)

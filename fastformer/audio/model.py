@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from fastformer.checkpoints.speech import SpeechConfig, SpeechWeights, from_state, load_speech
+from fastformer.checkpoints.speech import SpeechWeights
 from fastformer.extension import extension_module, num_threads
 
 PRECISIONS = ("auto", "fp32", "bf16", "int8")
@@ -98,27 +96,6 @@ class SpeechModel:
             "activation": config.activation,
         }
         return self._extension.PackedModel(options, arrays)
-
-    @classmethod
-    def from_pretrained(
-        cls, folder: str | os.PathLike[str], *, precision: str = "auto", num_threads: int | None = None
-    ) -> SpeechModel:
-        """Loads a Whisper that transformers or CTranslate2 saved.
-
-        Args:
-            folder: the folder.
-            precision, num_threads: see `SpeechModel`.
-
-        Raises:
-            ValueError: the folder holds no Whisper, or a file is missing, damaged or of another model.
-        """
-        return cls(load_speech(Path(folder)), precision=precision, num_threads=num_threads)
-
-    @classmethod
-    def from_model(cls, model: Any, *, precision: str = "auto", num_threads: int | None = None) -> SpeechModel:
-        """Converts a `WhisperForConditionalGeneration` of transformers; see `SpeechModel` for the other arguments."""
-        weights = from_state(model.config.to_dict(), model.generation_config.to_dict(), model.state_dict())
-        return cls(weights, precision=precision, num_threads=num_threads)
 
     @property
     def is_multilingual(self) -> bool:
@@ -443,6 +420,3 @@ def _warp(extension: Any, scores: Floats, first: int, count: int, width: int) ->
     matrix = np.ascontiguousarray(weights.mean(0))
     path: list[tuple[int, int]] = extension.warp(matrix)
     return path
-
-
-__all__ = ["AlignmentResult", "SpeechConfig", "SpeechModel", "SpeechResult"]

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,12 +20,11 @@ from fastformer.audio.voice import Part, Times, VadOptions, speech_parts
 from fastformer.audio.windows import (
     Ask,
     Decoder,
-    Detect,
+    Detected,
     Draft,
-    Encode,
     Window,
     compression_ratio,
-    vote,
+    detect,
 )
 from fastformer.audio.words import WordTimes, is_improbable
 
@@ -50,23 +49,13 @@ class Job:
     ask: Ask | None = None
     result: Any = None
     waited: int = 0
-    is_done: bool = field(default=False, init=False)
 
     def advance(self, answer: Any = None) -> None:
         """Gives the generator the answer that it waits for; the first time there is none."""
         try:
             self.ask, self.waited = self.work.send(answer), 0
         except StopIteration as end:
-            self.ask, self.result, self.is_done = None, end.value, True
-
-
-class Detected(NamedTuple):
-    """The language of a recording, and the states of the window in which it was found, with its place."""
-
-    language: str
-    probability: float
-    all_languages: list[tuple[str, float]]
-    first: tuple[tuple[int, int], Any] | None
+            self.ask, self.result = None, end.value
 
 
 class Plan(ABC):
@@ -136,16 +125,17 @@ class Plan(ABC):
         """Begins windows, so that up to `most` are decoded at once."""
         if self.info is None:
             if self._language is not None:
-                self._know(Detected(self._language, 1, [], None), is_named=True)
+                self._know(Detected(self._language, 1, None, None))
             elif not self.jobs:
-                self._begin(Job(self._detect(), self._know))
+                windows = self._detection_windows()
+                self._begin(Job(detect(windows, self.options.language_detection_threshold), self._know))
         while self.info is not None and not self.is_over and len(self.jobs) < min(most, self.num_ahead):
             self._begin(self.next_job())
 
     def collect(self) -> list[Segment]:
         """Removes the windows that are done from the front, and returns their segments."""
         segments: list[Segment] = []
-        while self.jobs and self.jobs[0].is_done:
+        while self.jobs and self.jobs[0].ask is None:
             job = self.jobs.popleft()
             segments += job.put(job.result)
         return segments
@@ -159,23 +149,11 @@ class Plan(ABC):
         job.advance()
         self.jobs.append(job)
 
-    def _detect(self) -> Generator[Ask, Any, Detected]:
-        options, windows = self.options, list[list[tuple[str, float]]]()
-        first = None
-        for features, place in self._detection_windows():
-            states = yield Encode(features)
-            windows.append([(token[2:-2], probability) for token, probability in (yield Detect(states))])
-            if place is not None:
-                first = place, states
-            if windows[-1][0][1] > (options.language_detection_threshold or 0):
-                return Detected(*windows[-1][0], windows[-1], first)
-        return Detected(*vote(windows), windows[-1], first)
-
-    def _know(self, detected: Detected, *, is_named: bool = False) -> list[Segment]:
+    def _know(self, detected: Detected) -> list[Segment]:
         self._language, self._first = detected.language, detected.first
         self.info = TranscriptionInfo(
             detected.language, detected.probability, self.recording.duration, self._speech,
-            None if is_named else detected.all_languages, self.options, self._vad,
+            detected.all_languages, self.options, self._vad,
         )  # fmt: skip
         return []
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from fastformer.audio.results import Segment
 from fastformer.audio.windows import Align, Ask, Detect, Encode, Generate
 from fastformer.requests import BaseRequest, Load
 from fastformer.settings import Positive, check_value
+
+R = TypeVar("R")
 
 MAX_WINDOWS = 8
 
@@ -113,7 +115,10 @@ class SpeechScheduler:
         Returns:
             The requests that ended in this step: done, failed or cancelled.
         """
-        ended = self._dropped()
+        for request in (*self.running, *self.waiting):
+            if request.is_cancelled:
+                request.finish()
+        ended = self._ended()
         self._begin()
         group = self._group()
         if group:
@@ -124,20 +129,15 @@ class SpeechScheduler:
             self._guarded(request, request.collect)
             if request.plan.is_done and not request.is_done:
                 request.finish()
-        done = [request for request in self.running if request.is_done]
-        self.running = [request for request in self.running if not request.is_done]
-        return ended + done
+        return ended + self._ended()
 
-    def _dropped(self) -> list[SpeechRequest]:
-        """Removes and returns the requests that were cancelled."""
-        requests = [*self.running, *self.waiting]
-        dropped = [request for request in requests if request.is_cancelled]
-        if dropped:
-            self.running = [request for request in self.running if not request.is_cancelled]
-            self.waiting = deque(request for request in self.waiting if not request.is_cancelled)
-        for request in dropped:
-            request.finish()
-        return dropped
+    def _ended(self) -> list[SpeechRequest]:
+        """Removes and returns the requests that have ended."""
+        ended = [request for request in (*self.running, *self.waiting) if request.is_done]
+        if ended:
+            self.running = [request for request in self.running if not request.is_done]
+            self.waiting = deque(request for request in self.waiting if not request.is_done)
+        return ended
 
     def _begin(self) -> None:
         """Begins windows: one of each request first, then more of those that can have more."""
@@ -198,3 +198,15 @@ def _answers(model: Any, asks: Sequence[Ask | None]) -> Sequence[Any]:
     prompts = [ask.prompt for ask in asks]  # type: ignore[union-attr]
     arguments = {**dict(first.arguments), "return_scores": True, "return_no_speech_prob": True, "seed": first.seed}
     return list(model.generate(states, prompts, **arguments))
+
+
+def answered(model: Any, work: Generator[Ask, Any, R]) -> R:
+    """Returns the result of a generator whose asks the model answers one by one."""
+    answer = None
+    while True:
+        try:
+            ask = work.send(answer)
+        except StopIteration as end:
+            result: R = end.value
+            return result
+        (answer,) = _answers(model, [ask])

@@ -15,10 +15,10 @@ from fastformer.audio.options import TranscriptionOptions, options_of
 from fastformer.audio.plans import Chunks, Plan, Windows
 from fastformer.audio.reading import Source, Spliced, open_audio
 from fastformer.audio.results import Segment, TranscriptionInfo
-from fastformer.audio.scheduler import MAX_WINDOWS, SpeechRequest, SpeechScheduler
+from fastformer.audio.scheduler import MAX_WINDOWS, SpeechRequest, SpeechScheduler, answered
 from fastformer.audio.tokens import Tokens
 from fastformer.audio.voice import VadOptions, speech_parts
-from fastformer.audio.windows import vote
+from fastformer.audio.windows import detect
 from fastformer.console import progress_bar
 from fastformer.settings import Count, Positive, check_value, shows_fields, suggestion
 
@@ -136,7 +136,15 @@ class WhisperModel:
             ValueError: the audio can't be read, or an argument is out of its bounds.
         """
         request = self.request(audio, language, task, batch_size=batch_size, **options)
-        return self._run(request, batch_size or MAX_WINDOWS, log_progress)
+        scheduler = SpeechScheduler(self.model, batch_size or MAX_WINDOWS)
+        scheduler.submit([request])
+        request.plan.fill(0)
+        while request.plan.info is None and not request.is_done:  # until the language is known
+            scheduler.step()
+        if request.error is not None:
+            raise request.error
+        assert request.plan.info is not None
+        return _segments(scheduler, request, log_progress), request.plan.info
 
     def request(
         self,
@@ -234,31 +242,11 @@ class WhisperModel:
             features = Features(samples, config.n_mels, most).window(0, most)
         if features is None:
             raise ValueError("expected audio or features to detect a language in, got neither")
-        windows = []
-        for start in range(0, min(features.shape[-1], width * language_detection_segments), width):
-            window = np.zeros((1, features.shape[0], width), np.float32)
-            part = features[:, start : start + width]
-            window[0, :, : part.shape[1]] = part
-            (languages,) = self.model.detect_language(self.model.encode(window))
-            windows.append([(token[2:-2], probability) for token, probability in languages])
-            if windows[-1][0][1] > (language_detection_threshold or 0):
-                return (*windows[-1][0], windows[-1])
-        return (*vote(windows), windows[-1])
-
-    def _run(
-        self, request: SpeechRequest, max_windows: int, shows: bool
-    ) -> tuple[Iterator[Segment], TranscriptionInfo]:
-        """Runs a request in the caller's thread: up to the language at once, and the rest as segments are taken."""
-        scheduler = SpeechScheduler(self.model, max_windows)
-        scheduler.submit([request])
-        if not self.is_multilingual or request.plan.info is None:
-            request.plan.fill(0)
-        while request.plan.info is None and not request.is_done:
-            scheduler.step()
-        if request.error is not None:
-            raise request.error
-        assert request.plan.info is not None
-        return _segments(scheduler, request, shows), request.plan.info
+        starts = range(0, min(features.shape[-1], width * language_detection_segments), width)
+        parts = [features[:, start : start + width] for start in starts]
+        windows = [(np.pad(part, ((0, 0), (0, width - part.shape[1]))), None) for part in parts]
+        found = answered(self.model, detect(windows, language_detection_threshold))
+        return found.language, found.probability, found.all_languages or []
 
 
 def _segments(scheduler: SpeechScheduler, request: SpeechRequest, shows: bool) -> Iterator[Segment]:

@@ -6,7 +6,7 @@ So the windows of many recordings can ask the model together, and each is writte
 from __future__ import annotations
 
 import zlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -280,13 +280,38 @@ def split(
     return drafts, last * round(FRAMES_PER_SECOND * SECONDS_PER_TIMESTAMP), False
 
 
-def vote(windows: Sequence[Sequence[tuple[str, float]]]) -> tuple[str, float]:
-    """Returns the language that most windows have, and the highest of its probabilities.
+class Detected(NamedTuple):
+    """The language of a recording.
+
+    Attributes:
+        all_languages: all languages with their probabilities, the likeliest first; None: the caller named the language.
+        first: the place of the window in which it was found, and its states; None: no window is decoded from them.
+    """
+
+    language: str
+    probability: float
+    all_languages: list[tuple[str, float]] | None
+    first: tuple[tuple[int, int], Any] | None
+
+
+def detect(
+    windows: Iterable[tuple[Array, tuple[int, int] | None]], threshold: float | None
+) -> Generator[Ask, Any, Detected]:
+    """Detects a language: the first that is likely enough in a window, or else the one that most windows have.
 
     Args:
-        windows: for each window its languages with their probabilities, the likeliest first.
+        windows: the features of each, and the place of the window that is decoded from the same ones, if any.
+        threshold: the probability that is enough; None: any.
     """
-    firsts = [languages[0] for languages in windows]
-    names = [name for name, _ in firsts]
+    found, first = list[list[tuple[str, float]]](), None
+    for features, place in windows:
+        states = yield Encode(features)
+        found.append([(token[2:-2], probability) for token, probability in (yield Detect(states))])
+        if place is not None:
+            first = place, states
+        if found[-1][0][1] > (threshold or 0):
+            return Detected(*found[-1][0], found[-1], first)
+    likeliest = [languages[0] for languages in found]
+    names = [name for name, _ in likeliest]
     best = max(dict.fromkeys(names), key=names.count)
-    return best, max(probability for name, probability in firsts if name == best)
+    return Detected(best, max(share for name, share in likeliest if name == best), found[-1], first)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -55,13 +55,15 @@ def timed_words(tokens: Tokens, ids: Sequence[int], language: str, aligned: Any)
     begins = times[np.diff(places, prepend=places[0] - 1) > 0] / TIMES_PER_SECOND
     borders = [0, *accumulate(len(word_ids) for _, word_ids in words[:-1])]
     return [
-        TimedWord(text, len(word_ids), float(begins[first]), float(begins[last]), _mean(aligned, first, last))
+        TimedWord(
+            text,
+            len(word_ids),
+            float(begins[first]),
+            float(begins[last]),
+            float(np.mean(aligned.text_token_probs[first:last])),
+        )
         for (text, word_ids), first, last in zip(words, borders, borders[1:], strict=False)
     ]
-
-
-def _mean(aligned: Any, first: int, last: int) -> float:
-    return float(np.mean(aligned.text_token_probs[first:last]))
 
 
 class WordTimes:
@@ -118,28 +120,24 @@ def _shorten_at_sentences(words: list[TimedWord], most: float) -> None:
                 word.start = word.end - most
 
 
-def _join_marks(words: list[TimedWord], prepended: str, appended: str) -> None:
+def _join_marks(words: Sequence[TimedWord], prepended: str, appended: str) -> None:
     """Joins marks to the words that they belong to; a joined mark stays as an empty word without tokens."""
-    target = len(words) - 1
-    for place in range(len(words) - 2, -1, -1):
-        word, following = words[place], words[target]
+    if not words:
+        return
+    target = words[-1]
+    for word in reversed(words[:-1]):
         if word.word.startswith(" ") and word.word.strip() in prepended:
-            words[target] = replace(
-                following, word=word.word + following.word, num_tokens=word.num_tokens + following.num_tokens
-            )
-            words[place] = replace(word, word="", num_tokens=0)
+            target.word, word.word = word.word + target.word, ""
+            target.num_tokens, word.num_tokens = word.num_tokens + target.num_tokens, 0
         else:
-            target = place
-    target = 0
-    for place in range(1, len(words)):
-        word, before = words[place], words[target]
-        if not before.word.endswith(" ") and word.word in appended:
-            words[target] = replace(
-                before, word=before.word + word.word, num_tokens=before.num_tokens + word.num_tokens
-            )
-            words[place] = replace(word, word="", num_tokens=0)
+            target = word
+    target = words[0]
+    for word in words[1:]:
+        if not target.word.endswith(" ") and word.word in appended:
+            target.word, word.word = target.word + word.word, ""
+            target.num_tokens, word.num_tokens = target.num_tokens + word.num_tokens, 0
         else:
-            target = place
+            target = word
 
 
 def _fit(segment: Any, words: list[Word], last_end: float, usual: float) -> None:

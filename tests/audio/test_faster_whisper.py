@@ -15,6 +15,7 @@ from fastformer.audio import voice
 from fastformer.audio.features import Features
 from fastformer.audio.model import SpeechModel
 from fastformer.audio.reading import open_audio
+from fastformer.checkpoints.speech import load_speech
 from tests.audio.speech import folder
 from tests.foreign import speech_texts
 
@@ -58,7 +59,7 @@ real = pytest.mark.skipif(
 @real
 def test_windows_of_real_speech_have_the_tokens_of_ctranslate2() -> None:
     ctranslate2 = pytest.importorskip("ctranslate2")
-    ours = SpeechModel.from_pretrained(str(REAL), precision="fp32", num_threads=1)
+    ours = SpeechModel(load_speech(Path(str(REAL))), precision="fp32", num_threads=1)
     other = ctranslate2.models.Whisper(str(REAL), compute_type="float32", intra_threads=1)
     config = ours.config
     language = next((token for token, name in config.languages.items() if name == "<|en|>"), None)

@@ -5,9 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fastformer.audio.features import Features, log_mel
+from fastformer.audio.features import Array, Features
 from fastformer.audio.reading import Recording, Spliced
 from tests.audio.speech import sound
+
+
+def log_mel(samples: Array, n_mels: int, *, padding: int = 0) -> Array:
+    width = (len(samples) + padding) // 160
+    return Features(Recording.of(samples), n_mels, width, padding).window(0, width)
 
 
 @pytest.mark.parametrize("seconds", [0.1, 3.123, 29])

@@ -26,7 +26,7 @@ PROMPT = [SOT, EN, TRANSCRIBE]
 
 @pytest.fixture(scope="module")
 def speech() -> SpeechModel:
-    return SpeechModel.from_pretrained(FOLDERS / "fp16", precision="fp32")
+    return SpeechModel(load_speech(FOLDERS / "fp16"), precision="fp32")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_states_are_as_accurate_as_transformers(plain: Any, speech: SpeechModel,
 def test_turbo_and_distilled_models(mels: int, encoder: int, decoder: int) -> None:
     pytest.importorskip("transformers")
     model = whisper(num_mel_bins=mels, encoder_layers=encoder, decoder_layers=decoder)
-    speech = SpeechModel.from_model(model, precision="fp32")
+    speech = SpeechModel(from_transformers(model, {}, {}), precision="fp32")
     inputs = features(1).tile(1, mels // 8, 1) * torch.linspace(0.3, 1, mels)[:, None]
     states = speech.encode(inputs)
     exact = states_of(copy.deepcopy(model).double(), inputs.double())
@@ -74,14 +74,14 @@ def test_turbo_and_distilled_models(mels: int, encoder: int, decoder: int) -> No
 @pytest.mark.parametrize(("precision", "bound"), [("bf16", 0.03), ("int8", 0.05)])
 def test_rounded_states_are_near(speech: SpeechModel, precision: str, bound: float) -> None:
     exact = speech.encode(features(2))
-    ours = SpeechModel.from_pretrained(FOLDERS / "fp16", precision=precision).encode(features(2))
+    ours = SpeechModel(load_speech(FOLDERS / "fp16"), precision=precision).encode(features(2))
     assert 0 < np.linalg.norm(ours - exact) / np.linalg.norm(exact) < bound
 
 
 @pytest.mark.parametrize("name", ["fp16", "int8"])
 def test_results_are_those_of_ctranslate2(name: str) -> None:
     expected = json.loads((FOLDERS / name / "expected.json").read_text())
-    speech = SpeechModel.from_pretrained(FOLDERS / name, precision="fp32")
+    speech = SpeechModel(load_speech(FOLDERS / name), precision="fp32")
     states = speech.encode(features(6))
     np.testing.assert_allclose(states[0, :2], expected["states"], rtol=1e-4, atol=1e-4)
     for languages, row in zip(speech.detect_language(states), expected["languages"], strict=True):
@@ -101,8 +101,8 @@ def test_results_are_those_of_ctranslate2(name: str) -> None:
 
 def test_folders_of_transformers_give_the_same(plain: Any, speech: SpeechModel, tmp_path: Path) -> None:
     plain.save_pretrained(tmp_path)
-    loaded = SpeechModel.from_pretrained(tmp_path, precision="fp32")
-    converted = SpeechModel.from_model(plain, precision="fp32")
+    loaded = SpeechModel(load_speech(tmp_path), precision="fp32")
+    converted = SpeechModel(from_transformers(plain, {}, {}), precision="fp32")
     states = speech.encode(features(3))
     assert all(np.array_equal(each.encode(features(3)), states) for each in (loaded, converted))
     assert loaded.generate(states, [PROMPT] * 3, max_length=40) == speech.generate(states, [PROMPT] * 3, max_length=40)
@@ -112,8 +112,8 @@ def test_folders_of_transformers_give_the_same(plain: Any, speech: SpeechModel, 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 def test_windows_and_threads_do_not_change_bits(precision: str) -> None:
-    speech = SpeechModel.from_pretrained(FOLDERS / "fp16", precision=precision, num_threads=1)
-    together = SpeechModel.from_pretrained(FOLDERS / "fp16", precision=precision, num_threads=2)
+    speech = SpeechModel(load_speech(FOLDERS / "fp16"), precision=precision, num_threads=1)
+    together = SpeechModel(load_speech(FOLDERS / "fp16"), precision=precision, num_threads=2)
     states = together.encode(features(20))
     prompts = [PROMPT, [SOT], [*PROMPT, NO_TIMESTAMPS, 4, 5], [68, 9, 8, 7, *PROMPT]] * 5
     options: list[dict[str, Any]] = [
@@ -162,9 +162,9 @@ def test_draws_have_the_probabilities_of_the_model(speech: SpeechModel, plain: A
 
 
 def test_the_older_name_of_silence_is_known(folder: Path) -> None:
-    path, expected = folder / "vocabulary.json", SpeechModel.from_pretrained(folder).config.no_speech
+    path, expected = folder / "vocabulary.json", SpeechModel(load_speech(folder)).config.no_speech
     path.write_text(path.read_text().replace("<|nospeech|>", "<|nocaptions|>"))
-    assert SpeechModel.from_pretrained(folder).config.no_speech == expected
+    assert SpeechModel(load_speech(folder)).config.no_speech == expected
 
 
 def test_bad_calls_are_refused(speech: SpeechModel) -> None:
@@ -195,7 +195,7 @@ def test_bad_calls_are_refused(speech: SpeechModel) -> None:
     with pytest.raises(ValueError):
         speech.align(states, PROMPT, [[1]], 48)
     with pytest.raises(ValueError, match="precision"):
-        SpeechModel.from_pretrained(FOLDERS / "fp16", precision="int4")
+        SpeechModel(load_speech(FOLDERS / "fp16"), precision="int4")
     with pytest.raises(RuntimeError, match="finite"):
         speech.generate(states * float("nan"), [PROMPT] * 2, max_length=40)
     empty = speech.encode(features(0))
@@ -208,13 +208,13 @@ def test_folders_that_are_no_whisper_are_refused(folder: Path, tmp_path: Path) -
     assert not is_speech_folder(others)
     for wrong in (others, tmp_path, tmp_path / "none"):
         with pytest.raises((ValueError, OSError)):
-            SpeechModel.from_pretrained(wrong)
+            SpeechModel(load_speech(wrong))
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(ValueError, match="whisper"):
-        SpeechModel.from_pretrained(tmp_path)
+        SpeechModel(load_speech(tmp_path))
     (folder / "vocabulary.json").write_text(json.dumps(["a", "b"]))
     with pytest.raises(ValueError, match="vocabulary"):
-        SpeechModel.from_pretrained(folder)
+        SpeechModel(load_speech(folder))
 
 
 def from_transformers(plain: Any, settings: dict[str, Any], search: dict[str, Any]) -> SpeechWeights:
@@ -269,7 +269,7 @@ def test_damaged_folders_are_refused(plain: Any, folder: Path, tmp_path: Path) -
     for changed in (data[:-50], data + b"x", data.replace(b"conv1", b"conv9"), data.replace(b"layer_1", b"layer_2")):
         (folder / "model.bin").write_bytes(changed)
         with pytest.raises(ValueError):
-            SpeechModel.from_pretrained(folder)
+            SpeechModel(load_speech(folder))
     state = plain.state_dict()
     changes: dict[str, Any] = {
         "model.encoder.conv1.weight": lambda t: t[:, :-1],
@@ -286,11 +286,12 @@ def test_damaged_folders_are_refused(plain: Any, folder: Path, tmp_path: Path) -
         fake = copy.copy(plain)
         fake.state_dict = lambda wrong=wrong: {k: v for k, v in wrong.items() if v is not None and "proj_out" not in k}
         with pytest.raises(ValueError):
-            SpeechModel.from_model(fake)
+            SpeechModel(from_transformers(fake, {}, {}))
 
 
 WITHOUT_TORCH = """
 import sys
+from pathlib import Path
 import numpy as np
 if is_hidden := "hidden" in sys.argv:
     from importlib.machinery import PathFinder
@@ -299,7 +300,8 @@ if is_hidden := "hidden" in sys.argv:
     PathFinder.find_spec = lambda name, *rest: None if name == "torch" else find_spec(name, *rest)
 import fastformer.audio, fastformer.cli, fastformer.commands.transcribe
 from fastformer.audio.model import SpeechModel
-model, prompt = SpeechModel.from_pretrained(sys.argv[1]), [61, 62, 66]
+from fastformer.checkpoints.speech import load_speech
+model, prompt = SpeechModel(load_speech(Path(sys.argv[1]))), [61, 62, 66]
 states = model.encode(np.sin(np.arange(384.0).reshape(1, 8, 48) ** 2))
 model.align(states, prompt, [result.sequences_ids[0] for result in model.generate(states, [prompt])], 48)
 assert "torch" not in sys.modules

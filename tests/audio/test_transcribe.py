@@ -96,16 +96,21 @@ def test_recordings_together_are_those_alone(model, monkeypatch) -> None:
 
 def test_segments_come_as_they_are_decoded_and_closing_ends_the_work(model, monkeypatch) -> None:
     encoded = sizes(model, monkeypatch)
-    request = model.request(sound(60), "en", **QUICK)
-    gone = weakref.ref(request)
-    segments, _ = model._run(request, 8, False)
-    del request
+    made, requests = model.request, list[weakref.ref[Any]]()
+
+    def request(*args: Any, **options: Any) -> Any:
+        result = made(*args, **options)
+        requests.append(weakref.ref(result))
+        return result
+
+    monkeypatch.setattr(model, "request", request)
+    segments, _ = model.transcribe(sound(60), "en", **QUICK)
     next(segments)
     few = len(encoded)
     assert few < 4
     segments.close()
     del segments
-    assert gone() is None and len(encoded) == few
+    assert requests[0]() is None and len(encoded) == few
 
 
 def test_a_cancelled_request_leaves_the_batch(model) -> None:
