@@ -54,8 +54,9 @@ def outcome(read: Callable[..., Any], *arguments: Any) -> Any:
 
 # ---- transformers ----
 
-# Sizes with which the usual numbers of heads, and layers beyond the usual first ones of a window, matter.
-_LARGE = {"num_attention_heads": 32, "hidden_size": 1024, "num_hidden_layers": 30, "intermediate_size": 40,
+# Sizes with which the usual numbers of heads, of which all are below 64, and layers beyond the usual first ones of a
+# window matter.
+_LARGE = {"num_attention_heads": 64, "hidden_size": 2048, "num_hidden_layers": 30, "intermediate_size": 40,
           "max_position_embeddings": 64, "vocab_size": 60}  # fmt: skip
 _WINDOWED = {**_LARGE, "use_sliding_window": True}
 MORE: dict[str, list[dict[str, Any]]] = {
