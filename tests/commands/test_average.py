@@ -29,7 +29,7 @@ def trained() -> dict[str, Path]:
 def run(trained, config, tmp_path, tmp_path_factory) -> Path:
     if not trained:
         trained["run"] = tmp_path_factory.mktemp("average") / "run"
-        start(changed(config, steps=4, save_every=1, val_every=0), trained["run"]).train()
+        start(changed(config, steps=4, save_every=1, keep_last=4, val_every=0), trained["run"]).train()
     return shutil.copytree(trained["run"], tmp_path / "run")
 
 
@@ -39,11 +39,11 @@ def mean(paths: list[Path]) -> torch.Tensor:
 
 def test_the_number_of_averaged_checkpoints(run, capsys, caplog) -> None:
     found = checkpoints(run)
-    assert len(found) == 3  # what --keep_last keeps
+    assert len(found) == 4  # what --keep_last keeps
     with RunLock(run):
         assert main(["average", str(run)]) == 1 and "is being trained by process" in capsys.readouterr().err
     assert read_notes(run)["model"] == "update 4"
-    for last, paths in (("", found), ("2", found[1:]), ("3", found), ("10", found)):
+    for last, paths in (("", found), ("2", found[2:]), ("4", found), ("10", found)):
         words = ["--last", last] if last else []
         caplog.clear()
         assert main(["average", str(run), *words]) == 0
