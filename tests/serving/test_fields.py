@@ -7,10 +7,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from fastformer.generation.jobs import NotRunning, QueueFull, TooLate
 from fastformer.serving import open_service
+from fastformer.serving.answers import FAILED, TooLarge
 from tests.frozen import names as frozen
 from tests.frozen.write import FIELDS
 from tests.serving import models
@@ -307,3 +310,47 @@ async def test_another_value_of_a_field_gives_another_answer(kind, folders) -> N
                 assert answers[0] != answers[1], (route, place, answers[0])
                 assert answers[0] == answers[-1] or not has_default, (route, place, answers)
                 assert 200 in (answers[0][0], answers[1][0]), (route, place, answers)
+
+
+# By format: the kinds of its errors, by status.
+OF_OPENAI = {
+    400: ("invalid_request_error", None), 429: ("rate_limit_error", "rate_limit_exceeded"), 500: ("server_error", None),
+    503: ("service_unavailable_error", "service_unavailable"), 504: ("timeout_error", "timeout"),
+}  # fmt: skip
+OF_TEI = {422: "validation", 429: "overloaded", 500: "backend", 503: "unhealthy", 504: "backend"}
+OF_TGI = {**OF_TEI, 500: "generation", 504: "generation"}
+FORMATS = {"/embed": OF_TEI, "/predict": OF_TEI, "/rerank": OF_TEI, "/generate": OF_TGI}
+# Each error that a service raises, with its status and Retry-After, which is whole seconds and never too early.
+ERRORS = (
+    (QueueFull("it is full", 1.2), 429, "2"), (QueueFull("it is full", 3), 429, "3"),
+    (NotRunning("it has ended"), 503, "1"), (TooLate("it is late"), 504, None), (TooLarge("it is long"), 413, None),
+    (ValueError("it is wrong"), 400, None), (RuntimeError("it is broken: secret"), 500, None),
+)  # fmt: skip
+
+
+def body_of(route: str, status: int, message: str) -> dict[str, Any]:
+    """Returns the body of an error in a route's format."""
+    if route == "/v1/translate":
+        return {"error": {"message": message, "code": status}}
+    if route in ("/translate", "/detect"):
+        return {"error": message}
+    if route in FORMATS:
+        return {"error": message, "error_type": FORMATS[route][status]}
+    kind, code = OF_OPENAI[status]
+    return {"error": {"message": message, "type": kind, "code": code}}
+
+
+@pytest.mark.parametrize("kind", ROUTES)
+async def test_an_error_is_told_as_each_format_tells_it(kind, folders, monkeypatch) -> None:
+    async with serving(service := open_service(folders[kind])) as client:
+        for error, status, after in ERRORS:
+            if status == 413 and kind != "translator":
+                continue  # the others tell the limits of texts by errors of their own
+            monkeypatch.setattr(service, "deadline", Mock(side_effect=error))
+            for route in ROUTES[kind]:
+                answer = await client.post(route, json=CASES[route][1])
+                told, due = answer.json(), 422 if route in FORMATS and status == 400 else status
+                assert (answer.status_code, answer.headers.get("retry-after")) == (due, after), (route, error)
+                if isinstance(told["error"], dict):
+                    told["error"].pop("param", None)
+                assert told == body_of(route, due, FAILED if status == 500 else str(error)), route
