@@ -23,13 +23,16 @@ from fastformer.checkpoints.gguf.blocks import BLOCKS, Kind, numbers
 from fastformer.checkpoints.gguf.file import GGUF, read_gguf
 from fastformer.checkpoints.gguf.models import pooling_of
 from fastformer.checkpoints.gguf.write import write_gguf
+from fastformer.checkpoints.hf import FAMILIES, load_folder
 from fastformer.checkpoints.run import architecture_of
 from fastformer.cli import main
-from fastformer.generation import Chat
+from fastformer.generation import Chat, generate
 from fastformer.generation.folder_options import folder_options
+from fastformer.integrations import to_huggingface
 from fastformer.models import GPT
-from fastformer.models.quantization import from_groups
+from fastformer.models.quantization import from_grid, from_groups, to_grid
 from tests.foreign.gguf_files import FOLDER, IDS, block_bytes, digest
+from tests.generation.small import needs_cpp
 
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
 pytest.importorskip("sentencepiece", reason="the sentencepiece library is not installed")
@@ -269,6 +272,53 @@ def test_a_written_file_has_the_same_model_and_tokens(name, kind, tmp_path, caps
     assert other.chat.get("chat_template") == tokenizer.chat.get("chat_template")
     stored = (read_gguf(each).values["tokenizer.ggml.tokens"] for each in (FOLDER / f"{name}.gguf", path))
     assert next(stored) == next(stored)
+
+
+def drawn(name: str, kind: Kind, path: Path) -> None:
+    """Writes a file of the kind, with weights that are on no grid."""
+    values, tensors = contents(FOLDER / f"{name}.gguf")
+    draw = torch.Generator().manual_seed(4)
+    for key, stored in read_gguf(FOLDER / f"{name}.gguf").tensors.items():
+        plain = numbers(*stored[:3]).float()
+        if key == "rope_freqs.weight":  # its folder has the settings from which it was computed
+            continue
+        plain = (plain * (1 + 0.05 * torch.randn(plain.shape, generator=draw))).to(BLOCKS[kind].dtype)
+        used = kind if plain.dim() > 1 else Kind.F32
+        data = plain.to(BLOCKS[used].dtype).view(torch.uint8).numpy().tobytes()
+        tensors[key] = int(used), stored.shape[::-1], data
+    path.write_bytes(to_bytes(values, tensors))
+
+
+@needs_cpp
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+def test_floats_compute_in_each_precision_what_their_folder_does(name, kind, precision, tmp_path) -> None:
+    drawn(name, kind, tmp_path / "x.gguf")
+    model, _ = load(tmp_path / "x.gguf")
+    theirs = to_huggingface(load(tmp_path / "x.gguf", dtype=torch.float32)[0])
+    theirs.to(BLOCKS[kind].dtype).save_pretrained(tmp_path / "folder")
+    family = FAMILIES[theirs.config.model_type]._replace(read_tokenizer=lambda *_: (None, lambda config: None))
+    folder, _ = load_folder(tmp_path / "folder", family)
+    options: dict[str, Any] = {"precision": precision, "max_new_tokens": 24, "return_dict_in_generate": True}
+    ours, due = (generate(each, [IDS, IDS[::-1]], engine="cpp", **options) for each in (model, folder))
+    assert torch.equal(ours.sequences, due.sequences) and torch.equal(ours.token_log_probs, due.token_log_probs)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+def test_floats_that_are_written_as_q8_0_are_rounded_in_blocks_and_in_int8_in_rows(name, tmp_path) -> None:
+    drawn(name, Kind.F16, tmp_path / "f16.gguf")
+    assert main(["quantize", str(tmp_path / "f16.gguf"), str(tmp_path / "q8_0.gguf"), "--precision", "q8_0"]) == 0
+    source, written = (load(tmp_path / file)[0].state_dict() for file in ("f16.gguf", "q8_0.gguf"))
+    for key, plain in source.items():
+        if plain.dim() < 2 or plain.shape[1] % 32:
+            assert torch.equal(written[key], plain.half().float() if plain.dim() > 1 else plain)
+            continue
+        blocks = plain.view(len(plain), -1, 32).abs().amax(-1, keepdim=True).expand(-1, -1, 32).flatten(1)
+        by_block = blocks * (0.5 / 127 + 2**-11)  # a step of a block, and its scale in fp16
+        assert ((written[key] - plain).abs() <= by_block).all() and not torch.equal(written[key], plain)
+        by_row = written[key].abs().amax(1, keepdim=True) * (0.5 / 127 + 1e-6)
+        assert ((from_grid(*to_grid(written[key]), torch.float32) - plain).abs() <= by_block + by_row).all()
 
 
 def test_what_has_no_form_in_gguf_is_refused(tmp_path, capsys) -> None:

@@ -32,7 +32,7 @@ from fastformer.generation.native_search import NativeSearch
 from fastformer.models import GPT, Transformer
 from fastformer.models.as_made import tensors_of
 from fastformer.models.gpt import GPTConfig
-from fastformer.models.quantization import GROUP, INT4, SCALE, ZERO, groups_of, num_groups
+from fastformer.models.quantization import GROUP, INT4, SCALE, ZERO, Groups, groups_of, num_groups, to_groups
 from fastformer.models.stored import Stored, has_stored, stand_in, stored_in
 from fastformer.nn import Embedding, MultiheadAttention, RelativePositionBias
 from fastformer.nn.feed_forward import fused_name
@@ -477,6 +477,8 @@ def arrays_of(model: nn.Module, tensors: dict[str, Tensor], precision: str) -> d
             arrays |= {name + part: arrays[first + part] for part in parts if first + part in arrays}
             continue
         if (source := stored.get(id(tensor))) is not None:
+            # As in `groups_of`: a model in int4 has other matrices that are int8.
+            is_int4 = is_int4 and (source.has_groups or getattr(model, "int4_groups", None) is None)
             arrays |= _in_parts(name, source, is_int4=is_int4)
             continue
         if not is_int4 or (group := groups.get(id(tensor))) is None:
@@ -491,9 +493,13 @@ def arrays_of(model: nn.Module, tensors: dict[str, Tensor], precision: str) -> d
 def _in_parts(name: str, source: Stored, *, is_int4: bool) -> dict[str, Any]:
     """Returns a matrix in a file as csrc/bindings/decoder.cpp reads it: (rows, columns, whether bytes, the reader)."""
     rows, columns = source.shape
-    if not is_int4 or not source.has_groups:
+    if not is_int4:
         return {name: (rows, columns, False, lambda begin, end: source.rows(begin, end).numpy())}
-    groups, read = num_groups(columns), lru_cache(1)(source.groups)  # the same rows are asked for part by part
+    groups = num_groups(columns)
+
+    @lru_cache(1)  # the same rows are asked for part by part
+    def read(begin: int, end: int) -> Groups:
+        return source.groups(begin, end) if source.has_groups else to_groups(source.rows(begin, end))
 
     def zeros(begin: int, end: int) -> Any:
         return read(begin, end).zero.numpy()  # type: ignore[union-attr]
