@@ -11,6 +11,7 @@ namespace fastformer {
 namespace {
 
 constexpr float kNever = -std::numeric_limits<float>::infinity();
+constexpr int64_t kLogitsTogether = 4096;  // 16 KiB
 
 // Inserts a value into the k best, which are in descending order; equal values stay in order of insertion.
 void insert(float value, int32_t column, int64_t k, float* values, int32_t* columns) {
@@ -97,8 +98,11 @@ void LmHead::apply_mask(int64_t row, int64_t first, int64_t count, const Selecti
 }
 
 void LmHead::scan_shard(int64_t shard, const PackedRows& states, int64_t rows, const Selection& selection) {
+  // A product of several panels reads them without a pause. The logits of more rows would not stay in L1.
+  const int64_t together = std::clamp<int64_t>(kLogitsTogether / (rows * kPanelColumns), 1, 4);
+  const int64_t ld = together * kPanelColumns;
   static thread_local std::vector<float> tile;
-  reserve(tile, rows * kPanelColumns);
+  reserve(tile, rows * ld);
   const PackedWeight& w = weight();
   const int64_t k = selection.k, vocab = model_.vocab_size();
   const float cap = model_.options.logit_softcap;
@@ -113,37 +117,46 @@ void LmHead::scan_shard(int64_t shard, const PackedRows& states, int64_t rows, c
   const int64_t end = std::min(w.num_panels, num_parts_ * (shard + 1) / num_shards_ * part_panels_);
   auto ban = std::lower_bound(bans_.begin(), bans_.end(), begin * kPanelColumns,
                               [](const Selection::Ban& b, int64_t column) { return b.id < column; });
-  for (int64_t panel = begin; panel < end; ++panel) {
+  const auto is_needed = [&](int64_t panel) {
     const int64_t first = panel * kPanelColumns, count = std::min(kPanelColumns, w.n - first);
-    Sum* sums = sums_.data() + panel / part_panels_ * rows;
-    if (panel % part_panels_ == 0) std::fill_n(sums, rows, Sum{kNever, 0});
+    bool is = mask_places_.empty();
+    for (int64_t row = 0; row < rows && !is; ++row) is = may_choose(row, first, count, selection);
+    return is;
+  };
+  for (int64_t from = begin, to; from < end; from = to) {
     // Logits that no row may choose aren't computed.
-    bool is_needed = mask_places_.empty();
-    for (int64_t row = 0; row < rows && !is_needed; ++row) is_needed = may_choose(row, first, count, selection);
-    if (is_needed) gemm(states, rows, w, panel, panel + 1, tile.data(), kPanelColumns);
-    else std::fill_n(tile.data(), rows * kPanelColumns, kNever);
-    if (cap > 0 && is_needed) cap_row(tile.data(), rows * kPanelColumns, 1 / cap, cap);
-    const auto here = ban;
-    const auto forbid = [&](bool keeps_share) {
-      for (ban = here; ban != bans_.end() && ban->id < first + kPanelColumns; ++ban)
-        for (int64_t row = ban->begin; row < ban->end && ban->keeps_share == keeps_share; ++row)
-          tile[row * kPanelColumns + ban->id - first] = kNever;
-    };
-    forbid(false);
-    for (int64_t row = 0; row < rows; ++row) {
-      float* z = tile.data() + row * kPanelColumns;
-      std::fill(z + count, z + kPanelColumns, kNever);
-      if (!mask_places_.empty() && is_needed) apply_mask(row, first, count, selection, z);
-      if (selection.log_probs) add_exponentials(z, sums[row]);
-    }
-    if (keeps_shares_) forbid(true);
-    for (int64_t row = 0; row < rows; ++row) {
-      const float* z = tile.data() + row * kPanelColumns;
-      if (!places_.empty() && places_[row] >= 0) {
-        float* to = selection.logits + places_[row] * vocab;
-        for (int64_t c = 0; c < count; ++c) to[id_of(static_cast<int32_t>(first + c))] = z[c];
+    const bool computes = is_needed(from);
+    for (to = from + 1; to < std::min(end, from + together) && is_needed(to) == computes;) ++to;
+    if (computes) gemm(states, rows, w, from, to, tile.data(), ld);
+    else std::fill_n(tile.data(), rows * ld, kNever);
+    if (cap > 0 && computes) cap_row(tile.data(), rows * ld, 1 / cap, cap);
+    for (int64_t panel = from; panel < to; ++panel) {
+      const int64_t first = panel * kPanelColumns, count = std::min(kPanelColumns, w.n - first);
+      float* logits = tile.data() + (panel - from) * kPanelColumns;
+      Sum* sums = sums_.data() + panel / part_panels_ * rows;
+      if (panel % part_panels_ == 0) std::fill_n(sums, rows, Sum{kNever, 0});
+      const auto here = ban;
+      const auto forbid = [&](bool keeps_share) {
+        for (ban = here; ban != bans_.end() && ban->id < first + kPanelColumns; ++ban)
+          for (int64_t row = ban->begin; row < ban->end && ban->keeps_share == keeps_share; ++row)
+            logits[row * ld + ban->id - first] = kNever;
+      };
+      forbid(false);
+      for (int64_t row = 0; row < rows; ++row) {
+        float* z = logits + row * ld;
+        std::fill(z + count, z + kPanelColumns, kNever);
+        if (!mask_places_.empty() && computes) apply_mask(row, first, count, selection, z);
+        if (selection.log_probs) add_exponentials(z, sums[row]);
       }
-      keep_best(z, first, k, best[row]);
+      if (keeps_shares_) forbid(true);
+      for (int64_t row = 0; row < rows; ++row) {
+        const float* z = logits + row * ld;
+        if (!places_.empty() && places_[row] >= 0) {
+          float* to_row = selection.logits + places_[row] * vocab;
+          for (int64_t c = 0; c < count; ++c) to_row[id_of(static_cast<int32_t>(first + c))] = z[c];
+        }
+        keep_best(z, first, k, best[row]);
+      }
     }
   }
 }

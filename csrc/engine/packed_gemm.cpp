@@ -193,11 +193,20 @@ bool takes_tiles(Precision precision, int64_t rows) {
          can_tile(precision);
 }
 
-// Scales the sums of a product of tiles, or adds them to those of the parts before it.
+// The sums of a product of tiles.
+struct TileSums {
+  alignas(64) int32_t sums[kMostTiledRows * kPanelColumns];
+  Tile tile;
+  int64_t rows = 0;
+};
+
+// Scales the sums of some rows, or adds them to those of the parts before them.
 template <typename Path>
-void finish_tiles(const int32_t* sums, int64_t rows, const Tile& tile) {
-  const Tile t = tile;  // a local copy: no store can change it
-  for (int64_t r = 0; r < rows; ++r, sums += kPanelColumns)
+void finish_tiles(const void* what, int64_t begin, int64_t end) {
+  const TileSums& of = *static_cast<const TileSums*>(what);
+  const Tile t = of.tile;  // a local copy: no store can change it
+  const int32_t* sums = of.sums + begin * kPanelColumns;
+  for (int64_t r = begin; r < end; ++r, sums += kPanelColumns)
 #pragma GCC unroll 8
     for (int64_t c = 0; c < kPanelColumns; c += V::size) {
       const Lanes sum = load_lanes(sums + c);
@@ -208,11 +217,14 @@ void finish_tiles(const int32_t* sums, int64_t rows, const Tile& tile) {
 }
 
 // Sums of bf16 are formed in blocks of steps, as in the other kernels, and added here. Integer sums are exact in any
-// order.
+// order. Few rows are multiplied faster than the weight is read. So the sums of each of their products are finished
+// during the next one, and reading doesn't pause.
 template <typename Path>
 void gemm_by_tiles(const RowsView& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
                    int64_t ld) {
-  alignas(64) int32_t sums[kMostTiledRows * kPanelColumns];
+  TileSums both[2];
+  TileSums *next = both, *last = both + 1;
+  const bool finishes_later = rows <= kMostTiledRows;
   const Tiles tiles(w.precision);
   for (int64_t p = begin; p < end; ++p, out += kPanelColumns) {
     const char* panel = w.panel(p);
@@ -222,15 +234,19 @@ void gemm_by_tiles(const RowsView& x, int64_t rows, const PackedWeight& w, int64
       const Block block{step == 0, step + steps == w.steps()};
       const char* right = panel + step * kStepBytes;
       for (int64_t first = 0; first < rows; first += kMostTiledRows) {
-        const int64_t count = std::min(kMostTiledRows, rows - first);
+        next->rows = std::min(kMostTiledRows, rows - first);
         const char* left = x.data() + first * x.stride() + step * 4;
-        tiles.multiply(round_up(count, kTileRows), left, x.stride(), right, steps, sums);
-        finish_tiles<Path>(sums, count,
-                           {left, x.stride(), x.scales() + first, x.zeros() + first, right, steps, tail, 0, nullptr,
-                            out + first * ld, ld, block});
+        const float* scales = x.scales() + first;
+        float* to = out + first * ld;
+        next->tile = {left, x.stride(), scales, x.zeros() + first, right, steps, tail, 0, nullptr, to, ld, block};
+        tiles.multiply(round_up(next->rows, kTileRows), left, x.stride(), right, steps, next->sums,
+                       {finish_tiles<Path>, last, last->rows});
+        if (finishes_later) std::swap(next, last);
+        else finish_tiles<Path>(next, 0, next->rows);
       }
     }
   }
+  finish_tiles<Path>(last, 0, last->rows);
 }
 
 // Multiplies at most kBlockRows rows by a panel.

@@ -62,17 +62,30 @@ void add_tile() {
   else asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kLeft), "i"(kRight));
 }
 
+// Prefetches a quarter of the steps of a tile, some way ahead of a panel.
+template <int kQuarter>
+void prefetch_quarter(const char* right) {
+  constexpr int64_t kAhead = 8192, kBytes = kTileSteps * kRowBytes / 4;
+  const auto* ahead = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(right) + kAhead + kQuarter * kBytes);
+#pragma GCC unroll 16
+  for (int64_t at = 0; at < kBytes; at += 64) _mm_prefetch(ahead + at, _MM_HINT_T0);
+}
+
 // The sums are tiles 0 to 3, the rows 4 and 5, and the panel's 6 and 7.
 template <bool kBf16>
 void add_16_rows(const char* left, int64_t stride, const char* right) {
   load_tile<4>(left, stride);
   load_tile<6>(right, kRowBytes);
+  prefetch_quarter<0>(right);
   add_tile<kBf16, 0, 4, 6>();
   load_tile<7>(right + 64, kRowBytes);
+  prefetch_quarter<1>(right);
   add_tile<kBf16, 1, 4, 7>();
   load_tile<6>(right + 128, kRowBytes);
+  prefetch_quarter<2>(right);
   add_tile<kBf16, 2, 4, 6>();
   load_tile<7>(right + 192, kRowBytes);
+  prefetch_quarter<3>(right);
   add_tile<kBf16, 3, 4, 7>();
 }
 template <bool kBf16>
@@ -89,12 +102,14 @@ void add_32_rows(const char* left, int64_t stride, const char* right) {
 
 // Multiplies 16 rows by a panel, or 32 rows by half of one.
 template <bool kBf16, bool kWide>
-void multiply_tiles(const char* left, int64_t stride, const char* right, int64_t steps, int64_t tile_steps,
-                    char* sums) {
+void multiply_tiles(const char* left, int64_t stride, const char* right, int64_t steps, int64_t tile_steps, char* sums,
+                    Meanwhile& meanwhile) {
   constexpr auto add = kWide ? add_32_rows<kBf16> : add_16_rows<kBf16>;
   zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
-  for (; steps >= tile_steps; steps -= tile_steps, left += 4 * tile_steps, right += tile_steps * kRowBytes)
+  for (; steps >= tile_steps; steps -= tile_steps, left += 4 * tile_steps, right += tile_steps * kRowBytes) {
     add(left, stride, right);
+    meanwhile.go_on();
+  }
   if (steps > 0) {
     alignas(64) char last[kTileSteps * kRowBytes];
     std::memcpy(last, right, static_cast<size_t>(steps * kRowBytes));
@@ -109,10 +124,10 @@ void multiply_tiles(const char* left, int64_t stride, const char* right, int64_t
 
 template <bool kBf16>
 void multiply_rows(int64_t rows, const char* left, int64_t stride, const char* right, int64_t steps, int64_t tile_steps,
-                   char* sums) {
-  if (rows == kTileRows) return multiply_tiles<kBf16, false>(left, stride, right, steps, tile_steps, sums);
-  multiply_tiles<kBf16, true>(left, stride, right, steps, tile_steps, sums);
-  multiply_tiles<kBf16, true>(left, stride, right + 128, steps, tile_steps, sums + 128);
+                   char* sums, Meanwhile& meanwhile) {
+  if (rows == kTileRows) return multiply_tiles<kBf16, false>(left, stride, right, steps, tile_steps, sums, meanwhile);
+  multiply_tiles<kBf16, true>(left, stride, right, steps, tile_steps, sums, meanwhile);
+  multiply_tiles<kBf16, true>(left, stride, right + 128, steps, tile_steps, sums + 128, meanwhile);
 }
 
 void emulate(bool is_bf16, int64_t rows, const char* left, int64_t stride, const char* right, int64_t steps,
@@ -160,12 +175,17 @@ Tiles::~Tiles() {
   if (!is_emulated()) asm volatile("tilerelease");
 }
 
-void Tiles::multiply(int64_t rows, const char* left, int64_t left_stride, const char* right, int64_t steps,
-                     void* sums) const {
+void Tiles::multiply(int64_t rows, const char* left, int64_t left_stride, const char* right, int64_t steps, void* sums,
+                     Meanwhile meanwhile) const {
   ++num_products;
-  if (is_emulated()) return emulate(is_bf16_, rows, left, left_stride, right, steps, sums);
-  const auto multiply = is_bf16_ ? multiply_rows<true> : multiply_rows<false>;
-  multiply(rows, left, left_stride, right, steps, tile_steps_, static_cast<char*>(sums));
+  meanwhile.divide(steps / tile_steps_ * (rows / kTileRows));
+  if (is_emulated()) {
+    emulate(is_bf16_, rows, left, left_stride, right, steps, sums);
+  } else {
+    const auto multiply = is_bf16_ ? multiply_rows<true> : multiply_rows<false>;
+    multiply(rows, left, left_stride, right, steps, tile_steps_, static_cast<char*>(sums), meanwhile);
+  }
+  meanwhile.finish();
 }
 
 int64_t num_tile_products() { return num_products; }
