@@ -102,7 +102,7 @@ ROWS = [(command, flag) for command, flags in MEANT.items() for flag in flags]
 def test_a_flag_that_is_left_out_has_its_default(command, flag, places, tmp_path, capfdbinary, monkeypatch) -> None:
     usual, other = MEANT[command][flag]
     found = []
-    for place, more in enumerate(("", f" --{flag} {usual}", f" --{flag} {other}")):
+    for place, more in enumerate(("", f" --{flag}={usual}", f" --{flag}={other}")):
         lines = "".join(f"{line}\n" for line in LINES[: 1 if command.startswith("chat") else 10])
         words = outcome(command + more, lines, places, tmp_path / str(place), capfdbinary, monkeypatch)
         found.append(words)
