@@ -20,10 +20,9 @@ from fastformer.generation.constraints import Triggers, Vocabulary, is_installed
 from fastformer.generation.drafts import DraftModel
 from fastformer.generation.engines import choose_engine
 from fastformer.generation.folder_options import load_adapters, load_draft_model, load_language_model
-from fastformer.generation.inputs import check_vocabulary
 from fastformer.generation.jobs import Job, Stream
 from fastformer.generation.model_protocols import Model, as_model, check_precision, evaluating, is_decoder_only
-from fastformer.generation.request_builder import ModelFacts, RequestBuilder
+from fastformer.generation.request_builder import ModelFacts, RequestBuilder, check_vocabulary
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import new_scheduler
 from fastformer.generation.session import Session

@@ -90,14 +90,6 @@ def pad(sequences: Sequence[Sequence[int]], pad_id: int = 0) -> Tensor:
     return torch.tensor([[*row, *[pad_id] * (width - len(row))] for row in sequences], dtype=torch.long, device="cpu")
 
 
-def check_vocabulary(ids: Sequence[int], vocab_size: int, name: str) -> None:
-    """Raises a ValueError for ids outside of a vocabulary; `name` is the kind of ids, such as "source"."""
-    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise ValueError(
-            f"expected {name} ids from 0 to {vocab_size - 1}, got {min(ids)} to {max(ids)}: was another tokenizer used?"
-        )
-
-
 def batches_by_length(lengths: Mapping[int, int], fits: Callable[[int, int], bool]) -> Iterator[list[int]]:
     """Yields batches of keys with similar lengths, the longest first: a lack of memory shows in the first batch.
 

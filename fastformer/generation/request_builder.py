@@ -13,7 +13,6 @@ from fastformer.generation.config import GenerationConfig
 from fastformer.generation.constraints import LateMatcher, Matcher, Triggers, Vocabulary
 from fastformer.generation.drafts import source_text
 from fastformer.generation.engines import Engine, Prompt, choose_engine
-from fastformer.generation.inputs import check_vocabulary
 from fastformer.generation.model_protocols import Model, is_decoder_only
 from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.processors import any_of, does_search, make_processors, make_stop
@@ -43,6 +42,14 @@ class CheckedInput(NamedTuple):
     limit: int
     least: int = 0
     num_language_tokens: int = 0
+
+
+def check_vocabulary(ids: Sequence[int], vocab_size: int, name: str) -> None:
+    """Raises a ValueError for ids outside of a vocabulary; `name` is the kind of ids, such as "source"."""
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise ValueError(
+            f"expected {name} ids from 0 to {vocab_size - 1}, got {min(ids)} to {max(ids)}: was another tokenizer used?"
+        )
 
 
 class DecodingIds(NamedTuple):

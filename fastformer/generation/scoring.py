@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fastformer.generation.config import GenerationConfig
 from fastformer.generation.engines.kv_cache import decode_whole, packed
 from fastformer.generation.engines.recurrent import encode_padded
-from fastformer.generation.inputs import TokenIds, as_rows, batches_by_length, check_vocabulary
+from fastformer.generation.inputs import TokenIds, as_rows, batches_by_length
 from fastformer.generation.inputs import pad as padded
 from fastformer.generation.model_protocols import (
     Model,
@@ -26,7 +26,7 @@ from fastformer.generation.model_protocols import (
     is_ensemble,
     is_recurrent,
 )
-from fastformer.generation.request_builder import special_ids
+from fastformer.generation.request_builder import check_vocabulary, special_ids
 from fastformer.generation.text_io import ErrorPolicy, TextError, TokenScored, expect_text
 from fastformer.models.common import chosen_log_probs
 from fastformer.settings import Positive, check_value

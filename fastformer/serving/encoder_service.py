@@ -52,9 +52,7 @@ class _EncoderService(Service):
             encoder.model,
             EncodingScheduler,
             name="encoder",
-            max_waiting=self.limits.max_waiting,
-            max_waiting_tokens=self.limits.max_waiting_tokens,
-            when_full="refuse",
+            **self.limits.queue,
         )
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastformer.settings import Amount, Count, Positive, Range, check_settings
 
@@ -55,6 +55,15 @@ class Limits:
 
     def __post_init__(self) -> None:
         check_settings(self)
+
+    @property
+    def queue(self) -> dict[str, Any]:
+        """The arguments of a `Session` that bound its queue."""
+        return {
+            "max_waiting": self.max_waiting,
+            "max_waiting_tokens": self.max_waiting_tokens,
+            "when_full": "refuse",
+        }
 
     def why_not(self, texts: Sequence[str], count: int | None = None) -> str | None:
         """Returns why texts exceed the limits: there are too many, or one is too long; None: they don't.

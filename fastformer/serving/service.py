@@ -120,13 +120,7 @@ class TranslateService(Service):
     ) -> None:
         super().__init__(name, limits or Limits())
         self.translator, self.codes = translator, Codes(translator, pair)
-        self.session = AsyncTranslator(
-            translator,
-            max_waiting=self.limits.max_waiting,
-            max_waiting_tokens=self.limits.max_waiting_tokens,
-            when_full="refuse",
-            engine=engine,
-        )
+        self.session = AsyncTranslator(translator, engine=engine, **self.limits.queue)
         self.config = self.session.settings(options or {})
         self.check_config(self.config)
         self._has_detected = False
@@ -344,8 +338,7 @@ def open_service(
         limits = limits or Limits()
         generator = AsyncGenerator.from_pretrained(
             folder, device=device, precision=precision, options=options, engine=engine, cache_dtype=cache_dtype,
-            max_rows=max_batch_size, max_bytes=max_batch_bytes, max_waiting=limits.max_waiting,
-            max_waiting_tokens=limits.max_waiting_tokens, when_full="refuse", draft=draft, adapters=adapters,
+            max_rows=max_batch_size, max_bytes=max_batch_bytes, draft=draft, adapters=adapters, **limits.queue,
         )  # fmt: skip
         return GenerateService(generator, name, limits=limits)
     translator = Translator.from_pretrained(

@@ -36,9 +36,7 @@ class SpeechService(Service):
             model.model,
             lambda: SpeechScheduler(model.model, max_windows),
             name="transcriber",
-            max_waiting=self.limits.max_waiting,
-            max_waiting_tokens=self.limits.max_waiting_tokens,
-            when_full="refuse",
+            **self.limits.queue,
         )
 
     @property

@@ -32,20 +32,13 @@ class Constrained(NamedTuple):
     param: str
     options: dict[str, Any]
 
-    @property
-    def size(self) -> int:
-        """The number of characters of the constraint; raises a ValueError for a wrong one."""
-        constraint = GenerationConfig.from_options(self.options).constraint
-        if constraint is None:
-            raise ValueError(f"expected {self.param} that isn't empty")
-        return len(constraint.text)
 
-
-def constraint_of(body: StructuredBody) -> Constrained | None:
-    """Returns the constraint that a request asks for, or None.
+async def check_constraint(body: StructuredBody, service: GenerateService, deadline: float) -> Constrained | None:
+    """Returns the constraint of a request, which has been compiled; None: its answers are free.
 
     Raises:
-        ApiError: a field has another form than its server's, or two fields constrain the answer.
+        ApiError: a field has another form than its server's, two fields constrain the answer, or the constraint is
+            wrong or can't be enforced.
     """
     found = []
     given = body.model_fields_set
@@ -63,37 +56,26 @@ def constraint_of(body: StructuredBody) -> Constrained | None:
     if len(found) > 1:
         raise ApiError(f"expected {found[0].param} or {found[1].param}, got both", param=found[1].param)
     try:
-        return checked(found[0]) if found else None
+        return await compiled(found[0], service, deadline) if found else None
     except ValueError as error:
         raise ApiError(str(error), param=found[0].param) from error
 
 
-def checked(constrained: Constrained) -> Constrained:
-    """Returns a constraint that is well-formed and not too large.
+async def compiled(constrained: Constrained, service: GenerateService, deadline: float) -> Constrained:
+    """Compiles a constraint, which requests then have at once, and returns it.
 
     Raises:
-        ValueError: another one.
+        ValueError: the constraint is empty, wrong or too large, or can't be enforced.
     """
     try:
-        size = constrained.size
+        constraint = GenerationConfig.from_options(constrained.options).constraint
     except RecursionError as error:
         raise ValueError(f"expected {constrained.param} of fewer levels") from error
-    if size > MOST_CHARS:
+    if constraint is None:
+        raise ValueError(f"expected {constrained.param} that isn't empty")
+    if (size := len(constraint.text)) > MOST_CHARS:
         raise ValueError(f"expected {constrained.param} of at most {MOST_CHARS:,} characters, got {size:,}")
-    return constrained
-
-
-async def check_constraint(body: StructuredBody, service: GenerateService, deadline: float) -> Constrained | None:
-    """Returns the constraint of a request, which has been compiled; None: its answers are free.
-
-    Raises:
-        ApiError: the constraint is wrong, or can't be enforced.
-    """
-    if (constrained := constraint_of(body)) is not None:
-        try:
-            await service.check_constraint(constrained.options, constrained.size, deadline)
-        except ValueError as error:
-            raise ApiError(str(error), param=constrained.param) from error
+    await service.check_constraint(constrained.options, size, deadline)
     return constrained
 
 

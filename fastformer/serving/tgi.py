@@ -17,7 +17,7 @@ from fastformer.serving.gate import until_gone
 from fastformer.serving.limits import Limits
 from fastformer.serving.openai_bodies import EVENTS, UNSUPPORTED, Body, Int, Stop, unsupported_field
 from fastformer.serving.service import GenerateService, Service
-from fastformer.serving.structured import Constrained, checked, of_tgi
+from fastformer.serving.structured import Constrained, compiled, of_tgi
 from fastformer.serving.tei import ERRORS, TeiError
 
 _USUAL = 100  # new tokens if the request sets no number
@@ -113,9 +113,8 @@ def router(service: Service, limits: Limits) -> APIRouter:
         options = _options(body, service, limits)
         deadline = service.deadline(body.timeout)
         if body.parameters.grammar is not None:
-            constrained = checked(Constrained("grammar", of_tgi(body.parameters.grammar)))
-            await until_gone(http, service.check_constraint(constrained.options, constrained.size, deadline))
-            options |= constrained.options
+            constrained = Constrained("grammar", of_tgi(body.parameters.grammar))
+            options |= (await until_gone(http, compiled(constrained, service, deadline))).options
         ids = await until_gone(
             http, service.prompt_ids(body.inputs, deadline, parse_special=body.parameters.parse_special)
         )

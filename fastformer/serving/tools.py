@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from fastformer.generation.constraints import Constraint, Triggers
 from fastformer.serving.openai_bodies import ApiError, ChatBody
 from fastformer.serving.service import GenerateService
-from fastformer.serving.structured import MOST_CHARS, Constrained, checked
+from fastformer.serving.structured import MOST_CHARS, Constrained, compiled
 from fastformer.serving.tool_formats import PYTHON_TAG, ToolFormat, format_of
 
 _ARGUMENTS = ("arguments", "parameters")
@@ -98,11 +98,9 @@ async def check_calls(
         grammar = tools.format.grammar(
             schemas, special, is_parallel=is_parallel, answer=None if tools.forced else answer
         )
-        constrained = checked(Constrained("tools", {"grammar": grammar}))
-        await service.check_constraint(constrained.options, constrained.size, deadline)
+        return await compiled(Constrained("tools", {"grammar": grammar}), service, deadline)
     except (ValueError, RecursionError) as error:
         raise ApiError(str(error), param="tools") from error
-    return constrained
 
 
 async def begun_calls(
@@ -124,8 +122,7 @@ async def begun_calls(
         grammar = tools.format.grammar(tools.schemas, special, is_parallel=is_parallel, is_begun=True)
         if len(grammar) > MOST_CHARS:
             return None
-        constrained = checked(Constrained("tools", {"grammar": grammar}))
-        await service.check_constraint(constrained.options, constrained.size, deadline)
+        await compiled(Constrained("tools", {"grammar": grammar}), service, deadline)
     except (ValueError, RecursionError) as error:
         raise ApiError(str(error), param="tools") from error
     return Constraint("grammar", grammar)
