@@ -107,8 +107,6 @@ class SpeechModel:
         """The number of threads of a call."""
         return self._num_threads or num_threads()
 
-    # ---- the encoder ----
-
     def encode(self, features: npt.ArrayLike) -> Floats:
         """Encodes windows.
 
@@ -141,8 +139,6 @@ class SpeechModel:
                 f"states: expected shape (windows, 1 to {config.max_frames // 2}, {config.d_model}), got {array.shape}"
             )
         return array
-
-    # ---- the decoder ----
 
     def new_session(self, states: npt.ArrayLike, prompts: Sequence[Sequence[int]], num_tokens: int) -> Any:
         """Returns a session with the keys and values of states and prompts, and room for more tokens."""

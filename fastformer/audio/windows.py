@@ -175,18 +175,11 @@ class Decoder:
         texts = []
         for temperature in options.temperatures[: 1 if self.is_batch else None]:
             is_sampled = temperature > 0 and not self.is_batch
+            search: dict[str, Any] = {"beam_size": options.beam_size, "patience": options.patience}
             if is_sampled:
-                search = {
-                    "beam_size": 1,
-                    "num_hypotheses": options.best_of,
-                    "sampling_topk": 0,
-                    "sampling_temperature": temperature,
-                }
-            else:
-                search = {"beam_size": options.beam_size, "patience": options.patience}
-            result = yield Generate(
-                states, prompt, tuple({**arguments, **search}.items()), seed if is_sampled else None
-            )
+                search = {"beam_size": 1, "num_hypotheses": options.best_of}
+                search |= {"sampling_topk": 0, "sampling_temperature": temperature}
+            result = yield Generate(states, prompt, (*arguments, *search.items()), seed if is_sampled else None)
             ids = list(result.sequences_ids[0])
             log_prob = result.scores[0] * len(ids) ** options.length_penalty / (len(ids) + 1)
             ratio = compression_ratio(self.tokens.decode(ids).strip())
@@ -198,45 +191,35 @@ class Decoder:
         best = max(plain or texts, key=lambda text: text.avg_logprob)
         return best._replace(temperature=texts[-1].temperature)
 
-    def _arguments(self, prompt: list[int]) -> dict[str, Any]:
+    def _arguments(self, prompt: list[int]) -> list[tuple[str, Any]]:
+        """Returns the arguments of `SpeechModel.generate` that a window has at every temperature."""
         options, most, max_length = self.options, self.max_length, self.max_length
         if options.max_new_tokens is not None and (max_length := len(prompt) + options.max_new_tokens) > most:
             raise ValueError(
                 f"expected a prompt and new tokens of at most {most} together, got {len(prompt)} and "
                 f"max_new_tokens={options.max_new_tokens}"
             )
-        arguments = {
-            "length_penalty": options.length_penalty,
-            "repetition_penalty": options.repetition_penalty,
-            "no_repeat_ngram_size": options.no_repeat_ngram_size,
-            "max_length": max_length,
-            "suppress_blank": options.suppress_blank,
-            "suppress_tokens": self.suppressed,
-        }
+        names = ("length_penalty", "repetition_penalty", "no_repeat_ngram_size", "suppress_blank")
+        arguments = [(name, getattr(options, name)) for name in names]
+        arguments += [("max_length", max_length), ("suppress_tokens", self.suppressed)]
         if not self.is_batch:
             latest = round(options.max_initial_timestamp / SECONDS_PER_TIMESTAMP)
-            arguments["max_initial_timestamp_index"] = latest
+            arguments.append(("max_initial_timestamp_index", latest))
         return arguments
 
 
 def _is_good(text: Text, options: TranscriptionOptions) -> bool:
     """Whether a text needs no other temperature."""
-    ratio, least, silence = (
-        options.compression_ratio_threshold,
-        options.log_prob_threshold,
-        options.no_speech_threshold,
-    )
-    is_unlikely = least is not None and text.avg_logprob < least
-    if is_unlikely and silence is not None and text.no_speech_prob > silence:
-        return True  # silence
-    return not is_unlikely and not (ratio is not None and text.compression_ratio > ratio)
+    ratio, least, silence = options.compression_ratio_threshold, options.log_prob_threshold, options.no_speech_threshold
+    if least is not None and text.avg_logprob < least:
+        return silence is not None and text.no_speech_prob > silence
+    return ratio is None or text.compression_ratio <= ratio
 
 
 def _is_silent(text: Text, options: TranscriptionOptions) -> bool:
     silence, least = options.no_speech_threshold, options.log_prob_threshold
-    return (
-        silence is not None and text.no_speech_prob > silence and not (least is not None and text.avg_logprob > least)
-    )
+    is_likely = least is not None and text.avg_logprob > least
+    return silence is not None and text.no_speech_prob > silence and not is_likely
 
 
 def compression_ratio(text: str) -> float:
