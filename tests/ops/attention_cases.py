@@ -111,10 +111,10 @@ class AttentionInputs:
         """Returns q, k, v and a floating-point mask as leaves of this dtype, with values that the smallest dtype can
         represent.
         """
-        leaves = [t.to(device, dtype).requires_grad_() for t in (self.q, self.k, self.v)]
+        leaves = [t.detach().to(device, dtype).requires_grad_() for t in (self.q, self.k, self.v)]
         mask = self.attn_mask
         if mask is not None:
-            mask = mask.to(device)
+            mask = mask.detach().to(device)
             if mask.is_floating_point():
                 mask = mask.to(dtype).requires_grad_()
         return leaves[0], leaves[1], leaves[2], mask

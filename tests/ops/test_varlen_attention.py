@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from itertools import accumulate
 
@@ -19,10 +20,10 @@ from tests.covering import each
 from tests.kernels.attention_cases import Case as PackedCase
 from tests.kernels.attention_cases import pack, visible
 from tests.ops.attention_cases import Case, make_inputs, plain_attention
-from tests.ops.test_attention import skip_unless_supported
+from tests.ops.test_attention import BACKENDS, each_backend, skip_unless_supported
 
 
-@pytest.fixture(params=["reference", "fallback", "cpp", "triton"])
+@pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     yield from on_backend(request, "varlen_attention")
 
@@ -93,7 +94,7 @@ def plain_varlen(q: Tensor, k: Tensor, v: Tensor, case: Packed, seed: Tensor) ->
 
 
 def run(case: Packed, packed: dict[str, Tensor], dtype: torch.dtype, device: str, plain: bool) -> dict[str, Tensor]:
-    q, k, v = (packed[name].to(device, dtype).requires_grad_() for name in ("q", "k", "v"))
+    q, k, v = (packed[name].detach().to(device, dtype).requires_grad_() for name in ("q", "k", "v"))
     seed, options = packed["seed"].to(device), case.options
     if plain:
         out, lse = plain_varlen(q, k, v, case, seed)
@@ -107,6 +108,17 @@ def run(case: Packed, packed: dict[str, Tensor], dtype: torch.dtype, device: str
     return {"out": out.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
 
 
+@functools.lru_cache(maxsize=3)
+def expected_of(case: Packed, dtype: torch.dtype, device: str, draws: int):
+    """Returns inputs, the results of plain PyTorch, and the exact ones, for each draw."""
+    torch.manual_seed(0)
+    drawn = [make_packed(case, dtype) for _ in range(draws)]
+    return [
+        (packed, *(run(case, packed, kind, device, plain=True) for kind in (dtype, torch.float64))) for packed in drawn
+    ]
+
+
+@each_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward_and_backward(case: Packed, dtype: torch.dtype, backend: str, device: str) -> None:
@@ -114,11 +126,10 @@ def test_forward_and_backward(case: Packed, dtype: torch.dtype, backend: str, de
     if backend == "triton" and device == "cpu" and dtype == torch.float16:
         pytest.skip("the interpreter runs fp16 in tests/kernels, where every pair of options is")
     runs: dict[str, list[dict[str, Tensor]]] = {"ours": [], "plain": [], "exact": []}
-    for _ in range(small_draws()):
-        packed = make_packed(case, dtype)
+    for packed, plain, exact in expected_of(case, dtype, device, small_draws()):
         runs["ours"].append(run(case, packed, dtype, device, plain=False))
-        runs["plain"].append(run(case, packed, dtype, device, plain=True))
-        runs["exact"].append(run(case, packed, torch.float64, device, plain=True))
+        runs["plain"].append(plain)
+        runs["exact"].append(exact)
     for name in ("out", "lse", "dq", "dk", "dv"):
         ours, plain, exact = (torch.stack([draw[name] for draw in runs[kind]]) for kind in runs)
         if name == "lse":
