@@ -20,7 +20,7 @@ from fastformer.generation.constraints import Triggers, Vocabulary, is_installed
 from fastformer.generation.drafts import DraftModel
 from fastformer.generation.engines import choose_engine
 from fastformer.generation.folder_options import load_adapters, load_draft_model, load_language_model
-from fastformer.generation.jobs import Job, Stream
+from fastformer.generation.jobs import Stream
 from fastformer.generation.model_protocols import Model, as_model, check_precision, evaluating, is_decoder_only
 from fastformer.generation.request_builder import ModelFacts, RequestBuilder, check_vocabulary
 from fastformer.generation.requests import Request
@@ -34,7 +34,6 @@ from fastformer.generation.streaming import (
     SampleRequest,
     TextPieces,
     behind_ends,
-    pieces_of,
 )
 from fastformer.settings import Count, check_value
 from fastformer.special_ids import SpecialIds
@@ -327,7 +326,7 @@ class AsyncGenerator(Session[Request]):
         """
         requests = self.requests(prompt, config, log_probs=log_probs, num_alternatives=num_alternatives, **options)
         job = self.submit(requests, deadline=deadline, streams=True)
-        return Stream(job, _one_by_one(job))
+        return Stream(job, _one_by_one(job.arrivals(SampleRequest.piece)))
 
     def requests(
         self,
@@ -388,8 +387,9 @@ class AsyncGenerator(Session[Request]):
         return requests
 
 
-async def _one_by_one(job: Job[Any]) -> collections.abc.AsyncGenerator[Piece, None]:
-    pieces_together = pieces_of(job)
+async def _one_by_one(
+    pieces_together: collections.abc.AsyncGenerator[list[Piece], None],
+) -> collections.abc.AsyncGenerator[Piece, None]:
     try:
         async for pieces in pieces_together:
             for piece in pieces:

@@ -21,6 +21,7 @@ from fastformer.requests import BaseRequest, Load
 from fastformer.settings import Positive, check_value
 
 T = TypeVar("T")
+P = TypeVar("P")
 R = TypeVar("R", bound=BaseRequest)
 
 QUEUE_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
@@ -139,35 +140,39 @@ class Job(Generic[R]):
                 await self._change()
         await self.result(index)
 
-    async def arrivals(self) -> AsyncIterator[list[tuple[int, list[Any]]]]:
-        """Yields lists of what came together, as (index of the request, its new tokens).
+    async def arrivals(self, piece_of: Callable[[Any, int, list[Any]], P]) -> AsyncGenerator[list[P], None]:
+        """Yields lists of the pieces that came together. The first error ends all; the job has ended with the iterator.
 
-        A request that has ended comes once more, without tokens. The first error ends all.
+        Args:
+            piece_of: (request, its index, new tokens) -> the piece of these tokens or, without any, of the end.
 
         Raises:
             Exception: see `result`.
         """
         running = [*range(len(self.requests))]
-        while running:
-            arrived, failure = list[tuple[int, list[Any]]](), None
-            for index in [*running]:
-                has_ended = self.has_ended[index]
-                if tokens := self._take(index):
-                    arrived.append((index, tokens))
-                if has_ended:
-                    try:
-                        self._result(index)
-                    except Exception as error:
-                        failure = error
-                        break
-                    running.remove(index)
-                    arrived.append((index, []))
-            if arrived:
-                yield arrived
-            if failure is not None:
-                raise failure
-            if not arrived:
-                await self._change()
+        try:
+            while running:
+                arrived, failure = list[P](), None
+                for index in [*running]:
+                    request, has_ended = self.requests[index], self.has_ended[index]
+                    if tokens := self._take(index):
+                        arrived.append(piece_of(request, index, tokens))
+                    if has_ended:
+                        try:
+                            self._result(index)
+                        except Exception as error:
+                            failure = error
+                            break
+                        running.remove(index)
+                        arrived.append(piece_of(request, index, []))
+                if arrived:
+                    yield arrived
+                if failure is not None:
+                    raise failure
+                if not arrived:
+                    await self._change()
+        finally:
+            self.leave()
 
     def _take(self, index: int) -> list[Any]:
         tokens = self.tokens[index]

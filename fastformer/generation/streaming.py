@@ -6,16 +6,13 @@ import copy
 import functools
 import itertools
 import re
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
 from fastformer.generation.requests import Request
 from fastformer.generation.search import Hypothesis
-
-if TYPE_CHECKING:
-    from fastformer.generation.jobs import Job
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 
@@ -498,14 +495,12 @@ class SampleRequest(Request):
             super().listen(on_token)
 
     def piece(self, index: int, tokens: Sequence[Any]) -> Piece:
-        """Returns the piece of new tokens, as the listener got them."""
+        """Returns the piece of new tokens, as the listener got them; without any, the end of an ended request."""
+        if not tokens:
+            return Piece(index, self._text.end(), [], self._reason(), self.cached_tokens)
         if self.log_probs:
             return Piece(index, self._text.add([token.token for token in tokens]), [*tokens])
         return Piece(index, self._text.add(tokens), [ScoredToken(token, 0.0) for token in tokens])
-
-    def last_piece(self, index: int) -> Piece:
-        """Returns the end of the text, after the end of the request."""
-        return Piece(index, self._text.end(), [], self._reason(), self.cached_tokens)
 
     def completion(self) -> Completion:
         """Returns the whole text, after the end of a request that was not streamed."""
@@ -527,13 +522,3 @@ class SampleRequest(Request):
 def _scored(row: Hypothesis, place: int) -> ScoredToken:
     """Returns one of the tokens of a row, with its scores."""
     return ScoredToken(row.tokens[place], row.log_probs[place], row.alternatives[place] if row.alternatives else ())
-
-
-async def pieces_of(job: Job[Any]) -> AsyncGenerator[list[Piece], None]:
-    """Yields the pieces of a job of `SampleRequest`s that come together; `Piece.sample` is the request's index."""
-    requests = job.requests
-    try:
-        async for arrived in job.arrivals():
-            yield [requests[i].piece(i, tokens) if tokens else requests[i].last_piece(i) for i, tokens in arrived]
-    finally:
-        job.leave()

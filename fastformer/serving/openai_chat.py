@@ -24,7 +24,6 @@ from fastformer.generation.streaming import (
     SampleRequest,
     ScoredToken,
     behind_ends,
-    pieces_of,
 )
 from fastformer.generation.token_texts import Spelled, SpelledToken, TokenTexts
 from fastformer.serving.answers import EventStream, TooLarge, answer, event
@@ -372,7 +371,7 @@ class CompletionJob:
     def stream(self) -> Stream[list[Piece]]:
         """Returns the pieces of all answers, as they come together; all requests are queued when this returns."""
         job = self.service.session.submit(self._requests, deadline=self._deadline, streams=True)
-        return Stream(job, pieces_of(job))
+        return Stream(job, job.arrivals(SampleRequest.piece))
 
     def cached_tokens(self, counts: Sequence[int]) -> int:
         """Returns the number of cached tokens of all prompts from those of all requests: the first of each prompt's."""
