@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from fastformer.models.quantization import Groups
+from fastformer.models.weights import is_finite
 
 _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default)
@@ -83,7 +84,7 @@ class FileMatrix(Tensor):
 
     def _finish(self, parts: tuple[Any, ...], numbers: Tensor) -> None:
         self._source.release(*(parts if self._order is None else self._rows))
-        if numbers.numel() and not all(each.isfinite() for each in numbers.aminmax()):  # NaN is both
+        if not is_finite(numbers):
             raise ValueError(f"expected finite weights, got NaN or infinity in {self._source.place}")
 
     def read(self) -> Tensor:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastformer.models.weights import Entry
+from fastformer.models.weights import Entry, is_finite
 from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.mixture import StackedLinear
 
@@ -86,7 +86,7 @@ def to_grid(weight: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: NaN or infinite weights.
     """
     weight = weight.detach().float()
-    if not weight.isfinite().all():
+    if not is_finite(weight):
         raise ValueError("expected finite weights to quantise, got NaN or infinite ones")
     scale = weight.abs().amax(1) / _MOST if weight.shape[1] else weight.new_zeros(len(weight))
     scale = torch.where(scale < _LEAST_SCALE, 0.0, scale)

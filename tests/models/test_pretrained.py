@@ -89,7 +89,7 @@ def test_notes_come_back(model, folder):
     assert read_notes(folder / "nowhere") == {}
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_weights_that_are_not_numbers(model, folder, bad):
     with torch.no_grad():
         model.encoder.norm.weight[3] = bad
