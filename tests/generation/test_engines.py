@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import random
 import re
@@ -29,6 +30,7 @@ from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling
 from fastformer.models import GPT
 from fastformer.nn import KVCache
+from tests.covering import by_turns
 from tests.generation import toy
 from tests.generation.small import CPP, DEFAULT, EOS, HAS_CPP, VOCAB, coarse, next_logits
 
@@ -334,16 +336,19 @@ SEARCHES = {
 }
 
 
-# As they are; and where an engine has two ways to the best tokens, in 16 bits and with logits of the model's own.
+# Where an engine has two ways to the best tokens: in 16 bits and with logits of the model's own, each with one search.
 VARIED = [
-    *PAIRS,
     *((*pair, "bf16") for pair in PAIRS if pair[1] in ("model", "gpt")),
     *((*pair, "own logits") for pair in PAIRS if pair[1] in ("model", "gpt") and pair[0] != "cpp"),
 ]
 
 
-@pytest.mark.parametrize("driven", VARIED, ids="-".join, indirect=True)
-@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize(
+    ("driven", "search"),
+    [*itertools.product(PAIRS, SEARCHES), *by_turns(VARIED, [*SEARCHES])],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+    indirect=["driven"],
+)
 def test_a_row_that_joins_midway_decodes_as_if_alone(driven, search) -> None:
     dice = random.Random(3)
     # PyTorch's own products in 16 bits may depend on the number of rows, in their last bits.
