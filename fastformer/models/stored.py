@@ -153,7 +153,8 @@ class _File:
 
     def read(self) -> None:
         """Reads all matrices into memory, once."""
-        with self._lock, torch.no_grad():
+        # Whatever surrounds the first call: parameters that are made in inference mode have no versions and gradients.
+        with self._lock, torch.inference_mode(False), torch.no_grad():
             for module, waiting, stored in self.places:
                 plain = dict(dict.items(waiting))
                 for name, source in stored.items():

@@ -184,6 +184,15 @@ def test_asking_for_a_parameter_reads_all(how, kind, q4_0) -> None:
     assert how != "assign" or (model.embedding.weight == 1).all()
 
 
+def test_a_model_that_inference_mode_reads_first_still_trains_and_decodes() -> None:
+    model, _ = load(LLAMA)
+    with torch.inference_mode():
+        model(torch.tensor([IDS]))
+    model(torch.tensor([IDS])).sum().backward()
+    assert model.output.weight.grad is not None
+    assert fastformer.generate(model, [IDS], max_new_tokens=2, engine="cpp").shape[0] == 1
+
+
 def test_a_model_that_was_read_and_changed_is_packed_again() -> None:
     model, _ = load(LLAMA)
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "engine": "cpp"}
