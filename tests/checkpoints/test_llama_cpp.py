@@ -41,7 +41,7 @@ class LlamaCpp:
         import xllamacpp as library
 
         params = library.CommonParams()
-        params.model.path, params.n_ctx, params.n_parallel, params.warmup = str(path), 64, 1, False
+        params.model.path, params.n_ctx, params.n_parallel, params.warmup = str(path), 128, 1, False
         params.cache_type_k = params.cache_type_v = library.ggml_type.GGML_TYPE_F32
         params.flash_attn_type = library.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.cpuparams.n_threads = 1
@@ -55,21 +55,27 @@ class LlamaCpp:
             ids: list[int] = json.load(answer)["tokens"]
         return ids
 
-    def continued(self, prompt: list[int], vocab_size: int) -> tuple[list[int], Tensor]:
-        """Returns the likeliest tokens one after the other, and the log-probabilities at each of their places.
+    def next(self, tokens: list[int], vocab_size: int) -> Tensor:
+        """Returns the log-probabilities of the next token.
 
-        The server hides the numbers of tokens that are a part of a letter, so each step is made to choose another one.
+        The server hides the numbers of tokens that are a part of a letter, so it is made to choose another one.
         """
         (whole,) = self.encode(" t")[-1:]
-        rows, tokens = torch.full((MOST, vocab_size), torch.nan), list[int]()
-        for row in rows:
-            body = {"prompt": prompt + tokens, "n_predict": 1, "n_probs": vocab_size, "logit_bias": [[whole, 1000.0]]}
-            (choice,) = self._server.handle_completions({**body, "temperature": 0})["choices"]
-            for each in choice["logprobs"]["content"][0]["top_logprobs"]:
-                row[each["id"]] = each["logprob"]
-            tokens.append(int(row.argmax()))
-        assert rows.isfinite().all()
-        return tokens, rows
+        body = {"prompt": tokens, "n_predict": 1, "n_probs": vocab_size, "logit_bias": [[whole, 1000.0]]}
+        (choice,) = self._server.handle_completions({**body, "temperature": 0})["choices"]
+        row = torch.full((vocab_size,), torch.nan)
+        for each in choice["logprobs"]["content"][0]["top_logprobs"]:
+            row[each["id"]] = each["logprob"]
+        assert row.isfinite().all()
+        return row
+
+    def continued(self, prompt: list[int], vocab_size: int) -> tuple[list[int], Tensor]:
+        """Returns the likeliest tokens one after the other, and the log-probabilities at each of their places."""
+        rows, tokens = list[Tensor](), list[int]()
+        for _ in range(MOST):
+            rows.append(self.next(prompt + tokens, vocab_size))
+            tokens.append(int(rows[-1].argmax()))
+        return tokens, torch.stack(rows)
 
 
 def with_floats(path: Path) -> Path:
