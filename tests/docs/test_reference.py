@@ -40,10 +40,15 @@ def generated() -> ModuleType:
         sys.path.remove(str(DOCS))
 
 
+@pytest.fixture(scope="module")
+def commands_page(generated: ModuleType) -> str:
+    page: str = generated.commands()
+    return page
+
+
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "doctor"])
-def test_every_flag_is_on_the_page(generated: ModuleType, name: str) -> None:
-    page = generated.commands()
-    section = page[page.index(f"## fastformer {name}\n") :].split("\n## ")[0]
+def test_every_flag_is_on_the_page(commands_page: str, name: str) -> None:
+    section = commands_page[commands_page.index(f"## fastformer {name}\n") :].split("\n## ")[0]
     _, hints = _parsing.make_parser(importlib.import_module(f"fastformer.commands.{name}"), name)
     for flag in hints:
         assert f"`--{flag}`" in section or f"`{flag.upper()}`" in section, flag
