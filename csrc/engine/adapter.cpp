@@ -85,19 +85,27 @@ void for_rows(int64_t count, F&& f) {
 
 }  // namespace
 
-LowRank::LowRank(const Matrix& a, const Matrix& b, Precision precision)
+LowRank::LowRank(const Matrix& a, const Matrix& b, Precision precision, PanelMemory& memory)
     : k_(a.k), blocks_((a.n + kBlock - 1) / kBlock) {
   if (a.n < 1 || b.k != a.n) throw std::invalid_argument("expected A and B of one rank");
-  if (precision == Precision::fp32) fill(wide_, a, b);
-  else fill(narrow_, a, b);
+  if (precision == Precision::fp32) fill(wide_, a, b, memory);
+  else fill(narrow_, a, b, memory);
 }
 
 template <typename T>
-void LowRank::fill(Factors<T>& factors, const Matrix& a, const Matrix& b) {
-  factors.a.assign(blocks_ * k_ * kBlock, T(0.f));
+void LowRank::fill(Factors<T>& factors, const Matrix& a, const Matrix& b, PanelMemory& memory) {
+  const auto keep = [&](const std::vector<T>& all) {
+    const auto bytes = static_cast<int64_t>(all.size() * sizeof(T));
+    const auto kept = std::reinterpret_pointer_cast<T>(memory.allocate(bytes));
+    std::copy(all.begin(), all.end(), kept.get());
+    return kept;
+  };
+  std::vector<T> elements(blocks_ * k_ * kBlock, T(0.f));
   for (int64_t rank = 0; rank < a.n; ++rank)
     for (int64_t i = 0; i < k_; ++i)
-      factors.a[(rank / kBlock * k_ + i) * kBlock + rank % kBlock] = static_cast<T>(a.at(rank, i));
+      elements[(rank / kBlock * k_ + i) * kBlock + rank % kBlock] = static_cast<T>(a.at(rank, i));
+  factors.a = keep(elements);
+  elements.clear();
   for (int64_t column = 0; column < b.n; column += kPanelColumns) {
     const int64_t end = std::min(column + kPanelColumns, b.n);
     int64_t first = b.k, last = 0;
@@ -105,11 +113,12 @@ void LowRank::fill(Factors<T>& factors, const Matrix& a, const Matrix& b) {
       for (int64_t rank = 0; rank < b.k; ++rank)
         if (b.at(row, rank) != 0) first = std::min(first, rank), last = std::max(last, rank + 1);
     const int64_t count = std::max<int64_t>(0, last - first);
-    panels_.push_back({first, count, std::ssize(factors.b)});
+    panels_.push_back({first, count, std::ssize(elements)});
     for (int64_t rank = first; rank < last; ++rank)
       for (int64_t row = column; row < column + kPanelColumns; ++row)
-        factors.b.push_back(static_cast<T>(row < end ? b.at(row, rank) : 0.f));
+        elements.push_back(static_cast<T>(row < end ? b.at(row, rank) : 0.f));
   }
+  factors.b = keep(elements);
 }
 
 int64_t LowRank::parts(int64_t rows) const { return (rows + kRows - 1) / kRows * blocks_; }
@@ -126,7 +135,7 @@ void LowRank::shrink(const int32_t* rows, int64_t count, int64_t begin, int64_t 
           const int64_t row = rows[first + from + r];
           inputs[r] = x + row * x_ld, outputs[r] = low + row * low_ld + block * kBlock;
         }
-        shrink_rows<R>(factors.a.data() + block * k_ * kBlock, k_, inputs, outputs);
+        shrink_rows<R>(factors.a.get() + block * k_ * kBlock, k_, inputs, outputs);
       });
     }
   });
@@ -145,7 +154,7 @@ void LowRank::expand(const int32_t* rows, int64_t count, int64_t begin, int64_t 
           const int64_t row = rows[first + r];
           inputs[r] = low + row * low_ld + panel.first, outputs[r] = out + row * out_ld + index * kPanelColumns;
         }
-        expand_rows<R>(factors.b.data() + panel.offset, panel.count, inputs, outputs);
+        expand_rows<R>(factors.b.get() + panel.offset, panel.count, inputs, outputs);
       });
     }
   });
@@ -156,6 +165,7 @@ PackedAdapter::PackedAdapter(std::shared_ptr<const PackedModel> model, const Mod
   static std::atomic<int32_t> last_root{PrefixTable::kNoBlock};
   root_ = --last_root;
   size_t used = 0;
+  PanelMemory memory;  // of its own, which is freed with it
   const std::vector<PackedLayer>& layers = model_->decoder.layers;
   for (size_t i = 0; i < layers.size() && !model_->options.has_encoder(); ++i) {
     const std::pair<const char*, const PackedWeight*> weights[] = {{"self_attn.in_proj_weight", &layers[i].qkv},
@@ -174,7 +184,7 @@ PackedAdapter::PackedAdapter(std::shared_ptr<const PackedModel> model, const Mod
       const auto matrix = [](const ModelTensor& tensor) {
         return Matrix{tensor.data, tensor.kind, tensor.shape[0], tensor.shape[1]};
       };
-      weights_.try_emplace(weight, matrix(a->second), matrix(b->second), model_->options.precision);
+      weights_.try_emplace(weight, matrix(a->second), matrix(b->second), model_->options.precision, memory);
       used += 2;
     }
   }

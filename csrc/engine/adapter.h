@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "engine/packed_model.h"
+#include "engine/panel_memory.h"
 
 namespace fastformer {
 
@@ -17,7 +18,7 @@ namespace fastformer {
 class LowRank {
  public:
   // a: (rank, k), b: (n, rank).
-  LowRank(const Matrix& a, const Matrix& b, Precision precision);
+  LowRank(const Matrix& a, const Matrix& b, Precision precision, PanelMemory& memory);
 
   // The columns of A x, a multiple of 16; those behind the rank are 0.
   int64_t width() const { return blocks_ * kBlock; }
@@ -39,15 +40,15 @@ class LowRank {
   };
   template <typename T>
   struct Factors {
-    std::vector<T> a;  // (blocks, k, kBlock)
-    std::vector<T> b;  // for each panel, (its ranks, kPanelColumns)
+    std::shared_ptr<const T> a;  // (blocks, k, kBlock)
+    std::shared_ptr<const T> b;  // for each panel, (its ranks, kPanelColumns)
   };
   template <typename T>
-  void fill(Factors<T>& factors, const Matrix& a, const Matrix& b);
+  void fill(Factors<T>& factors, const Matrix& a, const Matrix& b, PanelMemory& memory);
   template <typename F>
   void with(F&& f) const {
-    if (wide_.a.empty()) f(narrow_);
-    else f(wide_);
+    if (wide_.a) f(wide_);
+    else f(narrow_);
   }
 
   int64_t k_, blocks_;

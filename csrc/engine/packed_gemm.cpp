@@ -2,12 +2,7 @@
 
 #include "engine/packed_gemm.h"
 
-#include <sys/mman.h>
-
 #include <cmath>
-#include <cstdlib>
-#include <mutex>
-#include <new>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -17,47 +12,19 @@
 #include "common/helpers.h"
 #include "engine/int4_gemm.h"
 #include "engine/packed_kernels.h"
+#include "engine/panel_memory.h"
 #include "engine/tiles.h"
 
 namespace fastformer {
 namespace {
 
-constexpr int64_t kHugePage = int64_t(2) << 20;
 constexpr int64_t kAhead = 8192;      // bytes that a stream prefetches: the best of 2 KiB to 128 KiB on Zen 5
 constexpr int64_t kPartSteps = 128;   // steps of a part of a panel: 32 KiB, which stay in L1 for all rows
-constexpr int64_t kBlockRows = 64;  // rows that a panel meets at once: its parts stay in L1
+constexpr int64_t kBlockRows = 64;    // rows that a panel meets at once: its parts stay in L1
 constexpr int64_t kMostInt8 = 66311;  // k * 255 * 127 < 2^31
 
 // The number of consecutive elements of k in 4 bytes of a row.
 int64_t group(Precision precision) { return precision == Precision::fp32 ? 1 : precision == Precision::bf16 ? 2 : 4; }
-
-// Allocates memory for panels: in huge pages if the system has them, because a decode step reads all weights and would
-// miss the TLB with 4 KiB pages; and contiguously, so that prefetches beyond the end of one weight mostly reach the
-// next one. A chunk is freed together with the last weight in it.
-class PanelMemory {
- public:
-  std::shared_ptr<char> allocate(int64_t bytes) {
-    constexpr int64_t kChunk = int64_t(32) << 20;  // pages that are never written use no memory
-    const std::lock_guard lock(mutex_);
-    std::shared_ptr<char> chunk = current_.lock();
-    if (!chunk || size_ - used_ < bytes) {
-      const int64_t capacity = round_up(std::max(bytes, kChunk), kHugePage);
-      void* memory = std::aligned_alloc(kHugePage, static_cast<size_t>(capacity));
-      if (memory == nullptr) throw std::bad_alloc();
-      madvise(memory, static_cast<size_t>(capacity), MADV_HUGEPAGE);
-      chunk = std::shared_ptr<char>(static_cast<char*>(memory), std::free);
-      current_ = chunk, size_ = capacity, used_ = 0;
-    }
-    char* first = chunk.get() + used_;
-    used_ += bytes;
-    return {std::move(chunk), first};
-  }
-
- private:
-  std::mutex mutex_;
-  std::weak_ptr<char> current_;
-  int64_t used_ = 0, size_ = 0;
-};
 
 // A child that was forked while a thread allocated has an instance of its own: the lock of the other stays locked.
 std::shared_ptr<char> allocate_panels(int64_t bytes) { return of_process<PanelMemory>().allocate(bytes); }
