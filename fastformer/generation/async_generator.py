@@ -24,7 +24,7 @@ from fastformer.generation.jobs import Stream
 from fastformer.generation.model_protocols import Model, as_model, check_precision, evaluating, is_decoder_only
 from fastformer.generation.request_builder import ModelFacts, RequestBuilder, check_vocabulary
 from fastformer.generation.requests import Request
-from fastformer.generation.scheduler import new_scheduler
+from fastformer.generation.scheduler import check_sizes, new_scheduler
 from fastformer.generation.session import Session
 from fastformer.generation.streaming import (
     ByteRuns,
@@ -103,6 +103,7 @@ class AsyncGenerator(Session[Request]):
     ) -> None:
         check_precision(precision)
         check_value("cache_dtype", cache_dtype, CacheDtype | None)
+        check_sizes(max_rows, max_bytes)
         checked: Model = as_model(model)
         if not is_decoder_only(checked):
             raise ValueError(f"expected a language model, got {type(model).__name__}, which reads a source")

@@ -26,11 +26,11 @@ from fastformer.generation.inputs import TokenIds, input_rows
 from fastformer.generation.model_protocols import Model, as_model, check_precision, evaluating
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.requests import Request
-from fastformer.generation.scheduler import new_scheduler
+from fastformer.generation.scheduler import check_sizes, new_scheduler
 from fastformer.generation.session import Session
 from fastformer.generation.streaming import Detokenizer
 from fastformer.requests import Load
-from fastformer.settings import Positive, check_value
+from fastformer.settings import check_value
 
 Stream: TypeAlias = collections.abc.Generator[int, None, None]
 
@@ -86,8 +86,7 @@ class Generator:
     ) -> None:
         check_precision(precision)
         check_value("cache_dtype", cache_dtype, CacheDtype | None)
-        for name, value in (("max_rows", max_rows), ("max_bytes", max_bytes)):
-            check_value(name, value, Positive | None)
+        check_sizes(max_rows, max_bytes)
         self.model, self.precision, self.cache_dtype = as_model(model), precision, cache_dtype
         with evaluating(self.model):
             self._engine = choose_engine(self.model, engine, precision, cache_dtype)

@@ -14,6 +14,7 @@ from fastformer.generation.drafts import Drafter, DraftModel
 from fastformer.generation.engines.base import Batch, Engine, Limits
 from fastformer.generation.requests import Request, run_batch
 from fastformer.requests import BaseRequest, Load
+from fastformer.settings import Positive, check_value
 
 R = TypeVar("R", bound=BaseRequest)
 
@@ -403,6 +404,16 @@ class Scheduler:
         self.waiting.appendleft(request)
         self._waiting_rows += request.search.peak_rows
         self.waiting_tokens += request.num_tokens
+
+
+def check_sizes(max_rows: int | None, max_bytes: int | None) -> None:
+    """Checks the limits of `new_scheduler`, which may be made long after a caller gave them.
+
+    Raises:
+        ValueError: a limit is not positive.
+    """
+    check_value("max_rows", max_rows, Positive | None)
+    check_value("max_bytes", max_bytes, Positive | None)
 
 
 def new_scheduler(

@@ -178,6 +178,13 @@ def test_a_sliding_window_is_for_language_models() -> None:
         AsyncGenerator(tiny(), TOKENIZER)
 
 
+@pytest.mark.parametrize("limit", ["max_rows", "max_bytes", "max_waiting", "max_waiting_tokens"])
+def test_limits_that_no_request_fits_are_errors_at_once(limit, lm) -> None:
+    for value in (0, -1):
+        with pytest.raises(ValueError, match=rf"\b{limit}\b"):
+            AsyncGenerator(lm, TOKENIZER, **{limit: value})
+
+
 def test_count_penalties_and_biases() -> None:
     scores = torch.zeros(2, 6)
     history = torch.tensor([[5, 1, 1, 2], [5, 3, 3, 3]])
