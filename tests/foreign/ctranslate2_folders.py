@@ -58,22 +58,28 @@ def make(kind: str, options: dict[str, Any]) -> Any:
                 parameter.mul_(2.5)
         if hasattr(model, "final_logits_bias"):
             model.final_logits_bias.copy_(torch.randn_like(model.final_logits_bias))
-    # Versions of transformers that the converter was written for have these settings.
-    model.config.normalize_before = kind in ("MBart", "Pegasus", "M2M100")
-    model.config.normalize_embedding = kind in ("Bart", "MBart")
     return model
 
 
 def convert(folder: Path, kind: str, options: dict[str, Any], quantization: str | None) -> list[str]:
-    """Converts a model, and returns its tokens."""
-    from ctranslate2.converters.transformers import _MODEL_LOADERS
-
-    model = make(kind, options)
-    loader, config = _MODEL_LOADERS[f"{kind}Config"], model.config
+    """Converts a random model, and returns its tokens."""
+    config = (model := make(kind, options)).config
     tokens = [f"t{i}" for i in range(VOCAB)]
     tokens[3], tokens[config.pad_token_id], tokens[config.eos_token_id] = "<unk>", "<pad>", "</s>"
     if kind in ("Bart", "MBart", "M2M100"):
         tokens[0] = "<s>"
+    convert_model(folder, kind, model, tokens, quantization)
+    return tokens
+
+
+def convert_model(folder: Path, kind: str, model: Any, tokens: list[str], quantization: str | None) -> None:
+    """Converts a model with these tokens."""
+    from ctranslate2.converters.transformers import _MODEL_LOADERS
+
+    loader = _MODEL_LOADERS[f"{kind}Config"]
+    # Versions of transformers that the converter was written for have these settings.
+    model.config.normalize_before = kind in ("MBart", "Pegasus", "M2M100")
+    model.config.normalize_embedding = kind in ("Bart", "MBart")
 
     class Names:
         pad_token, eos_token, unk_token, bos_token = "<pad>", "</s>", "<unk>", "<s>"
@@ -89,7 +95,6 @@ def convert(folder: Path, kind: str, options: dict[str, Any], quantization: str 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     spec.save(str(folder))
-    return tokens
 
 
 def write(folder: Path, kind: str, options: dict[str, Any], quantization: str | None) -> None:
