@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 from pathlib import Path
@@ -46,6 +47,7 @@ MEANT: dict[str, dict[str, tuple[str, str]]] = {
     "rank {ranker} --query bird": {"file": ("-", "{few}"), "precision": ("bf16", "fp32"), "top_k": ("10", "2")},
     "score {gpt} --file {long}": {"context": ("20", "1")},
     "score {half} --file {few}": {"precision": ("bf16", "fp32")},
+    "score {rounded} --file {few} --target {few}": {"precision": ("bf16", "fp32")},
     "transcribe {whisper} {audio} --language en --beam_size 1 --format json": {"precision": ("bf16", "fp32")},
 }  # fmt: skip
 # Flags that mean nothing without a value, or whose default changes the speed alone.
@@ -74,6 +76,7 @@ def places(tmp_path_factory) -> dict[str, str]:
         model = tiny(Transformer, max_len=40, num_decoder_layers=4, seed=seed)
         model.embedding.weight.data *= 3  # a fresh model is nearly uniform
         model.save_pretrained(folder / name, ByteTokenizer())
+    copy.deepcopy(model).bfloat16().save_pretrained(folder / "rounded", ByteTokenizer())
     model.quantize("int8").save_pretrained(folder / "int8", ByteTokenizer())
     model = tiny(GPT, max_len=40, tie_embeddings=False)
     model.output.weight.data *= 20
@@ -158,3 +161,35 @@ def test_rows_and_places_in_another_order_are_the_same(places, tmp_path, capfdbi
         *_, written = outcome(words, "", places, tmp_path / f"e{name}", capfdbinary, monkeypatch)
         found.append(torch.frombuffer(bytearray(written["v.npy"][128:]), dtype=torch.float32).view(len(LINES), -1))
     assert torch.equal(found[0], found[1].flip(0))
+
+
+# Commands that read a file, whose lines may come from standard input all the same.
+FROM_STDIN = [
+    *BY_LINE,
+    "translate {run} --file {} --max_new_tokens 8 --prefix_file {turned}",
+    "translate {run} --file {} --max_new_tokens 8 --prefix xy --on_error skip",
+    "translate {run} --file {} --max_new_tokens 8 --reference {turned}",
+    "rank {ranker} --query bird --file {} --json_lines",
+    "embed {encoder} --out {out}/v.npy --file {}",
+]
+
+
+@pytest.mark.parametrize("command", [words for words in FROM_STDIN if not words.startswith("score")])
+def test_standard_input_is_a_file_like_any_other(command, places, tmp_path, capfdbinary, monkeypatch) -> None:
+    found = []
+    for place, (name, lines) in enumerate(((places["many"], ""), ("-", "".join(f"{line}\n" for line in LINES)))):
+        words = command.replace("{}", name)
+        found.append(outcome(words, lines, places, tmp_path / str(place), capfdbinary, monkeypatch))
+    assert found[0][0] == 0 and found[0] == found[1]
+
+
+@pytest.mark.parametrize(("count", "texts"), [(0, "0 texts"), (1, "1 text"), (2, "2 texts")])
+def test_a_report_counts_in_words(count, texts, places, tmp_path, capfdbinary, monkeypatch) -> None:
+    lines = "".join(f"{line}\n" for line in LINES[:count])
+    *_, error, _ = outcome("embed {encoder} --out {out}/v", lines, places, tmp_path / "e", capfdbinary, monkeypatch)
+    assert f"embedded {texts}\n" in error.decode()
+    if count:
+        (tmp_path / "lines").write_text(lines)
+        words = f"score {{gpt}} --by_line --file {tmp_path}/lines"
+        *_, error, _ = outcome(words, "", places, tmp_path / "s", capfdbinary, monkeypatch)
+        assert f"scored {texts} of " in error.decode()

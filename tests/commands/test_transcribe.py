@@ -73,6 +73,8 @@ def test_each_format(ran, texts) -> None:
 def test_several_files_together_are_those_alone(ran, texts, places, tmp_path) -> None:
     code, out, _ = ran("a.wav", "b.wav", "c.wav", *OPTIONS)
     assert (code, out.splitlines()) == (0, [*texts["a"], *texts["b"], *texts["c"]])
+    code, out, _ = ran("a.wav", "a.wav", *OPTIONS)
+    assert (code, out.splitlines()) == (0, 2 * texts["a"])
     code, out, _ = ran("a.wav", "b.wav", "--format", "json", *OPTIONS)
     assert [len(json.loads(line)["segments"]) for line in out.splitlines()] == [len(texts["a"]), len(texts["b"])]
     for form in ("srt", "vtt"):
