@@ -70,6 +70,8 @@ async def test_languages_and_the_language_of_a_text(translator_folder) -> None:
         best, *_ = (await client.post("/detect", data={"q": german})).json()
         assert best["language"] == "de" and 50 < best["confidence"] <= 100
         several = (await client.post("/detect", json={"q": "no"})).json()
+        shares = [100 * one.confidence for one in client.app.state.service.codes.detect("no")]
+        assert [one["confidence"] for one in several] == [round(share, 1) for share in shares] != [*map(round, shares)]
         shares = [one["confidence"] for one in several]
         assert len(several) > 1 and shares == sorted(shares, reverse=True) and min(shares) >= 1 and sum(shares) <= 100.5
         for stream in (False, True):

@@ -94,6 +94,8 @@ def test_openais_client_parses_answers_whole_and_streamed(client) -> None:
     assert content.startswith("{") and "".join(one.token for one in plain.choices[0].logprobs.content) == content
     same = client.chat.completions.create(**options, extra_body={"structured_outputs": {"json_object": True}})
     assert same.choices[0].message.content == content
+    named = {"response_format": {"type": "json_schema", "json_schema": {"name": "any"}}}  # of any object
+    assert client.chat.completions.create(**options, extra_body=named).choices[0].message.content == content
 
 
 def test_a_cut_answer_says_so(client) -> None:

@@ -165,6 +165,13 @@ def test_several_calls_and_several_answers(client) -> None:
         assert len({call.id for call in calls}) == len(calls)
 
 
+def test_each_tool_that_a_choice_allows_may_be_called(client) -> None:
+    options: dict[str, Any] = {"model": "tiny", "messages": ASKED, "tools": TOOLS, "n": 8, "max_tokens": 30, "seed": 1}
+    for choice, names in (("required", {*SCHEMAS}), (NAMED, {"clock"})):
+        found = client.chat.completions.create(**options, temperature=2, tool_choice=choice)
+        assert {call.function.name for one in found.choices for call in one.message.tool_calls or ()} == names
+
+
 # By format: a text of the model, with its marks as special tokens where they are some.
 SAID = {
     "hermes": 'Let me see.\n<tool_call>\n{"name": "clock", "arguments": {"zone": "U}\\"T"}}\n</tool_call>\n'

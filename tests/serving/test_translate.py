@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -9,12 +11,29 @@ from fastformer.generation import Translator
 from fastformer.serving import Limits, open_service
 from tests.serving.asking import events, serving
 
+# Fields of which each works alone, and the pairs of which no answer could have both.
+ALONE = {"prefix": "xy", "split": True, "scores": True, "alternatives": 1, "attention": True, "stream": True}
+APART = [
+    *({"split", name} for name in ("prefix", "scores", "alternatives")),
+    *({"stream", name} for name in ("scores", "alternatives")), *({"list", name} for name in ("attention", "stream")),
+]  # fmt: skip
 TEXTS = ["one", "twenty-one", "x y z. Next one!\n\n And  two.", " ", ""]
 
 
 @pytest.fixture(scope="module")
 def translator(translator_folder) -> Translator:
     return Translator.from_pretrained(translator_folder)
+
+
+async def test_fields_work_together_unless_no_answer_has_both(translator_folder) -> None:
+    async with serving(open_service(translator_folder)) as client:
+        for one, other in itertools.combinations([*ALONE, "list"], 2):
+            body = {"text": "one", **{name: ALONE[name] for name in (one, other) if name in ALONE}}
+            if other == "list":
+                body = {name: [value] if name in ("text", "prefix") else value for name, value in body.items()}
+            answer = await client.post("/v1/translate", json=body)
+            assert answer.status_code == (400 if {one, other} in APART else 200), (one, other, answer.text)
+            assert answer.status_code == 200 or "expected" in answer.json()["error"]["message"]
 
 
 async def test_more_sentences_than_the_limit_are_refused(translator_folder) -> None:
