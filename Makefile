@@ -53,26 +53,27 @@ build/peers/%: | $(INSTALLED)
 		$(subst _,-,$(subst -,==,$(firstword $(subst /, ,$*))))
 	tar xzf build/peers/$(firstword $(subst /, ,$*)).tar.gz -C build/peers
 
-# $(1): the sources; $(2): what names of programs begin with.
+# $(1): the sources; $(2): what names of programs begin with; $(3): flags of the compiler.
 define BUILD_LLAMA
 	$(BIN)/pip install -q --disable-pip-version-check cmake
 	$(BIN)/cmake -S $(1) -B $(1)/build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF \
-		-DLLAMA_BUILD_SERVER=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_CURL=OFF -DCMAKE_C_FLAGS='-march=native -w' \
-		-DCMAKE_CXX_FLAGS='-march=native -w'
+		-DLLAMA_BUILD_SERVER=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_CURL=OFF -DCMAKE_C_FLAGS='-march=native -w $(3)' \
+		-DCMAKE_CXX_FLAGS='-march=native -w $(3)'
 	$(BIN)/cmake --build $(1)/build --target llama-bench llama-batched-bench --parallel $(shell nproc)
 	cp $(1)/build/bin/llama-batched-bench $(BIN)/$(2)llama-batched-bench
 	cp $(1)/build/bin/llama-bench $(BIN)/$(2)llama-bench
 endef
 
+# Without llama.cpp's code for AMX: on a Xeon with AMX it ended with an illegal instruction.
 $(BIN)/llama-bench: | $(SOURCES)
-	$(call BUILD_LLAMA,$|,)
+	$(call BUILD_LLAMA,$|,,-mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
 
 # The package lacks the script that writes build-info.cpp. An empty one stands for it: CMake runs it again after a change
 # of the index of the git repository that it finds around it, which is this one.
 $(BIN)/ik-llama-bench: | $(IK_SOURCES)
 	mkdir -p $|/common/cmake && touch $|/common/cmake/build-info-gen-cpp.cmake
 	sed 's/@[A-Z_]*@/0/' $|/common/build-info.cpp.in > $|/common/build-info.cpp
-	$(call BUILD_LLAMA,$|,ik-)
+	$(call BUILD_LLAMA,$|,ik-,)
 
 # build/report.html: everything that benchmarks/results holds, on one page.
 report: $(INSTALLED)

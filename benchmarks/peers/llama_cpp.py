@@ -58,7 +58,7 @@ class LlamaCpp(Peer):
             raise Missing("llama-batched-bench reads prompts of one length")
         if len(prompts) == 1 and lengths == {1}:
             output = self._run(self.program, *self.flags[0], "-p", 0, "-n", job.new_tokens, "-r", 1, "-o", "json")
-            (result,) = json.loads(output)
+            (result,) = json.loads(output.stdout)
             return JobResult(result["avg_ns"] / 1e9, None)
         batched = self.program.with_name(self.program.name.replace("bench", "batched-bench"))
         if not batched.is_file():
@@ -72,15 +72,16 @@ class LlamaCpp(Peer):
                 batched, *self.flags[1], "-c", len(prompts) * (length + job.new_tokens), "-npp", f"{length},1",
                 "-ntg", max(1, more), "-npl", len(prompts),
             )  # fmt: skip
-            if rows := [line for line in output.splitlines() if re.match(r"\|\s*\d", line)]:
+            lines = (output.stdout + output.stderr).splitlines()  # ik_llama.cpp logs them
+            if rows := [line for line in lines if re.match(r"\|\s*\d", line)]:
                 cells = rows[0].strip("| ").split("|")
                 prompt_seconds, more_seconds = float(cells[4]), float(cells[6])
                 return JobResult(prompt_seconds + (more_seconds if more else 0.0), None)
         raise Missing(f"llama-batched-bench printed no times in {_ATTEMPTS} runs")
 
-    def _run(self, program: Path, *options: object) -> str:
+    def _run(self, program: Path, *options: object) -> subprocess.CompletedProcess[str]:
         command = [str(program), "-m", str(self.file), "-t", str(self.threads), *map(str, options)]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, check=True)
 
 
 class IkLlamaCpp(LlamaCpp):

@@ -555,6 +555,7 @@ TABLES: dict[str, Callable[[Numbers], str]] = {
     "avx2_decoding": functools.partial(elsewhere, WITHOUT_AVX512, functools.partial(beside_engines, AVX2_PEERS)),
     "amx_encoders": functools.partial(elsewhere, WITH_AMX, functools.partial(_measured, TODAYS_ENCODERS)),
     "amx_decoding": functools.partial(elsewhere, WITH_AMX, functools.partial(beside_engines, AMX_PEERS)),
+    "amx_llama": functools.partial(elsewhere, WITH_AMX, llama),
     "amx_adapters": functools.partial(elsewhere, WITH_AMX, functools.partial(_measured, ADAPTERS)),
     "amx_speech": functools.partial(elsewhere, WITH_AMX, functools.partial(summary, COMING_FROM["faster_whisper"])),
     "scaling": scaling,
