@@ -37,6 +37,11 @@ class Source(Protocol):
         """Is told that parts won't be read soon, and need no memory."""
 
 
+def _is_list(*indices: Tensor) -> bool:
+    """Returns whether indices are one list of places."""
+    return len(indices) == 1 and indices[0].dim() == 1 and indices[0].dtype == torch.int64
+
+
 class FileMatrix(Tensor):
     """A tensor in a file, and a `models.stored.StoredMatrix`.
 
@@ -93,6 +98,10 @@ class FileMatrix(Tensor):
             return FileMatrix(self._source, tuple(self.shape)[::-1], self._rows, self._order).read().t()
         return self.rows(0, self.shape[0])
 
+    def float(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Returns all numbers in fp32. A plain tensor of fp32 would return itself, unread."""
+        return self.read().float(*args, **kwargs)
+
     def _read(self, begin: int, end: int) -> tuple[Any, ...]:
         chosen = slice(begin, end) if self._order is None else self._order[begin:end]
         return tuple(part[chosen] for part in self._rows)
@@ -129,7 +138,7 @@ class FileMatrix(Tensor):
             index = range(self.shape[0])[args[2]]
             part = self._part(index, index + 1)
             return FileMatrix(part._source, tuple(self.shape[1:]), part._rows, part._order)
-        if func is _aten.index.Tensor and self.dim() == 2 and len(args[1]) == 1 and args[1][0].dtype == torch.int64:
+        if func is _aten.index.Tensor and self.dim() == 2 and _is_list(*args[1]):
             order = args[1][0] if self._order is None else self._order[args[1][0]]
             return FileMatrix(self._source, (len(order), self.shape[1]), self._rows, order)
         joined = (self.shape[:2].numel(), self.shape[-1])

@@ -76,8 +76,8 @@ class Stored:
 
     @property
     def has_zeros(self) -> bool:
-        """Whether the groups of the file have zeros other than 8."""
-        return any(first is not None and first.zero is not None for first in self._firsts)
+        """Whether the file has the numbers as int4 with zeros other than 8."""
+        return self.has_groups and any(first is not None and first.zero is not None for first in self._firsts)
 
     def groups(self, begin: int, end: int) -> Groups:
         """Returns rows as int4, of a parameter that `has_groups`; all rows have zeros, or none has."""

@@ -49,7 +49,7 @@ def test_logits_are_those_of_the_decompressed_weights(name) -> None:
     how = quantization_settings(FOLDERS / name, settings)
     assert how is not None
     plain = model_of(torch.float32)
-    plain.load_state_dict(dequantized(settings, how, load_file(FOLDERS / name / "model.safetensors")).state)
+    plain.load_state_dict(dequantized(settings, how, load_file(FOLDERS / name / "model.safetensors"), FOLDERS).state)
     due, ids = expected_of(name), torch.tensor([TEXT])
     with torch.inference_mode():
         ours, theirs = read(FOLDERS / name, dtype=torch.float32)(ids)[0], plain(ids).logits[0]
@@ -93,6 +93,28 @@ def test_folders_decode_in_their_precision(name) -> None:
     logits = exact(out.sequences[:, :-1])[:, len(TEXT) - 1 :].log_softmax(-1)
     due = logits.gather(-1, out.sequences[:, len(TEXT) :, None]).squeeze(-1)
     assert (out.token_log_probs.double() - due).square().mean().sqrt() < 0.2 * logits.std()
+
+
+@needs_cpp
+def test_a_matrix_of_parts_with_other_bits_is_rounded_to_int4_if_asked_for(tmp_path) -> None:
+    """q has 4 bits and zeros, k and v have 8: the engine has the three as one matrix."""
+
+    def scheme(config: dict[str, Any]) -> None:
+        weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64, "symmetric": False}
+        config["config_groups"]["group_2"] = {"targets": [key], "weights": weights, "format": "pack-quantized"}
+
+    key = "model.layers.0.self_attn.q_proj"
+    other = load_file(FOLDERS / "w4a16_asym" / "model.safetensors")
+    folder = changed(
+        tmp_path, "w8a16", config=scheme, tensors={name: other[name] for name in other if name.startswith(key)}
+    )
+    model, whole = read(folder), read(folder)
+    whole.state_dict()
+    assert model.precision == "int8"
+    options: dict[str, Any] = {"max_new_tokens": 6, "precision": "int4", "return_dict_in_generate": True}
+    found, due = (generate(x, torch.tensor([TEXT]), **options) for x in (model, whole))
+    assert stand_in(model) is not model
+    assert torch.equal(found.sequences, due.sequences) and torch.equal(found.token_log_probs, due.token_log_probs)
 
 
 def changed(tmp_path: Path, name: str, *, config: Any = None, tensors: dict[str, Tensor | None] | None = None) -> Path:
@@ -210,8 +232,10 @@ def test_numbers_that_are_no_weights_are_refused(tmp_path) -> None:
     key = "model.layers.0.self_attn.q_proj"
     weight = load_file(FOLDERS / "fp8" / "model.safetensors")[f"{key}.weight"].float()
     weight[3, 5] = torch.nan
-    with pytest.raises(ValueError, match="finite"):
-        read(changed(tmp_path, "fp8", tensors={f"{key}.weight": weight.to(torch.float8_e4m3fn)})).state_dict()
+    folder = changed(tmp_path, "fp8", tensors={f"{key}.weight": weight.to(torch.float8_e4m3fn)})
+    with pytest.raises(ValueError, match="finite") as error:
+        read(folder).state_dict()
+    assert key in str(error.value) and str(folder) in str(error.value)
     outside = torch.full((64, 64), 9, dtype=torch.int8)
     with pytest.raises(ValueError, match=r"-8 to 7"):
         read(changed(tmp_path, "mixed", tensors={f"{key}.weight": outside})).state_dict()

@@ -106,7 +106,7 @@ def checkpoint(method: str, size: int, **options: bool) -> tuple[dict[str, Any],
 def read(folder, settings: dict[str, Any], rounded: dict[str, Tensor]) -> GPT:
     how = quantization_settings(folder, settings)
     assert how is not None
-    plain = dequantized(settings, how, rounded)
+    plain = dequantized(settings, how, rounded, folder)
     model = FAMILIES["llama"].to_model(Checkpoint(plain.settings, plain.state, dtype=torch.float32))
     assert isinstance(model, GPT)
     note_precision(model, plain, folder)
@@ -287,7 +287,7 @@ def test_layers_that_are_transposed(tmp_path) -> None:
         rounded |= {f"{name}.{kind}": tensor for kind, tensor in tensors.items()}
         theirs.get_parameter(f"{name}.weight").data.copy_(weight.T)
     settings = config.to_dict() | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}
-    plain = dequantized(settings, quantization_settings(tmp_path, settings) or {}, rounded)
+    plain = dequantized(settings, quantization_settings(tmp_path, settings) or {}, rounded, tmp_path)
     model = FAMILIES["gpt2"].to_model(Checkpoint(plain.settings, plain.state, dtype=torch.float32))
     note_precision(model, plain, tmp_path)
     assert isinstance(model, GPT) and len(model.int4_groups or {}) == 4
@@ -378,7 +378,7 @@ def test_every_family_has_the_numbers_of_a_quantised_folder(kind, tmp_path) -> N
             config = {"quant_method": method, "format": "int-quantized", "config_groups": groups}
         how = quantization_settings(tmp_path, {"quantization_config": config})
         assert how is not None and len(names) > 3
-        source = dequantized({**settings, "quantization_config": config}, how, rounded)
+        source = dequantized({**settings, "quantization_config": config}, how, rounded, tmp_path)
         found = family.to_model(Checkpoint(source.settings, source.state, dtype=torch.float32))
         expected = family.to_model(Checkpoint(settings, plain, dtype=torch.float32))
         note_precision(found, source, tmp_path)

@@ -230,7 +230,7 @@ def test_operations_on_a_matrix_in_a_file_equal_those_in_memory() -> None:
         (lambda x: x.detach(), True), (lambda x: x[:, 3:5], False), (lambda x: x[::2], False), (lambda x: x + 1, False),
         (lambda x: x.t()[2:4], False), (lambda x: torch.cat([x, x]), False), (lambda x: x.split(8, 1)[1], False),
         (lambda x: x.view(8, 8, 32), False), (lambda x: x.double(), False),
-        (lambda x: x[order[3:9]], True),
+        (lambda x: x[order[3:9]], True), (lambda x: x[order[:4].view(2, 2)], False), (lambda x: x.float(), False),
     ]  # fmt: skip
     ordered = matrix[order]
     for both in ((matrix, plain), (ordered, plain[order])):

@@ -175,7 +175,7 @@ def load_folder(
         rounded = quantization_settings(folder, settings)
         state, plain = read_weights(folder), None
         if rounded is not None:
-            plain = dequantized(settings, rounded, state)
+            plain = dequantized(settings, rounded, state, folder)
             settings, state = plain.settings, plain.state
         if dtype is None and torch.device(device or "cpu").type == "cpu":
             is_half = any(tensor.dtype == torch.float16 for tensor in state.values())
@@ -367,7 +367,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def read_numbers(folder: Path) -> dict[str, Tensor]:
-    """Returns the tensors of a folder, with fp32 weights in place of the quantised ones.
+    """Returns the tensors of a folder, with fp32 weights in the file in place of the quantised ones.
 
     Raises:
         ValueError: a file is missing or damaged, or the weights are quantised in an unsupported way.
@@ -375,7 +375,7 @@ def read_numbers(folder: Path) -> dict[str, Tensor]:
     state, file = read_weights(folder), folder / CONFIG
     settings = read_json(file) if file.is_file() else {}
     rounded = quantization_settings(folder, settings)
-    return state if rounded is None else dequantized(settings, rounded, state).state
+    return state if rounded is None else dequantized(settings, rounded, state, folder).state
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:

@@ -106,6 +106,7 @@ def dequantized(
     settings: Mapping[str, Any],
     rounded: Mapping[str, Any],
     state: Mapping[str, Tensor],
+    folder: Path,
 ) -> Dequantized:
     """Returns the weights of a folder, of which the quantised ones are read when they are asked for.
 
@@ -113,6 +114,7 @@ def dequantized(
         settings: the folder's config.json.
         rounded: see `quantization_settings`.
         state: the folder's tensors.
+        folder: the folder, for messages.
 
     Raises:
         ValueError: tensors are missing or don't fit one another.
@@ -132,7 +134,7 @@ def dequantized(
     for name in names:
         try:
             layer = (compressed_tensors.take_layer if is_compressed else _layer)(name, rounded, left)
-            weight = layer.matrix()
+            weight = layer.matrix(folder)
             num_int4 += weight.groups(0, 1) is not None
         except (RuntimeError, IndexError) as error:
             raise ValueError(f"expected the tensors of {name} to fit together ({error})") from error

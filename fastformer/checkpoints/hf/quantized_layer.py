@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ class QuantizedLayer(NamedTuple):
     """The parts of a layer whose weight is scale * (q - zero).
 
     Attributes:
-        name: the name of the weight and of its folder, for messages.
+        name: the name of the weight, for messages.
         stored: what `q` reads, with an entry for each output; it may be in a mapped file.
         q: (some entries of stored) -> their q, (out, in) uint8 or 8-bit floats.
         scales, zeros: (out, groups).
@@ -34,7 +35,7 @@ class QuantizedLayer(NamedTuple):
     bits: int = 4
     is_float: bool = False
 
-    def matrix(self) -> FileMatrix:
+    def matrix(self, folder: Path) -> FileMatrix:
         """Returns the weight (out, in) in fp32, in which the products of scales of 16 bits are exact, unread."""
         missing = num_groups(len(self.group_of)) * GROUP - len(self.group_of)
         padded = nn.functional.pad(self.group_of[None].float(), (0, missing), mode="replicate")
@@ -45,7 +46,9 @@ class QuantizedLayer(NamedTuple):
             and torch.equal(self.scales.half().double(), self.scales.double())
         )
         has_zeros = bool((self.zeros != 8).any())
-        source = _Source(self.name, self.q, self.group_of, blocks[:, 0] if has_groups else None, has_zeros)
+        source = _Source(
+            f"{self.name} of {folder}", self.q, self.group_of, blocks[:, 0] if has_groups else None, has_zeros
+        )
         return FileMatrix(source, (len(self.stored), len(self.group_of)), (self.stored, self.scales, self.zeros))
 
 

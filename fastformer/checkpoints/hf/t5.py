@@ -135,7 +135,7 @@ def transformer_from_t5(saved: Checkpoint) -> Transformer:
     for own_name, hf_names in _names(config).items():
         parts = taken(left, hf_names, name)
         if own_name.endswith("in_proj_weight"):
-            q, k, v = (F.pad(part, (0, 0, 0, missing)) for part in parts)
+            q, k, v = (F.pad(part, (0, 0, 0, missing)) if missing else part for part in parts)
             parts = (q * head_dim**0.5, k, v)
         elif own_name.endswith("out_proj.weight") and missing:
             parts = (F.pad(parts[0], (0, missing)),)
