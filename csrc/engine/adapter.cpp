@@ -165,7 +165,7 @@ PackedAdapter::PackedAdapter(std::shared_ptr<const PackedModel> model, const Mod
   static std::atomic<int32_t> last_root{PrefixTable::kNoBlock};
   root_ = --last_root;
   size_t used = 0;
-  PanelMemory memory;  // of its own, which is freed with it
+  PanelMemory memory(int64_t(2) << 20);  // of its own, which is freed with it
   const std::vector<PackedLayer>& layers = model_->decoder.layers;
   for (size_t i = 0; i < layers.size() && !model_->options.has_encoder(); ++i) {
     const std::pair<const char*, const PackedWeight*> weights[] = {{"self_attn.in_proj_weight", &layers[i].qkv},

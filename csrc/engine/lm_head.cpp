@@ -99,7 +99,7 @@ void LmHead::apply_mask(int64_t row, int64_t first, int64_t count, const Selecti
 
 void LmHead::scan_shard(int64_t shard, const PackedRows& states, int64_t rows, const Selection& selection) {
   // A product of several panels reads them without a pause. The logits of more rows would not stay in L1.
-  const int64_t together = std::clamp<int64_t>(kLogitsTogether / (rows * kPanelColumns), 1, 4);
+  const int64_t together = std::clamp<int64_t>(kLogitsTogether / (std::max<int64_t>(1, rows) * kPanelColumns), 1, 4);
   const int64_t ld = together * kPanelColumns;
   static thread_local std::vector<float> tile;
   reserve(tile, rows * ld);
@@ -129,7 +129,8 @@ void LmHead::scan_shard(int64_t shard, const PackedRows& states, int64_t rows, c
     for (to = from + 1; to < std::min(end, from + together) && is_needed(to) == computes;) ++to;
     if (computes) gemm(states, rows, w, from, to, tile.data(), ld);
     else std::fill_n(tile.data(), rows * ld, kNever);
-    if (cap > 0 && computes) cap_row(tile.data(), rows * ld, 1 / cap, cap);
+    for (int64_t row = 0; row < rows && cap > 0 && computes; ++row)
+      cap_row(tile.data() + row * ld, (to - from) * kPanelColumns, 1 / cap, cap);
     for (int64_t panel = from; panel < to; ++panel) {
       const int64_t first = panel * kPanelColumns, count = std::min(kPanelColumns, w.n - first);
       float* logits = tile.data() + (panel - from) * kPanelColumns;

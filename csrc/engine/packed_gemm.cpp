@@ -163,7 +163,7 @@ bool takes_tiles(Precision precision, int64_t rows) {
 // The sums of a product of tiles.
 struct TileSums {
   alignas(64) int32_t sums[kMostTiledRows * kPanelColumns];
-  Tile tile;
+  Tile tile{};
   int64_t rows = 0;
 };
 

@@ -18,13 +18,15 @@ namespace fastformer {
 // next one. A chunk is freed together with the last weight in it.
 class PanelMemory {
  public:
+  // chunk: the least bytes that are reserved at once. Pages that are never written use no memory.
+  explicit PanelMemory(int64_t chunk = int64_t(32) << 20) : chunk_(chunk) {}
+
   std::shared_ptr<char> allocate(int64_t bytes) {
     constexpr int64_t kHugePage = int64_t(2) << 20;
-    constexpr int64_t kChunk = int64_t(32) << 20;  // pages that are never written use no memory
     const std::lock_guard lock(mutex_);
     std::shared_ptr<char> chunk = current_.lock();
     if (!chunk || size_ - used_ < bytes) {
-      const int64_t capacity = (std::max(bytes, kChunk) + kHugePage - 1) / kHugePage * kHugePage;
+      const int64_t capacity = (std::max(bytes, chunk_) + kHugePage - 1) / kHugePage * kHugePage;
       void* memory = std::aligned_alloc(kHugePage, static_cast<size_t>(capacity));
       if (memory == nullptr) throw std::bad_alloc();
       madvise(memory, static_cast<size_t>(capacity), MADV_HUGEPAGE);
@@ -37,6 +39,7 @@ class PanelMemory {
   }
 
  private:
+  const int64_t chunk_;
   std::mutex mutex_;
   std::weak_ptr<char> current_;
   int64_t used_ = 0, size_ = 0;
