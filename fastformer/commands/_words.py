@@ -159,7 +159,7 @@ def split(
     filling = [flag for flag in typed.flags if flag[0] in places.filled_by]
     if filling and len(typed.arguments) == places.most:
         name, value = filling[-1]
-        _refuse(f"expected a text or --{name}, got both: {typed.arguments[-1]!r:.60} and {value}")
+        _refuse(f"expected the text {typed.arguments[-1]!r:.60} or --{name} {value}, got both")
     return typed
 
 
