@@ -176,7 +176,7 @@ Tiles::~Tiles() {
 }
 
 void Tiles::multiply(int64_t rows, const char* left, int64_t left_stride, const char* right, int64_t steps, void* sums,
-                     Meanwhile meanwhile) const {
+                     Meanwhile&& meanwhile) const {
   ++num_products;
   meanwhile.divide(steps / tile_steps_ * (rows / kTileRows));
   if (is_emulated()) {

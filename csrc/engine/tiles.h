@@ -59,7 +59,7 @@ class Tiles {
   // sums[r * 64 + c]: int32 for u8 times s8, float for bf16. Each is a single sum over all steps. With tiles of
   // kTileSteps, the last one may be incomplete. The rows have to have whole tiles, and no NaN beyond the last step.
   void multiply(int64_t rows, const char* left, int64_t left_stride, const char* right, int64_t steps, void* sums,
-                Meanwhile meanwhile = {}) const;
+                Meanwhile&& meanwhile = {}) const;
 
  private:
   bool is_bf16_;
