@@ -226,7 +226,7 @@ def _runs(cases: dict[str, Callable[[], object]]) -> dict[str, Callable[[], obje
         with mock.patch.object(_launch, "interceptor") as intercepted:
             cases[f"{name} launcher"]()
         launches = (call.args for call in intercepted.call_args_list)
-        ((args, options),) = ((args, options) for launched, args, options in launches if launched is kernel)
+        ((args, options),) = ((args, options) for launched, _, args, options in launches if launched is kernel)
         runs[f"{name} Triton's run"] = functools.partial(kernel.run, *args, grid=(1,), warmup=False, **options)
         runs[f"{name} our launch"] = functools.partial(_launch.launch, kernel, (1,), *args, **options)
     return runs

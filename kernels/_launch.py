@@ -62,8 +62,8 @@ class Resolved(NamedTuple):
     binary: _binaries.Binary | None
 
 
-# (kernel, arguments, options): called instead of launching, for reports of launches.
-interceptor: Callable[[Any, tuple[object, ...], dict[str, object]], None] | None = None
+# (kernel, grid, arguments, options): called instead of launching, for reports of launches.
+interceptor: Callable[[Any, tuple[int, ...], tuple[object, ...], dict[str, object]], None] | None = None
 watchers: list[Callable[[Resolved], None]] = []
 
 
@@ -100,7 +100,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object)
         The function that launched the kernel if it can be reused, else None.
     """
     if interceptor is not None:
-        interceptor(kernel, args, options)
+        interceptor(kernel, grid, args, options)
         return None
     if _specialize is None or not isinstance(kernel, triton.runtime.JITFunction) or _is_watched(kernel):
         _launch_by_triton(kernel, grid, args, options)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer.kernels import _attention_hopper
+from fastformer.kernels import _attention_hopper, _few_queries
 from fastformer.kernels._attention_common import (
     COUNTS,
     Problem,
@@ -278,6 +278,8 @@ def plan_attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, seqlens_k: Tensor | None, *options: Any
 ) -> Plan:
     """Plans `attention_fwd` for calls of this geometry. The options are the schema's, from softmax_scale on."""
+    if _few_queries.takes(q, k, v, attn_mask, seqlens_k, *options):
+        return _few_queries.plan_few_queries(q, k, v, attn_mask, seqlens_k, *options)
     problem = describe_dense(q, k, seqlens_k, *options)
     forward = plan_forward(q, k, v, attn_mask, problem)
     drops = problem.dropout[0] is not None

@@ -10,6 +10,9 @@ The walk is divided evenly among `num_splits` programs. Lengths are read on the 
 shapes, so a CUDA graph can be replayed with other lengths. A program without any blocks returns immediately. If there
 are several programs per tile, a second kernel merges their results.
 
+Attention without a cache runs here, too, if it has few queries and many keys (`_few_queries`). Such a call has no new
+tokens, may have a boolean mask and no lengths, and needs lse.
+
 The first program of a walk also writes the new keys and values to the cache. No program reads them from there: the
 blocks of new tokens are read from k and v, so that no program waits for another.
 
@@ -33,7 +36,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer.kernels._attention_common import FAR
+from fastformer.kernels._attention_common import FAR, mask_strides
 from fastformer.kernels._decode_attention_configs import (
     LARGEST_FP32_HEAD_DIM,
     SMALLEST_TILE,
@@ -61,7 +64,7 @@ PRODUCTS = {"_decode_attention_kernel": lambda a: [a["BLOCK_M"]] * (4 if a["HALF
 # Arguments whose values must not lead to another binary: Triton specialises on 1 and on multiples of 16.
 _COUNTS = [
     "sizes", "window_left", "q_strides", "k_cache_strides", "v_cache_strides", "k_strides", "v_strides",
-    "integer_strides", "rotary",
+    "integer_strides", "mask_strides", "rotary",
 ]  # fmt: skip
 
 
@@ -151,6 +154,15 @@ def _visible(positions, aligned, seen, window_left, IS_CAUSAL: tl.constexpr):
     return visible
 
 
+@triton.jit
+def _store_lse(lse_ptr, out_rows, seqlen_q, num_heads, peak, weight, here):
+    """Stores the natural log of the sum of a row's exponentials, which is weight * 2 ** peak, by rows of out."""
+    lse = (peak + tl.log2(weight)) * 0.6931471805599453
+    lse = tl.where(weight > 0, lse, tl.where(weight == 0, float("-inf"), weight))
+    batch_heads = out_rows // (seqlen_q * num_heads) * num_heads + out_rows % num_heads
+    tl.store(lse_ptr + batch_heads * seqlen_q + out_rows // num_heads % seqlen_q, lse, mask=here)
+
+
 @triton.jit(do_not_specialize=_COUNTS)
 def _decode_attention_kernel(
     q_ptr,
@@ -164,6 +176,8 @@ def _decode_attention_kernel(
     seqlens_ptr,
     rows_ptr,
     table_ptr,
+    lse_ptr,
+    mask_ptr,
     sizes,
     window_left,
     scale,
@@ -174,6 +188,7 @@ def _decode_attention_kernel(
     k_strides,
     v_strides,
     integer_strides,
+    mask_strides,
     rotary,
     IS_CAUSAL: tl.constexpr,
     ROWS: tl.constexpr,
@@ -194,11 +209,13 @@ def _decode_attention_kernel(
     sizes: (batch, seqlen_q, group, num_kv_heads, cache_batch, max_seqlen, num_tokens, seqlen_new, num_splits), where
     num_tokens is the number of slots; scale, softcap (or None): those of the scores, times log2(e); strides:
     (row, token, head) in UNITs; integer_strides: those of the lengths, of cache_batch_idx, and of the table's rows and
-    columns. rotary: (cos, sin, number of positions, row strides in TABLE_UNITs), or None. ROWS: batch rows per tile;
-    more than one only with cache_batch_idx and without rotary. HALF: half of the number of rotated features of a head;
-    0: no rotation. ALIGNED: every token's keys and values, cached or new, begin at a multiple of 16 bytes. partial_ptr,
-    stats_ptr: see `_merge_kernel`; None without splits. BLOCK_NEW: the number of new tokens that are copied (with
-    rotary, also attended to) at once; 0: there are none.
+    columns. seqlens_ptr: None if all of the cache is filled. lse_ptr: (batch, num_heads, seqlen_q), or None; written
+    only without splits. mask_ptr: bytes, not 0 = attend, or None, with all four strides; only without new tokens, and
+    with ROWS 1. rotary: (cos, sin, number of positions, row strides in TABLE_UNITs), or None. ROWS: batch rows per
+    tile; more than one only with cache_batch_idx and without rotary. HALF: half of the number of rotated features of a
+    head; 0: no rotation. ALIGNED: every token's keys and values, cached or new, begin at a multiple of 16 bytes.
+    partial_ptr, stats_ptr: see `_merge_kernel`; None without splits. BLOCK_NEW: the number of new tokens that are
+    copied (with rotary, also attended to) at once; 0: there are none.
     """
     batch, seqlen_q, group, num_kv_heads, cache_batch, max_seqlen, num_tokens, seqlen_new, num_splits = sizes
     TABLE: tl.constexpr = table_ptr is not None
@@ -222,7 +239,9 @@ def _decode_attention_kernel(
         has_row = batch_row >= 0
         if rows_ptr is not None:
             cache_row, has_row = _integers(rows_ptr, integer_strides[1], batch_row, True, 0, cache_batch)
-        filled, has_room = _integers(seqlens_ptr, integer_strides[0], cache_row, True, 0, room + 1)
+        filled, has_room = room, room >= 0
+        if seqlens_ptr is not None:
+            filled, has_room = _integers(seqlens_ptr, integer_strides[0], cache_row, True, 0, room + 1)
         total = filled + seqlen_new
         totals = total + m * 0
         first = total * 0
@@ -368,6 +387,11 @@ def _decode_attention_kernel(
         if ROWS > 1:
             member = rows_read == cache_row
             visible = visible & member[:, None]
+        if mask_ptr is not None:
+            mask_rows = batch_rows.to(tl.int64) * mask_strides[0] + head.to(tl.int64) * mask_strides[1]
+            mask_rows += query.to(tl.int64) * mask_strides[2]
+            mask_ptrs = mask_ptr + mask_rows[:, None] + positions.to(tl.int64)[None, :] * mask_strides[3]
+            visible = visible & (tl.load(mask_ptrs, mask=real[:, None] & seen[None, :], other=0) != 0)
         acc, weight, peak = _attend(s, v_ptrs, dims, here, visible, member, (acc, weight, peak), PRECISION)
         # Load the slots of the next block a step ahead, because loads of keys that wait for slots are not pipelined.
         if ROWS == 1:
@@ -384,17 +408,22 @@ def _decode_attention_kernel(
         partial_ptrs = partial_ptr + (out_rows * num_splits + split)[:, None] * HEAD_DIM + dims[None, :]
         tl.store(partial_ptrs, acc, mask=(real & (weight != 0))[:, None] & (dims < HEAD_DIM)[None, :])
     else:
+        if lse_ptr is not None:
+            _store_lse(lse_ptr, out_rows, seqlen_q, num_kv_heads * group, peak, weight, real)
         acc = acc / tl.where(weight == 0, 1.0, weight)[:, None]
         out_ptrs = out_ptr + out_rows[:, None] * HEAD_DIM + dims[None, :]
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=real[:, None] & (dims < HEAD_DIM)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits", "seqlen_q", "num_heads"])
 def _merge_kernel(
     partial_ptr,
     stats_ptr,
     out_ptr,
+    lse_ptr,
     num_splits,
+    seqlen_q,
+    num_heads,
     HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -404,7 +433,7 @@ def _merge_kernel(
 
     partial_ptr: (rows, num_splits, HEAD_DIM) weighted sums of values, written only if the weight is not 0; stats_ptr:
     (rows, num_splits, 2), the largest score and the sum of the weights. SPLITS: num_splits rounded up to a power of
-    two.
+    two. lse_ptr: see `_decode_attention_kernel`.
     """
     row = tl.program_id(0).to(tl.int64)
     stats_ptr += row * num_splits * 2
@@ -424,6 +453,8 @@ def _merge_kernel(
         sums = tl.load(sums_ptrs, mask=(weight != 0)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
         acc += tl.sum(sums * fade[:, None], 0)
         total += tl.sum(weight * fade, 0)
+    if lse_ptr is not None:
+        _store_lse(lse_ptr, row + tl.zeros((1,), dtype=tl.int64), seqlen_q, num_heads, base, total, None)
     acc = acc / tl.where(total == 0, 1.0, total)
     tl.store(out_ptr + row * HEAD_DIM + dims, acc.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
@@ -451,23 +482,12 @@ def why_unsupported(
 
 
 def plan_decode_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cache_seqlens: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    cache_batch_idx: Tensor | None,
-    slot_table: Tensor | None,
-    softmax_scale: float,
-    is_causal: bool,
-    window_left: int | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    interleaved: bool,
-    softcap: float = 0.0,
-) -> Plan:
-    """Plans `decode_attention` for calls of this geometry."""
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor | None, k: Tensor | None, v: Tensor | None,
+    cache_batch_idx: Tensor | None, slot_table: Tensor | None, softmax_scale: float, is_causal: bool,
+    window_left: int | None, cos: Tensor | None, sin: Tensor | None, interleaved: bool, softcap: float = 0.0, *,
+    attn_mask: Tensor | None = None,
+) -> Plan:  # fmt: skip
+    """Plans `decode_attention` for calls of this geometry; with `mask` and `lse`, see `_few_queries`."""
     batch, seqlen_q, num_heads, head_dim = shape = q.shape
     num_kv_heads = k_cache.shape[2]
     if q.numel() == 0 and (k is None or k.numel() == 0):
@@ -511,10 +531,11 @@ def plan_decode_attention(
         window_left, softmax_scale * 1.4426950408889634, softcap * 1.4426950408889634 if softcap else None,
         *(strides_of(x, unit) for x in (q, k_cache, v_cache, k, v)),
         (
-            cache_seqlens.stride(0),
+            0 if cache_seqlens is None else cache_seqlens.stride(0),
             0 if cache_batch_idx is None else cache_batch_idx.stride(0),
             *((0, 0) if slot_table is None else slot_table.stride()),
         ),
+        None if attn_mask is None else mask_strides(attn_mask),
     )  # fmt: skip
     walk = Launch(
         _decode_attention_kernel, (tiles * num_splits * num_kv_heads,),
@@ -532,7 +553,7 @@ def plan_decode_attention(
     def run(
         q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, k: Tensor | None, v: Tensor | None,
         cache_batch_idx: Tensor | None, slot_table: Tensor | None, _scale: float, _causal: bool, _left: int | None,
-        cos: Any, sin: Any, *_: object,
+        cos: Any, sin: Any, *_: object, lse: Tensor | None = None, mask: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         out = q.new_empty(shape)
         q, k, v = _in_rows(q, k_cache if k is None else k, v_cache if v is None else v)
@@ -542,10 +563,11 @@ def plan_decode_attention(
             stats = q.new_empty((*shape[:3], num_splits, 2), dtype=torch.float32)
         rotary = (*_in_rows(cos, sin), *table_numbers) if half else None
         walk(
-            q, k_cache, v_cache, k, v, out, partial, stats, cache_seqlens, cache_batch_idx, slot_table, *numbers, rotary
-        )
+            q, k_cache, v_cache, k, v, out, partial, stats, cache_seqlens, cache_batch_idx, slot_table, lse, mask,
+            *numbers, rotary,
+        )  # fmt: skip
         if num_splits > 1:
-            merge(partial, stats, out, num_splits)
+            merge(partial, stats, out, lse, num_splits, *shape[1:3])
         return out
 
     return run

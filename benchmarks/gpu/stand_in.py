@@ -39,6 +39,7 @@ _OF_VALUES = re.compile(r"on the device too|infinite logits|the loss became")
 _ATEN = torch.library.Library("aten", "IMPL")
 
 binaries: set[tuple[str, str]] = set()  # (kernel, the properties on which its binary depends)
+grids: list[tuple[str, tuple[int, ...]]] = []  # (kernel, its grid) of each launch
 
 
 class StandInLaunch(NamedTuple):
@@ -184,7 +185,7 @@ def _nothing(*_: Any, **__: Any) -> Iterator[None]:
     yield
 
 
-def _bound(kernel: Any, args: tuple[object, ...], options: dict[str, object]) -> None:
+def _bound(kernel: Any, grid: tuple[int, ...], args: tuple[object, ...], options: dict[str, object]) -> None:
     """Replaces a launch: binds the arguments as a launch would."""
     from fastformer.kernels._signature import key_of, signature_of
 
@@ -193,6 +194,7 @@ def _bound(kernel: Any, args: tuple[object, ...], options: dict[str, object]) ->
     others = {name: value for name, value in options.items() if name not in names}
     signature = signature_of(kernel, arguments)
     binaries.add((kernel.fn.__name__, repr((signature, others))))
+    grids.append((kernel.fn.__name__, grid))
     launches.setdefault(key_of(kernel, signature, others), StandInLaunch(kernel, signature, others, len(args)))
 
 

@@ -74,7 +74,7 @@ def recorded(arch: int) -> Iterator[list[RecordedLaunch]]:
 
     launches: list[RecordedLaunch] = []
 
-    def record(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def record(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
         arguments, compiler_options = arguments_of(kernel, args, options)
         signature = signature_of(kernel, arguments)
         launches.append(RecordedLaunch(kernel, arguments, compiler_options, len(args), signature))

@@ -13,6 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 
+from benchmarks.measure.launches import recorded_launches  # noqa: E402
 from fastformer.kernels import attention as kernels  # noqa: E402
 from fastformer.kernels import attention_backward as backward_kernels  # noqa: E402
 from fastformer.kernels._attention_configs import Config  # noqa: E402
@@ -130,6 +131,36 @@ def test_head_dims(head_dim: int, dtype: torch.dtype, device: str) -> None:
 )
 def test_lengths(window: tuple[int | None, int | None], seqlen_q: int, seqlen_k: int, device: str) -> None:
     check(Case(batch=3, seqlen_q=seqlen_q, seqlen_k=seqlen_k, window=window), torch.float32, device)
+
+
+FEW = {
+    "one": {"seqlen_k": 131}, "causal": {"seqlen_q": 3, "window": (None, 0)}, "window": {"window": (40, 0)},
+    "lengths": {"seqlen_q": 2, "lengths": (90, 0), "heads": 4}, "softcap": {"softcap": 0.7, "head_dim": 40},
+    "bool": {"mask": "bool", "seqlen_q": 3, "heads": 4},
+    "bool_keys": {"mask": "bool", "mask_shape": (True, False, False, True), "heads": 6, "kv_heads": 1, "seqlen_q": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, dtype", by_turns(list(FEW), DTYPES))
+def test_few_queries_share_the_keys_of_a_row(name: str, dtype: torch.dtype, device: str) -> None:
+    """They run on the kernels of decode_attention, and the gradients take their lse."""
+    case = Case(**({"seqlen_q": 1, "seqlen_k": 600 if HAS_GPU else 100} | FEW[name]))
+    check(case, dtype, device)
+    with recorded_launches() as names:
+        run_triton(case, make_inputs(case, dtype, device))
+    assert "_decode_attention_kernel" in names and "_attention_fwd_kernel" not in names
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"dropout_p": 0.3}, {"mask": "additive"}, {"lengths": (37, 5), "window": (40, 0)}, {"window": (None, -3)},
+     {"seqlen_k": 60}, {"seqlen_q": 33}, {"packed": True, "lengths_q": (1, 1), "lengths": (90, 99)}],
+)  # fmt: skip
+def test_other_calls_run_on_attentions_own_kernel(changes: dict, device: str) -> None:
+    case = Case(**({"seqlen_q": 1, "seqlen_k": 100} | changes))
+    with recorded_launches() as names:
+        run_triton(case, make_inputs(case, torch.float32, device))
+    assert "_decode_attention_kernel" not in names
 
 
 def test_one_key(device: str) -> None:

@@ -144,7 +144,7 @@ BEAM_STEPS = [
 def test_no_address_is_said_to_be_aligned_that_is_not(head_dim, shifted, device, monkeypatch) -> None:
     """A GPU would fault."""
     flags: list[bool] = []
-    monkeypatch.setattr(_launch, "interceptor", lambda kernel, args, options: flags.append(options["ALIGNED"]))
+    monkeypatch.setattr(_launch, "interceptor", lambda kernel, grid, args, options: flags.append(options["ALIGNED"]))
     shapes = {"k_cache": (2, 8, 1, head_dim), "v_cache": (2, 8, 1, head_dim)}
     shapes |= {name: (2, 1, 1, head_dim) for name in ("k", "v")}
     tensors = {

@@ -17,11 +17,13 @@ def attention_call(
     deterministic: bool = False,
     *,
     generic: bool = True,
+    queries: int | None = None,
 ) -> Callable[[], object]:
     """Makes a forward and a backward call of the attention launchers with these options.
 
     generic: whether the generic kernels run on all devices; otherwise the device's own run, with those that are off by
         default.
+    queries: the number of queries, if it is not that of the keys; then only the forward call is made.
     """
     from fastformer.kernels import _attention_hopper
     from fastformer.kernels import attention as kernels
@@ -49,16 +51,18 @@ def attention_call(
                 out, lse = kernels.varlen_attention_fwd(q, k, k, *rest)
                 kernels.varlen_attention_bwd(out, q, k, k, out, lse, *rest)
                 return
-            q, k = new(batch, seqlen, heads, head_dim), new(batch, seqlen, kv_heads, head_dim)
+            q, k = new(batch, queries or seqlen, heads, head_dim), new(batch, seqlen, kv_heads, head_dim)
             mask = None
             if {"bool", "additive", "bool_keys", "additive_keys"} & set(options):
                 # "_keys": the same for all rows, like torch.nn's key_padding_mask.
                 same_rows = {"bool_keys", "additive_keys"} & set(options)
-                shape = (batch, 1, 1, seqlen) if same_rows else (1, heads, seqlen, seqlen)
+                shape = (batch, 1, 1, seqlen) if same_rows else (1, heads, q.shape[1], seqlen)
                 mask = new(*shape, dtype=torch.bool if {"bool", "bool_keys"} & set(options) else dtype)
             lengths = new(batch, dtype=torch.int32) if "seqlens_k" in options else None
             dense_rest = (mask, lengths, head_dim**-0.5, *window, *dropout)
             out, lse = kernels.attention_fwd(q, k, k, *dense_rest, softcap)
+            if queries is not None:
+                return
             learned = bool({"additive", "additive_keys"} & set(options))
             kernels.attention_bwd(out, q, k, k, out, lse, *dense_rest, learned, softcap)
 
@@ -104,6 +108,10 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
         for options in (("causal",), ("window", "additive", "dropout", "seqlens_k", "gqa")):
             title = f"bf16 d{head_dim} deterministic " + "+".join(options)
             yield title, attention_call(bf16, head_dim, options, 4096, deterministic=True)
+    for dtype, head_dim in ((bf16, 64), (bf16, 128), (bf16, 256), (fp32, 64), (fp32, 128)):
+        title = f"{'bf16' if dtype == bf16 else 'fp32'} d{head_dim} few queries"
+        for options in (("gqa",), ("gqa", "bool_keys"), ("bool", "softcap"), ("seqlens_k",)):
+            yield f"{title} {'+'.join(options)}", attention_call(dtype, head_dim, options, 4096, queries=2)
     yield "fp16 d64 causal", attention_call(torch.float16, 64, ("causal",), 4096)
     for head_dim in (32, 64, 128):
         for options in FP32_OPTIONS:
