@@ -181,8 +181,8 @@ class GenerationConfig:
         decoder_start_token_id: the first input of the decoder in a model that reads sources; by default the model's.
             Outputs don't contain it.
         use_cache: cache keys and values; if False, everything is recomputed for each token.
-        engine: one of `engines.ENGINES`; by default the fastest that can decode the model. "graph" (steps as CUDA
-            graphs) is never chosen by default.
+        engine: one of `engines.ENGINES`; by default the fastest that can decode the model on its device: on a GPU
+            "graph" (steps as CUDA graphs), unless it can't capture the model.
         precision: the precision of the computation; by default the model's. That is "int8" or "int4" if the model was
             quantised (`model.quantize()`), else its dtype, or autocast's. The engine "cpp" computes a model in fp32 or
             bf16 in each of fp32, bf16, int8 and int4. The other engines compute only in the model's dtype.

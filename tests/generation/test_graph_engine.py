@@ -24,9 +24,10 @@ from fastformer.engine.frozen import notes_of
 from fastformer.generation import GenerateOutput, GenerationConfig, generate
 from fastformer.generation import requests as requests_module
 from fastformer.generation import scheduler as scheduler_module
-from fastformer.generation.engines import Engine
+from fastformer.generation.engines import Engine, choose_engine
 from fastformer.generation.engines import graph as graph_module
 from fastformer.generation.engines.captured_step import bucket, rounded
+from fastformer.generation.engines.cpp import CppEngine
 from fastformer.generation.engines.graph import GraphBatch, GraphEngine
 from fastformer.generation.engines.recompute import RecomputeEngine
 from fastformer.generation.request_builder import RequestBuilder
@@ -348,8 +349,35 @@ def test_graphs_are_dropped_when_the_model_gets_other_weights(model, watched) ->
     assert watched.captures == 2
 
 
+@pytest.fixture
+def on_gpu(monkeypatch) -> None:
+    """Lets engines choose as for a model on a GPU."""
+    monkeypatch.setattr(graph_module, "DEVICES", ("cpu",))
+    monkeypatch.setattr(KVCache, "_is_host", staticmethod(lambda device: False))  # as a GPU has tables of its own
+    monkeypatch.setattr(CppEngine, "why_unsupported", classmethod(lambda *_: "the model is on a GPU"))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 5}], ids=str)
+def test_graphs_are_the_default_on_a_gpu(options: dict[str, Any], model, watched, on_gpu) -> None:
+    inputs, found = ids(3, 9, 5, vocab=VOCAB), []
+    for engine in (None, "kv_cache"):
+        torch.manual_seed(0)
+        found.append(generate(copy.deepcopy(model), inputs, engine=engine, max_new_tokens=10, **options))
+        assert watched.captures >= 1  # by the first of the two
+    assert torch.equal(*found)
+
+
+def test_a_model_that_graphs_cannot_hold_decodes_without_and_the_log_says_why(on_gpu, caplog) -> None:
+    kind, options = CONFIGS[RELATIVE[0]]
+    relative = drawn(kind, **options)
+    with caplog.at_level("INFO", logger="fastformer"):
+        assert choose_engine(relative).name == "kv_cache"
+    (line,) = [record.getMessage() for record in caplog.records if "'graph'" in record.getMessage()]
+    assert "relative positions" in line
+
+
 def test_the_next_engine_of_a_model_finds_the_graphs(model, watched, monkeypatch) -> None:
-    monkeypatch.setattr(graph_module, "_KEPT_ON", ("cpu",))
+    monkeypatch.setattr(graph_module, "DEVICES", ("cpu",))
     monkeypatch.setattr(KVCache, "_is_host", staticmethod(lambda device: False))  # as a GPU has tables of its own
     own = copy.deepcopy(model)
     inputs = ids(3, 9, 5, vocab=VOCAB)

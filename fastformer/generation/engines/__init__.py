@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+from fastformer.generation.engines import graph
 from fastformer.generation.engines.base import Batch as Batch
 from fastformer.generation.engines.base import Candidates as Candidates
 from fastformer.generation.engines.base import Engine as Engine
@@ -16,15 +18,14 @@ from fastformer.generation.engines.graph import GraphEngine
 from fastformer.generation.engines.kv_cache import KVCacheEngine
 from fastformer.generation.engines.recompute import RecomputeEngine
 from fastformer.generation.engines.recurrent import RecurrentEngine
-from fastformer.generation.model_protocols import Model, as_model, check_precision, is_ensemble
+from fastformer.generation.model_protocols import Model, as_model, check_precision, device_of, is_ensemble
 from fastformer.generation.search import Sample as Sample
 from fastformer.models import GPT
 
-# By default the first engine in this order that can decode the model is chosen. "graph" must be requested by name: it
-# is not yet measured on a GPU.
+# By default the first engine in this order that can decode the model is chosen; "graph" only on a device with graphs.
 _ENGINES: tuple[type[CppEngine | KVCacheEngine | RecurrentEngine | RecomputeEngine], ...]
 _ENGINES = (CppEngine, GraphEngine, KVCacheEngine, RecurrentEngine, RecomputeEngine)
-_BY_NAME = (GraphEngine,)
+logger = logging.getLogger("fastformer")
 ENGINES = tuple(engine.name for engine in _ENGINES)
 _REGISTERED: dict[str, type[Engine]] = {}
 
@@ -58,8 +59,8 @@ def choose_engine(
 
     Args:
         model: the model to decode.
-        name: one of ENGINES, or a registered engine; None: the fastest engine that can decode the model, except
-            "graph" and registered engines.
+        name: one of ENGINES, or a registered engine; None: the fastest engine that can decode the model on its
+            device, except registered engines. Where that isn't "graph" on a GPU, the log says why, at level INFO.
         precision: the precision to compute in: "fp32", "bf16", "fp16", "int8" or "int4". None: the model's own, which
             is "int8" or "int4" for a quantised model, else its dtype or autocast's. An engine without int8 and int4
             decodes a quantised model with its rounded weights in their dtype.
@@ -77,13 +78,17 @@ def choose_engine(
     if isinstance(model, GPT):
         model.check_causal()
     reasons: dict[str, list[str]] = {}
+    has_graphs = device_of(model).type in graph.DEVICES
     candidates: tuple[Any, ...] = (*_ENGINES, *_REGISTERED.values())
     for engine in candidates:
-        if name == engine.name or (name is None and engine in _ENGINES and engine not in _BY_NAME):
+        if name == engine.name or (name is None and engine in _ENGINES and (engine is not GraphEngine or has_graphs)):
             reason = engine.why_unsupported(model, precision)
             if cache_dtype is not None and cache_dtype not in engine.cache_dtypes:
                 reason = reason or f"its keys and values have the dtype of the computation, not {cache_dtype}"
             if reason is None:
+                if name is None and has_graphs and engine is not GraphEngine:
+                    why = next(why for why, names in reasons.items() if repr(GraphEngine.name) in names)
+                    logger.info("engine %r decodes a %s, not 'graph': %s", engine.name, type(model).__name__, why)
                 chosen: Engine = engine(model, precision, *([cache_dtype] if engine.cache_dtypes else []))
                 return chosen
             reasons.setdefault(reason, []).append(repr(engine.name))

@@ -44,7 +44,8 @@ logger = logging.getLogger("fastformer")
 STEPS_PER_LOOK = 8  # steps before the host looks for searches that have ended; their rows decode on until then
 MAX_SHAPES = 32  # shapes of an engine, each with a graph; the graphs share the working memory of their operations
 _KEPT_BYTES = 2**32  # the most bytes of a model's cache that stay allocated between two calls
-_KEPT_ON = ("cuda",)  # the device types on which caches and graphs stay between calls
+# The device types that have graphs: there, this engine is the default, and caches and graphs stay between calls.
+DEVICES = ("cuda",)
 
 
 @dataclass
@@ -128,7 +129,7 @@ class GraphEngine(KVCacheEngine):
 
     def open(self, max_rows: int, num_tokens: int) -> GraphBatch:
         # Not earlier: an engine without a batch leaves the model's state to others.
-        if self._keeper is None and self.device.type in _KEPT_ON and isinstance(self.model, nn.Module):
+        if self._keeper is None and self.device.type in DEVICES and isinstance(self.model, nn.Module):
             before: _State | None = notes_of(self.model).findings.pop("graphs", None)
             if before is not None and before.cache.k.device == self._empty.k.device:
                 self._state = before
