@@ -2,16 +2,14 @@
 
 They compute the calls for which they were, on average, at least 1.15 times as fast as the generic kernels of
 `attention.py` on an H200, and never slower: forward at head_dim 128 (1.27 to 1.38 times as fast), backward at 64 (1.13
-to 1.40) and at 128 (1.16 to 1.18). Forward at head_dim 64, with one program per SM, was 0.91 to 1.12 times as fast, so
-the generic kernel computes it. The environment variable FASTFORMER_HOPPER_FORWARD_64=1 gives calls without dropout to a
-form with two programs per SM, which no device has timed yet.
+to 1.40) and at 128 (1.16 to 1.18). Forward at head_dim 64 it was 0.91 to 1.12 times as fast, so the generic kernel
+computes it.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,11 +20,8 @@ from fastformer.kernels._attention_common import Problem, plane_strides, planes_
 from fastformer.kernels._launch import Dropout, Launch, architecture, cdiv, num_sms, stride_unit
 
 # The head_dims, rounded up to a power of two, that each direction computes.
-FORWARD = (64, 128) if os.environ.get("FASTFORMER_HOPPER_FORWARD_64") == "1" else (128,)
+FORWARD = (128,)
 BACKWARD = (64, 128)
-# The most registers per thread of a program, at its launch, of which two fit on an SM: an SM has 2**16, a program 384
-# threads, and the hardware moves registers from warp to warp in eights.
-SHARED_REGISTERS = 2**16 // (2 * 384) // 8 * 8
 CONSUMERS, CONSUMER_ROWS = 2, 64  # the consumer warpgroups of the forward kernel, and the rows of each
 TILE_KEYS = 128  # the keys of a tile in the backward kernel
 # The middle row of a ragged descriptor, which is also the extent of its two leading dimensions.
@@ -37,12 +32,7 @@ _KEPT = 256  # descriptors cached per tensor of a plan: the caching allocator re
 
 def takes(problem: Problem, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> bool:
     """Returns whether the forward kernel computes a call. All others go to the generic kernel, without a warning."""
-    return (
-        problem.block_d in FORWARD
-        and (problem.block_d == 128 or problem.dropout[0] is None)
-        and architecture(q) == 90
-        and fits(problem, q, k, v, attn_mask)
-    )
+    return problem.block_d in FORWARD and architecture(q) == 90 and fits(problem, q, k, v, attn_mask)
 
 
 def fits(problem: Problem, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> bool:
@@ -65,15 +55,12 @@ class Tile(NamedTuple):
 
     block_n: int  # keys per block: 128 if a consumer has enough registers, else 64
     stages: int  # the number of buffers in a ring
-    programs: int  # the programs that share an SM
 
 
 def tile_of(problem: Problem) -> Tile:
     """Returns the tile of the forward kernel."""
-    if problem.block_d == 64 and problem.dropout[0] is None:
-        return Tile(64, 4, 2)
     is_full = problem.dropout[0] is not None or problem.window[0] is not None
-    return Tile(64, 4, 1) if is_full else Tile(128, 2, 1)
+    return Tile(64, 4) if is_full else Tile(128, 2)
 
 
 def _addressable(x: Tensor, packed: bool) -> bool:
@@ -184,10 +171,8 @@ class Plan:
         if self._ready is None:
             problem = self._problem._replace(seqlens_q=lengths[0], seqlens_k=lengths[1], dropout=dropout)
             arguments, constants, num_tiles = self._arguments_of(*tensors, problem)
-            together = constants.get("PROGRAMS", 1)
-            programs = min(num_tiles, together * num_sms(tensors[0].device))
-            limit = {"maxnreg": SHARED_REGISTERS} if together == 2 else {}
-            run = Launch(self._kernel(), (programs,), **constants, num_warps=4, **limit)
+            programs = min(num_tiles, num_sms(tensors[0].device))
+            run = Launch(self._kernel(), (programs,), **constants, num_warps=4)
             boxes = [tuple(argument.block_shape[-2:]) for argument in arguments[:count]]
             self._ready = run, boxes, arguments[len(tensors) :]
             run(*arguments)
@@ -231,7 +216,7 @@ def forward_arguments(
     """Returns the forward kernel's (arguments, constexprs, number of tiles)."""
     packed = problem.lengths == "packed"
     kv_bytes = 2 * problem.seqlen_k * problem.head_dim * q.element_size() // problem.group
-    block_n, stages, programs = tile_of(problem)
+    block_n, stages = tile_of(problem)
     planes = planes_of(problem, cdiv(problem.seqlen_q, CONSUMERS * CONSUMER_ROWS), kv_bytes)
     num_tiles = planes[2] * planes[3]
     unit = stride_unit(out)
@@ -245,10 +230,7 @@ def forward_arguments(
         problem.softmax_scale, plane_strides(out.stride(), packed, unit),
         (0 if packed else lse.stride(0), lse.stride(-2)),
     )  # fmt: skip
-    constants = {
-        "LENGTHS": problem.lengths, "HEAD_DIM": problem.head_dim, "UNIT": unit, "STAGES": stages,
-        "PROGRAMS": programs,
-    }  # fmt: skip
+    constants = {"LENGTHS": problem.lengths, "HEAD_DIM": problem.head_dim, "UNIT": unit, "STAGES": stages}
     return arguments, constants, num_tiles
 
 

@@ -8,17 +8,9 @@ masks, the heaviest tiles come first) and gives its warps roles:
   barriers: `full` (the copy has arrived) and `empty` (all consumers have read it).
 - Two consumers, a warpgroup each, own 64 rows each.
 
-There are two forms of a consumer's loop:
-
-- With one program per SM (`_attend`), a consumer issues Q K^T of block j, then P V of block j - 1, waits for only the
-  first, and computes the softmax of block j while the second runs. ptxas moves that softmax after the wait for the
-  second, so that it overlaps with the products of the other consumer. A branch before that wait would hold it in place,
-  at the cost of six instructions per block. By the model of `benchmarks/machine_code/schedule.py` that gains nothing,
-  so there is no such branch.
-- With two programs per SM (`_attend_in_turn`), at head_dim 64, a consumer finishes a block before it begins the next.
-  Its softmax overlaps with the products of the three other consumers of the SM, and the first copies and the last
-  stores of a tile with the work of the other program. Nothing but the accumulator is carried from block to block,
-  because a consumer has only 104 registers per thread.
+A consumer issues Q K^T of block j, then P V of block j - 1, waits for only the first, and computes the softmax of block
+j while the second runs. ptxas moves that softmax after the wait for the second, so that it overlaps with the products
+of the other consumer.
 
 Blocks run from the last to the first, so that those at the diagonal and at the tail, the only masked ones, come first.
 TMA descriptors are "ragged": the hardware returns zeros beyond the length of each sequence, dense or packed.
@@ -47,12 +39,10 @@ _philox = gluon.jit(_dropout._philox.fn)
 # Triton 3.8 renamed this function, and 3.9 removed the old name.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
-# For the compile report. Each consumer has a copy of both products in each of the two or three copies of the loop and,
-# with one program per SM, of the first Q K^T and the last P V.
+# For the compile report. Each consumer has a copy of both products in each of the two or three copies of the loop, and
+# of the first Q K^T and the last P V.
 PRODUCTS = {
-    "_attention_hopper_fwd_kernel": lambda a: (
-        [64] * 2 * ((4 if a["window"][0] is None else 6) + (2 if a["PROGRAMS"] == 1 else 0))
-    ),
+    "_attention_hopper_fwd_kernel": lambda a: [64] * 2 * (6 if a["window"][0] is None else 8),
 }
 # The 128 threads of a consumer share 64 rows of the scores of a block.
 SCORES = {"_attention_hopper_fwd_kernel": lambda arguments: arguments["k_desc"].block_shape[3] / 2}
@@ -364,42 +354,10 @@ def _attend(
 
 
 @gluon.jit
-def _attend_in_turn(
-    q, buffers, barriers, count, tile_blocks, rows, state, bounds, window, factor, S_LAYOUT: gl.constexpr,
-    P_LAYOUT: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Runs all blocks of a tile without dropout, both products of a block before the next; returns (acc, peak, total).
-
-    count: the number of blocks before this tile. tile_blocks: see `_blocks_of`.
-    """
-    k_buffers, k_empty, v_empty = buffers[1], barriers[3], barriers[5]
-    acc, peak, total = state
-    start, masked, masked_or_full, blocks = tile_blocks
-    # The producer copies a block, which is masked, also for a tile without keys. With a left window, it is in the last
-    # part.
-    ends = (0, gl.maximum(masked, 1) if window[0] is None else masked, masked_or_full, blocks)
-    for part in gl.static_range(3 if window[0] is not None else 2):
-        for step in range(ends[part], ends[part + 1]):
-            at = count + step
-            s = _issue_scores(q, buffers, barriers, at, S_LAYOUT, STAGES)
-            s = warpgroup_mma_wait(0, deps=[s])
-            mbarrier.arrive(k_empty.index(at & (STAGES - 1)), count=1)
-            weights, fade, peak, total = _weights(
-                s, start - step * k_buffers.shape[4], rows, peak, total, bounds, window, factor, S_LAYOUT, part != 1
-            )
-            acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, acc.type.layout))[:, None]
-            p = _unpack(_pack(weights, k_buffers.dtype), k_buffers.dtype, P_LAYOUT)
-            acc = _issue_sum(p, acc, buffers, barriers, at, STAGES)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(v_empty.index(at & (STAGES - 1)), count=1)
-    return acc, peak, total
-
-
-@gluon.jit
 def _consume(
     consumer: gl.constexpr, out_ptr, lse_ptr, buffers, barriers, planes, lengths, window, dropout, softmax_scale,
     out_strides, lse_strides, num_tiles, LENGTHS: gl.constexpr, HEAD_DIM: gl.constexpr, UNIT: gl.constexpr,
-    STAGES: gl.constexpr, PROGRAMS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Runs a consumer: 64 rows of each tile, from their scores to out and lse."""
     q_buffers, k_buffers, v_buffers = buffers
@@ -431,22 +389,15 @@ def _consume(
             peak = gl.full([CONSUMER_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
             acc = gl.zeros([CONSUMER_ROWS, BLOCK_D], gl.float32, O_LAYOUT)
             state = (acc, peak, _no_sums())
-            if PROGRAMS == 2:
-                acc, peak, total = _attend_in_turn(
-                    q, buffers, barriers, count, tile_blocks, rows, state, bounds, window, factor, S_LAYOUT, P_LAYOUT,
-                    STAGES,
-                )  # fmt: skip
-            else:
-                words, acc, peak, total = _attend(
-                    q, buffers, barriers, count, tile_blocks, rows, state, bounds, window, factor, first_row, plane,
-                    drawn, S_LAYOUT, P_LAYOUT, STAGES, DROPOUT,
-                )  # fmt: skip
+            words, acc, peak, total = _attend(
+                q, buffers, barriers, count, tile_blocks, rows, state, bounds, window, factor, first_row, plane,
+                drawn, S_LAYOUT, P_LAYOUT, STAGES, DROPOUT,
+            )  # fmt: skip
             # All products with Q are done, so the producer may load the Q of the next tile.
             mbarrier.arrive(q_empty.index(consumer), count=1)
             count += tile_blocks[3]
-            if PROGRAMS == 1:
-                p = _unpack(words, k_buffers.dtype, P_LAYOUT)
-                acc = _issue_sum(p, acc, buffers, barriers, count - 1, STAGES)
+            p = _unpack(words, k_buffers.dtype, P_LAYOUT)
+            acc = _issue_sum(p, acc, buffers, barriers, count - 1, STAGES)
             # A row that sees no key has total 0, out 0 and lse -inf.
             total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, S_LAYOUT))
             lse = peak * softmax_scale + gl.log2(total) * 0.6931471805599453
@@ -454,9 +405,8 @@ def _consume(
             lse_ptrs = lse_ptr + batch.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1]
             gl.store(lse_ptrs + start_q + rows, lse, mask=rows < len_q)
             scale = drawn[4] / gl.where(total == 0, 1.0, total)
-            if PROGRAMS == 1:
-                acc = warpgroup_mma_wait(0, deps=[acc])
-                mbarrier.arrive(v_empty.index((count - 1) & (STAGES - 1)), count=1)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(v_empty.index((count - 1) & (STAGES - 1)), count=1)
             out = (acc * gl.convert_layout(scale, gl.SliceLayout(1, O_LAYOUT))[:, None]).to(k_buffers.dtype)
             _store_rows(
                 out, out_ptr, out_strides, batch, start_q, first_row, head, len_q, HEAD_DIM, UNIT,
@@ -504,12 +454,8 @@ def _attention_hopper_fwd_kernel(
     HEAD_DIM: gl.constexpr,
     UNIT: gl.constexpr,
     STAGES: gl.constexpr,
-    PROGRAMS: gl.constexpr,
 ):
-    """Computes out and lse of every num_programs-th tile, starting with the program's own.
-
-    PROGRAMS: the programs that share an SM, 1 or 2.
-    """
+    """Computes out and lse of every num_programs-th tile, starting with the program's own."""
     q_buffers = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS] + q_desc.block_type.shape, q_desc.layout)
     k_buffers = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
     v_buffers = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
@@ -531,22 +477,20 @@ def _attention_hopper_fwd_kernel(
     buffers = (q_buffers, k_buffers, v_buffers)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[3]
-    # The registers of the second consumer and of the producer. The first consumer gets the remaining ones: 232, or 112.
-    REGISTERS: gl.constexpr = [232, 40] if PROGRAMS == 1 else [104, 24]
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
                     0, out_ptr, lse_ptr, buffers, barriers, planes, lengths, window, dropout, softmax_scale,
-                    out_strides, lse_strides, num_tiles, LENGTHS, HEAD_DIM, UNIT, STAGES, PROGRAMS,
+                    out_strides, lse_strides, num_tiles, LENGTHS, HEAD_DIM, UNIT, STAGES,
                 ),
             ),
             (
                 _consume,
                 (
                     1, out_ptr, lse_ptr, buffers, barriers, planes, lengths, window, dropout, softmax_scale,
-                    out_strides, lse_strides, num_tiles, LENGTHS, HEAD_DIM, UNIT, STAGES, PROGRAMS,
+                    out_strides, lse_strides, num_tiles, LENGTHS, HEAD_DIM, UNIT, STAGES,
                 ),
             ),
             (
@@ -558,5 +502,5 @@ def _attention_hopper_fwd_kernel(
             ),
         ],
         [4, 1],
-        REGISTERS,
+        [232, 40],  # the registers of the second consumer and of the producer; the first consumer gets the others, 232
     )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 import torch
@@ -14,24 +13,14 @@ GATES = ("swiglu", "geglu_tanh")  # activations with two inputs
 
 
 class FfnConfig(NamedTuple):
-    """The tile of the result, the depth of a step, and how programs run.
-
-    maxnreg: the most registers per thread. programs: 0 for one program per tile; otherwise the number of programs per
-    SM in a fixed grid, where each program processes several tiles.
-    """
+    """The tile of the result, the depth of a step, and how programs run."""
 
     block_m: int
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
-    maxnreg: int | None = None
-    programs: int = 0
-
-
-# Whether the forward product uses a fixed grid, in which each program processes several tiles, if that compiles well.
-# It is off by default, because it has not been shown to be faster on any device.
-PERSISTENT = os.environ.get("FASTFORMER_PERSISTENT_FEED_FORWARD") == "1"
+    maxnreg: int | None = None  # the most registers per thread
 
 
 class FfnRow(NamedTuple):
@@ -68,19 +57,6 @@ def fuses(x: Tensor, depth: int, rows: int) -> bool:
 
 def config_of(x: Tensor, depth: int, rows: int, backward: bool, activation: str) -> FfnConfig:
     """Returns the tile of the fused product."""
-    config = _config_of(x, depth, rows, backward, activation)
-    if not PERSISTENT or backward:
-        return config
-    arch = architecture(x)
-    # On sm_90, the single loop can't carry the two sums of a gate: it would wait for each product. On sm_80, gelu's
-    # sums spill (Triton 3.6.0).
-    is_good = activation not in GATES if arch == 90 else arch == 80 and activation == "relu"
-    if arch == 0 or (is_good and config.block_m == 128):
-        return config._replace(programs=2, maxnreg=128)
-    return config
-
-
-def _config_of(x: Tensor, depth: int, rows: int, backward: bool, activation: str) -> FfnConfig:
     arch = architecture(x)
     if arch == 0:
         return FfnConfig(32, 64, 32, 4, 1)

@@ -6,9 +6,6 @@ differentiates the activation, drops the same elements, sums dbias1 over its row
 pre-activation, recomputes hidden for dweight2. The other four products (hidden weight2^T + bias2, dx, dweight1,
 dweight2) have nothing to fuse and use cuBLAS.
 
-The forward product has a second variant with a fixed grid, in which each program processes several tiles, and the first
-loads of a tile run during the epilogue of the previous one. It is off by default; see PERSISTENT.
-
 If cuBLAS is so much faster that this outweighs a pass over the hidden layer, it computes those two products as well,
 and an elementwise kernel does the rest (FUSED_GEMM decides).
 
@@ -39,7 +36,6 @@ from fastformer.kernels._launch import (
     dropout_arguments,
     launch,
     next_power_of_2,
-    num_sms,
     unsupported_device,
     unsupported_dtype,
     wrong_products,
@@ -157,16 +153,15 @@ def _forward_epilogue(
     tl.store(hidden_ptr + rows64[:, None] * hidden_dim + columns[None, :], hidden.to(dtype), mask=here)
 
 
-@triton.jit
-def _activated_tile(
-    pid, x_ptr, weight_ptr, bias_ptr, pre_ptr, hidden_ptr, dropout, num_rows, hidden_dim, depth, x_strides,
-    weight_strides,
+@triton.jit(do_not_specialize=_COUNTS)
+def _linear_activation_kernel(
+    x_ptr, weight_ptr, bias_ptr, pre_ptr, hidden_ptr, dropout, num_rows, hidden_dim, depth, x_strides, weight_strides,
     ACTIVATION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr, PERSISTENT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Computes the pid-th tile of hidden, and of the pre-activation if backward needs it."""
+    """Computes hidden = dropout(activation(x weight^T + bias)), and the pre-activation if backward needs it."""
     GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu_tanh"
-    row_block, column_block = _which_tile(pid, num_rows, hidden_dim, BLOCK_M, BLOCK_N)
+    row_block, column_block = _which_tile(tl.program_id(0), num_rows, hidden_dim, BLOCK_M, BLOCK_N)
     rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
     pre, up = _product(
@@ -176,7 +171,7 @@ def _activated_tile(
     )  # fmt: skip
     first = column_block * BLOCK_N
     # relu needs few registers per element, and tiles for dropout have at least 16 columns.
-    if (ACTIVATION == "relu" and not PERSISTENT) or BLOCK_N < 64:
+    if ACTIVATION == "relu" or BLOCK_N < 64:
         _forward_epilogue(
             pre, up, bias_ptr, pre_ptr, hidden_ptr, dropout, row_block, first, num_rows, hidden_dim,
             ACTIVATION, BLOCK_M, BLOCK_N,
@@ -189,31 +184,6 @@ def _activated_tile(
                 parts[part], parts_up[part], bias_ptr, pre_ptr, hidden_ptr, dropout, row_block,
                 first + part * (BLOCK_N // 4), num_rows, hidden_dim, ACTIVATION, BLOCK_M, BLOCK_N // 4,
             )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=_COUNTS)
-def _linear_activation_kernel(
-    x_ptr, weight_ptr, bias_ptr, pre_ptr, hidden_ptr, dropout, num_rows, hidden_dim, depth, x_strides, weight_strides,
-    ACTIVATION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr, PERSISTENT: tl.constexpr,
-):  # fmt: skip
-    """Computes hidden = dropout(activation(x weight^T + bias)), and the pre-activation if backward needs it.
-
-    A program computes one tile; if PERSISTENT, several. The compiler fuses their loops, and so loads the first operands
-    of a tile during the epilogue of the previous one.
-    """
-    if PERSISTENT:
-        num_tiles = tl.cdiv(num_rows, BLOCK_M) * tl.cdiv(hidden_dim, BLOCK_N)
-        for pid in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
-            _activated_tile(
-                pid, x_ptr, weight_ptr, bias_ptr, pre_ptr, hidden_ptr, dropout, num_rows, hidden_dim, depth, x_strides,
-                weight_strides, ACTIVATION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, True,
-            )  # fmt: skip
-    else:
-        _activated_tile(
-            tl.program_id(0), x_ptr, weight_ptr, bias_ptr, pre_ptr, hidden_ptr, dropout, num_rows, hidden_dim, depth,
-            x_strides, weight_strides, ACTIVATION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, False,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -477,14 +447,12 @@ def _activated(
     pre = x.new_empty(num_rows, weight.shape[0]) if needs_saved and activation != "relu" else None
     config = config_of(x, depth, num_rows, False, activation)
     programs = cdiv(num_rows, config.block_m) * cdiv(hidden_dim, config.block_n)
-    if config.programs:
-        programs = min(programs, config.programs * num_sms(x.device))
     if num_rows:
         launch(
             _linear_activation_kernel, (programs,),
             x, weight, contiguous(bias), pre, hidden,
             dropout, num_rows, hidden_dim, depth, x.stride(), weight.stride(),
-            ACTIVATION=activation, **_tile_of(config, x, depth), PERSISTENT=config.programs > 0,
+            ACTIVATION=activation, **_tile_of(config, x, depth),
         )  # fmt: skip
     if not needs_saved:
         return hidden, x.new_empty(0)

@@ -1,8 +1,7 @@
 """The steps of the GPU plan (`benchmarks/gpu_run_plan.py`), in order of importance.
 
-They are: one shape of each op, checked against fp64 and timed beside only the fastest rivals; bitwise reproducibility;
-numerics; all other times, decoding and training; and kernels that are off by default, which are timed if their tests
-pass.
+First what users ask, in the first ten minutes: attention beside the fastest rivals, its reproducibility to the bit, a
+training step and decoding as wholes, and one shape of each other op. Then numerics, and all other times.
 """
 
 from __future__ import annotations
@@ -60,19 +59,18 @@ def other_tests() -> str:
     return " ".join(others)
 
 
-def tests(name: str, files: str, seconds: float, binaries: int, *, only: str = "", flag: str = "") -> PlanStep:
+def tests(name: str, files: str, seconds: float, binaries: int, *, only: str = "") -> PlanStep:
     """Makes a step of the GPU tests of some files (separated by spaces), in parallel, since most of it is compiling.
 
     Args:
         seconds: the time of the tests themselves, with all processes in parallel.
         binaries: roughly how many binaries they compile.
         only: pytest's -k.
-        flag: see `times`.
     """
     command = [sys.executable, "-m", "pytest", "-m", "gpu and not slow", "-q", "-rN", "--tb=short"]
     command += ["-p", "benchmarks.measure.failures", *files.split(), *(["-k", only] if only else [])]
     key = f"tests {name}"
-    variables = {"OMP_NUM_THREADS": "1", **({flag: "1"} if flag else {})}
+    variables = {"OMP_NUM_THREADS": "1"}
     shards = [(command, variables | {"FASTFORMER_TEST_SHARD": f"{shard}/{SHARDS}"}) for shard in range(SHARDS)]
     compiling = 0.0 if os.environ.get("FASTFORMER_KERNELS") else _COMPILING * binaries / _LENT_CORES
     return PlanStep(key, shards, _TESTS_START + compiling + seconds)
@@ -85,20 +83,15 @@ def times(
     label: str = "",
     rivals: Sequence[str] = (),
     seconds: float | None = None,
-    flag: str = "",
-    kernel: str = "",
     modes: Sequence[str] = (),
-    after: str = "",
 ) -> PlanStep:
     """Makes a step of the runner's cases of an op, in bf16 if the op has it.
 
     Args:
         values: required values of a shape, such as "seqlen=2048"; if a name is given twice, either value fits.
-        label: a label for kernels that are off by default, whose rows go to another file, or for a first look.
+        label: a label for other tiles or a first look, whose rows go to another file.
         rivals: the rivals, besides fastformer and the baseline; empty = all.
         seconds: the seconds of a shape.
-        flag: the environment variable that enables the kernels.
-        kernel, after: see `PlanStep`.
         modes: the modes; empty = all.
     """
     benchmark = benchmarks()[op]
@@ -113,25 +106,33 @@ def times(
     for option, chosen in (("--shape", values), ("--provider", rivals), ("--mode", modes)):
         command += [option, *chosen] if chosen else []
     key = " ".join(filter(None, ["time", label, op, *values]))
-    environment = {flag: "1"} if flag else {}
-    return PlanStep(key, [(command, environment)], _START + seconds_per_shape * len(shapes), kernel, rows, after)
+    return PlanStep(key, [(command, {})], _START + seconds_per_shape * len(shapes))
 
 
-def first_look(out: Path) -> Iterator[PlanStep]:
-    """Yields steps that check and time one shape of each op, beside cuDNN and flash only. They take two minutes."""
-    look: dict[str, Any] = {"label": "first look", "modes": ("fwdbwd",), "rivals": _BEST_RIVALS, "seconds": 8}
+_LOOK: dict[str, Any] = {"label": "first look", "modes": ("fwdbwd",), "rivals": _BEST_RIVALS, "seconds": 8}
+_ALONE = _LOOK | {"rivals": ("fastformer",), "seconds": 6}
+
+
+def _look_at_attention(out: Path) -> Iterator[PlanStep]:
+    """Yields steps that check and time attention, beside cuDNN and flash only."""
     causal = ("causal=True", "seqlen=2048")
     for head_dim in (64, 128):
-        yield times("attention", out, *causal, "dropout_p=0.0", f"head_dim={head_dim}", **look)
-    yield times("packed_attention", out, "head_dim=64", "causal=True", **look)
-    alone = look | {"rivals": ("fastformer",), "seconds": 6}
-    yield times("add_layer_norm", out, "rows=16384", "dim=512", "dropout_p=0.1", **alone)
-    yield times("feed_forward", out, "dim=512", "activation=relu", "dropout_p=0.1", **alone)
-    yield times("linear_cross_entropy", out, "vocab_size=32000", **alone)
-    yield times("embedding", out, "dropout_p=0.1", **alone)
-    yield times("rotary", out, "head_dim=64", "seqlen=4096", **alone)
-    yield times("decode_attention", out, "batch=1", "seqlen=4096", **alone | {"modes": ("fwd",)})
-    yield times("attention", out, *causal, "dropout_p=0.1", "head_dim=64", **look)
+        yield times("attention", out, *causal, "dropout_p=0.0", f"head_dim={head_dim}", **_LOOK)
+    yield times("attention", out, *causal, "dropout_p=0.1", "head_dim=64", **_LOOK)
+    yield times("packed_attention", out, "head_dim=64", "causal=True", **_LOOK)
+    yield times("decode_attention", out, "batch=1", "seqlen=4096", **_ALONE | {"modes": ("fwd",)})
+
+
+def _look_at_others(out: Path) -> Iterator[PlanStep]:
+    """Yields steps that check and time one shape of each other op."""
+    yield times("add_layer_norm", out, "rows=16384", "dim=512", "dropout_p=0.1", **_ALONE)
+    yield times("embedding", out, "dropout_p=0.1", **_ALONE)
+    yield times("rotary", out, "head_dim=64", "seqlen=4096", **_ALONE)
+    yield times("linear_cross_entropy", out, "vocab_size=32000", **_ALONE)
+    yield times("feed_forward", out, "dim=512", "activation=relu", "dropout_p=0.1", **_ALONE)
+    # Lengths of translation, with all heads of a model.
+    yield times("attention", out, "causal=True", "seqlen=64", "dropout_p=0.0", "head_dim=64", **_LOOK)
+    yield times("attention", out, "causal=True", "seqlen=256", "dropout_p=0.0", "head_dim=64", **_LOOK)
 
 
 def _build() -> PlanStep:
@@ -141,23 +142,24 @@ def _build() -> PlanStep:
 
 def steps(out: Path) -> Iterator[PlanStep]:
     """Yields all steps, in order of importance. To add a step, add a `yield`."""
-    yield from first_look(out)
+    yield from _look_at_attention(out)
     yield tests("repeats", _KERNELS, 20, 60, only="repeat")
-    yield tests("attention", TESTS["attention"], 25, 250, only=f"not repeat and not ({_LATER})")
     yield tests("hopper", TESTS["attention_hopper"], 20, 80, only=f"not ({_LATER})")
-    yield tests("ops", TESTS["ops"], 60, 300, only="not repeat")
+    yield times("training_step", out, "lengths=multi30k")
     if not list((record.ROOT / "fastformer").glob("_engine_*.so")):
-        yield _build()
+        yield _build()  # without it, no search runs inside of a graph
+    yield times("graph_decoding", out, "batch=1")
+    yield from _look_at_others(out)
+    yield tests("attention", TESTS["attention"], 25, 250, only=f"not repeat and not ({_LATER})")
+    yield tests("ops", TESTS["ops"], 60, 300, only="not repeat")
     yield tests("models", TESTS["models"], 60, 100)
+    yield times("graph_decoding", out, "batch=16")
     for head_dim in (64, 128):
         yield times("attention", out, "causal=True", "seqlen=8192", f"head_dim={head_dim}", rivals=_BEST_RIVALS,
                     seconds=12)  # fmt: skip
-    yield from _off_by_default(out)
     for head_dim in (64, 128):
         yield times("attention", out, "seqlen=2048", "seqlen=512", "dropout_p=0.0", f"head_dim={head_dim}",
                     modes=("fwd", "fwdbwd"), rivals=_BEST_RIVALS, seconds=8)  # fmt: skip
-    yield times("graph_decoding", out, "batch=1")
-    yield times("training_step", out, "lengths=multi30k")
     yield times("decoding", out)
     lengths = (f"seqlen={seqlen}" for seqlen in (64, 128, 512, 4096))
     yield times("decode_attention", out, "batch=1", "batch=256", *lengths)
@@ -174,20 +176,6 @@ def steps(out: Path) -> Iterator[PlanStep]:
 
 # Tests of numerics that add little to the earlier ones: pairs of options, other dtypes.
 _LATER = "pair or float16 or float32"
-
-
-def _off_by_default(out: Path) -> Iterator[PlanStep]:
-    """Yields the steps of kernels that may hang or be wrong; they are timed if all of their tests pass."""
-    yield tests("persistent", "tests/kernels/test_rows_gpu.py", 10, 30, only="feed_forward",
-                flag="FASTFORMER_PERSISTENT_FEED_FORWARD")  # fmt: skip
-    yield times("feed_forward", out, "dropout_p=0.1", "activation=relu", label="persistent", rivals=("fastformer",),
-                flag="FASTFORMER_PERSISTENT_FEED_FORWARD", kernel="[persistent]", after="tests persistent")  # fmt: skip
-    yield tests("hopper 64", TESTS["attention_hopper"], 15, 40, only=f"64 and not ({_LATER})",
-                flag="FASTFORMER_HOPPER_FORWARD_64")  # fmt: skip
-    yield times("attention", out, "causal=True", "head_dim=64", "dropout_p=0.0", "seqlen=2048", "seqlen=8192",
-                label="hopper64", rivals=("fastformer",), modes=("fwd",), seconds=6,
-                flag="FASTFORMER_HOPPER_FORWARD_64", kernel="_attention_hopper_fwd_kernel",
-                after="tests hopper 64")  # fmt: skip
 
 
 def _later(out: Path) -> Iterator[PlanStep]:
@@ -209,4 +197,3 @@ def _later(out: Path) -> Iterator[PlanStep]:
     yield times("add_layer_norm", out, "rows=2048", "dim=512", "dim=4096", "dropout_p=0.1")
     yield times("feed_forward", out, "dropout_p=0.1", "activation=gelu")
     yield times("rotary", out, "head_dim=64", "seqlen=512")
-    yield times("graph_decoding", out, "batch=16")

@@ -37,16 +37,12 @@ class PlanStep(NamedTuple):
         key: the name of its line and of its log.
         commands: the commands, which run in parallel, each with its additions to the environment.
         seconds: roughly how long it takes.
-        kernel: the kernel that fastformer has to launch in some forward pass of its rows; "": any.
-        rows: the file for its rows.
         after: the key of a step that has to succeed first; otherwise this one is omitted.
     """
 
     key: str
     commands: Sequence[tuple[list[str], dict[str, str]]]
     seconds: float
-    kernel: str = ""
-    rows: Path = Path()
     after: str = ""
 
 

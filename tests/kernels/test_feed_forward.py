@@ -13,7 +13,7 @@ from fastformer.kernels import _feed_forward_configs as configs  # noqa: E402
 from fastformer.kernels import feed_forward as kernels  # noqa: E402
 from fastformer.ops import feed_forward  # noqa: E402
 from tests.conftest import HAS_GPU  # noqa: E402
-from tests.covering import by_turns, covering  # noqa: E402
+from tests.covering import covering  # noqa: E402
 from tests.ops.test_feed_forward import ACTIVATIONS, compare, make_inputs, plain  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_triton")
@@ -29,43 +29,12 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return request.param
 
 
-# Each activation once; both ways of giving tiles to programs.
-@pytest.mark.parametrize("activation, programs", by_turns(ACTIVATIONS, [0, 1]))
-def test_wide_tiles(activation: str, programs: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_wide_tiles(activation: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles are so wide that epilogues have as many parts as on a GPU; the last part is incomplete."""
     monkeypatch.setattr(kernels, "fuses", lambda *_: True)
-    monkeypatch.setattr(kernels, "config_of", lambda *_: configs.FfnConfig(32, 128, 32, 4, 1, None, programs))
+    monkeypatch.setattr(kernels, "config_of", lambda *_: configs.FfnConfig(32, 128, 32, 4, 1))
     compare(make_inputs((40, 24), 203, activation, device), activation=activation, dropout_p=0.2)
-
-
-@pytest.mark.parametrize(
-    "rows, dim, hidden_dim, activation, dtype",
-    [
-        pytest.param(*shape, activation, dtype, marks=() if i == j and (i + k) % 2 == 0 else pytest.mark.slow)
-        for i, shape in enumerate([(300, 64, 70), (33, 40, 200), (5, 32, 3)])
-        for j, activation in enumerate(["relu", "swiglu", "gelu"])
-        for k, dtype in enumerate([torch.float32, torch.float16])
-    ],
-)
-def test_a_fixed_grid_gives_the_same_results(
-    rows, dim, hidden_dim, activation, dtype, device, calls_of, monkeypatch
-) -> None:
-    """Bit-identical for many tiles per program, more than eight blocks of rows, and fewer tiles than programs."""
-    monkeypatch.setattr(kernels, "fuses", lambda *_: True)
-    monkeypatch.setattr(kernels, "num_sms", lambda _: 3)
-    launches = calls_of(kernels, "launch")
-    inputs = make_inputs((rows, dim), hidden_dim, activation, device, dtype)
-    seed = torch.tensor(SEED, device=device)
-    outs = []
-    for programs in (0, 1):
-        monkeypatch.setattr(kernels, "config_of", lambda *_, n=programs: configs.FfnConfig(32, 64, 32, 4, 1, None, n))
-        outs.append(feed_forward(**inputs, activation=activation, dropout_p=0.2, dropout_seed=seed))
-    tiles = -(-rows // 32) * -(-hidden_dim // 64)
-    assert [call.args[1][0] for call in launches] == [tiles, min(tiles, 3)]
-    if device == "cpu":  # a GPU's compiler contracts products and sums of the epilogue as it likes
-        assert torch.equal(*outs)
-    else:
-        torch.testing.assert_close(*outs)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ import torch
 pytest.importorskip("triton")
 
 from fastformer import ops  # noqa: E402
-from fastformer.kernels import _feed_forward_configs  # noqa: E402
 from fastformer.kernels import feed_forward as feed_forward_kernels  # noqa: E402
 from fastformer.kernels._launch import dropout_arguments  # noqa: E402
 from tests.checks import assert_accurate  # noqa: E402
@@ -52,12 +51,10 @@ def test_feed_forward(rows, dim, hidden_dim, activation, fused, dtype, device, m
     feed_forward_cases.compare(inputs, activation=activation, dropout_p=0.1)
 
 
-@pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
-def test_feed_forward_repeats_to_the_bit(activation, persistent, device, monkeypatch) -> None:
+def test_feed_forward_repeats_to_the_bit(activation, device, monkeypatch) -> None:
     """Both fused products have many tiles: 100 runs beside a busy stream."""
     monkeypatch.setattr(feed_forward_kernels, "fuses", lambda *_: True)
-    monkeypatch.setattr(_feed_forward_configs, "PERSISTENT", persistent)
     inputs = feed_forward_cases.make_inputs((4096, 512), 2048, activation, device, torch.bfloat16)
     x, weight1, bias1, weight2 = (inputs[name] for name in ("x", "weight1", "bias1", "weight2"))
     dout, dropout = torch.randn_like(x), dropout_arguments(0.1, ops.draw_seed(device))

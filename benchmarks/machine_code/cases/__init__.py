@@ -11,7 +11,7 @@ USUAL = {
     r"|fp32 d64 causal",
     "decode_attention": r"bf16 d(64|128) |fp32 d64 |(bf16 d256|fp32 d128) step table gqa",
     "embedding": r"bf16 d(512|4096) positions\+dropout|bf16 d512 plain",
-    "feed_forward": r"bf16 d512 (relu|gelu|swiglu)( cublas| no dropout)?$|bf16 d512 (relu|gelu) persistent"
+    "feed_forward": r"bf16 d512 (relu|gelu|swiglu)( cublas| no dropout)?$"
     r"|bf16 d512 n1024 relu|fp32 d512 relu cublas",
     "linear_cross_entropy": r"bf16 v32000 (plain|smooth|bias)|fp32 v32000 smooth|bf16 v256000 softcap",
     "rotary": r"bf16 d64 (half|interleaved|of 32 half)|fp32 d64 half",

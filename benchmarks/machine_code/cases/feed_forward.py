@@ -13,7 +13,7 @@ def feed_forward_call(
 ) -> Callable[[], object]:
     """Makes a forward and a backward call.
 
-    Options: "dropout", "no bias", "persistent", and "fused" or "cublas" to override the table.
+    Options: "dropout", "no bias", and "fused" or "cublas" to override the table.
     """
     from fastformer.kernels import _feed_forward_configs as configs
     from fastformer.kernels import feed_forward as kernels
@@ -32,8 +32,7 @@ def feed_forward_call(
         choice = {"fused": lambda *_: True, "cublas": lambda *_: False}
         forced = next((choice[option] for option in options if option in choice), configs.fuses)
         x = new(rows, dim)
-        persistent = mock.patch.object(configs, "PERSISTENT", "persistent" in options)
-        with mock.patch.object(kernels, "fuses", forced), persistent:
+        with mock.patch.object(kernels, "fuses", forced):
             learns = "inference" not in options
             out, saved = kernels.feed_forward_fwd(x, *weights, new(dim) if bias else None, activation, *dropout, learns)
             if learns:
@@ -57,8 +56,6 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     for activation in ACTIVATIONS:
         yield f"bf16 d512 {activation} no dropout", feed_forward_call(bf16, 512, activation, ("fused",))
         yield f"bf16 d512 {activation} inference", feed_forward_call(bf16, 512, activation, ("fused", "inference"))
-        persistent = feed_forward_call(bf16, 512, activation, ("dropout", "fused", "persistent"))
-        yield f"bf16 d512 {activation} persistent", persistent
         yield f"bf16 d512 n1024 {activation}", feed_forward_call(bf16, 512, activation, ("dropout", "fused"), 1024)
         yield f"bf16 d512 {activation} cublas", feed_forward_call(bf16, 512, activation, ("dropout", "cublas"))
         yield f"fp32 d512 {activation} cublas", feed_forward_call(torch.float32, 512, activation, ("dropout", "cublas"))
