@@ -95,6 +95,9 @@ struct Vec<float> {
   static Vec load(const float* p) { return _mm512_loadu_ps(p); }
   static Vec load(const float* p, int64_t n) { return n >= size ? load(p) : Vec(_mm512_maskz_loadu_ps(first(n), p)); }
   static Vec load(const bfloat16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+  static Vec load(const int8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+  }
   static Vec load(const bfloat16* p, int64_t n) {
     return n >= size ? load(p) : Vec(widen(_mm256_maskz_loadu_epi16(first(n), p)));
   }
@@ -174,6 +177,9 @@ struct Vec<float> {
   static Vec load(const float* p) { return _mm256_loadu_ps(p); }
   static Vec load(const float* p, int64_t n) { return n >= size ? load(p) : Vec(_mm256_maskload_ps(p, first(n))); }
   static Vec load(const bfloat16* p) { return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+  static Vec load(const int8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+  }
   static Vec load(const bfloat16* p, int64_t n) {
     if (n >= size) return load(p);
     alignas(16) uint16_t lanes[8] = {};

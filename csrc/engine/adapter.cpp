@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <stdexcept>
 
 #include "common/simd.h"
@@ -17,8 +18,8 @@ constexpr int kRows = V::size == kLanes ? 4 : 1;  // that share a load of the we
 
 // Prefetches as many bytes as are read from here, some way ahead: several adapters don't fit in the cache.
 inline __attribute__((always_inline)) void prefetch(const void* from, int64_t bytes) {
-  constexpr int64_t kAhead = 2048;
-  for (int64_t at = 0; at < bytes; at += 64) _mm_prefetch(static_cast<const char*>(from) + kAhead + at, _MM_HINT_T0);
+  constexpr int64_t kAhead = 4096;
+  for (int64_t at = 0; at < bytes; at += 64) _mm_prefetch(static_cast<const char*>(from) + kAhead + at, _MM_HINT_T1);
 }
 
 // Writes 16 columns of A x for R rows. All loops over sums are unrolled, so that these stay in registers.
@@ -83,13 +84,25 @@ void for_rows(int64_t count, F&& f) {
   for (; first < count; ++first) f.template operator()<1>(first);
 }
 
+template <typename T>
+constexpr bool is_rounded = std::is_same_v<T, int8_t>;
+
+// Returns the scale by which numbers become whole numbers from -127 to 127.
+template <typename F>
+float scale_of(int64_t count, F&& number) {
+  float largest = 0;
+  for (int64_t i = 0; i < count; ++i) largest = std::max(largest, std::abs(static_cast<float>(number(i))));
+  return largest > 0 ? largest / 127 : 1;
+}
+
 }  // namespace
 
 LowRank::LowRank(const Matrix& a, const Matrix& b, Precision precision, PanelMemory& memory)
     : k_(a.k), blocks_((a.n + kBlock - 1) / kBlock) {
   if (a.n < 1 || b.k != a.n) throw std::invalid_argument("expected A and B of one rank");
-  if (precision == Precision::fp32) fill(wide_, a, b, memory);
-  else fill(narrow_, a, b, memory);
+  if (precision == Precision::fp32) fill(floats_, a, b, memory);
+  else if (precision == Precision::bf16) fill(halves_, a, b, memory);
+  else fill(bytes_, a, b, memory);
 }
 
 template <typename T>
@@ -100,10 +113,23 @@ void LowRank::fill(Factors<T>& factors, const Matrix& a, const Matrix& b, PanelM
     std::copy(all.begin(), all.end(), kept.get());
     return kept;
   };
-  std::vector<T> elements(blocks_ * k_ * kBlock, T(0.f));
+  std::vector<float> scales_of_a(a.n, 1.f), scales_of_b(a.n, 1.f);
+  const auto element = [](float number, float scale) {
+    if constexpr (is_rounded<T>) return static_cast<T>(std::lround(number / scale));
+    else return static_cast<T>(number);
+  };
+  if constexpr (is_rounded<T>) {
+    scales_.assign(width(), 0.f);
+    for (int64_t rank = 0; rank < a.n; ++rank) {
+      scales_of_a[rank] = scale_of(a.k, [&](int64_t i) { return a.at(rank, i); });
+      scales_of_b[rank] = scale_of(b.n, [&](int64_t i) { return b.at(i, rank); });
+      scales_[rank] = scales_of_a[rank] * scales_of_b[rank];
+    }
+  }
+  std::vector<T> elements(blocks_ * k_ * kBlock, T(0));
   for (int64_t rank = 0; rank < a.n; ++rank)
     for (int64_t i = 0; i < k_; ++i)
-      elements[(rank / kBlock * k_ + i) * kBlock + rank % kBlock] = static_cast<T>(a.at(rank, i));
+      elements[(rank / kBlock * k_ + i) * kBlock + rank % kBlock] = element(a.at(rank, i), scales_of_a[rank]);
   factors.a = keep(elements);
   elements.clear();
   for (int64_t column = 0; column < b.n; column += kPanelColumns) {
@@ -116,7 +142,7 @@ void LowRank::fill(Factors<T>& factors, const Matrix& a, const Matrix& b, PanelM
     panels_.push_back({first, count, std::ssize(elements)});
     for (int64_t rank = first; rank < last; ++rank)
       for (int64_t row = column; row < column + kPanelColumns; ++row)
-        elements.push_back(static_cast<T>(row < end ? b.at(row, rank) : 0.f));
+        elements.push_back(row < end ? element(b.at(row, rank), scales_of_b[rank]) : T(0));
   }
   factors.b = keep(elements);
 }
@@ -136,6 +162,9 @@ void LowRank::shrink(const int32_t* rows, int64_t count, int64_t begin, int64_t 
           inputs[r] = x + row * x_ld, outputs[r] = low + row * low_ld + block * kBlock;
         }
         shrink_rows<R>(factors.a.get() + block * k_ * kBlock, k_, inputs, outputs);
+        if constexpr (is_rounded<std::remove_cvref_t<decltype(*factors.a)>>)
+          for (float* sums : outputs)
+            for (int64_t i = 0; i < kBlock; ++i) sums[i] *= scales_[block * kBlock + i];
       });
     }
   });

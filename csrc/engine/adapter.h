@@ -13,8 +13,8 @@
 
 namespace fastformer {
 
-// A and B of one weight: fp32 for a model of fp32, and bf16 for the lower precisions; x and sums are always fp32. A
-// row's result depends, bit for bit, only on the row.
+// A and B of one weight: as precise as the weights of the model, but with 8 bits for those of int4; x and sums are
+// always fp32. A row's result depends, bit for bit, only on the row.
 class LowRank {
  public:
   // a: (rank, k), b: (n, rank).
@@ -47,14 +47,17 @@ class LowRank {
   void fill(Factors<T>& factors, const Matrix& a, const Matrix& b, PanelMemory& memory);
   template <typename F>
   void with(F&& f) const {
-    if (wide_.a) f(wide_);
-    else f(narrow_);
+    if (floats_.a) f(floats_);
+    else if (halves_.a) f(halves_);
+    else f(bytes_);
   }
 
   int64_t k_, blocks_;
   std::vector<Panel> panels_;
-  Factors<float> wide_;
-  Factors<bfloat16> narrow_;
+  Factors<float> floats_;
+  Factors<bfloat16> halves_;
+  Factors<int8_t> bytes_;
+  std::vector<float> scales_;  // of each rank of bytes: the product of A's scale and B's
 };
 
 // The adapter of a model.

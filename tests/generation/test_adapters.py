@@ -48,9 +48,11 @@ def folders(llama: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     }  # fmt: skip
 
 
-def logits_of(model: Any, ids: list[int], adapter: Any = None, begun: int = 11) -> torch.Tensor:
+def logits_of(
+    model: Any, ids: list[int], adapter: Any = None, begun: int = 11, precision: str | None = None
+) -> torch.Tensor:
     """Returns the engine's logits behind each of the ids from `begun` on, beside a row without an adapter."""
-    engine = CppEngine(model)
+    engine = CppEngine(model, precision=precision)
     batch = engine.open(2, 200)
     batch.prefill([Prompt(None, ids[: begun + 1], adapter), Prompt(None, ids[: begun + 1])])
     return torch.stack([batch.logits([token, token])[0] for token in ids[begun:]])
@@ -81,6 +83,24 @@ def assert_close(found: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) 
     """Asserts that the error is of the size of another order of fp32's sums: at most four times that of plain code."""
     error, allowed = (found - exact).abs().max(), (plain - exact).abs().max()
     assert error <= 4 * allowed + 4 * torch.finfo(torch.float32).eps * exact.abs().max(), (error, allowed)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
+@torch.no_grad()
+def test_an_adapter_is_as_precise_as_the_weights(precision, llama, folders):
+    """Some of its ranks are a thousand times as large as others."""
+    model, ids = from_huggingface(llama), [3 + (7 * i) % (VOCAB - 3) for i in range(30)]
+    adapter = load_adapter(folders["large"], model)
+    sizes = torch.logspace(-3, 0, 20)
+    whole = copy.deepcopy(model)
+    for name, (a, b) in adapter.factors.items():
+        a *= sizes.repeat(len(a) // 20)[:, None]
+        whole.get_parameter(name).add_(b @ a)
+    exact = copy.deepcopy(whole).double()(torch.tensor([ids]))[0, 11:]
+    found = logits_of(model, ids, adapter, precision=precision)
+    rounded = logits_of(whole, ids, precision=precision)
+    error, allowed = ((x - exact).square().mean().sqrt() for x in (found, rounded))
+    assert error <= 1.25 * allowed
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "int4"])
