@@ -126,7 +126,7 @@ def start(
         template()  # raises before anything is trained
     world = world or World()
     folder, device = Path(run), world.device_of(choose_device(config.device))
-    if config.cuda_graphs:
+    if config.cuda_graphs is True:
         if world.size > 1:
             raise ValueError(
                 f"expected no cuda_graphs for {world.size} processes, whose messages no graph holds: leave cuda_graphs "
@@ -327,7 +327,7 @@ def _latest(folder: Path, world: World) -> tuple[Path, dict[str, Any]] | None:
 
 def _dropout_seeds(config: TrainConfig, world: World) -> Literal["auto", "run", "batch"]:
     """Returns the setting dropout_seeds for the rest of the run: several processes can't share one generator."""
-    if config.dropout_seeds == "auto" and world.is_launched and not config.cuda_graphs:
+    if config.dropout_seeds == "auto" and world.is_launched and config.cuda_graphs is not True:
         return "batch"
     if config.dropout_seeds == "run" and world.size > 1:
         logger.info("from here on dropout_seeds is batch, for there are %d processes", world.size)

@@ -58,13 +58,8 @@ class TrainConfig(Machine, Validation, Optimisation, Tokens, Filters, Data, Mode
             raise ValueError(
                 "expected batching bucketed or random for the LSTM, which reads padded batches, got packed"
             )
-        if self.cuda_graphs:
-            for name, fits in (("batching", ("packed",)), ("precision", ("fp32", "bf16")), ("checkpointing", (False,))):
-                if getattr(self, name) not in fits:
-                    expected = " or ".join(str(value) for value in fits)
-                    raise ValueError(f"expected {name} {expected} for cuda_graphs, got {getattr(self, name)}")
-            if self.dropout_seeds == "batch":
-                raise ValueError("expected dropout_seeds run for cuda_graphs, which replay a whole update, got batch")
+        if self.cuda_graphs is True and (reason := why_no_graphs(self)) is not None:
+            raise ValueError(reason)
         if self.average_last > 1 and not self.save_every:
             raise ValueError(f"expected save_every above 0, for average_last {self.average_last} needs checkpoints")
 
@@ -348,3 +343,14 @@ def _joined(key: str, value: object) -> object:
     if len(words) > 1 and any("," in word for word in words):
         raise ValueError(f"expected {key} to be values without commas, got {value!r}")
     return ",".join(words)
+
+
+def why_no_graphs(config: TrainConfig) -> str | None:
+    """Returns the setting for which updates can't be CUDA graphs, as a message, or None."""
+    for name, fits in (("batching", ("packed",)), ("precision", ("fp32", "bf16")), ("checkpointing", (False,))):
+        if getattr(config, name) not in fits:
+            expected = " or ".join(str(value) for value in fits)
+            return f"expected {name} {expected} for cuda_graphs, got {getattr(config, name)}"
+    if config.dropout_seeds == "batch":
+        return "expected dropout_seeds run for cuda_graphs, which replay a whole update, got batch"
+    return None

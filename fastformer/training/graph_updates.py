@@ -12,6 +12,7 @@ batches alone, so a run that resumes in the middle computes the same weights.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,9 @@ from fastformer.data.batching import IGNORE_INDEX
 from fastformer.engine.stamp import ModelGuards
 from fastformer.graphs import CaptureError, Graph, Graphs
 from fastformer.nn import SequenceLayout
+from fastformer.training.config import TrainConfig, why_no_graphs
+
+logger = logging.getLogger("fastformer")
 
 # The most graphs: each takes some megabytes, and a size that is still new after so many is too rare to gain from one.
 MAX_GRAPHS = 64
@@ -44,14 +48,37 @@ class Size(NamedTuple):
     max_seqlen: int
 
 
+def has_graphs(device: torch.device) -> bool:
+    """Returns whether a device has graphs. On a CPU, FASTFORMER_CPU_GRAPHS=1 lets tests take the same path."""
+    return device.type == "cuda" or os.environ.get("FASTFORMER_CPU_GRAPHS") == "1"
+
+
 def check_device(device: torch.device) -> None:
-    """Checks that updates on a device can be graphs.
+    """Raises a ValueError if updates on a device can't be graphs."""
+    if not has_graphs(device):
+        raise ValueError(f"expected an NVIDIA GPU for cuda_graphs, got device {device}: leave cuda_graphs out")
+
+
+def wants_graphs(config: TrainConfig, model: nn.Module, device: torch.device, num_processes: int) -> bool:
+    """Returns whether a run's updates are graphs; for cuda_graphs "auto", a GPU's log says why not.
 
     Raises:
-        ValueError: they can't. On a CPU FASTFORMER_CPU_GRAPHS=1 lets tests take the same path with plain calls.
+        ValueError: they can't be, although cuda_graphs is True.
     """
-    if device.type != "cuda" and os.environ.get("FASTFORMER_CPU_GRAPHS") != "1":
-        raise ValueError(f"expected an NVIDIA GPU for cuda_graphs, got device {device}: leave cuda_graphs out")
+    if config.cuda_graphs != "auto":
+        if config.cuda_graphs:
+            check_device(device)
+        return config.cuda_graphs
+    if not has_graphs(device):
+        return False
+    reason = why_no_graphs(config)
+    if num_processes > 1:
+        reason = "no graph holds the messages of several processes"
+    if getattr(model.config, "num_experts", None) is not None:
+        reason = "experts compute a number of tokens that the host has to know"
+    if reason is not None:
+        logger.info("updates run without CUDA graphs: %s", reason)
+    return reason is None
 
 
 def round_up(number: int, digits: int) -> int:
@@ -180,6 +207,7 @@ class GraphUpdates:
         model, optimizer: the model and its optimizer. When a module of the model or a hook has changed since the first
             capture, all graphs are dropped.
         check: raises ValueError if a graph would omit a part of an update; called before each capture.
+        is_wanted: whether a run that can't be captured ends with an error; otherwise it goes on without graphs.
     """
 
     graphs: Graphs
@@ -187,6 +215,8 @@ class GraphUpdates:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     check: Callable[[], None]
+    is_wanted: bool = True
+    _is_plain: bool = field(default=False, init=False)  # whether it goes on without graphs
     _guards: ModelGuards | None = field(default=None, init=False)  # of the model at the first capture
     slots: dict[tuple[Size, int], _Slot] = field(default_factory=dict, init=False)
 
@@ -198,7 +228,7 @@ class GraphUpdates:
             numbers: the update's numbers, which become an fp32 tensor.
 
         Raises:
-            CaptureError: the update performs an operation that a graph can't hold.
+            CaptureError, ValueError: the update can't be captured, and graphs are wanted.
         """
         values = [*_tensors(batches), torch.tensor(numbers, dtype=torch.float32, device="cpu")]
         key = (padded_size(batches[0]), len(batches))
@@ -215,16 +245,27 @@ class GraphUpdates:
             for each in self.slots.values():
                 each.graph = None
         if slot.graph is None:
-            if sum(other.graph is not None for other in self.slots.values()) >= MAX_GRAPHS:
+            if self._is_plain or sum(other.graph is not None for other in self.slots.values()) >= MAX_GRAPHS:
                 self.graphs.warm_up(slot.function)
                 return
-            self.check()
             try:
-                slot.graph = self.graphs.capture(slot.function)
-            except CaptureError as error:
-                raise CaptureError(f"an update can't be a CUDA graph, so leave cuda_graphs out: {error}") from error
+                slot.graph = self._capture(slot.function)
+            except (CaptureError, ValueError) as error:
+                if self.is_wanted:
+                    raise
+                self._is_plain = True
+                logger.warning("updates run without CUDA graphs: %s", error)
+                self.graphs.warm_up(slot.function)
+                return
             self._guards = self._guards or ModelGuards(self.model)
         slot.graph.replay()
+
+    def _capture(self, function: Callable[[], None]) -> Graph:
+        self.check()
+        try:
+            return self.graphs.capture(function)
+        except CaptureError as error:
+            raise CaptureError(f"an update can't be a CUDA graph, so leave cuda_graphs out: {error}") from error
 
     def _new_slot(self, batches: Sequence[Batch], values: Sequence[Tensor]) -> _Slot:
         inputs = _Inputs(values, self.graphs.device)

@@ -234,6 +234,7 @@ class Machine:
         checkpointing: recompute the layers in the backward pass instead of storing their activations.
         cuda_graphs: launch an update at once, as a CUDA graph, instead of in thousands of calls, for which a GPU waits
             if models or batches are small. Packed batches are rounded up to a few sizes, by at most a sixteenth.
+            "auto": on a GPU, if the run can; otherwise the log says why not.
         seed: the seed of the weights, the data order and dropout.
         device: "auto", "cpu", "cuda".
         sharding: the way in which several processes, which torchrun starts, share the weights: "ddp": each has all of
@@ -246,7 +247,7 @@ class Machine:
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     checkpointing: bool = False
-    cuda_graphs: bool = False
+    cuda_graphs: bool | Literal["auto"] = "auto"
     seed: Seed = 0
     device: str = "auto"
     sharding: Literal["ddp", "fsdp"] = "ddp"

@@ -36,7 +36,7 @@ from fastformer.training.best import Best, choose_measure
 from fastformer.training.config import TrainConfig
 from fastformer.training.evaluate import Scores, model_loss
 from fastformer.training.examples import TrainingData
-from fastformer.training.graph_updates import GraphUpdates, check_device, pad_batch, size_of, why_uncapturable
+from fastformer.training.graph_updates import GraphUpdates, pad_batch, size_of, wants_graphs, why_uncapturable
 from fastformer.training.interrupts import Interrupted, Interrupts
 from fastformer.training.progress import Meter, Progress, Silence
 from fastformer.training.run_log import RunLog
@@ -129,8 +129,7 @@ class Trainer:
         self.meter = Meter(device)
         self.optimization = Optimization(self.optimizer, self.scaler, config.lr)
         self.graphs: GraphUpdates | None = None
-        if config.cuda_graphs:
-            check_device(device)
+        if wants_graphs(config, model, device, self.world.size):
             self._begin_graphs()
         self.order = Order(
             data.train,
@@ -173,7 +172,7 @@ class Trainer:
             logger.info("nothing is left to do in %s: %s", self.run, end)
             return None
         self.position.finished = False
-        if self.graphs is not None:
+        if self.graphs is not None and self.graphs.is_wanted:
             self._check_capturable()
         speaks = self.world.rank == 0
         with contextlib.ExitStack() as stack:
@@ -357,8 +356,9 @@ class Trainer:
     def _begin_graphs(self) -> None:
         """Starts without graphs; existing ones hold old addresses of weights and of the optimizer's state."""
         self.graphs = GraphUpdates(
-            Graphs(self.device), self._update_in_place, self.model, self.optimizer, self._check_capturable
-        )
+            Graphs(self.device), self._update_in_place, self.model, self.optimizer, self._check_capturable,
+            is_wanted=self.config.cuda_graphs is True,
+        )  # fmt: skip
         for group in self.optimizer.param_groups:
             group["capturable"] = True
 

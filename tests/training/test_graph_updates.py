@@ -343,6 +343,34 @@ def test_the_error_of_a_failed_capture_says_what_to_do(graphs, tmp_path, monkeyp
         start(graphs, tmp_path / "run").train()
 
 
+def test_by_default_a_gpu_captures_what_it_can(config, graphs, tmp_path) -> None:
+    found = []
+    for given in (config, graphs):
+        trainer = start(given, tmp_path / str(given.cuda_graphs))
+        trainer.train()
+        assert stand_in(trainer).captures > 0
+        found.append(weights(trainer))
+    assert torch.equal(*found)
+
+
+def test_a_run_that_cannot_be_captured_says_why_and_trains(config, tmp_path, caplog, monkeypatch) -> None:
+    padded = on_padded_batches(start(changed(config, cuda_graphs=False), tmp_path / "plain"))
+    padded.train()
+    with caplog.at_level("INFO", logger="fastformer"):
+        assert start(changed(config, batching="bucketed"), tmp_path / "bucketed").graphs is None
+        hooked = start(config, tmp_path / "hooked")
+        with hooked.model.decoder.layers[0].register_forward_hook(lambda *_: None):
+            hooked.train()
+        monkeypatch.setattr(TapeGraphs, "capture", Mock(side_effect=CaptureError("not permitted")))
+        refused = start(config, tmp_path / "refused")
+        refused.train()
+    lines = [line for line in caplog.messages if line.startswith("updates run without CUDA graphs")]
+    assert len(lines) == 3
+    assert all(word in line for word, line in zip(("batching", "a hook", "not permitted"), lines, strict=True))
+    assert hooked.step == refused.step == 12
+    assert torch.equal(weights(refused), weights(padded))  # a layer with a hook draws other dropout
+
+
 HOOKS: dict[str, Callable[[Trainer], Any]] = {
     "on decoder.layers.0": lambda t: t.model.decoder.layers[0].register_forward_hook(lambda *_: None),
     "on the model": lambda t: t.model.register_forward_pre_hook(lambda *_: None),
