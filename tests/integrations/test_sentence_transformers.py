@@ -136,6 +136,26 @@ def of_words(*behind: nn.Module) -> Any:
     return library.SentenceTransformer(modules=[words, *behind], device="cpu")
 
 
+def clip(save: Save) -> Any:
+    """Returns a SentenceTransformer of the older module CLIPModel, which embeds texts and images."""
+    from sentence_transformers.sentence_transformer.modules import CLIPModel
+
+    pytest.importorskip("PIL", reason="not installed: pip install pillow")
+    sizes = SIZES | {"max_position_embeddings": MAX_LEN}
+    folder = save("CLIPModel", text_config=sizes, vision_config=SIZES | {"image_size": 8, "patch_size": 4})
+    images = transformers.CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    transformers.CLIPProcessor(image_processor=images, tokenizer=tokenizer).save_pretrained(folder)
+    return library.SentenceTransformer(modules=[CLIPModel(folder)], device="cpu")
+
+
+def encode_images(model: Any) -> Any:
+    from PIL import Image
+
+    pixels = np.random.default_rng(0).integers(256, size=(3, 10, 12, 3), dtype=np.uint8)
+    return model.encode([Image.fromarray(each) for each in pixels])
+
+
 def encode(**options: Any) -> Call:
     return lambda model: model.encode(MANY, **options)
 
@@ -255,6 +275,7 @@ KINDS = {
         engine=False,
     ),
     "CNN": Kind(lambda save: dense_of(save, layer("CNN", D_MODEL, 8, [1, 3]), pooling(size=16)), engine=False),
+    "CLIPModel, texts and images": Kind(clip, (ENCODE, encode_images), engine=False),
     "WordEmbeddings and WordWeights": Kind(
         lambda save: of_words(layer("WordWeights", WORDS, {"bird": 3.0}), pooling()), (ENCODE,), engine=False
     ),
@@ -390,7 +411,7 @@ def test_each_module_of_the_library_is_in_a_kind(saved: Save) -> None:
 
     places = (base, cross_modules, multi, dense_modules, sparse_modules)
     abstract = {"Module", "InputModule", "BaseTokenPooling"}
-    older = {"Asym", "MLMTransformer", "CLIPModel"}  # names of Router and Transformer, for older folders
+    older = {"Asym", "MLMTransformer"}  # names of Router and Transformer, for older folders
     found = {type(module).__name__ for kind in KINDS.values() for module in kind.make(saved).modules()}
     assert {name for place in places for name in place.__all__} - abstract - older - found == set()
 
