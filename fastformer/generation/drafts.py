@@ -13,7 +13,7 @@ each request: as many as probably save more time than they cost.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING
@@ -37,6 +37,8 @@ _MOST_ROWS = 64  # of a draft: with more, a pass would be one over a prompt
 _MEMORY = 0.9  # how much of what was learned about drafts before counts after the next draft
 # Chances to draft that are left out where drafts don't pay, and how much longer each pause is than the one before.
 _FIRST_PAUSE, _LONGEST_PAUSE, _GROWTH = 8, 128, 4
+# The seconds between two looks for drafts while nothing is drafted: they double from the first to the longest.
+_FIRST_RUN, _LONGEST_RUN = 0.001, 0.01
 
 
 class Odds:
@@ -50,7 +52,7 @@ class Odds:
         self._accepted, self._tried = guess, 1.0  # counts as one token, so that a few wrong drafts refute it
         self._pause, self._left = _FIRST_PAUSE, _FIRST_PAUSE
 
-    def count(self, costs: Sequence[float]) -> int:
+    def count(self, costs: Iterable[float]) -> int:
         """Returns how many tokens to draft: those that are accepted with a higher probability than they cost.
 
         Drafts that don't pay are tried again now and then, one token at a time.
@@ -64,7 +66,9 @@ class Odds:
             if chance < cost:
                 break
             count += 1
-        if count or not costs:
+        else:
+            return count
+        if count:
             return count
         self._left -= 1
         if self._left > 0:
@@ -87,6 +91,9 @@ class PromptLookup:
     Args:
         most: the most tokens in a draft.
         before: the tokens before the new ones.
+
+    Attributes:
+        num_new: the number of new tokens that it knows.
     """
 
     _LONGEST = 4  # longer matches count as matches of this length
@@ -96,7 +103,7 @@ class PromptLookup:
         self.most = most
         self._text: list[int] = []
         self._ends: dict[int, list[int]] = defaultdict(list)  # the places of each token
-        self._num_before = len(before)
+        self.num_new = 0
         self._odds = [Odds(guess) for guess in (0.2, 0.4, 0.6, 0.7)]  # for each length of a match
         self._latest = self._odds[0]
         self._extend(before)
@@ -106,9 +113,10 @@ class PromptLookup:
             self._ends[token].append(len(self._text))
             self._text.append(token)
 
-    def draft(self, new: Sequence[int], costs: Sequence[float]) -> list[int]:
-        """Returns a draft after the new tokens; see `Odds.count`."""
-        self._extend(islice(new, len(self._text) - self._num_before, None))
+    def draft(self, new: Sequence[int], costs: Iterable[float]) -> list[int]:
+        """Returns a draft after the new tokens, given those that it doesn't know; see `Odds.count`."""
+        self._extend(new)
+        self.num_new += len(new)
         text = self._text
         if not text:
             return []
@@ -125,7 +133,7 @@ class PromptLookup:
         if not longest:
             return []
         self._latest = self._odds[min(longest, self._LONGEST) - 1]
-        count = self._latest.count(costs[: self.most])
+        count = self._latest.count(islice(costs, self.most))
         period = last - end  # beyond the end of the text, it repeats
         return [text[end + 1 + i % period] for i in range(count)]
 
@@ -214,13 +222,13 @@ class DraftModel:
             for request in [request for request in kept if request not in requests]:
                 del kept[request]
 
-    def count(self, request: Request, costs: Sequence[float]) -> int:
+    def count(self, request: Request, costs: Iterable[float]) -> int:
         """Returns how many tokens to draft for a request; see `Odds.count`."""
         if request.window is not None or len(request.prompt.source or ()) > self._max_len:
             return 0
         room = self._max_len - len(request.prompt.tokens) - request.steps
         odds = self._odds.setdefault(request, Odds(0.7))
-        return odds.count(costs[: max(0, min(self._MOST, room))])
+        return odds.count(islice(costs, max(0, min(self._MOST, room))))
 
     def learn(self, request: Request, drafted: int, accepted: int) -> None:
         """Notes how many tokens of a draft were accepted."""
@@ -285,6 +293,7 @@ class Drafter:
 
     Attributes:
         num_drafted, num_accepted: the number of tokens that were drafted, and of those that the searches have chosen.
+        seconds: after how many seconds without a draft to look again.
     """
 
     def __init__(self, engine: Engine, model: DraftModel | None, max_rows: int, max_tokens: int) -> None:
@@ -292,6 +301,7 @@ class Drafter:
         self.model, self._size = model, (max_rows, max_tokens)
         self._is_open = False
         self.num_drafted = self.num_accepted = 0
+        self.seconds = _FIRST_RUN
         self._forced: set[Request] = set()  # those whose constraint leaves no choice in the latest draft
         self._of_model: Collection[Request] = ()  # the requests whose latest draft is the model's
 
@@ -307,7 +317,7 @@ class Drafter:
                 self._is_open = True
             self.model.keep(set(requests))
         spare = batch.free_tokens() - batch.step_tokens()
-        rows = len(requests)
+        rows = among = len(requests)
         cost = 1 + sum(_row_cost(row) for row in range(1, rows))
         drafts: list[list[int]] = []
         counts: dict[Request, int] = {}  # of the model's drafts
@@ -316,26 +326,29 @@ class Drafter:
             draft: list[int] = []
             most = min(request.most_drafts, spare)
             if most > 0 and spare >= self._block:
-                costs, matchers = self._costs(request, most, rows), request.search.matchers
-                if matchers is not None and (draft := matchers[0].forced()[: len(costs)]):
+                most, matchers = min(most, _MOST_ROWS), request.search.matchers
+                if matchers is not None and (draft := matchers[0].forced()[:most]):
                     self._forced.add(request)
-                elif request.lookup is not None:
-                    new = request.search.tokens(0) if request.steps else ()
-                    draft = request.lookup.draft(new, [one * len(requests) / cost for one in costs])
+                elif (lookup := request.lookup) is not None:
+                    costs = self._costs(request, most, rows)
+                    draft = lookup.draft(request.tokens_after(lookup.num_new), (one * among / cost for one in costs))
                 count = len(draft)
                 if not draft and self.model is not None:
-                    each = self.model.engine.step_bytes / self._step_bytes / len(requests)
-                    count = self.model.count(request, [(one + each) * len(requests) / cost for one in costs])
+                    each = self.model.engine.step_bytes / self._step_bytes / among
+                    costs = self._costs(request, most, rows)
+                    count = self.model.count(request, ((one + each) * among / cost for one in costs))
                     if count:
                         counts[request] = count
-                spare -= -(-count // self._block) * self._block
-                cost += sum(costs[:count])
-                rows += count
+                if count:
+                    spare -= -(-count // self._block) * self._block
+                    cost += sum(self._costs(request, count, rows))
+                    rows += count
             drafts.append(draft)
         self._of_model = counts
         if counts and self.model is not None:
             of_model = self.model.drafts(counts)
             drafts = [of_model.get(request, draft) for request, draft in zip(requests, drafts, strict=True)]
+        self.seconds = _FIRST_RUN if any(drafts) else min(2 * self.seconds, _LONGEST_RUN)
         return drafts
 
     def learn(self, requests: Sequence[Request], drafted: Sequence[int], accepted: Sequence[int]) -> None:
@@ -352,11 +365,12 @@ class Drafter:
             self.num_drafted += count
             self.num_accepted += right
 
-    def _costs(self, request: Request, most: int, rows: int) -> list[float]:
-        """Returns what each of the first tokens of a draft costs, if the pass has so many rows without it."""
+    def _costs(self, request: Request, most: int, rows: int) -> Iterator[float]:
+        """Yields what each of the first tokens of a draft costs, if the pass has so many rows without it."""
         attention = _ATTENTION_BYTES * self._token_bytes * request.length
         share = attention / (attention + self._step_bytes)
-        return [(1 - share) * _row_cost(row) + share * _ATTENTION for row in range(rows, rows + min(most, _MOST_ROWS))]
+        for row in range(rows, rows + most):
+            yield (1 - share) * _row_cost(row) + share * _ATTENTION
 
 
 def _row_cost(row: int) -> float:

@@ -169,6 +169,14 @@ class Request(BaseRequest):
         """The number of ids in each row that the decoder has read."""
         return len(self.before) + self.steps
 
+    def tokens_after(self, count: int) -> list[int]:
+        """Returns the new tokens of the only row that continues, without the first ones."""
+        if count == self.steps:
+            return []
+        if count == self.steps - 1:  # the common case; its cost doesn't grow with the text
+            return self.search.last_tokens()
+        return self.search.tokens(0)[count:]
+
     def history(self) -> list[list[int]]:
         """Returns for each row the ids that the decoder has read, including the prompt."""
         before = list(self.before)
@@ -222,10 +230,8 @@ class Request(BaseRequest):
                 # While the search runs, its row holds the tokens; the results exist only at the end.
                 if is_done:
                     new = self.search.results()[0].tokens[self.num_told :]
-                elif self.num_told == self.steps - 1:  # the common case; its cost doesn't grow with the text
-                    new = self.search.last_tokens()
                 else:  # after a restart, on_token has received the first tokens
-                    new = self.search.tokens(0)[self.num_told :]
+                    new = self.tokens_after(self.num_told)
                 for token in new:
                     self.num_told += 1
                     self.on_token(token)

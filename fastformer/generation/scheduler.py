@@ -29,7 +29,6 @@ _PIECE_SHARE = 0.25  # after a piece of a long prompt, the others run for this p
 # the user can interrupt; and after this number of steps, which is longer than any text.
 _RUN_SECONDS = 0.01
 _RUN_STEPS = 1_000_000
-_DRAFT_SECONDS = 0.004  # the same if tokens may be drafted, so that a text that begins to repeat is noticed soon
 # A listener gets each of the first tokens separately, and later ones after each run of steps: a few milliseconds are
 # not noticeable, and a step of a small model costs less than a call of the listener.
 _FIRST_TOLD = 4
@@ -182,7 +181,7 @@ class Scheduler:
         may_draft = self._drafter.model is not None or any(
             [request.lookup is not None or request.search.matchers is not None for request in self.running]
         )
-        seconds = max(_DRAFT_SECONDS if may_draft else _RUN_SECONDS, _PIECE_SHARE * self._piece_seconds)
+        seconds = max(self._drafter.seconds if may_draft else _RUN_SECONDS, _PIECE_SHARE * self._piece_seconds)
         self._piece_seconds = 0.0
         limits = Limits(1 if is_first else _RUN_STEPS, seconds, min_rows)
         left = self._remove(run_batch(self._open_batch, self.running, limits, self._drafter if may_draft else None))

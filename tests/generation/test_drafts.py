@@ -14,7 +14,8 @@ from torch import Tensor
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Generator, generate
 from fastformer.generation.config import GenerationConfig
-from fastformer.generation.drafts import DraftModel, PromptLookup
+from fastformer.generation.drafts import Drafter, DraftModel, PromptLookup
+from fastformer.generation.engines.base import Candidates
 from fastformer.generation.engines.cpp import CppEngine
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.requests import Request
@@ -235,17 +236,46 @@ def test_what_followed_the_longest_match_is_drafted() -> None:
 
 def test_drafts_that_are_never_right_are_given_up_and_tried_again() -> None:
     lookup, drafted = PromptLookup(8, [5] * 9), []
-    for step in range(300):
-        draft = lookup.draft([5] * (step + 1), [0.1] * 8)
+    for _ in range(300):
+        draft = lookup.draft([5], [0.1] * 8)
         drafted.append(len(draft))
         if draft:
             lookup.learn(len(draft), 0)
     assert sum(drafted[:20]) > 5 and sum(drafted[50:]) <= 3 and any(drafted[50:])
     assert sum(map(bool, drafted)) <= 10, "of 300 passes"
-    for step in range(300, 500):
-        if draft := lookup.draft([5] * (step + 1), [0.1] * 8):
+    for _ in range(200):
+        if draft := lookup.draft([5], [0.1] * 8):
             lookup.learn(len(draft), len(draft))
     assert len(draft) == 8
+
+
+def test_looks_for_drafts_become_rare_until_one_is_found() -> None:
+    """A run of the engine between two looks costs nothing where nothing repeats, and the first repetition ends it."""
+    model = configured("gpt")
+    engine = CppEngine(model)
+    builder = RequestBuilder(model, GenerationConfig(max_new_tokens=90, prompt_lookup_num_tokens=4), engine=engine)
+    drafter, batch = Drafter(engine, None, 1, 200), engine.open(1, 200)
+
+    def look(text: list[int]) -> tuple[list[int], float]:
+        [draft] = drafter.drafts([builder.build(builder.check(text))], batch)
+        return draft, drafter.seconds
+
+    looks = [look([*range(5, 30)]) for _ in range(8)]
+    assert not any(draft for draft, _ in looks)
+    assert [seconds for _, seconds in looks] == sorted(seconds for _, seconds in looks)
+    draft, seconds = look([5, 6, 7, 8] * 4)
+    assert draft == [5, 6, 7, 8] and seconds < looks[-1][1] / 5
+
+
+@pytest.mark.parametrize("more", [{}, {"do_sample": True, "seed": 1}], ids=["in C++", "in Python"])
+def test_new_tokens_are_told_from_any_place_on(more) -> None:
+    model = configured("gpt")
+    builder = RequestBuilder(model, GenerationConfig(max_new_tokens=9, **more), engine=CppEngine(model))
+    request = builder.build(builder.check([5, 6]))
+    assert request.tokens_after(0) == []
+    for token in (7, 8, 9, 10):
+        request.advance(Candidates([[token]], [[-1.0]]), 0)
+    assert [request.tokens_after(count) for count in range(5)] == [[7, 8, 9, 10], [8, 9, 10], [9, 10], [10], []]
 
 
 def test_a_lookup_of_no_tokens_is_refused(gpt) -> None:
