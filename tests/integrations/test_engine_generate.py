@@ -299,7 +299,7 @@ def smaller(pair: Any) -> tuple[Any, Any]:
 )
 def test_assisted_decoding_is_plain_decoding(name, drafts, calls_of, monkeypatch):
     """Tokens, scores and draws are those without drafts, on the engine and in transformers."""
-    monkeypatch.setattr(Odds, "count", lambda self, costs: min(3, len(costs)))  # drafts of this model don't pay
+    monkeypatch.setattr(Odds, "count", lambda self, costs: min(3, len([*costs])))  # drafts of this model don't pay
     pair = pair_of(name, left=name in decoders.CASES)
     reports = calls_of(Drafter, "learn")
     pair.inputs = {name: value[:1] for name, value in pair.inputs.items()}
