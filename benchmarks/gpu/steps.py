@@ -106,7 +106,9 @@ def times(
     for option, chosen in (("--shape", values), ("--provider", rivals), ("--mode", modes)):
         command += [option, *chosen] if chosen else []
     key = " ".join(filter(None, ["time", label, op, *values]))
-    return PlanStep(key, [(command, {})], _START + seconds_per_shape * len(shapes))
+    # Where PyTorch's kernels are the default, rows of ours have to be ours.
+    environment = {"FASTFORMER_ATTENTION_KERNELS": "ours"} if op == "attention" else {}
+    return PlanStep(key, [(command, environment)], _START + seconds_per_shape * len(shapes))
 
 
 _LOOK: dict[str, Any] = {"label": "first look", "modes": ("fwdbwd",), "rivals": _BEST_RIVALS, "seconds": 8}

@@ -5,9 +5,9 @@ dropout, masks, lengths, windows, caps or grouped heads. Their results have the 
 dtype, and lse, the natural log of the sum of exponentials, in fp32 of (batch, num_heads, seqlen_q). So the forward pass
 of one kernel fits the backward pass of another, and each pass uses the fastest.
 
-The environment variable `FASTFORMER_ATTENTION_KERNELS` decides: "ours" (the default) uses fastformer's kernels,
-"fastest" follows the table, and the name of a kernel uses it for every call that it supports, so that it can be
-measured. `python -m benchmarks.fastest_attention` fills the table from a GPU's results.
+The environment variable `FASTFORMER_ATTENTION_KERNELS` decides: "fastest" (the default) follows the table for calls
+whose geometry was seen often, "ours" uses fastformer's kernels, and the name of a kernel uses it for every call that it
+supports, so that it can be measured. `python -m benchmarks.fastest_attention` fills the table from a GPU's results.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ from torch import Tensor
 from fastformer.kernels import _host, _plans
 
 OURS, FASTEST = "ours", "fastest"
+# The calls of a geometry that run on fastformer's kernels before the table decides. For each new one, cuDNN takes 23 to
+# 37 ms of the host's time (published traces), and then saves up to 1.4 ms a call: batches of ever new lengths gain
+# nothing from it.
+SEEN = 32
 TABLE = Path(__file__).with_name("fastest_attention.json")
 # The devices that have these kernels; tests add the CPU, with one of its kernels.
 DEVICES = {"cuda"}
@@ -141,7 +145,7 @@ def configured() -> str:
     Raises:
         ValueError: the value is neither "ours", "fastest" nor the name of a kernel.
     """
-    setting = os.environ.get("FASTFORMER_ATTENTION_KERNELS", OURS)
+    setting = os.environ.get("FASTFORMER_ATTENTION_KERNELS", FASTEST)
     if setting not in (OURS, FASTEST, *KERNELS):
         expected = ", ".join([OURS, FASTEST, *KERNELS])
         raise ValueError(f"expected FASTFORMER_ATTENTION_KERNELS to be one of {expected}, got {setting!r}")
@@ -250,6 +254,7 @@ class ChoiceCache:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Choice | None] = {}
+        self._seen: dict[Hashable, int] = {}  # the calls of a geometry, as long as they are few
         self._of: tuple[object, ...] = ()
 
     def find(self, op_name: str, key: Hashable | None, bind: Callable[[], dict[str, Any]]) -> Choice | None:
@@ -260,17 +265,28 @@ class ChoiceCache:
             key: the geometry; None: the choice is not remembered.
             bind: returns the arguments, by the schema's names.
         """
-        setting = os.environ.get("FASTFORMER_ATTENTION_KERNELS", OURS)
+        setting = os.environ.get("FASTFORMER_ATTENTION_KERNELS", FASTEST)
         if setting == OURS:
             return None
         now = setting, _flash_version(), table()
         if now != self._of or len(self._known) >= _plans.LARGEST:
             self._known, self._of = {}, now
+        if setting == FASTEST and key not in self._known and not self._is_usual(key):
+            return None
         if key is None:
             return choose(op_name, bind())
         if key not in self._known:
             self._known[key] = choose(op_name, bind())
         return self._known[key]
+
+    def _is_usual(self, key: Hashable | None) -> bool:
+        """Counts a call; returns whether its geometry was seen SEEN times before. A capture adds no kernel."""
+        if key is None or torch.are_deterministic_algorithms_enabled():  # a resumed run would count anew
+            return False
+        if len(self._seen) >= _plans.LARGEST:
+            self._seen.clear()
+        count = self._seen[key] = self._seen.get(key, 0) + 1
+        return count > SEEN and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 def report(capability: int) -> list[str]:
@@ -278,7 +294,7 @@ def report(capability: int) -> list[str]:
     setting = configured()
     if setting == OURS:
         return [
-            "attention: fastformer's kernels; FASTFORMER_ATTENTION_KERNELS=fastest uses PyTorch's where those were "
+            "attention: fastformer's kernels; without FASTFORMER_ATTENTION_KERNELS, PyTorch's where those were "
             "measured to be faster"
         ]
     if setting != FASTEST:

@@ -98,9 +98,10 @@ def test_the_runner_knows_the_timed_cases(tmp_path: Path) -> None:
     """Each command matches some cases, and a step that depends on another one comes after it."""
     keys: set[str] = set()
     for step in steps(tmp_path):
-        ((command, _), *_) = step.commands
+        ((command, variables), *_) = step.commands
         if "benchmarks.run" in command:
-            benchmark = benchmarks()[command[command.index("--op") + 1]]
+            benchmark = benchmarks()[op := command[command.index("--op") + 1]]
+            assert (variables.get("FASTFORMER_ATTENTION_KERNELS") == "ours") == (op == "attention")
             assert step.seconds > 5 and ("--dtype" in command) == ("bfloat16" in benchmark.dtypes)
         assert not step.after or step.after in keys
         keys.add(step.key)

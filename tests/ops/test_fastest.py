@@ -129,7 +129,7 @@ def test_the_table_decides_by_device_head_dim_direction_and_length(stand_in, mon
         FastestEntry(90, "fwd", 64, True, 0, stand_in),
     )  # fmt: skip
     monkeypatch.setattr(_fastest, "table", lambda: lines)
-    monkeypatch.setenv("FASTFORMER_ATTENTION_KERNELS", "fastest")
+    monkeypatch.setattr(_fastest, "SEEN", 0)
     assert {op for op, backend in backends() if backend == stand_in} == {"attention_fwd"}
     assert not any(backend == stand_in for _, backend in backends(is_causal=True))
     assert [_fastest.fastest(0, "fwd", 64, False, n) for n in (31, 32, 511, 512)] == [
@@ -141,6 +141,23 @@ def test_the_table_decides_by_device_head_dim_direction_and_length(stand_in, mon
     assert any("64" in line and stand_in in line for line in _fastest.report(90))
     monkeypatch.setattr(_fastest, "table", lambda: ())  # another table is another decision
     assert not any(backend == stand_in for _, backend in backends())
+
+
+def test_a_geometry_has_to_come_often(stand_in, monkeypatch) -> None:
+    """For a new one, cuDNN takes longer than it saves. A deterministic run never changes its kernel on the way."""
+    monkeypatch.setattr(_fastest, "table", lambda: (FastestEntry(0, "fwd", 64, False, 0, stand_in),))
+
+    def ran(seqlen: int) -> str:
+        with record_backends() as pairs, torch.no_grad():
+            attention(*inputs(seqlen))
+        ((_, backend),) = pairs
+        return backend
+
+    ours = ran(8)
+    assert [ran(47) for _ in range(_fastest.SEEN + 2)] == [ours] * _fastest.SEEN + [stand_in] * 2
+    assert {ran(seqlen) for seqlen in range(49, 49 + 2 * _fastest.SEEN)} == {ours}
+    torch.use_deterministic_algorithms(True)
+    assert {ran(20) for _ in range(_fastest.SEEN + 2)} == {ours}
 
 
 def test_a_wrong_name_is_an_error(stand_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
