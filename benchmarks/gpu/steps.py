@@ -41,7 +41,7 @@ TESTS = {
 # The seconds of a shape. For a training step, most of it is torch.compile's time for the rival (twelve layers, forward
 # and backward), and for gpt2, the time in which Hugging Face's step is compiled.
 _SECONDS = {"attention": 24.0, "masked_attention": 24.0, "packed_attention": 24.0, "decode_attention": 10.0,
-            "decoding": 20.0, "graph_decoding": 30.0, "training_step": 100.0}  # fmt: skip
+            "decoding": 20.0, "graph_decoding": 30.0, "training_step": 100.0, "accelerated": 12.0}  # fmt: skip
 # The fastest of the rivals of attention, which need no compilation.
 _BEST_RIVALS = ("fastformer", "sdpa flash", "sdpa cudnn")
 
@@ -151,6 +151,7 @@ def steps(out: Path) -> Iterator[PlanStep]:
     if not list((record.ROOT / "fastformer").glob("_engine_*.so")):
         yield _build()  # without it, no search runs inside of a graph
     yield times("graph_decoding", out, "batch=1")
+    yield times("accelerated", out)
     yield from _look_at_others(out)
     yield tests("attention", TESTS["attention"], 25, 250, only=f"not repeat and not ({_LATER})")
     yield tests("ops", TESTS["ops"], 60, 300, only="not repeat")

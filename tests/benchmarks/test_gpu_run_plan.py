@@ -115,8 +115,10 @@ def test_the_first_ten_minutes_answer_what_users_ask(tmp_path: Path) -> None:
         if seconds > 600:
             break
         early += f"{step.key}\n"
-    for question in ("attention causal=True", "tests repeats", "training_step", "graph_decoding", "add_layer_norm",
-                     "embedding", "rotary", "linear_cross_entropy", "seqlen=64", "decode_attention"):  # fmt: skip
+    for question in (
+        "attention causal=True", "tests repeats", "training_step", "graph_decoding", "accelerated", "add_layer_norm",
+        "embedding", "rotary", "linear_cross_entropy", "seqlen=64", "decode_attention",
+    ):  # fmt: skip
         assert question in early, question
     assert early.index("training_step") < early.index("graph_decoding") < early.index("add_layer_norm")
 
