@@ -21,6 +21,7 @@ from benchmarks.measure.checking import verdicts_of
 from benchmarks.measure.roofline import measure_machine
 from benchmarks.measure.suites import Case, chosen_providers
 from benchmarks.measure.timing import ENOUGH, Interleaved, Ratio, device_seconds, peak_bytes
+from fastformer.ops import _extension
 
 _MOST = 3  # times the requested passes, if they disagree
 _LASTING = 0.2  # the least seconds of a pass over a case on a CPU: short cases get several rounds
@@ -210,6 +211,7 @@ class _Running:
                 "peak_mib": peak_bytes(calls[name], self._device) / 2**20,
                 "backends": self._backends[name],
                 **({"kernels": self._kernels} if self._kernels and name == benchmark.ours else {}),
+                **({"extension": _extension.module() is not None} if name == benchmark.ours else {}),
             }
 
 

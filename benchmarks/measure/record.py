@@ -92,6 +92,7 @@ FIELDS: dict[str, Field] = {
     "fair_share": Field(_NUMBER, "the part of the cores that is ours beside the neighbours"),
     "backends": Field(_TABLE, "ops of this library that it called -> where they ran"),
     "kernels": Field((list,), "the Triton kernels that ours launched on a GPU, by name"),
+    "extension": Field(_FLAG, "whether ours had its C++ extension, which also launches the kernels"),
     "padding": Field(_NUMBER, "the share of positions that are padding"),
     "error": Field(_NUMBER, "largest difference to what `baseline` gives, as a share of its size"),
     "difference": Field(_NUMBER, "root mean square of it, relative to the standard deviation of what `baseline` gives"),

@@ -170,6 +170,7 @@ def test_a_row_names_the_backends_that_ran() -> None:
     layer_norm = dataclasses.replace(TOY, providers={"fastformer": normed, "power": plain})
     ours, base = run(layer_norm).rows
     assert ours["backends"] == {"add_layer_norm_fwd": "cpp", "add_layer_norm_bwd": "cpp"} and base["backends"] == {}
+    assert ours["extension"] is True and "extension" not in base
     assert "on cpp" in table(ours) and "on" not in table(base).split()
     assert run(layer_norm, "fwd").rows[0]["backends"] == {"add_layer_norm_fwd": "cpp"}
 
