@@ -1,4 +1,5 @@
-"""Writes the frozen files again: `python -m tests.frozen.write names`, `... fields`, `... journeys` or `... run`.
+"""Writes the frozen files again: `python -m tests.frozen.write names`, `... fields`, `... served`, `... journeys`
+or `... run`.
 
 Do so only where a change of behaviour is meant; say which, and why, in the commit message. New public names need no
 writing, for only what is frozen is held. `run` trains the run folder again, which gives up the proof that folders of
@@ -23,6 +24,7 @@ import torch  # noqa: E402
 HERE = Path(__file__).parent
 NAMES, STATE_DICTS, JOURNEYS = HERE / "public_names.json", HERE / "state_dicts.json", HERE / "journeys.json"
 FLAGS, FIELDS = HERE / "flags.json", HERE / "fields.json"
+SERVED, IDLE = HERE / "served.json", HERE / "idle.json"
 
 
 def write(file: Path, values: dict[str, Any], *, depth: int) -> None:
@@ -56,6 +58,14 @@ def write_fields() -> None:
             pair = {"source_lang": "en", "target_lang": "de"} if name == "translator" else {}
             found[name] = fields_of(make_app(open_service(path, **pair)).openapi())
     write(FIELDS, found, depth=3)
+
+
+def write_served() -> None:
+    from tests.frozen.served import BODIES, folders, idle_now, served_now
+
+    with tempfile.TemporaryDirectory() as folder:
+        write(SERVED, {kind: served_now(place) for kind, place in folders(Path(folder)).items()}, depth=3)
+    write(IDLE, {kind.__name__: idle_now(kind, set()) for kind in BODIES}, depth=2)
 
 
 def write_journeys() -> None:
@@ -101,4 +111,5 @@ def write_run() -> None:
 
 
 if __name__ == "__main__":
-    {"names": write_names, "fields": write_fields, "journeys": write_journeys, "run": write_run}[sys.argv[1]]()
+    commands = {"names": write_names, "fields": write_fields, "served": write_served, "journeys": write_journeys}
+    (commands | {"run": write_run})[sys.argv[1]]()

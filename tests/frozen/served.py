@@ -1,0 +1,96 @@
+"""Lists what a server of each kind of model tells about itself, what its routes take and answer, and which values of
+the fields of other servers ask for nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from fastapi import UploadFile
+from fastapi.testclient import TestClient
+
+from fastformer.serving import make_app, open_service
+from fastformer.serving.embeddings import EmbeddingsBody
+from fastformer.serving.openai_audio import TranslationBody
+from fastformer.serving.openai_bodies import Body, ChatBody, CompletionBody, unsupported_field
+from fastformer.serving.rerank import DocumentsBody
+from fastformer.serving.tei import EmbedBody
+from fastformer.serving.tgi import GenerateBody, Parameters
+from tests.serving.models import folder_of, services
+
+# Of each kind of body, what it can't do without.
+BODIES: dict[type[Body], dict[str, Any]] = {
+    CompletionBody: {"prompt": "a"},
+    ChatBody: {"messages": [{"role": "user", "content": "a"}]},
+    GenerateBody: {"inputs": "a"},
+    Parameters: {},
+    EmbeddingsBody: {"input": "a"},
+    EmbedBody: {"inputs": "a"},
+    DocumentsBody: {"query": "a", "documents": ["b"]},
+    TranslationBody: {"file": UploadFile(io.BytesIO()), "model": "whisper-1"},
+}
+# What clients send if they ask for nothing, as their defaults, and what may not be mistaken for it.
+VALUES: tuple[Any, ...] = (
+    False, True, 0, 1, -1, 0.5, "", "none", "auto", "medium", "float", "json", [], {}, ["text"], ["float"],
+    {"type": "text"}, {"type": "disabled"}, ["a"], {"a": 1},
+)  # fmt: skip
+# What no test can promise, and routes that answer with a page or with counts.
+VARIES = ("version", "created", "sha", "docker_label", "model_sha")
+OTHERS = ("/", "/metrics", "/openapi.json")
+
+
+def folders(folder: Path) -> dict[str, Path]:
+    """Makes a folder of each kind of service."""
+    found = services(folder)
+    for kind in ("multi-vector", "cross-encoder", "speech"):
+        (folder / kind).mkdir()
+        found[kind] = folder_of(kind, folder / kind, folder)
+    return found
+
+
+def _kept(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _kept(each) for key, each in value.items() if key not in VARIES}
+    return [_kept(each) for each in value] if isinstance(value, list) else value
+
+
+def _kinds(content: dict[str, Any]) -> dict[str, str]:
+    """Returns the names of the schemas, or of the properties of one without a name, by the kind of the content."""
+    found = {}
+    for kind, each in content.items():
+        names = re.findall(r"#/components/schemas/(?:\w+__)?(\w+)", json.dumps(each))
+        found[kind] = " | ".join(names or each.get("schema", {}).get("properties", ()))
+    return found
+
+
+def served_now(folder: Path) -> dict[str, Any]:
+    """Returns the answers of a folder's server to GET, and of each of its routes what it takes and answers."""
+    names = {"source_lang": "en", "target_lang": "de"} if folder.name == "tiny-translator" else {}
+    app = make_app(open_service(folder, **names))
+    schema, found = app.openapi(), {}
+    with TestClient(app) as client:
+        for path, methods in schema["paths"].items():
+            for method, route in methods.items():
+                body = route.get("requestBody", {})
+                row: dict[str, Any] = {
+                    "takes": _kinds(body.get("content", {})),
+                    "required": body.get("required", False),
+                    "answers": {code: _kinds(each.get("content", {})) for code, each in route["responses"].items()},
+                }
+                if method == "get" and path not in OTHERS and "{" not in path:
+                    row["told"] = _kept(client.get(path).json())
+                found[f"{method} {path}"] = row
+    return found
+
+
+def idle_now(kind: type[Body], fields: set[str]) -> dict[str, str]:
+    """Returns the values of further fields that a body accepts, since they ask for nothing."""
+    found = {}
+    for name in sorted(fields | {*kind.unsupported} - {*kind.model_fields}):
+        bodies = ((value, kind.model_validate({**BODIES[kind], name: value})) for value in (None, *VALUES))
+        found[name] = json.dumps([value for value, body in bodies if unsupported_field(body) is None])
+    return found
