@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from typing_extensions import Self
 
 from fastformer.checkpoints.hf import DECODER_FORMS, ENCODER_FORMS, FAMILIES, why_unsupported
 from fastformer.checkpoints.hf.fields import sees_later
@@ -202,6 +203,12 @@ class OnEncoder(nn.Module):
             logger.debug("%s runs by its modules: %s", type(self).__name__, output)
             return super().forward(*args, **kwargs)
         return output
+
+    def train(self, mode: bool = True) -> Self:
+        """See PyTorch. sentence-transformers asks for evaluation in each call, where visiting all modules is slow."""
+        if not mode and not torch.compiler.is_compiling() and ENCODERS.is_evaluating(self):
+            return self
+        return super().train(mode)
 
     def is_encoder_stack(self) -> bool:
         """Returns whether this is an encoder; some families use the same class for their decoders."""

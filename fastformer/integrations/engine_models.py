@@ -82,15 +82,15 @@ class FoundModel(Generic[Weights]):
         precision: the precision of the parameters.
         trains: whether a module inside of the model is in training mode, apart from linear maps and embeddings, whose
             results don't depend on the mode.
+        is_evaluating: whether the model and all modules inside of it are in evaluation mode.
     """
 
     def __init__(self, model: nn.Module, guards: ModelGuards) -> None:
         self.guards, self.precision = guards, PRECISIONS[next(model.parameters()).dtype]
-        # The guards watch the training mode of the modules inside of the model, but not that of the model itself.
-        self.trains = False
-        for module in model.modules():
-            if module.training and module is not model and not isinstance(module, nn.Linear | nn.Embedding):
-                self.trains = True
+        # The forward of the model looks at its own mode.
+        training = [module for module in model.modules() if module.training]
+        self.is_evaluating = not training
+        self.trains = any(not (module is model or isinstance(module, nn.Linear | nn.Embedding)) for module in training)
         # The conversion makes these tables from the config, so it would miss a change of a table in place.
         self._tables = [(table, table.clone()) for table in tables_of(model)]
 
@@ -285,6 +285,11 @@ class FoundModels(Generic[Found]):
             guards = guards_of(model)
             plan = findings[self._name] = (self._kind(model, guards) if reason is None else reason, guards)
         return plan[0]
+
+    def is_evaluating(self, model: nn.Module) -> bool:
+        """Returns True if known findings say that a model and all modules inside of it are in evaluation."""
+        plan: tuple[Found | str, ModelGuards] | None = notes_of(model).findings.get(self._name)
+        return plan is not None and not isinstance(plan[0], str) and plan[0].is_evaluating and plan[1].hold(model)
 
     def forget(self, model: nn.Module) -> None:
         """Drops the setting of a model, if it has one, and then the findings about it and its packed weights."""

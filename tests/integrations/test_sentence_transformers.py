@@ -428,6 +428,35 @@ def test_low_precision_runs_and_is_near(saved: Save, calls: list[int]) -> None:
             assert ours.encode(MANY, precision=stored).dtype == plain.encode(MANY, precision=stored).dtype
 
 
+def test_modes_are_set_where_they_are_others_alone(saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sentence-transformers asks for evaluation in each call."""
+    visited, plainly = [], nn.Module.train
+
+    def train(self: nn.Module, mode: bool = True) -> nn.Module:
+        visited.append(self)
+        return plainly(self, mode)
+
+    monkeypatch.setattr(nn.Module, "train", train)
+    ours = accelerate(dense_of(saved, pooling()))
+    expected = ours.encode(MANY)
+    visited.clear()
+    np.testing.assert_array_equal(ours.encode(MANY), expected)
+    assert 0 < len(visited) < 5 < len([*ours.modules()])
+    inner = [*ours.modules()]
+    for kind in (transformers.BertModel, nn.Linear, nn.Dropout, library.SentenceTransformer):
+        module = next(each for each in inner if isinstance(each, kind))
+        for report_first in (False, True):
+            module.training = True
+            if report_first:
+                report(ours)  # which finds the model as it is
+            ours.eval()
+            assert not any(each.training for each in inner)
+            module.train()
+            ours.encode(MANY)
+            assert not any(each.training for each in inner)
+    assert all(each.training for each in ours.train().modules())
+
+
 @pytest.mark.slow  # another process, which imports everything again
 def test_the_saved_model_loads_without_fastformer(saved: Save, tmp_path: Path) -> None:
     """Tests that the folder names no class of this library, and that `restore` gives the classes back."""
