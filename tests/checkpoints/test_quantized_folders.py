@@ -242,7 +242,10 @@ def test_tensors_that_do_not_fit_are_named(tmp_path) -> None:
         ("qzeros", None),
         ("qweight", rounded[f"{name}.qweight"].float()),
         ("qzeros", rounded[f"{name}.qzeros"][:-1]),
+        ("qzeros", rounded[f"{name}.qzeros"][:, :-1]),
         ("scales", rounded[f"{name}.scales"][:, :-1]),
+        ("scales", rounded[f"{name}.scales"][:-1]),
+        ("scales", rounded[f"{name}.scales"].int()),
         ("g_idx", rounded[f"{name}.g_idx"] + 1),
         ("g_idx", rounded[f"{name}.g_idx"][:-1]),
     ):
