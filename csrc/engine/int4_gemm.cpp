@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "common/buffer.h"
 #include "common/gemm.h"
 #include "engine/int4_kernels.h"
 #include "engine/tiles.h"
@@ -60,46 +61,144 @@ void pack_column(const Int4Matrix& w, int64_t column, char* panel, int64_t group
   tail.correction[lane] = static_cast<float>(-sum);
 }
 
-// From this many rows on, AMX outweighs the cost of unpacking and of calls for single groups.
-constexpr int64_t kFewestForAmx = 32;
+// The sums of some groups of a block: four tiles of 16 rows and all columns, or of 32 rows and half of them.
+struct GroupSums {
+  static constexpr int64_t kGroups = 4, kTiles = 4;
+  alignas(64) int32_t sums[kGroups * kTiles * kTileSums];
+  int64_t groups = 0;   // 0: nothing is left to do
+  bool is_first, ends;  // the first groups of the tiles; the last ones of the whole block
+  int64_t rows;         // of the block: 1 to 32
+  const float* scales;  // (groups, 64), from the first column of the tiles on
+  float* totals;        // (4, 16, 16): the sums over groups
+  const GroupedTail* tail;
+  const float* left_scale;
+  const int32_t* left_zero;
+  float* out;  // the first row and column of the block
+  int64_t ld;
+};
 
-// Multiplies by AMX, group by group, on weights unpacked to bytes. All else is as in the kernels.
-void gemm_by_tiles(const RowsView& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
-                   int64_t ld) {
-  alignas(64) int32_t sums[kMostTiledRows * kPanelColumns];
-  alignas(64) char bytes[2 * kNibbleBytes];
-  const Tiles tiles(Precision::int8, 2 * kGroupBlocks);
-  const int64_t groups = int4_groups(w.k), group_bytes = int4_group_bytes(w.has_zeros);
-  for (int64_t p = begin; p < end; ++p, out += kPanelColumns) {
-    const char* group = w.panel(p);
-    const auto& tail = *reinterpret_cast<const GroupedTail*>(group + groups * group_bytes);
-    for (int64_t g = 0; g < groups; ++g, group += group_bytes) {
-      for (int64_t at = 0; at < kNibbleBytes; at += sizeof(V)) {
-        const StepPair pair = signed_nibbles(load_lanes(group + at));
-        char* to = bytes + at / kStepBytes * 2 * kStepBytes + at % kStepBytes;
-        as_floats(pair.low).store(reinterpret_cast<float*>(to));
-        as_floats(pair.high).store(reinterpret_cast<float*>(to + kStepBytes));
+// Writes the results of a block. totals: those of its 4 or 8 tiles.
+void finish_block(const GroupSums& of, const float* totals) {
+  const bool is_wide = of.rows > kTileRows;
+  for (int64_t r = 0; r < of.rows; ++r) {
+    const float* row = totals + r / kTileRows * 2 * kTileSums + r % kTileRows * kTileColumns;
+    for (int64_t c = 0; c < kPanelColumns; c += V::size) {
+      const int64_t tile = c / kTileColumns, at = is_wide ? tile / 2 * 4 + tile % 2 : tile;
+      const V total = V::load(row + at * kTileSums + c % kTileColumns);
+      finish_groups(total, 1, *of.tail, c, of.left_scale[r], of.left_zero[r]).store(of.out + r * of.ld + c);
+    }
+  }
+}
+
+// Adds the scaled sums of the tiles [begin, end) to their totals, and finishes the block after the last one.
+void add_groups(const void* what, int64_t begin, int64_t end) {
+  const GroupSums& of = *static_cast<const GroupSums*>(what);
+  const int64_t groups = of.groups;
+  for (int64_t tile = begin; tile < end; ++tile)
+    for (int64_t c = 0; c < kTileColumns; c += V::size) {
+      float* const totals = of.totals + tile * kTileSums + c;
+      const int32_t* sums = of.sums + tile * kTileSums + c;
+      const bool is_half = of.rows > kTileRows;
+      const float* scales = of.scales + (is_half ? tile % 2 : tile) * kTileColumns + c;
+      V total[kTileRows];
+#pragma GCC unroll 16
+      for (int r = 0; r < kTileRows; ++r) total[r] = of.is_first ? V(0.f) : V::load(totals + r * kTileColumns);
+      for (int64_t g = 0; g < groups; ++g, sums += GroupSums::kTiles * kTileSums, scales += kPanelColumns) {
+        const V scale = V::load(scales);
+#pragma GCC unroll 16
+        for (int r = 0; r < kTileRows; ++r)
+          total[r] = fmadd(to_floats(load_lanes(sums + r * kTileColumns)), scale, total[r]);
       }
-      for (int64_t first = 0; first < rows; first += kMostTiledRows) {
-        const int64_t count = std::min(kMostTiledRows, rows - first);
-        tiles.multiply(round_up(count, kTileRows), x.data() + first * x.stride() + g * kGroupBytes, x.stride(), bytes,
-                       2 * kGroupBlocks, sums);
-        for (int64_t r = 0; r < count; ++r)
-          for (int64_t c = 0; c < kPanelColumns; c += V::size) {
-            Lanes sum = load_lanes(sums + r * kPanelColumns + c);
-            if (w.has_zeros)
-              sum = add_words(sum, multiply_pairs(widen_bytes(group + kNibbleBytes + kScaleBytes + c),
-                                                  broadcast(x.sums()[g * x.rows() + first + r])));
-            float* to = out + (first + r) * ld + c;
-            fmadd(to_floats(sum), load_halves(group + kNibbleBytes + c * 2), g == 0 ? V(0.f) : V::load(to)).store(to);
-          }
+#pragma GCC unroll 16
+      for (int r = 0; r < kTileRows; ++r) total[r].store(totals + r * kTileColumns);
+    }
+  if (of.ends && end == GroupSums::kTiles)
+    finish_block(of, of.totals - (of.rows > kTileRows ? GroupSums::kTiles * kTileSums : 0));
+}
+
+// A panel as tiles read it: two halves of 32 columns, each with two tiles a group, and the scales (groups, 64).
+struct UnpackedPanel {
+  Buffer<char> bytes;
+  Buffer<float> scales;
+  int64_t half_bytes;
+
+  explicit UnpackedPanel(int64_t groups)
+      : bytes(groups * 2 * kNibbleBytes), scales(groups * kPanelColumns), half_bytes(groups * kNibbleBytes) {}
+
+  char* tiles(int64_t column, int64_t g) {
+    return bytes.data() + column / (kPanelColumns / 2) * half_bytes + g * kNibbleBytes;
+  }
+};
+
+// Returns a mask of the first `count` of each 4 bytes.
+Lanes first_bytes(int64_t count) { return broadcast(count >= 4 ? ~0u : count <= 0 ? 0 : (1u << 8 * count) - 1); }
+
+// Unpacks the groups of a panel. Zero points are subtracted from the weights, which still fit in bytes.
+void unpack_panel(const PackedWeight& w, const char* group, UnpackedPanel& to) {
+  constexpr int64_t kTileBytes = kNibbleBytes / 2, kStep = 4 * kTileColumns;
+  const Lanes first_of_four = sixteen_bytes(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12));
+  for (int64_t g = 0; g < int4_groups(w.k); ++g, group += int4_group_bytes(w.has_zeros)) {
+    const int64_t inputs = w.k - g * kInt4Group;  // what is beyond them stays 0
+    for (int64_t c = 0; c < kPanelColumns; c += V::size) {
+      load_halves(group + kNibbleBytes + c * 2).store(to.scales.data() + g * kPanelColumns + c);
+      Lanes zeros = broadcast(0);
+      if (w.has_zeros) zeros = look_up(widen_bytes(group + kNibbleBytes + kScaleBytes + c), first_of_four);
+      char* const tile = to.tiles(c, g) + c / kTileColumns % 2 * kTileBytes;
+      for (int64_t block = 0; block < kGroupBlocks; ++block) {
+        StepPair pair = signed_nibbles(load_lanes(group + block * kStepBytes + c * 4));
+        if (w.has_zeros) {
+          pair.low = subtract_bytes(pair.low, zeros & first_bytes(inputs - block * 8));
+          pair.high = subtract_bytes(pair.high, zeros & first_bytes(inputs - block * 8 - 4));
+        }
+        auto* const at = reinterpret_cast<float*>(tile + block * 2 * kStep + c % kTileColumns * 4);
+        as_floats(pair.low).store(at);
+        as_floats(pair.high).store(at + kStep / 4);
       }
     }
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t c = 0; c < kPanelColumns; c += V::size) {
-        float* to = out + r * ld + c;
-        finish_groups(V::load(to), 1, tail, c, x.scales()[r], x.zeros()[r]).store(to);
-      }
+  }
+}
+
+// From this many rows on, AMX outweighs the cost of unpacking.
+constexpr int64_t kFewestForAmx = 32;
+
+// Multiplies by AMX, group by group, on panels unpacked to bytes. All else is as in the kernels. The sums of some
+// groups are scaled while the next ones are multiplied.
+void gemm_by_tiles(const RowsView& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
+                   int64_t ld) {
+  alignas(64) float totals[kMostTiledRows * kPanelColumns];
+  GroupSums both[2];
+  GroupSums *next = both, *last = both + 1;
+  const Tiles tiles(Precision::int8, 2 * kGroupBlocks);
+  const int64_t groups = int4_groups(w.k);
+  UnpackedPanel panel(groups);
+  for (int64_t p = begin; p < end; ++p, out += kPanelColumns) {
+    unpack_panel(w, w.panel(p), panel);
+    const auto* tail = reinterpret_cast<const GroupedTail*>(w.panel(p) + groups * int4_group_bytes(w.has_zeros));
+    for (int64_t first = 0; first < rows; first += kMostTiledRows) {
+      const int64_t count = std::min(kMostTiledRows, rows - first);
+      const int64_t columns = count > kTileRows ? kPanelColumns / 2 : kPanelColumns;
+      for (int64_t column = 0; column < kPanelColumns; column += columns)
+        for (int64_t g = 0; g < groups; g += GroupSums::kGroups) {
+          next->groups = std::min(GroupSums::kGroups, groups - g);
+          next->is_first = g == 0;
+          next->ends = g + next->groups == groups && column + columns == kPanelColumns;
+          next->rows = count;
+          next->scales = panel.scales.data() + g * kPanelColumns + column;
+          next->totals = totals + column * kMostTiledRows;
+          next->tail = tail;
+          next->left_scale = x.scales() + first;
+          next->left_zero = x.zeros() + first;
+          next->out = out + first * ld;
+          next->ld = ld;
+          Meanwhile scaling(add_groups, last, last->groups > 0 ? GroupSums::kTiles : 0);
+          const char* left = x.data() + first * x.stride() + g * kGroupBytes;
+          tiles.multiply_apart(round_up(count, kTileRows), left, x.stride(), panel.tiles(column, g), panel.half_bytes,
+                               next->groups, next->sums, scaling);
+          std::swap(next, last);
+        }
+    }
+    add_groups(last, 0, GroupSums::kTiles);  // the next panel gets other scales
+    last->groups = 0;
   }
 }
 

@@ -53,6 +53,7 @@ constexpr std::array<Shape, 2> kShapesOfGroups{{{4, 3}, {2, 6}}};
 inline Lanes left_by_4(Lanes x) { return _mm512_slli_epi16(x, 4); }
 inline Lanes right_by_4(Lanes x) { return _mm512_srli_epi16(x, 4); }
 inline Lanes add_words(Lanes a, Lanes b) { return _mm512_add_epi32(a, b); }
+inline Lanes subtract_bytes(Lanes a, Lanes b) { return _mm512_sub_epi8(a, b); }
 inline Lanes multiply_pairs(Lanes a, Lanes b) { return _mm512_madd_epi16(a, b); }
 inline Lanes multiply_bytes(Lanes u8, Lanes s8) { return _mm512_maddubs_epi16(u8, s8); }
 inline Lanes widen_bytes(const char* p) {
@@ -67,6 +68,7 @@ constexpr std::array<Shape, 3> kShapesOfGroups{{{8, 1}, {4, 2}, {2, 4}}};
 inline Lanes left_by_4(Lanes x) { return _mm256_slli_epi16(x, 4); }
 inline Lanes right_by_4(Lanes x) { return _mm256_srli_epi16(x, 4); }
 inline Lanes add_words(Lanes a, Lanes b) { return _mm256_add_epi32(a, b); }
+inline Lanes subtract_bytes(Lanes a, Lanes b) { return _mm256_sub_epi8(a, b); }
 inline Lanes multiply_pairs(Lanes a, Lanes b) { return _mm256_madd_epi16(a, b); }
 inline Lanes multiply_bytes(Lanes u8, Lanes s8) { return _mm256_maddubs_epi16(u8, s8); }
 inline Lanes widen_bytes(const char* p) {

@@ -53,8 +53,8 @@ void load_tile(const char* from, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(kTile) : "memory");
 }
 template <int kTile>
-void store_tile(char* to) {
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(kRowBytes), "i"(kTile) : "memory");
+void store_tile(char* to, int64_t stride = kRowBytes) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(kTile) : "memory");
 }
 template <bool kBf16, int kSum, int kLeft, int kRight>
 void add_tile() {
@@ -62,34 +62,35 @@ void add_tile() {
   else asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kLeft), "i"(kRight));
 }
 
-// Prefetches a quarter of the steps of a tile, some way ahead of a panel.
+// Prefetches a quarter of the steps of a tile, some way ahead of a place in a panel.
 template <int kQuarter>
-void prefetch_quarter(const char* right) {
+void prefetch_quarter(const char* place) {
   constexpr int64_t kAhead = 8192, kBytes = kTileSteps * kRowBytes / 4;
-  const auto* ahead = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(right) + kAhead + kQuarter * kBytes);
+  const auto* ahead = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(place) + kAhead + kQuarter * kBytes);
 #pragma GCC unroll 16
   for (int64_t at = 0; at < kBytes; at += 64) _mm_prefetch(ahead + at, _MM_HINT_T0);
 }
 
-// The sums are tiles 0 to 3, the rows 4 and 5, and the panel's 6 and 7.
+// The sums are tiles 0 to 3, the rows 4 and 5, and the panel's 6 and 7. place: of the steps in the panel, of which
+// `right` may be a copy.
 template <bool kBf16>
-void add_16_rows(const char* left, int64_t stride, const char* right) {
+void add_16_rows(const char* left, int64_t stride, const char* right, const char* place) {
   load_tile<4>(left, stride);
   load_tile<6>(right, kRowBytes);
-  prefetch_quarter<0>(right);
+  prefetch_quarter<0>(place);
   add_tile<kBf16, 0, 4, 6>();
   load_tile<7>(right + 64, kRowBytes);
-  prefetch_quarter<1>(right);
+  prefetch_quarter<1>(place);
   add_tile<kBf16, 1, 4, 7>();
   load_tile<6>(right + 128, kRowBytes);
-  prefetch_quarter<2>(right);
+  prefetch_quarter<2>(place);
   add_tile<kBf16, 2, 4, 6>();
   load_tile<7>(right + 192, kRowBytes);
-  prefetch_quarter<3>(right);
+  prefetch_quarter<3>(place);
   add_tile<kBf16, 3, 4, 7>();
 }
 template <bool kBf16>
-void add_32_rows(const char* left, int64_t stride, const char* right) {
+void add_32_rows(const char* left, int64_t stride, const char* right, const char*) {
   load_tile<6>(right, kRowBytes);
   load_tile<4>(left, stride);
   add_tile<kBf16, 0, 4, 6>();
@@ -107,19 +108,48 @@ void multiply_tiles(const char* left, int64_t stride, const char* right, int64_t
   constexpr auto add = kWide ? add_32_rows<kBf16> : add_16_rows<kBf16>;
   zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
   for (; steps >= tile_steps; steps -= tile_steps, left += 4 * tile_steps, right += tile_steps * kRowBytes) {
-    add(left, stride, right);
+    add(left, stride, right, right);
     meanwhile.go_on();
   }
   if (steps > 0) {
     alignas(64) char last[kTileSteps * kRowBytes];
     std::memcpy(last, right, static_cast<size_t>(steps * kRowBytes));
     std::memset(last + steps * kRowBytes, 0, static_cast<size_t>((kTileSteps - steps) * kRowBytes));
-    add(left, stride, last);
+    add(left, stride, last, right);
   }
   store_tile<0>(sums);
   store_tile<1>(sums + 64);
   store_tile<2>(sums + (kWide ? kTileRows * kRowBytes : 128));
   store_tile<3>(sums + (kWide ? kTileRows * kRowBytes : 128) + 64);
+}
+
+template <bool kWide>
+void multiply_groups(const char* left, int64_t stride, const char* right, int64_t half_bytes, int64_t steps,
+                     int64_t groups, int32_t* sums, Meanwhile& meanwhile) {
+  const int64_t tile = steps * 64;
+  for (; groups > 0; --groups, left += 4 * steps, right += 2 * tile, sums += 4 * kTileSums) {
+    zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
+    load_tile<6>(right, 64);
+    load_tile<4>(left, stride);
+    add_tile<false, 0, 4, 6>();
+    load_tile<7>(right + tile, 64);
+    add_tile<false, 1, 4, 7>();
+    if constexpr (kWide) {
+      load_tile<5>(left + kTileRows * stride, stride);
+      add_tile<false, 2, 5, 6>();
+      add_tile<false, 3, 5, 7>();
+    } else {
+      load_tile<6>(right + half_bytes, 64);
+      add_tile<false, 2, 4, 6>();
+      load_tile<7>(right + half_bytes + tile, 64);
+      add_tile<false, 3, 4, 7>();
+    }
+    char* const to = reinterpret_cast<char*>(sums);
+    constexpr int64_t kBytes = 4 * kTileSums;
+    store_tile<0>(to, 64), store_tile<1>(to + kBytes, 64);
+    store_tile<2>(to + 2 * kBytes, 64), store_tile<3>(to + 3 * kBytes, 64);
+    meanwhile.go_on();
+  }
 }
 
 template <bool kBf16>
@@ -147,6 +177,20 @@ void emulate(bool is_bf16, int64_t rows, const char* left, int64_t stride, const
       if (is_bf16) static_cast<float*>(sums)[r * kPanelColumns + c] = sum;
       else static_cast<int32_t*>(sums)[r * kPanelColumns + c] = whole;
     }
+}
+
+void emulate_groups(int64_t rows, const char* left, int64_t stride, const char* right, int64_t half_bytes,
+                    int64_t steps, int64_t groups, int32_t* sums) {
+  const int64_t across = rows == kTileRows ? 4 : 2;
+  for (int64_t g = 0; g < groups; ++g)
+    for (int64_t tile = 0; tile < 4; ++tile)
+      for (int64_t i = 0; i < kTileSums; ++i, ++sums) {
+        const char* x = left + (tile / across * kTileRows + i / kTileColumns) * stride + 4 * steps * g;
+        const char* w = right + tile % across / 2 * half_bytes + (2 * g + tile % 2) * steps * 64 + i % kTileColumns * 4;
+        *sums = 0;
+        for (int64_t j = 0; j < 4 * steps; ++j)
+          *sums += static_cast<uint8_t>(x[j]) * static_cast<int8_t>(w[j / 4 * 64 + j % 4]);
+      }
 }
 
 }  // namespace
@@ -184,6 +228,19 @@ void Tiles::multiply(int64_t rows, const char* left, int64_t left_stride, const 
   } else {
     const auto multiply = is_bf16_ ? multiply_rows<true> : multiply_rows<false>;
     multiply(rows, left, left_stride, right, steps, tile_steps_, static_cast<char*>(sums), meanwhile);
+  }
+  meanwhile.finish();
+}
+
+void Tiles::multiply_apart(int64_t rows, const char* left, int64_t left_stride, const char* right, int64_t half_bytes,
+                           int64_t groups, int32_t* sums, Meanwhile& meanwhile) const {
+  ++num_products;
+  meanwhile.divide(groups);
+  if (is_emulated()) {
+    emulate_groups(rows, left, left_stride, right, half_bytes, tile_steps_, groups, sums);
+  } else {
+    const auto multiply = rows == kTileRows ? multiply_groups<false> : multiply_groups<true>;
+    multiply(left, left_stride, right, half_bytes, tile_steps_, groups, sums, meanwhile);
   }
   meanwhile.finish();
 }

@@ -18,6 +18,8 @@ namespace fastformer {
 constexpr int64_t kTileRows = 16;       // products always have whole tiles of rows
 constexpr int64_t kTileSteps = 16;      // steps of k in a tile
 constexpr int64_t kMostTiledRows = 32;  // rows of one product
+constexpr int64_t kTileColumns = 16;
+constexpr int64_t kTileSums = kTileRows * kTileColumns;
 
 // Whether products of the precision may use tiles: the CPU has AMX, Linux lets the process use it, and the panels are
 // those of an AVX-512 build. FASTFORMER_BRGEMM=1 computes the same without AMX, slowly, for tests.
@@ -60,6 +62,13 @@ class Tiles {
   // kTileSteps, the last one may be incomplete. The rows have to have whole tiles, and no NaN beyond the last step.
   void multiply(int64_t rows, const char* left, int64_t left_stride, const char* right, int64_t steps, void* sums,
                 Meanwhile&& meanwhile = {}) const;
+
+  // Writes int32 sums of single tiles: for each of `groups` neighbours in k, of tile_steps steps, four tiles of (16,
+  // 16). These are of 16 rows with the columns of both halves, or of 32 rows with those of the first half, row by row.
+  // A half of `right` has 32 columns: two tiles (tile_steps, 16 columns, 4 bytes) for each group. The second one is
+  // `half_bytes` after the first.
+  void multiply_apart(int64_t rows, const char* left, int64_t left_stride, const char* right, int64_t half_bytes,
+                      int64_t groups, int32_t* sums, Meanwhile& meanwhile) const;
 
  private:
   bool is_bf16_;
