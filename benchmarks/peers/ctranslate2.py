@@ -1,4 +1,4 @@
-"""CTranslate2 with the weights of a fastformer model.
+"""CTranslate2 with the weights of a fastformer model, in a folder of its own format; and fastformer on such a folder.
 
 Greedy decoding, and beam search over outputs of one length, give fastformer's tokens. If outputs end by themselves,
 beam
@@ -8,8 +8,9 @@ finished; fastformer divides by ((5 + length) / 6) ** length_penalty, and contin
 
 from __future__ import annotations
 
-import shutil
+import contextlib
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.peers.job import DecodingPeer, Missing, Model, PeerJob, Tokens, needed
+from benchmarks.peers.ours import Ours
+from fastformer.checkpoints.ctranslate2 import load_transformer
 from fastformer.models import Transformer
 from fastformer.nn.attention import MultiheadAttention
 
@@ -33,18 +36,12 @@ class CTranslate2(DecodingPeer):
 
     def __init__(self, model: Model, precision: str, threads: int, options: dict[str, str]) -> None:
         ctranslate2 = needed("ctranslate2")
-        if not isinstance(model, Transformer):
-            raise Missing("compared with models that read sources")
         if _COMPUTE_TYPES[precision] not in ctranslate2.get_supported_compute_types("cpu"):
             raise Missing(f"has no {precision} on this CPU")
-        folder = Path(tempfile.mkdtemp(prefix="fastformer-ctranslate2-"))
-        try:
-            convert(model, folder / "model")
+        with _converted(model, precision) as folder:
             self.translator = ctranslate2.Translator(
-                str(folder / "model"), compute_type=_COMPUTE_TYPES[precision], inter_threads=1, intra_threads=threads
+                str(folder), compute_type=_COMPUTE_TYPES[precision], inter_threads=1, intra_threads=threads
             )
-        finally:
-            shutil.rmtree(folder)
 
     def inputs(self, batch: Tokens) -> list[list[str]]:
         return [[str(token) for token in row] for row in batch]
@@ -65,8 +62,29 @@ class CTranslate2(DecodingPeer):
         return [[int(token) for token in row] for row in output]
 
 
-def convert(model: Transformer, folder: Path) -> None:
-    """Writes a model in CTranslate2's format, in fp32; the compute type is chosen on loading.
+class OursOfFolder(Ours):
+    """fastformer on the folder that CTranslate2 reads."""
+
+    name = "fastformer, CTranslate2's folder"
+    precisions = ("int8", "fp32")
+
+    def __init__(self, model: Model, precision: str, threads: int, options: dict[str, str]) -> None:
+        needed("ctranslate2")
+        with _converted(model, precision) as folder:
+            super().__init__(load_transformer(folder)[0].eval(), precision, threads, options)
+
+
+@contextlib.contextmanager
+def _converted(model: Model, precision: str) -> Iterator[Path]:
+    if not isinstance(model, Transformer):
+        raise Missing("compared with models that read sources")
+    with tempfile.TemporaryDirectory(prefix="fastformer-ctranslate2-") as parent:
+        convert(model, folder := Path(parent) / "model", _COMPUTE_TYPES[precision])
+        yield folder
+
+
+def convert(model: Transformer, folder: Path, quantization: str) -> None:
+    """Writes a model in CTranslate2's format.
 
     Raises:
         Missing: CTranslate2 lacks an option, or this function doesn't map it.
@@ -129,13 +147,14 @@ def convert(model: Transformer, folder: Path) -> None:
             _linear(layer_spec.ffn.linear_0, layer.linear1.weight, layer.linear1.bias)
             _linear(layer_spec.ffn.linear_1, layer.linear2.weight, layer.linear2.bias)
     spec.validate()
-    spec.optimize(quantization=None)
+    spec.optimize(quantization=quantization)
     folder.mkdir()
     spec.save(str(folder))
 
 
 def _array(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
-    array: np.ndarray[Any, np.dtype[np.float32]] = tensor.detach().to("cpu", torch.float32).contiguous().numpy()
+    copy = tensor.detach().to("cpu", torch.float32, copy=True)  # CTranslate2 quantises in place
+    array: np.ndarray[Any, np.dtype[np.float32]] = copy.contiguous().numpy()
     return array
 
 

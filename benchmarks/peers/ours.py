@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ class Ours(DecodingPeer):
     """`fastformer.generate` with the engine that it chooses."""
 
     name = "fastformer"
-    precisions = PRECISIONS
+    precisions: ClassVar[tuple[str, ...]] = PRECISIONS
 
     def __init__(self, model: Model, precision: str, threads: int, options: dict[str, str]) -> None:
         torch.set_num_threads(threads)

@@ -236,7 +236,7 @@ def translators(case: str, folder: Path, precisions: Sequence[str], threads: int
     else:
         other = folder / "other"
         other.mkdir()
-        ctranslate2.convert(model, other / "ctranslate2")
+        ctranslate2.convert(model, other / "ctranslate2", "int8")
         backend.save(str(other / "tokenizer.json"))
         ways = {
             f"{name}, {threads} threads": (1, threads, 0),

@@ -122,14 +122,14 @@ def peers(case: dict[str, Any]) -> dict[str, type[Peer]]:
         if models.has_vocabulary(case):
             compared.append(FusedLossPeer)
     else:
-        from benchmarks.peers.ctranslate2 import CTranslate2
+        from benchmarks.peers.ctranslate2 import CTranslate2, OursOfFolder
         from benchmarks.peers.hugging_face import HuggingFace, StaticCache
         from benchmarks.peers.llama_cpp import IkLlamaCpp, LlamaCpp
         from benchmarks.peers.ours import Ours
         from benchmarks.peers.reading import MemoryReader
 
         others: list[type[Peer]] = (
-            [HuggingFace, IkLlamaCpp, LlamaCpp] if case["name"] in GPTS else [CTranslate2, HuggingFace]
+            [HuggingFace, IkLlamaCpp, LlamaCpp] if case["name"] in GPTS else [OursOfFolder, CTranslate2, HuggingFace]
         )
         if case["name"] in LLAMAS:
             others.append(StaticCache)

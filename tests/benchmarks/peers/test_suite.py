@@ -88,17 +88,18 @@ def test_decoders_take_turns_and_are_ranked() -> None:
     by_peer = rows(TINY)
     assert set(by_peer) == {
         ("fastformer", "int8"), ("fastformer", "fp32"), ("ctranslate2", "int8"), ("ctranslate2", "fp32"),
+        ("fastformer, CTranslate2's folder", "int8"), ("fastformer, CTranslate2's folder", "fp32"),
         ("transformers", "fp32"),  # which has no int8
     }  # fmt: skip
     ours, rival = by_peer["fastformer", "int8"], by_peer["ctranslate2", "int8"]
     assert (ours["threads"], ours["ms_by_threads"]) == (2, {"1": 2000.0, "2": 1000.0}) and ours["rounds"] == 3
-    assert (ours["speedup"], ours["baseline"]) == (3.0, "ctranslate2 int8") and rival["speedup"] == 1.0
+    assert (ours["speedup"], ours["baseline"]) == (5.0, "ctranslate2 int8") and rival["speedup"] == 1.0
     assert ours["share_of_dram"] > 0 and ours["share_of_cached"] > 0
     assert ours["tokens_s"] == 48.0 and ours["same_tokens"] == 4 and ours["suite"] == "decoding"
     timed = [turn for turn in FakeWorker.turns if "read" not in turn]
     # Two turns each to begin with; then all of them, there and back again.
     order = list(dict.fromkeys(timed))
-    assert len(order) == 10 and timed[20:] == [*order, *order[::-1], *order]
+    assert len(order) == 14 and timed[28:] == [*order, *order[::-1], *order]
 
 
 def test_models_are_measured_against_the_model_as_it_is() -> None:

@@ -91,6 +91,15 @@ def test_tokens_equal_fastformers(name: str, options: dict) -> None:
         assert rival.turn(job).tokens == expected
 
 
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_fastformer_reads_the_folder_that_ctranslate2_reads(precision: str) -> None:
+    rival = peer("ctranslate2", model := transformer(), precision)
+    ours = ctranslate2.OursOfFolder(model, precision, torch.get_num_threads(), {})
+    assert ours.model is not model and ours.model.precision == {"fp32": None, "int8": "int8"}[precision]
+    expected = rival.turn(job := jobs()[0]).tokens
+    assert expected is not None and sum(map(list.__eq__, ours.turn(job).tokens or [], expected)) >= 4
+
+
 @pytest.mark.parametrize("name", ["ctranslate2", "transformers"])
 def test_outputs_end_with_their_end_token(name: str) -> None:
     model = transformer()
@@ -197,6 +206,6 @@ def test_a_gguf_of_another_form_is_refused(make, options: dict) -> None:
 def test_unmapped_memory_is_refused(options: dict, tmp_path: Path) -> None:
     model = transformer(**options)
     with pytest.raises(Missing, match="conversion"):
-        ctranslate2.convert(model, tmp_path / "model")
+        ctranslate2.convert(model, tmp_path / "model", "float32")
     with pytest.raises(Missing, match="conversion"):
         hugging_face.convert(model)
