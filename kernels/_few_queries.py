@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from fastformer.kernels._attention_common import mask_bytes
-from fastformer.kernels._decode_attention_configs import FEW_BLOCKS, config_of
+from fastformer.kernels._decode_attention_configs import (
+    FEW_BLOCKS,
+    SMALLEST_TILE,
+    config_of,
+    programs_at_once,
+    splits_of,
+)
+from fastformer.kernels._launch import cdiv, next_power_of_2
 from fastformer.kernels._plans import Plan
 from fastformer.kernels.decode_attention import plan_decode_attention
 
@@ -20,10 +27,11 @@ def takes(
 ) -> bool:  # fmt: skip
     """Returns whether a call of attention_fwd has a plan here: few queries and many keys, without dropout.
 
-    A tile has the queries of all heads of a group, and one of attention's own would consist mostly of empty rows. With
-    fewer keys, a tile's walk would have a single program.
+    A tile has the queries of all heads of a group. If these are more than the smallest tile has, a call whose tiles
+    fill the device by themselves stays with attention's own kernel.
     """
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    config, rows = config_of(q), seqlen_q * (q.shape[2] // k.shape[2])
     if window_right is not None and window_right >= seqlen_q - 1:
         window_right = None
     is_banded = window_left is not None or window_right is not None
@@ -34,9 +42,16 @@ def takes(
         # With lengths, windows end at the last key of the tensors there, and at each row's own last key here.
         and not (seqlens_k is not None and is_banded)
         and (attn_mask is None or attn_mask.dtype == torch.bool)
-        and q.shape[1] * (q.shape[2] // k.shape[2]) <= config_of(q).largest_m
-        and seqlen_k > FEW_BLOCKS * config_of(q).block_n
+        and rows <= config.largest_m
+        and seqlen_k > FEW_BLOCKS * config.block_n
         and k.stride(-1) == v.stride(-1) == 1
+        and (
+            rows <= SMALLEST_TILE
+            or splits_of(
+                q.shape[0] * k.shape[2], cdiv(seqlen_k, config.block_n), programs_at_once(q, next_power_of_2(rows))
+            )
+            > 1
+        )
     )
 
 

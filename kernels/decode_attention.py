@@ -487,7 +487,7 @@ def plan_decode_attention(
     window_left: int | None, cos: Tensor | None, sin: Tensor | None, interleaved: bool, softcap: float = 0.0, *,
     attn_mask: Tensor | None = None,
 ) -> Plan:  # fmt: skip
-    """Plans `decode_attention` for calls of this geometry; with `mask` and `lse`, see `_few_queries`."""
+    """Plans `decode_attention` for calls of this geometry; with `attn_mask`, see `_few_queries`."""
     batch, seqlen_q, num_heads, head_dim = shape = q.shape
     num_kv_heads = k_cache.shape[2]
     if q.numel() == 0 and (k is None or k.numel() == 0):

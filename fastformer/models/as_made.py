@@ -57,6 +57,14 @@ def find_guards(model: Transformer | GPT | BERT) -> tuple[ModelGuards | None, st
     return guards, None
 
 
+def why_own_code(model: object) -> str | None:
+    """Returns which class of a model may have Python code that a graph would run only once; None: no class."""
+    for name, module in model.named_modules() if isinstance(model, nn.Module) else [("", model)]:
+        if type(module).__module__.partition(".")[0] not in ("fastformer", "torch"):
+            return f"{name or 'the model'} is a {type(module).__name__}, which may have code of its own"
+    return None
+
+
 def tensors_of(model: Transformer | GPT | BERT) -> list[Tensor]:
     """Returns the tensors of a model that is as its config makes it.
 

@@ -309,7 +309,7 @@ def report(capability: int) -> list[str]:
         return [f"attention: fastformer's kernels; no others were measured to be faster on sm_{capability}"]
     return [
         f"attention {entry.direction}, head_dim {entry.head_dim}, {'causal' if entry.is_causal else 'full'}, from "
-        f"{entry.seqlen} tokens: {entry.kernel}"
+        f"{entry.seqlen} tokens: {entry.kernel}, after {SEEN} calls of one size"
         + (f" (not here: {missing})" if (missing := KERNELS[entry.kernel].why_missing()) is not None else "")
         for entry in here
     ]

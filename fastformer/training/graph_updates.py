@@ -28,6 +28,7 @@ from fastformer.data import Batch
 from fastformer.data.batching import IGNORE_INDEX
 from fastformer.engine.stamp import ModelGuards
 from fastformer.graphs import CaptureError, Graph, Graphs
+from fastformer.models.as_made import why_own_code
 from fastformer.nn import SequenceLayout
 from fastformer.training.config import TrainConfig, why_no_graphs
 
@@ -71,7 +72,7 @@ def wants_graphs(config: TrainConfig, model: nn.Module, device: torch.device, nu
         return config.cuda_graphs
     if not has_graphs(device):
         return False
-    reason = why_no_graphs(config)
+    reason = why_no_graphs(config) or why_own_code(model)
     if num_processes > 1:
         reason = "no graph holds the messages of several processes"
     if getattr(model.config, "num_experts", None) is not None:
@@ -255,6 +256,7 @@ class GraphUpdates:
                     raise
                 self._is_plain = True
                 logger.warning("updates run without CUDA graphs: %s", error)
+                self.optimizer.zero_grad(set_to_none=True)  # gradients of a part of the update, in the graph's memory
                 self.graphs.warm_up(slot.function)
                 return
             self._guards = self._guards or ModelGuards(self.model)
@@ -265,7 +267,7 @@ class GraphUpdates:
         try:
             return self.graphs.capture(function)
         except CaptureError as error:
-            raise CaptureError(f"an update can't be a CUDA graph, so leave cuda_graphs out: {error}") from error
+            raise CaptureError(f"an update can't be a CUDA graph, so set cuda_graphs to false: {error}") from error
 
     def _new_slot(self, batches: Sequence[Batch], values: Sequence[Tensor]) -> _Slot:
         inputs = _Inputs(values, self.graphs.device)

@@ -367,7 +367,7 @@ class Trainer:
         if reason is not None:
             raise ValueError(
                 f"expected a model whose updates can be CUDA graphs, got {reason}, which no replay would know of: take "
-                "it away, or leave cuda_graphs out"
+                "it away, or set cuda_graphs to false"
             )
 
     def _update_in_place(self, batches: list[Batch], numbers: torch.Tensor) -> None:

@@ -105,7 +105,8 @@ def test_wrong_results_are_reported_before_anything_is_timed(provider, says, mon
     timed: list[set[str]] = []
 
     def note(self: timing.Interleaved, calls: dict[str, Callable[[], object]], **_: object) -> None:
-        timed.append(set(calls))
+        if "power" in calls:  # and not the fixed work by which the first run of a process knows the machine
+            timed.append(set(calls))
         self.rounds = timing.Rounds({name: [timing.Turn(1.0, False)] * 3 for name in calls}, [0, 1, 2])
 
     monkeypatch.setattr(timing.Interleaved, "take", note)

@@ -376,6 +376,21 @@ def test_a_model_that_graphs_cannot_hold_decodes_without_and_the_log_says_why(on
     assert "relative positions" in line
 
 
+def test_a_model_with_code_of_its_own_decodes_without_unless_graphs_are_asked_for(on_gpu, caplog) -> None:
+    class Counting(GPT):
+        """A graph would hold what its code did once."""
+
+    kind, options = next((kind, options) for kind, options in CONFIGS.values() if kind is GPT)
+    inside = drawn(kind, **options)
+    own = Counting(inside.config)
+    with caplog.at_level("INFO", logger="fastformer"):
+        assert choose_engine(own).name == "kv_cache" and choose_engine(own, "graph").name == "graph"
+    assert any("Counting" in record.getMessage() for record in caplog.records)
+    assert choose_engine(inside).name == "graph"
+    inside.decoder.layers[0].dropout3 = type("Own", (torch.nn.Dropout,), {"__module__": "user"})(0.0)
+    assert choose_engine(inside).name == "kv_cache"
+
+
 def test_the_next_engine_of_a_model_finds_the_graphs(model, watched, monkeypatch) -> None:
     monkeypatch.setattr(graph_module, "DEVICES", ("cpu",))
     monkeypatch.setattr(KVCache, "_is_host", staticmethod(lambda device: False))  # as a GPU has tables of its own

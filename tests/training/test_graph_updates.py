@@ -23,7 +23,7 @@ from fastformer.training import TrainConfig, Trainer, start
 from fastformer.training import graph_updates as module
 from fastformer.training import trainer as trainer_module
 from fastformer.training.evaluate import model_loss
-from fastformer.training.graph_updates import Size, pad_batch, round_up, size_of
+from fastformer.training.graph_updates import Size, pad_batch, round_up, size_of, wants_graphs
 from fastformer.training.run_config import load_config
 from fastformer.training.schedule import rate_of
 from fastformer.training.trainer import DivergedError
@@ -369,6 +369,34 @@ def test_a_run_that_cannot_be_captured_says_why_and_trains(config, tmp_path, cap
     assert all(word in line for word, line in zip(("batching", "a hook", "not permitted"), lines, strict=True))
     assert hooked.step == refused.step == 12
     assert torch.equal(weights(refused), weights(padded))  # a layer with a hook draws other dropout
+
+
+def test_a_capture_that_fails_behind_the_backward_pass_leaves_no_gradients(config, tmp_path, monkeypatch) -> None:
+    def capture(self: TapeGraphs, function: Callable[[], None]) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(failing.world, "clip", Mock(side_effect=CaptureError("out of memory")))
+            function()
+
+    still = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)  # a failed capture would draw
+    config = changed(config, settings=config.settings | still)
+    due = on_padded_batches(start(changed(config, cuda_graphs=False), tmp_path / "plain"))
+    due.train()
+    monkeypatch.setattr(TapeGraphs, "capture", capture)
+    failing = start(config, tmp_path / "failing")
+    failing.train()
+    assert torch.equal(weights(failing), weights(due))
+
+
+def test_a_model_with_code_of_its_own_trains_without_graphs_by_default(graphs, tmp_path, caplog) -> None:
+    class Scheduled(Transformer):
+        """A graph would hold what its code did once."""
+
+    trainer = start(changed(graphs, cuda_graphs="auto"), tmp_path)
+    model = Scheduled(trainer.model.config)
+    with caplog.at_level("INFO", logger="fastformer"):
+        assert not wants_graphs(trainer.config, model, trainer.device, 1)
+    assert wants_graphs(trainer.config, trainer.model, trainer.device, 1)
+    assert any("Scheduled" in line for line in caplog.messages)
 
 
 HOOKS: dict[str, Callable[[Trainer], Any]] = {

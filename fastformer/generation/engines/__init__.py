@@ -21,6 +21,7 @@ from fastformer.generation.engines.recurrent import RecurrentEngine
 from fastformer.generation.model_protocols import Model, as_model, check_precision, device_of, is_ensemble
 from fastformer.generation.search import Sample as Sample
 from fastformer.models import GPT
+from fastformer.models.as_made import why_own_code
 
 # By default the first engine in this order that can decode the model is chosen; "graph" only on a device with graphs.
 _ENGINES: tuple[type[CppEngine | KVCacheEngine | RecurrentEngine | RecomputeEngine], ...]
@@ -60,7 +61,8 @@ def choose_engine(
     Args:
         model: the model to decode.
         name: one of ENGINES, or a registered engine; None: the fastest engine that can decode the model on its
-            device, except registered engines. Where that isn't "graph" on a GPU, the log says why, at level INFO.
+            device, except registered engines. Where that isn't "graph" on a GPU, the log says why, at level INFO: for
+            instance because the model has code of its own, of which a graph holds what its first call did.
         precision: the precision to compute in: "fp32", "bf16", "fp16", "int8" or "int4". None: the model's own, which
             is "int8" or "int4" for a quantised model, else its dtype or autocast's. An engine without int8 and int4
             decodes a quantised model with its rounded weights in their dtype.
@@ -83,11 +85,15 @@ def choose_engine(
     for engine in candidates:
         if name == engine.name or (name is None and engine in _ENGINES and (engine is not GraphEngine or has_graphs)):
             reason = engine.why_unsupported(model, precision)
+            if name is None and engine is GraphEngine:  # a graph holds what the first call of a method did
+                reason = reason or why_own_code(model)
             if cache_dtype is not None and cache_dtype not in engine.cache_dtypes:
                 reason = reason or f"its keys and values have the dtype of the computation, not {cache_dtype}"
             if reason is None:
                 if name is None and has_graphs and engine is not GraphEngine:
-                    why = next(why for why, names in reasons.items() if repr(GraphEngine.name) in names)
+                    why = next(
+                        (why for why, names in reasons.items() if repr(GraphEngine.name) in names), "it is faster"
+                    )
                     logger.info("engine %r decodes a %s, not 'graph': %s", engine.name, type(model).__name__, why)
                 chosen: Engine = engine(model, precision, *([cache_dtype] if engine.cache_dtypes else []))
                 return chosen
