@@ -73,7 +73,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Lets the garbage collector begin, which needn't look at millions of objects of modules and tests each time."""
     gc.freeze()
-    gc.set_threshold(20_000)  # with Python's own, a twentieth of all time is spent looking at what tests still hold
     gc.enable()
     if not session.config.option.durations:
         _send_results_alone(session.config)
