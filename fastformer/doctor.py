@@ -103,7 +103,7 @@ def decoding() -> Iterator[str]:
     elif _extension.module() is None:
         yield f"{graph}; without the C++ extension, it decodes like 'kv_cache'"
     else:
-        yield f"{graph}: the default on a GPU, where no one has timed it yet"
+        yield f"{graph}: the default on a GPU; its speed there has not been measured yet"
 
 
 def _decoding_in_cpp() -> Iterator[str]:

@@ -80,7 +80,7 @@ def choose_engine(
     if isinstance(model, GPT):
         model.check_causal()
     reasons: dict[str, list[str]] = {}
-    has_graphs = device_of(model).type in graph.DEVICES
+    has_graphs, why_no_graph = device_of(model).type in graph.DEVICES, None
     candidates: tuple[Any, ...] = (*_ENGINES, *_REGISTERED.values())
     for engine in candidates:
         if name == engine.name or (name is None and engine in _ENGINES and (engine is not GraphEngine or has_graphs)):
@@ -90,13 +90,13 @@ def choose_engine(
             if cache_dtype is not None and cache_dtype not in engine.cache_dtypes:
                 reason = reason or f"its keys and values have the dtype of the computation, not {cache_dtype}"
             if reason is None:
-                if name is None and has_graphs and engine is not GraphEngine:
-                    why = next(
-                        (why for why, names in reasons.items() if repr(GraphEngine.name) in names), "it is faster"
+                if name is None and why_no_graph is not None:
+                    logger.info(
+                        "engine %r decodes a %s, not 'graph': %s", engine.name, type(model).__name__, why_no_graph
                     )
-                    logger.info("engine %r decodes a %s, not 'graph': %s", engine.name, type(model).__name__, why)
                 chosen: Engine = engine(model, precision, *([cache_dtype] if engine.cache_dtypes else []))
                 return chosen
+            why_no_graph = reason if engine is GraphEngine else why_no_graph
             reasons.setdefault(reason, []).append(repr(engine.name))
     what = type(model).__name__ + ("" if precision is None else f" in {precision}")
     what += "" if cache_dtype is None else f" with a cache of {cache_dtype}"
