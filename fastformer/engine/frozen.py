@@ -124,7 +124,7 @@ def stamp_of(model: nn.Module, tensors: list[Tensor]) -> Stamp:
 
     It notices all changes that PyTorch counts, and tensors that were replaced or moved. PyTorch doesn't count writes
     through `parameter.data` or an array that shares its memory. Of these it notices those to a whole tensor, by a few
-    samples, but not those to a part of one; see `repack`.
+    samples, but not those to a part of one, nor those on a GPU; see `repack`.
 
     Args:
         model: the model, whose attribute `config`, if it has one, is read.
@@ -153,12 +153,12 @@ def stamp_of(model: nn.Module, tensors: list[Tensor]) -> Stamp:
 
 
 def _add_samples(tensor: Tensor, places: list[tuple[int, int]]) -> None:
-    """Adds a few places of a tensor, from its first to its last element, as (address, number of bytes)."""
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+    """Adds a few places of a tensor on the CPU, from its first to its last element, as (address, number of bytes)."""
+    if tensor.device.type not in ("cpu", "cuda") or tensor.layout != torch.strided:
         raise UnfitError(f"a weight is on {tensor.device}, {tensor.layout}")
     if tensor.is_inference():
         raise UnfitError("a weight was made in inference mode, whose changes could not be noticed")
-    if not tensor.numel():
+    if not tensor.numel() or tensor.device.type != "cpu":
         return
     extent = tensor.numel()
     if not tensor.is_contiguous():

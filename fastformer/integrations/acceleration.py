@@ -104,13 +104,14 @@ def accelerate(
     model that you pass here. A model that you build around an accelerated one later doesn't change that.
 
     `generate` of the models that `from_huggingface` converts runs on the C++ engine of the CPU: transformers prepares
-    and checks the call, and the engine decodes it. Whole greedy and beam searches run without a step in Python. If a
-    call has anything that the engine doesn't know (an option, a hook, a patched or changed model, training mode), it
-    falls back to transformers' own `generate`, and a debug line of the logger "fastformer" says why. The first call
-    packs a copy of the weights, and so does the first call after the weights have changed. For a Marian of 233 MiB
-    (6 + 6 layers, d_model 512, 32,000 words) packing took about a second of one core, and at the peak 540 MiB in fp32
-    and 320 in int8. As long as the model lives, the copy takes 300 MiB in fp32, 144 in bf16 and 86 in int8, once glibc
-    has returned the memory that packing freed (`malloc_trim`).
+    and checks the call, and the engine decodes it. If a call has anything that the engine doesn't know (an option, a
+    hook, a patched or changed model, training mode), it falls back to transformers' own `generate`, and a debug line of
+    the logger "fastformer" says why. The first call packs a copy of the weights, and so does the first call after the
+    weights have changed. For a Marian of 233 MiB (6 + 6 layers, d_model 512, 32,000 words) packing took about a second
+    of one core, and at the peak 540 MiB in fp32 and 320 in int8. As long as the model lives, the copy takes 300 MiB in
+    fp32, 144 in bf16 and 86 in int8, once glibc has returned the memory that packing freed (`malloc_trim`). On a GPU,
+    `generate` runs on captured steps (the engine "graph"), over a copy of the weights there, if that takes at most half
+    of the free memory.
 
     Encoders of transformers that `from_huggingface` converts (BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, MPNet,
     ELECTRA, ALBERT, ModernBERT; and those of BART, Marian, mBART, Pegasus, M2M100 and, on transformers 5, T5) run on

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,11 +54,12 @@ def _is_rewritten(module: nn.Module, name: str) -> bool:
     return name == "inv_freq" and vars(module).get("rope_type") == "longrope"
 
 
-def why_not_as_made(model: Any, **options: Any) -> str | None:
+def why_not_as_made(model: Any, *, device: str | torch.device = "cpu", **options: Any) -> str | None:
     """Returns why the engine's results would differ from those of a model's modules; None if they would not.
 
     Args:
         model: a model of a class of transformers.
+        device: the device that the engine runs on.
         options: the options of the class, besides the config.
     """
     if (replaced := replaced_in_sources({type(module) for module in model.modules()})) is not None:
@@ -71,7 +73,7 @@ def why_not_as_made(model: Any, **options: Any) -> str | None:
             new: nn.Module = kind(copy.deepcopy(model.config), **options)
         return new
 
-    return as_made.why_not_as_made(model, make, _MADE)
+    return as_made.why_not_as_made(model, make, replace(_MADE, device=torch.device(device)))
 
 
 def _is_free(module: nn.Module, name: str) -> bool:

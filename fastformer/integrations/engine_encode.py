@@ -178,7 +178,8 @@ def _why_not(model: Any) -> str | None:
     if not is_encoder(kind) or model_type != model_type_of(kind):
         return f"{kind.__name__} is not an encoder that from_huggingface converts"
     has_pooler = "add_pooling_layer" in inspect.signature(kind).parameters
-    return why_not_as_made(model, **({"add_pooling_layer": model.pooler is not None} if has_pooler else {}))
+    options: dict[str, Any] = {"add_pooling_layer": model.pooler is not None} if has_pooler else {}
+    return why_not_as_made(model, **options)
 
 
 def _found(model: Any, guards: Any) -> EncoderModel:

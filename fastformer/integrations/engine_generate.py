@@ -1,4 +1,4 @@
-"""`generate` of accelerated models of transformers, on the C++ engine.
+"""`generate` of accelerated models of transformers, on the C++ engine or, on a GPU, on captured steps.
 
 transformers' own `generate` reads the options, checks them and prepares ids, masks, processors and stopping criteria,
 so that its rules, warnings and errors hold here too. Then it calls methods that a class of this library overrides: one
@@ -29,15 +29,17 @@ from fastformer.engine.frozen import UnfitError
 from fastformer.generation.drafts import DraftModel
 from fastformer.generation.engines.base import Prompt
 from fastformer.generation.engines.cpp_support import PACKED_PRECISIONS
-from fastformer.generation.model_protocols import is_decoder_only
+from fastformer.generation.model_protocols import device_of, is_decoder_only
 from fastformer.integrations.engine_loops import DraftingStepper, Inputs, Stepper, search_whole, whole_search
 from fastformer.integrations.engine_models import (
     ENGINE_MODELS,
     EngineModel,
     ForeignEngine,
+    ForeignGraphEngine,
     FoundModels,
     Setting,
     counts_words,
+    has_graphs,
     why_not_converted,
 )
 from fastformer.integrations.known import why_not_at_this_moment
@@ -327,8 +329,10 @@ def _decoding(call: Call, name: str, input_ids: Tensor, kwargs: dict[str, Any]) 
     if is_assisted and (len(input_ids) > 1 or not kwargs["use_cache"]):
         raise _DeclinedError("assisted decoding is for one row and a cache")  # transformers raises the error
     precision = call.found.acting_precision(call.setting)
+    if is_assisted and has_graphs(call.found.device):
+        raise _DeclinedError("a captured step reads no drafts")
     found = call.found.of_length(_longest(input_ids, kwargs.get("attention_mask")))
-    engine = ForeignEngine(found.weights(call.model, precision), precision)
+    engine = found.engine(call.model, precision)
     inputs = _inputs(call, engine, input_ids, kwargs)
     vocab_size = engine.shape.config.vocab_size
     pad = config._pad_token_tensor
@@ -337,7 +341,7 @@ def _decoding(call: Call, name: str, input_ids: Tensor, kwargs: dict[str, Any]) 
         raise _DeclinedError(f"PAD ({int(pad)}) is not in the vocabulary of {vocab_size}")
 
     if is_assisted and (assistant := kwargs.get("assistant_model")) is not None:
-        draft_model = _draft_model(assistant, engine)
+        draft_model = _draft_model(assistant, cast(ForeignEngine, engine))
 
     def step_by_step() -> Any:
         options: dict[str, Any] = {"logits_processor": processors, "stopping_criteria": criteria}
@@ -346,7 +350,7 @@ def _decoding(call: Call, name: str, input_ids: Tensor, kwargs: dict[str, Any]) 
         with torch.no_grad():
             if is_assisted:
                 lookup = config.prompt_lookup_num_tokens or 0
-                stepper: Stepper = DraftingStepper(engine, inputs, draft_model, lookup)
+                stepper: Stepper = DraftingStepper(cast(ForeignEngine, engine), inputs, draft_model, lookup)
             else:
                 stepper = Stepper(engine, inputs)
             loop = getattr(GenerationMixin, "_sample" if is_assisted else name)
@@ -391,14 +395,16 @@ def _draft_model(assistant: Any, engine: ForeignEngine) -> DraftModel:
     return DraftModel(small, int(small.shape.config.max_len))
 
 
-def _as_asked(found: Tensor, config: Any, engine: ForeignEngine) -> Any:
+def _as_asked(found: Tensor, config: Any, engine: ForeignEngine | ForeignGraphEngine) -> Any:
     if not config.return_dict_in_generate:
         return found
     kind = "GenerateDecoderOnlyOutput" if is_decoder_only(engine.shape) else "GenerateEncoderDecoderOutput"
     return getattr(transformers.generation, kind)(sequences=found)
 
 
-def _inputs(call: Call, engine: ForeignEngine, input_ids: Tensor, kwargs: dict[str, Any]) -> Inputs:
+def _inputs(
+    call: Call, engine: ForeignEngine | ForeignGraphEngine, input_ids: Tensor, kwargs: dict[str, Any]
+) -> Inputs:
     config = kwargs["generation_config"]
     copies = max(config.num_beams, config.num_return_sequences)
     limits = [config.max_length, *(one.max_length for one in kwargs["stopping_criteria"] if hasattr(one, "max_length"))]
@@ -406,14 +412,14 @@ def _inputs(call: Call, engine: ForeignEngine, input_ids: Tensor, kwargs: dict[s
     limit = math.ceil(max(limits)) - begun
     sizes: Any = engine.shape.config
     mask = None if mask is None else mask[::copies]
-    rows = _ids(input_ids[::copies], sizes.vocab_size)
+    rows = _ids(input_ids[::copies], sizes.vocab_size, engine.device)
     if isinstance(engine.shape, GPT):
         prompts = [Prompt(None, row) for row in _unpadded(rows, mask, left=True, right=False)]
     else:
         deferred = kwargs.get("encoder_outputs")
         if not isinstance(deferred, Deferred):
             raise _DeclinedError("the encoder's output was passed in")
-        sources = _ids(deferred.inputs, sizes.source_vocab_size or sizes.vocab_size)
+        sources = _ids(deferred.inputs, sizes.source_vocab_size or sizes.vocab_size, engine.device)
         # Absolute positions also count the padding in front of a source.
         has_words = counts_words(call.model)
         sources = _unpadded(sources, mask, left=has_words or sizes.positions == "relative", right=True)
@@ -444,8 +450,8 @@ def _check_words(model: Any, ids: Tensor, mask: Tensor | None, rows: list[list[i
         raise _DeclinedError("its positions count ids that are not PAD, which differ from those in the attention_mask")
 
 
-def _ids(ids: Tensor, vocab_size: int) -> list[list[int]]:
-    is_batch = ids.dim() == 2 and ids.device.type == "cpu" and ids.dtype in (torch.int32, torch.int64) and ids.numel()
+def _ids(ids: Tensor, vocab_size: int, device: torch.device) -> list[list[int]]:
+    is_batch = ids.dim() == 2 and ids.device == device and ids.dtype in (torch.int32, torch.int64) and ids.numel()
     if not is_batch:
         raise _DeclinedError(f"ids are {ids.dtype} of shape {tuple(ids.shape)} on {ids.device}")
     rows: list[list[int]] = ids.tolist()
@@ -510,6 +516,7 @@ def described(model: nn.Module) -> dict[str, str]:
                 found[name] = f"transformers' own: {why_not_converted(module)}"
             continue
         precision, reason = module.MODELS.described(cast(nn.Module, module))
+        where = "by captured steps" if has_graphs(device_of(cast(Any, module))) else "on the C++ engine"
         reason = reason or module.why_not_options()
-        found[name] = f"on the C++ engine in {precision}" if reason is None else f"transformers' own: {reason}"
+        found[name] = f"{where} in {precision}" if reason is None else f"transformers' own: {reason}"
     return found

@@ -1,7 +1,7 @@
-"""Decodes on the C++ engine for transformers' `generate`, after transformers has prepared the call.
+"""Decodes on an engine for transformers' `generate`, after transformers has prepared the call.
 
 There are two ways. If rules that the engine has itself are enough to choose the tokens (`WholeSearch`), a whole greedy
-or beam search runs in C++. All other calls (with processors, stopping criteria, sampling, or scores to return) run in
+or beam search runs there. All other calls (with processors, stopping criteria, sampling, or scores to return) run in
 transformers' own loop, whose model is then a session of the engine (`Stepper`). Their results are transformers' by
 construction: only the logits come from the engine. Assisted decoding runs in the loop without drafts: the session
 reads the drafts ahead of the loop (`DraftingStepper`).
@@ -24,7 +24,8 @@ from transformers.modeling_outputs import ModelOutput
 from fastformer.generation.config import Processor
 from fastformer.generation.drafts import Drafter, DraftModel, source_text
 from fastformer.generation.engines.base import Candidates, Prompt, Selection
-from fastformer.generation.engines.cpp import CppBatch, CppEngine
+from fastformer.generation.engines.cpp import CppBatch
+from fastformer.generation.engines.graph import GraphBatch
 from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.processors import (
     AtOneLength,
@@ -37,7 +38,7 @@ from fastformer.generation.processors import (
 )
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import new_scheduler, run
-from fastformer.integrations.engine_models import ForeignEngine
+from fastformer.integrations.engine_models import ForeignEngine, ForeignGraphEngine
 from fastformer.integrations.known import CACHE
 
 _LAST_ID = 2**31 - 1  # the engine's ids have 32 bits
@@ -191,7 +192,7 @@ def _ends(criteria: Sequence[Any], config: Any) -> tuple[int, ...] | None:
 
 
 def search_whole(
-    engine: ForeignEngine,
+    engine: ForeignEngine | ForeignGraphEngine,
     inputs: Inputs,
     rules: WholeSearch,
     config: Any,
@@ -247,6 +248,7 @@ def search_whole(
     width = max(map(len, rows))
     fill = _fill(config, has_beams=has_beams)
     new = torch.tensor([tokens + [fill] * (width - len(tokens)) for tokens in rows], dtype=torch.long, device="cpu")
+    new = new.to(inputs.beginning.device)
     beginning = inputs.beginning[:: inputs.copies].repeat_interleave(copies, 0)
     return torch.cat((beginning, new), 1)
 
@@ -265,14 +267,14 @@ class Stepper(GenerationMixin):
         inputs: the inputs of the call.
     """
 
-    def __init__(self, engine: CppEngine, inputs: Inputs) -> None:
-        self.config, self.device = inputs.model.config, torch.device("cpu")
+    def __init__(self, engine: ForeignEngine | ForeignGraphEngine, inputs: Inputs) -> None:
+        self.config, self.device = inputs.model.config, engine.device
         self.generation_config = inputs.model.generation_config
         self._inputs = inputs
         rows, copies = len(inputs.beginning), inputs.copies
         self._num_tokens = sum(engine.tokens_needed(prompt, copies, inputs.limit) for prompt in inputs.prompts)
         batch = engine.open(rows, self._num_tokens)
-        assert isinstance(batch, CppBatch)
+        assert isinstance(batch, CppBatch | GraphBatch)
         batch.prefill(inputs.prompts)
         if copies > 1:
             batch.fork([[0] * copies for _ in inputs.prompts])
@@ -346,6 +348,8 @@ class DraftingStepper(Stepper):
         draft_model: drafts where nothing was found in the text; None: nothing does.
         num_lookup_tokens: the most tokens to draft from the text so far; 0: none.
     """
+
+    _batch: CppBatch
 
     def __init__(
         self, engine: ForeignEngine, inputs: Inputs, draft_model: DraftModel | None, num_lookup_tokens: int

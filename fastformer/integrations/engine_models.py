@@ -1,4 +1,7 @@
-"""Finds the models of transformers that the C++ engine can run, and packs their weights for it.
+"""Finds the models of transformers that an engine can run: the C++ engine on a CPU, captured steps on a GPU.
+
+On a CPU their weights are packed for the engine. On a GPU they are copied into a model of this library, whose steps the
+engine "graph" captures.
 
 A model must be of a class in the table of `checkpoints.hf`, and must still be the model that its config makes
 (`as_made`).
@@ -6,6 +9,7 @@ A model must be of a class in the table of `checkpoints.hf`, and must still be t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar, cast
@@ -33,8 +37,11 @@ from fastformer.engine.frozen import (
     settings_to_change,
 )
 from fastformer.engine.stamp import ModelGuards
+from fastformer.generation.engines import graph
 from fastformer.generation.engines.cpp import CppEngine, pack
 from fastformer.generation.engines.cpp_support import why_no_cpp_engine, why_not_in
+from fastformer.generation.engines.graph import GraphEngine
+from fastformer.generation.model_protocols import device_of
 from fastformer.integrations.as_made import guards_of, tables_of, why_not_as_made
 from fastformer.integrations.conversion import convert, from_huggingface, settings_of
 from fastformer.integrations.replace import forget_restored_forwards, original_class
@@ -60,8 +67,8 @@ class PackedWeights(NamedTuple):
     """A model's weights as the engine reads them.
 
     Attributes:
-        weights: a `PackedModel` of the extension.
-        shape: the converted model from which the weights were packed, on "meta", so without weights.
+        weights: a `PackedModel` of the extension; None on a GPU.
+        shape: the converted model, with its weights on a GPU; on a CPU on "meta", so without those that were packed.
         encoder: the engine's encoder, which reads the same weights; None: the model has no encoder.
     """
 
@@ -79,6 +86,7 @@ class FoundModel(Generic[Weights]):
 
     Attributes:
         guards: see above.
+        device: the device of the parameters.
         precision: the precision of the parameters.
         trains: whether a module inside of the model is in training mode, apart from linear maps and embeddings, whose
             results don't depend on the mode.
@@ -86,7 +94,8 @@ class FoundModel(Generic[Weights]):
     """
 
     def __init__(self, model: nn.Module, guards: ModelGuards) -> None:
-        self.guards, self.precision = guards, PRECISIONS[next(model.parameters()).dtype]
+        first = next(model.parameters())
+        self.guards, self.device, self.precision = guards, first.device, PRECISIONS[first.dtype]
         # The forward of the model looks at its own mode.
         training = [module for module in model.modules() if module.training]
         self.is_evaluating = not training
@@ -98,8 +107,12 @@ class FoundModel(Generic[Weights]):
         """Returns the precision of a call.
 
         Raises:
-            UnfitError: the engine lacks the dtype of autocast.
+            UnfitError: the engine lacks the dtype of autocast, or captures steps, which can't contain autocast's casts.
         """
+        if has_graphs(self.device):
+            if torch.is_autocast_enabled(self.device.type):
+                raise UnfitError("autocast is on, and a graph can't contain its copies of the weights")
+            return setting.precision or self.precision
         if setting.precision is not None or not torch.is_autocast_enabled("cpu"):
             return setting.precision or self.precision
         if (dtype := torch.get_autocast_dtype("cpu")) != torch.bfloat16:
@@ -178,20 +191,40 @@ class EngineModel(FoundModel[PackedWeights]):
             self.original_length = None
         self._beyond = None if self.original_length is None else _BeyondOriginal(model, guards)
 
-    def of_length(self, length: int) -> FoundModel[PackedWeights]:
+    def engine(self, model: nn.Module, precision: str) -> ForeignEngine | ForeignGraphEngine:
+        """Returns the engine of the model's device over its current weights.
+
+        Raises:
+            UnfitError: see `weights`.
+        """
+        found = self.weights(model, precision)
+        return ForeignEngine(found, precision) if found.weights is not None else ForeignGraphEngine(found.shape)
+
+    def of_length(self, length: int) -> EngineModel:
         """Returns the weights for prompts whose longest one has this length.
 
         transformers rotates all tokens of a batch by the angles of the longest sequence.
         """
         return self if self._beyond is None or length <= cast(int, self.original_length) else self._beyond
 
+    def convert(self, model: nn.Module) -> Any:
+        """See `FoundModel`."""
+        if has_graphs(self.device):
+            size, free = sum({id(one): one.nbytes for one in self.guards.tensors}.values()), free_bytes(self.device)
+            if size > free // 2:  # the rest is for keys and values
+                raise UnfitError(f"a copy of its {size >> 20} MiB would take more than half of {free >> 20} MiB free")
+        return super().convert(model)
+
     def pack(self, model: nn.Module, converted: Any, precision: str) -> PackedWeights:
         """See `FoundModel`."""
-        reason = why_not_now() or why_not_in(precision, converted)
+        on_gpu = has_graphs(self.device)
+        reason = why_not_now() or (GraphEngine.why_unsupported if on_gpu else _why_not_packed)(converted, precision)
         if reason is not None:
             raise UnfitError(reason)
         if isinstance(converted, GPT) and converted.config.window_size == 0:
             raise UnfitError("transformers' cache keeps all tokens for layers with a sliding_window of 1")
+        if on_gpu:
+            return PackedWeights(None, converted, None)
         if not isinstance(converted, GPT) and converted.config.positions == "relative":
             converted.config.max_len = NO_END  # their positions have no limit
         weights = pack(converted, precision)
@@ -230,6 +263,20 @@ class ForeignEngine(CppEngine):
     def prepacked(self, *, may_be_old: bool = False) -> object:
         """See `CppEngine`."""
         return self._weights
+
+
+class ForeignGraphEngine(GraphEngine):
+    """The engine "graph" over a converted model of transformers.
+
+    Attributes:
+        shape: the converted model.
+    """
+
+    @property
+    def shape(self) -> Transformer | GPT:
+        """See above."""
+        assert isinstance(self.model, Transformer | GPT)
+        return self.model
 
 
 Found = TypeVar("Found", bound=FoundModel[Any])
@@ -299,12 +346,27 @@ class FoundModels(Generic[Found]):
 
 def _why_not(model: Any) -> str | None:
     """Returns why the engine's decoding would differ from that of a model's modules; None if it would not."""
-    if (missing := why_no_cpp_engine()) is not None:
+    device = device_of(model)
+    if not has_graphs(device) and (missing := why_no_cpp_engine()) is not None:
         return f"there is no C++ engine: {missing}"
     kind, model_type = original_class(model), getattr(getattr(model, "config", None), "model_type", None)
     if not is_convertible(kind) or model_type != model_type_of(kind):
         return why_not_converted(model)
-    return why_not_as_made(model)
+    return why_not_as_made(model, device=device if has_graphs(device) else "cpu")
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Returns whether `generate` of models on a device runs on captured steps."""
+    return device.type in graph.DEVICES
+
+
+def free_bytes(device: torch.device) -> int:
+    """Returns the free memory of a device with graphs."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else sys.maxsize
+
+
+def _why_not_packed(converted: object, precision: str) -> str | None:
+    return why_not_in(precision, converted)
 
 
 def why_not_converted(model: Any) -> str:

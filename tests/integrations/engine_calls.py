@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from fastformer.integrations import accelerate
-from fastformer.integrations.engine_models import ForeignEngine
+from fastformer.integrations.engine_models import ForeignEngine, ForeignGraphEngine
 from fastformer.integrations.known import CACHE
 from tests.integrations import conversions, decoders
 
@@ -21,18 +22,20 @@ TIE = 1e-4  # logits, or scores of beams, as near as this may come in another or
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """Counts the batches that the engine opens for accelerated models within the block."""
-    opened, plain = [0], ForeignEngine.open
+    """Counts the batches that the engines open for accelerated models within the block."""
+    opened = [0]
 
-    def counting(self: Any, *args: Any) -> Any:
-        opened[0] += 1
-        return plain(self, *args)
+    def counting(plain: Any) -> Any:
+        def counted_open(self: Any, *args: Any) -> Any:
+            opened[0] += 1
+            return plain(self, *args)
 
-    ForeignEngine.open = counting  # type: ignore[assignment]
-    try:
+        return counted_open
+
+    with pytest.MonkeyPatch.context() as patch:
+        for engine in (ForeignEngine, ForeignGraphEngine):
+            patch.setattr(engine, "open", counting(engine.open))
         yield opened
-    finally:
-        ForeignEngine.open = plain
 
 
 @dataclass

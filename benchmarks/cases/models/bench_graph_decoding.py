@@ -6,6 +6,7 @@ fastformer's tokens have to agree. Hugging Face's are not compared here (`benchm
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -16,6 +17,7 @@ from benchmarks.measure.case import Benchmark, Inputs, Provider, Shape
 from benchmarks.peers.cases import make_model
 from benchmarks.peers.hugging_face import convert
 from benchmarks.peers.job import Missing, Model
+from fastformer.integrations import accelerate
 from fastformer.models import GPT
 
 _PROMPT = 32
@@ -47,17 +49,32 @@ def engine(name: str) -> Provider:
     return lambda x, shape: decoded(model(shape["model"], x["ids"].device.type), x["ids"], shape, name)
 
 
-@torch.no_grad()
+@functools.cache
+def accelerated_model(name: str, device: str) -> Any:
+    """Makes a copy of Hugging Face's model, and accelerates it."""
+    return accelerate(copy.deepcopy(their_model(name, device)))
+
+
+def accelerated(x: Inputs, shape: Shape) -> torch.Tensor:
+    """Calls generate of Hugging Face's model after `accelerate`."""
+    return _generated(accelerated_model(shape["model"], x["ids"].device.type), x, shape)
+
+
 def transformers(x: Inputs, shape: Shape) -> torch.Tensor:
     """Calls Hugging Face's generate. With a static cache on a GPU, it compiles the step itself."""
-    tokens: torch.Tensor = their_model(shape["model"], x["ids"].device.type).generate(
+    return _generated(their_model(shape["model"], x["ids"].device.type), x, shape, cache_implementation="static")
+
+
+@torch.no_grad()
+def _generated(model: Any, x: Inputs, shape: Shape, **options: Any) -> torch.Tensor:
+    tokens: torch.Tensor = model.generate(
         input_ids=x["ids"],
         attention_mask=torch.ones_like(x["ids"]),
         num_beams=shape["num_beams"],
         max_new_tokens=shape["new_tokens"],
         min_new_tokens=shape["new_tokens"],
         do_sample=False,
-        cache_implementation="static",
+        **options,
     )
     return tokens
 
@@ -75,12 +92,17 @@ BENCHMARKS = [
             ],
         },
         make_inputs=make_inputs,
-        providers={"graph": engine("graph"), "kv_cache": engine("kv_cache"), "transformers": transformers},
+        providers={
+            "graph": engine("graph"),
+            "kv_cache": engine("kv_cache"),
+            "accelerated": accelerated,
+            "transformers": transformers,
+        },
         baseline="kv_cache",
         modes=("fwd",),
         dtypes=("bfloat16",),
         tokens=lambda shape: shape["batch"] * shape["new_tokens"],
-        only_on={"transformers": "cuda"},
-        agreement={"graph": 0.5, "transformers": 0.0},
+        only_on={"accelerated": "cuda", "transformers": "cuda"},
+        agreement={"graph": 0.5, "accelerated": 0.0, "transformers": 0.0},
     )
 ]

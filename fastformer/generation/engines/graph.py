@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fastformer.cache.block_pool import CacheFullError, Ints
 from fastformer.engine.frozen import notes_of
@@ -174,15 +174,27 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
-        self._loaded = None
         with torch.cuda.device_of(self._cache.k):
-            captured = self._captured_of(Shape.of(self._cache, len(tokens), self._cache.length_bound + 1))
-            captured.cache.reserve_run(1, np.full(len(tokens), captured.cache.width - 1, np.int32))
-            captured.give(tokens)
-            self._replay(captured)
-            captured.cache.sync(np.arange(captured.cache.num_rows, dtype=np.int32)[None])
-            assert captured.hidden is not None
-            return choose_from_hidden(self.model, captured.hidden[: len(tokens)], selection)
+            return choose_from_hidden(self.model, self._hidden_after(tokens), selection)
+
+    @torch.no_grad()
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """Appends a token to each row, and returns the logits of the next token, (rows, vocab_size) fp32."""
+        with torch.cuda.device_of(self._cache.k):
+            with torch.inference_mode():
+                hidden = self._hidden_after(tokens)
+            return self.model.logits(hidden).float()
+
+    def _hidden_after(self, tokens: Sequence[int]) -> Tensor:
+        """Appends a token to each row, and returns its hidden states, which the next step overwrites."""
+        self._loaded = None
+        captured = self._captured_of(Shape.of(self._cache, len(tokens), self._cache.length_bound + 1))
+        captured.cache.reserve_run(1, np.full(len(tokens), captured.cache.width - 1, np.int32))
+        captured.give(tokens)
+        self._replay(captured)
+        captured.cache.sync(np.arange(captured.cache.num_rows, dtype=np.int32)[None])
+        assert captured.hidden is not None
+        return captured.hidden[: len(tokens)]
 
     @torch.inference_mode()
     def run_searches(
