@@ -26,6 +26,7 @@ from fastformer.generation import requests as requests_module
 from fastformer.generation import scheduler as scheduler_module
 from fastformer.generation.engines import Engine, choose_engine
 from fastformer.generation.engines import graph as graph_module
+from fastformer.generation.engines import sampling as engine_sampling
 from fastformer.generation.engines.captured_step import bucket, rounded
 from fastformer.generation.engines.cpp import CppEngine
 from fastformer.generation.engines.graph import GraphBatch, GraphEngine
@@ -150,12 +151,16 @@ def test_other_dtypes(way, dtype, model, watched) -> None:
     assert watched.single == 0
 
 
-# Of each kind of search one: greedy, beams, and those whose tokens the host draws behind a step.
-UNWATCHED: list[dict[str, Any]] = [*WAYS[:3], {"do_sample": True, "seed": 3, "num_return_sequences": 2, "top_p": 0.9}]
+# Of each kind of search one.
+DRAWN: list[dict[str, Any]] = [
+    {"do_sample": True, "seed": 3, "num_return_sequences": 2, "top_p": 0.9},
+    {"do_sample": True, "seed": 4, "top_k": 5, "temperature": 0.7},
+]
+UNWATCHED: list[dict[str, Any]] = [*WAYS[:3], *DRAWN]
 
 
 @pytest.mark.parametrize("name", ["rms gelu gqa", "two vocabularies", "rotary windows", "gpt windows"])
-@pytest.mark.parametrize("way", range(len(UNWATCHED)), ids=["greedy", "beams", "beams with rules", "sampling"])
+@pytest.mark.parametrize("way", range(len(UNWATCHED)), ids=["greedy", "beams", "beams with rules", "top_p", "top_k"])
 def test_a_step_never_waits_for_the_device_and_gives_the_same_tokens(name, way, monkeypatch) -> None:
     """Whole steps, including the search, run where no value may be read; the tokens are those of recomputing."""
     step, steps = GraphBatch._step_once, []
@@ -170,9 +175,22 @@ def test_a_step_never_waits_for_the_device_and_gives_the_same_tokens(name, way, 
     model = drawn(CONFIGS[name][0], **CONFIGS[name][1])
     if way != 2 and name.startswith("r"):  # they choose among logits that Python sees
         model = coarse(model)
-    found, expected = both(model, ids(5, 2, 7), max_new_tokens=9, **UNWATCHED[way])
+    inputs, options = ids(5, 2, 7), {"max_new_tokens": 9, "return_dict_in_generate": True, **UNWATCHED[way]}
+    expected = generate(model, inputs, engine="recompute", **options)
+    monkeypatch.setattr(engine_sampling, "sample", None)  # by which the host draws tokens behind a step
+    found = generate(model, inputs, engine="graph", **options)
+    assert isinstance(found, GenerateOutput) and isinstance(expected, GenerateOutput)
     assert len(steps) >= 8 and min(steps) > 40
     assert_same(found, expected)
+
+
+def test_rows_sampled_by_different_options_draw_the_same_tokens_together_and_alone(model, watched) -> None:
+    together: list[list[list[int]]] = []
+    alone: list[list[list[int]]] = []
+    for own, found in ((GraphEngine(model), together), (RecomputeEngine(model), alone)):
+        requests = [asked(model, own, [row], max_new_tokens=8, **DRAWN[i % 2])[0] for i, row in enumerate(ids(3, 5, 4))]
+        found += served(own, requests) if own.name == "graph" else [served(own, [one])[0] for one in requests]
+    assert together == alone and watched.replays > 3
 
 
 def test_groups_that_leave_and_join_use_few_graphs(model, watched) -> None:

@@ -12,6 +12,7 @@ from fastformer.cache.block_pool import Ints
 from fastformer.cache.fixed_shape import FixedShapeCache
 from fastformer.generation.engines.device_search import DeviceSearch
 from fastformer.generation.native_search import SearchRules
+from fastformer.generation.search import Sample
 from fastformer.graphs import CaptureError, Graph
 from fastformer.nn import KVCache
 from fastformer.ops import _dispatch
@@ -26,11 +27,12 @@ class Shape(NamedTuple):
         num_groups: the number of groups; each has as many batch slots as the rules have beams.
         width, source_width: the lengths of the longest row and the longest source.
         backend: the backend that the ops are forced to use.
-        rules: the rules of the searches, without min_tokens; None: the host chooses the candidates from the step's
-            hidden states, and each row is a group of its own.
+        rules: the rules of the searches, without min_tokens; None: the step has no search, and each row is a group of
+            its own. It ends with sampled candidates or with hidden states, from which the host chooses.
         num_candidates: the number of candidates for each batch slot.
         log_probs: whether values are log-probabilities.
         is_edited: whether some ids are forbidden, in this step or in later ones.
+        sampling: the temperature, top_k and top_p by which all rows are sampled; None: no row is.
     """
 
     num_groups: int
@@ -41,6 +43,7 @@ class Shape(NamedTuple):
     num_candidates: int = 0
     log_probs: bool = False
     is_edited: bool = False
+    sampling: tuple[float, int, float] | None = None
 
     @classmethod
     def of(cls, cache: KVCache, num_groups: int, length: int, *needs: Any) -> Shape:
@@ -49,7 +52,7 @@ class Shape(NamedTuple):
         Args:
             cache: the cache of the rows.
             num_groups, length: the numbers, which are rounded up.
-            needs: the fields about the searches; none if the host chooses the candidates.
+            needs: the fields from rules on; none if the host chooses the candidates.
         """
         source_width = 0
         if cache.has_memory:
@@ -71,7 +74,9 @@ class CapturedStep:
     Attributes:
         cache, search: the state that a step reads and writes; search is None if the shape has no rules.
         tokens: (slots,) int32, the input of a step.
-        hidden: (slots, d_model), the output of a step without a search; None before the first step.
+        uniform: (slots,) fp64, the numbers at which the rows are sampled.
+        out: the output of a step without a search, values and ids of candidates, or hidden states (slots, d_model)
+            alone; None before the first step.
         graph: the captured graph; None before the capture.
         is_warm: whether a step was taken.
     """
@@ -82,20 +87,27 @@ class CapturedStep:
         self.is_warm = False
         device, rules, groups = cache.k.device, shape.rules, shape.num_groups
         self.search: DeviceSearch | None = None
-        self.hidden: Tensor | None = None
+        self.out: tuple[Tensor, ...] | None = None
         if rules is not None:
             self.search = DeviceSearch(rules, groups, shape.num_candidates, vocab_size, num_steps, device)
             self.tokens = self.search.tokens
         else:
             self.tokens = torch.zeros(groups, dtype=torch.int32, device=device)
-            self._staged = torch.zeros(groups, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+            self.uniform = torch.zeros(groups, dtype=torch.float64, device=device)
+            self._staged, self._staged_uniform = (
+                torch.zeros(groups, dtype=to.dtype, device="cpu", pin_memory=device.type == "cuda")
+                for to in (self.tokens, self.uniform)
+            )
         beams = 1 if self.search is None else self.search.num_beams
         self.cache = FixedShapeCache(cache, groups, beams, shape.width, shape.source_width, spare)
 
-    def give(self, tokens: Sequence[int]) -> None:
-        """Sets the next tokens of the rows, for a step without a search."""
+    def give(self, tokens: Sequence[int], samples: Sequence[Sample] = ()) -> None:
+        """Sets the next tokens of the rows and how they are sampled, for a step without a search."""
         self._staged.numpy()[: len(tokens)] = tokens
         self.tokens.copy_(self._staged, non_blocking=True)
+        if samples:
+            self._staged_uniform.numpy()[: len(samples)] = [one.uniform for one in samples]
+            self.uniform.copy_(self._staged_uniform, non_blocking=True)
 
 
 def power_of_two(number: int) -> int:

@@ -14,7 +14,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -33,8 +33,10 @@ from fastformer.generation.engines.kv_cache import (
     decode_cached,
     new_cache,
 )
+from fastformer.generation.engines.sampling import sampled_candidates
 from fastformer.generation.model_protocols import DecoderOnly, EncoderDecoder, Model
 from fastformer.generation.native_search import NativeSearch
+from fastformer.generation.search import Sample
 from fastformer.graphs import CaptureError, Graphs
 from fastformer.nn import KVCache
 from fastformer.ops import _backends
@@ -86,8 +88,9 @@ class GraphEngine(KVCacheEngine):
     """Steps a `models.Transformer` or a `models.GPT`, or a model that decodes like one.
 
     Greedy and beam searches of one kind (the same beams, ends and suppressed ids) run on the device. Other requests run
-    step by step: a graph then ends with the hidden states, from which the host chooses. On a CPU a graph is a plain
-    call with the same results.
+    step by step: if all rows are sampled by the same temperature, top_k and top_p, a graph draws their tokens, from
+    numbers that the host gives it; else it ends with the hidden states, from which the host chooses. On a CPU a graph
+    is a plain call with the same results.
 
     A new shape takes its first step without a graph, and is captured when it occurs again. If a capture fails, all
     steps run without graphs, and the log says so once. The cache and the graphs stay with the model, for the next
@@ -175,26 +178,39 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
     @torch.inference_mode()
     def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
         with torch.cuda.device_of(self._cache.k):
-            return choose_from_hidden(self.model, self._hidden_after(tokens), selection)
+            samples = _samples_of_one_kind(selection, len(tokens))
+            if not samples:
+                (hidden,) = self._step_alone(tokens)
+                return choose_from_hidden(self.model, hidden, selection)
+            count = min(selection.num_candidates, self.model.config.vocab_size)
+            needs = (None, count, selection.log_probs, False, samples[0][:3])
+            values, ids = self._step_alone(tokens, samples, *needs)
+            return Candidates(ids.tolist(), values.tolist())
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """Appends a token to each row, and returns the logits of the next token, (rows, vocab_size) fp32."""
         with torch.cuda.device_of(self._cache.k):
             with torch.inference_mode():
-                hidden = self._hidden_after(tokens)
+                (hidden,) = self._step_alone(tokens)
             return self.model.logits(hidden).float()
 
-    def _hidden_after(self, tokens: Sequence[int]) -> Tensor:
-        """Appends a token to each row, and returns its hidden states, which the next step overwrites."""
+    def _step_alone(self, tokens: Sequence[int], samples: Sequence[Sample] = (), *needs: Any) -> tuple[Tensor, ...]:
+        """Appends a token to each row, and returns the output of the step, which the next one overwrites.
+
+        Args:
+            tokens: the token of each row.
+            samples: how each row is sampled; empty: the output is the hidden states.
+            needs: see `Shape.of`.
+        """
         self._loaded = None
-        captured = self._captured_of(Shape.of(self._cache, len(tokens), self._cache.length_bound + 1))
+        captured = self._captured_of(Shape.of(self._cache, len(tokens), self._cache.length_bound + 1, *needs))
         captured.cache.reserve_run(1, np.full(len(tokens), captured.cache.width - 1, np.int32))
-        captured.give(tokens)
+        captured.give(tokens, samples)
         self._replay(captured)
         captured.cache.sync(np.arange(captured.cache.num_rows, dtype=np.int32)[None])
-        assert captured.hidden is not None
-        return captured.hidden[: len(tokens)]
+        assert captured.out is not None
+        return tuple([out[: len(tokens)] for out in captured.out])
 
     @torch.inference_mode()
     def run_searches(
@@ -316,9 +332,14 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         cache, search, model, shape = captured.cache, captured.search, self.model, captured.shape
         hidden = decode_cached(model, captured.tokens[:, None], cache)[:, -1]
         if search is None:
-            if captured.hidden is None:  # the first step runs without a graph
-                captured.hidden = torch.empty_like(hidden)
-            captured.hidden.copy_(hidden)
+            out: tuple[Tensor, ...] = (hidden,)
+            if shape.sampling is not None:
+                logits, uniform = model.logits(hidden), captured.uniform
+                out = sampled_candidates(logits, shape.num_candidates, shape.sampling, uniform, shape.log_probs)
+            if captured.out is None:  # the first step runs without a graph
+                captured.out = tuple(map(torch.empty_like, out))
+            for kept, new in zip(captured.out, out, strict=True):
+                kept.copy_(new)
             cache.end_step(None)
             return
         if shape.is_edited:
@@ -326,6 +347,13 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         else:
             values, ids = model.top_tokens(hidden, shape.num_candidates, log_probs=shape.log_probs)
         cache.end_step(search.advance(values, ids, cache.step))
+
+
+def _samples_of_one_kind(selection: Selection, num_rows: int) -> list[Sample]:
+    """Returns how each row is sampled, if all are, by the same options and from logits as they are; else none."""
+    samples = [one for one in selection.samples or () if one is not None]
+    is_edited = selection.process is not None or selection.keeps is not None or len(selection.masked_rows) > 0
+    return samples if len(samples) == num_rows and not is_edited and len({one[:3] for one in samples}) == 1 else []
 
 
 def _keep(reference: weakref.ref[nn.Module], state: _State) -> None:

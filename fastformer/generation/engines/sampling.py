@@ -71,12 +71,38 @@ def sample(logits: Tensor, samples: Sequence[Sample]) -> Tensor:
         here = [row for row, kind_of_row in enumerate(kinds) if kind_of_row == kind]
         rows = torch.tensor(here, device=logits.device)
         uniform = torch.tensor([samples[row].uniform for row in here], dtype=torch.float64, device=logits.device)
-        # fp64: in a sum of many small probabilities, each token must remain possible.
-        cumulative = warp(logits[rows], *kind).softmax(-1).double().cumsum(-1)
-        point = uniform[:, None] * cumulative[:, -1:]
-        drawn = torch.searchsorted(cumulative, point, right=True).flatten()
-        tokens[rows] = drawn.clamp(max=logits.shape[-1] - 1)
+        tokens[rows] = _draw(logits[rows], kind, uniform)
     return tokens
+
+
+def sampled_candidates(
+    logits: Tensor, count: int, kind: tuple[float, int, float], uniform: Tensor, log_probs: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns the candidates of rows that are all sampled: values and ids, (rows, count). The host reads no value.
+
+    Args:
+        logits: (rows, vocab_size) of any floating-point dtype.
+        count, log_probs: see `Selection`.
+        kind: the temperature, top_k and top_p of all rows.
+        uniform: (rows,) fp64, the number at which each row is sampled; see `Sample`.
+    """
+    logits = logits.float()
+    values, ids = best_of_logits(logits, count, log_probs=False, may_read=False)
+    broken = values[:, :1].isnan()
+    drawn = _draw(logits, kind, uniform)[:, None]
+    ids = torch.cat((drawn, ids[:, :-1]), 1)
+    values = torch.cat((logits.gather(1, drawn), values[:, :-1]), 1)
+    values = values - _log_total(logits) if log_probs else values
+    return values.masked_fill(broken, torch.nan), ids
+
+
+def _draw(logits: Tensor, kind: tuple[float, int, float], uniform: Tensor) -> Tensor:
+    """Samples a token for each row, all by one temperature, top_k and top_p, at the numbers uniform, (rows,) fp64."""
+    # fp64: in a sum of many small probabilities, each token must remain possible.
+    cumulative = warp(logits, *kind).softmax(-1).double().cumsum(-1)
+    point = uniform[:, None] * cumulative[:, -1:]
+    drawn = torch.searchsorted(cumulative, point, right=True).flatten()
+    return drawn.clamp(max=logits.shape[-1] - 1)
 
 
 def warp(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
@@ -102,7 +128,7 @@ def warp(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor
         ranked, order = logits.sort(dim=-1, descending=True, stable=True)
         # A token is dropped if the tokens before it have a probability of top_p already.
         before = ranked.softmax(-1).cumsum(-1).roll(1, dims=-1)
-        before[:, 0] = 0.0
+        before[:, 0].zero_()  # an assignment would copy a number from the host
         remove = torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, before >= top_p)
         logits = logits.masked_fill(remove, -torch.inf)
     return logits
