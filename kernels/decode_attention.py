@@ -279,7 +279,9 @@ def _decode_attention_kernel(
     query = inside // group
     head = kv_head * group + inside % group
     aligned = totals - seqlen_q + query  # the position of each query among the keys
-    is_right = has_row & has_room
+    is_right = has_row
+    if lse_ptr is None:  # lengths of `attention` may be larger than the keys are many, as in its own kernel
+        is_right = is_right & has_room
     if HALF > 0:
         is_right = is_right & (total <= rotary[2])
 

@@ -163,6 +163,14 @@ def test_other_calls_run_on_attentions_own_kernel(changes: dict, device: str) ->
     assert "_decode_attention_kernel" not in names
 
 
+@pytest.mark.parametrize("seqlen_q", [2, 33], ids=["few", "many"])
+def test_a_length_beyond_the_keys_counts_all_of_them(seqlen_q: int, device: str) -> None:
+    cases = [Case(seqlen_q=seqlen_q, seqlen_k=100, lengths=(length, 40)) for length in (100, 131)]
+    inputs = make_inputs(cases[0], torch.float32, device)
+    right, beyond = (run_triton(case, inputs) for case in cases)
+    assert all(torch.equal(beyond[name], right[name]) for name in right)
+
+
 def test_one_key(device: str) -> None:
     """P is 1: out is v, and dv sums dout. dS is 0 up to the rounding of dP - delta, a few ulps of their terms."""
     for seqlen_q in (1, 70):
