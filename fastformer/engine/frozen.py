@@ -133,9 +133,7 @@ def stamp_of(model: nn.Module, tensors: list[Tensor]) -> Stamp:
     Raises:
         UnfitError: the engine can't read a tensor, or couldn't notice its changes.
     """
-    layout_in_cpp, notes = _extension.host_function("tensor_layout"), notes_of(model)
-    layout = None if layout_in_cpp is None else layout_in_cpp(tensors)
-    layout = layout_of(tensors) if layout is None else layout
+    layout, notes = layout_of(tensors), notes_of(model)
     if notes.sampled.layout != layout:
         places: list[tuple[int, int]] = []
         for tensor in tensors:
