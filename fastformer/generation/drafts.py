@@ -293,7 +293,6 @@ class Drafter:
 
     Attributes:
         num_drafted, num_accepted: the number of tokens that were drafted, and of those that the searches have chosen.
-        seconds: after how many seconds without a draft to look again.
     """
 
     def __init__(self, engine: Engine, model: DraftModel | None, max_rows: int, max_tokens: int) -> None:
@@ -301,13 +300,19 @@ class Drafter:
         self.model, self._size = model, (max_rows, max_tokens)
         self._is_open = False
         self.num_drafted = self.num_accepted = 0
-        self.seconds = _FIRST_RUN
+        self._seconds = _FIRST_RUN
         self._forced: set[Request] = set()  # those whose constraint leaves no choice in the latest draft
         self._of_model: Collection[Request] = ()  # the requests whose latest draft is the model's
 
     def clear(self) -> None:
         """Forgets what the model has read."""
         self._is_open = False
+
+    def run_seconds(self, requests: Sequence[Request]) -> float:
+        """Returns how long to run if the next look for drafts finds none: not long if one of the requests begins."""
+        if not all([request.steps for request in requests]):
+            self._seconds = _FIRST_RUN
+        return self._seconds
 
     def drafts(self, requests: Sequence[Request], batch: DraftingBatch) -> list[list[int]]:
         """Returns a draft for each request, which may be empty."""
@@ -348,7 +353,7 @@ class Drafter:
         if counts and self.model is not None:
             of_model = self.model.drafts(counts)
             drafts = [of_model.get(request, draft) for request, draft in zip(requests, drafts, strict=True)]
-        self.seconds = _FIRST_RUN if any(drafts) else min(2 * self.seconds, _LONGEST_RUN)
+        self._seconds = _FIRST_RUN if any(drafts) else min(2 * self._seconds, _LONGEST_RUN)
         return drafts
 
     def learn(self, requests: Sequence[Request], drafted: Sequence[int], accepted: Sequence[int]) -> None:

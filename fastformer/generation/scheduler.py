@@ -181,7 +181,8 @@ class Scheduler:
         may_draft = self._drafter.model is not None or any(
             [request.lookup is not None or request.search.matchers is not None for request in self.running]
         )
-        seconds = max(self._drafter.seconds if may_draft else _RUN_SECONDS, _PIECE_SHARE * self._piece_seconds)
+        seconds = self._drafter.run_seconds(self.running) if may_draft else _RUN_SECONDS
+        seconds = max(seconds, _PIECE_SHARE * self._piece_seconds)
         self._piece_seconds = 0.0
         limits = Limits(1 if is_first else _RUN_STEPS, seconds, min_rows)
         left = self._remove(run_batch(self._open_batch, self.running, limits, self._drafter if may_draft else None))

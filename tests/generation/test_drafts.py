@@ -256,15 +256,25 @@ def test_looks_for_drafts_become_rare_until_one_is_found() -> None:
     builder = RequestBuilder(model, GenerationConfig(max_new_tokens=90, prompt_lookup_num_tokens=4), engine=engine)
     drafter, batch = Drafter(engine, None, 1, 200), engine.open(1, 200)
 
-    def look(text: list[int]) -> tuple[list[int], float]:
-        [draft] = drafter.drafts([builder.build(builder.check(text))], batch)
-        return draft, drafter.seconds
+    def look(text: list[int], *, begins: bool = False) -> tuple[list[int], float]:
+        request = builder.build(builder.check(text))
+        if not begins:
+            request.advance(Candidates([[50]], [[-1.0]]), 0)
+        seconds = drafter.run_seconds([request])
+        [draft] = drafter.drafts([request], batch)
+        return draft, seconds
 
-    looks = [look([*range(5, 30)]) for _ in range(8)]
+    plain = [*range(5, 30)]
+    looks = [look(plain) for _ in range(8)]
     assert not any(draft for draft, _ in looks)
     assert [seconds for _, seconds in looks] == sorted(seconds for _, seconds in looks)
-    draft, seconds = look([5, 6, 7, 8] * 4)
-    assert draft == [5, 6, 7, 8] and seconds < looks[-1][1] / 5
+    longest = looks[-1][1]
+    draft, _ = look([50, 6, 7, 8] * 4)
+    assert draft == [6, 7, 8, 50] and look(plain)[1] < longest / 5
+    for _ in range(8):
+        look(plain)
+    assert look(plain)[1] == longest
+    assert look(plain, begins=True)[1] < longest / 5, "the next request doesn't wait for the pauses of the one before"
 
 
 @pytest.mark.parametrize("more", [{}, {"do_sample": True, "seed": 1}], ids=["in C++", "in Python"])
