@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 from fastformer.generation.chat import MAX_NEW_TOKENS
 from fastformer.generation.chat_template import ChatTemplate, Message, TemplateTokenizer
 from fastformer.generation.config import CacheDtype, GenerationConfig, GenerationOptions, Precision
-from fastformer.generation.constraints import Triggers, Vocabulary, is_installed
+from fastformer.generation.constraints import Grammar, Triggers, Vocabulary, is_installed
 from fastformer.generation.drafts import DraftModel
 from fastformer.generation.engines import choose_engine
 from fastformer.generation.folder_options import load_adapters, load_draft_model, load_language_model
@@ -258,12 +258,16 @@ class AsyncGenerator(Session[Request]):
         special = {mark: self.tokenizer.encode_template(mark) for mark in marks if added.get(mark)}
         return {mark: ids[0] for mark, ids in special.items() if len(ids) == 1}
 
-    def check_constraint(self, options: Mapping[str, Any]) -> None:
-        """Compiles the constraint of some options, or raises the ValueError that `requests` would raise."""
+    def check_constraint(self, options: Mapping[str, Any]) -> Grammar | None:
+        """Compiles the constraint of some options, or raises the ValueError that `requests` would raise.
+
+        Returns:
+            The grammar, or None without a constraint. `requests` compiles nothing while you keep it.
+        """
         constraint = GenerationConfig.from_options(options).constraint
-        if constraint is not None:
-            vocabulary = Vocabulary.of(self.tokenizer, self.model.config.vocab_size)
-            vocabulary.matcher(constraint, self._special.eos)
+        if constraint is None:
+            return None
+        return Vocabulary.of(self.tokenizer, self.model.config.vocab_size).grammar(constraint)
 
     async def complete(
         self,

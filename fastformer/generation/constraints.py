@@ -25,7 +25,7 @@ Mask = npt.NDArray[np.uint32]
 # JSON may have one space, or a line end and an indentation, between its parts. Without a limit, small models write
 # white space up to the limit of tokens.
 WHITE_SPACE = r"( |\n[ \t]{0,40})"
-_MOST_GRAMMARS = 32  # the compiled grammars that a vocabulary keeps
+_MOST_GRAMMARS = 32  # the compiled grammars that a vocabulary keeps besides those that are in use
 _MOST_FORCED = 1024  # the texts whose tokens a vocabulary remembers
 _PREFIXES = ("\n", "=", "a")  # texts in front of a text that a tokenizer would else begin with a space
 _SPACE = b" \t\r\n"
@@ -65,6 +65,17 @@ class Triggers(NamedTuple):
     is_open: bool = False
 
 
+class Grammar:
+    """A constraint that was compiled for a vocabulary, which finds it as long as this object exists.
+
+    Attributes:
+        state: llguidance's LLMatcher at the beginning of a text.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+
 class Vocabulary:
     """The tokens of a model as bytes, and the grammars that were compiled for them.
 
@@ -77,7 +88,7 @@ class Vocabulary:
             first space of a text.
 
     Raises:
-        ImportError: llguidance is not installed.
+        ImportError: llguidance is not installed, or can't be imported.
         ValueError: the tokenizer doesn't know the bytes of its tokens.
     """
 
@@ -94,7 +105,8 @@ class Vocabulary:
         # The id behind the last one stands for the end of the text: which ids end it depends on the request.
         self._wrapped = _Wrapped(tokenizer, self.bytes)
         self._tokens = library.LLTokenizer(library.TokenizerWrapper(self._wrapped))
-        self._grammars: OrderedDict[Constraint, Any] = OrderedDict()
+        self._grammars: weakref.WeakValueDictionary[Constraint, Grammar] = weakref.WeakValueDictionary()
+        self._latest: OrderedDict[Constraint, Grammar] = OrderedDict()  # the ones that the vocabulary itself keeps
 
     @classmethod
     def of(cls, tokenizer: Any, vocab_size: int) -> Vocabulary:
@@ -106,24 +118,25 @@ class Vocabulary:
             vocabulary = _vocabularies[tokenizer] = cls(tokenizer, vocab_size)
         return vocabulary
 
-    def matcher(self, constraint: Constraint, ends: Sequence[int]) -> Matcher:
-        """Compiles a constraint.
-
-        Args:
-            constraint: the constraint.
-            ends: the ids that end a text.
+    def grammar(self, constraint: Constraint) -> Grammar:
+        """Compiles a constraint, unless it is one of the latest or a caller has kept its grammar.
 
         Raises:
             ValueError: the constraint is wrong, can't be satisfied, or has a part that the library can't enforce.
         """
-        state = self._grammars.pop(constraint, None) or self._compile(constraint)  # several threads may compile
-        self._grammars[constraint] = state
-        while len(self._grammars) > _MOST_GRAMMARS:
-            self._grammars.popitem(last=False)
-        return Matcher(state.deep_copy(), self.vocab_size, ends)
+        grammar = self._grammars.get(constraint) or self._compile(constraint)  # several threads may compile
+        self._latest.pop(constraint, None)
+        self._grammars[constraint] = self._latest[constraint] = grammar
+        while len(self._latest) > _MOST_GRAMMARS:
+            self._latest.popitem(last=False)
+        return grammar
+
+    def matcher(self, constraint: Constraint, ends: Sequence[int]) -> Matcher:
+        """Returns the beginning of a text under a constraint, which ends by the ids `ends`; see `grammar`."""
+        return Matcher(self.grammar(constraint).state.deep_copy(), self.vocab_size, ends)
 
     def late_matcher(self, triggers: Triggers, ends: Sequence[int]) -> LateMatcher:
-        """Compiles the constraint behind some texts; see `matcher`."""
+        """Returns the beginning of a text under a constraint behind some texts; see `matcher`."""
         return LateMatcher(self.matcher(triggers.constraint, ends), triggers, self)
 
     def text_of(self, token: int, shown: Mapping[int, str]) -> bytes:
@@ -134,7 +147,7 @@ class Vocabulary:
         """Returns tokens of a text, the longest possible ones; of the part before what no token begins."""
         return self._wrapped.split(text)
 
-    def _compile(self, constraint: Constraint) -> Any:
+    def _compile(self, constraint: Constraint) -> Grammar:
         library = _library()
         try:
             grammar = _grammar_of(constraint, library)
@@ -149,7 +162,7 @@ class Vocabulary:
             problems = [str(error)]
         if problems:
             raise ValueError(f"expected a {constraint.kind} that can be enforced: {problems[0]:.500}")
-        return state
+        return Grammar(state)
 
 
 class _Wrapped:
@@ -393,6 +406,8 @@ def _library() -> ModuleType:
     try:
         import llguidance
     except ImportError as error:
+        if is_installed():
+            raise ImportError(f"the llguidance library is installed, but can't be imported: {error}") from error
         raise ImportError(
             "a schema, a regex, choices or a grammar needs the llguidance library: pip install 'fastformer[structured]'"
         ) from error

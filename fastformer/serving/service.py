@@ -22,6 +22,7 @@ from fastformer.generation import AsyncGenerator, AsyncTranslator, Translator
 from fastformer.generation.alignment import check_attention, cross_attention
 from fastformer.generation.async_generator import Prompt
 from fastformer.generation.config import CacheDtype, GenerationConfig, Precision
+from fastformer.generation.constraints import Grammar, is_installed
 from fastformer.generation.session import Session
 from fastformer.generation.text_io import Answer, Item
 from fastformer.serving.answers import TooLarge
@@ -229,8 +230,8 @@ class GenerateService(Service):
         """Returns whether texts can be constrained here; see `AsyncGenerator.can_constrain` and `Session.aside`."""
         return await self.session.aside(lambda: self.session.can_constrain, 0, deadline=deadline, is_slow=True)
 
-    async def check_constraint(self, options: Mapping[str, Any], size: int, deadline: float) -> None:
-        """Compiles a constraint, which requests then have at once.
+    async def check_constraint(self, options: Mapping[str, Any], size: int, deadline: float) -> Grammar | None:
+        """Compiles a constraint, which requests have at once as long as the caller keeps the result.
 
         Args:
             options: the option of decoding.
@@ -239,12 +240,15 @@ class GenerateService(Service):
 
         Raises:
             ValueError: the constraint is wrong, or can't be enforced.
+            RuntimeError: the library that enforces it can't be imported.
             QueueFull, TooLate: see `Session.aside`.
         """
         work = functools.partial(self.session.check_constraint, options)
         try:
-            await self.session.aside(work, size, deadline=deadline, is_slow=True)
-        except ImportError as error:  # the extra `structured` isn't installed
+            return await self.session.aside(work, size, deadline=deadline, is_slow=True)
+        except ImportError as error:
+            if is_installed():  # no fault of the request
+                raise RuntimeError(str(error)) from error
             raise ValueError(f"expected an answer without constraints here: {error}") from error
 
     async def prompt_ids(self, prompt: Prompt, deadline: float, *, parse_special: bool | None = None) -> list[int]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fastformer.generation.config import GenerationConfig
+from fastformer.generation.constraints import Grammar
 from fastformer.serving.openai_bodies import ApiError, StructuredBody
 from fastformer.serving.service import GenerateService
 
@@ -27,10 +28,12 @@ class Constrained(NamedTuple):
     Attributes:
         param: the field of the request.
         options: the option of decoding.
+        grammar: the compiled constraint, which is kept until the requests are made.
     """
 
     param: str
     options: dict[str, Any]
+    grammar: Grammar | None = None
 
 
 async def check_constraint(body: StructuredBody, service: GenerateService, deadline: float) -> Constrained | None:
@@ -62,7 +65,7 @@ async def check_constraint(body: StructuredBody, service: GenerateService, deadl
 
 
 async def compiled(constrained: Constrained, service: GenerateService, deadline: float) -> Constrained:
-    """Compiles a constraint, which requests then have at once, and returns it.
+    """Compiles a constraint, which requests have at once as long as the caller keeps the result.
 
     Raises:
         ValueError: the constraint is empty, wrong or too large, or can't be enforced.
@@ -75,8 +78,7 @@ async def compiled(constrained: Constrained, service: GenerateService, deadline:
         raise ValueError(f"expected {constrained.param} that isn't empty")
     if (size := len(constraint.text)) > MOST_CHARS:
         raise ValueError(f"expected {constrained.param} of at most {MOST_CHARS:,} characters, got {size:,}")
-    await service.check_constraint(constrained.options, size, deadline)
-    return constrained
+    return constrained._replace(grammar=await service.check_constraint(constrained.options, size, deadline))
 
 
 def of_response_format(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -114,7 +114,8 @@ def router(service: Service, limits: Limits) -> APIRouter:
         deadline = service.deadline(body.timeout)
         if body.parameters.grammar is not None:
             constrained = Constrained("grammar", of_tgi(body.parameters.grammar))
-            options |= (await until_gone(http, compiled(constrained, service, deadline))).options
+            constrained = await until_gone(http, compiled(constrained, service, deadline))
+            options |= constrained.options
         ids = await until_gone(
             http, service.prompt_ids(body.inputs, deadline, parse_special=body.parameters.parse_special)
         )

@@ -105,7 +105,7 @@ async def check_calls(
 
 async def begun_calls(
     tools: RequestTools, body: ChatBody, service: GenerateService, deadline: float
-) -> Constraint | None:
+) -> Constrained | None:
     """Returns the constraint of a call that the model begins by itself, which has been compiled.
 
     Without any, if the server can't constrain texts or the schemas are too large, arguments may break their schemas.
@@ -122,10 +122,9 @@ async def begun_calls(
         grammar = tools.format.grammar(tools.schemas, special, is_parallel=is_parallel, is_begun=True)
         if len(grammar) > MOST_CHARS:
             return None
-        await compiled(Constrained("tools", {"grammar": grammar}), service, deadline)
+        return await compiled(Constrained("tools", {"grammar": grammar}), service, deadline)
     except (ValueError, RecursionError) as error:
         raise ApiError(str(error), param="tools") from error
-    return Constraint("grammar", grammar)
 
 
 class Part(NamedTuple):
@@ -169,9 +168,10 @@ class AnswerStyle(NamedTuple):
         tag = () if self.format is None or self.format.begin else (PYTHON_TAG,)
         return (*(() if self.format is None else self.format.marks), *tag, *(self.reasoning or ()))
 
-    def triggers(self, constraint: Constraint, service: GenerateService) -> Triggers:
+    def triggers(self, constrained: Constrained, service: GenerateService) -> Triggers:
         """Returns where in the answer the constraint of calls begins."""
         assert self.format is not None
+        constraint = Constraint("grammar", constrained.options["grammar"])
         shown = {i: mark for mark, i in service.session.special_marks(self.marks).items()}
         texts = self.format.begins(self.names)
         return Triggers(constraint, texts, shown, not self.format.begin, self.reasoning, self.is_open)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
+import sys
+import threading
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from pydantic import BaseModel, ConfigDict
 
+from fastformer.generation import constraints
+from fastformer.serving import open_service
 from tests.serving import models
+from tests.serving.asking import serving
 
 httpx = pytest.importorskip("httpx", reason="the httpx library is not installed")
 openai = pytest.importorskip("openai", reason="the openai library is not installed")
@@ -122,6 +128,58 @@ def test_a_constraint_that_cannot_be_honoured_is_refused_before_any_token(fields
         answer = httpx.post(f"{server.url}/v1/{route}", json={**body, **fields, "stream": stream})
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"] in fields and answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/generate"])
+async def test_a_constraint_is_compiled_once_whatever_comes_between(route, folder, monkeypatch) -> None:
+    """Many others are compiled before its request is made, in the event loop, which would stand still meanwhile."""
+    import llguidance
+
+    threads, make = list[threading.Thread](), llguidance.LLMatcher
+    service: Any = open_service(folder)
+
+    def after_others(method: Any) -> Any:
+        def called(*given: Any, **more: Any) -> Any:
+            for count in range(1, 40):
+                service.session.check_constraint({"regex": f"b{{{count}}}"})
+            threads.clear()
+            return method(*given, **more)
+
+        return called
+
+    class Watched:
+        grammar_from_regex = staticmethod(make.grammar_from_regex)
+
+        def __new__(cls, tokens: Any, grammar: str, **options: Any) -> Any:
+            threads.append(threading.current_thread())
+            return make(tokens, grammar, **options)
+
+    for name in ("chat_ids", "encode"):  # a request's prompt is encoded behind the check of its constraint
+        monkeypatch.setattr(service.session, name, after_others(getattr(service.session, name)))
+    monkeypatch.setattr(llguidance, "LLMatcher", Watched)
+    body = {"messages": ASKED, "regex": TIME, "max_tokens": 30}
+    if route == "/generate":
+        grammar = {"type": "regex", "value": TIME}
+        body = {"inputs": "a dog", "parameters": {"grammar": grammar, "max_new_tokens": 30}}
+    async with serving(service) as here:
+        assert (await here.post(route, json=body)).status_code == 200
+    assert not threads
+
+
+async def test_a_library_that_cannot_be_imported_is_the_servers_fault(folder, tmp_path, monkeypatch, caplog) -> None:
+    (tmp_path / "llguidance.py").write_text("raise ImportError('libmissing.so: cannot open shared object file')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "llguidance", raising=False)
+    monkeypatch.setattr(constraints, "_vocabularies", type(constraints._vocabularies)())
+    async with serving(open_service(folder)) as here:
+        with caplog.at_level(logging.ERROR, "fastformer"):
+            answer = await here.post("/v1/chat/completions", json={"messages": ASKED, "regex": TIME})
+        assert answer.status_code == 500, answer.text
+        logged = caplog.text
+        assert "llguidance" in logged and "libmissing.so" in logged
+        monkeypatch.setitem(sys.modules, "llguidance", None)  # not installed
+        answer = await here.post("/v1/chat/completions", json={"messages": ASKED, "regex": TIME})
+    assert answer.status_code == 400 and "structured" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
