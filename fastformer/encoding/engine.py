@@ -86,9 +86,16 @@ class PackedEncoder(NamedTuple):
     max_len: int
     token_types: int
 
-    def states(self, ids: Rows, token_types: Rows | None, gaps: Gaps | None = None) -> Array:
+    def states(
+        self,
+        ids: Rows,
+        token_types: Rows | None,
+        gaps: Gaps | None = None,
+        pooling: str = "none",
+        normalize: bool = False,
+    ) -> Array:
         """Returns the token states of texts, concatenated, (tokens, d_model) in fp32. See `EncoderEngine.encode`."""
-        return _call(self.encoder, ids, token_types, "none", False, *(gaps or ()))
+        return _call(self.encoder, ids, token_types, pooling, normalize, *(gaps or ()))
 
 
 class EncoderEngine:

@@ -273,7 +273,7 @@ class DecoderOnEncoder(StackOnEncoder):
 
 def _tell_decoders(model: nn.Module) -> None:
     """Tells each decoder-only stack whether it embeds."""
-    whole = [] if type(model).__module__.startswith("sentence_transformers.") else [*model.modules()]
+    whole = [] if original_class(model).__module__.startswith("sentence_transformers.") else [*model.modules()]
     generating = {id(part) for each in whole if is_convertible(original_class(each)) for part in each.modules()}
     for module in model.modules():
         if isinstance(module, DecoderOnEncoder):

@@ -40,7 +40,7 @@ from fastformer.integrations.known import (
 )
 from fastformer.integrations.packing import Grant, telling, told
 from fastformer.integrations.positionwise import is_positionwise, is_positionwise_part
-from fastformer.integrations.replace import forget_restored_forwards
+from fastformer.integrations.replace import forget_restored_forwards, original_class
 
 
 class Rule:
@@ -312,7 +312,7 @@ def _owners_in(module: nn.Module, pipeline: bool = False) -> list[nn.Module]:
     """
     if isinstance(module, (Owner, PackingStack)):
         return [module]
-    kind, children = type(module), list(module.children())
+    kind, children = original_class(module), list(module.children())
     around = [child for child in children if any(isinstance(inner, PackingStack) for inner in child.modules())]
     if kind.__module__.startswith(_WRAPPERS) and len(around) == 1:
         return _owners_in(around[0])

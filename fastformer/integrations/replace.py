@@ -53,7 +53,11 @@ def why_left(module: nn.Module, known: dict[type[nn.Module], Replacement]) -> st
         if "forward" in module.__dict__:
             return "it has its own forward"
         kind = replacement.original
-        if kind.__module__.partition(".")[0] not in ("torch", "transformers"):  # a class of yours under another's name
+        if kind.__module__.partition(".")[0] not in (
+            "torch",
+            "transformers",
+            "sentence_transformers",
+        ):  # a class of yours under another's name
             return f"{kind.__name__}.forward was replaced"
         for name in (*replacement.attributes(module), _MEMORY):
             if hasattr(module, name):
