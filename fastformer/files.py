@@ -12,6 +12,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+# The end of a message for a model that is not on the disk.
+NOT_DOWNLOADED = (
+    "fastformer downloads nothing: `hf download NAME --local-dir FOLDER` copies a model from the Hugging Face Hub"
+)
 _MOST = 1 << 28  # bytes; a vocabulary of a million tokens has a fifth of that
 _LEFT_OVER = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp")
 

@@ -42,7 +42,7 @@ ALLOWED = {
     "number_words": set(),
     "plots": set(),
     "checkpoints": {"baseline", "data", "files", "languages", "models", "ops", "special_ids"},
-    "audio": {"checkpoints", "console", "extension", "requests", "settings"},
+    "audio": {"checkpoints", "console", "extension", "files", "requests", "settings"},
     "encoding": {
         "checkpoints",
         "engine",

@@ -20,6 +20,7 @@ from fastformer.audio.tokens import Tokens
 from fastformer.audio.voice import VadOptions, speech_parts
 from fastformer.audio.windows import detect
 from fastformer.console import progress_bar
+from fastformer.files import NOT_DOWNLOADED
 from fastformer.settings import Count, Positive, check_value, shows_fields, suggestion
 
 logger = logging.getLogger("fastformer")
@@ -315,5 +316,5 @@ def _folder(name: str | os.PathLike[str], root: str | None) -> Path:
         if folders:
             return max(folders, key=lambda path: path.stat().st_mtime)
     raise ValueError(
-        f"expected the folder of a Whisper model, got {os.fspath(name)!r}, which is none; nothing is downloaded"
+        f"expected the folder of a Whisper model, got {os.fspath(name)!r}, which is none; {NOT_DOWNLOADED}"
     )

@@ -18,7 +18,7 @@ from fastformer.data.bpe import BPETokenizer, form_of
 from fastformer.data.huggingface import LibraryBackend, check_vocab, read_library
 from fastformer.data.pieces import PieceBackend, fairseq_pieces, read_saved_pieces, read_sentencepiece
 from fastformer.data.tokenizer import TOKENIZER, TYPES, ByteTokenizer, Tokenizer
-from fastformer.files import read_json, read_small
+from fastformer.files import NOT_DOWNLOADED, read_json, read_small
 from fastformer.languages import Languages
 from fastformer.special_ids import SpecialIds
 
@@ -65,8 +65,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     file = Path(path)
     if not file.exists():
         raise ValueError(
-            f"expected a run folder, a model's folder or a {TOKENIZER} on disk, but there is no {file}; fastformer "
-            "downloads nothing: `hf download NAME --local-dir FOLDER` copies a model from the Hugging Face Hub"
+            f"expected a run folder, a model's folder or a {TOKENIZER} on disk, but there is no {file}; "
+            f"{NOT_DOWNLOADED}"
         )
     if file.is_dir():
         file = _in_folder(file)

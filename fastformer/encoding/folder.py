@@ -48,7 +48,7 @@ from fastformer.encoding.similarity import ALL
 from fastformer.encoding.sparse import Splade, read_splade
 from fastformer.encoding.templates import TemplateReader, format_of
 from fastformer.encoding.tokens import Reader
-from fastformer.files import read_json, read_small
+from fastformer.files import NOT_DOWNLOADED, read_json, read_small
 from fastformer.generation.chat_template import ChatTemplate
 from fastformer.models import GPT
 from fastformer.models.pooling import POOLINGS
@@ -144,7 +144,7 @@ def read_folder(
         return _read_gguf(folder, device)
     check_saved(folder, "the folder of an encoder, as transformers saves it, or a GGUF file")
     if not folder.is_dir():
-        raise ValueError(f"expected the folder of an encoder, but there is no folder {folder}: nothing is downloaded")
+        raise ValueError(f"expected the folder of an encoder, but there is no folder {folder}; {NOT_DOWNLOADED}")
     settings = _read(folder / _SETTINGS)
     modules = _modules(folder)
     model_folder = modules[0][1] if modules else folder
