@@ -165,7 +165,8 @@ class MultiheadAttention(AttentionParameters):
         Returns:
             k and v: (batch, seqlen_k, num_kv_heads, head_dim), or (total_k, num_kv_heads, head_dim).
         """
-        k, v = self._project_kv(key, key if value is None else value, *self._in_proj())
+        parts = [self._parts(whole)[1] for whole in self._in_proj()]
+        k, v = self._project_kv(key, key if value is None else value, *parts)
         k, v = self._normalise(None, "k_norm", self._heads(k)), self._heads(v)
         if key.dim() == 3 and not self.batch_first:
             k, v = k.transpose(0, 1), v.transpose(0, 1)
@@ -402,7 +403,8 @@ class MultiheadAttention(AttentionParameters):
         if position_bias is not None and (cache.is_static or transposed):
             raise InputError("expected a position_bias along with a cache in self-attention, and batch_first")
         if cache.is_static:
-            q = self._heads(linear(query, *self._q_weights(*self._in_proj())))
+            parts = [self._parts(whole)[0] for whole in self._in_proj()]
+            q = self._heads(linear(query, *self._q_weights(*parts)))
             q = self._normalise(plan.q_norm, "q_norm", q)
             out = attend_cached(cache, q.transpose(0, 1) if transposed else q, self._scores())
         else:
@@ -435,27 +437,34 @@ class MultiheadAttention(AttentionParameters):
             qkv = qkv.view(*(qkv.shape[:-1] if shape is None else shape), num_all, head_dim)
             q, k, v = qkv.split([self.num_heads, num_kv_heads, num_kv_heads], dim=-2)
             return q, k, v
-        q = linear(query, *self._q_weights(weight, bias))
-        k, v = self._project_kv(key, value, weight, bias)
+        (q_weight, kv_weight), (q_bias, kv_bias) = self._parts(weight), self._parts(bias)
+        q = linear(query, *self._q_weights(q_weight, q_bias))
+        k, v = self._project_kv(key, value, kv_weight, kv_bias)
         return self._heads(q), self._heads(k), self._heads(v)
 
     def _in_proj(self) -> tuple[Tensor | None, Tensor | None]:
         # Read once a call: a parametrised weight is computed at each access. It is None if there are three weights.
         return self.in_proj_weight if self._qkv_same_embed_dim else None, self.in_proj_bias
 
+    def _parts(self, whole: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the rows of the weight or bias for queries, and those for keys and values."""
+        if whole is None:
+            return None, None
+        # Not two slices: the gradient of each would be as large as the whole, and they would be added.
+        q_part, kv_part = whole.split([self.q_dim, 2 * self.kv_dim])
+        return q_part, kv_part
+
     def _q_weights(self, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        weight = self.q_proj_weight if weight is None else weight[: self.q_dim]
-        return weight, None if bias is None else _of_dtype(bias[: self.q_dim], weight)
+        weight = self.q_proj_weight if weight is None else weight
+        return weight, None if bias is None else _of_dtype(bias, weight)
 
     def _project_kv(
         self, key: Tensor, value: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         sizes = [self.kv_dim, self.kv_dim]
-        bias = None if bias is None else bias[self.q_dim :]
         if weight is None:
             k_weight, v_weight = self.k_proj_weight, self.v_proj_weight
         else:
-            weight = weight[self.q_dim :]
             if key is value:
                 k, v = linear(key, weight, _of_dtype(bias, weight)).split(sizes, dim=-1)
                 return k, v
