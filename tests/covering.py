@@ -92,3 +92,32 @@ def by_turns(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
         for i, value in enumerate(first)
         for j, other in enumerate(second)
     ]  # fmt: skip
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+def on_backends(
+    name: str, cases: Sequence[Any], backends: Sequence[str], dtypes: Sequence[str]
+) -> pytest.MarkDecorator:
+    """Runs each case in each dtype on each backend, the fixture `backend`; what shares results comes together.
+
+    Operators of PyTorch are written once for all dtypes, so on the reference and the fallback each case has one of the
+    dtypes in turn, and its others are slow.
+
+    Args:
+        name: the argument that is a case.
+    """
+    return pytest.mark.parametrize(
+        (name, "dtype", "backend"),
+        [
+            pytest.param(
+                case, DTYPES[dtype], backend, id=f"{case}-{dtype}-{backend}",
+                marks=pytest.mark.slow if backend in ("reference", "fallback") and turn != i % len(dtypes) else (),
+            )
+            for i, case in enumerate(cases)
+            for turn, dtype in enumerate(dtypes)
+            for backend in backends
+        ],
+        indirect=["backend"],
+    )  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastformer.ops import attention, attention_weights, record_backends, use_backend
 from tests.checks import assert_accurate, assert_op_accurate, is_interpreted, keep_mask, small_draws
 from tests.conftest import on_backend
-from tests.covering import each
+from tests.covering import each, on_backends
 from tests.ops.attention_cases import CASES, Case, make_inputs, plain_attention
 
 BY_NAME = {case.name: case for case in CASES}
@@ -25,8 +25,6 @@ IN_KERNELS = {
 
 
 BACKENDS = ["reference", "fallback", "cpp", "triton"]
-# One after the other for a case, so that they share its exact results.
-each_backend = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 
 
 @pytest.fixture(params=BACKENDS)
@@ -58,9 +56,7 @@ def skip_unless_supported(backend: str, dtype: torch.dtype, device: str) -> None
         pytest.skip("tl.dot on bf16 is broken in Triton's interpreter")
 
 
-@each_backend
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@on_backends("case", CASES, BACKENDS, ["fp32", "bf16", "fp16"])
 def test_forward_and_backward(case, dtype, backend, device) -> None:
     skip_unless_supported(backend, dtype, device)
     if backend == "fallback" and case.name in ("scale", "head-dim-96") and dtype == torch.float32:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastformer.ops import decode_attention, rotary_tables, use_backend
 from tests.checks import assert_accurate, is_interpreted, small_draws
-from tests.covering import each
+from tests.covering import each, on_backends
 from tests.ops.attention_cases import Case, plain_attention
 from tests.ops.test_attention import skip_unless_supported
 from tests.ops.test_rotary import plain as plain_rotary
@@ -178,8 +178,7 @@ def run(step: Step, inputs: dict[str, Tensor | None]) -> Tensor:
     return decode_attention(**inputs, **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("step", STEPS, ids=str)
+@on_backends("step", STEPS, ["reference", "cpp", "triton"], ["fp32", "bf16"])
 def test_accuracy_and_cache(step: Step, dtype: torch.dtype, backend: str, device: str) -> None:
     skip_unless_supported(backend, dtype, device)
     if backend == "triton" and device != "cpu" and dtype == torch.float32 and step.head_dim > 128:

@@ -25,6 +25,7 @@ from fastformer.ops import (
     varlen_attention,
 )
 from tests.conftest import on_backend
+from tests.covering import on_backends
 from tests.ops import test_add_layer_norm, test_embedding, test_feed_forward, test_linear_cross_entropy, test_rotary
 from tests.ops.attention_cases import Case, plain_attention
 
@@ -150,7 +151,10 @@ FUSED = ("attention", "attention-gqa", "attention-two-tiles", "attention-mask")
 NOT_INTERPRETED = {*FUSED[1:], "decode_attention", "linear_cross_entropy-sum"}
 
 
-@pytest.fixture(params=["reference", "fallback", "cpp", "triton"])
+BACKENDS = ["reference", "fallback", "cpp", "triton"]
+
+
+@pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     op = request.node.callspec.params.get("op", OPS[0])
     yield from on_backend(request, op.stem)
@@ -179,8 +183,7 @@ def _poisoned(tensors: Tensors, name: str, position: int, value: float) -> Tenso
     return tensors | {name: bad}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
-@pytest.mark.parametrize("op", OPS, ids=str)
+@on_backends("op", OPS, BACKENDS, ["fp32", "bf16", "fp64"])
 def test_as_in_plain_pytorch(op: OpCase, backend: str, dtype: torch.dtype, device: str) -> None:
     if backend == "fallback" and op.name not in FUSED:
         pytest.skip("the fallback is the reference")

@@ -16,11 +16,11 @@ from torch.nn.utils.rnn import pad_sequence
 from fastformer.ops import varlen_attention
 from tests.checks import assert_accurate, small_draws
 from tests.conftest import on_backend
-from tests.covering import each
+from tests.covering import each, on_backends
 from tests.kernels.attention_cases import Case as PackedCase
 from tests.kernels.attention_cases import pack, visible
 from tests.ops.attention_cases import Case, make_inputs, plain_attention
-from tests.ops.test_attention import BACKENDS, each_backend, skip_unless_supported
+from tests.ops.test_attention import BACKENDS, skip_unless_supported
 
 
 @pytest.fixture(params=BACKENDS)
@@ -118,9 +118,7 @@ def expected_of(case: Packed, dtype: torch.dtype, device: str, draws: int):
     ]
 
 
-@each_backend
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@on_backends("case", CASES, BACKENDS, ["fp32", "bf16", "fp16"])
 def test_forward_and_backward(case: Packed, dtype: torch.dtype, backend: str, device: str) -> None:
     skip_unless_supported(backend, dtype, device)
     if backend == "triton" and device == "cpu" and dtype == torch.float16:
