@@ -13,7 +13,7 @@ Line = dict[str, Any]
 _OF_LAUNCH = ("registers", "spilled", "shared", "ctas", "narrow")
 _OF_LOOP = (
     "instructions", "exp2", "wgmma", "mma_sync", "waits", "loads", "async_loads", "stores", "barriers", "atomics",
-    "local", "tflops", "serial_tflops", "gbs",
+    "local",
 )  # fmt: skip
 
 

@@ -10,8 +10,7 @@ launches for each architecture. So the report covers the tiles, types and specia
 The exit status is 1 after a violation: a compile error, spilled registers, more shared memory than the architecture
 has, fewer matrix instructions than the kernel has products, or missing synchronisation (see `hazards.py`).
 
-The inner loops of a launch are listed below it, from the machine code (see `sass.py`, which also says why a bound is
-not a speed). Only sm_90 has a bound: that of an H200.
+The inner loops of a launch are listed below it, from the machine code (see `sass.py`).
 
 `--usual --out benchmarks/results/machine_code.jsonl` writes `benchmarks/results/machine_code.jsonl`, if you run it once
 with each compiler: put a second one (`pip install --target DIR triton==3.6.0`) first on PYTHONPATH. --out preserves the
@@ -43,7 +42,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from benchmarks.machine_code import compare, hazards, sass
 from benchmarks.machine_code.cases import USUAL
-from benchmarks.machine_code.rows import BOUNDS, LoopLine, MachineCodeRow, merge, show
+from benchmarks.machine_code.rows import LoopLine, MachineCodeRow, merge, show
 
 # The most shared memory of a program, in bytes.
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -123,7 +122,7 @@ def compile_launch(launch: RecordedLaunch, op: str, arch: int, cases: tuple[str,
         wide=ptx.count(WIDE[arch]),
         narrow=ptx.count("mma.sync"),
         loops=tuple(
-            _loop_line(sass.count(loop), arch, metadata.num_warps, scores) | ({} if loops else {"whole_kernel": True})
+            _loop_line(sass.count(loop), scores) | ({} if loops else {"whole_kernel": True})
             for loop in loops or [instructions]
         ),
     )
@@ -168,17 +167,12 @@ def problems_of(row: MachineCodeRow, products: list[int]) -> Iterator[str]:
         yield f"{row.wide + row.narrow} matrix instructions, expected {len(products)} or more"
 
 
-def _loop_line(counts: sass.Counts, arch: int, warps: int, scores: float | None) -> LoopLine:
-    """Returns the line of a loop: counts that are not 0 and, on sm_90, the clocks that they take and the bound."""
+def _loop_line(counts: sass.Counts, scores: float | None) -> LoopLine:
+    """Returns the line of a loop: counts that are not 0."""
     names = ("instructions", "exp2", *MATRIX, "waits", "loads", "async_loads", "stores", "barriers", "atomics", "local")
     line: LoopLine = {name: value for name in names if (value := getattr(counts, name))}
     if scores and counts.exp2:
         line["exp2_a_score"] = round(counts.exp2 / scores, 2)
-    if arch == 90:
-        line["clocks"] = {name: round(value) for name, value in sass.clocks(counts, warps).items() if value}
-        bound = sass.bound(counts, warps)
-        line["bound_by"] = bound.unit
-        line |= {name: round(value) for name in BOUNDS if (value := getattr(bound, name))}
     return line
 
 

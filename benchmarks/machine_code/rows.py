@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-BOUNDS = ("tflops", "serial_tflops", "gbs")
 LoopLine = dict[str, Any]  # the figures of one loop, by name
 
 
@@ -54,10 +53,5 @@ def show(row: MachineCodeRow) -> str:
         + "".join(f"  !! {problem}" for problem in row.problems)
     ]
     for loop in row.loops:
-        counted = {name: value for name, value in loop.items() if name not in ("clocks", "bound_by", *BOUNDS)}
-        lines.append("       " + ", ".join(f"{name} {value}" for name, value in counted.items()))
-        if "clocks" in loop:
-            clocks = ", ".join(f"{name} {value}" for name, value in loop["clocks"].items())
-            bounds = "".join(f", {name} {loop[name]}" for name in BOUNDS if name in loop)
-            lines.append(f"         clocks: {clocks}; bound by {loop['bound_by']}{bounds}")
+        lines.append("       " + ", ".join(f"{name} {value}" for name, value in loop.items()))
     return "\n".join(lines)

@@ -1,12 +1,6 @@
-"""Machine code as text (SASS, from nvdisasm), its loops, and the bound that the instructions of a loop give on an H200.
+"""Machine code as text (SASS, from nvdisasm), its loops, and the work of the instructions of a loop.
 
-A loop is found by its backward branch: a branch to a block that is on every path to the branch. Its cost is counted in
-clocks of each unit of one SM: issue slots, tensor cores, the exp2 unit, the integer and the fp32 lanes, shared memory.
-The busiest unit bounds the speed of the loop.
-
-A bound is not a speed. It omits latencies, waits, barriers, caches, bank conflicts and everything before and after the
-loop; a kernel that overlaps its work badly stays far below it. It tells which speed can't be reached, and which unit to
-relieve first. The speed on a device is measured (`benchmarks/gpu_run_plan.py`), and only that is quoted as a speed.
+A loop is found by its backward branch: a branch to a block that is on every path to the branch.
 """
 
 from __future__ import annotations
@@ -168,15 +162,7 @@ _MMA_SYNC = {"HMMA", "QMMA", "IMMA", "BMMA", "OMMA", "DMMA"}
 _GLOBAL_STORES = {"STG", "ST", "UTMASTG", "UBLKCP"}
 _ASYNC_LOADS = {"LDGSTS", "UTMALDG", "UBLKCP"}
 _ATOMICS = {"ATOM", "ATOMG", "RED", "REDG", "UTMAREDG", "UBLKRED"}
-_SHARED = {"LDS", "STS", "LDSM", "STSM", "ATOMS", "SHFL"}  # a shuffle uses the same unit
-# By the lanes of an SM that run them, after the table of throughputs in the CUDA C++ Programming Guide (9.0): 64 per
-# clock.
-_INTEGER = {
-    "LOP3", "PLOP3", "IADD3", "IADD", "VIADD", "VIADDMNMX", "VIMNMX", "IMNMX", "SHF", "SHL", "SHR", "PRMT", "SEL",
-    "FSEL", "ISETP", "FSETP", "FMNMX", "LEA", "SGXT", "BMSK", "IABS", "F2FP", "I2FP", "MOV", "HMNMX2", "P2R", "R2P",
-}  # fmt: skip
-_FP32 = {"FFMA", "FMUL", "FADD", "HFMA2", "HADD2", "HMUL2"}  # 128 per clock
-_IMAD = {"IMAD"}  # on the fp32 lanes, 64 per clock
+_FP32 = {"FFMA", "FMUL", "FADD", "HFMA2", "HADD2", "HMUL2"}
 # A loop without any of these does no work.
 _WORK = {"LDG", "LD", "MUFU"}.union(_WGMMA, _TCGEN05, _MMA_SYNC, _GLOBAL_STORES, _ASYNC_LOADS, _ATOMICS, _FP32)
 
@@ -195,13 +181,6 @@ class Counts(NamedTuple):
     barriers: int = 0
     atomics: int = 0
     local: int = 0  # spilled registers, written or read
-    integer: int = 0  # on the 64 lanes for integers, comparisons, selections, conversions
-    fp32: float = 0  # on the 128 lanes for fp32; an integer multiplication counts twice
-    special: int = 0  # exp2, reciprocals, logarithms
-    shared_bytes: int = 0  # of shared memory, read or written
-    global_bytes: int = 0  # of global memory, read, written or added to
-    flops: int = 0  # by matrix instructions
-    tensor_clocks: float = 0  # of an SM, for this warp's share of them
 
 
 def count(instructions: Iterable[Instruction]) -> Counts:
@@ -213,8 +192,6 @@ def count(instructions: Iterable[Instruction]) -> Counts:
 
 def _count_one(instruction: Instruction) -> Counts:
     base, opcode = instruction.base, instruction.opcode
-    width = _bytes_of(opcode) * 32 if base in _SHARED | _ATOMICS | {"LDG", "LD", "LDGSTS", "STG", "ST"} else 0
-    flops, tensor_clocks, shared = _matrix(instruction)
     return Counts(
         instructions=base != "NOP",
         exp2=opcode.startswith("MUFU.EX2"),
@@ -227,64 +204,7 @@ def _count_one(instruction: Instruction) -> Counts:
         barriers=base == "BAR",
         atomics=base in _ATOMICS,
         local=base in ("LDL", "STL"),
-        integer=base in _INTEGER,
-        fp32=(base in _FP32) + 2 * (base in _IMAD),
-        special=base == "MUFU",
-        shared_bytes=shared + (width if base in _SHARED or base == "LDGSTS" else 0),
-        global_bytes=0 if base in _SHARED else width,
-        flops=flops,
-        tensor_clocks=tensor_clocks,
     )
-
-
-def _bytes_of(opcode: str) -> int:
-    """Returns the bytes per thread of a load or a store by the modifiers of its opcode; 4 by default."""
-    base, *modifiers = opcode.split(".")
-    if base in ("LDSM", "STSM"):
-        return 4 * int(next((m for m in modifiers if m in ("2", "4")), "1"))
-    for modifier in modifiers:
-        if modifier in ("32", "64", "128", "256"):
-            return int(modifier) // 8
-        if modifier in ("U8", "S8", "8"):
-            return 1
-        if modifier in ("U16", "S16", "16", "BF16", "F16"):
-            return 2
-        if modifier == "F32x4":
-            return 16
-        if modifier == "F32x2":
-            return 8
-    return 4
-
-
-_SHAPE = re.compile(r"\.(\d+)x(\d+)x(\d+)\.")
-# Operands of wgmma: the result, A if it is in registers, gdesc (of B, or of A and B), and the addend.
-_A_IN_REGISTERS = re.compile(r"R\d+, R\d+")
-_WARP_SHAPES = {"884": (8, 8, 4), "1684": (16, 8, 4), "1688": (16, 8, 8), "16816": (16, 8, 16), "16832": (16, 8, 32)}
-# The dense 16-bit FLOPs of one SM: 989 TFLOP/s = 132 * 1.83 GHz * 4096. mma.sync reaches 63 % of that (Luo et al. 2024,
-# "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via Microbenchmarking").
-FLOPS_A_CLOCK = 4096
-MMA_SYNC_SHARE = 0.63
-
-
-def _matrix(instruction: Instruction) -> tuple[int, float, int]:
-    """Returns (FLOPs, clocks of an SM's tensor cores, bytes of shared memory) per warp for a matrix instruction.
-
-    The instruction of a tensor-memory product doesn't contain its shape, so nothing is counted for it.
-    """
-    opcode = instruction.opcode + "."
-    rate = FLOPS_A_CLOCK / 2 if ".TF32." in opcode else FLOPS_A_CLOCK * 2 if ".E4M3." in opcode else FLOPS_A_CLOCK
-    if instruction.base in _WGMMA and (shape := _SHAPE.search(opcode)) is not None:
-        m, n, k = map(int, shape.groups())
-        flops = 2 * m * n * k // 4  # four warps share it
-        # Each row of a step has 32 bytes for any type. B is in shared memory, and A there or in registers.
-        rows = n if _A_IN_REGISTERS.match(instruction.operands) else m + n
-        return flops, flops / rate, 32 * rows // 4
-    if instruction.base in _MMA_SYNC:
-        shape_name = opcode.split(".")[1]
-        if shape_name in _WARP_SHAPES:
-            m, n, k = _WARP_SHAPES[shape_name]
-            return 2 * m * n * k, 2 * m * n * k / (rate * MMA_SYNC_SHARE), 0
-    return 0, 0.0, 0
 
 
 class SmLimits(NamedTuple):
@@ -325,47 +245,3 @@ def ctas_an_sm(arch: int, warps: int, registers: int, shared: int, tensor_column
         fits["tensor memory"] = limits.tensor_columns // tensor_columns
     limit = min(fits, key=lambda name: fits[name])
     return fits[limit], limit
-
-
-# An H200: SMs, clock (for the 989 TFLOP/s of the data sheet), bytes per second of its memory.
-SMS, HERTZ, MEMORY = 132, 1.83e9, 4.8e12
-
-
-def clocks(counts: Counts, warps: int) -> dict[str, float]:
-    """Returns the clocks for which a program of `warps` warps keeps each unit of an sm_90 SM busy in one pass.
-
-    Each of four schedulers issues one instruction per clock. An SM computes 16 exp2, 64 integer and 128 fp32 results
-    per clock, and accesses 128 bytes of shared memory. If only some of the warps run the loop, the clocks of all units
-    are too high by the same factor; the bound, a ratio, is the same.
-    """
-    lanes = 32 * warps
-    return {
-        "issue": counts.instructions * warps / 4,
-        "tensor": counts.tensor_clocks * warps,
-        "exp2": counts.special * lanes / 16,
-        "integer": counts.integer * lanes / 64,
-        "fp32": counts.fp32 * lanes / 128,
-        "shared": counts.shared_bytes * warps / 128,
-    }
-
-
-class Bound(NamedTuple):
-    """The speed on an H200 if only the busiest unit took time: an upper bound and not a speed."""
-
-    unit: str
-    tflops: float = 0  # of the matrix instructions, if there are any
-    serial_tflops: float = 0  # if the tensor cores and the other units never worked at the same time
-    gbs: float = 0  # of accesses to global memory, if there are no matrix instructions
-
-
-def bound(counts: Counts, warps: int) -> Bound:
-    """Returns the bound of a loop on sm_90, or of a whole kernel without loops."""
-    busy = clocks(counts, warps)
-    unit = max(busy, key=lambda name: busy[name])
-    longest = busy[unit]
-    if counts.flops:
-        rate = counts.flops * warps * SMS * HERTZ / 1e12
-        serial = busy["tensor"] + max(value for name, value in busy.items() if name != "tensor")
-        return Bound(unit, tflops=rate / longest, serial_tflops=rate / serial)
-    gbs = counts.global_bytes * warps * SMS * HERTZ / longest / 1e9 if longest else 0.0
-    return Bound("memory", gbs=MEMORY / 1e9) if gbs > MEMORY / 1e9 else Bound(unit, gbs=gbs)
