@@ -29,15 +29,15 @@ int64_t group(Precision precision) { return precision == Precision::fp32 ? 1 : p
 // A child that was forked while a thread allocated has an instance of its own: the lock of the other stays locked.
 std::shared_ptr<char> allocate_panels(int64_t bytes) { return of_process<PanelMemory>().allocate(bytes); }
 
-// The quantisation of a column of W to int8: whole = round(x * inverse), x ~ whole * scale. Scale and inverse are 0 if
-// all x are (nearly) 0, because 127 / largest would overflow. The scale is NaN if any x is not finite.
+// The quantisation to 8 or 16 bits: whole = round(x * inverse), x ~ whole * scale. Scale and inverse are 0 if all x are
+// (nearly) 0, because steps / range would overflow. The scale is NaN if any x is not finite.
 struct Scale {
   float scale = 0, inverse = 0;
 
   Scale(float range, float steps, bool is_finite) {
-    constexpr float kLeast = 0x1p-120f;
+    const float least = steps > 255 ? 0x1p-112f : 0x1p-120f;
     if (!is_finite) scale = std::numeric_limits<float>::quiet_NaN();
-    else if (range >= kLeast) scale = range / steps, inverse = steps / range;
+    else if (range >= least) scale = range / steps, inverse = steps / range;
   }
 };
 
@@ -70,17 +70,26 @@ Range range_of(const float* x, int64_t k) {
   return {-minus_low.max(), high.max(), poison.sum() == 0 && width < std::numeric_limits<float>::infinity()};
 }
 
-// Computes round(x) + zero, from 0 to 255, for a vector.
+// Parts of a row that is stored: round(x) + zero, its high and its low byte, and bytes, to which integers saturate.
 #if defined(CPU_CAPABILITY_AVX512)
-inline void store_whole(V x, int32_t zero, uint8_t* to) {
-  const __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32(x.v), _mm512_set1_epi32(zero));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
-                   _mm512_cvtusepi32_epi8(_mm512_max_epi32(whole, _mm512_setzero_si512())));
+inline Lanes whole_of(V x, int32_t zero) { return _mm512_add_epi32(_mm512_cvtps_epi32(x.v), _mm512_set1_epi32(zero)); }
+inline Lanes high_bytes(Lanes x) { return _mm512_srai_epi32(x, 8); }
+inline Lanes low_bytes(Lanes x) { return _mm512_and_si512(x, _mm512_set1_epi32(255)); }
+inline Lanes in_16_bits(Lanes x) {
+  return _mm512_min_epi32(_mm512_max_epi32(x, _mm512_setzero_si512()), _mm512_set1_epi32(65535));
+}
+inline void store_bytes(Lanes x, uint8_t* to) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtusepi32_epi8(_mm512_max_epi32(x, _mm512_setzero_si512())));
 }
 #else
-inline void store_whole(V x, int32_t zero, uint8_t* to) {
-  const __m256i whole = _mm256_add_epi32(_mm256_cvtps_epi32(x.v), _mm256_set1_epi32(zero));
-  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+inline Lanes whole_of(V x, int32_t zero) { return _mm256_add_epi32(_mm256_cvtps_epi32(x.v), _mm256_set1_epi32(zero)); }
+inline Lanes high_bytes(Lanes x) { return _mm256_srai_epi32(x, 8); }
+inline Lanes low_bytes(Lanes x) { return _mm256_and_si256(x, _mm256_set1_epi32(255)); }
+inline Lanes in_16_bits(Lanes x) {
+  return _mm256_min_epi32(_mm256_max_epi32(x, _mm256_setzero_si256()), _mm256_set1_epi32(65535));
+}
+inline void store_bytes(Lanes x, uint8_t* to) {
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
   _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(words, words));
 }
 #endif
@@ -342,8 +351,9 @@ void PackedWeight::add_column(int64_t column, float factor, float* to) const {
   }
 }
 
-void PackedRows::resize(int64_t rows, int64_t k, Precision precision) {
-  rows_ = rows, k_ = k, precision_ = precision;
+void PackedRows::resize(int64_t rows, int64_t k, Precision precision, int64_t parts) {
+  rows *= parts;
+  rows_ = rows, parts_ = parts, k_ = k, precision_ = precision;
   // The stride is an odd number of cache lines, because rows at a power-of-two distance would share few cache sets.
   stride_ = (round_up(k, kInt4Group) * 4 / group(precision) + 63) / 64 * 64;
   if (stride_ / 64 % 2 == 0) stride_ += 64;
@@ -358,6 +368,7 @@ void PackedRows::resize(int64_t rows, int64_t k, Precision precision) {
 }
 
 void PackedRows::store(int64_t row, const float* x) {
+  row *= parts_;
   char* to = data_.data() + row * stride_;
   if (precision_ == Precision::fp32) {
     std::memcpy(to, x, static_cast<size_t>(k_) * 4);
@@ -372,13 +383,21 @@ void PackedRows::store(int64_t row, const float* x) {
     std::memset(to + k_ * 2, 0, static_cast<size_t>(stride_ - k_ * 2));  // tiles read it
   } else {
     const Range range = range_of(x, k_);
-    const Scale scale(range.high - range.low, 255, range.is_finite);
+    const bool is_fine = parts_ == 2;
+    const Scale scale(range.high - range.low, is_fine ? 65535 : 255, range.is_finite);
     const bool is_zero = scale.inverse == 0;  // zero or not finite
     const int32_t zero = is_zero ? 0 : to_whole(-range.low, scale);
-    scales_[static_cast<size_t>(row)] = scale.scale, zeros_[static_cast<size_t>(row)] = zero;
+    scales_[row] = scale.scale, zeros_[row] = zero;
+    if (is_fine) {
+      scales_[row] = 256 * scale.scale, zeros_[row] = zero >> 8;
+      scales_[row + 1] = scale.scale, zeros_[row + 1] = zero & 255;
+    }
     for_each_vec<float>(k_, [&](int64_t c, int64_t count) {
-      const V whole = is_zero ? V(0.f) : V::load(x + c, count) * V(scale.inverse);
-      store_whole(whole, zero, reinterpret_cast<uint8_t*>(to) + c);
+      const Lanes whole = whole_of(is_zero ? V(0.f) : V::load(x + c, count) * V(scale.inverse), zero);
+      uint8_t* bytes = reinterpret_cast<uint8_t*>(to) + c;
+      if (!is_fine) return store_bytes(whole, bytes);
+      store_bytes(high_bytes(in_16_bits(whole)), bytes);
+      store_bytes(low_bytes(in_16_bits(whole)), bytes + stride_);
     });
     if (precision_ == Precision::int4) store_sums(reinterpret_cast<const uint8_t*>(to), k_, sums_.data() + row, rows_);
   }

@@ -10,7 +10,9 @@
 //   int8   W has a scale per column: symmetric, largest magnitude 127. A row of x gets a scale and a zero
 //          point when it is stored: x ~ scale * (byte - zero). So all bytes from 0 to 255 are used even if no value is
 //          negative, as after ReLU. The zero point times the sum of a column corrects the sums of products.
-//          AVX512_VNNI, AVX-VNNI and, without them, pmaddubsw all give the same integers.
+//          AVX512_VNNI, AVX-VNNI and, without them, pmaddubsw all give the same integers. A row of x can have 16
+//          bits instead: it is stored as two rows, of its high bytes and of its low ones, whose products without a
+//          bias add up to the row's. W is read once for both.
 //   int4   x as for int8. W has a scale, and optionally a zero point, for each 32 inputs of a column; int4_kernels.h
 //          describes the layout. Rows stored for int4 can be multiplied by int8 weights as well.
 //
@@ -125,17 +127,19 @@ class PackedWeight {
 // Rows of activations in the form that the products read.
 class PackedRows {
  public:
-  // Makes room for `rows` rows of k; their contents are undefined. The capacity never shrinks.
-  void resize(int64_t rows, int64_t k, Precision precision);
+  // Makes room for `rows` rows of k; their contents are undefined. The capacity never shrinks. parts: 2: a row of int8
+  // has 16 bits and is stored as rows 2 * row and 2 * row + 1.
+  void resize(int64_t rows, int64_t k, Precision precision, int64_t parts = 1);
 
   // Rounds or quantises a row of k floats. Different threads may store different rows at once. For int8 and int4, a row
   // gets the scale NaN if it contains NaN or infinity, or if its range overflows fp32. A row whose range is below
-  // 2^-120 is stored as zeros.
+  // 2^-120, or 2^-112 in 16 bits, is stored as zeros.
   void store(int64_t row, const float* x);
   // Copies a row of rows of the same k and precision.
   void copy(int64_t row, const PackedRows& from, int64_t from_row);
 
-  int64_t rows() const { return rows_; }
+  int64_t rows() const { return rows_; }    // in memory: the parts of all
+  int64_t parts() const { return parts_; }  // of a row
   int64_t k() const { return k_; }
   Precision precision() const { return precision_; }
   int64_t stride() const { return stride_; }  // bytes from one row to the next
@@ -146,7 +150,7 @@ class PackedRows {
   const int32_t* sums() const { return sums_.data(); }
 
  private:
-  int64_t rows_ = 0, k_ = 0, stride_ = 0, capacity_ = 0;
+  int64_t rows_ = 0, parts_ = 1, k_ = 0, stride_ = 0, capacity_ = 0;
   Precision precision_ = Precision::fp32;
   Buffer<char> data_;
   std::vector<float> scales_;

@@ -332,6 +332,8 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
   std::map<const void*, Table> tables;  // a table that both sides, or the output, share is stored once
   if (o.has_decoder()) {
     const int64_t vocab = names.rows("output", o.d_model);
+    if (o.fine_output && names.find("output_bias"))
+      throw std::invalid_argument("fine_output: expected an output layer without a bias");
     output = names.weight("output", "output_bias", 0, vocab, vocab, o.d_model, o.precision);
     const ModelTensor &shared = names.get("output"), &embedding = names.table("target_embedding", o.d_model);
     if (embedding.shape[0] < vocab) throw std::invalid_argument("expected an embedding for each output token");

@@ -94,6 +94,7 @@ class SpeechModel:
             "decoder_windows": [-1] * decoder_layers,
             "max_len": max(config.max_frames // 2, config.max_length),
             "activation": config.activation,
+            "fine_output": True,
         }
         return self._extension.PackedModel(options, arrays)
 

@@ -78,6 +78,27 @@ def test_rounded_states_are_near(speech: SpeechModel, precision: str, bound: flo
     assert 0 < np.linalg.norm(ours - exact) / np.linalg.norm(exact) < bound
 
 
+@pytest.mark.parametrize("rows", [1, 3, 8, 40])  # dot products, and tiles
+def test_the_output_layer_of_int8_reads_rows_of_16_bits(rows: int) -> None:
+    pytest.importorskip("transformers")
+    model = whisper()
+    with torch.no_grad():  # layers add nothing, and the other weights have 8 bits: only rows are rounded
+        for layer in model.model.decoder.layers:
+            for last in (layer.self_attn.out_proj, layer.encoder_attn.out_proj, layer.fc2):
+                last.weight.zero_(), last.bias.zero_()
+        embeddings, positions = model.model.decoder.embed_tokens.weight, model.model.decoder.embed_positions.weight
+        embeddings.copy_((embeddings / embeddings.abs().amax(1, keepdim=True) * 127).round() / 64)
+        positions.copy_(positions.bfloat16())
+    tokens = [(7 * row) % EOT for row in range(rows)]
+    logits = {precision: np.empty((rows, VOCAB), np.float32) for precision in ("fp32", "int8")}
+    for precision, to in logits.items():
+        speech = SpeechModel(from_transformers(model, {}, {}), precision=precision)
+        session = speech.new_session(np.ones((rows, 24, 16), np.float32), [[]] * rows, 16 * rows)
+        session.step(tokens, 1, False, [*range(rows)], to, 1)
+    errors = np.abs(logits["int8"] - logits["fp32"]).max(1) / np.abs(logits["fp32"]).max(1)
+    assert errors.max() < 1e-4  # a row of 8 bits: about 5e-3
+
+
 @pytest.mark.parametrize("name", ["fp16", "int8"])
 def test_results_are_those_of_ctranslate2(name: str) -> None:
     expected = json.loads((FOLDERS / name / "expected.json").read_text())
