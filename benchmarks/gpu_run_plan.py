@@ -26,7 +26,6 @@ their rows go to DIR/cuda*.jsonl.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import re
@@ -35,11 +34,10 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.assembler import newer_assembler
 from benchmarks.gpu.warm import PlanStep, has_device, import_ahead, listed, spawn
 from benchmarks.measure import record
 from benchmarks.measure.commands import parser_of
@@ -58,7 +56,7 @@ def log_name(step: PlanStep) -> str:
     return step.key.replace(" ", "_")
 
 
-def run_step(step: PlanStep, out: Path, limit: float, environment: Mapping[str, str] = {}) -> dict[str, Any]:
+def run_step(step: PlanStep, out: Path, limit: float) -> dict[str, Any]:
     """Runs the commands of a step in parallel.
 
     Returns:
@@ -72,7 +70,7 @@ def run_step(step: PlanStep, out: Path, limit: float, environment: Mapping[str, 
     for number, (command, variables) in enumerate(step.commands):
         part = logs / f"{log_name(step)}.{number}.part"
         tuning = {"FASTFORMER_TUNING_FILE": str(out.absolute() / "tuning.json")}
-        running.append((spawn(command, {**tuning, **environment, **variables}, part), part))
+        running.append((spawn(command, {**tuning, **variables}, part), part))
     result: dict[str, Any] = {"ok": True, "failed": [], "tails": {}}
     texts = []
     for number, (process, part) in enumerate(running):
@@ -120,7 +118,7 @@ def work_through(
 # Detached runs.
 
 
-def start(out: Path, resume: Path | None, with_newer_assembler: bool = False, only: str = "") -> int:
+def start(out: Path, resume: Path | None, only: str = "") -> int:
     """Begins a run that outlives this process, and returns its exit status."""
     if (pid := _pid_of_run(out)) is not None:
         print(f"expected no run in {out}, process {pid} is one", file=sys.stderr)
@@ -129,7 +127,6 @@ def start(out: Path, resume: Path | None, with_newer_assembler: bool = False, on
     if resume is not None and resume.absolute() != lines_of(out).absolute():
         shutil.copyfile(resume, lines_of(out))
     command = [sys.executable, "-m", "benchmarks.gpu_run_plan", "run", "--out", str(out.absolute())]
-    command += ["--newer_assembler"] if with_newer_assembler else []
     command += ["--only", only] if only else []
     with (out / "run.log").open("a") as log:
         process = subprocess.Popen(
@@ -204,10 +201,6 @@ def main(arguments: list[str] | None = None) -> int:
         command = commands.add_parser(name)
         if name != "list":
             command.add_argument("--out", type=Path, required=True, help="folder of the results and logs")
-        if name in ("start", "run"):
-            command.add_argument(
-                "--newer_assembler", action="store_true", help="compile with the machine's ptxas where it is newer"
-            )
         if name == "start":
             command.add_argument("--resume", type=Path, help="lines of a run on another machine to go on from")
         if name in ("start", "run", "rehearse", "compile"):
@@ -238,15 +231,11 @@ def main(arguments: list[str] | None = None) -> int:
     if not has_device():
         parser.error("expected a CUDA device: on a CPU run `python -m benchmarks.compile_report`")
     if options.command == "start":
-        return start(options.out, options.resume, options.newer_assembler, options.only)
+        return start(options.out, options.resume, options.only)
     options.out.mkdir(parents=True, exist_ok=True)
     print(f"steps are {'forks' if import_ahead() else 'new processes'}", flush=True)
-    assembler = newer_assembler() if options.newer_assembler else None
-    print(f"assembler: {assembler or 'that of Triton'}", flush=True)
-    environment = {} if assembler is None else {"TRITON_PTXAS_PATH": assembler}
-    run = functools.partial(run_step, environment=environment)
     todo = [step for step in todo if re.search(options.only, step.key)]
-    return work_through(todo, options.out, lines_of(options.out), run)
+    return work_through(todo, options.out, lines_of(options.out))
 
 
 if __name__ == "__main__":
