@@ -110,12 +110,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--picture", type=Path, default=record.ROOT / "build" / "nightly.svg", help="the trend")
     options = parser.parse_args(arguments)
     began, night = time.monotonic(), datetime.datetime.now(datetime.timezone.utc).isoformat()
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "night.jsonl"
-        for job in JOBS:
+    for job in JOBS:  # each keeps its rows, so that those remain if the night's time ends
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "job.jsonl"
             measure(job, options.rounds, out)
-        for row in record.read(out) if out.exists() else []:
-            record.append(options.results, {**row, "night": night})
+            for row in record.read(out) if out.exists() else []:
+                record.append(options.results, {**row, "night": night})
     rows = record.read(options.results) if options.results.exists() else []
     every = ratios(rows)
     results = list(verdicts(every, night))

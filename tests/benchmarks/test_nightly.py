@@ -77,6 +77,23 @@ def test_each_kind_of_cpu_has_a_trend_of_its_own(night, capsys) -> None:
     assert len(worse) == 2 and all("llama.cpp" in line for line in worse)
 
 
+def test_a_night_that_is_ended_keeps_what_it_has_measured(night, tmp_path, monkeypatch) -> None:
+    measure = nightly.measure
+    measured: list[str] = []
+
+    def until_the_third(job: str, rounds: int, out: Path) -> None:
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append(job)
+        measure(job, rounds, out)
+
+    monkeypatch.setattr(nightly, "measure", until_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        night()
+    kept = {(row["model"], row.get("dtype") or row.get("precision")) for row in record.read(tmp_path / "nightly.jsonl")}
+    assert kept == {("minilm", "int8"), ("minilm", "fp32")}
+
+
 def test_what_was_not_measured_fails(night, capsys) -> None:
     assert night(lambda row: None if row["provider"] == "ctranslate2" else row) == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "not measured" in line]
