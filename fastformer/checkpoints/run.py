@@ -114,6 +114,12 @@ def described(run: str | os.PathLike[str]) -> str:
     return f"{'a damaged one' if name is None else f'one of {name!r:.60}'}: {run}{_HINTS.get(str(name), '')}"
 
 
+def why_refused(folder: Path) -> str:
+    """Returns the end of a message: why no model here computes that of a folder, or the command that takes it."""
+    reason = why_unsupported(read_json(folder / CONFIG))
+    return _HINTS.get(str(architecture_of(folder)), "") if reason is None else f"; {reason}"
+
+
 def check_saved(run: str | os.PathLike[str], expected: str) -> None:
     """Raises a ValueError for what another program than transformers wrote: GGUF, Argos, CTranslate2."""
     if _other_program(run) is not None:
@@ -168,9 +174,8 @@ def _load_foreign(
     if family is not None and family.kind in wanted:
         return load_folder(folder, family, device=device, dtype=dtype)
     known = ", ".join(f.name for f in FAMILIES.values() if f.kind in wanted)
-    reason = why_unsupported(read_json(folder / CONFIG)) if family is None else None
-    why = _HINTS.get(str(architecture_of(folder)), "") if reason is None else f"; {reason}"
-    raise ValueError(f"expected a run folder, or transformers' folder of a {known}, got a {kind!r}: {folder}{why}")
+    end = why_refused(folder)
+    raise ValueError(f"expected a run folder, or transformers' folder of a {known}, got a {kind!r}: {folder}{end}")
 
 
 def _load(

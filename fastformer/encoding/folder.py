@@ -30,11 +30,10 @@ from fastformer.checkpoints.hf import (
     encoding_family,
     load_folder,
     model_type,
-    why_unsupported,
 )
 from fastformer.checkpoints.hf.common import flag_of, number_of, read_numbers
 from fastformer.checkpoints.hf.encoder import CLASSIFIER
-from fastformer.checkpoints.run import check_saved
+from fastformer.checkpoints.run import check_saved, why_refused
 from fastformer.encoding.late_interaction import (
     LateInteraction,
     LateSettings,
@@ -249,9 +248,8 @@ def _load(folder: Path, device: torch.device | str | None) -> tuple[Any, Any]:
     if family is None:
         families = ", ".join(each.name for kind, each in FAMILIES.items() if encoding_family(kind) is not None)
         kind_found = "none of transformers' models" if kind is None else f"one of {kind!r}"
-        reason = None if kind is None else why_unsupported(read_json(folder / CONFIG))
-        why = "" if reason is None else f"; {reason}"
-        raise ValueError(f"expected the folder of an encoder, one of {families}, got {kind_found}: {folder}{why}")
+        end = "" if kind is None else why_refused(folder)
+        raise ValueError(f"expected the folder of an encoder, one of {families}, got {kind_found}: {folder}{end}")
     return load_folder(folder, family, device=device)
 
 

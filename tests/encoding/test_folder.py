@@ -129,3 +129,11 @@ def test_the_settings_of_a_folder(folder) -> None:
     assert (loaded.prompts, loaded.default_prompt_name, loaded.similarity) == ({"query": "q: "}, "query", "euclidean")
     assert loaded.truncate_dim == 4 and len(loaded.steps) == 1 and loaded.reader.max_len == loaded.model.config.max_len
     assert loaded.reader.texts(["A Bird"]) == loaded.reader.texts(["a bird"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "command"), [("marian", "fastformer translate"), ("t5", "fastformer translate"), ("whisper", "transcribe")]
+)
+def test_a_folder_of_another_kind_is_refused_with_the_command_that_takes_it(kind, command, tmp_path) -> None:
+    write(tmp_path / "config.json", {"model_type": kind})
+    refused(tmp_path, f"'{kind}'.*{command}")
