@@ -63,7 +63,7 @@ void pack_column(const Int4Matrix& w, int64_t column, char* panel, int64_t group
 
 // The sums of some groups of a block: four tiles of 16 rows and all columns, or of 32 rows and half of them.
 struct GroupSums {
-  static constexpr int64_t kGroups = 4, kTiles = 4;
+  static constexpr int64_t kGroups = 2, kTiles = 4;  // of two blocks and their totals, all stay in L1
   alignas(64) int32_t sums[kGroups * kTiles * kTileSums];
   int64_t groups = 0;   // 0: nothing is left to do
   bool is_first, ends;  // the first groups of the tiles; the last ones of the whole block
@@ -190,6 +190,8 @@ void gemm_by_tiles(const RowsView& x, int64_t rows, const PackedWeight& w, int64
           next->left_zero = x.zeros() + first;
           next->out = out + first * ld;
           next->ld = ld;
+          const int64_t row = count * g / groups, next_row = count * (g + next->groups) / groups;
+          prefetch_results(next->out + row * ld + column, ld, next_row - row, columns);
           Meanwhile scaling(add_groups, last, last->groups > 0 ? GroupSums::kTiles : 0);
           const char* left = x.data() + first * x.stride() + g * kGroupBytes;
           tiles.multiply_apart(round_up(count, kTileRows), left, x.stride(), panel.tiles(column, g), panel.half_bytes,
