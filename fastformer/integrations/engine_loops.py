@@ -273,11 +273,12 @@ class Stepper(GenerationMixin):
         self._inputs = inputs
         rows, copies = len(inputs.beginning), inputs.copies
         self._num_tokens = sum(engine.tokens_needed(prompt, copies, inputs.limit) for prompt in inputs.prompts)
-        batch = engine.open(rows, self._num_tokens)
-        assert isinstance(batch, CppBatch | GraphBatch)
-        batch.prefill(inputs.prompts)
-        if copies > 1:
-            batch.fork([[0] * copies for _ in inputs.prompts])
+        with torch.inference_mode():  # in which whole searches have made the cache that the model keeps
+            batch = engine.open(rows, self._num_tokens)
+            assert isinstance(batch, CppBatch | GraphBatch)
+            batch.prefill(inputs.prompts)
+            if copies > 1:
+                batch.fork([[0] * copies for _ in inputs.prompts])
         self._batch = batch
 
     def __call__(self, input_ids: Tensor, **ignored: Any) -> ModelOutput:
@@ -302,7 +303,8 @@ class Stepper(GenerationMixin):
         copies = self._inputs.copies
         parents = [[row % copies for row in group] for group in beam_idx.view(-1, copies).tolist()]
         if any(group != [*range(copies)] for group in parents):
-            self._batch.fork(parents)
+            with torch.inference_mode():
+                self._batch.fork(parents)
 
     def decode(self, loop: Any, config: Any, **kwargs: Any) -> Any:
         """Runs a loop of transformers (`_sample`, `_beam_search`), and omits the cache from the returned output."""

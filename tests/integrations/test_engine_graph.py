@@ -73,6 +73,15 @@ def test_the_next_call_finds_the_graphs_until_the_weights_change(tapes):
     assert torch.equal(changed, expected) and not torch.equal(changed, found)
 
 
+@pytest.mark.parametrize("options", [{"do_sample": True, "top_k": 5}, {"num_beams": 3, "repetition_penalty": 1.2}])
+def test_steps_of_transformers_loops_follow_a_whole_search(options):
+    """Both use the cache that the model keeps."""
+    pair = pair_of("gpt2 plain", left=True)
+    for each in ({"num_beams": 3}, options, {}):
+        found, expected = pair.both(**{"max_new_tokens": 8, "do_sample": False} | each)
+        assert torch.equal(found, expected)
+
+
 def test_a_streamer_gets_the_same_tokens(tapes):
     pair, told = pair_of("gpt2 plain", left=True), []
     inputs = {name: value[1:2] for name, value in pair.inputs.items()}
