@@ -11,6 +11,9 @@ from torch.utils._pytree import tree_map
 from fastformer.models.quantization import Groups
 from fastformer.models.weights import is_finite
 
+# Fewer numbers than PyTorch shares among threads, which wait for each other after each of several operations: beside
+# busy processes a read would mostly wait. The numbers of a piece also stay in the second-level cache.
+_PIECE = 2**15 - 1
 _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default)
 _TURNED = (_aten.t.default, _aten.transpose.int, _aten.permute.default)
@@ -73,8 +76,21 @@ class FileMatrix(Tensor):
             return self.read()[begin:end]
         inner = self.shape[1:-1].numel()
         parts = self._read(begin * inner, end * inner)
-        result = self._source.numbers_of((end - begin, *self.shape[1:]), *parts)
-        self._finish(parts, result)
+        if self.dim() == 2:
+            result = self._by_pieces(end - begin, parts)
+        else:
+            result = self._source.numbers_of((end - begin, *self.shape[1:]), *parts)
+            self._check(result)
+        self._release(parts)
+        return result
+
+    def _by_pieces(self, count: int, parts: tuple[Any, ...]) -> Tensor:
+        result = torch.empty((count, self.shape[1]), dtype=self.dtype)
+        step = max(1, _PIECE // max(1, self.shape[1]))
+        for begin in range(0, count, step):
+            piece = result[begin : begin + step]
+            piece.copy_(self._source.numbers_of(tuple(piece.shape), *(part[begin : begin + step] for part in parts)))
+            self._check(piece)
         return result
 
     def groups(self, begin: int, end: int) -> Groups | None:
@@ -84,11 +100,14 @@ class FileMatrix(Tensor):
         parts = self._read(begin, end)
         result = self._source.groups_of((end - begin, self.shape[1]), *parts)
         if result is not None:
-            self._finish(parts, result.scale)
+            self._check(result.scale)
+            self._release(parts)
         return result
 
-    def _finish(self, parts: tuple[Any, ...], numbers: Tensor) -> None:
+    def _release(self, parts: tuple[Any, ...]) -> None:
         self._source.release(*(parts if self._order is None else self._rows))
+
+    def _check(self, numbers: Tensor) -> None:
         if not is_finite(numbers):
             raise ValueError(f"expected finite weights, got NaN or infinity in {self._source.place}")
 

@@ -242,3 +242,34 @@ def test_operations_on_a_matrix_in_a_file_equal_those_in_memory() -> None:
     for operation in (lambda x: x[2], lambda x: x[1:3], lambda x: x.flatten(0, 1), lambda x: x[-1], lambda x: x[1, 3]):
         assert torch.equal(operation(experts) + 0, operation(plain.view(4, 16, 32)))
     assert matrix.dtype == torch.float32 and tensors["blk.0.ffn_up.weight"].kind == Kind.Q8_0
+
+
+class Counted:
+    """The `Source` of whole numbers, which notes how many a call asks for."""
+
+    dtype, place = torch.float32, "a test"
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def numbers_of(self, shape: tuple[int, ...], stored: torch.Tensor) -> torch.Tensor:
+        self.asked.append(stored.numel())
+        return stored.float()
+
+    def groups_of(self, shape: tuple[int, ...], *parts: Any) -> None:
+        """Has no groups."""
+
+    def release(self, *parts: Any) -> None:
+        """Does nothing."""
+
+
+@pytest.mark.parametrize("shape", [(300, 512), (1, 40_000), (0, 16), (3, 20_000)])
+def test_rows_are_read_in_pieces_that_no_threads_share(shape: tuple[int, int]) -> None:
+    """Threads that share an operation wait for each other at its end, which takes long beside busy processes."""
+    numbers = torch.arange(shape[0] * shape[1]).view(shape)
+    matrix = FileMatrix(source := Counted(), shape, (numbers,))
+    assert torch.equal(matrix.rows(0, shape[0]), numbers.float())
+    assert all(count < 2**15 or count == shape[1] for count in source.asked)
+    order = torch.arange(shape[0]).flip(0)
+    turned: Any = matrix[order]
+    assert torch.equal(turned.rows(0, shape[0]), numbers.flip(0).float())
