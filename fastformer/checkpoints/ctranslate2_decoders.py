@@ -162,6 +162,8 @@ def _options(variables: model_bin.Variables, d_model: int) -> dict[str, Any]:
     )
     has_four = "decoder/layer_0/pre_feedforward_layer_norm/gamma" in variables
     head_dim = int(one("head_dim", d_model // max(1, heads)))
+    if head_dim < 1:
+        raise ValueError(f"expected a head_dim of at least 1, got {head_dim}")
     scale = one("queries_scale", head_dim**-0.5)
     options: dict[str, Any] = {
         "num_heads": heads,

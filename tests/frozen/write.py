@@ -1,5 +1,5 @@
-"""Writes the frozen files again: `python -m tests.frozen.write names`, `... fields`, `... served`, `... journeys`
-or `... run`.
+"""Writes the frozen files again: `python -m tests.frozen.write names`, `... fields`, `... served`, `... edges`,
+`... odd`, `... journeys` or `... run`.
 
 Do so only where a change of behaviour is meant; say which, and why, in the commit message. New public names need no
 writing, for only what is frozen is held. `run` trains the run folder again, which gives up the proof that folders of
@@ -8,6 +8,7 @@ earlier versions still load; journeys through it have to be written behind it.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -25,6 +26,7 @@ HERE = Path(__file__).parent
 NAMES, STATE_DICTS, JOURNEYS = HERE / "public_names.json", HERE / "state_dicts.json", HERE / "journeys.json"
 FLAGS, FIELDS = HERE / "flags.json", HERE / "fields.json"
 SERVED, IDLE = HERE / "served.json", HERE / "idle.json"
+EDGES, ODD = HERE / "edges.json", HERE / "odd.json"
 
 
 def write(file: Path, values: dict[str, Any], *, depth: int) -> None:
@@ -66,6 +68,23 @@ def write_served() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write(SERVED, {kind: served_now(place) for kind, place in folders(Path(folder)).items()}, depth=3)
     write(IDLE, {kind.__name__: idle_now(kind, set()) for kind in BODIES}, depth=2)
+
+
+def write_edges() -> None:
+    from tests.frozen.edges import edges_now
+    from tests.serving.models import services
+    from tests.serving.test_fields import CASES
+
+    with tempfile.TemporaryDirectory() as folder:
+        places = services(Path(folder))
+        write(EDGES, {route: asyncio.run(edges_now(route, places[case[0]])) for route, case in CASES.items()}, depth=2)
+
+
+def write_odd() -> None:
+    from tests.frozen.odd import FOLDERS, KINDS, names_of, settings_now
+
+    found = {kind: settings_now(kind, names_of(kind)) for kind in KINDS}
+    write(ODD, {**found, **{name: read(of) for name, (read, of) in FOLDERS.items()}}, depth=2)
 
 
 def write_journeys() -> None:
@@ -112,4 +131,4 @@ def write_run() -> None:
 
 if __name__ == "__main__":
     commands = {"names": write_names, "fields": write_fields, "served": write_served, "journeys": write_journeys}
-    (commands | {"run": write_run})[sys.argv[1]]()
+    (commands | {"edges": write_edges, "odd": write_odd, "run": write_run})[sys.argv[1]]()

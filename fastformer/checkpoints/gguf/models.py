@@ -502,7 +502,7 @@ def _tensor(file: GGUF, name: str) -> Tensor:
 
 def _unpermuted(tensor: Tensor, heads: int, name: str) -> Tensor:
     """Returns rows in which the halves of a head are rotated, from the order in which neighbours are."""
-    if not heads or len(tensor) % (2 * heads):
+    if heads < 1 or len(tensor) % (2 * heads):
         raise ValueError(f"expected {name} to have rows for {heads} heads, got {len(tensor)}")
     order = torch.arange(len(tensor)).view(heads, -1, 2).transpose(1, 2).flatten()
     return tensor[order]

@@ -97,7 +97,11 @@ def _windows(settings: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
 def _base(settings: Mapping[str, Any], kind: str) -> Any:
     """Returns the base of the rotary positions in layers of one kind."""
     name, usual = _BASES[kind]
-    parameters = {**((settings.get("rope_parameters") or {}).get(kind) or {}), **(settings.get("rope_scaling") or {})}
+    whole, scaling = settings.get("rope_parameters") or {}, settings.get("rope_scaling") or {}
+    own = whole.get(kind) or {} if isinstance(whole, Mapping) else whole
+    if not isinstance(own, Mapping) or not isinstance(scaling, Mapping):
+        raise ValueError(f"expected rope_parameters and rope_scaling to be objects, got {own!r:.60}, {scaling!r:.60}")
+    parameters = {**own, **scaling}
     if (rope_type := parameters.get("rope_type", parameters.get("type", "default"))) != "default":
         raise ValueError(f"expected a rope_type of 'default', got {rope_type!r}")
     theta = settings.get(name)
