@@ -217,6 +217,8 @@ def _embedded(
     lengths = [*map(len, ids)]
     if min(lengths) == 0 or max(lengths) > weights.max_len:
         return f"a text has no tokens, or more than the model's {weights.max_len} positions"
+    if tokenizer.padding_side != "right" and min(lengths) < max(lengths):
+        return "padding in front of a text moves its positions"
     if plan.found.pad is not None and any(plan.found.pad in row for row in ids):
         return "there is a PAD among the tokens"
     if plan.has_types and not weights.token_types:
@@ -227,7 +229,7 @@ def _embedded(
     except ValueError as error:  # ids out of range: the modules raise their own error
         return str(error)
     if truncate_dim is not None:
-        rows = rows[:, :truncate_dim]
+        rows = rows[:, :truncate_dim].clone(memory_format=torch.contiguous_format)  # like a stack of rows
     return F.normalize(rows, p=2, dim=1) if normalize_embeddings else rows
 
 

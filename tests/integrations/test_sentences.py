@@ -102,6 +102,16 @@ def test_options(name: str, ends: tuple[str, ...], saved: Save, ways: list[int])
         assert ways[0] == 2
 
 
+def test_rows_of_fewer_dimensions_have_memory_of_their_own(saved: Save) -> None:
+    plain = dense_of(saved, pooling())
+    forms = []
+    for model in (plain, warm(plain)):
+        found = model.encode(MANY[:9], truncate_dim=5)
+        tensor = model.encode(MANY[:9], truncate_dim=5, convert_to_tensor=True)
+        forms.append((found.flags.c_contiguous, found.strides, tensor.stride(), tensor.untyped_storage().nbytes()))
+    assert forms[0] == forms[1]
+
+
 def _hooked(model: Any, place: Callable[[Any], nn.Module]) -> None:
     place(model).register_forward_hook(lambda module, args, output: output)
 
@@ -141,6 +151,7 @@ LEFT: dict[str, Callable[[Any], object]] = {
     "options of the tokenizer": lambda model: model[0].processing_kwargs.update(text={"max_length": 5}),
     "several poolings": lambda model: setattr(model[1], "pooling_mode", ("mean", "max")),
     "special tokens are split": lambda model: setattr(model.tokenizer, "split_special_tokens", True),
+    "padding in front": lambda model: setattr(model.tokenizer, "padding_side", "left"),
     "hidden states": lambda model: setattr(model[0].model.config, "output_hidden_states", True),
     "another module": lambda model: model.append(layer("Dropout")),
 }
