@@ -124,9 +124,11 @@ class Vocabulary:
         Raises:
             ValueError: the constraint is wrong, can't be satisfied, or has a part that the library can't enforce.
         """
-        grammar = self._grammars.get(constraint) or self._compile(constraint)  # several threads may compile
+        grammar = self._grammars.get(constraint)
+        if grammar is None:  # several threads may compile; all get the grammar of the first to end
+            grammar = self._grammars.setdefault(constraint, self._compile(constraint))
         self._latest.pop(constraint, None)
-        self._grammars[constraint] = self._latest[constraint] = grammar
+        self._latest[constraint] = grammar
         while len(self._latest) > _MOST_GRAMMARS:
             self._latest.popitem(last=False)
         return grammar

@@ -290,6 +290,27 @@ class Tokens:
         self.token_bytes = [text.encode() for text in texts]
 
 
+def test_callers_that_compile_a_constraint_at_once_keep_one_grammar(monkeypatch) -> None:
+    import llguidance
+
+    vocabulary, constraint, make = Vocabulary(Tokens(*"ab"), 2), Constraint("regex", "[ab]{3}"), llguidance.LLMatcher
+    kept: list[Any] = []
+
+    class BesideAnother:
+        grammar_from_regex = staticmethod(make.grammar_from_regex)
+
+        def __new__(cls, *given: Any, **options: Any) -> Any:
+            monkeypatch.setattr(llguidance, "LLMatcher", make)
+            kept.append(vocabulary.grammar(constraint))
+            return make(*given, **options)
+
+    monkeypatch.setattr(llguidance, "LLMatcher", BesideAnother)
+    vocabulary.grammar(constraint)
+    for count in range(1, 41):
+        vocabulary.grammar(Constraint("regex", f"a{{{count}}}"))
+    assert vocabulary.grammar(constraint) is kept[0]
+
+
 # The tokens of a row, "·" between them, and in capitals what is under the constraint, three letters of a and b.
 LATE: list[tuple[str, dict[str, Any]]] = [
     ("f·a·<c>·A·B·A·f·<c>·B·A·A", {}),
