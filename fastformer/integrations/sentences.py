@@ -204,12 +204,14 @@ def _embedded(
     if (setting := ENCODERS.setting(plan.encoder)) is None:
         return "you asked for it"
     tokenizer = plan.tokenizer
-    tokenizer.set_truncation_and_padding(PaddingStrategy.DO_NOT_PAD, *plan.truncation, 0, None, None)
+    # Padding is as in the library's way, which other threads may go with the same tokenizer.
+    tokenizer.set_truncation_and_padding(PaddingStrategy.LONGEST, *plan.truncation, 0, None, None)
     backend = tokenizer.backend_tokenizer
     if backend.encode_special_tokens:
         return "its tokenizer splits special tokens"
     encodings = backend.encode_batch([prompt + text for text in inputs] if prompt else inputs)
-    ids = [each.ids for each in encodings]
+    parts = [_unpadded(each.attention_mask) for each in encodings]
+    ids = [each.ids[part] for each, part in zip(encodings, parts, strict=True)]
     try:
         weights = plan.found.weights(plan.encoder, plan.found.acting_precision(setting))
     except UnfitError as error:
@@ -223,7 +225,7 @@ def _embedded(
         return "there is a PAD among the tokens"
     if plan.has_types and not weights.token_types:
         return "the model has no token types"
-    types = [each.type_ids for each in encodings] if plan.has_types else None
+    types = [each.type_ids[part] for each, part in zip(encodings, parts, strict=True)] if plan.has_types else None
     try:
         rows = torch.from_numpy(weights.states(ids, types, None, plan.pooling, plan.normalizes))
     except ValueError as error:  # ids out of range: the modules raise their own error
@@ -231,6 +233,12 @@ def _embedded(
     if truncate_dim is not None:
         rows = rows[:, :truncate_dim].clone(memory_format=torch.contiguous_format)  # like a stack of rows
     return F.normalize(rows, p=2, dim=1) if normalize_embeddings else rows
+
+
+def _unpadded(mask: list[int]) -> slice:
+    """Returns the part of a text's tokens that is no padding."""
+    first = mask.index(1) if 1 in mask else 0
+    return slice(first, first + sum(mask))
 
 
 def _replacements() -> tuple[Replacement, ...]:

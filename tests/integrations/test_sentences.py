@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -110,6 +111,41 @@ def test_rows_of_fewer_dimensions_have_memory_of_their_own(saved: Save) -> None:
         tensor = model.encode(MANY[:9], truncate_dim=5, convert_to_tensor=True)
         forms.append((found.flags.c_contiguous, found.strides, tensor.stride(), tensor.untyped_storage().nbytes()))
     assert forms[0] == forms[1]
+
+
+def test_calls_of_both_ways_share_the_tokenizer_in_threads(saved: Save, ways: list[int]) -> None:
+    plain = dense_of(saved, pooling())
+    ours = warm(plain)
+    failed: list[object] = []
+    ways[0] = 0
+
+    def call(count: int, batch_size: int) -> None:
+        try:
+            for _ in range(60):
+                np.testing.assert_allclose(
+                    ours.encode(MANY[:count], batch_size=batch_size), expected[:count], atol=1e-4
+                )
+        except (AssertionError, RuntimeError, ValueError) as error:
+            failed.append(error)
+
+    expected = plain.encode(MANY[:20])
+    threads = [threading.Thread(target=call, args=each) for each in ((9, 32), (20, 4))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and ways[0] == 61, failed
+
+
+def test_a_call_leaves_the_tokenizer_as_the_library_does(saved: Save) -> None:
+    plain = dense_of(saved, pooling())
+    ours = warm(plain)
+    states = []
+    for model in (plain, ours):
+        model.encode(MANY[:9])
+        backend = model.tokenizer.backend_tokenizer
+        states.append((backend.padding, backend.truncation))
+    assert states[0] == states[1]
 
 
 def _hooked(model: Any, place: Callable[[Any], nn.Module]) -> None:
