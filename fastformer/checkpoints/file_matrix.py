@@ -85,7 +85,7 @@ class FileMatrix(Tensor):
         return result
 
     def _by_pieces(self, count: int, parts: tuple[Any, ...]) -> Tensor:
-        result = torch.empty((count, self.shape[1]), dtype=self.dtype)
+        result = torch.empty((count, self.shape[1]), dtype=self.dtype, device="cpu")
         step = max(1, _PIECE // max(1, self.shape[1]))
         for begin in range(0, count, step):
             piece = result[begin : begin + step]

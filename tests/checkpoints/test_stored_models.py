@@ -273,3 +273,6 @@ def test_rows_are_read_in_pieces_that_no_threads_share(shape: tuple[int, int]) -
     order = torch.arange(shape[0]).flip(0)
     turned: Any = matrix[order]
     assert torch.equal(turned.rows(0, shape[0]), numbers.flip(0).float())
+    with torch.device("meta"):  # a default device holds for factories such as torch.empty
+        elsewhere = matrix.rows(0, shape[0])
+    assert torch.equal(elsewhere, numbers.float())
