@@ -12,11 +12,12 @@ objects that transformers has made from the options.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import inspect
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -285,11 +286,9 @@ def _run(model: Any, name: str, plain: Callable[..., Any], input_ids: Tensor, kw
     if call is None:
         return plain(input_ids, **kwargs)
     try:
-        decoding = _decoding(call, name, input_ids, kwargs)
+        return _decoding(call, name, input_ids, kwargs)()
     except (_DeclinedError, UnfitError) as error:
         _note(call.model, str(error))
-    else:
-        return decoding()
     if call.encode is not None:
         outputs = call.encode()
         copies = len(input_ids) // len(kwargs["encoder_outputs"].inputs)
@@ -302,8 +301,17 @@ def _run(model: Any, name: str, plain: Callable[..., Any], input_ids: Tensor, kw
     return plain(input_ids, **kwargs)
 
 
+@contextlib.contextmanager
+def _fitting() -> Iterator[None]:
+    """Declines a call whose cache, which the engine makes as long as the limits allow, doesn't fit into a GPU."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise _DeclinedError(f"there is no memory for its cache: {error!s:.200}") from error
+
+
 def _decoding(call: Call, name: str, input_ids: Tensor, kwargs: dict[str, Any]) -> Callable[[], Any]:
-    """Returns the function that decodes a call on the engine.
+    """Returns the function that decodes a call on the engine, and may still raise a `_DeclinedError`.
 
     Raises:
         _DeclinedError: the engine can't serve the call.
@@ -352,7 +360,8 @@ def _decoding(call: Call, name: str, input_ids: Tensor, kwargs: dict[str, Any]) 
                 lookup = config.prompt_lookup_num_tokens or 0
                 stepper: Stepper = DraftingStepper(cast(ForeignEngine, engine), inputs, draft_model, lookup)
             else:
-                stepper = Stepper(engine, inputs)
+                with _fitting():
+                    stepper = Stepper(engine, inputs)
             loop = getattr(GenerationMixin, "_sample" if is_assisted else name)
             return stepper.decode(loop, config, **options)
 
@@ -360,7 +369,8 @@ def _decoding(call: Call, name: str, input_ids: Tensor, kwargs: dict[str, Any]) 
     if rules is not None and (streamer is None or len(input_ids) == 1):
 
         def whole() -> Any:
-            found = search_whole(engine, inputs, rules, config, streamer, draft_model)
+            with _fitting() if streamer is None else contextlib.nullcontext():  # which may have got tokens
+                found = search_whole(engine, inputs, rules, config, streamer, draft_model)
             if found is None:
                 return step_by_step()
             return _as_asked(found, config, engine)

@@ -129,6 +129,20 @@ def test_no_copy_of_the_weights_takes_more_than_half_of_the_free_memory(monkeypa
     assert caplog.text.count("more than half") == 1
 
 
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"repetition_penalty": 1.2}])
+def test_a_call_whose_cache_does_not_fit_goes_transformers_way(options, monkeypatch, caplog):
+    def full(*args: Any) -> KVCache:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    pair = pair_of("gpt2 plain", left=True)
+    with monkeypatch.context() as patch, caplog.at_level(logging.DEBUG, "fastformer"):
+        patch.setattr(graph_module, "new_cache", full)
+        found, expected = pair.both(**{"max_new_tokens": 6, "do_sample": False} | options)
+    assert torch.equal(found, expected) and "no memory for its cache" in caplog.text
+    found, expected = pair.both(**{"max_new_tokens": 6, "do_sample": False} | options)
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("dtype, place, is_served", [("float16", "meta", True), ("float16", "cpu", False)])
 def test_a_gpu_has_half_precision_while_the_cpp_engine_has_not(dtype, place, is_served):
     def make() -> torch.nn.Module:
