@@ -193,6 +193,16 @@ def test_rows_sampled_by_different_options_draw_the_same_tokens_together_and_alo
     assert together == alone and watched.replays > 3
 
 
+def test_ever_new_temperatures_use_few_graphs(model, watched) -> None:
+    engine, plain = GraphEngine(model), RecomputeEngine(model)
+    for i in range(2 * graph_module.MAX_SAMPLINGS):
+        options = {"do_sample": True, "seed": i, "temperature": 1 + i / 100, "max_new_tokens": 5}
+        found, expected = (served(own, asked(model, own, ids(4, 3), **options)) for own in (engine, plain))
+        assert found == expected
+    kinds = [shape.sampling for shape in engine.shapes]
+    assert len({*kinds} - {None}) == graph_module.MAX_SAMPLINGS and None in kinds
+
+
 def test_groups_that_leave_and_join_use_few_graphs(model, watched) -> None:
     engine, plain = GraphEngine(model), RecomputeEngine(model)
 

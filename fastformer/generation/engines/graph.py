@@ -44,6 +44,7 @@ from fastformer.ops import _backends
 logger = logging.getLogger("fastformer")
 
 STEPS_PER_LOOK = 8  # steps before the host looks for searches that have ended; their rows decode on until then
+MAX_SAMPLINGS = 8  # kinds of sampling in these shapes; rows of others are drawn after a step that all kinds share
 MAX_SHAPES = 32  # shapes of an engine, each with a graph; the graphs share the working memory of their operations
 _KEPT_BYTES = 2**32  # the most bytes of a model's cache that stay allocated between two calls
 # The device types that have graphs: there, this engine is the default, and caches and graphs stay between calls.
@@ -179,13 +180,18 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
     def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
         with torch.cuda.device_of(self._cache.k):
             samples = _samples_of_one_kind(selection, len(tokens))
-            if not samples:
+            if not samples or not self._has_graphs_of(samples[0][:3]):
                 (hidden,) = self._step_alone(tokens)
                 return choose_from_hidden(self.model, hidden, selection)
             count = min(selection.num_candidates, self.model.config.vocab_size)
             needs = (None, count, selection.log_probs, False, samples[0][:3])
             values, ids = self._step_alone(tokens, samples, *needs)
             return Candidates(ids.tolist(), values.tolist())
+
+    def _has_graphs_of(self, sampling: tuple[float, int, float]) -> bool:
+        """Returns whether a kind of sampling may have graphs: if each request has another, none is used again."""
+        kinds = {shape.sampling for shape in self._state.captured} - {None}
+        return sampling in kinds or len(kinds) < MAX_SAMPLINGS
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int]) -> Tensor:
