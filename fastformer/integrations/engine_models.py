@@ -195,8 +195,12 @@ class EngineModel(FoundModel[PackedWeights]):
         """Returns the engine of the model's device over its current weights.
 
         Raises:
-            UnfitError: see `weights`.
+            UnfitError: see `weights`; or a GPU has no room for a copy of the weights at this moment.
         """
+        if has_graphs(self.device) and self.weights_before(model, precision) is None:
+            size, free = sum({id(one): one.nbytes for one in self.guards.tensors}.values()), free_bytes(self.device)
+            if size > free // 2:  # the rest is for keys and values
+                raise UnfitError(f"a copy of its {size >> 20} MiB would take more than half of {free >> 20} MiB free")
         found = self.weights(model, precision)
         return ForeignEngine(found, precision) if found.weights is not None else ForeignGraphEngine(found.shape)
 
@@ -206,14 +210,6 @@ class EngineModel(FoundModel[PackedWeights]):
         transformers rotates all tokens of a batch by the angles of the longest sequence.
         """
         return self if self._beyond is None or length <= cast(int, self.original_length) else self._beyond
-
-    def convert(self, model: nn.Module) -> Any:
-        """See `FoundModel`."""
-        if has_graphs(self.device):
-            size, free = sum({id(one): one.nbytes for one in self.guards.tensors}.values()), free_bytes(self.device)
-            if size > free // 2:  # the rest is for keys and values
-                raise UnfitError(f"a copy of its {size >> 20} MiB would take more than half of {free >> 20} MiB free")
-        return super().convert(model)
 
     def pack(self, model: nn.Module, converted: Any, precision: str) -> PackedWeights:
         """See `FoundModel`."""

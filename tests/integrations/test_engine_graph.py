@@ -14,7 +14,6 @@ import torch
 
 from fastformer.cache import KVCache
 from fastformer.engine.as_made import Made, why_not_as_made
-from fastformer.engine.frozen import repack
 from fastformer.generation.engines import graph as graph_module
 from fastformer.integrations import accelerate, engine_models, report
 from tests.integrations import decoders
@@ -123,7 +122,6 @@ def test_no_copy_of_the_weights_takes_more_than_half_of_the_free_memory(monkeypa
     size = sum(parameter.nbytes for parameter in pair.ours.parameters())
     for free, is_served in ((size, False), (3 * size, True)):
         monkeypatch.setattr(engine_models, "free_bytes", lambda device, free=free: free)
-        repack(pair.ours)
         with caplog.at_level(logging.DEBUG, "fastformer"):
             pair.both(is_served=is_served, max_new_tokens=4, do_sample=False)
     assert caplog.text.count("more than half") == 1
