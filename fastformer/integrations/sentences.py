@@ -146,6 +146,7 @@ class _Guards(Guards):
         encoder, spaces = None, []
         if parts and isinstance(first := parts[0], Transformer):
             encoder, spaces = first.model, [first.processing_kwargs, first.modality_config]
+            spaces += [each for each in first.modality_config.values() if isinstance(each, dict)]
             spaces += [vars(first.processor)] if isinstance(first.processor, _Fast) else []
         self._found = ENCODERS.of(encoder) if isinstance(encoder, OnEncoder) else None
         inner, others = [encoder] if isinstance(encoder, nn.Module) else [], set(parts).difference(known)

@@ -185,6 +185,9 @@ LEFT: dict[str, Callable[[Any], object]] = {
     "a patched tokenizer": _reads,
     "a forward": lambda model: setattr(model[1], "forward", type(model[1])(D_MODEL, "max").forward),
     "options of the tokenizer": lambda model: model[0].processing_kwargs.update(text={"max_length": 5}),
+    "another output of the BERT": lambda model: (
+        model[0].modality_config["text"].update(method_output_name=("last_hidden_state",))
+    ),
     "several poolings": lambda model: setattr(model[1], "pooling_mode", ("mean", "max")),
     "special tokens are split": lambda model: setattr(model.tokenizer, "split_special_tokens", True),
     "padding in front": lambda model: setattr(model.tokenizer, "padding_side", "left"),
