@@ -214,7 +214,6 @@ void gemm_by_tiles(const RowsView& x, int64_t rows, const PackedWeight& w, int64
         const char* left = x.data() + first * x.stride() + step * 4;
         const float* scales = x.scales() + first;
         float* to = out + first * ld;
-        if (!finishes_later) prefetch_results(to, ld, next->rows, kPanelColumns);
         next->tile = {left, x.stride(), scales, x.zeros() + first, right, steps, tail, 0, nullptr, to, ld, block};
         tiles.multiply(round_up(next->rows, kTileRows), left, x.stride(), right, steps, next->sums,
                        {finish_tiles<Path>, last, last->rows});
