@@ -123,8 +123,8 @@ void multiply_tiles(const char* left, int64_t stride, const char* right, int64_t
   store_tile<3>(sums + (kWide ? kTileRows * kRowBytes : 128) + 64);
 }
 
-// A tile is stored after the products of the next two: its own takes 52 cycles, and a store that waits for it keeps back
-// all products behind it.
+// A tile is stored after the products of the next two: its own takes 52 cycles, and a store that waits for it keeps
+// back all products behind it.
 template <bool kWide>
 void multiply_groups(const char* left, int64_t stride, const char* right, int64_t half_bytes, int64_t steps,
                      int64_t groups, int32_t* sums, Meanwhile& meanwhile) {
