@@ -130,6 +130,13 @@ struct UnpackedPanel {
   }
 };
 
+// Fetches the places of results that a product will write: the rows of a block are far apart, and each would wait.
+void prefetch_results(const float* out, int64_t ld, int64_t rows, int64_t columns) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < columns; c += 16)
+      _mm_prefetch(reinterpret_cast<const char*>(out + r * ld + c), _MM_HINT_T1);
+}
+
 // Returns a mask of the first `count` of each 4 bytes.
 Lanes first_bytes(int64_t count) { return broadcast(count >= 4 ? ~0u : count <= 0 ? 0 : (1u << 8 * count) - 1); }
 

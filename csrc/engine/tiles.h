@@ -75,13 +75,6 @@ class Tiles {
   int64_t tile_steps_;
 };
 
-// Fetches the places of results that a product will write: the rows of a block are far apart, and each would wait.
-inline void prefetch_results(const float* out, int64_t ld, int64_t rows, int64_t columns) {
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t c = 0; c < columns; c += 16)
-      _mm_prefetch(reinterpret_cast<const char*>(out + r * ld + c), _MM_HINT_T1);
-}
-
 // The number of products that the calling thread has computed with tiles, for tests.
 int64_t num_tile_products();
 

@@ -76,21 +76,14 @@ class FileMatrix(Tensor):
             return self.read()[begin:end]
         inner = self.shape[1:-1].numel()
         parts = self._read(begin * inner, end * inner)
-        if self.dim() == 2:
-            result = self._by_pieces(end - begin, parts)
-        else:
-            result = self._source.numbers_of((end - begin, *self.shape[1:]), *parts)
-            self._check(result)
-        self._release(parts)
-        return result
-
-    def _by_pieces(self, count: int, parts: tuple[Any, ...]) -> Tensor:
-        result = torch.empty((count, self.shape[1]), dtype=self.dtype, device="cpu")
-        step = max(1, _PIECE // max(1, self.shape[1]))
-        for begin in range(0, count, step):
-            piece = result[begin : begin + step]
-            piece.copy_(self._source.numbers_of(tuple(piece.shape), *(part[begin : begin + step] for part in parts)))
+        result = torch.empty((end - begin, *self.shape[1:]), dtype=self.dtype, device="cpu")
+        step = max(1, _PIECE // max(1, self.shape[-1]))
+        numbers = result.view((end - begin) * inner, self.shape[-1])
+        for first in range(0, len(numbers), step):
+            piece = numbers[first : first + step]
+            piece.copy_(self._source.numbers_of(tuple(piece.shape), *(part[first : first + step] for part in parts)))
             self._check(piece)
+        self._release(parts)
         return result
 
     def groups(self, begin: int, end: int) -> Groups | None:

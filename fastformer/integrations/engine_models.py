@@ -197,11 +197,12 @@ class EngineModel(FoundModel[PackedWeights]):
         Raises:
             UnfitError: see `weights`; or a GPU has no room for a copy of the weights at this moment.
         """
-        if has_graphs(self.device) and self.weights_before(model, precision) is None:
+        found = self.weights_before(model, precision) if has_graphs(self.device) else None
+        if has_graphs(self.device) and found is None:
             size, free = sum({id(one): one.nbytes for one in self.guards.tensors}.values()), free_bytes(self.device)
             if size > free // 2:  # the rest is for keys and values
                 raise UnfitError(f"a copy of its {size >> 20} MiB would take more than half of {free >> 20} MiB free")
-        found = self.weights(model, precision)
+        found = found or self.weights(model, precision)
         return ForeignEngine(found, precision) if found.weights is not None else ForeignGraphEngine(found.shape)
 
     def of_length(self, length: int) -> EngineModel:
@@ -214,7 +215,9 @@ class EngineModel(FoundModel[PackedWeights]):
     def pack(self, model: nn.Module, converted: Any, precision: str) -> PackedWeights:
         """See `FoundModel`."""
         on_gpu = has_graphs(self.device)
-        reason = why_not_now() or (GraphEngine.why_unsupported if on_gpu else _why_not_packed)(converted, precision)
+        reason = why_not_now() or (
+            GraphEngine.why_unsupported(converted, precision) if on_gpu else why_not_in(precision, converted)
+        )
         if reason is not None:
             raise UnfitError(reason)
         if isinstance(converted, GPT) and converted.config.window_size == 0:
@@ -359,10 +362,6 @@ def has_graphs(device: torch.device) -> bool:
 def free_bytes(device: torch.device) -> int:
     """Returns the free memory of a device with graphs."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else sys.maxsize
-
-
-def _why_not_packed(converted: object, precision: str) -> str | None:
-    return why_not_in(precision, converted)
 
 
 def why_not_converted(model: Any) -> str:

@@ -15,6 +15,7 @@ from torch import nn
 
 # The name of the attribute that holds an accelerated module's `_Memory`.
 _MEMORY = "_fastformer_swapped"
+_LIBRARIES = ("torch", "transformers", "sentence_transformers")
 
 
 class _Memory(NamedTuple):
@@ -53,11 +54,7 @@ def why_left(module: nn.Module, known: dict[type[nn.Module], Replacement]) -> st
         if "forward" in module.__dict__:
             return "it has its own forward"
         kind = replacement.original
-        if kind.__module__.partition(".")[0] not in (
-            "torch",
-            "transformers",
-            "sentence_transformers",
-        ):  # a class of yours under another's name
+        if kind.__module__.partition(".")[0] not in _LIBRARIES:  # a class of yours under another's name
             return f"{kind.__name__}.forward was replaced"
         for name in (*replacement.attributes(module), _MEMORY):
             if hasattr(module, name):

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from fastformer.generation import constraints
 from fastformer.serving import open_service
 from tests.serving import models
 from tests.serving.asking import serving
@@ -170,7 +169,6 @@ async def test_a_library_that_cannot_be_imported_is_the_servers_fault(folder, tm
     (tmp_path / "llguidance.py").write_text("raise ImportError('libmissing.so: cannot open shared object file')\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "llguidance", raising=False)
-    monkeypatch.setattr(constraints, "_vocabularies", type(constraints._vocabularies)())
     async with serving(open_service(folder)) as here:
         with caplog.at_level(logging.ERROR, "fastformer"):
             answer = await here.post("/v1/chat/completions", json={"messages": ASKED, "regex": TIME})
