@@ -554,6 +554,8 @@ TABLES: dict[str, Callable[[Numbers], str]] = {
     "avx2": functools.partial(elsewhere, WITHOUT_AVX512, functools.partial(_measured, AVX2)),
     "avx2_decoding": functools.partial(elsewhere, WITHOUT_AVX512, functools.partial(beside_engines, AVX2_PEERS)),
     "amx_encoders": functools.partial(elsewhere, WITH_AMX, functools.partial(_measured, TODAYS_ENCODERS)),
+    "amx_models": functools.partial(elsewhere, WITH_AMX, functools.partial(_measured, DROP_IN)),
+    "amx_models_int8": functools.partial(elsewhere, WITH_AMX, functools.partial(_measured, ENCODERS_INT8)),
     "amx_decoding": functools.partial(elsewhere, WITH_AMX, functools.partial(beside_engines, AMX_PEERS)),
     "amx_llama": functools.partial(elsewhere, WITH_AMX, llama),
     "amx_adapters": functools.partial(elsewhere, WITH_AMX, functools.partial(_measured, ADAPTERS)),
