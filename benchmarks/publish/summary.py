@@ -415,7 +415,7 @@ WELL_KNOWN = (
 _EMBEDS_FP32 = Headline("embeds sentences (MiniLM's shape)", WELL_KNOWN[0], FP32, ("sentence-transformers",))
 # The table in README: eight lines at most.
 HEADLINES = (
-    Headline("embeds sentences (MiniLM's shape)", WELL_KNOWN[0], INT8, ("onnxruntime", "openvino")),
+    Headline("embeds sentences (MiniLM's shape)", WELL_KNOWN[0], INT8, ("onnxruntime",)),
     Headline("translates a sentence (OPUS-MT's shape)", WELL_KNOWN[1], INT8, ("ctranslate2",)),
     Headline("answers a prompt of 512 tokens (Llama's form)", WELL_KNOWN[3], INT8, ("llama.cpp",)),
     Headline(
