@@ -79,7 +79,7 @@ class Languages:
                 f"{self.places!r}"
             )
         for name in (self.source, self.target):
-            if name is not None and name not in self.ids:
+            if name is not None and not (isinstance(name, str) and name in self.ids):
                 raise ValueError(f"expected one of the {len(self.ids)} languages of the tokenizer, got {name!r}")
 
     def find(self, name: str, argument: str = "a language") -> str:

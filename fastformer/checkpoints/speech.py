@@ -106,7 +106,7 @@ class SpeechConfig:
                     f"{(layer, head)}"
                 )
         for heads in (self.encoder_heads, self.decoder_heads):
-            if heads < 1 or self.d_model % heads:
+            if heads < 1 or self.d_model < 1 or self.d_model % heads:
                 raise ValueError(f"expected a width that the heads divide, got {self.d_model} and {heads}")
 
 
@@ -165,7 +165,7 @@ def load_speech(folder: Path) -> SpeechWeights:
 def _errors_of(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
+    except (ValueError, LookupError, TypeError, OverflowError) as error:
         raise ValueError(f"{folder}: {error}") from error
 
 
@@ -216,7 +216,10 @@ def from_state(settings: Mapping[str, Any], search: Mapping[str, Any], state: Ma
     eot = search.get("eos_token_id", settings.get("eos_token_id"))
     sot = search.get("decoder_start_token_id", settings.get("decoder_start_token_id"))
     no_timestamps = search.get("no_timestamps_token_id")
-    languages = {int(i): token for token, i in sorted((search.get("lang_to_id") or {}).items(), key=lambda x: x[1])}
+    named = search.get("lang_to_id") or {}
+    if not isinstance(named, Mapping):
+        raise ValueError(f"expected lang_to_id to be an object, got {named!r:.60}")
+    languages = {int(i): token for token, i in sorted(named.items(), key=lambda x: x[1])}
     if no_timestamps is None:
         if not languages:
             raise ValueError("expected a no_timestamps_token_id in generation_config.json")

@@ -190,13 +190,21 @@ CTRANSLATE2 = {
     **dict.fromkeys(("activation", "pre_norm", "scale_embeddings", "num_heads", "num_heads_kv", "head_dim")),
     **dict.fromkeys(("rotary_dim", "rotary_interleave", "rotary_scaling_type", "rotary_scaling_factor")),
 }  # fmt: skip
+
+
+def speech_of(folder: Path) -> Any:
+    """Returns the config of a Whisper, and the arrays of both sides."""
+    config, _, read = load_speech(folder)
+    return config, {side: {name: a.tobytes() for name, a in read(side).items()} for side in ("encoder", "decoder")}
+
+
 SPECIFICATIONS: dict[str, tuple[Path, Callable[[Path], Any]]] = {
     **{name: (FOLDERS / name, lambda folder: made_of(load_transformer(folder)[0])) for name in ("marian", "t5")},
     **{
         name: (DECODER_FOLDERS / name, lambda folder: made_of(load_model(folder, ("GPT",))[0]))
         for name in ("llama", "gemma3", "gpt2")
     },
-    "whisper": (SPEECH_FOLDERS / "fp16", lambda folder: load_speech(folder).config),
+    "whisper": (SPEECH_FOLDERS / "fp16", speech_of),
 }  # fmt: skip
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -17,24 +18,31 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from fastformer.checkpoints import load_model
 from fastformer.checkpoints.ctranslate2 import as_tensors
 from fastformer.checkpoints.gguf.models import load_file as load_gguf
-from fastformer.checkpoints.hf import DECODER_FORMS, ENCODER_FORMS, FAMILIES
+from fastformer.checkpoints.hf import FAMILIES
 from fastformer.checkpoints.hf.common import Checkpoint
 from fastformer.checkpoints.hf.decoder import special_ids
 from fastformer.checkpoints.hf.fields import check_fields
 from fastformer.checkpoints.hf.quantized import dequantized, quantization_settings
 from fastformer.checkpoints.model_bin import MODEL, read_variables
+from fastformer.checkpoints.speech import load_speech
+from tests.audio.whispers import whisper
+from tests.checkpoints.conftest import FOLDERS as SAVED
 from tests.checkpoints.test_ctranslate2 import written
 from tests.checkpoints.test_gguf import contents, to_bytes
 from tests.checkpoints.test_omitted import MORE, REFUSED, SPECIFICATIONS, made_of, options_of, outcome
 from tests.checkpoints.test_quantized_folders import checkpoint
 from tests.foreign.compressed_folders import FOLDERS as COMPRESSED
 from tests.foreign.gguf_files import FOLDER as GGUF
-from tests.integrations.config_fields import BASES, config_of
+from tests.integrations.config_fields import BASES, Change, Nested, config_of, made
 
 VALUES: tuple[Any, ...] = (None, True, False, 0, 1, -1, 3, 0.5, "", "x", [], {}, [1])
-WITH_TENSORS = ("llama",)
+# The sides of an encoder-decoder are of different depths.
+SIDES = {"t5": Nested(num_decoder_layers=3)}
+OF_SEQ2SEQ = (None, True, False, 3, 0.5)
+WITH_TENSORS = ("llama", "whisper")
 NUMBERS = (0.0, -1.0, 0.5, 3.0)
 Tensors = dict[str, Tensor]
 
@@ -54,8 +62,17 @@ def read_ones(found: dict[str, str]) -> dict[str, str]:
     return {name: row for name, row in found.items() if {*row} - {*"=| "}}
 
 
+@functools.cache
+def state_of(kind: str) -> Tensors:
+    """Returns the weights of a small model of a family."""
+    state: Tensors = made(Change(kind, "", SIDES.get(kind, Nested()))).state_dict()
+    return state
+
+
 def read_settings(kind: str, settings: dict[str, Any]) -> Any:
-    """Returns the options of a family's config, its ids, and whether an encoder may have it."""
+    """Returns the options of a family's config, its ids, and whether an encoder may have it; of a translator all."""
+    if FAMILIES[kind].kind == "seq2seq":
+        return digest(FAMILIES[kind].to_model(Checkpoint(settings, state_of(kind), 3, [5])))
     check_fields(settings, FAMILIES[kind].kind)
     encodes = outcome(lambda: check_fields(settings, FAMILIES[kind].kind, encodes=True))
     return options_of(kind, settings), outcome(special_ids, settings, 60, None), encodes
@@ -68,12 +85,13 @@ def names_of(kind: str) -> list[str]:
 
 def settings_now(kind: str, names: Iterable[str]) -> dict[str, str]:
     """Returns a word for each odd value of each setting of a family, in folders of several sizes."""
-    wholes = [{"model_type": kind, **base} for base in (BASES[kind], *MORE.get(kind, ()))]
+    wholes = [{"model_type": kind, **base, **SIDES.get(kind, {})} for base in (BASES[kind], *MORE.get(kind, ()))]
+    values = VALUES if FAMILIES[kind].kind != "seq2seq" else OF_SEQ2SEQ
     found: dict[str, str] = {}
     for name in names:
         rows = [
             words(
-                read_settings(kind, whole), (outcome(read_settings, kind, {**whole, name: value}) for value in VALUES)
+                read_settings(kind, whole), (outcome(read_settings, kind, {**whole, name: value}) for value in values)
             )
             for whole in wholes
         ]
@@ -175,10 +193,132 @@ def of_gguf(name: str) -> dict[str, str]:
         return read_ones(found)
 
 
+# The settings in small files that readers of tokenizers and of searches know, by the kind of their family.
+_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+FILES: dict[str, dict[str, tuple[str, ...]]] = {
+    "decoder": {
+        "tokenizer_config.json": (
+            *_TOKENS, "add_bos_token", "add_prefix_space", "added_tokens_decoder", "chat_template",
+        ),
+        "special_tokens_map.json": ("eos_token",),
+        "added_tokens.json": ("<note>", "two"),
+        "generation_config.json": ("eos_token_id", "pad_token_id"),
+    },
+    "encoder": {
+        "tokenizer_config.json": (
+            "add_prefix_space", "do_lower_case", "max_len", "model_input_names", "model_max_length", "pad_token",
+            "strip_accents", "tokenize_chinese_chars", "tokenizer_class", "truncation_side",
+        ),
+    },
+    "seq2seq": {
+        "tokenizer_config.json": (
+            *_TOKENS, "add_prefix_space", "language_codes", "legacy_behaviour", "separate_vocabs", "src_lang",
+            "tgt_lang", "tokenizer_class",
+        ),
+        "generation_config.json": ("bad_words_ids", "forced_bos_token_id"),
+    },
+}  # fmt: skip
+# A folder of each kind of tokenizer.
+_SAVED = (
+    "bart-merges", "marian-separate", "t5-spiece", "merges", "llama3", "llama2", "pieces", "bert", "bert head",
+    "roberta", "xlm-roberta pieces", "nllb", "m2m100", "mbart50-pieces", "mbart",
+)  # fmt: skip
+IN_FILES: tuple[Any, ...] = (None, True, False, 3, "x", [])
+_NOTE = {"content": "<note>", "special": False}
+# Further values of a setting.
+MORE_IN_FILES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_TOKENS, ("</s>", {"content": "<unk>"})),
+    "added_tokens_decoder": ({"5": _NOTE}, {"5": {**_NOTE, "special": True}}, {"x": _NOTE}),
+    "bad_words_ids": ([[4]], [[4, 5]], [[4], [6, 7]], [[4], [2], [1], [0]], [4], [["x"]], [[-1]], [[True]]),
+    "chat_template": ([{"name": "y", "template": "z"}, {"name": "default", "template": "x"}], [{"name": "y"}]),
+    "eos_token_id": ([2, 3], [3, 2, 3]),
+    "language_codes": ("wmt21",),
+    **dict.fromkeys(("src_lang", "tgt_lang"), ("de", "deu_Latn", "de_DE")),
+    "model_input_names": (["input_ids"], ["input_ids", "token_type_ids"]),
+    **dict.fromkeys(("model_max_length", "max_len"), (1, 0, 12, 1e30)),
+    "truncation_side": ("left", "right"),
+    "tokenizer_class": ("BertTokenizer", "BertTokenizerFast", "PreTrainedTokenizerFast"),
+}
+TEXTS = ("two birds", " the Dog, Café", "漢 <note> </s> [SEP] <|im_end|>", "the dog in the park " * 9)
+
+
+def of_files(kind: str) -> dict[str, str]:
+    """Returns a word for each odd value of each setting in the small files of a folder, of which the first is none."""
+    with tempfile.TemporaryDirectory() as place:
+        saved = SAVED[kind](Path(place) / "model")
+        folder = Path(getattr(getattr(saved, "saved", saved), "folder", Path(place) / "model"))
+        config, found = load_model(folder, ("Transformer", "GPT", "BERT"))[0].config, dict[str, str]()
+        settings = json.loads((folder / "config.json").read_text())
+        family = FAMILIES[settings["model_type"]]
+
+        def read(file: str, values: dict[str, Any]) -> Any:
+            (folder / file).write_text(json.dumps(values))
+            if file.startswith("generation"):
+                return load_model(folder, ("Transformer", "GPT"))[0].config
+            unk, make = family.read_tokenizer(folder, settings)
+            tokenizer = make(config)
+            read_by = tokenizer.encode_template if family.kind == "decoder" else tokenizer.encode_target
+            ids = [(tokenizer.encode(text), read_by(text)) for text in TEXTS]
+            said = [tokenizer.decode(row) for _, row in ids]
+            return unk, tokenizer.to_json(), tokenizer.languages, tokenizer.added_tokens, ids, said
+
+        for file, names in FILES[family.kind].items():
+            before = (folder / file).read_bytes() if (folder / file).is_file() else None
+            values: dict[str, Any] = {} if before is None else json.loads(before)
+            whole = read(file, values)
+            for name in names:
+                less = {key: value for key, value in values.items() if key != name}
+                odd = [less, *({**less, name: value} for value in (*IN_FILES, *MORE_IN_FILES.get(name, ())))]
+                found[f"{file} {name}"] = words(whole, [outcome(read, file, each) for each in odd])
+            (folder / file).unlink() if before is None else (folder / file).write_bytes(before)
+        return read_ones(found)
+
+
+# The settings of a Whisper that are read, by their files, and their odd values.
+OF_SPEECH = {
+    "config": (
+        "activation_function", "d_model", "decoder_attention_heads", "decoder_layers", "encoder_attention_heads",
+        "encoder_layers", "model_type", "num_mel_bins", "scale_embedding",
+    ),
+    "generation_config": (
+        "alignment_heads", "begin_suppress_tokens", "decoder_start_token_id", "eos_token_id", "is_multilingual",
+        "lang_to_id", "no_timestamps_token_id", "suppress_tokens",
+    ),
+}  # fmt: skip
+IN_SPEECH: tuple[Any, ...] = (
+    None, True, 0, 3, 8, 999, 0.5, "x", [], [5, 6], [[0, 0]], [[2, 1]], [[3, 0]], [[0, 2]], {"<|en|>": 62},
+    {"<|en|>": 999},
+)  # fmt: skip
+
+
+def of_speech(name: str) -> dict[str, str]:
+    """Returns a word for each odd value of each setting of a Whisper of transformers, whose sides differ."""
+    found: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as place:
+        whisper(encoder_layers=1, decoder_layers=3, encoder_ffn_dim=24).save_pretrained(place)
+        for file in OF_SPEECH:
+            path = Path(place) / f"{file}.json"
+            settings, whole = json.loads(path.read_text()), load_speech(Path(place)).config
+
+            def read(file: Path, settings: dict[str, Any]) -> Any:
+                file.write_text(json.dumps(settings))
+                return load_speech(file.parent).config
+
+            for name in OF_SPEECH[file]:
+                less = {key: value for key, value in settings.items() if key != name}
+                odd: list[Any] = [less, *({**less, name: value} for value in IN_SPEECH)]
+                found[f"{file} {name}"] = words(whole, [outcome(read, path, each) for each in odd])
+            path.write_text(json.dumps(settings))
+    return read_ones(found)
+
+
 READERS: dict[str, tuple[Callable[[str], dict[str, str]], tuple[str, ...]]] = {
     "ctranslate2": (of_ctranslate2, ("llama", "whisper")),
     "quantized": (of_quantized, ("gptq", "awq", "w4a16_asym", "w8a8", "fp8", "actorder")),
     "gguf": (of_gguf, ("llama",)),
+    "speech": (of_speech, ("transformers",)),
+    "files": (of_files, _SAVED),
 }
 FOLDERS = {f"{reader} {name}": (read, name) for reader, (read, names) in READERS.items() for name in names}
-KINDS = sorted({*DECODER_FORMS, *ENCODER_FORMS})
+# Of encoder-decoders, one for each form: its model is made for each value.
+KINDS = sorted(kind for kind in FAMILIES if FAMILIES[kind].kind != "seq2seq" or kind in ("marian", "m2m_100", "t5"))

@@ -81,9 +81,9 @@ def write_edges() -> None:
 
 
 def write_odd() -> None:
-    from tests.frozen.odd import FOLDERS, KINDS, names_of, settings_now
+    from tests.frozen.odd import FOLDERS, KINDS, names_of, read_ones, settings_now
 
-    found = {kind: settings_now(kind, names_of(kind)) for kind in KINDS}
+    found = {kind: read_ones(settings_now(kind, names_of(kind))) for kind in KINDS}
     write(ODD, {**found, **{name: read(of) for name, (read, of) in FOLDERS.items()}}, depth=2)
 
 

@@ -60,7 +60,7 @@ def _read_pieces(folder: Path, settings: Mapping[str, Any]) -> MakeTokenizer:
     processor = read_sentencepiece(file, read_file(file))
     special = special_tokens(folder, settings, vocab)
     codes = tokenizer_settings(folder).get("language_codes", "m2m100")
-    if codes not in _CODES:
+    if not isinstance(codes, str) or codes not in _CODES:
         raise ValueError(f"expected language_codes in {(*_CODES,)}, got {codes!r}")
     ids = {code: len(vocab) + place for place, code in enumerate(_CODES[codes].split())}
     languages = languages_of(folder, settings, ids, "front")
