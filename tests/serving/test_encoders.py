@@ -414,14 +414,3 @@ async def test_errors_before_a_route_have_the_type_of_its_format(folder) -> None
         assert (info["model_id"], info["served_model_name"], info["model_dtype"]) == ("mini", "mini", "fp32")
         assert (info["max_client_batch_size"], info["max_concurrent_requests"]) == (7, 9)
         assert info["auto_truncate"] is False and info["version"] == fastformer.__version__
-
-
-OF_DECODING = ["engine", "max_batch_size", "max_batch_bytes", "num_beams", "source_lang", "target_lang", "draft"]
-
-
-@pytest.mark.parametrize("option", OF_DECODING)
-def test_options_of_decoding_are_refused_for_an_encoder(option, folder) -> None:
-    value = "cpp" if option == "engine" else 2
-    given = {"options": {option: value}} if option == "num_beams" else {option: value}
-    with pytest.raises(ValueError, match=option):
-        open_service(folder, **given)

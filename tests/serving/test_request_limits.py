@@ -133,9 +133,3 @@ def test_the_operators_options_are_within_the_limits(translator_folder) -> None:
     for option, limits in (({"num_beams": 4}, {"max_beams": 3}), ({"max_new_tokens": 9}, {"max_new_tokens": 8})):
         with pytest.raises(ValueError, match="at most"):
             open_service(translator_folder, options=option, limits=Limits(**limits))
-
-
-@pytest.mark.parametrize("option", ["num_beams", "length_penalty"])
-def test_options_of_beams_are_refused_for_a_language_model(option, folder) -> None:
-    with pytest.raises(ValueError, match=option):
-        open_service(folder, options={option: 2})
