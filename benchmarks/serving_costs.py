@@ -103,7 +103,7 @@ def _of_one(folder: Path, requests: list[TextRequest], precision: Any, turns: in
     from fastformer.serving import Limits, make_app
     from fastformer.serving.run import Server as Http
     from fastformer.serving.run import bound
-    from fastformer.serving.service import TranslateService
+    from fastformer.serving.translate_service import TranslateService
 
     translator = Translator.from_pretrained(folder, precision=precision)
     service = TranslateService(translator, "model", limits=Limits(drain_delay_s=0))

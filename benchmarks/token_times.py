@@ -30,7 +30,7 @@ from benchmarks.peers.job import PRECISIONS, Model
 from benchmarks.publish.charts import draw_token_times
 from fastformer.generation.config import GenerationConfig, Precision
 from fastformer.generation.engines.base import Limits
-from fastformer.generation.model_protocols import evaluating
+from fastformer.generation.evaluation import evaluating
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.requests import run_batch
 

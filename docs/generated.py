@@ -181,9 +181,11 @@ def http_descriptions() -> dict[str, Any]:
     """Kind of model -> OpenAPI's description of a server of it; no model is loaded."""
     from fastformer.serving import make_app
     from fastformer.serving.encoder_service import EmbedService, RankService
+    from fastformer.serving.generate_service import GenerateService
     from fastformer.serving.limits import Limits
-    from fastformer.serving.service import GenerateService, Service, TranslateService
+    from fastformer.serving.service import Service
     from fastformer.serving.speech_service import SpeechService
+    from fastformer.serving.translate_service import TranslateService
 
     found: dict[str, Any] = {}
     for each in (TranslateService, GenerateService, EmbedService, RankService, SpeechService):

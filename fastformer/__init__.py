@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fastformer.generation import Chat as Chat
     from fastformer.generation import ChatTemplate as ChatTemplate
     from fastformer.generation import Translator as Translator
-    from fastformer.generation.generate import generate as generate
+    from fastformer.generation.generating import generate as generate
     from fastformer.integrations import accelerate as accelerate
     from fastformer.integrations import report as report
     from fastformer.integrations import restore as restore

@@ -126,7 +126,8 @@ def _explained(error: BaseException, command: str) -> tuple[int, str]:
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != "fastformer":
         package = (error.name or "a package").partition(".")[0]
         extra = EXTRAS.get(package) or EXTRAS_OF_COMMANDS.get(command, "train")
-        return 1, f"this needs {package}, which is not installed: pip install 'fastformer[{extra}]'"
+        what = package if package == "torch" else f"'fastformer[{extra}]'"
+        return 1, f"this needs {package}, which is not installed: pip install {what}"
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(text)):
         return 1, f"out of memory: take smaller batches (--max_tokens, --max_batch_size) or a smaller model ({text})"
     # Errors that fastformer raises on purpose are ValueErrors or its own types, except in strict mode.

@@ -91,3 +91,10 @@ class Load:
     cached_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+
+
+def failure(name: str, error: Exception) -> Exception:
+    """Makes an error with a name: a ValueError for a ValueError, else a RuntimeError. Raise it from `error`."""
+    if isinstance(error, ValueError):
+        return ValueError(f"{name}: {error}")
+    return RuntimeError(f"{name}: {type(error).__name__}: {error}")

@@ -17,7 +17,7 @@ import pytest
 from fastformer import functional
 from fastformer.encoding.tokens import Reader
 from fastformer.files import read_json, remove_left_overs, write_atomically
-from fastformer.generation import model_protocols
+from fastformer.generation import evaluation
 from fastformer.locks import ForkSafeLock
 
 
@@ -85,7 +85,7 @@ def test_a_file_that_is_far_too_large_is_not_read(tmp_path) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork")
 def test_a_forked_child_finds_every_lock_open() -> None:
-    locks = [ForkSafeLock(), Reader(None, 8)._lock, functional._lock, model_protocols._lock]
+    locks = [ForkSafeLock(), Reader(None, 8)._lock, functional._lock, evaluation._lock]
     held, done = threading.Event(), threading.Event()
 
     def hold() -> None:

@@ -71,7 +71,17 @@ ALLOWED = {
         "settings",
         "special_ids",
     },
-    "serving": {"__version__", "audio", "checkpoints", "encoding", "files", "generation", "models", "settings"},
+    "serving": {
+        "__version__",
+        "audio",
+        "checkpoints",
+        "devices",
+        "encoding",
+        "files",
+        "generation",
+        "models",
+        "settings",
+    },
     "training": {
         "baseline",
         "checkpoints",

@@ -266,7 +266,8 @@ def _continue_lines(model: GPT, config: GenerationConfig, say: _Sayings, file: s
     from fastformer.generation.request_builder import RequestBuilder
     from fastformer.generation.scheduler import new_scheduler
     from fastformer.generation.session import Session
-    from fastformer.generation.text_io import ErrorPolicy, IterableSource, TextError, failure
+    from fastformer.generation.text_io import ErrorPolicy, IterableSource, TextError
+    from fastformer.requests import failure
 
     engine = None  # of the builder's own choice
     if config.adapter is not None:

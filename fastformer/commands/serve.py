@@ -96,7 +96,6 @@ def serve(folder: str, *, config: str | None = None, **flags: Any) -> None:
     listening, limits = (_section(kind, given) for kind in _sections())
     keys = _keys(listening.host, listening.keys_file, listening.no_auth)
 
-    from fastformer.devices import choose_device
     from fastformer.serving import make_app, open_service
     from fastformer.serving.run import Server, bound
 
@@ -104,7 +103,7 @@ def serve(folder: str, *, config: str | None = None, **flags: Any) -> None:
     service = open_service(
         folder,
         precision=listening.precision,
-        device=choose_device(listening.device, listening.precision),
+        device=listening.device,
         engine=listening.engine,
         cache_dtype=listening.cache_dtype,
         limits=limits,

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from fastformer.generation.evaluation import evaluating
 from fastformer.generation.inputs import batches_by_length, pad
-from fastformer.generation.model_protocols import Model, device_of, evaluating
+from fastformer.generation.model_protocols import Model, device_of
 from fastformer.generation.scoring import encoded_pair
 from fastformer.generation.text_io import ErrorPolicy, TextError
 from fastformer.settings import Positive, check_value

@@ -19,9 +19,10 @@ from fastformer.generation.config import CacheDtype, GenerationConfig, Generatio
 from fastformer.generation.constraints import Grammar, Triggers, Vocabulary, is_installed
 from fastformer.generation.drafts import DraftModel
 from fastformer.generation.engines import choose_engine
+from fastformer.generation.evaluation import evaluating
 from fastformer.generation.folder_options import load_adapters, load_draft_model, load_language_model
 from fastformer.generation.jobs import Stream
-from fastformer.generation.model_protocols import Model, as_model, check_precision, evaluating, is_decoder_only
+from fastformer.generation.model_protocols import Model, as_model, check_precision, is_decoder_only
 from fastformer.generation.request_builder import ModelFacts, RequestBuilder, check_vocabulary
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import check_sizes, new_scheduler

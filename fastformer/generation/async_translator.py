@@ -8,8 +8,8 @@ from typing import Any, Literal, TypeAlias
 
 from fastformer.generation.config import GenerationConfig
 from fastformer.generation.engines import choose_engine
+from fastformer.generation.evaluation import evaluating
 from fastformer.generation.jobs import Job, Stream
-from fastformer.generation.model_protocols import evaluating
 from fastformer.generation.pair_encoder import Part, joined_texts
 from fastformer.generation.request_builder import ModelFacts, RequestBuilder
 from fastformer.generation.requests import Request

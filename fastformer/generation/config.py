@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias, TypedDict, get_args
 
-from torch import Tensor
-
 from fastformer.generation.constraints import Constraint, ConstraintKind
 from fastformer.generation.foreign_options import check_names, with_config
 from fastformer.settings import Amount, Convert, Count, Positive, Range, as_ids, as_integer, as_tuple, check_settings
@@ -23,7 +21,7 @@ EarlyStopping: TypeAlias = bool | Literal["never"]
 Window: TypeAlias = Literal["stop", "slide"]
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 CacheDtype: TypeAlias = Literal["int8"]
-Processor: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # see the module `processors`
+Processor: TypeAlias = Callable[[Any, Any], Any]  # of tensors: see the module `processors`
 StoppingCriterion: TypeAlias = Callable[..., Any]  # see `processors.make_stop`
 AboveZero: TypeAlias = Annotated[float, Range(above=0)]
 

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 
 from fastformer.generation.engines import choose_engine
 from fastformer.generation.engines.base import DraftingBatch, Engine, Prompt, Selection
-from fastformer.generation.model_protocols import Model, as_model, evaluating, is_decoder_only, own_precision
+from fastformer.generation.evaluation import evaluating
+from fastformer.generation.model_protocols import Model, as_model, is_decoder_only, own_precision
 from fastformer.models.quantization import QUANTIZED
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ from typing_extensions import Unpack
 from fastformer.generation.config import CacheDtype, GenerationConfig, GenerationOptions, Precision
 from fastformer.generation.drafts import DraftModel
 from fastformer.generation.engines import choose_engine
+from fastformer.generation.evaluation import evaluating
 from fastformer.generation.folder_options import load_adapters
-from fastformer.generation.generate import (
+from fastformer.generation.generating import (
     Call,
     GenerateOutput,
     Streamer,
@@ -23,7 +24,7 @@ from fastformer.generation.generate import (
     shows_options,
 )
 from fastformer.generation.inputs import TokenIds, input_rows
-from fastformer.generation.model_protocols import Model, as_model, check_precision, evaluating
+from fastformer.generation.model_protocols import Model, as_model, check_precision
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import check_sizes, new_scheduler

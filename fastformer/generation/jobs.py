@@ -16,8 +16,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from typing_extensions import Self
 
-from fastformer.generation.text_io import failure
-from fastformer.requests import BaseRequest, Load
+from fastformer.requests import BaseRequest, Load, failure
 from fastformer.settings import Positive, check_value
 
 T = TypeVar("T")

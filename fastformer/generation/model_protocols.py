@@ -1,22 +1,19 @@
-"""The requirements of decoding on a model: its methods, its precision, and evaluation mode during decoding.
+"""The requirements of decoding on a model: its methods and its precision.
 
 A model is one of three kinds, or an ensemble of several models. Its methods, not its class, determine the kind.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeAlias, TypeGuard, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
-from fastformer.engine.frozen import notes_of
 from fastformer.generation.config import Precision
-from fastformer.locks import ForkSafeLock
+from fastformer.generation.evaluation import modules_of
 from fastformer.models.quantization import QUANTIZED
 from fastformer.models.stored import first_parameter
 from fastformer.nn import KVCache, SequenceLayout
@@ -27,12 +24,6 @@ PRECISIONS = get_args(Precision)
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CASTS = {"fp32": "model.float()", "bf16": "model.bfloat16()", "fp16": "model.half()"}
-
-_is_training = attrgetter("training")
-
-_lock = ForkSafeLock()
-# The modules that were in training mode, by id, and the number of threads that decode with each of them.
-_held: dict[int, int] = {}
 
 
 class Sizes(Protocol):
@@ -157,27 +148,6 @@ def as_model(model: object) -> Model:
     )
 
 
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    """Returns all modules of a model, each once; the order is not that of `model.modules()`.
-
-    Each call of generate asks several times. The modules are found again only after one of them was replaced.
-    """
-    findings = notes_of(model).findings
-    # The modules inside of the model, and the children of all its modules, from which these were collected.
-    inside, children = findings.get("modules", ((), None))
-    every = [model, *inside]
-    if children != [*itertools.chain.from_iterable([module._modules.values() for module in every])]:
-        every, seen, children = [model], {model}, []
-        for module in every:  # the list grows during the loop
-            for child in module._modules.values():
-                children.append(child)
-                if child is not None and child not in seen:
-                    seen.add(child)
-                    every.append(child)
-        findings["modules"] = every[1:], children
-    return every
-
-
 def _on_meta(model: nn.Module) -> str | None:
     """Returns the name of a tensor on "meta", or None if there is none, or if hooks load the missing values."""
     modules, is_on_meta = modules_of(model), False
@@ -288,58 +258,3 @@ def why_not_by_modules(model: object, precision: str | None) -> str | None:
     is_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     advice = "leave autocast" if is_autocast else f"decode with {_CASTS[precision]}"
     return f"it calls the model's modules, which compute in {computed}: for {precision} {advice}"
-
-
-class Evaluation:
-    """Holds the modules of a model in evaluation mode while a thread decodes with it.
-
-    Args:
-        model: the model that decodes.
-    """
-
-    def __init__(self, model: Model) -> None:
-        self._modules = modules_of(model) if isinstance(model, nn.Module) else []
-        self._own: dict[int, nn.Module] = {}  # the modules whose counts in `_held` include this object
-
-    def hold(self) -> None:
-        """Sets modules in training mode to evaluation, at the start and after another thread has changed the mode."""
-        if not _held and True not in map(_is_training, self._modules):
-            return
-        with _lock:
-            for module in self._modules:
-                place = id(module)
-                if place in self._own:
-                    module.training = False
-                elif module.training or place in _held:
-                    module.training = False
-                    self._own[place] = module
-                    _held[place] = _held.get(place, 0) + 1
-
-    def end(self) -> None:
-        """Restores training mode in the modules that were in it, unless another thread still decodes with them."""
-        if not self._own:
-            return
-        with _lock:
-            for place, module in self._own.items():
-                if _held[place] > 1:
-                    _held[place] -= 1
-                else:  # in this order: a look without the lock sees one of the two
-                    module.training = True
-                    del _held[place]
-            self._own = {}
-
-
-@contextlib.contextmanager
-def evaluating(model: Model) -> Iterator[Evaluation]:
-    """Sets a model to evaluation; afterwards each of its modules is in the mode that it was in.
-
-    Any threads may enter it at once, for one model or for several that share modules: the last one to leave restores
-    the modes. A thread may set the model to training meanwhile. Code that decodes in several steps therefore calls
-    `Evaluation.hold` before each of them; within a step nothing prevents the change.
-    """
-    evaluation = Evaluation(model)
-    try:
-        evaluation.hold()
-        yield evaluation
-    finally:
-        evaluation.end()

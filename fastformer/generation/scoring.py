@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fastformer.generation.config import GenerationConfig
 from fastformer.generation.engines.kv_cache import decode_whole, packed
 from fastformer.generation.engines.recurrent import encode_padded
+from fastformer.generation.evaluation import evaluating
 from fastformer.generation.inputs import TokenIds, as_rows, batches_by_length
 from fastformer.generation.inputs import pad as padded
 from fastformer.generation.model_protocols import (
@@ -20,7 +21,6 @@ from fastformer.generation.model_protocols import (
     Recurrent,
     as_model,
     device_of,
-    evaluating,
     is_decoder_only,
     is_encoder_decoder,
     is_ensemble,

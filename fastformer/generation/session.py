@@ -17,10 +17,11 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from operator import attrgetter
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from typing_extensions import Self
 
+from fastformer.generation.evaluation import Evaluation, evaluating
 from fastformer.generation.jobs import (
     QUEUE_BOUNDS,
     Call,
@@ -34,10 +35,12 @@ from fastformer.generation.jobs import (
     at_once,
     end_all,
 )
-from fastformer.generation.model_protocols import Evaluation, Model, evaluating
-from fastformer.generation.requests import Request
-from fastformer.generation.scheduler import Batching, Scheduler, run
-from fastformer.generation.text_io import Source
+
+if TYPE_CHECKING:  # a session of speech needs no PyTorch
+    from fastformer.generation.model_protocols import Model
+    from fastformer.generation.requests import Request
+    from fastformer.generation.scheduler import Batching, Scheduler
+    from fastformer.generation.text_io import Source
 
 T = TypeVar("T")
 
@@ -117,9 +120,7 @@ class Session(Generic[R]):
         if self._thread is not None:
             raise RuntimeError(f"expected an {self.name} that is not open, to decode in this thread, got an open one")
         if self._scheduler is None:
-            batching = self._new_batching()
-            assert isinstance(batching, Scheduler)
-            self._scheduler = batching
+            self._scheduler = cast("Scheduler", self._new_batching())
         return self._scheduler
 
     @contextlib.contextmanager
@@ -153,6 +154,8 @@ class Session(Generic[R]):
         Raises:
             Exception: the first error of any request; the other requests are then cancelled.
         """
+        from fastformer.generation.scheduler import run
+
         with self.turn() as scheduler, contextlib.nullcontext(mode) if mode else evaluating(self.model) as held:
             run(scheduler, requests, held.hold)
 

@@ -13,6 +13,7 @@ from fastformer.generation.config import GenerationConfig
 from fastformer.generation.requests import Request
 from fastformer.generation.search import Hypothesis
 from fastformer.generation.streaming import Detokenizer, text_before_stop
+from fastformer.requests import failure
 
 logger = logging.getLogger("fastformer")
 
@@ -328,13 +329,6 @@ class TextError(ValueError):
     def __init__(self, message: str, *, is_long: bool = False) -> None:
         super().__init__(message)
         self.is_long = is_long
-
-
-def failure(name: str, error: Exception) -> Exception:
-    """Makes an error that names the text: a ValueError for a ValueError, else a RuntimeError. Raise it from `error`."""
-    if isinstance(error, ValueError):
-        return ValueError(f"{name}: {error}")
-    return RuntimeError(f"{name}: {type(error).__name__}: {error}")
 
 
 def check_request(request: Request | None, name: object) -> None:

@@ -17,13 +17,13 @@ from fastformer.generation.alignment import Aligner, Alignment, Unit, align_text
 from fastformer.generation.config import CacheDtype, GenerationConfig, Precision
 from fastformer.generation.engines import Engine
 from fastformer.generation.ensemble import Ensemble, Mean
+from fastformer.generation.evaluation import evaluating
 from fastformer.generation.model_protocols import (
     DTYPES,
     Model,
     as_model,
     asked_precision,
     check_precision,
-    evaluating,
     is_decoder_only,
     why_not_by_modules,
 )

@@ -42,11 +42,11 @@ _UNMATCHED = "unmatched"  # the name of a path without a route, in metrics and t
 # in the queue, and UPLOADS those whose bodies are files.
 _FORMATS = {
     "translator": ("translate", "libretranslate"),
-    "generator": ("openai", "tgi"),
-    "encoder": ("openai", "embeddings", "tei"),
-    "multi-vector": ("openai", "embeddings", "rerank"),
-    "cross-encoder": ("openai", "rerank", "tei"),
-    "speech": ("openai", "openai_audio"),
+    "generator": ("openai_models", "openai", "tgi"),
+    "encoder": ("openai_models", "embeddings", "tei"),
+    "multi-vector": ("openai_models", "embeddings", "rerank"),
+    "cross-encoder": ("openai_models", "rerank", "tei"),
+    "speech": ("openai_models", "openai_audio"),
 }
 
 

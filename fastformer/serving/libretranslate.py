@@ -17,7 +17,7 @@ from fastformer.serving.gate import until_gone
 from fastformer.serving.html_text import HtmlPage
 from fastformer.serving.limits import Limits
 from fastformer.serving.openai_bodies import Int, Texts, with_bounds
-from fastformer.serving.service import TranslateService
+from fastformer.serving.translate_service import TranslateService
 
 BODY_KEYS = ("/translate", "/detect", "/languages", "/frontend/settings")  # paths whose bodies may hold the api_key
 UNQUEUED = ("/detect",)

@@ -1,8 +1,7 @@
-"""OpenAI's routes: GET /v1/models, POST /v1/completions and /v1/chat/completions."""
+"""OpenAI's routes of texts: POST /v1/completions and /v1/chat/completions."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,19 +10,16 @@ from fastapi import APIRouter, Request, Response
 
 from fastformer.generation.streaming import Completion, Piece
 from fastformer.generation.token_texts import SpelledToken
-from fastformer.serving.answers import answer
 from fastformer.serving.gate import until_gone
+from fastformer.serving.generate_service import GenerateService
 from fastformer.serving.limits import Limits
 from fastformer.serving.openai_bodies import (
     ERRORS,
     ApiError,
     CompletionBody,
-    ModelBody,
-    ModelsBody,
     TextCompletion,
     check_body,
     check_length,
-    check_model,
 )
 from fastformer.serving.openai_bodies import error_response as error_response
 from fastformer.serving.openai_chat import (
@@ -37,39 +33,17 @@ from fastformer.serving.openai_chat import (
     respond_with,
     unread,
 )
-from fastformer.serving.service import GenerateService, Service
+from fastformer.serving.service import Service
 from fastformer.serving.structured import check_constraint
 
 
 def router(service: Service, limits: Limits) -> APIRouter:
-    """Makes OpenAI's routes for a model."""
+    """Makes OpenAI's routes for a language model."""
+    assert isinstance(service, GenerateService)
     routes = APIRouter()
-    _add_models(routes, service)
-    if isinstance(service, GenerateService):
-        _add_completions(routes, service, limits)
-        add_chat(routes, service, limits)
+    _add_completions(routes, service, limits)
+    add_chat(routes, service, limits)
     return routes
-
-
-def _add_models(routes: APIRouter, service: Service) -> None:
-    began = int(time.time())
-    described = {
-        name: {"id": name, "object": "model", "created": began, "owned_by": "fastformer"}
-        | ({} if adapter is None else {"parent": service.name})
-        for name, adapter in service.models.items()
-    }
-    known: dict[int | str, Any] = {status: ERRORS[status] for status in (401, 404, 503)}
-
-    @routes.get("/v1/models", response_model=None, responses={200: {"model": ModelsBody}, **known})
-    async def models() -> Response:
-        """Lists the model that is served, and its adapters."""
-        return answer({"object": "list", "data": [*described.values()]})
-
-    @routes.get("/v1/models/{name:path}", response_model=None, responses={200: {"model": ModelBody}, **known})
-    async def one_model(name: str) -> Response:
-        """Describes the model of a name."""
-        check_model(name, service.models)
-        return answer(described.get(name, described[service.name]))
 
 
 def _add_completions(routes: APIRouter, service: GenerateService, limits: Limits) -> None:

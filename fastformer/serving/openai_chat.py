@@ -28,6 +28,7 @@ from fastformer.generation.streaming import (
 from fastformer.generation.token_texts import Spelled, SpelledToken, TokenTexts
 from fastformer.serving.answers import EventStream, TooLarge, answer, event
 from fastformer.serving.gate import until_gone
+from fastformer.serving.generate_service import GenerateService
 from fastformer.serving.limits import Limits
 from fastformer.serving.openai_bodies import (
     ERRORS,
@@ -43,7 +44,6 @@ from fastformer.serving.openai_bodies import (
     check_length,
     error_fields,
 )
-from fastformer.serving.service import GenerateService
 from fastformer.serving.structured import Constrained, check_constraint
 from fastformer.serving.tool_formats import reasoning_of
 from fastformer.serving.tools import (

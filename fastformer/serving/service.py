@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from fastformer.checkpoints import argos
-from fastformer.checkpoints.gguf import is_gguf, pooling_of
-from fastformer.checkpoints.run import architecture_of
 from fastformer.checkpoints.speech import is_speech_folder
-from fastformer.generation import AsyncGenerator, AsyncTranslator, Translator
-from fastformer.generation.alignment import check_attention, cross_attention
-from fastformer.generation.async_generator import Prompt
 from fastformer.generation.config import CacheDtype, GenerationConfig, Precision
-from fastformer.generation.constraints import Grammar, is_installed
 from fastformer.generation.session import Session
-from fastformer.generation.text_io import Answer, Item
 from fastformer.serving.answers import TooLarge
-from fastformer.serving.codes import UNKNOWN, Codes, Detected
 from fastformer.serving.limits import Limits
 
-_MOST_ATTENDED = 1_000  # characters of a text whose attention is returned: the answer grows with their square
+if TYPE_CHECKING:
+    import torch
 
 NO_CALIBRATION = "expected no calibration for a model that computes no embedding for each text"
 Kind: TypeAlias = Literal["translator", "generator", "encoder", "multi-vector", "cross-encoder", "speech"]
@@ -90,193 +80,6 @@ class Service:
             )
 
 
-class TranslateService(Service):
-    """A translator as a service.
-
-    Args:
-        translator: computes the translations.
-        name: the model's name.
-        engine: one of `engines.ENGINES`; None: the fastest that can.
-        limits: see `Limits`.
-        options: the decoding options that a request may override.
-        pair: the codes of source and target of a model without a choice of languages.
-
-    Attributes:
-        codes: the codes of the languages.
-        config: the decoding config that a request may override.
-    """
-
-    kind: Kind = "translator"
-    session: AsyncTranslator
-
-    def __init__(
-        self,
-        translator: Translator,
-        name: str,
-        *,
-        engine: str | None = None,
-        limits: Limits | None = None,
-        options: Mapping[str, Any] | None = None,
-        pair: tuple[str, str] = (UNKNOWN, UNKNOWN),
-    ) -> None:
-        super().__init__(name, limits or Limits())
-        self.translator, self.codes = translator, Codes(translator, pair)
-        self.session = AsyncTranslator(translator, engine=engine, **self.limits.queue)
-        self.config = self.session.settings(options or {})
-        self.check_config(self.config)
-        self._has_detected = False
-
-    @property
-    def languages(self) -> list[str]:
-        """The codes of the languages."""
-        return [entry["code"] for entry in self.codes.entries()]
-
-    async def detect(self, text: str, deadline: float) -> list[Detected]:
-        """Returns the languages that a text may be in, the likeliest first. For the deadline, see `deadline`."""
-        # The first call loads the detector's model, which takes a moment, so it runs beside the event loop.
-        languages = await self.session.aside(
-            lambda: self.codes.detect(text), len(text), deadline=deadline, is_slow=not self._has_detected
-        )
-        self._has_detected = True
-        return languages
-
-    def settings(self, options: Mapping[str, Any], alternatives: int = 0) -> GenerationConfig:
-        """Returns the decoding config of a request, within the limits.
-
-        Args:
-            options: the options that the request sets; those of the server hold for the others.
-            alternatives: further translations of each text, of beams or samples.
-
-        Raises:
-            ValueError: an option is out of its range, or beyond the limits.
-        """
-        given = dict(options)
-        if given.get("do_sample"):  # the beams of the server are not what such a request asks for
-            given.setdefault("num_beams", 1)
-        if alternatives > (most := self.limits.max_alternatives):
-            raise ValueError(f"expected at most {most} alternatives, got {alternatives:,}")
-        if alternatives:
-            given["num_return_sequences"] = count = alternatives + 1
-            if not given.get("do_sample", self.config.do_sample):
-                given["num_beams"] = max(count, given.get("num_beams", self.config.num_beams))
-        config = self.session.settings(given, self.config)
-        self.check_config(config)
-        return config
-
-    @property
-    def bounds(self) -> dict[str, Any]:
-        """The limits that `AsyncTranslator.answers` and `begin` apply."""
-        return {"most_new_tokens": self.limits.max_new_tokens, "most_parts": self.limits.max_sentences}
-
-    async def attention(self, answers: Sequence[Answer], deadline: float) -> Attention:
-        """Computes a translation's attention: the weights of the last decoder layer, averaged over its heads.
-
-        Args:
-            answers: those of the text's sentences.
-            deadline: a result of `deadline`.
-
-        Raises:
-            ValueError: the model has no attention maps.
-            NotRunning, TooLate: see `Session.call`.
-        """
-        pairs = [sequences[0] for answer in answers if (sequences := answer.sequences)]
-        # The model's thread runs this between two steps.
-        weights = await self.session.call(lambda: cross_attention(self.translator.model, pairs), deadline=deadline)
-        tokenizer = self.translator.tokenizer
-        source_tokens = getattr(tokenizer, "source_tokens", tokenizer.tokens)
-        attention = Attention([], [], [])
-        for (source, target), one in zip(pairs, weights, strict=True):
-            before = len(attention.source)
-            attention.source.extend(source_tokens(source))
-            attention.target.extend(tokenizer.tokens(target))
-            rows = one[-1].mean(0).tolist()
-            attention.weights.extend([0.0] * before + [round(weight, 4) for weight in row] for row in rows)
-        width = len(attention.source)  # a sentence attends only to itself
-        return attention._replace(weights=[row + [0.0] * (width - len(row)) for row in attention.weights])
-
-    def check_attention(self, items: Sequence[Item]) -> None:
-        """Raises a ValueError if the model can't return its attention, or if a text is too long for it."""
-        check_attention(self.translator.model)
-        for item in items:
-            if len(item.text) > _MOST_ATTENDED:
-                raise TooLarge(
-                    f"expected a text of at most {_MOST_ATTENDED:,} characters along with attention, got "
-                    f"{len(item.text):,}"
-                )
-
-
-class GenerateService(Service):
-    """A language model as a service.
-
-    Args:
-        generator: computes the completions.
-        name: the name of the model.
-        limits: see `Limits`.
-    """
-
-    kind: Kind = "generator"
-    session: AsyncGenerator
-
-    def __init__(self, generator: AsyncGenerator, name: str, *, limits: Limits | None = None) -> None:
-        super().__init__(name, limits or Limits(), generator.adapters)
-        self.session = generator
-
-    @property
-    def has_chat(self) -> bool:
-        """Whether the model's folder has a chat template."""
-        return self.session.template is not None
-
-    async def can_constrain(self, deadline: float) -> bool:
-        """Returns whether texts can be constrained here; see `AsyncGenerator.can_constrain` and `Session.aside`."""
-        return await self.session.aside(lambda: self.session.can_constrain, 0, deadline=deadline, is_slow=True)
-
-    async def check_constraint(self, options: Mapping[str, Any], size: int, deadline: float) -> Grammar | None:
-        """Compiles a constraint, which requests have at once as long as the caller keeps the result.
-
-        Args:
-            options: the option of decoding.
-            size: the number of its characters.
-            deadline: a result of `deadline`.
-
-        Raises:
-            ValueError: the constraint is wrong, or can't be enforced.
-            RuntimeError: the library that enforces it can't be imported.
-            QueueFull, TooLate: see `Session.aside`.
-        """
-        work = functools.partial(self.session.check_constraint, options)
-        try:
-            return await self.session.aside(work, size, deadline=deadline, is_slow=True)
-        except ImportError as error:
-            if is_installed():  # no fault of the request
-                raise RuntimeError(str(error)) from error
-            raise ValueError(f"expected an answer without constraints here: {error}") from error
-
-    async def prompt_ids(self, prompt: Prompt, deadline: float, *, parse_special: bool | None = None) -> list[int]:
-        """Returns the ids of a prompt.
-
-        Args:
-            prompt: the prompt.
-            deadline: a result of `deadline`.
-            parse_special: see `AsyncGenerator.encode`; None: True, as in other servers of these formats.
-
-        Raises:
-            ValueError: see `AsyncGenerator.encode`.
-            QueueFull, TooLate: see `Session.aside`.
-        """
-        parses = parse_special is not False
-        return await self.session.aside(
-            lambda: self.session.encode(prompt, parse_special=parses), len(prompt), deadline=deadline
-        )
-
-
-class Attention(NamedTuple):
-    """The tokens of a text and of its translation, and for each target token the weights of all source tokens."""
-
-    source: list[str]
-    target: list[str]
-    weights: list[list[float]]
-
-
 def open_service(
     folder: str | os.PathLike[str],
     *,
@@ -299,7 +102,7 @@ def open_service(
     Args:
         folder: a run folder, or a folder that transformers or sentence-transformers saved.
         precision: see `Translator.from_pretrained`.
-        device: the model's device; None: the CPU.
+        device: the model's device, or "auto" (see `choose_device`); None: the CPU. Speech always runs on a CPU.
         engine: one of `engines.ENGINES`; None: the fastest that can.
         cache_dtype: the dtype of keys and values; see `Generator`.
         limits: see `Limits`.
@@ -327,7 +130,11 @@ def open_service(
         from fastformer.serving.speech_service import open_speech
 
         _refuse("a model of speech", engine=engine, cache_dtype=cache_dtype, max_batch_bytes=max_batch_bytes, **options)
-        return open_speech(folder, name, precision=precision, limits=limits, max_windows=max_batch_size)
+        return open_speech(folder, name, precision=precision, device=device, limits=limits, max_windows=max_batch_size)
+    if isinstance(device, str) and device != "cpu":
+        from fastformer.devices import choose_device
+
+        device = choose_device(device, precision)
     if kind == "encoder":
         from fastformer.serving.encoder_service import open_encoder
 
@@ -339,24 +146,19 @@ def open_service(
     if kind == "generator":
         beams = {name: options.get(name) for name in ("num_beams", "length_penalty")}
         _refuse("a language model, which is served without beams", **beams)
-        limits = limits or Limits()
-        generator = AsyncGenerator.from_pretrained(
-            folder, device=device, precision=precision, options=options, engine=engine, cache_dtype=cache_dtype,
-            max_rows=max_batch_size, max_bytes=max_batch_bytes, draft=draft, adapters=adapters, **limits.queue,
+        from fastformer.serving.generate_service import open_generator
+
+        return open_generator(
+            folder, name, limits=limits, device=device, precision=precision, options=options, engine=engine,
+            cache_dtype=cache_dtype, max_rows=max_batch_size, max_bytes=max_batch_bytes, draft=draft, adapters=adapters,
         )  # fmt: skip
-        return GenerateService(generator, name, limits=limits)
-    translator = Translator.from_pretrained(
-        folder, device=device, precision=precision, cache_dtype=cache_dtype, max_batch_size=max_batch_size,
+    from fastformer.serving.translate_service import open_translator
+
+    return open_translator(
+        folder, name, engine=engine, limits=limits, options=options, languages=(source_lang, target_lang),
+        device=device, precision=precision, cache_dtype=cache_dtype, max_batch_size=max_batch_size,
         max_batch_bytes=max_batch_bytes,
     )  # fmt: skip
-    if translator.languages is None:
-        codes = (argos.codes_of(folder) if argos.is_package(folder) else None) or (UNKNOWN, UNKNOWN)
-        pair = source_lang or codes[0], target_lang or codes[1]
-    else:
-        pair = UNKNOWN, UNKNOWN
-        translator.check_languages(source_lang, target_lang)
-        translator.source_lang, translator.target_lang = source_lang, target_lang
-    return TranslateService(translator, name, engine=engine, limits=limits, options=options, pair=pair)
 
 
 def _refuse(kind: str, **given: Any) -> None:
@@ -371,6 +173,10 @@ def _kind_of(folder: Path) -> Kind:
         return "encoder"
     if is_speech_folder(folder):
         return "speech"
+    # The other kinds need PyTorch.
+    from fastformer.checkpoints.gguf import is_gguf, pooling_of
+    from fastformer.checkpoints.run import architecture_of
+
     if is_gguf(folder) and pooling_of(folder) is not None:  # a language model that embeds
         return "encoder"
     kinds: dict[str | None, Kind] = {"BERT": "encoder", "GPT": "generator"}

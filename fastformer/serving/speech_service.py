@@ -86,6 +86,7 @@ def open_speech(
     name: str,
     *,
     precision: str | None,
+    device: Any = None,
     limits: Limits | None,
     max_windows: int | None,
 ) -> SpeechService:
@@ -96,5 +97,5 @@ def open_speech(
     """
     if precision not in (None, "fp32", "bf16", "int8"):
         raise ValueError(f"expected precision fp32, bf16 or int8 for speech, got {precision!r}")
-    model = WhisperModel(folder, compute_type=precision or "default")
+    model = WhisperModel(folder, str(device or "auto"), compute_type=precision or "default")
     return SpeechService(model, name, limits=limits, max_windows=max_windows or MAX_WINDOWS)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from fastformer.generation.config import GenerationConfig
 from fastformer.generation.constraints import Grammar
+from fastformer.serving.generate_service import GenerateService
 from fastformer.serving.openai_bodies import ApiError, StructuredBody
-from fastformer.serving.service import GenerateService
 
 MOST_CHARS = 100_000  # of a constraint: a larger grammar takes seconds to compile
 

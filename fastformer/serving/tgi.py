@@ -14,9 +14,10 @@ from fastformer.generation.token_texts import TokenTexts
 from fastformer.serving import tei
 from fastformer.serving.answers import EventStream, answer, event
 from fastformer.serving.gate import until_gone
+from fastformer.serving.generate_service import GenerateService
 from fastformer.serving.limits import Limits
 from fastformer.serving.openai_bodies import EVENTS, UNSUPPORTED, Body, Int, Stop, unsupported_field
-from fastformer.serving.service import GenerateService, Service
+from fastformer.serving.service import Service
 from fastformer.serving.structured import Constrained, compiled, of_tgi
 from fastformer.serving.tei import ERRORS, TeiError
 

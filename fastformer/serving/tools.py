@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
 from fastformer.generation.constraints import Constraint, Triggers
+from fastformer.serving.generate_service import GenerateService
 from fastformer.serving.openai_bodies import ApiError, ChatBody
-from fastformer.serving.service import GenerateService
 from fastformer.serving.structured import MOST_CHARS, Constrained, compiled
 from fastformer.serving.tool_formats import PYTHON_TAG, ToolFormat, format_of
 

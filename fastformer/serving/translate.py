@@ -17,7 +17,7 @@ from fastformer.serving.codes import AUTO
 from fastformer.serving.gate import until_gone
 from fastformer.serving.limits import Limits
 from fastformer.serving.openai_bodies import EVENTS, Int, Texts, with_bounds
-from fastformer.serving.service import TranslateService
+from fastformer.serving.translate_service import TranslateService
 
 _OPTIONS = (
     "num_beams", "length_penalty", "max_new_tokens", "repetition_penalty", "no_repeat_ngram_size", "do_sample",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 
 from tests.audio.whispers import TASKS, draw_weights
 
+FOREIGN = Path(__file__).parent.parent / "foreign" / "speech"  # folders of CTranslate2, without a tokenizer
 LANGUAGES = ("en", "de", "fr")
 LETTERS = [*"abcdefghijklmnopqrstuvwxyz"]
 FRAMES, LENGTH = 200, 60  # of a window, and the most tokens
@@ -81,3 +84,15 @@ def sound(seconds: float, seed: int = 0) -> np.ndarray[Any, Any]:
     tone = np.sin(2 * np.pi * random.uniform(100, 300) * times * (1 + 0.1 * np.sin(times)))
     result: np.ndarray[Any, Any] = loudness * (0.3 * tone + 0.02 * random.standard_normal(times.size))
     return result.astype(np.float32)
+
+
+def ctranslate2_folder(path: Path) -> Path:
+    """Copies a small Whisper in CTranslate2's format, with a tokenizer of its words, and returns the folder."""
+    from tokenizers import Tokenizer, models
+
+    shutil.copytree(FOREIGN / "fp16", path)
+    words = json.loads((path / "vocabulary.json").read_text())
+    tokens = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=""))
+    tokens.add_special_tokens([word for word in words if word.startswith("<|")])
+    tokens.save(str(path / "tokenizer.json"))
+    return path

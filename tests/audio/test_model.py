@@ -17,16 +17,16 @@ import torch
 from fastformer.audio.model import SpeechModel
 from fastformer.checkpoints.speech import SpeechWeights, from_state, is_speech_folder, load_speech
 from fastformer.extension import cpu_flags
+from tests.audio.speech import FOREIGN
 from tests.audio.whispers import EN, EOT, NO_TIMESTAMPS, SOT, TRANSCRIBE, VOCAB, features, states_of, whisper
 from tests.checks import assert_accurate
 
-FOLDERS = Path(__file__).parent.parent / "foreign" / "speech"
 PROMPT = [SOT, EN, TRANSCRIBE]
 
 
 @pytest.fixture(scope="module")
 def speech() -> SpeechModel:
-    return SpeechModel(load_speech(FOLDERS / "fp16"), precision="fp32")
+    return SpeechModel(load_speech(FOREIGN / "fp16"), precision="fp32")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def plain() -> Any:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A copy of a folder, to change."""
-    return Path(shutil.copytree(FOLDERS / "int8", tmp_path / "int8"))
+    return Path(shutil.copytree(FOREIGN / "int8", tmp_path / "int8"))
 
 
 @pytest.mark.parametrize("frames", [48, 47, 2, 1])
@@ -74,7 +74,7 @@ def test_turbo_and_distilled_models(mels: int, encoder: int, decoder: int) -> No
 @pytest.mark.parametrize(("precision", "bound"), [("bf16", 0.03), ("int8", 0.05)])
 def test_rounded_states_are_near(speech: SpeechModel, precision: str, bound: float) -> None:
     exact = speech.encode(features(2))
-    ours = SpeechModel(load_speech(FOLDERS / "fp16"), precision=precision).encode(features(2))
+    ours = SpeechModel(load_speech(FOREIGN / "fp16"), precision=precision).encode(features(2))
     assert 0 < np.linalg.norm(ours - exact) / np.linalg.norm(exact) < bound
 
 
@@ -101,8 +101,8 @@ def test_the_output_layer_of_int8_reads_rows_of_16_bits(rows: int) -> None:
 
 @pytest.mark.parametrize("name", ["fp16", "int8"])
 def test_results_are_those_of_ctranslate2(name: str) -> None:
-    expected = json.loads((FOLDERS / name / "expected.json").read_text())
-    speech = SpeechModel(load_speech(FOLDERS / name), precision="fp32")
+    expected = json.loads((FOREIGN / name / "expected.json").read_text())
+    speech = SpeechModel(load_speech(FOREIGN / name), precision="fp32")
     states = speech.encode(features(6))
     np.testing.assert_allclose(states[0, :2], expected["states"], rtol=1e-4, atol=1e-4)
     for languages, row in zip(speech.detect_language(states), expected["languages"], strict=True):
@@ -133,8 +133,8 @@ def test_folders_of_transformers_give_the_same(plain: Any, speech: SpeechModel, 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 def test_windows_and_threads_do_not_change_bits(precision: str) -> None:
-    speech = SpeechModel(load_speech(FOLDERS / "fp16"), precision=precision, num_threads=1)
-    together = SpeechModel(load_speech(FOLDERS / "fp16"), precision=precision, num_threads=2)
+    speech = SpeechModel(load_speech(FOREIGN / "fp16"), precision=precision, num_threads=1)
+    together = SpeechModel(load_speech(FOREIGN / "fp16"), precision=precision, num_threads=2)
     states = together.encode(features(20))
     prompts = [PROMPT, [SOT], [*PROMPT, NO_TIMESTAMPS, 4, 5], [68, 9, 8, 7, *PROMPT]] * 5
     options: list[dict[str, Any]] = [
@@ -216,7 +216,7 @@ def test_bad_calls_are_refused(speech: SpeechModel) -> None:
     with pytest.raises(ValueError):
         speech.align(states, PROMPT, [[1]], 48)
     with pytest.raises(ValueError, match="precision"):
-        SpeechModel(load_speech(FOLDERS / "fp16"), precision="int4")
+        SpeechModel(load_speech(FOREIGN / "fp16"), precision="int4")
     with pytest.raises(RuntimeError, match="finite"):
         speech.generate(states * float("nan"), [PROMPT] * 2, max_length=40)
     empty = speech.encode(features(0))
@@ -225,7 +225,7 @@ def test_bad_calls_are_refused(speech: SpeechModel) -> None:
 
 def test_folders_that_are_no_whisper_are_refused(folder: Path, tmp_path: Path) -> None:
     assert is_speech_folder(folder) and not is_speech_folder(tmp_path)
-    others = FOLDERS.parent / "ctranslate2" / "marian"
+    others = FOREIGN.parent / "ctranslate2" / "marian"
     assert not is_speech_folder(others)
     for wrong in (others, tmp_path, tmp_path / "none"):
         with pytest.raises((ValueError, OSError)):
@@ -268,7 +268,7 @@ def test_settings_of_another_model_are_named(plain: Any, settings: Any, search: 
 
 def test_omitted_settings_are_the_usual_ones(plain: Any) -> None:
     config = plain.config
-    assert [load_speech(FOLDERS / name).precision for name in ("int8", "fp16")] == ["int8", "fp32"]
+    assert [load_speech(FOREIGN / name).precision for name in ("int8", "fp16")] == ["int8", "fp32"]
     with pytest.raises(ValueError, match="80 mel bins"):
         from_transformers(plain, {"num_mel_bins": None}, {})
     assert from_transformers(plain, {"activation_function": None}, {}).config.activation == "gelu"
@@ -335,5 +335,5 @@ if not is_hidden:  # the engine reads tensors although it came before PyTorch
 def test_speech_needs_no_torch() -> None:
     """With AMX, a program imports PyTorch for the products of its oneDNN, if it is installed."""
     is_hidden = "amx_tile" in cpu_flags()
-    words = [sys.executable, "-c", WITHOUT_TORCH, str(FOLDERS / "fp16"), *["hidden"] * is_hidden]
+    words = [sys.executable, "-c", WITHOUT_TORCH, str(FOREIGN / "fp16"), *["hidden"] * is_hidden]
     subprocess.run(words, check=True, timeout=120)

@@ -58,12 +58,10 @@ def public_names(package: str) -> list[str]:
         return sorted(fastformer.__all__)
     module = importlib.import_module(package)
     assert module.__file__ is not None
-    found = set()
-    for statement in ast.parse(Path(module.__file__).read_text()).body:
-        if isinstance(statement, ast.ImportFrom):
-            found |= {alias.asname for alias in statement.names if alias.asname == alias.name}
-        elif isinstance(statement, ast.FunctionDef | ast.ClassDef):
-            found.add(statement.name)
+    tree = ast.parse(Path(module.__file__).read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]  # some are for type checkers alone
+    found = {alias.asname for node in imports for alias in node.names if alias.asname == alias.name}
+    found |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     return sorted(name for name in found if name is not None and not name.startswith("_"))
 
 

@@ -13,7 +13,8 @@ from torch import nn
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.data import ByteTokenizer
 from fastformer.generation import AsyncGenerator, Translator, generate
-from fastformer.generation.model_protocols import dtype_precision, evaluating
+from fastformer.generation.evaluation import evaluating
+from fastformer.generation.model_protocols import dtype_precision
 from fastformer.models import GPT, Transformer
 from tests.generation.small import tiny
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastformer.generation import generate
-from fastformer.generation.generate import GenerateOutput
+from fastformer.generation.generating import GenerateOutput
 from fastformer.integrations import from_huggingface
 from tests.integrations.conversions import CASES, IS_OLD, bart, opinionated, until_end
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from fastformer.generation import generate
-from fastformer.generation.generate import GenerateOutput
+from fastformer.generation.generating import GenerateOutput
 from fastformer.integrations import from_huggingface
 from tests.integrations.conversions import IS_OLD, until_end
 from tests.integrations.test_transformers_beams import family, sources

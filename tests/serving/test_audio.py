@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
@@ -17,10 +21,13 @@ from fastformer.generation import AsyncGenerator, Translator
 from fastformer.serving import open_service
 from fastformer.serving.limits import Limits
 from fastformer.serving.speech_service import SpeechService
-from tests.audio.speech import folder, sound
+from tests.audio.speech import ctranslate2_folder, folder, sound
 from tests.audio.test_reading import wav
 from tests.serving import models
 from tests.serving.asking import serving
+from tests.serving.test_process import served
+
+ROOT = Path(__file__).parents[2]
 
 AUDIO = wav(sound(5, 2))
 SPACED = wav(sound(5, 3))  # of its segments, one begins with a space and others don't
@@ -213,3 +220,23 @@ def test_a_client_that_leaves_frees_its_work(path) -> None:
             assert service.session.stats().running == 0 and service.session.stats().cancelled == 1
 
     asyncio.run(ask())
+
+
+WITHOUT_TORCH = """
+from importlib.machinery import PathFinder
+find_spec = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *rest: None if name == "torch" else find_spec(name, *rest)
+"""
+
+
+def test_speech_is_served_without_torch(tmp_path, monkeypatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_TORCH)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    with served(ctranslate2_folder(tmp_path / "whisper")) as (_, url):
+        asked = {"data": {"model": "whisper-1"}, "files": {"file": ("a.wav", wav(sound(5, 2)))}}
+        response = httpx.post(f"{url}/v1/audio/transcriptions", **asked, timeout=30)
+        assert response.status_code == 200 and response.json()["text"]
+        assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "whisper"
+    words = [sys.executable, "-m", "fastformer.cli", "serve", "tests/frozen/run", "--port", "0"]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 1 and "pip install torch" in ended.stderr

@@ -27,7 +27,8 @@ from fastformer.generation.engines.base import (
 )
 from fastformer.generation.engines.cpp_support import why_not_supported
 from fastformer.generation.engines.sampling import choose
-from fastformer.generation.model_protocols import Model, modules_of, own_precision
+from fastformer.generation.evaluation import modules_of
+from fastformer.generation.model_protocols import Model, own_precision
 from fastformer.generation.native_search import NativeSearch
 from fastformer.models import GPT, Transformer
 from fastformer.models.as_made import tensors_of

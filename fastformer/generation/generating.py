@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from fastformer.generation.config import OPTIONS, GenerationConfig, GenerationOptions
+from fastformer.generation.evaluation import evaluating
 from fastformer.generation.foreign_options import check_names
 from fastformer.generation.inputs import TokenIds, as_rows, input_rows, pad
-from fastformer.generation.model_protocols import Model, as_model, evaluating, is_decoder_only
+from fastformer.generation.model_protocols import Model, as_model, is_decoder_only
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import new_scheduler
