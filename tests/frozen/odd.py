@@ -19,15 +19,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fastformer.checkpoints import load_model
-from fastformer.checkpoints.ctranslate2 import as_tensors
+from fastformer.checkpoints.ctranslate2 import as_tensors, load_transformer
 from fastformer.checkpoints.gguf.models import load_file as load_gguf
 from fastformer.checkpoints.hf import FAMILIES
+from fastformer.checkpoints.hf.adapters import load_adapter
 from fastformer.checkpoints.hf.common import Checkpoint
 from fastformer.checkpoints.hf.decoder import special_ids
 from fastformer.checkpoints.hf.fields import check_fields
 from fastformer.checkpoints.hf.quantized import dequantized, quantization_settings
 from fastformer.checkpoints.model_bin import MODEL, read_variables
 from fastformer.checkpoints.speech import load_speech
+from fastformer.integrations import from_huggingface
 from tests.audio.whispers import whisper
 from tests.checkpoints.conftest import FOLDERS as SAVED
 from tests.checkpoints.test_ctranslate2 import written
@@ -35,7 +37,10 @@ from tests.checkpoints.test_gguf import contents, to_bytes
 from tests.checkpoints.test_omitted import MORE, REFUSED, SPECIFICATIONS, made_of, options_of, outcome
 from tests.checkpoints.test_quantized_folders import checkpoint
 from tests.foreign.compressed_folders import FOLDERS as COMPRESSED
+from tests.foreign.ctranslate2_folders import DECODER_FOLDERS
+from tests.foreign.ctranslate2_folders import FOLDERS as CTRANSLATE2
 from tests.foreign.gguf_files import FOLDER as GGUF
+from tests.generation.lora_folders import linears, write_adapter
 from tests.integrations.config_fields import BASES, Change, Nested, config_of, made
 
 VALUES: tuple[Any, ...] = (None, True, False, 0, 1, -1, 3, 0.5, "", "x", [], {}, [1])
@@ -162,8 +167,10 @@ def of_quantized(name: str) -> dict[str, str]:
     return tensors_now(state, read, lambda key: key.rpartition(".")[2])
 
 
+ENCODERS = ("bert", "roberta")  # of which no size is tried
 # A kind of a number in a GGUF file, and a value of it.
 OF_GGUF = ((4, 0), (4, 3), (8, "x"))
+OF_ENCODER = (*OF_GGUF, (6, 1.0), (7, True))
 
 
 def of_gguf(name: str) -> dict[str, str]:
@@ -174,16 +181,19 @@ def of_gguf(name: str) -> dict[str, str]:
         def read(values: Any, tensors: Any) -> Any:
             file.write_bytes(to_bytes(values, tensors))
             model, tokenizer = load_gguf(file)
-            return digest(model), tokenizer.special_ids, tokenizer.encode("the dog")
+            pair = tokenizer.encode_pair("the dog", "a dog") if name in ENCODERS else None
+            return digest(model), tokenizer.special_ids, tokenizer.encode("the dog"), pair
 
-        whole, found = read(values, tensors), dict[str, str]()
+        whole, found, is_encoder = read(values, tensors), dict[str, str](), name in ENCODERS
         for key in values:
             if key in ("general.architecture", "tokenizer.ggml.tokens", "tokenizer.ggml.merges"):
                 continue
+            if is_encoder and not key.startswith("tokenizer."):
+                continue
             left = {other: each for other, each in values.items() if other != key}
-            odd: list[Any] = [left, *({**left, key: each} for each in OF_GGUF)]
+            odd: list[Any] = [left, *({**left, key: each} for each in (OF_ENCODER if is_encoder else OF_GGUF))]
             found[key] = words(whole, (outcome(read, each, tensors) for each in odd))
-        for key, (kind, sizes, data) in tensors.items():
+        for key, (kind, sizes, data) in tensors.items() if not is_encoder else ():
             if (short := re.sub(r"\d+", "", key)) in found:
                 continue
             rest: dict[str, Any] = {other: each for other, each in tensors.items() if other != key}
@@ -220,8 +230,8 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
 }  # fmt: skip
 # A folder of each kind of tokenizer.
 _SAVED = (
-    "bart-merges", "marian-separate", "t5-spiece", "merges", "llama3", "llama2", "pieces", "bert", "bert head",
-    "roberta", "xlm-roberta pieces", "nllb", "m2m100", "mbart50-pieces", "mbart",
+    "bart-merges", "t5-spiece", "merges", "llama3", "llama2", "pieces", "bert", "bert head",
+    "roberta", "xlm-roberta pieces", "nllb", "m2m100", "mbart50-pieces",
 )  # fmt: skip
 IN_FILES: tuple[Any, ...] = (None, True, False, 3, "x", [])
 _NOTE = {"content": "<note>", "special": False}
@@ -242,17 +252,45 @@ MORE_IN_FILES: dict[str, tuple[Any, ...]] = {
 TEXTS = ("two birds", " the Dog, Café", "漢 <note> </s> [SEP] <|im_end|>", "the dog in the park " * 9)
 
 
+def of_settings(
+    folder: Path, files: Mapping[str, Iterable[str]], values: Callable[[str], Iterable[Any]], read: Callable[[str], Any]
+) -> dict[str, str]:
+    """Returns a word for each odd value of each setting in small files of a folder.
+
+    Args:
+        folder: the folder.
+        files: the names of settings, by the names of their files. A file that isn't there has none.
+        values: returns the odd values of a setting; the first word is of a setting that is left out.
+        read: reads the folder, of which a file was written.
+    """
+
+    def changed(file: str, settings: Any) -> Any:
+        (folder / file).write_text(json.dumps(settings))
+        return read(file)
+
+    found: dict[str, str] = {}
+    for file, names in files.items():
+        before = (folder / file).read_bytes() if (folder / file).is_file() else None
+        settings: dict[str, Any] = {} if before is None else json.loads(before)
+        whole = changed(file, settings)
+        for name in names:
+            less = {key: value for key, value in settings.items() if key != name}
+            odd = [less, *({**less, name: value} for value in values(name))]
+            found[f"{file} {name}"] = words(whole, [outcome(changed, file, each) for each in odd])
+        (folder / file).unlink() if before is None else (folder / file).write_bytes(before)
+    return read_ones(found)
+
+
 def of_files(kind: str) -> dict[str, str]:
-    """Returns a word for each odd value of each setting in the small files of a folder, of which the first is none."""
+    """Reads the tokenizers and searches of transformers."""
     with tempfile.TemporaryDirectory() as place:
         saved = SAVED[kind](Path(place) / "model")
         folder = Path(getattr(getattr(saved, "saved", saved), "folder", Path(place) / "model"))
-        config, found = load_model(folder, ("Transformer", "GPT", "BERT"))[0].config, dict[str, str]()
+        config = load_model(folder, ("Transformer", "GPT", "BERT"))[0].config
         settings = json.loads((folder / "config.json").read_text())
         family = FAMILIES[settings["model_type"]]
 
-        def read(file: str, values: dict[str, Any]) -> Any:
-            (folder / file).write_text(json.dumps(values))
+        def read(file: str) -> Any:
             if file.startswith("generation"):
                 return load_model(folder, ("Transformer", "GPT"))[0].config
             unk, make = family.read_tokenizer(folder, settings)
@@ -262,16 +300,10 @@ def of_files(kind: str) -> dict[str, str]:
             said = [tokenizer.decode(row) for _, row in ids]
             return unk, tokenizer.to_json(), tokenizer.languages, tokenizer.added_tokens, ids, said
 
-        for file, names in FILES[family.kind].items():
-            before = (folder / file).read_bytes() if (folder / file).is_file() else None
-            values: dict[str, Any] = {} if before is None else json.loads(before)
-            whole = read(file, values)
-            for name in names:
-                less = {key: value for key, value in values.items() if key != name}
-                odd = [less, *({**less, name: value} for value in (*IN_FILES, *MORE_IN_FILES.get(name, ())))]
-                found[f"{file} {name}"] = words(whole, [outcome(read, file, each) for each in odd])
-            (folder / file).unlink() if before is None else (folder / file).write_bytes(before)
-        return read_ones(found)
+        def values(name: str) -> Iterable[Any]:
+            return *IN_FILES, *MORE_IN_FILES.get(name, ())
+
+        return of_settings(folder, FILES[family.kind], values, read)
 
 
 # The settings of a Whisper that are read, by their files, and their odd values.
@@ -292,32 +324,91 @@ IN_SPEECH: tuple[Any, ...] = (
 
 
 def of_speech(name: str) -> dict[str, str]:
-    """Returns a word for each odd value of each setting of a Whisper of transformers, whose sides differ."""
-    found: dict[str, str] = {}
+    """Reads a Whisper of transformers, whose sides differ."""
     with tempfile.TemporaryDirectory() as place:
         whisper(encoder_layers=1, decoder_layers=3, encoder_ffn_dim=24).save_pretrained(place)
-        for file in OF_SPEECH:
-            path = Path(place) / f"{file}.json"
-            settings, whole = json.loads(path.read_text()), load_speech(Path(place)).config
+        return of_settings(Path(place), OF_SPEECH, lambda _: IN_SPEECH, lambda _: load_speech(Path(place)).config)
 
-            def read(file: Path, settings: dict[str, Any]) -> Any:
-                file.write_text(json.dumps(settings))
-                return load_speech(file.parent).config
 
-            for name in OF_SPEECH[file]:
-                less = {key: value for key, value in settings.items() if key != name}
-                odd: list[Any] = [less, *({**less, name: value} for value in IN_SPEECH)]
-                found[f"{file} {name}"] = words(whole, [outcome(read, path, each) for each in odd])
-            path.write_text(json.dumps(settings))
-    return read_ones(found)
+_IN_CTRANSLATE2 = (None, False, 3, 0.5, "x", "<s>", "<pad>", "<unk>", "t7")
+_OF_CTRANSLATE2 = ("decoder_start_token", "eos_token", "layer_norm_epsilon", "quantization_type", "unk_token")
+
+
+def of_conversion(name: str) -> dict[str, str]:
+    """Reads the settings and the vocabularies of a folder of CTranslate2."""
+    is_decoder = (DECODER_FOLDERS / name).is_dir()
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(shutil.copytree((DECODER_FOLDERS if is_decoder else CTRANSLATE2) / name, Path(place) / name))
+
+        def read(_: str) -> Any:
+            if not is_decoder:
+                return load_transformer(folder)[0].config
+            model, tokenizer = load_model(folder, ("GPT",))
+            return model.config, tokenizer.to_json(), [tokenizer.encode(text) for text in TEXTS]
+
+        whole, found = read(""), of_settings(folder, {"config.json": _OF_CTRANSLATE2}, lambda _: _IN_CTRANSLATE2, read)
+        for file in folder.glob("*vocabulary.json"):
+            text = file.read_text()
+            for token in ("<pad>", "<s>", "</s>", "<unk>"):
+                file.write_text(text.replace(f'"{token}"', '"other"'))
+                found[f"{file.name} {token}"] = words(whole, [outcome(read, "")])
+            file.write_text(text)
+        return read_ones(found)
+
+
+_PATTERNS = (
+    {"q_proj": 2},
+    {"q_proj": 2.5},
+    {"q*_p+roj?": 3},
+    {"q*_p+r?oj?": 3},
+    {"x" * 200: 3},
+    {"x" * 201: 3},
+    {"(": 3},
+)
+_OF_ADAPTER = (
+    "alpha_pattern", "bias", "init_lora_weights", "lora_alpha", "modules_to_save", "peft_type", "r", "rank_pattern",
+    "target_modules", "task_type", "use_rslora", "x",
+)  # fmt: skip
+_IN_ADAPTER = (
+    None,
+    True,
+    False,
+    3,
+    0,
+    2.5,
+    "x",
+    [],
+    {},
+    "gaussian",
+    "all-linear",
+    ".*proj",
+    ["q_proj"],
+    {"q_proj": 2.5},
+    *_PATTERNS,
+)
+
+
+def of_adapter(kind: str) -> dict[str, str]:
+    """Reads the settings of a LoRA adapter."""
+    theirs = made(Change(kind, "", Nested()))
+    with tempfile.TemporaryDirectory() as place:
+        folder, model = write_adapter(Path(place) / "x", theirs, linears(theirs)), from_huggingface(theirs)
+
+        def read(_: str) -> Any:
+            factors = load_adapter(folder, model).factors
+            return {name: hash((a.numpy().tobytes(), b.numpy().tobytes())) for name, (a, b) in factors.items()}
+
+        return of_settings(folder, {"adapter_config.json": _OF_ADAPTER}, lambda _: _IN_ADAPTER, read)
 
 
 READERS: dict[str, tuple[Callable[[str], dict[str, str]], tuple[str, ...]]] = {
     "ctranslate2": (of_ctranslate2, ("llama", "whisper")),
     "quantized": (of_quantized, ("gptq", "awq", "w4a16_asym", "w8a8", "fp8", "actorder")),
-    "gguf": (of_gguf, ("llama",)),
+    "gguf": (of_gguf, ("llama", "bert")),
     "speech": (of_speech, ("transformers",)),
     "files": (of_files, _SAVED),
+    "conversion": (of_conversion, ("m2m", "llama")),
+    "adapter": (of_adapter, ("llama",)),
 }
 FOLDERS = {f"{reader} {name}": (read, name) for reader, (read, names) in READERS.items() for name in names}
 # Of encoder-decoders, one for each form: its model is made for each value.
