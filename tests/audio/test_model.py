@@ -15,10 +15,13 @@ import pytest
 import torch
 
 from fastformer.audio.model import SpeechModel
+from fastformer.checkpoints.ctranslate2 import as_tensors
+from fastformer.checkpoints.model_bin import MODEL, read_variables
 from fastformer.checkpoints.speech import SpeechWeights, from_state, is_speech_folder, load_speech
 from fastformer.extension import cpu_flags
 from tests.audio.speech import FOREIGN
 from tests.audio.whispers import EN, EOT, NO_TIMESTAMPS, SOT, TRANSCRIBE, VOCAB, features, states_of, whisper
+from tests.checkpoints.test_ctranslate2 import written
 from tests.checks import assert_accurate
 
 PROMPT = [SOT, EN, TRANSCRIBE]
@@ -69,6 +72,22 @@ def test_turbo_and_distilled_models(mels: int, encoder: int, decoder: int) -> No
             logits = model(encoder_outputs=(torch.from_numpy(states),), decoder_input_ids=torch.tensor([tokens])).logits
         assert int(logits[0, -1].argmax()) == token
         tokens.append(token)
+
+
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+def test_sides_of_ctranslate2_may_have_other_numbers_of_layers(side: str, tmp_path: Path) -> None:
+    whole, folder = load_speech(FOLDERS / "fp16"), Path(shutil.copytree(FOLDERS / "fp16", tmp_path / "model"))
+    spec, arrays = read_variables(folder / MODEL)
+    less = {name: tensor for name, tensor in as_tensors(arrays).items() if not name.startswith(f"{side}/layer_1/")}
+    (folder / MODEL).write_bytes(written(less, spec))
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "alignment_heads": [[0, 1]]}))
+    config, _, read = load_speech(folder)
+    assert (config.encoder_layers, config.decoder_layers) == ((1, 2) if side == "encoder" else (2, 1))
+    for each in ("encoder", "decoder"):
+        expected = {name: a for name, a in whole.read(each).items() if not name.startswith(f"{side}.layers.1.")}
+        found = read(each)
+        assert [*found] == [*expected] and all(np.array_equal(found[name], expected[name]) for name in found)
 
 
 @pytest.mark.parametrize(("precision", "bound"), [("bf16", 0.03), ("int8", 0.05)])

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastformer
 from fastformer import Encoder
@@ -78,6 +79,29 @@ def test_the_engine_reads_the_file_and_finds_the_same(name, q4_0, monkeypatch) -
         patched.setattr(stored._File, "read", None)
         found = fastformer.generate(model, [IDS], max_new_tokens=12, do_sample=False, engine="cpp")
     assert is_waiting(model) and torch.equal(found, expected)
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the numbers in memory of new tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__.startswith(("empty", "zeros", "ones", "full")) and not result.is_meta:
+            self.count += result.numel()
+        return result
+
+
+@pytest.mark.parametrize(
+    "path", [LLAMA, FOLDER / "mixtral.gguf", DECODER_FOLDERS / "llama"], ids=lambda path: path.name
+)
+def test_no_memory_is_taken_for_matrices_that_stay_in_the_file(path) -> None:
+    with Allocated() as allocated:
+        model, _ = load(path)
+    assert is_waiting(model)
+    model.state_dict()
+    assert allocated.count < sum(parameter.numel() for parameter in model.parameters()) / 2
 
 
 @pytest.mark.parametrize("name", ["marian", "pegasus", "t5-gated"])  # int8, int16, int8
