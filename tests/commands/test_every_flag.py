@@ -21,10 +21,11 @@ from fastformer.cli import COMMANDS, main
 from fastformer.commands import _words
 from fastformer.commands._parsing import make_parser
 from fastformer.data import ByteTokenizer
+from fastformer.data.filters import Filters
 from fastformer.models import GPT, Transformer
 from fastformer.settings import choices
 from fastformer.training import TrainConfig
-from fastformer.training.sections import SEVERAL
+from fastformer.training.sections import SEVERAL, Data, Tokens
 from tests.audio import speech
 from tests.audio.test_reading import wav
 from tests.checkpoints import decoders
@@ -479,6 +480,21 @@ def test_the_flags_of_prepare_reach_the_preparation(kind, monkeypatch, ran) -> N
     assert made == [((expected, "o"), usual)]
     ran("prepare", *words_of({**values, **OF_PREPARE}))
     assert made[1:] == [((expected, "o"), {name: value for name, value in OF_PREPARE.items() if name != "out"})]
+
+
+def test_prepare_has_no_flag_that_changes_no_shard() -> None:
+    """Of a training's settings that say how and where it runs, the seed alone changes shards."""
+    of_shards = {field.name for section in (Data, Filters, Tokens) for field in dataclasses.fields(section)}
+    assert {*flags_of("prepare")} - of_shards - {*OF_PREPARE} == {"seed"}
+
+
+@pytest.mark.parametrize("name", ["drop_duplicates", "model.bias"])
+def test_a_file_of_settings_has_no_text_for_a_switch(name, tmp_path, ran) -> None:
+    outer, _, inner = name.rpartition(".")
+    settings = {outer: {inner: "true"}} if outer else {inner: "true"}
+    (file := tmp_path / "settings.yaml").write_text(json.dumps({"train_tsv": "a", **settings}))
+    error = ran("train", str(tmp_path / "run"), "--config", str(file), code=1).err
+    assert f"expected {name} " in error and "'true'" in error, error
 
 
 @pytest.mark.parametrize("command", ["train", "prepare"])

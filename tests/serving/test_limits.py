@@ -1,0 +1,84 @@
+"""Each limit at its bound: a request of just so much is answered, one of a bit more is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastformer.serving import Limits, open_service
+from tests.serving import models
+from tests.serving.asking import serving
+
+pytest.importorskip("httpx", reason="the httpx library is not installed")
+pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
+pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
+
+PAIR = {"source_lang": "en", "target_lang": "de"}
+LIBRE = {"q": "a", "source": "en", "target": "de"}
+FEW = {"max_tokens": 1, "temperature": 1.0}
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+
+
+# A limit, a kind of model, a route, and its body for the number that is limited.
+ROWS: list[tuple[str, str, str, Callable[[int], dict[str, Any]]]] = [
+    ("max_texts", "encoder", "/v1/embeddings", lambda n: {"input": ["a"] * n}),
+    ("max_texts", "encoder", "/embed", lambda n: {"inputs": ["a"] * n}),
+    ("max_texts", "ranker", "/rerank", lambda n: {"query": "a", "texts": ["a"] * n}),
+    ("max_texts", "generator", "/v1/completions", lambda n: {"prompt": ["a"] * n, **FEW}),
+    ("max_texts", "translator", "/v1/translate", lambda n: {"text": ["a"] * n, "max_new_tokens": 1}),
+    ("max_texts", "translator", "/translate", lambda n: {**LIBRE, "q": ["a"] * n}),
+    ("max_text_chars", "encoder", "/v1/embeddings", lambda n: {"input": "a" * n}),
+    ("max_text_chars", "encoder", "/embed", lambda n: {"inputs": "a" * n}),
+    ("max_text_chars", "ranker", "/rerank", lambda n: {"query": "a", "texts": ["a" * n]}),
+    ("max_text_chars", "ranker", "/rerank", lambda n: {"query": "a" * n, "texts": ["a"]}),
+    ("max_text_chars", "generator", "/v1/completions", lambda n: {"prompt": "a" * n, **FEW}),
+    ("max_text_chars", "generator", "/v1/chat/completions", lambda n: said("a" * n)),
+    ("max_text_chars", "generator", "/generate", lambda n: {"inputs": "a" * n, "parameters": {"max_new_tokens": 1}}),
+    ("max_text_chars", "translator", "/v1/translate", lambda n: {"text": "a" * n, "max_new_tokens": 1}),
+    ("max_text_chars", "translator", "/translate", lambda n: {**LIBRE, "q": "a" * n}),
+    ("max_text_chars", "translator", "/detect", lambda n: {"q": "a" * n}),
+    ("max_chat_chars", "generator", "/v1/chat/completions", lambda n: said("a" * (n - len("user")))),
+    ("max_sentences", "translator", "/v1/translate", lambda n: {"text": "A dog. " * n, "max_new_tokens": 1}),
+    ("max_new_tokens", "generator", "/v1/completions", lambda n: {"prompt": "a", "max_tokens": n}),
+    ("max_new_tokens", "generator", "/v1/chat/completions", lambda n: {**said("a"), "max_tokens": n}),
+    ("max_new_tokens", "generator", "/generate", lambda n: {"inputs": "a", "parameters": {"max_new_tokens": n}}),
+    ("max_new_tokens", "translator", "/v1/translate", lambda n: {"text": "a", "max_new_tokens": n}),
+    ("max_alternatives", "translator", "/v1/translate", lambda n: {"text": "a", "alternatives": n, "num_beams": 8}),
+    ("max_alternatives", "translator", "/translate", lambda n: {**LIBRE, "alternatives": n}),
+    ("max_beams", "translator", "/v1/translate", lambda n: {"text": "a", "num_beams": n}),
+    ("max_beams", "generator", "/v1/completions", lambda n: {"prompt": "a", "n": n, **FEW}),
+    ("max_beams", "generator", "/v1/chat/completions", lambda n: {**said("a"), "n": n}),
+]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> dict[str, Path]:
+    return models.services(tmp_path_factory.mktemp("limits"))
+
+
+@pytest.mark.parametrize(("limit", "kind", "route", "body"), ROWS, ids=[f"{row[0]}-{row[2]}-{row[1]}" for row in ROWS])
+async def test_a_limit_is_the_most_that_is_answered(limit, kind, route, body, places) -> None:
+    most = 5
+    pair = PAIR if kind == "translator" else {}
+    async with serving(open_service(places[kind], limits=Limits(**{limit: most}), **pair)) as client:
+        taken, refused = [await client.post(route, json=body(count)) for count in (most, most + 1)]
+    assert taken.status_code == 200, taken.text
+    assert refused.status_code in (400, 413, 422) and refused.text != taken.text
+    async with serving(open_service(places[kind], limits=Limits(**{limit: most + 1}), **pair)) as client:
+        again = await client.post(route, json=body(most + 1))
+    assert again.status_code == 200, again.text
+
+
+@pytest.mark.parametrize("more", [0, 1])
+async def test_a_body_of_just_the_most_bytes_is_read(more, places) -> None:
+    data = b'{"input": "a"}'
+    async with serving(open_service(places["encoder"], limits=Limits(max_body_bytes=len(data)))) as client:
+        headers = {"content-type": "application/json"}
+        answer = await client.post("/v1/embeddings", content=data + b" " * more, headers=headers)
+    assert answer.status_code == (413 if more else 200)
