@@ -44,6 +44,12 @@ from tests.generation.lora_folders import linears, write_adapter
 from tests.integrations.config_fields import BASES, Change, Nested, config_of, made
 
 VALUES: tuple[Any, ...] = (None, True, False, 0, 1, -1, 3, 0.5, "", "x", [], {}, [1])
+# Settings that config.json of any family may have.
+OF_ANY = {
+    *("attention_bias", "attention_chunk_size", "head_dim", "is_causal", "is_decoder", "layer_types", "mlp_bias"),
+    *("num_key_value_heads", "partial_rotary_factor", "pruned_heads", "rope_scaling", "rope_theta", "sliding_window"),
+    *("position_embedding_type", "tie_word_embeddings", "use_bidirectional_attention", "use_sliding_window"),
+}
 # The sides of an encoder-decoder are of different depths.
 SIDES = {"t5": Nested(num_decoder_layers=3)}
 OF_SEQ2SEQ = (None, True, False, 3, 0.5)
@@ -63,8 +69,8 @@ def words(whole: Any, results: Iterable[Any]) -> str:
 
 
 def read_ones(found: dict[str, str]) -> dict[str, str]:
-    """Returns the rows of what is read at all."""
-    return {name: row for name, row in found.items() if {*row} - {*"=| "}}
+    """Returns the rows of what is read at all, and of what a family must not read."""
+    return {name: row for name, row in found.items() if {*row} - {*"=| "} or name in OF_ANY}
 
 
 @functools.cache
@@ -84,8 +90,9 @@ def read_settings(kind: str, settings: dict[str, Any]) -> Any:
 
 
 def names_of(kind: str) -> list[str]:
-    """Returns the settings that transformers writes for a family."""
-    return sorted(config_of(kind, BASES[kind]).to_dict().keys() - {"model_type"})
+    """Returns the settings that transformers writes for a family, and those that some family has."""
+    own = config_of(kind, BASES[kind]).to_dict().keys() - {"model_type"}
+    return sorted(own if FAMILIES[kind].kind == "seq2seq" else own | OF_ANY)
 
 
 def settings_now(kind: str, names: Iterable[str]) -> dict[str, str]:
