@@ -164,14 +164,45 @@ def of_quantized(name: str) -> dict[str, str]:
     else:
         settings = json.loads((COMPRESSED / name / "config.json").read_text())
         state = load_file(COMPRESSED / name / "model.safetensors")
-    how = quantization_settings(COMPRESSED, settings)
-    assert how is not None
+    values = settings["quantization_config"]
+
+    def read_as(values: Any, tensors: Tensors) -> Any:
+        how = quantization_settings(COMPRESSED, {**settings, "quantization_config": values})
+        if how is None:
+            return None
+        plain = dequantized({**settings, "quantization_config": values}, how, dict(tensors), COMPRESSED)
+        return plain.settings, {key: tensor.sum().item() for key, tensor in plain.state.items()}
 
     def read(tensors: Tensors) -> Any:
+        how = quantization_settings(COMPRESSED, settings)
+        assert how is not None
         plain = dequantized(settings, how, tensors, COMPRESSED)
         return digest(FAMILIES["llama"].to_model(Checkpoint(plain.settings, plain.state, dtype=torch.float32)))
 
-    return tensors_now(state, read, lambda key: key.rpartition(".")[2])
+    whole, found = read_as(values, state), tensors_now(state, read, lambda key: key.rpartition(".")[2])
+    for place in [*places_in(values)]:
+        odd = [changed_in(values, place, value) for value in (..., *IN_QUANTIZED)]
+        found[".".join(place)] = words(whole, [outcome(read_as, each, state) for each in odd])
+    return read_ones(found)
+
+
+IN_QUANTIZED: tuple[Any, ...] = (None, True, False, 0, 1, 3, 16, "x", [], ["lm_head"], {})
+
+
+def places_in(values: Mapping[str, Any]) -> Iterable[tuple[str, ...]]:
+    """Yields the names of all settings of an object, with those of the objects in it."""
+    for name, value in values.items():
+        yield (name,)
+        if isinstance(value, dict):
+            yield from ((name, *inner) for inner in places_in(value))
+
+
+def changed_in(values: Mapping[str, Any], place: tuple[str, ...], value: Any) -> dict[str, Any]:
+    """Returns an object with another value in a place; ... is none."""
+    name, *inner = place
+    if inner:
+        return {**values, name: changed_in(values[name], (*inner,), value)}
+    return {key: each for key, each in values.items() if key != name} | ({} if value is ... else {name: value})
 
 
 ENCODERS = ("bert", "roberta")  # of which no size is tried
@@ -408,10 +439,29 @@ def of_adapter(kind: str) -> dict[str, str]:
         return of_settings(folder, {"adapter_config.json": _OF_ADAPTER}, lambda _: _IN_ADAPTER, read)
 
 
+_MARKED = "the <s>dog</s>[SEP]<|im_end|> <unk>"
+
+
+def of_tokens(name: str) -> dict[str, str]:
+    """Returns the ids that the tokenizer of each file of GGUF gives a text with marks: as text, as marks, in a pair."""
+    found = {}
+    for file in sorted(GGUF.glob("*.gguf")):
+        _, tokenizer = load_gguf(file)
+        ids = [tokenizer.encode(_MARKED)]
+        for read in (tokenizer.encode_template, lambda text: tokenizer.encode_pair(text, "a dog")):  # noqa: B023
+            try:
+                ids.append(read(_MARKED))
+            except ValueError:
+                ids.append([])
+        found[file.stem] = repr(ids)
+    return found
+
+
 READERS: dict[str, tuple[Callable[[str], dict[str, str]], tuple[str, ...]]] = {
     "ctranslate2": (of_ctranslate2, ("llama", "whisper")),
     "quantized": (of_quantized, ("gptq", "awq", "w4a16_asym", "w8a8", "fp8", "actorder")),
     "gguf": (of_gguf, ("llama", "bert")),
+    "gguf tokens": (of_tokens, ("all",)),
     "speech": (of_speech, ("transformers",)),
     "files": (of_files, _SAVED),
     "conversion": (of_conversion, ("m2m", "llama")),
