@@ -346,11 +346,11 @@ def of_files(kind: str) -> dict[str, str]:
 
 # The settings of a Whisper that are read, by their files, and their odd values.
 OF_SPEECH = {
-    "config": (
+    "config.json": (
         "activation_function", "d_model", "decoder_attention_heads", "decoder_layers", "encoder_attention_heads",
         "encoder_layers", "model_type", "num_mel_bins", "scale_embedding",
     ),
-    "generation_config": (
+    "generation_config.json": (
         "alignment_heads", "begin_suppress_tokens", "decoder_start_token_id", "eos_token_id", "is_multilingual",
         "lang_to_id", "no_timestamps_token_id", "suppress_tokens",
     ),
@@ -407,7 +407,7 @@ _OF_ADAPTER = (
     "alpha_pattern", "bias", "init_lora_weights", "lora_alpha", "modules_to_save", "peft_type", "r", "rank_pattern",
     "target_modules", "task_type", "use_rslora", "x",
 )  # fmt: skip
-_IN_ADAPTER = (
+_IN_ADAPTER: tuple[Any, ...] = (
     None,
     True,
     False,
