@@ -76,7 +76,7 @@ def test_turbo_and_distilled_models(mels: int, encoder: int, decoder: int) -> No
 
 @pytest.mark.parametrize("side", ["encoder", "decoder"])
 def test_sides_of_ctranslate2_may_have_other_numbers_of_layers(side: str, tmp_path: Path) -> None:
-    whole, folder = load_speech(FOLDERS / "fp16"), Path(shutil.copytree(FOLDERS / "fp16", tmp_path / "model"))
+    whole, folder = load_speech(FOREIGN / "fp16"), Path(shutil.copytree(FOREIGN / "fp16", tmp_path / "model"))
     spec, arrays = read_variables(folder / MODEL)
     less = {name: tensor for name, tensor in as_tensors(arrays).items() if not name.startswith(f"{side}/layer_1/")}
     (folder / MODEL).write_bytes(written(less, spec))

@@ -180,12 +180,13 @@ def of_quantized(name: str) -> dict[str, str]:
         return digest(FAMILIES["llama"].to_model(Checkpoint(plain.settings, plain.state, dtype=torch.float32)))
 
     whole, found = read_as(values, state), tensors_now(state, read, lambda key: key.rpartition(".")[2])
-    for place in [*places_in(values)]:
+    for place in places_in(values) if name in WITH_SETTINGS else ():
         odd = [changed_in(values, place, value) for value in (..., *IN_QUANTIZED)]
         found[".".join(place)] = words(whole, [outcome(read_as, each, state) for each in odd])
     return read_ones(found)
 
 
+WITH_SETTINGS = ("gptq", "awq", "fp8", "actorder")  # folders of which settings are changed, too
 IN_QUANTIZED: tuple[Any, ...] = (None, True, False, 0, 1, 3, 16, "x", [], ["lm_head"], {})
 
 

@@ -123,7 +123,8 @@ def _by_target(name: str, group: Any, usual: Any) -> dict[str, Scheme]:
         raise ValueError(f"expected a block_structure of rows and columns for the strategy 'block', got {block!r:.60}")
     is_symmetric = weights.get("symmetric", True) is not False
     size = int(size or 0) if strategy == "group" else 0
-    return dict.fromkeys(targets, Scheme(str(form), kind, bits, strategy, size, (*block,), is_symmetric))
+    block = (*block,) if strategy == "block" else (0, 0)
+    return dict.fromkeys(targets, Scheme(str(form), kind, bits, strategy, size, block, is_symmetric))
 
 
 def _is_size(value: object) -> bool:
