@@ -231,6 +231,7 @@ def test_flags_that_belong_to_another_purpose_are_named(translator, language_mod
         ([language_model, "--file", file, "--target", file], "expected no --target"),
         ([translator, "--file", file, "--target", file, "--by_line"], "only for a language model"),
         ([translator, "--file", file, "--target", file, "--context", "3"], "only for a language model"),
+        ([translator, "--file", file, "--target", file, "--context", "0"], "only for a language model"),
         ([translator], "--file"),
         (["--file", file, "--target", file], "RUN"),
         ([translator, "--hypotheses", file, "--reference", file], "expected RUN and --file, or --hypotheses"),

@@ -51,6 +51,7 @@ def test_the_help_names_the_default_model(kind, ran) -> None:
         flag = everything.partition(f"--model.{name} ")[2].partition("--model.")[0]
         assert re.search(rf"by default {value}|{kind} {value}[,)]", flag), flag
     assert "max_len" not in everything.partition("by default")[0]
+    assert not re.search(r"by default \S+ \(\)", everything)
     if kind == "transformer":
         assert re.search(r"base d_model 512, .*num_encoder_layers 6", presets)
         assert re.search(r"tiny d_model 128, .*num_encoder_layers 2", presets)
