@@ -442,6 +442,7 @@ def _padded(rows: Tensor, texts: _Texts) -> Tensor:
 # The class of the output, by the model_type; it is defined in the module of the model.
 _OUTPUTS = {
     "albert": "BaseModelOutputWithPooling",
+    "cwm": "CwmModelOutputWithPast",
     "distilbert": "BaseModelOutput",
     "modernbert": "BaseModelOutput",
     "electra": "BaseModelOutputWithPastAndCrossAttentions",
@@ -468,7 +469,8 @@ def _as_asked(model: Any, hidden: Tensor, given: dict[str, Any]) -> Any:
     source = sys.modules[original_class(model).__module__]
     if kind in DECODER_FORMS:
         has_experts = hasattr(model.config, "output_router_logits")
-        return getattr(source, "MoeModelOutputWithPast" if has_experts else "BaseModelOutputWithPast")(hidden)
+        of_decoder = "MoeModelOutputWithPast" if has_experts else "BaseModelOutputWithPast"
+        return getattr(source, _OUTPUTS.get(kind, of_decoder))(hidden)
     usual = "BaseModelOutput" if form is None else "BaseModelOutputWithPoolingAndCrossAttentions"
     output = getattr(source, _OUTPUTS.get(kind, usual))
     return output(hidden, pooled) if has_pooler else output(hidden)

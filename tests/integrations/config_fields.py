@@ -60,6 +60,7 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen3": {**_GEMMA, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "olmo2": _GROUPED,
     "olmo3": {**_GROUPED, "sliding_window": 5},
+    "cwm": {**_GEMMA, "sliding_window": 5},
     "phi3": {**_GROUPED, "original_max_position_embeddings": 64},
     "gemma": _GEMMA,
     "gemma2": {**_GEMMA, "sliding_window": 5, "query_pre_attn_scalar": 9},

@@ -195,6 +195,10 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "windows": {"sliding_window": 5, "layer_types": _TYPES},
         "yarn": {"sliding_window": 5, "layer_types": _TYPES, "rope_parameters": _YARN, **_GROUPED},
     },
+    "cwm": {
+        "windows": {"sliding_window": 5, "head_dim": 10, **_GROUPED},
+        "biased": {"sliding_window": 5, "layer_types": _TYPES, "mlp_bias": True, "head_dim": 4, **_GROUPED},
+    },
     "phi3": {
         "window": {"sliding_window": 6},
         "longrope": {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": LONGROPE,

@@ -117,6 +117,7 @@ _FAMILIES = {
     "granitemoehybrid": _decoder("granitemoehybrid", "GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM"),
     "phi": _decoder("phi", "PhiConfig", "PhiForCausalLM"),
     "stablelm": _decoder("stablelm", "StableLmConfig", "StableLmForCausalLM"),
+    "cwm": _decoder("cwm", "CwmConfig", "CwmForCausalLM"),
     "bert": _encoder("bert", "ForPreTraining"),
     "roberta": _encoder("roberta"),
     "xlm-roberta": _encoder("xlm-roberta"),

@@ -22,6 +22,7 @@ from fastformer.checkpoints.hf.common import (
     load_foreign,
     taken,
 )
+from fastformer.checkpoints.hf.fields import with_usual_ids
 from fastformer.models import GPT, BERTConfig, GPTConfig
 from fastformer.models.pretrained import check_depth, config_from_dict
 from fastformer.special_ids import SpecialIds
@@ -147,7 +148,7 @@ class Form(NamedTuple):
             "vocab_size": config.vocab_size,
             "tie_word_embeddings": config.tie_embeddings,
             "pad_token_id": None if ids.pad in ids.eos or not ids.eos else ids.pad,
-            "bos_token_id": None,
+            "bos_token_id": with_usual_ids(settings).get("bos_token_id"),  # no pass reads it; some configs need one
             "eos_token_id": eos_setting(ids) if ids.eos else None,
         }
         state = {name: tensor.detach() for name, tensor in model.state_dict().items()}

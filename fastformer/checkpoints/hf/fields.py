@@ -57,6 +57,7 @@ FIELDS: dict[str, frozenset[str]] = {
         "qwen2": _QWEN,
         "qwen3": f"{_QWEN} head_dim attention_bias",
         "olmo2": f"{_LLAMA} attention_bias",
+        "cwm": f"{_LLAMA} pretraining_tp mlp_bias head_dim sliding_window layer_types",
         "olmo3": f"{_LLAMA} attention_bias sliding_window layer_types",
         "phi3": f"{_LLAMA} resid_pdrop embd_pdrop original_max_position_embeddings sliding_window",
         "gemma": _GEMMA,
@@ -108,13 +109,14 @@ FIELDS: dict[str, frozenset[str]] = {
 }
 _ROBERTA_IDS = {"bos_token_id": 0, "eos_token_id": 2}
 # The special ids of families whose config.json need not contain them. Those of encoder-decoders have to be there.
-_IDS: dict[str, dict[str, int]] = {
+_IDS: dict[str, Mapping[str, int | list[int]]] = {
     **dict.fromkeys(
         ("llama", "mistral", "ministral", "gpt_neox", "mixtral", "granitemoe", "granite", "granitemoehybrid", "phi"),
         {"eos_token_id": 2},
     ),
     "smollm3": {"pad_token_id": 128004, "eos_token_id": 128001},
     "stablelm": {"eos_token_id": 0},
+    "cwm": {"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009]},
     **dict.fromkeys(("gpt2", "starcoder2"), {"eos_token_id": 50256}),
     **dict.fromkeys(("olmo2", "olmo3", "olmoe"), {"pad_token_id": 1, "eos_token_id": 50279}),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), {"pad_token_id": 0, "eos_token_id": 1}),

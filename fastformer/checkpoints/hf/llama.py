@@ -65,6 +65,8 @@ class Variant(NamedTuple):
         fraction: that part, if the settings don't contain it.
         rope_names: the settings that contain base and part beside the others, in version 4.
         base: the base of the rotations, if the settings don't contain it.
+        rope: the parameters of the rotations, as in rope_parameters, if the settings contain neither those nor
+            rope_scaling.
         local_base: the same for layers with a window, in families that rotate these differently. 0: as in other layers.
         grows: whether some kinds of scaling give a model more positions than its settings say.
         eps: the setting that is the norms' eps.
@@ -95,6 +97,7 @@ class Variant(NamedTuple):
     fraction: float = 1.0
     rope_names: tuple[str, str] = ROPE_NAMES
     base: float = 10_000.0
+    rope: Mapping[str, Any] = {}
     local_base: float | None = None
     grows: bool = True
     eps: str = "rms_norm_eps"
@@ -198,6 +201,8 @@ class Variant(NamedTuple):
         return {"window_size": size, **({} if all(layers) else {"window_layers": layers})}
 
     def _rope(self, settings: Mapping[str, Any], has_windows: bool) -> dict[str, Any]:
+        if self.rope and not (settings.get("rope_parameters") or settings.get("rope_scaling")):
+            settings = {**settings, "rope_parameters": self.rope}
         rope = read_rope(settings, layers=FULL, base=self.base, fraction=self.fraction, names=self.rope_names)
         if "rotary_fraction" in rope and not self.partial:
             raise ValueError(
@@ -378,6 +383,22 @@ VARIANTS = (
     ),
     Variant("olmo2", "OLMo 2", **_OLMO),
     Variant("olmo3", "OLMo 3", layer_types=all_but_each(4), base=500_000.0, local_base=0.0, **_OLMO),
+    Variant(
+        "cwm",
+        "CWM",
+        usual={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": 8192},
+        biases=(False, False, "mlp_bias"),
+        layer_types=lambda settings, depth: [SLIDING if layer % 4 else FULL for layer in range(depth)],
+        base=1_000_000.0,
+        rope={
+            "rope_type": "llama3",
+            "rope_theta": 1_000_000.0,
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ),
     # The rows of its fused matrices are in the same order as fastformer's.
     Variant(
         "phi3",
