@@ -290,6 +290,18 @@ Object step(GuardedSession& guarded, const Ids& tokens, int64_t k, bool log_prob
   });
 }
 
+std::vector<std::pair<Ids, Ids>> draft(GuardedSession& guarded, const Ids& tokens, const std::vector<int64_t>& counts,
+                                       const std::vector<float>& chances, const std::vector<std::vector<float>>& least,
+                                       int32_t threads) {
+  const Released released;
+  std::vector<std::pair<Ids, Ids>> drafts;
+  guarded.with([&](Session& session) {
+    for (Draft& each : session.draft(tokens, counts, chances, least, threads))
+      drafts.emplace_back(std::move(each.ids), std::move(each.parts));
+  });
+  return drafts;
+}
+
 std::vector<int64_t> run(GuardedSession& guarded, const std::vector<Search*>& searches, const Ids& tokens,
                          int64_t max_steps, double seconds, int64_t least_rows, bool log_probs, int32_t threads) {
   const Released released;
@@ -360,6 +372,7 @@ void bind_decoder(PyObject* module) {
       method<"admit_states", "states tokens threads", &admit_states>(),
       method<"align", "group source tokens targets end heads threads", &align>(),
       method<"step", "tokens k log_probs logit_rows logits threads masked_rows? masks? counts?", &step>(),
+      method<"draft", "tokens counts chances least threads", &draft>(),
       method<"run", "searches tokens max_steps seconds least_rows log_probs threads", &run>(),
       method<"cut", "counts", &cut>(),
       method<"reorder", "parents", &reorder>(),

@@ -187,7 +187,7 @@ template <typename... T>
 Object make_tuple(T&&... values);
 template <typename A, typename B>
 Object to_python(const std::pair<A, B>& pair) {
-  return make_tuple(pair.first, pair.second);
+  return python::make_tuple(pair.first, pair.second);
 }
 template <typename T>
 Object to_python(const std::vector<T>& values) {

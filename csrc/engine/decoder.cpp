@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <limits>
 #include <mutex>
 #include <numeric>
 #include <set>
 #include <stdexcept>
+#include <utility>
 
 #include "common/thread_team.h"
 
@@ -264,6 +266,38 @@ const Candidates& Session::step(const Ids& tokens, const Places& counts, const S
   const Candidates& candidates = step_of(all, each, batch, first, selection, threads_for(std::ssize(tokens), threads));
   for (int64_t i = 0; i < num_groups(); ++i) cache_.groups[i].num_drafts += each[i];
   return candidates;
+}
+
+std::vector<Draft> Session::draft(const Ids& tokens, const Places& counts, const std::vector<float>& chances,
+                                  const std::vector<std::vector<float>>& least, int threads) {
+  if (std::ssize(counts) != num_groups() || least.size() != counts.size() || chances.empty())
+    throw std::invalid_argument("expected counts and limits for each group, and chances");
+  for (size_t i = 0; i < counts.size(); ++i)
+    if (counts[i] > 0 && (least[i].empty() || cache_.groups[i].rows.size() != 1))
+      throw std::invalid_argument("expected groups of one row, and a limit for each of their drafted tokens");
+  std::vector<Draft> drafts(counts.size());
+  std::vector<float> sums(counts.size());
+  const auto last = static_cast<int32_t>(chances.size()) - 1;
+  Ids next = tokens;
+  for (Places each = counts; !next.empty();) {
+    const Candidates& best = step(next, each, {1, true, {}}, threads);
+    next.clear();
+    int64_t end = 0;
+    for (size_t i = 0; i < each.size(); ++i) {
+      if (each[i] == 0) continue;
+      end += std::exchange(each[i], 0);
+      Draft& draft = drafts[i];
+      const float probability = std::exp(best.values[end - 1]);  // NaN after NaN among the logits
+      draft.ids.push_back(best.ids[end - 1]);
+      draft.parts.push_back(probability > 0 ? std::min(last, static_cast<int32_t>(probability * chances.size())) : 0);
+      sums[i] += chances[draft.parts.back()];
+      if (const size_t count = draft.ids.size(); count < least[i].size() && sums[i] >= least[i][count - 1]) {
+        next.push_back(draft.ids.back());
+        each[i] = 1;
+      }
+    }
+  }
+  return drafts;
 }
 
 void Session::cut(const Places& counts) {

@@ -31,6 +31,11 @@ struct Source {
   int64_t count;
 };
 
+// Tokens that may follow, and for each of them the index of its chance in the list of chances.
+struct Draft {
+  Ids ids, parts;
+};
+
 using SharedAdapter = std::shared_ptr<const PackedAdapter>;
 
 class Session {
@@ -57,6 +62,12 @@ class Session {
   // candidates after each token; `selection` counts the tokens. The results are those of as many steps of one token
   // each, bit for bit.
   const Candidates& step(const Ids& tokens, const Places& counts, const Selection& selection, int threads);
+  // Appends tokens like `step`, and then the best token after them, again and again: the draft of each group with
+  // tokens, which has one row. chances: the logarithm of the chance that a drafted token is right, for equal parts of
+  // the range of its probability. A draft ends with the first token that makes the sum of its chances less than
+  // least[i][j], where j tokens are before it, or with as many tokens as least[i] has. That last one is not appended.
+  std::vector<Draft> draft(const Ids& tokens, const Places& counts, const std::vector<float>& chances,
+                           const std::vector<std::vector<float>>& least, int threads);
   // Removes the last tokens of rows, counts[i] of each row of group i. They are tokens that calls of `step` have
   // appended since the group was admitted or reordered, but not the first of them.
   void cut(const Places& counts);

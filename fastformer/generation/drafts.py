@@ -12,14 +12,15 @@ each request: as many as probably save more time than they cost.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from fastformer.generation.engines import choose_engine
-from fastformer.generation.engines.base import DraftingBatch, Engine, Prompt, Selection
+from fastformer.generation.engines.base import DraftingBatch, Engine, Prompt
 from fastformer.generation.evaluation import evaluating
 from fastformer.generation.model_protocols import Model, as_model, is_decoder_only, own_precision
 from fastformer.models.quantization import QUANTIZED
@@ -35,7 +36,8 @@ _CHEAP_ROWS, _CHEAP, _DEAR, _ATTENTION = 6, 0.05, 0.13, 0.35
 _ATTENTION_BYTES = 4
 _MOST_ROWS = 64  # of a draft: with more, a pass would be one over a prompt
 
-_MEMORY = 0.9  # how much of what was learned about drafts before counts after the next draft
+# How much of what was learned about drafts before counts after the next draft: of a request, and of a draft model.
+_MEMORY, _LONG_MEMORY = 0.9, 0.99
 # Chances to draft that are left out where drafts don't pay, and how much longer each pause is than the one before.
 _FIRST_PAUSE, _LONGEST_PAUSE, _GROWTH = 8, 128, 4
 # The seconds between two looks for drafts while nothing is drafted: they double from the first to the longest.
@@ -84,6 +86,29 @@ class Odds:
         self._tried = _MEMORY * self._tried + accepted + (accepted < drafted)
         if accepted:
             self._pause = self._left = _FIRST_PAUSE
+
+
+class Certainty:
+    """Estimates how often a model's draft is right, token by token, by the probability that the model gives it."""
+
+    _PARTS = 8  # of the range of probabilities, each with a rate of its own
+    _GUESS = 0.7  # before the first draft, and again for a part that was not tried for long
+
+    def __init__(self) -> None:
+        self._accepted, self._tried = [0.0] * self._PARTS, [0.0] * self._PARTS
+
+    def chances(self) -> list[float]:
+        """Returns the logarithm of the chance of a token in each part."""
+        pairs = zip(self._accepted, self._tried, strict=True)
+        return [math.log((self._GUESS + accepted) / (1 + tried)) for accepted, tried in pairs]
+
+    def learn(self, parts: Sequence[int], accepted: int) -> None:
+        """Notes how many tokens of a draft were accepted, given the part of each token."""
+        for counts in (self._accepted, self._tried):
+            counts[:] = [_LONG_MEMORY * count for count in counts]
+        for place, part in enumerate(parts[: accepted + 1]):
+            self._tried[part] += 1
+            self._accepted[part] += place < accepted
 
 
 class PromptLookup:
@@ -169,7 +194,7 @@ class DraftModel:
         max_len: the smaller model's number of positions.
     """
 
-    _MOST = 16  # tokens of a draft
+    _MOST = 15  # tokens of a draft: with the one before them, they fill the 16 rows of a tile of AMX
 
     @classmethod
     def of(cls, model: object, drafted: Model, engine: Engine, precision: str | None) -> DraftModel:
@@ -203,11 +228,13 @@ class DraftModel:
         self._batch: DraftingBatch | None = None
         self._rows: dict[Request, _Row] = {}  # in the order of the batch's groups
         self._odds: dict[Request, Odds] = {}
+        self._parts: dict[Request, list[int]] = {}  # of the latest drafts
+        self._certainty = Certainty()
 
     def open(self, max_rows: int, num_tokens: int) -> None:
         """Opens an empty batch for as many rows and tokens; see `Engine.open`."""
-        self._rows.clear()
-        self._odds.clear()
+        for kept in (self._rows, self._odds, self._parts):
+            kept.clear()
         self._batch = None  # there may be no memory for two
         batch = self.engine.open(max_rows, num_tokens + max_rows * (self._MOST + self._block))
         assert isinstance(batch, DraftingBatch)
@@ -219,42 +246,59 @@ class DraftModel:
         leaving = [place for place, request in enumerate(self._rows) if request not in requests]
         if leaving:
             self._batch.free(leaving)
-        for kept in (self._rows, self._odds):
+        for kept in (self._rows, self._odds, self._parts):
             for request in [request for request in kept if request not in requests]:
                 del kept[request]
 
-    def count(self, request: Request, costs: Iterable[float]) -> int:
-        """Returns how many tokens to draft for a request; see `Odds.count`."""
+    def limits(self, request: Request, costs: Iterable[float]) -> list[float]:
+        """Returns a limit for each token that a draft for a request may have; see `DraftingBatch.draft`.
+
+        Args:
+            request: the request.
+            costs: see `Odds.count`.
+        """
         if request.window is not None or len(request.prompt.source or ()) > self._max_len:
-            return 0
+            return []
         room = self._max_len - len(request.prompt.tokens) - request.steps
-        odds = self._odds.setdefault(request, Odds(0.7))
-        return odds.count(islice(costs, max(0, min(self._MOST, room))))
+        limits = list(islice(costs, max(0, min(self._MOST, room))))
+        count = self._odds.setdefault(request, Odds(0.7)).count(limits)
+        if count == 1:
+            return [-math.inf]  # a try
+        return [math.log(cost) for cost in limits] if count else []
 
     def learn(self, request: Request, drafted: int, accepted: int) -> None:
         """Notes how many tokens of a draft were accepted."""
         self._odds[request].learn(drafted, accepted)
+        self._certainty.learn(self._parts[request][:drafted], accepted)
 
-    def drafts(self, counts: Mapping[Request, int]) -> dict[Request, list[int]]:
-        """Returns drafts of some lengths, which are at least 1; without those for which there is no memory."""
-        assert self._batch is not None
-        new = {request: tokens for request in counts if (tokens := self._unread(self._batch, request))}
-        drafts: dict[Request, list[int]] = {request: [] for request in new}
-        selection = Selection(1, log_probs=False)
-        while new:
-            reads = [len(new.get(request, ())) for request in self._rows]
-            if self._batch.free_tokens() < sum(-(-count // self._block) * self._block for count in reads):
-                self._batch.free([*range(len(self._rows))])  # begin anew, with what fits
-                self._rows.clear()
-                return {}
-            readers = [request for request in self._rows if request in new]
-            tokens = [token for request in readers for token in new[request]]
-            ends = list(accumulate(len(new[request]) for request in readers))
-            best = self._batch.read(tokens, reads, selection).choose([end - 1 for end in ends], selection)
-            for request, (token, *_) in zip(readers, best.ids, strict=True):
-                self._rows[request].tokens += new[request]
-                drafts[request].append(token)
-            new = {one: drafts[one][-1:] for one in readers if len(drafts[one]) < counts[one]}
+    def drafts(self, limits: Mapping[Request, list[float]]) -> dict[Request, list[int]]:
+        """Returns drafts that are probably right, given their limits, without those for which there is no memory.
+
+        A draft may be empty. Then it doesn't pay, and that is learned.
+        """
+        batch = self._batch
+        assert batch is not None
+        new = {request: tokens for request in limits if (tokens := self._unread(batch, request))}
+        most = [len(new[one]) + len(limits[one]) - 1 if one in new else 0 for one in self._rows]
+        if batch.free_tokens() < sum(-(-count // self._block) * self._block for count in most):
+            batch.free([*range(len(self._rows))])  # begin anew, with what fits
+            self._rows.clear()
+            return {}
+        if not new:
+            return {}
+        tokens = [token for request in self._rows for token in new.get(request, ())]
+        counts = [len(new.get(request, ())) for request in self._rows]
+        chances = self._certainty.chances()
+        found = batch.draft(tokens, counts, chances, [limits.get(request, []) for request in self._rows])
+        drafts: dict[Request, list[int]] = {}
+        for (request, row), (draft, parts) in zip(self._rows.items(), found, strict=True):
+            if request in new:
+                row.tokens += new[request] + draft[:-1]
+                if sum(chances[part] for part in parts) < limits[request][len(draft) - 1]:
+                    draft.pop()
+                drafts[request], self._parts[request] = draft, parts
+                if not draft:
+                    self._odds[request].learn(1, 0)
         return drafts
 
     def _unread(self, batch: DraftingBatch, request: Request) -> list[int]:
@@ -326,7 +370,7 @@ class Drafter:
         rows = among = len(requests)
         cost = 1 + sum(_row_cost(row) for row in range(1, rows))
         drafts: list[list[int]] = []
-        counts: dict[Request, int] = {}  # of the model's drafts
+        limits: dict[Request, list[float]] = {}  # of the model's drafts
         self._forced.clear()
         for request in requests:
             draft: list[int] = []
@@ -342,17 +386,17 @@ class Drafter:
                 if not draft and self.model is not None:
                     each = self.model.engine.step_bytes / self._step_bytes / among
                     costs = self._costs(request, most, rows)
-                    count = self.model.count(request, ((one + each) * among / cost for one in costs))
-                    if count:
-                        counts[request] = count
+                    if of_one := self.model.limits(request, ((one + each) * among / cost for one in costs)):
+                        limits[request] = of_one
+                        count = len(of_one)
                 if count:
                     spare -= -(-count // self._block) * self._block
                     cost += sum(self._costs(request, count, rows))
                     rows += count
             drafts.append(draft)
-        self._of_model = counts
-        if counts and self.model is not None:
-            of_model = self.model.drafts(counts)
+        self._of_model = limits
+        if limits and self.model is not None:
+            of_model = self.model.drafts(limits)
             drafts = [of_model.get(request, draft) for request, draft in zip(requests, drafts, strict=True)]
         self._seconds = _FIRST_RUN if any(drafts) else min(2 * self._seconds, _LONGEST_RUN)
         return drafts

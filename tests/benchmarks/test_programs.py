@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import processes, retrieval
+from benchmarks import processes, retrieval, trained_draft
 from benchmarks import token_times as token_times_module
 from benchmarks.cases.models.bench_decoding import ENGINES
 from benchmarks.measure import record
@@ -72,6 +72,34 @@ def test_the_cost_of_a_constraint(measured: Measured, capsys: pytest.CaptureFixt
         assert schema["baseline"] == "free"
         assert schema["speedup"] == pytest.approx(free["ms_p50"] / schema["ms_p50"])  # of one round
     assert "times" in capsys.readouterr().out
+
+
+@needs_cpp
+def test_what_a_trained_draft_model_gives(
+    measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in range(4):  # stand for Python's library
+        functions = [f"def add_{i}(a, b):\n    return a + {module} * b + {i}\n\n\n" for i in range(40)]
+        (tmp_path / f"module_{module}.py").write_text("".join(functions))
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    sizes = "--dim 64 --layers 1 --draft_dim 64 --draft_layers 1 --vocab 300 --steps 2 --draft_steps 2 --texts 4"
+    again = f"{sizes} --prompts 3 --tokens 12 --rounds 1 --text whole --precision fp32", "--folder", tmp_path / "pair"
+    plain, drafting = measured("trained_draft", *again, *THREADS)
+    assert plain["shape"] == drafting["shape"] and plain["shape"]["tokens"] <= 3 * 12
+    assert drafting["speedup"] == pytest.approx(plain["ms_p50"] / drafting["ms_p50"])  # of one round
+    assert 0 <= drafting["value"] <= 1 and "accepted" in drafting["unit"]
+    assert len(list((tmp_path / "pair" / "held_out").iterdir())) == 1
+    weights = tmp_path / "pair" / "draft" / "model.safetensors"
+    trained = weights.stat().st_mtime_ns
+    measured("trained_draft", *again, *THREADS)
+    assert weights.stat().st_mtime_ns == trained, "the pair is kept"
+    assert capsys.readouterr().out.count("times faster with drafts") == 2
+
+
+def test_a_text_is_new_until_it_repeats_four_tokens() -> None:
+    assert trained_draft.num_new([*range(20)], 5) == 15
+    assert trained_draft.num_new([1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 7], 5) == 4, "what its prompt has counts"
+    assert trained_draft.num_new([1, 1, 1, 1, 1, 2, 3, 4, 5, 3, 4, 5, 6], 5) == 8
 
 
 def test_long_contexts(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:

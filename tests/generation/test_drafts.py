@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from functools import cache
 from typing import Any
@@ -14,8 +15,8 @@ from torch import Tensor
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Generator, generate
 from fastformer.generation.config import GenerationConfig
-from fastformer.generation.drafts import Drafter, DraftModel, PromptLookup
-from fastformer.generation.engines.base import Candidates
+from fastformer.generation.drafts import Certainty, Drafter, DraftModel, PromptLookup
+from fastformer.generation.engines.base import Candidates, Prompt
 from fastformer.generation.engines.cpp import CppEngine
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.requests import Request
@@ -344,6 +345,35 @@ def test_a_good_draft_model_saves_passes() -> None:
     assert torch.equal(found, Generator(model, max_bytes=2**20).generate([prompt], **call))
     stats = generator.stats()
     assert stats.drafted_tokens >= stats.accepted_tokens > 60
+
+
+def test_a_draft_goes_on_while_it_is_probably_right() -> None:
+    model, prompts = configured("llama"), [[5, 9, 20], [7, 8], [11, 12, 13]]
+    rows = [generate(model, [prompt], max_new_tokens=6)[0].tolist()[len(prompt) :] for prompt in prompts]
+    batch = CppEngine(model).open(3, 400)
+    batch.prefill([Prompt(None, prompt) for prompt in prompts])
+    lasts = [prompt[-1] for prompt in prompts]
+    sure, unsure = [-1.0] * 8, [-5.0] * 8  # logarithms
+    [first, none, third] = batch.draft([lasts[0], lasts[2]], [1, 0, 1], sure, [[-2.5] * 5, [], [-9.0] * 3])
+    assert first[0] == rows[0][:3], "the third token makes it improbable"
+    assert none == ([], []) and third[0] == rows[2][:3], "as many as it has limits"
+    # The last tokens of drafts were not appended: they are the next ones to read.
+    drafts = batch.draft([first[0][-1], lasts[1], third[0][-1]], [1, 1, 1], unsure, [[-4.0] * 5] * 3)
+    assert [draft for draft, _ in drafts] == [rows[0][3:4], rows[1][:1], rows[2][3:4]]
+    with pytest.raises(ValueError, match="limit"):
+        batch.draft([5], [1, 0, 0], sure, [[], [], []])
+
+
+def test_what_a_model_is_sure_of_is_drafted_only_while_it_is_right() -> None:
+    certainty = Certainty()
+    first = certainty.chances()
+    for _ in range(30):
+        certainty.learn([7, 0], 1)  # the surest tokens are right, and the others wrong
+    chances = certainty.chances()
+    assert chances[7] > math.log(0.9) > math.log(0.1) > chances[0] and chances[3] == first[3]
+    for _ in range(1500):
+        certainty.learn([7], 1)
+    assert certainty.chances()[0] == pytest.approx(first[0], abs=0.01), "they are tried again one day"
 
 
 def test_engines_that_read_no_drafts_decode_without(gpt) -> None:

@@ -220,6 +220,28 @@ class DraftingBatch(SearchingBatch):
         """
 
     @abstractmethod
+    def draft(
+        self,
+        tokens: Sequence[int],
+        counts: Sequence[int],
+        chances: Sequence[float],
+        least: Sequence[Sequence[float]],
+    ) -> list[tuple[list[int], list[int]]]:
+        """Appends several tokens to rows, as `read` does, and then the best token after them, again and again.
+
+        Args:
+            tokens, counts: see `read`; a group with a count has one row.
+            chances: the logarithm of the chance that a drafted token is right, for equal parts of the range of its
+                probability.
+            least: for each group, for each token that its draft may have, the sum of chances up to it that the draft
+                needs to go on.
+
+        Returns:
+            For each group, its draft, and the index of the chance of each token. The last token, which may be one too
+            many, was not appended.
+        """
+
+    @abstractmethod
     def cut(self, counts: Sequence[int]) -> None:
         """Removes the last counts[i] tokens of each row of group i.
 

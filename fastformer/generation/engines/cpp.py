@@ -76,6 +76,14 @@ class Session(Protocol):
         log_probs: bool,
         threads: int,
     ) -> list[int]: ...
+    def draft(
+        self,
+        tokens: Sequence[int],
+        counts: Sequence[int],
+        chances: Sequence[float],
+        least: Sequence[Sequence[float]],
+        threads: int,
+    ) -> list[tuple[list[int], list[int]]]: ...
     def cut(self, counts: Sequence[int]) -> None: ...
     def reorder(self, parents: Sequence[Sequence[int]]) -> None: ...
     def release(self, groups: Sequence[int]) -> None: ...
@@ -272,6 +280,15 @@ class CppBatch(DraftingBatch):
             counts,
         )
         return CppReadings(ids.tolist(), values.tolist(), shown, logits)
+
+    def draft(
+        self,
+        tokens: Sequence[int],
+        counts: Sequence[int],
+        chances: Sequence[float],
+        least: Sequence[Sequence[float]],
+    ) -> list[tuple[list[int], list[int]]]:
+        return self.session.draft(tokens, counts, chances, least, torch.get_num_threads())
 
     def cut(self, counts: Sequence[int]) -> None:
         self.session.cut(counts)
