@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import logits_process, stopping_criteria
 
 from fastformer.checkpoints.hf import DECODER_FORMS, FAMILIES
-from fastformer.generation.drafts import Drafter, Odds
+from fastformer.generation.drafts import Certainty, Drafter, Odds
 from fastformer.integrations import accelerate, report
 from tests.checks import assert_accurate
 from tests.covering import by_turns
@@ -300,6 +301,7 @@ def smaller(pair: Any) -> tuple[Any, Any]:
 def test_assisted_decoding_is_plain_decoding(name, drafts, calls_of, monkeypatch):
     """Tokens, scores and draws are those without drafts, on the engine and in transformers."""
     monkeypatch.setattr(Odds, "count", lambda self, costs: min(3, len([*costs])))  # drafts of this model don't pay
+    monkeypatch.setattr(Certainty, "chances", lambda self: [math.inf])
     pair = pair_of(name, left=name in decoders.CASES)
     reports = calls_of(Drafter, "learn")
     pair.inputs = {name: value[:1] for name, value in pair.inputs.items()}
