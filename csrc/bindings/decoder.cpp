@@ -85,7 +85,7 @@ ModelOptions options_of(PyObject* d) {
   reader.optional("logit_softcap", o.logit_softcap);
   reader.optional("experts_per_token", o.experts_per_token);
   reader.optional("norm_topk_prob", o.norm_topk_prob);
-  reader.optional("fine_output", o.fine_output);
+  reader.optional("fine_decoder", o.fine_decoder);
   reader.optional("padding_idx", o.padding_idx);
   reader.optional("encoder_windows", o.encoder_windows);
   reader.optional("causal_encoder", o.causal_encoder);

@@ -99,8 +99,7 @@ void Forward::read_prompts(const Batch& batch, int threads) {
 
 const Candidates& Forward::step(const Batch& batch, const Selection& selection, int threads) {
   add_stack(model_.decoder, batch, false, threads);
-  const PackedRows& last = model_.options.output_parts() > 1 ? last_ : narrow_;
-  lm_head_.add_stages(last, batch.step_tokens(), selection, threads, candidates_, stages_);
+  lm_head_.add_stages(narrow_, batch.step_tokens(), selection, threads, candidates_, stages_);
   run_stages(stages_, threads);
   return candidates_;
 }
@@ -184,7 +183,7 @@ void Forward::join(int64_t first, int64_t index, const float* given, const Join&
   const auto store = [&](const float* states) {
     if (!adapted_.empty()) std::copy_n(states, dim, adapted_input_.data() + index * dim);
     if (how.states) std::copy_n(states, dim, how.states + row * dim);
-    else (how.rows ? *how.rows : narrow_).store(index, states);
+    else narrow_.store(index, states);
     if (how.routes && o.precision != Precision::fp32) routed_.store(index, states);
   };
   const auto take_in = [&](const Norm& norm, float* sum, float* out) {
@@ -257,13 +256,13 @@ void Forward::reserve(const Pass& pass) {
   }
   if (!adapted_.empty()) adapted_input_.reserve(pass.most * o.d_model);
   x_.reserve(pass.rows * o.d_model), context_.reserve(pass.rows * o.q_dim());
-  y_.reserve((model_.source_projection.empty() ? pass.most : pass.rows) * padded(o.d_model));
-  hidden_.reserve(pass.most * inner);
+  const int64_t parts = pass.parts(model_);
+  y_.reserve(parts * (model_.source_projection.empty() ? pass.most : pass.rows) * padded(o.d_model));
+  hidden_.reserve(parts * pass.most * inner);
   // Storing the keys and values of sources uses this buffer as well.
-  qkv_.reserve(pass.rows * padded(o.qkv_dim()));
-  narrow_.resize(pass.most, o.d_model, o.precision), heads_.resize(pass.most, o.q_dim(), o.precision);
-  wide_.resize(pass.most, d_ff, o.precision);
-  if (pass.has_fine_output(model_)) last_.resize(pass.last_rows, o.d_model, o.precision, o.output_parts());
+  qkv_.reserve(parts * pass.rows * padded(o.qkv_dim()));
+  narrow_.resize(pass.most, o.d_model, o.precision, parts), heads_.resize(pass.most, o.q_dim(), o.precision, parts);
+  wide_.resize(pass.most, d_ff, o.precision, parts);
 }
 
 // Returns the norm before a layer or, after the last layer, the final norm; null: there is none.
@@ -325,7 +324,7 @@ void Forward::add_context_product(const Pass& pass, const PackedWeight& out, Chu
 void Forward::add_join(const Pass& pass, Chunk chunk, const Norm& own, const Norm& post, Join how) {
   const ModelOptions& o = model_.options;
   if (o.norm_placement == NormPlacement::sum)
-    how = {.of_sum = &own, .states = how.states, .rows = how.rows, .routes = how.routes, .combines = how.combines};
+    how = {.of_sum = &own, .states = how.states, .routes = how.routes, .combines = how.combines};
   else if (o.has_norms_behind()) how.of_given = &post;
   add_rows(chunk.count, pass.threads, [=, this, wide = padded(o.d_model)](int64_t r) {
     if (how.combines) combine_experts(*how.combines, r);
@@ -383,7 +382,6 @@ void Forward::add_feed_forward(const Pass& pass, size_t layer, Chunk chunk) {
   add_join(pass, chunk, own, weights.post_norm2,
            {.next = first_norm(pass, layer + 1),
             .states = states,
-            .rows = pass.is_last(layer) && pass.has_fine_output(model_) ? &last_ : nullptr,
             .combines = weights.mixture ? &weights.mixture : nullptr});
 }
 

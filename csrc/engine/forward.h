@@ -116,7 +116,7 @@ class Forward {
 
     bool is_last(size_t layer) const { return layer + 1 == stack.layers.size(); }
     bool is_projected(const PackedModel& model) const { return is_encoder && !model.source_projection.empty(); }
-    bool has_fine_output(const PackedModel& model) const { return !is_encoder && model.options.output_parts() > 1; }
+    int64_t parts(const PackedModel& model) const { return is_encoder ? 1 : model.options.decoder_parts(); }
     bool attends_to_source(const PackedModel& model) const { return !is_encoder && model.options.has_encoder(); }
     template <typename F>
     void for_chunks(int64_t count, F&& add) const {
@@ -157,7 +157,6 @@ class Forward {
     const Norm* next = nullptr;         // the norm before the next sub-layer; null: it reads x unchanged
     bool reads_x_before = false;        // the next sub-layer reads x before `given` is added: a parallel residual
     float* states = nullptr;            // fp32 rows to write instead of narrow_
-    PackedRows* rows = nullptr;         // likewise
     bool routes = false;                // the next sub-layer is a mixture, whose router reads fp32
     const Mixture* combines = nullptr;  // `given` is what these experts give
   };
@@ -215,7 +214,6 @@ class Forward {
   // The operands of products: the input of a sub-layer, the outputs of all heads, the hidden rows of the feed-forward
   // network, and embeddings to be projected.
   PackedRows narrow_, heads_, wide_, embedded_, frames_[2];
-  PackedRows last_;  // of the output layer, if its rows have parts
 
   // The experts of a chunk of tokens. A pair is a token and one of its experts; pairs are sorted by expert.
   struct Choice {

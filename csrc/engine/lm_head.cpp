@@ -20,16 +20,6 @@ void insert(float value, int32_t column, int64_t k, float* values, int32_t* colu
   values[i] = value, columns[i] = column;
 }
 
-// Adds rows 2 * row and 2 * row + 1 of some columns, into row.
-void add_parts(int64_t rows, int64_t columns, float* z, int64_t ld) {
-  using V = Vec<float>;
-  for (int64_t row = 0; row < rows; ++row)
-    for (int64_t c = 0; c < columns; c += V::size) {
-      const float* parts = z + 2 * row * ld + c;
-      (V::load(parts) + V::load(parts + ld)).store(z + row * ld + c);
-    }
-}
-
 template <typename T>
 void reserve(std::vector<T>& v, int64_t n) {
   if (std::ssize(v) < n) v.resize(n);
@@ -77,7 +67,7 @@ void LmHead::add_stages(const PackedRows& states, int64_t rows, const Selection&
 
   stages.push_back({num_shards_,
                     [=, this, &states, &selection](int64_t shard) { scan_shard(shard, states, rows, selection); },
-                    gemm_work(states, rows * states.parts(), weight())});
+                    gemm_work(states, rows, weight())});
   const bool is_short = rows < 8 && !selection.choose;
   const int64_t tasks = threads == 1 || is_short ? 1 : std::min<int64_t>(rows, 4 * threads);
   stages.push_back({tasks, [=, this, &selection, &candidates](int64_t task) {
@@ -138,9 +128,8 @@ void LmHead::scan_shard(int64_t shard, const PackedRows& states, int64_t rows, c
     // Logits that no row may choose aren't computed.
     const bool computes = is_needed(from);
     for (to = from + 1; to < std::min(end, from + together) && is_needed(to) == computes;) ++to;
-    if (computes) gemm(states, stored, w, from, to, tile.data(), ld);
+    if (computes) gemm(states, rows, w, from, to, tile.data(), ld);
     else std::fill_n(tile.data(), rows * ld, kNever);
-    if (computes && states.parts() == 2) add_parts(rows, (to - from) * kPanelColumns, tile.data(), ld);
     for (int64_t row = 0; row < rows && cap > 0 && computes; ++row)
       cap_row(tile.data() + row * ld, (to - from) * kPanelColumns, 1 / cap, cap);
     for (int64_t panel = from; panel < to; ++panel) {

@@ -265,6 +265,27 @@ void multiply_panel(const Kernels& all, const RowsView& x, int64_t rows, const P
   } while (step < w.steps());
 }
 
+void multiply(const RowsView& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
+              int64_t ld) {
+  if (w.precision == Precision::int4) return gemm_int4(x, rows, w, begin, end, out, ld);
+  if (w.k > 0 && takes_tiles(w.precision, rows))
+    return (w.precision == Precision::int8 ? gemm_by_tiles<DotInt8> : gemm_by_tiles<FloatSums<128>>)(x, rows, w, begin,
+                                                                                                     end, out, ld);
+  for (int64_t p = begin; p < end; ++p, out += kPanelColumns)
+    for (int64_t first = 0; first < rows; first += kBlockRows)
+      multiply_panel(kernels(w.precision), x.from(first), std::min(kBlockRows, rows - first), w, w.panel(p),
+                     out + first * ld, ld);
+}
+
+// Adds rows 2 * row and 2 * row + 1 of a panel's columns, each of which has the bias, into row.
+void add_parts(int64_t rows, const float* bias, float* out, int64_t ld) {
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t c = 0; c < kPanelColumns; c += V::size) {
+      const float* parts = out + 2 * row * ld + c;
+      (V::load(parts) + (V::load(parts + ld) - V::load(bias + c))).store(out + row * ld + c);
+    }
+}
+
 // Calls f(begin, end) for parts of n rows of k, of whole panels.
 template <typename F>
 void for_each_part(int64_t n, int64_t k, const F& f) {
@@ -413,14 +434,9 @@ void PackedRows::copy(int64_t row, const PackedRows& from, int64_t from_row) {
 
 void gemm(const RowsView& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out, int64_t ld) {
   if (rows <= 0 || begin >= end) return;
-  if (w.precision == Precision::int4) return gemm_int4(x, rows, w, begin, end, out, ld);
-  if (w.k > 0 && takes_tiles(w.precision, rows))
-    return (w.precision == Precision::int8 ? gemm_by_tiles<DotInt8> : gemm_by_tiles<FloatSums<128>>)(x, rows, w, begin,
-                                                                                                     end, out, ld);
-  for (int64_t p = begin; p < end; ++p, out += kPanelColumns)
-    for (int64_t first = 0; first < rows; first += kBlockRows)
-      multiply_panel(kernels(w.precision), x.from(first), std::min(kBlockRows, rows - first), w, w.panel(p),
-                     out + first * ld, ld);
+  multiply(x, rows * x.parts(), w, begin, end, out, ld);
+  for (int64_t p = begin; p < end && x.parts() == 2; ++p, out += kPanelColumns)
+    add_parts(rows, reinterpret_cast<const PanelTail*>(w.panel(p) + w.steps() * kStepBytes)->bias, out, ld);
 }
 
 }  // namespace fastformer

@@ -11,8 +11,8 @@
 //          point when it is stored: x ~ scale * (byte - zero). So all bytes from 0 to 255 are used even if no value is
 //          negative, as after ReLU. The zero point times the sum of a column corrects the sums of products.
 //          AVX512_VNNI, AVX-VNNI and, without them, pmaddubsw all give the same integers. A row of x can have 16
-//          bits instead: it is stored as two rows, of its high bytes and of its low ones, whose products without a
-//          bias add up to the row's. W is read once for both.
+//          bits instead: it is stored as two rows, of its high bytes and of its low ones, whose products add up to
+//          the row's. W is read once for both.
 //   int4   x as for int8. W has a scale, and optionally a zero point, for each 32 inputs of a column; int4_kernels.h
 //          describes the layout. Rows stored for int4 can be multiplied by int8 weights as well.
 //
@@ -164,6 +164,7 @@ class RowsView {
 
   RowsView from(int64_t row) const { return {rows_, first_ + row}; }
   int64_t rows() const { return rows_.rows(); }  // of all: the stride of sums()
+  int64_t parts() const { return rows_.parts(); }
   int64_t stride() const { return rows_.stride(); }
   const char* data() const { return rows_.data() + first_ * rows_.stride(); }
   const float* scales() const { return rows_.scales() + first_; }
@@ -178,13 +179,14 @@ class RowsView {
 // Computes out[r * ld + c - 64 * begin] = x[r] . W[c] + b[c] for the first `rows` rows and the columns c of panels
 // [begin, end). It writes all 64 columns of a panel, so ld >= 64 * (end - begin). x has the k and the precision of the
 // weight, or int4 for a weight of int8. It is fastest for 1 to 64 rows, which read W once, but works for any number.
+// If the rows of x have two parts, `out` needs room for 2 * rows, and the second half of it is undefined afterwards.
 void gemm(const RowsView& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out, int64_t ld);
 
 // Estimates how long a thread takes for all panels, in units of the bytes that it could read in that time. From about
 // 12 rows on (7 for int4), multiplying takes longer than reading.
 inline double gemm_work(const RowsView& x, int64_t rows, const PackedWeight& w) {
   constexpr double kRows = 12;
-  return std::max(static_cast<double>(w.bytes()), static_cast<double>(rows * w.n * x.stride()) / kRows);
+  return std::max(static_cast<double>(w.bytes()), static_cast<double>(rows * x.parts() * w.n * x.stride()) / kRows);
 }
 
 }  // namespace fastformer

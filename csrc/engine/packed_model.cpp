@@ -180,6 +180,8 @@ PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross
     layer.norm1 = names.norm("norm1", dim), layer.norm2 = names.norm("norm2", dim);
   if (o.has_norms_behind())
     layer.post_norm1 = names.norm("post_norm1", dim), layer.post_norm2 = names.norm("post_norm2", dim);
+  if (names.find("mixture.router.weight") && o.fine_decoder)
+    throw std::invalid_argument("fine_decoder: expected a model without experts");
   if (names.find("mixture.router.weight")) layer.mixture = pack_mixture(o, names.within("mixture"));
   else layer.ff = pack_experts(o, names, 1)[0];
   return layer;
@@ -332,8 +334,6 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
   std::map<const void*, Table> tables;  // a table that both sides, or the output, share is stored once
   if (o.has_decoder()) {
     const int64_t vocab = names.rows("output", o.d_model);
-    if (o.fine_output && names.find("output_bias"))
-      throw std::invalid_argument("fine_output: expected an output layer without a bias");
     output = names.weight("output", "output_bias", 0, vocab, vocab, o.d_model, o.precision);
     const ModelTensor &shared = names.get("output"), &embedding = names.table("target_embedding", o.d_model);
     if (embedding.shape[0] < vocab) throw std::invalid_argument("expected an embedding for each output token");

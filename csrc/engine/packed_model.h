@@ -69,14 +69,14 @@ struct ModelOptions {
   bool norm_topk_prob = true;               // whether the weights of a token's experts are divided by their sum
   int64_t max_len;                          // for a model without a table of positions
   Activation activation;
-  bool fine_output = false;  // int8: the output layer, which then has no bias, reads states of 16 bits
+  bool fine_decoder = false;  // int8: the decoder's products, but for those of sources, read rows of 16 bits
 
   int64_t q_dim() const { return num_heads * head_dim; }
   int64_t kv_dim() const { return num_kv_heads * head_dim; }
   int64_t qkv_dim() const { return q_dim() + 2 * kv_dim(); }
   bool has_encoder() const { return num_encoder_layers >= 0; }
   bool has_decoder() const { return num_decoder_layers > 0; }
-  int64_t output_parts() const { return fine_output && precision == Precision::int8 ? 2 : 1; }
+  int64_t decoder_parts() const { return fine_decoder && precision == Precision::int8 ? 2 : 1; }
   bool has_norms_in_front() const {
     return norm_placement == NormPlacement::pre || norm_placement == NormPlacement::both;
   }

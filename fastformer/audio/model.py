@@ -9,11 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fastformer.checkpoints.model_bin import widened
 from fastformer.checkpoints.speech import SpeechWeights
 from fastformer.extension import extension_module, num_threads
 
 PRECISIONS = ("auto", "fp32", "bf16", "int8")
 _SLICE = 0.2  # seconds between two looks at signals
+_SHARE = 0.6  # the power of an output column's size that the norm takes over
+_ROWS = 4096  # rows of a matrix to change at once
 
 Floats = npt.NDArray[np.float32]
 
@@ -71,7 +74,11 @@ class SpeechModel:
         self._extension = extension_module()
         config = weights.config
         # One side after the other, the larger one first: fewer arrays of the file are in memory at once.
-        self._decoder = self._packed(weights.read("decoder"), config.decoder_heads, 0, config.decoder_layers)
+        decoder = weights.read("decoder")
+        if self.precision == "int8" != weights.precision:  # a file of int8 keeps its numbers
+            _even_out(decoder)
+        self._decoder = self._packed(decoder, config.decoder_heads, 0, config.decoder_layers)
+        del decoder
         encoder = self._packed(weights.read("encoder"), config.encoder_heads, config.encoder_layers, 0)
         self._encoder = self._extension.Encoder(encoder)
 
@@ -94,7 +101,7 @@ class SpeechModel:
             "decoder_windows": [-1] * decoder_layers,
             "max_len": max(config.max_frames // 2, config.max_length),
             "activation": config.activation,
-            "fine_output": True,
+            "fine_decoder": True,
         }
         return self._extension.PackedModel(options, arrays)
 
@@ -345,6 +352,24 @@ class SpeechModel:
             path = _warp(self._extension, weights, offset, len(text) + 1, median_filter_width)
             results.append(AlignmentResult(path, probabilities[0, offset : offset + len(text)].tolist()))
         return results
+
+
+def _even_out(arrays: dict[str, npt.NDArray[Any]]) -> None:
+    """Moves the sizes of the output layer's columns to the norm before it, which leaves the logits as they are.
+
+    A few columns of Whisper's are many times as large as the others, and a row of the layer has one scale in int8.
+    Larger differences between the columns of its inputs cost little, because these have 16 bits.
+    """
+    matrix = arrays["output"]
+    pieces = [slice(first, first + _ROWS) for first in range(0, len(matrix), _ROWS)]
+    largest = np.max([np.abs(widened(matrix[piece])).max(0) for piece in pieces], 0)
+    factors = np.where((largest > 0) & np.isfinite(largest), largest, 1) ** _SHARE
+    factors /= np.exp(np.log(factors).mean())  # fp16 holds the result
+    even = np.empty(matrix.shape, np.float16 if matrix.dtype == np.float16 else np.float32)
+    for piece in pieces:
+        even[piece] = widened(matrix[piece]) / factors
+    norm = {name: widened(arrays[name]) * factors for name in ("decoder.norm.weight", "decoder.norm.bias")}
+    arrays |= norm | {"output": even}
 
 
 class _Plan(NamedTuple):
