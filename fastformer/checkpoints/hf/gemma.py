@@ -1,7 +1,7 @@
 """Gemma, Gemma 2 and Gemma 3 (Gemma Team 2024, 2025), for text without pictures.
 
-Their norms multiply by 1 + weight. Here the weight is that sum: an fp32 weight is rounded once, by less than 1e-7. In
-bf16 and fp16, in which a number near 1 has fewer digits than one near 0, the sum is rounded to the dtype.
+Their norms multiply by 1 + weight. Here the weight is that sum, rounded once to the dtype that the model gets: in fp32 by
+less than 1e-7, but in bf16 and fp16, a number near 1 has fewer digits than one near 0.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _is_norm(name: str) -> bool:
 
 
 def _with_one(name: str, tensor: Tensor, config: GPTConfig) -> Tensor:
-    return (tensor.double() + 1).to(tensor.dtype) if _is_norm(name) else tensor
+    return tensor.double() + 1 if _is_norm(name) else tensor
 
 
 def _without_one(name: str, tensor: Tensor, config: GPTConfig) -> Tensor:
