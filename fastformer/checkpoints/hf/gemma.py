@@ -1,7 +1,7 @@
 """Gemma, Gemma 2 and Gemma 3 (Gemma Team 2024, 2025), for text without pictures.
 
-Their norms multiply by 1 + weight. Here the weight is that sum, rounded once to the dtype that the model gets: in fp32 by
-less than 1e-7, but in bf16 and fp16, a number near 1 has fewer digits than one near 0.
+Their norms multiply by 1 + weight. Here the weight is that sum, rounded once to the dtype that the model gets: in fp32
+by less than 1e-7, but in bf16 and fp16, a number near 1 has fewer digits than one near 0.
 """
 
 from __future__ import annotations
