@@ -16,6 +16,7 @@ from packaging.specifiers import SpecifierSet
 
 import fastformer
 from tests.docs.workshop import workshop
+from tests.frozen.names import public_names
 from tests.training.tiny import write_pairs
 
 ROOT = Path(__file__).parent.parent
@@ -60,6 +61,14 @@ def test_every_exported_name_is_there() -> None:
     assert all(getattr(fastformer, name) is not None for name in fastformer.__all__)
     with pytest.raises(AttributeError, match="'Tranformer'"):
         fastformer.Tranformer  # noqa: B018
+
+
+@pytest.mark.parametrize("package", ["fastformer", "fastformer.generation"])
+def test_a_star_imports_what_is_public(package) -> None:
+    found: dict[str, object] = {}
+    exec(f"from {package} import *", found)
+    assert {*public_names(package)} - {"__version__"} <= {*found}
+    assert {*found} - {"__builtins__"} <= {*public_names(package)}
 
 
 def test_an_installation_is_typed(tmp_path) -> None:

@@ -24,6 +24,26 @@ if TYPE_CHECKING:
     from fastformer.generation.translator import Translator as Translator
     from fastformer.plots import draw_attention as draw_attention
 
+__all__ = [
+    "AsyncGenerator",
+    "AsyncTranslator",
+    "Chat",
+    "ChatTemplate",
+    "Ensemble",
+    "GenerateOutput",
+    "GenerationConfig",
+    "GenerationSettings",
+    "Generator",
+    "Sentence",
+    "TextStreamer",
+    "Translator",
+    "draw_attention",
+    "generate",
+    "repack",
+    "score",
+    "split_sentences",
+]
+
 # Loaded on first use: a session of speech and the options of decoding don't need PyTorch.
 _NAMES = {
     "repack": "engine.frozen",
@@ -54,4 +74,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_NAMES})
+    return sorted({*globals(), *__all__})
