@@ -201,7 +201,7 @@ class Variant(NamedTuple):
         return {"window_size": size, **({} if all(layers) else {"window_layers": layers})}
 
     def _rope(self, settings: Mapping[str, Any], has_windows: bool) -> dict[str, Any]:
-        if self.rope and not (settings.get("rope_parameters") or settings.get("rope_scaling")):
+        if self.rope and settings.get("rope_parameters") is None and not settings.get("rope_scaling"):
             settings = {**settings, "rope_parameters": self.rope}
         rope = read_rope(settings, layers=FULL, base=self.base, fraction=self.fraction, names=self.rope_names)
         if "rotary_fraction" in rope and not self.partial:
