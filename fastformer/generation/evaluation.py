@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING, cast
@@ -53,7 +54,9 @@ class Evaluation:
     """
 
     def __init__(self, model: Model) -> None:
-        self._modules = modules_of(cast("nn.Module", model)) if hasattr(model, "_modules") else []
+        # Unless PyTorch is imported, no model is a module of it.
+        module = getattr(sys.modules.get("torch.nn"), "Module", ())
+        self._modules = modules_of(cast("nn.Module", model)) if isinstance(model, module) else []
         self._own: dict[int, nn.Module] = {}  # the modules whose counts in `_held` include this object
 
     def hold(self) -> None:

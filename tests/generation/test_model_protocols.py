@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -176,3 +177,21 @@ def test_one_part_without_values_is_named() -> None:
     model.decoder.layers[1].linear1.to("meta")
     with pytest.raises(ValueError, match=r"'decoder.layers.1.linear1.weight' on the device meta"):
         generate(model, [[5, 6]])
+
+
+class Around:
+    """A model that is no module, but has the attributes of one."""
+
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: nn.Module) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def test_a_model_around_a_module_decodes() -> None:
+    model = tiny(GPT, dropout=0.0).train()
+    options: dict[str, Any] = {"max_new_tokens": 4, "engine": "kv_cache"}
+    assert torch.equal(generate(Around(model), [[5, 6]], **options), generate(model, [[5, 6]], **options))
