@@ -137,6 +137,9 @@ def main(arguments: list[str] | None = None) -> int:
         for text in options.text:
             lengths = [num_new(row, _PROMPT) if text == "new" else len(row) - _PROMPT for row in whole]
             chosen = [(row[:_PROMPT], length) for row, length in zip(whole, lengths, strict=True) if length >= _LEAST]
+            if not chosen:
+                print(f"{precision}, {text}: no text of at least {_LEAST} tokens")
+                continue
             total = sum(length for _, length in chosen)
             before = drafting.stats()
             seconds: dict[str, list[float]] = {provider: [] for provider in PROVIDERS}
