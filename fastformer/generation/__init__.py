@@ -6,23 +6,23 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fastformer.engine.frozen import repack as repack
-    from fastformer.generation.async_generator import AsyncGenerator as AsyncGenerator
-    from fastformer.generation.async_translator import AsyncTranslator as AsyncTranslator
-    from fastformer.generation.chat import Chat as Chat
-    from fastformer.generation.chat_template import ChatTemplate as ChatTemplate
-    from fastformer.generation.config import GenerationConfig as GenerationConfig
-    from fastformer.generation.config import GenerationSettings as GenerationSettings
-    from fastformer.generation.ensemble import Ensemble as Ensemble
-    from fastformer.generation.generating import GenerateOutput as GenerateOutput
-    from fastformer.generation.generating import generate as generate
-    from fastformer.generation.generator import Generator as Generator
-    from fastformer.generation.scoring import score as score
-    from fastformer.generation.sentences import Sentence as Sentence
-    from fastformer.generation.sentences import split_sentences as split_sentences
-    from fastformer.generation.streaming import TextStreamer as TextStreamer
-    from fastformer.generation.translator import Translator as Translator
-    from fastformer.plots import draw_attention as draw_attention
+    from fastformer.generation.names import AsyncGenerator as AsyncGenerator
+    from fastformer.generation.names import AsyncTranslator as AsyncTranslator
+    from fastformer.generation.names import Chat as Chat
+    from fastformer.generation.names import ChatTemplate as ChatTemplate
+    from fastformer.generation.names import Ensemble as Ensemble
+    from fastformer.generation.names import GenerateOutput as GenerateOutput
+    from fastformer.generation.names import GenerationConfig as GenerationConfig
+    from fastformer.generation.names import GenerationSettings as GenerationSettings
+    from fastformer.generation.names import Generator as Generator
+    from fastformer.generation.names import Sentence as Sentence
+    from fastformer.generation.names import TextStreamer as TextStreamer
+    from fastformer.generation.names import Translator as Translator
+    from fastformer.generation.names import draw_attention as draw_attention
+    from fastformer.generation.names import generate as generate
+    from fastformer.generation.names import repack as repack
+    from fastformer.generation.names import score as score
+    from fastformer.generation.names import split_sentences as split_sentences
 
 __all__ = [
     "AsyncGenerator",
@@ -44,32 +44,15 @@ __all__ = [
     "split_sentences",
 ]
 
-# Loaded on first use: a session of speech and the options of decoding don't need PyTorch.
-_NAMES = {
-    "repack": "engine.frozen",
-    "AsyncGenerator": "generation.async_generator",
-    "AsyncTranslator": "generation.async_translator",
-    "Chat": "generation.chat",
-    "ChatTemplate": "generation.chat_template",
-    "GenerationConfig": "generation.config",
-    "GenerationSettings": "generation.config",
-    "Ensemble": "generation.ensemble",
-    "GenerateOutput": "generation.generating",
-    "generate": "generation.generating",
-    "Generator": "generation.generator",
-    "score": "generation.scoring",
-    "Sentence": "generation.sentences",
-    "split_sentences": "generation.sentences",
-    "TextStreamer": "generation.streaming",
-    "Translator": "generation.translator",
-    "draw_attention": "plots",
-}
-
 
 def __getattr__(name: str) -> object:
-    if name not in _NAMES:
+    """Loads all names on first use of one, by one import: threads that use different ones first would meet in cycles.
+
+    A session of speech and the options of decoding don't need PyTorch, which the names do.
+    """
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"fastformer.{_NAMES[name]}"), name)
+    value = globals()[name] = getattr(importlib.import_module("fastformer.generation.names"), name)
     return value
 
 
