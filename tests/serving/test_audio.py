@@ -103,6 +103,12 @@ def test_a_translation_is_another_text(path, text) -> None:
     assert response.json()["task"] == "translate" and response.json()["text"] != text
 
 
+@pytest.mark.parametrize("route", [TRANSCRIPTIONS, TRANSLATIONS])
+def test_a_prompt_is_read(path, route) -> None:
+    texts = [asked(path, {"prompt": prompt}, route=route).json()["text"] for prompt in ("", "a b c d")]
+    assert texts[0] != texts[1]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
