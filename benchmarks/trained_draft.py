@@ -104,8 +104,7 @@ def num_new(row: list[int], begun: int) -> int:
 def trained_pair(options: argparse.Namespace) -> tuple[GPT, GPT, Tokenizer]:
     """Returns the model, its draft model and their tokenizer, trained unless the folder has them."""
     folder: Path = options.folder
-    if not (folder / "held_out").exists():
-        write_sources(folder)
+    write_sources(folder)
     held_out = str(folder / "held_out")
     train(
         folder / "model", options.dim, options.layers, train_text=str(folder / "train"), val_text=held_out,

@@ -3,8 +3,8 @@
 A request's search chooses from the model's logits as always, token by token, and continues with the next ones that were
 computed as long as it chooses what was drafted. The tokens are therefore those without drafts, whatever the search, its
 processors and its ends; sampling draws the same numbers, and accepts a draft with the probability that the model gives
-it. Log-probabilities are the same, too, bit for bit, but for those of a request with min_new_tokens: the search in C++
-and the processor in Python add them up in different orders.
+it. Log-probabilities are the same, too, bit for bit, but for those of a request with min_new_tokens: their last bits
+may differ.
 
 A draft comes from the text so far (`PromptLookup`), from a smaller model (`DraftModel`), or from a constraint where it
 leaves no choice (`Matcher.forced`), so that its tokens are certain. A `Drafter` decides how many tokens to draft for
