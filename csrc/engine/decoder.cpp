@@ -279,7 +279,8 @@ std::vector<Draft> Session::draft(const Ids& tokens, const Places& counts, const
   std::vector<float> sums(counts.size());
   const auto last = static_cast<int32_t>(chances.size()) - 1;
   Ids next = tokens;
-  for (Places each = counts; !next.empty();) {
+  Places each = counts;
+  do {
     const Candidates& best = step(next, each, {1, true, {}}, threads);
     next.clear();
     int64_t end = 0;
@@ -296,7 +297,7 @@ std::vector<Draft> Session::draft(const Ids& tokens, const Places& counts, const
         each[i] = 1;
       }
     }
-  }
+  } while (!next.empty());
   return drafts;
 }
 

@@ -362,6 +362,9 @@ def test_a_draft_goes_on_while_it_is_probably_right() -> None:
     assert [draft for draft, _ in drafts] == [rows[0][3:4], rows[1][:1], rows[2][3:4]]
     with pytest.raises(ValueError, match="limit"):
         batch.draft([5], [1, 0, 0], sure, [[], [], []])
+    for counts in ([1, 1, 0], [0, 0, 0]):
+        with pytest.raises(ValueError, match="tokens for each row"):
+            batch.draft([], counts, sure, [[-9.0] * 3] * 3)
 
 
 def test_what_a_model_is_sure_of_is_drafted_only_while_it_is_right() -> None:
