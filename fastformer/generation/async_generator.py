@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import functools
+import logging
 import operator
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing_extensions import Unpack
 from fastformer.generation.chat import MAX_NEW_TOKENS
 from fastformer.generation.chat_template import ChatTemplate, Message, TemplateTokenizer
 from fastformer.generation.config import CacheDtype, GenerationConfig, GenerationOptions, Precision
-from fastformer.generation.constraints import Grammar, Triggers, Vocabulary, is_installed
+from fastformer.generation.constraints import Grammar, Triggers, Vocabulary, is_installed, why_broken
 from fastformer.generation.drafts import DraftModel
 from fastformer.generation.engines import choose_engine
 from fastformer.generation.evaluation import evaluating
@@ -38,6 +39,8 @@ from fastformer.generation.streaming import (
 )
 from fastformer.settings import Count, check_value
 from fastformer.special_ids import SpecialIds
+
+logger = logging.getLogger("fastformer")
 
 Prompt: TypeAlias = str | Sequence[int]
 
@@ -246,8 +249,11 @@ class AsyncGenerator(Session[Request]):
     def can_constrain(self) -> bool:
         """Whether texts can be constrained: the library is installed, and the bytes of the model's tokens are known.
 
-        It may take long at first, to find the bytes; see `aside`.
+        It may take long at first, to find the bytes; see `aside`. The log says if the library is installed in vain.
         """
+        if (reason := why_broken()) is not None:
+            logger.error("calls of tools that the model begins by itself may break their schemas: %s", reason)
+            return False
         try:
             return is_installed() and getattr(self.tokenizer, "token_bytes", None) is not None
         except ValueError:  # the tokenizer doesn't know them

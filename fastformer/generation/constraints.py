@@ -30,6 +30,7 @@ _MOST_FORCED = 1024  # the texts whose tokens a vocabulary remembers
 _PREFIXES = ("\n", "=", "a")  # texts in front of a text that a tokenizer would else begin with a space
 _SPACE = b" \t\r\n"
 _BETWEEN = _SPACE + b"[],;"  # a model may write it between calls
+_USED = ("LLMatcher", "LLParserLimits", "LLTokenizer", "TokenizerWrapper", "grammar_from")  # names of the library
 _vocabularies: weakref.WeakKeyDictionary[Any, Vocabulary] = weakref.WeakKeyDictionary()
 
 
@@ -400,17 +401,28 @@ def _grammar_of(constraint: Constraint, library: ModuleType) -> str:
 
 
 def is_installed() -> bool:
-    """Whether the library that computes constraints is there."""
+    """Whether the library that computes constraints is there, even if it can't be imported."""
     return find_spec("llguidance") is not None
+
+
+def why_broken() -> str | None:
+    """Returns why the library can't be used, although it is installed; None: it can, or it is not installed."""
+    try:
+        _library()
+    except ImportError as error:
+        return str(error) if is_installed() else None
+    return None
 
 
 def _library() -> ModuleType:
     try:
         import llguidance
-    except ImportError as error:
+    except Exception as error:  # a damaged library may raise any
         if is_installed():
             raise ImportError(f"the llguidance library is installed, but can't be imported: {error}") from error
         raise ImportError(
             "a schema, a regex, choices or a grammar needs the llguidance library: pip install 'fastformer[structured]'"
         ) from error
+    if missing := [name for name in _USED if not hasattr(llguidance, name)]:
+        raise ImportError(f"the llguidance library is installed, but in a version without {missing[0]}")
     return llguidance

@@ -31,6 +31,7 @@ SCHEMA = {
     "required": ["kind", "count"],
     "additionalProperties": False,
 }
+TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
 NAMED = {"type": "json_schema", "json_schema": {"name": "seen", "strict": True, "schema": SCHEMA}}
 
 
@@ -165,8 +166,11 @@ async def test_a_constraint_is_compiled_once_whatever_comes_between(route, folde
     assert not threads
 
 
-async def test_a_library_that_cannot_be_imported_is_the_servers_fault(folder, tmp_path, monkeypatch, caplog) -> None:
-    (tmp_path / "llguidance.py").write_text("raise ImportError('libmissing.so: cannot open shared object file')\n")
+@pytest.mark.parametrize("damage", ["raise ImportError('libmissing.so')", "raise OSError('libmissing.so')", "__file__"])
+async def test_a_library_that_cannot_be_imported_is_the_servers_fault(
+    damage, folder, tmp_path, monkeypatch, caplog
+) -> None:
+    (tmp_path / "llguidance.py").write_text(f"{damage}\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "llguidance", raising=False)
     async with serving(open_service(folder)) as here:
@@ -174,7 +178,13 @@ async def test_a_library_that_cannot_be_imported_is_the_servers_fault(folder, tm
             answer = await here.post("/v1/chat/completions", json={"messages": ASKED, "regex": TIME})
         assert answer.status_code == 500, answer.text
         logged = caplog.text
-        assert "llguidance" in logged and "libmissing.so" in logged
+        assert "llguidance" in logged and ("libmissing.so" if "raise" in damage else "LLMatcher") in logged
+        caplog.clear()
+        for _ in range(2):  # the model decides whether it calls the tool, and so needs no library
+            body = {"messages": ASKED, "tools": [TOOL], "max_tokens": 2, "seed": 1}
+            answer = await here.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+        assert caplog.text.count("llguidance") == 1, "told once"
         monkeypatch.setitem(sys.modules, "llguidance", None)  # not installed
         answer = await here.post("/v1/chat/completions", json={"messages": ASKED, "regex": TIME})
     assert answer.status_code == 400 and "structured" in answer.json()["error"]["message"]
