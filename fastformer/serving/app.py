@@ -178,24 +178,24 @@ class _Paths:
 def _add_state_routes(app: FastAPI, service: Service, limits: Limits) -> None:
     traffic: Traffic = app.state.traffic
 
-    @app.get("/health", response_model=None)
+    @app.get("/health")
     async def health() -> Response:
         """Returns 200 as long as the model can answer; an orchestrator restarts a server that fails here."""
         return answer({"status": "ok"}) if service.session.is_alive else answer({"status": "failed"}, 503)
 
-    @app.get("/ready", response_model=None)
+    @app.get("/ready")
     async def ready() -> Response:
         """Returns 200 as long as the server accepts new requests; otherwise a load balancer chooses other servers."""
         if not service.session.is_alive:
             return answer({"status": "failed"}, 503)
         return answer({"status": "ready"}) if traffic.is_ready else answer({"status": "ending"}, 503)
 
-    @app.get("/metrics", response_model=None, response_class=PlainTextResponse)
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Returns counters and times for Prometheus."""
         return Response(app.state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/v1/info", response_model=None)
+    @app.get("/v1/info")
     async def info() -> Response:
         """Describes the model that is served and its limits."""
         fields = {"model": service.name, "kind": service.kind, "version": __version__, "limits": asdict(limits)}

@@ -136,7 +136,7 @@ def router(service: Service, limits: Limits) -> APIRouter:
 
 
 def _add_embeddings(routes: APIRouter, service: EmbedService, limits: Limits) -> None:
-    @routes.post("/v1/embeddings", response_model=None, responses={200: {"model": Embeddings}, **ERRORS})
+    @routes.post("/v1/embeddings", responses={200: {"model": Embeddings}, **ERRORS})
     async def embeddings(body: EmbeddingsBody, http: Request) -> Response:
         """Returns the embeddings of texts."""
         check_body(body, service.models)
@@ -212,7 +212,7 @@ def _embedded_texts(given: str | list[Any]) -> list[str]:
 
 
 def _add_vectors(routes: APIRouter, service: MultiVectorService, limits: Limits) -> None:
-    @routes.post("/v1/multi-vector", response_model=None, responses={200: {"model": TokenVectors}, **ERRORS})
+    @routes.post("/v1/multi-vector", responses={200: {"model": TokenVectors}, **ERRORS})
     async def multi_vector(body: VectorsBody, http: Request) -> Response:
         """Returns a vector for each token of texts."""
         check_body(body, service.models)

@@ -85,7 +85,7 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
     codes, errors = service.codes, error_schemas(ErrorBody)
 
     @routes.post(
-        "/translate", response_model=None, openapi_extra=_body(TranslateBody),
+        "/translate", openapi_extra=_body(TranslateBody),
         responses={200: {"model": TranslatedBody}, **errors},
     )  # fmt: skip
     async def translate(http: Request) -> Response:
@@ -119,7 +119,7 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
         return answer(_told(ask, whole, detected))
 
     @routes.post(
-        "/detect", response_model=None, openapi_extra=_body(DetectBody),
+        "/detect", openapi_extra=_body(DetectBody),
         responses={200: {"model": list[DetectedBody]}, **errors},
     )  # fmt: skip
     async def detect(http: Request) -> Response:
@@ -132,12 +132,12 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
 
     known: dict[int | str, dict[str, Any]] = {status: errors[status] for status in (401, 503)}
 
-    @routes.get("/languages", response_model=None, responses={200: {"model": list[LanguageBody]}, **known})
+    @routes.get("/languages", responses={200: {"model": list[LanguageBody]}, **known})
     async def languages() -> Response:
         """Returns the languages, each with the languages that it can be translated into."""
         return answer(codes.entries())
 
-    @routes.get("/frontend/settings", response_model=None, responses=known)
+    @routes.get("/frontend/settings", responses=known)
     async def settings(http: Request) -> Response:
         """Returns the settings that a web page needs."""
         source, target = codes.defaults()

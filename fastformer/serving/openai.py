@@ -49,7 +49,7 @@ def router(service: Service, limits: Limits) -> APIRouter:
 def _add_completions(routes: APIRouter, service: GenerateService, limits: Limits) -> None:
     responses: dict[int | str, Any] = {200: {"model": TextCompletion, **STREAMED}, **ERRORS}
 
-    @routes.post("/v1/completions", response_model=None, responses=responses)
+    @routes.post("/v1/completions", responses=responses)
     async def completions(body: CompletionBody, http: Request) -> Response:
         """Continues prompts."""
         check_body(body, service.models)

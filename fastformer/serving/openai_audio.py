@@ -79,7 +79,7 @@ def router(service: Service, limits: Limits) -> APIRouter:
     routes = APIRouter()
     known: dict[int | str, Any] = {200: {"model": Transcription, "content": {"text/plain": {}, **EVENTS}}, **ERRORS}
 
-    @routes.post("/v1/audio/transcriptions", response_model=None, responses=known)
+    @routes.post("/v1/audio/transcriptions", responses=known)
     async def transcriptions(
         body: Annotated[TranscriptionBody, Form(media_type="multipart/form-data")], http: Request
     ) -> Response:
@@ -91,7 +91,7 @@ def router(service: Service, limits: Limits) -> APIRouter:
         options = {"language": body.language, "batch_size": batch_size, "word_timestamps": words}
         return await _answered(body, http, service, limits, options, body.stream)
 
-    @routes.post("/v1/audio/translations", response_model=None, responses=known)
+    @routes.post("/v1/audio/translations", responses=known)
     async def translations(
         body: Annotated[TranslationBody, Form(media_type="multipart/form-data")], http: Request
     ) -> Response:

@@ -269,12 +269,12 @@ class ToolBody(Body):
 
 
 def _countable(messages: Any) -> Any:
-    """Refuses too many messages, or parts of them, before each is read: that would take a second for a large body."""
+    """Refuses too many parts of messages before each is read: that would take a second for a large body."""
     if isinstance(messages, list):
         contents = [one.get("content") for one in messages if isinstance(one, dict)]
         parts = sum(len(content) for content in contents if isinstance(content, list))
-        if max(len(messages), parts) > _MOST_MESSAGES:
-            raise PydanticCustomError("too_long", f"expected at most {_MOST_MESSAGES:,} messages, and parts of them")
+        if parts > _MOST_MESSAGES:
+            raise PydanticCustomError("too_long", f"expected at most {_MOST_MESSAGES:,} parts of messages")
     return messages
 
 

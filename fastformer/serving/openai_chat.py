@@ -79,7 +79,7 @@ def add_chat(routes: APIRouter, service: GenerateService, limits: Limits) -> Non
     template = service.session.template
     reasoning = None if template is None else reasoning_of(template.source)
 
-    @routes.post("/v1/chat/completions", response_model=None, responses=responses)
+    @routes.post("/v1/chat/completions", responses=responses)
     async def chat(body: ChatBody, http: Request) -> Response:
         """Answers in a chat."""
         check_body(body, service.models)

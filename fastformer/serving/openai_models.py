@@ -25,12 +25,12 @@ def router(service: Service, limits: Limits) -> APIRouter:
     }
     known: dict[int | str, Any] = {status: ERRORS[status] for status in (401, 404, 503)}
 
-    @routes.get("/v1/models", response_model=None, responses={200: {"model": ModelsBody}, **known})
+    @routes.get("/v1/models", responses={200: {"model": ModelsBody}, **known})
     async def models() -> Response:
         """Lists the model that is served, and its adapters."""
         return answer({"object": "list", "data": [*described.values()]})
 
-    @routes.get("/v1/models/{name:path}", response_model=None, responses={200: {"model": ModelBody}, **known})
+    @routes.get("/v1/models/{name:path}", responses={200: {"model": ModelBody}, **known})
     async def one_model(name: str) -> Response:
         """Describes the model of a name."""
         check_model(name, service.models)

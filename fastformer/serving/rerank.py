@@ -85,7 +85,7 @@ def router(service: Service, limits: Limits) -> APIRouter:
 
     responses: dict[int | str, dict[str, Any]] = {200: {"model": Ranking}, **ERRORS}
     for path in ("/v1/rerank", "/v2/rerank", *(["/rerank"] if isinstance(service, MultiVectorService) else [])):
-        routes.add_api_route(path, rerank, methods=["POST"], response_model=None, responses=responses)
+        routes.add_api_route(path, rerank, methods=["POST"], responses=responses)
     return routes
 
 

@@ -203,7 +203,7 @@ def router(service: Service, limits: Limits) -> APIRouter:
 def _add_embed(routes: APIRouter, service: EmbedService, limits: Limits) -> None:
     _add_info(routes, service, limits, {"embedding": {"pooling": service.encoder.pooling}})
 
-    @routes.post("/embed", response_model=None, responses={200: {"model": list[list[float]]}, **ERRORS})
+    @routes.post("/embed", responses={200: {"model": list[list[float]]}, **ERRORS})
     async def embed(body: EmbedBody, http: Request) -> Response:
         """Returns the embeddings of texts."""
         texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
@@ -227,7 +227,7 @@ def _add_embed(routes: APIRouter, service: EmbedService, limits: Limits) -> None
 def _add_sparse(routes: APIRouter, service: EmbedService, limits: Limits) -> None:
     responses: dict[int | str, Any] = {200: {"model": list[list[SparseValue]]}, **ERRORS}
 
-    @routes.post("/embed_sparse", response_model=None, responses=responses)
+    @routes.post("/embed_sparse", responses=responses)
     async def embed_sparse(body: SparseBody, http: Request) -> Response:
         """Returns the weights of words in texts, of a SPLADE."""
         texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
@@ -247,7 +247,7 @@ def _add_predict(routes: APIRouter, service: RankService, limits: Limits) -> Non
 
     responses: dict[int | str, Any] = {200: {"model": list[Prediction] | list[list[Prediction]]}, **ERRORS}
 
-    @routes.post("/predict", response_model=None, responses=responses)
+    @routes.post("/predict", responses=responses)
     async def predict(body: PredictBody, http: Request) -> Response:
         """Returns the classes of texts or pairs."""
         is_one, inputs = _inputs(body.inputs)
@@ -266,7 +266,7 @@ def _add_predict(routes: APIRouter, service: RankService, limits: Limits) -> Non
 
 
 def _add_rerank(routes: APIRouter, service: RankService, limits: Limits) -> None:
-    @routes.post("/rerank", response_model=None, responses={200: {"model": list[Rank] | Ranking}, **ERRORS})
+    @routes.post("/rerank", responses={200: {"model": list[Rank] | Ranking}, **ERRORS})
     async def rerank(body: RankBody, http: Request) -> Response:
         """Ranks texts by how well they answer a query, the best first; with documents, as /v1/rerank does."""
         if isinstance(body, DocumentsBody):
@@ -303,7 +303,7 @@ def _add_info(routes: APIRouter, service: EmbedService | RankService, limits: Li
     ).model_dump()
     known: dict[int | str, Any] = {status: ERRORS[status] for status in (401, 503)}
 
-    @routes.get("/info", response_model=None, responses={200: {"model": Info}, **known})
+    @routes.get("/info", responses={200: {"model": Info}, **known})
     async def of_model() -> Response:
         """Describes the model and its limits."""
         return answer(info)

@@ -108,7 +108,7 @@ def router(service: Service, limits: Limits) -> APIRouter:
     assert isinstance(service, GenerateService)
     responses: dict[int | str, Any] = {200: {"model": Generated, **_STREAMED}, **ERRORS}
 
-    @routes.post("/generate", response_model=None, responses=responses)
+    @routes.post("/generate", responses=responses)
     async def generate(body: GenerateBody, http: Request) -> Response:
         """Continues a text."""
         options = _options(body, service, limits)

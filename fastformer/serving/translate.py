@@ -88,7 +88,7 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
 
     responses: dict[int | str, Any] = {200: {"model": Translated | TranslatedTexts, **_STREAMED}}
 
-    @routes.post("/v1/translate", response_model=None, responses=responses | error_schemas(ErrorBody))
+    @routes.post("/v1/translate", responses=responses | error_schemas(ErrorBody))
     async def translate(ask: Ask, http: Request) -> Response:
         """Translates a text, or a list of texts."""
         deadline = service.deadline(ask.timeout)
