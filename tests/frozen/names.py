@@ -1,5 +1,5 @@
-"""Lists the public names with their signatures, the flags of the commands, the fields of the server's requests, and the
-state_dict of a tiny model of each class.
+"""Lists the public names with their signatures, the flags of the commands, and the state_dict of a tiny model of each
+class.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,6 +125,14 @@ def missing(frozen: dict[str, Any] | str, now: dict[str, Any] | str, name: str) 
     return found
 
 
+def lost(frozen: Any, now: Any, place: str = "") -> list[str]:
+    """Returns the places of what is gone, different or new."""
+    if isinstance(frozen, dict) and isinstance(now, dict):
+        parts = [(f"{place} {name}", frozen.get(name), now.get(name)) for name in {**frozen, **now}]
+        return [one for name, each, other in parts for one in lost(each, other, name)]
+    return [] if frozen == now else [f"{place}: was {frozen}, is {now}"]
+
+
 def changed_parameters(frozen: dict[str, str], now: dict[str, str], where: str) -> list[str]:
     """Returns the changes of a callable that would break working calls. New optional parameters don't."""
     found = [
@@ -153,26 +160,6 @@ def flags_now() -> dict[str, dict[str, str]]:
             if f"--{name}" in actions
         }
     return dict(sorted(found.items()))
-
-
-def fields_of(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the fields of the bodies of requests in a schema of OpenAPI, with their types, bounds and defaults."""
-    bodies = {
-        content["schema"]["$ref"].rpartition("/")[2]
-        for methods in schema["paths"].values()
-        for content in methods.get("post", {}).get("requestBody", {}).get("content", {}).values()
-        if "$ref" in content["schema"]
-    }
-    described = {name: each for name, each in schema["components"]["schemas"].items() if "properties" in each}
-    inner = {name for name in described if any(f'/{name}"' in json.dumps(described[body]) for body in bodies)}
-    return {
-        name: {
-            field: {key: value for key, value in each.items() if key not in ("title", "description")}
-            | {"required": field in described[name].get("required", ())}
-            for field, each in described[name]["properties"].items()
-        }
-        for name in sorted(bodies | inner)
-    }
 
 
 def state_dicts_now() -> dict[str, dict[str, list[int]]]:

@@ -1,5 +1,5 @@
-"""Lists what a server of each kind of model tells about itself, what its routes take and answer, and which values of
-the fields of other servers ask for nothing.
+"""Lists what a server of each kind of model tells about itself, what its routes take and answer, the types, bounds and
+defaults of the fields of both, and which values of the fields of other servers ask for nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from fastapi.testclient import TestClient
 from fastformer.serving import make_app, open_service
 from fastformer.serving.embeddings import EmbeddingsBody
 from fastformer.serving.openai_audio import TranslationBody
-from fastformer.serving.openai_bodies import Body, ChatBody, CompletionBody, unsupported_field
+from fastformer.serving.openai_bodies import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    MessageBody,
+    StreamOptions,
+    unsupported_field,
+)
 from fastformer.serving.rerank import DocumentsBody
 from fastformer.serving.tei import EmbedBody
 from fastformer.serving.tgi import GenerateBody, Parameters
@@ -28,6 +35,8 @@ BODIES: dict[type[Body], dict[str, Any]] = {
     ChatBody: {"messages": [{"role": "user", "content": "a"}]},
     GenerateBody: {"inputs": "a"},
     Parameters: {},
+    MessageBody: {"role": "user", "content": "a"},
+    StreamOptions: {},
     EmbeddingsBody: {"input": "a"},
     EmbedBody: {"inputs": "a"},
     DocumentsBody: {"query": "a", "documents": ["b"]},
@@ -41,6 +50,7 @@ VALUES: tuple[Any, ...] = (
 # What no test can promise, and routes that answer with a page or with counts.
 VARIES = ("version", "created", "sha", "docker_label", "model_sha")
 OTHERS = ("/", "/metrics", "/openapi.json")
+OF_FASTAPI = ("HTTPValidationError", "ValidationError")
 
 
 def folders(folder: Path) -> dict[str, Path]:
@@ -58,20 +68,34 @@ def _kept(value: Any) -> Any:
     return [_kept(each) for each in value] if isinstance(value, list) else value
 
 
-def _kinds(content: dict[str, Any]) -> dict[str, str]:
-    """Returns the names of the schemas, or of the properties of one without a name, by the kind of the content."""
+def _kinds(content: dict[str, Any]) -> dict[str, Any]:
+    """Returns the names of the schemas, or the fields of one without a name, by the kind of the content."""
     found = {}
     for kind, each in content.items():
         names = re.findall(r"#/components/schemas/(?:\w+__)?(\w+)", json.dumps(each))
-        found[kind] = " | ".join(names or each.get("schema", {}).get("properties", ()))
+        found[kind] = " | ".join(names) or _fields(each.get("schema", {}))
     return found
 
 
+def _fields(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a schema with their types, bounds and defaults."""
+    return {
+        field: {key: value for key, value in each.items() if key not in ("title", "description")}
+        | {"required": field in schema.get("required", ())}
+        for field, each in schema.get("properties", {}).items()
+    }
+
+
 def served_now(folder: Path) -> dict[str, Any]:
-    """Returns the answers of a folder's server to GET, and of each of its routes what it takes and answers."""
+    """Returns the answers of a folder's server to GET, and of each of its routes what it takes and answers.
+
+    The fields of the schemas that several routes have are beside the routes.
+    """
     names = {"source_lang": "en", "target_lang": "de"} if folder.name == "tiny-translator" else {}
     app = make_app(open_service(folder, **names))
-    schema, found = app.openapi(), {}
+    schema = app.openapi()
+    schemas = {name: each for name, each in schema["components"]["schemas"].items() if name not in OF_FASTAPI}
+    found = {f"schema {name}": _fields(each) for name, each in schemas.items()}
     with TestClient(app) as client:
         for path, methods in schema["paths"].items():
             for method, route in methods.items():
@@ -87,10 +111,10 @@ def served_now(folder: Path) -> dict[str, Any]:
     return found
 
 
-def idle_now(kind: type[Body], fields: set[str]) -> dict[str, str]:
+def idle_now(kind: type[Body]) -> dict[str, str]:
     """Returns the values of further fields that a body accepts, since they ask for nothing."""
     found = {}
-    for name in sorted(fields | {*kind.unsupported} - {*kind.model_fields}):
+    for name in sorted({*kind.unsupported} - {*kind.model_fields}):
         bodies = ((value, kind.model_validate({**BODIES[kind], name: value})) for value in (None, *VALUES))
         found[name] = json.dumps([value for value, body in bodies if unsupported_field(body) is None])
     return found

@@ -12,8 +12,8 @@ pytest.importorskip("httpx", reason="the httpx library is not installed")
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
 
 from tests.frozen.edges import edges_now, fields_of  # noqa: E402
+from tests.frozen.names import lost  # noqa: E402
 from tests.frozen.odd import FOLDERS, KINDS, settings_now  # noqa: E402
-from tests.frozen.test_served import lost  # noqa: E402
 from tests.frozen.write import EDGES, ODD  # noqa: E402
 from tests.serving import models  # noqa: E402
 from tests.serving.test_fields import CASES  # noqa: E402

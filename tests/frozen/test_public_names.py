@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.frozen.names import described, flags_now, missing, state_dicts_now
+from tests.frozen.names import described, flags_now, lost, missing, state_dicts_now
 from tests.frozen.write import FLAGS, NAMES, STATE_DICTS
 
 FROZEN = json.loads(NAMES.read_text())
@@ -27,13 +27,7 @@ def test_public_names_still_exist(package) -> None:
 
 
 def test_flags_have_their_bounds_and_defaults() -> None:
-    frozen, now = json.loads(FLAGS.read_text()), flags_now()
-    changes = [
-        f"{command} --{flag}: was {value}, is {now[command].get(flag)}"
-        for command, flags in frozen.items()
-        for flag, value in flags.items()
-        if now[command].get(flag) != value
-    ]
+    changes = lost(json.loads(FLAGS.read_text()), flags_now())
     assert not changes, "\n".join(changes)
 
 

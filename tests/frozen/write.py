@@ -1,9 +1,10 @@
-"""Writes the frozen files again: `python -m tests.frozen.write names`, `... fields`, `... served`, `... edges`,
-`... odd`, `... journeys` or `... run`.
+"""Writes the frozen files again: `python -m tests.frozen.write names`, `... served`, `... edges`, `... odd`,
+`... journeys` or `... run`.
 
 Do so only where a change of behaviour is meant; say which, and why, in the commit message. New public names need no
-writing, for only what is frozen is held. `run` trains the run folder again, which gives up the proof that folders of
-earlier versions still load; journeys through it have to be written behind it.
+writing, for only what is frozen is held; new flags need `names`, new routes and fields `served`. `run` trains the run
+folder again, which gives up the proof that folders of earlier versions still load; journeys through it have to be
+written behind it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch  # noqa: E402
 
 HERE = Path(__file__).parent
 NAMES, STATE_DICTS, JOURNEYS = HERE / "public_names.json", HERE / "state_dicts.json", HERE / "journeys.json"
-FLAGS, FIELDS = HERE / "flags.json", HERE / "fields.json"
+FLAGS = HERE / "flags.json"
 SERVED, IDLE = HERE / "served.json", HERE / "idle.json"
 EDGES, ODD = HERE / "edges.json", HERE / "odd.json"
 
@@ -49,25 +50,12 @@ def write_names() -> None:
     write(FLAGS, flags_now(), depth=2)
 
 
-def write_fields() -> None:
-    from fastformer.serving import make_app, open_service
-    from tests.frozen.names import fields_of
-    from tests.serving.models import services
-
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, path in services(Path(folder)).items():
-            pair = {"source_lang": "en", "target_lang": "de"} if name == "translator" else {}
-            found[name] = fields_of(make_app(open_service(path, **pair)).openapi())
-    write(FIELDS, found, depth=3)
-
-
 def write_served() -> None:
     from tests.frozen.served import BODIES, folders, idle_now, served_now
 
     with tempfile.TemporaryDirectory() as folder:
         write(SERVED, {kind: served_now(place) for kind, place in folders(Path(folder)).items()}, depth=3)
-    write(IDLE, {kind.__name__: idle_now(kind, set()) for kind in BODIES}, depth=2)
+    write(IDLE, {kind.__name__: idle_now(kind) for kind in BODIES}, depth=2)
 
 
 def write_edges() -> None:
@@ -130,5 +118,5 @@ def write_run() -> None:
 
 
 if __name__ == "__main__":
-    commands = {"names": write_names, "fields": write_fields, "served": write_served, "journeys": write_journeys}
+    commands = {"names": write_names, "served": write_served, "journeys": write_journeys}
     (commands | {"edges": write_edges, "odd": write_odd, "run": write_run})[sys.argv[1]]()
