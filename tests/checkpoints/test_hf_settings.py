@@ -284,3 +284,12 @@ def test_a_family_that_is_not_known_is_refused_with_its_reason(kind, load, tmp_p
     (tmp_path / "config.json").write_text(json.dumps({**SIZES, "vocab_size": 60, "model_type": kind, **settings}))
     with pytest.raises(ValueError, match=f"'{kind}'.*{reason}" if reason != kind else kind):
         load(tmp_path)
+
+
+def test_messages_tell_the_families_apart() -> None:
+    """Each family has a name of its own, by which it tells what a folder lacks."""
+    names = {kind: family.name for kind, family in FAMILIES.items()}
+    assert len({*names.values()}) == len(names)
+    for kind in (*DECODER_FORMS, *ENCODER_FORMS):
+        with pytest.raises(ValueError, match=f"(?<![\\w-]){names[kind]}(?![\\w-])"):
+            FAMILIES[kind].to_model(Checkpoint({"model_type": kind}, {}))

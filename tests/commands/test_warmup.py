@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from fastformer import generation
 from fastformer.commands.warmup import calls, run_all, told, written
 from fastformer.models import BERT, GPT, BERTConfig, GPTConfig, Transformer, TransformerConfig
 from tests.conftest import Ran
@@ -24,8 +25,15 @@ def model(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["Transformer", "GPT", "BERT"])
-def test_each_kind_of_model_is_used_as_it_will_be(kind: str) -> None:
+def test_each_kind_of_model_is_used_as_it_will_be(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call runs on texts that are cut to the model's positions, and leaves the model unchanged."""
+    beams, search = set[int](), generation.generate
+
+    def searched(*given: Any, **options: Any) -> Any:
+        beams.add(options["num_beams"])
+        return search(*given, **options)
+
+    monkeypatch.setattr(generation, "generate", searched)
     used = model(kind).train()
     before = {name: value.clone() for name, value in used.state_dict().items()}
     modes: list[bool] = []
@@ -34,6 +42,7 @@ def test_each_kind_of_model_is_used_as_it_will_be(kind: str) -> None:
     for trains in (False, True):
         run_all(calls(used.train(not trains), 3, 100, trains))
         assert used.training is not trains
+    assert beams == (set() if kind == "BERT" else {1, 4})
     assert True in modes and (kind != "BERT" or False in modes)  # on a CPU others decode by an engine
     assert all(torch.equal(value, before[name]) for name, value in used.state_dict().items())
     assert all(parameter.grad is None for parameter in used.parameters())
