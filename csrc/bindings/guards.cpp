@@ -1,4 +1,4 @@
-// For engine/stamp.py, checks the modules of a stack in every call; for engine/frozen.py, hashes the memory of a model.
+// For engine/frozen.py, checks the modules of a stack in every call, and hashes the memory of a model.
 // Both also have a version in Python, which takes several times as long.
 
 #include <cstdint>
@@ -41,7 +41,7 @@ struct Place {
   }
 };
 
-// The record of engine/stamp.py, unpacked once. Each call passes the record itself, which keeps the objects alive.
+// The record of engine/frozen.py, unpacked once. Each call passes the record itself, which keeps the objects alive.
 class GuardRecord {
  public:
   explicit GuardRecord(PyObject* record) : record_(record) {

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from fastformer.engine import as_made
 from fastformer.engine.as_made import Made
 from fastformer.engine.checks import is_written_as_known
-from fastformer.engine.stamp import ModelGuards
+from fastformer.engine.frozen import ModelGuards
 from fastformer.integrations.known import is_unhooked_or_recorded, own_function, replaced_in_sources
 from fastformer.integrations.replace import has_own_class, original_class
 

@@ -26,6 +26,7 @@ from fastformer.encoding.source_engine import encoder_of
 from fastformer.engine.as_made import PRECISIONS
 from fastformer.engine.checks import examine_again, why_not_now
 from fastformer.engine.frozen import (
+    ModelGuards,
     UnfitError,
     forget_setting,
     notes_of,
@@ -36,7 +37,6 @@ from fastformer.engine.frozen import (
     setting_of,
     settings_to_change,
 )
-from fastformer.engine.stamp import ModelGuards
 from fastformer.generation.engines import graph
 from fastformer.generation.engines.cpp import CppEngine, pack
 from fastformer.generation.engines.cpp_support import why_no_cpp_engine, why_not_in

@@ -7,7 +7,7 @@ whether padded positions are read (labels there, a softmax over positions). Any 
 forward that replaced the owner's, has no grant: the stack computes padding as the plain model does.
 
 An owner grants nothing if a module that reads its stacks may look at several positions, or has a hook or a forward of
-its own. This is checked once, and again when `engine.stamp` finds the model changed.
+its own. This is checked once, and again when `engine.frozen` finds the model changed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from fastformer.engine.checks import (
     is_written_in,
     replacement,
 )
-from fastformer.engine.frozen import forget_setting, setting_of, settings_to_change
-from fastformer.engine.stamp import Guards, Plans
+from fastformer.engine.frozen import Guards, Plans, forget_setting, setting_of, settings_to_change
 from fastformer.integrations.known import (
     attends_as_known,
     code_of,
@@ -80,7 +79,7 @@ class PackingStack(nn.Module):
     def has_known_layers(self) -> bool:
         """Returns whether each layer accepts packed tokens, and calls no attention after the stack has ended.
 
-        This is called once, and again when `engine.stamp` finds the model changed.
+        This is called once, and again when `engine.frozen` finds the model changed.
         """
         raise NotImplementedError
 

@@ -23,8 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import PaddingStrategy
 
 from fastformer.engine.checks import is_its_own, is_unhooked, is_written_in
-from fastformer.engine.frozen import UnfitError
-from fastformer.engine.stamp import Guards, Plans
+from fastformer.engine.frozen import Guards, Plans, UnfitError
 from fastformer.integrations.engine_encode import ENCODERS, EncoderModel, OnEncoder
 from fastformer.integrations.heads import derive
 from fastformer.integrations.known import code_of, why_not_at_this_moment

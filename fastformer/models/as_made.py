@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from fastformer.engine.as_made import Made, why_not_as_made
 from fastformer.engine.checks import examine_again
-from fastformer.engine.frozen import notes_of
-from fastformer.engine.stamp import ModelGuards
+from fastformer.engine.frozen import ModelGuards, notes_of
 from fastformer.models.bert import BERT
 from fastformer.models.gpt import GPT
 from fastformer.models.pretrained import Undrawn

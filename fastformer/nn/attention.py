@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastformer.cache.layer_view import AttentionCache
 from fastformer.engine.checks import Replacement, given, is_unhooked, plain_parameters, replacement
-from fastformer.engine.stamp import Plans
+from fastformer.engine.frozen import Plans
 from fastformer.nn.attention_parameters import AttentionParameters, WindowSize
 from fastformer.nn.cached_attention import append_cached, attend_cached, attention_unpacked
 from fastformer.nn.embedding import RotaryPositions

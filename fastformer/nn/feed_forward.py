@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.engine.checks import DROPOUTS, active_dropout, is_plain, is_untouched, plain_parameters
-from fastformer.engine.stamp import Plans
+from fastformer.engine.frozen import Plans
 from fastformer.nn.errors import InputError
 from fastformer.nn.linear import LINEARS
 from fastformer.ops.feed_forward import ACTIVATIONS, GATED, feed_forward

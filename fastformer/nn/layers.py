@@ -20,7 +20,7 @@ from fastformer.engine.checks import (
     is_untouched,
     replacement,
 )
-from fastformer.engine.stamp import Plans
+from fastformer.engine.frozen import Plans
 from fastformer.nn.attention import AttentionPlan, MultiheadAttention, plan_inside
 from fastformer.nn.attention_parameters import WindowSize
 from fastformer.nn.embedding import RotaryPositions

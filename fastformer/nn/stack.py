@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.engine.checks import Replacement, constant_for_compilers, replacement
-from fastformer.engine.stamp import Plans
+from fastformer.engine.frozen import Plans
 from fastformer.errors import InputError
 from fastformer.nn.attention import AttentionPlan, MultiheadAttention
 from fastformer.nn.layers import (

@@ -26,7 +26,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from fastformer.data import Batch
 from fastformer.data.batching import IGNORE_INDEX
-from fastformer.engine.stamp import ModelGuards
+from fastformer.engine.frozen import ModelGuards
 from fastformer.graphs import CaptureError, Graph, Graphs
 from fastformer.models.as_made import why_own_code
 from fastformer.nn import SequenceLayout

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.cache.block_pool import CacheFullError, Ints
-from fastformer.engine.frozen import notes_of
-from fastformer.engine.stamp import ModelGuards
+from fastformer.engine.frozen import ModelGuards, notes_of
 from fastformer.generation.engines.base import Candidates, Limits, Prompt, SearchingBatch, Selection
 from fastformer.generation.engines.captured_step import CapturedStep, Shape, check_capturable, rounded
 from fastformer.generation.engines.device_search import Record

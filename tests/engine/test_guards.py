@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fastformer
 import fastformer.nn as fnn
-from fastformer.engine.stamp import Guards, Plans
+from fastformer.engine.frozen import Guards, Plans
 from fastformer.ops import _extension, record_backends, use_backend
 from tests.checks import assert_accurate
 from tests.nn.comparing import randomised
