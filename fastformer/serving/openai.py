@@ -65,7 +65,8 @@ def _add_completions(routes: APIRouter, service: GenerateService, limits: Limits
         deadline = service.deadline(body.timeout)
 
         async def respond() -> Response:
-            constrained = await check_constraint(body, service, deadline)
+            given = body.constraints
+            constrained = await check_constraint(given, service, deadline) if given else None
             rows = await _encoded(service, prompts, deadline, body.parse_special)
             lengths = [new_tokens(body, row, service, body.max_tokens, 16) for row in rows]
             job = CompletionJob(service, body, rows, lengths, body.logprobs, deadline, constrained)

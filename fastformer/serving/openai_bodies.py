@@ -163,6 +163,12 @@ class StructuredBody(Body):
     grammar: str | None = None
     ebnf: str | None = None
 
+    @property
+    def constraints(self) -> dict[str, Any]:
+        """The fields that the request has, and their values."""
+        given = [name for name in StructuredBody.model_fields if name in self.model_fields_set]
+        return {name: value for name in given if (value := getattr(self, name)) is not None}
+
 
 class GenerateBody(StructuredBody):
     """The fields of completions and chats.

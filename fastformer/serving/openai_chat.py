@@ -102,7 +102,8 @@ def add_chat(routes: APIRouter, service: GenerateService, limits: Limits) -> Non
             variables["tools"] = tools.described
 
         async def respond() -> Response:
-            constrained, begun = await check_constraint(body, service, deadline), None
+            given, begun = body.constraints, None
+            constrained = await check_constraint(given, service, deadline) if given else None
             if tools is not None:
                 constrained = await check_calls(tools, constrained, body, service, deadline)
                 if constrained is None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fastformer.generation.config import GenerationConfig
 from fastformer.generation.constraints import Grammar
 from fastformer.serving.generate_service import GenerateService
-from fastformer.serving.openai_bodies import ApiError, StructuredBody
+from fastformer.serving.openai_bodies import ApiError
 
 MOST_CHARS = 100_000  # of a constraint: a larger grammar takes seconds to compile
 
@@ -36,18 +36,20 @@ class Constrained(NamedTuple):
     grammar: Grammar | None = None
 
 
-async def check_constraint(body: StructuredBody, service: GenerateService, deadline: float) -> Constrained | None:
+async def check_constraint(given: Mapping[str, Any], service: GenerateService, deadline: float) -> Constrained | None:
     """Returns the constraint of a request, which has been compiled; None: its answers are free.
+
+    Args:
+        given: see `StructuredBody.constraints`.
+        service: compiles it.
+        deadline: a result of `Service.deadline`.
 
     Raises:
         ApiError: a field has another form than its server's, two fields constrain the answer, or the constraint is
             wrong or can't be enforced.
     """
     found = []
-    given = body.model_fields_set
-    for name in StructuredBody.model_fields:
-        if name not in given or (value := getattr(body, name)) is None:
-            continue
+    for name, value in given.items():
         if name == "response_format":
             options = of_response_format(value)
         elif name == "structured_outputs":
