@@ -19,10 +19,18 @@ BATCH_TOKENS = 16384  # in one call of the engine
 READ_AHEAD = 2048  # texts of a chunk, two of which are in memory: enough for batches of even lengths
 
 
-def chunks(items: Iterable[T]) -> Iterator[list[T]]:
-    """Yields the items in lists of READ_AHEAD (the last may be shorter), and reads an iterator one list at a time."""
-    rest = iter(items)
+def chunks(items: Iterable[T], check: Callable[[int, T], object] | None = None) -> Iterator[list[T]]:
+    """Yields the items in lists of READ_AHEAD (the last may be shorter), and reads an iterator one list at a time.
+
+    Args:
+        items: the items.
+        check: (number from 1, item) raises the error of a wrong one.
+    """
+    rest, numbers = iter(items), itertools.count(1)
     while chunk := list(itertools.islice(rest, READ_AHEAD)):
+        if check is not None:
+            for item in chunk:
+                check(next(numbers), item)
         yield chunk
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,13 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fastformer.encoding.batches import BATCH_TOKENS, as_int, check_limits, check_several, chunks, made_ahead, progress
+from fastformer.encoding.batches import BATCH_TOKENS, check_limits, check_several, chunks, made_ahead, progress
 from fastformer.encoding.folder import Folder
-from fastformer.encoding.folder_model import FolderModel, one_of
+from fastformer.encoding.folder_model import FolderModel, check_ranking, one_of, ranking
 from fastformer.encoding.modules import Array
 from fastformer.encoding.tokens import Pair, Reader, Rows
 from fastformer.generation.text_io import expect_text
-from fastformer.settings import Positive, check_value
 
 logger = logging.getLogger("fastformer")
 
@@ -169,11 +167,7 @@ class CrossEncoder(FolderModel):
         """
         if self.num_labels != 1:
             raise ValueError(f"expected a model of one label to rank with, got one of {self.num_labels}: see predict")
-        check_several("documents", documents)
-        top_k = as_int(top_k)
-        check_value("top_k", top_k, Positive | None)
-        if not isinstance(query, str):
-            raise ValueError(f"expected query as a str, got {type(query).__name__}")
+        top_k = check_ranking(query, documents, top_k)
         texts: list[str] = []
 
         def pairs() -> Iterator[Pair]:
@@ -187,11 +181,7 @@ class CrossEncoder(FolderModel):
             batch_size=batch_size, show_progress_bar=show_progress_bar, activation_fn=activation_fn,
             batch_tokens=batch_tokens,
         )  # fmt: skip
-        order = sorted(range(len(scores)), key=lambda index: -scores[index])[:top_k]
-        ranking: list[dict[str, Any]] = [{"corpus_id": index, "score": float(scores[index])} for index in order]
-        for entry in ranking if return_documents else ():
-            entry["text"] = texts[entry["corpus_id"]]
-        return ranking
+        return ranking(scores, top_k, texts if return_documents else None)
 
     def _activated(self, logits: Tensor, activation: Activation) -> Tensor:
         """Returns the scores for logits (pairs, num_labels); (pairs,) for one label."""
@@ -204,14 +194,7 @@ class CrossEncoder(FolderModel):
         return scores.to(torch.float32, copy=True)
 
     def _rows(self, inputs: Iterable[Input], prompt: str) -> Iterator[Rows]:
-        def checked() -> Iterator[list[Input]]:
-            numbers = itertools.count()
-            for chunk in chunks(inputs):
-                for pair, number in zip(chunk, numbers, strict=False):
-                    check_input(pair, number)
-                yield chunk
-
-        return made_ahead(lambda chunk: rows_of(self._reader, chunk, prompt), checked())
+        return made_ahead(lambda chunk: rows_of(self._reader, chunk, prompt), chunks(inputs, check_input))
 
     def _tokenized(self, texts: Sequence[Any]) -> Rows:
         return rows_of(self._reader, [[text] if isinstance(text, str) else text for text in texts])
@@ -248,11 +231,12 @@ def _inputs(sentences: Any) -> tuple[bool, Iterable[Input]]:
     return False, sentences  # each item is checked when it is read
 
 
-def check_input(pair: object, number: int) -> None:
+def check_input(number: int, pair: object) -> None:
+    """Raises a ValueError unless a pair, or a list of one text, is one; it has a number from 1 on."""
     if isinstance(pair, str) or not isinstance(pair, Sequence) or not 1 <= len(pair) <= 2:
-        raise ValueError(f"sentences[{number}]: expected a pair of texts, or a list of one text, got {pair!r:.60}")
+        raise ValueError(f"sentences[{number - 1}]: expected a pair of texts, or a list of one text, got {pair!r:.60}")
     for text in pair:
-        expect_text("sentences", number + 1, text)
+        expect_text("sentences", number, text)
 
 
 def rows_of(reader: Reader, inputs: Sequence[Input], prompt: str = "", *, cuts: bool = True) -> Rows:

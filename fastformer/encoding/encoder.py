@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastformer.encoding.batches import BATCH_TOKENS, check_limits, check_several, chunks, made_ahead, progress
 from fastformer.encoding.folder import Folder
-from fastformer.encoding.folder_model import FolderModel, batches, named, one_of
+from fastformer.encoding.folder_model import FolderModel, named, one_of
 from fastformer.encoding.modules import Array, Normalize, Pooling, Stored, normalized, pooled, ranges_of, stored
 from fastformer.encoding.similarity import ALL, PAIRED, Embeddings, as_rows
 from fastformer.encoding.sparse import SparseEmbedding, Splade, sparse_of
@@ -180,7 +180,8 @@ class Encoder(FolderModel):
         finish = self._finish(normalize, normalize_embeddings, truncate_dim)
         if output_value == "token_embeddings":
             with progress(texts, show_progress_bar) as advance:
-                states = self._states(texts, prompt, limits, advance)
+                nothing = torch.zeros(0, int(self._folder.model.config.d_model))
+                states = self._each(self._rows(texts, prompt), nothing, limits, advance, self._states)
             return states[0] if is_one else states
         if is_one and not show_progress_bar:
             rows = self._one(cast(str, sentences), prompt, finish)
@@ -235,9 +236,6 @@ class Encoder(FolderModel):
             yield
         finally:
             self.truncate_dim = before
-
-    def _tokenized(self, texts: Sequence[Any]) -> Rows:
-        return self._reader.texts(texts)
 
     def stream(
         self,
@@ -352,35 +350,14 @@ class Encoder(FolderModel):
             return self._pooling(hidden, list(map(len, rows.ids)))
         return pooled(hidden, list(map(len, rows.ids)), kinds, skipped)
 
-    def _states(
-        self,
-        texts: Iterable[str],
-        prompt: str,
-        limits: tuple[int, int | None],
-        advance: Callable[[int], object],
-    ) -> list[Tensor]:
-        """Yields the token states of each text, (seqlen, d_model)."""
-        all_states: list[Tensor] = []
-        for rows in self._rows(texts, prompt):
-            states: list[Tensor] = [torch.zeros(0, int(self._folder.model.config.d_model))] * len(rows.ids)
-            for indices in batches(rows, limits):
-                lengths = [len(rows.ids[index]) for index in indices]
-                hidden = torch.from_numpy(self._engine.encode(rows.select(indices).ids, pooling="none"))
-                for index, part in zip(indices, hidden.split(lengths), strict=True):
-                    states[index] = part
-                advance(len(indices))
-            all_states += states
-        return all_states
+    def _states(self, rows: Rows) -> Sequence[Tensor]:
+        """Returns the states of each text's tokens, (seqlen, d_model)."""
+        hidden = torch.from_numpy(self._engine.encode(rows.ids, pooling="none"))
+        return hidden.split([*map(len, rows.ids)])
 
     def _rows(self, texts: Iterable[str], prompt: str) -> Iterator[Rows]:
-        def checked() -> Iterator[list[str]]:
-            numbers = itertools.count(1)
-            for chunk in chunks(texts):
-                for text, number in zip(chunk, numbers, strict=False):
-                    expect_text("sentences", number, text)
-                yield chunk
-
-        return made_ahead(lambda chunk: self._reader.texts(chunk, prompt), checked())
+        checked = chunks(texts, functools.partial(expect_text, "sentences"))
+        return made_ahead(lambda chunk: self._reader.texts(chunk, prompt), checked)
 
 
 class _Finish:

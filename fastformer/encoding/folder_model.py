@@ -5,20 +5,22 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from fastformer.encoding.batches import packed
+from fastformer.encoding.batches import as_int, check_several, packed
 from fastformer.encoding.engine import EncoderEngine
 from fastformer.encoding.folder import Folder, read_folder
 from fastformer.encoding.modules import Array
 from fastformer.encoding.tokens import Rows
 from fastformer.models.stored import stand_in
 from fastformer.settings import Positive, check_value, suggestion
+
+T = TypeVar("T")
 
 # The names of a task's prompts; the first that the folder has counts.
 _PROMPTS = {"query": ("query",), "document": ("document", "passage", "corpus")}
@@ -144,7 +146,7 @@ class FolderModel:
 
     def _tokenized(self, texts: Sequence[Any]) -> Rows:
         """Returns the rows of texts as the class reads them."""
-        raise NotImplementedError
+        return self._reader.texts(texts)
 
     def _computed(
         self,
@@ -161,6 +163,25 @@ class FolderModel:
                 results[indices] = compute(rows.select(indices))
                 advance(len(indices))
             yield results
+
+    def _each(
+        self,
+        chunks: Iterable[Rows],
+        nothing: T,
+        limits: tuple[int, int | None],
+        advance: Callable[[int], object],
+        compute: Callable[[Rows], Iterable[T]],
+    ) -> list[T]:
+        """Returns what `compute` returns for each row of all chunks; `nothing` for rows without tokens."""
+        every: list[T] = []
+        for rows in chunks:
+            results = [nothing] * len(rows.ids)
+            for indices in batches(rows, limits):
+                for index, result in zip(indices, compute(rows.select(indices)), strict=True):
+                    results[index] = result
+                advance(len(indices))
+            every += results
+        return every
 
     def _check_run(self, device: Any, pool: Any, chunk_size: int | None) -> None:
         """Checks the arguments by which sentence-transformers distributes a call.
@@ -215,6 +236,29 @@ def batches(rows: Rows, limits: tuple[int, int | None]) -> Iterator[list[int]]:
     nonempty = [i for i, ids in enumerate(rows.ids) if ids]
     for batch in packed([len(rows.ids[i]) for i in nonempty], *limits):
         yield [nonempty[index] for index in batch]
+
+
+def check_ranking(query: object, documents: object, top_k: int | None) -> int | None:
+    """Returns the number of documents to return from `rank`; None: all.
+
+    Raises:
+        ValueError: an argument of another type, or a top_k below 1.
+    """
+    check_several("documents", documents)
+    top_k = as_int(top_k)
+    check_value("top_k", top_k, Positive | None)
+    if not isinstance(query, str):
+        raise ValueError(f"expected query as a str, got {type(query).__name__}")
+    return top_k
+
+
+def ranking(scores: Sequence[float], top_k: int | None, texts: Sequence[str] | None) -> list[dict[str, Any]]:
+    """Returns the result of `rank`: the places of documents, best first, with their scores, and with their texts."""
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])[:top_k]
+    return [
+        {"corpus_id": index, "score": float(scores[index]), **({} if texts is None else {"text": texts[index]})}
+        for index in order
+    ]
 
 
 def one_of(sentences: Any, inputs: Any) -> Any:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fastformer.encoding.batches import BATCH_TOKENS, as_int, check_limits, check_several, chunks, made_ahead, progress
+from fastformer.encoding.batches import BATCH_TOKENS, check_limits, check_several, chunks, made_ahead, progress
 from fastformer.encoding.folder import Folder
-from fastformer.encoding.folder_model import FolderModel, batches, named, one_of
+from fastformer.encoding.folder_model import FolderModel, check_ranking, named, one_of, ranking
 from fastformer.encoding.late_interaction import LateInteraction, Task, Vectors, max_sim, max_sim_pairs
 from fastformer.encoding.modules import Array, normalized
 from fastformer.encoding.tokens import Rows
 from fastformer.generation.text_io import expect_text
-from fastformer.settings import Positive, check_value
+from fastformer.settings import check_value
 
 
 class MultiVectorEncoder(FolderModel):
@@ -111,10 +111,9 @@ class MultiVectorEncoder(FolderModel):
         texts = [texts] if is_one else texts
         check_several("inputs", texts)
         limits, front = check_limits(batch_tokens, batch_size), self._prompt(prompt, prompt_name)
-        found: list[Any] = []
+        nothing, vectors = np.zeros((0, self._late.width), np.float32), functools.partial(self._vectors, task=task)
         with progress(texts, show_progress_bar) as advance:
-            for rows in self._rows(texts, front, task):
-                found += self._batched(rows, task, limits, advance)
+            found: list[Any] = self._each(self._rows(texts, front, task), nothing, limits, advance, vectors)
         if normalize_embeddings:
             found = [normalized(each) for each in found]
         if not convert_to_numpy:
@@ -160,48 +159,22 @@ class MultiVectorEncoder(FolderModel):
         batch_tokens: int = BATCH_TOKENS,
     ) -> list[dict[str, Any]]:
         """Ranks documents by their scores for a query, best first; see `CrossEncoder.rank`."""
-        check_several("documents", documents)
-        top_k = as_int(top_k)
-        check_value("top_k", top_k, Positive | None)
-        if not isinstance(query, str):
-            raise ValueError(f"expected query as a str, got {type(query).__name__}")
+        top_k = check_ranking(query, documents, top_k)
         texts = list(documents)
         vectors = self.encode_document(
             texts, batch_size=batch_size, show_progress_bar=show_progress_bar, batch_tokens=batch_tokens
         )
         scores = self.similarity(self.encode_query([query]), vectors)[0].tolist()
-        order = sorted(range(len(scores)), key=lambda index: -scores[index])[:top_k]
-        return [
-            {"corpus_id": index, "score": scores[index], **({"text": texts[index]} if return_documents else {})}
-            for index in order
-        ]
-
-    def _tokenized(self, texts: Sequence[Any]) -> Rows:
-        return self._reader.texts(texts)
+        return ranking(scores, top_k, texts if return_documents else None)
 
     def _rows(self, texts: Iterable[str], prompt: str, task: str | None) -> Iterator[Rows]:
-        def checked() -> Iterator[list[str]]:
-            numbers = itertools.count(1)
-            for chunk in chunks(texts):
-                for text, number in zip(chunk, numbers, strict=False):
-                    expect_text("inputs", number, text)
-                yield chunk
-
-        return made_ahead(lambda chunk: self._read(chunk, prompt, task), checked())
+        return made_ahead(
+            lambda chunk: self._read(chunk, prompt, task), chunks(texts, functools.partial(expect_text, "inputs"))
+        )
 
     def _read(self, texts: Sequence[str], prompt: str, task: str | None, *, cuts: bool = True) -> Rows:
         most = self._late.max_len(task, self._reader.max_len)
         return self._reader.texts(texts, prompt, cuts=cuts, max_len=most)
-
-    def _batched(
-        self, rows: Rows, task: str | None, limits: tuple[int, int | None], advance: Callable[[int], object]
-    ) -> list[Array]:
-        vectors: list[Array] = [np.zeros((0, self._late.width), np.float32)] * len(rows.ids)
-        for indices in batches(rows, limits):
-            for index, each in zip(indices, self._vectors(rows.select(indices), task), strict=True):
-                vectors[index] = each
-            advance(len(indices))
-        return vectors
 
     def _vectors(self, rows: Rows, task: str | None) -> Vectors:
         """Returns the vectors of texts, each of which has tokens."""

@@ -185,8 +185,8 @@ def score_request(
     Raises:
         ValueError: see `CrossEncoder.predict`; or a pair is too long.
     """
-    for index, pair in enumerate(inputs):
-        check_input(pair, index)
+    for number, pair in enumerate(inputs, 1):
+        check_input(number, pair)
 
     def finish(logits: Array) -> Array:
         scores = encoder._activated(torch.from_numpy(logits), activation_fn or encoder.activation_fn)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from fastformer.checkpoints.hf.common import read_numbers
 from fastformer.encoding.batches import BATCH_TOKENS, check_limits, check_several, chunks
 from fastformer.encoding.folder import Folder
-from fastformer.encoding.folder_model import FolderModel, batches
+from fastformer.encoding.folder_model import FolderModel
 from fastformer.encoding.modules import Array
 from fastformer.encoding.tokens import Rows
 from fastformer.files import read_json
@@ -105,9 +106,7 @@ class TokenClassifier(FolderModel):
         texts = [sentences] if isinstance(sentences, str) else sentences
         check_several("sentences", texts)
         limits, found = check_limits(batch_tokens, batch_size), list[list[Entity]]()
-        for chunk in chunks(texts):
-            for number, text in enumerate(chunk, len(found) + 1):
-                expect_text("sentences", number, text)
+        for chunk in chunks(texts, functools.partial(expect_text, "sentences")):
             found += self._classified(chunk, aggregation_strategy, stride, room, limits, set(ignore_labels))
         return found[0] if isinstance(sentences, str) else found
 
@@ -128,7 +127,8 @@ class TokenClassifier(FolderModel):
             for begin, end in _windows(len(tokens), room, stride, tokenizer.side):
                 ids.append(tokenizer.frame.around([[token.id for token in tokens[begin:end]]])[0])
                 parts.append((place, tokens[begin:end]))
-        scores = self._scores(ids, limits)
+        nothing = np.zeros((0, 0), np.float32)
+        scores = self._each([Rows(ids)], nothing, limits, lambda count: None, self._scores)
         found: list[list[Entity]] = [[] for _ in texts]
         num_parts = [0] * len(texts)
         for (place, tokens), rows in zip(parts, scores, strict=True):
@@ -137,19 +137,13 @@ class TokenClassifier(FolderModel):
             num_parts[place] += 1
         return [_apart(each) if number > 1 else each for each, number in zip(found, num_parts, strict=True)]
 
-    def _scores(self, ids: list[list[int]], limits: tuple[int, int | None]) -> list[Array]:
-        """Returns the probabilities of the classes of each row's tokens, (tokens, num_labels)."""
-        scores: list[Array] = [np.zeros((0, 0), np.float32)] * len(ids)
-        rows = Rows(ids)
-        for indices in batches(rows, limits):
-            chosen = rows.select(indices).ids
-            hidden = self._engine.encode(chosen, pooling="none")
-            ends = np.cumsum([len(row) for row in chosen])[:-1]
-            for index, states in zip(indices, np.split(hidden, ends), strict=True):
-                logits = self._head(states)
-                shifted = np.exp(logits - logits.max(-1, keepdims=True))
-                scores[index] = shifted / shifted.sum(-1, keepdims=True)
-        return scores
+    def _scores(self, rows: Rows) -> Iterator[Array]:
+        """Yields the probabilities of the classes of each row's tokens, (tokens, num_labels)."""
+        hidden = self._engine.encode(rows.ids, pooling="none")
+        for states in np.split(hidden, np.cumsum([*map(len, rows.ids)])[:-1]):
+            logits = self._head(states)
+            shifted = np.exp(logits - logits.max(-1, keepdims=True))
+            yield shifted / shifted.sum(-1, keepdims=True)
 
     def _entities(self, tokens: Sequence[Any], scores: Array, strategy: Strategy, first: int) -> list[Entity]:
         """Returns the entities of a part of a text, whose first token has the index `first` in its row."""
@@ -210,9 +204,6 @@ class TokenClassifier(FolderModel):
             }
             for group in groups
         ]
-
-    def _tokenized(self, texts: Sequence[Any]) -> Rows:
-        return self._reader.texts(texts)
 
 
 class _Head:
