@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from typing_extensions import Self
 
 
 class BaseRequest(ABC):
@@ -91,6 +95,57 @@ class Load:
     cached_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+
+
+R = TypeVar("R", bound=BaseRequest)
+
+
+class Batching(ABC, Generic[R]):
+    """A scheduler: the requests that wait and those that run, which a session's thread steps together.
+
+    Attributes:
+        waiting: the requests that haven't begun, the next one first.
+        running: the requests that have begun.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: deque[R] = deque()
+        self.running: list[R] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no request waits or runs."""
+        return not self.waiting and not self.running
+
+    def submit(self, requests: Iterable[R]) -> None:
+        """Appends requests to the queue."""
+        self.waiting.extend(requests)
+
+    @abstractmethod
+    def step(self) -> list[R]:
+        """Works for some milliseconds. Returns the requests that ended in this step: done, failed or cancelled."""
+
+    @abstractmethod
+    def load(self) -> Load:
+        """Returns the current counters."""
+
+    @abstractmethod
+    def renewed(self) -> Self:
+        """Returns a new scheduler with the same limits and no requests."""
+
+    def clear(self) -> None:
+        """Drops all requests, and any state that an error may have left inconsistent."""
+        self.waiting.clear()
+        self.running.clear()
+
+    def remove(self, has_ended: Callable[[R], bool]) -> list[R]:
+        """Removes the requests that have ended, waiting or running, and returns them."""
+        ended = [request for request in (*self.running, *self.waiting) if has_ended(request)]
+        if ended:
+            leaving = set(map(id, ended))
+            self.running = [request for request in self.running if id(request) not in leaving]
+            self.waiting = deque(request for request in self.waiting if id(request) not in leaving)
+        return ended
 
 
 def failure(name: str, error: Exception) -> Exception:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Generator, Hashable, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,12 +13,13 @@ import numpy as np
 from fastformer.audio.plans import Job, Plan
 from fastformer.audio.results import Segment
 from fastformer.audio.windows import Align, Ask, Detect, Encode, Generate
-from fastformer.requests import BaseRequest, Load
+from fastformer.requests import BaseRequest, Batching, Load
 from fastformer.settings import Positive, check_value
 
 R = TypeVar("R")
 
 MAX_WINDOWS = 8
+_is_done = attrgetter("is_done")
 
 
 class SpeechRequest(BaseRequest):
@@ -66,33 +68,19 @@ class SpeechRequest(BaseRequest):
         self.is_done = True
 
 
-class SpeechScheduler:
+class SpeechScheduler(Batching[SpeechRequest]):
     """Decodes windows of waiting recordings together.
 
     Args:
         model: has the methods of `SpeechModel`.
         max_windows: the most windows that are decoded together.
-
-    Attributes:
-        waiting: the requests that haven't begun, the next one first.
-        running: the requests that have begun.
     """
 
     def __init__(self, model: Any, max_windows: int = MAX_WINDOWS) -> None:
         check_value("max_windows", max_windows, Positive)
+        super().__init__()
         self.model, self.max_windows = model, max_windows
-        self.waiting: deque[SpeechRequest] = deque()
-        self.running: list[SpeechRequest] = []
         self._read = 0
-
-    @property
-    def is_idle(self) -> bool:
-        """True if no request waits or runs."""
-        return not self.waiting and not self.running
-
-    def submit(self, requests: Iterable[SpeechRequest]) -> None:
-        """Appends requests to the queue."""
-        self.waiting.extend(requests)
 
     def load(self) -> Load:
         """Returns the current counters."""
@@ -104,11 +92,6 @@ class SpeechScheduler:
         """Returns a new scheduler with the same limits."""
         return SpeechScheduler(self.model, self.max_windows)
 
-    def clear(self) -> None:
-        """Drops all requests."""
-        self.waiting.clear()
-        self.running.clear()
-
     def step(self) -> list[SpeechRequest]:
         """Asks the model once, for as many windows as it can answer together.
 
@@ -118,7 +101,7 @@ class SpeechScheduler:
         for request in (*self.running, *self.waiting):
             if request.is_cancelled:
                 request.finish()
-        ended = self._ended()
+        ended = self.remove(_is_done)
         self._begin()
         group = self._group()
         if group:
@@ -129,15 +112,7 @@ class SpeechScheduler:
             self._guarded(request, request.collect)
             if request.plan.is_done and not request.is_done:
                 request.finish()
-        return ended + self._ended()
-
-    def _ended(self) -> list[SpeechRequest]:
-        """Removes and returns the requests that have ended."""
-        ended = [request for request in (*self.running, *self.waiting) if request.is_done]
-        if ended:
-            self.running = [request for request in self.running if not request.is_done]
-            self.waiting = deque(request for request in self.waiting if not request.is_done)
-        return ended
+        return ended + self.remove(_is_done)
 
     def _begin(self) -> None:
         """Begins windows: one of each request first, then more of those that can have more."""

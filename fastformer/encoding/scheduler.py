@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
 
 from fastformer.encoding.requests import EncodeRequest
 from fastformer.encoding.tokens import Rows
-from fastformer.requests import Load
+from fastformer.requests import Batching, Load
 from fastformer.settings import Positive, check_value
 
 # The tokens of a step: enough to keep the cores busy, and few enough that the next step begins soon, which includes new
@@ -16,7 +15,7 @@ from fastformer.settings import Positive, check_value
 STEP_TOKENS = 4096
 
 
-class EncodingScheduler:
+class EncodingScheduler(Batching[EncodeRequest]):
     """Computes the texts of waiting requests, in the order of the queue, up to a number of tokens in each step.
 
     A request with more tokens than that is computed in several steps. The first request of the queue determines the
@@ -24,27 +23,13 @@ class EncodingScheduler:
 
     Args:
         step_tokens: the most tokens that are computed together; a longer text is a step of its own.
-
-    Attributes:
-        waiting: the requests that haven't begun, the next one first.
-        running: the requests that have begun.
     """
 
     def __init__(self, step_tokens: int = STEP_TOKENS) -> None:
         check_value("step_tokens", step_tokens, Positive)
+        super().__init__()
         self.step_tokens = step_tokens
-        self.waiting: deque[EncodeRequest] = deque()
-        self.running: list[EncodeRequest] = []
         self._read_tokens = 0
-
-    @property
-    def is_idle(self) -> bool:
-        """True if no request waits or runs."""
-        return not self.waiting and not self.running
-
-    def submit(self, requests: Iterable[EncodeRequest]) -> None:
-        """Appends requests to the queue."""
-        self.waiting.extend(requests)
 
     def load(self) -> Load:
         """Returns the current counters."""
@@ -80,14 +65,7 @@ class EncodingScheduler:
         done = [request for request, _ in parts if request.is_complete]
         for request in done:
             request.finish()
-        leaving = set(map(id, done))
-        self.running = [request for request in self.running if id(request) not in leaving]
-        return ended + done
-
-    def clear(self) -> None:
-        """Drops all requests."""
-        self.waiting.clear()
-        self.running.clear()
+        return ended + self.remove(lambda request: request.is_done)
 
     def _next(self) -> list[tuple[EncodeRequest, list[int]]]:
         """Removes the requests of the next step from the queue, and returns each with the indices of its texts."""
@@ -112,11 +90,7 @@ class EncodingScheduler:
     def _drop(self) -> list[EncodeRequest]:
         """Removes requests that were cancelled, and those that have waited beyond their deadline."""
         now = time.monotonic()
-        ended = [request for request in [*self.running, *self.waiting] if request.is_cancelled or request.is_late(now)]
-        if ended:
-            leaving = set(map(id, ended))
-            self.running = [request for request in self.running if id(request) not in leaving]
-            self.waiting = deque(request for request in self.waiting if id(request) not in leaving)
+        ended = self.remove(lambda request: request.is_cancelled or request.is_late(now))
         for request in ended:
             request.finish()
         return ended

@@ -5,18 +5,15 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from fastformer.generation.drafts import Drafter, DraftModel
 from fastformer.generation.engines.base import Batch, Engine, Limits
 from fastformer.generation.requests import Request, run_batch
-from fastformer.requests import BaseRequest, Load
+from fastformer.requests import Batching, Load
 from fastformer.settings import Positive, check_value
-
-R = TypeVar("R", bound=BaseRequest)
 
 # The default limits of a scheduler's memory.
 _CPU_BYTES, _CPU_ROWS, _GPU_ROWS = 512 * 2**20, 512, 1024
@@ -34,37 +31,7 @@ _RUN_STEPS = 1_000_000
 _FIRST_TOLD = 4
 
 
-class Batching(Protocol[R]):
-    """The interface of a scheduler that a session's thread steps; `Scheduler` has it.
-
-    Attributes:
-        waiting: the requests that haven't begun.
-    """
-
-    @property
-    def waiting(self) -> Collection[R]: ...
-
-    @property
-    def is_idle(self) -> bool:
-        """True if no request waits or runs."""
-
-    def submit(self, requests: Iterable[R]) -> None:
-        """Appends requests to the queue."""
-
-    def step(self) -> list[R]:
-        """Works for some milliseconds. Returns the requests that ended in this step: done, failed or cancelled."""
-
-    def load(self) -> Load:
-        """Returns the current counters."""
-
-    def clear(self) -> None:
-        """Drops all requests, and any state that an error may have left inconsistent."""
-
-    def renewed(self) -> Batching[R]:
-        """Returns a new scheduler with the same limits and no requests."""
-
-
-class Scheduler:
+class Scheduler(Batching[Request]):
     """Admits requests as rows and memory become free, steps them together, and removes those that are done.
 
     A request's result doesn't depend on the other requests. A request is admitted if there is memory for the tokens
@@ -107,15 +74,14 @@ class Scheduler:
         is_endless: bool = False,
         draft_model: DraftModel | None = None,
     ) -> None:
+        super().__init__()
         self.engine, self.max_rows, self.max_bytes, self.is_endless = engine, max_rows, max_bytes, is_endless
         self.max_tokens = max_bytes // engine.token_bytes if engine.token_bytes else max_bytes
         self._batch: Batch | None = None
         self._capacity_rows = self._capacity_tokens = 0
         self._free_at_first = self._free_tokens = 0  # in whole blocks: at first, and when they were last counted
         self._reserved_tokens = self._min_capacity = 0  # the latter: for the next batch, in tokens
-        self.waiting: deque[Request] = deque()
         self.waiting_tokens = 0
-        self.running: list[Request] = []
         self._waiting_rows = self._running_rows = 0
         self._has_cancelled = self._has_deadlines = False  # whether requests may have to leave the queue
         self._read_tokens = self._cached_tokens = 0
@@ -135,11 +101,6 @@ class Scheduler:
 
     def _note_cancel(self) -> None:
         self._has_cancelled = True
-
-    @property
-    def is_idle(self) -> bool:
-        """True if no request waits or runs."""
-        return not self.waiting and not self.running
 
     def load(self) -> Load:
         """Returns the current counters; while requests run, the free memory is that before the latest step."""
@@ -199,10 +160,9 @@ class Scheduler:
 
     def clear(self) -> None:
         """Drops all requests and the batch, which an error may have left in the middle of a step."""
+        super().clear()
         self._batch = None
         self._drafter.clear()
-        self.running.clear()
-        self.waiting.clear()
         self._waiting_rows = self._running_rows = self._reserved_tokens = self.waiting_tokens = 0
         self._capacity_rows = self._capacity_tokens = self._free_at_first = self._free_tokens = 0
 

@@ -35,11 +35,12 @@ from fastformer.generation.jobs import (
     at_once,
     end_all,
 )
+from fastformer.requests import Batching
 
 if TYPE_CHECKING:  # a session of speech needs no PyTorch
     from fastformer.generation.model_protocols import Model
     from fastformer.generation.requests import Request
-    from fastformer.generation.scheduler import Batching, Scheduler
+    from fastformer.generation.scheduler import Scheduler
     from fastformer.generation.text_io import Source
 
 T = TypeVar("T")
