@@ -12,7 +12,7 @@ import numpy as np
 
 from fastformer.audio.plans import Job, Plan
 from fastformer.audio.results import Segment
-from fastformer.audio.windows import Align, Ask, Detect, Encode, Generate
+from fastformer.audio.windows import Ask
 from fastformer.requests import BaseRequest, Batching, Load
 from fastformer.settings import Positive, check_value
 
@@ -105,7 +105,7 @@ class SpeechScheduler(Batching[SpeechRequest]):
         self._begin()
         group = self._group()
         if group:
-            answers = _answers(self.model, [job.ask for _, job in group])
+            answers = _answers(self.model, [job.ask for _, job in group if job.ask is not None])
             for (request, job), answer in zip(group, answers, strict=True):
                 self._guarded(request, job.advance, answer)
         for request in self.running:
@@ -132,9 +132,9 @@ class SpeechScheduler(Batching[SpeechRequest]):
         groups: defaultdict[Hashable, list[tuple[SpeechRequest, Job]]] = defaultdict(list)
         for request in self.running:
             for job in () if request.is_done else request.plan.jobs:
-                if job.ask is not None:
+                if (ask := job.ask) is not None:
                     job.waited += 1
-                    groups[_kind(job)].append((request, job))
+                    groups[ask.method, ask.arguments, ask.is_alone and id(job)].append((request, job))
         return max(groups.values(), key=lambda group: len(group) + max(job.waited for _, job in group), default=[])
 
     def _guarded(self, request: SpeechRequest, work: Callable[..., object], *arguments: Any) -> None:
@@ -147,41 +147,19 @@ class SpeechScheduler(Batching[SpeechRequest]):
             request.fail(error)
 
 
-def _kind(job: Job) -> Hashable:
-    """Returns a key that the windows share which may ask the model in one call."""
-    ask = job.ask
-    if isinstance(ask, Generate):  # a sample depends on its place in a call
-        return (ask.arguments, id(job)) if ask.seed is not None else ask.arguments
-    if isinstance(ask, Align):
-        return Align, ask.start
-    return type(ask).__name__
-
-
-def _answers(model: Any, asks: Sequence[Ask | None]) -> Sequence[Any]:
-    """Asks the model for windows that share a kind."""
-    first = asks[0]
-    if isinstance(first, Encode):
-        states = model.encode(np.stack([ask.features for ask in asks]))  # type: ignore[union-attr]
-        return [states[index : index + 1].copy() for index in range(len(asks))]
-    states = np.concatenate([ask.states for ask in asks])  # type: ignore[union-attr]
-    if isinstance(first, Detect):
-        return list(model.detect_language(states))
-    if isinstance(first, Align):
-        tokens, frames = zip(*((ask.tokens, ask.num_frames) for ask in asks), strict=True)  # type: ignore[union-attr]
-        return list(model.align(states, list(first.start), list(tokens), list(frames)))
-    assert isinstance(first, Generate)
-    prompts = [ask.prompt for ask in asks]  # type: ignore[union-attr]
-    arguments = {**dict(first.arguments), "return_scores": True, "return_no_speech_prob": True, "seed": first.seed}
-    return list(model.generate(states, prompts, **arguments))
+def _answers(model: Any, asks: Sequence[Ask]) -> list[Any]:
+    """Asks the model for windows that share a call."""
+    first, states = asks[0], np.concatenate([ask.states for ask in asks])
+    values = {name: [ask.values[name] for ask in asks] for name in first.values}
+    answers = getattr(model, first.method)(states, **values, **dict(first.arguments))
+    return [each[None].copy() for each in answers] if first.method == "encode" else [*answers]
 
 
 def answered(model: Any, work: Generator[Ask, Any, R]) -> R:
     """Returns the result of a generator whose asks the model answers one by one."""
-    answer = None
-    while True:
-        try:
-            ask = work.send(answer)
-        except StopIteration as end:
-            result: R = end.value
-            return result
-        (answer,) = _answers(model, [ask])
+    job = Job(work, put=list)
+    job.advance()
+    while job.ask is not None:
+        job.advance(*_answers(model, [job.ask]))
+    result: R = job.result
+    return result

@@ -6,9 +6,10 @@ So the windows of many recordings can ask the model together, and each is writte
 from __future__ import annotations
 
 import zlib
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from fastformer.audio.features import FRAMES_PER_SECOND, Array
 from fastformer.audio.options import TranscriptionOptions
@@ -17,43 +18,22 @@ from fastformer.audio.tokens import SECONDS_PER_TIMESTAMP, Tokens
 from fastformer.audio.words import TimedWord, timed_words
 
 
-class Encode(NamedTuple):
-    """Asks for the states of a window's features."""
-
-    features: Array
-
-
-class Detect(NamedTuple):
-    """Asks for the languages of a window, as pairs of a token and its probability, the likeliest first."""
-
-    states: Any
-
-
-class Generate(NamedTuple):
-    """Asks for the text of a window.
+class Ask(NamedTuple):
+    """What a window asks of the model: a call of a method, which windows share that ask for the same arguments.
 
     Attributes:
-        arguments: those of `SpeechModel.generate`; windows with the same ones may be generated together.
-        seed: the seed of sampling; None: nothing is sampled.
+        method: the name of a method of `SpeechModel`.
+        states: its first argument for this window: features (1, n_mels, frames), or states (1, frames, d_model).
+        values: further arguments for this window, of which the method takes a list with one for each window.
+        arguments: the other arguments, by name.
+        is_alone: whether the window shares the call with no other: a sample depends on its place in a call.
     """
 
-    states: Any
-    prompt: list[int]
-    arguments: tuple[tuple[str, Any], ...]
-    seed: int | None
-
-
-class Align(NamedTuple):
-    """Asks for the times of a text's tokens; the arguments are those of `SpeechModel.align`."""
-
-    states: Any
-    start: tuple[int, ...]
-    tokens: list[int]
-    num_frames: int
-
-
-Ask: TypeAlias = Encode | Detect | Generate | Align
-T: TypeAlias = Generator[Ask, Any, Any]
+    method: str
+    states: Array
+    values: Mapping[str, Any] = MappingProxyType({})
+    arguments: tuple[tuple[str, Any], ...] = ()
+    is_alone: bool = False
 
 
 @dataclass
@@ -142,9 +122,9 @@ class Decoder:
         """
         options, tokens = self.options, self.tokens
         if states is None:
-            states = yield Encode(features)
+            states = yield Ask("encode", features[None])
         if options.multilingual:
-            language = (yield Detect(states))[0][0][2:-2]
+            language = (yield Ask("detect_language", states))[0][0][2:-2]
         prompt = self._prompt(language, previous, options.prefix if is_first and not self.is_batch else None)
         text = yield from self._text(states, prompt, seed)
         if not self.is_batch and _is_silent(text, options):
@@ -153,8 +133,9 @@ class Decoder:
         words: list[TimedWord] = []
         spoken = [token for draft in drafts for token in draft.tokens if token < tokens.text_end]
         if options.word_timestamps and spoken:
-            start = tuple(tokens.sequence(language, self.task))
-            words = timed_words(tokens, spoken, language, (yield Align(states, start, spoken, num_frames)))
+            start = (("start_sequence", tuple(tokens.sequence(language, self.task))),)
+            aligned = yield Ask("align", states, {"text_tokens": spoken, "num_frames": num_frames}, start)
+            words = timed_words(tokens, spoken, language, aligned)
         return Window(text, drafts, seek, ends_with_time, words)
 
     def _prompt(self, language: str, previous: Sequence[int], prefix: str | None) -> list[int]:
@@ -177,9 +158,9 @@ class Decoder:
             is_sampled = temperature > 0 and not self.is_batch
             search: dict[str, Any] = {"beam_size": options.beam_size, "patience": options.patience}
             if is_sampled:
-                search = {"beam_size": 1, "num_hypotheses": options.best_of}
+                search = {"beam_size": 1, "num_hypotheses": options.best_of, "seed": seed}
                 search |= {"sampling_topk": 0, "sampling_temperature": temperature}
-            result = yield Generate(states, prompt, (*arguments, *search.items()), seed if is_sampled else None)
+            result = yield Ask("generate", states, {"prompts": prompt}, (*arguments, *search.items()), is_sampled)
             ids = list(result.sequences_ids[0])
             log_prob = result.scores[0] * len(ids) ** options.length_penalty / (len(ids) + 1)
             ratio = compression_ratio(self.tokens.decode(ids).strip())
@@ -202,6 +183,7 @@ class Decoder:
         names = ("length_penalty", "repetition_penalty", "no_repeat_ngram_size", "suppress_blank")
         arguments = [(name, getattr(options, name)) for name in names]
         arguments += [("max_length", max_length), ("suppress_tokens", self.suppressed)]
+        arguments += [("return_scores", True), ("return_no_speech_prob", True)]
         if not self.is_batch:
             latest = round(options.max_initial_timestamp / SECONDS_PER_TIMESTAMP)
             arguments.append(("max_initial_timestamp_index", latest))
@@ -288,13 +270,14 @@ def detect(
     """
     found, first = list[list[tuple[str, float]]](), None
     for features, place in windows:
-        states = yield Encode(features)
-        found.append([(token[2:-2], probability) for token, probability in (yield Detect(states))])
+        states = yield Ask("encode", features[None])
+        languages = yield Ask("detect_language", states)
+        found.append([(token[2:-2], probability) for token, probability in languages])
         if place is not None:
             first = place, states
         if found[-1][0][1] > (threshold or 0):
             return Detected(*found[-1][0], found[-1], first)
-    likeliest = [languages[0] for languages in found]
+    likeliest = [each[0] for each in found]
     names = [name for name, _ in likeliest]
     best = max(dict.fromkeys(names), key=names.count)
     return Detected(best, max(share for name, share in likeliest if name == best), found[-1], first)
