@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import json
 import os
 import re
 import secrets
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 # The end of a message for a model that is not on the disk.
 NOT_DOWNLOADED = (
@@ -20,29 +21,37 @@ _MOST = 1 << 28  # bytes; a vocabulary of a million tokens has a fifth of that
 _LEFT_OVER = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp")
 
 
-def write_atomically(path: Path, data: bytes | bytearray | memoryview) -> None:
-    """Writes a whole file or nothing: under a random name beside it, flushed to the disk, then renamed.
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file that takes the place of another at the end of the block, as a whole: flushed to the disk, renamed.
 
     The random name is opened for this write alone (O_EXCL), so that a link planted in the folder is never followed. A
     path that is itself a link is replaced by a file; the link's target stays as it is. The mode is 0666 less the
-    umask, as for any file that a program writes.
+    umask, as for any file that a program writes. After an error, the earlier file is still there, and no temporary one.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+    try:
+        with open(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:  # a second Ctrl-C too
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def write_atomically(path: Path, data: bytes | bytearray | memoryview) -> None:
+    """Writes a whole file or nothing; see `replacing`.
 
     Raises:
         OSError: the file could not be written. The earlier file is still there, and no temporary one.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:  # a second Ctrl-C too
-            temporary.unlink(missing_ok=True)
-            raise
-        _sync_folder(path.parent)
+        with replacing(path) as file:
+            file.write(data)
     except OSError as error:
         raise OSError(
             error.errno, f"could not write {path} ({error.strerror}): an earlier file of this name is unchanged"

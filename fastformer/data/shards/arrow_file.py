@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy
+
+from fastformer.files import replacing
 
 _CHUNK = 1 << 20
 
@@ -43,22 +44,10 @@ def write_table(path: Path, table: Any) -> None:
     Raises:
         OSError: the file could not be written; no part of it is left.
     """
-    library = arrow()
     table = table.combine_chunks()
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        try:
-            with (
-                library.OSFile(os.fsencode(temporary), "wb") as sink,
-                library.ipc.new_file(sink, table.schema) as writer,
-            ):
-                writer.write_table(table, max_chunksize=max(1, table.num_rows))
-            with open(temporary, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        with replacing(path) as file, arrow().ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=max(1, table.num_rows))
     except OSError as error:
         raise OSError(
             error.errno,
