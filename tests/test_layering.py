@@ -45,6 +45,7 @@ ALLOWED = {
     "audio": {"checkpoints", "console", "extension", "files", "requests", "settings"},
     "encoding": {
         "checkpoints",
+        "data",
         "engine",
         "files",
         "generation",

@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from fastformer.encoding.tokens import Pair, Reader, Rows, Tokenizer
+from fastformer.data.tokenizer import Tokenizer
+from fastformer.encoding.tokens import Pair, Reader, Rows
 from fastformer.generation.chat_template import ChatTemplate
 
 Format: TypeAlias = Literal["flat", "structured"]

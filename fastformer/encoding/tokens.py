@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
-from fastformer.generation.chat_template import TemplateTokenizer
+from fastformer.data.tokenizer import Tokenizer
 from fastformer.locks import ForkSafeLock
 from fastformer.settings import Positive, check_value
 
@@ -16,33 +16,6 @@ logger = logging.getLogger("fastformer")
 R = TypeVar("R")
 
 Pair = tuple[str, str]
-
-
-class Tokenizer(TemplateTokenizer, Protocol):
-    """The part of `data.tokenizer.Tokenizer` that encoding uses; that class documents it."""
-
-    @property
-    def backend(self) -> Any: ...
-
-    @property
-    def frame(self) -> Any: ...
-
-    @property
-    def max_len(self) -> int: ...
-
-    @property
-    def side(self) -> str: ...
-
-    @property
-    def has_token_types(self) -> bool: ...
-
-    def encode_batch(
-        self, texts: Sequence[str], max_len: int | None = None, *, prompt: str = "", lengths: list[int] | None = None
-    ) -> list[list[int]]: ...
-
-    def encode_pairs(
-        self, pairs: Sequence[Pair], max_len: int | None = None, *, prompt: str = "", lengths: list[int] | None = None
-    ) -> list[tuple[list[int], list[int]]]: ...
 
 
 class Rows(NamedTuple):

@@ -26,7 +26,9 @@ _ROLES = (
 class TemplateTokenizer(Protocol):
     """The tokenizer methods that a template uses; the tokenizers of language models' folders have them."""
 
-    chat: Mapping[str, str]
+    @property
+    def chat(self) -> Mapping[str, str]:
+        """The template, and the special tokens by the names that it uses; see `data.tokenizer.CHAT_NAMES`."""
 
     @property
     def added_tokens(self) -> Mapping[str, bool]:
