@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 logger = logging.getLogger("fastformer")
@@ -130,6 +130,14 @@ def progress_bar(*, is_shown: bool = True, **options: Any) -> Any:
     except ImportError:  # a missing progress bar is no reason to stop
         return None
     return tqdm(file=sys.stderr, **options)
+
+
+@contextlib.contextmanager
+def progress(**options: Any) -> Iterator[Callable[[float], object]]:
+    """Yields a function that advances a progress bar, if `progress_bar` makes one of these options."""
+    bar = progress_bar(**options)
+    with contextlib.nullcontext() if bar is None else bar:
+        yield (lambda count: None) if bar is None else bar.update
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from fastformer.audio.scheduler import MAX_WINDOWS, SpeechRequest, SpeechSchedul
 from fastformer.audio.tokens import Tokens
 from fastformer.audio.voice import VadOptions, speech_parts
 from fastformer.audio.windows import detect
-from fastformer.console import progress_bar
+from fastformer.console import progress
 from fastformer.files import NOT_DOWNLOADED
 from fastformer.settings import Count, Positive, check_value, shows_fields, suggestion
 
@@ -252,22 +252,19 @@ class WhisperModel:
 
 def _segments(scheduler: SpeechScheduler, request: SpeechRequest, shows: bool) -> Iterator[Segment]:
     plan = request.plan
-    bar = progress_bar(is_shown=shows, total=round(plan.recording.duration), unit="s")
     try:
-        while True:
-            yield from request.take()
-            if request.error is not None:
-                raise request.error
-            if request.is_done:
-                return
-            before = plan.progress
-            scheduler.step()
-            if bar is not None:
-                bar.update(plan.progress - before)
+        with progress(is_shown=shows, total=round(plan.recording.duration), unit="s") as advance:
+            while True:
+                yield from request.take()
+                if request.error is not None:
+                    raise request.error
+                if request.is_done:
+                    return
+                before = plan.progress
+                scheduler.step()
+                advance(plan.progress - before)
     finally:
         scheduler.clear()
-        if bar is not None:
-            bar.close()
 
 
 class BatchedInferencePipeline:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
-from fastformer.console import OutputLostError, is_terminal, progress_bar
+from fastformer.console import OutputLostError, is_terminal, progress
 from fastformer.settings import Range
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def embed(
         raise ValueError("expected --out FILE, or standard output to go to a file (> vectors.npy), got a terminal")
     encoder = Encoder.from_pretrained(folder, precision=precision, device=choose_device(device, precision))
     total = 0
-    with _written(out) as write, _progress() as advance:
+    with _written(out) as write, progress(unit="text") as advance:
         texts = each_line(file) if text is None else [text]
         for rows in encoder.stream(texts, prompt_name, prompt, normalize=normalize, batch_tokens=batch_tokens):
             write(rows)
@@ -72,14 +72,6 @@ def embed(
             write(encoder.encode([]))
     cut = f", of which {encoder.num_cut:,} were cut to {encoder.max_seq_length} tokens" if encoder.num_cut else ""
     print(f"embedded {total:,} text{'s' * (total != 1)}{cut}", file=sys.stderr)
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int], object]]:
-    """Counts lines on standard error if it is a terminal."""
-    bar = progress_bar(unit="text")
-    with contextlib.nullcontext() if bar is None else bar:
-        yield bar.update if bar is not None else lambda lines: None
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from jsonargparse import ArgumentParser
 
 from fastformer.commands._options import add_fields
-from fastformer.console import progress_bar, shown
+from fastformer.console import progress, shown
 from fastformer.files import write_atomically
 from fastformer.settings import Range
 
@@ -76,7 +75,7 @@ def transcribe(
     _check_names(names, format, out)
     model = WhisperModel(folder, compute_type=precision or "default", cpu_threads=threads)
     options |= {"language": None if language == "auto" else language, "task": task, "initial_prompt": initial_prompt}
-    with _progress() as advance:
+    with progress(unit="s", unit_scale=True) as advance:
         if len(paths) == 1:
             segments, info = model.transcribe(_source(paths[0]), batch_size=batch_size, **options)
             _write(_counted(segments, advance), info, format, out and Path(out, names[0]))
@@ -123,11 +122,3 @@ def _counted(segments: Iterator[Segment], advance: Callable[[float], object]) ->
         advance(max(0.0, segment.end - end))
         end = max(end, segment.end)
         yield segment
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[float], object]]:
-    """Counts seconds of audio on standard error if it is a terminal."""
-    bar = progress_bar(unit="s", unit_scale=True)
-    with contextlib.nullcontext() if bar is None else bar:
-        yield bar.update if bar is not None else lambda seconds: None
