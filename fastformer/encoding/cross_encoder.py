@@ -130,7 +130,7 @@ class CrossEncoder(FolderModel):
                 parts.append(scores.softmax(1) if apply_softmax and scores.dim() > 1 else scores)
         shape = (0,) if self.num_labels == 1 else (0, self.num_labels)
         predictions = torch.cat(parts) if parts else torch.from_numpy(np.zeros(shape, np.float32))
-        return self._converted(predictions, is_one, convert_to_numpy, convert_to_tensor)
+        return self._converted(predictions.numpy(), is_one, convert_to_numpy, convert_to_tensor)
 
     def rank(
         self,

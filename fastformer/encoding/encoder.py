@@ -192,7 +192,7 @@ class Encoder(FolderModel):
         if ranges is None:
             ranges = self.ranges if calibration_embeddings is None else ranges_of(calibration_embeddings)
         numbers = stored(rows, precision, None if ranges is None else np.asarray(ranges, np.float32))
-        return self._converted(torch.from_numpy(numbers), is_one, convert_to_numpy, convert_to_tensor)
+        return self._converted(numbers, is_one, convert_to_numpy, convert_to_tensor)
 
     def calibrate(self, sentences: Iterable[str] | Array, **options: Any) -> Array:
         """Sets `ranges` to those of the embeddings of texts, and returns them.

@@ -225,10 +225,12 @@ class FolderModel:
             options["prompt_name"] = self._prompt_for(task)
         return options
 
-    def _converted(self, rows: Tensor, is_one: bool, convert_to_numpy: bool, convert_to_tensor: bool) -> Any:
-        """Returns results on the CPU in the form that the caller asks for; for one text, its row."""
-        converted: Any = rows.to(self.device) if convert_to_tensor else rows.numpy() if convert_to_numpy else list(rows)
-        return converted[0] if is_one else converted
+    def _converted(self, rows: Any, is_one: bool, convert_to_numpy: bool, convert_to_tensor: bool) -> Any:
+        """Returns results, an array, in the form that the caller asks for; for one text, its row."""
+        if not convert_to_numpy or convert_to_tensor:
+            rows = torch.from_numpy(rows)
+            rows = rows.to(self.device) if convert_to_tensor else list(rows)
+        return rows[0] if is_one else rows
 
 
 def batches(rows: Rows, limits: tuple[int, int | None]) -> Iterator[list[int]]:
