@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import re
 import shlex
@@ -15,7 +16,9 @@ from sybil.document import Document
 from sybil.example import Example
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
 
-from fastformer.cli import main
+from fastformer.cli import COMMANDS, main
+from fastformer.commands import _parsing
+from fastformer.training import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -112,3 +115,14 @@ def own_commands(text: str) -> Iterator[list[str]]:
         for part in re.split(r"\s(?:\||&&|;)\s", command.removeprefix("$ ")):
             if part.startswith("fastformer "):
                 yield shlex.split(re.sub(r"\s\d?[<>]\s*\S+", "", part), comments=True)[1:]
+
+
+def understood(words: list[str]) -> None:
+    """Checks that the words after `fastformer` are a command with flags that exist and settings that fit."""
+    name, *others = words
+    assert name in COMMANDS, f"{name} is no command"
+    if name == "doctor":
+        return
+    values = _parsing.parse(importlib.import_module(f"fastformer.commands.{name}"), name, others)
+    if name == "train":
+        TrainConfig.from_dict({k: v for k, v in values.items() if k not in ("run", "config", "resume")})

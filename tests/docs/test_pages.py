@@ -13,8 +13,7 @@ import pytest
 
 from fastformer.cli import COMMANDS
 from fastformer.commands import _parsing
-from fastformer.training import TrainConfig
-from tests.docs.pages import DOCS, PAGES, ROOT, blocks, commands, environment, examples, own_commands
+from tests.docs.pages import DOCS, PAGES, ROOT, blocks, commands, environment, examples, own_commands, understood
 from tests.docs.workshop import workshop
 
 README = ROOT / "README.md"
@@ -43,13 +42,19 @@ def test_a_command_line_is_understood(page: Path) -> None:
     for head, text in blocks(page):
         if head and "console" not in head:
             continue
-        for name, *words in own_commands(text):
-            assert name in COMMANDS, f"{page}: {name}"
-            if name == "doctor":
-                continue
-            values = _parsing.parse(importlib.import_module(f"fastformer.commands.{name}"), name, words)
-            if name == "train":
-                TrainConfig.from_dict({k: v for k, v in values.items() if k not in ("run", "config", "resume")})
+        for words in own_commands(text):
+            understood(words)
+
+
+def test_the_text_names_commands_and_flags_that_exist() -> None:
+    for page in [README, *PAGES]:
+        for code in re.findall(r"`fastformer ([a-z][^`]*)`", page.read_text(encoding="utf-8")):
+            name, *words = code.split()
+            assert name in COMMANDS, f"{page}: {code}"
+            flags = {word[2:].partition("=")[0].partition(".")[0] for word in words if word.startswith("--")}
+            if flags:
+                _, hints = _parsing.make_parser(importlib.import_module(f"fastformer.commands.{name}"), name)
+                assert flags <= {*hints, "help", "model"}, f"{page}: {code}"
 
 
 @pytest.mark.parametrize("page", [README, *PAGES], ids=name_of)
