@@ -119,6 +119,6 @@ def _write(segments: Iterator[Segment], info: TranscriptionInfo, format: str, pa
 def _counted(segments: Iterator[Segment], advance: Callable[[float], object]) -> Iterator[Segment]:
     end = 0.0
     for segment in segments:
-        advance(max(0.0, segment.end - end))
-        end = max(end, segment.end)
+        advance(segment.end - end)
+        end = segment.end
         yield segment

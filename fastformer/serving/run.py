@@ -44,13 +44,13 @@ def bound(host: str, port: int) -> list[socket.socket]:
     """
     listeners: list[socket.socket] = []
     try:
-        places = socket.getaddrinfo(host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        places = socket.getaddrinfo(host.strip("[]") or None, port, flags=socket.AI_PASSIVE)
         for family, address in dict.fromkeys((place[0], place[4]) for place in places):
             try:
                 listeners.append(_bound(family, address))
             except OSError as error:
                 # A machine may have a name for IPv6's localhost, and no IPv6.
-                if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL) or len(places) == 1:
+                if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
                     raise
         if not listeners:
             raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))

@@ -92,6 +92,18 @@ def test_several_files_together_are_those_alone(ran, texts, places, tmp_path) ->
     assert code == 1 and "different names" in error
 
 
+def test_a_progress_bar_on_a_terminal(ran, monkeypatch) -> None:
+    pytest.importorskip("tqdm", reason="the bar is tqdm's")
+    for words in (["a.wav"], ["a.wav", "b.wav", "--batch_size", "2"]):
+        lines = ran(*words, "--format", "json", *OPTIONS)[1].splitlines()
+        end = sum(json.loads(line)["segments"][-1]["end"] for line in lines)
+        monkeypatch.setattr(sys, "stderr", screen := io.StringIO())
+        monkeypatch.setattr(screen, "isatty", lambda: True)
+        assert ran(*words, *OPTIONS)[0] == 0
+        assert f"\r{end:.2f}s" in screen.getvalue(), screen.getvalue()
+        monkeypatch.undo()
+
+
 def test_standard_input(ran, texts, places) -> None:
     for words in ((), ("-",)):
         code, out, _ = ran(*words, *OPTIONS, stdin=(places / "b.wav").read_bytes())

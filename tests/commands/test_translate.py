@@ -263,9 +263,9 @@ def test_paragraphs_are_translated_sentence_by_sentence(run, expected, tmp_path,
         assert f"expected --split or {other}, got both" in ran("translate", run, "a", *flags, "--split", code=1).err
 
 
-def test_attention_is_drawn(run, tmp_path) -> None:
+def test_attention_is_drawn(run, tmp_path, ran, expected) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
-    assert main(["translate", run, "one", "--attention", str(tmp_path / "a.png"), *FEW]) == 0
+    assert ran("translate", run, "one", "--attention", str(tmp_path / "a.png"), *FEW).out == expected("one") + "\n"
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 

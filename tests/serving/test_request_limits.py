@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -133,3 +134,28 @@ def test_the_operators_options_are_within_the_limits(translator_folder) -> None:
     for option, limits in (({"num_beams": 4}, {"max_beams": 3}), ({"max_new_tokens": 9}, {"max_new_tokens": 8})):
         with pytest.raises(ValueError, match="at most"):
             open_service(translator_folder, options=option, limits=Limits(**limits))
+
+
+@pytest.mark.parametrize(
+    ("kind", "owner", "name", "route", "body"),
+    [
+        ("generator", "session", "chat_ids", "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1}),
+        ("generator", "session", "check_constraint", "/v1/completions", {"prompt": "a", "guided_choice": ["a"]}),
+        ("translator", "codes", "detect", "/detect", {"q": "a"}),
+    ],
+)
+async def test_what_may_take_long_for_a_short_text_stops_no_other_request(
+    kind, owner, name, route, body, tmp_path, monkeypatch
+) -> None:
+    service = open_service(getattr(models, kind)(tmp_path / "tiny"))
+    place, threads = getattr(service, owner), list[int]()
+    work = getattr(place, name)
+
+    def noted(*given: Any, **options: Any) -> Any:
+        threads.append(threading.get_ident())
+        return work(*given, **options)
+
+    monkeypatch.setattr(place, name, noted)
+    async with serving(service) as http:
+        assert (await http.post(route, json=body)).status_code == 200
+    assert threads and threading.get_ident() not in threads

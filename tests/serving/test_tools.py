@@ -358,7 +358,9 @@ async def test_messages_with_calls_pass_through_the_template(family, folder, cal
         body: dict[str, Any] = {"messages": messages, "tools": TOOLS, "max_tokens": 2, "tool_choice": "auto"}
         assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
         (given,), variables = seen[0].args, seen[0].options
-        assert given[1]["tool_calls"][0]["function"]["arguments"] == {"zone": "UTC"} and given[2]["role"] == "tool"
+        read = {"type": "function", "function": {"name": "clock", "arguments": {"zone": "UTC"}}}
+        assert given == [*ASKED, {"role": "assistant", "content": "", "tool_calls": [{"id": "123456789", **read}]},
+                         {"role": "tool", "content": "12:30", "tool_call_id": "123456789"}]  # fmt: skip
         assert [tool["function"]["name"] for tool in variables["tools"]] == [*SCHEMAS]
         for change, param in (
             ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
