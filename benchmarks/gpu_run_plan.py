@@ -69,8 +69,7 @@ def run_step(step: PlanStep, out: Path, limit: float) -> dict[str, Any]:
     running = []
     for number, (command, variables) in enumerate(step.commands):
         part = logs / f"{log_name(step)}.{number}.part"
-        tuning = {"FASTFORMER_TUNING_FILE": str(out.absolute() / "tuning.json")}
-        running.append((spawn(command, {**tuning, **variables}, part), part))
+        running.append((spawn(command, variables, part), part))
     result: dict[str, Any] = {"ok": True, "failed": [], "tails": {}}
     texts = []
     for number, (process, part) in enumerate(running):

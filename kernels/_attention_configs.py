@@ -2,7 +2,7 @@
 
 No row has been compared with other tiles on a device yet. Each was chosen by its machine code
 (`benchmarks/machine_code`: no spills, shared memory within the architecture's limit, wgmma or tcgen05 if the tile has
-64 rows) and by the tiles that published kernels use. A file of measured rows overrides them (`_tuning.py`).
+64 rows) and by the tiles that published kernels use.
 
 Masks and dropout need registers, so a row may have a different tile for a mask, for dropout, and for both together, and
 one for calls that have none of these and no boolean mask or left window either.
@@ -10,11 +10,11 @@ one for calls that have none of these and no boolean mask or left window either.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 
-from fastformer.kernels import _tuning
 from fastformer.kernels._attention_common import Problem
 
 
@@ -215,13 +215,10 @@ def _rows(capability: int) -> tuple[int, ...]:
     return (family,) if family in (90, 100) else (family, 80)
 
 
-def _look_up(kernel: str, call: ConfigKey, *tables: Table) -> Config:
-    """Returns the measured config of a call if there is one, else that of the first table with a fitting row."""
+def _look_up(call: ConfigKey, *tables: Table) -> Config:
+    """Returns the config of a call: that of the first table with a fitting row."""
     if call.capability == 0:
         return _INTERPRETED
-    measured = _tuning.measured(kernel, call)
-    if measured is not None:
-        return Config(*measured)
     rows = _rows(call.capability)
     for table in tables:
         covering = [(largest, rows.index(row)) for row, largest in table if row in rows and call.block_d <= largest]
@@ -231,27 +228,27 @@ def _look_up(kernel: str, call: ConfigKey, *tables: Table) -> Config:
     raise AssertionError(f"no config for {call}")
 
 
-@_tuning.remembered
+@functools.cache
 def forward_config(call: ConfigKey) -> Config:
     """Returns the tile of `_attention_fwd_kernel`."""
     if call.is_fp32:
-        return _look_up("attention_fwd", call, FORWARD_FP32)
+        return _look_up(call, FORWARD_FP32)
     short = {
         key: configs for key, configs in FORWARD_SHORT.items() if call.bucket == "short" and call.block_d <= key[1]
     }
-    return _look_up("attention_fwd", call, short, FORWARD)
+    return _look_up(call, short, FORWARD)
 
 
-@_tuning.remembered
+@functools.cache
 def backward_config(call: ConfigKey) -> Config:
     """Returns the tile of `_dkdv_kernel`."""
-    return _look_up("attention_bwd", call, BACKWARD_FP32 if call.is_fp32 else BACKWARD)
+    return _look_up(call, BACKWARD_FP32 if call.is_fp32 else BACKWARD)
 
 
-@_tuning.remembered
+@functools.cache
 def choose_dq_config(call: ConfigKey) -> Config:
     """Returns the tile of `_dq_kernel`."""
-    return _look_up("attention_dq", call, DQ_FP32 if call.is_fp32 else DQ)
+    return _look_up(call, DQ_FP32 if call.is_fp32 else DQ)
 
 
 def tile_of(config: Config, problem: Problem) -> dict[str, object]:

@@ -62,6 +62,6 @@ def remember(plans: dict[Hashable, Plan], key: Hashable | None, plan: Plan) -> N
 
 
 def forget() -> None:
-    """Drops all plans, because their basis has changed: a tile was measured, or a test replaced something."""
+    """Drops all plans, because a test replaced what they were made of."""
     for plans in _all_plans:
         plans.clear()

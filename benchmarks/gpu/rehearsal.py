@@ -41,8 +41,7 @@ def rehearse(out: Path, todo: Sequence[PlanStep], only: str) -> int:
             continue
         began = time.monotonic()
         log = out / f"{step.key.replace(' ', '_')}.rehearsal.log"
-        surroundings = {"FASTFORMER_TEST_SHARD": "0/1", "FASTFORMER_TUNING_FILE": str(out.absolute() / "tuning.json")}
-        status = _run_in_fork(module, rest, variables | surroundings, log)
+        status = _run_in_fork(module, rest, variables | {"FASTFORMER_TEST_SHARD": "0/1"}, log)
         text = log.read_text(errors="replace")
         counted = re.search(r"(\d+) binaries", text)
         wrong = [*re.findall(r"^WRONG (.*)", text, re.MULTILINE), *_MISTAKE.findall(text)]

@@ -89,7 +89,7 @@ def times(
 
     Args:
         values: required values of a shape, such as "seqlen=2048"; if a name is given twice, either value fits.
-        label: a label for other tiles or a first look, whose rows go to another file.
+        label: a label for a first look, whose rows go to another file.
         rivals: the rivals, besides fastformer and the baseline; empty = all.
         seconds: the seconds of a shape.
         modes: the modes; empty = all.
@@ -182,16 +182,10 @@ _LATER = "pair or float16 or float32"
 
 
 def _later(out: Path) -> Iterator[PlanStep]:
-    """Yields the least important steps: all other tests, other tiles, and less interesting sizes."""
+    """Yields the least important steps: all other tests, and less interesting sizes."""
     yield tests("pairs", TESTS["attention"], 60, 900, only=_LATER)
     yield tests("hopper pairs", TESTS["attention_hopper"], 60, 150, only=_LATER)._replace(after="tests hopper")
     yield tests("others", other_tests(), 100, 200)
-    for head_dim in (64, 128):
-        values = ("causal=True", "seqlen=2048", "dropout_p=0.0", f"head_dim={head_dim}")
-        tune = [sys.executable, "-m", "benchmarks.tune_attention", "--shape", *values]
-        yield PlanStep(f"tune attention {' '.join(values)}", [(tune, {})], 120)
-        # With the tiles found before: all steps read OUT/tuning.json.
-        yield times("attention", out, *values, label="tuned", rivals=_BEST_RIVALS, seconds=12)
     yield times("attention", out, "causal=True", "seqlen=2048")
     yield times("attention", out, "causal=False", "seqlen=2048")
     yield times("attention", out, "causal=True", "seqlen=64", "seqlen=256")

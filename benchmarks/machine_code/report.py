@@ -3,7 +3,6 @@ loops.
 
     python -m benchmarks.compile_report [--arch 90 ...] [--only attention ...] [--once | --quick | --usual] [--jobs N]
         [--out FILE]
-    python -m benchmarks.compile_report --compare BEFORE.jsonl AFTER.jsonl
 
 It calls the real launchers on fake CUDA tensors, with Triton's launch replaced by a recorder, and compiles the recorded
 launches for each architecture. So the report covers the tiles, types and specialisation of a release.
@@ -40,7 +39,7 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from benchmarks.machine_code import compare, hazards, sass
+from benchmarks.machine_code import hazards, sass
 from benchmarks.machine_code.cases import USUAL
 from benchmarks.machine_code.rows import LoopLine, MachineCodeRow, merge, show
 
@@ -290,16 +289,7 @@ def main() -> int:
         size.add_argument(f"--{name}", action="store_const", dest="size", const=name, help=what)
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile side by side")
     parser.add_argument("--out", type=Path, help="JSON lines, one a row, merged into what the file has")
-    parser.add_argument(
-        "--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"), help="two such files; no compiling"
-    )
     args = parser.parse_args()
-    if args.compare is not None:
-        for path in args.compare:
-            if not path.is_file():
-                parser.error(f"expected two files of --out, {path} is none")
-        print(compare.compare(*args.compare))
-        return 0
     if args.jobs < 1:
         parser.error(f"expected --jobs of 1 or more, got {args.jobs}")
     if os.environ.get("TRITON_INTERPRET", "0") == "1":

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from benchmarks.machine_code.compare import compare
 from benchmarks.machine_code.hazards import in_flight, orders
 from benchmarks.machine_code.sass import Counts, count, ctas_an_sm, loops, parse
 from fastformer.kernels._fences import FENCE, fenced
@@ -178,49 +174,6 @@ def test_ctas_an_sm() -> None:
     assert ctas_an_sm(89, 4, 32, 0) == (12, "warps")
     assert ctas_an_sm(86, 1, 32, 0) == (16, "programs")
     assert ctas_an_sm(100, 4, 32, 0, tensor_columns=256) == (2, "tensor memory")
-
-
-def test_compare(tmp_path: Path) -> None:
-    """The largest change comes first, cases with the same change share a line, and new and missing ones are listed."""
-    line = {
-        "op": "attention", "kernel": "_k", "arch": 90, "triton": "3.7.1", "cases": ["a"], "tile": "128x64 w8 s3",
-        "registers": 128, "spilled": 0, "shared": 1000, "ctas": 2, "limit": "registers", "wide": 8, "narrow": 0,
-        "loops": [{"instructions": 100, "waits": [0]}], "problems": [],
-    }  # fmt: skip
-    loop = {"instructions": 100}
-    before = [
-        line,
-        line | {"cases": ["b", "c"], "registers": 200, "ctas": 1},
-        line | {"cases": ["gone"]},
-        line | {"cases": ["same"]},
-        line | {"cases": ["not compiled again"], "arch": 80},
-    ]
-    after = [
-        line | {"loops": [loop | {"instructions": 90, "waits": [1]}]},
-        line | {"cases": ["b", "same"]},
-        line | {"cases": ["c"]},
-        line | {"cases": ["new"]},
-        line | {"cases": ["a", "b"], "arch": 86},
-        line | {"cases": ["of an op that BEFORE has not"], "op": "rotary", "arch": 80},
-    ]
-    files = []
-    for name, lines in (("before", before), ("after", after)):
-        files.append(tmp_path / name)
-        files[-1].write_text("".join(json.dumps(row) + "\n" for row in lines))
-    assert compare(*files).splitlines() == [
-        "sm_90 triton 3.7.1 _k: attention b (and 1 more)",
-        "    registers 200 -> 128",
-        "    ctas 1 -> 2",
-        "sm_90 triton 3.7.1 _k: attention a",
-        "    loop 1: instructions 100 -> 90",
-        "    loop 1: waits [0] -> [1]",
-        "gone: sm_90 triton 3.7.1 _k: attention gone",
-        "new: sm_80 triton 3.7.1 _k: rotary of an op that BEFORE has not",
-        "new: sm_90 triton 3.7.1 _k: attention new",
-        "new: all 2 of sm_86 triton 3.7.1",
-        "3 launches changed, 1 did not",
-    ]
-    assert compare(files[0], files[0]) == "0 launches changed, 6 did not"
 
 
 # Each rule of the compile report accepts correct code and catches planted errors, in hand-written PTX and SASS.
