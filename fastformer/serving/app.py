@@ -24,8 +24,9 @@ from starlette.routing import compile_path
 from fastformer import __version__
 from fastformer.serving import answers, page
 from fastformer.serving.answers import ClientGone, answer, explained, headers_of
-from fastformer.serving.gate import Gate, Metrics, Traffic, Watch, host_name
+from fastformer.serving.gate import Gate, Traffic, Watch, host_name
 from fastformer.serving.limits import Limits
+from fastformer.serving.metrics import Metrics
 from fastformer.serving.service import Service
 
 logger = logging.getLogger("fastformer")

@@ -20,7 +20,8 @@ from fastformer import __version__
 from fastformer.generation.jobs import QUEUE_BOUNDS, SessionStats
 from fastformer.serving import Limits, make_app, open_service
 from fastformer.serving.answers import EndedEarly
-from fastformer.serving.gate import Metrics, Traffic, Watch, read_keys
+from fastformer.serving.gate import Traffic, Watch, read_keys
+from fastformer.serving.metrics import Metrics
 from fastformer.serving.run import Server, bound
 from tests.serving import models
 from tests.serving.asking import serving
