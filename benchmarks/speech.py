@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.measure.commands import count, parser_of, positive
+from benchmarks.measure.timing import Timing
 
 PROVIDERS = ("fastformer", "faster-whisper", "transformers", "whisper.cpp")
 BATCH = 8
@@ -271,11 +272,12 @@ def _row(provider: str, mode: str, best: dict[str, Any], options: argparse.Names
     beside = ""
     if "faster-whisper" in best:
         _, others = best["faster-whisper"]
-        speedup = statistics.median(b["elapsed"] / a["elapsed"] for a, b in zip(turns, others, strict=True))
+        speedup = _times_faster(turns, others)
         errors = word_errors(" ".join(turns[-1]["texts"]), " ".join(others[-1]["texts"]))
         compared = {"speedup": speedup, "baseline": "faster-whisper", "error": errors}
+        if provider == "faster-whisper" and "fastformer" in best:
+            compared["ours"] = _times_faster(best["fastformer"][1], others)
         beside = f"{speedup:.2f} times faster-whisper, {100 * errors:.1f} % other words, "
-    ms = {f"ms_p{part}": 1000 * value for part, value in zip((20, 50, 80), _quantiles(times), strict=True)}
     windows = BATCH if mode == "batched" else 1
     rate = seconds / statistics.median(times)
     print(
@@ -285,15 +287,16 @@ def _row(provider: str, mode: str, best: dict[str, Any], options: argparse.Names
     return {
         "suite": "decoding", "op": "speech", "provider": provider, "precision": job.precision,
         "model": Path(options.folder).name, "data": "speech",
-        "shape": {"seconds": round(seconds), "windows": windows, "num_beams": options.num_beams}, **ms,
+        "shape": {"seconds": round(seconds), "windows": windows, "num_beams": options.num_beams},
+        **Timing.of(times).fields(),
         "rounds": len(times), **compared, "value": rate, "unit": "seconds of audio a second",
         "peak_mib": turns[-1]["peak_mib"], "threads": job.threads,
     }  # fmt: skip
 
 
-def _quantiles(values: list[float]) -> list[float]:
-    ordered = sorted(values)
-    return [ordered[round(share * (len(ordered) - 1))] for share in (0.2, 0.5, 0.8)]
+def _times_faster(turns: list[dict[str, Any]], others: list[dict[str, Any]]) -> float:
+    """Returns how many times faster the turns are than others of the same rounds."""
+    return statistics.median(b["elapsed"] / a["elapsed"] for a, b in zip(turns, others, strict=True))
 
 
 if __name__ == "__main__":

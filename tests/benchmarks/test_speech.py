@@ -64,6 +64,31 @@ def test_whisper_cpp_is_measured_where_it_has_a_file_and_batches(tmp_path, monke
     assert "whisper.cpp, fp32" in capsys.readouterr().out, "for which there is no file"
 
 
+def test_programs_are_compared_in_turns_of_the_same_rounds(tmp_path, monkeypatch) -> None:
+    seconds = {"fastformer": [9.0, 1.0, 2.0], "faster-whisper": [9.0, 4.0, 2.0]}  # the first turn warms up
+
+    class Fake:
+        missing: dict[str, str] = {}
+
+        def __init__(self, job: speech.Job, *_: object) -> None:
+            self.left = list(seconds[job.provider])
+            self.job = job
+
+        def ask(self, mode: str) -> dict[str, object]:
+            return {"elapsed": self.left.pop(0), "seconds": 30.0, "texts": ["a dog"], "peak_mib": 1.0}
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(speech, "Worker", Fake)
+    words = ["model", "a.wav", "--threads", "1", "--providers", "fastformer", "faster-whisper", "--rounds", "2"]
+    assert main([*words, "--precisions", "fp32", "--modes", "one by one", "--out", str(tmp_path / "rows.jsonl")]) == 0
+    row, rival = record.read(tmp_path / "rows.jsonl")
+    assert row["speedup"] == rival["ours"] == 2.5
+    assert (row["ms_p50"], rival["ms_p50"]) == pytest.approx((1500, 3000))
+    assert rival["speedup"] == 1
+
+
 def test_a_recording_is_timed(tmp_path, capsys) -> None:
     model = folder(tmp_path / "model")
     (tmp_path / "a.wav").write_bytes(wav(sound(3)))
