@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 import struct
 from collections.abc import Callable
@@ -189,8 +190,8 @@ def test_a_whole_model_of_any_alignment_is_the_same(values, alignment, tmp_path)
     (
         {"type": (8, "yarn"), "factor": (6, 4.0), "original_context_length": (4, 32), "attn_factor": (6, 1.5),
          "yarn_beta_fast": (6, 16.0), "yarn_beta_slow": (6, 2.0)},
-        {"kind": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "attention_factor": 1.5,
-         "beta_fast": 16.0, "beta_slow": 2.0},
+        {"kind": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "attention_factor":
+         1.5 * (1 + 0.1 * math.log(4)), "beta_fast": 16.0, "beta_slow": 2.0},  # llama.cpp multiplies both
     ),
 ])  # fmt: skip
 def test_the_scaling_of_positions_is_the_files(values, scaling, tmp_path) -> None:
@@ -201,6 +202,18 @@ def test_the_scaling_of_positions_is_the_files(values, scaling, tmp_path) -> Non
     (tmp_path / "x.gguf").write_bytes(to_bytes(own | given, tensors))
     found = load(tmp_path / "x.gguf")[0].config.rotary_scaling
     assert (None if found is None else {**found}) == scaling
+
+
+@pytest.mark.parametrize(("kind", "scale"), [("linear", 2.0), ("longrope", 2.0), (None, 2.0), ("none", 1.0)])
+def test_factors_of_positions_are_scaled_too(kind, scale, tmp_path) -> None:
+    own, tensors = contents(LLAMA)
+    given: Values = {"llama.rope.scaling.factor": (6, 2.0), "llama.rope.scaling.attn_factor": (6, 0.5)}
+    given |= {} if kind is None else {"llama.rope.scaling.type": (8, kind)}
+    (tmp_path / "x.gguf").write_bytes(to_bytes(own | given, tensors))
+    before, after = (load(path)[0].config.rotary_scaling for path in (LLAMA, tmp_path / "x.gguf"))
+    for name in ("short_factor", "long_factor"):
+        assert after[name] == tuple(scale * each for each in before[name])
+    assert (before["attention_factor"], after["attention_factor"]) == (1.0, 0.5)
 
 
 def test_the_pooling_is_the_files(tmp_path) -> None:
@@ -424,7 +437,9 @@ BAD = {
     "no context": (changed("llama.context_length", (4, 0)), "original_max_position_embeddings|context|position"),
     "text for a number": (changed("llama.block_count", (8, "two")), "block_count"),
     "alignment": (changed("general.alignment", (4, 3)), "alignment"),
-    "scaling": (changed("llama.rope.scaling.type", (8, "ntk")), "."),
+    "scaling": (changed("llama.rope.scaling.type", (8, "ntk")), "ntk"),
+    "scaling and factors": (changed("llama.rope.scaling.type", (8, "yarn")), "yarn"),
+    "scaling of attention": (changed("llama.rope.scaling.attn_factor", (6, 2.0)), "attn_factor"),
     "kind": (resized("output_norm.weight", kind=19), "19"),
     "huge": (resized("output_norm.weight", (2**62, 2)), "output_norm"),
     "wraps to nothing": (resized("output_norm.weight", (2**32, 2**32)), "output_norm"),
@@ -443,7 +458,7 @@ def test_errors_name_what_is_wrong(name, tmp_path) -> None:
     values, tensors = contents(LLAMA)
     change(values, tensors)
     (tmp_path / "x.gguf").write_bytes(to_bytes(values, tensors))
-    if name == "scaling":  # the factors of the file count instead
+    if name == "scaling of attention":  # which next to factors is read
         tensors.pop("rope_freqs.weight")
         (tmp_path / "x.gguf").write_bytes(to_bytes(values, tensors))
     with pytest.raises(ValueError, match=message):

@@ -421,17 +421,24 @@ def _rope(file: GGUF, values: _Values, settings: Mapping[str, Any]) -> dict[str,
     factors = [None if (each := file.tensors.get(name)) is None else _numbers(each).tolist() for name in _ROPE]
     divisors, short, long = factors
     original = limit if values.raw(key := "rope.scaling.original_context_length") is None else values.number(key)
-    if divisors is not None or (short is not None and long is not None):
-        scaling = {
-            "rope_type": "longrope",
-            "short_factor": short if divisors is None else divisors,
-            "long_factor": long if divisors is None else divisors,
-            _LENGTH: original if divisors is None else limit,
-            "attention_factor": values.number("rope.scaling.attn_factor", 1.0),
-        }
-        return {**rope, "rope_scaling": scaling, _LENGTH: scaling[_LENGTH]}
     kind = values.raw("rope.scaling.type") or "linear"
     factor = values.number("rope.scaling.factor", values.number("rope.scale_linear", 1.0)) or 1.0
+    attention = values.number("rope.scaling.attn_factor", 1.0)
+    if divisors is not None or (short is not None and long is not None):
+        if kind not in ("none", "linear", "longrope"):
+            raise ValueError(f"expected a rope.scaling.type of none, linear or longrope next to factors, got {kind!r:.60}")
+        scale = 1.0 if kind == "none" else factor  # the positions are divided, too
+        short, long = (short, long) if divisors is None else (divisors, divisors)
+        scaling = {
+            "rope_type": "longrope",
+            "short_factor": [scale * each for each in short],
+            "long_factor": [scale * each for each in long],
+            _LENGTH: original if divisors is None else limit,
+            "attention_factor": attention,
+        }
+        return {**rope, "rope_scaling": scaling, _LENGTH: scaling[_LENGTH]}
+    if attention != 1 and (kind != "yarn" or values.name == "gemma3"):  # whose layers with a window it scales, too
+        raise ValueError(f"expected a rope.scaling.attn_factor of 1 for a scaling of type {kind!r:.60}, got {attention:g}")
     if kind == "none" or (kind == "linear" and factor == 1):
         return rope
     if kind not in ("linear", "yarn"):
@@ -439,7 +446,8 @@ def _rope(file: GGUF, values: _Values, settings: Mapping[str, Any]) -> dict[str,
     scaling = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         scaling[_LENGTH] = original
-        yarn = {"attention_factor": "attn_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+        scaling["attention_factor"] = attention * (1 + 0.1 * math.log(max(factor, 1.0)))
+        yarn = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
         scaling |= values.settings({name: f"rope.scaling.{key}" for name, key in yarn.items()})
     return {**rope, "rope_scaling": scaling}
 
