@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastformer.checkpoints.hf import (
     bart,
+    bart_tokenizers,
     bert,
     bert_kin,
     encoder_tokenizers,
@@ -17,13 +18,9 @@ from fastformer.checkpoints.hf import (
     gpt2,
     llama,
     llama_kin,
-    m2m100,
-    marian,
-    mbart,
     mixtures,
     modernbert,
     neox,
-    pegasus,
     prompts,
     t5,
 )
@@ -81,15 +78,23 @@ def _checked(kind: str, family: Family, *, encodes: bool = False) -> Family:
 
 _FAMILIES = {
     "bart": Family("BART", "BartConfig", "BartForConditionalGeneration", transformer_from_bart, bart.read_tokenizer),
-    "marian": Family("Marian", "MarianConfig", "MarianMTModel", transformer_from_bart, marian.read_tokenizer),
+    "marian": Family("Marian", "MarianConfig", "MarianMTModel", transformer_from_bart, bart_tokenizers.read_marian),
     "mbart": Family(
-        "mBART", "MBartConfig", "MBartForConditionalGeneration", transformer_from_bart, mbart.read_tokenizer
+        "mBART", "MBartConfig", "MBartForConditionalGeneration", transformer_from_bart, bart_tokenizers.read_mbart
     ),
     "pegasus": Family(
-        "Pegasus", "PegasusConfig", "PegasusForConditionalGeneration", transformer_from_bart, pegasus.read_tokenizer
+        "Pegasus",
+        "PegasusConfig",
+        "PegasusForConditionalGeneration",
+        transformer_from_bart,
+        bart_tokenizers.read_pegasus,
     ),
     "m2m_100": Family(
-        "M2M100", "M2M100Config", "M2M100ForConditionalGeneration", transformer_from_bart, m2m100.read_tokenizer
+        "M2M100",
+        "M2M100Config",
+        "M2M100ForConditionalGeneration",
+        transformer_from_bart,
+        bart_tokenizers.read_m2m100,
     ),
     "t5": Family("T5", "T5Config", "T5ForConditionalGeneration", transformer_from_t5, t5.read_tokenizer),
     "mt5": Family("mT5", "MT5Config", "MT5ForConditionalGeneration", transformer_from_t5, t5.read_tokenizer),
