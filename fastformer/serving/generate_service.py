@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from fastformer.generation import AsyncGenerator
 from fastformer.generation.async_generator import Prompt
-from fastformer.generation.constraints import Grammar, is_installed
 from fastformer.serving.limits import Limits
 from fastformer.serving.service import Kind, Service
 
@@ -38,27 +35,6 @@ class GenerateService(Service):
     async def can_constrain(self, deadline: float) -> bool:
         """Returns whether texts can be constrained here; see `AsyncGenerator.can_constrain` and `Session.aside`."""
         return await self.session.aside(lambda: self.session.can_constrain, 0, deadline=deadline, is_slow=True)
-
-    async def check_constraint(self, options: Mapping[str, Any], size: int, deadline: float) -> Grammar | None:
-        """Compiles a constraint, which requests have at once as long as the caller keeps the result.
-
-        Args:
-            options: the option of decoding.
-            size: the number of its characters.
-            deadline: a result of `deadline`.
-
-        Raises:
-            ValueError: the constraint is wrong, or can't be enforced.
-            RuntimeError: the library that enforces it can't be imported.
-            QueueFull, TooLate: see `Session.aside`.
-        """
-        work = functools.partial(self.session.check_constraint, options)
-        try:
-            return await self.session.aside(work, size, deadline=deadline, is_slow=True)
-        except ImportError as error:
-            if is_installed():  # no fault of the request
-                raise RuntimeError(str(error)) from error
-            raise ValueError(f"expected an answer without constraints here: {error}") from error
 
     async def prompt_ids(self, prompt: Prompt, deadline: float, *, parse_special: bool | None = None) -> list[int]:
         """Returns the ids of a prompt.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fastformer.generation.config import GenerationConfig
-from fastformer.generation.constraints import Grammar
+from fastformer.generation.constraints import Grammar, is_installed
 from fastformer.serving.generate_service import GenerateService
 from fastformer.serving.openai_bodies import ApiError
 
@@ -71,6 +72,8 @@ async def compiled(constrained: Constrained, service: GenerateService, deadline:
 
     Raises:
         ValueError: the constraint is empty, wrong or too large, or can't be enforced.
+        RuntimeError: the library that enforces it can't be imported.
+        QueueFull, TooLate: see `Session.aside`.
     """
     try:
         constraint = GenerationConfig.from_options(constrained.options).constraint
@@ -80,7 +83,14 @@ async def compiled(constrained: Constrained, service: GenerateService, deadline:
         raise ValueError(f"expected {constrained.param} that isn't empty")
     if (size := len(constraint.text)) > MOST_CHARS:
         raise ValueError(f"expected {constrained.param} of at most {MOST_CHARS:,} characters, got {size:,}")
-    return constrained._replace(grammar=await service.check_constraint(constrained.options, size, deadline))
+    work = functools.partial(service.session.check_constraint, constrained.options)
+    try:
+        grammar = await service.session.aside(work, size, deadline=deadline, is_slow=True)
+    except ImportError as error:
+        if is_installed():  # no fault of the request
+            raise RuntimeError(str(error)) from error
+        raise ValueError(f"expected an answer without constraints here: {error}") from error
+    return constrained._replace(grammar=grammar)
 
 
 def of_response_format(value: Mapping[str, Any]) -> dict[str, Any]:
