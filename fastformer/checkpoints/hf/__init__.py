@@ -25,7 +25,7 @@ from fastformer.checkpoints.hf import (
     t5,
 )
 from fastformer.checkpoints.hf.bart import bart_from_transformer, transformer_from_bart
-from fastformer.checkpoints.hf.common import Checkpoint
+from fastformer.checkpoints.hf.common import Checkpoint, ReadTokenizer
 from fastformer.checkpoints.hf.common import Family as Family
 from fastformer.checkpoints.hf.common import generation_settings as generation_settings
 from fastformer.checkpoints.hf.common import load_folder as load_folder
@@ -47,6 +47,10 @@ DECODER_FORMS: dict[str, Form] = {
 }
 # The families that a `BERT` may be saved as, likewise.
 ENCODER_FORMS: dict[str, EncoderForm] = {**bert.FORMS, **bert_kin.FORMS, "modernbert": modernbert.FORM}
+
+
+def _of_bart(name: str, classes: str, read: ReadTokenizer, head: str = "ForConditionalGeneration") -> Family:
+    return Family(name, f"{classes}Config", f"{classes}{head}", transformer_from_bart, read)
 
 
 def _decoder(kind: str, config_class: str, model_class: str, package: str | None = None) -> Family:
@@ -77,25 +81,11 @@ def _checked(kind: str, family: Family, *, encodes: bool = False) -> Family:
 
 
 _FAMILIES = {
-    "bart": Family("BART", "BartConfig", "BartForConditionalGeneration", transformer_from_bart, bart.read_tokenizer),
-    "marian": Family("Marian", "MarianConfig", "MarianMTModel", transformer_from_bart, bart_tokenizers.read_marian),
-    "mbart": Family(
-        "mBART", "MBartConfig", "MBartForConditionalGeneration", transformer_from_bart, bart_tokenizers.read_mbart
-    ),
-    "pegasus": Family(
-        "Pegasus",
-        "PegasusConfig",
-        "PegasusForConditionalGeneration",
-        transformer_from_bart,
-        bart_tokenizers.read_pegasus,
-    ),
-    "m2m_100": Family(
-        "M2M100",
-        "M2M100Config",
-        "M2M100ForConditionalGeneration",
-        transformer_from_bart,
-        bart_tokenizers.read_m2m100,
-    ),
+    "bart": _of_bart("BART", "Bart", bart.read_tokenizer),
+    "marian": _of_bart("Marian", "Marian", bart_tokenizers.read_marian, head="MTModel"),
+    "mbart": _of_bart("mBART", "MBart", bart_tokenizers.read_mbart),
+    "pegasus": _of_bart("Pegasus", "Pegasus", bart_tokenizers.read_pegasus),
+    "m2m_100": _of_bart("M2M100", "M2M100", bart_tokenizers.read_m2m100),
     "t5": Family("T5", "T5Config", "T5ForConditionalGeneration", transformer_from_t5, t5.read_tokenizer),
     "mt5": Family("mT5", "MT5Config", "MT5ForConditionalGeneration", transformer_from_t5, t5.read_tokenizer),
     "gpt2": _decoder("gpt2", "GPT2Config", "GPT2LMHeadModel"),
