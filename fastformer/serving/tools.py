@@ -349,7 +349,7 @@ def calls_of(parts: Sequence[Part], style: AnswerStyle) -> list[dict[str, Any]]:
 def _without_beginning(text: str, marks: Collection[str]) -> tuple[str, str]:
     """Divides a text before an end that may be the beginning of a mark."""
     most = max(map(len, marks)) - 1
-    for size in range(min(most, len(text)), 0, -1):
+    for size in range(most, 0, -1):
         if any(mark.startswith(text[-size:]) for mark in marks):
             return text[:-size], text[-size:]
     return text, ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from fastformer.serving import Limits, open_service
 from tests.serving import models
 from tests.serving.asking import serving
+from tests.serving.test_fields import CASES, TOOLS
 
 pytest.importorskip("httpx", reason="the httpx library is not installed")
 pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
@@ -82,3 +85,46 @@ async def test_a_body_of_just_the_most_bytes_is_read(more, places) -> None:
         headers = {"content-type": "application/json"}
         answer = await client.post("/v1/embeddings", content=data + b" " * more, headers=headers)
     assert answer.status_code == (413 if more else 200)
+
+
+# Bodies that take further steps.
+MORE: dict[str, list[dict[str, Any]]] = {
+    "/v1/completions": [{"guided_choice": ["a"]}],
+    "/v1/chat/completions": [{"guided_choice": ["a"]}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "required"}],
+}
+
+
+@pytest.mark.parametrize("route", CASES)
+async def test_each_step_of_a_request_ends_at_its_deadline(route, places, monkeypatch) -> None:
+    kind, right, _ = CASES[route]
+    service = open_service(places[kind], limits=Limits(timeout_s=0.2), **(PAIR if kind == "translator" else {}))
+    aside = service.session.aside
+    async with serving(service) as client:
+        for body in ({**right, **more} for more in ({}, *MORE.get(route, ()))):
+            for late in itertools.count():
+                steps, release, ended = list[int](), threading.Event(), list[bool]()
+
+                def step(
+                    work: Any, size: int, *, late: int = late, steps: Any = steps, release: Any = release,
+                    ended: Any = ended, **options: Any,
+                ) -> Any:  # fmt: skip
+                    def held() -> Any:
+                        release.wait(5)
+                        ended.append(True)
+                        return work()
+
+                    steps.append(size)
+                    is_late = len(steps) - 1 == late
+                    return (
+                        aside(held, size, **{**options, "is_slow": True}) if is_late else aside(work, size, **options)
+                    )
+
+                monkeypatch.setattr(service.session, "aside", step)
+                answer = await client.post(route, json=body)
+                is_in_time = not ended
+                release.set()
+                assert is_in_time, (body, late)
+                if len(steps) <= late:
+                    break
+                assert answer.status_code == 504
+            assert late or kind == "translator"

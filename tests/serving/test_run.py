@@ -157,6 +157,26 @@ async def test_connections_that_wait_when_the_server_stops_listening_are_answere
             connected(server)
 
 
+# Files that the process may open beyond those that are open; connections that are wanted; those taken, in all and in a
+# turn of the event loop.
+AFFORDED = [(80, 1000, 60, 2), (80, 50, 50, 2), (80, 60, 60, 2), (5, 1000, 12, 1), (4096, 9000, 3072, 64),
+            (None, 7, 7, 7), (None, 100, 100, 64)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "wanted", "most", "turn"), AFFORDED)
+def test_a_server_takes_what_its_descriptors_allow(files, wanted, most, turn, translator_folder, monkeypatch, caplog):
+    resource = pytest.importorskip("resource", reason="the system has no limit of descriptors")
+    app = make_app(open_service(translator_folder, limits=Limits(max_connections=wanted)))
+    allowed = -1 if files is None else 3 + files
+    monkeypatch.setattr(os, "listdir", lambda place: ["0", "1", "2"])
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (allowed, 1 << 20))
+    with caplog.at_level(logging.INFO):
+        config = Server(app).config
+    config.load()
+    assert (config.http_protocol_class.most, config.backlog) == (most, turn)
+    assert [f"at most {most} conn" in one.getMessage() for one in caplog.records] == [True] * (most < wanted)
+
+
 async def test_connections_leave_descriptors_free(translator_folder, monkeypatch) -> None:
     resource = pytest.importorskip("resource", reason="the system has no limit of descriptors")
     files = len(os.listdir("/dev/fd")) + 40
