@@ -173,7 +173,8 @@ def test_a_server_takes_what_its_descriptors_allow(files, wanted, most, turn, tr
     with caplog.at_level(logging.INFO):
         config = Server(app).config
     config.load()
-    assert (config.http_protocol_class.most, config.backlog) == (most, turn)
+    protocol: Any = config.http_protocol_class
+    assert (protocol.most, config.backlog) == (most, turn)
     assert [f"at most {most} conn" in one.getMessage() for one in caplog.records] == [True] * (most < wanted)
 
 
