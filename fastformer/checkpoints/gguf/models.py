@@ -420,15 +420,17 @@ def _rope(file: GGUF, values: _Values, settings: Mapping[str, Any]) -> dict[str,
         rope["partial_rotary_factor"] = values.number("rope.dimension_count") / max(1, size)
     factors = [None if (each := file.tensors.get(name)) is None else _numbers(each).tolist() for name in _ROPE]
     divisors, short, long = factors
+    short, long = (short, long) if divisors is None else (divisors, divisors)
     original = limit if values.raw(key := "rope.scaling.original_context_length") is None else values.number(key)
     kind = values.raw("rope.scaling.type") or "linear"
     factor = values.number("rope.scaling.factor", values.number("rope.scale_linear", 1.0)) or 1.0
     attention = values.number("rope.scaling.attn_factor", 1.0)
-    if divisors is not None or (short is not None and long is not None):
+    if short is not None and long is not None:
         if kind not in ("none", "linear", "longrope"):
-            raise ValueError(f"expected a rope.scaling.type of none, linear or longrope next to factors, got {kind!r:.60}")
+            raise ValueError(
+                f"expected a rope.scaling.type of none, linear or longrope next to factors, got {kind!r:.60}"
+            )
         scale = 1.0 if kind == "none" else factor  # the positions are divided, too
-        short, long = (short, long) if divisors is None else (divisors, divisors)
         scaling = {
             "rope_type": "longrope",
             "short_factor": [scale * each for each in short],
@@ -438,7 +440,9 @@ def _rope(file: GGUF, values: _Values, settings: Mapping[str, Any]) -> dict[str,
         }
         return {**rope, "rope_scaling": scaling, _LENGTH: scaling[_LENGTH]}
     if attention != 1 and (kind != "yarn" or values.name == "gemma3"):  # whose layers with a window it scales, too
-        raise ValueError(f"expected a rope.scaling.attn_factor of 1 for a scaling of type {kind!r:.60}, got {attention:g}")
+        raise ValueError(
+            f"expected a rope.scaling.attn_factor of 1 for a scaling of type {kind!r:.60}, got {attention:g}"
+        )
     if kind == "none" or (kind == "linear" and factor == 1):
         return rope
     if kind not in ("linear", "yarn"):
