@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fastformer.nn.layout import read_padding
 from fastformer.ops import record_backends
+from tests.covering import covering
 from tests.nn.comparing import E, assert_same, banded, compare, padding_mask, pair
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:.*nested tensors is in prototype")
@@ -77,10 +78,9 @@ def ran_packed(call: Any) -> bool:
     return "varlen_attention_fwd" in names
 
 
-@both_orders
-@both_layouts
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize(
+    "kind, causal, batch_first, norm_first", covering([*MASKS], [False, True], [True, False], [False, True])
+)
 def test_an_encoder_leaves_padding_out(kind, causal, batch_first, norm_first):
     torch.manual_seed(1)
     if kind in ("left", "holes", "floating") and causal:
@@ -109,9 +109,9 @@ def check_moved_together(kind: str, batch_first: bool, norm_first: bool) -> None
         assert not out[row][~real].any()
 
 
-@both_orders
-@both_layouts
-@pytest.mark.parametrize("which", ["both", "target", "memory"])
+@pytest.mark.parametrize(
+    "which, batch_first, norm_first", covering(["both", "target", "memory"], [True, False], [False, True])
+)
 def test_a_decoder_leaves_padding_out(which, batch_first, norm_first):
     torch.manual_seed(2)
     ours, theirs = decoders(norm_first, batch_first)

@@ -318,9 +318,7 @@ LATER: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@both_orders
-@kinds
-@pytest.mark.parametrize("name", LATER)
+@pytest.mark.parametrize("name, kind, norm_first", covering([*LATER], ["encoder", "decoder"], [False, True]))
 def test_changes_by_a_hook_take_effect(name, kind, norm_first):
     ours, theirs = pair(kind, norm_first)
     x = data()
@@ -389,9 +387,7 @@ EVERYWHERE: dict[str, Callable[[], Any]] = {
 }
 
 
-@both_orders
-@kinds
-@pytest.mark.parametrize("name", EVERYWHERE)
+@pytest.mark.parametrize("name, kind, norm_first", covering([*EVERYWHERE], ["encoder", "decoder"], [False, True]))
 def test_global_changes_of_modules_take_effect(name, kind, norm_first):
     ours, theirs = pair(kind, norm_first)
     x = data()

@@ -15,6 +15,7 @@ from fastformer.nn import SequenceLayout
 from fastformer.nn.layers import ResidualStream
 from fastformer.nn.masks import is_causal_mask
 from tests.checks import keep_mask, keep_scale
+from tests.covering import covering
 from tests.nn.comparing import FF, SIZES, E, H, assert_same, banded, compare, padding_mask, pair, randomised
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor")
@@ -22,7 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 N, L, S = 3, 5, 6
 DOUBLE = {"dtype": torch.float64}
 both_orders = pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])
-both_layouts = pytest.mark.parametrize("batch_first", [True, False], ids=["batch first", "seqlen first"])
 PADDING = padding_mask([5, 3, 2], L)
 MEMORY_PADDING = padding_mask([6, 1, 4], S)
 # (mask of the sequence, its padding, is_causal)
@@ -63,13 +63,11 @@ def masks_of(kind, name, depth):
     return own | {"memory_key_padding_mask": MEMORY_PADDING}
 
 
-@both_orders
-@both_layouts
-@pytest.mark.parametrize("name", MASKS)
+KINDS = [("encoder", 0, None), ("encoder", 3, fnn.AddLayerNorm), ("decoder", 0, None), ("decoder", 2, nn.LayerNorm)]
+
+
 @pytest.mark.parametrize(
-    "kind, depth, final",
-    [("encoder", 0, None), ("encoder", 3, fnn.AddLayerNorm), ("decoder", 0, None), ("decoder", 2, nn.LayerNorm)],
-    ids=["encoder layer", "encoder", "decoder layer", "decoder"],
+    "kind, depth, final, name, batch_first, norm_first", covering(KINDS, [*MASKS], [True, False], [False, True])
 )
 def test_layers_and_stacks_equal_torch(kind, depth, final, name, batch_first, norm_first):
     ours, theirs = pair(kind, depth, final, batch_first=batch_first, norm_first=norm_first)
@@ -82,9 +80,7 @@ def test_layers_and_stacks_equal_torch(kind, depth, final, name, batch_first, no
         assert_same(run(ours)(*given) * keep, run(theirs)(*given) * keep, "evaluation")
 
 
-@both_orders
-@both_layouts
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("batch_first, norm_first, bias", covering(*[[True, False]] * 3))
 def test_transformer_equals_torch(batch_first, norm_first, bias):
     args = {"batch_first": batch_first, "norm_first": norm_first, "bias": bias, **SIZES}
     ours, theirs = (module.Transformer(E, H, 2, 2, FF, **args) for module in (fnn, nn))
@@ -211,11 +207,10 @@ def test_dropout_is_in_the_same_places_as_in_torch(monkeypatch):
     assert_same(layer(x, memory, tgt_is_causal=True), y, "post-norm with dropout")
 
 
-@both_orders
-@pytest.mark.parametrize(
-    "depth, final", [(0, None), (2, None), *((2, norm) for norm in (fnn.AddLayerNorm, nn.LayerNorm, nn.RMSNorm))]
-)
-@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+FINALS = [(0, None), (2, None), *((2, norm) for norm in (fnn.AddLayerNorm, nn.LayerNorm, nn.RMSNorm))]
+
+
+@pytest.mark.parametrize("kind, depth, final, norm_first", covering(["encoder", "decoder"], FINALS, [False, True]))
 def test_dropout_of_everything_adds_nothing(kind, depth, final, norm_first):
     """Each dropout of p = 1, in a single layer and in the last one of a stack, sets its sub-layer's output to zero."""
     (module, _), given = pair(kind, depth, final, norm_first=norm_first), inputs_of(kind)
