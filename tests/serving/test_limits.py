@@ -65,17 +65,32 @@ def places(tmp_path_factory) -> dict[str, Path]:
     return models.services(tmp_path_factory.mktemp("limits"))
 
 
-@pytest.mark.parametrize(("limit", "kind", "route", "body"), ROWS, ids=[f"{row[0]}-{row[2]}-{row[1]}" for row in ROWS])
-async def test_a_limit_is_the_most_that_is_answered(limit, kind, route, body, places) -> None:
-    most = 5
+# Each limit has a bound of its own, and those of a group refuse none of each other's requests.
+GROUPS: list[dict[str, int]] = [
+    {"max_texts": 5, "max_text_chars": 7, "max_new_tokens": 6},
+    {"max_chat_chars": 9, "max_sentences": 5, "max_alternatives": 3},
+    {"max_beams": 6},
+]
+
+
+@pytest.mark.parametrize("kind", ["encoder", "ranker", "generator", "translator"])
+async def test_a_limit_is_the_most_that_is_answered(kind, places) -> None:
     pair = PAIR if kind == "translator" else {}
-    async with serving(open_service(places[kind], limits=Limits(**{limit: most}), **pair)) as client:
-        taken, refused = [await client.post(route, json=body(count)) for count in (most, most + 1)]
-    assert taken.status_code == 200, taken.text
-    assert refused.status_code in (400, 413, 422) and refused.text != taken.text
-    async with serving(open_service(places[kind], limits=Limits(**{limit: most + 1}), **pair)) as client:
-        again = await client.post(route, json=body(most + 1))
-    assert again.status_code == 200, again.text
+    wide = Limits(max_alternatives=8)
+    for group in ({}, *GROUPS):
+        mosts = {name: most for each in GROUPS for name, most in each.items() if not group or name in group}
+        rows = [(mosts[limit], route, body) for limit, of, route, body in ROWS if of == kind and limit in mosts]
+        if not rows:
+            continue
+        async with serving(open_service(places[kind], limits=Limits(**group) if group else wide, **pair)) as client:
+            for most, route, body in rows:
+                more = await client.post(route, json=body(most + 1))
+                if not group:
+                    assert more.status_code == 200, (route, most, more.text)
+                    continue
+                taken = await client.post(route, json=body(most))
+                assert taken.status_code == 200, (route, most, taken.text)
+                assert more.status_code in (400, 413, 422) and more.text != taken.text, (route, most)
 
 
 @pytest.mark.parametrize("more", [0, 1])
