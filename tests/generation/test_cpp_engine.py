@@ -109,8 +109,9 @@ def test_relative_distances_count_from_the_whole_prompt_if_it_is_split() -> None
     assert_near(model, ((3, 250), (660, 420)), {"fp32": 2e-6}, steps=2)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_tokens_are_those_of_the_cached_modules(name) -> None:
+@pytest.mark.parametrize("place, name", list(enumerate(CONFIGS)))
+def test_tokens_are_those_of_the_cached_modules(place, name) -> None:
+    """A model is searched in two of four ways: what a search asks for depends on no option of a model."""
     model, dice = configured(name), random.Random(1)
     prompts = [prompt_of(model, dice, length, length % 3) for length in (1, 12, 30)]
     inputs: Any = [prompt.source or prompt.tokens for prompt in prompts]
@@ -120,7 +121,7 @@ def test_tokens_are_those_of_the_cached_modules(name) -> None:
         {"do_sample": True, "seed": 3, "top_k": 30, "top_p": 0.95, "num_return_sequences": 2},
         {"num_beams": 2, "no_repeat_ngram_size": 1, "repetition_penalty": 1.2},
     ]
-    for options in kinds:
+    for options in kinds[place % 2 :: 2]:
         if isinstance(model, Transformer):
             options["decoder_input_ids"] = [list(prompt.tokens[1:]) for prompt in prompts]
         options |= {"max_new_tokens": 7, "return_dict_in_generate": True}

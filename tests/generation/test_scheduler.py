@@ -101,7 +101,7 @@ def assert_empty(scheduler: Scheduler, engine: MeteredEngine, *, opens: bool = F
 
 @pytest.mark.parametrize(
     ("seed", "is_native"),
-    [*((seed, False) for seed in range(40)), *(pytest.param(seed, True, marks=needs_cpp) for seed in range(25))],
+    [*((seed, False) for seed in range(20)), *(pytest.param(seed, True, marks=needs_cpp) for seed in range(20))],
 )
 def test_each_request_gets_its_result_as_if_alone(seed, is_native, few_expected) -> None:
     dice = random.Random(seed)

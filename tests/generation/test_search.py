@@ -22,6 +22,7 @@ from fastformer.generation.engines.sampling import choose
 from fastformer.generation.native_search import NativeSearch, SearchRules
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling, Search, TransformersBeamSearch
 from fastformer.generation.search import Hypothesis as Found
+from tests.covering import covering
 from tests.generation.small import needs_cpp
 from tests.generation.toy import (
     EOS,
@@ -87,9 +88,10 @@ def test_missing_hypotheses_are_not_invented(groups) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("early_stopping", [False, True])
-@pytest.mark.parametrize(("beams", "returned"), [(2, 1), (2, 2), (3, 1), (4, 3)])
-@pytest.mark.parametrize("alpha", [-1.0, 0.0, 0.6, 2.0])
+@pytest.mark.parametrize(
+    "beams, returned, early_stopping, alpha",
+    covering([(2, 1), (2, 2), (3, 1), (4, 3)], [False, True], [-1.0, 0.0, 0.6, 2.0]),
+)
 def test_beam_search_equals_the_plain_one(beams, returned, early_stopping, alpha, kind) -> None:
     # Likely ends and unlikely ones, and limits that differ between the sources.
     options = {"kind": kind, "alpha": alpha, "num_return": returned, "early_stopping": early_stopping}
@@ -116,9 +118,10 @@ def test_several_ends_and_a_vocabulary_of_which_little_is_seen(ends, early_stopp
 
 
 @pytest.mark.parametrize("kind", BY_TRANSFORMERS_RULES)
-@pytest.mark.parametrize("early_stopping", [False, True, "never"])
-@pytest.mark.parametrize(("beams", "returned"), [(2, 1), (3, 3), (4, 2)])
-@pytest.mark.parametrize("alpha", [-0.3, 0.0, 0.6, 2.0])
+@pytest.mark.parametrize(
+    "beams, returned, early_stopping, alpha",
+    covering([(2, 1), (3, 3), (4, 2)], [False, True, "never"], [-0.3, 0.0, 0.6, 2.0]),
+)
 def test_transformers_rules_equal_the_plain_ones(beams, returned, early_stopping, alpha, kind) -> None:
     options = {"alpha": alpha, "num_return": returned, "early_stopping": early_stopping}
     for ends, begun, lift in (
@@ -174,9 +177,10 @@ def test_by_transformers_rules_a_search_ends_at_the_best_possible(kind, last, ea
     assert search.advance([[EOS, 2, 3, 4, 5, 6]], [[-0.25, -0.75, -1.0, last, -9.0, -9.0]], 0) == goes_on
 
 
-@pytest.mark.parametrize("early_stopping", [False, True])
-@pytest.mark.parametrize(("beams", "groups", "returned"), [(4, 2, 1), (4, 4, 4), (6, 3, 6), (6, 2, 4)])
-@pytest.mark.parametrize("diversity", [0.0, 0.3, 5.0])
+@pytest.mark.parametrize(
+    "beams, groups, returned, diversity, early_stopping",
+    covering([(4, 2, 1), (4, 4, 4), (6, 3, 6), (6, 2, 4)], [0.0, 0.3, 5.0], [False, True]),
+)
 def test_diverse_beam_search_equals_the_plain_one(beams, groups, returned, diversity, early_stopping) -> None:
     options = {"num_return": returned, "num_groups": groups, "diversity_penalty": diversity}
     for eos in (-1.0, 0.5, 2.0):
