@@ -180,9 +180,11 @@ def test_a_list_of_words_is_read_without_settings(made, tmp_path) -> None:
 
 def test_missing_and_damaged_files_are_named(made, tmp_path) -> None:
     folder = shutil.copytree(made("bert head"), tmp_path / "model")
-    (folder / "vocab.txt").write_text("a\nb\n")
-    with pytest.raises(ValueError, match=r"vocab\.txt"):
-        load(folder)
+    words = (folder / "vocab.txt").read_text().splitlines()
+    for token in ("[UNK]", "[SEP]", "[CLS]"):
+        (folder / "vocab.txt").write_text("".join(f"{'of no use' if word == token else word}\n" for word in words))
+        with pytest.raises(ValueError, match=r"vocab\.txt"):
+            load(folder)
     (folder / "vocab.txt").unlink()
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
         load(folder)

@@ -248,6 +248,7 @@ BAD: dict[str, tuple[str, dict[str, Any], Any]] = {
     "integers": ("int64", {}, lambda s: s.update({A: torch.ones(3, 48, dtype=torch.int64)})),
     "no number": ("lora_alpha", {"lora_alpha": "6"}, None),
     "no rank": ("r", {"r": 0}, None),
+    "a pattern that is none": ("alpha_pattern", {"alpha_pattern": {"[": 2}}, None),
     "a slow pattern": ("alpha_pattern", {"alpha_pattern": {"(.*)*x": 2}}, None),
     "patterns of another type": ("rank_pattern", {"rank_pattern": [1]}, None),
     "no targets": ("target_modules", {"target_modules": None}, None),

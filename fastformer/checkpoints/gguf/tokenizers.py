@@ -303,10 +303,9 @@ def _message(vocabulary: Vocabulary, scores: Sequence[float], *, has_prefix: boo
         piece = token.replace(" ", _WORD) if kind == USER else token
         yield _bytes(1, _bytes(1, piece.encode()) + b"\x15" + struct.pack("<f", scores[i]) + _number(3, kind))
     ids = {name: vocabulary.ids.get(name, -1) for name in ("bos", "eos", "padding")}
-    trained = [(3, 2), (4, len(types)), (35, BYTE in types), (40, unk), (41, ids["bos"]),
-               (42, ids["eos"]), (43, ids["padding"])]  # fmt: skip
+    trained = [(3, 2), (35, BYTE in types), (40, unk), (41, ids["bos"]), (42, ids["eos"]), (43, ids["padding"])]
     yield _bytes(2, b"".join(_number(field, value) for field, value in trained))
-    normal = [(3, has_prefix), (4, trims), (5, True)]
+    normal = [(3, has_prefix), (4, trims)]
     yield _bytes(3, _bytes(1, b"identity") + b"".join(_number(field, value) for field, value in normal))
 
 
