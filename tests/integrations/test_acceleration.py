@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import fastformer
 from fastformer.functional import scaled_dot_product_attention
 from fastformer.ops import record_backends
+from tests.covering import covering
 from tests.nn.comparing import assert_same, padding_mask, randomised
 from tests.nn.test_surgery import Half
 
@@ -241,9 +242,11 @@ def doubled(function: Any, calls: list[Any]) -> Any:
     return own
 
 
-@pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])
-@pytest.mark.parametrize("comes", ["before", "later"])
-@pytest.mark.parametrize(("owner", "name"), PATCHES, ids=lambda each: getattr(each, "__name__", each))
+@pytest.mark.parametrize(
+    "owner, name, comes, norm_first",
+    covering(PATCHES, ["before", "later"], [False, True]),
+    ids=lambda each: getattr(each, "__name__", each),
+)
 def test_replaced_functions_of_torch_are_called_as_without_acceleration(owner, name, comes, norm_first, monkeypatch):
     plain = randomised(nn.Transformer(E, H, 2, 2, FF, norm_first=norm_first, **ARGS))
     model, fresh = copy.deepcopy(plain), copy.deepcopy(plain)

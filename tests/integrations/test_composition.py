@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 import fastformer
 from fastformer.ops import record_backends
+from tests.covering import by_turns, covering
 from tests.integrations import families as small
 from tests.integrations.families import PACKED
 from tests.nn.test_differences import Counted
@@ -159,9 +160,7 @@ def test_layers_compiled_one_by_one(family, how, monkeypatch):
     assert counter.frame_count >= 1
 
 
-@families
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("family, reentrant, dropout", covering(FAMILIES, [False, True], [0.0, 0.5]))
 def test_a_checkpoint_around_the_whole(family, reentrant, dropout):
     """The recomputation drops the same elements and omits the same padding, because it calls the whole model."""
 
@@ -180,8 +179,7 @@ def test_a_checkpoint_around_the_whole(family, reentrant, dropout):
     assert PACKED in step.ran
 
 
-@pytest.mark.parametrize("family", ["bert", "marian", "gpt2", "llama"])
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("family, reentrant", by_turns(["bert", "marian", "gpt2", "llama"], [False, True]))
 def test_checkpoints_of_transformers(family, reentrant):
     def checkpointed(**options: Any) -> Any:
         model = accelerated(family, **options)
@@ -258,8 +256,9 @@ def one_process(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@families
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+@pytest.mark.parametrize(
+    "family, options", by_turns(FAMILIES, [{}, {"find_unused_parameters": True}, {"static_graph": True}]), ids=str
+)
 def test_ddp(family, options, one_process):
     expected = Step(make(family))
     before = nn.parallel.DistributedDataParallel(accelerated(family), **options)
@@ -316,11 +315,12 @@ def test_export(family):
         torch.testing.assert_close(exported.module()(**batch())[0], expected)
 
 
-@pytest.mark.parametrize("comes", ["before", "later"])
-@pytest.mark.parametrize(
-    ("family", "what"),
-    [*((family, "weight") for family in ("bert", "marian", "gpt2", "llama", "t5")), ("bert", "bias"), ("gpt2", "bias")],
-)
+COMPUTED = [
+    *((family, "weight") for family in ("bert", "marian", "gpt2", "llama", "t5")), ("bert", "bias"), ("gpt2", "bias"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("comes, family, what", by_turns(["before", "later"], COMPUTED))
 def test_computed_weights_are_computed_as_often(family, what, comes):
     counts = []
     for accelerated in (False, True):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import fastformer
 from fastformer.integrations import known
 from fastformer.integrations.known import CACHE, RETURNS_TUPLES
-from tests.covering import covering
+from tests.covering import by_turns, covering
 from tests.integrations.families import (
     CAUSAL,
     DROPOUTS,
@@ -242,8 +242,7 @@ def test_dropout_works_in_training(family):
         assert torch.equal(run(model, RIGHT).logits, run(model, RIGHT).logits)
 
 
-@pytest.mark.parametrize("order", ["wrapped first", "accelerated first"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family, order", by_turns([*FAMILIES], ["wrapped first", "accelerated first"]))
 def test_a_wrapped_layer_is_called(family, order):
     """The stack stays padded, because the wrapper may mix tokens."""
     model = make(family).eval()
@@ -298,12 +297,13 @@ def adapt(model: nn.Module, names: tuple[str, ...]) -> None:
                 setattr(parent, name, Adapter(child, *sizes).double())
 
 
-@pytest.mark.parametrize("first", ["adapters", "accelerate"])
-@pytest.mark.parametrize("layers", [
-    ("c_attn", "q_proj", "v_proj", "query", "value", "q", "v"),
-    ("c_fc", "c_proj", "up_proj", "down_proj", "fc1", "fc2", "dense", "wi"),
-], ids=["attention", "feed-forward"])  # fmt: skip
-@pytest.mark.parametrize("family", FAMILIES)
+ADAPTED = {
+    "attention": ("c_attn", "q_proj", "v_proj", "query", "value", "q", "v"),
+    "feed-forward": ("c_fc", "c_proj", "up_proj", "down_proj", "fc1", "fc2", "dense", "wi"),
+}
+
+
+@pytest.mark.parametrize("family, layers, first", covering([*FAMILIES], [*ADAPTED], ["adapters", "accelerate"]))
 def test_adapters_take_effect(family, layers, first):
     """It is unknown what they read, so they get the whole batch."""
     results = []
@@ -311,7 +311,7 @@ def test_adapters_take_effect(family, layers, first):
         model = make(family)
         if accelerated and first == "accelerate":
             fastformer.accelerate(model)
-        adapt(model, layers)
+        adapt(model, ADAPTED[layers])
         if accelerated and first == "adapters":
             fastformer.accelerate(model)
         with exactly(family, accelerated=accelerated):

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 import fastformer
 from fastformer.integrations.known import RETURNS_TUPLES
 from fastformer.ops import record_backends
+from tests.covering import by_turns
 from tests.integrations import families as small
 from tests.integrations import test_acceleration as torch_nn
 from tests.integrations.families import FUSED, IDS, PACKED, RIGHT, TARGETS, exactly
@@ -136,12 +137,15 @@ class Step:
 
 # The others go the same ways.
 QUICK = ("forward that changes", "pre", "backward")
+# One function finds the hooks of all kinds, so each place has one of them in turn.
+IN_TURNS = [
+    pytest.param(family, place, kind, marks=() if kind == QUICK[turn % 3] else pytest.mark.slow)
+    for turn, (family, place) in enumerate(CASES)
+    for kind in KINDS
+]
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind in QUICK else [pytest.mark.slow]) for kind in KINDS]
-)
-@pytest.mark.parametrize(("family", "place"), CASES)
+@pytest.mark.parametrize("family, place, kind", IN_TURNS)
 def test_a_hook_sees_and_changes_the_same_tensors(family, place, kind):
     said = KINDS[kind][0]
     plain, model = make(family), make(family)
@@ -177,8 +181,7 @@ def test_fusion_continues_after_a_hook_is_removed(family):
     assert PACKED in freed.ran and PACKED not in hooked.ran
 
 
-@pytest.mark.parametrize("kind", GLOBAL)
-@pytest.mark.parametrize("family", PLACES)
+@pytest.mark.parametrize("family, kind", by_turns([*PLACES], GLOBAL))
 def test_a_hook_on_all_modules(family, kind):
     plain, model = make(family), make(family)
     handle = hooked(kind, None, [])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 import fastformer
 from fastformer.ops import record_backends
 from tests.checks import error, small_draws
-from tests.covering import by_turns
+from tests.covering import by_turns, covering
 from tests.integrations.families import FUSED, IDS, LEFT, PACKED, RIGHT, assert_all_same, exactly, gradients, run
 from tests.integrations.families import make as make_small
 from tests.nn.comparing import assert_same
@@ -82,13 +81,17 @@ def exact_step(family: str, model: Any, mask: Tensor | None, **options: Any) -> 
     return step
 
 
-@families
-@pytest.mark.parametrize("first", ["accelerate", "LoRA"])
-@pytest.mark.parametrize("mask", [None, RIGHT, LEFT], ids=["no mask", "right", "left"])
-@pytest.mark.parametrize("where", ["attention", "everywhere"])
+ORDERS = ("accelerate", "LoRA")
+MASKS = {"no mask": None, "right": RIGHT, "left": LEFT}
+
+
+@pytest.mark.parametrize(
+    "family, first, mask, where", covering(FAMILIES, ORDERS, [*MASKS], ["attention", "everywhere"])
+)
 def test_outputs_and_gradients_are_the_same(family, first, mask, where):
     """Padded batches are packed as without adapters, which read one token at a time."""
     options = {"target_modules": ATTENTIONS[family]} if where == "attention" else {}
+    mask = MASKS[mask]
     expected = exact_step(family, prepared(family, "", **options), mask)
     model = prepared(family, first, **options)
     step = Step(model, mask)
@@ -103,7 +106,7 @@ def test_outputs_and_gradients_are_the_same(family, first, mask, where):
 
 
 # In which order they came is told in fp64, above; the roundings are those of the same kernels.
-@pytest.mark.parametrize("first, family", by_turns(["accelerate", "LoRA"], FAMILIES))
+@pytest.mark.parametrize("first, family", by_turns(ORDERS, FAMILIES))
 def test_in_fp32_by_the_rule(family, first):
     """The logits and the gradients of adapters err at most twice as much as those of the original adapted model.
 
@@ -139,9 +142,9 @@ def mean_error(values: Tensor, exact: Tensor) -> float:
     return sum(map(error, values, exact)) / len(values)
 
 
-@families
-@pytest.mark.parametrize("first", ["accelerate", "LoRA"])
-@pytest.mark.parametrize("how", ["merge_and_unload", "merge_adapter", "unload"])
+@pytest.mark.parametrize(
+    "family, first, how", covering(FAMILIES, ORDERS, ["merge_and_unload", "merge_adapter", "unload"])
+)
 def test_adapters_are_merged_and_removed(family, first, how):
     """Merging writes into the weights. An unloaded model is the original one: fused and packed, or restored."""
     expected, model = prepared(family, ""), prepared(family, first)
@@ -174,9 +177,7 @@ if hasattr(peft, "VeloraConfig"):  # no peft that takes transformers before 5 ha
     WATCHED["velora"] = {"velora_config": peft.VeloraConfig(num_groups=2, init_type="batch_average_once")}
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-@pytest.mark.parametrize("first", ["accelerate", "LoRA"])
-@pytest.mark.parametrize("what", WATCHED)
+@pytest.mark.parametrize("family, first, what", covering(["gpt2", "llama"], ORDERS, [*WATCHED]))
 def test_adapters_that_see_several_tokens_get_the_whole_batch(family, first, what):
     plain, model = (prepared(family, which, **WATCHED[what]) for which in ("", first))
     options = {}
@@ -201,8 +202,7 @@ MORE: dict[str, Callable[[str], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("first", ["accelerate", "LoRA"])
-@pytest.mark.parametrize(("family", "what"), [*itertools.product(FAMILIES, MORE)])
+@pytest.mark.parametrize("family, what, first", covering(FAMILIES, [*MORE], ORDERS))
 def test_other_adapters_are_packed(family, what, first):
     expected = exact_step(family, prepared(family, "", **MORE[what](family)), RIGHT)
     step = Step(prepared(family, first, **MORE[what](family)), RIGHT)

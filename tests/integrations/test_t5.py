@@ -24,7 +24,7 @@ import fastformer
 from fastformer.integrations import t5 as t5_module
 from fastformer.integrations.known import CACHE, RETURNS_TUPLES
 from tests.conftest import CallsOf
-from tests.covering import by_turns
+from tests.covering import by_turns, covering
 from tests.integrations.families import IDS, PACKED, RIGHT, TARGETS, Wrapped, before_and_after, exactly, make, ran, run
 from tests.nn.comparing import assert_same
 
@@ -182,9 +182,7 @@ def decoded(model: Any, real: Tensor, **options: Any) -> list[Tensor]:
 
 
 @packs
-@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "none"])
-@pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("real", [ENDS, BEGINS, GAPS], ids=["right", "left", "gaps"])
+@pytest.mark.parametrize("real, mode, use_cache", covering([ENDS, BEGINS, GAPS], ["train", "eval"], [True, False]))
 def test_the_decoder_leaves_padding_out(real, mode, use_cache, calls_of):
     model = getattr(make("t5", use_cache=use_cache), mode)()
     theirs, ours = before_and_after(model, lambda: decoded(model, real))
