@@ -420,7 +420,7 @@ def _result(search: Any, prefix: list[int], eot: int, length_penalty: float, has
     return SpeechResult(sequences, scores if has_scores else [], search.probed)
 
 
-def _softmax(values: Floats) -> Floats:
+def _softmax(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     values = np.exp(values - values.max(-1, keepdims=True))
     values /= values.sum(-1, keepdims=True)
     return values
@@ -431,11 +431,11 @@ def _warp(extension: Any, scores: Floats, first: int, count: int, width: int) ->
     times = scores.shape[-1]
     if times == 0:
         return []
-    weights = _softmax(scores)
+    weights = _softmax(scores.astype(np.float64))  # the squares of small weights are no numbers of fp32
     weights -= weights.mean(-2, keepdims=True)
     deviation = np.sqrt(np.square(weights).mean(-2, keepdims=True))
-    weights /= np.where(deviation > 0, deviation, np.nan)  # tokens that attend alike tell no time
-    weights = weights[:, first : first + count]
+    weights /= np.where(deviation > 0, deviation, 1)  # tokens that attend alike tell no time
+    weights = weights[:, first : first + count].astype(np.float32)
     if times > (reach := width // 2):
         padded = np.pad(weights, ((0, 0), (0, 0), (reach, reach)), mode="reflect")
         weights = np.sort(np.lib.stride_tricks.sliding_window_view(padded, width, -1), -1)[..., reach]

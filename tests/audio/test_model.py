@@ -172,6 +172,14 @@ def test_results_are_those_of_ctranslate2(name: str) -> None:
         np.testing.assert_allclose(found.text_token_probs, probabilities, rtol=1e-3)
 
 
+@pytest.mark.parametrize("factor", [5, 1000])
+def test_times_are_within_a_window_whose_weights_underflow(speech: SpeechModel, factor: int) -> None:
+    states = speech.encode(features(2)) * factor
+    for found in speech.align(states, PROMPT, [[1, 2, 3], [9]], [48, 30]):
+        places, times = zip(*found.alignments, strict=True)
+        assert min(times) == 0 and {*np.diff(times), *np.diff(places)} <= {0, 1}
+
+
 def test_folders_of_transformers_give_the_same(plain: Any, speech: SpeechModel, tmp_path: Path) -> None:
     plain.save_pretrained(tmp_path)
     loaded = SpeechModel(load_speech(tmp_path), precision="fp32")
