@@ -65,10 +65,10 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT | BERT:
             Olmo3ForCausalLM, CwmForCausalLM or Phi3ForCausalLM; GemmaForCausalLM, Gemma2ForCausalLM or
             Gemma3ForCausalLM; GPTNeoXForCausalLM or Starcoder2ForCausalLM; MixtralForCausalLM, OlmoeForCausalLM,
             Qwen2MoeForCausalLM, Qwen3MoeForCausalLM or GraniteMoeForCausalLM; SmolLM3ForCausalLM, GraniteForCausalLM,
-            GraniteMoeHybridForCausalLM (without Mamba), PhiForCausalLM or StableLmForCausalLM; or an encoder, with the
-            head that classifies texts or without one: BertModel and BertForSequenceClassification, and the same classes
-            of RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, MPNet, ELECTRA, ALBERT and ModernBERT. The head of their
-            ForMaskedLM is omitted.
+            GraniteMoeHybridForCausalLM (without Mamba), PhiForCausalLM, StableLmForCausalLM or Exaone4ForCausalLM; or
+            an encoder, with the head that classifies texts or without one: BertModel and BertForSequenceClassification,
+            and the same classes of RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, MPNet, ELECTRA, ALBERT and ModernBERT.
+            The head of their ForMaskedLM is omitted.
 
     Raises:
         ValueError: the model is of another class, or has settings that fastformer's models don't have.

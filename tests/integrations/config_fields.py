@@ -74,6 +74,7 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**_QWEN_MOE, "shared_expert_intermediate_size": 28},
     "qwen3_moe": {**_QWEN_MOE, "head_dim": 6},
     "smollm3": {**_GROUPED, "no_rope_layers": [1, 0, 1]},
+    "exaone4": {**_GEMMA, "sliding_window": 5, "sliding_window_pattern": 2},
     "granite": {**_GROUPED, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2,
                 "logits_scaling": 4.0},
     "granitemoehybrid": {**_GROUPED, "num_local_experts": 0, "shared_intermediate_size": 36, "mamba_n_heads": 1,

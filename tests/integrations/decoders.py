@@ -225,6 +225,10 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "some without positions": {"no_rope_layers": [0, 1], **_GROUPED},
         "windows": {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 5, **_GROUPED},
     },
+    "exaone4": {
+        "all rotate": {"sliding_window": None, "layer_types": ["full_attention"] * 2, **_GROUPED},
+        "windows": {"sliding_window": 5, "sliding_window_pattern": 2, "head_dim": 10, **_GROUPED},
+    },
     "granite": {
         "factors": {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2,
                     "logits_scaling": 4.0, "tie_word_embeddings": True, **_GROUPED},
@@ -301,7 +305,7 @@ def drawn(kind: str, seed: int) -> Case:
     types = [rng.choice(_TYPES) for _ in range(depth)]
     if kind in ("mistral", "phi3", "starcoder2", "mixtral"):
         options["sliding_window"] = window if flip() else None
-    elif kind in ("ministral", "olmo3", "gemma2", "gemma3_text"):
+    elif kind in ("ministral", "exaone4", "olmo3", "gemma2", "gemma3_text"):
         options |= {"sliding_window": window, "layer_types": types}
     elif kind in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"):
         options |= {"use_sliding_window": flip(), "sliding_window": window, "max_window_layers": rng.randint(0, depth)}

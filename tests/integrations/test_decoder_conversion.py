@@ -38,7 +38,8 @@ EXACT = ("llama yarn rope", "mistral window", "qwen2 windows", "qwen3 wide heads
          "gemma untied", "gemma2 capped", "gemma3_text linear", "gpt_neox parallel", "starcoder2 window",
          "mixtral window", "granitemoe factors", "olmoe three of five", "qwen2_moe shared, one layer dense",
          "qwen3_moe every other layer",
-         "smollm3 windows", "granite factors", "phi tied", "stablelm parallel", "cwm windows")  # fmt: skip
+         "smollm3 windows", "granite factors", "phi tied", "stablelm parallel", "cwm windows",
+         "exaone4 windows")  # fmt: skip
 cases = pytest.mark.parametrize(
     "case",
     [pytest.param(case, id=name, marks=() if name in FAST else pytest.mark.slow) for name, case in CASES.items()],

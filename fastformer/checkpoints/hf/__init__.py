@@ -108,6 +108,7 @@ _FAMILIES = {
     "qwen2_moe": _decoder("qwen2_moe", "Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
     "qwen3_moe": _decoder("qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
     "smollm3": _decoder("smollm3", "SmolLM3Config", "SmolLM3ForCausalLM"),
+    "exaone4": _decoder("exaone4", "Exaone4Config", "Exaone4ForCausalLM"),
     "granite": _decoder("granite", "GraniteConfig", "GraniteForCausalLM"),
     "granitemoehybrid": _decoder("granitemoehybrid", "GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM"),
     "phi": _decoder("phi", "PhiConfig", "PhiForCausalLM"),

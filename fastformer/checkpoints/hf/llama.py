@@ -361,8 +361,9 @@ def _phi3_settings(config: GPTConfig) -> dict[str, Any]:
 
 _MISTRAL = {"num_key_value_heads": 8, "sliding_window": 4096}
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096}
+OLMO_MODULES = {**{name: parts for name, parts in MODULES.items() if not name.startswith("norm")}, **QK_NORMS, **_POST}
 _OLMO: dict[str, Any] = {
-    "modules": {**{name: parts for name, parts in MODULES.items() if not name.startswith("norm")}, **QK_NORMS, **_POST},
+    "modules": OLMO_MODULES,
     "fixed": {"norm": "rms", "norm_placement": "post", "qk_norm": "all"},
     "usual": {"rms_norm_eps": 1e-5, "sliding_window": 4096},
     "biases": ("attention_bias", "attention_bias", False),

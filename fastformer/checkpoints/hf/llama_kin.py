@@ -1,4 +1,4 @@
-"""Families that add a little to Llama or GPT-NeoX: SmolLM3, Granite (3, and 4 without Mamba), Phi (1 to 2), StableLM.
+"""Families that add a little to Llama or GPT-NeoX: SmolLM3, Granite (3, and 4 without Mamba), Phi, StableLM, EXAONE 4.
 
 Granite multiplies embeddings, the outputs of sub-layers, scores and logits by factors. Those of embeddings and scores
 are options of a `GPT`. The others are multiplied into the weights that they follow: of a sub-layer's last matrix, and
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastformer.checkpoints.hf.common import ACTIVATIONS, flag_of, number_of
 from fastformer.checkpoints.hf.decoder import MisfitError
-from fastformer.checkpoints.hf.llama import FULL, MODULES, SLIDING, Variant, uses_window
+from fastformer.checkpoints.hf.llama import FULL, MODULES, OLMO_MODULES, SLIDING, Variant, all_but_each, uses_window
 from fastformer.models import GPTConfig
 
 # The ends of the names of what is added to the residual stream; a tensor of all experts has no kind.
@@ -58,6 +58,34 @@ def _smollm3(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _smollm3_settings(config: GPTConfig) -> dict[str, Any]:
     return {"no_rope_layers": [*map(int, config.rotary_layers or (True,) * config.num_layers)]}
+
+
+# ---- EXAONE 4 ----
+
+_exaone4_types = all_but_each(4, "sliding_window_pattern")
+
+
+def _windows_unless_null(settings: Mapping[str, Any], depth: int) -> list[str]:
+    return [FULL] * depth if settings.get("sliding_window") is None else [*_exaone4_types(settings, depth)]
+
+
+def _exaone4(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns which layers rotate: those with a window, or all if the settings have none."""
+    depth = number_of(settings, "num_hidden_layers")
+    types = settings.get("layer_types") or _windows_unless_null(settings, depth)
+    rotates = tuple(kind == SLIDING or settings.get("sliding_window") is None for kind in types)
+    return {} if all(rotates) else {"rotary_layers": rotates}
+
+
+def _exaone4_settings(config: GPTConfig) -> dict[str, Any]:
+    rotates = config.rotary_layers or (True,) * config.num_layers
+    if all(rotates) and not any(config.windows):
+        return {"sliding_window": None}
+    if rotates != config.windows:
+        raise MisfitError(
+            "rotary_layers", f"expected an EXAONE 4, whose layers rotate if they have a window, got {rotates}"
+        )
+    return {}
 
 
 # ---- Granite ----
@@ -171,6 +199,17 @@ VARIANTS = (
         is_tied=True,
         more=_smollm3,
         more_settings=_smollm3_settings,
+        free=("rotary_layers",),
+    ),
+    Variant(
+        "exaone4",
+        "EXAONE 4",
+        modules=OLMO_MODULES,
+        fixed={"norm": "rms", "norm_placement": "post", "qk_norm": "head"},
+        usual={"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
+        layer_types=_windows_unless_null,
+        more=_exaone4,
+        more_settings=_exaone4_settings,
         free=("rotary_layers",),
     ),
     Variant(
