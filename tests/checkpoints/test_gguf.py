@@ -32,6 +32,7 @@ from fastformer.generation.folder_options import folder_options
 from fastformer.integrations import to_huggingface
 from fastformer.models import GPT
 from fastformer.models.quantization import from_grid, from_groups, to_grid
+from tests.covering import covering
 from tests.foreign.gguf_files import FOLDER, IDS, block_bytes, digest
 from tests.generation.small import needs_cpp
 
@@ -68,6 +69,8 @@ def to_bytes(values: Values, tensors: Tensors, version: int = 3, alignment: int 
 
 def packed(kind: int, value: Any) -> bytes:
     forms = {4: "I", 5: "i", 6: "f", 7: "?", 10: "Q"}
+    if isinstance(value, bytes):  # it is packed already
+        return value
     if kind == 9:
         inner, values = value
         return struct.pack("<IQ", inner, len(values)) + b"".join(packed(inner, each) for each in values)
@@ -309,9 +312,10 @@ def drawn(name: str, kind: Kind, path: Path) -> None:
 
 
 @needs_cpp
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "int4"])
-@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize(
+    "name, kind, precision",
+    covering(["llama", "qwen2", "gpt2"], [Kind.F16, Kind.BF16], ["fp32", "bf16", "int8", "int4"]),
+)
 def test_floats_compute_in_each_precision_what_their_folder_does(name, kind, precision, tmp_path) -> None:
     drawn(name, kind, tmp_path / "x.gguf")
     model, _ = load(tmp_path / "x.gguf")

@@ -33,7 +33,7 @@ from fastformer.integrations import from_huggingface
 from tests.audio.whispers import whisper
 from tests.checkpoints.conftest import FOLDERS as SAVED
 from tests.checkpoints.test_ctranslate2 import written
-from tests.checkpoints.test_gguf import contents, to_bytes
+from tests.checkpoints.test_gguf import contents, packed, to_bytes
 from tests.checkpoints.test_omitted import MORE, REFUSED, SPECIFICATIONS, made_of, options_of, outcome
 from tests.checkpoints.test_quantized_folders import checkpoint
 from tests.foreign.compressed_folders import FOLDERS as COMPRESSED
@@ -213,7 +213,8 @@ OF_ENCODER = (*OF_GGUF, (6, 1.0), (7, True))
 
 
 def of_gguf(name: str) -> dict[str, str]:
-    values, tensors = contents(GGUF / f"{name}.gguf")
+    plain, tensors = contents(GGUF / f"{name}.gguf")
+    values: Any = {key: (kind, packed(kind, value)) for key, (kind, value) in plain.items()}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "x.gguf"
 
