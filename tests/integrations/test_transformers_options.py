@@ -13,6 +13,7 @@ import transformers
 from fastformer.generation import generate
 from fastformer.generation.generating import GenerateOutput
 from fastformer.integrations import from_huggingface
+from tests.covering import by_turns, covering
 from tests.integrations.conversions import IS_OLD, until_end
 from tests.integrations.test_transformers_beams import family, sources
 
@@ -109,10 +110,10 @@ def test_random_calls_equal_transformers(name, engine, count):
     assert total and near <= max(1, total // 50)
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize(
-    "name, engine", [("BART", "cpp"), ("BART", "kv_cache"), ("T5", "cpp"), ("Marian", "recompute")]
-)
+PLACES = [("BART", "cpp"), ("BART", "kv_cache"), ("T5", "cpp"), ("Marian", "recompute")]
+
+
+@pytest.mark.parametrize("renormalize, name, engine", by_turns([False, True], PLACES))
 def test_repeating_beams_are_penalised_as_in_transformers(name, engine, renormalize):
     for penalty, beams in ((1.5, 3), (2.5, 4)):
         options = {"num_beams": beams, "repetition_penalty": penalty, "max_new_tokens": 8}
@@ -131,14 +132,15 @@ def below(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return torch.where(scores < -3.0, scores - 4.0, scores)
 
 
-@pytest.mark.parametrize("engine", ["cpp", "kv_cache", "recompute"])
-@pytest.mark.parametrize("processor", [above, below])
-def test_user_processors_get_transformers_scores(processor, engine):
-    for name, beams, penalty in (("T5", 3, 2.0), ("BART", 2, 1.0), ("Marian", 1, 1.0)):
-        options = {"max_new_tokens": 9, "logits_processor": [processor], "renormalize_logits": False}
-        if beams > 1:
-            options |= {"num_beams": beams, "length_penalty": penalty, "early_stopping": False}
-        assert compare(name, engine, options)[1] == 0
+@pytest.mark.parametrize(
+    "processor, engine, name, beams, penalty",
+    covering([above, below], ["cpp", "kv_cache", "recompute"], [("T5", 3, 2.0), ("BART", 2, 1.0), ("Marian", 1, 1.0)]),
+)
+def test_user_processors_get_transformers_scores(processor, engine, name, beams, penalty):
+    options = {"max_new_tokens": 9, "logits_processor": [processor], "renormalize_logits": False}
+    if beams > 1:
+        options |= {"num_beams": beams, "length_penalty": penalty, "early_stopping": False}
+    assert compare(name, engine, options)[1] == 0
 
 
 def ends_at(*tokens: int) -> Any:
@@ -148,20 +150,18 @@ def ends_at(*tokens: int) -> Any:
     return criterion
 
 
-@pytest.mark.parametrize("engine", ["cpp", "kv_cache"])
-@pytest.mark.parametrize("beams", [1, 3])
-def test_criteria_stop_as_in_transformers(beams, engine):
+@pytest.mark.parametrize("name, engine, beams", covering(["T5", "BART"], ["cpp", "kv_cache"], [1, 3]))
+def test_criteria_stop_as_in_transformers(name, engine, beams):
     listed = transformers.StoppingCriteriaList
-    for name in ("T5", "BART"):
-        _, _, eos = family(name)
-        for criteria in (
-            listed([ends_at(13, 37, 20, 41, 9)]),
-            listed([ends_at(*range(3, 50, 2)), transformers.MaxLengthCriteria(5)]),
-        ):
-            options: dict[str, Any] = {"max_new_tokens": 10, "stopping_criteria": criteria}
-            if beams > 1:
-                options |= {"num_beams": beams, "length_penalty": 2.0}
-            assert compare(name, engine, {**options, "eos_token_id": [eos]})[1] <= 1
+    _, _, eos = family(name)
+    for criteria in (
+        listed([ends_at(13, 37, 20, 41, 9)]),
+        listed([ends_at(*range(3, 50, 2)), transformers.MaxLengthCriteria(5)]),
+    ):
+        options: dict[str, Any] = {"max_new_tokens": 10, "stopping_criteria": criteria}
+        if beams > 1:
+            options |= {"num_beams": beams, "length_penalty": 2.0}
+        assert compare(name, engine, {**options, "eos_token_id": [eos]})[1] <= 1
 
 
 @pytest.mark.parametrize("stated", [
