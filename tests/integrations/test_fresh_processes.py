@@ -31,7 +31,9 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 # A fresh process runs each program in a child of its own: what one import leaves behind, no other sees.
 RUNS = """
 import os, sys, torch, transformers
+import torch._dynamo  # which fastformer's ops import
 import transformers.modeling_utils
+from transformers import GPT2LMHeadModel, LlamaForCausalLM, MarianMTModel, Qwen2ForCausalLM, T5ForConditionalGeneration
 failed = []
 for program in sys.argv[1:]:
     if pid := os.fork():
