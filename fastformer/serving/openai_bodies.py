@@ -166,8 +166,9 @@ class StructuredBody(Body):
     @property
     def constraints(self) -> dict[str, Any]:
         """The fields that the request has, and their values."""
-        given = [name for name in StructuredBody.model_fields if name in self.model_fields_set]
-        return {name: value for name in given if (value := getattr(self, name)) is not None}
+        given = self.model_fields_set
+        names = [name for name in StructuredBody.model_fields if name in given]
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 class GenerateBody(StructuredBody):
