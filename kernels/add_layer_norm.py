@@ -6,16 +6,14 @@ writes y. The norm is applied to the stream as it is stored, rounded, because ba
 
 In backward, a fixed number of programs (two per SM, as many as its registers allow) stride over the rows and write both
 input gradients. Each holds its sums for dweight and dbias in fp32 registers and writes them once. A second kernel adds
-them for both parameters, always in the same order, so that gradients are reproducible to the last bit. Rows wider than
-WIDEST_SUMMED leave no registers for the sums: for these, one kernel computes the means of each row, and another one
-works on blocks of columns and does the rest.
+them for both parameters, always in the same order, so that gradients are reproducible to the last bit. PyTorch
+differentiates rows so wide that they leave no registers for the sums.
 
 Bytes per element in half dtypes: forward 4 (x, y), with a residual or dropout 8 (residual, stream); backward 6 (dy,
 stream, dx), plus 2 for the stream's own gradient, plus 2 for dresidual if it differs from dx because of dropout or
-dtypes; above WIDEST_SUMMED 4 more (dy and stream again). Partial sums: 8 bytes * dim * programs, written and read once,
-1 MB at dim 512 on 132 SMs. FLOPs per element: about 8 forward and 14 backward, and 12 more for dropout, so the kernels
-are memory-bound. Saved for backward: the stream (which is the next op's input) and two fp32 numbers per row. fp32: all
-arithmetic, statistics, sums.
+dtypes. Partial sums: 8 bytes * dim * programs, written and read once, 1 MB at dim 512 on 132 SMs. FLOPs per element:
+about 8 forward and 14 backward, and 12 more for dropout, so the kernels are memory-bound. Saved for backward: the
+stream (which is the next op's input) and two fp32 numbers per row. fp32: all arithmetic, statistics, sums.
 """
 
 from __future__ import annotations
@@ -43,33 +41,20 @@ from fastformer.kernels._plans import Plan
 from fastformer.kernels._rows import as_rows, existing, load_rows, load_vector, row_ptrs, store_rows
 
 WIDEST = 16384  # 32 elements per thread with 16 warps
-WIDEST_SUMMED = 8192
+# Backward also holds sums: its rows are narrower, and it reads at most so many bytes for a tile.
+WIDEST_BACKWARD, MOST_BYTES = 8192, 65536
 
 # Arguments whose values must not lead to another binary. Strides are in units of 8 elements if that divides them, which
 # is all that 16-byte loads need to know.
-_COUNTS = ["num_rows", "num_tiles", "num_partials", "split", "strides", "dropout"]
+_COUNTS = ["num_rows", "num_tiles", "num_partials", "strides", "dropout"]
 
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _add_layer_norm_fwd_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    residual_out_ptr,
-    mean_ptr,
-    rstd_ptr,
-    num_rows,
-    strides,
-    eps,
-    dropout,
-    RMS_NORM: tl.constexpr,
-    UNIT: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, residual_out_ptr, mean_ptr, rstd_ptr, num_rows, strides, eps,
+    dropout, RMS_NORM: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """Computes y, the stream and the statistics of BLOCK_M rows. strides: those of x and of the residual."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_N)
@@ -123,7 +108,7 @@ def _load_step(
 
 @triton.jit
 def _store_step(
-    ds, dresidual_out, dresidual_out_ptr, dx_ptr, dresidual_ptr, rows, first_column, columns, here, dropout,
+    ds, dresidual_out, dresidual_out_ptr, dx_ptr, dresidual_ptr, rows, columns, here, dropout,
     DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Writes a tile of both input gradients. `ds`: the part of the stream's gradient that comes from the norm."""
@@ -131,7 +116,7 @@ def _store_step(
         ds += dresidual_out.to(tl.float32)
     if dresidual_ptr is not None:
         store_rows(dresidual_ptr, rows, DIM, columns, ds, here)
-    ds = drop_tile(ds, rows, first_column, dropout, BLOCK_M, BLOCK_N)
+    ds = drop_tile(ds, rows, 0, dropout, BLOCK_M, BLOCK_N)
     store_rows(dx_ptr, rows, DIM, columns, ds, here)
 
 
@@ -150,28 +135,10 @@ def _store_partials(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _add_layer_norm_bwd_kernel(
-    dy_ptr,
-    dresidual_out_ptr,
-    s_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    dx_ptr,
-    dresidual_ptr,
-    partial_ptr,
-    num_rows,
-    num_tiles,
-    strides,
-    dropout,
-    RMS_NORM: tl.constexpr,
-    SUM_WEIGHT: tl.constexpr,
-    SUM_BIAS: tl.constexpr,
-    UNIT: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    dy_ptr, dresidual_out_ptr, s_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dresidual_ptr, partial_ptr, num_rows,
+    num_tiles, strides, dropout, RMS_NORM: tl.constexpr, SUM_WEIGHT: tl.constexpr, SUM_BIAS: tl.constexpr,
+    UNIT: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Computes both input gradients of every num_programs-th tile of BLOCK_M rows, and sums for the parameters.
 
     strides: those of dy, dresidual_out and s.
@@ -207,115 +174,16 @@ def _add_layer_norm_bwd_kernel(
             products, sums = tl.split(tl.sum(tl.join(dy * normal, dy), 1) * (1.0 / DIM))
             ds = dy - normal * products[:, None] - sums[:, None]
         _store_step(
-            ds * rstd, dresidual_out, dresidual_out_ptr, dx_ptr, dresidual_ptr, rows, 0, columns, here, dropout, DIM,
+            ds * rstd, dresidual_out, dresidual_out_ptr, dx_ptr, dresidual_ptr, rows, columns, here, dropout, DIM,
             BLOCK_M, BLOCK_N,
         )  # fmt: skip
     _store_partials(partial_ptr, dweight, dbias, program, num_programs, columns, SUM_WEIGHT, SUM_BIAS, DIM)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
-def _row_means_kernel(
-    dy_ptr,
-    s_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    means_ptr,
-    num_rows,
-    strides,
-    RMS_NORM: tl.constexpr,
-    UNIT: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Writes the means of dnormal * normal and of dnormal of one wide row to means_ptr (2, num_rows)."""
-    row = tl.program_id(0)
-    dy_ptr += row.to(tl.int64) * strides[0] * UNIT
-    s_ptr += row.to(tl.int64) * strides[2] * UNIT
-    rstd = tl.load(rstd_ptr + row)
-    products = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    sums = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    for start in range(0, DIM, BLOCK_N):
-        columns = start + tl.arange(0, BLOCK_N)
-        dy = tl.load(dy_ptr + columns, mask=columns < DIM, other=0.0).to(tl.float32)
-        normal = tl.load(s_ptr + columns, mask=columns < DIM, other=0.0).to(tl.float32)
-        if not RMS_NORM:
-            normal -= tl.load(mean_ptr + row)
-        if weight_ptr is not None:
-            dy *= tl.load(weight_ptr + columns, mask=columns < DIM, other=0.0).to(tl.float32)
-        products += dy * (normal * rstd)
-        sums += dy
-    tl.store(means_ptr + row, tl.sum(products, 0) * (1.0 / DIM))
-    if not RMS_NORM:
-        tl.store(means_ptr + num_rows + row, tl.sum(sums, 0) * (1.0 / DIM))
-
-
-@triton.jit(do_not_specialize=_COUNTS)
-def _wide_backward_kernel(
-    dy_ptr,
-    dresidual_out_ptr,
-    s_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    means_ptr,
-    dx_ptr,
-    dresidual_ptr,
-    partial_ptr,
-    num_rows,
-    split,
-    strides,
-    dropout,
-    RMS_NORM: tl.constexpr,
-    SUM_WEIGHT: tl.constexpr,
-    SUM_BIAS: tl.constexpr,
-    UNIT: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Does the work of _add_layer_norm_bwd_kernel on BLOCK_N columns of `split` rows whose means are known."""
-    first_column = tl.program_id(0) * BLOCK_N
-    columns = first_column + tl.arange(0, BLOCK_N)
-    part, num_parts = tl.program_id(1), tl.num_programs(1)
-    last = tl.minimum((part + 1) * split, num_rows)
-    if weight_ptr is not None:
-        weight = load_vector(weight_ptr, columns, DIM, BLOCK_N)
-    dweight = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    dbias = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(part * split, last, BLOCK_M):
-        rows = start + tl.arange(0, BLOCK_M)
-        real = rows < last
-        here = existing(real, columns, DIM, BLOCK_N)
-        dy, normal, rstd, dresidual_out = _load_step(
-            dy_ptr, dresidual_out_ptr, s_ptr, mean_ptr, rstd_ptr, rows, real, columns, here, strides, RMS_NORM, UNIT
-        )
-        if SUM_WEIGHT:
-            dweight += dy * normal
-        if SUM_BIAS:
-            dbias += dy
-        if weight_ptr is not None:
-            dy *= weight
-        ds = dy - normal * tl.load(means_ptr + rows, mask=real, other=0.0)[:, None]
-        if not RMS_NORM:
-            ds -= tl.load(means_ptr + num_rows + rows, mask=real, other=0.0)[:, None]
-        _store_step(
-            ds * rstd, dresidual_out, dresidual_out_ptr, dx_ptr, dresidual_ptr, rows, first_column, columns, here,
-            dropout, DIM, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
-    _store_partials(partial_ptr, dweight, dbias, part, num_parts, columns, SUM_WEIGHT, SUM_BIAS, DIM)
-
-
-@triton.jit(do_not_specialize=_COUNTS)
 def _sum_partials_kernel(
-    partial_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    num_partials,
-    DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    partial_ptr, dweight_ptr, dbias_ptr, num_partials, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Adds the partial sums of BLOCK_N columns of a parameter's gradient; the second grid axis is the parameter."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     kind = tl.program_id(1)
@@ -353,10 +221,15 @@ def row_tile(dim: int, num_rows: int) -> RowTile:
     return RowTile(block_m, block_n, max(1, min(16, block_m * block_n // 512)))
 
 
-def backward_tile(dim: int, num_rows: int, bytes_each: int) -> RowTile:
+def bytes_each(*tensors: Tensor | None) -> int:
+    """Returns the bytes of an element of all tensors together."""
+    return sum(t.element_size() for t in tensors if t is not None)
+
+
+def backward_tile(dim: int, num_rows: int, loaded: int) -> RowTile:
     """Returns a row_tile with 8 elements per thread, or 16 small ones: each also needs two sums and a weight."""
     tile = row_tile(dim, num_rows)
-    per_thread = 16 if dim > 2048 and tile.block_n * bytes_each <= 32768 else 8
+    per_thread = 16 if dim > 2048 and tile.block_n * loaded <= 32768 else 8
     return tile._replace(num_warps=max(1, min(16, tile.block_m * tile.block_n // (32 * per_thread))))
 
 
@@ -369,6 +242,11 @@ def why_unsupported(op_name: str, **arguments: Tensor | None) -> str | None:
         return reason
     if x.shape[-1] > WIDEST:
         return f"rows of {x.shape[-1]} elements, more than {WIDEST}, don't fit a program's registers"
+    if op_name.endswith("_bwd"):
+        width = max(2048, next_power_of_2(x.shape[-1]))  # a tile of narrow rows has several
+        loaded = width * bytes_each(x, arguments["s"], arguments["dresidual_out"])
+        if width > WIDEST_BACKWARD or loaded > MOST_BYTES:
+            return f"{loaded} bytes of {width} columns, and as many sums, don't fit a program's registers"
     return unsupported_device(x)
 
 
@@ -470,33 +348,17 @@ def plan_add_layer_norm_bwd(
     flags = {
         "RMS_NORM": rms_norm, "SUM_WEIGHT": weight is not None, "SUM_BIAS": has_bias, "UNIT": unit, "DIM": dim,
     }  # fmt: skip
-    bytes_each = sum(t.element_size() for t in (dy, s, dresidual_out) if t is not None)
-    tile = backward_tile(dim, num_rows, bytes_each)
-    loaded = bytes_each * tile.block_m * tile.block_n
-    is_whole = dim <= WIDEST_SUMMED and loaded <= 65536
-    if is_whole:
-        num_tiles = cdiv(num_rows, tile.block_m)
-        num_partials = min(num_tiles, num_sms(s.device) * (2 if tile.num_warps <= 8 else 1))
-        # Two stages load the next rows into shared memory in the meantime. This requires that it is large enough on
-        # every architecture, and that the masks of 8192 padded columns leave enough registers.
-        ahead = num_partials < num_tiles and loaded <= 49152 and (tile.block_n < 8192 or dim == tile.block_n)
-        counts = num_rows, num_tiles
-        launch = Launch(
-            _add_layer_norm_bwd_kernel, (num_partials,), **flags,
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=2 if ahead else 1, num_warps=tile.num_warps, maxnreg=128,
-        )  # fmt: skip
-    else:
-        launch_means = Launch(
-            _row_means_kernel, (num_rows,), RMS_NORM=rms_norm, UNIT=unit, DIM=dim, BLOCK_N=4096, num_warps=8
-        )
-        block_m, block_n = 8, 256
-        blocks = cdiv(dim, block_n)
-        # About four programs per SM, with at least two steps each.
-        num_partials = max(1, min(4 * num_sms(s.device) // blocks, cdiv(num_rows, 2 * block_m)))
-        counts = num_rows, cdiv(num_rows, num_partials)
-        launch = Launch(
-            _wide_backward_kernel, (blocks, num_partials), **flags, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=8
-        )
+    loaded = bytes_each(dy, s, dresidual_out)
+    tile = backward_tile(dim, num_rows, loaded)
+    num_tiles = cdiv(num_rows, tile.block_m)
+    num_partials = min(num_tiles, num_sms(s.device) * (2 if tile.num_warps <= 8 else 1))
+    # Two stages load the next rows into shared memory in the meantime. This requires that it is large enough on every
+    # architecture, and that the masks of 8192 padded columns leave enough registers.
+    is_small = loaded * tile.block_m * tile.block_n <= 49152 and (tile.block_n < 8192 or dim == tile.block_n)
+    launch = Launch(
+        _add_layer_norm_bwd_kernel, (num_partials,), **flags, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        STAGES=2 if num_partials < num_tiles and is_small else 1, num_warps=tile.num_warps, maxnreg=128,
+    )  # fmt: skip
     launch_sums = Launch(_sum_partials_kernel, (cdiv(dim, 32), kinds), DIM=dim, BLOCK_M=64, BLOCK_N=32, num_warps=4)
     partial_size = kinds * num_partials * dim
 
@@ -518,12 +380,7 @@ def plan_add_layer_norm_bwd(
         weight = contiguous(weight)
         dropout = contiguous(dropout_seed) if drops else None, *drop
         partial = s.new_empty(partial_size, dtype=torch.float32) if kinds else None
-        if is_whole:
-            launch(dy, dresidual_out, s, weight, *statistics, *outputs, partial, *counts, strides, dropout)
-        else:
-            means = s.new_empty((2, num_rows), dtype=torch.float32)
-            launch_means(dy, s, weight, *statistics, means, num_rows, strides)
-            launch(dy, dresidual_out, s, weight, *statistics, means, *outputs, partial, *counts, strides, dropout)
+        launch(dy, dresidual_out, s, weight, *statistics, *outputs, partial, num_rows, num_tiles, strides, dropout)
         if kinds:
             launch_sums(partial, None if weight is None else dweight, dbias if has_bias else None, num_partials)
         return dx, dresidual, dweight, dbias

@@ -1,23 +1,24 @@
-"""The feed-forward network: two separate products, each fused with the elementwise work around it.
+"""The feed-forward network: two products, and the elementwise work between them.
 
-In forward, hidden = dropout(activation(x weight1^T + bias1)) is one kernel: the epilogue of the product adds the bias,
-and applies the activation and dropout. In backward, the product dhidden = dout weight2 has an epilogue that
-differentiates the activation, drops the same elements, sums dbias1 over its rows and, if forward saved the
-pre-activation, recomputes hidden for dweight2. The other four products (hidden weight2^T + bias2, dx, dweight1,
-dweight2) have nothing to fuse and use cuBLAS.
+In general, cuBLAS computes all products, and an elementwise kernel does the rest. In forward it computes hidden =
+dropout(activation(pre)), pre = x weight1^T + bias1. In backward it takes dhidden = dout weight2, differentiates the
+activation, drops the same elements, sums dbias1 over its rows and, if forward saved the pre-activation, recomputes
+hidden for dweight2.
 
-If cuBLAS is so much faster that this outweighs a pass over the hidden layer, it computes those two products as well,
-and an elementwise kernel does the rest (FUSED_GEMM decides).
+For relu on sm_90, the only activation whose fused form a device has shown to be faster, each of these two kernels is
+the epilogue of its product (`fuses` decides). The other four products (hidden weight2^T + bias2, dx, dweight1,
+dweight2) have nothing to fuse.
 
 FLOPs: 4 * rows * dim * hidden forward, 8 * rows * dim * hidden backward (one and a half times that with a gate). Bytes
 of the hidden layer in device memory, per element of rows * hidden in half dtypes: if fused, forward writes hidden and
-reads it once (4), plus 2 for the pre-activation of gelu and 4 with a gate; backward reads the saved tensor (2, 2 or 4),
-writes dpre and reads it twice (6, 6 or 12), and writes and reads hidden again (relu: reads the saved one, 2; others 4).
-The cuBLAS path adds 4 (gelu: 2) forward and 4 backward. Saved for backward: relu's hidden layer, in which kept positive
-elements are positive; for other activations, only the pre-activation. fp32: accumulators, activations, dbias1.
+reads it once (4); backward reads the saved tensor (2), writes dpre and reads it twice (6), and reads hidden again (2).
+Without fusion, relu takes 4 more in each. Saved for backward: relu's hidden layer, in which kept positive elements are
+positive; for other activations, only the pre-activation. fp32: accumulators, activations, dbias1.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -27,9 +28,9 @@ from torch.nn import functional as F
 
 from fastformer.kernels._activations import activate, differentiate
 from fastformer.kernels._dropout import drop_tile, keep_mask_tile, load_dropout
-from fastformer.kernels._feed_forward_configs import GATES, FfnConfig, config_of, fuses
 from fastformer.kernels._launch import (
     Dropout,
+    architecture,
     cdiv,
     contiguous,
     dot_precision,
@@ -41,11 +42,50 @@ from fastformer.kernels._launch import (
     wrong_products,
 )
 
+GATES = ("swiglu", "geglu_tanh")  # activations with two inputs
 # The number of rows in the result of each product.
 PRODUCTS = {
-    "_linear_activation_kernel": lambda a: [a["BLOCK_M"]] * (2 if a["ACTIVATION"] in GATES else 1),
-    "_linear_activation_backward_kernel": lambda a: [a["BLOCK_M"]],
+    "_linear_relu_kernel": lambda a: [a["BLOCK_M"]],
+    "_linear_relu_backward_kernel": lambda a: [a["BLOCK_M"]],
 }
+
+
+class FfnConfig(NamedTuple):
+    """The tile of the result of a fused product, the depth of a step, and how programs run."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None = None  # the most registers per thread
+
+
+def fuses(x: Tensor, depth: int, rows: int, activation: str) -> bool:
+    """Returns whether a product is fused with the elementwise work. depth: dim, or out_dim in backward.
+
+    On an H200, this was faster with dims of 512 and 1024 (8192 rows, bf16). fp32 uses cuBLAS, which obeys
+    torch.backends.cuda.matmul.allow_tf32.
+    """
+    if activation != "relu":
+        return False
+    arch = architecture(x)
+    if arch == 0:  # the interpreter, which multiplies bfloat16 wrongly
+        is_measured = x.dtype != torch.bfloat16
+    else:
+        is_measured = arch == 90 and x.element_size() == 2 and depth <= 1024 and rows >= 256
+    return is_measured and depth % config_of(x, rows).block_k == 0
+
+
+def config_of(x: Tensor, rows: int) -> FfnConfig:
+    """Returns the tile of the fused product."""
+    if architecture(x) == 0:
+        return FfnConfig(32, 64, 16, 4, 1)
+    if rows <= 2048:  # to have enough tiles for all SMs
+        return FfnConfig(64, 128, 64, 4, 3)
+    # Two programs per SM, so that one multiplies while the other activates: 128 registers per thread.
+    return FfnConfig(128, 128, 64, 8, 3, 128)
+
 
 # Arguments whose values must not lead to another binary: Triton specialises on 1 and on multiples of 16.
 _COUNTS = ["num_rows", "row_step", "dropout"]
@@ -71,36 +111,20 @@ def _inside(indices, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _product(
-    a_ptr, b_ptr, rows, columns, depth, a_strides, b_strides, second_half, EVEN_K: tl.constexpr,
-    TWO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    a_ptr, b_ptr, rows, columns, depth, a_strides, b_strides, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Returns a tile of a b in fp32 and, with TWO, the tile `second_half` columns after it (else the first again)."""
+    """Returns a tile of a b in fp32."""
     ks = tl.arange(0, BLOCK_K)
     # int64, because rows * stride exceeds 2**31 in large batches.
     a_ptrs = a_ptr + rows.to(tl.int64)[:, None] * a_strides[0] + ks[None, :] * a_strides[1]
     b_ptrs = b_ptr + ks[:, None] * b_strides[0] + columns.to(tl.int64)[None, :] * b_strides[1]
-    second_offset = tl.cast(second_half, tl.int64) * b_strides[1]
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    second = acc
-    for start in range(0, depth, BLOCK_K):
-        if EVEN_K:
-            a = tl.load(a_ptrs)
-            b = tl.load(b_ptrs)
-        else:
-            a = tl.load(a_ptrs, mask=(ks < depth - start)[None, :], other=0.0)
-            b = tl.load(b_ptrs, mask=(ks < depth - start)[:, None], other=0.0)
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
-        if TWO:
-            if EVEN_K:
-                c = tl.load(b_ptrs + second_offset)
-            else:
-                c = tl.load(b_ptrs + second_offset, mask=(ks < depth - start)[:, None], other=0.0)
-            second = tl.dot(a, c, second, input_precision=PRECISION)
+    for _ in range(0, depth, BLOCK_K):
+        acc = tl.dot(tl.load(a_ptrs), tl.load(b_ptrs), acc, input_precision=PRECISION)
         a_ptrs += BLOCK_K * a_strides[1]
         b_ptrs += BLOCK_K * b_strides[0]
-    if not TWO:
-        second = acc
-    return acc, second
+    return acc
 
 
 @triton.jit
@@ -118,72 +142,25 @@ def _quarters(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     return left0, left1, right0, right1
 
 
-@triton.jit
-def _forward_epilogue(
-    pre, up, bias_ptr, pre_ptr, hidden_ptr, dropout, row_block, first_column, num_rows, hidden_dim,
-    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Runs the epilogue of a tile: bias, activation, dropout. Stores hidden, and the pre-activation if it is saved."""
-    GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu_tanh"
-    rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = first_column + tl.arange(0, BLOCK_N)
-    here = (rows < num_rows)[:, None] & (columns < hidden_dim)[None, :]
-    dtype = hidden_ptr.dtype.element_ty
-    if bias_ptr is not None:
-        pre += tl.load(bias_ptr + columns, mask=columns < hidden_dim, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            up += tl.load(bias_ptr + hidden_dim + columns, mask=columns < hidden_dim, other=0.0).to(tl.float32)[None, :]
-    rows64 = rows.to(tl.int64)
-    if ACTIVATION != "relu":
-        width = hidden_dim
-        if GATED:
-            width = 2 * hidden_dim
-        # Backward uses the stored, rounded values, so forward does too.
-        rounded = pre.to(dtype)
-        if pre_ptr is not None:
-            tl.store(pre_ptr + rows64[:, None] * width + columns[None, :], rounded, mask=here)
-        pre = rounded.to(tl.float32)
-        if GATED:
-            rounded = up.to(dtype)
-            if pre_ptr is not None:
-                tl.store(pre_ptr + rows64[:, None] * width + columns[None, :] + hidden_dim, rounded, mask=here)
-            up = rounded.to(tl.float32)
-    hidden = activate(pre, up, ACTIVATION)
-    hidden = drop_tile(hidden, rows, first_column, dropout, BLOCK_M, BLOCK_N)
-    tl.store(hidden_ptr + rows64[:, None] * hidden_dim + columns[None, :], hidden.to(dtype), mask=here)
-
-
 @triton.jit(do_not_specialize=_COUNTS)
-def _linear_activation_kernel(
-    x_ptr, weight_ptr, bias_ptr, pre_ptr, hidden_ptr, dropout, num_rows, hidden_dim, depth, x_strides, weight_strides,
-    ACTIVATION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
+def _linear_relu_kernel(
+    x_ptr, weight_ptr, bias_ptr, hidden_ptr, dropout, num_rows, hidden_dim, depth, x_strides, weight_strides,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Computes hidden = dropout(activation(x weight^T + bias)), and the pre-activation if backward needs it."""
-    GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu_tanh"
+    """Computes hidden = dropout(relu(x weight^T + bias))."""
     row_block, column_block = _which_tile(tl.program_id(0), num_rows, hidden_dim, BLOCK_M, BLOCK_N)
     rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
-    pre, up = _product(
+    pre = _product(
         x_ptr, weight_ptr, _inside(rows, num_rows, BLOCK_M), _inside(columns, hidden_dim, BLOCK_N), depth,
-        x_strides, (weight_strides[1], weight_strides[0]), hidden_dim, EVEN_K, GATED, BLOCK_M, BLOCK_N, BLOCK_K,
-        PRECISION,
+        x_strides, (weight_strides[1], weight_strides[0]), BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
     )  # fmt: skip
-    first = column_block * BLOCK_N
-    # relu needs few registers per element, and tiles for dropout have at least 16 columns.
-    if ACTIVATION == "relu" or BLOCK_N < 64:
-        _forward_epilogue(
-            pre, up, bias_ptr, pre_ptr, hidden_ptr, dropout, row_block, first, num_rows, hidden_dim,
-            ACTIVATION, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
-    else:
-        parts = _quarters(pre, BLOCK_M, BLOCK_N)
-        parts_up = _quarters(up, BLOCK_M, BLOCK_N)
-        for part in tl.static_range(4):
-            _forward_epilogue(
-                parts[part], parts_up[part], bias_ptr, pre_ptr, hidden_ptr, dropout, row_block,
-                first + part * (BLOCK_N // 4), num_rows, hidden_dim, ACTIVATION, BLOCK_M, BLOCK_N // 4,
-            )  # fmt: skip
+    if bias_ptr is not None:
+        pre += tl.load(bias_ptr + columns, mask=columns < hidden_dim, other=0.0).to(tl.float32)[None, :]
+    hidden = drop_tile(activate(pre, pre, "relu"), rows, column_block * BLOCK_N, dropout, BLOCK_M, BLOCK_N)
+    here = (rows < num_rows)[:, None] & (columns < hidden_dim)[None, :]
+    ptrs = hidden_ptr + rows.to(tl.int64)[:, None] * hidden_dim + columns[None, :]
+    tl.store(ptrs, hidden.to(hidden_ptr.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -201,21 +178,9 @@ def _load_saved(saved_ptr, rows64, columns, here, hidden_dim, ACTIVATION: tl.con
 
 @triton.jit
 def _differentiate_tile(
-    dhidden,
-    pre,
-    up,
-    dpre_ptr,
-    hidden_ptr,
-    dropout,
-    rows,
-    first_column,
-    columns,
-    here,
-    hidden_dim,
-    ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    dhidden, pre, up, dpre_ptr, hidden_ptr, dropout, rows, first_column, columns, here, hidden_dim,
+    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Stores dpre and, except for relu, hidden of a tile. Returns (dpre, dup) in fp32, zero outside the matrix."""
     dtype = dpre_ptr.dtype.element_ty
     rows64 = rows.to(tl.int64)
@@ -256,95 +221,39 @@ def _store_dbias(dbias_ptr, part, dbias, dbias_up, columns, hidden_dim, ACTIVATI
         tl.store(ptrs + hidden_dim, dbias_up, mask=columns < hidden_dim)
 
 
-@triton.jit
-def _backward_epilogue(
-    dhidden,
-    saved_ptr,
-    dpre_ptr,
-    hidden_ptr,
-    dbias_ptr,
-    dropout,
-    row_block,
-    first_column,
-    num_rows,
-    hidden_dim,
-    ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Runs the epilogue of a tile of dhidden: dpre, hidden, and the sum of dpre over the rows of the tile."""
-    rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = first_column + tl.arange(0, BLOCK_N)
-    here = (rows < num_rows)[:, None] & (columns < hidden_dim)[None, :]
-    pre, up = _load_saved(saved_ptr, rows.to(tl.int64), columns, here, hidden_dim, ACTIVATION)
-    dpre, dup = _differentiate_tile(
-        dhidden, pre, up, dpre_ptr, hidden_ptr, dropout, rows, first_column, columns, here,
-        hidden_dim, ACTIVATION, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
-    if dbias_ptr is not None:
-        _store_dbias(dbias_ptr, row_block, tl.sum(dpre, 0), tl.sum(dup, 0), columns, hidden_dim, ACTIVATION)
-
-
 @triton.jit(do_not_specialize=_COUNTS)
-def _linear_activation_backward_kernel(
-    dout_ptr,
-    weight_ptr,
-    saved_ptr,
-    dpre_ptr,
-    hidden_ptr,
-    dbias_ptr,
-    dropout,
-    num_rows,
-    hidden_dim,
-    depth,
-    dout_strides,
-    weight_strides,
-    ACTIVATION: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Computes a tile of dhidden = dout weight, dpre (and hidden) from it, and their sum over rows, a row of dbias."""
+def _linear_relu_backward_kernel(
+    dout_ptr, weight_ptr, saved_ptr, dpre_ptr, dbias_ptr, dropout, num_rows, hidden_dim, depth, dout_strides,
+    weight_strides, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Computes a tile of dhidden = dout weight, dpre from it, and its sum over rows, a row of dbias."""
     row_block, column_block = _which_tile(tl.program_id(0), num_rows, hidden_dim, BLOCK_M, BLOCK_N)
     rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
-    dhidden, _ = _product(
+    dhidden = _product(
         dout_ptr, weight_ptr, _inside(rows, num_rows, BLOCK_M), _inside(columns, hidden_dim, BLOCK_N), depth,
-        dout_strides, weight_strides, 0, EVEN_K, False, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+        dout_strides, weight_strides, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
     )  # fmt: skip
-    first = column_block * BLOCK_N
     QUARTER: tl.constexpr = BLOCK_N // 4
-    EIGHTH: tl.constexpr = BLOCK_N // 8
     quarters = _quarters(dhidden, BLOCK_M, BLOCK_N)
     for part in tl.static_range(4):
-        # Even smaller parts if elements need more registers; tiles for dropout have at least 16 columns.
-        if ACTIVATION == "relu" or EIGHTH < 16:
-            _backward_epilogue(
-                quarters[part], saved_ptr, dpre_ptr, hidden_ptr, dbias_ptr, dropout, row_block, first + part * QUARTER,
-                num_rows, hidden_dim, ACTIVATION, BLOCK_M, QUARTER,
-            )  # fmt: skip
-        else:
-            halves = _halves(quarters[part], BLOCK_M, QUARTER)
-            for half in tl.static_range(2):
-                _backward_epilogue(
-                    halves[half], saved_ptr, dpre_ptr, hidden_ptr, dbias_ptr, dropout, row_block,
-                    first + part * QUARTER + half * EIGHTH, num_rows, hidden_dim, ACTIVATION, BLOCK_M, EIGHTH,
-                )  # fmt: skip
+        first = column_block * BLOCK_N + part * QUARTER
+        columns = first + tl.arange(0, QUARTER)
+        here = (rows < num_rows)[:, None] & (columns < hidden_dim)[None, :]
+        hidden, up = _load_saved(saved_ptr, rows.to(tl.int64), columns, here, hidden_dim, "relu")
+        dpre, dup = _differentiate_tile(
+            quarters[part], hidden, up, dpre_ptr, None, dropout, rows, first, columns, here, hidden_dim, "relu",
+            BLOCK_M, QUARTER,
+        )  # fmt: skip
+        if dbias_ptr is not None:
+            _store_dbias(dbias_ptr, row_block, tl.sum(dpre, 0), tl.sum(dup, 0), columns, hidden_dim, "relu")
 
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _activation_kernel(
-    pre_ptr,
-    hidden_ptr,
-    dropout,
-    num_rows,
-    hidden_dim,
-    ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    pre_ptr, hidden_ptr, dropout, num_rows, hidden_dim, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """Computes hidden = dropout(activation(pre)) after a cuBLAS product; hidden_ptr may be pre_ptr."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     first_column = tl.program_id(1) * BLOCK_N
@@ -360,19 +269,9 @@ def _activation_kernel(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _activation_backward_kernel(
-    dhidden_ptr,
-    saved_ptr,
-    dpre_ptr,
-    hidden_ptr,
-    dbias_ptr,
-    dropout,
-    num_rows,
-    row_step,
-    hidden_dim,
-    ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    dhidden_ptr, saved_ptr, dpre_ptr, hidden_ptr, dbias_ptr, dropout, num_rows, row_step, hidden_dim,
+    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Computes dpre (and hidden) of row_step rows after a cuBLAS product, and the sum over rows, a row of dbias.
 
     dpre_ptr or hidden_ptr may be dhidden_ptr: each element is read before it is written, by the same thread.
@@ -411,12 +310,11 @@ def _elementwise_block(hidden_dim: int) -> tuple[int, int]:
 ELEMENTWISE_PROGRAMS = 2048
 
 
-def _tile_of(config: FfnConfig, x: Tensor, depth: int) -> dict[str, object]:
+def _tile_of(config: FfnConfig, x: Tensor) -> dict[str, object]:
     """Returns a config as keyword arguments of the kernels with a product."""
     return {
-        "EVEN_K": depth % config.block_k == 0, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k, "PRECISION": dot_precision(x), "num_warps": config.num_warps,
-        "num_stages": config.num_stages, "maxnreg": config.maxnreg,
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "PRECISION": dot_precision(x),
+        "num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.maxnreg,
     }  # fmt: skip
 
 
@@ -431,7 +329,7 @@ def _activated(
     """Returns (hidden, saved): dropout(activation(x weight^T + bias)), and the tensor for backward, or (0,)."""
     num_rows, depth = x.shape
     hidden_dim = weight.shape[0] // 2 if activation in GATES else weight.shape[0]
-    if not fuses(x, depth, num_rows):
+    if not fuses(x, depth, num_rows, activation):
         product = F.linear(x, weight, bias)
         in_place = activation == "relu" or not (needs_saved or activation in GATES)
         hidden = product if in_place else x.new_empty(num_rows, hidden_dim)
@@ -444,19 +342,14 @@ def _activated(
             )  # fmt: skip
         return hidden, product if needs_saved else x.new_empty(0)
     hidden = x.new_empty(num_rows, hidden_dim)
-    pre = x.new_empty(num_rows, weight.shape[0]) if needs_saved and activation != "relu" else None
-    config = config_of(x, depth, num_rows, False, activation)
+    config = config_of(x, num_rows)
     programs = cdiv(num_rows, config.block_m) * cdiv(hidden_dim, config.block_n)
     if num_rows:
         launch(
-            _linear_activation_kernel, (programs,),
-            x, weight, contiguous(bias), pre, hidden,
-            dropout, num_rows, hidden_dim, depth, x.stride(), weight.stride(),
-            ACTIVATION=activation, **_tile_of(config, x, depth),
+            _linear_relu_kernel, (programs,), x, weight, contiguous(bias), hidden, dropout, num_rows, hidden_dim, depth,
+            x.stride(), weight.stride(), **_tile_of(config, x),
         )  # fmt: skip
-    if not needs_saved:
-        return hidden, x.new_empty(0)
-    return hidden, hidden if pre is None else pre
+    return hidden, hidden if needs_saved else x.new_empty(0)
 
 
 def _activated_backward(
@@ -470,8 +363,8 @@ def _activated_backward(
     """Returns (dpre, hidden, dbias) from dhidden = dout weight; dbias is (0,) without a bias."""
     num_rows, depth = dout.shape
     hidden_dim, columns = weight.shape[1], saved.shape[1]
-    fused = fuses(dout, depth, num_rows)
-    config = config_of(dout, depth, num_rows, True, activation)
+    fused = fuses(dout, depth, num_rows, activation)
+    config = config_of(dout, num_rows)
     if fused:
         row_step = config.block_m
         dhidden = None
@@ -487,17 +380,15 @@ def _activated_backward(
     hidden = saved
     if activation != "relu":
         hidden = dhidden if dhidden is not None and activation in GATES else dout.new_empty(num_rows, hidden_dim)
-    outputs = (dpre, None if activation == "relu" else hidden, dbias)
     if num_rows and fused:
         launch(
-            _linear_activation_backward_kernel, (parts * cdiv(hidden_dim, config.block_n),),
-            dout, weight, saved, *outputs, dropout, num_rows, hidden_dim, depth, dout.stride(), weight.stride(),
-            ACTIVATION=activation, **_tile_of(config, dout, depth),
+            _linear_relu_backward_kernel, (parts * cdiv(hidden_dim, config.block_n),), dout, weight, saved, dpre, dbias,
+            dropout, num_rows, hidden_dim, depth, dout.stride(), weight.stride(), **_tile_of(config, dout),
         )  # fmt: skip
     elif num_rows:
         launch(
-            _activation_backward_kernel, (parts, cdiv(hidden_dim, block_n)),
-            dhidden, saved, *outputs, dropout, num_rows, row_step, hidden_dim,
+            _activation_backward_kernel, (parts, cdiv(hidden_dim, block_n)), dhidden, saved, dpre,
+            None if activation == "relu" else hidden, dbias, dropout, num_rows, row_step, hidden_dim,
             ACTIVATION=activation, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
         )  # fmt: skip
     return dpre, hidden, dout.new_empty(0) if dbias is None else dbias.sum(0).to(dout.dtype)

@@ -121,6 +121,8 @@ def test_rows_with_any_strides(places: str, rms_norm: bool, backend: str, device
 @pytest.mark.parametrize("dim", [512, 1024, 4096, 5000, 16384])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_wide_rows(dim: int, dtype: torch.dtype, backend: str, device: str) -> None:
+    if backend == "triton" and dim * dtype.itemsize > 16384:
+        pytest.skip("PyTorch differentiates rows so wide")
     compare(make_inputs((19, dim), device, dtype))
 
 

@@ -10,7 +10,10 @@ import torch
 def add_layer_norm_call(
     dtype: torch.dtype, dim: int, options: tuple[str, ...] = ("residual", "affine"), rows: int = 16384
 ) -> Callable[[], object]:
-    """Makes a forward and a backward call. Options: "residual" or "fp32 residual", "affine", "dropout", "rms norm"."""
+    """Makes a forward and a backward call. Options: "residual" or "fp32 residual", "affine", "dropout", "rms norm".
+
+    Wider rows than 8192 have a forward call only.
+    """
     from fastformer.kernels import add_layer_norm as kernels
 
     def call() -> None:
@@ -27,6 +30,8 @@ def add_layer_norm_call(
             (0.1, new(2, dtype=torch.int64)) if "dropout" in options else (0.0, None)
         )
         y, s, mean, rstd = kernels.add_layer_norm_fwd(x, residual, weight, bias, 1e-5, *dropout, rms_norm)
+        if dim > 8192:
+            return
         has_residual_out = s.numel() > 0
         rest = (s if has_residual_out else x, weight, mean, rstd, *dropout, rms_norm, has_bias, dtype)
         kernels.add_layer_norm_bwd(y, s if has_residual_out else None, *rest)
@@ -54,7 +59,7 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
         yield "bf16 d512 " + "+".join(options or ("plain",)), add_layer_norm_call(bf16, 512, options)
     for dim in (17, 256, 768, 1024, 2048, 4096, 5120, 8192, 16384):
         yield f"bf16 d{dim} " + "+".join(ALL), add_layer_norm_call(bf16, dim, ALL)
-    for dim in (1024, 4096, 8192, 16384):
+    for dim in (1024, 4096):
         yield f"bf16 d{dim} fp32 residual", add_layer_norm_call(bf16, dim, ("fp32 residual", "affine", "dropout"))
         yield f"fp32 d{dim} " + "+".join(ALL), add_layer_norm_call(torch.float32, dim, ALL)
     yield "fp16 d512 " + "+".join(ALL), add_layer_norm_call(torch.float16, 512, ALL)
