@@ -192,16 +192,8 @@ def mask_ptrs(ptr, strides, rows, columns):
 
 @triton.jit
 def load_mask(
-    ptr,
-    strides,
-    rows,
-    columns,
-    start,
-    bounds,
-    MASK: tl.constexpr,
-    CHECK_ROWS: tl.constexpr,
-    CHECK: tl.constexpr,
-):
+    ptr, strides, rows, columns, start, bounds, MASK: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
     """Loads the argument `mask` of `score_tile`, which is broadcastable to the tile.
 
     Call it before the product that computes the scores: the compiler takes the layout of the softmax from the later of
@@ -271,19 +263,9 @@ else:
 
 @triton.jit
 def score_tile(
-    a,
-    b,
-    mask,
-    rows,
-    columns,
-    bounds,
-    window,
-    softmax_scale,
-    softcap,
-    MASK: tl.constexpr,
-    CHECK: tl.constexpr,
+    a, b, mask, rows, columns, bounds, window, softmax_scale, softcap, MASK: tl.constexpr, CHECK: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Returns a tile of scores after cap, masks, length and window: (s, scale, slope). Softmax applies to scale * s.
 
     slope: the derivative of the cap, by which the gradient of the scores is multiplied; 1 without a cap.

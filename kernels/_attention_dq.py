@@ -26,37 +26,11 @@ PRODUCTS = {"_dq_kernel": lambda arguments: [arguments["BLOCK_M"]] * 6}
 
 @triton.jit(do_not_specialize=COUNTS)
 def _dq_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    dout_ptr,
-    delta_ptr,
-    row_lse_ptr,
-    dq_ptr,
-    mask_ptr,
-    work_ptr,
-    planes,
-    lengths,
-    window,
-    dropout,
-    softmax_scale,
-    softcap,
-    q_strides,
-    k_strides,
-    v_strides,
-    dout_strides,
-    dq_strides,
-    lse_strides,
-    mask_strides,
-    LENGTHS: tl.constexpr,
-    MASK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, dout_ptr, delta_ptr, row_lse_ptr, dq_ptr, mask_ptr, work_ptr, planes, lengths, window, dropout,
+    softmax_scale, softcap, q_strides, k_strides, v_strides, dout_strides, dq_strides, lse_strides, mask_strides,
+    LENGTHS: tl.constexpr, MASK: tl.constexpr, HEAD_DIM: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Computes dq of BLOCK_M rows of one head; the arguments are those of `_attention_fwd_kernel`."""
     block, plane, where, starts, bounds = locate(planes, lengths, LENGTHS, window[1] is not None)
     batch, head, kv_head = where

@@ -289,30 +289,10 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["planes", "lengths", "window", "dropout", "num_tiles", "batch_rows"])
 def _attention_hopper_bwd_kernel(
-    q_desc,
-    dout_desc,
-    k_desc,
-    v_desc,
-    row_lse_ptr,
-    delta_ptr,
-    dq_ptr,
-    dk_ptr,
-    dv_ptr,
-    planes,
-    lengths,
-    window,
-    dropout,
-    batch_rows,
-    num_tiles,
-    scales,
-    dq_strides,
-    dk_strides,
-    lse_strides,
-    LENGTHS: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    UNIT: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    q_desc, dout_desc, k_desc, v_desc, row_lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, planes, lengths, window, dropout,
+    batch_rows, num_tiles, scales, dq_strides, dk_strides, lse_strides, LENGTHS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    UNIT: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """Computes dk and dv of every num_programs-th tile of keys, from the program's own on, and their part of dq."""
     q_buffers = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
     dout_buffers = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)

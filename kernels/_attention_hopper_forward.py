@@ -436,25 +436,9 @@ def _store_rows(
 
 @gluon.jit(do_not_specialize=["planes", "lengths", "window", "dropout", "num_tiles", "batch_rows"])
 def _attention_hopper_fwd_kernel(
-    q_desc,
-    k_desc,
-    v_desc,
-    out_ptr,
-    lse_ptr,
-    planes,
-    lengths,
-    window,
-    dropout,
-    batch_rows,
-    num_tiles,
-    softmax_scale,
-    out_strides,
-    lse_strides,
-    LENGTHS: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    UNIT: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, planes, lengths, window, dropout, batch_rows, num_tiles, softmax_scale,
+    out_strides, lse_strides, LENGTHS: gl.constexpr, HEAD_DIM: gl.constexpr, UNIT: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """Computes out and lse of every num_programs-th tile, starting with the program's own."""
     q_buffers = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS] + q_desc.block_type.shape, q_desc.layout)
     k_buffers = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)

@@ -67,34 +67,11 @@ PRODUCTS = {"_attention_fwd_kernel": lambda arguments: [arguments["BLOCK_M"]] * 
 
 @triton.jit(do_not_specialize=COUNTS)
 def _attention_fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    lse_ptr,
-    mask_ptr,
-    work_ptr,
-    planes,
-    lengths,
-    window,
-    dropout,
-    softmax_scale,
-    softcap,
-    q_strides,
-    k_strides,
-    v_strides,
-    out_strides,
-    lse_strides,
-    mask_strides,
-    LENGTHS: tl.constexpr,
-    MASK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, mask_ptr, work_ptr, planes, lengths, window, dropout, softmax_scale, softcap,
+    q_strides, k_strides, v_strides, out_strides, lse_strides, mask_strides, LENGTHS: tl.constexpr, MASK: tl.constexpr,
+    HEAD_DIM: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Computes out and lse of BLOCK_M rows of one head.
 
     planes, lengths: see `locate`; window: (left, right); dropout: see `load_dropout`; softcap: see `score_tile`;

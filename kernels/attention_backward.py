@@ -70,23 +70,9 @@ PRODUCTS = {"_dkdv_kernel": _dkdv_products}
 
 @triton.jit(do_not_specialize=["num_heads", "seqlen_q", "num_blocks"])
 def _rows_kernel(
-    out_ptr,
-    dout_ptr,
-    lse_ptr,
-    delta_ptr,
-    row_lse_ptr,
-    dq_ptr,
-    num_heads,
-    seqlen_q,
-    num_blocks,
-    out_strides,
-    dout_strides,
-    dq_strides,
-    HEAD_DIM: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    out_ptr, dout_ptr, lse_ptr, delta_ptr, row_lse_ptr, dq_ptr, num_heads, seqlen_q, num_blocks, out_strides,
+    dout_strides, dq_strides, HEAD_DIM: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Computes delta = rowsum(out * dout), lse with +inf for empty rows, and dq = 0, for BLOCK_M rows of a plane.
 
     dq_ptr: None if no program adds to dq.
@@ -123,44 +109,12 @@ def _round_dq_kernel(sum_ptr, dq_ptr, num_elements, BLOCK_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=COUNTS)
 def _dkdv_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    dout_ptr,
-    delta_ptr,
-    row_lse_ptr,
-    dq_ptr,
-    dk_ptr,
-    dv_ptr,
-    mask_ptr,
-    dmask_ptr,
-    work_ptr,
-    planes,
-    lengths,
-    window,
-    dropout,
-    softmax_scale,
-    softcap,
-    q_strides,
-    k_strides,
-    v_strides,
-    dout_strides,
-    dq_strides,
-    dk_strides,
-    lse_strides,
-    mask_strides,
-    dmask_strides,
-    LENGTHS: tl.constexpr,
-    MASK: tl.constexpr,
-    DQ: tl.constexpr,
-    DMASK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, dout_ptr, delta_ptr, row_lse_ptr, dq_ptr, dk_ptr, dv_ptr, mask_ptr, dmask_ptr, work_ptr,
+    planes, lengths, window, dropout, softmax_scale, softcap, q_strides, k_strides, v_strides, dout_strides, dq_strides,
+    dk_strides, lse_strides, mask_strides, dmask_strides, LENGTHS: tl.constexpr, MASK: tl.constexpr, DQ: tl.constexpr,
+    DMASK: tl.constexpr, HEAD_DIM: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Computes dk and dv of BLOCK_N keys of one query head, and their part of dq and dmask.
 
     Arguments are as in forward.

@@ -165,45 +165,13 @@ def _store_lse(lse_ptr, out_rows, seqlen_q, num_heads, peak, weight, here):
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _decode_attention_kernel(
-    q_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    partial_ptr,
-    stats_ptr,
-    seqlens_ptr,
-    rows_ptr,
-    table_ptr,
-    lse_ptr,
-    mask_ptr,
-    sizes,
-    window_left,
-    scale,
-    softcap,
-    q_strides,
-    k_cache_strides,
-    v_cache_strides,
-    k_strides,
-    v_strides,
-    integer_strides,
-    mask_strides,
-    rotary,
-    IS_CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    UNIT: tl.constexpr,
-    TABLE_UNIT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_NEW: tl.constexpr,
+    q_ptr, k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, stats_ptr, seqlens_ptr, rows_ptr, table_ptr,
+    lse_ptr, mask_ptr, sizes, window_left, scale, softcap, q_strides, k_cache_strides, v_cache_strides, k_strides,
+    v_strides, integer_strides, mask_strides, rotary, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_NEW: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Runs one split of the walk of a tile and K/V head; writes rows of out or, with splits, input of `_merge_kernel`.
 
     sizes: (batch, seqlen_q, group, num_kv_heads, cache_batch, max_seqlen, num_tokens, seqlen_new, num_splits), where
@@ -419,18 +387,9 @@ def _decode_attention_kernel(
 
 @triton.jit(do_not_specialize=["num_splits", "seqlen_q", "num_heads"])
 def _merge_kernel(
-    partial_ptr,
-    stats_ptr,
-    out_ptr,
-    lse_ptr,
-    num_splits,
-    seqlen_q,
-    num_heads,
-    HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    partial_ptr, stats_ptr, out_ptr, lse_ptr, num_splits, seqlen_q, num_heads, HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Merges the results of `num_splits` programs into a row of out, weighted by their parts of the softmax.
 
     partial_ptr: (rows, num_splits, HEAD_DIM) weighted sums of values, written only if the weight is not 0; stats_ptr:

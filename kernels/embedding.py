@@ -49,25 +49,10 @@ _COUNTS += ["weight_row", "table_row", "dout_row", "num_chunks", "num_rows"]
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _embedding_fwd_kernel(
-    ids_ptr,
-    weight_ptr,
-    table_ptr,
-    positions_ptr,
-    out_ptr,
-    num_tokens,
-    seqlen,
-    num_embeddings,
-    num_positions,
-    weight_row,
-    table_row,
-    scale,
-    padding_idx,
-    dropout,
-    UNIT: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    ids_ptr, weight_ptr, table_ptr, positions_ptr, out_ptr, num_tokens, seqlen, num_embeddings, num_positions,
+    weight_row, table_row, scale, padding_idx, dropout, UNIT: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """Computes BLOCK_N columns of BLOCK_M tokens. table_ptr: None without positions."""
     tokens = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     first_column = tl.program_id(1) * BLOCK_N
@@ -96,16 +81,9 @@ def _embedding_fwd_kernel(
 
 @triton.jit
 def _load_dout(
-    dout_ptr,
-    tokens,
-    here,
-    first_column,
-    dout_row,
-    dropout,
-    UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    dout_ptr, tokens, here, first_column, dout_row, dropout, UNIT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """Loads BLOCK_N columns of dropout(dout) of some tokens as fp32, with 0 where `here` is false."""
     columns = first_column + tl.arange(0, BLOCK_N)
     dout = load_rows(dout_ptr, tokens, dout_row, columns, here, UNIT)
@@ -114,23 +92,9 @@ def _load_dout(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _sum_runs_kernel(
-    keys_ptr,
-    order_ptr,
-    dout_ptr,
-    sums_ptr,
-    partial_ptr,
-    num_tokens,
-    num_rows,
-    skipped,
-    dout_row,
-    scale,
-    dropout,
-    UNIT: tl.constexpr,
-    DIM: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    keys_ptr, order_ptr, dout_ptr, sums_ptr, partial_ptr, num_tokens, num_rows, skipped, dout_row, scale, dropout,
+    UNIT: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Sums one run of equal keys in a chunk, into sums_ptr, or into partial_ptr if the run crosses a chunk boundary.
 
     keys_ptr: sorted keys; order_ptr: their tokens. partial_ptr: (chunks, 2, DIM) fp32, for the run at the start of a
@@ -167,18 +131,9 @@ def _sum_runs_kernel(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _sum_chunks_kernel(
-    keys_ptr,
-    sums_ptr,
-    partial_ptr,
-    num_tokens,
-    num_rows,
-    num_chunks,
-    skipped,
-    DIM: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    keys_ptr, sums_ptr, partial_ptr, num_tokens, num_rows, num_chunks, skipped, DIM: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Adds the sums of a run that starts in a chunk and continues in the next ones."""
     chunk = tl.program_id(0)
     first = chunk * CHUNK
@@ -211,20 +166,9 @@ def _sum_chunks_kernel(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _scatter_kernel(
-    keys_ptr,
-    dout_ptr,
-    sums_ptr,
-    num_tokens,
-    num_rows,
-    skipped,
-    dout_row,
-    scale,
-    dropout,
-    UNIT: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    keys_ptr, dout_ptr, sums_ptr, num_tokens, num_rows, skipped, dout_row, scale, dropout, UNIT: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Adds BLOCK_N columns of BLOCK_M tokens of dropout(dout) to the fp32 rows of their keys, by atomics."""
     tokens = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     first_column = tl.program_id(1) * BLOCK_N

@@ -112,31 +112,11 @@ def _add_tile(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _cross_entropy_kernel(
-    logits_ptr,
-    bias_ptr,
-    target_ptr,
-    scale_ptr,
-    losses_ptr,
-    lse_ptr,
-    num_rows,
-    vocab_size,
-    padded_size,
-    ignore_index,
-    stride_scale,
-    on_target,
-    on_all,
-    z_loss,
-    softcap,
-    LOSSES: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    LSE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    Z_LOSS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    logits_ptr, bias_ptr, target_ptr, scale_ptr, losses_ptr, lse_ptr, num_rows, vocab_size, padded_size, ignore_index,
+    stride_scale, on_target, on_all, z_loss, softcap, LOSSES: tl.constexpr, GRADIENT: tl.constexpr, LSE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     THREADS: tl.constexpr,
-):
+):  # fmt: skip
     """Computes the losses of BLOCK_M rows of a chunk and, with GRADIENT, replaces their logits by dlogits.
 
     LSE: "none"; "store"; "load" (a forward pass has stored it, so no pass over the row for statistics is needed).

@@ -34,16 +34,9 @@ _COUNTS = ["num_rows", "num_heads", "seqlen", "num_positions", "x_strides", "tab
 
 @triton.jit
 def load_turned(
-    ptrs,
-    positions,
-    here,
-    tables,
-    INTERLEAVED: tl.constexpr,
-    TABLE_UNIT: tl.constexpr,
-    HALF: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    ptrs, positions, here, tables, INTERLEAVED: tl.constexpr, TABLE_UNIT: tl.constexpr, HALF: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Loads heads and rotates them by their positions: (rows, BLOCK_D), rounded, with 0 where `here` is false.
 
     This is for other kernels, which read only a few heads: each element is loaded again together with the other one of
@@ -75,27 +68,10 @@ def load_turned(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _rotary_kernel(
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
-    out_ptr,
-    num_rows,
-    num_heads,
-    seqlen,
-    num_positions,
-    x_strides,
-    table_strides,
-    INTERLEAVED: tl.constexpr,
-    INVERSE: tl.constexpr,
-    UNIT: tl.constexpr,
-    TABLE_UNIT: tl.constexpr,
-    DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    REST: tl.constexpr,
-):
+    x_ptr, cos_ptr, sin_ptr, positions_ptr, out_ptr, num_rows, num_heads, seqlen, num_positions, x_strides,
+    table_strides, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr,
+    DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
     """Rotates BLOCK_M rows; a row is one head of one token.
 
     BLOCK_N: HALF, padded. REST: the number of features after both halves, padded.
