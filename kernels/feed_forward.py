@@ -334,7 +334,7 @@ def _activated(
         in_place = activation == "relu" or not (needs_saved or activation in GATES)
         hidden = product if in_place else x.new_empty(num_rows, hidden_dim)
         block_m, block_n = _elementwise_block(hidden_dim)
-        if num_rows:
+        if hidden.numel():
             launch(
                 _activation_kernel, (cdiv(num_rows, block_m), cdiv(hidden_dim, block_n)),
                 product, hidden, dropout, num_rows, hidden_dim,
@@ -344,7 +344,7 @@ def _activated(
     hidden = x.new_empty(num_rows, hidden_dim)
     config = config_of(x, num_rows)
     programs = cdiv(num_rows, config.block_m) * cdiv(hidden_dim, config.block_n)
-    if num_rows:
+    if hidden.numel():
         launch(
             _linear_relu_kernel, (programs,), x, weight, contiguous(bias), hidden, dropout, num_rows, hidden_dim, depth,
             x.stride(), weight.stride(), **_tile_of(config, x),
@@ -370,7 +370,7 @@ def _activated_backward(
         dhidden = None
     else:
         block_m, block_n = _elementwise_block(hidden_dim)
-        most = max(1, min(cdiv(num_rows, block_m), ELEMENTWISE_PROGRAMS // cdiv(hidden_dim, block_n)))
+        most = max(1, min(cdiv(num_rows, block_m), ELEMENTWISE_PROGRAMS // max(1, cdiv(hidden_dim, block_n))))
         row_step = max(block_m, cdiv(cdiv(num_rows, most), block_m) * block_m)
         dhidden = torch.mm(dout, weight)
     parts = cdiv(num_rows, row_step)
@@ -380,12 +380,12 @@ def _activated_backward(
     hidden = saved
     if activation != "relu":
         hidden = dhidden if dhidden is not None and activation in GATES else dout.new_empty(num_rows, hidden_dim)
-    if num_rows and fused:
+    if fused and dpre.numel():
         launch(
             _linear_relu_backward_kernel, (parts * cdiv(hidden_dim, config.block_n),), dout, weight, saved, dpre, dbias,
             dropout, num_rows, hidden_dim, depth, dout.stride(), weight.stride(), **_tile_of(config, dout),
         )  # fmt: skip
-    elif num_rows:
+    elif dpre.numel():
         launch(
             _activation_backward_kernel, (parts, cdiv(hidden_dim, block_n)), dhidden, saved, dpre,
             None if activation == "relu" else hidden, dbias, dropout, num_rows, row_step, hidden_dim,
