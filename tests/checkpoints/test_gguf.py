@@ -219,6 +219,21 @@ def test_factors_of_positions_are_scaled_too(kind, scale, tmp_path) -> None:
     assert (before["attention_factor"], after["attention_factor"]) == (1.0, 0.5)
 
 
+def test_queries_may_share_a_single_head_of_keys(tmp_path) -> None:
+    values, tensors = contents(LLAMA)
+    values["llama.attention.head_count_kv"] = 4, 1
+    whole = load(LLAMA, dtype=torch.float32)[0].state_dict()
+    for name in [name for name in tensors if "attn_k" in name or "attn_v" in name]:
+        kind, (inner, rows), data = tensors[name]
+        tensors[name] = kind, (inner, rows // 2), data[: len(data) // 2]
+    (tmp_path / "x.gguf").write_bytes(to_bytes(values, tensors))
+    model, _ = load(tmp_path / "x.gguf", dtype=torch.float32)
+    name = "decoder.layers.0.self_attn.in_proj_weight"
+    assert model.config.num_kv_heads == 1 and len(model.state_dict()[name]) < len(whole[name])
+    size = model.config.d_model + model.config.size_of_head  # of queries, and of the keys of the first head
+    assert torch.equal(model.state_dict()[name][:size], whole[name][:size])
+
+
 def test_the_pooling_is_the_files(tmp_path) -> None:
     own, tensors = contents(FOLDER / "bert.gguf")
     own.pop("bert.pooling_type", None)
@@ -353,6 +368,10 @@ def test_what_has_no_form_in_gguf_is_refused(tmp_path, capsys) -> None:
     ):
         assert main(["quantize", str(FOLDER / f"{source}.gguf"), str(tmp_path / "x.gguf"), *options]) == 1
         assert message in capsys.readouterr().err
+    model, tokenizer = load(FOLDER / "gemma3.gguf")
+    model.config = dataclasses.replace(model.config, attention_scale=1.0)
+    with pytest.raises(ValueError, match="attention_scale"):
+        write_gguf(tmp_path / "x.gguf", model, tokenizer, Kind.Q8_0)
     assert main(["quantize", str(LLAMA), str(tmp_path / "x"), "--precision", "q4_0"]) == 1
     assert "int4" in capsys.readouterr().err and not [*tmp_path.iterdir()]
 

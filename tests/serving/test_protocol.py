@@ -315,14 +315,15 @@ def test_a_half_closed_connection_counts_as_closed(served) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["websocket", "h2c"])
-def test_another_protocol_is_not_spoken(served, protocol) -> None:
-    with served.connected() as client:
-        client.sendall(get("/a", "Connection: Upgrade", f"Upgrade: {protocol}") + b"\x81\x05hello" * 100)
-        assert everything(client).endswith(b"/a")
-    with served.connected() as client:
-        body = "Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 2\r\n\r\nxy"
-        client.sendall(f"POST /b HTTP/1.1\r\nHost: x\r\n{body}".encode())
-        assert everything(client).endswith(b"/b")
+def test_another_protocol_is_not_spoken(protocol) -> None:
+    with serving(Limits(body_s=60, write_s=60), idle_s=60) as patient:  # which closes no connection for being idle
+        with patient.connected() as client:
+            client.sendall(get("/a", "Connection: Upgrade", f"Upgrade: {protocol}") + b"\x81\x05hello" * 100)
+            assert everything(client).endswith(b"/a")
+        with patient.connected() as client:
+            body = "Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 2\r\n\r\nxy"
+            client.sendall(f"POST /b HTTP/1.1\r\nHost: x\r\n{body}".encode())
+            assert everything(client).endswith(b"/b")
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def _sizes(name: str, settings: Mapping[str, Any], model: GPT) -> dict[str, Any]
     elif scaling is not None and (name != "llama" or scaling.speeds(config.rotary_dim, config.rotary_base).scale != 1):
         raise ValueError(f"expected rotary positions whose scaling GGUF has, got {dict(scaling)!r:.80}")
     if name.startswith("gemma"):
-        if (config.attention_scale or config.size_of_head**-0.5) != config.size_of_head**-0.5:
+        if config.attention_scale not in (None, config.size_of_head**-0.5):
             raise ValueError(
                 f"expected scores scaled by the size of a head, got attention_scale {config.attention_scale}"
             )
