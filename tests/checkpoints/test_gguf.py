@@ -463,6 +463,7 @@ BAD = {
     "scaling": (changed("llama.rope.scaling.type", (8, "ntk")), "ntk"),
     "scaling and factors": (changed("llama.rope.scaling.type", (8, "yarn")), "yarn"),
     "scaling of attention": (changed("llama.rope.scaling.attn_factor", (6, 2.0)), "attn_factor"),
+    "later tokens": (changed("llama.attention.causal", (7, False)), "later tokens"),
     "kind": (resized("output_norm.weight", kind=19), "19"),
     "huge": (resized("output_norm.weight", (2**62, 2)), "output_norm"),
     "wraps to nothing": (resized("output_norm.weight", (2**32, 2**32)), "output_norm"),

@@ -203,9 +203,11 @@ def load_file(
             architecture = values.architecture
             state, kind = _state(file, values, architecture), architecture.kind
             family = FAMILIES[kind]
+            if values.raw("attention.causal") is False:
+                if not encodes:
+                    raise ValueError("expected a decoder that generates, got one that sees later tokens: embed with it")
+                settings["is_causal"] = False
             if encodes:
-                if values.raw("attention.causal") is False:
-                    settings["is_causal"] = False
                 family = encoding_family(kind) or family
             model = family.to_model(Checkpoint(settings, state, unk, device=device, dtype=dtype))
         _note_precision(file, model)
