@@ -203,7 +203,7 @@ def load_file(
             architecture = values.architecture
             state, kind = _state(file, values, architecture), architecture.kind
             family = FAMILIES[kind]
-            if values.raw("attention.causal") is False:
+            if values.raw("attention.causal") is False and not is_encoder:
                 if not encodes:
                     raise ValueError("expected a decoder that generates, got one that sees later tokens: embed with it")
                 settings["is_causal"] = False
