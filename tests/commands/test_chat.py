@@ -57,7 +57,7 @@ def typed(monkeypatch) -> Callable[..., None]:
 
 
 def test_lines_are_the_turns_of_one_conversation(folder, answers, typed, capsys, ran) -> None:
-    typed(*TEXTS, "", " ", "/reset ", "/help", TEXTS[0], "/quit", "never")
+    typed(*TEXTS, "", " ", "/reset ", "/help", TEXTS[0], " /quit ", "never")
     flags = ["--greedy", "--system", "be brief", *FEW]
     found = ran("chat", str(folder), *flags)
     assert found.out == f"{answers[0]}\n{answers[1]}\n{answers[0]}\n" and "/reset" in found.err
@@ -161,6 +161,18 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(folder, answers, mon
     chat.messages += [{"role": "user", "content": TEXTS[0]}, {"role": "assistant", "content": first}]
     assert [second, third] == [printable(chat.ask(TEXTS[1])), printable(chat.ask(TEXTS[0]))]
     assert "512 positions" in capsys.readouterr().err
+
+
+def test_ctrl_c_on_a_pipe_ends_the_command(folder, typed, monkeypatch) -> None:
+    asked = []
+
+    def stream(chat: Chat, text: str) -> Iterator[str]:
+        asked.append(text)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Chat, "stream", stream)
+    typed(*TEXTS)
+    assert main(["chat", str(folder), *FEW]) == 130 and asked == TEXTS[:1]
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from fastformer.cli import main
-from fastformer.commands._lines import PipeLines
+from fastformer.commands._lines import PipeLines, file_lines
 from fastformer.data import ByteTokenizer
+from fastformer.data.text import MAX_LINE
 from fastformer.models import GPT
 from tests.generation.small import tiny
 
@@ -104,6 +105,12 @@ def test_a_long_line_of_a_pipe_takes_time_in_proportion() -> None:
     assert time.process_time() - began < 2  # about 0.1; copying the line for each piece takes over 5
     assert rest_of(lines) == [b"end"]
     os.close(reading)
+
+
+def test_a_row_of_a_table_may_be_longer_than_a_line_of_training(tmp_path) -> None:
+    long = "x" * (MAX_LINE + 1)
+    (tmp_path / "rows.csv").write_text(f"text\n{long}\ntwo birds\n")
+    assert list(file_lines(f"{tmp_path}/rows.csv:text")) == [long, "two birds"]
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])

@@ -48,6 +48,7 @@ def test_a_word_before_the_command_is_no_flag_of_it(ran) -> None:
         assert "unrecognized arguments" in ran(*words.split(), code=2).err
     for words in ("translate -h", "-h", "--help"):
         assert "usage" in ran(*words.split()).out
+    assert "translate RUN [TEXT] [--" in ran("translate", "--help").out
     assert "torch" in ran("doctor").out
 
 
