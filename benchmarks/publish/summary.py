@@ -319,6 +319,14 @@ DRAFTS = (
         {"op": "draft_model", "text": "own"}, ("plain",), "draft model", _DRAFTED,
     ),
 )  # fmt: skip
+# Drafts of a small model that was trained for it, on modules of Python's library that neither model has seen.
+TRAINED_DRAFTS = tuple(
+    TableCase(
+        f"{label}, drafts of a trained model",
+        {"op": "trained_draft", "text": text}, ("plain",), "draft model", _PRECISIONS[::2],
+    )
+    for text, label in (("new", "code before its first repetition"), ("whole", "code"))
+)  # fmt: skip
 # A JSON schema beside no constraint.
 CONSTRAINTS = tuple(
     TableCase(
