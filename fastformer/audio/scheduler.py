@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Hashable, Sequence
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,7 +18,6 @@ from fastformer.settings import Positive, check_value
 R = TypeVar("R")
 
 MAX_WINDOWS = 8
-_is_done = attrgetter("is_done")
 
 
 class SpeechRequest(BaseRequest):
@@ -101,7 +99,7 @@ class SpeechScheduler(Batching[SpeechRequest]):
         for request in (*self.running, *self.waiting):
             if request.is_cancelled:
                 request.finish()
-        ended = self.remove(_is_done)
+        ended = self.remove(lambda request: request.is_done)
         self._begin()
         group = self._group()
         if group:
@@ -112,7 +110,7 @@ class SpeechScheduler(Batching[SpeechRequest]):
             self._guarded(request, request.collect)
             if request.plan.is_done and not request.is_done:
                 request.finish()
-        return ended + self.remove(_is_done)
+        return ended + self.remove(lambda request: request.is_done)
 
     def _begin(self) -> None:
         """Begins windows: one of each request first, then more of those that can have more."""

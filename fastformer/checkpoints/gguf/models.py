@@ -205,7 +205,7 @@ def load_file(
             family = FAMILIES[kind]
             if values.raw("attention.causal") is False and not is_encoder:
                 if not encodes:
-                    raise ValueError("expected a decoder that generates, got one that sees later tokens: embed with it")
+                    raise ValueError("expected causal attention to generate with, got a model that sees later tokens")
                 settings["is_causal"] = False
             if encodes:
                 family = encoding_family(kind) or family
