@@ -11,6 +11,7 @@ import inspect
 import logging
 import os
 import shutil
+import ssl
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -56,6 +57,11 @@ if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
     torch._inductor.config.cpp.simdlen = 256
 
 
+# No test outlives a failure of power, and none connects by TLS, for which each client would read all certificates.
+os.fsync = lambda descriptor: None  # type: ignore[assignment]
+ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """On a GPU, marks all tests of ops and kernels, so that `pytest -m gpu` runs each of them.
@@ -73,12 +79,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Lets the garbage collector begin, which needn't look at millions of objects of modules and tests each time."""
     gc.freeze()
+    gc.set_threshold(4_000, 10, 10)  # of objects that a test makes, nearly none are in cycles
     gc.enable()
     if not session.config.option.durations:
         _send_results_alone(session.config)
     scheduler: Any = sys.modules.get("fastformer.generation.scheduler")
     if scheduler is not None:
         scheduler._CPU_BYTES = 2**24  # the default memory of a batch, which is filled with NaN in every test with one
+    parsing: Any = sys.modules.get("fastformer.commands._parsing")
+    if parsing is not None:
+        parsing.make_parser = functools.cache(parsing.make_parser)  # a process makes the parser of one command
 
 
 def _send_results_alone(config: pytest.Config) -> None:
