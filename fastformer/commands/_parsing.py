@@ -46,8 +46,8 @@ def parse(module: ModuleType, name: str, words: Sequence[str]) -> dict[str, Any]
     flags = {key: hint for key, hint in hints.items() if key not in {p.name for p in parameters}}
     alone = frozenset(flag[2:] for action in parser._actions if action.nargs == "?" for flag in action.option_strings)
     written = getattr(module, "TEXTS", ())
+    hint = "; put a text that begins with - after --" if any(p.name in written for p in parameters) else ""
     try:
-        hint = "; put a text that begins with - after --" if written else ""
         typed = _words.split(words, flags, short, places, alone, hint)
         _check_listed(typed.flags, getattr(module, "LISTED", ()))
         texts: dict[str, Any] = {}

@@ -21,6 +21,7 @@ logger = logging.getLogger("fastformer")
 # The settings of a training that affect the shards.
 _SKIPPED = {"task", "train_data", "shards_at_once", "held_out"}
 _OF_MACHINE = {"seed"}
+TEXTS = ("user_tokens",)
 LISTED = frozenset(SEVERAL - {"tokenizer"})
 USAGE = "fastformer prepare --out DIR [--SETTING VALUE ...]"
 Processes = Annotated[int, Range(0, 256)]

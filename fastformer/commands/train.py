@@ -27,6 +27,7 @@ logger = logging.getLogger("fastformer")
 
 # The short flags, with the flags that they stand for.
 SHORT = {"--model": "--model.name", "--preset": "--model.preset"}
+TEXTS = ("user_tokens",)
 LISTED = frozenset(SEVERAL - {"tokenizer"})  # usually there is one tokenizer
 # The settings that the tokenizer decides.
 NO_FLAGS = OF_TOKENIZER

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
+import inspect
 import io
 import os
 import random
@@ -9,10 +12,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fastformer.cli import main
+from fastformer.cli import COMMANDS, main
+from fastformer.commands import _words
+from fastformer.commands._parsing import make_parser, parse
 from fastformer.generation import Translator
 
 PIECES = [
@@ -145,12 +151,56 @@ def test_a_command_that_waits_for_a_terminal_says_so(echo, monkeypatch, ran) -> 
 
 def test_names_of_files_are_text_for_training_too(tmp_path, monkeypatch) -> None:
     from fastformer.commands import train
-    from fastformer.commands._parsing import parse
 
     for name in ("#1.txt", "null", "~", "&x", "@f", "{a: 1}", "1e5", "True", "-data", "!!null"):
         flags = {"train_text": name, "val_source": name, "config": name, "init_from": name, "tokenizer": name}
         words = [word for flag, value in flags.items() for word in (f"--{flag}", value)]
         assert parse(train, "train", [name, *words]) == {"run": name, **flags}
+
+
+# Flags and arguments that are no texts: files, folders, devices, languages, addresses and lists of numbers, which keep
+# the bytes of their words.
+NAMES = {
+    *(
+        "adapter",
+        "attention",
+        "audio",
+        "baseline",
+        "calibration",
+        "config",
+        "data_weights",
+        "device",
+        "draft",
+        "engine",
+    ),
+    *("ensemble_weights", "file", "folder", "grammar", "host", "hosts", "hypotheses", "init_from", "keys_file"),
+    *("language", "model.preset", "origins", "out", "prefix_file", "reference", "run", "schema", "source_lang"),
+    *("target", "target_lang", "tokenizer", "train_data", "train_source", "train_target", "train_text", "train_tsv"),
+    *("val_source", "val_target", "val_text", "val_tsv"),
+}
+
+
+@pytest.mark.parametrize("command", sorted({*COMMANDS} - {"doctor"}))
+def test_every_text_is_utf8_in_any_locale(command, monkeypatch) -> None:
+    """In a Latin-1 locale each byte of a word is a character."""
+    module = importlib.import_module(f"fastformer.commands.{command}")
+    parser, hints = make_parser(module, command)
+    parameters = [p for p in inspect.signature(getattr(module, command)).parameters.values() if p.name in hints]
+    arguments = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    needed = {each.dest for each in parser._actions if each.required and each.option_strings}
+    text, word = "zwölf", "zwölf".encode().decode("latin-1")
+    monkeypatch.setattr(os, "fsencode", lambda each: each.encode("latin-1"))
+    for name in [name for name, hint in hints.items() if _words.is_text(hint)]:
+        given = [word if p.name == name else "x" for p in arguments if p.name == name or p.default is p.empty]
+        flags = {flag: "x" for flag in needed} | ({} if name in [p.name for p in arguments] else {name: word})
+        found: Any = parse(module, command, [*(f"--{flag}={value}" for flag, value in flags.items()), *given])
+        for part in name.split("."):
+            found = found[part]
+        assert found in (([word], word) if name in NAMES else ([text], text)), name
+    with pytest.raises(argparse.ArgumentError) as wrong:
+        parse(module, command, ["--nope"])
+    takes_text = any(p.name not in NAMES and _words.is_text(hints[p.name]) for p in arguments)
+    assert ("after --" in str(wrong.value)) == takes_text
 
 
 @pytest.mark.slow
