@@ -12,6 +12,7 @@ from typing import Any
 
 from fastapi import UploadFile
 from fastapi.testclient import TestClient
+from prometheus_client.parser import text_string_to_metric_families
 
 from fastformer.serving import make_app, open_service
 from fastformer.serving.embeddings import EmbeddingsBody
@@ -89,7 +90,8 @@ def _fields(schema: dict[str, Any]) -> dict[str, Any]:
 def served_now(folder: Path) -> dict[str, Any]:
     """Returns the answers of a folder's server to GET, and of each of its routes what it takes and answers.
 
-    The fields of the schemas that several routes have are beside the routes.
+    The fields of the schemas that several routes have are beside the routes, and of each metric its kind and the bounds
+    of its buckets.
     """
     names = {"source_lang": "en", "target_lang": "de"} if folder.name == "tiny-translator" else {}
     app = make_app(open_service(folder, **names))
@@ -108,6 +110,18 @@ def served_now(folder: Path) -> dict[str, Any]:
                 if method == "get" and path not in OTHERS and "{" not in path:
                     row["told"] = _kept(client.get(path).json())
                 found[f"{method} {path}"] = row
+        found["metrics"] = _metrics(client.get("/metrics").text)
+    return found
+
+
+def _metrics(text: str) -> dict[str, str]:
+    """Returns the kind of each metric, and the bounds of its buckets."""
+    found = {}
+    for metric in text_string_to_metric_families(text):
+        if metric.name.endswith("_created"):  # a setting of the library
+            continue
+        bounds = dict.fromkeys(sample.labels["le"] for sample in metric.samples if "le" in sample.labels)
+        found[metric.name] = " ".join([metric.type, *bounds])
     return found
 
 

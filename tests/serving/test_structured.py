@@ -111,6 +111,9 @@ def test_a_cut_answer_says_so(client) -> None:
 
 BAD: list[dict[str, Any]] = [
     {"response_format": {"type": "xml"}}, {"response_format": {"type": "json_schema"}}, {"response_format": {}},
+    *({"response_format": {"type": "json_schema", "json_schema": each}} for each in (["a"], "{}", {"schema": "{}"})),
+    *({"response_format": {"type": "json_schema", "json_schema": {"schema": each}}} for each in (None, ["a"], 5)),
+    {"response_format": {"type": "json_object", "schema": "{"}},
     {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}},
     {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"contains": {}}}}},
     {"guided_json": {"type": "string", "format": "unheard-of"}}, {"guided_json": "{"}, {"guided_regex": "(?=a)b"},

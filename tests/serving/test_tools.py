@@ -16,7 +16,7 @@ from fastformer.data import Tokenizer
 from fastformer.data.huggingface import LibraryBackend
 from fastformer.serving import open_service
 from fastformer.serving.tool_formats import FORMATS, format_of, reasoning_of
-from fastformer.serving.tools import AnswerParser, AnswerStyle, Part
+from fastformer.serving.tools import AnswerParser, AnswerStyle, Part, calls_of
 from fastformer.special_ids import SpecialIds
 from tests.serving import models
 from tests.serving.asking import events, serving
@@ -414,6 +414,22 @@ async def test_reasoning_is_apart_from_the_answer(is_open, tmp_path) -> None:
         body |= {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [7]}}}}
         [choice] = (await http.post("/v1/chat/completions", json=body)).json()["choices"]
         assert choice["message"]["content"] == "7" and "reasoning_content" not in choice["message"]
+
+
+ARGUMENTS = [
+    "{}", "{ }", '{"": 1}', '{"": ""}', '{"a": ""}', '{"\\"": "}"}', '{"a": "\\\\"}', '{"a\\\\": "\\\\\\"}{"}',
+    '{"a": [1, {"b": "]"}], "c": "{"}', '{ "a" : [ ] , "b" : { } }', '{"name": "x", "arguments": {"name": 1}}',
+    '{"a": -1.5e-3, "b": null, "c": true}', '{"é": "\\u00e9\\n"}', '{"parameters": "[TOOL_CALLS"}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_arguments_are_told_as_the_model_writes_them(arguments, family) -> None:
+    style = AnswerStyle(FORMATS[family], [*SCHEMAS])
+    parser = AnswerParser(style)
+    parts = [*parser.add(SAID[family].replace(EXPECTED[0][1], arguments)), *parser.add("", is_end=True)]
+    calls = [call["function"] for call in calls_of(parts, style)]
+    assert calls == [{"name": "clock", "arguments": arguments}, {"name": "weather", "arguments": "{}"}]
 
 
 PIECES = {
