@@ -161,10 +161,11 @@ def test_stop_ends_the_request_on_the_server(browser: Any, translating: Running)
 
 def test_an_error_is_shown_as_it_is(browser: Any, translating: Running) -> None:
     visit = Visit(browser, translating.url)
-    visit.page.fill("#text", "x" * 20_001)
+    most = translating.service.limits.max_text_chars
+    visit.page.fill("#text", "x" * (most + 1))
     visit.expect("#count").to_have_class("small over")
     visit.page.click("#go")
-    visit.expect("#problem").to_contain_text("20,000")
+    visit.expect("#problem").to_contain_text(f"{most:,}")
     visit.expect("#go").to_be_enabled()
     visit.picture("error")
     assert [error for error in visit.errors if "413" in error]  # the browser's own line for such an answer
