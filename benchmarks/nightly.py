@@ -26,14 +26,14 @@ from benchmarks.publish.charts import name_of
 from benchmarks.publish.latest import RESULTS, Row, grouped, machine
 from benchmarks.publish.summary import NIGHTLY
 
-# Those of `python -m benchmarks.peers`, which measure `NIGHTLY`.
+# Those of `python -m benchmarks.peers`, which measure `NIGHTLY` and little else.
 JOBS = (
-    "--case minilm --precision int8 --peer 'as it is' fastformer.Encoder onnxruntime openvino",
-    "--case minilm --precision fp32 --peer 'as it is' fastformer.Encoder sentence-transformers",
+    "--case minilm --shape order=sorted --precision int8 --peer 'as it is' fastformer.Encoder onnxruntime",
+    "--case minilm --shape order=sorted --precision fp32 --peer 'as it is' fastformer.Encoder sentence-transformers",
     "--case base --batch 1 --beams 1 --precision int8 --peer fastformer ctranslate2",
-    "--case llama --precision int8 --peer fastformer llama.cpp",
+    "--case llama --shape new=32 --precision int8 --peer fastformer llama.cpp",
     "--case bert_base --seqlen '32 to 128' --precision fp32 --peer 'as it is' accelerated onnxruntime",
-    "--case torch_nn_encoder --seqlen '1 to 512' --precision fp32 --peer 'as it is' accelerated",
+    "--case torch_nn_encoder --seqlen '1 to 512' --shape mode=training --precision fp32 --peer 'as it is' accelerated",
     "--case gpt2_small --seqlen '16 to 256' --precision fp32 --peer 'as it is' 'accelerated, fused loss'",
 )
 DROP = 0.9  # of the median of earlier nights

@@ -38,6 +38,8 @@ from benchmarks.peers.suite import SuitePlan
 from benchmarks.peers.worker import Failed, peers
 
 _ENCODERS = "encoders"  # several cases
+# The fields of shapes that have no option of their own: of models, and of Llama's form.
+_FIELDS = ("mode", "order", "prompt", "new")
 _MODEL_CASES = (*models.CASES, *models.ENCODERS, *models.QUICK)
 
 
@@ -47,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     shared = record.environment("cpu")
     print(f"{shared['device']}, {shared['cores']} cores, commit {shared['commit']}")
     failed = False
-    title = None
+    title: str | None = None
     try:
         for row in _rows(options):
             if (of := title_of(row)) != title:
@@ -60,6 +62,9 @@ def main(arguments: list[str] | None = None) -> int:
                 record.append(options.out, shared | row)
     except (ValueError, Failed) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    if title is None:
+        print(f"error: --case {options.case} has no shape with {dict(options.shape)}", file=sys.stderr)
         return 2
     return 1 if failed else 0
 
@@ -74,13 +79,14 @@ def _rows(options: argparse.Namespace) -> Iterator[Row]:
 
 def _plans(options: argparse.Namespace) -> list[SuitePlan]:
     all_threads = torch.get_num_threads()
+    shape = dict(options.shape)
     if options.case == _ENCODERS:
         peers_of = options.peer or models.ENCODER_PEERS
         threads = options.threads or (all_threads,)
         *cases, decoder = models.ENCODERS
-        plans = [SuitePlan(case, options.precision, threads, only=peers_of) for case in cases]
+        plans = [SuitePlan(case, options.precision, threads, only=peers_of, shape=shape) for case in cases]
         # Each process of a decoder of this size takes several GiB, and conversions take more.
-        return [*plans, SuitePlan(decoder, ("int8",), threads, only=("accelerated", "openvino"))]
+        return [*plans, SuitePlan(decoder, ("int8",), threads, only=("accelerated", "openvino"), shape=shape)]
     if options.case in models.MODELS:
         threads = options.threads or (all_threads,)
         of_model = [
@@ -88,7 +94,7 @@ def _plans(options: argparse.Namespace) -> list[SuitePlan]:
             for case in _MODEL_CASES
             if case["name"] == options.case and case["seqlen"] in (options.seqlen or (case["seqlen"],))
         ]
-        return [SuitePlan(case, options.precision, threads, only=options.peer or ()) for case in of_model]
+        return [SuitePlan(case, options.precision, threads, only=options.peer or (), shape=shape) for case in of_model]
     case = {"name": options.case}
     for name in ("run", "text"):
         if getattr(options, name) is not None:
@@ -98,7 +104,7 @@ def _plans(options: argparse.Namespace) -> list[SuitePlan]:
     # The models of Llama's form are so large that one thread is never the better number.
     threads = options.threads or ((all_threads,) if options.case in LLAMAS else sorted({1, all_threads}))
     llama = {name: getattr(options, name) for name in LLAMA_BENCHES}
-    return [SuitePlan(case, options.precision, threads, batches, beams, options.peer or (), llama)]
+    return [SuitePlan(case, options.precision, threads, batches, beams, options.peer or (), llama, shape)]
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
@@ -111,6 +117,10 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--seqlen", nargs="+", help="lengths of a case of transformers or torch.nn, as '1 to 512' (all)"
     )
+    parser.add_argument(
+        "--shape", nargs="+", type=_field, default=[], metavar="FIELD=VALUE",
+        help=f"only shapes with these values of {', '.join(_FIELDS)} (all)",
+    )  # fmt: skip
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["int8", "fp32"], help="of the weights")
     parser.add_argument("--threads", type=positive, nargs="+", help="the better number counts (decoders: 1 and all)")
     parser.add_argument("--peer", nargs="+", help="which ones (all)")
@@ -132,6 +142,13 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     if unknown := sorted(set(options.peer or ()) - set(names)):
         parser.error(f"expected --peer out of {', '.join(names)}, got {', '.join(unknown)}")
     return options
+
+
+def _field(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    if name not in _FIELDS or not value:
+        raise argparse.ArgumentTypeError(f"expected FIELD=VALUE with a field out of {', '.join(_FIELDS)}, got {text!r}")
+    return name, value
 
 
 def line(row: Row) -> str:

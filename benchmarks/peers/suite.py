@@ -5,7 +5,7 @@ for row in run("decoding", quick=True): ...
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ class SuitePlan:
         beams: numbers of beams; 1 is greedy.
         only: the names of peers; empty: all. The baseline is always included.
         options: options for peers: the paths of `cases.LLAMA_BENCHES`.
+        shape: the values, as text, that fields of a shape must have to be measured; empty: all shapes.
     """
 
     case: dict[str, Any]
@@ -42,6 +43,11 @@ class SuitePlan:
     beams: Sequence[int] = (1,)
     only: Sequence[str] = ()
     options: dict[str, str] = field(default_factory=dict)
+    shape: Mapping[str, str] = field(default_factory=dict)
+
+    def has(self, shape: Mapping[str, Any]) -> bool:
+        """Returns whether a shape is to be measured."""
+        return all(str(shape.get(name)) == value for name, value in self.shape.items())
 
     def places(self, precisions: Iterable[str]) -> list[WorkerConfig]:
         """Returns a worker's place for each peer, each of these precisions that it has, and each number of threads."""
@@ -108,6 +114,7 @@ def _models(plan: SuitePlan, rounds: int) -> Iterator[Row]:
 
     is_ordered = models.is_embedding(plan.case)
     cases = [{**plan.case, "order": order} for order in models.ORDERS] if is_ordered else [plan.case]
+    cases = [case for case in cases if plan.has(models.shape_of(case))]
     # int8 is measured with fp32, from which it is rounded; bf16 separately: half as many processes take half the
     # memory.
     for base, group in (("fp32", {"fp32", "int8"}), ("bf16", {"bf16"})):
@@ -117,7 +124,7 @@ def _models(plan: SuitePlan, rounds: int) -> Iterator[Row]:
             for config in plan.places(sorted({base, *precisions}))
             if config.precision in precisions or config.peer == "as it is"
         ]
-        if not precisions:
+        if not precisions or not cases:
             continue
         with started(configs) as (workers, missing):
             for case in cases:
@@ -134,5 +141,7 @@ def _decoders(plan: SuitePlan, rounds: int) -> Iterator[Row]:
     del model
     with started(plan.places(plan.precisions)) as (workers, missing):
         for shape, job in jobs(plan.case, plan.batches, plan.beams):
+            if not plan.has(shape):
+                continue
             yield from (shared | {"shape": shape} | row for row in without_time(missing, "precision"))
             yield from (shared | {"shape": shape} | row for row in side_by_side.decoders(workers, job, rounds, weights))

@@ -26,6 +26,7 @@ def night(tmp_path: Path, monkeypatch):
         for row in rows:
             number_format = row.get("dtype") or row.get("precision")
             is_asked = row.get("model") == options.case and row["provider"] in options.peer
+            is_asked &= all(str(row["shape"].get(field)) == value for field, value in options.shape)
             if is_asked and number_format in options.precision and (changed := change[0]({**row})):
                 record.append(out, changed)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -141,6 +142,24 @@ def test_sentences_are_measured_in_each_order() -> None:
     padding = {order: share for _, order, _, share in measured}
     assert padding["one by one"] == 0.0 < padding["sorted"] < padding["mixed"]
     assert sum("as it is" in turn for turn in FakeWorker.turns) == 3 * 4  # a check, two turns and one that counts
+
+
+@pytest.mark.parametrize(
+    ("plan", "field", "value", "others"),
+    [
+        (SuitePlan(models.QUICK[1], ("fp32",), (2,)), "order", "sorted", 2),
+        (SuitePlan({"name": "llama-tiny"}, ("fp32",), (2,), (1, 16)), "new", 32, 3),
+        (SuitePlan(models.QUICK[0], ("fp32",), (2,)), "mode", "forward", 0),
+    ],
+    ids=["models", "decoders", "all"],
+)
+def test_shapes_with_other_fields_are_not_measured(plan: SuitePlan, field: str, value: object, others: int) -> None:
+    every = {str(row["shape"]): row["shape"][field] for row in suite.measure(plan, 1)}
+    FakeWorker.turns.clear()
+    kept = {str(row["shape"]) for row in suite.measure(replace(plan, shape={field: str(value)}), 1)}
+    assert kept == {shape for shape, found in every.items() if found == value} and len(every) - len(kept) == others
+    turns = len(FakeWorker.turns)
+    assert not list(suite.measure(replace(plan, shape={field: "none"}), 1)) and len(FakeWorker.turns) == turns > 0
 
 
 def test_absent_peers_are_rows_that_say_how_to_install_them() -> None:
