@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 BUILT := $(VENV)/.built
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-cpus lint docs bench peers report sanitize sanitize-memory sanitize-threads format clean
+.PHONY: demo test test-slow test-cpus lint docs bench peers report sanitize sanitize-memory sanitize-threads format clean
 
 demo: $(BUILT)
 	$(BIN)/fastformer demo --out demo
@@ -14,6 +14,10 @@ demo: $(BUILT)
 # say: they would be compiled once more in each process, and tests start many.
 test: $(INSTALLED)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+
+# The long tests, which `make test` leaves out. FASTFORMER_TEST_SHARD=0/8 to 7/8 split them among machines.
+test-slow: $(INSTALLED)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'slow and not gpu'
 
 # The numeric tests as on other kinds of CPU. NumPy's OpenBLAS, which makes the products of Triton's interpreter, has
 # kernels for each kind; torch, oneDNN and the extension have AVX2 forms. Half an hour on two cores.
