@@ -49,12 +49,13 @@ class UnfitError(Exception):
 
 
 class Stamp(NamedTuple):
-    """A value that differs after the weights or the config of a model have changed; see `stamp_of`."""
+    """A value that differs after the weights, the config or the settings of a model have changed; see `stamp_of`."""
 
     layout: object
     versions: object
     samples: object
     config: tuple[object, ...]
+    settings: object
 
 
 class _Sampled(NamedTuple):
@@ -352,7 +353,7 @@ def watched_names(attributes: dict[str, Any]) -> Iterator[str]:
             yield name
 
 
-def stamp_of(model: nn.Module, tensors: list[Tensor]) -> Stamp:
+def stamp_of(model: nn.Module, tensors: list[Tensor], settings: object = None) -> Stamp:
     """Returns a value that differs after a tensor or the config of a model was changed or replaced.
 
     It notices all changes that PyTorch counts, and tensors that were replaced or moved. PyTorch doesn't count writes
@@ -362,6 +363,7 @@ def stamp_of(model: nn.Module, tensors: list[Tensor]) -> Stamp:
     Args:
         model: the model, whose attribute `config`, if it has one, is read.
         tensors: the model's tensors.
+        settings: other values that a copy depends on, such as those of modules without a config.
 
     Raises:
         UnfitError: the engine can't read a tensor, or couldn't notice its changes.
@@ -380,6 +382,7 @@ def stamp_of(model: nn.Module, tensors: list[Tensor]) -> Stamp:
         versions,
         None if digest is None else digest(notes.sampled.places),
         () if config is None else tuple(vars(config).values()),
+        settings,
     )
 
 
@@ -403,7 +406,13 @@ def _add_samples(tensor: Tensor, places: list[tuple[int, int]]) -> None:
 
 
 def packed(
-    model: nn.Module, precision: str, pack: Callable[[], T], *, find: FindTensors, may_be_old: bool = False
+    model: nn.Module,
+    precision: str,
+    pack: Callable[[], T],
+    *,
+    find: FindTensors,
+    settings: object = None,
+    may_be_old: bool = False,
 ) -> T:
     """Returns the copy of a model's weights in a precision, and packs them again if the model has changed.
 
@@ -414,6 +423,7 @@ def packed(
         precision: the name of the copy.
         pack: packs the weights. Its result must not refer to the model, or neither would ever be freed.
         find: finds the tensors of the model.
+        settings: see `stamp_of`; all copies of a model have the same.
         may_be_old: return an existing copy even if the model has changed since; the caller checks again before use.
 
     Raises:
@@ -422,11 +432,15 @@ def packed(
     copies = notes_of(model).copies
     before, copy = copies.get(precision, (None, None))
     # Without the lock: another model may be packed meanwhile.
-    if copy is not None and type(copy) is not _Refusal and (may_be_old or before == stamp_of(model, find(model))):
+    if (
+        copy is not None
+        and type(copy) is not _Refusal
+        and (may_be_old or before == stamp_of(model, find(model), settings))
+    ):
         return cast(T, copy)
     copy = None  # memory may not suffice for it and the next one
     with _lock:
-        now = _drop_old(model, find)
+        now = _drop_old(model, find, settings)
         if precision not in copies:
             try:
                 copies[precision] = (now, pack())
@@ -438,9 +452,9 @@ def packed(
     return cast(T, copy)
 
 
-def _drop_old(model: nn.Module, find: FindTensors) -> Stamp:
+def _drop_old(model: nn.Module, find: FindTensors, settings: object = None) -> Stamp:
     """Drops the copies from before a model's changes: memory may not suffice for two. Returns the model's stamp."""
-    now = stamp_of(model, find(model))
+    now = stamp_of(model, find(model), settings)
     copies = notes_of(model).copies
     for name, (before, _) in list(copies.items()):
         if before != now:

@@ -103,7 +103,7 @@ def run_packed(
     lengths: Sequence[int],
     precision: str | None = None,
 ) -> Tensor | None:
-    """Computes a stack on the engine, and packs its weights first if there is no copy or they have changed.
+    """Computes a stack on the engine, and packs its weights first if there is no copy of them with these settings.
 
     Args:
         stack: the owner of the copy, which is dropped with it.
@@ -130,7 +130,7 @@ def run_packed(
             raise UnfitError(str(error)) from None
 
     try:
-        encoder = packed(stack, f"stack {x.dtype} {precision}", pack, find=lambda _: given)
+        encoder = packed(stack, f"stack {x.dtype} {precision}", pack, find=lambda _: given, settings=settings)
     except UnfitError as error:
         logger.debug("%s runs without the engine: %s", type(stack).__name__, error)
         return None

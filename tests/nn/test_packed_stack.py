@@ -125,6 +125,30 @@ def test_changed_weights_are_packed_again(runs: list[bool]) -> None:
     assert all(runs) and len(runs) == 4 * len(changes)
 
 
+def test_changed_settings_are_packed_again(runs: list[bool]) -> None:
+    """The weights stay the same, and all layers change alike, so that the engine still supports the stack."""
+    module = made(final=True)
+    parts = [*module.modules()]
+
+    def set_all(kind: type[nn.Module], name: str, value: object) -> None:
+        for part in parts:
+            if isinstance(part, kind):
+                setattr(part, name, value)
+
+    changes: list[tuple[type[nn.Module], str, object, object]] = [
+        (nn.LayerNorm, "eps", 0.5, 1e-5),
+        (fnn.TransformerEncoderLayer, "activation", nn.functional.gelu, nn.functional.relu),
+        (fnn.TransformerEncoderLayer, "norm_first", True, False),
+        (fnn.MultiheadAttention, "window_size", (1, 1), (None, None)),
+    ]
+    check(module)
+    for kind, name, *values in changes:
+        for value in values:
+            set_all(kind, name, value)
+            check(module)
+    assert runs == [True] * (1 + 2 * len(changes))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("mend", [repack, fastformer.accelerate])
 def test_an_uncounted_write_to_a_part_is_not_noticed_before_it_is_repacked(mend: Any, runs: list[bool]) -> None:
