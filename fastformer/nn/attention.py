@@ -521,8 +521,7 @@ class MultiheadAttention(AttentionParameters):
         """Returns the window of a causal call."""
         left, right = self.window_size
         # torch.nn's triangle starts at the top left corner, the op's window at the bottom right one: seqlen_q -
-        # seqlen_k keys further left. torch.jit.trace has tensors for sizes.
-        diagonal = int(diagonal) if isinstance(diagonal, Tensor) else diagonal
+        # seqlen_k keys further left.
         return left, diagonal if right is None else min(right, diagonal)
 
     def _extra_keys(

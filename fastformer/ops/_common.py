@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -135,6 +136,11 @@ def check_heads(
 _FAR = 2**40
 
 
+def _as_number(size: Any) -> Any:
+    """Returns a size as a number; in torch.jit.trace it is a tensor, whose powers would be rounded to fp32."""
+    return int(size) if isinstance(size, Tensor) else size
+
+
 def resolve_bound(bound: int | None) -> int | None:
     """Limits one side of a window: all numbers beyond every sequence's length are equivalent."""
     return None if bound is None else max(-_FAR, min(_FAR, bound))
@@ -148,11 +154,10 @@ def resolve_window(is_causal: bool, window_size: tuple[int | None, int | None]) 
     """
     if window_size == (None, None) and isinstance(is_causal, bool):
         return None, 0 if is_causal else None
-    if (
-        not isinstance(window_size, tuple | list)
-        or len(window_size) != 2
-        or not all(bound is None or (isinstance(bound, int)) for bound in window_size)
-    ):
+    is_pair = isinstance(window_size, tuple | list) and len(window_size) == 2
+    if is_pair and torch._C._get_tracing_state() is not None:  # the bounds may be differences of sizes
+        window_size = _as_number(window_size[0]), _as_number(window_size[1])
+    if not is_pair or not all(bound is None or isinstance(bound, int) for bound in window_size):
         raise ValueError(f"expected window_size (left, right) of integers or None, got {window_size!r}")
     left, right = (resolve_bound(bound) for bound in window_size)
     if not isinstance(is_causal, bool):
@@ -183,7 +188,7 @@ def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
         ValueError: softmax_scale isn't a finite number.
     """
     if softmax_scale is None:
-        return head_dim**-0.5
+        return cast(float, _as_number(head_dim) ** -0.5)
     check_number("softmax_scale", softmax_scale)
     return float(softmax_scale)
 

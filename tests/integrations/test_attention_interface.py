@@ -71,6 +71,16 @@ def test_outputs_are_the_same_at_real_tokens(family, mask):
     assert not ran(lambda: model(IDS, **options))
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_trace_of_a_causal_model(family):
+    """In a trace, sizes are tensors, by which transformers' attention computes, too."""
+    model = make(family).requires_grad_(False).eval()
+    patch_attention(model)
+    traced = torch.jit.trace(lambda ids: model(ids, use_cache=False).logits, IDS, check_trace=False)
+    assert_same(traced(IDS.flip(0)), model(IDS.flip(0)).logits, "logits")
+
+
 def test_right_padding_becomes_lengths(calls_of):
     """A causal triangle becomes a bound, also if a mask contains it: no mask reaches the op."""
     model = make("gpt2")

@@ -310,6 +310,21 @@ def test_calls_that_pytorch_computes():
         FF.scaled_dot_product_attention(single[0], single[1], single[2], torch.zeros(S))
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:Lower right causal bias")
+@pytest.mark.parametrize("seqlens", [(L, S), (S, L), (L, L)], ids=str)
+@pytest.mark.parametrize("bias", [None, causal_upper_left, causal_lower_right])
+def test_a_trace_of_causal_calls(bias, seqlens):
+    """In a trace, sizes are tensors."""
+    options = {"is_causal": True} if bias is None else {"attn_mask": bias(*seqlens)}
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return FF.scaled_dot_product_attention(q, k, v, **options)
+
+    data = [each.detach() for each in inputs(seqlens=seqlens)]
+    traced = torch.jit.trace(call, [torch.randn_like(each) for each in data], check_trace=False)
+    assert_same(traced(*data), call(*data), "out")
+
+
 @pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
 def test_nested_tensors_are_pytorchs():
     rows = [torch.randn(H, length, D) for length in (3, 5)]
