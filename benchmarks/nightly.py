@@ -1,6 +1,6 @@
 """Measures the comparisons of README's table again, appends them to the results, and fails if one got worse.
 
-    make peers && python -m benchmarks.nightly
+    make peers && .venv/bin/python -m benchmarks.nightly
 
 Each ratio is compared with its median over the earlier nights on the same kind of CPU, and the trend on this kind is
 drawn. The exit status is 1 if a ratio is 10 % below its median, or could not be measured.
