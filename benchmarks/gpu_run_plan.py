@@ -217,13 +217,13 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if options.command == "status":
         return status(options.out, options.wait, options.copy, todo)
+    if options.command in ("rehearse", "compile") and os.environ.get("TRITON_INTERPRET") == "1":
+        parser.error("expected TRITON_INTERPRET unset: interpreted functions can't be compiled")
     if options.command == "rehearse":
         from benchmarks.gpu.rehearsal import rehearse
 
         return rehearse(options.out, todo, options.only)
     if options.command == "compile":
-        if os.environ.get("TRITON_INTERPRET") == "1":
-            parser.error("expected TRITON_INTERPRET unset: interpreted functions can't be compiled")
         from benchmarks.gpu.ahead import compile_ahead
 
         return compile_ahead(options.out, todo, options.only, options.arch, options.jobs)

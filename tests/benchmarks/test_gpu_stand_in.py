@@ -16,13 +16,14 @@ from benchmarks.measure.record import ROOT
 pytestmark = pytest.mark.slow  # each is a process of its own that imports everything
 
 pytest.importorskip("triton")
+COMPILING = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 
 def test_every_step_of_the_plan_runs_to_its_end(tmp_path: Path) -> None:
     """This runs one small shape of each op, and one set of parameters of each GPU test. It takes minutes."""
     proc = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu_run_plan", "rehearse", "--out", str(tmp_path)], cwd=ROOT,
-        capture_output=True, text=True, check=False,
+        capture_output=True, text=True, check=False, env=COMPILING,
     )  # fmt: skip
     lines = [json.loads(line) for line in (tmp_path / "gpu_rehearsal.jsonl").read_text().splitlines()]
     assert [line for line in lines if not line["ok"]] == []
@@ -40,8 +41,7 @@ def test_the_launches_of_a_step_are_compiled_ahead(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu_run_plan", "compile", "--only", "first look rotary", "--jobs", "1"]
     for number in range(2):
         proc = subprocess.run(
-            [*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False,
-            env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+            [*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False, env=COMPILING,
         )  # fmt: skip
         assert proc.returncode == 0, proc.stdout + proc.stderr
         (log,) = tmp_path.glob("*.log")
