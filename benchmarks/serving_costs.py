@@ -240,7 +240,7 @@ async def _mixed(server: PeerServer, requests: list[TextRequest], streams: int, 
 async def _streamed(server: PeerServer, body: dict[str, Any]) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     content = json.dumps(body | {"stream": True}).encode()
-    head = f"POST {server.path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    head = f"POST {server.path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
     answer = await reader.read(-1)
     writer.close()

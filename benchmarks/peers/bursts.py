@@ -92,7 +92,7 @@ class _Sockets:
 
     def _message(self, body: dict[str, Any]) -> bytes:
         content = json.dumps(body).encode()
-        head = f"POST {self._path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = f"POST {self._path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
     def one(self, body: dict[str, Any]) -> tuple[float, Any]:
@@ -111,7 +111,7 @@ class _Sockets:
             self._open = [self._connected() for _ in range(count)]
         if not anew:
             for connection in self._open:
-                connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 _whole(connection)
         message, sent, replies = self._message(body), {}, []
         with selectors.DefaultSelector() as selector:

@@ -211,10 +211,10 @@ def our_translator(folder: Path, precision: str, threads: int, *flags: str) -> P
     def body(request: TextRequest) -> Body:
         return {"text": text_of(request), "max_new_tokens": request.new_tokens}
 
-    def text_of(answer: Any) -> str:
+    def read(answer: Any) -> str:
         return str(answer["text"])
 
-    return _ours(folder, precision, threads, "/v1/translate", body, text_of, flags)
+    return _ours(folder, precision, threads, "/v1/translate", body, read, flags)
 
 
 def translators(case: str, folder: Path, precisions: Sequence[str], threads: int) -> LoadTest:
@@ -286,11 +286,11 @@ def language_models(
         limits = {"max_tokens": request.new_tokens, "temperature": 0}
         return {"model": case, "prompt": text_of(request), **limits}
 
-    def text_of(answer: Any) -> str:
+    def read(answer: Any) -> str:
         return str(answer["choices"][0]["text"])
 
     path = "/v1/completions"
-    servers = [_ours(folder / case, precision, threads, path, body, text_of, ()) for precision in precisions]
+    servers = [_ours(folder / case, precision, threads, path, body, read, ()) for precision in precisions]
     missing = []
     if importlib.util.find_spec("transformers.cli.serve") is None:
         missing.append(("transformers serve", "fp32", "not installed: pip install 'transformers[serving]>=5'"))
@@ -303,7 +303,7 @@ def language_models(
         def by_folder(request: TextRequest) -> Body:
             return {**body(request), "model": str(folder / case)}
 
-        servers.append(PeerServer("transformers serve", "fp32", command, path, by_folder, text_of, threads=threads))
+        servers.append(PeerServer("transformers serve", "fp32", command, path, by_folder, read, threads=threads))
     program = llama_server or shutil.which("llama-server")
     try:
         if not program:
