@@ -22,9 +22,12 @@ from tests.training.tiny import write_pairs
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_root_offers_its_names_lazily() -> None:
+def test_names_and_flags_need_no_pytorch() -> None:
     code = (
         "import sys, fastformer\n"
+        "from fastformer.cli import main\n"
+        "for command in ('translate', 'generate', 'chat', 'embed', 'report', 'score', 'serve', 'warmup'):\n"
+        "    assert main([command, '--nonsense']) == 2\n"  # refused at once
         "assert 'torch' not in sys.modules\n"
         "assert {'GPT', 'Transformer', 'Translator', 'generate', 'nn', 'functional'} <= set(dir(fastformer))"
     )

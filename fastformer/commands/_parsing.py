@@ -198,7 +198,16 @@ def _add_signature(parser: ArgumentParser, function: Callable[..., Any]) -> dict
     parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
     # jsonargparse itself makes no optional arguments.
     optional = {p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty}
-    parser.add_function_arguments(function, as_group=False, as_positional=True, skip={*optional})
+
+    # Of the function itself, jsonargparse would run the imports that its module makes for type checkers alone, and look
+    # for its name in the package: either imports PyTorch.
+    def typed() -> None: ...
+
+    typed.__doc__ = function.__doc__
+    typed.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [p.replace(annotation=hints[p.name]) for p in parameters]
+    )
+    parser.add_function_arguments(typed, as_group=False, as_positional=True, skip={*optional})
     for p in parameters:
         if p.name in optional:
             # Words are texts, "null" and the like too; only a missing argument is None.

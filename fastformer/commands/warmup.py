@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastformer.generation.config import Precision
-from fastformer.models.stored import stand_in
 
 if TYPE_CHECKING:
     from fastformer.kernels._launch import Resolved
@@ -81,6 +80,7 @@ def calls(model: Any, batch_size: int, length: int, training: bool) -> Iterator[
     import torch
 
     from fastformer.generation import generate
+    from fastformer.models.stored import stand_in
 
     longest = max(1, min(length, model.config.max_len - 8))
     token = model.config.vocab_size - 1
