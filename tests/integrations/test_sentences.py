@@ -64,6 +64,23 @@ def test_every_pooling(mode: str, saved: Save, ways: list[int]) -> None:
         assert ways[0] - before == 2  # those of the plain model, and of the exact one
 
 
+@pytest.mark.parametrize("mode", ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"])
+def test_states_that_are_not_finite_do_not_spread(mode: str, saved: Save, ways: list[int]) -> None:
+    """A batch gives the row of each text alone. There, sentence-transformers multiplies infinity at padding by zero."""
+    plain = dense_of(saved, pooling(mode))
+    with torch.no_grad():
+        norm = plain[0].model.encoder.layer[-1].output.LayerNorm
+        norm.weight[3], norm.bias[5], norm.bias[7] = torch.inf, -torch.inf, torch.nan
+    ours = warm(plain)
+    ways[0] = 0
+    found = ours.encode(MANY, batch_size=len(MANY))
+    assert not ways[0]
+    expected = np.stack([plain.encode(text) for text in MANY])
+    assert not np.isfinite(expected[:, [3, 5, 7]]).any()
+    for test in (np.isnan, np.isposinf, np.isneginf):
+        assert (test(found) == test(expected)).all()
+
+
 @pytest.mark.parametrize("name", ["RobertaModel", "DistilBertModel", "MPNetModel", "ModernBertModel"])
 def test_families(name: str, saved: Save, ways: list[int]) -> None:
     options = {"MPNetModel": {"pad_token_id": 1}, "ModernBertModel": {"local_attention": 8}}
