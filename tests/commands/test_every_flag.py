@@ -11,7 +11,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from unittest.mock import Mock
 
 import pytest
@@ -250,10 +250,13 @@ def outcomes() -> dict[str, Any]:
     return {}
 
 
-def outcome(words: str, stdin: str, places: dict[str, str], out: Path, capfdbinary: Any, monkeypatch: Any) -> Any:
+def outcome(
+    words: str, stdin: str | TextIO, places: dict[str, str], out: Path, capfdbinary: Any, monkeypatch: Any
+) -> Any:
     """Returns what a command prints, its exit code, and the files that it writes."""
     out.mkdir()
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+    file = io.TextIOWrapper(io.BytesIO(stdin.encode())) if isinstance(stdin, str) else stdin
+    monkeypatch.setattr(sys, "stdin", file)
     code = main(shlex.split(words.format(**places, out=out)))
     printed = capfdbinary.readouterr()
     written = {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
@@ -504,6 +507,13 @@ def test_a_list_is_given_once(command, ran) -> None:
     for flag in flags:
         words = [command, *(["run"] if command == "train" else ["--out=o"])]
         assert flag in ran(*words, f"--{flag}=first", f"--{flag}=second", code=2).err
+
+
+@pytest.mark.parametrize("command", sorted({*COMMANDS} - {"doctor"}))
+def test_the_help_says_what_every_flag_does(command) -> None:
+    parser, _ = make_parser(importlib.import_module(f"fastformer.commands.{command}"), command)
+    for each in parser._actions:
+        assert str(each.help or "").strip(), each.option_strings or each.dest
 
 
 def test_the_tables_are_whole() -> None:

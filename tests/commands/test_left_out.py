@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import json
+import os
+import select
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, TextIO
 
 import pytest
 import torch
@@ -174,6 +180,25 @@ FROM_STDIN = [
 ]
 
 
+@contextlib.contextmanager
+def typed_slowly(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[TextIO]:
+    """Yields a pipe in which a line arrives when a command waits for it, and not before."""
+    end, begin = os.pipe()
+    rest, wait = deque(lines), select.select
+
+    def waited(readers: Any, writers: Any, others: Any, timeout: float | None = None) -> Any:
+        if timeout is None and readers == [end]:
+            if rest:
+                os.write(begin, f"{rest.popleft()}\n".encode())
+            else:
+                os.close(begin)
+        return wait(readers, writers, others, timeout)
+
+    monkeypatch.setattr(select, "select", waited)
+    with open(end) as pipe:
+        yield pipe
+
+
 @pytest.mark.parametrize("command", [words for words in FROM_STDIN if not words.startswith("score")])
 def test_standard_input_is_a_file_like_any_other(command, places, tmp_path, capfdbinary, monkeypatch) -> None:
     found = []
@@ -181,6 +206,10 @@ def test_standard_input_is_a_file_like_any_other(command, places, tmp_path, capf
         words = command.replace("{}", name)
         found.append(outcome(words, lines, places, tmp_path / str(place), capfdbinary, monkeypatch))
     assert found[0][0] == 0 and found[0] == found[1]
+    if "{turned}" not in command:  # two files are read in step, and no line is waited for
+        with typed_slowly(LINES, monkeypatch) as pipe:
+            words = command.replace("{}", "-")
+            assert outcome(words, pipe, places, tmp_path / "pipe", capfdbinary, monkeypatch) == found[0]
 
 
 @pytest.mark.parametrize(("count", "texts"), [(0, "0 texts"), (1, "1 text"), (2, "2 texts")])

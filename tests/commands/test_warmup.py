@@ -8,20 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from fastformer import generation
+from fastformer import checkpoints, generation
 from fastformer.commands.warmup import calls, run_all, told, written
+from fastformer.data import ByteTokenizer
 from fastformer.models import BERT, GPT, BERTConfig, GPTConfig, Transformer, TransformerConfig
 from tests.conftest import Ran
 
 SIZES: dict[str, Any] = {"vocab_size": 20, "d_model": 16, "num_heads": 2, "max_len": 32}
 
 
-def model(kind: str) -> Any:
+def model(kind: str, **sizes: int) -> Any:
     if kind == "Transformer":
-        return Transformer(TransformerConfig(**SIZES, d_ff=32, num_encoder_layers=1, num_decoder_layers=1))
+        return Transformer(TransformerConfig(**SIZES | sizes, d_ff=32, num_encoder_layers=1, num_decoder_layers=1))
     if kind == "GPT":
-        return GPT(GPTConfig(**SIZES, d_ff=32, num_layers=1))
-    return BERT(BERTConfig(**SIZES, d_ff=32, num_layers=1))
+        return GPT(GPTConfig(**SIZES | sizes, d_ff=32, num_layers=1))
+    return BERT(BERTConfig(**SIZES | sizes, d_ff=32, num_layers=1))
 
 
 @pytest.mark.parametrize("kind", ["Transformer", "GPT", "BERT"])
@@ -66,6 +67,20 @@ def test_warmup_reports_and_writes_the_prepared_kernels(tmp_path: Path) -> None:
     assert "2 kernels" in written(made, tmp_path)
     written([made[1]._replace(key="d")], tmp_path)
     assert set(BinaryFile(tmp_path / "sm_90.kernels").keys()) == {"a", "b", "d"}  # beside what was there
+
+
+@pytest.mark.parametrize("kind", ["Transformer", "GPT", "BERT"])
+def test_warmup_takes_each_kind_of_model(kind: str, ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = ByteTokenizer()
+    model(kind, vocab_size=tokenizer.vocab_size).save_pretrained(tmp_path / kind, tokenizer)
+    load = checkpoints.load_model
+
+    def loaded(run: str, kinds: tuple[str, ...], **_: Any) -> Any:
+        raise ValueError(f"loaded {type(load(run, kinds)[0]).__name__}")  # a GPU would have to compute
+
+    monkeypatch.setattr(checkpoints, "load_model", loaded)
+    monkeypatch.setattr("fastformer.devices.choose_device", lambda *_: torch.device("cuda"))
+    assert f"loaded {kind}" in ran("warmup", str(tmp_path / kind), code=1).err
 
 
 def test_without_a_gpu_warmup_is_an_error(ran: Ran, tmp_path: Path) -> None:
