@@ -22,7 +22,7 @@ LARGE = 64 << 20  # bytes that no socket's buffers hold
 
 class App:
     """Answers /PATH with the path, /large with much data, and /wait when the client has left or `go` is set;
-    /begun begins an answer, and then waits in the same way.
+    /begun begins an answer, and then waits in the same way. It answers /early before it has read the body.
 
     Attributes:
         paths: the paths of requests that were begun.
@@ -40,7 +40,7 @@ class App:
         path = scope["path"]
         self.paths.append(path)
         try:
-            while (await receive()).get("more_body"):
+            while path != "/early" and (await receive()).get("more_body"):
                 pass
             if path == "/begun":
                 await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"999")]})
@@ -276,6 +276,28 @@ def test_a_head_stays_within_its_size(patient) -> None:
             other.sendall(b"POST /b HTTP/1.1\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n")
             other.sendall(b"1\r\nx\r\n" * 50_000 + b"0\r\n\r\n")
             assert everything(other).endswith(b"/b")
+
+
+def test_no_endless_body_is_read_after_its_answer(patient) -> None:
+    part = b"x" * (1 << 20)
+
+    def sent(client: socket.socket, size: int, most: int) -> int:
+        """Sends a request for /early, whose body is `size` MiB, and then up to `most` MiB. Returns how many."""
+        client.sendall(f"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: {size * len(part)}\r\n\r\n".encode())
+        assert client.recv(65536).endswith(b"/early")
+        for place in range(most):
+            try:
+                client.sendall(part)
+            except ConnectionError:
+                return place
+        return most
+
+    with patient.connected() as client:  # each request may be large
+        assert [sent(client, 40, 40) for _ in range(2)] == [40, 40]
+        client.sendall(get("/again", "Connection: close"))
+        assert everything(client).endswith(b"/again")
+    with patient.connected() as client:
+        assert sent(client, 1000, 200) < 200
 
 
 def test_an_answer_may_take_longer_than_a_head(served) -> None:
