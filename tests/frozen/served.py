@@ -29,6 +29,7 @@ from fastformer.serving.rerank import DocumentsBody
 from fastformer.serving.tei import EmbedBody
 from fastformer.serving.tgi import GenerateBody, Parameters
 from tests.serving.models import folder_of, services
+from tests.serving.test_fields import CASES
 
 # Of each kind of body, what it can't do without.
 BODIES: dict[type[Body], dict[str, Any]] = {
@@ -57,7 +58,7 @@ OF_FASTAPI = ("HTTPValidationError", "ValidationError")
 def folders(folder: Path) -> dict[str, Path]:
     """Makes a folder of each kind of service."""
     found = services(folder)
-    for kind in ("multi-vector", "cross-encoder", "speech"):
+    for kind in ("cross-encoder", "speech"):
         (folder / kind).mkdir()
         found[kind] = folder_of(kind, folder / kind, folder)
     return found
@@ -109,9 +110,23 @@ def served_now(folder: Path) -> dict[str, Any]:
                 }
                 if method == "get" and path not in OTHERS and "{" not in path:
                     row["told"] = _kept(client.get(path).json())
+                if path in CASES:
+                    row["shape"] = _shape(client.post(path, json=CASES[path][1]).json())
                 found[f"{method} {path}"] = row
         found["metrics"] = _metrics(client.get("/metrics").text)
     return found
+
+
+def _shape(value: Any, name: str = "") -> Any:
+    """Returns the fields of an answer, with the kinds of their values, and those that say what something is."""
+    if isinstance(value, dict) and name == "top_logprobs":  # the names are tokens
+        value = [*value.values()]
+    if isinstance(value, dict):
+        return {key: _shape(each, key) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_shape(each, name) for each in value[:1]]
+    is_name = isinstance(value, str) and name in ("object", "type", "role", "finish_reason", "error_type")
+    return value if is_name or value is None else "number" if type(value) is float else type(value).__name__
 
 
 def _metrics(text: str) -> dict[str, str]:

@@ -129,6 +129,7 @@ def services(folder: Path) -> dict[str, Path]:
         "generator": generator(folder / "tiny"),
         "encoder": encoder(folder / "mini"),
         "ranker": classifier(folder / "ranker", 1),
+        "multi-vector": multi_vector(folder / "multi-vector"),
     }
 
 
