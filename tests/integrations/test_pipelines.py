@@ -62,7 +62,8 @@ def test_results_are_those_of_the_plain_model(task: str) -> None:
     sizes = DECODER if family == "Llama" else SIZES
     config = getattr(transformers, f"{family}Config")(**sizes, **options)
     model = getattr(transformers, f"{family}{head}")(config).eval()
-    tokenizer = made_tokenizer(padding_side="left" if family == "Llama" else "right")
+    inputs = ["input_ids", "attention_mask", *(["token_type_ids"] if family == "Bert" else [])]
+    tokenizer = made_tokenizer(padding_side="left" if family == "Llama" else "right", model_input_names=inputs)
     plain = transformers.pipeline(task, model=copy.deepcopy(model), tokenizer=tokenizer, device="cpu")
     before = transformers.pipeline(task, model=fastformer.accelerate(model), tokenizer=tokenizer, device="cpu")
     after = transformers.pipeline(task, model=copy.deepcopy(plain.model), tokenizer=tokenizer, device="cpu")
