@@ -19,9 +19,13 @@ from fastformer.generation.text_io import TextError
 if TYPE_CHECKING:
     from fastformer.generation.text_io import ErrorPolicy, Item, Source
 
+_MARK = "\ufeff".encode()  # the byte order mark, of which the first line may begin with one
+
 
 def file_lines(path: str) -> Iterator[bytes | str | BadLine]:
     """Yields the lines of a file without LF, empty and long ones included; or the rows of a table's column.
+
+    The first line of a file may begin with a byte order mark.
 
     Raises:
         ValueError: the file does not exist, is empty or damaged, or is a table without that column.
@@ -41,8 +45,7 @@ def _plain_lines(path: str) -> Iterator[bytes]:
     with files.open_bytes(path) as file:
         for number, line in enumerate(_without_ends(file), 1):
             if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-                check_plain(path, line)
+                check_plain(path, line.removeprefix(_MARK))
             yield line
 
 
@@ -133,7 +136,7 @@ def _as_text(line: bytes | str | BadLine, name: str, number: int) -> str | TextE
         return line
     if isinstance(line, BadLine):
         return TextError(f"{line.name}, line {line.number:,}: {line.message}")
-    line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+    line = line.removeprefix(_MARK) if number == 1 else line
     try:
         return line.removesuffix(b"\r").decode("utf-8")
     except UnicodeDecodeError as error:

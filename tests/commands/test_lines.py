@@ -69,6 +69,9 @@ def test_lines_are_read_alike_from_files_and_pipes(command, folders, tmp_path, m
     ways = {"chat": ["stdin", "pipe"], "score": ["file", "-"]}.get(command, ["file", "-", "pipe"])
     code, due, _ = outcome(ways[0], b"one\ntwo birds\n")
     assert code == 0 and due
+    twice = [outcome(way, MARKED[:3] + MARKED)[:2] for way in ways]  # the second mark is text
+    assert twice == [twice[0]] * len(ways)
+    assert (twice[0] == (0, due)) == (command == "embed")  # whose tokenizer drops it
     for way in ways:
         for content in (MARKED, gzip.compress(MARKED)):
             assert outcome(way, content)[:2] == (0, due), way
