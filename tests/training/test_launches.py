@@ -19,13 +19,14 @@ from benchmarks.measure.record import ROOT
 pytest.importorskip("triton")
 
 SCRIPT = """
-import collections, json, sys
+import collections, json, os, sys
 from benchmarks.gpu import stand_in
 stand_in.stand_in()
 
 import torch
 
 import fastformer.nn
+import fastformer.ops
 from fastformer.data import Example, collate
 from fastformer.models import Transformer
 
@@ -85,14 +86,20 @@ def counted(make, layers):
     model.zero_grad(set_to_none=True)
     return launches(step)
 
+def of_a_norm(dim):
+    os.environ["FASTFORMER_STRICT"] = "0"
+    x, weight, bias = (torch.zeros(*shape, dim, requires_grad=True) for shape in ((2,), (), ()))
+    return launches(lambda: fastformer.ops.add_layer_norm(x, None, weight, bias)[0].sum().backward())
+
 makers = {"model": of_the_model, "modules": of_the_modules, "accelerated": of_an_accelerated_model}
-print(json.dumps({name: [counted(make, layers) for layers in (1, 2)] for name, make in makers.items()}))
+found = {name: [counted(make, layers) for layers in (1, 2)] for name, make in makers.items()}
+print(json.dumps(found | {"norm": [of_a_norm(dim) for dim in (512, 16384)]}))
 """
 
 
 @cache
 def counts() -> dict[str, list[dict[str, int]]]:
-    """Returns for each case the launches of a step with one layer and with two."""
+    """Returns for each case the launches of a step with one layer and with two, and of a narrow and a wide norm."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
     proc = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -119,3 +126,11 @@ def test_the_gradients_of_the_parts_of_a_weight_are_not_added() -> None:
     """Cross-attention reads the rows for queries and those for keys by themselves, in one weight."""
     layer = Counter(counts()["model"][1]) - Counter(counts()["model"][0])
     assert layer["add_"] == 1 and layer["copy_"] == 0
+
+
+def test_a_norm_that_is_too_wide_for_its_backward_kernel_is_differentiated_by_pytorch() -> None:
+    """The forward kernel takes wider rows."""
+    for launches, is_ours in zip(counts()["norm"], (True, False), strict=True):
+        assert launches["_add_layer_norm_fwd_kernel"] == 1
+        assert ("_add_layer_norm_bwd_kernel" in launches) == is_ours
+        assert ("mul" in launches) != is_ours, launches
