@@ -332,7 +332,7 @@ class Engine(ABC):
             ValueError: there is none of this name.
         """
         if name is not None:
-            raise ValueError(f"expected the name of an adapter that was loaded, got {name!r:.60}: there is none")
+            raise ValueError(f"expected the name of an adapter that was loaded (there is none), got {name!r:.60}")
         return None
 
     def limit_to(self, shortlist: Sequence[int]) -> bool:
