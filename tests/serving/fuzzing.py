@@ -139,7 +139,7 @@ class Attack:
             "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x",
             "application/json; charset=utf-7", "multipart/form-data", "\xff",
         ]  # fmt: skip
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: {self._dice.choice(kinds)}\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {self._dice.choice(kinds)}\r\n"
         if self._dice.random() < 0.3:
             parts = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in _cut(content, self._dice))
             message = head.encode("latin-1") + b"Transfer-Encoding: chunked\r\n\r\n" + parts + b"0\r\n\r\n"
@@ -163,14 +163,15 @@ class Attack:
         ]  # fmt: skip
         chosen = "".join(f"{field}\r\n" for field in dice.sample(fields, dice.randint(0, 3)))
         version = dice.choice(["1.1"] * 6 + ["1.0", "2.0", "0.9", "1.2"])
-        head = f"{method} {dice.choice(paths)} HTTP/{version}\r\nHost: x\r\n{chosen}\r\n"
+        head = f"{method} {dice.choice(paths)} HTTP/{version}\r\nHost: localhost\r\n{chosen}\r\n"
         await self._part(head.encode("latin-1"))
 
     async def _strange_bytes(self) -> None:
         dice, (path, body) = self._dice, self._body()
         content = json.dumps(body).encode()
         length = dice.choice([0, 1, len(content) - 1, len(content) + 1, 10**9, 10**30, -1])
-        message = bytearray(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode() + content)
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n"
+        message = bytearray(head.encode() + content)
         for _ in range(dice.choice([0, 0, 1, 3, 30])):
             place = dice.randrange(len(message))
             message[place : place + dice.randint(0, 2)] = bytes(dice.choices(range(256), k=dice.randint(0, 3)))
@@ -186,7 +187,7 @@ class Attack:
                 content = json.dumps(self._bent(body)).encode()
                 message += post_head(path, len(content)).encode() + content
             else:
-                message += f"GET {self._dice.choice(_PATHS)} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+                message += f"GET {self._dice.choice(_PATHS)} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
         await self._part(message)
 
     async def _leave_stream(self) -> None:

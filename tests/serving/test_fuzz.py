@@ -17,7 +17,10 @@ from tests.serving.servers import until
 from tests.serving.test_process import nothing_runs, served
 
 SECONDS = 8.0
-FLAGS = ("--body_s", "2", "--write_s", "2", "--max_new_tokens", "64", "--timeout_s", "20", "--max_body_bytes", "200000")
+FLAGS = (
+    "--body_s", "2", "--write_s", "2", "--max_new_tokens", "64", "--timeout_s", "20", "--max_body_bytes", "200000",
+    "--max_connections", "4000",
+)  # fmt: skip
 
 
 @pytest.mark.slow  # proves it with some thousand requests that are wrong in each way that the attack knows
