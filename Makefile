@@ -15,7 +15,7 @@ demo: $(BUILT)
 test: $(INSTALLED)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
-# The long tests, which `make test` leaves out. FASTFORMER_TEST_SHARD=0/8 to 7/8 split them among machines.
+# The long tests, which `make test` leaves out. FASTFORMER_TEST_SHARD=0/4 to 3/4 split them among machines.
 test-slow: $(INSTALLED)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'slow and not gpu'
 
