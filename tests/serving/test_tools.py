@@ -432,6 +432,13 @@ def test_arguments_are_told_as_the_model_writes_them(arguments, family) -> None:
     assert calls == [{"name": "clock", "arguments": arguments}, {"name": "weather", "arguments": "{}"}]
 
 
+@pytest.mark.parametrize("arguments", ["5", "null", "{}", '"a"', "[1]"])
+def test_text_behind_arguments_without_an_object_around_them_stays(arguments) -> None:
+    parser = AnswerParser(AnswerStyle(FORMATS["mistral 11"], [*SCHEMAS]))
+    parts = [*parser.add(f"[TOOL_CALLS]clock[ARGS]{arguments}}} x"), *parser.add("", is_end=True)]
+    assert "".join(part.text for part in parts if part.kind == "content") == "} x"
+
+
 PIECES = {
     **SAID,
     "no call": "plain <tool text < [TOOL </think> and {",
