@@ -29,6 +29,8 @@ def test_a_folder_gives_transformers_outputs(kind, made) -> None:
     folder = made(kind)
     model, tokenizer = load(folder)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    special = tokenizer.special_ids
+    assert (special.pad, special.unk) == (theirs.pad_token_id, theirs.unk_token_id)
     limit = tokenizer.max_len
     assert limit == (32 if kind in ("bert", "bert head", "distilbert") else model.config.max_len)
     cut = {"truncation": True, "max_length": limit}
