@@ -157,7 +157,7 @@ def resolve_window(is_causal: bool, window_size: tuple[int | None, int | None]) 
     is_pair = isinstance(window_size, tuple | list) and len(window_size) == 2
     if is_pair and torch._C._get_tracing_state() is not None:  # the bounds may be differences of sizes
         window_size = _as_number(window_size[0]), _as_number(window_size[1])
-    if not is_pair or not all(bound is None or isinstance(bound, int) for bound in window_size):
+    if not is_pair or not all(bound is None or isinstance(bound, int | torch.SymInt) for bound in window_size):
         raise ValueError(f"expected window_size (left, right) of integers or None, got {window_size!r}")
     left, right = (resolve_bound(bound) for bound in window_size)
     if not isinstance(is_causal, bool):

@@ -87,6 +87,24 @@ def test_a_trace_of_causal_attention(seqlen_k: int) -> None:
     torch.testing.assert_close(traced(y[:, :7], y), call(y[:, :7], y))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_program_of_causal_attention_whose_lengths_may_vary(strict: bool) -> None:
+    """The op's window is a number, so the program keeps the lengths of its example, in both ways of exporting."""
+
+    class Attending(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = MultiheadAttention(16, 2, batch_first=True)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.attention(x, y, y, is_causal=True, need_weights=False)[0]
+
+    module, x, y = Attending().eval(), torch.randn(2, 7, 16), torch.randn(2, 9, 16)
+    sizes = {"x": None, "y": {1: torch.export.Dim.AUTO}}
+    program = torch.export.export(module, (x, y), dynamic_shapes=sizes, strict=strict).module()
+    torch.testing.assert_close(program(x.flip(0), y), module(x.flip(0), y))
+
+
 def test_lengths_first_read_in_inference_mode_serve_training() -> None:
     module = MultiheadAttention(16, 2, batch_first=True)
     x, mask = torch.randn(4, 7, 16), right_padded()
