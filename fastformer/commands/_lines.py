@@ -19,7 +19,7 @@ from fastformer.generation.text_io import TextError
 if TYPE_CHECKING:
     from fastformer.generation.text_io import ErrorPolicy, Item, Source
 
-_MARK = "\ufeff".encode()  # the byte order mark, of which the first line may begin with one
+_MARK = "\ufeff".encode()  # the byte order mark; a second one is text
 
 
 def file_lines(path: str) -> Iterator[bytes | str | BadLine]:

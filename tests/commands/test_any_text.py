@@ -161,22 +161,11 @@ def test_names_of_files_are_text_for_training_too(tmp_path, monkeypatch) -> None
 # Flags and arguments that are no texts: files, folders, devices, languages, addresses and lists of numbers, which keep
 # the bytes of their words.
 NAMES = {
-    *(
-        "adapter",
-        "attention",
-        "audio",
-        "baseline",
-        "calibration",
-        "config",
-        "data_weights",
-        "device",
-        "draft",
-        "engine",
-    ),
-    *("ensemble_weights", "file", "folder", "grammar", "host", "hosts", "hypotheses", "init_from", "keys_file"),
-    *("language", "model.preset", "origins", "out", "prefix_file", "reference", "run", "schema", "source_lang"),
-    *("target", "target_lang", "tokenizer", "train_data", "train_source", "train_target", "train_text", "train_tsv"),
-    *("val_source", "val_target", "val_text", "val_tsv"),
+    *("adapter", "attention", "audio", "baseline", "calibration", "config", "data_weights", "device", "draft"),
+    *("engine", "ensemble_weights", "file", "folder", "grammar", "host", "hosts", "hypotheses", "init_from"),
+    *("keys_file", "language", "model.preset", "origins", "out", "prefix_file", "reference", "run", "schema"),
+    *("source_lang", "target", "target_lang", "tokenizer", "train_data", "train_source", "train_target"),
+    *("train_text", "train_tsv", "val_source", "val_target", "val_text", "val_tsv"),
 }
 
 
