@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if title is None:
-        print(f"error: --case {options.case} has no shape with {dict(options.shape)}", file=sys.stderr)
+        print(f"error: --case {options.case} has nothing to measure with these options", file=sys.stderr)
         return 2
     return 1 if failed else 0
 

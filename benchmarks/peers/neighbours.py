@@ -6,7 +6,6 @@ import functools
 from collections.abc import Iterator
 
 from benchmarks.measure.timing import Timing
-from benchmarks.peers.cases import jobs
 from benchmarks.peers.compare import PAUSE, beside, busy_neighbours, num_tokens, take_turns
 from benchmarks.peers.job import PeerJob
 from benchmarks.peers.side_by_side import Row, started, without_time
@@ -22,12 +21,12 @@ def measure(plan: SuitePlan, rounds: int, neighbours: int) -> Iterator[Row]:
     Raises:
         Failed: fastformer raised an error.
     """
+    if not (wanted := plan.jobs()):
+        return
     configs = [config for config in plan.places(plan.precisions) if config.peer == "fastformer"]
     shared = {"suite": "decoding", "op": "peers_neighbours", "model": plan.case["name"], "provider": "fastformer"}
     with started(configs) as (workers, missing):
-        for shape, job in jobs(plan.case, plan.batches, plan.beams):
-            if not plan.has(shape):
-                continue
+        for shape, job in wanted:
             yield from (shared | {"shape": shape} | row for row in without_time(missing, "precision"))
             tokens = {key: worker.turn(job).tokens for key, worker in workers.items()}
 

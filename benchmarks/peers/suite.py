@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.peers import models, side_by_side
 from benchmarks.peers.cases import jobs, make_model
-from benchmarks.peers.job import PRECISIONS, USUAL
+from benchmarks.peers.job import PRECISIONS, USUAL, PeerJob
 from benchmarks.peers.reading import bytes_per_step
 from benchmarks.peers.side_by_side import Row, started, without_time
 from benchmarks.peers.worker import WorkerConfig, peers
@@ -48,6 +48,10 @@ class SuitePlan:
     def has(self, shape: Mapping[str, Any]) -> bool:
         """Returns whether a shape is to be measured."""
         return all(str(shape.get(name)) == value for name, value in self.shape.items())
+
+    def jobs(self) -> list[tuple[dict[str, int], PeerJob]]:
+        """Returns the jobs of a decoder that are to be measured; see `cases.jobs`."""
+        return [(shape, job) for shape, job in jobs(self.case, self.batches, self.beams) if self.has(shape)]
 
     def places(self, precisions: Iterable[str]) -> list[WorkerConfig]:
         """Returns a worker's place for each peer, each of these precisions that it has, and each number of threads."""
@@ -135,13 +139,13 @@ def _models(plan: SuitePlan, rounds: int) -> Iterator[Row]:
 
 
 def _decoders(plan: SuitePlan, rounds: int) -> Iterator[Row]:
+    if not (wanted := plan.jobs()):
+        return
     shared = {"suite": "decoding", "op": "peers", "model": plan.case["name"]}
     model = make_model(plan.case)
     weights = {precision: bytes_per_step(model, precision) for precision in plan.precisions}
     del model
     with started(plan.places(plan.precisions)) as (workers, missing):
-        for shape, job in jobs(plan.case, plan.batches, plan.beams):
-            if not plan.has(shape):
-                continue
+        for shape, job in wanted:
             yield from (shared | {"shape": shape} | row for row in without_time(missing, "precision"))
             yield from (shared | {"shape": shape} | row for row in side_by_side.decoders(workers, job, rounds, weights))

@@ -43,6 +43,13 @@ def test_turns_are_interleaved() -> None:
     assert measured == {"a": [1.0, 6.0, 7.0], "b": [2.0, 5.0, 8.0], "c": [3.0, 4.0, 9.0]}
 
 
+@pytest.mark.parametrize("words", ["--case bert_tiny --precision int4", "--case gpt-tiny --shape order=sorted"])
+def test_options_that_leave_nothing_to_measure_are_an_error(words: str, capsys, tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    assert main([*words.split(), "--peer", "fastformer" if "gpt" in words else "accelerated", "--out", str(out)]) == 2
+    assert words.split()[1] in capsys.readouterr().err and not out.exists()
+
+
 def best_of(*things: tuple[str, str]) -> dict[PeerKey, Fastest]:
     return {PeerKey(*thing): Fastest(1, Timing(1.0, 1.0, 1.0)) for thing in things}
 
