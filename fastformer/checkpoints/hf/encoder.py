@@ -87,7 +87,7 @@ class EncoderForm(NamedTuple):
         weights = {own_name: taken(left, parts, self.name) for own_name, parts in self._all_names(config).items()}
         check_empty((name for name in left if name.startswith(self.prefix)), self.name)
         if left:
-            logger.warning("loading a %s as its encoder, without the tensors of a head: %s", self.name, some(left))
+            logger.warning("the encoder of a %s does not use these tensors: %s", self.name, some(left))
         unused = self.unused_positions(ids.pad)
         model: BERT = load_foreign(
             config,
