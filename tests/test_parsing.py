@@ -58,6 +58,7 @@ def module() -> ModuleType:
         ("r", {"run": "r"}),
         ("r t", {"run": "r", "text": "t"}),
         ("r --count 1", {"run": "r", "count": 1}),  # what is given is there, be it the default
+        ("r xxcount", {"run": "r", "text": "xxcount"}),
         ("--count=3 r --share 2e-1", {"run": "r", "count": 3, "share": 0.2}),
         ("--share 1 r", {"run": "r", "share": 1.0}),
         ("--max-len 5 r", {"run": "r", "max_len": 5}),

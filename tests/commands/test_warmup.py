@@ -28,10 +28,11 @@ def model(kind: str, **sizes: int) -> Any:
 @pytest.mark.parametrize("kind", ["Transformer", "GPT", "BERT"])
 def test_each_kind_of_model_is_used_as_it_will_be(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call runs on texts that are cut to the model's positions, and leaves the model unchanged."""
-    beams, search = set[int](), generation.generate
+    beams, rows, search = set[int](), set[int](), generation.generate
 
     def searched(*given: Any, **options: Any) -> Any:
         beams.add(options["num_beams"])
+        rows.add(len(given[1]))
         return search(*given, **options)
 
     monkeypatch.setattr(generation, "generate", searched)
@@ -43,7 +44,7 @@ def test_each_kind_of_model_is_used_as_it_will_be(kind: str, monkeypatch: pytest
     for trains in (False, True):
         run_all(calls(used.train(not trains), 3, 100, trains))
         assert used.training is not trains
-    assert beams == (set() if kind == "BERT" else {1, 4})
+    assert (beams, rows) == ((set(), set()) if kind == "BERT" else ({1, 4}, {1, 3}))
     assert True in modes and (kind != "BERT" or False in modes)  # on a CPU others decode by an engine
     assert all(torch.equal(value, before[name]) for name, value in used.state_dict().items())
     assert all(parameter.grad is None for parameter in used.parameters())

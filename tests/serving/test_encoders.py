@@ -94,8 +94,9 @@ def test_embeddings_of_few_bits(server: Any, folder: Path) -> None:
         assert ask(output_dtype=kind) == ask(embedding_type=kind) == due.tolist()
         rows = [base64.b64decode(row) for row in ask(output_dtype=kind, embedding_type="base64")]
         assert rows == [row.tobytes() for row in due]
-    refused = httpx.post(f"{server.url}/v1/embeddings", json={"input": texts, "output_dtype": "int8"})
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == "output_dtype"
+    for kind in ("int8", "uint8"):
+        refused = httpx.post(f"{server.url}/v1/embeddings", json={"input": texts, "output_dtype": kind})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "output_dtype"
     both = httpx.post(
         f"{server.url}/v1/embeddings", json={"input": texts, "output_dtype": "binary", "embedding_type": "ubinary"}
     )
