@@ -79,7 +79,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Lets the garbage collector begin, which needn't look at millions of objects of modules and tests each time."""
     gc.freeze()
-    gc.set_threshold(4_000, 10, 10)  # of objects that a test makes, nearly none are in cycles
     gc.enable()
     if not session.config.option.durations:
         _send_results_alone(session.config)
