@@ -30,7 +30,7 @@ def origin(tmp_path_factory) -> Path:
         "type.yaml": "steps: many\n",
         "list.yaml": "- steps\n- 3\n",
         "cut.yaml": "",
-        "deep.yaml": "{" * 2000,
+        "deep.yaml": "{" * 1000,
         "tag.yaml": "!!python/object/apply:os.system ['touch hacked']\n",
         "cycle.yaml": "model: &a [*a]\n",
     }.items():
@@ -47,6 +47,7 @@ def origin(tmp_path_factory) -> Path:
 @pytest.fixture
 def folder(origin, tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(shutil.copytree(origin, tmp_path / "work"))
+    monkeypatch.setattr("fastformer.data.files._WRITER_SECONDS", 0.1)
     os.mkfifo("pipe")  # to open it would wait for ever
     return tmp_path / "work"
 

@@ -204,7 +204,7 @@ def test_kernels_are_compiled_once() -> None:
 
     compiled = torch.compile(square, dynamic=False, backend=backend)
     providers = {"fastformer": square, "eager": square, "compiled": compiled}
-    cases = [case_of("square", providers, compiled=("compiled",), rows=rows) for rows in (*range(2, 14), 2)]
+    cases = [case_of("square", providers, compiled=("compiled",), rows=rows) for rows in (*range(2, 12), 2)]
     outcomes = [outcome for _, outcome in run_cases(cases, "cpu", rounds=3, seconds=0.0)]
-    assert [outcome.refused for outcome in outcomes] == [{}] * 13  # the last is compiled already, which is proof too
-    assert len(graphs) == 12 and all(len(outcome.rows) == 3 for outcome in outcomes)
+    assert [outcome.refused for outcome in outcomes] == [{}] * 11  # the last is compiled already, which is proof too
+    assert len(graphs) == 10 and all(len(outcome.rows) == 3 for outcome in outcomes)
