@@ -98,7 +98,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 def on_backends(
-    name: str, cases: Sequence[Any], backends: Sequence[str], dtypes: Sequence[str]
+    name: str,
+    cases: Sequence[Any],
+    backends: Sequence[str],
+    dtypes: Sequence[str],
+    lacks: Callable[[Any, torch.dtype, str], bool],
+    slow_on_triton: Iterable[str] = (),
 ) -> pytest.MarkDecorator:
     """Runs each case in each dtype on each backend, the fixture `backend`; what shares results comes together.
 
@@ -107,17 +112,24 @@ def on_backends(
 
     Args:
         name: the argument that is a case.
+        lacks: whether a backend on this machine can't run a case in a dtype, or another test does: it is left out.
+        slow_on_triton: the cases that are slow on Triton.
     """
+
+    def is_slow(case: Any, turn: bool, backend: str) -> bool:
+        return str(case) in slow_on_triton if backend == "triton" else backend != "cpp" and not turn
+
     return pytest.mark.parametrize(
         (name, "dtype", "backend"),
         [
             pytest.param(
                 case, DTYPES[dtype], backend, id=f"{case}-{dtype}-{backend}",
-                marks=pytest.mark.slow if backend in ("reference", "fallback") and turn != i % len(dtypes) else (),
+                marks=pytest.mark.slow if is_slow(case, turn == i % len(dtypes), backend) else (),
             )
             for i, case in enumerate(cases)
             for turn, dtype in enumerate(dtypes)
             for backend in backends
+            if not lacks(case, DTYPES[dtype], backend)
         ],
         indirect=["backend"],
     )  # fmt: skip

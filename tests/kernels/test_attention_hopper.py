@@ -22,6 +22,7 @@ from fastformer.kernels._attention_hopper_backward import _attention_hopper_bwd_
 from fastformer.kernels._attention_hopper_forward import _attention_hopper_fwd_kernel  # noqa: E402
 from fastformer.kernels.attention import describe_dense  # noqa: E402
 from tests.checks import assert_accurate  # noqa: E402
+from tests.covering import by_turns  # noqa: E402
 from tests.kernels.attention_cases import (  # noqa: E402
     SEED,
     Case,
@@ -131,9 +132,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
-def test_any_order_of_events(dropout_p: float, schedule: str) -> None:
+@pytest.mark.parametrize("schedule, dropout_p", by_turns([*SCHEDULES], [0.0, 0.2]))
+def test_any_order_of_events(schedule: str, dropout_p: float) -> None:
     case = replace(BASE, seqlen_q=400, seqlen_k=700, window=(None, 0), dropout_p=dropout_p)
     check(case, torch.bfloat16, SCHEDULES[schedule], programs=3)
 
@@ -247,12 +247,11 @@ def test_a_mistake_is_noticed(mistake: str) -> None:
             check(case, torch.bfloat16, schedule, results, kernel=kernel)
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
-def test_without_a_mistake(dropout_p: float) -> None:
+def test_without_a_mistake() -> None:
     """This is the reference in which no mistake is detected."""
     kernel = kernel_with("first_row += consumer * CONSUMER_ROWS", "first_row += CONSUMER_ROWS * consumer")
     for schedule in MISTAKE_SCHEDULES:
-        check(replace(MISTAKE_CASE, dropout_p=dropout_p), torch.bfloat16, schedule, kernel=kernel)
+        check(MISTAKE_CASE, torch.bfloat16, schedule, kernel=kernel)
 
 
 def fits(**changes: Any) -> bool:

@@ -12,7 +12,7 @@ from fastformer.ops import decode_attention, rotary_tables, use_backend
 from tests.checks import assert_accurate, is_interpreted, small_draws
 from tests.covering import each, on_backends
 from tests.ops.attention_cases import Case, plain_attention
-from tests.ops.test_attention import skip_unless_supported
+from tests.ops.test_attention import lacks, skip_unless_supported
 from tests.ops.test_rotary import plain as plain_rotary
 
 
@@ -178,9 +178,8 @@ def run(step: Step, inputs: dict[str, Tensor | None]) -> Tensor:
     return decode_attention(**inputs, **options)
 
 
-@on_backends("step", STEPS, ["reference", "cpp", "triton"], ["fp32", "bf16"])
+@on_backends("step", STEPS, ["reference", "cpp", "triton"], ["fp32", "bf16"], lacks)
 def test_accuracy_and_cache(step: Step, dtype: torch.dtype, backend: str, device: str) -> None:
-    skip_unless_supported(backend, dtype, device)
     if backend == "triton" and device != "cpu" and dtype == torch.float32 and step.head_dim > 128:
         pytest.skip("the kernel refuses such heads in fp32 on a device: the operands of three products would spill")
     ours, plain, exact = [], [], []
@@ -268,6 +267,14 @@ TABLE_STEPS = [
 ]
 
 
+# The table's part in the interpreter: new tokens, sources of beams, windows, a cap, turned keys, and rows without keys.
+INTERPRETED = {
+    *("first-token", "mqa", "prefill", "several-tokens", "window-several", "cross-beams-swapped", "scale-head-dim-40"),
+    *("softcap-gqa", "rotary-interleaved-part", "rotary-more-new-than-queries", "table-empty-row"),
+    *("table-window-cross", "table-more-new-than-queries"),
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
 @each("step", TABLE_STEPS)
 def test_table_gives_the_bits_of_the_identity(step: Step, dtype: torch.dtype, backend: str, device: str) -> None:
@@ -276,12 +283,8 @@ def test_table_gives_the_bits_of_the_identity(step: Step, dtype: torch.dtype, ba
         pytest.skip("the kernel refuses such heads in fp32 on a device: the operands of three products would spill")
     if backend == "triton" and dtype == torch.float64:
         pytest.skip("the kernel has no fp64")
-    if is_interpreted() and step.name == "table-many-rows":
-        pytest.skip("tests/kernels has many rows")
-    if is_interpreted() and step.name in ("softcap-prefill", "softcap-several-rotary"):
-        pytest.skip("a table and a cap meet in softcap-gqa")
-    if is_interpreted() and step.name in ("gqa-many-rows", "gqa-many-rows-several", "head-dim-32"):
-        pytest.skip("the C++ kernels take many rows in another way, and Triton's don't")
+    if is_interpreted() and step.name not in INTERPRETED:
+        pytest.skip("the interpreter is slow: tests/kernels has tables with windows, shares, rotary and groups")
     inputs = make_inputs(step, dtype, device)
     tabled, slots = through_table(step, inputs)
     before = {name: tabled[name].clone() for name in ("k_cache", "v_cache")}

@@ -250,10 +250,10 @@ def test_inputs_may_have_any_strides(call: OpCall, dtype: torch.dtype, forced: s
     tensors = cast(call.tensors(N), dtype)
     expected = results(call, N, tensors)
     lying = {name: views(tensor) for name, tensor in tensors.items() if not name.endswith("_cache")}
-    # One by one, or, where a call takes long, all at once.
+    # One by one, or, where a call takes long, all at once, by turns.
     changes: list[dict[str, Tensor]] = [{name: view} for name, variants in lying.items() for view in variants]
     if forced == "triton":
-        changes = [{name: variants[index] for name, variants in lying.items()} for index in (0, -1)]
+        changes = [{name: variants[i % 2 - 1] for i, (name, variants) in enumerate(lying.items())}]
     for change in changes:
         assert all(torch.equal(view, tensors[name]) for name, view in change.items())
         values = results(call, N, tensors | change)
@@ -319,6 +319,15 @@ class Recorded(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+# An op's first call is compiled with the default backend, and its second one with the reference: a graph contains one
+# call of an op for either, because the backend is chosen within the call. All other pairs are slow.
+COMPILED = {
+    call: backend
+    for op in {call.op: None for call in CALLS}
+    for call, backend in zip([call for call in CALLS if call.op == op], (None, "reference"), strict=False)
+}
+
+
 @every_call
 def test_opcheck(call: OpCall, forced: str) -> None:
     """Checks the schema, fake tensors, and autograd registration of the forward and the backward pass."""
@@ -327,32 +336,22 @@ def test_opcheck(call: OpCall, forced: str) -> None:
     with Recorded() as recorded:
         results(call, N, call.tensors(N))
     assert recorded.calls
+    checks = ["test_schema", "test_faketensor"]
+    if forced == "reference" and call.learns:  # how an op is registered is no backend's affair
+        checks += ["test_autograd_registration", *["test_aot_dispatch_dynamic"] * (call not in COMPILED)]
     for function, args in recorded.calls:
-        # How an op is registered is no backend's affair: the whole list of checks is for one of them.
-        checks = ("test_schema", "test_faketensor") if call.op == "decode_attention" or forced != "reference" else None
         if str(function).rpartition(".")[0].endswith("_fwd"):
             args = torch.utils._pytree.tree_map_only(
                 Tensor, lambda x: x.requires_grad_() if x.is_floating_point() and call.learns else x, args
             )
-        torch.library.opcheck(function, args, **({"test_utils": checks} if checks else {}))
+        torch.library.opcheck(function, args, test_utils=checks)
 
 
-def on_backends_by_turns() -> list[Any]:
-    """Parametrizes an op's first call with the default backend and its second one with the reference.
-
-    All other pairs are slow: the checks of the schema and of the fake have every call. A graph contains one call of an
-    op for either, because the backend is chosen within the call.
-    """
-    params, counts = [], dict.fromkeys((call.op for call in CALLS), 0)
-    for call in CALLS:
-        for place, backend in enumerate((None, "reference")):
-            marks = () if place == counts[call.op] else pytest.mark.slow
-            params.append(pytest.param(call, backend, id=f"{backend}-{call}", marks=marks))
-        counts[call.op] += 1
-    return params
-
-
-@pytest.mark.parametrize("call, backend", on_backends_by_turns())
+@pytest.mark.parametrize("call, backend", [
+    pytest.param(call, backend, id=f"{backend}-{call}",
+                 marks=() if call in COMPILED and COMPILED[call] == backend else pytest.mark.slow)
+    for call in CALLS for backend in (None, "reference")
+])  # fmt: skip
 def test_compiled(call: OpCall, backend: str | None) -> None:
     """There is one graph for all sizes, which contains one call of the op for any backend."""
 

@@ -20,7 +20,7 @@ from tests.covering import each, on_backends
 from tests.kernels.attention_cases import Case as PackedCase
 from tests.kernels.attention_cases import pack, visible
 from tests.ops.attention_cases import Case, make_inputs, plain_attention
-from tests.ops.test_attention import BACKENDS, skip_unless_supported
+from tests.ops.test_attention import BACKENDS, lacks
 
 
 @pytest.fixture(params=BACKENDS)
@@ -118,11 +118,15 @@ def expected_of(case: Packed, dtype: torch.dtype, device: str, draws: int):
     ]
 
 
-@on_backends("case", CASES, BACKENDS, ["fp32", "bf16", "fp16"])
+# tests/kernels has these options, and the interpreter is slow.
+IN_KERNELS = {
+    *("self", "self-causal", "cross", "window", "mqa", "dropout-causal", "dropout-cross-gqa", "slack-of-keys"),
+    *("head-dim-40", "scale"),
+}
+
+
+@on_backends("case", CASES, BACKENDS, ["fp32", "bf16", "fp16"], lacks, IN_KERNELS)
 def test_forward_and_backward(case: Packed, dtype: torch.dtype, backend: str, device: str) -> None:
-    skip_unless_supported(backend, dtype, device)
-    if backend == "triton" and device == "cpu" and dtype == torch.float16:
-        pytest.skip("the interpreter runs fp16 in tests/kernels, where every pair of options is")
     runs: dict[str, list[dict[str, Tensor]]] = {"ours": [], "plain": [], "exact": []}
     for packed, plain, exact in expected_of(case, dtype, device, small_draws()):
         runs["ours"].append(run(case, packed, dtype, device, plain=False))
