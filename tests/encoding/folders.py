@@ -84,6 +84,30 @@ def modules(folder: Path, *behind: tuple[str, dict[str, Any]], transformer: str 
     return places
 
 
+def masked(folder: Path, name: str, pooling: dict[str, Any], seed: int = 0, **settings: Any) -> Any:
+    """Writes the folder of a SPLADE, and returns transformers' model."""
+    import transformers
+
+    bert(folder)
+    (folder / "model.safetensors").unlink()
+    kind = getattr(transformers, f"{name}ForMaskedLM")
+    sizes: dict[str, Any] = {
+        "vocab_size": len(SPECIAL + WORDS), "hidden_size": D_MODEL, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 48, "max_position_embeddings": MAX_LEN + 8, "pad_token_id": 0, "bos_token_id": 2,
+        "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3,
+    }  # fmt: skip
+    if name == "DistilBert":
+        sizes |= {"dim": D_MODEL, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}
+    torch.manual_seed(seed)
+    model = kind(kind.config_class(**sizes | settings)).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.normal_(1.0 if parameter.dim() == 1 and key.endswith("weight") else 0.0, 0.3)
+    model.save_pretrained(folder)
+    modules(folder, ("SpladePooling", pooling))
+    return model
+
+
 def dense(place: Path, into: int, out: int, activation: str = "torch.nn.modules.activation.Tanh") -> dict[str, Tensor]:
     """Writes a Dense module, and returns its weights."""
     generator = torch.Generator().manual_seed(5)

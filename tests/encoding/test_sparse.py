@@ -13,31 +13,7 @@ from torch import Tensor
 
 import fastformer
 from tests.checks import assert_accurate
-from tests.encoding.folders import D_MODEL, MANY, MAX_LEN, SPECIAL, WORDS, bert, ids_of, modules, write
-
-SIZES: dict[str, Any] = {
-    "vocab_size": len(SPECIAL + WORDS), "hidden_size": D_MODEL, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "intermediate_size": 48, "max_position_embeddings": MAX_LEN + 8, "pad_token_id": 0, "bos_token_id": 2,
-    "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3,
-}  # fmt: skip
-
-
-def masked(folder: Path, name: str, pooling: dict[str, Any], seed: int = 0, **settings: Any) -> Any:
-    """Writes the folder of a SPLADE, and returns transformers' model."""
-    import transformers
-
-    bert(folder)
-    (folder / "model.safetensors").unlink()
-    kind = getattr(transformers, f"{name}ForMaskedLM")
-    sizes = {"dim": D_MODEL, "n_layers": 2, "n_heads": 4, "hidden_dim": 48} if name == "DistilBert" else {}
-    torch.manual_seed(seed)
-    model = kind(kind.config_class(**SIZES | sizes | settings)).eval()
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            parameter.normal_(1.0 if parameter.dim() == 1 and key.endswith("weight") else 0.0, 0.3)
-    model.save_pretrained(folder)
-    modules(folder, ("SpladePooling", pooling))
-    return model
+from tests.encoding.folders import MANY, SPECIAL, WORDS, bert, ids_of, masked, modules, write
 
 
 def expected(model: Any, folder: Path, texts: list[str], dtype: torch.dtype, sums: bool, twice: bool) -> Tensor:
@@ -72,7 +48,7 @@ def test_weights_equal_those_of_transformers(name: str, settings: dict[str, Any]
     encoder = fastformer.Encoder(tmp_path)
     # MPNet's PAD is [UNK] here, whose positions transformers doesn't count.
     texts = [text for text in MANY if 1 not in encoder.tokenize([text])["input_ids"]]
-    assert encoder.pooling == "splade" and encoder.get_embedding_dimension() == SIZES["vocab_size"]
+    assert encoder.pooling == "splade" and encoder.get_embedding_dimension() == len(SPECIAL + WORDS)
     plain, exact = (expected(model, tmp_path, texts, dtype, sums, twice) for dtype in (torch.float32, torch.float64))
     rows = encoder.encode(texts)
     another = masked(tmp_path / "another", name, pooling, seed=1, **settings)  # plain PyTorch may be lucky once

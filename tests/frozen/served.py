@@ -28,6 +28,8 @@ from fastformer.serving.openai_bodies import (
 from fastformer.serving.rerank import DocumentsBody
 from fastformer.serving.tei import EmbedBody
 from fastformer.serving.tgi import GenerateBody, Parameters
+from tests.audio.speech import sound
+from tests.audio.test_reading import wav
 from tests.serving.models import folder_of, services
 from tests.serving.test_fields import CASES
 
@@ -49,6 +51,13 @@ VALUES: tuple[Any, ...] = (
     False, True, 0, 1, -1, 0.5, "", "none", "auto", "medium", "float", "json", [], {}, ["text"], ["float"],
     {"type": "text"}, {"type": "disabled"}, ["a"], {"a": 1},
 )  # fmt: skip
+SOUND = wav(sound(3, 2))
+# By route of speech: the fields of its forms.
+ALL = {"language": "en", "response_format": "verbose_json"}
+FORMS: dict[str, tuple[dict[str, Any], ...]] = {
+    "/v1/audio/transcriptions": ({**ALL, "timestamp_granularities[]": ["word", "segment"]}, {"language": "en"}),
+    "/v1/audio/translations": (ALL, {}),
+}
 # What no test can promise, and routes that answer with a page or with counts.
 VARIES = ("version", "created", "sha", "docker_label", "model_sha")
 OTHERS = ("/", "/metrics", "/openapi.json")
@@ -112,6 +121,9 @@ def served_now(folder: Path) -> dict[str, Any]:
                     row["told"] = _kept(client.get(path).json())
                 if path in CASES:
                     row["shape"] = _shape(client.post(path, json=CASES[path][1]).json())
+                if path in FORMS:
+                    forms = (client.post(path, data=form, files={"file": SOUND}) for form in FORMS[path])
+                    row["shape"] = [_shape(answer.json()) for answer in forms]
                 found[f"{method} {path}"] = row
         found["metrics"] = _metrics(client.get("/metrics").text)
     return found
@@ -125,7 +137,7 @@ def _shape(value: Any, name: str = "") -> Any:
         return {key: _shape(each, key) for key, each in value.items()}
     if isinstance(value, list):
         return [_shape(each, name) for each in value[:1]]
-    is_name = isinstance(value, str) and name in ("object", "type", "role", "finish_reason", "error_type")
+    is_name = isinstance(value, str) and name in ("object", "type", "role", "finish_reason", "error_type", "task")
     return value if is_name or value is None else "number" if type(value) is float else type(value).__name__
 
 

@@ -114,6 +114,13 @@ def multi_vector(folder: Path) -> Path:
     return folder
 
 
+def sparse(folder: Path) -> Path:
+    """Makes a SPLADE of a BERT, with a prompt."""
+    folders.masked(folder, "Bert", {"pooling_strategy": "max"})
+    folders.write(folder / "config_sentence_transformers.json", {"prompts": {"query": "query : "}})
+    return folder
+
+
 def classifier(folder: Path, num_labels: int = 3) -> Path:
     """Makes a BERT with a head."""
     names = ["good", "bad", "odd"][:num_labels]
@@ -130,6 +137,7 @@ def services(folder: Path) -> dict[str, Path]:
         "encoder": encoder(folder / "mini"),
         "ranker": classifier(folder / "ranker", 1),
         "multi-vector": multi_vector(folder / "multi-vector"),
+        "sparse": sparse(folder / "sparse"),
     }
 
 

@@ -19,9 +19,8 @@ from fastformer import CrossEncoder, Encoder, MultiVectorEncoder
 from fastformer.data import ByteTokenizer
 from fastformer.models import GPT
 from fastformer.serving import Limits, open_service
-from tests.encoding.folders import D_MODEL, MANY, bert, modules, write
+from tests.encoding.folders import D_MODEL, MANY, bert, masked, modules, write
 from tests.encoding.test_decoders import decoder
-from tests.encoding.test_sparse import masked
 from tests.generation.small import tiny
 from tests.serving import models
 from tests.serving.asking import serving

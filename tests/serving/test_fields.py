@@ -171,6 +171,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Case]]] = {
             "dimensions": (3, 4),
         },
     ),
+    "/embed_sparse": (
+        "sparse",
+        {"inputs": "a bird"},
+        {**OF_ENCODERS, "inputs": ("a bird", "two birds"), "prompt_name": (None, "query")},
+    ),
     "/rerank": (
         "ranker",
         {"query": "a bird", "texts": ["the hills", "a bird sings"]},
@@ -328,7 +333,7 @@ OF_OPENAI = {
 }  # fmt: skip
 OF_TEI = {422: "validation", 429: "overloaded", 500: "backend", 503: "unhealthy", 504: "backend"}
 OF_TGI = {**OF_TEI, 500: "generation", 504: "generation"}
-FORMATS = {"/embed": OF_TEI, "/predict": OF_TEI, "/rerank": OF_TEI, "/generate": OF_TGI}
+FORMATS = {"/embed": OF_TEI, "/embed_sparse": OF_TEI, "/predict": OF_TEI, "/rerank": OF_TEI, "/generate": OF_TGI}
 # Each error that a service raises, with its status and Retry-After, which is whole seconds and never too early.
 ERRORS = (
     (QueueFull("it is full", 1.2), 429, "2"), (QueueFull("it is full", 3), 429, "3"),
