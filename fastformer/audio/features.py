@@ -19,6 +19,7 @@ _BLOCK_FRAMES = 6_000  # computed together where the loudest frame of a recordin
 _TOGETHER = 256  # frames whose spectra stay in the cache
 _LINEAR_MELS, _MEL_HZ = 15, 200 / 3  # Slaney's scale: linear up to 1 kHz, then logarithmic, 27 mels for a factor 6.4
 _LOG_STEP = np.log(6.4) / 27
+_WINDOW: Array = (0.5 - 0.5 * np.cos(2 * np.pi / _FFT * np.arange(_FFT))).astype(np.float32)
 
 
 class Samples(Protocol):
@@ -55,38 +56,33 @@ class Features:
         n_mels: the number of bands.
         width: the number of frames of a window.
         padding: samples of silence after the audio.
+
+    Attributes:
+        num_frames: the number of frames that begin in the audio, without its padding.
+        all_frames: the number of frames with those of the padding.
     """
 
     def __init__(self, samples: Samples, n_mels: int, width: int, padding: int = HOP) -> None:
         self.samples, self.n_mels, self.width = samples, n_mels, width
         self._length = len(samples) + padding
-        self._all: Array | None = None
-
-    @property
-    def num_frames(self) -> int:
-        """The number of frames that begin in the audio, without its padding."""
-        return len(self.samples) // HOP
-
-    @property
-    def all_frames(self) -> int:
-        """The number of frames with those of the padding."""
-        return self._length // HOP
+        self.num_frames, self.all_frames = len(samples) // HOP, self._length // HOP
+        self._all: Array | None = None  # of a short recording, whose loudest frame is searched among all
 
     @functools.cached_property
     def _least(self) -> float:
         """The least value of a frame: 80 dB below the loudest one."""
-        blocks = range(0, self.all_frames, _BLOCK_FRAMES)
-        if len(blocks) < 2:
-            return max((float(self._log_mel(at, at + _BLOCK_FRAMES).max()) for at in blocks), default=0.0) - 8
+        if self.all_frames <= _BLOCK_FRAMES:
+            self._all = self._log_mel(0, self.all_frames)
+            return float(self._all.max()) - 8
         # A band has at most the energy of its frame times its largest weight: most frames can't be the loudest one.
-        bounds = np.concatenate([self._bounds(at, min(at + _BLOCK_FRAMES, self.all_frames)) for at in blocks])
+        starts = range(0, self.all_frames, _BLOCK_FRAMES)
+        blocks = [(start, self._bounds(start, min(start + _BLOCK_FRAMES, self.all_frames))) for start in starts]
         loudest = _SILENCE
-        for at in sorted(blocks, key=lambda at: -bounds[at : at + _BLOCK_FRAMES].max()):
-            places = np.flatnonzero(bounds[at : at + _BLOCK_FRAMES] > loudest)
-            if not len(places):
-                break
-            frames = self._frames(at, min(at + _BLOCK_FRAMES, self.all_frames))[places]
-            loudest = max(loudest, float(_log_mel(frames, self.n_mels).max()))
+        for start, bounds in sorted(blocks, key=lambda block: -block[1].max()):
+            places = np.flatnonzero(bounds > loudest)
+            if len(places):
+                frames = self._frames(start, start + len(bounds))[places]
+                loudest = max(loudest, float(_log_mel(frames, self.n_mels).max()))
         return loudest - 8
 
     def _bounds(self, start: int, stop: int) -> Array:
@@ -105,22 +101,15 @@ class Features:
             start: the first frame.
             num_frames: the number of frames; those beyond the end are zeros too.
         """
-        least, result = self._least, np.zeros((self.n_mels, self.width), np.float32)
-        frames = self._log_mel(start, start + min(num_frames, self.width))
-        result[:, : frames.shape[1]] = (np.maximum(frames, np.float32(least)) + 4) / 4
+        result = np.zeros((self.n_mels, self.width), np.float32)
+        stop = min(start + min(num_frames, self.width), self.all_frames)
+        if start < stop:
+            least = np.float32(self._least)
+            result[:, : stop - start] = (np.maximum(self._log_mel(start, stop), least) + 4) / 4
         return result
 
     def _log_mel(self, start: int, stop: int) -> Array:
-        """Returns the logarithms of the bands' energies, (n_mels, frames)."""
-        stop = min(stop, self.all_frames)
-        if stop <= start:
-            return np.zeros((self.n_mels, 0), np.float32)
-        if self._all is not None:
-            return self._all[:, start:stop]
-        result = _log_mel(self._frames(start, stop), self.n_mels)
-        if start == 0 and stop == self.all_frames:
-            self._all = result  # of a short recording, whose loudest frame was searched in this block
-        return result
+        return _log_mel(self._frames(start, stop), self.n_mels) if self._all is None else self._all[:, start:stop]
 
     def _frames(self, start: int, stop: int) -> Array:
         audio = self._padded(start * HOP - _FFT // 2, (stop - 1) * HOP + _FFT // 2)
@@ -128,36 +117,20 @@ class Features:
 
     def _padded(self, start: int, stop: int) -> Array:
         """Returns samples, of which those outside of the padded audio are its reflection."""
-        first = min(max(start, 0), stop)
-        last = max(first, min(stop, len(self.samples)))
-        if (first, last) == (start, stop):
-            return self.samples.read(start, stop)
-        inside = self.samples.read(first, last)
-        return np.concatenate([self._reflected(start, first), inside, self._reflected(last, stop)])
-
-    def _reflected(self, start: int, stop: int) -> Array:
-        if stop <= start:
-            return np.zeros(0, np.float32)
-        period = max(2 * (self._length - 1), 1)
-        places = np.arange(start, stop) % period
-        places = np.minimum(places, period - places)
-        first, last = int(places.min()), min(int(places.max()) + 1, len(self.samples))
-        read = self.samples.read(first, last) if last > first else np.zeros(0, np.float32)
-        silence = np.zeros(int(places.max()) + 1 - first - len(read), np.float32)
-        return np.concatenate([read, silence])[places - first]
+        before, behind = max(0, -start), max(0, stop - self._length)
+        first, last = max(0, start), min(max(stop, before + 1), self._length)  # with what is reflected
+        samples = self.samples.read(first, min(last, len(self.samples)))
+        if len(samples) < stop - start:  # at an end of the recording
+            samples = np.pad(samples, (0, last - first - len(samples)))
+            samples = np.pad(samples, (before, behind), "reflect")[: stop - start]
+        return samples
 
 
 def _log_mel(frames: Array, n_mels: int) -> Array:
     """Returns the logarithms of the bands' energies in frames of samples, (n_mels, frames)."""
     bands = np.empty((n_mels, len(frames)), np.float32)
     for at in range(0, len(frames), _TOGETHER):
-        spectrum = np.fft.rfft(frames[at : at + _TOGETHER] * _window())
+        spectrum = np.fft.rfft(frames[at : at + _TOGETHER] * _WINDOW)
         power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32, copy=False)
         bands[:, at : at + _TOGETHER] = mel_filters(n_mels) @ power.T
     return np.log10(np.maximum(bands, np.float32(10**_SILENCE), out=bands), out=bands)
-
-
-@functools.cache
-def _window() -> Array:
-    window: Array = (0.5 - 0.5 * np.cos(2 * np.pi / _FFT * np.arange(_FFT))).astype(np.float32)
-    return window

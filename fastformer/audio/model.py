@@ -224,14 +224,12 @@ class SpeechModel:
         if len(array) != len(prompts):
             raise ValueError(f"prompts: expected one for each of {len(array)} windows, got {len(prompts)}")
         samples = sampling_topk != 1 and sampling_temperature != 0
+        if samples and beam_size != 1:
+            raise ValueError(f"beam_size: expected 1 for sampling, got {beam_size}")
         most_finished = round(beam_size * patience)
-        _check_search(beam_size, most_finished, num_hypotheses, samples=samples)
-        if sampling_temperature < 0 or sampling_topk < 0 or repetition_penalty <= 0 or no_repeat_ngram_size < 0:
-            raise ValueError(
-                "expected a repetition_penalty above 0, and sampling_temperature, sampling_topk and "
-                "no_repeat_ngram_size of at least 0"
-            )
-        options = {
+        if not samples and num_hypotheses > most_finished:
+            raise ValueError(f"num_hypotheses: expected at most beam_size * patience, got {num_hypotheses}")
+        options = {  # of which the engine checks the bounds
             "num_beams": beam_size,
             "num_return": num_hypotheses,
             "alpha": length_penalty,
@@ -377,15 +375,6 @@ class _Plan(NamedTuple):
     prefix: list[int]
     has_timestamps: bool
     probed_position: int
-
-
-def _check_search(beam_size: int, most_finished: int, num_hypotheses: int, *, samples: bool) -> None:
-    if beam_size < 1 or most_finished < 1:
-        raise ValueError(f"beam_size: expected at least 1, also times patience, got {beam_size} and {most_finished}")
-    if samples and beam_size != 1:
-        raise ValueError(f"beam_size: expected 1 for sampling, got {beam_size}")
-    if num_hypotheses < 1 or (not samples and num_hypotheses > most_finished):
-        raise ValueError(f"num_hypotheses: expected 1 to beam_size * patience, got {num_hypotheses}")
 
 
 def _floats(name: str, values: npt.ArrayLike) -> Floats:

@@ -5,6 +5,7 @@ With `av` (an extra) all formats of FFmpeg are read, with `soundfile` those of l
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import itertools
 import math
@@ -119,19 +120,15 @@ def open_audio(source: Source | Recording, *, max_seconds: float | None = None) 
         ValueError: the file holds no audio that can be read here, or more than max_seconds.
         OSError: the file can't be opened.
     """
-    if isinstance(source, Recording):
-        recording = source
-    elif isinstance(source, str | os.PathLike):
+    if isinstance(source, str | os.PathLike):
         with open(source, "rb") as file:
-            recording = _stored(_decoded(file, os.fspath(source)), max_seconds)
-    elif isinstance(source, bytes | bytearray | memoryview):
-        recording = _stored(_decoded(io.BytesIO(source), "the audio"), max_seconds)
-    elif hasattr(source, "read"):
-        recording = _stored(_decoded(source, getattr(source, "name", "the audio")), max_seconds)
-    else:
-        recording = Recording.of(source)
-    _check_length(len(recording), max_seconds)
-    return recording
+            return open_audio(file, max_seconds=max_seconds)
+    if isinstance(source, bytes | bytearray | memoryview):
+        source = io.BytesIO(source)
+    if not isinstance(source, Recording):
+        source = _decoded(source, max_seconds) if hasattr(source, "read") else Recording.of(source)
+    _check_length(len(source), max_seconds)
+    return source
 
 
 def decode_audio(
@@ -153,6 +150,27 @@ def _check_length(num_samples: int, max_seconds: float | None) -> None:
         raise ValueError(f"expected audio of at most {max_seconds:g} seconds, got a longer recording")
 
 
+def _decoded(file: Any, max_seconds: float | None) -> Recording:
+    """Reads a file. One that ends in the middle gives the samples before."""
+    name = getattr(file, "name", "the audio")
+    if not hasattr(file, "seekable") or not file.seekable():
+        file = io.BytesIO(file.read())
+    head = _read(file, 12)
+    if not head:
+        raise ValueError(f"{name} is empty: expected audio")
+    wav = _wav_form(file) if head[:4] in (b"RIFF", b"RF64") and head[8:] == b"WAVE" else None
+    is_plain = wav is not None and wav[:4] == (_PCM, 1, RATE, 16) and wav.size > 0 and head[:4] == b"RIFF"
+    package = None if is_plain else next(filter(importlib.util.find_spec, _PACKAGES), None)
+    if package is not None:
+        file.seek(0)
+        return _stored(_PACKAGES[package](file, name), max_seconds)
+    if wav is None:
+        raise ValueError(
+            f"expected audio as WAV, got another format in {name}: for other formats pip install 'fastformer[audio]'"
+        )
+    return _stored(_as_int16(_wav_samples(file, wav, name), wav.rate), max_seconds)
+
+
 def _stored(blocks: Iterable[np.ndarray[Any, Any]], max_seconds: float | None) -> Recording:
     """Stores blocks of 16-bit samples at `RATE`, those of a long recording on disk."""
     file = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115
@@ -166,32 +184,6 @@ def _stored(blocks: Iterable[np.ndarray[Any, Any]], max_seconds: float | None) -
         file.close()
         raise
     return Recording(length, file=file)
-
-
-def _decoded(file: Any, name: Any) -> Iterator[np.ndarray[Any, Any]]:
-    """Yields 16-bit samples at `RATE`. A file that ends in the middle yields those before."""
-    if not hasattr(file, "seekable") or not file.seekable():
-        file = io.BytesIO(file.read())
-    head = _read(file, 12)
-    if not head:
-        raise ValueError(f"{name} is empty: expected audio")
-    wav = _wav_form(file) if head[:4] in (b"RIFF", b"RF64") and head[8:] == b"WAVE" else None
-    if wav is not None and wav[:4] == (_PCM, 1, RATE, 16) and wav.size > 0 and head[:4] == b"RIFF":
-        yield from (np.frombuffer(data, "<i2") for data in _chunks(file, wav))
-        return
-    for module, decode in (("av", _with_av), ("soundfile", _with_soundfile)):
-        try:
-            __import__(module)
-        except ImportError:
-            continue
-        file.seek(0)
-        yield from decode(file, name)
-        return
-    if wav is None:
-        raise ValueError(
-            f"expected audio as WAV, got another format in {name}: for other formats pip install 'fastformer[audio]'"
-        )
-    yield from _as_int16(_resampled(_wav_samples(file, wav, name), wav.rate))
 
 
 def _with_av(file: Any, name: Any) -> Iterator[np.ndarray[Any, Any]]:
@@ -231,9 +223,12 @@ def _with_soundfile(file: Any, name: Any) -> Iterator[np.ndarray[Any, Any]]:
     try:
         with soundfile.SoundFile(file) as audio:
             blocks = (block.mean(1) for block in audio.blocks(_BLOCK, dtype="float32", always_2d=True))
-            yield from _as_int16(_resampled(blocks, audio.samplerate))
+            yield from _as_int16(blocks, audio.samplerate)
     except soundfile.LibsndfileError as error:
         raise ValueError(f"expected audio in {name}, which libsndfile can't read: {error}") from error
+
+
+_PACKAGES = {"av": _with_av, "soundfile": _with_soundfile}  # the first that is installed reads what isn't plain WAV
 
 
 class _Wav(NamedTuple):
@@ -310,8 +305,9 @@ def _numbers(data: bytes, kind: int, bits: int) -> Array:
     return (np.frombuffer(data, f"<i{bits // 8}") / 2 ** (bits - 1)).astype(np.float32)
 
 
-def _as_int16(blocks: Iterable[Array]) -> Iterator[np.ndarray[Any, Any]]:
-    for block in blocks:
+def _as_int16(blocks: Iterable[Array], rate: int) -> Iterator[np.ndarray[Any, Any]]:
+    """Yields samples of a rate as 16-bit ones at `RATE`."""
+    for block in blocks if rate == RATE else _resampled(blocks, rate):
         if not np.isfinite(block).all():
             raise ValueError("expected finite samples, got NaN or infinite ones")
         yield np.clip(np.rint(block * 32768), -32768, 32767).astype(np.int16)
@@ -319,9 +315,6 @@ def _as_int16(blocks: Iterable[Array]) -> Iterator[np.ndarray[Any, Any]]:
 
 def _resampled(blocks: Iterable[Array], rate: int) -> Iterator[Array]:
     """Converts blocks of samples from a rate to `RATE`, by a windowed sinc, with the same result for any blocks."""
-    if rate == RATE:
-        yield from blocks
-        return
     shared = math.gcd(rate, RATE)
     old, new = rate // shared, RATE // shared
     if old > _BLOCK or new > _BLOCK:
@@ -334,20 +327,14 @@ def _resampled(blocks: Iterable[Array], rate: int) -> Iterator[Array]:
     filters = kernel.astype(np.float32).T
     # A step reads `old` samples with `width` before and after them, and gives `new` samples.
     rest, total, given = np.zeros(width, np.float32), 0, 0
-
-    def convert(samples: Array) -> Array:
-        steps = np.lib.stride_tricks.sliding_window_view(samples, len(filters))[::old]
-        return (steps @ filters).reshape(-1)
-
-    for block in blocks:
-        total += len(block)
+    silence = np.zeros(2 * width + old, np.float32)
+    for block in itertools.chain(blocks, [silence]):
+        total += 0 if block is silence else len(block)
         rest = np.concatenate([rest, block])
-        steps = (len(rest) - 2 * width) // old
-        if steps > 0:
-            converted = convert(rest[: steps * old + 2 * width])
-            given += len(converted)
+        steps = max(0, len(rest) - 2 * width) // old
+        if steps:
+            windows = np.lib.stride_tricks.sliding_window_view(rest, len(filters))[: steps * old : old]
+            converted = (windows @ filters).reshape(-1)[: math.ceil(total * new / old) - given]
             yield converted
+            given += len(converted)
             rest = rest[steps * old :]
-    if total:
-        converted = convert(np.concatenate([rest, np.zeros(2 * width + old, np.float32)]))
-        yield converted[: math.ceil(total * new / old) - given]

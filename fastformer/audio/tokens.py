@@ -109,13 +109,13 @@ class Tokens:
         """Returns the time of a timestamp's token within its window."""
         return (token - self.first_timestamp) * SECONDS_PER_TIMESTAMP
 
-    def suppressed(self, ids: Sequence[int] | None) -> list[int] | None:
+    def suppressed(self, ids: Sequence[int] | None) -> tuple[int, ...]:
         """Returns the ids that are never generated: the given ones, -1 for all marks, and those of prompts."""
         if not ids:
-            return None if ids is None else []
+            return ()
         prompts = [self._special(name) for name in ("transcribe", "translate", "startoflm")]
         prompts += [self.start, self.previous, self._special("nospeech", "nocaptions")]
-        return sorted({*(token for token in ids if token >= 0), *(self._marks if -1 in ids else ()), *prompts})
+        return (*sorted({*(token for token in ids if token >= 0), *(self._marks if -1 in ids else ()), *prompts}),)
 
     @cached_property
     def _marks(self) -> set[int]:

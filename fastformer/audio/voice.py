@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 
 from fastformer.audio.features import RATE, Array, Samples
-from fastformer.settings import Count, Range, check_settings
+from fastformer.settings import Convert, Count, Range, check_settings
 
 logger = logging.getLogger("fastformer")
 
@@ -27,6 +27,13 @@ _SILERO_ONNX = (
     ("silero_vad", "data/silero_vad_16k_sequence.onnx"),
 )
 _LOUD, _AUDIBLE = 8.0, 1e-5  # times the noise's energy, and the least energy, of speech
+
+
+def _seconds(name: str, value: Any) -> float:
+    """Returns a time above 0, which may be infinite."""
+    if not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"expected {name} above 0, got {value!r:.80}")
+    return float(value)
 
 
 @dataclass(frozen=True)
@@ -45,17 +52,12 @@ class VadOptions:
     threshold: Annotated[float, Range(0, most=1)] = 0.5
     neg_threshold: Annotated[float, Range(0, most=1)] | None = None
     min_speech_duration_ms: Count = 0
-    max_speech_duration_s: float = math.inf
+    max_speech_duration_s: Annotated[float, Convert(_seconds)] = math.inf
     min_silence_duration_ms: Count = 2000
     speech_pad_ms: Count = 400
 
     def __post_init__(self) -> None:
-        seconds = self.max_speech_duration_s
-        if not isinstance(seconds, int | float) or not seconds > 0:
-            raise ValueError(f"expected max_speech_duration_s above 0, got {seconds!r}")
-        object.__setattr__(self, "max_speech_duration_s", 0.0)
         check_settings(self)
-        object.__setattr__(self, "max_speech_duration_s", float(seconds))
 
 
 class Part(NamedTuple):
