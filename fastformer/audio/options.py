@@ -22,12 +22,18 @@ def _temperatures(name: str, value: Any) -> tuple[float, ...]:
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...] | None:
+    """Returns ids, of which -1 stands for the usual ones."""
     if value is None:
         return None
     ids = as_ids(name, value)
     if any(token < -1 for token in ids):
         raise ValueError(f"expected {name} to be ids, or -1 for the usual ones, got {value!r:.80}")
     return ids
+
+
+def _prompt(name: str, value: Any) -> Any:
+    """Returns a text, or ids."""
+    return value if isinstance(value, str) else _ids(name, value)
 
 
 def _vad(name: str, value: Any) -> VadOptions | dict[str, Any] | None:
@@ -112,7 +118,7 @@ class TranscriptionOptions:
     no_speech_threshold: float | None = 0.6
     condition_on_previous_text: bool = True
     prompt_reset_on_temperature: float = 0.5
-    initial_prompt: Any = None
+    initial_prompt: Annotated[Any, Convert(_prompt)] = None
     prefix: str | None = None
     suppress_blank: bool = True
     suppress_tokens: Annotated[Any, Convert(_ids)] = (-1,)
@@ -134,9 +140,6 @@ class TranscriptionOptions:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        prompt = self.initial_prompt
-        if prompt is not None and not isinstance(prompt, str):
-            object.__setattr__(self, "initial_prompt", _ids("initial_prompt", prompt))
 
     @property
     def temperatures(self) -> tuple[float, ...]:
@@ -147,6 +150,17 @@ class TranscriptionOptions:
     def has_clips(self) -> bool:
         """Whether the caller chose the parts to transcribe."""
         return self.clip_timestamps != (0.0,)
+
+    def clips(self, rate: int, end: int) -> list[tuple[int, int]]:
+        """Returns the parts to transcribe of a recording.
+
+        Args:
+            rate: the units of a second, such as samples.
+            end: the end of the recording, in units.
+        """
+        points = [min(round(time * rate), end) for time in self.clip_timestamps] or [0]
+        points += [end] if len(points) % 2 else []
+        return list(zip(points[::2], points[1::2], strict=True))
 
     def vad(self, **defaults: Any) -> VadOptions:
         """Returns the options of voice activity.

@@ -17,15 +17,7 @@ from fastformer.audio.reading import Recording, Spliced
 from fastformer.audio.results import Segment, TranscriptionInfo, Word
 from fastformer.audio.tokens import Tokens
 from fastformer.audio.voice import Part, Times, VadOptions, speech_parts
-from fastformer.audio.windows import (
-    Ask,
-    Decoder,
-    Detected,
-    Draft,
-    Window,
-    compression_ratio,
-    detect,
-)
+from fastformer.audio.windows import Ask, Decoder, Detected, Draft, Window, compression_ratio, detect, detection_windows
 from fastformer.audio.words import WordTimes, is_improbable
 
 _MIN_PAUSE_MS = 160  # at which the parts of a batch may be cut
@@ -91,8 +83,7 @@ class Plan(ABC):
         self.recording, self.tokens, self.config, self.options = recording, tokens, config, options
         self.width = min((options.chunk_length or 30) * FRAMES_PER_SECOND, config.max_frames)
         suppressed = tokens.suppressed(options.suppress_tokens)
-        forbidden = None if suppressed is None else tuple(suppressed)
-        self.decoder = Decoder(tokens, options, forbidden, task, config.max_length, self.is_batch)
+        self.decoder = Decoder(tokens, options, suppressed, task, config.max_length, self.is_batch)
         self.words = WordTimes(options.prepend_punctuations, options.append_punctuations)
         self.info: TranscriptionInfo | None = None
         self.jobs: deque[Job] = deque()
@@ -200,9 +191,7 @@ class Windows(Plan):
             self._times = Times(parts) if parts else None
         self.features = Features(samples, config.n_mels, config.max_frames)
         self.num_frames = self.features.num_frames
-        points = [round(time * FRAMES_PER_SECOND) for time in options.clip_timestamps] or [0]
-        points += [self.num_frames] if len(points) % 2 else []
-        self._clips = list(zip(points[::2], points[1::2], strict=True))
+        self._clips = options.clips(FRAMES_PER_SECOND, self.num_frames)
         self._next = self._place(0, self._clips[0][0])
         prompt = options.initial_prompt
         self._previous = self.tokens.encode(" " + prompt.strip()) if isinstance(prompt, str) else list(prompt or ())
@@ -223,7 +212,7 @@ class Windows(Plan):
         for number in range(clip, len(self._clips)):
             start, stop = self._clips[number]
             seek = max(seek, start) if number == clip else start
-            if seek < (stop := min(stop, self.num_frames)):
+            if seek < stop:
                 return number, seek, min(self.width, stop - seek)
         return None
 
@@ -351,9 +340,8 @@ class Chunks(Plan):
         options, recording = self.options, self.recording
         most = self.width * HOP
         if options.has_clips:
-            times = [int(time * RATE) for time in options.clip_timestamps]
-            times += [len(recording)] if len(times) % 2 else []
-            parts = [Part(*pair) for pair in zip(times[::2], times[1::2], strict=True)]
+            clips = options.clips(RATE, len(recording))
+            parts = [Part(at, min(at + most, stop)) for start, stop in clips for at in range(start, stop, most)]
             self._chunks = [Chunk([part], part.start) for part in parts]
         else:
             if options.vad_filter or len(recording) >= most:
@@ -385,9 +373,7 @@ class Chunks(Plan):
             pieces.append(features.window(0, size)[:, :size])
             left -= size
         joined = np.concatenate([*pieces, np.full((self.config.n_mels, 1), -1.5, np.float32)], 1)
-        for start in range(0, joined.shape[1], width):
-            window = joined[:, start : start + width]
-            yield np.pad(window, ((0, 0), (0, width - window.shape[1]))), None
+        return detection_windows(joined, width)
 
     def next_job(self) -> Job:
         assert self._language is not None

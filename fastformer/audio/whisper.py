@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fastformer.audio.features import HOP, Array, Features
 from fastformer.audio.options import TranscriptionOptions, options_of
 from fastformer.audio.plans import Chunks, Plan, Windows
@@ -18,7 +16,7 @@ from fastformer.audio.results import Segment, TranscriptionInfo
 from fastformer.audio.scheduler import MAX_WINDOWS, SpeechRequest, SpeechScheduler, answered
 from fastformer.audio.tokens import Tokens
 from fastformer.audio.voice import VadOptions, speech_parts
-from fastformer.audio.windows import detect
+from fastformer.audio.windows import detect, detection_windows
 from fastformer.console import progress
 from fastformer.files import NOT_DOWNLOADED
 from fastformer.settings import Count, Positive, check_value, shows_fields, suggestion
@@ -243,9 +241,7 @@ class WhisperModel:
             features = Features(samples, config.n_mels, most).window(0, most)
         if features is None:
             raise ValueError("expected audio or features to detect a language in, got neither")
-        starts = range(0, min(features.shape[-1], width * language_detection_segments), width)
-        parts = [features[:, start : start + width] for start in starts]
-        windows = [(np.pad(part, ((0, 0), (0, width - part.shape[1]))), None) for part in parts]
+        windows = detection_windows(features[:, : width * language_detection_segments], width)
         found = answered(self.model, detect(windows, language_detection_threshold))
         return found.language, found.probability, found.all_languages or []
 

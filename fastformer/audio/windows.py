@@ -6,10 +6,12 @@ So the windows of many recordings can ask the model together, and each is writte
 from __future__ import annotations
 
 import zlib
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from fastformer.audio.features import FRAMES_PER_SECOND, Array
 from fastformer.audio.options import TranscriptionOptions
@@ -90,7 +92,7 @@ class Decoder:
 
     tokens: Tokens
     options: TranscriptionOptions
-    suppressed: tuple[int, ...] | None
+    suppressed: tuple[int, ...]
     task: str
     max_length: int
     is_batch: bool = False
@@ -156,11 +158,11 @@ class Decoder:
         texts = []
         for temperature in options.temperatures[: 1 if self.is_batch else None]:
             is_sampled = temperature > 0 and not self.is_batch
-            search: dict[str, Any] = {"beam_size": options.beam_size, "patience": options.patience}
+            search = {"beam_size": options.beam_size, "patience": options.patience}
             if is_sampled:
-                search = {"beam_size": 1, "num_hypotheses": options.best_of, "seed": seed}
-                search |= {"sampling_topk": 0, "sampling_temperature": temperature}
-            result = yield Ask("generate", states, {"prompts": prompt}, (*arguments, *search.items()), is_sampled)
+                search = {"beam_size": 1, "num_hypotheses": options.best_of, "seed": seed, "sampling_topk": 0}
+                search["sampling_temperature"] = temperature
+            result = yield Ask("generate", states, {"prompts": prompt}, (*(arguments | search).items(),), is_sampled)
             ids = list(result.sequences_ids[0])
             log_prob = result.scores[0] * len(ids) ** options.length_penalty / (len(ids) + 1)
             ratio = compression_ratio(self.tokens.decode(ids).strip())
@@ -172,22 +174,22 @@ class Decoder:
         best = max(plain or texts, key=lambda text: text.avg_logprob)
         return best._replace(temperature=texts[-1].temperature)
 
-    def _arguments(self, prompt: list[int]) -> list[tuple[str, Any]]:
+    def _arguments(self, prompt: list[int]) -> dict[str, Any]:
         """Returns the arguments of `SpeechModel.generate` that a window has at every temperature."""
-        options, most, max_length = self.options, self.max_length, self.max_length
-        if options.max_new_tokens is not None and (max_length := len(prompt) + options.max_new_tokens) > most:
+        options, max_length = self.options, self.max_length
+        if options.max_new_tokens is not None:
+            max_length = len(prompt) + options.max_new_tokens
+        if max_length > self.max_length:
             raise ValueError(
-                f"expected a prompt and new tokens of at most {most} together, got {len(prompt)} and "
+                f"expected a prompt and new tokens of at most {self.max_length} together, got {len(prompt)} and "
                 f"max_new_tokens={options.max_new_tokens}"
             )
         names = ("length_penalty", "repetition_penalty", "no_repeat_ngram_size", "suppress_blank")
-        arguments = [(name, getattr(options, name)) for name in names]
-        arguments += [("max_length", max_length), ("suppress_tokens", self.suppressed)]
-        arguments += [("return_scores", True), ("return_no_speech_prob", True)]
+        arguments = {name: getattr(options, name) for name in names}
+        arguments |= {"max_length": max_length, "suppress_tokens": self.suppressed}
         if not self.is_batch:
-            latest = round(options.max_initial_timestamp / SECONDS_PER_TIMESTAMP)
-            arguments.append(("max_initial_timestamp_index", latest))
-        return arguments
+            arguments["max_initial_timestamp_index"] = round(options.max_initial_timestamp / SECONDS_PER_TIMESTAMP)
+        return arguments | {"return_scores": True, "return_no_speech_prob": True}
 
 
 def _is_good(text: Text, options: TranscriptionOptions) -> bool:
@@ -257,6 +259,13 @@ class Detected(NamedTuple):
     probability: float
     all_languages: list[tuple[str, float]] | None
     first: tuple[tuple[int, int], Any] | None
+
+
+def detection_windows(features: Array, width: int) -> Iterator[tuple[Array, None]]:
+    """Yields windows of features for `detect`, the last one followed by zeros."""
+    for start in range(0, features.shape[1], width):
+        window = features[:, start : start + width]
+        yield np.pad(window, ((0, 0), (0, width - window.shape[1]))), None
 
 
 def detect(

@@ -238,6 +238,20 @@ def test_a_batch_cuts_at_pauses(model, monkeypatch) -> None:
     assert info.duration_after_vad < info.duration and info.vad_options.max_speech_duration_s == 2
 
 
+@pytest.mark.parametrize(
+    "clips", ["1,99", "2,8", "8,12", "3", "50,60", "4,4", [{"start": 0.5, "end": 1}, {"start": 8, "end": 70}]]
+)
+def test_a_batch_decodes_the_whole_of_clips_and_nothing_behind_the_recording(clips, model) -> None:
+    options = TranscriptionOptions(clip_timestamps=clips)
+    parts = options.clips(1000, 9000)
+    segments, info = model.transcribe(sound(9), "en", batch_size=3, clip_timestamps=clips, **QUICK)
+    segments = list(segments)
+    assert info.duration_after_vad == pytest.approx(sum(stop - start for start, stop in parts if start < stop) / 1000)
+    begins = [start / 1000 for first, stop in parts for start in range(first, stop, 2000)]  # of windows of 2 s
+    assert sorted({segment.seek / 100 for segment in segments}) == begins
+    assert all(segment.start < 9 for segment in segments)
+
+
 def test_another_kind_of_folder_is_refused(tmp_path, path) -> None:
     for name in (tmp_path / "none", tmp_path, "tiny-of-nobody"):
         with pytest.raises(ValueError, match="expected"):
