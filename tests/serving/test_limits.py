@@ -112,7 +112,7 @@ MORE: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("route", CASES)
 async def test_each_step_of_a_request_ends_at_its_deadline(route, places, monkeypatch) -> None:
     kind, right, _ = CASES[route]
-    service = open_service(places[kind], limits=Limits(timeout_s=0.2), **(PAIR if kind == "translator" else {}))
+    service = open_service(places[kind], limits=Limits(timeout_s=0.1), **(PAIR if kind == "translator" else {}))
     aside = service.session.aside
     async with serving(service) as client:
         for body in ({**right, **more} for more in ({}, *MORE.get(route, ()))):

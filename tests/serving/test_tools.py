@@ -113,7 +113,7 @@ def test_an_answer_that_has_to_call_calls_with_valid_arguments(choice, family, c
     names = ["clock"] if choice is NAMED else [*SCHEMAS]
     options: dict[str, Any] = {"model": "tiny", "messages": ASKED, "tools": TOOLS, "tool_choice": choice}
     options |= {"max_tokens": 400, "parallel_tool_calls": False}
-    for seed in range(4):
+    for seed in range(2):
         whole = client.chat.completions.create(**options, seed=seed).choices[0]
         assert whole.finish_reason == "tool_calls" and not whole.message.content
         [call] = whole.message.tool_calls
@@ -233,20 +233,16 @@ def test_a_call_that_the_model_begins_by_itself_follows_the_schema(family, clien
     mark = load_model(folder, ("GPT",))[1].encode_template(begin)[0]
     options: dict[str, Any] = {"model": "tiny", "messages": ASKED, "tools": TOOLS, "max_tokens": 300}
     options["logit_bias"] = {str(mark): 100}  # a random model seldom begins one
-    num_calls = 0
-    for seed in range(2):
-        whole = client.chat.completions.create(**options, seed=seed).choices[0]
-        calls = [(one.function.name, one.function.arguments) for one in whole.message.tool_calls]
-        complete = whole.message.tool_calls if whole.finish_reason == "tool_calls" else whole.message.tool_calls[:-1]
-        assert all(is_call(call) for call in complete)
-        num_calls += len(complete)
-        pieces: dict[int, list[str]] = {}
-        for chunk in client.chat.completions.create(**options, seed=seed, stream=True):
-            for one in chunk.choices[0].delta.tool_calls or ():
-                name, arguments = pieces.get(one.index, ["", ""])
-                pieces[one.index] = [name or one.function.name, arguments + one.function.arguments]
-        assert [tuple(one) for one in pieces.values()] == calls
-    assert num_calls > 3
+    whole = client.chat.completions.create(**options, seed=0).choices[0]
+    calls = [(one.function.name, one.function.arguments) for one in whole.message.tool_calls]
+    complete = whole.message.tool_calls if whole.finish_reason == "tool_calls" else whole.message.tool_calls[:-1]
+    assert all(is_call(call) for call in complete) and len(complete) > 1
+    pieces: dict[int, list[str]] = {}
+    for chunk in client.chat.completions.create(**options, seed=0, stream=True):
+        for one in chunk.choices[0].delta.tool_calls or ():
+            name, arguments = pieces.get(one.index, ["", ""])
+            pieces[one.index] = [name or one.function.name, arguments + one.function.arguments]
+    assert [tuple(one) for one in pieces.values()] == calls
 
 
 class Begins:
@@ -277,12 +273,11 @@ async def test_only_what_is_behind_the_mark_is_constrained(family, folder) -> No
 
     session.requests = requests
     async with serving(service) as http:
-        for seed in range(2):
-            body = {"messages": ASKED, "tools": TOOLS, "max_tokens": 400, "seed": seed, "logprobs": True}
-            [choice] = (await http.post("/v1/chat/completions", json=body)).json()["choices"]
-            call = choice["message"]["tool_calls"][0]["function"]
-            jsonschema.validate(json.loads(call["arguments"]), SCHEMAS[call["name"]])
-            assert (choice["message"]["content"] or "").startswith(before.strip())
+        body = {"messages": ASKED, "tools": TOOLS, "max_tokens": 400, "seed": 0, "logprobs": True}
+        [choice] = (await http.post("/v1/chat/completions", json=body)).json()["choices"]
+        call = choice["message"]["tool_calls"][0]["function"]
+        jsonschema.validate(json.loads(call["arguments"]), SCHEMAS[call["name"]])
+        assert (choice["message"]["content"] or "").startswith(before.strip())
         # An answer without a call is what the model would have written anyway, also where its bytes are no UTF-8.
         said, found = "{ no [TOOL <tool_", []
         no_marks = {str(mark): -100 for mark in session.special_marks(form.marks).values()}

@@ -34,15 +34,27 @@ KERNELS = {
     for path in Path(fastformer.kernels.__path__[0]).glob("*.py")
     for name in re.findall(r"def (_\w+_kernel)\(", path.read_text())
 }
+# They take two thirds of the time: the front end reads them here, which refuses most of what the compiler refuses, and
+# the slow tests compile them.
+LONG = ("_attention_fwd_kernel", "_dkdv_kernel", "_dq_kernel", "_attention_hopper_fwd_kernel",
+        "_attention_hopper_bwd_kernel")  # fmt: skip
 # Compiles a launch of each kernel, and prints the names of those that spill no register.
 COMPILES = """
+import contextlib, sys
+from unittest import mock
+from triton.backends.nvidia.compiler import CUDABackend
 from benchmarks.machine_code.report import STEMS, distinct_launches, usage_of
 from fastformer.kernels._binaries import compile_kernel
 for work in distinct_launches([90], STEMS, "once"):
     launch = work.launch
-    usage = usage_of(compile_kernel(launch.kernel, launch.signature, launch.options, 90).asm["cubin"])
-    assert usage["STACK"] == "0" and 0 < int(usage["REG"]) <= 255, (work.titles, usage)
     print(launch.kernel.fn.__name__)
+    with contextlib.ExitStack() as stack:
+        if launch.kernel.fn.__name__ in sys.argv:
+            behind = dict.fromkeys(("make_ttgir", "gluon_to_ttgir"), mock.Mock(side_effect=InterruptedError))
+            stack.enter_context(contextlib.suppress(InterruptedError))
+            stack.enter_context(mock.patch.multiple(CUDABackend, **behind))
+        usage = usage_of(compile_kernel(launch.kernel, launch.signature, launch.options, 90).asm["cubin"])
+        assert usage["STACK"] == "0" and 0 < int(usage["REG"]) <= 255, (work.titles, usage)
 """
 
 
@@ -76,7 +88,7 @@ def of_attention(rows: list[Row], options: str, *kernels: str) -> list[Row]:
 
 def test_every_kernel_compiles_without_spills() -> None:
     """The compiler may refuse code that the interpreter accepts."""
-    assert set(run("-c", COMPILES).split()) == KERNELS
+    assert set(run("-c", COMPILES, *LONG).split()) == KERNELS >= {*LONG}
 
 
 @pytest.mark.slow
