@@ -16,6 +16,7 @@ import pytest
 
 from fastformer import cli
 from fastformer.cli import main
+from tests.covering import each
 
 
 def test_summaries_are_the_first_lines_of_the_docstrings() -> None:
@@ -45,8 +46,8 @@ def raising(error: BaseException):
     return command
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "message"),
+@each(
+    "error, code, message",
     [
         (ValueError("expected this, got\nthat"), 1, "fastformer: expected this, got that"),
         (FileNotFoundError(2, "No such file", "x.txt"), 1, "fastformer: x.txt: No such file"),

@@ -22,6 +22,7 @@ from fastformer.models import GPT, GPTConfig, Transformer, TransformerConfig
 from fastformer.nn import KVCache, SequenceLayout
 from fastformer.number_words import english, number_pairs
 from fastformer.training import TrainConfig, start
+from tests.covering import each
 
 torch.manual_seed(0)
 SIZES = {"d_model": 16, "d_ff": 16, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 1, "max_len": 32}
@@ -167,7 +168,7 @@ CALLS: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "phrases"), [case[1:] for case in CALLS], ids=[case[0] for case in CALLS])
+@each("call, phrases", [case[1:] for case in CALLS])
 def test_a_malformed_call_says_what_was_expected_and_what_came(call, phrases, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError) as refused:

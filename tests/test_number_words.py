@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastformer.number_words import english, german, number_pairs
+from tests.covering import each
 
 WORDS = {
     0: ("zero", "null"),
@@ -56,7 +57,7 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize("number", WORDS)
+@each("number", WORDS)
 def test_words(number: int) -> None:
     assert (english(number), german(number)) == WORDS[number]
 

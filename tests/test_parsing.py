@@ -13,6 +13,7 @@ from fastformer.cli import main
 from fastformer.commands import train
 from fastformer.commands._parsing import parse
 from fastformer.training.config import TrainConfig, merged
+from tests.covering import each
 
 
 @pytest.fixture
@@ -52,8 +53,8 @@ def module() -> ModuleType:
     return sample_module
 
 
-@pytest.mark.parametrize(
-    ("words", "values"),
+@each(
+    "words, values",
     [
         ("r", {"run": "r"}),
         ("r t", {"run": "r", "text": "t"}),
@@ -105,8 +106,8 @@ def test_words_become_values(module, words, values) -> None:
     assert {name: value for name, value in parsed.items() if name != "text" or value is not None} == values
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
+@each(
+    "words, named",
     [
         ("", ["run"]),
         ("r t u", ["u"]),

@@ -15,6 +15,7 @@ from fastformer.models import GPT, GPTConfig, Transformer, TransformerConfig
 from fastformer.settings import Range, check_settings, describe, suggestion, why_not
 from fastformer.training.config import TrainConfig
 from fastformer.training.sections import ARCHITECTURES, SECTIONS
+from tests.covering import each
 
 CONFIGS = (TransformerConfig, GPTConfig, LSTMConfig)
 
@@ -102,7 +103,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("config", "values", "named"), WRONG, ids=lambda part: getattr(part, "__name__", str(part)))
+@each("config, values, named", WRONG)
 def test_a_model_refuses_settings_that_it_cannot_have(config, values, named) -> None:
     with pytest.raises(ValueError, match=named):
         config(**{"vocab_size": 9, **values})

@@ -23,6 +23,7 @@ from tests.audio.speech import FOREIGN
 from tests.audio.whispers import EN, EOT, NO_TIMESTAMPS, SOT, TRANSCRIBE, VOCAB, features, states_of, whisper
 from tests.checkpoints.test_ctranslate2 import written
 from tests.checks import assert_accurate
+from tests.covering import each
 
 PROMPT = [SOT, EN, TRANSCRIBE]
 
@@ -84,9 +85,9 @@ def test_sides_of_ctranslate2_may_have_other_numbers_of_layers(side: str, tmp_pa
     (folder / "config.json").write_text(json.dumps({**settings, "alignment_heads": [[0, 1]]}))
     config, _, read = load_speech(folder)
     assert (config.encoder_layers, config.decoder_layers) == ((1, 2) if side == "encoder" else (2, 1))
-    for each in ("encoder", "decoder"):
-        expected = {name: a for name, a in whole.read(each).items() if not name.startswith(f"{side}.layers.1.")}
-        found = read(each)
+    for part in ("encoder", "decoder"):
+        expected = {name: a for name, a in whole.read(part).items() if not name.startswith(f"{side}.layers.1.")}
+        found = read(part)
         assert [*found] == [*expected] and all(np.array_equal(found[name], expected[name]) for name in found)
 
 
@@ -204,8 +205,8 @@ def test_windows_and_threads_do_not_change_bits(precision: str) -> None:
     results = [together.generate(states, prompts, max_length=40, **each) for each in options]
     for i in range(0, 20, 3):
         assert np.array_equal(states[i], speech.encode(features(20)[i : i + 1])[0])
-        for each, batch in zip(options, results, strict=True):
-            assert speech.generate(states[i : i + 1], [prompts[i]], max_length=40, **each) == [batch[i]]
+        for chosen, batch in zip(options, results, strict=True):
+            assert speech.generate(states[i : i + 1], [prompts[i]], max_length=40, **chosen) == [batch[i]]
 
 
 def test_sampling_draws_by_seed_and_temperature(speech: SpeechModel) -> None:
@@ -305,22 +306,18 @@ def from_transformers(plain: Any, settings: dict[str, Any], search: dict[str, An
     return from_state(config, search, plain.state_dict())
 
 
-@pytest.mark.parametrize(
-    "settings, search, told",
-    [
-        ({"activation_function": "none"}, {}, "activation_function"), ({"num_mel_bins": 40}, {}, "mel bins"),
-        ({"decoder_attention_heads": 3}, {}, "heads"), ({"encoder_attention_heads": 3}, {}, "heads"),
-        ({}, {"alignment_heads": [[9, 0]]}, "alignment"), ({}, {"alignment_heads": [[0, 9]]}, "alignment"),
-        ({}, {"alignment_heads": [[-1, 0]]}, "alignment"),
-        ({"decoder_attention_heads": 4}, {"alignment_heads": [[2, 0]]}, "alignment"),
-        ({}, {"suppress_tokens": [VOCAB]}, "special"),
-        ({}, {"begin_suppress_tokens": [VOCAB]}, "special"), ({}, {"eos_token_id": VOCAB}, "special"),
-        ({}, {"decoder_start_token_id": -1}, "special"), ({}, {"no_timestamps_token_id": VOCAB - 1}, "timestamps"),
-        ({}, {"lang_to_id": {"<|en|>": VOCAB}}, "special"),
-        ({}, {"no_timestamps_token_id": None, "lang_to_id": None}, "no_timestamps_token_id"),
-    ],
-    ids=str,
-)  # fmt: skip
+@each("settings, search, told", [
+    ({"activation_function": "none"}, {}, "activation_function"), ({"num_mel_bins": 40}, {}, "mel bins"),
+    ({"decoder_attention_heads": 3}, {}, "heads"), ({"encoder_attention_heads": 3}, {}, "heads"),
+    ({}, {"alignment_heads": [[9, 0]]}, "alignment"), ({}, {"alignment_heads": [[0, 9]]}, "alignment"),
+    ({}, {"alignment_heads": [[-1, 0]]}, "alignment"),
+    ({"decoder_attention_heads": 4}, {"alignment_heads": [[2, 0]]}, "alignment"),
+    ({}, {"suppress_tokens": [VOCAB]}, "special"),
+    ({}, {"begin_suppress_tokens": [VOCAB]}, "special"), ({}, {"eos_token_id": VOCAB}, "special"),
+    ({}, {"decoder_start_token_id": -1}, "special"), ({}, {"no_timestamps_token_id": VOCAB - 1}, "timestamps"),
+    ({}, {"lang_to_id": {"<|en|>": VOCAB}}, "special"),
+    ({}, {"no_timestamps_token_id": None, "lang_to_id": None}, "no_timestamps_token_id"),
+])  # fmt: skip
 def test_settings_of_another_model_are_named(plain: Any, settings: Any, search: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         from_transformers(plain, settings, search)

@@ -19,6 +19,7 @@ from fastformer.audio.results import FORMATS, Segment
 from fastformer.audio.scheduler import SpeechScheduler
 from fastformer.audio.windows import split
 from tests.audio.speech import folder, sound
+from tests.covering import each
 
 QUICK = {"temperature": 0.0, "no_speech_threshold": None, "beam_size": 1}
 AHEAD = {**QUICK, "without_timestamps": True, "condition_on_previous_text": False}
@@ -177,14 +178,11 @@ def test_every_option_changes_the_result(name, model) -> None:
     assert plain(before[0]) != plain(after[0])
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("beam_size", 0), ("temperature", -1), ("temperature", ()), ("suppress_tokens", "abc"), ("chunk_length", 31),
-        ("clip_timestamps", "3,1"), ("clip_timestamps", "x"), ("vad_parameters", {"loudness": 1}), ("language", "xx"),
-        ("task", "summarize"), ("batch_size", 0), ("beam_sise", 3), ("initial_prompt", 3), ("max_new_tokens", 0),
-    ],
-)  # fmt: skip
+@each("name, value", [
+    ("beam_size", 0), ("temperature", -1), ("temperature", ()), ("suppress_tokens", "abc"), ("chunk_length", 31),
+    ("clip_timestamps", "3,1"), ("clip_timestamps", "x"), ("vad_parameters", {"loudness": 1}), ("language", "xx"),
+    ("task", "summarize"), ("batch_size", 0), ("beam_sise", 3), ("initial_prompt", 3), ("max_new_tokens", 0),
+])  # fmt: skip
 def test_wrong_options_are_refused(name, value, model) -> None:
     with pytest.raises(ValueError, match=name.replace("beam_sise", "beam_size") if name != "language" else "xx"):
         model.transcribe(sound(1), **{name: value})

@@ -34,6 +34,7 @@ from benchmarks.experiments.experiment import RESULTS, final, last_run, load
 from benchmarks.experiments.learning import Curve, learn
 from benchmarks.measure import record
 from tests.benchmarks.running import checked_rows
+from tests.covering import each
 
 FOLDER = Path(learning.__file__).parent
 
@@ -78,8 +79,8 @@ def test_there_is_a_line_for_each_module():
 LOW, HIGH, WIDE = [0.1, 0.2], [0.3, 0.4], [0.0, 0.5]
 
 
-@pytest.mark.parametrize(
-    ("module", "losses", "exact", "verdict"),
+@each(
+    "module, losses, exact, verdict",
     [
         (positions, (LOW, WIDE), (LOW, LOW), "supports"),
         (positions, (LOW, HIGH), (LOW, LOW), "contradicts"),

@@ -41,6 +41,7 @@ from fastformer.ops import _extension
 from fastformer.training import TrainConfig
 from tests.benchmarks.conftest import Refused
 from tests.benchmarks.running import checked_rows
+from tests.covering import each
 from tests.encoding.folders import TEXTS, bert
 from tests.generation.small import needs_cpp
 
@@ -412,7 +413,7 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize(("module", "words", "named"), COMMANDS, ids=[" ".join(case[:2]) for case in COMMANDS])
+@each("module, words, named", COMMANDS)
 def test_a_bad_command_is_refused(module: str, words: str, named: str, refused: Refused) -> None:
     main = importlib.import_module(f"benchmarks.{module}").main
     assert named in refused(main, *shlex.split(words))

@@ -29,6 +29,7 @@ from fastformer.training.sections import SEVERAL, Data, Tokens
 from tests.audio import speech
 from tests.audio.test_reading import wav
 from tests.checkpoints import decoders
+from tests.covering import each
 from tests.encoding.folders import bert
 from tests.generation.chat_templates import CHATML
 from tests.generation.small import tiny
@@ -316,19 +317,24 @@ SERVED = {"device": "toaster", "config": "{beams}", "keys_file": "{keys}", "host
           "adapter": "law={gpt}", "calibration": "{lines}"}  # fmt: skip
 
 
-@pytest.mark.parametrize("flag", flags_of("serve"))
-def test_each_flag_of_serve_reaches_the_server(flag, places, served, capsys) -> None:
+def test_each_flag_of_serve_reaches_the_server(places, served, capsys) -> None:
     pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
     parser, hints = make_parser(importlib.import_module("fastformer.commands.serve"), "serve")
-    (action,) = (each for each in parser._actions if f"--{flag}" in each.option_strings)
-    value = other_value(flag, hints[flag], action.default).format(**places)
-    made = []
-    for words in ([], [f"--{flag}={value}"]):
+    defaults = {option[2:]: action.default for action in parser._actions for option in action.option_strings}
+
+    def made(flag: str, *words: str) -> Any:
         served.clear()
-        code = main(["serve", places["run"], *words, *(["--host=0.0.0.0"] if flag == "no_auth" else [])])
+        code = main(["serve", places["run"], *words])
         assert code == 0 or flag in ("no_auth", "device"), capsys.readouterr().err
-        made.append((code, [*served]))
-    assert made[0] != made[1]
+        return code, [*served]
+
+    usual = made("")
+    for flag in flags_of("serve"):
+        word = f"--{flag}={other_value(flag, hints[flag], defaults[flag]).format(**places)}"
+        if flag == "no_auth":
+            assert made(flag, "--host=0.0.0.0") != made(flag, "--host=0.0.0.0", word)
+        else:
+            assert made(flag, word) != usual, flag
 
 
 def test_an_adapter_has_the_folder_behind_its_name(places, served, capsys) -> None:
@@ -509,11 +515,11 @@ def test_a_list_is_given_once(command, ran) -> None:
         assert flag in ran(*words, f"--{flag}=first", f"--{flag}=second", code=2).err
 
 
-@pytest.mark.parametrize("command", sorted({*COMMANDS} - {"doctor"}))
+@each("command", sorted({*COMMANDS} - {"doctor"}))
 def test_the_help_says_what_every_flag_does(command) -> None:
     parser, _ = make_parser(importlib.import_module(f"fastformer.commands.{command}"), command)
-    for each in parser._actions:
-        assert str(each.help or "").strip(), each.option_strings or each.dest
+    for action in parser._actions:
+        assert str(action.help or "").strip(), action.option_strings or action.dest
 
 
 def test_the_tables_are_whole() -> None:

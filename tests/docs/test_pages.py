@@ -13,6 +13,7 @@ import pytest
 
 from fastformer.cli import COMMANDS
 from fastformer.commands import _parsing
+from tests.covering import each
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks, commands, environment, examples, own_commands, understood
 from tests.docs.workshop import workshop
 
@@ -25,7 +26,7 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(DOCS if page.is_relative_to(DOCS) else ROOT))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@each("page", PAGES)
 def test_a_block_runs_or_says_why_not(page: Path) -> None:
     """No test runs blocks in other languages, which would go unnoticed."""
     for head, text in blocks(page):
@@ -57,7 +58,7 @@ def test_the_text_names_commands_and_flags_that_exist() -> None:
                 assert flags <= {*hints, "help", "model"}, f"{page}: {code}"
 
 
-@pytest.mark.parametrize("page", [README, *PAGES], ids=name_of)
+@each("page", [README, *PAGES])
 def test_links_lead_somewhere(page: Path) -> None:
     """Links to files are tested; Sphinx checks anchors. (GitHub shows these pages as well.)"""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)

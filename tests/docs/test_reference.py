@@ -19,6 +19,7 @@ from fastformer.cli import COMMANDS
 from fastformer.commands import _parsing
 from fastformer.generation.config import GenerationConfig
 from fastformer.training import TrainConfig
+from tests.covering import each
 from tests.docs.pages import DOCS, ROOT
 from tests.frozen.names import PACKAGES, public_names
 
@@ -46,7 +47,7 @@ def commands_page(generated: ModuleType) -> str:
     return page
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "doctor"])
+@each("name", [name for name in COMMANDS if name != "doctor"])
 def test_every_flag_is_on_the_page(commands_page: str, name: str) -> None:
     section = commands_page[commands_page.index(f"## fastformer {name}\n") :].split("\n## ")[0]
     _, hints = _parsing.make_parser(importlib.import_module(f"fastformer.commands.{name}"), name)

@@ -69,10 +69,8 @@ def compare(inputs: dict[str, Tensor | None], **options: Any) -> None:
     assert_equals_plain(add_layer_norm, plain, inputs, tuple(x.shape), **options)
 
 
-@pytest.mark.parametrize("rms_norm", [False, True])
-@pytest.mark.parametrize(
-    "parts", [("residual", "weight", "bias"), ("residual", "weight"), ("weight", "bias"), ("residual", "bias"), ()]
-)
+@each("rms_norm", [False, True])
+@each("parts", [("residual", "weight", "bias"), ("residual", "weight"), ("weight", "bias"), ("residual", "bias"), ()])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_accuracy(dtype: torch.dtype, parts: tuple[str, ...], rms_norm: bool, backend: str, device: str) -> None:
     chosen = {part: part in parts for part in ("residual", "weight", "bias")}
@@ -126,10 +124,8 @@ def test_wide_rows(dim: int, dtype: torch.dtype, backend: str, device: str) -> N
     compare(make_inputs((19, dim), device, dtype))
 
 
-@pytest.mark.parametrize("rms_norm", [False, True])
-@pytest.mark.parametrize(
-    "stream, parameters", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float32, None)]
-)
+@each("rms_norm", [False, True])
+@each("stream, parameters", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float32, None)])
 def test_mixed_dtypes(stream, parameters, rms_norm, backend, device) -> None:
     """bf16 sub-layers have an fp32 residual stream or fp32 parameters: y has x's dtype, and the stream its own."""
     compare(make_inputs((4, 5, 40), device, torch.bfloat16, stream=stream, parameters=parameters), rms_norm=rms_norm)

@@ -202,8 +202,8 @@ def test_rows_that_see_nothing_do_not_read_stale_memory(backend: str, device: st
         assert torch.equal(out, torch.zeros_like(out))
 
 
-@pytest.mark.parametrize("lowest", [0.7, 1.0])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@each("lowest", [0.7, 1.0])
+@each("dtype", [torch.float64, torch.float32])
 def test_a_row_masked_by_the_lowest_number_is_not_an_empty_row(dtype, lowest, backend, device) -> None:
     # Masks that are added hide padding by it, and where they hide all PyTorch takes the mean.
     if backend == "triton" and dtype == torch.float64:

@@ -22,6 +22,7 @@ from fastformer.ops import record_backends, use_backend
 from fastformer.ops._dispatch import forced_backend
 from tests.checks import saved_for_backward
 from tests.conftest import leave_out_extension, missing_backend, skip_without
+from tests.covering import each
 
 NAME = "add_layer_norm_fwd"
 
@@ -260,8 +261,8 @@ def observe(backend: str, names: tuple[str, ...], context: Any, mode: Any) -> di
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpp"])
-@pytest.mark.parametrize("names", [("x", "weight", "residual"), ("residual", "weight"), ()], ids=str)
-@pytest.mark.parametrize("context", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+@each("names", [("x", "weight", "residual"), ("residual", "weight"), ()])
+@each("context", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
 def test_both_ways_are_one_op(names: tuple[str, ...], context: Any, backend: str) -> None:
     """An inactive mode makes the call go through the dispatcher."""
     skip_without(backend, "add_layer_norm")

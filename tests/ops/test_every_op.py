@@ -172,7 +172,7 @@ def test_impossible_tables(wrong: tuple[Any, ...]) -> None:
         wrong[0](*wrong[1:])
 
 
-@pytest.mark.parametrize(("name", "tensor", "size", "bad"), [
+@each("name, tensor, size, bad", [
     ("embedding", "ids", 7, 7), ("embedding", "ids", 7, -1), ("embedding", "positions", 5, 5),
     ("rotary", "positions", 9, 9), ("rotary", "positions", 9, -1), ("linear_cross_entropy", "target", 11, 11),
     ("linear_cross_entropy", "target", 11, -1), ("linear_cross_entropy, none", "target", 11, 11),
@@ -294,8 +294,9 @@ def test_only_what_learns_has_a_gradient(call: OpCall, forced: str) -> None:
 @all_calls
 def test_integers_may_be_of_either_size(call: OpCall, forced: str) -> None:
     tensors = call.tensors(N)
-    expected = results(call, N, tensors)
-    for name in {"ids", "positions", "target"} & tensors.keys():
+    names = {"ids", "positions", "target"} & tensors.keys()
+    expected = results(call, N, tensors) if names else {}
+    for name in names:
         same(results(call, N, tensors | {name: tensors[name].int()}), expected)
 
 

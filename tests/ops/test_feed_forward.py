@@ -77,13 +77,13 @@ def compare(inputs: dict[str, Tensor | None], **options: Any) -> None:
     assert_equals_plain(feed_forward, plain, inputs, (*x.shape[:-1], weight2.shape[1]), **options)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@each("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_accuracy(dtype: torch.dtype, activation: str, backend: str, device: str) -> None:
     compare(make_inputs((3, 11, 48), 80, activation, device, dtype), activation=activation)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@each("activation", ACTIVATIONS)
 @each("bias1, bias2", [(False, False), (True, False), (False, True)])
 def test_biases_are_optional(bias1: bool, bias2: bool, activation: str, backend: str, device: str) -> None:
     compare(make_inputs((9, 24), 40, activation, device, bias1=bias1, bias2=bias2), activation=activation)

@@ -160,10 +160,8 @@ def make_inputs(
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(
-    ("shape", "out"), [((1, 1), 1), ((7, 33), 65), ((3, 5, 24), 40), ((20,), 12), ((2, 3, 2, 40), 2), ((2, 0, 12), 20)]
-)
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("shape, out", [((1, 1), 1), ((7, 33), 65), ((3, 5, 24), 40), ((20,), 12), ((2, 3, 2, 40), 2), ((2, 0, 12), 20)])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "none"])
 def test_the_op_and_its_gradients(shape, out, bias, dtype, backend) -> None:
     inputs = make_inputs(shape, out, dtype, bias=bias)

@@ -96,8 +96,8 @@ def test_accuracy(shape, vocab_size, k, dtype, log_probs, backend, device) -> No
 
 
 @log_probs
-@pytest.mark.parametrize("rows", [3, 16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@each("rows", [3, 16])
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_rows_and_classes_that_are_not_contiguous(dtype, rows, log_probs, backend, device) -> None:
     x, weight = make_inputs((rows, 16), 70, device, dtype)
     wide, spread = (torch.randn(shape, device=device).to(dtype) for shape in ((rows, 3, 40), (140, 3, 32)))
@@ -182,8 +182,8 @@ def test_impossible_classes(rows: int, backend: str, device: str) -> None:
 
 
 @log_probs
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
-@pytest.mark.parametrize("rows", [3, 20])
+@each("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@each("rows", [3, 20])
 def test_nan_and_inf_are_never_silent(rows, dtype, log_probs, backend, device) -> None:
     """A NaN or +inf among a row's logits, in any position, makes this row NaN and doesn't affect the others."""
     x, weight = make_inputs((rows, 9), 300, device, dtype)  # odd: bf16 goes in pairs

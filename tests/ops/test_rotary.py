@@ -41,8 +41,8 @@ def compare(x: Tensor, tables: tuple[Tensor, Tensor], *, strided_dy: bool = Fals
     )
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("rotary_dim", [32, 20])
+@each("interleaved", [False, True])
+@each("rotary_dim", [32, 20])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_accuracy(dtype: torch.dtype, rotary_dim: int, interleaved: bool, backend: str, device: str) -> None:
     x = torch.randn(2, 13, 3, 32, device=device).to(dtype)

@@ -9,6 +9,7 @@ import torch
 
 import fastformer.ops  # noqa: F401 (defines the ops)
 from fastformer.ops import _extension
+from tests.covering import each
 
 if _extension.load() is None:
     pytest.skip("the C++ extension is not built", allow_module_level=True)
@@ -45,7 +46,7 @@ CPP = _schemas("fastformer_cpp")
 PYTHON = _schemas("fastformer")
 
 
-@pytest.mark.parametrize("name", sorted(CPP.keys() - WITHOUT_OP))
+@each("name", sorted(CPP.keys() - WITHOUT_OP))
 def test_equals_the_op(name: str) -> None:
     assert name in PYTHON, f"torch.ops.fastformer has no {name}"
     left_out = LEFT_OUT.get(name, set())

@@ -12,6 +12,7 @@ from torch import Tensor
 from fastformer.engine.frozen import layout_of
 from fastformer.ops import _dispatch, _extension
 from tests.conftest import leave_out_extension
+from tests.covering import each
 
 pytestmark = pytest.mark.skipif(_extension.module() is None, reason="no C++ extension for this CPU")
 
@@ -61,8 +62,8 @@ TENSORS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", TENSORS)
-@pytest.mark.parametrize("place", [0, 1, 2])
+@each("name", TENSORS)
+@each("place", [0, 1, 2])
 def test_places_of_the_tensors_of_a_call(name: str, place: int) -> None:
     args: list[Any] = [torch.ones(2, 2), torch.ones(2, 2), None]
     args[place] = TENSORS[name]()

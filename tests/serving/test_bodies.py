@@ -14,6 +14,7 @@ from fastformer.serving.rerank import DocumentsBody
 from fastformer.serving.tei import EmbedBody, PredictBody, RerankBody
 from fastformer.serving.tgi import GenerateBody, Parameters
 from fastformer.serving.translate import Ask
+from tests.covering import each
 
 RIGHT: dict[Any, dict[str, Any]] = {
     CompletionBody: {"prompt": "a"},
@@ -36,7 +37,7 @@ INTEGERS = [
 ]
 
 
-@pytest.mark.parametrize("kind, name", INTEGERS, ids=[f"{kind.__name__}-{name}" for kind, name in INTEGERS])
+@each("kind, name", INTEGERS)
 def test_an_integer_may_have_a_point(kind, name) -> None:
     right = RIGHT[kind]
     found = getattr(kind.model_validate({**right, name: 2.0}), name)
@@ -112,15 +113,12 @@ def test_fields_of_parts_are_refused_by_their_places() -> None:
     assert unsupported_field(GenerateBody.model_validate({"inputs": "a", "temperature": 2.0})) == "temperature"
 
 
-@pytest.mark.parametrize("elements", [[None] * 1000, [1] * 1000 + [0.5], [[1] * 1000 + [None]], [["a"] * 3] * 1000])
-@pytest.mark.parametrize(
-    "kind, field",
-    [
-        (CompletionBody, "prompt"), (CompletionBody, "stop"), (ChatBody, "messages"), (EmbeddingsBody, "input"),
-        (EmbedBody, "inputs"), (RerankBody, "texts"), (PredictBody, "inputs"), (Ask, "text"), (Ask, "prefix"),
-        (TranslateBody, "q"),
-    ],
-)  # fmt: skip
+@each("elements", [[None] * 1000, [1] * 1000 + [0.5], [[1] * 1000 + [None]], [["a"] * 3] * 1000])
+@each("kind, field", [
+    (CompletionBody, "prompt"), (CompletionBody, "stop"), (ChatBody, "messages"), (EmbeddingsBody, "input"),
+    (EmbedBody, "inputs"), (RerankBody, "texts"), (PredictBody, "inputs"), (Ask, "text"), (Ask, "prefix"),
+    (TranslateBody, "q"),
+])  # fmt: skip
 def test_a_long_list_has_few_errors(kind: Any, field: str, elements: list[Any]) -> None:
     content = {"role": "user", "content": elements}
     for value in (elements, [content]) if field == "messages" else (elements,):

@@ -15,6 +15,7 @@ from fastformer.languages import Languages
 from fastformer.serving import Limits, open_service
 from fastformer.serving.codes import Codes
 from fastformer.serving.html_text import HtmlPage
+from tests.covering import each
 from tests.serving.asking import events, serving
 
 TEXT = "One two. Three!\n\n Four. "
@@ -165,7 +166,7 @@ PIECES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@each(
     "page, texts",
     [
         ("<p>one &lt; two<b class='x notranslate'>no</b> three</p>", ["one < two", "three"]),
@@ -228,7 +229,7 @@ def test_the_time_for_a_page_depends_only_on_its_length() -> None:
         began = time.process_time()
         pages = ("<b>x", "<", "&", "<div>", "<p><i translate=no>x</p>", "<table><td><b>", "<li><ul>")
         for page in (
-            *(each * count for each in pages),
+            *(text * count for text in pages),
             "<b>" * count + "</i>" * count,
             "<p>" + "<b>" * count + "</p>" * count,
         ):

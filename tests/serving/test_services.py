@@ -10,6 +10,7 @@ import pytest
 
 from fastformer.serving import open_service
 from tests.audio import speech
+from tests.covering import each
 from tests.serving import models
 
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
@@ -41,7 +42,7 @@ def places(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-@pytest.mark.parametrize("name", ARGUMENTS)
+@each("name", ARGUMENTS)
 def test_an_argument_is_taken_or_refused_by_name(kind, name, places) -> None:
     value = places["generator"] if name == "draft" else ARGUMENTS[name]
     is_option = name in (*BEAMS, "max_new_tokens")

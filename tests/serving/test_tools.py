@@ -18,6 +18,7 @@ from fastformer.serving import open_service
 from fastformer.serving.tool_formats import FORMATS, format_of, reasoning_of
 from fastformer.serving.tools import AnswerParser, AnswerStyle, Part, calls_of
 from fastformer.special_ids import SpecialIds
+from tests.covering import each
 from tests.serving import models
 from tests.serving.asking import events, serving
 from tests.serving.servers import running
@@ -455,7 +456,7 @@ PIECES = {
 }
 
 
-@pytest.mark.parametrize("text", PIECES.values(), ids=PIECES)
+@each("text", PIECES.values())
 def test_an_answer_in_pieces_is_the_answer_as_a_whole(text, family) -> None:
     style = AnswerStyle(FORMATS[family], [*SCHEMAS], ("<think>", "</think>"))
 

@@ -17,6 +17,7 @@ from fastformer.training.config import merged, unused
 from fastformer.training.run_config import FIXED, absolute_paths, check_unchanged, load_config, run_config, save_config
 from fastformer.training.sections import TASKS
 from fastformer.training.yaml_file import read_yaml
+from tests.covering import each
 from tests.training.tiny import PAIRS, changed, contents, write_pairs
 
 
@@ -88,8 +89,8 @@ def test_lists_are_written_with_commas() -> None:
         TrainConfig.from_dict({"init_from": ["a", "b"]})
 
 
-@pytest.mark.parametrize(
-    ("given", "named"),
+@each(
+    "given, named",
     [
         ({"task": "numbers", "train_source": "a", "train_target": "b"}, ("task", "train_source")),
         ({"task": "numbers", "train_tsv": "a"}, ("task", "train_tsv")),
@@ -132,8 +133,8 @@ def test_contradicting_data_is_refused_and_named(given, named) -> None:
         assert name in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("config", "given", "said"),
+@each(
+    "config, given, said",
     [
         ({}, {"seqlen": 64}, ["seqlen"]),
         ({"model": "gpt"}, {"seqlen": 64}, []),
@@ -165,8 +166,8 @@ def test_settings_without_effect_are_reported(config, given, said) -> None:
 # YAML files of settings are read as users mean them, or refused.
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
+@each(
+    "text, value",
     [
         ("1e0", 1.0),
         ("1e3", 1000.0),

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.measure import record
 from benchmarks.measure.console import doubt, summary, table
 from benchmarks.measure.scaling_fits import fit, groups, report
+from tests.covering import each
 
 CASE = {"suite": "ops", "op": "rotary", "mode": "fwd", "dtype": "float32", "shape": {"batch": 4}}
 
@@ -81,7 +82,7 @@ def line(**fields: Any) -> dict[str, Any]:
 TIMES = {"ms_p20": 1.0, "ms_p50": 2.0, "ms_p80": 2.0}
 
 
-@pytest.mark.parametrize(
+@each(
     "fields, named",
     [
         ({"milliseconds": 1.0}, "milliseconds"),

@@ -16,6 +16,7 @@ from benchmarks.publish.style import PICTURES, digest, rows_of
 from benchmarks.publish.summary import TableCase
 from benchmarks.publish.tables import NOT_MEASURED, TABLES, Numbers
 from benchmarks.readme import PAGES, all_written, differences, main, read
+from tests.covering import each
 
 TEXTS = read(PAGES)
 STALE = "python -m benchmarks.readme --write (and python -m benchmarks.plot)"
@@ -30,7 +31,7 @@ def test_every_table_is_that_of_the_results(results: Results) -> None:
     assert not differences(TEXTS, Numbers(results)), STALE
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@each("page", PAGES)
 def test_a_page_shows_only_pictures_that_exist(page: Path) -> None:
     for link in re.findall(r"\((\S*benchmarks/pictures/\w+\.svg)\)", TEXTS[page]):
         path = (page.parent / link).resolve()
@@ -42,7 +43,7 @@ def test_every_picture_is_shown_and_has_a_chart() -> None:
     assert shown == {path.stem for path in PICTURES.iterdir()} <= charts().keys()
 
 
-@pytest.mark.parametrize("name", charts())
+@each("name", charts())
 def test_a_picture_matches_its_rows(name: str, results: Results) -> None:
     rows, path = charts()[name].select(results), PICTURES / f"{name}.svg"
     assert path.is_file() == bool(rows), STALE
